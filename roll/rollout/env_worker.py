@@ -23,7 +23,7 @@ from roll.rollout.env_runner import EnvRunner
 from roll.rollout.errors import EnvError
 from roll.rollout.judge_worker import Asking
 from roll.rollout.plans import GroupPlan, GroupSpec
-from roll.rollout.reward_client import JudgeClient
+from roll.rollout.reward_client import WorkerClient
 from roll.rollout.token_watch import TokenWatch
 from roll.rollout.tool_box import ToolBox
 from roll.rollout.tool_env import with_tools
@@ -117,10 +117,10 @@ class EnvironmentWorker(RolloutWorker):
 
     async def set_judge(self, workers: Sequence[Any]) -> None:
         """Whom environments ask from now on."""
-        self.judge = JudgeClient(workers)
+        self.judge = WorkerClient[Question, str]("the judge", workers, "ask")
 
     async def _ask(self, question: Question) -> str:
-        return await self.judge.ask(question)  # the present one: workers are replaced
+        return await self.judge.send(question)  # the present one: workers are replaced
 
     async def probe(self, envs: Mapping[str, CustomEnvConfig], retries: int, seed: int) -> list[str]:
         """Builds and resets one environment of each tag, builds those that ask; returns what went wrong, a line each.

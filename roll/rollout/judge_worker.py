@@ -53,7 +53,7 @@ class Asking:
     """``TextEnv.ask`` of one environment: waits in its thread for what an event loop does.
 
     Args:
-        ask: see ``JudgeClient``; it runs in the event loop of the next ``listen``.
+        ask: sends a question to the judge; it runs in the event loop of the next ``listen``.
     """
 
     def __init__(self, ask: AskFn) -> None:

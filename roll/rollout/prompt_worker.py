@@ -20,8 +20,8 @@ from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_manager import EpisodeSpec, Limits
 from roll.rollout.errors import EnvError
 from roll.rollout.plans import GroupSpec
-from roll.rollout.prompt_env import PromptEnv, PromptManager
-from roll.rollout.reward_client import RewardClient
+from roll.rollout.prompt_env import PromptEnv, PromptManager, ScoreFn
+from roll.rollout.reward_client import WorkerClient
 from roll.rollout.router import GenerationClient
 from roll.rollout.token_watch import TokenWatch
 from roll.rollout.tool_box import ToolBox
@@ -141,7 +141,10 @@ class PromptWorker(RolloutWorker):
 
     async def set_rewards(self, domains: Mapping[str, Sequence[Any]]) -> None:
         """Sets where answers are scored from now on: handles of the workers of each domain."""
-        self.rewards = {name: RewardClient(name, handles) for name, handles in domains.items()}
+        self.rewards: dict[str, ScoreFn] = {
+            name: WorkerClient[Sample, Verdict](f"the rewards {name!r}", handles, "score").send
+            for name, handles in domains.items()
+        }
 
     def generate_fn(self, spec: GroupSpec) -> GenerateFn:
         assert isinstance(spec, PromptSpec)
@@ -167,6 +170,6 @@ class PromptWorker(RolloutWorker):
         if domain is None:
             return Verdict(0.0, correct=False)
         try:
-            return await self.rewards[domain].score(sample)
+            return await self.rewards[domain](sample)
         except RewardError as error:
             raise UnscoredAnswerError(str(error)) from error

@@ -8,8 +8,6 @@ from typing import Any, Generic, TypeVar
 
 from ray.exceptions import RayActorError
 
-from roll.data.requests import Question
-from roll.rewards.types import Sample, Verdict
 from roll.rollout.router import EngineUnavailableError
 
 ItemT = TypeVar("ItemT")
@@ -40,7 +38,7 @@ class WorkerClient(Generic[ItemT, ToldT]):
 
         Raises:
             EngineUnavailableError: the worker died.
-            Exception: what it answers in place of words.
+            Exception: what it tells in place of an answer: a ``RewardError`` where it cannot judge or say anything.
         """
         future: asyncio.Future[ToldT] = asyncio.get_running_loop().create_future()
         if not self._outbox:
@@ -79,35 +77,3 @@ class WorkerClient(Generic[ItemT, ToldT]):
                 future.set_exception(outcome)
             else:
                 future.set_result(outcome)
-
-
-class RewardClient(WorkerClient[Sample, Verdict]):
-    """``score(sample)`` by the workers of one reward domain (see ``WorkerClient``)."""
-
-    def __init__(self, domain: str, workers: Sequence[Any]) -> None:
-        super().__init__(f"the rewards {domain!r}", workers, "score")
-
-    async def score(self, sample: Sample) -> Verdict:
-        """Has one answer judged.
-
-        Raises:
-            RewardError: the verifiers could not tell.
-            EngineUnavailableError: the worker died.
-        """
-        return await self.send(sample)
-
-
-class JudgeClient(WorkerClient[Question, str]):
-    """``ask(question)`` by the workers of the run's judge (see ``WorkerClient``)."""
-
-    def __init__(self, workers: Sequence[Any]) -> None:
-        super().__init__("the judge", workers, "ask")
-
-    async def ask(self, question: Question) -> str:
-        """Asks the judge; returns what it says.
-
-        Raises:
-            RewardError: it cannot be asked that.
-            EngineUnavailableError: the worker died.
-        """
-        return await self.send(question)

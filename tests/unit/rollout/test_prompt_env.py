@@ -160,7 +160,7 @@ def run_group(
     limits = {"train": LIMITS, "val": held_out}
     worker.setup(PromptWorkerContext(tokenizer_path, "native", params, limits, {"sums": "maths"}, spread=False))
     worker.client = engine  # type: ignore[assignment]
-    worker.rewards = {"maths": scorer}
+    worker.rewards = {"maths": scorer.score}
     return asyncio.run(worker.run_group(group))
 
 

@@ -13,7 +13,7 @@ import ray
 from roll.configs.rewards import RewardConfig
 from roll.distributed.cluster.ray_session import ray_session
 from roll.rewards.types import RewardError, Sample, Verdict, Verifier
-from roll.rollout.reward_client import RewardClient
+from roll.rollout.reward_client import WorkerClient
 from roll.rollout.reward_worker import RewardWorker
 from roll.rollout.router import EngineUnavailableError
 
@@ -75,6 +75,10 @@ def workers(session: None) -> list[Any]:
     return [start_worker(), start_worker()]
 
 
+def client_of(workers: list[Any]) -> WorkerClient[Sample, Verdict]:
+    return WorkerClient("the rewards 'numbers'", workers, "score")
+
+
 def sample(response: str) -> Sample:
     return Sample("?", response, None, "a")
 
@@ -90,8 +94,8 @@ def counts(workers: list[Any]) -> list[tuple[int, int]]:
 
 def test_answers_of_one_tick_travel_in_one_call_to_each_worker_and_find_their_way_back(workers: list[Any]) -> None:
     async def work() -> list[Verdict]:
-        client = RewardClient("numbers", workers)
-        return await asyncio.gather(*(client.score(sample(str(n))) for n in range(101)))
+        client = client_of(workers)
+        return await asyncio.gather(*(client.send(sample(str(n))) for n in range(101)))
 
     counts(workers)
     verdicts = within(30, work)
@@ -102,11 +106,11 @@ def test_answers_of_one_tick_travel_in_one_call_to_each_worker_and_find_their_wa
 
 def test_an_answer_goes_to_the_worker_with_the_fewest_in_flight(workers: list[Any]) -> None:
     async def work() -> None:
-        client = RewardClient("numbers", workers)
-        waiting = [asyncio.create_task(client.score(sample("wait"))) for _ in range(3)]
+        client = client_of(workers)
+        waiting = [asyncio.create_task(client.send(sample("wait"))) for _ in range(3)]
         await asyncio.sleep(0.01)
         for _ in range(4):  # one worker has two that wait, the other one
-            await client.score(sample("1"))
+            await client.send(sample("1"))
         for task in waiting:
             task.cancel()
 
@@ -117,9 +121,9 @@ def test_an_answer_goes_to_the_worker_with_the_fewest_in_flight(workers: list[An
 
 def test_an_answer_that_cannot_be_judged_fails_alone(workers: list[Any]) -> None:
     async def work() -> list[Verdict | BaseException]:
-        client = RewardClient("numbers", workers)
+        client = client_of(workers)
         responses = ("1", "fail", "2", "nan", "inf", "3")
-        return await asyncio.gather(*(client.score(sample(text)) for text in responses), return_exceptions=True)
+        return await asyncio.gather(*(client.send(sample(text)) for text in responses), return_exceptions=True)
 
     one, failed, two, nan, infinite, three = within(30, work)
     assert [verdict.score for verdict in (one, two, three)] == [1, 2, 3]
@@ -130,8 +134,8 @@ def test_an_answer_that_cannot_be_judged_fails_alone(workers: list[Any]) -> None
 
 def test_an_answer_that_was_given_up_before_it_left_is_not_sent(workers: list[Any]) -> None:
     async def work() -> None:
-        client = RewardClient("numbers", workers)
-        gone, stays = (asyncio.create_task(client.score(sample(text))) for text in "12")
+        client = client_of(workers)
+        gone, stays = (asyncio.create_task(client.send(sample(text))) for text in "12")
         await asyncio.sleep(0)
         gone.cancel()
         assert (await stays).score == 2
@@ -143,8 +147,8 @@ def test_an_answer_that_was_given_up_before_it_left_is_not_sent(workers: list[An
 
 def test_a_cancelled_caller_does_not_disturb_the_others(workers: list[Any]) -> None:
     async def work() -> None:
-        client = RewardClient("numbers", workers)
-        gone, stays, late = (asyncio.create_task(client.score(sample(text))) for text in "456")
+        client = client_of(workers)
+        gone, stays, late = (asyncio.create_task(client.send(sample(text))) for text in "456")
         await asyncio.sleep(0.001)
         gone.cancel()
         assert [(await task).score for task in (stays, late)] == [5, 6]
@@ -159,8 +163,8 @@ def test_what_breaks_a_worker_reaches_all_who_wait_for_it(session: None) -> None
     ray.get(broken.break_down.remote())
 
     async def work() -> list[Any]:
-        client = RewardClient("numbers", [broken])
-        outcomes = await asyncio.gather(*(client.score(sample("1")) for _ in range(3)), return_exceptions=True)
+        client = client_of([broken])
+        outcomes = await asyncio.gather(*(client.send(sample("1")) for _ in range(3)), return_exceptions=True)
         assert client._in_flight == [0]
         return outcomes
 
@@ -171,10 +175,10 @@ def test_a_dead_worker_is_an_engine_that_can_be_brought_back(session: None) -> N
     doomed = start_worker()
 
     async def work() -> list[Any]:
-        client = RewardClient("numbers", [doomed])
-        scores = [client.score(sample(text)) for text in ("wait", "die", "1")]
+        client = client_of([doomed])
+        scores = [client.send(sample(text)) for text in ("wait", "die", "1")]
         first = await asyncio.gather(*scores, return_exceptions=True)
-        return [*first, *await asyncio.gather(client.score(sample("1")), return_exceptions=True)]
+        return [*first, *await asyncio.gather(client.send(sample("1")), return_exceptions=True)]
 
     errors = within(30, work)
     assert len(errors) == 4

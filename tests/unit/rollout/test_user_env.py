@@ -117,9 +117,6 @@ def test_a_user_who_fails_is_a_failure_of_the_episode(fault: str, told: str) -> 
 
 
 def test_a_worker_plays_them_and_counts_failures(tokenizer_path: str) -> None:
-    class Judge:
-        score = staticmethod(judge)
-
     def group(fault: str) -> RolloutGroup:
         worker = PromptWorker("rollout", 0, 1, {})
         user = UserConfig(path=PATH, args={"fault": fault}, retries=2)
@@ -128,7 +125,7 @@ def test_a_worker_plays_them_and_counts_failures(tokenizer_path: str) -> None:
             PromptWorkerContext(tokenizer_path, "native", params, limits, {"sums": "maths"}, spread=True, user=user)
         )
         worker.client = Engine(*["51"] * 3)  # type: ignore[assignment]
-        worker.rewards = {"maths": Judge()}  # type: ignore[dict-item]
+        worker.rewards = {"maths": judge}
         return asyncio.run(worker.run_group(spec(group_size=1, prompt=PROMPT, tag=PROMPT.tag)))
 
     good, bad = group(""), group("raise")
