@@ -54,11 +54,6 @@ class MessageRequest(ApiRequest):
     error_body: ClassVar[Callable[[ApiError], dict[str, Any]]] = staticmethod(as_anthropic)
 
     async def ask(self, session: Session) -> list[Answer]:
-        """The policy's answer.
-
-        Raises:
-            ApiError: the request is refused.
-        """
         choice = (self.tool_choice or {}).get("type", "auto")
         if choice not in ("auto", "none"):
             raise unsupported("tool_choice.type", choice, "auto or none: the policy is not forced to call")
@@ -73,7 +68,6 @@ class MessageRequest(ApiRequest):
         return await session.chat(messages, tools, Wanted(1, self.max_tokens, self.temperature, self.top_p, stop))
 
     def whole(self, answers: Sequence[Answer], renderer: ChatRenderer) -> dict[str, Any]:
-        """The answer as one object."""
         (answer,) = answers
         return self._head(answer) | {"content": _blocks(answer)} | self._end(answer)
 

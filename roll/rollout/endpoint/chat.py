@@ -24,11 +24,6 @@ class ChatRequest(SamplingRequest):
     response_format: dict[str, Any] | None = None
 
     async def ask(self, session: Session) -> list[Answer]:
-        """The policy's answers.
-
-        Raises:
-            ApiError: the request is refused.
-        """
         if self.tool_choice not in (None, "auto", "none"):
             raise unsupported("tool_choice", self.tool_choice, "auto or none: the policy is not forced to call")
         if (self.response_format or {}).get("type", "text") != "text":
@@ -40,7 +35,6 @@ class ChatRequest(SamplingRequest):
         return await session.chat(plain_messages(self.messages), tools, wanted)
 
     def whole(self, answers: Sequence[Answer], renderer: ChatRenderer) -> dict[str, Any]:
-        """The answer as one object."""
         choices = [
             {
                 "index": index,

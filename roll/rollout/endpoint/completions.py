@@ -21,11 +21,6 @@ class CompletionRequest(SamplingRequest):
     logprobs: int | None = Field(default=None, ge=0, le=5)
 
     async def ask(self, session: Session) -> list[Answer]:
-        """The policy's answers.
-
-        Raises:
-            ApiError: the request is refused.
-        """
         if self.logprobs is not None and self.logprobs > 1:
             raise unsupported("logprobs", self.logprobs, "0 or 1: the sampled token's alone is known")
         wanted, prompt = self.wanted(self.max_tokens), self.prompt
@@ -43,7 +38,6 @@ class CompletionRequest(SamplingRequest):
         return await session.complete(ids, wanted)
 
     def whole(self, answers: Sequence[Answer], renderer: ChatRenderer) -> dict[str, Any]:
-        """The answer as one object."""
         choices = [self._choice(index, answer, renderer) for index, answer in enumerate(answers)]
         return {**head("text_completion", "cmpl", self.model), "choices": choices, "usage": usage(answers)}
 

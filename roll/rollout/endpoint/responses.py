@@ -63,11 +63,6 @@ class ResponseRequest(ApiRequest):
     _id: str = PrivateAttr(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
 
     async def ask(self, session: Session) -> list[Answer]:
-        """The policy's answer.
-
-        Raises:
-            ApiError: the request is refused.
-        """
         if self.tool_choice not in (None, "auto", "none"):
             raise unsupported("tool_choice", self.tool_choice, "auto or none: the policy is not forced to call")
         for name in ("background", "conversation", "prompt", "top_logprobs"):
@@ -93,7 +88,6 @@ class ResponseRequest(ApiRequest):
         return answers
 
     def whole(self, answers: Sequence[Answer], renderer: ChatRenderer) -> dict[str, Any]:
-        """The answer as one object."""
         (answer,) = answers
         cut_off = answer.finish_reason == "length"
         sampled = len(answer.completion.token_ids)

@@ -7,7 +7,8 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
@@ -15,7 +16,7 @@ from pydantic import BaseModel, Field
 from roll.data.arrays import IntArray
 from roll.data.renderer import ChatRenderer
 from roll.rollout.endpoint.errors import ApiError, as_openai, unsupported
-from roll.rollout.endpoint.session import Answer, Wanted
+from roll.rollout.endpoint.session import Answer, Session, Wanted
 
 _OFF: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("logit_bias", (None, {})),
@@ -31,7 +32,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class ApiRequest(BaseModel):
+class ApiRequest(BaseModel, ABC):
     """A request of any of the APIs."""
 
     model: str = "policy"
@@ -39,6 +40,22 @@ class ApiRequest(BaseModel):
 
     error_body: ClassVar[Callable[[ApiError], dict[str, Any]]] = staticmethod(as_openai)
     """The API's form of an error."""
+
+    @abstractmethod
+    async def ask(self, session: Session) -> list[Answer]:
+        """The policy's answers.
+
+        Raises:
+            ApiError: the request is refused.
+        """
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Answer], renderer: ChatRenderer) -> dict[str, Any]:
+        """The answers as one object."""
+
+    @abstractmethod
+    def events(self, answers: Sequence[Answer], renderer: ChatRenderer) -> Iterator[str]:
+        """The answers as a stream."""
 
 
 class SamplingRequest(ApiRequest):

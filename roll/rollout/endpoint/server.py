@@ -13,8 +13,8 @@ import logging
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
 import uvicorn
 from pydantic import ValidationError
@@ -24,14 +24,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from roll.data.renderer import ChatRenderer
 from roll.rollout.endpoint.anthropic import MessageRequest
 from roll.rollout.endpoint.chat import ChatRequest
 from roll.rollout.endpoint.completions import CompletionRequest
 from roll.rollout.endpoint.errors import ApiError, PortTakenError, as_anthropic, as_openai, from_validation
 from roll.rollout.endpoint.responses import ResponseRequest
 from roll.rollout.endpoint.reward import RewardRequest
-from roll.rollout.endpoint.session import Answer, Session
+from roll.rollout.endpoint.sampling import ApiRequest
+from roll.rollout.endpoint.session import Session
 from roll.rollout.endpoint.step import StepRequest
 from roll.utils.foreign import describe_error
 
@@ -48,19 +48,6 @@ _MAX_ENDED = 100_000
 _ADVICE = "expected the key of a running episode, as a bearer token or in the URL /s/<key>/v1"
 
 T = TypeVar("T")
-
-
-class _Request(Protocol):
-    """A request of one of the APIs: an ``ApiRequest``."""
-
-    error_body: ClassVar[Callable[[ApiError], dict[str, Any]]]
-    stream: bool | None
-
-    @classmethod
-    def model_validate_json(cls, json_data: bytes, /) -> Self: ...
-    async def ask(self, session: Session) -> list[Answer]: ...
-    def whole(self, answers: Sequence[Answer], renderer: ChatRenderer) -> dict[str, Any]: ...
-    def events(self, answers: Sequence[Answer], renderer: ChatRenderer) -> Iterator[str]: ...
 
 
 class _Server(uvicorn.Server):
@@ -185,18 +172,12 @@ def _application(endpoint: Endpoint) -> Starlette:
 
     async def reward(request: Request) -> Response:
         session = endpoint.session_of(request)
-        try:
-            RewardRequest.model_validate_json(await _body(request, session)).post(session)
-        except ValidationError as error:
-            raise from_validation(error) from None
+        RewardRequest.model_validate_json(await _body(request, session)).post(session)
         return JSONResponse({"object": "reward"})
 
     async def step(request: Request) -> Response:
         session = endpoint.session_of(request)
-        try:
-            return JSONResponse(await StepRequest.model_validate_json(await _body(request, session)).take(session))
-        except ValidationError as error:
-            raise from_validation(error) from None
+        return JSONResponse(await StepRequest.model_validate_json(await _body(request, session)).take(session))
 
     paths: list[tuple[str, list[str], Callable[[Request], Awaitable[Response]]]] = [
         ("/v1/models", ["GET"], models),
@@ -215,14 +196,20 @@ def _application(endpoint: Endpoint) -> Starlette:
     ]
     return Starlette(
         routes=routes,
-        exception_handlers={ApiError: _refuse, HTTPException: _refuse_http, ClientDisconnect: _gone, Exception: _fail},
+        exception_handlers={
+            ApiError: _refuse,
+            ValidationError: _refuse,
+            HTTPException: _refuse_http,
+            ClientDisconnect: _gone,
+            Exception: _fail,
+        },
     )
 
 
 _MODEL_CARD = {"id": MODEL, "object": "model", "created": 0, "owned_by": "roll"}
 
 
-def _handler(endpoint: Endpoint, kind: type[_Request]) -> Callable[[Request], Awaitable[Response]]:
+def _handler(endpoint: Endpoint, kind: type[ApiRequest]) -> Callable[[Request], Awaitable[Response]]:
     """Answers requests of one API."""
 
     async def handle(request: Request) -> Response:
@@ -285,8 +272,9 @@ async def _stream(events: Iterator[str]) -> AsyncIterator[str]:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return JSONResponse(as_openai(error), error.status)
+    refusal = from_validation(error) if isinstance(error, ValidationError) else error
+    assert isinstance(refusal, ApiError)
+    return JSONResponse(as_openai(refusal), refusal.status)
 
 
 async def _refuse_http(request: Request, error: Exception) -> Response:
