@@ -16,14 +16,15 @@ import marshal
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from roll.configs.agent import AgentSandboxConfig
 from roll.rewards.sandbox.inner import INSIDE_UID
 from roll.rewards.sandbox.memory import uses_more
 from roll.rewards.sandbox.pool import Sandbox
 from roll.rewards.sandbox.run import INNER, memory_file, view_of
-from roll.rollout.agents.command import Ended, Launch, Running, started
+from roll.rollout.agents.command import Ended, Running, started
 from roll.rollout.agents.task import AgentError
 
 _HOST = "127.0.0.1"
@@ -71,8 +72,14 @@ class Cell:
             await asyncio.to_thread(_give_away, folder)
         with contextlib.ExitStack() as stack:
             ours, theirs = map(stack.enter_context, socket.socketpair())
-            launch = stack.enter_context(self._launch(command, env, cwd, folders, port, theirs.fileno()))
-            async with started(launch) as running:
+            job = memory_file(marshal.dumps(self._job(command, env, cwd, folders, port, theirs.fileno()), 2))
+            stack.callback(os.close, job)
+
+            def argv(lifeline: int, status: int) -> list[str]:
+                options = ["-I", "-S", "-B", "-X", "utf8"]
+                return [sys.executable, *options, str(INNER), str(job), str(status), str(lifeline)]
+
+            async with started(argv, env, "/", (job, theirs.fileno())) as running:
                 ending = asyncio.ensure_future(running.report())
                 guard = asyncio.create_task(self._guard(running, folders, port, ours))
                 try:
@@ -113,8 +120,7 @@ class Cell:
             if server is not None:
                 server.close()
 
-    @contextlib.contextmanager
-    def _launch(
+    def _job(
         self,
         command: Sequence[str],
         env: Mapping[str, str],
@@ -122,9 +128,10 @@ class Cell:
         folders: Sequence[str],
         port: int | None,
         channel: int,
-    ) -> Iterator[Launch]:
+    ) -> dict[str, Any]:
+        """The job that ``inner.py`` is given."""
         limits, view = self._config, self._view
-        job = {
+        return {
             "mode": "command",
             "command": list(command),
             "environment": {**env, "HOME": "/tmp", "TMPDIR": "/tmp"},
@@ -151,15 +158,6 @@ class Cell:
                 "NOFILE": limits.open_files,
             },
         }
-        file = memory_file(marshal.dumps(job, 2))
-
-        def argv(lifeline: int, status: int) -> list[str]:
-            return [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(INNER), str(file), str(status), str(lifeline)]
-
-        try:
-            yield Launch(argv, env, "/", (file, channel))
-        finally:
-            os.close(file)
 
 
 def _give_away(folder: str) -> None:

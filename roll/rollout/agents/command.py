@@ -20,31 +20,6 @@ _GRACE_S = 15.0
 """Time that a launcher gets to end what the command has started; more than it takes itself."""
 
 
-@dataclass(frozen=True)
-class Launch:
-    """Start of a command, by a program of this package that watches it.
-
-    That program ends everything when its descriptor ``lifeline`` is closed on the other side, and writes to
-    ``status`` words of which the last that is a whole number is the exit code.
-    """
-
-    argv: Callable[[int, int], list[str]]
-    """Of ``lifeline`` and ``status``."""
-    env: Mapping[str, str]
-    cwd: str
-    descriptors: tuple[int, ...] = ()
-    """Further ones that it is given."""
-
-
-def supervised(command: Sequence[str], env: Mapping[str, str], cwd: str) -> Launch:
-    """A command that may do what this process may."""
-
-    def argv(lifeline: int, status: int) -> list[str]:
-        return [sys.executable, "-I", "-S", str(_SUPERVISOR), str(lifeline), str(status), *command]
-
-    return Launch(argv, env, cwd)
-
-
 class _Tail(asyncio.Protocol):
     """The end of what a pipe brings."""
 
@@ -83,8 +58,17 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def started(launch: Launch) -> AsyncIterator[Running]:
-    """A command; at the end nothing of it is left.
+async def started(
+    argv: Callable[[int, int], list[str]], env: Mapping[str, str], cwd: str, descriptors: tuple[int, ...] = ()
+) -> AsyncIterator[Running]:
+    """A command, started by a program of this package that watches it; at the end nothing of it is left.
+
+    That program ends everything when its descriptor ``lifeline`` is closed on the other side, and writes to
+    ``status`` words of which the last that is a whole number is the exit code.
+
+    Args:
+        argv: of the program, by ``lifeline`` and ``status``.
+        descriptors: further ones that it is given.
 
     Raises:
         AgentError: it cannot start in its folder.
@@ -98,17 +82,17 @@ async def started(launch: Launch) -> AsyncIterator[Running]:
         let_go.callback(os.close, held)
         try:
             process = subprocess.Popen(
-                launch.argv(lifeline, status_write),
+                argv(lifeline, status_write),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=dict(launch.env),
-                cwd=launch.cwd,
-                pass_fds=(lifeline, status_write, *launch.descriptors),
+                env=dict(env),
+                cwd=cwd,
+                pass_fds=(lifeline, status_write, *descriptors),
                 start_new_session=True,
             )
         except OSError as error:
-            raise AgentError(f"agent.cwd: cannot start in {launch.cwd!r}: {error.strerror}") from error
+            raise AgentError(f"agent.cwd: cannot start in {cwd!r}: {error.strerror}") from error
         finally:
             os.close(lifeline)
             os.close(status_write)
@@ -147,6 +131,10 @@ class Ended:
 
 async def run_supervised(command: Sequence[str], env: Mapping[str, str], cwd: str) -> Ended:
     """Runs a command that may do what this process may."""
-    async with started(supervised(command, env, cwd)) as running:
+
+    def argv(lifeline: int, status: int) -> list[str]:
+        return [sys.executable, "-I", "-S", str(_SUPERVISOR), str(lifeline), str(status), *command]
+
+    async with started(argv, env, cwd) as running:
         report = await running.report()
         return Ended(int(report[0]) if report else None, running.last_words())
