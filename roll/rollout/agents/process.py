@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import ValidationError
-
 from roll.configs.agent import AgentConfig
 from roll.distributed.cluster.reaper import MARK
 from roll.rollout.agents.cell import Cell
@@ -58,17 +56,13 @@ async def workplace(template: str | None) -> AsyncIterator[Workplace]:
         if template is None:
             place.work.mkdir()
         else:
-            await _copy(template, place.work)
+            try:
+                await asyncio.to_thread(shutil.copytree, template, place.work, symlinks=True)
+            except OSError as error:
+                raise AgentError(f"agent.template: cannot copy {template!r}: {describe_error(error)}") from error
         yield place
     finally:
         await asyncio.to_thread(shutil.rmtree, place.folder, ignore_errors=True)
-
-
-async def _copy(template: str, work: Path) -> None:
-    try:
-        await asyncio.to_thread(shutil.copytree, template, work, symlinks=True)
-    except OSError as error:
-        raise AgentError(f"agent.template: cannot copy {template!r}: {describe_error(error)}") from error
 
 
 class _Command:
@@ -119,7 +113,10 @@ class ProcessProgram:
             said = str(ended).replace(task.api_key, "***")
             raise AgentExitError(f"{self._command.argv[0]} ended with {said}")
         answer = _read(place.folder / "answer", "ROLL_ANSWER")
-        return None if answer is None else _text(answer, "ROLL_ANSWER")
+        try:
+            return None if answer is None else answer.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise AgentError(f"ROLL_ANSWER is no UTF-8: {error}") from error
 
 
 class Verification:
@@ -166,7 +163,7 @@ def _reward(data: bytes | None) -> RewardRequest:
     try:
         value = json.loads(data)
         return RewardRequest.model_validate(value if isinstance(value, dict) else {"reward": value}, strict=True)
-    except (ValueError, RecursionError, ValidationError) as error:
+    except (ValueError, RecursionError) as error:
         expected = 'a finite number or {"reward": …, "success": …}'
         raise AgentError(f"ROLL_REWARD: seen {data[:80]!r}, expected {expected}") from error
 
@@ -195,10 +192,3 @@ def _read(path: Path, name: str) -> bytes | None:
     if len(data) > MAX_ANSWER:
         raise AgentError(f"{name} has more than {MAX_ANSWER:,} bytes")
     return data
-
-
-def _text(data: bytes, name: str) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise AgentError(f"{name} is no UTF-8: {error}") from error
