@@ -210,18 +210,19 @@ class JudgeVerifier(Verifier):
     async def offload(self) -> None:
         """Takes a hosted judge off its device; questions wait."""
         if self._hosted is not None:
-            await self._hosted.offload()
+            await self._hosted.model.offload()
 
     async def onload(self) -> None:
         """Takes it back."""
         if self._hosted is not None:
-            await self._hosted.onload()
+            await self._hosted.model.onload()
 
     async def close(self) -> None:
         """Closes the connections, or ends the engine."""
-        for each in (self._endpoint, self._hosted):
-            if each is not None:
-                await each.close()
+        if self._endpoint is not None:
+            await self._endpoint.close()
+        if self._hosted is not None:
+            await self._hosted.model.close()
 
     async def _ask_hosted(self, judge: HostedJudge, question: str) -> float:
         """Again with another seed where the words hold no score; a greedy judge would say the same again."""

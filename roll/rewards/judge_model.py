@@ -40,7 +40,7 @@ class HostedJudge:
     """
 
     def __init__(self, model: str, engine: JudgeEngine, sampling: SamplingParams, most: int, host: HostModel) -> None:
-        self._model = host(model, engine, most)
+        self.model = host(model, engine, most)
         template = ChatTemplate(engine.template, engine.chat_template_kwargs)
         self._renderer = ChatRenderer(
             load_tokenizer(model, trust_remote_code=engine.model_args.trust_remote_code), template
@@ -65,20 +65,8 @@ class HostedJudge:
         sampling = replace(self._sampling, seed=derive_seed("judge", text, attempt))
         request = GenerateRequest(f"judge-{next(self._numbers)}", prompt_ids, sampling)
         try:
-            completion = await self._model.generate(request)
+            completion = await self.model.generate(request)
         except ValueError as error:
             raise RewardError(f"judge: {error}") from error
         words = self._renderer.decode(completion.token_ids)
         return words, completion.finish_reason is FinishReason.LENGTH
-
-    async def offload(self) -> None:
-        """Leaves the device; questions wait."""
-        await self._model.offload()
-
-    async def onload(self) -> None:
-        """Comes back."""
-        await self._model.onload()
-
-    async def close(self) -> None:
-        """Ends the engine."""
-        await self._model.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from roll.configs.judge import AskedModelConfig
@@ -12,7 +13,7 @@ from roll.rewards.types import RewardError
 from roll.rollout.reward_worker import HostingWorker
 
 if TYPE_CHECKING:
-    from roll.rewards.judge_model import HostedJudge  # brings transformers
+    from roll.rewards.judge_model import HostedJudge, HostedModel  # brings transformers
 
 AskFn: TypeAlias = Callable[[Question], Awaitable[str]]
 
@@ -20,11 +21,12 @@ AskFn: TypeAlias = Callable[[Question], Awaitable[str]]
 class JudgeWorker(HostingWorker):
     """Answers questions of environments. ``judge.worker_cls`` may name a subclass."""
 
-    hosted: HostedJudge
+    hosted: HostedModel
 
     async def setup(self, config: AskedModelConfig) -> None:
         """Loads the model."""
-        self.hosted = await asyncio.to_thread(_judge, config)  # an engine brings loops of its own
+        self._judge = await asyncio.to_thread(_judge, config)  # an engine brings loops of its own
+        self.hosted = self._judge.model
 
     async def ask(self, questions: Sequence[Question]) -> list[str | RewardError]:
         """Answers side by side; a question that cannot be asked comes back as an error."""
@@ -32,19 +34,17 @@ class JudgeWorker(HostingWorker):
 
     async def _ask(self, question: Question) -> str | RewardError:
         try:
-            words, _ = await self.hosted.ask(question)
+            words, _ = await self._judge.ask(question)
         except RewardError as error:
             return RewardError(str(error))  # without its causes, which may not survive the way between processes
         return words
 
 
 def _judge(config: AskedModelConfig) -> HostedJudge:
-    from roll.rewards.judge_model import HostedJudge, HostedModel, JudgeEngine
+    from roll.rewards.judge_model import HostedJudge
     from roll.rollout.hosted_model import HostedGenerator
 
-    def host(model: str, engine: JudgeEngine, most: int) -> HostedModel:
-        return HostedGenerator(model, engine, most, devices=config.num_gpus_per_worker)
-
+    host = partial(HostedGenerator, devices=config.num_gpus_per_worker)
     sampling = SamplingParams(max_new_tokens=config.max_tokens, temperature=config.temperature)
     return HostedJudge(config.model, config.engine, sampling, config.max_concurrency, host)
 
