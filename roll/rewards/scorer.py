@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,18 +27,6 @@ from roll.utils.time_limit import time_limit
 RETRY_WAIT = 0.1
 """Seconds before the second attempt; each further wait is twice as long, to at most ``MAX_RETRY_WAIT``."""
 MAX_RETRY_WAIT = 5.0
-
-
-@dataclass
-class ScoreCounts:
-    """Numbers of samples by what became of them."""
-
-    samples: int = 0
-    """Scored or not."""
-    errors: int = 0
-    """Samples that have no reward."""
-    retries: int = 0
-    """Further attempts of single verifiers."""
 
 
 def check_rewards(config: RewardConfig) -> Iterator[ConfigProblem]:
@@ -133,7 +121,7 @@ class DomainScorer:
             raise ConfigErrors(problems)
         self.name = name
         self.config = config
-        self.counts = ScoreCounts()
+        self._retries = 0
         self._labels = verifier_labels(config.verifiers)
         self._deciding = deciding(config.verifiers)
         self._slots = asyncio.Semaphore(config.max_concurrency)
@@ -180,19 +168,17 @@ class DomainScorer:
             RewardError: a verifier failed in every attempt. All attempts of the others are over by then.
         """
         async with self._slots:
-            self.counts.samples += 1
             verifiers = range(len(self.config.verifiers))
             results = await asyncio.gather(*(self._attempt(i, sample) for i in verifiers), return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
         if failures:
-            self.counts.errors += 1
             raise next((failure for failure in failures if not isinstance(failure, RewardError)), failures[0])
         return self._combine([result for result in results if isinstance(result, Verdict)])
 
-    def take_counts(self) -> ScoreCounts:
-        """The counts since the last call."""
-        counts, self.counts = self.counts, ScoreCounts()
-        return counts
+    def take_retries(self) -> int:
+        """New attempts of verifiers since the last call."""
+        retries, self._retries = self._retries, 0
+        return retries
 
     async def offload(self) -> None:
         """Takes the verifiers' models off the device; samples wait for ``onload``."""
@@ -236,7 +222,7 @@ class DomainScorer:
             raise RewardError(f"rewards.{self.name}: {self._labels[i]} failed after {counted}: {reason}") from error
 
     def _count_retry(self, _: tenacity.RetryCallState) -> None:
-        self.counts.retries += 1
+        self._retries += 1
 
     async def _check_all(self, i: int, side_by_side: bool, samples: list[Sample]) -> list[Verdict | RewardError]:
         assert self._pool is not None

@@ -74,4 +74,4 @@ class RewardWorker(HostingWorker):
 
     async def take_retries(self) -> int:
         """New attempts of verifiers since the last call."""
-        return self.hosted.take_counts().retries
+        return self.hosted.take_retries()

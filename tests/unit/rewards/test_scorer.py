@@ -14,7 +14,7 @@ from roll.configs.base import Config
 from roll.configs.rewards import RewardConfig
 from roll.distributed.strategy.base import States
 from roll.rewards import RewardError, Sample, Verdict, Verifier
-from roll.rewards.scorer import DomainScorer, ScoreCounts, check_rewards
+from roll.rewards.scorer import DomainScorer, check_rewards
 from roll.rollout.reward_worker import RewardWorker
 
 
@@ -112,14 +112,12 @@ def test_a_weighted_sum_of_rules_in_child_processes():
     async def run():
         async with scorer_of(*verifiers, num_processes=2) as scorer:
             await scorer.start()
-            verdicts = await asyncio.gather(*(scorer.score(sample(response)) for response in responses))
-            return verdicts, scorer.take_counts(), scorer.counts
+            return await asyncio.gather(*(scorer.score(sample(response)) for response in responses))
 
-    (good, bare, empty, huge), counts, after = asyncio.run(run())
+    good, bare, empty, huge = asyncio.run(run())
     assert good == Verdict(2.25, True, "5", {"math/score": 1.0, "format/score": 1.0, "format_2/score": 1.0})
     assert bare == Verdict(1.5, True, "5", {"math/score": 1.0, "format/score": -1.0, "format_2/score": 0.0})
     assert empty == huge == Verdict(-0.5, False, None, {"math/score": 0, "format/score": -1, "format_2/score": 0})
-    assert counts == ScoreCounts(samples=4) and after == ScoreCounts()
 
 
 def test_texts_are_kept_and_a_score_alone_says_nothing_about_the_answer():
@@ -181,15 +179,15 @@ def test_a_failed_attempt_is_repeated_and_counted():
     async def run(failures: int):
         async with scorer_of(fake(failures=failures), fake(), retries=2) as scorer:
             try:
-                return await scorer.score(sample()), scorer.take_counts()
+                return await scorer.score(sample()), scorer.take_retries(), scorer.take_retries()
             except RewardError as error:
-                return str(error), scorer.take_counts()
+                return str(error), scorer.take_retries(), scorer.take_retries()
 
-    verdict, counts = asyncio.run(run(2))
-    assert verdict.parts["Fake/calls"] == 3.0 and counts == ScoreCounts(samples=1, retries=2)
-    message, counts = asyncio.run(run(3))
+    verdict, *retries = asyncio.run(run(2))
+    assert verdict.parts["Fake/calls"] == 3.0 and retries == [2, 0]
+    message, *retries = asyncio.run(run(3))
     assert message == "rewards.maths: Fake failed after 3 attempts: ConnectionError: no route"
-    assert counts == ScoreCounts(samples=1, errors=1, retries=2)
+    assert retries == [2, 0]
 
 
 def test_one_slow_sample_fails_alone():
@@ -200,14 +198,14 @@ def test_one_slow_sample_fails_alone():
             await scorer.start()
             samples = [sample("abc"), sample("slow", seconds=60), *(sample("x" * i) for i in range(8))]
             results = await asyncio.gather(*(scorer.score(one) for one in samples), return_exceptions=True)
-            return results, scorer.counts
+            return results, scorer.take_retries()
 
-    (first, slow, *others), counts = asyncio.run(run())
+    (first, slow, *others), retries = asyncio.run(run())
     assert (first.score, first.correct, first.answer) == (3.0, True, "abc")
     assert [verdict.score for verdict in others] == [float(i) for i in range(8)]
     assert isinstance(slow, RewardError)
     assert str(slow) == "rewards.maths: custom failed after 2 attempts: took longer than 0.5 s and was killed"
-    assert counts == ScoreCounts(samples=10, errors=1, retries=1)
+    assert retries == 1
 
 
 def judge_lists(data_sources, solution_strs, ground_truths, extra_infos):
@@ -223,13 +221,13 @@ def test_a_function_of_lists_gets_those_that_wait_together_and_a_bad_one_fails_a
         async with scorer_of(custom, timeout=5, retries=1) as scorer:
             await scorer.start()
             results = await asyncio.gather(*(scorer.score(sample(text)) for text in texts), return_exceptions=True)
-            return results, scorer.counts
+            return results, scorer.take_retries()
 
-    good, counts = asyncio.run(run("a", "bb", "ccc"))
+    good, retries = asyncio.run(run("a", "bb", "ccc"))
     assert [verdict.score for verdict in good] == [1.0, 2.0, 3.0]
-    assert {verdict.parts["custom/together"] for verdict in good} == {3.0} and counts.retries == 0
-    (first, bad, last), counts = asyncio.run(run("a", "poison", "ccc"))
-    assert (first.score, last.score, counts.errors, counts.retries) == (1.0, 3.0, 1, 3)
+    assert {verdict.parts["custom/together"] for verdict in good} == {3.0} and retries == 0
+    (first, bad, last), retries = asyncio.run(run("a", "poison", "ccc"))
+    assert (first.score, last.score, retries) == (1.0, 3.0, 3)
     assert str(bad) == "rewards.maths: custom failed after 2 attempts: ValueError: unreadable"
     few = config(custom, max_concurrency=4)
     [problem] = check_rewards(few)
