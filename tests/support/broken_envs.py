@@ -24,7 +24,7 @@ class Safe(TextEnv):
     action_names = DIGITS
 
     def __init__(self) -> None:
-        self._parser = ActionParser({digit: index for index, digit in enumerate(DIGITS)})
+        self._parser = ActionParser(DIGITS)
         self._limit = StepLimit(4)
         self.secret, self.tried = "1", 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 from roll.configs.problems import ConfigErrors, pattern_problems
 
@@ -22,24 +22,24 @@ class ActionParser:
     anchored with ``^`` does not match a longer text.
 
     Args:
-        actions: action name -> index.
+        actions: their names.
         pattern: regular expression with at least one group.
 
     Raises:
         ValueError: the pattern does not compile, has no group, or two names differ only in case.
     """
 
-    def __init__(self, actions: Mapping[str, int], pattern: str = ANSWER_PATTERN) -> None:
+    def __init__(self, actions: Iterable[str], pattern: str = ANSWER_PATTERN) -> None:
         if problems := list(pattern_problems("action_pattern", pattern)):
             raise ConfigErrors(problems)
-        self.actions = dict(actions)
+        names = tuple(actions)
         self.pattern = re.compile(pattern, re.DOTALL)
-        self._names = {name.casefold(): name for name in actions}
-        if len(self._names) < len(self.actions):
-            raise ValueError(f"actions: got {', '.join(self.actions)}, expected names that differ in more than case")
+        self._names = {name.casefold(): name for name in names}
+        if len(self._names) < len(names):
+            raise ValueError(f"actions: got {', '.join(names)}, expected names that differ in more than case")
 
     def parse(self, text: str) -> str | None:
-        """The name of the action in ``text``, spelled as in ``actions``; ``None`` if it holds no valid one."""
+        """The name of the action in ``text``, spelled as it is known; ``None`` if it holds no valid one."""
         answer = self.answer(text)
         return None if answer is None else self._names.get(answer.casefold())
 

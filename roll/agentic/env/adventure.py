@@ -51,7 +51,7 @@ class AdventureEnv(Game):
         super().__init__(**env_config)
         if self.config.env_instruction is None:
             self.env_instruction = _INSTRUCTION
-        self._parser = ActionParser({name: index for index, name in enumerate(ACTIONS)}, self.config.action_pattern)
+        self._parser = ActionParser(ACTIONS, self.config.action_pattern)
         self._house: House | None = None
         self._state = State()
         self.observation_space = Text(max_length=512, charset=string.printable)

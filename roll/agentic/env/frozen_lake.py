@@ -17,13 +17,11 @@ from roll.agentic.env.grid import Vocabulary, build_vocabulary, vocabulary_probl
 from roll.configs.problems import ConfigProblem
 from roll.data.arrays import UInt8Array
 
-ACTIONS = {"Left": 0, "Down": 1, "Right": 2, "Up": 3}
-
 SYMBOLS = {"player": "P", "floor": "_", "hole": "O", "goal": "G", "player in hole": "X", "player on goal": "√"}
 
 _MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
-_ORDER = list(_MOVES)
-"""Neighbours in this circle are at right angles: the two ways in which a move may slip."""
+ACTIONS = tuple(_MOVES)
+"""Names of the moves. Neighbours in this circle are at right angles: the two ways in which a move may slip."""
 
 _MAX_MAPS = 10_000
 
@@ -75,7 +73,7 @@ class FrozenLakeEnv(Game):
     render_mode = "rgb_array"
     config: FrozenLakeConfig
     config_class = FrozenLakeConfig
-    action_names = tuple(ACTIONS)
+    action_names = ACTIONS
     instant = True
 
     def __init__(self, **env_config: Any) -> None:
@@ -124,7 +122,7 @@ class FrozenLakeEnv(Game):
 
     def _walk(self, name: str) -> None:
         if self.config.is_slippery:
-            name = _ORDER[(_ORDER.index(name) + self._slips.choice((-1, 0, 1))) % 4]
+            name = ACTIONS[(ACTIONS.index(name) + self._slips.choice((-1, 0, 1))) % 4]
         row, column = _moved(self._player, name)
         last = self.config.size - 1
         self._player = (min(max(row, 0), last), min(max(column, 0), last))

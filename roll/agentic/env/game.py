@@ -103,7 +103,7 @@ class AdaptedGame(Game):
     def __init__(self, **env_config: Any) -> None:
         super().__init__(**env_config)
         pattern = self.config.action_pattern
-        self._parser = None if pattern is None else ActionParser({}, pattern)
+        self._parser = None if pattern is None else ActionParser((), pattern)
 
     def said(self, text: str) -> str | None:
         """Text that the environment is told; ``None``: the pattern finds nothing."""

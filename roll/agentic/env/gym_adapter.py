@@ -93,19 +93,18 @@ class GymnasiumEnv(Game):
         config = self.config
         self._inner = _make_inner(config)
         self._renderer = config.find_renderer()
-        self._ansi = self._renderer is None and self._inner.render_mode == "ansi"
-        if self._renderer is None and not self._ansi:
+        if self._renderer is None and self._inner.render_mode != "ansi":
             self._renderer = _plain_renderer(config, self._inner.observation_space)
         self._actions = _actions(config, self._inner.action_space)
         self.action_names = tuple(self._actions or ())
-        names = {name: number for number, name in enumerate(self.action_names)}
-        self._parser = ActionParser(names, config.action_pattern)
+        self._parser = ActionParser(self.action_names, config.action_pattern)
         self._return = 0.0
         if config.env_instruction is None:
+            names = self.action_names
             wanted = f"one of the actions {', '.join(names)}" if names else "an action"
             self.env_instruction = (
                 f"You act in the environment {config.env_id}. Answer with {wanted}, "
-                f"like this: <answer>{self.action_names[0] if names else '…'}</answer>"
+                f"like this: <answer>{names[0] if names else '…'}</answer>"
             )
 
     def begin(self, seed: int, options: dict[str, Any]) -> None:

@@ -87,9 +87,7 @@ class HiddenWordEnv(Game):
         if config.env_instruction is None:
             self.env_instruction = _instruction(self.action_names[0])
         self._hidden = config.hidden_words()
-        self._parser = ActionParser(
-            {word: index for index, word in enumerate(self.action_names)}, config.action_pattern
-        )
+        self._parser = ActionParser(self.action_names, config.action_pattern)
         self._word = self._hidden[0]
         self._guesses: list[str] = []
         self._found: set[int] = set()

@@ -116,7 +116,7 @@ class ShopEnv(Game):
         numbers = [f"{verb} {number}" for verb in ("buy", "view") for number in range(1, config.num_results + 1)]
         shown = list(config.attributes.values())[: config.num_shown]
         self.action_names = [*numbers, *(f"search {title}" for title in titles(config.kinds, shown))]
-        self._parser = ActionParser({}, config.action_pattern)
+        self._parser = ActionParser((), config.action_pattern)
         self._calls = None if config.dialect is None else ShopCalls(config.dialect)
         self._goal = self._goals[0]
         self._results: tuple[int, ...] = ()

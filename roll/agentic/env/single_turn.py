@@ -98,7 +98,7 @@ class SingleTurnEnv(Game):
         self._generator = config.find_generator()
         questions = Questions(config.items) if config.dataset is None else read_questions(config.dataset)
         self._items = questions.items
-        self._parser = None if config.answer_pattern is None else ActionParser({}, config.answer_pattern)
+        self._parser = None if config.answer_pattern is None else ActionParser((), config.answer_pattern)
         self.observation_space = Text(min_length=0, max_length=1_000_000, charset=questions.charset)
 
     def begin(self, seed: int, options: dict[str, Any]) -> None:

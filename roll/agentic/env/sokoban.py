@@ -18,7 +18,7 @@ from roll.agentic.env.sokoban_boards import SYMBOLS, BackwardSearch, Board, Boar
 from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.data.arrays import UInt8Array
 
-ACTIONS = {"Up": 0, "Down": 1, "Left": 2, "Right": 3}
+ACTIONS = ("Up", "Down", "Left", "Right")
 
 _QUICK_MOVES = 40
 """Boxes times the longest solution: up to here the search for a board takes less than a millisecond on average."""
@@ -104,7 +104,7 @@ class SokobanEnv(Game):
     render_mode = "rgb_array"
     config: SokobanConfig
     config_class = SokobanConfig
-    action_names = tuple(ACTIONS)
+    action_names = ACTIONS
     instant = staticmethod(_is_quick)
 
     def __init__(self, **env_config: Any) -> None:
