@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import string
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import gymnasium
 from gymnasium.spaces import Text
@@ -137,3 +137,12 @@ class StepLimit:
 def stable_hash(data: bytes) -> str:
     """64 bits as 16 hexadecimal digits, the same in every process (unlike ``hash``)."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+Split: TypeAlias = Literal["train", "eval", "all"]
+
+
+def in_split(name: str, split: Split, holdout_fraction: float) -> bool:
+    """Tells by a thing's ``stable_hash`` whether it is of the split; ``eval`` has the held-out share of all."""
+    held_out = int(name, 16) < holdout_fraction * 2**64
+    return split == "all" or held_out == (split == "eval")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 from gymnasium.spaces import Text
 from pydantic import Field
 
 from roll.agentic.env.actions import ActionParser
-from roll.agentic.env.base import PICTURES, stable_hash
+from roll.agentic.env.base import PICTURES, Split, in_split, stable_hash
 from roll.agentic.env.config import ActionEnvConfig
 from roll.agentic.env.game import Game, Played
 from roll.agentic.env.grid import Vocabulary, build_vocabulary, vocabulary_problems
@@ -47,9 +47,7 @@ class FrozenLakeConfig(ActionEnvConfig):
         None, description="Code -> symbol; 0 player, 1 floor, 2 hole, 3 goal, 4 player in hole, 5 player on goal."
     )
     grid_vocab: dict[str, str] | None = Field(None, description="Symbol -> meaning, for the instruction.")
-    split: Literal["train", "eval", "all"] = Field(
-        "all", description="Which lakes are drawn: train and eval never share one."
-    )
+    split: Split = Field("all", description="Which lakes are drawn: train and eval never share one.")
     holdout_fraction: float = Field(0.2, gt=0, lt=1, description="Share of all lakes that belongs to the eval split.")
 
     def problems(self) -> Iterator[ConfigProblem]:
@@ -62,8 +60,7 @@ class FrozenLakeConfig(ActionEnvConfig):
 
     def in_split(self, holes: frozenset[Cell]) -> bool:
         """True for a lake of the asked split."""
-        held_out = int(stable_hash(repr((self.size, sorted(holes))).encode()), 16) < self.holdout_fraction * 2**64
-        return self.split == "all" or held_out == (self.split == "eval")
+        return in_split(stable_hash(repr((self.size, sorted(holes))).encode()), self.split, self.holdout_fraction)
 
 
 class FrozenLakeEnv(Game):

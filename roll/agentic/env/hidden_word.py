@@ -7,13 +7,13 @@ import string
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 from gymnasium.spaces import Text
 from pydantic import Field
 
 from roll.agentic.env.actions import ActionParser
-from roll.agentic.env.base import stable_hash
+from roll.agentic.env.base import Split, in_split, stable_hash
 from roll.agentic.env.config import ActionEnvConfig
 from roll.agentic.env.game import Game, Played
 from roll.agentic.env.hidden_word_list import WORDS
@@ -34,7 +34,7 @@ class HiddenWordConfig(ActionEnvConfig):
         min_length=2,
         description="Words to hide and to guess, of one length, letters a to z; null: common English ones of five.",
     )
-    split: Literal["train", "eval", "all"] = Field(
+    split: Split = Field(
         "all", description="Which words are hidden: train and eval never share one. All of them may be guessed."
     )
     holdout_fraction: float = Field(0.2, gt=0, lt=1, description="Share of the words that belongs to the eval split.")
@@ -67,9 +67,8 @@ class HiddenWordConfig(ActionEnvConfig):
 
     def hidden_words(self) -> tuple[str, ...]:
         """Words that may be hidden, by ``split``."""
-        words = self.all_words()
-        held_out = {word for word in words if int(stable_hash(word.encode()), 16) < self.holdout_fraction * 2**64}
-        return tuple(word for word in words if self.split == "all" or (word in held_out) == (self.split == "eval"))
+        split, share = self.split, self.holdout_fraction
+        return tuple(word for word in self.all_words() if in_split(stable_hash(word.encode()), split, share))
 
 
 class HiddenWordEnv(Game):

@@ -6,13 +6,13 @@ import random
 import re
 import string
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from gymnasium.spaces import Text
 from pydantic import Field
 
 from roll.agentic.env.actions import ActionParser
-from roll.agentic.env.base import stable_hash
+from roll.agentic.env.base import Split, in_split, stable_hash
 from roll.agentic.env.catalogue import ATTRIBUTES, KINDS, Catalogue, Goal, Shelves, catalogue, titles
 from roll.agentic.env.config import ActionEnvConfig
 from roll.agentic.env.game import Game, Played
@@ -44,9 +44,7 @@ class ShopConfig(ActionEnvConfig):
     num_results: int = Field(5, ge=1, le=20, description="Products on a page of results.")
     max_price: int = Field(60, ge=2, description="Highest price, in francs.")
     catalogue_seed: int = Field(0, ge=0, description="Draws the catalogue, which is the same in all episodes.")
-    split: Literal["train", "eval", "all"] = Field(
-        "all", description="Which goals are drawn: train and eval never want the same product."
-    )
+    split: Split = Field("all", description="Which goals are drawn: train and eval never want the same product.")
     holdout_fraction: float = Field(0.2, gt=0, lt=1, description="Share of the goals that belongs to the eval split.")
     step_penalty: float = Field(0.0, le=0, description="Task reward of every step.")
     goal_reward: float = Field(1.0, ge=0, description="Task reward of the right product; others earn a part of it.")
@@ -86,8 +84,8 @@ class ShopConfig(ActionEnvConfig):
 
     def in_split(self, goal: Goal) -> bool:
         """True for a goal of the asked split, which the wanted product decides."""
-        held_out = int(stable_hash(" ".join((goal.kind, *goal.values)).encode()), 16) < self.holdout_fraction * 2**64
-        return self.split == "all" or held_out == (self.split == "eval")
+        wanted = stable_hash(" ".join((goal.kind, *goal.values)).encode())
+        return in_split(wanted, self.split, self.holdout_fraction)
 
 
 class ShopEnv(Game):

@@ -10,11 +10,11 @@ from gymnasium.spaces import Text
 from pydantic import Field
 
 from roll.agentic.env.actions import ActionParser
-from roll.agentic.env.base import PICTURES, stable_hash
+from roll.agentic.env.base import PICTURES, Split, stable_hash
 from roll.agentic.env.config import ActionEnvConfig, parse_config
 from roll.agentic.env.game import Game, Played
 from roll.agentic.env.grid import Vocabulary, build_vocabulary, vocabulary_problems
-from roll.agentic.env.sokoban_boards import SYMBOLS, BackwardSearch, Board, BoardSpec, Split, cell_kind, generate_board
+from roll.agentic.env.sokoban_boards import SYMBOLS, BackwardSearch, Board, BoardSpec, cell_kind, generate_board
 from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.data.arrays import UInt8Array
 

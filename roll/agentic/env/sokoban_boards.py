@@ -10,9 +10,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
-from roll.agentic.env.base import stable_hash
+from roll.agentic.env.base import Split, in_split, stable_hash
 
 WALL, FLOOR, TARGET, BOX_ON_TARGET, BOX, PLAYER, PLAYER_ON_TARGET = range(7)
 """Kinds of cell, in the order of ``grid_lookup``'s codes."""
@@ -26,8 +25,6 @@ SYMBOLS = {
     "player": "P",
     "player on target": "S",
 }
-
-Split = Literal["train", "eval", "all"]
 
 _TOTAL_BUDGET = 100_000
 """Box arrangements expanded before a search, or the making of one board, gives up: about a quarter of a second."""
@@ -214,11 +211,6 @@ class BoardSpec:
     holdout_fraction: float = 0.1
     """Share of all positions that may be boards of the eval split."""
 
-    def in_split(self, board: Board) -> bool:
-        """True for a board of the asked split, which its hash alone decides."""
-        held_out = int(board.hash, 16) < self.holdout_fraction * 2**64
-        return self.split == "all" or held_out == (self.split == "eval")
-
 
 def generate_board(rng: random.Random, spec: BoardSpec) -> Board:
     """Draws a length, walls and targets, then a position at that distance from the solved one.
@@ -271,7 +263,7 @@ def _draw_position(
     for _ in range(_PICKS_PER_LAYOUT):
         boxes, player = _nth_position(candidates, rng.randrange(total))
         board = Board(spec.height, spec.width, search.floor, targets, boxes, player)
-        if spec.in_split(board):
+        if in_split(board.hash, spec.split, spec.holdout_fraction):
             return board
     return None
 
