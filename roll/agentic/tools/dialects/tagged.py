@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,13 @@ class TaggedDialect(ThinkingDialect):
             position = closing + len(_END)
             found.append(self._read_call(said[start:position], said[inside:closing], schemas))
         return words + said[position:], found
+
+    def write(self, content: str, calls: Sequence[ToolCall]) -> str:
+        return "\n".join([*filter(None, [content]), *map(self.write_call, calls)])
+
+    @abstractmethod
+    def write_call(self, call: ToolCall) -> str:
+        """A call and its tags."""
 
     def _read_call(self, text: str, inside: str, schemas: Schemas) -> Found:
         whole = self.whole.fullmatch(inside.strip())
@@ -107,10 +115,6 @@ def write_bare(value: object) -> str:
 _MARKUP = re.compile(f"</|{re.escape(_START)}|^$")
 
 
-def _join(content: str, calls: Sequence[str]) -> str:
-    return "\n".join([*filter(None, [content]), *calls])
-
-
 class Qwen3CoderDialect(TaggedDialect):
     """``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``: Qwen3-Coder, Qwen3.5."""
 
@@ -120,15 +124,11 @@ class Qwen3CoderDialect(TaggedDialect):
     argument = re.compile(r"<parameter=(?P<key>[^>\n]*)>\n?(?P<value>.*?)\n?</parameter>\s*", re.DOTALL)
     shape = "<function=name> with <parameter=key>value</parameter> in it and </function>"
 
-    def write(self, content: str, calls: Sequence[ToolCall]) -> str:
-        return _join(content, [_write_qwen(call) for call in calls])
-
-
-def _write_qwen(call: ToolCall) -> str:
-    arguments = "".join(
-        f"<parameter={key}>\n{write_bare(value)}\n</parameter>\n" for key, value in call.arguments.items()
-    )
-    return f"{_START}\n<function={call.name}>\n{arguments}</function>\n{_END}"
+    def write_call(self, call: ToolCall) -> str:
+        arguments = "".join(
+            f"<parameter={key}>\n{write_bare(value)}\n</parameter>\n" for key, value in call.arguments.items()
+        )
+        return f"{_START}\n<function={call.name}>\n{arguments}</function>\n{_END}"
 
 
 class GlmDialect(TaggedDialect):
@@ -140,13 +140,9 @@ class GlmDialect(TaggedDialect):
     argument = re.compile(r"<arg_key>(?P<key>[^<\n]*)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*", re.DOTALL)
     shape = "a name, then <arg_key>key</arg_key> and <arg_value>value</arg_value> for every argument"
 
-    def write(self, content: str, calls: Sequence[ToolCall]) -> str:
-        return _join(content, [_write_glm(call) for call in calls])
-
-
-def _write_glm(call: ToolCall) -> str:
-    pairs = (
-        f"<arg_key>{key}</arg_key>\n<arg_value>{write_bare(value)}</arg_value>\n"
-        for key, value in call.arguments.items()
-    )
-    return f"{_START}{call.name}\n{''.join(pairs)}{_END}"
+    def write_call(self, call: ToolCall) -> str:
+        pairs = (
+            f"<arg_key>{key}</arg_key>\n<arg_value>{write_bare(value)}</arg_value>\n"
+            for key, value in call.arguments.items()
+        )
+        return f"{_START}{call.name}\n{''.join(pairs)}{_END}"
