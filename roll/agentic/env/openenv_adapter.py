@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from roll.agentic.env.base import stable_hash
 from roll.agentic.env.config import AdaptedEnvConfig
 from roll.agentic.env.game import AdaptedGame, Played
-from roll.agentic.env.renderers import Renderer, find_renderer
+from roll.agentic.env.renderers import find_renderer
 from roll.configs.problems import ConfigProblem
 from roll.utils.registry import UnknownNameError
 
@@ -62,14 +62,10 @@ class OpenEnvConfig(AdaptedEnvConfig):
         if self.success_key is None and self.success_return is None:
             yield self.problem("success_return", "a number, or success_key, to define success", "success_key")
         try:
-            self.find_renderer()
+            find_renderer(self.renderer)
         except UnknownNameError as error:
             expected = "values, package.module:function or folder/file.py:function"
             yield self.problem("renderer", expected, hint=str(error))
-
-    def find_renderer(self) -> Renderer:
-        """The function that ``renderer`` names."""
-        return find_renderer(self.renderer)
 
 
 class InvalidActionError(ValueError):
@@ -130,7 +126,7 @@ class OpenEnvEnv(AdaptedGame):
     def __init__(self, **env_config: Any) -> None:
         super().__init__(**env_config)
         config = self.config
-        self._render = config.find_renderer()
+        self._render = find_renderer(config.renderer)
         self._session = _Session(config.url, config.timeout)
         self._return: float | None = None
 
