@@ -16,7 +16,7 @@ from roll.agentic.env.base import Split, in_split, stable_hash
 from roll.agentic.env.catalogue import ATTRIBUTES, KINDS, Catalogue, Goal, Shelves, catalogue, titles
 from roll.agentic.env.config import ActionEnvConfig
 from roll.agentic.env.game import Game, Played
-from roll.agentic.env.shop_tools import ShopCalls, ShopTurn
+from roll.agentic.env.shop_tools import TOLD, ShopTurn
 from roll.agentic.tools.dialects import dialect
 from roll.configs.problems import ConfigProblem
 from roll.utils.registry import UnknownNameError
@@ -115,7 +115,7 @@ class ShopEnv(Game):
         shown = list(config.attributes.values())[: config.num_shown]
         self.action_names = [*numbers, *(f"search {title}" for title in titles(config.kinds, shown))]
         self._parser = ActionParser((), config.action_pattern)
-        self._calls = None if config.dialect is None else ShopCalls(config.dialect)
+        self._speaks = None if config.dialect is None else dialect(config.dialect)
         self._goal = self._goals[0]
         self._results: tuple[int, ...] = ()
         self._viewed: set[int] = set()
@@ -133,7 +133,7 @@ class ShopEnv(Game):
     def play(self, text: str) -> Played:
         """Does what the text says; what cannot be done, or is no command, changes nothing."""
         before = self.state_key()
-        turn = self._turn = None if self._calls is None else self._calls.read(text)
+        turn = self._turn = None if self._speaks is None else ShopTurn.read(text, self._speaks)
         said = self._parser.answer(text) if turn is None else turn.command
         command = _command(said or "")
         bought = self._do(*command) if command else None
@@ -189,10 +189,10 @@ class ShopEnv(Game):
 
     def more_info(self) -> dict[str, Any]:
         """The tools, and what they have answered."""
-        if self._calls is None:
+        if self._speaks is None:
             return {}
         answers = {} if self._turn is None else {"messages": self._turn.answers(self.observation())}
-        return {"tools": self._calls.told, **answers}
+        return {"tools": TOLD, **answers}
 
     def state_key(self) -> str:
         return stable_hash(repr((self._goal, self._results, sorted(self._viewed))).encode())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from roll.agentic.tools.dialects import Dialect, dialect
+from roll.agentic.tools.dialects import Dialect
 from roll.agentic.tools.types import AssistantTurn, ToolSchema
 
 
@@ -19,6 +19,8 @@ SCHEMAS = (
     _schema("view", "Tells the details of a product in the list.", "number", "integer"),
     _schema("buy", "Buys a product of the list, which ends the visit.", "number", "integer"),
 )
+TOLD = [schema.as_openai() for schema in SCHEMAS]
+"""The tools as the chat template is told of them."""
 ARGUMENTS = {schema.name: next(iter(schema.parameters["properties"])) for schema in SCHEMAS}
 
 
@@ -28,6 +30,12 @@ class ShopTurn:
 
     turn: AssistantTurn
     speaks: Dialect
+
+    @classmethod
+    def read(cls, text: str, speaks: Dialect) -> ShopTurn | None:
+        """The turn; ``None`` if nothing in it is a call."""
+        turn = speaks.parse(text, SCHEMAS)
+        return cls(turn, speaks) if turn.calls or turn.errors else None
 
     @property
     def command(self) -> str:
@@ -45,16 +53,3 @@ class ShopTurn:
             for call, content in zip(self.turn.calls, contents, strict=False)
         ]
         return messages + [{"role": "tool", "content": self.speaks.error_text(error)} for error in self.turn.errors]
-
-
-class ShopCalls:
-    """Reads calls."""
-
-    def __init__(self, name: str) -> None:
-        self._dialect = dialect(name)
-        self.told = [schema.as_openai() for schema in SCHEMAS]
-
-    def read(self, text: str) -> ShopTurn | None:
-        """The turn; ``None`` if nothing in it is a call."""
-        turn = self._dialect.parse(text, SCHEMAS)
-        return ShopTurn(turn, self._dialect) if turn.calls or turn.errors else None
