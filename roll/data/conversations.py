@@ -134,18 +134,8 @@ def load_conversations(
     return Conversations(batch, tuple(sample.question for sample, _, _ in kept), report)
 
 
-def check_conversations(
-    args: DataArguments, *, scoring: Scoring | None, seed: int, head: int
-) -> tuple[Counter[str], bool]:
-    """Checks the first ``head`` rows of each file as ``load_conversations`` would, but for the template and lengths.
-
-    Returns:
-        Conversations by tag, and whether these are all.
-
-    Raises:
-        DataError: everything that is wrong with them, by file and line.
-    """
-    reading = Reading(args, seed, head)
+def check_conversations(reading: Reading, scoring: Scoring | None) -> tuple[Counter[str], bool]:
+    """``Reading.checked`` of what ``load_conversations`` would read, but for the template and lengths."""
     return reading.checked(sample.question.tag for sample in _read(reading, scoring))
 
 

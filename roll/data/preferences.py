@@ -102,23 +102,9 @@ def load_preferences(
 
 
 def check_preferences(
-    args: DataArguments,
-    columns: PairColumns,
-    *,
-    label: str | None,
-    scoring: Scoring | None,
-    seed: int,
-    head: int,
+    reading: Reading, columns: PairColumns, label: str | None, scoring: Scoring | None
 ) -> tuple[Counter[str], bool]:
-    """Checks the first ``head`` rows of each file as ``load_preferences`` would, but for the template and lengths.
-
-    Returns:
-        Rows by tag, and whether these are all.
-
-    Raises:
-        DataError: everything that is wrong with them, by file and line.
-    """
-    reading = Reading(args, seed, head)
+    """``Reading.checked`` of what ``load_preferences`` would read, but for the template and lengths."""
     return reading.checked(row.answers[0].question.tag for row in _read(reading, columns, label, scoring))
 
 

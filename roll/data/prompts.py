@@ -165,24 +165,9 @@ def load_prompts(
     return PromptDataset(fitted, report)
 
 
-def check_prompts(
-    args: DataArguments, *, allowed_tags: Collection[str] | None, seed: int, head: int
-) -> tuple[Counter[str], bool]:
-    """Checks the first ``head`` rows of each file as ``load_prompts`` would, but for lengths in tokens.
-
-    Returns:
-        Prompts by tag, and whether these are all.
-
-    Raises:
-        DataError: everything that is wrong with those rows, by file and line.
-    """
-    reading = Reading(args, seed, head)
-    placed = _placed(reading, allowed_tags)
-    reading.problems.raise_any()
-    whole = reading.counts["rows"] < head
-    if whole:  # otherwise the filter may keep some of the others
-        reading.require(placed)
-    return Counter(item.prompt.tag for item in placed), whole
+def check_prompts(reading: Reading, allowed_tags: Collection[str] | None) -> tuple[Counter[str], bool]:
+    """``Reading.checked`` of what ``load_prompts`` would read, but for lengths in tokens."""
+    return reading.checked(item.prompt.tag for item in _placed(reading, allowed_tags))
 
 
 @dataclass(frozen=True, slots=True)

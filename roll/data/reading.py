@@ -86,6 +86,9 @@ class Reading:
             DataError: everything that is wrong with them, or that there are none.
         """
         found = list(tags)
-        self.require(found)
+        self.problems.raise_any()
         assert self.head is not None
-        return Counter(found), self.counts["rows"] < self.head
+        whole = self.counts["rows"] < self.head
+        if whole:  # otherwise the filter may keep some of the others
+            self.require(found)
+        return Counter(found), whole

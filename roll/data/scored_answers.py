@@ -128,18 +128,8 @@ def load_scored(
     return Conversations(batch.replace(returns_T=returns_T), questions, report)
 
 
-def check_scored(
-    args: DataArguments, columns: RewardColumns, *, in_steps: bool, seed: int, head: int
-) -> tuple[Counter[str], bool]:
-    """Checks the first ``head`` rows of each file as ``load_scored`` would, but for the template and lengths.
-
-    Returns:
-        Rows by tag, and whether these are all.
-
-    Raises:
-        DataError: everything that is wrong with them, by file and line.
-    """
-    reading = Reading(args, seed, head)
+def check_scored(reading: Reading, columns: RewardColumns, in_steps: bool) -> tuple[Counter[str], bool]:
+    """``Reading.checked`` of what ``load_scored`` would read, but for the template and lengths."""
     return reading.checked(row.talk.question.tag for row in _read(reading, columns, in_steps))
 
 

@@ -6,7 +6,6 @@ import glob
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 from roll.configs.data import DataArguments
 from roll.configs.dpo import DPOConfig
@@ -70,27 +69,26 @@ def _check_dataset(key: str, args: DataArguments, config: PromptsConfig) -> Find
     from roll.data.conversations import Scoring, check_conversations
     from roll.data.preferences import check_preferences
     from roll.data.prompts import DataError, check_prompts
+    from roll.data.reading import Reading
     from roll.data.scored_answers import check_scored
 
     present = args.model_copy(update={"file_name": [name for name in args.file_names if name not in absent]})
+    reading = Reading(present, config.seed, HEAD)
     try:
         if isinstance(config, OfflineConfig):
             scored = config.validation if key.startswith("validation") and config.rewards else None
             scoring = Scoring(tuple(config.domains), scored.solution) if scored else None
-            options: dict[str, Any] = {"scoring": scoring, "seed": config.seed, "head": HEAD}
             if isinstance(config, DPOConfig):
                 label = None if config.in_pairs else config.preferences.label
-                tags, whole = check_preferences(present, config.preferences, label=label, **options)
+                tags, whole = check_preferences(reading, config.preferences, label, scoring)
             elif isinstance(config, RewardTrainingConfig) and config.reward_loss == "bradley_terry":
-                tags, whole = check_preferences(present, config.answers, label=None, **options)
+                tags, whole = check_preferences(reading, config.answers, None, scoring)
             elif isinstance(config, RewardTrainingConfig):
-                del options["scoring"]
-                in_steps = config.reward_loss == "process"
-                tags, whole = check_scored(present, config.answers, in_steps=in_steps, **options)
+                tags, whole = check_scored(reading, config.answers, config.reward_loss == "process")
             else:
-                tags, whole = check_conversations(present, **options)
+                tags, whole = check_conversations(reading, scoring)
         else:
-            tags, whole = check_prompts(present, allowed_tags=config.domains, seed=config.seed, head=HEAD)
+            tags, whole = check_prompts(reading, config.domains)
     except DataError as error:
         shown = error.problems[:SHOWN_ROWS]
         rest = [f"and {error.count - len(shown):,} more"] if error.count > len(shown) else []

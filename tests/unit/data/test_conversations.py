@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from roll.configs.data import DataArguments
-from roll.data.conversations import Conversations, Scoring, load_conversations
+from roll.data.conversations import Conversations, Scoring, check_conversations, load_conversations
 from roll.data.files.rows import DataError
+from roll.data.reading import Reading
 from roll.data.renderer import ChatRenderer
 from roll.models.tiny import make_tokenizer
 
@@ -101,6 +103,16 @@ def test_what_is_too_long_is_left_out_or_cut_and_counted(tmp_path: Path, overflo
     assert "2 over 64 tokens " + {"drop": "dropped", "truncate": "cut"}[overflow] in str(report)
     with pytest.raises(DataError, match="no conversations: all 3 are longer than sequence_length = 4"):
         load(path, {"prompt": "q", "response": "r"}, overflow=overflow, max_tokens=4)
+
+
+def test_rows_behind_the_checked_ones_may_pass_the_filter(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "response": "2", "source": source} for source in ("a", "a", "b")]
+    columns = {"prompt": "prompt", "response": "response", "dataset_filter": {"source": "b"}}
+    args = DataArguments(file_name=str(write(tmp_path / "data.jsonl", rows)), **columns)
+    assert check_conversations(Reading(args, seed=0, head=2), None) == (Counter(), False)
+    with pytest.raises(DataError, match="left out all 2 rows"):
+        args = args.model_copy(update={"file_name": str(write(tmp_path / "data.jsonl", rows[:2]))})
+        check_conversations(Reading(args, seed=0, head=9), None)
 
 
 def test_held_out_questions_bring_what_rewards_need(tmp_path: Path) -> None:
