@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -35,16 +35,3 @@ def join_experts(parts: Sequence[ExpertArray | None]) -> tuple[ExpertArray | Non
     if not known:
         return None, None
     return np.concatenate(known), [0 if part is None else len(part) for part in parts]
-
-
-def cut_experts(
-    experts: ExpertArray | None, lengths: Sequence[int] | None, number: int
-) -> Iterator[ExpertArray | None]:
-    """Its inverse, copied: one that is kept for long must not keep the others."""
-    if experts is None or lengths is None:
-        yield from [None] * number
-        return
-    start = 0
-    for length in lengths:
-        yield experts[start : start + length].copy() if length else None
-        start += length

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from roll.data.arrays import ExpertArray, FloatArray, IntArray
-from roll.data.experts import cut_experts, join_experts
+from roll.data.experts import join_experts
 from roll.data.requests import Completion, FinishReason, GenerateRequest, Runs, SamplingParams
 
 _BUT_SEED = attrgetter(*(field.name for field in fields(SamplingParams) if field.name != "seed"))
@@ -98,7 +98,9 @@ class FlatCompletions:
 
     def __iter__(self) -> Iterator[Completion]:
         columns = (_cut(values, self.lengths) for values in (self.token_ids, self.logprobs, self.versions))
-        experts = cut_experts(self.experts, self.num_routed, len(self.ids))
+        experts: Iterable[ExpertArray | None] = [None] * len(self.ids)
+        if self.experts is not None and self.num_routed is not None:
+            experts = (part if len(part) else None for part in _cut(self.experts, self.num_routed))
         for name, token_ids, logprobs, versions, reason, routed in zip(
             self.ids, *columns, self.finish_reasons, experts, strict=True
         ):

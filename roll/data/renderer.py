@@ -82,16 +82,12 @@ class ChatRenderer:
         self, conversations: Sequence[Sequence[Message]], tools: Sequence[Tool] | None = None
     ) -> list[IntArray]:
         """``prompt`` of many conversations, tokenised together and not remembered."""
-        if not conversations:
-            return []
         texts = [self.text(messages, tools, open_assistant=True) for messages in conversations]
-        hiding = [index for index, text in enumerate(texts) if self._control.hides(text)]
-        if hiding:  # they are encoded piece by piece
-            rendered = self._encode_many([text for text in texts if not self._control.hides(text)])
-            for index in hiding:
-                rendered.insert(index, self._encode(texts[index]))
-            return rendered
-        return self._encode_many(texts)
+        rendered = self._encode_many([text for text in texts if not self._control.hides(text)])
+        for index, text in enumerate(texts):
+            if self._control.hides(text):  # it is encoded piece by piece
+                rendered.insert(index, self._encode(text))
+        return rendered
 
     def _encode_many(self, texts: list[str]) -> list[IntArray]:
         if not texts:
