@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from roll.agentic.tools.dialects import Dialect
+from roll.agentic.tools.dialects import BaseDialect
 from roll.agentic.tools.types import AssistantTurn, ToolSchema
 
 
@@ -29,10 +29,10 @@ class ShopTurn:
     """Turn of the policy, read as a command."""
 
     turn: AssistantTurn
-    speaks: Dialect
+    speaks: BaseDialect
 
     @classmethod
-    def read(cls, text: str, speaks: Dialect) -> ShopTurn | None:
+    def read(cls, text: str, speaks: BaseDialect) -> ShopTurn | None:
         """The turn; ``None`` if nothing in it is a call."""
         turn = speaks.parse(text, SCHEMAS)
         return cls(turn, speaks) if turn.calls or turn.errors else None

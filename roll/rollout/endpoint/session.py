@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from roll.agentic.env.base import StepResult
-from roll.agentic.tools.dialects import Dialect
+from roll.agentic.tools.dialects import BaseDialect
 from roll.agentic.tools.dialects.base import split_reasoning
 from roll.agentic.tools.types import AssistantTurn, ToolCall, ToolSchema, call_id
 from roll.configs.agent import AgentConfig
@@ -87,7 +87,7 @@ class Policy:
     """Means by which an endpoint's sessions speak with the policy."""
 
     renderer: ChatRenderer
-    dialect: Dialect
+    dialect: BaseDialect
     limits: Limits
 
 

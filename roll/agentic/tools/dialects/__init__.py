@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from roll.agentic.tools.dialects.base import BaseDialect, Dialect
+from roll.agentic.tools.dialects.base import BaseDialect
 from roll.utils.registry import Registry
 
-__all__ = ["DIALECTS", "BaseDialect", "Dialect", "dialect", "parsers"]
+__all__ = ["DIALECTS", "BaseDialect", "dialect", "parsers"]
 
-DIALECTS: Registry[Callable[[], Dialect]] = Registry("tool dialect")
+DIALECTS: Registry[Callable[[], BaseDialect]] = Registry("tool dialect")
 DIALECTS.register("hermes", "roll.agentic.tools.dialects.hermes:HermesDialect")
 DIALECTS.register("qwen3_coder", "roll.agentic.tools.dialects.tagged:Qwen3CoderDialect")
 DIALECTS.register("llama3_json", "roll.agentic.tools.dialects.llama:LlamaJsonDialect")
@@ -26,7 +26,7 @@ DIALECTS.register("deepseek", "roll.agentic.tools.dialects.deepseek:DeepSeekDial
 DIALECTS.register("glm", "roll.agentic.tools.dialects.tagged:GlmDialect")
 
 
-def dialect(name: str) -> Dialect:
+def dialect(name: str) -> BaseDialect:
     """A dialect by its name, or a class of one's own by ``package.module:Class``.
 
     Raises:
@@ -40,5 +40,5 @@ def parsers() -> dict[str, Callable[[str], Sequence[tuple[str, Mapping[str, Any]
     return {name: _reader(dialect(name)) for name in DIALECTS.names()}
 
 
-def _reader(speaks: Dialect) -> Callable[[str], Sequence[tuple[str, Mapping[str, Any]]]]:
+def _reader(speaks: BaseDialect) -> Callable[[str], Sequence[tuple[str, Mapping[str, Any]]]]:
     return lambda text: [(call.name, call.arguments) for call in speaks.parse(text).calls]

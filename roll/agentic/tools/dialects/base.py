@@ -8,7 +8,7 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from roll.agentic.tools.types import AssistantTurn, CallError, ToolCall, ToolSchema, call_id
 
@@ -17,33 +17,6 @@ _SHOWN = 200
 """Characters of a malformed call that an answer repeats."""
 _LEVELS = 64
 """Of arguments: deeper than that, what reads them later may run out of stack."""
-
-
-class Dialect(Protocol):
-    """Notation in which a model family writes calls."""
-
-    name: str
-
-    def parse(self, text: str, tools: Sequence[ToolSchema] = ()) -> AssistantTurn:
-        """Reads a turn; never raises.
-
-        Args:
-            text: what was sampled, special tokens as text, without the token that ended the turn.
-            tools: say the types of arguments where the dialect writes bare words.
-        """
-        ...
-
-    def format(self, turn: AssistantTurn) -> str:
-        """The text that ``parse`` reads as ``turn``, its errors left out.
-
-        Raises:
-            ValueError: the dialect cannot write it.
-        """
-        ...
-
-    def error_text(self, error: CallError) -> str:
-        """Content of the tool message that answers a malformed call."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +50,7 @@ class ReadTurn:
 
 
 class BaseDialect(ABC):
-    """Checks calls and gives them ids; a family says how its turns are written.
+    """Notation in which a model family writes calls: checks them and gives them ids; a family says how it writes turns.
 
     Attributes:
         name: in configurations.
@@ -88,16 +61,28 @@ class BaseDialect(ABC):
     example: str
 
     def parse(self, text: str, tools: Sequence[ToolSchema] = ()) -> AssistantTurn:
+        """Reads a turn; never raises.
+
+        Args:
+            text: what was sampled, special tokens as text, without the token that ended the turn.
+            tools: say the types of arguments where the dialect writes bare words.
+        """
         read = self.read_turn(text, {tool.name: tool.parameters for tool in tools})
         return make_turn(read)
 
     def format(self, turn: AssistantTurn) -> str:
+        """The text that ``parse`` reads as ``turn``, its errors left out.
+
+        Raises:
+            ValueError: the dialect cannot write it.
+        """
         text = self.write_turn(turn)
         if _without_ids(self.parse(text)) != _without_ids(turn):
             raise ValueError(f"the tool dialect {self.name} cannot write {turn}")
         return text
 
     def error_text(self, error: CallError) -> str:
+        """Content of the tool message that answers a malformed call."""
         seen = error.text if len(error.text) <= _SHOWN else error.text[:_SHOWN] + " …"
         return f"Error: this tool call was not run: {error.reason}.\nSeen: {seen}\nExpected: {self.example}"
 

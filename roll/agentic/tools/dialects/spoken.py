@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from roll.agentic.tools.dialects import DIALECTS, Dialect, dialect, parsers
+from roll.agentic.tools.dialects import DIALECTS, BaseDialect, dialect, parsers
 from roll.configs.tools import AUTO_DIALECT
 from roll.data.renderer import ChatRenderer
 from roll.data.template_check import check_renderer
 
 
-def dialect_for(name: str, renderer: ChatRenderer, default: str | None = None) -> Dialect:
+def dialect_for(name: str, renderer: ChatRenderer, default: str | None = None) -> BaseDialect:
     """A dialect by its name; for ``auto`` that in which the chat template writes calls (some 50 ms).
 
     Args:
