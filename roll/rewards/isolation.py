@@ -117,13 +117,12 @@ def _sample_json(sample: Sample) -> dict[str, Any]:
     return values
 
 
-def _build_all(specs: Sequence[Mapping[str, Any]]) -> partial[dict[str, Any]]:
-    return partial(_check, [_build(RuleSpec(**spec)) for spec in specs])
-
-
-def _build(spec: RuleSpec) -> RuleVerifier:
-    cls = cast(type[RuleVerifier], import_path(spec.path, "verifier"))
-    return cls(cls.config_class.model_validate(dict(spec.args)))
+def _build(specs: Sequence[Mapping[str, Any]]) -> partial[dict[str, Any]]:
+    verifiers = []
+    for spec in specs:
+        cls = cast(type[RuleVerifier], import_path(spec["path"], "verifier"))
+        verifiers.append(cls(cls.config_class.model_validate(spec["args"])))
+    return partial(_check, verifiers)
 
 
 def _check(verifiers: Sequence[RuleVerifier], request: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,4 +156,4 @@ def _outcome(told: Mapping[str, Any]) -> Verdict | RewardError:
 
 
 if __name__ == "__main__":
-    serve(_build_all, plain=RewardError)
+    serve(_build, plain=RewardError)

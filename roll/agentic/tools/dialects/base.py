@@ -68,7 +68,15 @@ class BaseDialect(ABC):
             tools: say the types of arguments where the dialect writes bare words.
         """
         read = self.read_turn(text, {tool.name: tool.parameters for tool in tools})
-        return make_turn(read)
+        calls: list[ToolCall] = []
+        errors: list[CallError] = []
+        for each in read.found:
+            checked = _check(each, {call.id for call in calls}, len(calls)) if isinstance(each, Call) else each
+            if isinstance(checked, ToolCall):
+                calls.append(checked)
+            else:
+                errors.append(checked)
+        return AssistantTurn(read.content.strip(), tuple(calls), tuple(errors), read.reasoning)
 
     def format(self, turn: AssistantTurn) -> str:
         """The text that ``parse`` reads as ``turn``, its errors left out.
@@ -130,19 +138,6 @@ def split_reasoning(text: str) -> tuple[str | None, str]:
     if not closed and not text.lstrip().startswith(THOUGHT):
         return None, text
     return thought.strip().removeprefix(THOUGHT).strip() or None, said
-
-
-def make_turn(read: ReadTurn) -> AssistantTurn:
-    """A turn of what was read: ids given, names and arguments checked."""
-    calls: list[ToolCall] = []
-    errors: list[CallError] = []
-    for each in read.found:
-        checked = _check(each, {call.id for call in calls}, len(calls)) if isinstance(each, Call) else each
-        if isinstance(checked, ToolCall):
-            calls.append(checked)
-        else:
-            errors.append(checked)
-    return AssistantTurn(read.content.strip(), tuple(calls), tuple(errors), read.reasoning)
 
 
 def _without_ids(turn: AssistantTurn) -> AssistantTurn:
