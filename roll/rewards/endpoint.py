@@ -9,8 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import tenacity
@@ -81,15 +80,6 @@ class TransientError(RewardError):
         self.retry_after = retry_after
 
 
-@dataclass(frozen=True)
-class Answer(Generic[T]):
-    """Value that was read from an answer."""
-
-    value: T
-    attempts: int
-    """Requests that it took."""
-
-
 class Endpoint:
     """One URL that takes JSON by POST. Serves one event loop.
 
@@ -114,8 +104,10 @@ class Endpoint:
             trust_env=not is_loopback(url.host),
         )
 
-    async def ask(self, body: dict[str, Any], read: Callable[[httpx.Response], T], more_s: float = 0.0) -> Answer[T]:
-        """Asks, again where that may help.
+    async def ask(
+        self, body: dict[str, Any], read: Callable[[httpx.Response], T], more_s: float = 0.0
+    ) -> tuple[T, int]:
+        """Asks, again where that may help; returns what was read, and the requests that it took.
 
         Args:
             read: makes the result of an answer with status 200; may raise ``TransientError``.
@@ -138,7 +130,7 @@ class Endpoint:
             if error.retry_after is not None:
                 tried += f", Retry-After {error.retry_after:g} s, max_retry_wait {self._patience.max_retry_wait:g} s"
             raise RewardError(f"{self.shown}: {error} ({tried})") from error
-        return Answer(value, int(retrying.statistics["attempt_number"]))
+        return value, int(retrying.statistics["attempt_number"])
 
     def shorten(self, text: str) -> str:
         """The beginning of foreign words, in quotes, without the key that an endpoint may have repeated."""

@@ -202,7 +202,7 @@ class JudgeVerifier(Verifier):
             raw = await self._ask_hosted(self._hosted, question)
         else:
             assert self._endpoint is not None
-            raw = (await self._endpoint.ask(self._body(question), self._read_score)).value
+            raw, _ = await self._endpoint.ask(self._body(question), self._read_score)
         score = (raw - self._judge.min_score) / (self._judge.max_score - self._judge.min_score)
         correct = score >= self._judge.correct_threshold
         return Verdict(score=score, correct=correct, parts={"judge_score": raw}, seeks_answer=False)

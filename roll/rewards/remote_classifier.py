@@ -50,7 +50,8 @@ class RemoteClassifier(Classifier):
         name = {} if self._config.model_name is None else {"model": self._config.model_name}
         # Without activation vLLM gives logits, which it would else put through softmax or the logistic function.
         asked = {"input": rows, "use_activation": False} if self._config.server == "vllm" else {"input_ids": rows}
-        return (await self._endpoint.ask(name | asked, lambda response: self._read(response, len(rows)))).value
+        logits, _ = await self._endpoint.ask(name | asked, lambda response: self._read(response, len(rows)))
+        return logits
 
     async def close(self) -> None:
         """Closes the connections."""

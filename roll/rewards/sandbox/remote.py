@@ -60,8 +60,8 @@ class RemoteSandbox:
             "memory_limit_MB": limits.memory_mb,
         }
         started = time.monotonic()
-        answer = await self._endpoint.ask(body, self._read, more_s=limits.wall_seconds)
-        return _result(answer.value, limits, answer.attempts, time.monotonic() - started)
+        run, attempts = await self._endpoint.ask(body, self._read, more_s=limits.wall_seconds)
+        return _result(run, limits, attempts, time.monotonic() - started)
 
     async def run_tests(
         self, source: str, plan: dict[str, Any], limits: SandboxLimits | None = None
