@@ -135,11 +135,7 @@ class ToolBox:
     ) -> Any:
         if tool.times_itself:
             return await tool.call(arguments, state)
-        if inspect.iscoroutinefunction(tool.call):
-            async with time_limit(entry.timeout):
-                with contained():
-                    return await tool.call(arguments, state)
-        if tool.instant:
+        if tool.instant or inspect.iscoroutinefunction(tool.call):
             with contained():
                 result = tool.call(arguments, state)
         else:

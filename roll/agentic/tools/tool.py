@@ -70,7 +70,6 @@ class FunctionTool(Tool):
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise ValueError("it yields, expected a function that returns its answer")
         self.instant = bool(getattr(function, "instant", False))  # type: ignore[misc]
-        self._is_async = inspect.iscoroutinefunction(function)
         try:
             self._call: TypeAdapter[Any] = TypeAdapter(function)  # type: ignore[arg-type]
             parameters = self._call.json_schema()
@@ -84,12 +83,6 @@ class FunctionTool(Tool):
         self.schema = ToolSchema(function.__name__, description, parameters)
 
     def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> Any | Awaitable[Any]:
-        return self._awaited(arguments) if self._is_async else self._checked(arguments)
-
-    async def _awaited(self, arguments: dict[str, Any]) -> Any:
-        return await self._checked(arguments)
-
-    def _checked(self, arguments: dict[str, Any]) -> Any:
         try:
             return self._call.validate_python(ArgsKwargs((), arguments))
         except ValidationError as error:

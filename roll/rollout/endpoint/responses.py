@@ -65,9 +65,9 @@ class ResponseRequest(ApiRequest):
     async def ask(self, session: Session) -> list[Answer]:
         if self.tool_choice not in (None, "auto", "none"):
             raise unsupported("tool_choice", self.tool_choice, "auto or none: the policy is not forced to call")
-        for name in ("background", "conversation", "prompt", "top_logprobs"):
+        for name, reason in _ELSEWHERE.items():
             if seen := getattr(self, name):
-                raise unsupported(name, seen, f"nothing: {_ELSEWHERE[name]}")
+                raise unsupported(name, seen, f"nothing: {reason}")
         form = (self.text or {}).get("format") or {}
         if form.get("type", "text") != "text":
             raise unsupported("text.format", form, "text: answers are not constrained")
