@@ -70,12 +70,7 @@ class ChatRenderer:
         self._end: tuple[str, int] | None = None
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> IntArray:
-        """Token ids of a conversation that waits for the assistant, shape [prompt_len].
-
-        Args:
-            messages: the conversation.
-            tools: that the assistant is told of.
-        """
+        """Token ids of a conversation that waits for the assistant, who is told of the tools, shape [prompt_len]."""
         return self._encode_cached("prompt", self.text(messages, tools, open_assistant=True))
 
     def prompts(

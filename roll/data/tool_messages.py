@@ -93,11 +93,8 @@ def without_tools(
 ) -> list[dict[str, Any]]:
     """The same conversation for a template that knows no tools, in the Hermes form.
 
-    Schemas stand in the system message (before the first message's words where ``takes_system`` is off), calls in the
+    Schemas stand in the system message (before the first message's words where the template takes none), calls in the
     assistant's words, results in a user message, which also takes in what a user says right behind them.
-
-    Args:
-        takes_system: whether the template takes a system message.
     """
     plain: list[dict[str, Any]] = []
     for message in messages:

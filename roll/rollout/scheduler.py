@@ -158,8 +158,6 @@ class RolloutScheduler:
         """The batch of a step out of groups that were played before; nothing is played.
 
         Args:
-            admission: see ``take``.
-            step: see there.
             found: what ``take`` returned then, synchronous and with nothing ahead.
 
         Raises:
