@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DataError", "LoadReport", "Prompt", "PromptDataset", "check_prompts", "load_prompts"]
 
-T = TypeVar("T")
 _Asked: TypeAlias = tuple[Sequence[Mapping[str, str]], "Sequence[Tool] | None"]
 """A prompt's messages and the tools that it tells of."""
 
@@ -98,22 +97,12 @@ class LoadReport:
         return f"{self.prompts:,} prompts ({tags}): {', '.join(words)}"
 
 
-class PromptDataset(Sequence[Prompt]):
+class PromptDataset(list[Prompt]):
     """Prompts in the order of the files."""
 
     def __init__(self, prompts: Iterable[Prompt], report: LoadReport) -> None:
-        self.prompts = tuple(prompts)
+        super().__init__(prompts)
         self.report = report
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
-        return self.prompts[index]
 
 
 def load_prompts(
