@@ -180,7 +180,12 @@ class Batch:
         """The given sequences, in the given order."""
         rows = torch.as_tensor(rows, dtype=torch.int64)
         token_index = self.token_index(rows)
-        return self._map(lambda t: t.index_select(0, token_index), lambda t: t.index_select(0, rows))
+        columns: dict[str, Tensor] = {}
+        for f in fields(self):
+            column = getattr(self, f.name)
+            if column is not None:
+                columns[f.name] = column.index_select(0, token_index if _is_per_token(f.name) else rows)
+        return Batch(**columns)
 
     def token_index(self, rows: Tensor | Sequence[int]) -> Tensor:
         """int64: where the tokens of the given sequences lie in the flat fields, in the given order."""
@@ -247,15 +252,6 @@ class Batch:
         part_B = part_of_unit[index_B]
         loads = [load for load, _, _ in sorted(lightest, key=lambda entry: entry[2])]
         return [(part_B == part).nonzero()[:, 0] for part in range(num_parts)], loads
-
-    def _map(self, on_tokens: Any, on_rows: Any) -> Batch:
-        columns = {
-            f.name: None
-            if (v := getattr(self, f.name)) is None
-            else (on_tokens if _is_per_token(f.name) else on_rows)(v)
-            for f in fields(self)
-        }
-        return Batch(**columns)  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as numpy arrays, which Ray moves through shared memory without a copy."""

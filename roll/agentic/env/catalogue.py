@@ -83,15 +83,11 @@ class Catalogue:
         self._tokenize = bm25s.tokenize
         self._index = bm25s.BM25()
         self._index.index(self._words([self.title(place) for place in range(len(self.products))]), show_progress=False)
-        self._found = lru_cache(maxsize=4096)(self._search)
+        self.search = lru_cache(maxsize=4096)(self._search)
 
     def title(self, place: int) -> str:
         """Of the product at this place of the catalogue."""
         return self.products[place].title(self.shelves.num_shown)
-
-    def search(self, query: str) -> tuple[int, ...]:
-        """The places of the products that fit best, the best one first; equal ones as in the catalogue."""
-        return self._found(query)
 
     @cached_property
     def goals(self) -> list[Goal]:
@@ -106,6 +102,7 @@ class Catalogue:
         return Product(goal.kind, goal.values, goal.limit).title(self.shelves.num_shown)
 
     def _search(self, query: str) -> tuple[int, ...]:
+        """The places of the products that fit best, the best one first; equal ones as in the catalogue."""
         words = self._words([query])[0]
         if not words:
             return ()
