@@ -44,14 +44,12 @@ def same(gold: Value, answer: Value) -> bool:
     if isinstance(gold, Quantity) or isinstance(answer, Quantity):
         return _same_quantity(gold, answer)
     if isinstance(gold, Term) and isinstance(answer, Term):
-        return same_term(gold, answer) or _same_column(gold, answer)
+        return same_term(gold, answer)
     if type(gold) is type(answer):
         comparison: Callable[[Any, Any], bool] | None = _COMPARISONS.get(type(gold))
         if comparison is not None and comparison(gold, answer):
             return True
-    elif (isinstance(gold, Group) and isinstance(answer, Term)) or (
-        isinstance(gold, Term) and isinstance(answer, Group)
-    ):
+    elif isinstance(gold, Term) or isinstance(answer, Term):
         return _same_column(gold, answer)
     return _same_set(gold, answer)
 
