@@ -16,7 +16,7 @@ from roll.rollout.env_runner import EnvRunner
 
 @dataclass(frozen=True)
 class ScriptedPlay:
-    """Sees the environment itself instead of its text (a ``Player``)."""
+    """Sees the environment itself instead of its text (``roll.rollout.plans.Player``)."""
 
     expert_share: float
     """Probability of an optimal action; otherwise any action, uniformly."""

@@ -38,7 +38,6 @@ from roll.pipeline.rlvr.datasets import load_renderer
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_roles import RolloutRoles
 from roll.pipeline.session import RunFailedError, RunSession
-from roll.rollout.env_worker import PlayedPlan
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.tool_box import told_tools
@@ -208,8 +207,9 @@ class PlayStart(WarmStart[EnvRoles]):
         settings, manager = self.config.warm_start, self.config.train_env_manager
         slots = tuple(groups * manager.group_size for groups in manager.groups_per_tag.values())
         name = "train_env_manager"
-        plan = rollouts.plan(name, "demonstrations", group_size=1, redundancy=0, slots_per_tag=slots)
-        scheduler = rollouts.make_scheduler(PlayedPlan(plan, ScriptedPlay(settings.expert_share)), name)
+        player = ScriptedPlay(settings.expert_share)
+        plan = rollouts.plan(name, "demonstrations", group_size=1, redundancy=0, slots_per_tag=slots, player=player)
+        scheduler = rollouts.make_scheduler(plan, name)
         groups: list[RolloutGroup] = []
         turns = 0
         while turns < settings.demonstrations:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from roll.agentic.env import asks_judge, is_instant, make, wants_own_thread
 from roll.configs.env import CustomEnvConfig
@@ -22,7 +22,7 @@ from roll.rollout.env_manager import ENV_MANAGERS, EnvManager, EpisodeSpec, Limi
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.errors import EnvError
 from roll.rollout.judge_worker import Asking
-from roll.rollout.plans import GroupPlan, GroupSpec
+from roll.rollout.plans import GroupSpec
 from roll.rollout.reward_client import WorkerClient
 from roll.rollout.token_watch import TokenWatch
 from roll.rollout.tool_box import ToolBox
@@ -33,31 +33,6 @@ from roll.utils.collector import calm_collector
 
 if TYPE_CHECKING:
     from roll.rollout.agents.episode import AgentPlayer
-
-Player: TypeAlias = Callable[[EnvRunner, ChatRenderer], GenerateFn]
-"""Makes what answers an episode's requests in place of the engines; it travels between processes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlayedSpec(GroupSpec):
-    """Episodes that no engine plays."""
-
-    player: Player
-
-
-@dataclass(frozen=True)
-class PlayedPlan:
-    """The groups of another plan, played by ``player`` (a ``RolloutPlan``)."""
-
-    plan: GroupPlan
-    player: Player
-
-    @property
-    def num_slots(self) -> int:
-        return self.plan.num_slots
-
-    def spec(self, group_id: int) -> PlayedSpec:
-        return PlayedSpec(**vars(self.plan.spec(group_id)), player=self.player)
 
 
 @dataclass(frozen=True)
@@ -138,7 +113,7 @@ class EnvironmentWorker(RolloutWorker):
         manager, runner = self.managers[spec.tag], self._take_runner(spec.tag)
         healthy = False
         try:
-            if isinstance(spec, PlayedSpec):
+            if spec.player is not None:
                 playing = manager.run_episode(runner, spec.player(runner, manager.renderer), episode)
             elif (agent := self._agents.get(spec.tag)) is not None:
                 playing = self._play_by(agent, runner, manager, generate, episode)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from roll.data.requests import Runs
+from roll.data.requests import GenerateFn, Runs
 from roll.rollout.types import RolloutGroup
 from roll.utils.mixture import Mixture
 from roll.utils.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from roll.data.renderer import ChatRenderer
+    from roll.rollout.env_runner import EnvRunner
+
+Player: TypeAlias = "Callable[[EnvRunner, ChatRenderer], GenerateFn]"
+"""Makes what answers an episode's requests in place of the engines; it travels between processes."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,8 @@ class GroupSpec:
     """Keep the first member's pictures, for people to look at."""
     recorded: Mapping[int, tuple[Runs, ...]] = field(default_factory=dict)
     """By member and turn, what sampled the group in the run that is repeated (``GenerateRequest.recorded``)."""
+    player: Player | None = None
+    """Of episodes of an environment that no engine plays."""
 
     def describes(self, group: RolloutGroup) -> bool:
         """Tells whether a group that was played once is what would be played now."""
@@ -67,6 +76,8 @@ class GroupPlan:
     """See ``GroupSpec``."""
     num_recorded: int = 0
     """Groups below this number are recorded."""
+    player: Player | None = None
+    """See ``GroupSpec``."""
 
     @property
     def num_slots(self) -> int:
@@ -92,6 +103,7 @@ class GroupPlan:
             self.greedy,
             self.baseline,
             record=group_id < self.num_recorded,
+            player=self.player,
         )
 
 

@@ -31,7 +31,7 @@ from roll.distributed.strategy.base import StrategyContext
 from roll.models.tiny import make_tiny_model
 from roll.pipeline.workers import InferWorker
 from roll.rollout.env_manager import Limits
-from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext, PlayedSpec
+from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext
 from roll.rollout.plans import GroupPlan, GroupSpec
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.trajectory import groups_to_batch
@@ -248,7 +248,7 @@ def test_a_probe_needs_neither_models_nor_a_setup(clusters: tuple[Cluster, Clust
 
 
 def test_scripted_groups_solve_their_boards_without_the_engine(play: Callable[..., list[RolloutGroup]]) -> None:
-    (group,) = play(PlayedSpec(0, "Step", 5, group_size=6, player=ScriptedPlay(expert_share=1.0)))
+    (group,) = play(GroupSpec(0, "Step", 5, group_size=6, player=ScriptedPlay(expert_share=1.0)))
     assert all(t.success and t.end is EpisodeEnd.TERMINATED for t in group.trajectories)
     assert {turn.completion.weight_version for t in group.trajectories for turn in t.turns} == {-1}
 

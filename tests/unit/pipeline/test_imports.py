@@ -19,7 +19,8 @@ from roll.configs.env import CustomEnvConfig
 from roll.data.requests import SamplingParams
 from roll.demo.scripted_play import ScriptedPlay
 from roll.rollout.env_manager import Limits
-from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext, PlayedSpec
+from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext
+from roll.rollout.plans import GroupSpec
 
 tags = {"Sokoban": CustomEnvConfig(env_type=path_of("sokoban"), env_manager_cls="step", max_steps=3)}
 worker = EnvironmentWorker("train_env_manager", 0, 1, {})
@@ -27,7 +28,7 @@ worker.setup(EnvWorkerContext(tags, sys.argv[1], "native", SamplingParams(max_ne
 
 async def play():
     await worker.set_engines([])
-    return await worker.run_group(PlayedSpec(0, "Sokoban", 0, 1, player=ScriptedPlay(0.5)))
+    return await worker.run_group(GroupSpec(0, "Sokoban", 0, 1, player=ScriptedPlay(0.5)))
 
 (episode,) = asyncio.run(play()).trajectories
 assert episode.turns
