@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import ray
 from torch import Tensor
 
 from roll.algorithms.alignment import shared_logprobs
@@ -36,23 +36,18 @@ class AlignedTeacher:
         self._teacher = teacher
         self._retokenizer = retokenizer
 
-    def submit_logprobs(self, batch: Batch, rows: Tensor | None = None) -> tuple[list[Tensor], list[ray.ObjectRef]]:
-        """Starts scoring, as ``ModelCluster.submit_logprobs``."""
-        self._theirs, self._chunk_S, self._chunk_T = self._retokenizer.batch(batch)
-        return self._teacher.submit_logprobs(self._theirs, rows)
+    def submit_logprobs(self, batch: Batch, rows: Tensor | None = None) -> Callable[[], TokenScores]:
+        """The teacher's log-probability of each chunk of text, in equal parts for the policy's tokens in it."""
+        theirs, chunk_S, chunk_T = self._retokenizer.batch(batch)
+        wait = self._teacher.submit_logprobs(theirs, rows)
 
-    def gather_scores(self, batch: Batch, parts: list[Tensor], refs: list[ray.ObjectRef]) -> TokenScores:
-        """The teacher's log-probability of each chunk of text, in equal parts for the policy's tokens in it.
+        def shared() -> TokenScores:
+            scores = wait()
+            assert scores.logprobs_T is not None, "a language model's"
+            logprobs_T = shared_logprobs(scores.logprobs_T, (theirs.rows_T, chunk_S), (batch.rows_T, chunk_T))
+            return TokenScores(logprobs_T.float(), chunk_T=chunk_T)
 
-        Args:
-            batch: the one that was submitted last.
-            parts: see ``ModelCluster.gather_scores``.
-            refs: likewise.
-        """
-        scores = self._teacher.gather_scores(self._theirs, parts, refs)
-        assert scores.logprobs_T is not None, "a language model's"
-        theirs, own = (self._theirs.rows_T, self._chunk_S), (batch.rows_T, self._chunk_T)
-        return TokenScores(shared_logprobs(scores.logprobs_T, theirs, own).float(), chunk_T=self._chunk_T)
+        return shared
 
 
 def aligned(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,13 +47,12 @@ def rows_trained_later(steps: Sequence[Tensor]) -> Tensor:
 class Scorer(Protocol):
     """Says how likely a model finds the tokens of a batch."""
 
-    def submit_logprobs(self, batch: Batch, rows: Tensor | None = None) -> tuple[list[Tensor], list[ray.ObjectRef]]:
-        """Starts scoring."""
-        ...
+    def submit_logprobs(self, batch: Batch, rows: Tensor | None = None) -> Callable[[], TokenScores]:
+        """Starts scoring and returns what waits for the scores: roles on other devices can work meanwhile.
 
-    @property
-    def gather_scores(self) -> Callable[[Batch, list[Tensor], list[ray.ObjectRef]], TokenScores]:
-        """Waits for it; gets the batch and what ``submit_logprobs`` has returned."""
+        Args:
+            rows: those to score; ``None`` is all. The others' scores are 0.
+        """
         ...
 
 
@@ -105,16 +105,12 @@ class ModelCluster:
 
     def logprobs(self, batch: Batch) -> TokenScores:
         """Scores the batch, its rows spread over the data-parallel ranks."""
-        return self.gather_scores(batch, *self.submit_logprobs(batch))
+        return self.submit_logprobs(batch)()
 
     def submit_logprobs(
         self, batch: Batch, rows: Tensor | None = None, adapter: bool = True
-    ) -> tuple[list[Tensor], list[ray.ObjectRef]]:
-        """Starts scoring and returns at once, so that roles on other devices can work meanwhile.
-
-        Args:
-            rows: those to score; ``None`` is all. The others' scores are 0.
-        """
+    ) -> Callable[[], TokenScores]:
+        """Starts scoring, see ``Scorer``."""
         parts = batch.split(self.dp_size, self.linear)
         if rows is not None:
             parts = [rows[part] for part in batch.select(rows).split(self.dp_size, self.linear)]
@@ -122,10 +118,10 @@ class ModelCluster:
         shares = [ray.put(scored.select(part)) for part in parts]
         self.load_states(States.WEIGHTS)
         refs = self.cluster.submit_each("logprobs", [(shares[rank.dp_rank], adapter) for rank in self._ranks])
-        return parts, refs
+        return partial(self._gather_scores, batch, parts, refs)
 
-    def gather_scores(self, batch: Batch, parts: list[Tensor], refs: list[ray.ObjectRef]) -> TokenScores:
-        """Waits for ``submit_logprobs`` and puts the scores back into the batch's order."""
+    def _gather_scores(self, batch: Batch, parts: list[Tensor], refs: list[ray.ObjectRef]) -> TokenScores:
+        """Waits for the scores and puts them back into the batch's order."""
         results: list[TokenScores] = self.cluster.gather(refs, call="logprobs")
         first = {rank.dp_rank: result for rank, result in reversed(list(zip(self._ranks, results, strict=True)))}
         places = [batch.token_index(part) for part in parts]
@@ -200,9 +196,8 @@ class WithoutAdapter:
 
     def __init__(self, actor: ModelCluster) -> None:
         self._actor = actor
-        self.gather_scores = actor.gather_scores
 
-    def submit_logprobs(self, batch: Batch, rows: Tensor | None = None) -> tuple[list[Tensor], list[ray.ObjectRef]]:
+    def submit_logprobs(self, batch: Batch, rows: Tensor | None = None) -> Callable[[], TokenScores]:
         return self._actor.submit_logprobs(batch, rows, adapter=False)
 
 

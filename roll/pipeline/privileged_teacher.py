@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 
-import ray
 import torch
 from torch import Tensor
 
@@ -30,10 +29,11 @@ class PrivilegedTeacher:
         self._teacher = teacher
         self._prompt = prompt
 
-    def submit_logprobs(self, batch: Batch, rows: Tensor | None = None) -> tuple[list[Tensor], list[ray.ObjectRef]]:
-        """Starts scoring, as ``ModelCluster.submit_logprobs``."""
-        self._theirs = self.read(batch)
-        return self._teacher.submit_logprobs(self._theirs, rows)
+    def submit_logprobs(self, batch: Batch, rows: Tensor | None = None) -> Callable[[], TokenScores]:
+        """The teacher's scores of the sampled tokens, where they stand in the policy's rows."""
+        theirs = self.read(batch)
+        wait = self._teacher.submit_logprobs(theirs, rows)
+        return lambda: _placed(wait(), theirs.loss_mask_T, batch)
 
     def read(self, batch: Batch) -> Batch:
         """The rows as the teacher reads them: its prompt in place of what stands before the first sampled token."""
@@ -50,22 +50,16 @@ class PrivilegedTeacher:
             lengths.append(len(prompt) + len(own) - cut)
         return Batch(torch.tensor(lengths), torch.cat(tokens), torch.cat(masks), group_B=batch.group_B)
 
-    def gather_scores(self, batch: Batch, parts: list[Tensor], refs: list[ray.ObjectRef]) -> TokenScores:
-        """The teacher's scores of the sampled tokens, where they stand in the policy's rows.
 
-        Args:
-            batch: the one that was submitted last.
-            parts: see ``ModelCluster.gather_scores``.
-            refs: likewise.
-        """
-        scores = self._teacher.gather_scores(self._theirs, parts, refs)
-        placed = {}
-        for name in (f.name for f in fields(TokenScores)):
-            if (found := getattr(scores, name)) is None:
-                continue
-            own = torch.zeros(batch.num_tokens, *found.shape[1:], dtype=found.dtype)
-            if name == "chunk_T":
-                own += NO_CHUNK
-            own[batch.loss_mask_T] = found[self._theirs.loss_mask_T]
-            placed[name] = own
-        return TokenScores(**placed)
+def _placed(scores: TokenScores, sampled_T: Tensor, batch: Batch) -> TokenScores:
+    """Scores of sampled tokens, as ``sampled_T`` marks them, at the places of a batch's own."""
+    placed = {}
+    for name in (f.name for f in fields(TokenScores)):
+        if (found := getattr(scores, name)) is None:
+            continue
+        own = torch.zeros(batch.num_tokens, *found.shape[1:], dtype=found.dtype)
+        if name == "chunk_T":
+            own += NO_CHUNK
+        own[batch.loss_mask_T] = found[sampled_T]
+        placed[name] = own
+    return TokenScores(**placed)

@@ -335,13 +335,13 @@ def _with_scores(
     """
     unrouted = batch.replace(experts_TE=None)
     pending = {
-        name: (role, role.submit_logprobs(*((batch, old_rows) if name == "old_logprobs_T" else (unrouted, None))))
+        name: role.submit_logprobs(*((batch, old_rows) if name == "old_logprobs_T" else (unrouted, None)))
         for name, role in roles.items()
         if role is not None
     }
     columns: dict[str, Tensor | None] = {}
-    for name, (role, submitted) in pending.items():
-        scores = role.gather_scores(batch, *submitted)
+    for name, wait in pending.items():
+        scores = wait()
         if name == "teacher_logprobs_T":
             batch = with_teacher(batch, scores, divergence)
             continue

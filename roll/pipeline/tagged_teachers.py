@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-import ray
 import torch
 from torch import Tensor
 
@@ -32,7 +31,6 @@ class TaggedTeachers:
         self._teachers = teachers
         self._tags = tags
         self._coefficients = coefficients
-        self._submitted: list[tuple[str, Tensor, Batch, Any]] = []
         self._scored: list[tuple[str, Tensor, Tensor]] = []
 
     def rows(self, batch: Batch) -> dict[str, Tensor]:
@@ -42,29 +40,26 @@ class TaggedTeachers:
             name: torch.isin(batch.tag_B, torch.tensor(self._tags[name])).nonzero()[:, 0] for name in self._teachers
         }
 
-    def submit_logprobs(self, batch: Batch, rows: Tensor | None = None) -> tuple[list[Tensor], list[ray.ObjectRef]]:
-        """Starts scoring all rows, as ``ModelCluster.submit_logprobs``; teachers on other devices work side by side."""
-        self._submitted = []
+    def submit_logprobs(self, batch: Batch, rows: Tensor | None = None) -> Callable[[], TokenScores]:
+        """Log-probabilities of each row under its teacher, and chunks where one of them has other tokens.
+
+        Teachers on other devices work side by side. Of a row with several teachers the scores are the mean, weighted
+        with the coefficients. All rows are scored.
+        """
+        pending = []
         for name, own in self.rows(batch).items():
             if len(own):
                 part = batch.select(own)
-                self._submitted.append((name, own, part, self._teachers[name].submit_logprobs(part)))
-        return [], []
+                pending.append((name, own, part, self._teachers[name].submit_logprobs(part)))
+        return partial(self._weighed, batch, pending)
 
-    def gather_scores(self, batch: Batch, parts: list[Tensor], refs: list[ray.ObjectRef]) -> TokenScores:
-        """Log-probabilities of each row under its teacher, and chunks where one of them has other tokens.
-
-        Of a row with several teachers they are the mean, weighted with the coefficients.
-
-        Args:
-            batch: the one that was submitted last.
-            parts: not read: there is a list for each teacher.
-            refs: likewise.
-        """
+    def _weighed(
+        self, batch: Batch, pending: Sequence[tuple[str, Tensor, Batch, Callable[[], TokenScores]]]
+    ) -> TokenScores:
         sum_T, weight_T = torch.zeros(2, batch.num_tokens, dtype=torch.float64)
         chunk_T, aligned, self._scored = torch.full((batch.num_tokens,), NO_CHUNK), False, []
-        for name, own, part, submitted in self._submitted:
-            scores, place = self._teachers[name].gather_scores(part, *submitted), batch.token_index(own)
+        for name, own, part, wait in pending:
+            scores, place = wait(), batch.token_index(own)
             assert scores.logprobs_T is not None, "a language model's"
             self._scored.append((name, own, scores.logprobs_T))
             sum_T[place] += self._coefficients[name] * scores.logprobs_T.double()

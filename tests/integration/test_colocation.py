@@ -238,7 +238,7 @@ def test_a_step_of_real_engines_that_take_turns(clusters: dict[str, Cluster], mo
         scores = actor.submit_logprobs(batch())
         expected = reference.logprobs(batch()).logprobs_T
         states.append(actor.call("resident")[0])
-        actual = actor.gather_scores(batch(), *scores).logprobs_T
+        actual = scores().logprobs_T
         assert actual is not None and expected is not None
         assert torch.equal(actual, expected) == (version == 0), "the actor learns, the reference does not"
         losses.append(actor.train(batch(), [torch.arange(4)])[0]["actor/loss"])

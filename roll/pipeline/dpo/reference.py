@@ -36,7 +36,7 @@ class ReferenceScores:
 
     def score(self, batch: Batch) -> Batch:
         """The batch with ``ref_logprobs_T``."""
-        found = self._model.gather_scores(batch, *self._model.submit_logprobs(batch)).logprobs_T
+        found = self._model.submit_logprobs(batch)().logprobs_T
         assert found is not None, "a language model scores"
         return batch.replace(ref_logprobs_T=found)
 

@@ -154,7 +154,7 @@ def test_only_the_rows_that_are_asked_for_are_scored(lengths: list[int], dp_size
     batch = make_batch(lengths)
     rows = sorted(data.draw(st.sets(st.integers(0, len(lengths) - 1), min_size=1)))
     model, strategies = make_model(dp_size)
-    scores = model.gather_scores(batch, *model.submit_logprobs(batch, torch.tensor(rows)))
+    scores = model.submit_logprobs(batch, torch.tensor(rows))()
     asked_T = torch.isin(batch.rows_T, torch.tensor(rows))
     assert scores.logprobs_T is not None
     assert torch.equal(scores.logprobs_T, -batch.tokens_T.float() * asked_T)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -30,14 +32,11 @@ class Here:
     def __init__(self, scorer: TokenScorer, *, chunks: bool = False) -> None:
         self.scorer, self.chunks = scorer, chunks
 
-    def submit_logprobs(self, batch: Batch, rows: Tensor | None = None) -> tuple[list[Tensor], list[object]]:
-        return [], []
-
-    def gather_scores(self, batch: Batch, parts: list[Tensor], refs: list[object]) -> TokenScores:
+    def submit_logprobs(self, batch: Batch, rows: Tensor | None = None) -> Callable[[], TokenScores]:
         found = score_batch(self.scorer, batch)
         if self.chunks:
-            return TokenScores(found.logprobs_T, chunk_T=torch.where(batch.loss_mask_T, batch.positions_T, NO_CHUNK))
-        return found
+            found = TokenScores(found.logprobs_T, chunk_T=torch.where(batch.loss_mask_T, batch.positions_T, NO_CHUNK))
+        return lambda: found
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +82,8 @@ def test_the_answer_is_scored_behind_the_teachers_prompt(teacher: Imitator) -> N
     ]
     batch = rollouts(renderer)
     scorer = TokenScorer(teacher.model.float(), returns_hidden=True, top_k=3)
-    wrapped = PrivilegedTeacher(Here(scorer), prompt)  # type: ignore[arg-type]
-    scores = wrapped.gather_scores(batch, *wrapped.submit_logprobs(batch))
+    wrapped = PrivilegedTeacher(Here(scorer), prompt)
+    scores = wrapped.submit_logprobs(batch)()
     assert sorted(asked) == [4, 9], "once for a group"
     mask = batch.loss_mask_T
     torch.testing.assert_close(scores.logprobs_T[mask].double(), torch.cat(want), rtol=1e-5, atol=1e-5)
@@ -96,8 +95,8 @@ def test_the_answer_is_scored_behind_the_teachers_prompt(teacher: Imitator) -> N
     first = scores.top_logprobs_TK[:, 0].exp() + scores.top_logprobs_TK[:, 1:].exp().sum(1) + scores.tail_T.exp()
     torch.testing.assert_close(first[mask], torch.ones(int(mask.sum())))
 
-    aligned = PrivilegedTeacher(Here(scorer, chunks=True), prompt)  # type: ignore[arg-type]
-    scores = aligned.gather_scores(batch, *aligned.submit_logprobs(batch))
+    aligned = PrivilegedTeacher(Here(scorer, chunks=True), prompt)
+    scores = aligned.submit_logprobs(batch)()
     assert (scores.chunk_T[~mask] == NO_CHUNK).all() and (scores.chunk_T[mask] != NO_CHUNK).all()
     judged = batch.replace(teacher_logprobs_T=scores.logprobs_T, teacher_chunk_T=scores.chunk_T)
     assert teacher_metrics(judged)["teacher/logprob"] == pytest.approx(float(torch.cat(want).mean()), rel=1e-5)

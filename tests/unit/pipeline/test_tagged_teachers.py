@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -41,13 +43,10 @@ class Here:
     def __init__(self, model: PreTrainedModel, chunks: bool = False) -> None:
         self.scorer, self.chunks, self.seen = TokenScorer(model), chunks, 0
 
-    def submit_logprobs(self, batch: Batch) -> tuple[list[Tensor], list[object]]:
+    def submit_logprobs(self, batch: Batch, rows: Tensor | None = None) -> Callable[[], TokenScores]:
         self.seen += batch.num_sequences
-        return [], []
-
-    def gather_scores(self, batch: Batch, parts: list[Tensor], refs: list[object]) -> TokenScores:
         found = score_batch(self.scorer, batch).logprobs_T
-        return TokenScores(found, chunk_T=torch.where(batch.loss_mask_T, 0, NO_CHUNK) if self.chunks else None)
+        return lambda: TokenScores(found, chunk_T=torch.where(batch.loss_mask_T, 0, NO_CHUNK) if self.chunks else None)
 
 
 def make(seed: int) -> PreTrainedModel:
@@ -73,8 +72,8 @@ def oracle(model: PreTrainedModel, batch: Batch, row: int) -> Tensor:
 def test_each_row_is_scored_by_the_teacher_of_its_tag() -> None:
     batch, models = make_batch(), {"a": make(1), "b": make(2)}
     here = {name: Here(model) for name, model in models.items()}
-    teachers = TaggedTeachers(here, {"a": [0, 2], "b": [1]}, {"a": 0.3, "b": 1.0})  # type: ignore[arg-type]
-    scores = teachers.gather_scores(batch, *teachers.submit_logprobs(batch))
+    teachers = TaggedTeachers(here, {"a": [0, 2], "b": [1]}, {"a": 0.3, "b": 1.0})
+    scores = teachers.submit_logprobs(batch)()
     assert (here["a"].seen, here["b"].seen) == (3, 2) and scores.chunk_T is None
     want = [oracle(models["b" if tag == 1 else "a"], batch, row) for row, tag in enumerate(TAGS.tolist())]
     found = scores.logprobs_T[batch.loss_mask_T].split([len(each) for each in want])
@@ -91,7 +90,7 @@ def test_each_row_is_scored_by_the_teacher_of_its_tag() -> None:
         assert metrics[f"teacher/{name}/reverse_kl"] == pytest.approx(float(gap.mean()), rel=1e-5)
     assert len(metrics) == 4
     none = judged.select([2])
-    alone = teachers.gather_scores(none, *teachers.submit_logprobs(none))
+    alone = teachers.submit_logprobs(none)()
     assert set(teachers.metrics(none)) == {"teacher/b/logprob", "teacher/b/reverse_kl"}
     torch.testing.assert_close(alone.logprobs_T[none.loss_mask_T].double(), want[2], rtol=1e-5, atol=1e-5)
     assert here["a"].seen == 3, "it has nothing to score"
@@ -101,8 +100,8 @@ def test_the_terms_of_several_teachers_of_a_row_add_up() -> None:
     batch, models = make_batch(), {"all": make(1), "some": make(2)}
     weights = {"all": 0.3, "some": 0.7}
     here = {name: Here(model) for name, model in models.items()}
-    teachers = TaggedTeachers(here, {"all": [0, 1, 2], "some": [1]}, weights)  # type: ignore[arg-type]
-    scores = teachers.gather_scores(batch, *teachers.submit_logprobs(batch))
+    teachers = TaggedTeachers(here, {"all": [0, 1, 2], "some": [1]}, weights)
+    scores = teachers.submit_logprobs(batch)()
     judged = batch.replace(teacher_logprobs_T=scores.logprobs_T)
     tags = {"all": [], "some": ["y"]}
     own = {name: {"pretrain": name, "opd_kl_coef": weights[name], "tag_included": tags[name]} for name in tags}
@@ -122,8 +121,8 @@ def test_the_terms_of_several_teachers_of_a_row_add_up() -> None:
 def test_rows_of_a_teacher_with_other_tokens_have_chunks_and_others_have_their_tokens() -> None:
     batch = make_batch()
     tokens, chunks = Here(make(1)), Here(make(2), chunks=True)
-    teachers = TaggedTeachers({"a": tokens, "b": chunks}, {"a": [0, 2], "b": [1]}, {"a": 1.0, "b": 1.0})  # type: ignore[dict-item]
-    scores = teachers.gather_scores(batch, *teachers.submit_logprobs(batch))
+    teachers = TaggedTeachers({"a": tokens, "b": chunks}, {"a": [0, 2], "b": [1]}, {"a": 1.0, "b": 1.0})
+    scores = teachers.submit_logprobs(batch)()
     judged = batch.replace(teacher_logprobs_T=scores.logprobs_T, teacher_chunk_T=scores.chunk_T)
     assert teacher_metrics(judged)["teacher/aligned"] == 1
     for row, tag in enumerate(TAGS.tolist()):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -22,12 +23,9 @@ class Scorer:
     value: float
     asked: int = field(default=0)
 
-    def submit_logprobs(self, batch: Batch) -> tuple[()]:
+    def submit_logprobs(self, batch: Batch) -> Callable[[], TokenScores]:
         self.asked += 1
-        return ()
-
-    def gather_scores(self, batch: Batch, *submitted: Any) -> TokenScores:
-        return TokenScores(logprobs_T=torch.full((batch.num_tokens,), self.value))
+        return lambda: TokenScores(logprobs_T=torch.full((batch.num_tokens,), self.value))
 
 
 def test_what_is_kept_is_taken_by_who_scores_in_the_same_number_format(tmp_path: Path) -> None:
