@@ -46,7 +46,7 @@ RLVR = Program(
 )
 SFT = Program(
     "roll.configs.sft:SFTConfig",
-    "roll.pipeline.sft.launch:run_sft",
+    "roll.pipeline.sft.pipeline:run_sft",
     "Trains a language model to imitate conversations.",
     "sft_math",
     "start_sft_pipeline.py",
@@ -55,7 +55,7 @@ SFT = Program(
 )
 DPO = Program(
     "roll.configs.dpo:DPOConfig",
-    "roll.pipeline.dpo.launch:run_dpo",
+    "roll.pipeline.dpo.pipeline:run_dpo",
     "Trains a language model on preferences: answers that are better or worse.",
     "dpo_math",
     "start_dpo_pipeline.py",
@@ -64,7 +64,7 @@ DPO = Program(
 )
 DISTILL = Program(
     "roll.configs.distill:DistillConfig",
-    "roll.pipeline.distill.launch:run_distill",
+    "roll.pipeline.distill.pipeline:run_distill",
     "Trains a language model to give the probabilities that a teacher gives.",
     "distill_math",
     "start_distill_pipeline.py",
@@ -73,7 +73,7 @@ DISTILL = Program(
 )
 REWARD_MODEL = Program(
     "roll.configs.reward_training:RewardTrainingConfig",
-    "roll.pipeline.reward_model.launch:run_reward_model",
+    "roll.pipeline.reward_model.pipeline:run_reward_model",
     "Trains a reward model on answers that were compared or scored.",
     "rm_math",
     "start_rm_pipeline.py",

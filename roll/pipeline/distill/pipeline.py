@@ -2,24 +2,60 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from roll.algorithms.distillation import build_distill_loss
 from roll.configs.distill import DistillConfig
-from roll.data.batch import Batch
-from roll.distributed.strategy.base import Metrics
-from roll.pipeline.offline.pipeline import OfflinePipeline
+from roll.models.loading import load_config
+from roll.pipeline.distill.teacher import Teacher, require_kept
+from roll.pipeline.offline.imitated import load_imitated
+from roll.pipeline.offline.kept import check_writable
+from roll.pipeline.offline.launch import Datasets, run_offline
+from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
+from roll.pipeline.programs import DISTILL
+
+
+def run_distill(config: DistillConfig, started: float | None = None) -> int:
+    """Runs the distillation pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data."""
+    return run_offline(config, DISTILL, load_imitated, _build, started, _check)
 
 
 class DistillPipeline(OfflinePipeline):
     """Trains a policy to give a teacher's probabilities (see ``OfflinePipeline``); held-out samples bring them too."""
 
-    config: DistillConfig
     area = "distill"
     shown: ClassVar = {"loss": "eval/loss", "divergence": "eval/divergence", "nll": "eval/nll"}
+    words: ClassVar = {"divergence": "divergence from the teacher {:.4f}", "nll": "nll {:.4f}"}
 
-    def measure_held_out(self, batch: Batch) -> Metrics:
-        return self.as_one_step(build_distill_loss(self.config), self.roles.actor.logprobs(batch), batch)
 
-    def said(self, metrics: Metrics) -> str:
-        return f"divergence from the teacher {metrics['eval/divergence']:.4f}, nll {metrics['eval/nll']:.4f}"
+def _check(config: DistillConfig, datasets: Datasets) -> None:
+    """Without a teacher, what one has written is there; with one, it can be written.
+
+    Raises:
+        ValueError: it is not, or cannot.
+    """
+    if config.teacher is not None:
+        if config.teacher_logprobs is not None:
+            check_writable(config.teacher_logprobs, "teacher_logprobs")
+    else:
+        for batch in (datasets.held_out, None if datasets.train is None else datasets.train.batch):
+            if batch is not None:
+                require_kept(config, batch)
+
+
+def _build(config: DistillConfig, parts: Parts) -> DistillPipeline | None:
+    vocab_size = (
+        load_config(parts.model_path, trust_remote_code=config.trusts("actor_train")).get_text_config().vocab_size
+    )
+    teacher = Teacher(config, parts.roles, parts.teacher_path, vocab_size)
+    if parts.held_out is not None:
+        parts = replace(parts, held_out=teacher.ahead(parts.held_out))
+    on_disk = config.teacher_logprobs is not None
+    if parts.train is not None and on_disk:
+        parts = replace(parts, train=teacher.ahead(parts.train))
+    if config.precompute_only:
+        parts.session.display.note(f"the teacher's log-probabilities are in {config.teacher_logprobs}")
+        return None
+    prepare = None if on_disk else lambda batch, rows: teacher.score(batch)
+    return DistillPipeline(config, parts, build_distill_loss, config, prepare=prepare)

@@ -6,9 +6,8 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
-from roll.algorithms.types import LossFn
 from roll.configs.batches import describe_batches
 from roll.configs.data import DataArguments
 from roll.configs.offline import OfflineConfig
@@ -18,15 +17,14 @@ from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.distributed.cluster.cluster import Cluster
 from roll.pipeline.launch import EXIT_USAGE, launch
-from roll.pipeline.offline.pipeline import OfflinePipeline
-from roll.pipeline.offline.training import OfflineTraining, Prepare, first_samples, steps_per_epoch
+from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
+from roll.pipeline.offline.training import first_samples, steps_per_epoch
 from roll.pipeline.programs import Program
 from roll.pipeline.prompt_roles import PromptRoles, prompt_workers
 from roll.pipeline.rlvr.datasets import load_renderer, make_data
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
 from roll.pipeline.start import Start, teacher_weights
-from roll.utils.seeding import derive_seed
 from roll.utils.signals import SignalGuard
 
 ConfigT = TypeVar("ConfigT", bound=OfflineConfig)
@@ -50,46 +48,6 @@ class Datasets:
         """Account of what was read, a line for each dataset."""
         found = {"training data": self.train, "held-out data": self.val}
         return [f"{name}: {data.report}" for name, data in found.items() if data is not None]
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Parts that a pipeline is made of."""
-
-    session: RunSession
-    roles: Roles
-    """Set up with the starting weights."""
-    signals: SignalGuard
-    train: Batch | None
-    held_out: Batch | None
-    prompts: PromptRoles | None
-    model_path: str
-    """Folder of the starting weights."""
-    teacher_path: str | None
-    """Folder or hub name of the teacher, where there is one."""
-
-    def training(
-        self,
-        config: OfflineConfig,
-        train: Batch | None,
-        name: str,
-        build_loss: Callable[..., LossFn],
-        *loss_args: Any,
-        prepare: Prepare | None = None,
-    ) -> OfflineTraining | None:
-        """The optimizer steps on ``train``, in an order that ``name`` separates from others of the run's seed."""
-        if train is None:
-            return None
-        return OfflineTraining(
-            self.roles.actor,
-            train,
-            build_loss,
-            *loss_args,
-            batch_size=config.actor_train.global_train_batch_size,
-            max_steps=config.max_steps,
-            seed=derive_seed(config.seed, name),
-            prepare=prepare,
-        )
 
 
 Build: TypeAlias = Callable[[ConfigT, Parts], "OfflinePipeline | None"]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from roll.algorithms.types import LossContext, LossFn, TokenScores
 from roll.configs.offline import OfflineConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.loop import TrainingLoop, mean_metrics
-from roll.pipeline.offline.training import OfflineTraining
+from roll.pipeline.offline.training import OfflineTraining, Prepare
 from roll.pipeline.prompt_roles import PromptRoles
 from roll.pipeline.rlvr.metrics import accuracy_metrics, check_error_rates
 from roll.pipeline.roles import Roles
@@ -19,53 +19,82 @@ from roll.pipeline.rollouts import MAX_SHOWN, collect, keep_episodes
 from roll.pipeline.session import RunSession
 from roll.report.answers import save_answers
 from roll.rollout.metrics import rollout_metrics
+from roll.utils.seeding import derive_seed
 from roll.utils.signals import SignalGuard
 
 _OF_REWARDS = ("success", "reward", "task_reward", "penalty", "valid_rate")
 """Ends of the names of metrics that mean nothing where no verifier has judged."""
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Parts that a pipeline is made of."""
+
+    session: RunSession
+    roles: Roles
+    """Set up with the starting weights."""
+    signals: SignalGuard
+    train: Batch | None
+    """``None`` with ``eval_only``."""
+    held_out: Batch | None
+    """Samples that are measured, if there are any."""
+    prompts: PromptRoles | None
+    """Has held-out questions answered, if something generates."""
+    model_path: str
+    """Folder of the starting weights."""
+    teacher_path: str | None
+    """Folder or hub name of the teacher, where there is one."""
+
+
 class OfflinePipeline(TrainingLoop):
     """Trains on samples that are there before the run (see ``TrainingLoop``).
 
     Args:
-        training: the optimizer steps; ``None`` with ``eval_only``.
-        held_out: samples that are measured, if there are any.
-        prompts: has held-out questions answered, if something generates.
+        build_loss: makes the loss of its further arguments, here and in the trainers.
+        prepare: see ``OfflineTraining``.
     """
 
     config: OfflineConfig
     area: ClassVar[str]
     """Start of the names of the training metrics."""
+    order: ClassVar[str] = ""
+    """Name of the order of the samples, which separates it from others of the run's seed; else ``area``."""
     shown: ClassVar[Mapping[str, str]]
     """Metrics of ``measure_held_out`` that the run's summary keeps: the name there, and the metric."""
+    words: ClassVar[Mapping[str, str]]
+    """The same for people: the metric without ``eval/``, and a text with a place for its value."""
 
     def __init__(
         self,
         config: OfflineConfig,
-        session: RunSession,
-        roles: Roles,
-        signals: SignalGuard,
-        training: OfflineTraining | None,
-        held_out: Batch | None,
-        prompts: PromptRoles | None,
+        parts: Parts,
+        build_loss: Callable[..., LossFn],
+        *loss_args: Any,
+        prepare: Prepare | None = None,
     ) -> None:
-        super().__init__(config, session, roles, signals)
-        self.training = training
-        self.held_out = held_out
-        self.prompts = prompts
+        super().__init__(config, parts.session, parts.roles, parts.signals)
+        self.held_out, self.prompts = parts.held_out, parts.prompts
+        self.loss = build_loss(*loss_args)
+        self.training: OfflineTraining | None = None
+        if parts.train is not None:
+            self.training = OfflineTraining(
+                parts.roles.actor,
+                parts.train,
+                build_loss,
+                *loss_args,
+                batch_size=config.actor_train.global_train_batch_size,
+                max_steps=config.max_steps,
+                seed=derive_seed(config.seed, self.order or self.area),
+                prepare=prepare,
+            )
 
-    @abstractmethod
     def measure_held_out(self, batch: Batch) -> Metrics:
-        """Metrics of the held-out samples, ``eval/…``."""
+        """Metrics of the held-out samples, ``eval/…``: those of one optimizer step on all of them."""
+        return self.as_one_step(self.roles.actor.logprobs(batch), batch)
 
-    @abstractmethod
-    def said(self, metrics: Metrics) -> str:
-        """The same in words."""
-
-    def as_one_step(self, loss: LossFn, scores: TokenScores, batch: Batch) -> Metrics:
+    def as_one_step(self, scores: TokenScores, batch: Batch) -> Metrics:
         """The training metrics, ``eval/…``, of held-out samples as one optimizer step."""
-        found = loss(scores, batch, LossContext.of(batch)).metrics
+        found = self.loss(scores, batch, LossContext.of(batch)).metrics
         return {name.replace(f"{self.area}/", "eval/"): float(value) for name, value in found.items()}
 
     def step(self, step: int) -> None:
@@ -85,7 +114,9 @@ class OfflinePipeline(TrainingLoop):
         if self.held_out is not None:
             with self.session.phase("eval"):
                 metrics |= self.measure_held_out(self.held_out)
-            words.append(self.said(metrics))
+            words += [
+                text.format(metrics[f"eval/{key}"]) for key, text in self.words.items() if f"eval/{key}" in metrics
+            ]
         if self.prompts is not None:
             with self.session.phase("eval answers"):
                 metrics |= self._answer(self.prompts, step)

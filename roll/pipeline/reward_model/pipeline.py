@@ -8,10 +8,22 @@ import torch
 
 from roll.algorithms.preferences import pairs_in_order
 from roll.algorithms.reward_models import build_reward_loss, calibration_error, row_scores
+from roll.configs.data import DataArguments
 from roll.configs.reward_training import RewardTrainingConfig
 from roll.data.batch import Batch
+from roll.data.conversations import Conversations, Scoring
+from roll.data.preferences import load_preferences
+from roll.data.renderer import ChatRenderer
+from roll.data.scored_answers import encode_whole, load_scored
 from roll.distributed.strategy.base import Metrics
-from roll.pipeline.offline.pipeline import OfflinePipeline
+from roll.pipeline.offline.launch import run_offline
+from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
+from roll.pipeline.programs import REWARD_MODEL
+
+
+def run_reward_model(config: RewardTrainingConfig, started: float | None = None) -> int:
+    """Runs the pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data."""
+    return run_offline(config, REWARD_MODEL, _load, _build, started)
 
 
 class RewardModelPipeline(OfflinePipeline):
@@ -19,11 +31,18 @@ class RewardModelPipeline(OfflinePipeline):
 
     config: RewardTrainingConfig
     area = "rm"
+    order = "reward model"
     shown: ClassVar = {
         "loss": "eval/loss",
         "pairwise_accuracy": "eval/accuracy",
         "calibration_error": "eval/calibration_error",
         "correlation": "eval/correlation",
+    }
+    words: ClassVar = {
+        "loss": "loss {:.4f}",
+        "accuracy": "accuracy {:.1%}",
+        "calibration_error": "calibration error {:.3f}",
+        "correlation": "correlation {:.3f}",
     }
 
     def measure_held_out(self, batch: Batch) -> Metrics:
@@ -35,7 +54,7 @@ class RewardModelPipeline(OfflinePipeline):
         scores = self.roles.actor.logprobs(batch)
         assert scores.values_T is not None, "a reward model scores"
         values_T = scores.values_T.double()
-        metrics = self.as_one_step(build_reward_loss(self.config), scores, batch)
+        metrics = self.as_one_step(scores, batch)
         if self.config.reward_loss == "bradley_terry":
             lead = row_scores(values_T, batch)[pairs_in_order(batch)].diff(dim=1)[:, 0].neg()
             return metrics | {"eval/calibration_error": calibration_error(lead.abs().sigmoid(), lead > 0)}
@@ -48,9 +67,32 @@ class RewardModelPipeline(OfflinePipeline):
             {"eval/correlation": float(torch.corrcoef(torch.stack([value, target]))[0, 1])} if varied else {}
         )
 
-    def said(self, metrics: Metrics) -> str:
-        words = [f"loss {metrics['eval/loss']:.4f}"]
-        shown = {"accuracy": "accuracy {:.1%}", "calibration_error": "calibration error {:.3f}"}
-        shown |= {"correlation": "correlation {:.3f}"}
-        words += [text.format(metrics[f"eval/{name}"]) for name, text in shown.items() if f"eval/{name}" in metrics]
-        return ", ".join(words)
+
+def _load(
+    config: RewardTrainingConfig, data: DataArguments, renderer: ChatRenderer, scoring: Scoring | None = None
+) -> Conversations:
+    max_tokens = config.sequence_length
+    if config.reward_loss == "bradley_terry":
+        return load_preferences(
+            data,
+            config.answers,
+            label=None,
+            encode=lambda talk: encode_whole(renderer, talk.messages),
+            max_tokens=max_tokens,
+            overflow=config.sample_overflow,
+            seed=config.seed,
+        )
+    assert config.sample_overflow != "truncate", "a rule"
+    return load_scored(
+        data,
+        config.answers,
+        in_steps=config.reward_loss == "process",
+        renderer=renderer,
+        max_tokens=max_tokens,
+        overflow=config.sample_overflow,
+        seed=config.seed,
+    )
+
+
+def _build(config: RewardTrainingConfig, parts: Parts) -> RewardModelPipeline:
+    return RewardModelPipeline(config, parts, build_reward_loss, config)

@@ -5,28 +5,39 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
+from roll.algorithms.losses import build_sft_loss
 from roll.configs.sft import SFTConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.model_cluster import ModelCluster
-from roll.pipeline.offline.pipeline import OfflinePipeline
+from roll.pipeline.offline.imitated import load_imitated
+from roll.pipeline.offline.launch import run_offline
+from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
+from roll.pipeline.programs import SFT
+
+
+def run_sft(config: SFTConfig, started: float | None = None) -> int:
+    """Runs the SFT pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data."""
+    return run_offline(config, SFT, load_imitated, _build, started)
 
 
 class SFTPipeline(OfflinePipeline):
     """Trains a policy to imitate (see ``OfflinePipeline``)."""
 
-    config: SFTConfig
     area = "sft"
     shown: ClassVar = {"loss": "eval/loss", "perplexity": "eval/perplexity", "token_accuracy": "eval/token_accuracy"}
+    words: ClassVar = {
+        "loss": "loss {:.4f}",
+        "perplexity": "perplexity {:.3f}",
+        "token_accuracy": "token accuracy {:.1%}",
+    }
 
     def measure_held_out(self, batch: Batch) -> Metrics:
         return likelihood_metrics(self.roles.actor, batch)
 
-    def said(self, metrics: Metrics) -> str:
-        words = f"loss {metrics['eval/loss']:.4f}, perplexity {metrics['eval/perplexity']:.3f}"
-        if "eval/token_accuracy" in metrics:
-            words += f", token accuracy {metrics['eval/token_accuracy']:.1%}"
-        return words
+
+def _build(config: SFTConfig, parts: Parts) -> SFTPipeline:
+    return SFTPipeline(config, parts, build_sft_loss, config.loss_agg_mode)
 
 
 def likelihood_metrics(model: ModelCluster, batch: Batch) -> Metrics:

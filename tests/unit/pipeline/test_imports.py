@@ -47,7 +47,7 @@ print(*sys.modules)
 DRIVER = """
 import sys
 import roll.demo.warm_start
-import roll.pipeline.agentic.launch, roll.pipeline.rlvr.launch, roll.pipeline.sft.launch
+import roll.pipeline.agentic.launch, roll.pipeline.rlvr.launch, roll.pipeline.sft.pipeline
 print(*sys.modules)
 """
 
