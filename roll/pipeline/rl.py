@@ -8,9 +8,9 @@ A pipeline differs from another only in where its rollouts come from and in what
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from roll.pipeline.idleness import Idleness
 from roll.pipeline.loop import TrainingLoop, mean_metrics
 from roll.pipeline.model_cluster import Scorer, plan_optimizer_steps, rows_trained_later
 from roll.pipeline.roles import Roles
+from roll.pipeline.rollout_roles import RolloutRoles
 from roll.pipeline.rollouts import read_rollouts, take, write_rollouts
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.pipeline.tagged_teachers import TaggedTeachers
@@ -47,8 +48,8 @@ from roll.rollout.admission import Admission
 from roll.rollout.metrics import overlap_metrics
 from roll.rollout.saved_groups import load_groups, save_groups
 from roll.rollout.schedule import step_record
-from roll.rollout.scheduler import RolloutScheduler
-from roll.rollout.types import Collected
+from roll.rollout.scheduler import RolloutScheduler, TooManyRejectedError
+from roll.rollout.types import Collected, RolloutGroup
 from roll.tracking.checkpointer import Write
 from roll.utils.checksums import WrittenFile
 from roll.utils.seeding import derive_seed
@@ -60,12 +61,18 @@ class RLPipeline(TrainingLoop):
 
     Args:
         signals: holds back Ctrl-C while the state could not be saved.
+        players: the workers that play the rollouts.
     """
 
     config: RLConfig
+    filter_hint: ClassVar[str] = "loosen the filter of groups, or change the data"
+    """Advice where dynamic sampling turns down too many groups."""
 
-    def __init__(self, config: RLConfig, session: RunSession, roles: Roles, signals: SignalGuard) -> None:
+    def __init__(
+        self, config: RLConfig, session: RunSession, roles: Roles, signals: SignalGuard, players: RolloutRoles
+    ) -> None:
         super().__init__(config, session, roles, signals)
+        self.players = players
         self.score_stats = RunningStats()
         self.kl_controller = KlController.from_config(config)
         self.kl_loss_controller = KlController.of_loss(config)
@@ -79,23 +86,52 @@ class RLPipeline(TrainingLoop):
         self.idleness = Idleness(roles.actor.cluster, roles.infer) if config.overlaps else None
 
     @property
-    @abstractmethod
     def rollouts(self) -> RolloutScheduler:
         """Plays the training groups."""
+        return self.players.train
 
     @abstractmethod
     def rollout(self, step: int) -> tuple[Batch, Metrics]:
         """Takes the step's training batch: under the current weights, or those of ``async_generation_ratio`` ago."""
 
-    def take(self, step: int, **options: Any) -> Collected:
-        """Takes the step's groups, see ``roll.pipeline.rollouts.take``, and notes which they were."""
-        if (source := self.config.rollout_replay_dir) is not None:
+    def wants(self, group: RolloutGroup) -> bool:
+        """Tells whether dynamic sampling keeps a group: each, here."""
+        return True
+
+    def check_groups(self, groups: Sequence[RolloutGroup]) -> None:
+        """Raises where too much went wrong in the groups that a step or an evaluation has finished."""
+
+    def take(self, step: int) -> Collected:
+        """Takes the step's groups, see ``roll.pipeline.rollouts.take``, and notes which they were.
+
+        Raises:
+            RunFailedError: dynamic sampling found too few groups worth training on, or see ``check_groups``.
+        """
+        config = self.config
+        self.session.first_rollout()
+        if (source := config.rollout_replay_dir) is not None:
             collected = self.rollouts.take_found(self.admission, step, read_rollouts(source, step))
         else:
-            collected = take(self.session, self.rollouts, self.admission, step, "train on", **options)
-        if self.config.rollout_dump_dir is not None:
-            write_rollouts(self.config.rollout_dump_dir, step, collected)
-        if self.config.overlaps:
+            try:
+                collected = take(
+                    self.session,
+                    self.rollouts,
+                    self.admission,
+                    step,
+                    "train on",
+                    self.check_groups,
+                    accept=self.wants,
+                    max_groups=config.groups_per_step * config.max_filtered_batches,
+                )
+            except TooManyRejectedError as error:
+                self.check_groups(error.groups)  # where no answer could be scored, the data is not to blame
+                most = config.max_filtered_batches
+                raise RunFailedError(
+                    f"dynamic sampling: {error} (max_filtered_batches={most}); {self.filter_hint}"
+                ) from error
+        if config.rollout_dump_dir is not None:
+            write_rollouts(config.rollout_dump_dir, step, collected)
+        if config.overlaps:
             self.session.folder.log_schedule(step_record(self.admission, collected))
         return collected
 

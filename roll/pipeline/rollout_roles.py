@@ -31,6 +31,9 @@ class RolloutRoles(ABC):
         on_tick: called at least once a second during rollouts; may raise to stop.
     """
 
+    train: RolloutScheduler
+    """Plays the groups that are trained on, in a run that does."""
+
     def __init__(
         self,
         config: PipelineConfig,

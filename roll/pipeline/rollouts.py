@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from roll.configs.rewards import RewardFilterConfig
+from roll.distributed.strategy.base import Metrics
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.report.trajectories import answer_row, trajectory_record, write_trajectories
 from roll.rollout.admission import Admission
+from roll.rollout.metrics import rollout_metrics
 from roll.rollout.saved_groups import load_groups, save_groups
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import Collected, RolloutGroup, Trajectory
@@ -36,11 +38,6 @@ def collect(
 ) -> list[RolloutGroup]:
     """The first groups of an evaluation's scheduler, see ``take``.
 
-    Args:
-        session: see ``take``.
-        scheduler: see ``take``.
-        check: see ``take``.
-
     Raises:
         RuntimeError: some token was sampled with another version.
     """
@@ -52,6 +49,37 @@ def collect(
             f"an evaluation was sampled with weights of the versions {sorted(versions)}, expected {version} alone"
         )
     return groups
+
+
+def play_held_out(
+    session: RunSession,
+    name: str,
+    step: int,
+    num_groups: int,
+    sampled: RolloutScheduler,
+    greedy: RolloutScheduler | None,
+    check: Callable[[Sequence[RolloutGroup]], None],
+) -> tuple[list[RolloutGroup], Metrics]:
+    """Plays held-out episodes: the same ones each time, sampled; and greedily before and after.
+
+    Args:
+        name: ``before``, ``after`` or ``step``.
+        greedy: ``None``: those that are sampled are greedy.
+        check: see ``take``.
+
+    Returns:
+        The sampled groups and their metrics, ``eval/…``; of the greedy ones ``eval_greedy/success`` and the rewards.
+    """
+    with session.phase("eval"):
+        groups = played = collect(session, sampled, num_groups, step, check)
+    metrics = rollout_metrics(groups, "eval")
+    if name != "step":
+        if greedy is not None:
+            with session.phase("eval greedy"):
+                played = collect(session, greedy, num_groups, step, check)
+        found = rollout_metrics(played, "eval_greedy")
+        metrics |= {key: value for key, value in found.items() if key.endswith(("success", "reward"))}
+    return groups, metrics
 
 
 def take(
