@@ -115,7 +115,7 @@ class TrainingLoop(ABC):
         if roles.evaluator is not None:
             with self.session.phase("sync"):
                 roles.sync_evaluator(step)
-        elif roles.generator is not None and roles.version != step:
+        elif roles.generator is not None and roles.generator.version != step:
             with self.session.phase("sync"):
                 self.publish(step)
         return self.evaluate(name, step)

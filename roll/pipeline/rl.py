@@ -136,13 +136,14 @@ class RLPipeline(TrainingLoop):
         return collected
 
     def publish(self, version: int) -> None:
-        if (last := self.roles.version) != version:
+        replicas = self.roles.rollout_replicas
+        if (last := replicas.version) != version:
             if (replay := self.rollouts.replay) is not None:
                 num_tokens = replay.num_tokens(last)
-                self.roles.prepare_rollout()  # on shared devices the tokens that are due are sampled in this turn
-                self.rollouts.wait_until(lambda: sum(self.roles.infer.call("num_recorded", last)) >= num_tokens)
+                replicas.prepare()  # on shared devices the tokens that are due are sampled in this turn
+                self.rollouts.wait_until(lambda: sum(replicas.cluster.call("num_recorded", last)) >= num_tokens)
             elif not self.config.partial_rollout:
-                self.roles.drain()
+                replicas.drain()
         super().publish(version)
 
     def run(self) -> None:
@@ -161,7 +162,7 @@ class RLPipeline(TrainingLoop):
             if (step - 1) % self.config.actor_train.model_update_frequency == 0:
                 self.publish(step - 1)
         with phase("rollout") as span:
-            self.roles.prepare_rollout()
+            self.roles.rollout_replicas.prepare()
             batch, metrics = self.rollout(step)
             self.utilisation.generated(span, int(batch.loss_mask_T.sum()), beside=self.config.overlaps)
             if self.config.overlaps:

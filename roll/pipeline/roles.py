@@ -165,11 +165,6 @@ class Roles:
                 assert worker is not None, "a role that the configuration has"
                 role.cluster.submit("preload", worker.strategy_args.strategy_name)
 
-    @property
-    def version(self) -> int:
-        """Version of the weights that the generating workers have; -1: those that they loaded at their start."""
-        return self.rollout_replicas.version
-
     def sync_weights(self, version: int) -> None:
         """Sends the actor's weights to the generating workers of the rollouts, see ``Replicas.sync``.
 
@@ -192,14 +187,6 @@ class Roles:
         if isinstance(self.config, RLConfig) and self.config.overlaps:
             beside = dict.fromkeys(self.scorers, States.WEIGHTS)
             self.offload_manager.load({self.infer.name: States.ALL, self.evaluator.cluster.name: States.ALL, **beside})
-
-    def drain(self) -> None:
-        """Waits until no request of a rollout is in flight; new ones wait for the next update of weights."""
-        self.rollout_replicas.drain()
-
-    def prepare_rollout(self) -> None:
-        """Gives the generating workers their devices."""
-        self.rollout_replicas.prepare()
 
     def save(self, path: Path) -> Callable[[], list[WrittenFile]]:
         """Writes what a resumed run needs of every trained role.
