@@ -16,7 +16,7 @@ from roll.configs.importers import SYSTEMS
 from roll.configs.shipped import SHIPPED, config_groups
 from roll.pipeline import completion
 from roll.pipeline.cli import EXIT_CONFIG, locate, perform, refuse
-from roll.pipeline.commands.arguments import add_commands
+from roll.pipeline.commands.arguments import add_command, add_commands
 from roll.pipeline.programs import configurations
 
 EXAMPLES = """\
@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hasattr(options, "overrides"):
         options.overrides = [*options.overrides, *rest]
         options.started = started
+        sys.path.insert(0, os.getcwd())  # a user's own environments and rewards, as beside a start script
     return int(options.do(options))
 
 
@@ -69,37 +70,31 @@ def command_line() -> argparse.ArgumentParser:
     _add_run(commands, "train", "run a configuration")
     _add_run(commands, "validate", "check a configuration and its data, show the batch arithmetic and the devices")
     config = _group(commands, "config", "configurations: list, print")
-    _add(config, "list", "the configurations, their pipelines, the groups to choose from", _list_configs)
+    add_command(config, "list", "the configurations, their pipelines, the groups to choose from", _list_configs)
     _add_run(config, "print", "show a configuration resolved, secrets removed")
     _add_plan(commands)
     _add_doctor(commands)
     _add_import(commands)
-    add_commands(commands, _add)
+    add_commands(commands)
     env = _group(commands, "env", "environments: list, check", "envs")
-    _add(env, "list", "the values of env_type", _list_envs)
+    add_command(env, "list", "the values of env_type", _list_envs)
     _add_env_check(env)
     _add_template_check(_group(commands, "template", "chat templates: check"))
-    _add(_group(commands, "verifiers", "verifiers: list"), "list", "the values of verifiers.name", _list_verifiers)
+    add_command(
+        _group(commands, "verifiers", "verifiers: list"), "list", "the values of verifiers.name", _list_verifiers
+    )
     return parser
 
 
 def _group(commands: Any, name: str, text: str, *aliases: str) -> Any:
-    parser = _add(commands, name, text, aliases=aliases)
+    parser = add_command(commands, name, text, None, *aliases)
     parser.set_defaults(parser=parser)
     return parser.add_subparsers(metavar="command")
 
 
-def _add(commands: Any, name: str, text: str, do: Any = None, aliases: Sequence[str] = ()) -> argparse.ArgumentParser:
-    described = text[0].upper() + text[1:] + "."
-    parser = commands.add_parser(name, help=text, description=described, allow_abbrev=False, aliases=aliases)
-    if do is not None:
-        parser.set_defaults(do=do)
-    return parser  # type: ignore[no-any-return]
-
-
 def _add_run(commands: Any, action: str, text: str, do: Any = None) -> argparse.ArgumentParser:
     """A command on one configuration; ``_perform`` does it, if nothing else is given."""
-    parser = _add(commands, action, text, do or _perform)
+    parser = add_command(commands, action, text, do or _perform)
     parser.set_defaults(action=action)
     name = parser.add_argument("config", metavar="NAME", help="a configuration of `roll config list`, or a YAML file")
     completion.completed_by(name, completion.names)
@@ -127,7 +122,6 @@ def _add_plan(commands: Any) -> None:
 def _plan(options: argparse.Namespace) -> int:
     from roll.pipeline.planning import plan
 
-    sys.path.insert(0, os.getcwd())
     name, folder = locate(options.config, options.config_path)
     choices = {key: getattr(options, key) for key in ("devices", "json", "write", "output")}
     return plan(name, folder, options.overrides, **choices)
@@ -136,7 +130,7 @@ def _plan(options: argparse.Namespace) -> int:
 def _add_doctor(commands: Any) -> None:
     """The command that examines machines."""
     text = "examine this machine, or a Ray cluster: versions, GPUs, limits, disks, clocks; 1 if a run would fail"
-    parser = _add(commands, "doctor", text, _doctor)
+    parser = add_command(commands, "doctor", text, _doctor)
     parser.add_argument("--address", metavar="HOST:PORT", help="a running Ray cluster, all machines of it; or auto")
     parser.add_argument("--model", metavar="FOLDER", help="a model or tokenizer whose chat template is tried")
     _add_trust(parser, "--model")
@@ -154,7 +148,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def _add_import(commands: Any) -> None:
     """The command that reads other systems' configurations."""
     text = "turn a configuration or launch script of another system into one of this"
-    parser = _add(commands, "import", text, _import)
+    parser = add_command(commands, "import", text, _import)
     parser.add_argument("system", choices=list(SYSTEMS), help="whose it is")
     parser.add_argument("words", nargs="+", metavar="FILE|key=value", help="files, and changes with that system's keys")
     parser.add_argument("-o", "--output", help="file to write (standard output)")
@@ -170,7 +164,7 @@ def _import(options: argparse.Namespace) -> int:
 def _add_env_check(commands: Any) -> None:
     """The command that tries an environment; ``check_env`` has the defaults."""
     text = "try an environment: seeds, resets, rewards, tricks, threads, processes"
-    parser = _add(commands, "check", text, _check_env)
+    parser = add_command(commands, "check", text, _check_env)
     name = parser.add_argument("env_type", help="an environment of `roll env list`, or package.module:Class")
     completion.completed_by(name, completion.environments)
     for option, kind, about in (
@@ -194,7 +188,6 @@ def _add_env_check(commands: Any) -> None:
 def _check_env(options: argparse.Namespace) -> int:
     from roll.preflight.env_check.command import check
 
-    sys.path.insert(0, os.getcwd())  # a user's own environments
     names = ("episodes", "max_steps", "timeout", "slow", "max_chars", "judge_says")
     effort = {name: getattr(options, name) for name in names if hasattr(options, name)}
     return check(options.env_type, options.overrides, answers=options.answers, allow=options.allow, **effort)
@@ -202,7 +195,7 @@ def _check_env(options: argparse.Namespace) -> int:
 
 def _add_template_check(commands: Any) -> None:
     text = "try a tokenizer's chat template: what it rewrites, drops, and how it calls tools; 1 if there are problems"
-    parser = _add(commands, "check", text, _check_template)
+    parser = add_command(commands, "check", text, _check_template)
     parser.add_argument("folder", metavar="FOLDER", help="of a tokenizer or model")
     parser.add_argument(
         "--template", default="native", help="a name, a Jinja file or Jinja text, as data_args.template takes it"
@@ -231,7 +224,6 @@ def _check_template(options: argparse.Namespace) -> int:
 
 
 def _perform(options: argparse.Namespace) -> int:
-    sys.path.insert(0, os.getcwd())  # a user's own environments and rewards, as beside a start script
     name, folder = locate(options.config, options.config_path)
     return perform(options.action, name, folder, options.overrides, started=options.started)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from roll.configs.shipped import SHIPPED
 from roll.pipeline import completion
@@ -16,26 +15,29 @@ from roll.pipeline.cli import locate
 MODEL = "a run's folder, a checkpoint, a model's folder, or a name on the hub"
 
 
-class Add(Protocol):
+def add_command(
+    commands: Any, name: str, text: str, do: Callable[[argparse.Namespace], int] | None = None, *aliases: str
+) -> argparse.ArgumentParser:
     """Adds a command to others: its name, a line about it, and what performs it."""
+    described = text[0].upper() + text[1:] + "."
+    parser = commands.add_parser(name, help=text, description=described, allow_abbrev=False, aliases=aliases)
+    if do is not None:
+        parser.set_defaults(do=do)
+    return parser  # type: ignore[no-any-return]
 
-    def __call__(
-        self, commands: Any, name: str, text: str, do: Callable[[argparse.Namespace], int]
-    ) -> argparse.ArgumentParser: ...
 
-
-def add_commands(commands: Any, add: Add) -> None:
+def add_commands(commands: Any) -> None:
     """Adds all of them to the ``roll`` command."""
-    _add_eval(commands, add)
-    _add_generate(commands, add)
-    _add_score(commands, add)
-    _add_chat(commands, add)
-    _add_export(commands, add)
-    _add_explain(commands, add)
+    _add_eval(commands)
+    _add_generate(commands)
+    _add_score(commands)
+    _add_chat(commands)
+    _add_export(commands)
+    _add_explain(commands)
 
 
-def _add_eval(commands: Any, add: Add) -> None:
-    parser = add(commands, "eval", "evaluate a saved model on held-out data, as its run would", _eval)
+def _add_eval(commands: Any) -> None:
+    parser = add_command(commands, "eval", "evaluate a saved model on held-out data, as its run would", _eval)
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     config = parser.add_argument("--config", metavar="NAME", help="a configuration or file in place of the run's own")
     completion.completed_by(config, completion.names)
@@ -46,13 +48,12 @@ def _add_eval(commands: Any, add: Add) -> None:
 def _eval(options: argparse.Namespace) -> int:
     from roll.pipeline.commands.evaluating import run
 
-    sys.path.insert(0, os.getcwd())
     config = None if options.config is None else _locate(options.config)
     return run(options.model, config, options.overrides, options.started)
 
 
-def _add_generate(commands: Any, add: Add) -> None:
-    parser = add(commands, "generate", "have a saved model answer the prompts of files", _generate)
+def _add_generate(commands: Any) -> None:
+    parser = add_command(commands, "generate", "have a saved model answer the prompts of files", _generate)
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument(
         "overrides",
@@ -105,8 +106,8 @@ def _generate(options: argparse.Namespace) -> int:
     return run(job)
 
 
-def _add_chat(commands: Any, add: Add) -> None:
-    parser = add(commands, "chat", "talk with a saved model on the terminal", _chat)
+def _add_chat(commands: Any) -> None:
+    parser = add_command(commands, "chat", "talk with a saved model on the terminal", _chat)
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     words = parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="of actor_infer, such as model_args.dtype=bf16"
@@ -159,8 +160,8 @@ def _sampling(options: argparse.Namespace) -> dict[str, Any]:
     return {**named, "max_new_tokens": options.max_tokens}
 
 
-def _add_score(commands: Any, add: Add) -> None:
-    parser = add(
+def _add_score(commands: Any) -> None:
+    parser = add_command(
         commands, "score", "score answers that are there: by a configuration's rewards, or one verifier", _score
     )
     parser.add_argument(
@@ -210,8 +211,8 @@ def _score(options: argparse.Namespace) -> int:
     return run(job)
 
 
-def _add_export(commands: Any, add: Add) -> None:
-    parser = add(commands, "export", "write a checkpoint's model as a folder that other programs load", _export)
+def _add_export(commands: Any) -> None:
+    parser = add_command(commands, "export", "write a checkpoint's model as a folder that other programs load", _export)
     parser.add_argument("model", metavar="CHECKPOINT", help="a run's folder, a checkpoint, or a model's folder")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to be made")
     parser.add_argument("--role", default="actor_train", metavar="NAME", help="whose model (%(default)s), or critic")
@@ -249,16 +250,15 @@ def _locate(config: str) -> tuple[str, Path]:
 
 
 def _files_and_words(options: argparse.Namespace, command: str) -> tuple[list[str], list[str]]:
-    """Files and ``key=value`` words; the working directory is where a user's own modules are looked for."""
-    sys.path.insert(0, os.getcwd())
+    """Files and ``key=value`` words."""
     files = [word for word in options.overrides if "=" not in word]
     if not files:
         options.parser.error(f"{command}: no file is named")
     return files, [word for word in options.overrides if "=" in word]
 
 
-def _add_explain(commands: Any, add: Add) -> None:
-    parser = add(
+def _add_explain(commands: Any) -> None:
+    parser = add_command(
         commands, "explain", "tell what a key means, here and in ROLL, verl, ChatLearn, MindSpeed RL", _explain
     )
     key = parser.add_argument("key", metavar="KEY", help="of any of them; its last parts are enough")
