@@ -39,14 +39,6 @@ class Problem:
     """``+`` or ``-``."""
     y: int
 
-    def __post_init__(self) -> None:
-        if self.operation not in ("+", "-"):
-            raise ValueError(f"operation: got {self.operation!r}, expected '+' or '-'")
-        if min(self.x, self.y) < 0:
-            raise ValueError(f"operands: got {self.x} and {self.y}, expected no negative number")
-        if self.operation == "-" and self.x < self.y:
-            raise ValueError(f"operands: got {self.x}-{self.y}, expected the larger number first")
-
     @property
     def prompt(self) -> str:
         """Question to the policy, such as ``47+85=``."""
@@ -147,8 +139,15 @@ def write_dataset(
     Raises:
         ValueError: an argument is out of its range, or there are fewer problems than rows.
     """
-    _check(min_operand, max_operand, operations, held_out_share, forget_rate)
-    _check_counts(num_train=num_train, num_val=num_val, num_demonstrations=num_demonstrations)
+    check_operands(min_operand, max_operand, held_out_share)
+    if not operations or set(operations) - {"+", "-"} or len(set(operations)) < len(operations):
+        raise ValueError(f"operations: seen {operations!r}, expected '+', '-' or both, each once")
+    if not 0 <= forget_rate <= 1:
+        raise ValueError(f"forget_rate: seen {forget_rate}, expected a number from 0 to 1")
+    counts = {"num_train": num_train, "num_val": num_val, "num_demonstrations": num_demonstrations}
+    for key, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{key}: seen {count}, expected at least 1")
 
     def draw(name: str, count: int, held_out: bool) -> list[Problem]:
         rng = random.Random(derive_seed(seed, TAG, name))
@@ -171,7 +170,11 @@ def write_dataset(
     ]
     files = {
         TRAIN: (_row("train", *item) for item in enumerate(draw("train", num_train, held_out=False))),
-        VAL: (_held_out(*item) for item in enumerate(draw("val", num_val, held_out=True))),
+        VAL: (
+            # With the way to the answer, for whoever measures imitation.
+            _row("val", index, problem) | {"response": worked_solution(problem)}
+            for index, problem in enumerate(draw("val", num_val, held_out=True))
+        ),
         DEMONSTRATIONS: (_demonstration(index, *item) for index, item in enumerate(taught)),
     }
     if num_worked:
@@ -180,23 +183,12 @@ def write_dataset(
     write_together(folder, files)
 
 
-def _check(
-    min_operand: int, max_operand: int, operations: Sequence[str], held_out_share: float, forget_rate: float
-) -> None:
+def check_operands(min_operand: int, max_operand: int, held_out_share: float) -> None:
+    """Raises ``ValueError`` for arguments of a data set that are out of their ranges."""
     if not 0 <= min_operand < max_operand:
         raise ValueError(f"min_operand, max_operand: seen {min_operand} and {max_operand}, expected 0 <= min < max")
-    if not operations or set(operations) - {"+", "-"} or len(set(operations)) < len(operations):
-        raise ValueError(f"operations: seen {operations!r}, expected '+', '-' or both, each once")
     if not 0 < held_out_share < 1:
         raise ValueError(f"held_out_share: seen {held_out_share}, expected a number between 0 and 1, both excluded")
-    if not 0 <= forget_rate <= 1:
-        raise ValueError(f"forget_rate: seen {forget_rate}, expected a number from 0 to 1")
-
-
-def _check_counts(**counts: int) -> None:
-    for key, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{key}: seen {count}, expected at least 1")
 
 
 def _pairs(rng: random.Random, low: int, high: int, limit: int) -> Iterator[tuple[int, int]]:
@@ -221,11 +213,6 @@ def _row(split: str, index: int, problem: Problem) -> dict[str, Any]:
         "operation": problem.operation,
         "difficulty": len(problem.carried_columns),
     }
-
-
-def _held_out(index: int, problem: Problem) -> dict[str, Any]:
-    """A question with its answer and, for whoever measures imitation, the way to it."""
-    return _row("val", index, problem) | {"response": worked_solution(problem)}
 
 
 def _demonstration(index: int, problem: Problem, forgotten_columns: Collection[int]) -> dict[str, Any]:

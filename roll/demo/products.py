@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from roll.demo.arithmetic import DEMONSTRATIONS, TRAIN, VAL, is_held_out, write_together
+from roll.demo.arithmetic import DEMONSTRATIONS, TRAIN, VAL, check_operands, is_held_out, write_together
 from roll.utils.seeding import derive_seed
 
 TAG = "products"
@@ -61,10 +61,7 @@ def write_dataset(
     Raises:
         ValueError: an argument is out of its range.
     """
-    if not 0 <= min_operand < max_operand:
-        raise ValueError(f"min_operand, max_operand: seen {min_operand} and {max_operand}, expected 0 <= min < max")
-    if not 0 < held_out_share < 1:
-        raise ValueError(f"held_out_share: seen {held_out_share}, expected a number between 0 and 1, both excluded")
+    check_operands(min_operand, max_operand, held_out_share)
     if min(call_rate, slip_rate) < 0 or call_rate + slip_rate > 1:
         raise ValueError(
             f"call_rate, slip_rate: seen {call_rate} and {slip_rate}, expected rates of at most 1 together"

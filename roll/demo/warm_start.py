@@ -38,6 +38,7 @@ from roll.pipeline.rlvr.datasets import load_renderer
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_roles import RolloutRoles
 from roll.pipeline.session import RunFailedError, RunSession
+from roll.pipeline.start import Start
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.tool_box import told_tools
@@ -56,8 +57,8 @@ class WarmStartError(RunFailedError):
     """The warm start missed the window of success that the configuration asks for."""
 
 
-class Untaught:
-    """The tiny model with random weights, made if it is not there (a ``Start``)."""
+class Untaught(Start):
+    """The tiny model with random weights, made if it is not there."""
 
     def __init__(self, config: PipelineConfig) -> None:
         self.config = config
@@ -66,14 +67,11 @@ class Untaught:
         if not (init / "config.json").exists():
             init.parent.mkdir(parents=True, exist_ok=True)
             make_tiny_model(init, derive_seed(config.seed, "tiny"), *config.tiny_sizes)
-        self.model_path = str(init)
+        super().__init__(str(init))
 
     def recipe(self) -> Mapping[str, Any]:
         """JSON values that its weights depend on, beside the model itself."""
         return {}
-
-    def weights(self, session: RunSession, roles: Roles, rollouts: Any) -> str:
-        return self.model_path
 
 
 class WarmStart(Untaught, Generic[RolesT]):

@@ -3,44 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from roll.configs.engines.card import kind_of
 from roll.configs.pipeline import TINY, PipelineConfig
 from roll.models.tokenizer import check_same_ids
 from roll.pipeline.programs import Program
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollout_roles import RolloutRoles
 from roll.pipeline.session import RunSession
 from roll.utils.registry import import_path
 
 
-class Start(Protocol):
-    """The policy before the first step."""
+class Start:
+    """The policy before the first step: a model in Hugging Face format, as it is.
 
-    @property
-    def model_path(self) -> str:
-        """A model with the policy's tokenizer and sizes, to be read before any worker is set up."""
+    Args:
+        model_path: a model with the policy's tokenizer and sizes, to be read before any worker is set up.
+    """
 
-    def weights(self, session: RunSession, roles: Roles, rollouts: RolloutRoles | None) -> str:
+    def __init__(self, model_path: str) -> None:
+        self.model_path = model_path
+
+    def weights(self, session: RunSession, roles: Roles, rollouts: Any) -> str:
         """The model whose weights the policy starts from; whatever it did with the roles, they are set up after it."""
-
-
-@dataclass(frozen=True)
-class Pretrained:
-    """A model in Hugging Face format (a ``Start``)."""
-
-    model_path: str
-
-    def weights(self, session: RunSession, roles: Roles, rollouts: RolloutRoles | None) -> str:
         return self.model_path
 
 
 def start_of(config: PipelineConfig, program: Program) -> Start:
     """The start of a run of this pipeline."""
     if config.pretrain != TINY:
-        return Pretrained(config.pretrain)
+        return Start(config.pretrain)
     return cast("Callable[[PipelineConfig], Start]", import_path(program.tiny))(config)
 
 

@@ -99,7 +99,7 @@ def _draw(scene: _Scene, images: Mapping[bytes, Image.Image], height: int) -> Im
         picture.paste(image, ((_WIDTH - image.width) // 2, top + (height - image.height) // 2))
     else:
         text = _clip(scene.frame, height // _LINE, _COLUMNS)
-        pen.multiline_text((_MARGIN, top), text, _INK, font=_mono(13), spacing=4)
+        pen.multiline_text((_MARGIN, top), text, _INK, font=_font(13, "DejaVuSansMono.ttf"), spacing=4)
     pen.rounded_rectangle((_MARGIN, said_top, _WIDTH - _MARGIN, said_top + said_height), 8, _PANEL)
     pen.multiline_text((_MARGIN + 12, said_top + 8), _clip(scene.said, _LINES, _COLUMNS), _INK, font=small, spacing=4)
     base = said_top + said_height + 12
@@ -124,16 +124,7 @@ def _wrapped(line: str, columns: int) -> list[str]:
 
 
 @cache
-def _font(size: int) -> Font:
-    return _truetype("DejaVuSans.ttf", size)
-
-
-@cache
-def _mono(size: int) -> Font:
-    return _truetype("DejaVuSansMono.ttf", size)
-
-
-def _truetype(name: str, size: int) -> Font:
+def _font(size: int, name: str = "DejaVuSans.ttf") -> Font:
     try:
         return ImageFont.truetype(name, size)  # where the system has it: more scripts than Pillow's own
     except OSError:

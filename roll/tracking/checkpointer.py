@@ -16,8 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -46,16 +45,6 @@ Write: TypeAlias = Callable[[Path], Callable[[], Iterable[WrittenFile]] | None]
 """Puts files into a folder, and returns what waits for those that are still being written and tells their checksums."""
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """A folder that carries a checkpoint's name and a readable manifest."""
-
-    path: Path
-    step: int
-    saved_at: float
-    num_bytes: int
-
-
 class Checkpointer:
     """Saves into, prunes and finds the checkpoints of one folder (a run's ``checkpoints/``).
 
@@ -79,8 +68,6 @@ class Checkpointer:
             background: ``save`` returns before all is written; ``wait`` and ``check`` tell how it ended.
             hook: run with each checkpoint's folder, before older ones are removed.
         """
-        if max_to_keep < 0:
-            raise ValueError(f"max_ckpt_to_keep: got {max_to_keep}, expected 0 (keep all) or more")
         self.folder = Path(folder).expanduser()
         self.max_to_keep = max_to_keep
         self.saved: Path | None = None
@@ -238,27 +225,23 @@ class Checkpointer:
         if self.folder.is_dir():
             yield from (path for path in self.folder.iterdir() if _FINAL.fullmatch(path.name) and path.is_dir())
 
-    def _saved(self) -> list[_Saved]:
-        """Checkpoints with a readable manifest, oldest first; a folder without one is not ours to judge or delete."""
-        found = []
+    def _saved(self) -> dict[Path, dict[str, Any]]:
+        """Manifests of the checkpoints, oldest first; a folder without one is not ours to judge or delete."""
+        found = {}
         for path in self._folders():
-            try:
-                manifest = read_manifest(path)
-            except CheckpointError:
-                continue
-            num_bytes = sum(int(entry["size"]) for entry in manifest["files"].values())
-            found.append(_Saved(path, int(manifest["step"]), float(manifest["saved_at"]), num_bytes))
-        return sorted(found, key=lambda saved: (saved.saved_at, saved.step))
+            with suppress(CheckpointError):
+                found[path] = read_manifest(path)
+        return dict(sorted(found.items(), key=lambda saved: (saved[1]["saved_at"], saved[1]["step"])))
 
     def _next_timestamp(self) -> float:
         """The time, but later than any saved checkpoint's even if the clock was set back."""
-        newest = max((saved.saved_at for saved in self._saved()), default=0.0)
+        newest = max((manifest["saved_at"] for manifest in self._saved().values()), default=0.0)
         return max(time.time(), newest + 1e-3)
 
     def _prune(self, keep: Path) -> None:
         if self.max_to_keep == 0:
             return
-        others = [saved.path for saved in self._saved() if saved.path != keep]
+        others = [path for path in self._saved() if path != keep]
         for path in others[: max(0, len(others) - (self.max_to_keep - 1))]:
             # Renamed first: a kill during the deletion then leaves a leftover, not a damaged checkpoint.
             doomed = self.folder / f".tmp-{path.name}-{os.getpid()}"
@@ -269,10 +252,11 @@ class Checkpointer:
     def _disk_numbers(self, temporary: Path) -> str:
         """Taken before the temporary folder goes: what was written, what is free, what a checkpoint takes."""
         written = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
-        sizes = [saved.num_bytes for saved in self._saved()]
-        needed = (
-            f"{_mib(sizes[-1])} needed (the size of the last one)" if sizes else f"more than {_mib(written)} needed"
-        )
+        needed = f"more than {_mib(written)} needed"
+        if saved := self._saved():
+            *_, last = saved.values()
+            size = sum(entry["size"] for entry in last["files"].values())
+            needed = f"{_mib(size)} needed (the size of the last one)"
         free = shutil.disk_usage(self.folder).free
         return f"{needed}, {_mib(free + written)} free of which {_mib(written)} were filled before it stopped"
 
@@ -294,8 +278,8 @@ def _is_other_live_process(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # another user's
+        pass
     return True
 
 

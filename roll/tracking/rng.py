@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from roll.tracking.files import to_plain
+
 
 def rng_state() -> dict[str, Any]:
     """The state of Python's and numpy's global generators, and of torch's where torch is loaded."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, list(words), gauss],
-        "numpy": _listed(np.random.get_state(legacy=False)),
+        "numpy": to_plain(np.random.get_state(legacy=False)),
     }
     if (torch := sys.modules.get("torch")) is not None:
         state["torch"] = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode("ascii")
@@ -33,11 +35,3 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
 
         saved = np.frombuffer(base64.b64decode(state["torch"]), dtype=np.uint8).copy()
         torch.set_rng_state(torch.from_numpy(saved))
-
-
-def _listed(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return {key: _listed(item) for key, item in value.items()}
-    return value.item() if isinstance(value, np.generic) else value

@@ -39,13 +39,7 @@ class RunFolder:
     def __init__(
         self, output_dir: str | os.PathLike[str], exp_name: str, *, logs: str | os.PathLike[str] | None = None
     ) -> None:
-        """Creates ``output_dir/exp_name`` and its subfolders; ``logs`` may lie elsewhere.
-
-        Raises:
-            ValueError: ``exp_name`` is not the plain name of a folder.
-        """
-        if not exp_name or exp_name in (".", "..") or "/" in exp_name or os.sep in exp_name or "\0" in exp_name:
-            raise ValueError(f"exp_name: got {exp_name!r}, expected the name of a folder, without separators")
+        """Creates ``output_dir/exp_name`` and its subfolders; ``logs`` may lie elsewhere."""
         self.path = Path(output_dir).expanduser().resolve() / exp_name
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"

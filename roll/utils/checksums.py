@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from xxhash import xxh3_128 as Checksum
 
 __all__ = ["Checksum", "WrittenFile", "checksum_of"]
-
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,5 @@ class WrittenFile:
 
 def checksum_of(path: Path) -> str:
     """Reads the file."""
-    checksum = Checksum()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            checksum.update(chunk)
-    return checksum.hexdigest()
+        return hashlib.file_digest(file, Checksum).hexdigest()

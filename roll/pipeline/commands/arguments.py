@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -229,18 +230,7 @@ def _add_export(commands: Any) -> None:
 def _export(options: argparse.Namespace) -> int:
     from roll.pipeline.commands.exporting import Job, run
 
-    names = (
-        "model",
-        "output",
-        "role",
-        "dtype",
-        "merge_adapter",
-        "base",
-        "max_shard_size",
-        "overwrite",
-        "trust_remote_code",
-    )
-    return run(Job(**{name: getattr(options, name) for name in names}))
+    return run(Job(**{field.name: getattr(options, field.name) for field in fields(Job)}))
 
 
 def _locate(config: str) -> tuple[str, Path]:

@@ -208,9 +208,3 @@ def test_bad_arguments_name_the_key_and_write_nothing(tmp_path: Path, arguments:
     with pytest.raises(ValueError, match=re.escape(message)):
         write_dataset(tmp_path / "data", **arguments)
     assert not (tmp_path / "data").exists() or not list((tmp_path / "data").iterdir())
-
-
-@pytest.mark.parametrize("parts", [(3, "*", 4), (3, "-", 4), (-3, "+", 4)])
-def test_a_problem_that_cannot_be_posed_is_an_error(parts: tuple[int, str, int]) -> None:
-    with pytest.raises(ValueError, match=r"operation|operands"):
-        Problem(*parts)
