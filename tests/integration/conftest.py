@@ -249,6 +249,32 @@ def write(path: Path, lines: Sequence[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def assert_as_expected(
+    run: Run,
+    expected: dict[int, dict[str, float]],
+    steps: Sequence[int] = (0, 2, 4),
+    rel: float = 1e-3,
+    slack: float | None = None,
+) -> None:
+    """The run has ended well, and its held-out figures are those that ``tests/support/imitation.py`` has learnt."""
+    assert run.wait() == 0, run.output
+    for step in steps:
+        for name, value in expected[step].items():
+            assert run.metrics[step][f"eval/{name}"] == pytest.approx(value, rel=rel, abs=slack), (step, name)
+
+
+TWO_RANKS = ("actor_train.device_mapping=[0,1]", "actor_train.training_args.gradient_accumulation_steps=1")
+
+
+def packed(max_tokens: int) -> tuple[str, ...]:
+    """Keys of training on packed rows, of at most so many tokens."""
+    return (
+        "actor_train.use_sequence_packing=true",
+        "actor_train.use_dynamic_batching_in_train=true",
+        f"actor_train.max_tokens_per_microbatch_in_train={max_tokens}",
+    )
+
+
 @pytest.fixture
 def offline(launch: Launch, tmp_path: Path) -> Offline:
     """Makes ``launch`` of ``config/<name>.yaml``, with 10 rows to learn from and 4 held out."""

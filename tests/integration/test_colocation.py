@@ -23,7 +23,6 @@ from roll.distributed.cluster.resources import NodeInfo, RoleRequest, plan_place
 from roll.distributed.cluster.worker import Worker
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.weights.sync import WeightSync
-from roll.models.tiny import make_tiny_model
 from roll.pipeline.model_cluster import ModelCluster
 from roll.pipeline.offload_manager import OffloadManager
 from roll.pipeline.workers import InferWorker, TrainWorker
@@ -205,13 +204,6 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Clu
         for cluster in started.values():
             cluster.shutdown()
         placement.remove()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    make_tiny_model(path, seed=1)
-    return path
 
 
 def test_a_step_of_real_engines_that_take_turns(clusters: dict[str, Cluster], model: Path) -> None:

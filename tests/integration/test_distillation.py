@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.pipeline.model_cluster import plan_optimizer_steps
 from roll.pipeline.rollouts import read_rollouts
 from roll.rollout.trajectory import groups_to_batch
-from roll.utils.seeding import derive_seed
-from tests.integration.conftest import Offline, Rlvr, Run, rows, write
+from tests.integration.conftest import TWO_RANKS, Offline, Rlvr, Run, assert_as_expected, packed, rows, write
 from tests.support.foreign import save_foreign_model
-from tests.support.imitation import RATES, Imitator, row, talk
+from tests.support.imitation import Imitator, learnt, row, talk
 from tests.support.resuming import stop_and_resume
 
 Distill = Callable[..., Run]
@@ -56,30 +54,13 @@ def loss(student: Imitator, teacher: Imitator, numbers: list[int]) -> tuple[Tens
 def expected(model: Path, teacher: Path) -> dict[int, dict[str, float]]:
     """Held-out figures by step: the run of ``config/distill.yaml`` in float64, without the library."""
     student, frozen, held_out = Imitator(model), Imitator(teacher), list(range(10, 14))
-    optimizer = torch.optim.AdamW(student.model.parameters(), weight_decay=0.0)
 
     def measure() -> dict[str, float]:
         with torch.no_grad():
             total, divergence = loss(student, frozen, held_out)
         return {"loss": total.item(), "divergence": divergence}
 
-    measured = {0: measure()}
-    order = plan_optimizer_steps(10, steps_per_epoch=2, epochs=2, seed=derive_seed(7, "distill"))
-    for step, (learnt, rate) in enumerate(zip(order, RATES, strict=True), start=1):
-        optimizer.zero_grad()
-        loss(student, frozen, learnt.tolist())[0].backward()
-        torch.nn.utils.clip_grad_norm_(student.model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.step()
-        measured[step] = measure()
-    return measured
-
-
-def assert_as_expected(run: Run, expected: dict[int, dict[str, float]]) -> None:
-    assert run.wait() == 0, run.output
-    for step in (0, 2, 4):
-        for name, value in expected[step].items():
-            assert run.metrics[step][f"eval/{name}"] == pytest.approx(value, rel=1e-3), (step, name)
+    return learnt(student, "distill", lambda rows: loss(student, frozen, rows)[0], measure)
 
 
 @pytest.fixture
@@ -137,14 +118,7 @@ LAYOUTS = {
         "teacher.strategy_args={strategy_name: megatron_infer}",
         "teacher.device_mapping=[1]",
     ),
-    "two ranks, packed": (
-        "actor_train.device_mapping=[0,1]",
-        "actor_train.training_args.gradient_accumulation_steps=1",
-        "actor_train.use_sequence_packing=true",
-        "actor_train.use_dynamic_batching_in_train=true",
-        "actor_train.max_tokens_per_microbatch_in_train=48",
-        "teacher.strategy_args={strategy_name: fsdp2_infer}",
-    ),
+    "two ranks, packed": (*TWO_RANKS, *packed(48), "teacher.strategy_args={strategy_name: fsdp2_infer}"),
     "megatron, top tokens": (
         "train=megatron",
         "logits_topk=5000",

@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.pipeline.model_cluster import plan_optimizer_steps
-from roll.utils.seeding import derive_seed
-from tests.integration.conftest import Offline, Run
-from tests.support.imitation import RATES, Imitator, Talk
+from tests.integration.conftest import TWO_RANKS, Offline, Run, assert_as_expected, packed
+from tests.support.imitation import Imitator, Talk, learnt
 from tests.support.resuming import stop_and_resume
 
 Dpo = Callable[..., Run]
@@ -51,7 +49,6 @@ def leads(imitator: Imitator, reference: Imitator, numbers: list[int]) -> Tensor
 def expected(model: Path) -> dict[int, dict[str, float]]:
     """Held-out loss, margin and accuracy by step: the run of ``config/dpo.yaml`` in float64, without the library."""
     imitator, reference, held_out = Imitator(model), Imitator(model), list(range(10, 14))
-    optimizer = torch.optim.AdamW(imitator.model.parameters(), weight_decay=0.0)
 
     def measure() -> dict[str, float]:
         with torch.no_grad():
@@ -59,24 +56,15 @@ def expected(model: Path) -> dict[int, dict[str, float]]:
         loss = -torch.nn.functional.logsigmoid(lead).mean()
         return {"loss": loss.item(), "margin": lead.mean().item(), "accuracy": (lead > 0).double().mean().item()}
 
-    measured = {}
-    order = plan_optimizer_steps(10, steps_per_epoch=2, epochs=2, seed=derive_seed(7, "dpo"))
-    for step, (rows, rate) in enumerate(zip(order, RATES, strict=True), start=1):
-        optimizer.zero_grad()
-        (-torch.nn.functional.logsigmoid(leads(imitator, reference, rows.tolist()))).mean().backward()
-        torch.nn.utils.clip_grad_norm_(imitator.model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.step()
-        measured[step] = measure()
-    return measured
+    def loss(rows: list[int]) -> Tensor:
+        return -torch.nn.functional.logsigmoid(leads(imitator, reference, rows)).mean()
+
+    return learnt(imitator, "dpo", loss, measure)
 
 
-def assert_as_expected(run: Run, expected: dict[int, dict[str, float]]) -> None:
-    assert run.wait() == 0, run.output
+def assert_learnt(run: Run, expected: dict[int, dict[str, float]]) -> None:
+    assert_as_expected(run, expected, steps=(2, 4), rel=2e-3, slack=1e-4)
     assert run.metrics[0]["eval/loss"] == pytest.approx(0.693147, abs=1e-5), "the policy is its reference"
-    for step in (2, 4):
-        for name, value in expected[step].items():
-            assert run.metrics[step][f"eval/{name}"] == pytest.approx(value, rel=2e-3, abs=1e-4), (step, name)
 
 
 @pytest.fixture
@@ -88,7 +76,7 @@ def dpo(offline: Offline) -> Dpo:
 @pytest.mark.timeout(600)
 def test_a_stopped_run_ends_where_an_undisturbed_one_does(dpo: Dpo, expected: dict[int, dict[str, float]]) -> None:
     whole, second = stop_and_resume(dpo, last_step=4)
-    assert_as_expected(whole, expected)
+    assert_learnt(whole, expected)
     assert "using" in (second.path / "logs" / "roll.log").read_text(), "the reference's scores are read again"
     after = whole.summary["eval"]["after"]
     assert after["loss"] < whole.summary["eval"]["before"]["loss"] and after["margin"] > 0
@@ -101,13 +89,7 @@ REFERENCES = {
         "train=megatron",
         "reference={strategy_args: {strategy_name: megatron_infer}, device_mapping: [0], model_args: {dtype: fp32}}",
     ),
-    "two ranks, packed": (
-        "actor_train.device_mapping=[0,1]",
-        "actor_train.training_args.gradient_accumulation_steps=1",
-        "actor_train.use_sequence_packing=true",
-        "actor_train.use_dynamic_batching_in_train=true",
-        "actor_train.max_tokens_per_microbatch_in_train=90",
-    ),
+    "two ranks, packed": (*TWO_RANKS, *packed(90)),
     "deepspeed": ("train=deepspeed",),
 }
 
@@ -117,7 +99,7 @@ REFERENCES = {
 def test_every_reference_and_engine_learns_as_float64_does(
     dpo: Dpo, expected: dict[int, dict[str, float]], reference: str
 ) -> None:
-    assert_as_expected(dpo(*REFERENCES[reference], "actor_infer=null", "save_steps=4"), expected)
+    assert_learnt(dpo(*REFERENCES[reference], "actor_infer=null", "save_steps=4"), expected)
 
 
 def without_pairs(folder: Path) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 from roll.__main__ import main
 from roll.rewards.reward_model import RewardModelConfig, RewardModelVerifier
 from roll.rewards.types import Sample
-from tests.integration.conftest import Offline, Run
+from tests.integration.conftest import TWO_RANKS, Offline, Run, packed
 from tests.support.resuming import stop_and_resume
 
 Rm = Callable[..., Run]
@@ -96,13 +96,7 @@ def test_an_adapter_resumes_bit_for_bit_and_is_a_verifier(rm: Rm, tmp_path: Path
 LAYOUTS = {
     "deepspeed": ("train=deepspeed", "actor_train.strategy_args.strategy_config=${deepspeed_zero3}"),
     "megatron": ("train=megatron",),
-    "two ranks, packed": (
-        "actor_train.device_mapping=[0,1]",
-        "actor_train.training_args.gradient_accumulation_steps=1",
-        "actor_train.use_sequence_packing=true",
-        "actor_train.use_dynamic_batching_in_train=true",
-        "actor_train.max_tokens_per_microbatch_in_train=90",
-    ),
+    "two ranks, packed": (*TWO_RANKS, *packed(90)),
 }
 
 

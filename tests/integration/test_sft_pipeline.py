@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from roll.pipeline.model_cluster import plan_optimizer_steps
-from roll.utils.seeding import derive_seed
-from tests.integration.conftest import Offline, Run
-from tests.support.imitation import RATES, Imitator, row, talk
+from tests.integration.conftest import TWO_RANKS, Offline, Run, assert_as_expected, packed
+from tests.support.imitation import Imitator, learnt, row, talk
 from tests.support.resuming import stop_and_resume
 
 Sft = Callable[..., Run]
@@ -22,29 +20,12 @@ Sft = Callable[..., Run]
 def expected(model: Path) -> dict[int, dict[str, float]]:
     """Held-out loss and accuracy by step: the run of ``config/sft.yaml`` in float64, without the library's training."""
     imitator, held_out = Imitator(model), [talk(number) for number in range(10, 14)]
-    optimizer = torch.optim.AdamW(imitator.model.parameters(), weight_decay=0.0)
 
     def measure() -> dict[str, float]:
         with torch.no_grad():
             return {"loss": imitator.loss(held_out).item(), "token_accuracy": imitator.accuracy(held_out)}
 
-    measured = {0: measure()}
-    order = plan_optimizer_steps(10, steps_per_epoch=2, epochs=2, seed=derive_seed(7, "sft"))
-    for step, (rows, rate) in enumerate(zip(order, RATES, strict=True), start=1):
-        optimizer.zero_grad()
-        imitator.loss(talk(number) for number in rows.tolist()).backward()
-        torch.nn.utils.clip_grad_norm_(imitator.model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.step()
-        measured[step] = measure()
-    return measured
-
-
-def assert_as_expected(run: Run, expected: dict[int, dict[str, float]]) -> None:
-    assert run.wait() == 0, run.output
-    for step in (0, 2, 4):
-        for name, value in expected[step].items():
-            assert run.metrics[step][f"eval/{name}"] == pytest.approx(value, rel=1e-3), (step, name)
+    return learnt(imitator, "sft", lambda rows: imitator.loss(map(talk, rows)), measure)
 
 
 @pytest.fixture
@@ -65,13 +46,8 @@ def test_a_stopped_run_ends_where_an_undisturbed_one_does(sft: Sft, expected: di
     assert "shown" in index and "Loss by training step" in index
 
 
-TWO_RANKS = ("actor_train.device_mapping=[0,1]", "actor_train.training_args.gradient_accumulation_steps=1")
+PACKED = packed(48)
 TENSOR_PARALLEL = "actor_train.strategy_args.strategy_config.tensor_model_parallel_size=2"
-PACKED = (
-    "actor_train.use_sequence_packing=true",
-    "actor_train.use_dynamic_batching_in_train=true",
-    "actor_train.max_tokens_per_microbatch_in_train=48",
-)
 LAYOUTS = {
     "deepspeed": ("train=deepspeed",),
     "megatron": ("train=megatron",),

@@ -34,7 +34,6 @@ from roll.distributed.weights.routes import Link, Route
 from roll.distributed.weights.sender import Delivery, WeightOrder
 from roll.distributed.weights.sync import WeightSync
 from roll.models.lora import LoraSpec
-from roll.models.tiny import make_tiny_model
 from roll.pipeline.model_cluster import ModelCluster
 from roll.pipeline.workers import InferWorker, TrainWorker
 
@@ -102,13 +101,6 @@ class Generator(InferWorker):
     async def greedy(self) -> Completion:
         params = SamplingParams(max_new_tokens=6, temperature=0.0)
         return await self.strategy.generate(GenerateRequest("it", PROMPT, params))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    make_tiny_model(path, seed=1)
-    return path
 
 
 def context(model: Path, role: str, strategy: str) -> StrategyContext:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+from roll.pipeline.model_cluster import plan_optimizer_steps
+from roll.utils.seeding import derive_seed
 
 Talk: TypeAlias = Sequence[tuple[str, str]]
 """Roles and what they say."""
@@ -25,6 +28,28 @@ def talk(number: int) -> Talk:
 def row(number: int) -> str:
     """The same as a line of a dataset."""
     return json.dumps({"messages": [{"role": role, "content": text} for role, text in talk(number)]}) + "\n"
+
+
+def learnt(
+    imitator: Imitator, name: str, loss: Callable[[list[int]], Tensor], measure: Callable[[], dict[str, float]]
+) -> dict[int, dict[str, float]]:
+    """Held-out figures by step: the run of ``config/<name>.yaml`` in float64, without the library's training.
+
+    Args:
+        loss: of the rows with these numbers.
+        measure: makes the figures of the model as it is.
+    """
+    optimizer = torch.optim.AdamW(imitator.model.parameters(), weight_decay=0.0)
+    measured = {0: measure()}
+    order = plan_optimizer_steps(10, steps_per_epoch=2, epochs=2, seed=derive_seed(7, name))
+    for step, (rows, rate) in enumerate(zip(order, RATES, strict=True), start=1):
+        optimizer.zero_grad()
+        loss(rows.tolist()).backward()
+        torch.nn.utils.clip_grad_norm_(imitator.model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        measured[step] = measure()
+    return measured
 
 
 class Imitator:
