@@ -131,10 +131,7 @@ def write_dataset(
         operations: ``+``, ``-`` or both, drawn evenly; a difference has the larger operand first.
         held_out_share: part of all operand pairs from which ``val.jsonl`` is drawn.
         forget_rate: probability that the teacher writes 0 for a carry or borrow that is due.
-        num_train: rows of ``train.jsonl``.
-        num_val: rows of ``val.jsonl``.
-        num_demonstrations: rows of ``demonstrations.jsonl``.
-        num_worked: rows of ``worked.jsonl``; 0 writes none.
+        num_train, num_val, num_demonstrations, num_worked: rows of the files.
 
     Raises:
         ValueError: an argument is out of its range, or there are fewer problems than rows.

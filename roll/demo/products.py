@@ -54,9 +54,7 @@ def write_dataset(
         held_out_share: part of all operand pairs from which ``val.jsonl`` is drawn.
         call_rate: how often the teacher calls the tool as it should.
         slip_rate: how often it writes a call that cannot be read, or a program that prints nothing.
-        num_train: rows of ``train.jsonl``.
-        num_val: rows of ``val.jsonl``.
-        num_demonstrations: rows of ``demonstrations.jsonl``, conversations.
+        num_train, num_val, num_demonstrations: rows of the files.
 
     Raises:
         ValueError: an argument is out of its range.

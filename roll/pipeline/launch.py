@@ -85,7 +85,6 @@ def launch(
         body: the pipeline's own part; gets the configuration, the session, the signals, the started clusters and what
             the run starts from, which is found or made while they come up.
         notes: lines to show first, such as the batch arithmetic in words.
-        started: ``time.time()`` at launch; now, if not given.
 
     Returns:
         The process's exit code: 0, 1 (failed), 2 (this cluster cannot hold the roles), 130, 143 or 129 (interrupted).

@@ -31,9 +31,7 @@ def plan(
     """Says what a configuration takes, or writes its launcher.
 
     Args:
-        overrides: ``key=value`` texts.
         devices: kind of device, see ``parse_devices``; that of this machine, if not given.
-        json: machine-readable.
         write: ``slurm`` or ``kuberay``: the launcher goes where the page would.
 
     Returns:

@@ -28,7 +28,6 @@ class PromptRoles(RolloutRoles):
 
     Args:
         train: the prompts to train on; ``None`` with ``eval_only``, and where prompts are not trained on.
-        on_tick: see ``RolloutRoles``.
     """
 
     def __init__(

@@ -42,8 +42,6 @@ class Replicas:
     """The generating workers of one role.
 
     Args:
-        offload_manager: has a role's states moved to its devices.
-        restarts: dead workers that may be replaced.
         on_replaced: called after an update of weights in which some were replaced; they have other handles then.
         beside: clusters whose models score while these generate, and so are on their devices at the same time.
     """

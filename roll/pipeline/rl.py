@@ -60,7 +60,6 @@ class RLPipeline(TrainingLoop):
     """Trains a policy. Subclasses bring the rollouts.
 
     Args:
-        signals: holds back Ctrl-C while the state could not be saved.
         players: the workers that play the rollouts.
     """
 
@@ -108,7 +107,7 @@ class RLPipeline(TrainingLoop):
             RunFailedError: dynamic sampling found too few groups worth training on, or see ``check_groups``.
         """
         config = self.config
-        self.session.first_rollout()
+        self.session.summary.setdefault("first_rollout_s", self.session.elapsed())
         if (source := config.rollout_replay_dir) is not None:
             collected = self.rollouts.take_found(self.admission, step, read_rollouts(source, step))
         else:

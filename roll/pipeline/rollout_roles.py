@@ -57,8 +57,6 @@ class RolloutRoles(ABC):
         """A scheduler over the workers of one cluster.
 
         Args:
-            plan: what it plays.
-            cluster: name of the cluster.
             trains: its groups are trained on.
             evaluates: ``Roles.evaluation_replicas`` answer.
         """

@@ -94,11 +94,9 @@ def take(
     """Takes a step's groups, shows how many have come in, and tells of failed episodes and late tools.
 
     Args:
-        admission: see ``RolloutScheduler.take``.
-        step: see there.
         what: what they are for, to complete "no episode to …".
         check: called with all finished groups, the rejected ones included; may raise.
-        **options: further arguments of ``RolloutScheduler.take``.
+        **options: further arguments of ``RolloutScheduler.take``, as ``admission`` and ``step`` are.
 
     Raises:
         ValueError: nothing is left of the whole batch.

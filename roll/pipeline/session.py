@@ -129,10 +129,6 @@ class RunSession:
 
         self._aside.submit(attempt)
 
-    def first_rollout(self) -> None:
-        """Notes when the first rollout of RL began."""
-        self.summary.setdefault("first_rollout_s", self.elapsed())
-
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Reports one finished step everywhere; step 0 holds what was measured before training."""
         self.summary["steps"] = step

@@ -46,12 +46,9 @@ class Teaching:
         """The setting of a run.
 
         Args:
-            divergence: what is measured.
             temperature: divides the logits of both.
-            model_path: the policy's folder or hub name.
-            teacher_path: the teacher's; ``None``: its top tokens are on disk.
+            teacher_path: ``None``: the teacher's top tokens are on disk.
             trust_policy: whether Python files that come with the policy may run.
-            trust_teacher: the same of the teacher's.
         """
         shared = _num_ids(model_path, teacher_path, trust_policy, trust_teacher)
         if divergence.logits_topk is None:

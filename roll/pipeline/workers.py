@@ -192,7 +192,6 @@ class InferWorker(Worker):
         """Builds and starts the engine.
 
         Args:
-            context: see ``StrategyContext``.
             continuous: admit requests at any time (``generate_opt_level: 1``); otherwise a new batch starts only when
                 the one before has finished (``0``).
         """

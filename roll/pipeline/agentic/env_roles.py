@@ -23,11 +23,7 @@ from roll.utils.seeding import derive_seed
 
 
 class EnvRoles(RolloutRoles):
-    """Training and validation environments, and the judge that they ask.
-
-    Args:
-        on_tick: see ``RolloutRoles``.
-    """
+    """Training and validation environments, and the judge that they ask."""
 
     def __init__(
         self,
@@ -75,13 +71,7 @@ class EnvRoles(RolloutRoles):
             raise RunFailedError("\n".join(problems))
 
     def scheduler(self, name: str, seed_name: str, *, trains: bool = False, **plan: Any) -> RolloutScheduler:
-        """A scheduler over one manager's workers, with the arguments of ``plan``.
-
-        Args:
-            seed_name: see ``plan``.
-            trains: see ``make_scheduler``.
-            **plan: see ``plan``.
-        """
+        """A scheduler over one manager's workers, with the arguments of ``plan`` and ``make_scheduler``."""
         evaluates = name == "val_env_manager"
         return self.make_scheduler(self.plan(name, seed_name, **plan), name, trains=trains, evaluates=evaluates)
 

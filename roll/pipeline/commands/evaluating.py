@@ -26,7 +26,6 @@ def run(path: str, config: tuple[str, Path] | None, words: Sequence[str], starte
         path: a run's folder, a checkpoint, or a model's folder; see ``find_saved``.
         config: name and folder; ``None``: the configuration of the run that saved the model.
         words: ``key=value`` changes.
-        started: ``time.time()`` at launch.
 
     Returns:
         That of the run; 2 where nothing says how to evaluate.

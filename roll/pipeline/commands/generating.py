@@ -69,10 +69,6 @@ class Job:
         return {"files": files, **{name: getattr(self, name) for name in names}, "generator": section}
 
 
-class UnlikeError(ValueError):
-    """The answers that are there were made otherwise."""
-
-
 @dataclass
 class Totals:
     """Counts of this call, but for what failed."""
@@ -150,16 +146,16 @@ def _continue(job: Job, totals: Totals) -> int:
     """Rows that an earlier call has answered; a line that it could not finish is removed.
 
     Raises:
-        UnlikeError: it was called with other settings.
+        ValueError: it was called with other settings.
     """
     settings = json.loads(to_json(job.settings()))
     if job.output.exists() and job.output.stat().st_size and not job.overwrite:
         if not job.notes.is_file():
-            raise UnlikeError(f"{job.output} is there already; expected another --output, or --overwrite")
+            raise ValueError(f"{job.output} is there already; expected another --output, or --overwrite")
         before = json.loads(job.notes.read_text(encoding="utf-8"))
         other = [name for name in {**before, **settings} if before.get(name) != settings.get(name)]
         if other:
-            raise UnlikeError(
+            raise ValueError(
                 f"{job.output} was begun with another {', '.join(other)} (see {job.notes}); expected the same, another "
                 "--output, or --overwrite"
             )

@@ -48,8 +48,7 @@ class Teacher:
     """Scores answers with the teacher's role, or reads what one has written.
 
     Args:
-        config: the run's configuration.
-        roles: the model roles, set up.
+        roles: set up.
         path: folder or hub name of the teacher; ``None`` where all of it is on disk.
         vocab_size: ids that the policy has.
     """
