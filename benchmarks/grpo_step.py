@@ -355,11 +355,13 @@ def roll_pipeline(config: RLVRConfig) -> Iterator[Roll]:
     """Starts Ray, the workers and the pipeline, as ``roll.pipeline.rlvr.launch`` does."""
     from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER
     from roll.pipeline.launch import MODEL_WORKERS
+    from roll.pipeline.programs import RLVR
     from roll.pipeline.prompt_roles import PromptRoles
     from roll.pipeline.rl import set_losses
     from roll.pipeline.rlvr.datasets import load_datasets, load_renderer
     from roll.pipeline.rlvr.pipeline import RLVRPipeline
     from roll.pipeline.roles import Roles
+    from roll.pipeline.start import Launched, Start
     from roll.rollout.prompt_worker import PromptWorker
     from roll.rollout.reward_worker import RewardWorker
 
@@ -374,7 +376,8 @@ def roll_pipeline(config: RLVRConfig) -> Iterator[Roll]:
         roles.setup(config.pretrain, config.total_optimizer_steps)
         set_losses(roles, config)
         prompts.wait_ready()
-        yield Roll(RLVRPipeline(config, session, roles, signals, prompts))
+        run = Launched(RLVR, session, signals, clusters, roles, Start(config.pretrain))
+        yield Roll(RLVRPipeline(config, run, prompts))
 
 
 def measure(mode: str, args: argparse.Namespace, folder: Path, pythons: Mapping[str, str]) -> dict[str, Any]:

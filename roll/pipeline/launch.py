@@ -24,9 +24,10 @@ from roll.distributed.cluster.resources import plan_placement
 from roll.distributed.cluster.worker import Worker
 from roll.pipeline.profiling import nsight_options
 from roll.pipeline.programs import Program
+from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.pipeline.stalls import explained
-from roll.pipeline.start import Start, start_of
+from roll.pipeline.start import Launched, start_of
 from roll.pipeline.workers import InferWorker, ScoreWorker, TrainWorker
 from roll.preflight.choices import role_requests
 from roll.preflight.models import trusted_code
@@ -67,7 +68,7 @@ EXPECTED_ERRORS = (
 """Errors that a user can cause or must be told without a traceback; anything else is a bug and shows one."""
 
 
-Body = Callable[[ConfigT, RunSession, SignalGuard, Mapping[str, Cluster], Start], None]
+Body = Callable[[ConfigT, Launched], None]
 
 
 def launch(
@@ -82,8 +83,7 @@ def launch(
     """Starts the clusters of a configuration and runs ``body`` with them.
 
     Args:
-        body: the pipeline's own part; gets the configuration, the session, the signals, the started clusters and what
-            the run starts from, which is found or made while they come up.
+        body: the pipeline's own part; what the run starts from is found or made while the clusters come up.
         notes: lines to show first, such as the batch arithmetic in words.
 
     Returns:
@@ -118,7 +118,8 @@ def launch(
                     session.display.note(line)
                 calm_collector()  # finished groups wait in this process
                 keep_freed_memory()
-                body(config, session, signals, clusters, start.result())
+                roles = Roles(config, clusters)
+                body(config, Launched(program, session, signals, clusters, roles, start.result()))
     except Interrupted as stop:
         return stop.exit_code
     except PlacementError as error:

@@ -41,7 +41,8 @@ from roll.pipeline.model_cluster import Scorer, plan_optimizer_steps, rows_train
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_roles import RolloutRoles
 from roll.pipeline.rollouts import read_rollouts, take, write_rollouts
-from roll.pipeline.session import RunFailedError, RunSession
+from roll.pipeline.session import RunFailedError
+from roll.pipeline.start import Launched
 from roll.pipeline.tagged_teachers import TaggedTeachers
 from roll.pipeline.teaching import TEACHER_COLUMNS, with_teacher
 from roll.rollout.admission import Admission
@@ -53,7 +54,6 @@ from roll.rollout.types import Collected, RolloutGroup
 from roll.tracking.checkpointer import Write
 from roll.utils.checksums import WrittenFile
 from roll.utils.seeding import derive_seed
-from roll.utils.signals import SignalGuard
 
 
 class RLPipeline(TrainingLoop):
@@ -67,10 +67,8 @@ class RLPipeline(TrainingLoop):
     filter_hint: ClassVar[str] = "loosen the filter of groups, or change the data"
     """Advice where dynamic sampling turns down too many groups."""
 
-    def __init__(
-        self, config: RLConfig, session: RunSession, roles: Roles, signals: SignalGuard, players: RolloutRoles
-    ) -> None:
-        super().__init__(config, session, roles, signals)
+    def __init__(self, config: RLConfig, run: Launched, players: RolloutRoles) -> None:
+        super().__init__(config, run.session, run.roles, run.signals)
         self.players = players
         self.score_stats = RunningStats()
         self.kl_controller = KlController.from_config(config)
@@ -82,7 +80,7 @@ class RLPipeline(TrainingLoop):
             last_step=config.max_steps if config.overlaps else None,
         )
         """Choice of the groups that the next steps take."""
-        self.idleness = Idleness(roles.actor.cluster, roles.infer) if config.overlaps else None
+        self.idleness = Idleness(run.roles.actor.cluster, run.roles.infer) if config.overlaps else None
 
     @property
     def rollouts(self) -> RolloutScheduler:

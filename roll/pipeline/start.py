@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 from roll.configs.engines.card import kind_of
 from roll.configs.pipeline import TINY, PipelineConfig
+from roll.distributed.cluster.cluster import Cluster
 from roll.models.tokenizer import check_same_ids
 from roll.pipeline.programs import Program
 from roll.pipeline.roles import Roles
+from roll.pipeline.rollout_roles import RolloutRoles
 from roll.pipeline.session import RunSession
 from roll.utils.registry import import_path
+from roll.utils.signals import SignalGuard
 
 
 class Start:
@@ -36,24 +41,48 @@ def start_of(config: PipelineConfig, program: Program) -> Start:
     return cast("Callable[[PipelineConfig], Start]", import_path(program.tiny))(config)
 
 
-def teacher_weights(
-    config: PipelineConfig, program: Program, session: RunSession, roles: Roles, rollouts: Any
-) -> str | None:
-    """The folder or hub name of the teacher; with ``teacher_pretrain: tiny`` it is taught on the run's own workers.
+@dataclass(frozen=True)
+class Launched:
+    """A run whose workers are up."""
 
-    Returns:
-        ``None`` where the run has no section ``teacher``; those of several teachers are as the configuration says.
+    program: Program
+    session: RunSession
+    signals: SignalGuard
+    clusters: Mapping[str, Cluster]
+    roles: Roles
+    start: Start
 
-    Raises:
-        ValueError: the tokens of a teacher are not those of the policy.
-    """
-    taught = [role for role in config.roles if kind_of(role) == "teacher"]
-    for role in taught if not config.aligns_teacher else ():
-        trusts = {"trust_policy": config.trusts("actor_train"), "trust_teacher": config.trusts(role)}
-        check_same_ids(config.pretrain, config.model_of(role), config.tokenizer_path, **trusts)
-    if "teacher" not in taught:
-        return None
-    if (path := config.model_of("teacher")) != TINY:
-        return path
-    session.display.note("the teacher is taught first")
-    return start_of(config.of_teacher(), program).weights(session, roles, rollouts)
+    @contextmanager
+    def set_up(self, config: PipelineConfig, rollouts: RolloutRoles | None) -> Iterator[tuple[str, str | None]]:
+        """Loads the models, for the block to do the rest, and waits for the workers of the rollouts.
+
+        Yields:
+            Folders or hub names: of the starting weights, and of the section ``teacher``, where there is one.
+        """
+        teacher_path = self._teacher_weights(config, rollouts)
+        model_path = self.start.weights(self.session, self.roles, rollouts)
+        with self.session.phase("setup"):
+            self.roles.setup(model_path, config.total_optimizer_steps, teacher_path)
+            yield model_path, teacher_path
+            if rollouts is not None:
+                rollouts.wait_ready()
+
+    def _teacher_weights(self, config: PipelineConfig, rollouts: RolloutRoles | None) -> str | None:
+        """The folder or hub name of the teacher; with ``teacher_pretrain: tiny`` it is taught on the run's own workers.
+
+        Returns:
+            ``None`` where the run has no section ``teacher``; those of several teachers are as the configuration says.
+
+        Raises:
+            ValueError: the tokens of a teacher are not those of the policy.
+        """
+        taught = [role for role in config.roles if kind_of(role) == "teacher"]
+        for role in taught if not config.aligns_teacher else ():
+            trusts = {"trust_policy": config.trusts("actor_train"), "trust_teacher": config.trusts(role)}
+            check_same_ids(config.pretrain, config.model_of(role), config.tokenizer_path, **trusts)
+        if "teacher" not in taught:
+            return None
+        if (path := config.model_of("teacher")) != TINY:
+            return path
+        self.session.display.note("the teacher is taught first")
+        return start_of(config.of_teacher(), self.program).weights(self.session, self.roles, rollouts)

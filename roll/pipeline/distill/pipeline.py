@@ -48,14 +48,14 @@ def _build(config: DistillConfig, parts: Parts) -> DistillPipeline | None:
     vocab_size = (
         load_config(parts.model_path, trust_remote_code=config.trusts("actor_train")).get_text_config().vocab_size
     )
-    teacher = Teacher(config, parts.roles, parts.teacher_path, vocab_size)
+    teacher = Teacher(config, parts.run.roles, parts.teacher_path, vocab_size)
     if parts.held_out is not None:
         parts = replace(parts, held_out=teacher.ahead(parts.held_out))
     on_disk = config.teacher_logprobs is not None
     if parts.train is not None and on_disk:
         parts = replace(parts, train=teacher.ahead(parts.train))
     if config.precompute_only:
-        parts.session.display.note(f"the teacher's log-probabilities are in {config.teacher_logprobs}")
+        parts.run.session.display.note(f"the teacher's log-probabilities are in {config.teacher_logprobs}")
         return None
     prepare = None if on_disk else lambda batch, rows: teacher.score(batch)
     return DistillPipeline(config, parts, build_distill_loss, config, prepare=prepare)

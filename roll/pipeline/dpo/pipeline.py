@@ -79,10 +79,10 @@ def _load(
 
 
 def _build(config: DPOConfig, parts: Parts) -> DPOPipeline:
-    roles, train, held_out = parts.roles, parts.train, parts.held_out
+    roles, train, held_out = parts.run.roles, parts.train, parts.held_out
     prepare, anchors = None, None
     if config.uses_reference:
-        kept = Path(config.reference_dir).expanduser() if config.reference_dir else parts.session.folder.path
+        kept = Path(config.reference_dir).expanduser() if config.reference_dir else parts.run.session.folder.path
         scored_by = "actor_train" if config.reference is None else "reference"
         _, dtype = compute_dtype(scored_by, config.roles[scored_by])
         reference = ReferenceScores(roles, parts.model_path, dtype, kept if config.precompute_reference else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -15,17 +15,13 @@ from roll.data.batch import Batch
 from roll.data.conversations import Conversations, Scoring
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
-from roll.distributed.cluster.cluster import Cluster
 from roll.pipeline.launch import EXIT_USAGE, launch
 from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
 from roll.pipeline.offline.training import first_samples, steps_per_epoch
 from roll.pipeline.programs import Program
 from roll.pipeline.prompt_roles import PromptRoles, prompt_workers
 from roll.pipeline.rlvr.datasets import load_renderer, make_data
-from roll.pipeline.roles import Roles
-from roll.pipeline.session import RunSession
-from roll.pipeline.start import Start, teacher_weights
-from roll.utils.signals import SignalGuard
+from roll.pipeline.start import Launched
 
 ConfigT = TypeVar("ConfigT", bound=OfflineConfig)
 Load = Callable[[ConfigT, DataArguments, ChatRenderer, "Scoring | None"], Conversations]
@@ -80,7 +76,7 @@ def run_offline(
         per_epoch = steps_per_epoch(len(datasets.train.batch.samples), config.actor_train.global_train_batch_size)
         config = config.model_copy(update={"max_steps": config.num_train_epochs * per_epoch})
     notes = [*describe_batches(config), *datasets.describe()]
-    body = partial(_run, program=program, datasets=datasets, build=build)
+    body = partial(_run, datasets=datasets, build=build)
     return launch(config, program, body, prompt_workers(config), notes=notes, started=started)
 
 
@@ -108,32 +104,16 @@ def load_datasets(config: ConfigT, renderer: ChatRenderer, load: Load[ConfigT]) 
     return Datasets(train, val, held_out, questions)
 
 
-def _run(
-    config: ConfigT,
-    session: RunSession,
-    signals: SignalGuard,
-    clusters: Mapping[str, Cluster],
-    start: Start,
-    *,
-    program: Program,
-    datasets: Datasets,
-    build: Build[ConfigT],
-) -> None:
-    roles = Roles(config, clusters)
+def _run(config: ConfigT, run: Launched, *, datasets: Datasets, build: Build[ConfigT]) -> None:
     prompts = None
     if datasets.questions is not None:
-        tokenizer = config.tokenizer_path or start.model_path
-        prompts = PromptRoles(config, clusters, roles, tokenizer, None, datasets.questions, on_tick=signals.check)
-        prompts.begin_setup()
-    teacher_path = teacher_weights(config, program, session, roles, prompts)
-    model_path = start.weights(session, roles, prompts)
-    train = None if datasets.train is None else datasets.train.batch
-    with session.phase("setup"):
-        roles.setup(model_path, config.total_optimizer_steps, teacher_path)
-        pipeline = build(
-            config, Parts(session, roles, signals, train, datasets.held_out, prompts, model_path, teacher_path)
+        tokenizer = config.tokenizer_path or run.start.model_path
+        prompts = PromptRoles(
+            config, run.clusters, run.roles, tokenizer, None, datasets.questions, on_tick=run.signals.check
         )
-        if prompts is not None:
-            prompts.wait_ready()
+        prompts.begin_setup()
+    train = None if datasets.train is None else datasets.train.batch
+    with run.set_up(config, prompts) as (model_path, teacher_path):
+        pipeline = build(config, Parts(run, train, datasets.held_out, prompts, model_path, teacher_path))
     if pipeline is not None:
         pipeline.run()

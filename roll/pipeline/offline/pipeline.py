@@ -14,13 +14,11 @@ from roll.pipeline.loop import TrainingLoop, mean_metrics
 from roll.pipeline.offline.training import OfflineTraining, Prepare
 from roll.pipeline.prompt_roles import PromptRoles
 from roll.pipeline.rlvr.metrics import accuracy_metrics, check_error_rates
-from roll.pipeline.roles import Roles
 from roll.pipeline.rollouts import MAX_SHOWN, collect, keep_episodes
-from roll.pipeline.session import RunSession
+from roll.pipeline.start import Launched
 from roll.report.answers import save_answers
 from roll.rollout.metrics import rollout_metrics
 from roll.utils.seeding import derive_seed
-from roll.utils.signals import SignalGuard
 
 _OF_REWARDS = ("success", "reward", "task_reward", "penalty", "valid_rate")
 """Ends of the names of metrics that mean nothing where no verifier has judged."""
@@ -30,10 +28,8 @@ _OF_REWARDS = ("success", "reward", "task_reward", "penalty", "valid_rate")
 class Parts:
     """Parts that a pipeline is made of."""
 
-    session: RunSession
-    roles: Roles
-    """Set up with the starting weights."""
-    signals: SignalGuard
+    run: Launched
+    """Its roles are set up with the starting weights."""
     train: Batch | None
     """``None`` with ``eval_only``."""
     held_out: Batch | None
@@ -72,13 +68,13 @@ class OfflinePipeline(TrainingLoop):
         *loss_args: Any,
         prepare: Prepare | None = None,
     ) -> None:
-        super().__init__(config, parts.session, parts.roles, parts.signals)
+        super().__init__(config, parts.run.session, parts.run.roles, parts.run.signals)
         self.held_out, self.prompts = parts.held_out, parts.prompts
         self.loss = build_loss(*loss_args)
         self.training: OfflineTraining | None = None
         if parts.train is not None:
             self.training = OfflineTraining(
-                parts.roles.actor,
+                self.roles.actor,
                 parts.train,
                 build_loss,
                 *loss_args,

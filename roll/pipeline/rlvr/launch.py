@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from functools import partial
 
 from roll.algorithms.preferences import build_preference_loss
 from roll.configs.batches import describe_batches
 from roll.configs.rlvr import RLVRConfig
-from roll.distributed.cluster.cluster import Cluster
 from roll.pipeline.launch import EXIT_USAGE, launch
 from roll.pipeline.privileged_teacher import PrivilegedTeacher
 from roll.pipeline.programs import RLVR
@@ -24,10 +22,7 @@ from roll.pipeline.rlvr.datasets import (
     teacher_prompts,
 )
 from roll.pipeline.rlvr.pipeline import RLVRPipeline
-from roll.pipeline.roles import Roles
-from roll.pipeline.session import RunSession
-from roll.pipeline.start import Start, teacher_weights
-from roll.utils.signals import SignalGuard
+from roll.pipeline.start import Launched
 
 
 def run_rlvr(config: RLVRConfig, started: float | None = None) -> int:
@@ -44,23 +39,13 @@ def run_rlvr(config: RLVRConfig, started: float | None = None) -> int:
     return launch(config, RLVR, partial(_run, datasets=datasets), prompt_workers(config), notes=notes, started=started)
 
 
-def _run(
-    config: RLVRConfig,
-    session: RunSession,
-    signals: SignalGuard,
-    clusters: Mapping[str, Cluster],
-    start: Start,
-    *,
-    datasets: Datasets,
-) -> None:
-    roles = Roles(config, clusters)
-    tokenizer = config.tokenizer_path or start.model_path
-    prompts = PromptRoles(config, clusters, roles, tokenizer, datasets.train, datasets.val, on_tick=signals.check)
+def _run(config: RLVRConfig, run: Launched, *, datasets: Datasets) -> None:
+    roles, tokenizer = run.roles, config.tokenizer_path or run.start.model_path
+    prompts = PromptRoles(
+        config, run.clusters, roles, tokenizer, datasets.train, datasets.val, on_tick=run.signals.check
+    )
     prompts.begin_setup()
-    teacher_path = teacher_weights(config, RLVR, session, roles, prompts)
-    model_path = start.weights(session, roles, prompts)
-    with session.phase("setup"):
-        roles.setup(model_path, config.total_optimizer_steps, teacher_path)
+    with run.set_up(config, prompts):
         if (writer := teacher_prompts(config, load_renderer(config))) is not None:
             assert roles.teacher is not None, "a rule"
             roles.teacher = PrivilegedTeacher(roles.teacher, lambda group: writer.ids(prompts.drawn(group)))
@@ -68,5 +53,4 @@ def _run(
             set_losses(roles, config)
         else:
             roles.actor.call("set_loss", build_preference_loss, config.online_dpo)
-        prompts.wait_ready()
-    RLVRPipeline(config, session, roles, signals, prompts).run()
+    RLVRPipeline(config, run, prompts).run()
