@@ -15,7 +15,7 @@ from roll import __version__
 from roll.configs.importers import SYSTEMS
 from roll.configs.shipped import SHIPPED, config_groups
 from roll.pipeline import completion
-from roll.pipeline.cli import EXIT_CONFIG, locate, perform, refuse
+from roll.pipeline.cli import EXIT_USAGE, locate, perform, refuse
 from roll.pipeline.commands.arguments import add_command, add_commands
 from roll.pipeline.programs import configurations
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     refuse(parser, [word for word in rest if word.startswith("-") or not hasattr(options, "overrides")])
     if not hasattr(options, "do"):
         sys.stderr.write(options.parser.format_help())
-        return EXIT_CONFIG
+        return EXIT_USAGE
     if hasattr(options, "overrides"):
         options.overrides = [*options.overrides, *rest]
         options.started = started
@@ -218,7 +218,7 @@ def _check_template(options: argparse.Namespace) -> int:
         report = check_template(tokenizer, options.template, parsers())
     except ValueError as error:
         sys.stderr.write(f"roll template check: {error}\n")
-        return EXIT_CONFIG
+        return EXIT_USAGE
     sys.stdout.write(report.page())
     return 1 if report.problems else 0
 

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AGENTIC", "DISTILL", "DPO", "REWARD_MODEL", "RLVR", "SFT", "main", "perform", "refuse", "report"]
 
-EXIT_CONFIG = 2
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+"""Of every command; 2 is for a wrong command line, configuration or file."""
 LINE_WIDTH = 110
 _FOREIGN = 3
 """Keys of another pipeline that make a configuration its own, where none is of the pipeline that was asked for."""
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None, program: Program = AGENTIC) -> int:
     parser = _parser(program)
     if not argv:
         sys.stderr.write(parser.format_help())
-        return EXIT_CONFIG
+        return EXIT_USAGE
     options, unknown = parser.parse_known_intermixed_args(argv)
     refuse(parser, unknown)
     action: Action = "print" if options.print_config else "validate" if options.validate_only else "train"
@@ -104,7 +105,7 @@ def perform(
     file = folder / (config_name if config_name.endswith(".sh") else f"{config_name.removesuffix('.yaml')}.yaml")
     if system_of(file) not in (None, "roll"):
         sys.stderr.write(f"{config_name}: {command_for(file)}\n")
-        return EXIT_CONFIG
+        return EXIT_USAGE
     try:
         config, program = read_config(config_name, folder, overrides, program)
         lines, problems = check_inputs(config) if action == "validate" else ([], [])
@@ -116,7 +117,7 @@ def perform(
         sys.stderr.write(report(errors, config_name))
         if (advice := command_for(file)) is not None:  # of ROLL, most of whose keys are ours
             sys.stderr.write(f"{config_name}: {advice}\n")
-        return EXIT_CONFIG
+        return EXIT_USAGE
     if action == "print":
         sys.stdout.write(_yaml(config))
         return 0

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-EXIT_UNREADABLE = 2
+from roll.pipeline.cli import EXIT_USAGE
 
 
 def run(system: str, words: Sequence[str], output: str | None) -> int:
@@ -29,13 +29,13 @@ def run(system: str, words: Sequence[str], output: str | None) -> int:
     overrides = [word for word in words if "=" in word]
     if not files:
         sys.stderr.write(f"roll import {system}: no file is named\n")
-        return EXIT_UNREADABLE
+        return EXIT_USAGE
     name = Path(output).stem if output else files[-1].stem
     try:
         imported = convert(system, files, overrides, CHECKS, name)
     except UnreadableError as error:
         sys.stderr.write(f"roll import {system}: {error}\n")
-        return EXIT_UNREADABLE
+        return EXIT_USAGE
     if output is None:
         sys.stdout.write(imported.text)
         sys.stderr.write(report(imported))
@@ -44,6 +44,6 @@ def run(system: str, words: Sequence[str], output: str | None) -> int:
             Path(output).expanduser().write_text(imported.text, encoding="utf-8")
         except OSError as error:
             sys.stderr.write(f"roll import {system}: -o {output}: {error.strerror}\n")
-            return EXIT_UNREADABLE
+            return EXIT_USAGE
         sys.stdout.write(f"{report(imported)}written to {output}\n")
     return imported.exit_code

@@ -22,6 +22,7 @@ from roll.distributed.cluster.placement import Placement, create_placement, disc
 from roll.distributed.cluster.ray_session import dead_daemons, ray_session
 from roll.distributed.cluster.resources import plan_placement
 from roll.distributed.cluster.worker import Worker
+from roll.pipeline.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from roll.pipeline.profiling import nsight_options
 from roll.pipeline.programs import Program
 from roll.pipeline.roles import Roles
@@ -44,8 +45,6 @@ logger = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT", bound=PipelineConfig)
 WorkerClasses = Mapping[str, type[Worker]]
-
-EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 MODEL_WORKERS: WorkerClasses = {
     "actor_train": TrainWorker,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.pipeline.cli import EXIT_CONFIG, read_config, report
+from roll.pipeline.cli import EXIT_USAGE, read_config, report
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import PipelineConfig
@@ -46,12 +46,12 @@ def plan(
 
     if output is not None and write is None:
         sys.stderr.write("roll plan: -o/--output: expected --write slurm or --write kuberay beside it\n")
-        return EXIT_CONFIG
+        return EXIT_USAGE
     try:
         device = parse_devices(devices) if devices else this_device()
     except ValueError as error:
         sys.stderr.write(f"roll plan: {error}\n")
-        return EXIT_CONFIG
+        return EXIT_USAGE
 
     def replan(more: Sequence[str]) -> Plan:
         config, _ = read_config(config_name, folder, [*overrides, *more])
@@ -61,7 +61,7 @@ def plan(
         found = replan(())
     except ConfigErrors as errors:
         sys.stderr.write(report(errors, config_name))
-        return EXIT_CONFIG
+        return EXIT_USAGE
     if write is not None:
         text = launcher(write, found, _command(config_name, folder, overrides))
         if output is None:
@@ -71,7 +71,7 @@ def plan(
             Path(output).expanduser().write_text(text, encoding="utf-8")
         except OSError as error:
             sys.stderr.write(f"roll plan: -o {output}: {error.strerror}\n")
-            return EXIT_CONFIG
+            return EXIT_USAGE
         sys.stderr.write(f"{output}: written\n")
         return 0
     advice = advise(found, replan)

@@ -43,8 +43,7 @@ class PromptRoles(RolloutRoles):
         self._rewards = {name: clusters[f"{REWARD_CLUSTER}{name}"] for name in config.rewards}
         contexts: dict[str, tuple[Any, ...]] = {ROLLOUT_CLUSTER: (_worker_context(config, tokenizer_path),)}
         contexts |= {f"{REWARD_CLUSTER}{name}": (name, reward) for name, reward in config.rewards.items()}
-        own = {name: clusters[name] for name in contexts}
-        super().__init__(config, own, contexts, roles, on_tick)
+        super().__init__(config, clusters, contexts, roles, on_tick)
         self.tags = list(config.domains)
         """All tags; a batch's ``tag_B`` indexes into it."""
         self._prompts = train or val

@@ -43,7 +43,7 @@ class RolloutRoles(ABC):
         on_tick: Callable[[], None],
     ) -> None:
         self._config = config
-        self._clusters = clusters
+        self._clusters = {name: clusters[name] for name in contexts}
         self._contexts = contexts
         self._roles = roles
         self._on_tick = on_tick

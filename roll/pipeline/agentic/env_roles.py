@@ -39,7 +39,7 @@ class EnvRoles(RolloutRoles):
         }
         if config.judge is not None:
             contexts[JUDGE_CLUSTER] = (config.judge,)
-        super().__init__(config, {name: clusters[name] for name in contexts}, contexts, roles, on_tick)
+        super().__init__(config, clusters, contexts, roles, on_tick)
         baseline = config.needs_greedy_baseline
         self.train = self.scheduler("train_env_manager", "train", trains=True, baseline=baseline)
         # Twice as many as are shown, so that there are solved and unsolved ones to choose from.

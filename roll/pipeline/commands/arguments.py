@@ -76,7 +76,7 @@ def _add_generate(commands: Any) -> None:
 
 def _generate(options: argparse.Namespace) -> int:
     from roll.configs.problems import ConfigErrors
-    from roll.pipeline.cli import EXIT_CONFIG, report
+    from roll.pipeline.cli import EXIT_USAGE, report
     from roll.pipeline.commands.engine import generator_section
     from roll.pipeline.commands.generating import Job, run
 
@@ -85,7 +85,7 @@ def _generate(options: argparse.Namespace) -> int:
         worker = generator_section(options.engine, _sampling(options), words)
     except ConfigErrors as errors:
         sys.stderr.write(report(errors, "roll generate"))
-        return EXIT_CONFIG
+        return EXIT_USAGE
     for option, value in (("-n", options.n), ("--concurrency", options.concurrency)):
         if value < 1:
             options.parser.error(f"generate: {option}: seen {value}, expected at least 1")
@@ -119,7 +119,7 @@ def _add_chat(commands: Any) -> None:
 
 def _chat(options: argparse.Namespace) -> int:
     from roll.configs.problems import ConfigErrors
-    from roll.pipeline.cli import EXIT_CONFIG, report
+    from roll.pipeline.cli import EXIT_USAGE, report
     from roll.pipeline.commands.chatting import Job, run
     from roll.pipeline.commands.engine import generator_section
 
@@ -127,7 +127,7 @@ def _chat(options: argparse.Namespace) -> int:
         worker = generator_section(None, _sampling(options), options.overrides)
     except ConfigErrors as errors:
         sys.stderr.write(report(errors, "roll chat"))
-        return EXIT_CONFIG
+        return EXIT_USAGE
     return run(Job(options.model, worker, options.system, options.max_length, options.seed))
 
 
@@ -196,7 +196,7 @@ def _add_score(commands: Any) -> None:
 def _score(options: argparse.Namespace) -> int:
     from roll.configs.problems import ConfigErrors
     from roll.data.answered import AnswerColumns
-    from roll.pipeline.cli import EXIT_CONFIG, report
+    from roll.pipeline.cli import EXIT_USAGE, report
     from roll.pipeline.commands.scoring import Job, rewards_of, run
 
     files, words = _files_and_words(options, "score")
@@ -205,7 +205,7 @@ def _score(options: argparse.Namespace) -> int:
         rewards = rewards_of(config, options.verifier, words)
     except ConfigErrors as errors:
         sys.stderr.write(report(errors, options.config or "roll score"))
-        return EXIT_CONFIG
+        return EXIT_USAGE
     truth = None if options.no_truth else options.truth_key
     columns = AnswerColumns(options.answer_key, options.prompt_key, truth, options.tag_key)
     job = Job(files, columns, rewards, options.output, options.score_key, options.summary, options.processes)

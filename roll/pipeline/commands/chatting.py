@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from roll.configs.worker import WorkerConfig
+from roll.pipeline.cli import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from roll.tracking.manifest import CheckpointError
 from roll.tracking.saved import find_saved
 
 if TYPE_CHECKING:
     from roll.rollout.conversation import Conversation, StreamingEngine
 
-EXIT_OK, EXIT_USAGE, EXIT_INTERRUPTED = 0, 2, 130
 HELP = "/reset begins anew, /quit ends (so does the end of the input), Ctrl-C stops an answer\n"
 
 

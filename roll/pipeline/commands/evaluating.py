@@ -10,7 +10,7 @@ from typing import Any
 
 from roll.configs.compose import compose_config
 from roll.configs.problems import ConfigErrors
-from roll.pipeline.cli import EXIT_CONFIG, perform, report
+from roll.pipeline.cli import EXIT_USAGE, perform, report
 from roll.pipeline.commands.figures import page
 from roll.tracking.checkpointer import Checkpointer
 from roll.tracking.files import read_json_lines
@@ -34,18 +34,18 @@ def run(path: str, config: tuple[str, Path] | None, words: Sequence[str], starte
         saved = find_saved(path)
     except CheckpointError as error:
         sys.stderr.write(f"roll eval: {error}\n")
-        return EXIT_CONFIG
+        return EXIT_USAGE
     if config is None and saved.run is None:
         lack = f"no {CONFIG_FILE} of a run beside it" if Path(path).expanduser().is_dir() else "no such folder here"
         sys.stderr.write(f"roll eval: {path}: {lack}; --config says how to evaluate a model that no run has saved\n")
-        return EXIT_CONFIG
+        return EXIT_USAGE
     name, folder = config or (Path(CONFIG_FILE).stem, saved.run or Path())
     overrides = [*changes(saved, folder if config is None else None), *words]
     try:
         values = compose_config(name, folder, overrides).values
     except ConfigErrors as errors:
         sys.stderr.write(report(errors, name))
-        return EXIT_CONFIG
+        return EXIT_USAGE
     for key in redacted(values):
         sys.stderr.write(f"{key} was not saved, as it is a secret: give it as {key}=… if the evaluation needs it\n")
     code = perform("train", name, folder, overrides, started=started)

@@ -23,10 +23,10 @@ from roll.configs.explain import (
 )
 from roll.configs.importers import SYSTEMS
 from roll.configs.importers.table import ROLES
+from roll.pipeline.cli import EXIT_USAGE
 from roll.pipeline.programs import PROGRAMS
 from roll.utils.registry import import_path
 
-EXIT_UNKNOWN = 2
 WIDTH = 110
 MOST_SHOWN = 6
 """Keys of one name that are told in full."""
@@ -44,7 +44,7 @@ def run(word: str) -> int:
     if not found:
         hint = f"; did you mean {' or '.join(found.near)}?" if found.near else "; see docs/configuration.md"
         sys.stderr.write(f"roll explain: no key is called {word!r}{hint}\n")
-        return EXIT_UNKNOWN
+        return EXIT_USAGE
     sys.stdout.write(page(found))
     return 0
 

@@ -17,6 +17,7 @@ from roll.configs.worker import WorkerConfig
 from roll.data.asked import Asked, read_asked
 from roll.data.files.find import find_files
 from roll.data.files.rows import DataError, Problems, Row
+from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from roll.pipeline.commands.progress import progress
 from roll.tracking.files import to_json, write_atomic
 from roll.tracking.manifest import CheckpointError
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from roll.data.requests import Completion
     from roll.rollout.answering import Answerer
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 AHEAD = 4
 """Requests that are under way or wait for a slower one before them, in multiples of those that run at once."""
 

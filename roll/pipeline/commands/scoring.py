@@ -18,7 +18,7 @@ from roll.configs.rewards import RewardConfig
 from roll.data.answered import AnswerColumns, Answered, read_answered
 from roll.data.files.find import find_files
 from roll.data.files.rows import DataError, Problems
-from roll.pipeline.cli import report
+from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, report
 from roll.pipeline.commands.figures import page
 from roll.pipeline.commands.progress import progress
 from roll.rewards.accuracy import Tally
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from roll.configs.judge import JudgeEngine
     from roll.rewards.judge_model import HostedModel
 
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 SHOWN_ERRORS = 3
 
 

@@ -15,7 +15,8 @@ from roll.data.batch import Batch
 from roll.data.conversations import Conversations, Scoring
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
-from roll.pipeline.launch import EXIT_USAGE, launch
+from roll.pipeline.cli import EXIT_USAGE
+from roll.pipeline.launch import launch
 from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
 from roll.pipeline.offline.training import first_samples, steps_per_epoch
 from roll.pipeline.programs import Program

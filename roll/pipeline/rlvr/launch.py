@@ -8,7 +8,8 @@ from functools import partial
 from roll.algorithms.preferences import build_preference_loss
 from roll.configs.batches import describe_batches
 from roll.configs.rlvr import RLVRConfig
-from roll.pipeline.launch import EXIT_USAGE, launch
+from roll.pipeline.cli import EXIT_USAGE
+from roll.pipeline.launch import launch
 from roll.pipeline.privileged_teacher import PrivilegedTeacher
 from roll.pipeline.programs import RLVR
 from roll.pipeline.prompt_roles import PromptRoles, prompt_workers

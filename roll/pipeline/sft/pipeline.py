@@ -9,7 +9,6 @@ from roll.algorithms.losses import build_sft_loss
 from roll.configs.sft import SFTConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
-from roll.pipeline.model_cluster import ModelCluster
 from roll.pipeline.offline.imitated import load_imitated
 from roll.pipeline.offline.launch import run_offline
 from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
@@ -33,23 +32,19 @@ class SFTPipeline(OfflinePipeline):
     }
 
     def measure_held_out(self, batch: Batch) -> Metrics:
-        return likelihood_metrics(self.roles.actor, batch)
+        """Likelihood of the tokens with loss mask 1.
+
+        ``eval/loss`` is their mean negative log-likelihood (nats), ``eval/perplexity`` its exponential, and
+        ``eval/token_accuracy`` the share of them that are the model's first choice, given the tokens before.
+        """
+        scores, said_T = self.roles.actor.logprobs(batch), batch.loss_mask_T
+        assert scores.logprobs_T is not None, "a language model scores"
+        loss = -float(scores.logprobs_T[said_T].double().mean())
+        metrics = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0)), "eval/tokens": float(said_T.sum())}
+        if scores.hit_T is not None:  # an engine of one's own may not tell
+            metrics["eval/token_accuracy"] = float(scores.hit_T[said_T].double().mean())
+        return metrics
 
 
 def _build(config: SFTConfig, parts: Parts) -> SFTPipeline:
     return SFTPipeline(config, parts, build_sft_loss, config.loss_agg_mode)
-
-
-def likelihood_metrics(model: ModelCluster, batch: Batch) -> Metrics:
-    """Likelihood of the tokens with loss mask 1.
-
-    ``eval/loss`` is their mean negative log-likelihood (nats), ``eval/perplexity`` its exponential, and
-    ``eval/token_accuracy`` the share of them that are the model's first choice, given the tokens before.
-    """
-    scores, said_T = model.logprobs(batch), batch.loss_mask_T
-    assert scores.logprobs_T is not None, "a language model scores"
-    loss = -float(scores.logprobs_T[said_T].double().mean())
-    metrics = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0)), "eval/tokens": float(said_T.sum())}
-    if scores.hit_T is not None:  # an engine of one's own may not tell
-        metrics["eval/token_accuracy"] = float(scores.hit_T[said_T].double().mean())
-    return metrics
