@@ -36,7 +36,12 @@ class StepProfiler:
         if step not in self._config.steps:
             yield
             return
-        config, chosen = self._config, list(self._chosen())
+        config = self._config
+        chosen = [
+            (cluster, rank)
+            for name, cluster in self._clusters.items()
+            for rank in config.profiled(name, cluster.world_size)
+        ]
         options = RecordingOptions(config.shapes, config.stacks, config.memory)
         for cluster, rank in chosen:
             cluster.call_rank(rank, "start_recording", options)
@@ -55,11 +60,6 @@ class StepProfiler:
         self._folder.mkdir(parents=True, exist_ok=True)
         ray.timeline(str(self._folder / TIMELINE_FILE))
         logger.info("Ray's timeline: %s", self._folder / TIMELINE_FILE)
-
-    def _chosen(self) -> Iterator[tuple[Cluster, int]]:
-        for name, cluster in self._clusters.items():
-            for rank in self._config.profiled(name, cluster.world_size):
-                yield cluster, rank
 
 
 def nsight_options(config: ProfilerConfig, role: str, world_size: int, folder: Path) -> dict[int, dict[str, str]]:

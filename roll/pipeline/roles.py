@@ -123,8 +123,8 @@ class Roles:
         if isinstance(self.reference, ModelCluster):
             loading.append((self.reference, self.reference.submit_setup(self._own_context("reference", model_path))))
         if self.critic is not None:
-            critic = replace(self._own_context("critic", model_path), head="value")
-            critic = replace(critic, total_optimizer_steps=total_optimizer_steps)
+            own = self._own_context("critic", model_path)
+            critic = replace(own, head="value", total_optimizer_steps=total_optimizer_steps)
             loading.append((self.critic, self.critic.submit_setup(critic)))
         lora = _lora(self.config.actor_train.model_args)
         if self.evaluator is not None:
@@ -144,9 +144,9 @@ class Roles:
         lora: LoraSpec | None = None,
     ) -> None:
         """Starts to load the policy into the training and the generating workers, with a fresh optimizer."""
-        context = replace(self._context("actor_train", model_path), lora=lora)
+        context = self._context("actor_train", model_path)
         worker = context.worker.model_copy(update={"training_args": training_args})
-        context = replace(context, worker=worker, total_optimizer_steps=total_optimizer_steps)
+        context = replace(context, worker=worker, lora=lora, total_optimizer_steps=total_optimizer_steps)
         self._loading = self.actor.submit_setup(context)
         if self.generator is not None:
             self.generator.begin_setup(replace(self._context("actor_infer", model_path), lora=lora))

@@ -19,7 +19,7 @@ from roll.tracking.display import Display, closing_line
 from roll.tracking.monitor import PhaseTimer, Span, peak_memory_mb
 from roll.tracking.post_save import PostSaveHook
 from roll.tracking.run import RunFolder
-from roll.tracking.trackers import AnswerRow, MultiTracker
+from roll.tracking.trackers import AnswerRow, MultiTracker, TrackerContext
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +65,8 @@ class RunSession:
         self.folder.write_config(plain)
         self.folder.truncate_metrics(-1 if resumed_step is None else resumed_step)
         self.folder.truncate_schedule(-1 if resumed_step is None else resumed_step)
-        self._tracker = MultiTracker(
-            self.config.trackers, self.config.tracker_kwargs, self.folder, config=plain, resumed_step=resumed_step
-        )
+        context = TrackerContext(self.folder, plain, resumed_step)
+        self._tracker = MultiTracker(self.config.trackers, self.config.tracker_kwargs, context)
         self.folder.write_summary(self.summary)
         self.display.__enter__()
         return self

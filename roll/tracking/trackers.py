@@ -68,15 +68,7 @@ class TrackerFactory(Protocol):
 class MultiTracker:
     """Hands every step's metrics to several trackers. One that fails is reported once and left out from then on."""
 
-    def __init__(
-        self,
-        names: str | Sequence[str],
-        kwargs: Mapping[str, Any] | None,
-        run: RunFolder,
-        *,
-        config: Mapping[str, Any] | None = None,
-        resumed_step: int | None = None,
-    ) -> None:
+    def __init__(self, names: str | Sequence[str], kwargs: Mapping[str, Any] | None, context: TrackerContext) -> None:
         """Makes the trackers that ``track_with`` names.
 
         Raises:
@@ -84,7 +76,6 @@ class MultiTracker:
             ValueError: an option that a tracker does not take.
             ImportError: a tracker's package is missing; the message says how to install it.
         """
-        context = TrackerContext(run, config or {}, resumed_step)
         self._trackers: dict[str, Tracker] = {}
         for name, options in tracker_options(names, kwargs).items():
             self._trackers[name] = TRACKERS.get(name)(context, **options)

@@ -51,7 +51,9 @@ def run(path: str, config: tuple[str, Path] | None, words: Sequence[str], starte
     code = perform("train", name, folder, overrides, started=started)
     if code == 0:
         target = Path(values.get("output_dir", "output")).expanduser() / values["exp_name"]
-        sys.stdout.write(f"\n{page(_figures(target / 'metrics.jsonl'))}in {target}\n")
+        last = read_json_lines(target / "metrics.jsonl")[-1]
+        figures = {name: value for name, value in last.items() if name.startswith("eval")}
+        sys.stdout.write(f"\n{page(figures)}in {target}\n")
     return code
 
 
@@ -85,8 +87,3 @@ def redacted(values: Any, path: str = "") -> Iterator[str]:
             yield from redacted(value, f"{path}.{key}" if path else str(key))
     elif isinstance(values, str) and REDACTED in values:
         yield path
-
-
-def _figures(metrics: Path) -> dict[str, float | None]:
-    last = read_json_lines(metrics)[-1]
-    return {name: value for name, value in last.items() if name.startswith("eval")}

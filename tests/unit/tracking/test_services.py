@@ -19,7 +19,7 @@ from roll.report.trajectories import answer_row
 from roll.rollout.types import EpisodeEnd, Trajectory, Turn
 from roll.tracking import SERVICES
 from roll.tracking.run import RunFolder
-from roll.tracking.trackers import AnswerRow, MultiTracker
+from roll.tracking.trackers import AnswerRow, MultiTracker, TrackerContext
 
 SECRET = "hf_123456789"
 CONFIG = {"hf_token": SECRET, "seed": 7, "actor_train": {"model_args": {"dtype": "fp32"}}}
@@ -42,7 +42,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunFolder]:
 def track(name: str, run: RunFolder) -> None:
     """Two steps of a run, the answers of the second."""
     pytest.importorskip(name)
-    tracker = MultiTracker(name, {}, run, config=CONFIG)
+    tracker = MultiTracker(name, {}, TrackerContext(run, CONFIG))
     assert tracker.names == [name]
     tracker.log({"rollout/reward": 0.25, "eval/pass@8": 1.0}, 1)
     tracker.log_answers(ROWS, 2)
@@ -100,7 +100,7 @@ def test_trackio(run: RunFolder) -> None:
 def test_a_missing_package_says_how_to_install_it(name: str, run: RunFolder, monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=rf"pip install 'roll-rl\[{name}\]'"):
-        MultiTracker(name, {}, run)
+        MultiTracker(name, {}, TrackerContext(run))
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted == name else find(wanted))
     assert main(["train", "rlvr_math", f"track_with=[stdout,{name}]"]) == 2

@@ -74,7 +74,7 @@ def test_importing_the_package_loads_neither_torch_nor_a_service() -> None:
 def test_tensorboard_files_read_back_with_tensorboards_own_reader(run: RunFolder) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tracker = MultiTracker("tensorboard", {"flush_secs": 5}, run)
+    tracker = MultiTracker("tensorboard", {"flush_secs": 5}, TrackerContext(run))
     for step in range(1, 4):
         tracker.log({"rollout/reward": step / 2, "time/train": float("nan")}, step)
     tracker.finish()
@@ -87,7 +87,7 @@ def test_tensorboard_shows_the_configuration_without_its_secrets(run: RunFolder)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = {"seed": 7, "pretrain": "tiny", "tracker_kwargs": {"wandb": {"api_key": "hunter2hunter2"}}}
-    MultiTracker("tensorboard", {}, run, config=config).finish()
+    MultiTracker("tensorboard", {}, TrackerContext(run, config)).finish()
     events = EventAccumulator(str(run.logs / "tensorboard")).Reload()
     assert events.SummaryMetadata("config").plugin_data.plugin_name == "text"
     (event,) = events.Tensors("config")
@@ -100,7 +100,7 @@ def test_tensorboard_forgets_the_steps_that_a_resumed_run_takes_again(run: RunFo
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for resumed_step, steps, value in ((None, range(1, 6), 1.0), (3, range(4, 6), 2.0)):
-        tracker = MultiTracker(["tensorboard"], {}, run, resumed_step=resumed_step)
+        tracker = MultiTracker(["tensorboard"], {}, TrackerContext(run, resumed_step=resumed_step))
         for step in steps:
             tracker.log({"rollout/reward": value}, step)
         tracker.finish()
@@ -110,12 +110,12 @@ def test_tensorboard_forgets_the_steps_that_a_resumed_run_takes_again(run: RunFo
 
 
 def test_stdout_writes_one_plain_line_a_step(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    MultiTracker("stdout", None, run).log({"rollout/reward": 0.25, "actor/loss": 1e-7}, 3)
+    MultiTracker("stdout", None, TrackerContext(run)).log({"rollout/reward": 0.25, "actor/loss": 1e-7}, 3)
     assert capsys.readouterr().out == "step=3 actor/loss=1e-07 rollout/reward=0.25\n"
 
 
 def test_a_failing_tracker_is_reported_once_and_the_others_go_on(run: RunFolder, caplog, capsys) -> None:
-    tracker = MultiTracker([RECORDER, "stdout"], {RECORDER: {"fail_at": 2}, "stdout": {}}, run)
+    tracker = MultiTracker([RECORDER, "stdout"], {RECORDER: {"fail_at": 2}, "stdout": {}}, TrackerContext(run))
     for step in (1, 2, 3):
         tracker.log({"a/b": 1.0}, step)
     tracker.finish()
