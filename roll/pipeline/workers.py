@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import logging
 import traceback
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -40,8 +39,6 @@ from roll.rollout.router import GenerationError, Outcomes
 from roll.utils.checksums import WrittenFile
 from roll.utils.collector import end_start
 from roll.utils.idle import IdleClock
-
-logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 

@@ -15,7 +15,7 @@ from roll.configs.compose import compose_config, parse_overrides
 from roll.configs.loader import plugin_problems
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig
-from roll.data.answered import AnswerColumns, Answered, read_answered
+from roll.data.answered import AnswerColumns, read_answered
 from roll.data.files.find import find_files
 from roll.data.files.rows import DataError, Problems
 from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, report
@@ -149,7 +149,8 @@ async def _score(job: Job, domains: Mapping[str, RewardConfig], total: int) -> t
                             errors.append(f"{row.row.place}: {verdict}")
                         tally.add(row.group, verdict if isinstance(verdict, Verdict) else None)
                     if file is not None:
-                        file.write(_line(row, verdicts, job.score_key))
+                        scored = {**row.row.values, job.score_key: [_record(verdict) for verdict in verdicts]}
+                        file.write(to_json(scored) + "\n")
                     advance(f"{tally.failed:,} failed" if tally.failed else "")
     return tally, errors
 
@@ -167,10 +168,6 @@ def _written(path: Path | None) -> Iterator[IO[str] | None]:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _line(row: Answered, verdicts: Sequence[Verdict | RewardError], key: str) -> str:
-    return to_json({**row.row.values, key: [_record(verdict) for verdict in verdicts]}) + "\n"
 
 
 def _record(verdict: Verdict | RewardError) -> dict[str, Any]:
