@@ -96,7 +96,6 @@ def is_held_out(x: int, y: int, share: float) -> bool:
     """Tells whether the operands belong to validation: by a hash of the unordered pair, the same for every seed.
 
     Args:
-        y: the other; swapping the two changes nothing.
         share: part of all pairs that is held out.
     """
     digest = hashlib.blake2b(f"{min(x, y)},{max(x, y)}".encode(), digest_size=8).digest()

@@ -25,12 +25,7 @@ _MORE_TOKENS = 2
 
 
 class AlignedTeacher:
-    """Scores of a policy's batch from a teacher that reads other tokens.
-
-    Args:
-        teacher: its role, set up.
-        retokenizer: writes the policy's rows in its tokens.
-    """
+    """Scores of a policy's batch from a teacher that reads other tokens."""
 
     def __init__(self, teacher: ModelCluster, retokenizer: Retokenizer) -> None:
         self._teacher = teacher
@@ -59,8 +54,6 @@ def aligned(
 
     Args:
         context: that of a teacher with the policy's tokens.
-        teacher: its role.
-        policy: the policy's tokenizer.
     """
     args = context.worker.model_args
     own = load_tokenizer(context.model_path, trust_remote_code=args.trust_remote_code)

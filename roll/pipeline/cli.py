@@ -53,9 +53,6 @@ Action = Literal["train", "validate", "print"]
 def main(argv: Sequence[str] | None = None, program: Program = AGENTIC) -> int:
     """Runs a pipeline, as the start scripts do.
 
-    Args:
-        program: one of ``PROGRAMS``.
-
     Returns:
         0 when the run (or the check) succeeded, 2 for a wrong configuration and for an empty command line, otherwise
         the pipeline's own code.

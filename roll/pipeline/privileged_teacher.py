@@ -21,7 +21,6 @@ class PrivilegedTeacher:
     Zhao et al. 2026, *Self-Distilled Reasoner: On-Policy Self-Distillation for Large Language Models*.
 
     Args:
-        teacher: set up.
         prompt: the teacher's prompt of a rollout group, as token ids.
     """
 

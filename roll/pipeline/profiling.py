@@ -21,7 +21,6 @@ class StepProfiler:
     """Has workers record the steps that are asked for.
 
     Args:
-        clusters: of the roles that have a model.
         folder: of the files, which all machines share.
     """
 

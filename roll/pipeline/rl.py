@@ -57,11 +57,7 @@ from roll.utils.seeding import derive_seed
 
 
 class RLPipeline(TrainingLoop):
-    """Trains a policy. Subclasses bring the rollouts.
-
-    Args:
-        players: the workers that play the rollouts.
-    """
+    """Trains a policy. Subclasses bring the rollouts, which ``players`` play."""
 
     config: RLConfig
     filter_hint: ClassVar[str] = "loosen the filter of groups, or change the data"

@@ -95,11 +95,7 @@ class Roles:
         return self.rollout_replicas.cluster
 
     def setup(self, model_path: str, total_optimizer_steps: int, teacher_path: str | None = None) -> None:
-        """Loads the policy everywhere, the same weights in all its roles but those with models of their own.
-
-        Args:
-            teacher_path: Hugging Face folder of the section ``teacher``, where there is one.
-        """
+        """Loads the policy everywhere, the same weights in all its roles but those with models of their own."""
         loading = []
         if (divergence := self.config.divergence) is not None:
             self._teaching = Teaching.of(

@@ -97,9 +97,6 @@ class RolloutRoles(ABC):
         The others that generate are left to the update of weights that precedes their next work: the trainer's present
         weights may not be theirs.
 
-        Args:
-            evaluates: see ``make_scheduler``.
-
         Raises:
             WorkerDiedError: ``max_worker_restarts`` is used up.
             BaseException: ``error`` itself, when nothing is or was dead.

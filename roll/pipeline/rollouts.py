@@ -63,9 +63,7 @@ def play_held_out(
     """Plays held-out episodes: the same ones each time, sampled; and greedily before and after.
 
     Args:
-        name: ``before``, ``after`` or ``step``.
         greedy: ``None``: those that are sampled are greedy.
-        check: see ``take``.
 
     Returns:
         The sampled groups and their metrics, ``eval/…``; of the greedy ones ``eval_greedy/success`` and the rewards.

@@ -24,11 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Utilisation:
-    """Notes on the spans of a step what was worked on, and on how many devices.
-
-    Args:
-        generator: those of ``actor_infer``, if there are any.
-    """
+    """Notes on the spans of a step what was worked on, and on how many devices."""
 
     def __init__(self, config: PipelineConfig, trainer: Cluster, generator: Cluster | None = None) -> None:
         self._config = config

@@ -127,8 +127,7 @@ def render_index(run_dir: Path, folder: Path | None = None) -> Path:
     of a loss of imitation.
 
     Args:
-        run_dir: a run's folder, or a folder that ``save_renders`` filled.
-        folder: of the renders, where it is not the run's own.
+        run_dir: a run's folder, or one that ``save_renders`` filled.
     """
     folder = folder or (run_dir / "renders" if (run_dir / "renders").is_dir() else run_dir)
     folder.mkdir(parents=True, exist_ok=True)

@@ -89,7 +89,6 @@ class ChildPool:
         """Has a request answered by the next free child.
 
         Args:
-            request: JSON.
             timeout: seconds of the answer itself; waiting for a free child does not count.
 
         Returns:
@@ -149,7 +148,6 @@ class Child:
 
     Args:
         setup: what it shall hold; JSON.
-        what: its name in messages.
     """
 
     def __init__(self, module: str, setup: object, *, what: str, max_reply_bytes: int = MAX_REPLY_BYTES) -> None:

@@ -25,7 +25,6 @@ def run(path: str, config: tuple[str, Path] | None, words: Sequence[str], starte
     Args:
         path: a run's folder, a checkpoint, or a model's folder; see ``find_saved``.
         config: name and folder; ``None``: the configuration of the run that saved the model.
-        words: ``key=value`` changes.
 
     Returns:
         That of the run; 2 where nothing says how to evaluate.

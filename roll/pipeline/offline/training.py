@@ -31,7 +31,6 @@ class OfflineTraining:
     """Trains a model on a fixed set of samples (rows, or pairs of them), in epochs that are shuffled anew.
 
     Args:
-        actor: set up.
         build_loss: makes the loss of its further arguments, in the trainers.
         batch_size: samples of an optimizer step, at least.
         prepare: adds to the samples of a step what depends on the model as it is then; ``None``: nothing does.
