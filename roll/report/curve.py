@@ -21,7 +21,7 @@ _FEW = 12
 
 
 def learning_curve_svg(
-    points: Points | Mapping[str, Points],
+    points: Mapping[str, Points],
     *,
     title: str = "Success by training step",
     x_label: str = "step",
@@ -30,18 +30,19 @@ def learning_curve_svg(
     width: int = 760,
     height: int = 380,
 ) -> str:
-    """Draws one curve or several named ones; long ones get a running mean over the faint raw line.
+    """Draws named curves; long ones get a running mean over the faint raw line.
 
     Args:
-        points: (step, value) pairs, or name → pairs. Values that are not finite are left out.
+        points: name → (step, value) pairs. Values that are not finite are left out.
         y_range: lower and upper end of the vertical axis; values beyond are clipped.
         percent: label the vertical axis in percent (values are fractions).
         width: of the drawing. Letters are 13 pixels high in it, so it should be about as wide as it is shown.
     """
-    named = points if isinstance(points, Mapping) else {"": points}
-    series = {name: sorted((float(x), float(y)) for x, y in pairs if math.isfinite(y)) for name, pairs in named.items()}
+    series = {
+        name: sorted((float(x), float(y)) for x, y in pairs if math.isfinite(y)) for name, pairs in points.items()
+    }
     steps = [x for pairs in series.values() for x, _ in pairs] or [0.0]
-    labels = [name for name in series if name]
+    labels = list(series)
     room = width - _LEFT - _RIGHT - _TITLE_LETTER * len(title)
     below = width < _NARROW or room < _legend_width(labels)
     frame = _Frame(min(0.0, *steps), max(1.0, *steps), *y_range, width, height, below)
@@ -56,8 +57,7 @@ def learning_curve_svg(
     for index, (name, pairs) in enumerate(series.items()):
         color = _COLORS[index % len(_COLORS)]
         parts.append(_curve(frame, pairs, color))
-        if name:
-            parts.append(_legend(frame, labels, name, color))
+        parts.append(_legend(frame, labels, name, color))
     return "".join(parts) + "</svg>"
 
 

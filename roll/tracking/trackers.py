@@ -80,11 +80,6 @@ class MultiTracker:
         for name, options in tracker_options(names, kwargs).items():
             self._trackers[name] = TRACKERS.get(name)(context, **options)
 
-    @property
-    def names(self) -> list[str]:
-        """Those that work."""
-        return list(self._trackers)
-
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._tell("log", metrics, step)
 

@@ -120,7 +120,7 @@ def _add_chat(commands: Any) -> None:
 def _chat(options: argparse.Namespace) -> int:
     from roll.configs.problems import ConfigErrors
     from roll.pipeline.cli import EXIT_USAGE, report
-    from roll.pipeline.commands.chatting import Job, run
+    from roll.pipeline.commands.chatting import run
     from roll.pipeline.commands.engine import generator_section
 
     try:
@@ -128,7 +128,7 @@ def _chat(options: argparse.Namespace) -> int:
     except ConfigErrors as errors:
         sys.stderr.write(report(errors, "roll chat"))
         return EXIT_USAGE
-    return run(Job(options.model, worker, options.system, options.max_length, options.seed))
+    return run(options.model, worker, options.system, options.max_length, options.seed)
 
 
 def _add_sampling(parser: argparse.ArgumentParser, *, engines: bool = True) -> None:

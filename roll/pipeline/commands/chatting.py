@@ -7,7 +7,6 @@ import contextlib
 import io
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from roll.configs.worker import WorkerConfig
@@ -21,18 +20,7 @@ if TYPE_CHECKING:
 HELP = "/reset begins anew, /quit ends (so does the end of the input), Ctrl-C stops an answer\n"
 
 
-@dataclass(frozen=True)
-class Job:
-    """Model to talk with, and the settings of the talk."""
-
-    model: str
-    worker: WorkerConfig
-    system: str | None = None
-    sequence_length: int | None = None
-    seed: int = 42
-
-
-def run(job: Job) -> int:
+def run(path: str, worker: WorkerConfig, system: str | None, sequence_length: int | None, seed: int) -> int:
     """Answers line by line until ``/quit`` or the end of the input; 2 for a model that cannot be talked with."""
     from roll.data.renderer import ChatRenderer
     from roll.data.requests import sampling_params
@@ -41,16 +29,15 @@ def run(job: Job) -> int:
     from roll.models.tokenizer import load_tokenizer
     from roll.rollout.conversation import Conversation
 
-    worker = job.worker
     try:
-        model = find_saved(job.model).model
+        model = find_saved(path).model
         tokenizer = load_tokenizer(base_of(model)[0], trust_remote_code=worker.model_args.trust_remote_code)
         renderer = ChatRenderer(tokenizer, ChatTemplate.of(worker.data_args))
-        engine = generator_of(model, worker, sequence_length=job.sequence_length, max_running_requests=1, seed=job.seed)
+        engine = generator_of(model, worker, sequence_length=sequence_length, max_running_requests=1, seed=seed)
         with engine as generator:
             params = sampling_params(worker.generating_args)
             streaming = cast("StreamingEngine", generator)
-            _talk(Conversation(streaming, renderer, params, job.system, job.seed))
+            _talk(Conversation(streaming, renderer, params, system, seed))
     except (CheckpointError, ValueError, OSError) as error:
         sys.stderr.write(f"roll chat: {error}\n")
         return EXIT_USAGE

@@ -270,7 +270,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_the_curve_maps_values_to_the_axis() -> None:
-    root = ElementTree.parse(io.StringIO(learning_curve_svg([(0, 0.0), (10, 1.0), (5, 0.5)]))).getroot()
+    root = ElementTree.parse(io.StringIO(learning_curve_svg({"success": [(0, 0.0), (10, 1.0), (5, 0.5)]}))).getroot()
     dots = [(float(dot.get("cx", "")), float(dot.get("cy", ""))) for dot in root.iter(f"{SVG}circle")]
     lines = sorted(float(line.get("y1", "")) for line in root.iter(f"{SVG}line"))
     assert dots[0][1] == lines[-1] and dots[2][1] == lines[0], "0 % lies on the lowest line, 100 % on the highest"
@@ -311,4 +311,4 @@ def test_several_curves_are_named_and_long_ones_are_smoothed() -> None:
 
 @pytest.mark.parametrize("points", [[], [(3, 0.5)], [(0, float("nan"))], [(-5, 0.2), (1e6, 7.0)]])
 def test_few_or_odd_points_still_make_a_picture(points: list[tuple[float, float]]) -> None:
-    ElementTree.fromstring(learning_curve_svg(points))
+    ElementTree.fromstring(learning_curve_svg({"success": points}))
