@@ -11,7 +11,7 @@ from roll.models.loading import load_config
 from roll.pipeline.distill.teacher import Teacher, require_kept
 from roll.pipeline.offline.imitated import load_imitated
 from roll.pipeline.offline.kept import check_writable
-from roll.pipeline.offline.launch import Datasets, run_offline
+from roll.pipeline.offline.launch import Samples, run_offline
 from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
 from roll.pipeline.programs import DISTILL
 
@@ -29,7 +29,7 @@ class DistillPipeline(OfflinePipeline):
     words: ClassVar = {"divergence": "divergence from the teacher {:.4f}", "nll": "nll {:.4f}"}
 
 
-def _check(config: DistillConfig, datasets: Datasets) -> None:
+def _check(config: DistillConfig, samples: Samples) -> None:
     """Without a teacher, what one has written is there; with one, it can be written.
 
     Raises:
@@ -39,7 +39,7 @@ def _check(config: DistillConfig, datasets: Datasets) -> None:
         if config.teacher_logprobs is not None:
             check_writable(config.teacher_logprobs, "teacher_logprobs")
     else:
-        for batch in (datasets.held_out, None if datasets.train is None else datasets.train.batch):
+        for batch in (samples.held_out, None if samples.train is None else samples.train.batch):
             if batch is not None:
                 require_kept(config, batch)
 

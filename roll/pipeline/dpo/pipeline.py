@@ -19,7 +19,7 @@ from roll.data.renderer import ChatRenderer
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.dpo.reference import Anchors, ReferenceScores
 from roll.pipeline.offline.kept import check_writable
-from roll.pipeline.offline.launch import Datasets, run_offline
+from roll.pipeline.offline.launch import Samples, run_offline
 from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
 from roll.pipeline.offline.training import Prepare
 from roll.pipeline.programs import DPO
@@ -53,7 +53,7 @@ class DPOPipeline(OfflinePipeline):
         return super().measure_held_out(batch)
 
 
-def _check(config: DPOConfig, datasets: Datasets) -> None:
+def _check(config: DPOConfig, samples: Samples) -> None:
     """Checks that what the reference finds can be kept.
 
     Raises:

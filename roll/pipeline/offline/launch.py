@@ -21,7 +21,7 @@ from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
 from roll.pipeline.offline.training import first_samples, steps_per_epoch
 from roll.pipeline.programs import Program
 from roll.pipeline.prompt_roles import PromptRoles, prompt_workers
-from roll.pipeline.rlvr.datasets import load_renderer, make_data
+from roll.pipeline.rlvr.datasets import Datasets, load_renderer, make_data
 from roll.pipeline.start import Launched
 
 ConfigT = TypeVar("ConfigT", bound=OfflineConfig)
@@ -30,21 +30,13 @@ Load = Callable[[ConfigT, DataArguments, ChatRenderer, "Scoring | None"], Conver
 
 
 @dataclass(frozen=True)
-class Datasets:
-    """Data that is learnt from and data that is held out."""
+class Samples(Datasets[Conversations]):
+    """The samples of a run, and what of those that are held out is measured."""
 
-    train: Conversations | None
-    """``None`` with ``eval_only``."""
-    val: Conversations | None
     held_out: Batch | None
     """Those of ``val`` that are measured."""
     questions: tuple[Prompt, ...] | None
     """Held-out questions to answer, where something generates."""
-
-    def describe(self) -> list[str]:
-        """Account of what was read, a line for each dataset."""
-        found = {"training data": self.train, "held-out data": self.val}
-        return [f"{name}: {data.report}" for name, data in found.items() if data is not None]
 
 
 Build: TypeAlias = Callable[[ConfigT, Parts], "OfflinePipeline | None"]
@@ -57,7 +49,7 @@ def run_offline(
     load: Load[ConfigT],
     build: Build[ConfigT],
     started: float | None,
-    check: Callable[[ConfigT, Datasets], None] | None = None,
+    check: Callable[[ConfigT, Samples], None] | None = None,
 ) -> int:
     """Runs a pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data.
 
@@ -81,7 +73,7 @@ def run_offline(
     return launch(config, program, body, prompt_workers(config), notes=notes, started=started)
 
 
-def load_datasets(config: ConfigT, renderer: ChatRenderer, load: Load[ConfigT]) -> Datasets:
+def load_datasets(config: ConfigT, renderer: ChatRenderer, load: Load[ConfigT]) -> Samples:
     """The samples that the run needs.
 
     Raises:
@@ -90,22 +82,22 @@ def load_datasets(config: ConfigT, renderer: ChatRenderer, load: Load[ConfigT]) 
     train = None if config.eval_only else load(config, config.actor_train.data_args, renderer, None)
     validation = config.validation
     if validation is None:
-        return Datasets(train, None, None, None)
+        return Samples(train, None, None, None)
     scoring = Scoring(tuple(config.domains), validation.solution) if config.rewards else None
     val = load(config, validation.data_args, renderer, scoring)
     held_out = first_samples(val.batch, config.val_batch_size)
     if config.actor_infer is None:
-        return Datasets(train, val, held_out, None)
+        return Samples(train, val, held_out, None)
     fitting = (p for p in val.questions if len(renderer.prompt(p.messages)) <= config.prompt_length)
     questions = tuple(prompt for prompt, _ in zip(fitting, range(validation.num_answers), strict=False))
     if not questions:
         raise ValueError(
             f"prompt_length: seen {config.prompt_length}, expected room for at least one of the held-out questions"
         )
-    return Datasets(train, val, held_out, questions)
+    return Samples(train, val, held_out, questions)
 
 
-def _run(config: ConfigT, run: Launched, *, datasets: Datasets, build: Build[ConfigT]) -> None:
+def _run(config: ConfigT, run: Launched, *, datasets: Samples, build: Build[ConfigT]) -> None:
     prompts = None
     if datasets.questions is not None:
         tokenizer = config.tokenizer_path or run.start.model_path

@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 from roll.configs.data import DataArguments
 from roll.configs.prompts import DataGeneratorConfig, PromptsConfig
 from roll.configs.rlvr import RLVRConfig
+from roll.data.conversations import Conversations
 from roll.data.prompts import PromptDataset, load_prompts
 from roll.data.renderer import ChatRenderer, Tool
 from roll.data.teacher_prompts import TeacherPrompts
@@ -23,13 +24,21 @@ from roll.utils.registry import import_path
 _RECIPE = "made_from.json"
 
 
-@dataclass(frozen=True)
-class Datasets:
-    """Prompts that are trained on and prompts that are held out."""
+DataT = TypeVar("DataT", PromptDataset, Conversations)
 
-    train: PromptDataset | None
+
+@dataclass(frozen=True)
+class Datasets(Generic[DataT]):
+    """Data that is trained on and data that is held out."""
+
+    train: DataT | None
     """``None`` with ``eval_only``."""
-    val: PromptDataset | None
+    val: DataT | None
+
+    def describe(self) -> list[str]:
+        """Account of what was read, a line for each dataset."""
+        found = {"training data": self.train, "held-out data": self.val}
+        return [f"{name}: {data.report}" for name, data in found.items() if data is not None]
 
 
 def make_data(generator: DataGeneratorConfig) -> None:
@@ -63,7 +72,7 @@ def tag_renderers(config: RLVRConfig, renderer: ChatRenderer) -> dict[str, ChatR
     return {tag: ChatRenderer(renderer.tokenizer, template) for tag, template in templates.items()}
 
 
-def load_datasets(config: RLVRConfig, renderer: ChatRenderer) -> Datasets:
+def load_datasets(config: RLVRConfig, renderer: ChatRenderer) -> Datasets[PromptDataset]:
     """The prompts that the run needs.
 
     Raises:
@@ -86,12 +95,6 @@ def teacher_prompts(config: RLVRConfig, renderer: ChatRenderer) -> TeacherPrompt
         return None
     response, most = config.actor_train.data_args.response, config.teacher_column_length
     return TeacherPrompts(config.teacher_prompt, renderer, response, most)
-
-
-def describe_datasets(datasets: Datasets) -> list[str]:
-    """Account of what was read, a line for each dataset."""
-    found = {"training data": datasets.train, "held-out data": datasets.val}
-    return [f"{name}: {dataset.report}" for name, dataset in found.items() if dataset is not None]
 
 
 def _load(

@@ -8,20 +8,14 @@ from functools import partial
 from roll.algorithms.preferences import build_preference_loss
 from roll.configs.batches import describe_batches
 from roll.configs.rlvr import RLVRConfig
+from roll.data.prompts import PromptDataset
 from roll.pipeline.cli import EXIT_USAGE
 from roll.pipeline.launch import launch
 from roll.pipeline.privileged_teacher import PrivilegedTeacher
 from roll.pipeline.programs import RLVR
 from roll.pipeline.prompt_roles import PromptRoles, prompt_workers
 from roll.pipeline.rl import set_losses
-from roll.pipeline.rlvr.datasets import (
-    Datasets,
-    describe_datasets,
-    load_datasets,
-    load_renderer,
-    make_data,
-    teacher_prompts,
-)
+from roll.pipeline.rlvr.datasets import Datasets, load_datasets, load_renderer, make_data, teacher_prompts
 from roll.pipeline.rlvr.pipeline import RLVRPipeline
 from roll.pipeline.start import Launched
 
@@ -36,11 +30,11 @@ def run_rlvr(config: RLVRConfig, started: float | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return EXIT_USAGE
     config = config if datasets.train is None else config.with_length(len(datasets.train))
-    notes = [*describe_batches(config), *describe_datasets(datasets)]
+    notes = [*describe_batches(config), *datasets.describe()]
     return launch(config, RLVR, partial(_run, datasets=datasets), prompt_workers(config), notes=notes, started=started)
 
 
-def _run(config: RLVRConfig, run: Launched, *, datasets: Datasets) -> None:
+def _run(config: RLVRConfig, run: Launched, *, datasets: Datasets[PromptDataset]) -> None:
     roles, tokenizer = run.roles, config.tokenizer_path or run.start.model_path
     prompts = PromptRoles(
         config, run.clusters, roles, tokenizer, datasets.train, datasets.val, on_tick=run.signals.check

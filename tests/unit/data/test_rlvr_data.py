@@ -14,7 +14,7 @@ from roll.data.prompts import DataError
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.models.tiny import make_tiny_model
 from roll.pipeline.prompt_roles import PromptRoles
-from roll.pipeline.rlvr.datasets import describe_datasets, load_datasets, load_renderer, make_data
+from roll.pipeline.rlvr.datasets import load_datasets, load_renderer, make_data
 from roll.pipeline.rlvr.launch import run_rlvr
 
 CALLS: list[dict[str, Any]] = []
@@ -62,12 +62,12 @@ def test_datasets_are_read_and_told_of_in_a_line_each(model: str, tmp_path: Path
     run = config(model, tmp_path)
     datasets = load_datasets(run, load_renderer(run))
     assert datasets.train is not None and len(datasets.train) == 5
-    train, val = describe_datasets(datasets)
+    train, val = datasets.describe()
     assert train.startswith("training data: 5 prompts (a 3, b 2): 5 rows read")
     assert val.startswith("held-out data: 1 prompts (a 1)")
     only = run.model_copy(update={"eval_only": True})
     assert load_datasets(only, load_renderer(only)).train is None
-    assert len(describe_datasets(load_datasets(run.model_copy(update={"validation": None}), load_renderer(run)))) == 1
+    assert len(load_datasets(run.model_copy(update={"validation": None}), load_renderer(run)).describe()) == 1
 
 
 def test_held_out_prompts_have_a_bound_of_their_own(model: str, tmp_path: Path) -> None:
