@@ -369,14 +369,12 @@ def roll_pipeline(config: RLVRConfig) -> Iterator[Roll]:
     datasets = load_datasets(config, load_renderer(config))
     with started(config, workers) as (session, signals, clusters):
         roles = Roles(config, clusters)
-        prompts = PromptRoles(
-            config, clusters, roles, config.pretrain, datasets.train, datasets.val, on_tick=signals.check
-        )
+        run = Launched(RLVR, session, signals, clusters, roles, Start(config.pretrain))
+        prompts = PromptRoles(config, run, datasets.train, datasets.val)
         prompts.begin_setup()
         roles.setup(config.pretrain, config.total_optimizer_steps)
         set_losses(roles, config)
         prompts.wait_ready()
-        run = Launched(RLVR, session, signals, clusters, roles, Start(config.pretrain))
         yield Roll(RLVRPipeline(config, run, prompts))
 
 

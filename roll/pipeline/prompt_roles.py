@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER, PromptsConfig
@@ -15,8 +15,8 @@ from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.distributed.cluster.worker import Worker
 from roll.pipeline.launch import MODEL_WORKERS
-from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_roles import RolloutRoles
+from roll.pipeline.start import Launched
 from roll.rollout.env_manager import Limits
 from roll.rollout.prompt_worker import PromptPlan, PromptWorker, PromptWorkerContext
 from roll.rollout.reward_worker import RewardWorker
@@ -31,19 +31,13 @@ class PromptRoles(RolloutRoles):
     """
 
     def __init__(
-        self,
-        config: PromptsConfig,
-        clusters: Mapping[str, Cluster],
-        roles: Roles,
-        tokenizer_path: str,
-        train: Sequence[Prompt] | None,
-        val: Sequence[Prompt] | None,
-        on_tick: Callable[[], None],
+        self, config: PromptsConfig, run: Launched, train: Sequence[Prompt] | None, val: Sequence[Prompt] | None
     ) -> None:
-        self._rewards = {name: clusters[f"{REWARD_CLUSTER}{name}"] for name in config.rewards}
+        tokenizer_path = config.tokenizer_path or run.start.model_path
+        self._rewards = {name: run.clusters[f"{REWARD_CLUSTER}{name}"] for name in config.rewards}
         contexts: dict[str, tuple[Any, ...]] = {ROLLOUT_CLUSTER: (_worker_context(config, tokenizer_path),)}
         contexts |= {f"{REWARD_CLUSTER}{name}": (name, reward) for name, reward in config.rewards.items()}
-        super().__init__(config, clusters, contexts, roles, on_tick)
+        super().__init__(config, run, contexts)
         self.tags = list(config.domains)
         """All tags; a batch's ``tag_B`` indexes into it."""
         self._prompts = train or val

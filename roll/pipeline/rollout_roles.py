@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.rl import RLConfig
-from roll.distributed.cluster.cluster import Cluster
-from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunFailedError
 from roll.rewards.sandbox.pool import SandboxUnavailableError
 from roll.rewards.types import RewardError
@@ -22,34 +20,29 @@ from roll.rollout.schedule import Schedule
 from roll.rollout.scheduler import RolloutScheduler
 from roll.utils.registry import UnknownNameError
 
+if TYPE_CHECKING:
+    from roll.pipeline.start import Launched
+
 
 class RolloutRoles(ABC):
     """Workers that play episodes, and whatever they need beside the engines.
 
     Args:
-        roles: the model roles; their generating workers answer the requests.
-        on_tick: called at least once a second during rollouts; may raise to stop.
+        contexts: what each of their clusters is set up with.
     """
 
     train: RolloutScheduler
     """Plays the groups that are trained on, in a run that does."""
 
-    def __init__(
-        self,
-        config: PipelineConfig,
-        clusters: Mapping[str, Cluster],
-        contexts: Mapping[str, tuple[Any, ...]],
-        roles: Roles,
-        on_tick: Callable[[], None],
-    ) -> None:
+    def __init__(self, config: PipelineConfig, run: Launched, contexts: Mapping[str, tuple[Any, ...]]) -> None:
         self._config = config
-        self._clusters = {name: clusters[name] for name in contexts}
+        self._clusters = {name: run.clusters[name] for name in contexts}
         self._contexts = contexts
-        self._roles = roles
-        self._on_tick = on_tick
+        self._roles = run.roles
+        self._on_tick = run.signals.check
         self._known_restarts = Counter[bool]()
         """Replaced workers that evaluations (True) and rollouts (False) have allowed for."""
-        roles.on_replaced.append(self.connect)
+        run.roles.on_replaced.append(self.connect)
 
     def make_scheduler(
         self, plan: RolloutPlan, cluster: str, *, trains: bool = False, evaluates: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +10,9 @@ from roll.configs.agentic import JUDGE_CLUSTER, MANAGERS, AgenticConfig
 from roll.configs.env import EnvManagerConfig
 from roll.data.requests import sampling_params
 from roll.data.templates import ChatTemplate
-from roll.distributed.cluster.cluster import Cluster
-from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_roles import RolloutRoles
 from roll.pipeline.session import RunFailedError
+from roll.pipeline.start import Launched
 from roll.rollout.env_manager import Limits
 from roll.rollout.env_worker import EnvWorkerContext
 from roll.rollout.plans import GroupPlan
@@ -25,21 +23,15 @@ from roll.utils.seeding import derive_seed
 class EnvRoles(RolloutRoles):
     """Training and validation environments, and the judge that they ask."""
 
-    def __init__(
-        self,
-        config: AgenticConfig,
-        clusters: Mapping[str, Cluster],
-        roles: Roles,
-        tokenizer_path: str,
-        on_tick: Callable[[], None],
-    ) -> None:
+    def __init__(self, config: AgenticConfig, run: Launched) -> None:
+        tokenizer_path = config.tokenizer_path or run.start.model_path
         self._managers = {name: getattr(config, name) for name in MANAGERS}
         contexts: dict[str, tuple[Any, ...]] = {
             name: (_worker_context(config, manager, tokenizer_path),) for name, manager in self._managers.items()
         }
         if config.judge is not None:
             contexts[JUDGE_CLUSTER] = (config.judge,)
-        super().__init__(config, clusters, contexts, roles, on_tick)
+        super().__init__(config, run, contexts)
         baseline = config.needs_greedy_baseline
         self.train = self.scheduler("train_env_manager", "train", trains=True, baseline=baseline)
         # Twice as many as are shown, so that there are solved and unsolved ones to choose from.

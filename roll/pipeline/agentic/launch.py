@@ -22,8 +22,7 @@ def run_agentic(config: AgenticConfig, started: float | None = None) -> int:
 
 
 def _run(config: AgenticConfig, run: Launched) -> None:
-    tokenizer = config.tokenizer_path or run.start.model_path
-    envs = EnvRoles(config, run.clusters, run.roles, tokenizer, on_tick=run.signals.check)
+    envs = EnvRoles(config, run)
     envs.probe()
     envs.begin_setup()
     with run.set_up(config, envs):

@@ -100,10 +100,7 @@ def load_datasets(config: ConfigT, renderer: ChatRenderer, load: Load[ConfigT]) 
 def _run(config: ConfigT, run: Launched, *, datasets: Samples, build: Build[ConfigT]) -> None:
     prompts = None
     if datasets.questions is not None:
-        tokenizer = config.tokenizer_path or run.start.model_path
-        prompts = PromptRoles(
-            config, run.clusters, run.roles, tokenizer, None, datasets.questions, on_tick=run.signals.check
-        )
+        prompts = PromptRoles(config, run, None, datasets.questions)
         prompts.begin_setup()
     train = None if datasets.train is None else datasets.train.batch
     with run.set_up(config, prompts) as (model_path, teacher_path):

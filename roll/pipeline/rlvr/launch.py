@@ -35,10 +35,7 @@ def run_rlvr(config: RLVRConfig, started: float | None = None) -> int:
 
 
 def _run(config: RLVRConfig, run: Launched, *, datasets: Datasets[PromptDataset]) -> None:
-    roles, tokenizer = run.roles, config.tokenizer_path or run.start.model_path
-    prompts = PromptRoles(
-        config, run.clusters, roles, tokenizer, datasets.train, datasets.val, on_tick=run.signals.check
-    )
+    roles, prompts = run.roles, PromptRoles(config, run, datasets.train, datasets.val)
     prompts.begin_setup()
     with run.set_up(config, prompts):
         if (writer := teacher_prompts(config, load_renderer(config))) is not None:

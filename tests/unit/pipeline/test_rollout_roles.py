@@ -9,8 +9,8 @@ import pytest
 
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.pipeline.replicas import RestartBudget
-from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_roles import RolloutRoles
+from roll.utils.signals import SignalGuard
 
 
 class Workers:
@@ -48,8 +48,8 @@ def started(limit: int = 9) -> tuple[Connected, Workers, Workers, Workers]:
     models = SimpleNamespace(
         on_replaced=[], rollout_replicas=generator, evaluation_replicas=evaluator, restarts=RestartBudget(limit)
     )
-    clusters: Any = {"rollout": players}
-    roles = Connected(cast(Any, None), clusters, {"rollout": ()}, cast(Roles, models), lambda: None)
+    run: Any = SimpleNamespace(clusters={"rollout": players}, roles=models, signals=SignalGuard())
+    roles = Connected(cast(Any, None), run, {"rollout": ()})
     return roles, players, generator, evaluator
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.loader import load_config
-from roll.distributed.cluster.cluster import Cluster
 from roll.pipeline.agentic.env_roles import EnvRoles
-from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunFailedError
+from roll.pipeline.start import Start
 from roll.rollout.env_worker import EnvironmentWorker
+from roll.utils.signals import SignalGuard
 
 CONFIGS = Path(__file__).parents[3] / "integration" / "config"
 
@@ -37,8 +37,10 @@ class Local:
 
 def roles(*overrides: str) -> EnvRoles:
     config = load_config(AgenticConfig, "small", CONFIGS, overrides)
-    clusters = cast("dict[str, Cluster]", {name: Local() for name in MANAGERS})
-    return EnvRoles(config, clusters, cast(Roles, SimpleNamespace(on_replaced=[])), "/no/model", on_tick=lambda: None)
+    clusters = {name: Local() for name in MANAGERS}
+    models, start = SimpleNamespace(on_replaced=[]), Start("/no/model")
+    run: Any = SimpleNamespace(clusters=clusters, roles=models, start=start, signals=SignalGuard())
+    return EnvRoles(config, run)
 
 
 def test_every_environment_is_tried_before_anything_is_set_up() -> None:
