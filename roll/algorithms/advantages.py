@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.checks import require_columns, require_finite, require_rewards
-from roll.algorithms.episodes import Episodes, find_episodes, reverse_recurrence, turn_rewards
+from roll.algorithms.episodes import Episodes, reverse_recurrence, reward_to_go, turn_rewards
 from roll.algorithms.gae import gae, value_mask
 from roll.algorithms.reward_parts import gdpo
 from roll.algorithms.statistics import STD_EPS, group_mean, group_moments, group_normalised, whiten
@@ -162,14 +162,8 @@ def maxrl(batch: Batch, config: AlgorithmConfig) -> Batch:
 
 def reinforce(batch: Batch, config: AlgorithmConfig) -> Batch:
     """Discounted reward-to-go: by ``gamma`` from token to token, by ``step_reward_gamma`` from turn to turn."""
-    assert batch.rewards_T is not None
-    episodes = find_episodes(batch)
-    discount_M = torch.full((episodes.num_tokens,), config.gamma, dtype=torch.float64)
-    discount_M[episodes.last_K] = config.step_reward_gamma
-    discount_M[episodes.last_token_J] = 0.0
-    returns_M = reverse_recurrence(episodes.gather(batch.rewards_T), discount_M)
-    returns_T = episodes.scatter(returns_M, batch.rewards_T)
-    return batch.replace(advantages_T=returns_T, returns_T=returns_T)
+    episodes, returns_M = reward_to_go(batch, config.gamma, config.step_reward_gamma)
+    return episodes.with_estimates(batch, returns_M, returns_M)
 
 
 def reinforce_plus_plus(batch: Batch, config: AlgorithmConfig) -> Batch:
@@ -177,15 +171,8 @@ def reinforce_plus_plus(batch: Batch, config: AlgorithmConfig) -> Batch:
 
     ``t + 1`` is the next sampled token of the episode, in whichever turn or row. Returns are G before whitening.
     """
-    assert batch.rewards_T is not None
-    episodes = find_episodes(batch)
-    discount_M = torch.full((episodes.num_tokens,), config.gamma, dtype=torch.float64)
-    discount_M[episodes.last_token_J] = 0.0
-    returns_M = reverse_recurrence(episodes.gather(batch.rewards_T), discount_M)
-    return batch.replace(
-        advantages_T=episodes.scatter(whiten(returns_M), batch.rewards_T),
-        returns_T=episodes.scatter(returns_M, batch.rewards_T),
-    )
+    episodes, returns_M = reward_to_go(batch, config.gamma)
+    return episodes.with_estimates(batch, whiten(returns_M), returns_M)
 
 
 def reinforce_plus_plus_baseline(batch: Batch, config: AlgorithmConfig) -> Batch:
@@ -194,12 +181,8 @@ def reinforce_plus_plus_baseline(batch: Batch, config: AlgorithmConfig) -> Batch
     A group of one has mean 0. Needs ``group_B``.
     """
     episodes, score_J, group_J = _grouped_scores(batch, config)
-    episode_M = episodes.episode_K[episodes.turn_M]
-    advantage_M = whiten((score_J - group_mean(score_J, group_J))[episode_M])
-    return batch.replace(
-        advantages_T=episodes.scatter(advantage_M, batch.tokens_T),
-        returns_T=episodes.scatter(score_J[episode_M], batch.tokens_T),
-    )
+    advantage_M = whiten((score_J - group_mean(score_J, group_J))[episodes.episode_M])
+    return episodes.with_estimates(batch, advantage_M, score_J[episodes.episode_M])
 
 
 def remax(batch: Batch, config: AlgorithmConfig) -> Batch:
@@ -210,16 +193,10 @@ def remax(batch: Batch, config: AlgorithmConfig) -> Batch:
     """
     require_columns(batch, "adv_estimator 'remax'", "baseline_B")
     require_finite(batch, "baseline_B")
-    assert batch.rewards_T is not None and batch.baseline_B is not None
-    episodes = find_episodes(batch)
-    carry_M = torch.ones(episodes.num_tokens, dtype=torch.float64)
-    carry_M[episodes.last_token_J] = 0.0
-    returns_M = reverse_recurrence(episodes.gather(batch.rewards_T), carry_M)
-    baseline_M = episodes.of_episode(batch.baseline_B).double()[episodes.episode_K][episodes.turn_M]
-    return batch.replace(
-        advantages_T=episodes.scatter(returns_M - baseline_M, batch.rewards_T),
-        returns_T=episodes.scatter(returns_M, batch.rewards_T),
-    )
+    assert batch.baseline_B is not None
+    episodes, returns_M = reward_to_go(batch)
+    baseline_M = episodes.of_episode(batch.baseline_B).double()[episodes.episode_M]
+    return episodes.with_estimates(batch, returns_M - baseline_M, returns_M)
 
 
 def step_reinforce(batch: Batch, config: AlgorithmConfig) -> Batch:
@@ -346,7 +323,6 @@ def _with_scores(batch: Batch, episodes: Episodes, advantage_J: Tensor, score_J:
 def _with_turn_columns(batch: Batch, episodes: Episodes, advantage_K: Tensor, return_K: Tensor) -> Batch:
     """The batch with advantages and returns of turns copied to their tokens."""
     turn_M = episodes.turn_M
-    return batch.replace(
-        advantages_T=episodes.scatter(advantage_K.float().index_select(0, turn_M), batch.tokens_T),
-        returns_T=episodes.scatter(return_K.float().index_select(0, turn_M), batch.tokens_T),
+    return episodes.with_estimates(
+        batch, advantage_K.float().index_select(0, turn_M), return_K.float().index_select(0, turn_M)
     )

@@ -53,6 +53,11 @@ class Episodes:
         return torch.repeat_interleave(self.last_K - self.first_K + 1)
 
     @property
+    def episode_M(self) -> Tensor:
+        """int64: running number of the episode that each token belongs to."""
+        return self.episode_K[self.turn_M]
+
+    @property
     def last_turn_J(self) -> Tensor:
         """int64: index into K of each episode's last turn."""
         return torch.cat([self.first_turn_J[1:], torch.tensor([self.num_turns])[: self.num_episodes]]) - 1
@@ -69,6 +74,12 @@ class Episodes:
     def scatter(self, values_M: Tensor, like_T: Tensor) -> Tensor:
         """Values back in batch order: shape [T], float32, 0 on tokens that were not sampled."""
         return torch.zeros(len(like_T), dtype=torch.float32).index_copy_(0, self.token_M, values_M.float())
+
+    def with_estimates(self, batch: Batch, advantage_M: Tensor, return_M: Tensor) -> Batch:
+        """The batch with advantages and returns of its sampled tokens."""
+        return batch.replace(
+            advantages_T=self.scatter(advantage_M, batch.tokens_T), returns_T=self.scatter(return_M, batch.tokens_T)
+        )
 
     def of_episode(self, column_B: Tensor) -> Tensor:
         """[J]: a row column read at each episode's first row."""
@@ -170,6 +181,22 @@ def _as_columns(values: np.ndarray, blocks: int) -> np.ndarray:
         values = np.concatenate([values, np.zeros(blocks * _BLOCK - len(values))])
     # torch transposes in tiles, six times faster than numpy.
     return torch.from_numpy(values).view(blocks, _BLOCK).t().clone(memory_format=torch.contiguous_format).numpy()
+
+
+def reward_to_go(batch: Batch, gamma: float = 1.0, turn_gamma: float | None = None) -> tuple[Episodes, Tensor]:
+    """The batch's episodes and what they got from each sampled token on, float64 [M].
+
+    Args:
+        gamma: Discount from a sampled token to the next one of the episode, in whichever turn or row.
+        turn_gamma: That from a turn's last token; ``None``: as any other.
+    """
+    assert batch.rewards_T is not None
+    episodes = find_episodes(batch)
+    discount_M = torch.full((episodes.num_tokens,), gamma, dtype=torch.float64)
+    if turn_gamma is not None:
+        discount_M[episodes.last_K] = turn_gamma
+    discount_M[episodes.last_token_J] = 0.0
+    return episodes, reverse_recurrence(episodes.gather(batch.rewards_T), discount_M)
 
 
 def turn_rewards(batch: Batch) -> tuple[Episodes, Tensor]:

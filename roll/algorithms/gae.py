@@ -28,10 +28,7 @@ def gae(batch: Batch, config: AlgorithmConfig) -> Batch:
     value_M = episodes.gather(batch.values_T)
     rewards_M = episodes.gather(batch.rewards_T)
     advantage_M = _gae(rewards_M, value_M, episodes.last_token_J, config.gamma, config.lambd)
-    return batch.replace(
-        advantages_T=episodes.scatter(advantage_M, batch.rewards_T),
-        returns_T=episodes.scatter(advantage_M + value_M, batch.rewards_T),
-    )
+    return episodes.with_estimates(batch, advantage_M, advantage_M + value_M)
 
 
 def _turn_gae(batch: Batch, config: AlgorithmConfig) -> Batch:
@@ -45,10 +42,7 @@ def _turn_gae(batch: Batch, config: AlgorithmConfig) -> Batch:
     advantage_K = _gae(reward_K, value_K, episodes.last_turn_J, config.step_reward_gamma, config.lambd)
     target_M = torch.zeros(episodes.num_tokens, dtype=torch.float64)
     target_M[episodes.first_K] = advantage_K + value_K
-    return batch.replace(
-        advantages_T=episodes.scatter(advantage_K[episodes.turn_M], batch.values_T),
-        returns_T=episodes.scatter(target_M, batch.values_T),
-    )
+    return episodes.with_estimates(batch, advantage_K[episodes.turn_M], target_M)
 
 
 def value_mask(batch: Batch, config: AlgorithmConfig) -> Tensor:

@@ -25,8 +25,5 @@ def gdpo(batch: Batch, config: AlgorithmConfig) -> Batch:
     weight_P = torch.tensor(config.gdpo_reward_weights or [1.0] * parts_JP.shape[1], dtype=torch.float64)
     normalised_JP = torch.stack([group_normalised(part_J, group_J) for part_J in parts_JP.unbind(1)], dim=1)
     advantage_J, return_J = normalised_JP @ weight_P, parts_JP @ weight_P
-    episode_M = episodes.episode_K[episodes.turn_M]
-    return batch.replace(
-        advantages_T=episodes.scatter(whiten(advantage_J[episode_M]), batch.tokens_T),
-        returns_T=episodes.scatter(return_J[episode_M], batch.tokens_T),
-    )
+    episode_M = episodes.episode_M
+    return episodes.with_estimates(batch, whiten(advantage_J[episode_M]), return_J[episode_M])

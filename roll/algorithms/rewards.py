@@ -99,7 +99,7 @@ def shape_rewards(batch: Batch, config: AlgorithmConfig, running: RunningStats) 
     normalised_J = (score_J - mean_J) / divisor_J
     bounds = _tighter(normaliser.bounds, config.reward_clip)
     shaped_J = normalised_J.clamp(*bounds)
-    rewards_M = rewards_M / divisor_J[episodes.episode_K][episodes.turn_M]
+    rewards_M = rewards_M / divisor_J[episodes.episode_M]
     rewards_M[episodes.last_token_J] += shaped_J - score_J / divisor_J
     if batch.baseline_B is not None:
         require_finite(batch, "baseline_B")

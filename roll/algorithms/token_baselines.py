@@ -10,7 +10,7 @@ from torch import Tensor
 
 from roll.algorithms.checks import require_columns, require_finite
 from roll.algorithms.correction import batch_weights
-from roll.algorithms.episodes import Episodes, find_episodes, reverse_recurrence
+from roll.algorithms.episodes import Episodes, reward_to_go
 from roll.configs.algorithm import AlgorithmConfig
 from roll.data.batch import Batch
 
@@ -39,17 +39,11 @@ def _with_token_baseline(batch: Batch, config: AlgorithmConfig, *, lone_tail: bo
     user, columns = f"adv_estimator {config.adv_estimator!r}", ("group_B", "old_logprobs_T", "squares_T")
     require_columns(batch, user, *columns)
     require_finite(batch, "old_logprobs_T", "squares_T")
-    assert batch.rewards_T is not None and batch.group_B is not None
-    episodes = find_episodes(batch)
-    carry_M = torch.ones(episodes.num_tokens, dtype=torch.float64)
-    carry_M[episodes.last_token_J] = 0.0
-    return_M = reverse_recurrence(episodes.gather(batch.rewards_T), carry_M)
+    assert batch.group_B is not None
+    episodes, return_M = reward_to_go(batch)
     weight_M = _so_far(_energies(batch, episodes, config), episodes)
     baseline_M = _baseline(return_M, weight_M, *_cells(episodes, episodes.of_episode(batch.group_B)), lone_tail)
-    return batch.replace(
-        advantages_T=episodes.scatter(return_M - baseline_M, batch.tokens_T),
-        returns_T=episodes.scatter(return_M, batch.tokens_T),
-    )
+    return episodes.with_estimates(batch, return_M - baseline_M, return_M)
 
 
 def _energies(batch: Batch, episodes: Episodes, config: AlgorithmConfig) -> Tensor:
@@ -69,13 +63,13 @@ def _so_far(values_M: Tensor, episodes: Episodes) -> Tensor:
     """[M]: sums over the episode's tokens up to each."""
     sums_M = torch.cumsum(values_M, 0)
     first_J = episodes.first_K[episodes.first_turn_J]
-    return sums_M - (sums_M - values_M)[first_J][episodes.episode_K[episodes.turn_M]]
+    return sums_M - (sums_M - values_M)[first_J][episodes.episode_M]
 
 
 def _cells(episodes: Episodes, group_J: Tensor) -> tuple[Tensor, Tensor]:
     """Running number of each token's cell, and the number of episodes in its group; int64 [M] each."""
     _, index_J, count_G = torch.unique(group_J, return_inverse=True, return_counts=True)
-    episode_M = episodes.episode_K[episodes.turn_M]
+    episode_M = episodes.episode_M
     place_M = torch.arange(episodes.num_tokens) - episodes.first_K[episodes.first_turn_J][episode_M]
     longest = int(place_M.max()) + 1 if len(place_M) else 1
     _, cell_M = torch.unique(index_J[episode_M] * longest + place_M, return_inverse=True)
