@@ -48,10 +48,9 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
     require_rewards(batch, user)
     require_finite(batch, "values_T")
     batch = estimator(batch, config)
-    require_columns(batch, "the step after " + user, "advantages_T", "returns_T")
+    estimated_T, _ = require_columns(batch, "the step after " + user, "advantages_T", "returns_T")
     require_finite(batch, "advantages_T", "returns_T")
-    assert batch.advantages_T is not None
-    advantages_T = batch.advantages_T.clone()
+    advantages_T = estimated_T.clone()
     if config.whiten_advantages:
         advantages_T[batch.loss_mask_T] = whiten(advantages_T[batch.loss_mask_T].double()).float()
     if config.advantage_clip is not None:
@@ -191,11 +190,10 @@ def remax(batch: Batch, config: AlgorithmConfig) -> Batch:
     The sum runs over the sampled tokens of the episode, in whichever turn or row. Returns are the reward-to-go. Needs
     ``baseline_B``.
     """
-    require_columns(batch, "adv_estimator 'remax'", "baseline_B")
+    (baseline_B,) = require_columns(batch, "adv_estimator 'remax'", "baseline_B")
     require_finite(batch, "baseline_B")
-    assert batch.baseline_B is not None
     episodes, returns_M = reward_to_go(batch)
-    baseline_M = episodes.of_episode(batch.baseline_B).double()[episodes.episode_M]
+    baseline_M = episodes.of_episode(baseline_B).double()[episodes.episode_M]
     return episodes.with_estimates(batch, returns_M - baseline_M, returns_M)
 
 
@@ -255,9 +253,8 @@ def advantage_metrics(batch: Batch, config: AlgorithmConfig) -> dict[str, float]
 
     ``critic/explained_variance`` is 1 - var(return - value) / var(return): 1 is perfect, 0 no better than a constant.
     """
-    require_columns(batch, "advantage_metrics", "advantages_T", "returns_T")
-    assert batch.advantages_T is not None and batch.returns_T is not None
-    advantages_M = batch.advantages_T[batch.loss_mask_T].double()
+    advantages_T, returns_T = require_columns(batch, "advantage_metrics", "advantages_T", "returns_T")
+    advantages_M = advantages_T[batch.loss_mask_T].double()
     if len(advantages_M) == 0:
         return {}
     metrics = {
@@ -267,7 +264,7 @@ def advantage_metrics(batch: Batch, config: AlgorithmConfig) -> dict[str, float]
     }
     if batch.values_T is not None:
         learned = value_mask(batch, config)
-        returns_N, values_N = batch.returns_T[learned].double(), batch.values_T[learned].double()
+        returns_N, values_N = returns_T[learned].double(), batch.values_T[learned].double()
         spread = float(returns_N.var(correction=0))
         unexplained = float((returns_N - values_N).var(correction=0))
         metrics["critic/return_mean"] = float(returns_N.mean())
@@ -279,8 +276,7 @@ def advantage_metrics(batch: Batch, config: AlgorithmConfig) -> dict[str, float]
 def _step_returns(batch: Batch, config: AlgorithmConfig) -> tuple[Episodes, Tensor, Tensor, Tensor, Tensor]:
     """Episodes, discounted returns [K], states within groups [K], groups [J] and scores [J]."""
     user = f"adv_estimator {config.adv_estimator!r}"
-    require_columns(batch, user, "group_B", "state_B")
-    assert batch.group_B is not None and batch.state_B is not None
+    group_B, state_B = require_columns(batch, user, "group_B", "state_B")
     episodes, reward_K = turn_rewards(batch)
     same_row = (episodes.row_K[1:] == episodes.row_K[:-1]).nonzero()
     if len(same_row):
@@ -291,23 +287,17 @@ def _step_returns(batch: Batch, config: AlgorithmConfig) -> tuple[Episodes, Tens
     discount_K = torch.full_like(reward_K, config.step_reward_gamma)
     discount_K[episodes.last_turn_J] = 0.0
     return_K = reverse_recurrence(reward_K, discount_K)
-    _, state_K = torch.unique(batch.state_B[episodes.row_K], return_inverse=True)
-    _, group_K = torch.unique(batch.group_B[episodes.row_K], return_inverse=True)
+    _, state_K = torch.unique(state_B[episodes.row_K], return_inverse=True)
+    _, group_K = torch.unique(group_B[episodes.row_K], return_inverse=True)
     state_in_group_K = group_K * (int(state_K.max()) + 1 if len(state_K) else 1) + state_K
-    group_J = _group_of_episode(batch, episodes)
-    return episodes, return_K, state_in_group_K, group_J, episodes.sum_episodes(reward_K)
+    return episodes, return_K, state_in_group_K, episodes.of_episode(group_B), episodes.sum_episodes(reward_K)
 
 
 def _grouped_scores(batch: Batch, config: AlgorithmConfig) -> tuple[Episodes, Tensor, Tensor]:
     """Episodes, their scores [J] and their groups [J]."""
-    require_columns(batch, f"adv_estimator {config.adv_estimator!r}", "group_B")
+    (group_B,) = require_columns(batch, f"adv_estimator {config.adv_estimator!r}", "group_B")
     episodes, reward_K = turn_rewards(batch)
-    return episodes, episodes.sum_episodes(reward_K), _group_of_episode(batch, episodes)
-
-
-def _group_of_episode(batch: Batch, episodes: Episodes) -> Tensor:
-    assert batch.group_B is not None
-    return episodes.of_episode(batch.group_B)
+    return episodes, episodes.sum_episodes(reward_K), episodes.of_episode(group_B)
 
 
 def _weighted(step_K: Tensor, episode_J: Tensor, episodes: Episodes, config: AlgorithmConfig) -> Tensor:

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from roll.data.batch import Batch
 
 
-def require_columns(batch: Batch, user: str, *names: str) -> None:
-    """Raises ``ValueError`` unless the batch has all the named columns.
+def require_columns(batch: Batch, user: str, *names: str) -> tuple[Tensor, ...]:
+    """The named columns of the batch.
 
     Args:
         user: Who needs them, with its configuration key, for the message.
+
+    Raises:
+        ValueError: a column is not set.
     """
     if missing := [name for name in names if getattr(batch, name) is None]:
         raise ValueError(f"{user} needs Batch.{', Batch.'.join(missing)}, which is not set")
+    return tuple(getattr(batch, name) for name in names)
+
+
+def require_scores(column_T: Tensor | None, user: str, name: str) -> Tensor:
+    """A column of ``TokenScores``; raises ``ValueError`` if it was not computed."""
+    if column_T is None:
+        raise ValueError(f"{user} needs TokenScores.{name}, which the strategy did not compute")
+    return column_T
 
 
 def require_finite(batch: Batch, *names: str) -> None:
@@ -38,15 +50,15 @@ def require_finite(batch: Batch, *names: str) -> None:
         )
 
 
-def require_rewards(batch: Batch, user: str) -> None:
-    """Raises ``ValueError`` unless rewards are present, finite and only on sampled tokens."""
-    require_columns(batch, user, "rewards_T")
+def require_rewards(batch: Batch, user: str) -> Tensor:
+    """The rewards; raises ``ValueError`` unless they are present, finite and only on sampled tokens."""
+    (rewards_T,) = require_columns(batch, user, "rewards_T")
     require_finite(batch, "rewards_T")
-    assert batch.rewards_T is not None
-    stray = ((batch.rewards_T != 0) & ~batch.loss_mask_T).nonzero().squeeze(1)
+    stray = ((rewards_T != 0) & ~batch.loss_mask_T).nonzero().squeeze(1)
     if len(stray):
         row = int(batch.rows_T[stray[0]])
         raise ValueError(
             f"Batch.rewards_T: {len(stray)} rewards on tokens with loss_mask 0 (the first in sequence {row}); "
             "expected rewards on sampled tokens only, where the estimators can see them"
         )
+    return rewards_T

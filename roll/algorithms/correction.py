@@ -121,11 +121,9 @@ def engine_logprobs(batch: Batch, user: str) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: a column is missing or holds NaN or infinity.
     """
-    require_columns(batch, user, "old_logprobs_T", "rollout_logprobs_T")
+    trained_T, generated_T = require_columns(batch, user, "old_logprobs_T", "rollout_logprobs_T")
     require_finite(batch, "old_logprobs_T", "rollout_logprobs_T")
-    assert batch.old_logprobs_T is not None and batch.rollout_logprobs_T is not None
-    mask_T = batch.loss_mask_T
-    return batch.old_logprobs_T[mask_T].double(), batch.rollout_logprobs_T[mask_T].double()
+    return trained_T[batch.loss_mask_T].double(), generated_T[batch.loss_mask_T].double()
 
 
 def mismatch_metrics(batch: Batch) -> dict[str, float]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.alignment import NO_CHUNK, chunk_means
-from roll.algorithms.checks import require_columns, require_finite
+from roll.algorithms.checks import require_columns, require_finite, require_scores
 from roll.algorithms.losses import SampledTokens
 from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
 from roll.configs.distill import DistillLossConfig
@@ -28,10 +28,9 @@ def teacher_rewards(batch: Batch, config: RLConfig) -> Batch:
         batch: With ``rewards_T``, ``teacher_logprobs_T``, and ``old_logprobs_T`` (else ``rollout_logprobs_T``).
         config: Reads ``is_pure_opd``, and what ``teacher_term`` reads.
     """
-    require_columns(batch, "opd_form reward", "rewards_T")
-    assert batch.rewards_T is not None
+    (rewards_T,) = require_columns(batch, "opd_form reward", "rewards_T")
     term_T = teacher_term(batch, config)
-    own_T = torch.zeros_like(term_T) if config.is_pure_opd else batch.rewards_T.double()
+    own_T = torch.zeros_like(term_T) if config.is_pure_opd else rewards_T.double()
     return batch.replace(rewards_T=(own_T + term_T).float())
 
 
@@ -42,10 +41,8 @@ def teacher_advantages(batch: Batch, config: RLConfig) -> Batch:
         batch: With ``advantages_T``; otherwise as ``teacher_rewards``.
         config: Reads what ``teacher_term`` reads.
     """
-    require_columns(batch, "opd_form advantage", "advantages_T")
-    assert batch.advantages_T is not None
-    advantages_T = batch.advantages_T.double() + teacher_term(batch, config)
-    return batch.replace(advantages_T=advantages_T.float())
+    (advantages_T,) = require_columns(batch, "opd_form advantage", "advantages_T")
+    return batch.replace(advantages_T=(advantages_T.double() + teacher_term(batch, config)).float())
 
 
 def teacher_term(batch: Batch, config: RLConfig) -> Tensor:
@@ -60,10 +57,9 @@ def teacher_term(batch: Batch, config: RLConfig) -> Tensor:
     """
     coefficient: float | Tensor = config.opd_kl_coef
     if config.teachers:
-        require_columns(batch, "several teachers", "tag_B")
-        assert batch.tag_B is not None
+        (tag_B,) = require_columns(batch, "several teachers", "tag_B")
         by_tag = torch.tensor(config.teacher_coefficients, dtype=torch.float64)
-        coefficient = by_tag[batch.tag_B][batch.rows_T]
+        coefficient = by_tag[tag_B][batch.rows_T]
     term_T = coefficient * _gap(batch, config.opd_logprob_min)
     limit = config.opd_token_kld_clip
     return term_T if limit is None else term_T.clamp(-limit, limit)
@@ -117,13 +113,11 @@ def distill_loss(scores: TokenScores, batch: Batch, ctx: LossContext, config: Di
     Raises:
         ValueError: the model has not compared itself with a teacher, or the optimizer step has no loss token.
     """
-    if scores.divergence_T is None or scores.logprobs_T is None:
-        raise ValueError(
-            "distill_loss needs TokenScores.divergence_T and logprobs_T, which the strategy did not compute"
-        )
-    tokens = SampledTokens.of(batch, batch.loss_mask_T, config.loss_agg_mode, ctx, scores.logprobs_T)
-    divergence = tokens.loss(tokens.take(scores.divergence_T))
-    nll = -tokens.loss(tokens.take(scores.logprobs_T))
+    divergence_T = require_scores(scores.divergence_T, "distill_loss", "divergence_T")
+    logprobs_T = require_scores(scores.logprobs_T, "distill_loss", "logprobs_T")
+    tokens = SampledTokens.of(batch, batch.loss_mask_T, config.loss_agg_mode, ctx, logprobs_T)
+    divergence = tokens.loss(tokens.take(divergence_T))
+    nll = -tokens.loss(tokens.take(logprobs_T))
     weight = config.distill_loss_weight
     loss = weight * divergence + (1 - weight) * nll
     metrics = {"loss": loss, "divergence": divergence, "nll": nll}
@@ -142,17 +136,14 @@ def _gap(batch: Batch, least: float | None = None) -> Tensor:
 
     Of a teacher with another tokenizer, it is that of a chunk of text, spread evenly over the policy's tokens in it.
     """
-    require_columns(batch, "distillation from a teacher", "teacher_logprobs_T")
+    (teacher_T,) = require_columns(batch, "distillation from a teacher", "teacher_logprobs_T")
     fresh_T = None if batch.fresh_B is None else batch.fresh_B[batch.rows_T]
     require_finite(batch, "teacher_logprobs_T", "old_logprobs_T", "rollout_logprobs_T")
     policy_T = batch.old_logprobs_T
     if policy_T is None or fresh_T is not None:  # all rows, or some, were not scored again
-        require_columns(batch, "distillation from a teacher", "rollout_logprobs_T")
-        assert batch.rollout_logprobs_T is not None
-        sampled_T = batch.rollout_logprobs_T
+        (sampled_T,) = require_columns(batch, "distillation from a teacher", "rollout_logprobs_T")
         policy_T = sampled_T if policy_T is None or fresh_T is None else torch.where(fresh_T, sampled_T, policy_T)
-    assert batch.teacher_logprobs_T is not None
-    teacher_T, policy_T = batch.teacher_logprobs_T.double(), policy_T.double()
+    teacher_T, policy_T = teacher_T.double(), policy_T.double()
     gap_T = teacher_T - policy_T if least is None else teacher_T.clamp(min=least) - policy_T.clamp(min=least)
     if batch.teacher_chunk_T is not None:
         gap_T = chunk_means(gap_T, batch.rows_T, batch.teacher_chunk_T)

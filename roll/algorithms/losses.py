@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from roll.algorithms.checks import require_columns
+from roll.algorithms.checks import require_columns, require_scores
 from roll.algorithms.correction import Levels, importance_weights
 from roll.algorithms.gae import value_mask
 from roll.algorithms.kl import k3, kl_divergence
@@ -131,9 +131,8 @@ def policy_loss(
     Raises:
         ValueError: a column or score is missing, or the optimizer step has no loss token.
     """
-    require_columns(batch, "policy_loss", "advantages_T")
-    assert batch.advantages_T is not None
-    logprobs_T = _require_scores(scores.logprobs_T, "policy_loss", "logprobs_T")
+    (advantages_T,) = require_columns(batch, "policy_loss", "advantages_T")
+    logprobs_T = require_scores(scores.logprobs_T, "policy_loss", "logprobs_T")
     tokens = SampledTokens.of(batch, batch.loss_mask_T, config.loss_agg_mode, ctx, logprobs_T, config.loss_agg_norm)
     logprobs_M = tokens.take(logprobs_T)
     old_M = logprobs_M.detach() if batch.old_logprobs_T is None else tokens.take(batch.old_logprobs_T)
@@ -142,7 +141,7 @@ def policy_loss(
     policy = PolicyTokens(
         logprobs_M,
         old_M,
-        tokens.take(batch.advantages_T).to(logprobs_M.dtype),
+        tokens.take(advantages_T).to(logprobs_M.dtype),
         tokens.row_M,
         None if batch.marked_T is None else tokens.take(batch.marked_T),
         _levels(batch, tokens, logprobs_M.device).segment_M if config.importance_sampling == "segment" else None,
@@ -191,18 +190,16 @@ def value_loss(scores: TokenScores, batch: Batch, ctx: LossContext, config: Algo
             ``turn_level_gae`` only each turn's first sampled token has a target (``advantages.value_mask``).
         config: Reads ``value_clip``, ``value_loss_coef``, ``loss_agg_mode``, ``turn_level_gae``.
     """
-    require_columns(batch, "value_loss", "returns_T")
-    assert batch.returns_T is not None
-    values_T = _require_scores(scores.values_T, "value_loss", "values_T")
+    (returns_T,) = require_columns(batch, "value_loss", "returns_T")
+    values_T = require_scores(scores.values_T, "value_loss", "values_T")
     mode, norm = config.loss_agg_mode, config.loss_agg_norm
     tokens = SampledTokens.of(batch, value_mask(batch, config), mode, ctx, values_T, norm)
-    value_M, return_M = tokens.take(values_T), tokens.take(batch.returns_T)
+    value_M, return_M = tokens.take(values_T), tokens.take(returns_T)
     error_M = (value_M - return_M).square()
     metrics: dict[str, Tensor | float] = {"critic/value_error": tokens.mean(error_M)}
     if config.value_clip is not None:
-        require_columns(batch, "value_clip", "values_T")
-        assert batch.values_T is not None
-        old_M = tokens.take(batch.values_T)
+        (old_T,) = require_columns(batch, "value_clip", "values_T")
+        old_M = tokens.take(old_T)
         near_M = old_M + (value_M - old_M).clamp(-config.value_clip, config.value_clip)
         clipped_error_M = (near_M - return_M).square()
         metrics["critic/clip_frac"] = tokens.mean((clipped_error_M > error_M).to(value_M.dtype))
@@ -224,7 +221,7 @@ def sft_loss(
     With ``hit_T`` among the scores, ``sft/token_accuracy`` is the share of these tokens that are the model's first
     choice.
     """
-    logprobs_T = _require_scores(scores.logprobs_T, "sft_loss", "logprobs_T")
+    logprobs_T = require_scores(scores.logprobs_T, "sft_loss", "logprobs_T")
     tokens = SampledTokens.of(batch, batch.loss_mask_T, loss_agg_mode, ctx, logprobs_T)
     loss = -tokens.loss(tokens.take(logprobs_T))
     metrics: dict[str, Tensor | float] = {"sft/loss": loss.detach()}
@@ -248,10 +245,9 @@ def entropy_coef(config: AlgorithmConfig, optimizer_step: int, total_optimizer_s
 
 def _live_importance_weights(batch: Batch, tokens: SampledTokens, logprobs_M: Tensor, config: IsWeightConfig) -> Tensor:
     """[M]: truncated importance weights of the policy being trained, with gradient (``detach: false``)."""
-    require_columns(batch, "train_infer_correction.is_weight", "rollout_logprobs_T")
-    assert batch.rollout_logprobs_T is not None
+    (generated_T,) = require_columns(batch, "train_infer_correction.is_weight", "rollout_logprobs_T")
     levels = _levels(batch, tokens, logprobs_M.device)
-    return importance_weights(logprobs_M - tokens.take(batch.rollout_logprobs_T), levels, config)
+    return importance_weights(logprobs_M - tokens.take(generated_T), levels, config)
 
 
 def _levels(batch: Batch, tokens: SampledTokens, device: torch.device) -> Levels:
@@ -273,15 +269,14 @@ def _auxiliary_terms(
         kl_M = _kl_to_reference(scores, batch, config, tokens, logprobs_M)
         terms.append(("actor/kl_loss", config.kl_loss_coef, tokens.loss(kl_M)))
     if config.sft_loss_coef:
-        require_columns(batch, "sft_loss_coef", "scores_B")
-        assert batch.scores_B is not None
-        positive_M = tokens.take_rows(batch.scores_B > 0)
+        (scores_B,) = require_columns(batch, "sft_loss_coef", "scores_B")
+        positive_M = tokens.take_rows(scores_B > 0)
         terms.append(("actor/sft_loss", config.sft_loss_coef, tokens.loss(-logprobs_M * positive_M)))
     if config.teacher_loss_coef:
-        divergence_T = _require_scores(scores.divergence_T, "opd_form 'loss'", "divergence_T")
+        divergence_T = require_scores(scores.divergence_T, "opd_form 'loss'", "divergence_T")
         terms.append(("actor/distill_loss", config.teacher_loss_coef, tokens.loss(tokens.take(divergence_T))))
     if coef := entropy_coef(config, ctx.optimizer_step, total_optimizer_steps):
-        entropy_T = _require_scores(scores.entropy_T, "entropy_loss_coef", "entropy_T")
+        entropy_T = require_scores(scores.entropy_T, "entropy_loss_coef", "entropy_T")
         terms.append(("actor/entropy_loss", coef, -tokens.loss(tokens.take(entropy_T))))
     return terms
 
@@ -291,13 +286,6 @@ def _kl_to_reference(
 ) -> Tensor:
     """[M]: the estimate of ``loss_kl_penalty``, or the KL over the vocabulary as the strategy computed it."""
     if config.loss_kl_penalty == "full":
-        return tokens.take(_require_scores(scores.kl_T, "kl_penalty 'full' in use_kl_loss", "kl_T"))
-    require_columns(batch, "use_kl_loss", "ref_logprobs_T")
-    assert batch.ref_logprobs_T is not None
-    return kl_divergence(logprobs_M, tokens.take(batch.ref_logprobs_T), config.loss_kl_penalty)
-
-
-def _require_scores(column_T: Tensor | None, user: str, name: str) -> Tensor:
-    if column_T is None:
-        raise ValueError(f"{user} needs TokenScores.{name}, which the strategy did not compute")
-    return column_T
+        return tokens.take(require_scores(scores.kl_T, "kl_penalty 'full' in use_kl_loss", "kl_T"))
+    (reference_T,) = require_columns(batch, "use_kl_loss", "ref_logprobs_T")
+    return kl_divergence(logprobs_M, tokens.take(reference_T), config.loss_kl_penalty)

@@ -30,14 +30,13 @@ def best_and_worst(batch: Batch) -> tuple[Batch, dict[str, float]]:
     Raises:
         ValueError: a column is missing or not finite, or no group has two answers.
     """
-    require_columns(batch, "online_dpo", "group_B", "scores_B")
+    group_B, scores_B = require_columns(batch, "online_dpo", "group_B", "scores_B")
     require_finite(batch, "scores_B")
-    assert batch.group_B is not None and batch.scores_B is not None
     pairs = []
-    for group in batch.group_B.unique():
-        rows = (batch.group_B == group).nonzero().squeeze(1)
+    for group in group_B.unique():
+        rows = (group_B == group).nonzero().squeeze(1)
         if len(rows) > 1:
-            ranked = rows[batch.scores_B[rows].argsort(descending=True, stable=True)]
+            ranked = rows[scores_B[rows].argsort(descending=True, stable=True)]
             pairs.append(ranked[[0, -1]])
     if not pairs:
         raise ValueError(f"online_dpo: seen {batch.num_sequences} rows, expected two answers in one group at least")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from roll.algorithms.checks import require_columns
+from roll.algorithms.checks import require_columns, require_scores
 from roll.algorithms.kl import k3
 from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
 from roll.configs.preference import PreferenceConfig
@@ -206,9 +206,7 @@ def build_preference_loss(config: PreferenceConfig) -> LossFn:
 def _answers(scores: TokenScores, batch: Batch, config: PreferenceConfig, *columns: str) -> Answers:
     needed = (*columns, "ref_logprobs_T") if config.compares_with_reference else columns
     require_columns(batch, f"preference_loss {config.preference_loss!r}", *needed)
-    if scores.logprobs_T is None:
-        raise ValueError("a preference loss needs TokenScores.logprobs_T, which the strategy did not compute")
-    return Answers.of(scores.logprobs_T, batch)
+    return Answers.of(require_scores(scores.logprobs_T, "a preference loss", "logprobs_T"), batch)
 
 
 def _answered(batch: Batch) -> Tensor:

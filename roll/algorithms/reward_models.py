@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from roll.algorithms.checks import require_columns
+from roll.algorithms.checks import require_columns, require_scores
 from roll.algorithms.preferences import pairs_in_order
 from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
 from roll.configs.reward_training import RewardLossConfig
@@ -99,17 +99,14 @@ def calibration_error(probability_N: Tensor, right_N: Tensor, bins: int = 10) ->
 
 def _at_ends(scores: TokenScores, batch: Batch, loss: str) -> tuple[Tensor, Tensor]:
     """[M]: scores and targets."""
-    require_columns(batch, f"reward_loss {loss!r}", "returns_T")
-    assert batch.returns_T is not None
+    (targets_T,) = require_columns(batch, f"reward_loss {loss!r}", "returns_T")
     values_T = _values(scores)
     token_M = batch.loss_mask_T.nonzero().squeeze(1).to(values_T.device)
-    return values_T[token_M], batch.returns_T.to(values_T.device, values_T.dtype)[token_M]
+    return values_T[token_M], targets_T.to(values_T.device, values_T.dtype)[token_M]
 
 
 def _values(scores: TokenScores) -> Tensor:
-    if scores.values_T is None:
-        raise ValueError("a reward model's loss needs TokenScores.values_T, which the strategy did not compute")
-    return scores.values_T
+    return require_scores(scores.values_T, "a reward model's loss", "values_T")
 
 
 def _output(measured: dict[str, Tensor]) -> LossOutput:

@@ -18,10 +18,9 @@ def gdpo(batch: Batch, config: AlgorithmConfig) -> Batch:
     the group, on all tokens of the episode, then whitened over all sampled tokens. A group of one has mean 0 and
     standard deviation 1. Returns are the weighted sum of the rewards. Needs ``group_B`` and ``parts_BK``.
     """
-    require_columns(batch, f"adv_estimator {config.adv_estimator!r}", "group_B", "parts_BK")
-    assert batch.group_B is not None and batch.parts_BK is not None
+    group_B, parts_BK = require_columns(batch, f"adv_estimator {config.adv_estimator!r}", "group_B", "parts_BK")
     episodes = find_episodes(batch)
-    parts_JP, group_J = episodes.of_episode(batch.parts_BK).double(), episodes.of_episode(batch.group_B)
+    parts_JP, group_J = episodes.of_episode(parts_BK).double(), episodes.of_episode(group_B)
     weight_P = torch.tensor(config.gdpo_reward_weights or [1.0] * parts_JP.shape[1], dtype=torch.float64)
     normalised_JP = torch.stack([group_normalised(part_J, group_J) for part_J in parts_JP.unbind(1)], dim=1)
     advantage_J, return_J = normalised_JP @ weight_P, parts_JP @ weight_P

@@ -84,10 +84,9 @@ def shape_rewards(batch: Batch, config: AlgorithmConfig, running: RunningStats) 
         ValueError: rewards are missing, not finite, or on tokens that were not sampled; a needed column is missing;
             ``overlong_buffer`` knows no limit.
     """
-    require_rewards(batch, "reward shaping")
-    assert batch.rewards_T is not None
+    rewards_T = require_rewards(batch, "reward shaping")
     episodes = find_episodes(batch)
-    rewards_M = episodes.gather(batch.rewards_T)
+    rewards_M = episodes.gather(rewards_T)
     given_J = episodes.sum_episodes(episodes.sum_turns(rewards_M))
     rewards_M, length_metrics = _add_length_terms(rewards_M, given_J, batch, episodes, config)
     score_J = episodes.sum_episodes(episodes.sum_turns(rewards_M))
@@ -159,10 +158,9 @@ def _add_length_terms(
         metrics["reward/overlong_penalty"] = _mean(penalty_J)
         metrics["reward/overlong_frac"] = _mean((penalty_J < 0).double())
     if config.add_len_reward:
-        require_columns(batch, "add_len_reward", "group_B")
-        assert batch.group_B is not None
+        (group_B,) = require_columns(batch, "add_len_reward", "group_B")
         length_J = episodes.sum_episodes(length_K)
-        reward_J = config.len_reward_coef * length_rewards(length_J, score_J, episodes.of_episode(batch.group_B))
+        reward_J = config.len_reward_coef * length_rewards(length_J, score_J, episodes.of_episode(group_B))
         rewards_M = rewards_M.index_add(0, episodes.last_token_J, reward_J)
         metrics["reward/len_reward"] = _mean(reward_J)
     return rewards_M, metrics
@@ -193,8 +191,8 @@ def _location_and_scale(
             members_J = torch.zeros(len(score_J), dtype=torch.int64)
         else:
             column = {"group": "group_B", "tag": "tag_B"}[scope]
-            require_columns(batch, f"reward normalisation by {scope}", column)
-            members_J = episodes.of_episode(getattr(batch, column))
+            (members_B,) = require_columns(batch, f"reward normalisation by {scope}", column)
+            members_J = episodes.of_episode(members_B)
         mean_J, std_J, _ = group_moments(score_J, members_J)
         return mean_J, std_J
 
@@ -215,12 +213,11 @@ def apply_kl_penalty(batch: Batch, config: AlgorithmConfig, coef: float) -> tupl
         The batch with new rewards, and metrics ``reward/kl`` (mean over sequences of their mean over sampled tokens:
         what ``KlController.update`` wants) and ``reward/kl_coef``.
     """
-    require_columns(batch, "add_token_level_kl", "rewards_T")
+    (rewards_T,) = require_columns(batch, "add_token_level_kl", "rewards_T")
     require_finite(batch, "rewards_T")
-    assert batch.rewards_T is not None
     kl_T = _old_kl(batch, config.kl_penalty)
-    rewards_T = (batch.rewards_T.double() - coef * kl_T).float()
-    return batch.replace(rewards_T=rewards_T), {"reward/kl": _sequence_mean(kl_T, batch), "reward/kl_coef": coef}
+    batch = batch.replace(rewards_T=(rewards_T.double() - coef * kl_T).float())
+    return batch, {"reward/kl": _sequence_mean(kl_T, batch), "reward/kl_coef": coef}
 
 
 def mean_kl(batch: Batch, kind: KlPenalty) -> float:
@@ -247,15 +244,13 @@ def _old_kl(batch: Batch, kind: KlPenalty) -> Tensor:
 
 def _old_kl_everywhere(batch: Batch, kind: KlPenalty) -> Tensor:
     if kind == "full":
-        require_columns(batch, "add_token_level_kl with kl_penalty 'full'", "kl_T")
+        (kl_T,) = require_columns(batch, "add_token_level_kl with kl_penalty 'full'", "kl_T")
         require_finite(batch, "kl_T")
-        assert batch.kl_T is not None
-        return batch.kl_T.double()
+        return kl_T.double()
     policy = "rollout_logprobs_T" if batch.old_logprobs_T is None else "old_logprobs_T"
-    require_columns(batch, "the KL before the update", "ref_logprobs_T", policy)
+    reference_T, policy_T = require_columns(batch, "the KL before the update", "ref_logprobs_T", policy)
     require_finite(batch, "ref_logprobs_T", policy)
-    assert batch.ref_logprobs_T is not None
-    return kl_divergence(getattr(batch, policy).double(), batch.ref_logprobs_T.double(), kind)
+    return kl_divergence(policy_T.double(), reference_T.double(), kind)
 
 
 def whiten_token_rewards(batch: Batch) -> Batch:

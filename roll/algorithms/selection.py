@@ -160,9 +160,8 @@ def rows_not_cut_off(batch: Batch, config: AlgorithmConfig) -> Tensor:
 
     Needs ``truncated_B``.
     """
-    require_columns(batch, "max_len_mask", "truncated_B")
-    assert batch.truncated_B is not None
-    return ~batch.truncated_B
+    (truncated_B,) = require_columns(batch, "max_len_mask", "truncated_B")
+    return ~truncated_B
 
 
 def rows_of_medium_difficulty(batch: Batch, config: AlgorithmConfig) -> Tensor:
@@ -180,9 +179,8 @@ def rows_without_long_errors(batch: Batch, config: AlgorithmConfig) -> Tensor:
 
     Length counts the row's sampled tokens, the limit is ``error_max_len_threshold``. Needs ``scores_B``.
     """
-    require_columns(batch, "error_max_len_clip", "scores_B")
-    assert batch.scores_B is not None
-    return (batch.scores_B > 0) | (_sampled_lengths(batch) <= config.error_max_len_threshold)
+    (scores_B,) = require_columns(batch, "error_max_len_clip", "scores_B")
+    return (scores_B > 0) | (_sampled_lengths(batch) <= config.error_max_len_threshold)
 
 
 def covariance_outliers(batch: Batch, config: AlgorithmConfig, generator: torch.Generator) -> Tensor:
@@ -217,11 +215,9 @@ def largest_covariances(batch: Batch, config: AlgorithmConfig) -> Tensor:
 def _covariances(batch: Batch, variant: str) -> Tensor:
     """float64 [M]: ``(A - mean A) * (log p - mean log p)`` of the policy before the update."""
     column = "rollout_logprobs_T" if batch.old_logprobs_T is None else "old_logprobs_T"
-    require_columns(batch, f"pg_variant {variant!r}", "advantages_T", column)
+    columns = require_columns(batch, f"pg_variant {variant!r}", "advantages_T", column)
     require_finite(batch, "advantages_T", column)
-    assert batch.advantages_T is not None
-    advantage_M = batch.advantages_T[batch.loss_mask_T].double()
-    logprobs_M = getattr(batch, column)[batch.loss_mask_T].double()
+    advantage_M, logprobs_M = (column_T[batch.loss_mask_T].double() for column_T in columns)
     return (advantage_M - advantage_M.mean()) * (logprobs_M - logprobs_M.mean())
 
 
@@ -231,10 +227,9 @@ def pf_ppo_rows(batch: Batch, config: AlgorithmConfig, generator: torch.Generato
     The weight of score s is ``|s| ** weight_pow`` (``pow``), 1 for the batch's highest and lowest scores and else 0
     (``max_min``), or 0.4 for the highest and else 0.1 (``max_random``); 1e-8 is added to each. Needs ``scores_B``.
     """
-    require_columns(batch, "use_pf_ppo", "scores_B")
+    (scores_B,) = require_columns(batch, "use_pf_ppo", "scores_B")
     require_finite(batch, "scores_B")
-    assert batch.scores_B is not None
-    score_B = batch.scores_B.double()
+    score_B = scores_B.double()
     if len(score_B) == 0:
         return torch.zeros(0, dtype=torch.int64)
     highest_B, lowest_B = score_B == score_B.max(), score_B == score_B.min()
@@ -249,12 +244,11 @@ def pf_ppo_rows(batch: Batch, config: AlgorithmConfig, generator: torch.Generato
 
 def group_scores(batch: Batch, user: str) -> Tensor:
     """float64 [B]: mean score of the episodes in each row's group, each once; NaN where none has a sampled token."""
-    require_columns(batch, user, "group_B", "scores_B")
+    group_B, scores_B = require_columns(batch, user, "group_B", "scores_B")
     require_finite(batch, "scores_B")
-    assert batch.group_B is not None and batch.scores_B is not None
     episodes = find_episodes(batch)
-    mean_J, _, _ = group_moments(episodes.of_episode(batch.scores_B), group_J := episodes.of_episode(batch.group_B))
-    names, number_B = torch.unique(batch.group_B, return_inverse=True)
+    mean_J, _, _ = group_moments(episodes.of_episode(scores_B), group_J := episodes.of_episode(group_B))
+    names, number_B = torch.unique(group_B, return_inverse=True)
     mean_G = torch.full((len(names),), torch.nan, dtype=torch.float64)
     mean_G[torch.searchsorted(names, group_J)] = mean_J
     return mean_G[number_B]

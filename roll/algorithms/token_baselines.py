@@ -36,13 +36,12 @@ def tir_optimal_token_baseline(batch: Batch, config: AlgorithmConfig) -> Batch:
 
 
 def _with_token_baseline(batch: Batch, config: AlgorithmConfig, *, lone_tail: bool) -> Batch:
-    user, columns = f"adv_estimator {config.adv_estimator!r}", ("group_B", "old_logprobs_T", "squares_T")
-    require_columns(batch, user, *columns)
+    user, names = f"adv_estimator {config.adv_estimator!r}", ("group_B", "old_logprobs_T", "squares_T")
+    group_B, *_ = require_columns(batch, user, *names)
     require_finite(batch, "old_logprobs_T", "squares_T")
-    assert batch.group_B is not None
     episodes, return_M = reward_to_go(batch)
     weight_M = _so_far(_energies(batch, episodes, config), episodes)
-    baseline_M = _baseline(return_M, weight_M, *_cells(episodes, episodes.of_episode(batch.group_B)), lone_tail)
+    baseline_M = _baseline(return_M, weight_M, *_cells(episodes, episodes.of_episode(group_B)), lone_tail)
     return episodes.with_estimates(batch, return_M - baseline_M, return_M)
 
 
