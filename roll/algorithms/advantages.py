@@ -20,7 +20,7 @@ from roll.algorithms.checks import require_columns, require_finite, require_rewa
 from roll.algorithms.episodes import Episodes, reverse_recurrence, reward_to_go, turn_rewards
 from roll.algorithms.gae import gae, value_mask
 from roll.algorithms.reward_parts import gdpo
-from roll.algorithms.statistics import STD_EPS, group_mean, group_moments, group_normalised, whiten
+from roll.algorithms.statistics import STD_EPS, group_mean, group_moments, group_normalised, sums, whiten
 from roll.algorithms.token_baselines import optimal_token_baseline, tir_optimal_token_baseline
 from roll.configs.algorithm import AlgorithmConfig
 from roll.data.batch import Batch
@@ -118,7 +118,7 @@ def opo(batch: Batch, config: AlgorithmConfig) -> Batch:
     mean_J, _, _ = group_moments(score_J, group_J)
 
     def total(values_J: Tensor) -> Tensor:
-        return torch.zeros(len(count_J), dtype=torch.float64).index_add_(0, member_J, values_J)[member_J]
+        return sums(values_J, member_J, len(count_J))[member_J]
 
     # Sums relative to the plain mean: rounding cannot make equal scores differ from their baseline.
     baseline_J = mean_J + total(length_J * (score_J - mean_J)) / total(length_J)

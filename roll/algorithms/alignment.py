@@ -16,6 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from roll.algorithms.statistics import sums
+
 WITHIN = -1
 """In place of where a token ends: within a character."""
 NO_CHUNK = -1
@@ -55,9 +57,9 @@ def shared_logprobs(logprobs_S: Tensor, theirs: tuple[Tensor, Tensor], own: tupl
     """
     keys_S, keys_T = (_keys(*side) for side in (theirs, own))
     chunks, index = torch.unique(torch.cat([keys_S, keys_T]), return_inverse=True)
-    sums = _sums(logprobs_S.double(), index[: len(keys_S)], len(chunks))
-    counts = _sums(torch.ones(len(keys_T), dtype=torch.float64), index[len(keys_S) :], len(chunks))
-    shares_T = (sums / counts)[index[len(keys_S) :]]
+    totals = sums(logprobs_S.double(), index[: len(keys_S)], len(chunks))
+    counts = sums(torch.ones(len(keys_T), dtype=torch.float64), index[len(keys_S) :], len(chunks))
+    shares_T = (totals / counts)[index[len(keys_S) :]]
     return shares_T.where(own[1] != NO_CHUNK, 0.0)
 
 
@@ -74,13 +76,9 @@ def chunk_means(values_T: Tensor, rows_T: Tensor, chunk_T: Tensor) -> Tensor:
     """
     chunks, index = torch.unique(_keys(rows_T, chunk_T), return_inverse=True)
     counts = torch.bincount(index, minlength=len(chunks))
-    return (_sums(values_T.double(), index, len(chunks)) / counts)[index].where(chunk_T != NO_CHUNK, 0.0)
+    return (sums(values_T.double(), index, len(chunks)) / counts)[index].where(chunk_T != NO_CHUNK, 0.0)
 
 
 def _keys(rows: Tensor, chunks: Tensor) -> Tensor:
     """One number for a chunk of a row."""
     return rows * 2**32 + chunks
-
-
-def _sums(values: Tensor, index: Tensor, count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.float64).index_add_(0, index, values)

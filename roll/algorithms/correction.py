@@ -12,6 +12,7 @@ from torch import Tensor
 
 from roll.algorithms.checks import require_columns, require_finite
 from roll.algorithms.kl import EXPONENT_BOUND, k3
+from roll.algorithms.statistics import sums
 from roll.configs.correction import (
     AggregationLevel,
     IsWeightConfig,
@@ -50,7 +51,7 @@ class Levels:
             return values_M
         index_M = self._units(level)
         count_N = torch.bincount(index_M)
-        sum_N = torch.zeros(len(count_N), dtype=values_M.dtype, device=values_M.device).index_add(0, index_M, values_M)
+        sum_N = sums(values_M, index_M, len(count_N))
         return sum_N[index_M] if level == "sequence" else (sum_N / count_N.clamp(min=1))[index_M]
 
     def mean(self, values_M: Tensor, level: AggregationLevel) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.kl import EXPONENT_BOUND
+from roll.algorithms.statistics import sums
 from roll.configs.algorithm import AlgorithmConfig
 from roll.utils.registry import Registry
 
@@ -74,8 +75,7 @@ class PolicyTokens:
 def _mean_of(values_M: Tensor, unit_M: Tensor) -> Tensor:
     """[M]: mean over the tokens of each token's unit; differentiable."""
     count_N = torch.bincount(unit_M)
-    sum_N = torch.zeros(len(count_N), dtype=values_M.dtype, device=values_M.device)
-    return (sum_N.index_add(0, unit_M, values_M) / count_N.clamp(min=1))[unit_M]
+    return (sums(values_M, unit_M, len(count_N)) / count_N.clamp(min=1))[unit_M]
 
 
 PolicyLossFn: TypeAlias = Callable[[PolicyTokens, AlgorithmConfig], tuple[Tensor, Tensor]]

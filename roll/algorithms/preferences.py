@@ -21,6 +21,7 @@ from torch.nn.functional import logsigmoid
 
 from roll.algorithms.checks import require_columns, require_scores
 from roll.algorithms.kl import k3
+from roll.algorithms.statistics import sums
 from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
 from roll.configs.preference import PreferenceConfig
 from roll.data.batch import Batch
@@ -49,7 +50,7 @@ class Answers:
         def total(column_T: Tensor) -> Tensor:
             device = logprobs_T.device
             values_M = column_T.to(device)[token_M.to(device)].to(logprobs_T.dtype)
-            return values_M.new_zeros(batch.num_sequences).index_add(0, row_M.to(device), values_M)
+            return sums(values_M, row_M.to(device), batch.num_sequences)
 
         ref_logprob = None if batch.ref_logprobs_T is None else total(batch.ref_logprobs_T)
         return cls(total(logprobs_T), ref_logprob, total(torch.ones(batch.num_tokens)))

@@ -16,6 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from roll.algorithms.checks import require_columns, require_scores
 from roll.algorithms.preferences import pairs_in_order
+from roll.algorithms.statistics import sums
 from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
 from roll.configs.reward_training import RewardLossConfig
 from roll.data.batch import Batch
@@ -82,7 +83,7 @@ def row_scores(values_T: Tensor, batch: Batch) -> Tensor:
     """[B]: the score of each row, at its one token with loss mask 1; 0 where there is none."""
     token_M = batch.loss_mask_T.nonzero().squeeze(1)
     row_M = batch.rows_T[token_M].to(values_T.device)
-    return values_T.new_zeros(batch.num_sequences).index_add(0, row_M, values_T[token_M.to(values_T.device)])
+    return sums(values_T[token_M.to(values_T.device)], row_M, batch.num_sequences)
 
 
 def calibration_error(probability_N: Tensor, right_N: Tensor, bins: int = 10) -> float:

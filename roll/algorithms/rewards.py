@@ -20,7 +20,7 @@ from torch import Tensor
 from roll.algorithms.checks import require_columns, require_finite, require_rewards
 from roll.algorithms.episodes import Episodes, find_episodes
 from roll.algorithms.kl import kl_divergence
-from roll.algorithms.statistics import STD_EPS, RunningStats, group_moments, whiten
+from roll.algorithms.statistics import STD_EPS, RunningStats, group_moments, mean, sums, whiten
 from roll.configs.algorithm import AlgorithmConfig, KlPenalty
 from roll.data.batch import Batch
 
@@ -105,10 +105,10 @@ def shape_rewards(batch: Batch, config: AlgorithmConfig, running: RunningStats) 
         baseline_J = (episodes.of_episode(batch.baseline_B).double() - mean_J) / divisor_J
         batch = batch.replace(baseline_B=_to_rows(baseline_J.clamp(*bounds), batch, episodes))
     metrics = length_metrics | {
-        "reward/score_mean": _mean(given_J),
+        "reward/score_mean": mean(given_J),
         "reward/score_std": float(given_J.std()) if len(given_J) > 1 else 0.0,
-        "reward/shaped_mean": _mean(shaped_J),
-        "reward/clip_frac": _mean((shaped_J != normalised_J).double()),
+        "reward/shaped_mean": mean(shaped_J),
+        "reward/clip_frac": mean((shaped_J != normalised_J).double()),
     }
     return batch.replace(rewards_T=episodes.scatter(rewards_M, batch.tokens_T)), metrics
 
@@ -155,14 +155,14 @@ def _add_length_terms(
         penalty_K = overlong_penalties(length_K, config)
         rewards_M = rewards_M.index_add(0, episodes.last_K, penalty_K)
         penalty_J = episodes.sum_episodes(penalty_K)
-        metrics["reward/overlong_penalty"] = _mean(penalty_J)
-        metrics["reward/overlong_frac"] = _mean((penalty_J < 0).double())
+        metrics["reward/overlong_penalty"] = mean(penalty_J)
+        metrics["reward/overlong_frac"] = mean((penalty_J < 0).double())
     if config.add_len_reward:
         (group_B,) = require_columns(batch, "add_len_reward", "group_B")
         length_J = episodes.sum_episodes(length_K)
         reward_J = config.len_reward_coef * length_rewards(length_J, score_J, episodes.of_episode(group_B))
         rewards_M = rewards_M.index_add(0, episodes.last_token_J, reward_J)
-        metrics["reward/len_reward"] = _mean(reward_J)
+        metrics["reward/len_reward"] = mean(reward_J)
     return rewards_M, metrics
 
 
@@ -230,27 +230,23 @@ def mean_kl(batch: Batch, kind: KlPenalty) -> float:
 
 
 def _sequence_mean(values_T: Tensor, batch: Batch) -> float:
-    zeros_B = torch.zeros(batch.num_sequences, dtype=torch.float64)
-    sums_B = zeros_B.index_add(0, batch.rows_T, values_T)
-    counts_B = zeros_B.index_add(0, batch.rows_T, batch.loss_mask_T.double())
-    return _mean((sums_B / counts_B)[counts_B > 0])
+    sums_B = sums(values_T, batch.rows_T, batch.num_sequences)
+    counts_B = sums(batch.loss_mask_T.double(), batch.rows_T, batch.num_sequences)
+    return mean((sums_B / counts_B)[counts_B > 0])
 
 
 def _old_kl(batch: Batch, kind: KlPenalty) -> Tensor:
     """float64 [T]: KL of the policy before the update to the reference; 0 where nothing was sampled."""
-    kl_T = _old_kl_everywhere(batch, kind)
-    return torch.where(batch.loss_mask_T, kl_T, torch.zeros_like(kl_T))
-
-
-def _old_kl_everywhere(batch: Batch, kind: KlPenalty) -> Tensor:
     if kind == "full":
         (kl_T,) = require_columns(batch, "add_token_level_kl with kl_penalty 'full'", "kl_T")
         require_finite(batch, "kl_T")
-        return kl_T.double()
-    policy = "rollout_logprobs_T" if batch.old_logprobs_T is None else "old_logprobs_T"
-    reference_T, policy_T = require_columns(batch, "the KL before the update", "ref_logprobs_T", policy)
-    require_finite(batch, "ref_logprobs_T", policy)
-    return kl_divergence(policy_T.double(), reference_T.double(), kind)
+        kl_T = kl_T.double()
+    else:
+        policy = "rollout_logprobs_T" if batch.old_logprobs_T is None else "old_logprobs_T"
+        reference_T, policy_T = require_columns(batch, "the KL before the update", "ref_logprobs_T", policy)
+        require_finite(batch, "ref_logprobs_T", policy)
+        kl_T = kl_divergence(policy_T.double(), reference_T.double(), kind)
+    return torch.where(batch.loss_mask_T, kl_T, torch.zeros_like(kl_T))
 
 
 def whiten_token_rewards(batch: Batch) -> Batch:
@@ -259,7 +255,3 @@ def whiten_token_rewards(batch: Batch) -> Batch:
     rewards_T = torch.zeros_like(batch.rewards_T)
     rewards_T[batch.loss_mask_T] = whiten(batch.rewards_T[batch.loss_mask_T].double()).float()
     return batch.replace(rewards_T=rewards_T)
-
-
-def _mean(values: Tensor) -> float:
-    return float(values.mean()) if len(values) else 0.0

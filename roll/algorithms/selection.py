@@ -16,7 +16,7 @@ from torch import Tensor
 from roll.algorithms.checks import require_columns, require_finite
 from roll.algorithms.correction import Levels, batch_weights, engine_logprobs, passes_filter
 from roll.algorithms.episodes import find_episodes
-from roll.algorithms.statistics import group_moments
+from roll.algorithms.statistics import group_moments, mean, sums
 from roll.configs.algorithm import AlgorithmConfig
 from roll.data.batch import Batch
 
@@ -47,7 +47,7 @@ def select_for_policy(batch: Batch, config: AlgorithmConfig, seed: int) -> tuple
     if config.policy_loss == "kl_cov":
         marked_T = torch.zeros_like(batch.loss_mask_T)
         marked_T[batch.loss_mask_T] = largest_covariances(batch, config)
-        metrics["actor/kl_cov_frac"] = _mean(marked_T[batch.loss_mask_T])
+        metrics["actor/kl_cov_frac"] = mean(marked_T[batch.loss_mask_T])
         batch = batch.replace(marked_T=marked_T)
     keep_T, keep_metrics = _kept_tokens(batch, config)
     batch = batch.replace(weights_T=weights_T, loss_mask_T=batch.loss_mask_T & keep_T)
@@ -73,7 +73,7 @@ def drop_masked_episodes(batch: Batch, config: AlgorithmConfig) -> tuple[Batch, 
         lost_J = torch.zeros(len(names), dtype=torch.int64).index_add_(0, index_B, (~keep_B).long())
         keep_B = lost_J[index_B] == 0
     keep_T = keep_B[batch.rows_T]
-    metrics["actor/dropped_frac"] = _mean(~keep_T[batch.loss_mask_T])
+    metrics["actor/dropped_frac"] = mean(~keep_T[batch.loss_mask_T])
     rewards_T = None if batch.rewards_T is None else batch.rewards_T * keep_T
     return batch.replace(loss_mask_T=batch.loss_mask_T & keep_T, rewards_T=rewards_T), metrics
 
@@ -88,8 +88,8 @@ def _token_weights(
     if is_weight.enabled and is_weight.detach:
         cut_M, weight_M = batch_weights(batch, is_weight)
         capped_M = cut_M == (torch.inf if is_weight.upper_bound is None else is_weight.upper_bound)
-        metrics["mismatch/is_weight_mean"] = _mean(cut_M)
-        metrics["mismatch/is_weight_capped_frac"] = _mean(capped_M)
+        metrics["mismatch/is_weight_mean"] = mean(cut_M)
+        metrics["mismatch/is_weight_capped_frac"] = mean(capped_M)
         factors.append(weight_M)
     if config.difficulty_loss_weight:
         factors.append(difficulty_weights(batch)[batch.rows_T[mask_T]])
@@ -97,13 +97,13 @@ def _token_weights(
         factors.append(length_weights(batch)[batch.rows_T[mask_T]])
     if config.policy_loss == "clip_cov":
         outlier_M = covariance_outliers(batch, config, generator)
-        metrics["actor/clip_cov_frac"] = _mean(outlier_M)
+        metrics["actor/clip_cov_frac"] = mean(outlier_M)
         factors.append((~outlier_M).double())
     if not factors:
         return None, metrics
     weights_T = torch.zeros(batch.num_tokens, dtype=torch.float32)
     weights_T[mask_T] = torch.stack(factors).prod(0).float()
-    metrics["actor/weight_mean"] = _mean(weights_T[mask_T])
+    metrics["actor/weight_mean"] = mean(weights_T[mask_T])
     return weights_T, metrics
 
 
@@ -115,7 +115,7 @@ def _kept_tokens(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, dict[st
         trained_M, generated_M = engine_logprobs(batch, "train_infer_correction.filters")
         levels = Levels.of(batch, mask_T.nonzero().squeeze(1))
         keep_M = torch.stack([passes_filter(trained_M, generated_M, levels, f) for f in filters]).all(0)
-        metrics["mismatch/rejected_frac"] = _mean(~keep_M)
+        metrics["mismatch/rejected_frac"] = mean(~keep_M)
         keep_T[mask_T] = keep_M
     if config.mask_type == "loss":
         keep_B, row_metrics = _kept_rows(batch, config)
@@ -135,7 +135,7 @@ def _kept_rows(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, dict[str,
     ):
         if is_on:
             keep_B = kept_rows(batch, config)
-            metrics[f"actor/{name}_masked_frac"] = _mean(~keep_B[batch.rows_T][mask_T])
+            metrics[f"actor/{name}_masked_frac"] = mean(~keep_B[batch.rows_T][mask_T])
             all_keep_B &= keep_B
     return all_keep_B, metrics
 
@@ -256,7 +256,7 @@ def group_scores(batch: Batch, user: str) -> Tensor:
 
 def _sampled_lengths(batch: Batch) -> Tensor:
     """float64 [B]: sampled tokens per row."""
-    return torch.zeros(batch.num_sequences, dtype=torch.float64).index_add_(0, batch.rows_T, batch.loss_mask_T.double())
+    return sums(batch.loss_mask_T.double(), batch.rows_T, batch.num_sequences)
 
 
 def _position(values_B: Tensor, counts_B: Tensor) -> Tensor:
@@ -265,7 +265,3 @@ def _position(values_B: Tensor, counts_B: Tensor) -> Tensor:
     if len(counted) == 0 or counted.max() == counted.min():
         return torch.full_like(values_B, 0.5)
     return (values_B - counted.min()) / (counted.max() - counted.min())
-
-
-def _mean(values: Tensor) -> float:
-    return float(values.double().mean()) if len(values) else 0.0

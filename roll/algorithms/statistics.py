@@ -14,6 +14,16 @@ WHITEN_EPS = 1e-8
 """Added to the variance in ``whiten``."""
 
 
+def sums(values_N: Tensor, index_N: Tensor, count: int) -> Tensor:
+    """[count]: the sum of the values at each index; differentiable."""
+    return values_N.new_zeros(count).index_add(0, index_N, values_N)
+
+
+def mean(values_N: Tensor) -> float:
+    """Their mean; 0 of none."""
+    return float(values_N.double().mean()) if len(values_N) else 0.0
+
+
 def group_moments(values_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, unbiased standard deviation and size of the group that each value belongs to; float64 [N] each.
 
@@ -21,16 +31,12 @@ def group_moments(values_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, Te
     """
     _, index_N = torch.unique(group_N, return_inverse=True)
     num_groups = int(index_N.max()) + 1 if len(index_N) else 0
-
-    def total(x_N: Tensor) -> Tensor:
-        return torch.zeros(num_groups, dtype=torch.float64).index_add_(0, index_N, x_N)
-
     values_N = values_N.double()
-    count_G = total(torch.ones_like(values_N))
+    count_G = sums(torch.ones_like(values_N), index_N, num_groups)
     # Sums relative to the group's smallest value: rounding cannot make equal values differ from their mean.
     low_G = torch.full((num_groups,), torch.inf, dtype=torch.float64).scatter_reduce_(0, index_N, values_N, "amin")
-    mean_G = low_G + total(values_N - low_G[index_N]) / count_G
-    squares_G = total((values_N - mean_G[index_N]).square())
+    mean_G = low_G + sums(values_N - low_G[index_N], index_N, num_groups) / count_G
+    squares_G = sums((values_N - mean_G[index_N]).square(), index_N, num_groups)
     std_G = (squares_G / (count_G - 1).clamp(min=1)).sqrt()
     return mean_G[index_N], std_G[index_N], count_G[index_N]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from roll.algorithms.checks import require_columns, require_finite
 from roll.algorithms.correction import batch_weights
 from roll.algorithms.episodes import Episodes, reward_to_go
+from roll.algorithms.statistics import sums
 from roll.configs.algorithm import AlgorithmConfig
 from roll.data.batch import Batch
 
@@ -80,7 +81,7 @@ def _baseline(return_M: Tensor, weight_M: Tensor, cell_M: Tensor, members_M: Ten
     num_cells = int(cell_M.max()) + 1 if len(cell_M) else 0
 
     def total(values_M: Tensor) -> Tensor:
-        return torch.zeros(num_cells, dtype=torch.float64).index_add_(0, cell_M, values_M)
+        return sums(values_M, cell_M, num_cells)
 
     count_C, weight_C = total(torch.ones_like(return_M)), total(weight_M)
     # Relative to the cell's least: rounding cannot make equal returns differ from their baseline.
