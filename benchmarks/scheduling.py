@@ -51,6 +51,7 @@ from roll.rollout.plans import GroupPlan
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.trajectory import groups_to_batch
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
+from roll.tracking.monitor import peak_memory_mb
 from roll.utils.collector import calm_collector
 
 DRIVER_US_PER_GROUP, WORKER_US_PER_TURN, BATCH_S = 300, 100, 1.5
@@ -151,7 +152,7 @@ class Player(EnvironmentWorker):
             manager.renderer = Words()  # type: ignore[assignment]
 
     async def used(self) -> dict[str, float]:
-        return {**used(), "mb": self.peak_memory_mb()}
+        return {**used(), "mb": peak_memory_mb()}
 
 
 def used() -> dict[str, float]:

@@ -41,6 +41,9 @@ class Probe(Worker):
             raise FileNotFoundError("no such greeting")
         self.greeting = greeting
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def variables(self, *names: str) -> list[str | None]:
         return [os.environ.get(name) for name in names]
 
@@ -163,7 +166,6 @@ def test_arguments_reach_all_ranks_or_each_its_own(start: Callable[..., Cluster]
     assert train.call_rank(1, "add", array, 0)[0] == 46.0
     with pytest.raises(ValueError, match=r"train.add: 1 argument tuples for 2 workers"):
         train.submit_each("add", [(array, 0)])
-    assert all(10 < megabytes < 2000 for megabytes in train.call("peak_memory_mb"))
 
 
 def test_an_error_keeps_its_type_and_says_where(start: Callable[..., Cluster]) -> None:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_START_S = 300.0
+"""Time until every started process must have answered."""
+
 _ALIVE_WAIT_S = 1.0
 """Time that a death may take to be known; Ray reports a killed process within some hundredths of a second."""
 
@@ -64,8 +67,6 @@ class Cluster:
         init_kwargs: Mapping[str, Any] | None = None,
         system_envs: Mapping[str, str] | None = None,
         rpc_timeout: float | None = None,
-        start_timeout: float = 300.0,
-        max_concurrency: int | None = None,
         nsight: Mapping[int, Mapping[str, str]] | None = None,
     ) -> None:
         """Nothing starts yet.
@@ -76,9 +77,6 @@ class Cluster:
             system_envs: environment variables of the workers, set before they import anything. They win over the
                 thread count chosen here, never over the device list.
             rpc_timeout: seconds that a call may take; ``None`` waits for ever.
-            start_timeout: seconds until every process must have answered.
-            max_concurrency: calls that a worker runs at the same time; by default one, and any number where it has
-                ``async`` methods.
             nsight: options of ``nsys profile`` by rank, for those that run under it.
 
         Raises:
@@ -89,7 +87,6 @@ class Cluster:
         self.placement = placement
         self.slots = placement.plan.workers(name)
         self.rpc_timeout = rpc_timeout
-        self.start_timeout = start_timeout
         self.restarts = [0] * len(self.slots)
         """Number of times that each rank was replaced."""
         self.handles: list[ActorHandle] = []
@@ -98,7 +95,6 @@ class Cluster:
         """The ranks' processes, once they are ready."""
         self._init_kwargs = dict(init_kwargs or {})
         self._system_envs = {key: str(value) for key, value in (system_envs or {}).items()}
-        self._max_concurrency = max_concurrency
         self._nsight = nsight or {}
 
     @property
@@ -118,8 +114,8 @@ class Cluster:
         self.handles = [self._spawn(rank) for rank in range(self.world_size)]
 
     def wait_ready(self) -> None:
-        """Waits until every worker of ``launch`` has answered, at most ``start_timeout`` seconds."""
-        ready = self.gather(self.submit("ping"), call="start", timeout=self.start_timeout)
+        """Waits until every worker of ``launch`` has answered."""
+        ready = self.gather(self.submit("ping"), call="start", timeout=_START_S)
         self.whereabouts = dict(enumerate(ready))
         logger.info("%s: %d workers are up", self.name, self.world_size)
 
@@ -227,7 +223,7 @@ class Cluster:
         logger.warning("%s rank %d: starting a fresh worker (restart %d)", self.name, rank, self.restarts[rank])
         self.handles[rank] = self._spawn(rank)
         ready = [self.handles[rank].ping.remote()]
-        (self.whereabouts[rank],) = self.gather(ready, call="restart", ranks=[rank], timeout=self.start_timeout)
+        (self.whereabouts[rank],) = self.gather(ready, call="restart", ranks=[rank], timeout=_START_S)
 
     def rendezvous(self) -> None:
         """Agrees on rank 0's address and a free port there, so that the ranks can form a process group."""
@@ -256,9 +252,7 @@ class Cluster:
         seat = self.placement.environment(slot)
         env = {**seat, **self._system_envs, "CUDA_VISIBLE_DEVICES": seat["CUDA_VISIBLE_DEVICES"]}
         options = {**self.placement.actor_options(slot), "max_restarts": 0, "max_task_retries": 0}
-        if self._max_concurrency is not None:
-            options["max_concurrency"] = self._max_concurrency
-        elif inspect.getmembers(self.worker_cls, inspect.iscoroutinefunction):
+        if inspect.getmembers(self.worker_cls, inspect.iscoroutinefunction):
             options["max_concurrency"] = _ASYNC_CALLS
         runtime_env: dict[str, Any] = {"env_vars": env}
         if rank in self._nsight:  # Ray then starts the `python` of the PATH

@@ -85,9 +85,6 @@ class PlacementPlan:
             raise KeyError(f"role {role!r} has no place; placed roles: {', '.join(self.slots) or 'none'}")
         return self.slots[role]
 
-    def world_size(self, role: str) -> int:
-        return len(self.workers(role))
-
     def devices(self, role: str) -> frozenset[int]:
         """Global ids of all devices that the role uses."""
         return frozenset(device for slot in self.workers(role) for device in slot.devices)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import socket
 import sys
@@ -62,9 +61,6 @@ class Worker:
         recording, self._recording = self._recording, None
         return [] if recording is None else recording.stop(stem)
 
-    def pid(self) -> int:
-        return os.getpid()
-
     def node_ip(self) -> str:
         """The address at which the other nodes reach this one."""
         import ray
@@ -108,12 +104,3 @@ class Worker:
             }
         resident = resident_bytes()
         return {} if resident is None else {"resident_gb": resident / 2**30}
-
-    def peak_memory_mb(self) -> float:
-        """Largest resident memory of this process so far, in MiB."""
-        status = Path("/proc/self/status")
-        if status.exists():  # rusage would count what the parent held at the moment of the fork
-            line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-            return int(line.split()[1]) / 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak / 2**20 if sys.platform == "darwin" else peak / 1024
