@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import save_file
 
 from roll.configs.engines.vllm import CARD
+from roll.distributed.replaced import environment
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.engines import MissingEngineError, require_engine
-from roll.distributed.strategy.vllm.arguments import environment
+from roll.distributed.strategy.vllm.arguments import engine_environment
 from tests.support.contract import (
     BUCKET_BYTES,
     LORA,
@@ -96,7 +97,7 @@ def test_heads_that_the_cpu_kernels_do_not_take_are_refused(tmp_path: Path) -> N
 
 def test_sockets_go_with_the_engines_folder(model_path: Any) -> None:
     for folder, expected in ((Path("/tmp/short"), "/tmp/short"), (Path("/tmp", "long" * 20), None)):
-        with environment(model_path("tied", 0), True, folder / "logging.json"):
+        with environment(engine_environment(model_path("tied", 0), True, folder / "logging.json")):
             assert os.environ.get("VLLM_RPC_BASE_PATH") == expected
         assert "VLLM_RPC_BASE_PATH" not in os.environ
 

@@ -14,7 +14,7 @@ import sysconfig
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from roll.distributed.cluster.errors import RaySessionError
 from roll.distributed.cluster.ray_start import bare_node, patience, started_too_slowly
 from roll.distributed.cluster.reaper import MARK, Reaper
+from roll.distributed.replaced import environment, replaced
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ def ray_session(
     local = address == "local"
     # When one rank fails, its peers' errors stay uncollected; Ray would print each of them once more.
     cluster = _local_cluster(options, log_dir, on_daemon_death) if local else _joined_cluster(address, options)
-    with _environment({"RAY_IGNORE_UNHANDLED_ERRORS": "1"}), cluster:
+    with environment({"RAY_IGNORE_UNHANDLED_ERRORS": "1"}), cluster:
         yield RaySession(ray.get_runtime_context().gcs_address, joined=not local)
 
 
@@ -173,7 +174,7 @@ def _start_daemons(options: Mapping[str, Any]) -> tuple[Path, Reaper]:
             with (
                 _own_sigterm(),
                 _loopback_only(),
-                _environment(marks),
+                environment(marks),
                 _unstoppable_children(),
                 patience(seconds),
                 nullcontext() if settings["include_dashboard"] or settings["log_to_driver"] else bare_node(),
@@ -289,17 +290,11 @@ def _object_store_bytes() -> int:
     return min(max(memory // 8, 256 * 2**20), 8 * 2**30)
 
 
-@contextmanager
-def _loopback_only() -> Iterator[None]:
+def _loopback_only() -> AbstractContextManager[None]:
     """Makes Ray take 127.0.0.1 as it does on macOS; on Linux it would turn it into the machine's public address."""
     from ray._private import ray_constants
 
-    previous = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = previous
+    return replaced(ray_constants, ENABLE_RAY_CLUSTER=False)
 
 
 @contextmanager
@@ -307,33 +302,17 @@ def _own_sigterm() -> Iterator[None]:
     """Keeps the program's SIGTERM handler, which ``ray.init`` would replace; where there is none, Ray's own is good."""
     import ray._private.utils as ray_utils
 
-    register, previous = ray_utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
+    previous = signal.getsignal(signal.SIGTERM)
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or previous in (None, signal.SIG_DFL):
         yield
         return
     # Ray's C++ core installs a handler too, one that aborts: ours has to be set anew, not merely kept.
-    ray_utils.set_sigterm_handler = lambda handler: signal.signal(signal.SIGTERM, previous)
-    try:
-        yield
-    finally:
-        ray_utils.set_sigterm_handler = register
-        signal.signal(signal.SIGTERM, previous)
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables for the length of the block."""
-    previous = {key: os.environ.get(key) for key in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for key, value in previous.items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value
+    with replaced(ray_utils, set_sigterm_handler=lambda handler: signal.signal(signal.SIGTERM, previous)):
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, previous)
 
 
 def _keep_worker_logs(temp_dir: Path, log_dir: Path) -> None:

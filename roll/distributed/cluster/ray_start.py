@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
+
+from roll.distributed.replaced import replaced
 
 _STARTED_TOO_SLOWLY = (
     "timed out during startup",  # the node does not register
@@ -21,8 +22,7 @@ def started_too_slowly(error: BaseException) -> bool:
     return any(words in str(error) for words in _STARTED_TOO_SLOWLY)
 
 
-@contextmanager
-def patience(seconds: float) -> Iterator[None]:
+def patience(seconds: float) -> AbstractContextManager[None]:
     """Lets Ray's node take so long to register with its head; Ray itself gives up after 30 s."""
     from ray._private import services
 
@@ -38,15 +38,10 @@ def patience(seconds: float) -> Iterator[None]:
                     raise
                 time.sleep(0.1)
 
-    services.get_node = ask_until
-    try:
-        yield
-    finally:
-        services.get_node = ask
+    return replaced(services, get_node=ask_until)
 
 
-@contextmanager
-def bare_node() -> Iterator[None]:
+def bare_node() -> AbstractContextManager[None]:
     """Leaves out what Ray starts beside its head and node and this library does not use.
 
     The autoscaler's monitor, the reader of log files (whose output nobody asks for) and the dashboard's server, for
@@ -60,16 +55,6 @@ def bare_node() -> Iterator[None]:
     def start_nothing(node: Any) -> None:
         pass
 
-    stand_ins = {
-        "start_api_server": start_api_server,
-        "start_log_monitor": start_nothing,
-        "start_monitor": start_nothing,
-    }
-    previous = {name: getattr(Node, name) for name in stand_ins}
-    for name, stand_in in stand_ins.items():
-        setattr(Node, name, stand_in)
-    try:
-        yield
-    finally:
-        for name, method in previous.items():
-            setattr(Node, name, method)
+    return replaced(
+        Node, start_api_server=start_api_server, start_log_monitor=start_nothing, start_monitor=start_nothing
+    )

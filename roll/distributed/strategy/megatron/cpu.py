@@ -13,12 +13,14 @@ import importlib
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from roll.distributed.replaced import replaced
 
 MODULES = (
     "distributed",
@@ -39,7 +41,8 @@ def enable() -> None:
     """Imports Megatron, and redirects it to the CPU where there is no accelerator. May be called again at any time."""
     if torch.cuda.is_available():
         return
-    with _no_compiler(), warnings.catch_warnings():
+    # Megatron compiles its element-wise functions, which takes longer here than a test of them.
+    with replaced(torch, compile=lambda function: function), warnings.catch_warnings():
         # They are for GPUs; without one, nobody can do anything about it.
         warnings.filterwarnings("ignore", "(Transformer Engine and )?Apex (is|are) not installed", UserWarning)
         for name in MODULES:
@@ -155,16 +158,6 @@ CPU_TORCH = _Namespace(
 """Stand-in that Megatron's modules see as ``torch``."""
 
 
-@contextlib.contextmanager
-def _no_compiler() -> Iterator[None]:
-    """Megatron compiles its element-wise functions, which takes longer here than a test of them."""
-    compile_, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.compile = compile_
-
-
 def _redirect_functions() -> None:
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = _get_generator_state
@@ -203,16 +196,13 @@ def _with_cuda_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        type_, cuda = Tensor.type, Tensor.cuda
+        type_ = Tensor.type
 
         def cuda_type(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
             found = type_(tensor, *arguments, **options)
             return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
 
-        Tensor.type, Tensor.cuda = cuda_type, lambda tensor, *a, **k: tensor  # type: ignore[assignment, method-assign]
-        try:
+        with replaced(Tensor, type=cuda_type, cuda=lambda tensor, *a, **k: tensor):
             return function(*args, **kwargs)
-        finally:
-            Tensor.type, Tensor.cuda = type_, cuda  # type: ignore[method-assign]
 
     return call

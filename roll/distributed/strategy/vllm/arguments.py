@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,21 +120,14 @@ def check_cpu_kernels(outline: ModelOutline) -> None:
         )
 
 
-@contextlib.contextmanager
-def environment(model_path: str, on_cpu: bool, log_config: Path) -> Iterator[None]:
+def engine_environment(model_path: str, on_cpu: bool, log_config: Path) -> dict[str, str]:
     """Environment that vLLM reads when it is imported and when it starts its processes.
 
-    What the user has set stays as it is, and other code in this process sees none of it afterwards.
+    What the user has set stays as it is.
     """
     wanted = COMMON_ENVIRONMENT | (CPU_ENVIRONMENT if on_cpu else {}) | {"VLLM_LOGGING_CONFIG_PATH": str(log_config)}
     if len(str(log_config.parent)) <= SOCKET_FOLDER_CHARS:
         wanted |= {"VLLM_RPC_BASE_PATH": str(log_config.parent)}  # it leaves its sockets behind
     if locate_model(model_path)[1]:
         wanted = wanted | {"HF_HUB_OFFLINE": "1"}
-    added = {name: value for name, value in wanted.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
+    return {name: value for name, value in wanted.items() if name not in os.environ}

@@ -27,6 +27,7 @@ from torch import Tensor
 from roll.configs.engines.vllm import CARD, VllmConfig
 from roll.configs.problems import ConfigErrors
 from roll.data.requests import Completion, GenerateRequest
+from roll.distributed.replaced import environment
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.engines import require_engine
 from roll.distributed.strategy.generation.engine_loop import EngineLoop, brought_from
@@ -36,7 +37,7 @@ from roll.distributed.strategy.generation.scoring import PromptScores, ScoringGe
 from roll.distributed.strategy.vllm.arguments import (
     check_cpu_kernels,
     engine_arguments,
-    environment,
+    engine_environment,
 )
 from roll.distributed.strategy.vllm.failures import Failures
 from roll.distributed.strategy.vllm.worker import FIRST_TEMPERATURE, FIRST_TOP_K
@@ -189,7 +190,8 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
 
     async def _start(self) -> None:
         context = self.context
-        with environment(context.model_path, self._on_cpu, self._failures.config):
+        variables = engine_environment(context.model_path, self._on_cpu, self._failures.config)
+        with environment(variables):  # other code in this process sees none of it afterwards
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 

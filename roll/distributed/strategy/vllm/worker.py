@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from roll.distributed.replaced import replaced
 from roll.distributed.strategy.generation.prompt_scoring import PromptScoring
 from roll.distributed.weights.buckets import as_tensor
 from roll.distributed.weights.contents import Contents, views
@@ -168,12 +169,8 @@ def score_prompts(runner: Any, scoring: PromptScoring) -> None:
         )
 
     def scored(*args: Any, **kwargs: Any) -> Any:
-        sampling = sampler.compute_logprobs, sampler.gather_logprobs
-        sampler.compute_logprobs, sampler.gather_logprobs = scoring.logprobs, gather
-        try:
+        with replaced(sampler, compute_logprobs=scoring.logprobs, gather_logprobs=gather):
             return ask(*args, **kwargs)
-        finally:
-            sampler.compute_logprobs, sampler.gather_logprobs = sampling
 
     runner._get_prompt_logprobs_dict = scored
 
