@@ -103,15 +103,15 @@ class TeacherView:
 
 
 @dataclass(frozen=True)
-class TeacherLayer:
-    """Part of a teacher's output layer, outside any module, so that nobody trains, shards or saves it."""
+class OutputLayer:
+    """A frozen output layer, or a part of one, outside any module, so that nobody trains, shards or saves it."""
 
     weight_VH: Tensor
-    bias_V: Tensor | None
-    finish: Callable[[Tensor], Tensor]
-    """Change that the teacher's architecture makes to the result."""
+    bias_V: Tensor | None = None
+    finish: Callable[[Tensor], Tensor] = lambda logits: logits
+    """Change that its model's architecture makes to the result, unless whoever asks makes it."""
 
-    def rows(self, start: int, count: int) -> TeacherLayer:
+    def rows(self, start: int, count: int) -> OutputLayer:
         """The layer for ``count`` ids from ``start`` on; zeros where it has none."""
 
         def cut(tensor: Tensor) -> Tensor:
@@ -120,11 +120,12 @@ class TeacherLayer:
 
         return replace(self, weight_VH=cut(self.weight_VH), bias_V=None if self.bias_V is None else cut(self.bias_V))
 
-    def to(self, device: torch.device) -> TeacherLayer:
+    def to(self, device: torch.device) -> OutputLayer:
         bias = None if self.bias_V is None else self.bias_V.to(device)
         return replace(self, weight_VH=self.weight_VH.to(device), bias_V=bias)
 
     def __call__(self, hidden_KH: Tensor) -> Tensor:
+        """float32 logits."""
         logits_KV = nn.functional.linear(hidden_KH.to(self.weight_VH.dtype), self.weight_VH, self.bias_V)
         return self.finish(logits_KV.float())
 
@@ -152,7 +153,7 @@ class Comparison:
     vocabulary: Vocabulary
     temperature: float
     """That of the log-probabilities which come in."""
-    layer: TeacherLayer | None = None
+    layer: OutputLayer | None = None
     """The teacher's, for this rank's ids; where its hidden states come."""
 
     def to(self, device: torch.device) -> Comparison:

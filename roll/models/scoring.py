@@ -8,7 +8,7 @@ positions that predict a loss token, in chunks whose logits are computed again i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +29,7 @@ from roll.data.packing import (
 )
 from roll.data.shared_prompts import AttentionPlan, make_shared_batches, worth_sharing
 from roll.models import planned_attention
-from roll.models.comparison import Comparison, TeacherView, WholeVocabulary, top_tokens
+from roll.models.comparison import Comparison, OutputLayer, TeacherView, WholeVocabulary, top_tokens
 from roll.models.routing import ExpertRouting
 
 if TYPE_CHECKING:
@@ -42,20 +42,6 @@ MAX_CHUNK_LOGITS = 2**25
 
 TOP_COLUMNS = ("top_ids_TK", "top_logprobs_TK", "tail_T")
 """Names of what ``top_tokens`` finds in ``TokenScores``."""
-
-
-@dataclass(frozen=True)
-class OutputLayer:
-    """A frozen copy of an output layer, outside any module, so that nobody trains, shards or saves it."""
-
-    weight_VH: Tensor
-    bias_V: Tensor | None = None
-
-    def to(self, device: torch.device) -> OutputLayer:
-        return OutputLayer(self.weight_VH.to(device), None if self.bias_V is None else self.bias_V.to(device))
-
-    def __call__(self, hidden_KH: Tensor) -> Tensor:
-        return nn.functional.linear(hidden_KH.to(self.weight_VH.dtype), self.weight_VH, self.bias_V)
 
 
 class TokenScorer(nn.Module):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from roll.models.comparison import Comparison, ComparisonSpec, TeacherLayer, Vocabulary
+from roll.models.comparison import Comparison, ComparisonSpec, OutputLayer, Vocabulary
 from roll.models.loading import make_skeleton
 from roll.models.megatron.weight_files import WeightFiles
 from roll.models.scoring import logit_transform
 
 
-def load_teacher_layer(path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> TeacherLayer:
+def load_teacher_layer(path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> OutputLayer:
     """A model's output layer in host memory.
 
     Args:
@@ -40,7 +40,7 @@ def load_teacher_layer(path: str, dtype: torch.dtype, *, trust_remote_code: bool
         raise ValueError(f"teacher {path!r}: its output layer is not in its files") from error
     bias = [name for name, p in model.named_parameters() if p is layer.bias]
     bias_V = files.read(bias[0]).to(dtype) if bias else None
-    return TeacherLayer(weight_VH.to(dtype), bias_V, logit_transform(model.config))
+    return OutputLayer(weight_VH.to(dtype), bias_V, logit_transform(model.config))
 
 
 def make_comparison(

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, PreT
 import roll.models.scoring as scoring
 from roll.data.batch import Batch
 from roll.data.packing import packed_row, rectangle
+from roll.models.comparison import OutputLayer
 from roll.models.heads import VALUE_HEAD_FILE, ValueHead, load_value_head
 from roll.models.loading import load_causal_lm, to_hf_weights
-from roll.models.scoring import OutputLayer, TokenScorer, score_batch, score_input
+from roll.models.scoring import TokenScorer, score_batch, score_input
 from roll.models.tokenizer import load_tokenizer
 
 SMALL: dict[str, Any] = {

@@ -27,11 +27,12 @@ from roll.distributed.strategy.training.optim import MASTER
 from roll.distributed.strategy.training.pieces import Piece, Spread, gather, piece_of, world_size
 from roll.distributed.strategy.training.saving import ModelFiles, model_tensors
 from roll.distributed.strategy.training.tensor_files import Reader
+from roll.models.comparison import OutputLayer
 from roll.models.freezing import whole_name
 from roll.models.heads import ValueHead, load_value_head
 from roll.models.loading import converts_weights, load_causal_lm, save_config, to_hf_weights
 from roll.models.lora import SCORE_NAME, adapter_name, base_name, initial_value, is_adapter, write_adapter_config
-from roll.models.scoring import OutputLayer, TokenScorer
+from roll.models.scoring import TokenScorer
 from roll.utils.collector import paused_collector
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from roll.configs.divergence import DivergenceConfig
 from roll.distributed.strategy.megatron.scores import TokenScorer, VocabularyShare
-from roll.models.comparison import Comparison, ComparisonSpec, TeacherLayer, TeacherView, WholeVocabulary, top_tokens
+from roll.models.comparison import Comparison, ComparisonSpec, OutputLayer, TeacherView, WholeVocabulary, top_tokens
 from roll.models.scoring import TOP_COLUMNS
 from tests.support.ranks import enter_rank, leave_rank, run_ranks
 
@@ -24,8 +24,8 @@ def made(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def layer() -> TeacherLayer:
-    return TeacherLayer(made(IDS + 2, WIDTH, seed=3), None, lambda logits: logits)
+def layer() -> OutputLayer:
+    return OutputLayer(made(IDS + 2, WIDTH, seed=3), None, lambda logits: logits)
 
 
 def scores(shared: int) -> dict[str, Tensor]:
