@@ -22,9 +22,6 @@ class ReplicatedWeights(EngineWeights):
         super().__init__(engine, scorer, device)
         self.copies = dist.get_world_size()
 
-    def store(self, name: str, whole: Tensor) -> None:
-        self.parameters[name].detach().copy_(whole)
-
     def gradient(self, name: str) -> Tensor:
         parameter = self.parameters[name]
         if parameter.grad is None:
@@ -52,9 +49,6 @@ class ReplicatedWeights(EngineWeights):
 
 class PartitionedOptimizer(EngineWeights):
     """ZeRO stages 1 and 2: every rank holds all weights, and updates a part of them."""
-
-    def store(self, name: str, whole: Tensor) -> None:
-        self.parameters[name].detach().copy_(whole)
 
     def gradient(self, name: str) -> Tensor:
         parameter: Any = self.parameters[name]

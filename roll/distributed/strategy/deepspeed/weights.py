@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from roll.distributed.strategy.base import States
@@ -91,9 +90,9 @@ class EngineWeights(ABC):
         """Kinds of the optimizer's state behind a trained parameter."""
         return ADAM_STATE
 
-    @abstractmethod
     def store(self, name: str, whole: Tensor) -> None:
         """Sets what the model computes with (collective; all ranks have ``whole``)."""
+        self.parameters[name].detach().copy_(whole)
 
     @abstractmethod
     def drop_gradients(self) -> None:
@@ -169,16 +168,12 @@ class EngineWeights(ABC):
         for state in self.states.values():
             state.update({kind: state[kind].to(device) for kind in ADAM_STATE})
 
-    @torch.no_grad()
-    def fill(self, name: str, kind: str, whole: Tensor | None) -> None:
-        """Sets a parameter, or one of its moments, to rank 0's ``whole`` on all ranks (collective)."""
-        shape = self.shape(name)
-        buffer = torch.empty(shape, device=self.device) if whole is None else whole.to(self.device).float().contiguous()
-        dist.broadcast(buffer, src=0)
+    def fill(self, name: str, kind: str, whole: Tensor) -> None:
+        """Sets a parameter, or one of its moments, wherever this rank has it (collective)."""
         if kind == MASTER:
-            self.store(name, buffer)
+            self.store(name, whole)
         if (fragment := self.fragments.get(name)) is not None:
-            self._kept(fragment, kind).copy_(buffer.view(-1).narrow(0, fragment.offset, fragment.size))
+            self._kept(fragment, kind).copy_(whole.view(-1).narrow(0, fragment.offset, fragment.size))
 
     def _kept(self, fragment: Fragment, kind: str) -> Tensor:
         """The fragment's weights or moment, a flat view."""

@@ -104,14 +104,8 @@ class Weights(ABC):
         """The shape of a parameter, or of a share of it, in which a share is one block of the whole."""
         return tuple(shape)
 
-    @torch.no_grad()
-    def fill(self, name: str, kind: str, whole: Tensor | None) -> None:
-        """Sets a parameter, or one of its moments, to rank 0's ``whole`` on all ranks (collective)."""
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            buffer = torch.empty(self.shape(name), device=self.device) if whole is None else whole.to(self.device)
-            whole = buffer.float().contiguous()
-            dist.broadcast(whole, src=0)
-        assert whole is not None
+    def fill(self, name: str, kind: str, whole: Tensor) -> None:
+        """Sets this rank's share of a parameter, or of one of its moments."""
         self._kept(name, kind).copy_(self.share(name, whole))
 
     def kinds(self, name: str) -> Sequence[str]:

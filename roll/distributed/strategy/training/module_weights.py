@@ -24,7 +24,7 @@ from roll.distributed.strategy.training.checkpoint import (
     adapter_tensors,
 )
 from roll.distributed.strategy.training.optim import MASTER
-from roll.distributed.strategy.training.pieces import Piece, Spread, gather, piece_of, world_size
+from roll.distributed.strategy.training.pieces import Piece, Spread, gather, own_rank, piece_of, world_size
 from roll.distributed.strategy.training.saving import ModelFiles, model_tensors
 from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.comparison import OutputLayer
@@ -64,8 +64,8 @@ class ModuleWeights(Protocol):
         Collective.
         """
 
-    def fill(self, name: str, kind: str, whole: Tensor | None) -> None:
-        """Sets it to rank 0's ``whole`` on all ranks; ``MASTER`` sets an untrained parameter too (collective)."""
+    def fill(self, name: str, kind: str, whole: Tensor) -> None:
+        """Sets it to ``whole``, which all ranks have; ``MASTER`` sets an untrained parameter too (collective)."""
 
     def set_steps(self, steps: int) -> None: ...
 
@@ -123,7 +123,7 @@ def load_model(
     """
     whole: dict[str, Tensor] = {}
     with raise_on_all_ranks():
-        if _rank() == 0:
+        if own_rank() == 0:
             whole = _read_model(path, weights.scorer.value_head, config_kwargs, trust_remote_code)
     names = [name for name in weights.parameters if not is_adapter(name)]
     _fill(weights, names, MASTER, lambda name: whole[base_name(name)])
@@ -220,11 +220,16 @@ def _read_model(
     return whole
 
 
+@torch.no_grad()
 def _fill(weights: ModuleWeights, names: Iterable[str], kind: str, read: Callable[[str], Tensor]) -> None:
     """Sets what ``names`` mean from whole tensors that rank 0 reads (collective)."""
     for name in names:
         with raise_on_all_ranks():
-            whole = _read(weights, name, read) if _rank() == 0 else None
+            read_here = own_rank() == 0
+            found = _read(weights, name, read) if read_here else torch.empty(weights.shape(name), device=weights.device)
+        whole = found.to(weights.device).float().contiguous()
+        if world_size() > 1:
+            dist.broadcast(whole, src=0)
         weights.fill(name, kind, whole)
 
 
@@ -255,7 +260,3 @@ def _peft_name(weights: ModuleWeights, name: str) -> str:
         return SCORE_NAME
     scorer, hf_name = weights.scorer, name.removeprefix(MODEL_PREFIX)
     return adapter_name(hf_name if scorer.value_head is None else whole_name(scorer.model, hf_name))
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
