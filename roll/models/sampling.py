@@ -6,8 +6,9 @@ seed and the token's index, so a request samples the same tokens whoever else is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +56,26 @@ class SamplerRows:
     presence_B: Tensor | None
     frequency_B: Tensor | None
     """float32: taken off the logit of a token that was sampled, once and each time. Both or neither."""
+
+    @staticmethod
+    def of(params: Sequence[Mapping[str, Any]], device: torch.device) -> SamplerRows:
+        """Of requests, one per row, whose parameters go by the names of ``SamplingParams``."""
+
+        def column(name: str) -> list[Any]:
+            return [each[name] for each in params]
+
+        return SamplerRows.build(
+            column("temperature"),
+            column("top_k"),
+            column("top_p"),
+            column("repetition_penalty"),
+            device,
+            min_p=column("min_p"),
+            first_temperature=column("first_token_temperature"),
+            first_top_k=column("first_token_top_k"),
+            presence=column("presence_penalty"),
+            frequency=column("frequency_penalty"),
+        )
 
     @staticmethod
     def build(

@@ -272,7 +272,6 @@ class _RunningRows:
     """State of the running rows that a step needs, as arrays; made anew when one joins or leaves."""
 
     def __init__(self, sequences: Sequence[RunningSequence], device: torch.device) -> None:
-        params = [s.request.params for s in sequences]
         self._sequences = sequences
         self._device = device
         self._seeds_B = np.array([s.seed for s in sequences], dtype=np.uint64)
@@ -280,18 +279,7 @@ class _RunningRows:
         self.positions_B = np.array([s.length - 1 for s in sequences], dtype=np.int64)
         """Of the last tokens."""
         self.last_B = np.array([s.tokens[-1] if s.tokens else s.request.prompt_ids[-1] for s in sequences], np.int64)
-        self._sampler = SamplerRows.build(
-            [p.temperature for p in params],
-            [p.top_k for p in params],
-            [p.top_p for p in params],
-            [p.repetition_penalty for p in params],
-            device,
-            min_p=[p.min_p for p in params],
-            first_temperature=[p.first_token_temperature for p in params],
-            first_top_k=[p.first_token_top_k for p in params],
-            presence=[p.presence_penalty for p in params],
-            frequency=[p.frequency_penalty for p in params],
-        )
+        self._sampler = SamplerRows.of([vars(s.request.params) for s in sequences], device)
         self._seen_BV: Tensor | None = None
         self._count_BV: Tensor | None = None
 

@@ -98,18 +98,7 @@ class SampledBatch:
 
     def __init__(self, params: list[dict[str, Any]], device: torch.device, vocab_size: int) -> None:
         self._params = list(params)
-        self._rows = SamplerRows.build(
-            [p["temperature"] for p in params],
-            [p["top_k"] for p in params],
-            [p["top_p"] for p in params],
-            [p["repetition_penalty"] for p in params],
-            device,
-            min_p=[p["min_p"] for p in params],
-            first_temperature=[p["first_token_temperature"] for p in params],
-            first_top_k=[p["first_token_top_k"] for p in params],
-            presence=[p["presence_penalty"] for p in params],
-            frequency=[p["frequency_penalty"] for p in params],
-        )
+        self._rows = SamplerRows.of(params, device)
         self._seed_B = torch.tensor([_signed(p["seed"]) for p in params], device=device)
         self._last_prompt_position_B = torch.tensor([p["prompt_len"] - 1 for p in params], device=device)
         shape = (vocab_size, device)
