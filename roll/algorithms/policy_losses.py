@@ -46,26 +46,18 @@ class PolicyTokens:
         """Log ratio of each token, clamped to [-20, 20]."""
         return (self.logprobs_M - self.old_M).clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
 
-    @property
-    def sequence_log_ratio_M(self) -> Tensor:
-        """Mean log ratio of the token's row, at most 10; each token's gradient is that of its own log p (GSPO-token).
-
-        So the tokens of a row share a ratio, and the row's mean loss has the gradient of the sequence's loss.
-        """
-        return self._shared(self.row_mean(self.logprobs_M.detach() - self.old_M))
-
     def ratio(self, config: AlgorithmConfig) -> Tensor:
-        """[M]: probability ratio by ``importance_sampling``, per token or shared by the tokens of a turn or a row."""
+        """[M]: probability ratio by ``importance_sampling``, per token or shared by the tokens of a turn or a row.
+
+        A shared one is that of the mean log ratio, at most 10; each token's gradient is that of its own log p
+        (GSPO-token). So a row's mean loss has the gradient of the sequence's loss.
+        """
         if config.importance_sampling == "token":
             return self.log_ratio_M.exp()
-        if config.importance_sampling == "seq":
-            return self.sequence_log_ratio_M.exp()
-        assert self.segment_M is not None
-        return self._shared(_mean_of(self.logprobs_M.detach() - self.old_M, self.segment_M)).exp()
-
-    def _shared(self, mean_M: Tensor) -> Tensor:
-        """[M]: the value of the bounded mean, with the gradient of each token's own log p."""
-        return (self.logprobs_M - self.logprobs_M.detach() + mean_M).clamp(max=SEQUENCE_EXPONENT_BOUND)
+        unit_M = self.row_M if config.importance_sampling == "seq" else self.segment_M
+        assert unit_M is not None
+        mean_M = _mean_of(self.logprobs_M.detach() - self.old_M, unit_M)
+        return (self.logprobs_M - self.logprobs_M.detach() + mean_M).clamp(max=SEQUENCE_EXPONENT_BOUND).exp()
 
     def row_mean(self, values_M: Tensor) -> Tensor:
         """[M]: mean over the sampled tokens of each token's row; differentiable."""
