@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from transformers import (
 from roll.models.loading import to_hf_weights
 from roll.models.megatron.config import MegatronModelConfig
 from roll.models.megatron.layout import ParallelLayout
-from roll.models.megatron.names import EMBEDDING, FINAL_NORM, OUTPUT, ExpertModules, ModuleSet, layer_entries
+from roll.models.megatron.names import EMBEDDING, FINAL_NORM, OUTPUT, Entry, ExpertModules, layer_entries
+
+ModuleSet = Literal["local", "te"]
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,  # divides by nothing, so that every tensor-parallel size pads it
@@ -85,20 +87,24 @@ def checkpoint(model: PreTrainedModel) -> dict[str, Tensor]:
     return weights
 
 
+def name_in(entry: Entry, modules: ModuleSet) -> str:
+    return entry.te or entry.local if modules == "te" else entry.local
+
+
 def parameter_names(
     config: MegatronModelConfig, layout: ParallelLayout, modules: ModuleSet, experts: ExpertModules = "sequential"
 ) -> Iterator[str]:
     """Every parameter that the model of this rank (or chunk) has."""
     if layout.first_stage:
-        yield EMBEDDING.name(modules)
+        yield name_in(EMBEDDING, modules)
     for index, layer in enumerate(layout.layers):
         for entry in layer_entries(config, layer, experts):
-            name = f"decoder.layers.{index}.{entry.name(modules)}"
+            name = f"decoder.layers.{index}.{name_in(entry, modules)}"
             if "{expert}" not in name:
                 yield name
             else:
                 yield from (name.format(expert=i) for i in range(len(layout.experts(config.num_experts))))
     if layout.last_stage:
-        yield FINAL_NORM.name(modules)
+        yield name_in(FINAL_NORM, modules)
         if not (config.tied and layout.first_stage):
-            yield OUTPUT.name(modules)
+            yield name_in(OUTPUT, modules)

@@ -17,7 +17,6 @@ from roll.models.lora import matrix_name
 from roll.models.megatron.config import MegatronModelConfig
 from roll.models.megatron.layout import ParallelLayout
 
-ModuleSet = Literal["local", "te"]
 ExpertModules = Literal["sequential", "grouped", "legacy_grouped"]
 
 Form = Literal["replicated", "vocab", "rows", "columns", "qkv", "gate_up", "all_gate_up", "all_down"]
@@ -42,9 +41,6 @@ class Entry:
     form: Form
     te: str = ""
     """The name in a model of TransformerEngine modules; empty: the same."""
-
-    def name(self, modules: ModuleSet) -> str:
-        return self.te or self.local if modules == "te" else self.local
 
 
 EMBEDDING = Entry(("model.embed_tokens.weight",), "embedding.word_embeddings.weight", "vocab")

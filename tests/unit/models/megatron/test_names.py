@@ -16,13 +16,12 @@ from roll.models.megatron.names import (
     QK_NORM,
     QKV_BIAS,
     ExpertModules,
-    ModuleSet,
     adaptable_layers,
     module_parts,
     source,
     torn,
 )
-from tests.support.megatron_models import CONFIGS, checkpoint, make_model, parameter_names
+from tests.support.megatron_models import CONFIGS, ModuleSet, checkpoint, make_model, name_in, parameter_names
 
 WHOLE = ParallelLayout(layers=(0, 1, 2))
 MODULE_SETS: list[tuple[ModuleSet, ExpertModules]] = [
@@ -106,7 +105,7 @@ def test_transformer_engine_names_are_those_that_megatron_saves_its_own_modules_
     saved_under = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.sharded_state_dict_keys_map
     for entry in (*ATTENTION, *QKV_BIAS, *QK_NORM, *DENSE_MLP, *LINEAR_BIASES):
         prefix = next((prefix for prefix in saved_under if entry.local.startswith(prefix)), "")
-        assert entry.name("te") == saved_under.get(prefix, "") + entry.local.removeprefix(prefix)
+        assert name_in(entry, "te") == saved_under.get(prefix, "") + entry.local.removeprefix(prefix)
 
 
 def test_transformer_engine_names_of_grouped_experts() -> None:
