@@ -121,7 +121,9 @@ class EngineWeights(ABC):
     def spread(self, name: str, kind: str, dtype: torch.dtype) -> Spread:
         """A flat parameter, or one of Adam's moments, where it lies (collective)."""
         shape = (self.shape(name).numel(),)
-        if kind == MASTER and self._is_stored(name, dtype):
+        # What the model computes with may be as exact as the number format asks.
+        stored = name not in self.trained or self.parameters[name].dtype in (dtype, torch.float32)
+        if kind == MASTER and stored:
             return Spread(shape, dtype, self.device, self.stored_regions(name), lambda: self.stored_part(name))
         return Spread(shape, dtype, self.device, self._updated[name], lambda: self._kept(self.fragments[name], kind))
 
@@ -137,10 +139,6 @@ class EngineWeights(ABC):
     def _updated(self) -> dict[str, Sequence[Region]]:
         """Regions of the flat parameters, and the ranks that update them."""
         return find_regions({name: ((f.offset,), (f.size,)) for name, f in self.fragments.items()})
-
-    def _is_stored(self, name: str, dtype: torch.dtype) -> bool:
-        """Tells whether what the model computes with is as exact as a number format asks."""
-        return name not in self.trained or self.parameters[name].dtype in (dtype, torch.float32)
 
     def leave(self, what: States) -> None:
         """Takes states to host memory."""

@@ -140,10 +140,6 @@ class ContinuousBatching:
         else:
             self.waiting.remove(sequence)
 
-    def use_version(self, version: int) -> None:
-        """The weights were replaced."""
-        self.weight_version = version
-
     def preempt(self) -> None:
         """Puts the running sequences back at the head of the queue and frees the cache.
 

@@ -155,7 +155,7 @@ class HfInfer(Generator[WeightUpdate]):
     def use_version(self, version: int, recompute_kv: bool) -> Future[None]:
         def apply() -> None:
             is_new = version != self._batching.weight_version
-            self._batching.use_version(version)
+            self._batching.weight_version = version
             if recompute_kv and is_new:  # the same weights come again after an evaluation
                 self._batching.preempt()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterator
+import itertools
 from typing import Any, cast
 
 import torch
@@ -199,22 +199,15 @@ class MegatronAdam:
             _state(part, share, kind).view(-1).copy_(whole.reshape(-1)[start : start + share.numel()])
 
     def move(self, device: torch.device) -> None:
-        """Moves moments, and float32 weights that are not the model's own."""
+        """Moves moments, and float32 weights that are not the model's own memory."""
         for part in self._parts:
             for state in part.optimizer.state.values():
                 for name in ADAM_STATE:
                     state[name] = state[name].to(device)
-        for share in self._masters():
-            share.data = share.data.to(device)
-
-    def _masters(self) -> Iterator[Tensor]:
-        """The float32 weights that are not the model's own memory."""
-        for part in self._parts:
-            groups = getattr(part, "shard_fp32_from_float16_groups", None) or getattr(
-                part, "fp32_from_float16_groups", []
-            )
-            for group in groups:
-                yield from (share for share in group if share is not None)
+            own = getattr(part, "shard_fp32_from_float16_groups", None) or getattr(part, "fp32_from_float16_groups", [])
+            for share in itertools.chain.from_iterable(own):
+                if share is not None:
+                    share.data = share.data.to(device)
 
     def _part_of(self, parameter: nn.Parameter) -> Any:
         """The optimizer that has the parameter: routed experts have one of their own."""

@@ -226,7 +226,9 @@ class MegatronInfer(Scorer):
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         num_tokens = one.micro_batch.num_tokens
         widths = {"hidden_TH": (self.model.config.hidden_size,)}
-        widths |= dict.fromkeys(("top_ids_TK", "top_logprobs_TK"), (self._num_top,))
+        vocabulary = self.model.converted.vocab_size
+        num_top = min(self.context.top_k, vocabulary, self.context.num_ids or vocabulary)
+        widths |= dict.fromkeys(("top_ids_TK", "top_logprobs_TK"), (num_top,))
         columns = {}
         for name in self._score_names(one):
             shape, dtype = (num_tokens, *widths.get(name, ())), torch.int32 if "_ids_" in name else torch.float32
@@ -250,12 +252,6 @@ class MegatronInfer(Scorer):
             **dict.fromkeys(TOP_COLUMNS, bool(self.context.top_k)),
         }
         return ["logprobs_T", "entropy_T", *(name for name, there in wanted.items() if there)]
-
-    @property
-    def _num_top(self) -> int:
-        """Top tokens that a teacher tells of."""
-        vocabulary = self.model.converted.vocab_size
-        return min(self.context.top_k, vocabulary, self.context.num_ids or vocabulary)
 
 
 class MegatronTrain(MegatronInfer, Trainer):

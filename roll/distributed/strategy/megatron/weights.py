@@ -78,7 +78,7 @@ class WeightGatherer:
         Args:
             updated: reads what the optimizer has of a parameter; without it, the parameters themselves are meant.
         """
-        return [self._piece(item, dtype, updated) for item in self._items_of_part(part)]
+        return [self._piece(item, dtype, updated) for item in self._items if _part_of(item.name) == part]
 
     def _piece(self, item: _Item, dtype: torch.dtype, updated: OwnPart | None) -> Piece:
         def own() -> Tensor:
@@ -99,9 +99,6 @@ class WeightGatherer:
             by_part.setdefault(self._places[rank].updated[item.chunk][item.name], []).append(rank)
         return [Region((start,), (size,), tuple(of)) for (start, size), of in sorted(by_part.items()) if size]
 
-    def _items_of_part(self, part: Part) -> list[_Item]:
-        return [item for item in self._items if _part_of(item.name) == part]
-
     def _join(self, item: _Item, shards: list[Tensor]) -> Iterable[tuple[str, Tensor]]:
         if _part_of(item.name) == "head":
             return [(item.name.removeprefix(HEAD_PREFIX), shards[0])]
@@ -119,7 +116,9 @@ class WeightGatherer:
 
     def _items_of(self, chunk: int, name: str, ranks: list[int]) -> Iterator[_Item]:
         places = self._places
-        group = "replicated" if name.startswith(HEAD_PREFIX) else self._group(chunk, name, places[ranks[0]])
+        group = "replicated"
+        if not name.startswith(HEAD_PREFIX):
+            group = shard_group(name, self._model.converted, places[ranks[0]].layouts[chunk])
         by_part: dict[int, list[int]] = {}  # routed experts: by the rank in the expert-parallel group
         for rank in ranks:
             by_part.setdefault(places[rank].layout.ep_rank if group == "expert_tensor" else 0, []).append(rank)
@@ -131,9 +130,6 @@ class WeightGatherer:
             in_order = tuple(tuple(ranks) for _, ranks in sorted(of_shard.items()))
             place = places[in_order[0][0]]
             yield _Item(chunk, name, place.layouts[chunk], in_order, place.shapes[chunk][name])
-
-    def _group(self, chunk: int, name: str, place: _Place) -> str:
-        return shard_group(name, self._model.converted, place.layouts[chunk])
 
     @property
     def _device(self) -> torch.device:

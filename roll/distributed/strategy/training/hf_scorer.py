@@ -96,13 +96,13 @@ def score_micro_batch(
     scorer: torch.nn.Module,
     micro_batch: Batch,
     limits: Limits,
-    context: contextlib.AbstractContextManager[object] | None = None,
-    group: SequenceGroup | None = None,
+    context: contextlib.AbstractContextManager[object],
+    group: SequenceGroup | None,
 ) -> TokenScores:
     """Lays a micro-batch out and runs the model over it, inside ``context``; ``group`` shares its sequences."""
     inputs = layout(micro_batch, round_to=limits.round_to, packing=limits.packing, sharing=limits.sharing)
     views = (micro_batch.ref_hidden_TH, TeacherView.of(micro_batch))
-    with context or contextlib.nullcontext():
+    with context:
         if group is not None:
             return score_shared_input(scorer, inputs, micro_batch.num_tokens, group, *views)
         return score_input(scorer, inputs, micro_batch.num_tokens, *views)

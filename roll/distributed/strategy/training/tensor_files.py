@@ -215,15 +215,11 @@ class BackgroundWriter:
             with self._changed:
                 self._failed = True
                 self._changed.notify_all()
-            self._drop()
+            while self._queue.get() is not None:  # frees what nobody will write
+                pass
             self._result.set_exception(error)
         else:
             self._result.set_result(written)
-
-    def _drop(self) -> None:
-        """Frees what nobody will write."""
-        while self._queue.get() is not None:
-            pass
 
 
 class _HashedFile:
