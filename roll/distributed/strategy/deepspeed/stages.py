@@ -31,13 +31,7 @@ class ReplicatedWeights(EngineWeights):
     def drop_gradients(self) -> None:
         self.engine.zero_grad()
 
-    def leave(self, what: States) -> None:
-        self._move(what, torch.device("cpu"))
-
-    def come_back(self, what: States) -> None:
-        self._move(what, self.device)
-
-    def _move(self, what: States, device: torch.device) -> None:
+    def move(self, what: States, device: torch.device, *, away: bool) -> None:
         if States.WEIGHTS in what:
             self.scorer.to(device)
         if States.OPTIMIZER in what and self.trains:
@@ -57,17 +51,9 @@ class PartitionedOptimizer(EngineWeights):
         # DeepSpeed's bf16 optimizer keeps the whole gradient.
         return found if found.numel() == fragment.size else found.narrow(0, fragment.offset, fragment.size)
 
-    def leave(self, what: States) -> None:
-        super().leave(what)
-        self._move_frozen(what, torch.device("cpu"))
-
-    def come_back(self, what: States) -> None:
-        super().come_back(what)
-        self._move_frozen(what, self.device)
-
-    def _move_frozen(self, what: States, device: torch.device) -> None:
-        """An adapter's base weights: DeepSpeed moves what its optimizer has."""
-        if States.WEIGHTS in what:
+    def move(self, what: States, device: torch.device, *, away: bool) -> None:
+        super().move(what, device, away=away)
+        if States.WEIGHTS in what:  # an adapter's base weights too: DeepSpeed moves what its optimizer has
             for parameter in self.parameters.values():
                 if not parameter.requires_grad:
                     parameter.data = parameter.data.to(device, copy=True)
@@ -140,15 +126,16 @@ class PartitionedWeights(EngineWeights):
             for partition in optimizer.fp32_partitioned_groups_flat:
                 partition.grad.zero_()
 
-    def leave(self, what: States) -> None:
+    def move(self, what: States, device: torch.device, *, away: bool) -> None:
         if self.trains and (buffers := what & self._movable):
-            super().leave(buffers)
-        self._move(what, torch.device("cpu"))
-
-    def come_back(self, what: States) -> None:
-        if self.trains and (buffers := what & self._movable):
-            super().come_back(buffers)
-        self._move(what, self.device)
+            super().move(buffers, device, away=away)
+        if States.WEIGHTS in what and not self._parameters_in_host_memory:
+            self._move_parts(device)
+        if States.OPTIMIZER in what and self.trains and not self.optimizer.offload_optimizer:
+            self._move_moments(device)
+            for partition in self.optimizer.fp32_partitioned_groups_flat:
+                if not self._is_part_of_the_model(partition):
+                    partition.data = partition.data.to(device)
 
     @property
     def _movable(self) -> States:
@@ -159,15 +146,6 @@ class PartitionedWeights(EngineWeights):
     def _parameters_in_host_memory(self) -> bool:
         offload = self.engine.zero_offload_param()
         return offload is not None and offload.device != "none"
-
-    def _move(self, what: States, device: torch.device) -> None:
-        if States.WEIGHTS in what and not self._parameters_in_host_memory:
-            self._move_parts(device)
-        if States.OPTIMIZER in what and self.trains and not self.optimizer.offload_optimizer:
-            self._move_moments(device)
-            for partition in self.optimizer.fp32_partitioned_groups_flat:
-                if not self._is_part_of_the_model(partition):
-                    partition.data = partition.data.to(device)
 
     def _move_parts(self, device: torch.device) -> None:
         """The ranks' parts of the parameters; those that are trained lie in one buffer, in the order of the groups."""

@@ -142,15 +142,19 @@ class EngineWeights(ABC):
 
     def leave(self, what: States) -> None:
         """Takes states to host memory."""
-        if not hasattr(self.optimizer, "offload_states"):
-            raise ValueError("ZeRO stage 1 in bf16: its optimizer cannot leave the device; expected stage 2 or 3")
-        self._away |= what
-        self._offload()
+        self.move(what, torch.device("cpu"), away=True)
 
     def come_back(self, what: States) -> None:
         """Takes states back to the device."""
-        self._away &= ~what
-        self.engine.reload_states()  # all of them, or none
+        self.move(what, self.device, away=False)
+
+    def move(self, what: States, device: torch.device, *, away: bool) -> None:
+        """Takes states to host memory, or back."""
+        if away and not hasattr(self.optimizer, "offload_states"):
+            raise ValueError("ZeRO stage 1 in bf16: its optimizer cannot leave the device; expected stage 2 or 3")
+        self._away = self._away | what if away else self._away & ~what
+        if not away:
+            self.engine.reload_states()  # all of them, or none
         if self._away:
             self._offload()
         else:
