@@ -61,9 +61,6 @@ class ScoreNormaliser:
         spread = None if chosen.method == "mean" else over
         return cls(over, spread, ASYM_CLIP if chosen.method == "asym_clip" else None)
 
-    def uses(self, scope: Scope) -> bool:
-        return scope in (self.mean_over, self.std_over)
-
 
 def shape_rewards(batch: Batch, config: AlgorithmConfig, running: RunningStats) -> tuple[Batch, dict[str, float]]:
     """Adds length terms to episode scores, normalises and clips them, and moves ``rewards_T`` accordingly.
@@ -91,7 +88,7 @@ def shape_rewards(batch: Batch, config: AlgorithmConfig, running: RunningStats) 
     rewards_M, length_metrics = _add_length_terms(rewards_M, given_J, batch, episodes, config)
     score_J = episodes.sum_episodes(episodes.sum_turns(rewards_M))
     normaliser = ScoreNormaliser.from_config(config)
-    if normaliser.uses("running"):
+    if "running" in (normaliser.mean_over, normaliser.std_over):
         running.update(score_J)
 
     mean_J, divisor_J = _location_and_scale(score_J, normaliser, batch, episodes, running)

@@ -138,6 +138,7 @@ def score_shared_input(
     local_source_K = torch.div(source_K, columns, rounding_mode="floor") * width + source_K % columns % width
     positions_RC = inputs.position_ids_RC
     rows = _shared_rows(inputs, group).to(device)
+    experts_NE = None if inputs.experts_NE is None else inputs.experts_NE.unflatten(0, (-1, columns))
     outputs = scorer(
         _slice(inputs.input_ids_RC, width, group).to(device),
         _slice(torch.arange(columns)[None] if positions_RC is None else positions_RC, width, group).to(device),
@@ -146,7 +147,7 @@ def score_shared_input(
         None if ref_hidden_TH is None else ref_hidden_TH[inputs.token_K[own_K]].to(device),
         rows,
         None if teacher is None else teacher.take(inputs.token_K[own_K], device),
-        None if inputs.experts_NE is None else _slice_experts(inputs.experts_NE, columns, width, group).to(device),
+        None if experts_NE is None else _slice(experts_NE, width, group, UNKNOWN).flatten(0, 1).to(device),
     )
     experts_NE = outputs.pop("experts_TE", None)
     token_K = inputs.token_K[order_K].to(device)
@@ -292,17 +293,11 @@ def _shared_rows(inputs: ModelInput, group: SequenceGroup) -> SharedRows:
     return SharedRows(group, columns, plan or PackedSequences((columns,)), borders)
 
 
-def _slice(grid_RC: Tensor, width: int, group: SequenceGroup) -> Tensor:
-    """This rank's columns, [R, S]."""
-    padded = nn.functional.pad(grid_RC, (0, width * group.size - grid_RC.shape[1]))
+def _slice(grid: Tensor, width: int, group: SequenceGroup, padding: int = 0) -> Tensor:
+    """This rank's columns, [R, S] of [R, C] or [R, S, E] of [R, C, E]."""
+    missing = width * group.size - grid.shape[1]
+    padded = nn.functional.pad(grid, (0, 0) * (grid.ndim - 2) + (0, missing), value=padding)
     return padded[:, group.rank * width : (group.rank + 1) * width]
-
-
-def _slice_experts(experts_NE: Tensor, columns: int, width: int, group: SequenceGroup) -> Tensor:
-    """The choices of this rank's columns, flat."""
-    grid_RCE = experts_NE.unflatten(0, (-1, columns))
-    padded = nn.functional.pad(grid_RCE, (0, 0, 0, width * group.size - columns), value=UNKNOWN)
-    return padded[:, group.rank * width : (group.rank + 1) * width].flatten(0, 1)
 
 
 def _whole_experts(experts_NE: Tensor, columns: int, width: int, group: SequenceGroup) -> Tensor:
