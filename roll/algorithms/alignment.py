@@ -66,11 +66,6 @@ def shared_logprobs(logprobs_S: Tensor, theirs: tuple[Tensor, Tensor], own: tupl
 def chunk_means(values_T: Tensor, rows_T: Tensor, chunk_T: Tensor) -> Tensor:
     """Each value replaced by the mean over its token's chunk, which leaves the sum of a chunk what it is.
 
-    Args:
-        values_T: one per token.
-        rows_T: int64 rows of the tokens.
-        chunk_T: int64 their chunks.
-
     Returns:
         float64 [T]; 0 for tokens without a chunk.
     """

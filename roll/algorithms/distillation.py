@@ -39,7 +39,6 @@ def teacher_advantages(batch: Batch, config: RLConfig) -> Batch:
 
     Args:
         batch: With ``advantages_T``; otherwise as ``teacher_rewards``.
-        config: Reads what ``teacher_term`` reads.
     """
     (advantages_T,) = require_columns(batch, "opd_form advantage", "advantages_T")
     return batch.replace(advantages_T=(advantages_T.double() + teacher_term(batch, config)).float())
@@ -104,8 +103,6 @@ def distill_loss(scores: TokenScores, batch: Batch, ctx: LossContext, config: Di
     Args:
         scores: ``logprobs_T`` and ``divergence_T``.
         batch: One micro-batch, with the teacher's columns.
-        ctx: Counts over the optimizer step.
-        config: The loss's keys.
 
     Returns:
         The loss, and ``distill/loss``, ``distill/divergence``, ``distill/nll``: D and NLL aggregated likewise.

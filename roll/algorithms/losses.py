@@ -53,12 +53,10 @@ class SampledTokens:
 
         Args:
             batch: One micro-batch, on the CPU.
-            mask_T: The tokens that count.
             mode: ``token-mean``: sum / tokens. ``token-sum``: sum / norm. ``seq-mean-token-sum``: sum / sequences.
                 ``seq-mean-token-mean``: mean over sequences of their mean. ``seq-mean-token-sum-norm``: sum /
                 (sequences * longest). A sequence is a row of the batch, or all rows of an episode that branched
                 (``share_B``).
-            ctx: Counts over the optimizer step.
             like: Scores; gives device and dtype.
             norm: Divisor of ``token-sum`` (else 1), and of ``seq-mean-token-sum-norm`` in place of the longest.
 
@@ -124,8 +122,6 @@ def policy_loss(
             over the vocabulary; ``divergence_T`` (D) with ``opd_form: loss``.
         batch: One micro-batch with ``advantages_T``; ``ref_logprobs_T`` with ``use_kl_loss`` by an estimator;
             ``scores_B`` with ``sft_loss_coef``; ``marked_T`` with ``pg_variant: kl_cov``.
-        ctx: Counts over the optimizer step.
-        config: Algorithm keys.
         total_optimizer_steps: Horizon over which the entropy coefficient decays.
 
     Raises:

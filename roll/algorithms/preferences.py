@@ -136,8 +136,6 @@ def preference_loss(scores: TokenScores, batch: Batch, ctx: LossContext, config:
         scores: ``logprobs_T``.
         batch: One micro-batch with ``pair_B`` and ``preferred_B``, both sides of every pair in it; ``ref_logprobs_T``
             where the loss compares with the reference.
-        ctx: Counts over the optimizer step.
-        config: Keys of the loss.
 
     Raises:
         ValueError: a column or score is missing, or the optimizer step has no pair.

@@ -29,8 +29,6 @@ def bradley_terry_loss(scores: TokenScores, batch: Batch, ctx: LossContext, conf
         scores: ``values_T``.
         batch: One micro-batch with ``pair_B`` and ``preferred_B``, both sides of every pair in it; the margins are
             ``target_B``, if there are any. One token of each row has loss mask 1.
-        ctx: Counts over the optimizer step.
-        config: Keys of the loss.
 
     Raises:
         ValueError: a column or score is missing.

@@ -57,8 +57,6 @@ class Retokenizer:
     """Writes rows of a policy in a teacher's tokens.
 
     Args:
-        policy: its tokenizer.
-        teacher: its tokenizer.
         template: the policy's chat template, as ``ChatRenderer`` takes it.
         max_length: tokens of a row that the teacher takes.
 

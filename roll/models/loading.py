@@ -52,8 +52,6 @@ def load_config(
 
     Args:
         path: folder in Hugging Face format, or a hub name.
-        config_kwargs: entries to replace.
-        trust_remote_code: whether Python files that come with the model may run.
         asks_hub: whether the hub is asked about a name; otherwise what is in its cache counts.
 
     Raises:
@@ -89,10 +87,7 @@ def load_causal_lm(
     Args:
         path: folder in Hugging Face format, or a hub name.
         dtype: of the weights; ``None`` takes the configuration's.
-        device: where the weights go.
         attn_implementation: ``sdpa``, ``eager``, ``flash_attention_2`` …; ``None`` lets transformers choose.
-        config_kwargs: entries of the model's configuration to replace.
-        trust_remote_code: whether Python files that come with the model may run.
         trunk: without the output layer: what a value head sits on.
 
     Raises:
@@ -217,7 +212,6 @@ def copy_companions(source: str, target: Path, tokenizer: str | None = None) -> 
 
     Args:
         source: the model folder, or a hub name, whose files are those of the hub's cache.
-        target: the new one.
         tokenizer: the same of the tokenizer, if it is not the model's.
     """
     defaults = [GENERATION_FILE] if (target / GENERATION_FILE).is_file() else []

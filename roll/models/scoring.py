@@ -110,14 +110,10 @@ class TokenScorer(nn.Module):
         """Scores one ``ModelInput``.
 
         Args:
-            position_ids_RC: see ``ModelInput``.
-            source_K: see ``ModelInput``.
-            target_K: see ``ModelInput``.
             ref_hidden_KH: the reference's hidden states for the same tokens.
-            attention: see ``ModelInput``; for a shared row the model must be prepared
+            attention: for a shared row the model must be prepared
                 (``planned_attention.enable_sharing``).
             teacher: what a teacher says of the same tokens.
-            experts_NE: see ``ModelInput``.
 
         Returns:
             float32 [K] (hidden states [K, H], told experts [N, E]) under their names in ``TokenScores``: of a critic

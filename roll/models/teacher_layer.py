@@ -12,12 +12,7 @@ from roll.models.scoring import logit_transform
 
 
 def load_teacher_layer(path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> OutputLayer:
-    """A model's output layer in host memory.
-
-    Args:
-        path: folder in Hugging Face format, or a hub name.
-        dtype: that it computes in.
-        trust_remote_code: whether Python files that come with the model may run.
+    """The output layer of a model (a folder in Hugging Face format, or a hub name) in host memory.
 
     Raises:
         ValueError: it is not a linear map of the hidden states, or its weights are not in the files.
@@ -49,8 +44,6 @@ def make_comparison(
     """Comparison of a model with its teacher, in host memory.
 
     Args:
-        spec: what is measured.
-        vocabulary: where this rank's logits stand.
         temperature: of the model's log-probabilities; 0 counts as 1.
         num_logits: that this rank has of a token.
         dtype: that the teacher's output layer computes in.

@@ -98,11 +98,7 @@ def tiny_config(num_heads: int = 4, hidden_size: int = 64, num_layers: int = 2) 
 
 
 def make_tiny_model(path: Path, seed: int, num_heads: int = 4, hidden_size: int = 64, num_layers: int = 2) -> None:
-    """Writes the tokenizer and a randomly initialised model to ``path`` (replaced if it exists).
-
-    Args:
-        num_heads: see ``tiny_config``, as the others.
-    """
+    """Writes the tokenizer and a randomly initialised ``tiny_config`` to ``path`` (replaced if it exists)."""
     from safetensors.torch import save_file
 
     config = tiny_config(num_heads, hidden_size, num_layers)
@@ -116,12 +112,9 @@ def make_tiny_model(path: Path, seed: int, num_heads: int = 4, hidden_size: int 
 
 
 def initial_weights(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
-    """The weights that Transformers draws for this configuration after ``torch.manual_seed``.
+    """The weights that Transformers draws for a ``tiny_config`` after ``torch.manual_seed``.
 
     Drawn without it: to import its models takes seconds, in a process that needs none, before any worker can load one.
-
-    Args:
-        config: see ``tiny_config``.
     """
     import torch
     from torch import nn

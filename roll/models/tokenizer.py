@@ -48,7 +48,6 @@ def load_tokenizer(path: str, *, alone: bool = False, trust_remote_code: bool = 
     Args:
         path: a model's folder, or its name on the hub.
         alone: whether a folder may hold a tokenizer and no model.
-        trust_remote_code: whether Python files that come with it may run.
 
     Raises:
         ValueError: no such folder, no tokenizer in it, or one with code of its own that may not run.
@@ -73,9 +72,7 @@ def policy_tokenizer(
     """The tokenizer of a run's policy before there is a model: ``pretrain`` may be ``tiny``.
 
     Args:
-        pretrain: the model.
         tokenizer_path: where the tokenizer is, if it is not the model's.
-        trust_remote_code: whether Python files that come with it may run.
 
     Raises:
         ValueError: see ``load_tokenizer``.
@@ -103,8 +100,6 @@ def check_same_ids(
         pretrain: the policy, which may be ``tiny``.
         teacher: the teacher, likewise.
         tokenizer_path: where the policy's tokenizer is, if it is not the model's.
-        trust_policy: whether Python files that come with the policy's tokenizer may run.
-        trust_teacher: the same of the teacher's.
 
     Raises:
         ValueError: they differ, or a tokenizer cannot be read.
@@ -142,7 +137,6 @@ def locate_model(path: str, *, tokenizer_alone: bool = False) -> tuple[str, bool
     """The path with ``~`` resolved, and whether it is a local folder (of a model), as opposed to a hub name.
 
     Args:
-        path: a folder, or a name on the hub.
         tokenizer_alone: whether a folder may hold no model.
 
     Raises:

@@ -121,8 +121,6 @@ def score_shared_input(
     Args:
         scorer: a ``TokenScorer`` whose model is prepared with ``enable``, or an engine around it.
         inputs: the whole micro-batch's layout, on the CPU.
-        ref_hidden_TH: the reference's hidden states; the scores then hold the KL to it.
-        teacher: what a teacher says of the micro-batch's tokens; the scores then hold the divergence from it.
 
     Returns:
         Scores of the whole micro-batch, the same on every rank of the group.

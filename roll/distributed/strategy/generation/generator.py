@@ -216,9 +216,6 @@ class Generator(ABC, Generic[PlanT]):
     async def update_adapter(self, buckets: AsyncIterator[WeightBucket], version: int) -> None:
         """Puts a LoRA adapter on the base weights, in place of the one before; otherwise as ``update_weights``.
 
-        Args:
-            version: what completions that start from now on report.
-
         Raises:
             WeightChecksumError: a bucket was damaged.
             WeightMismatchError: names or shapes are not those of ``lora``; the old adapter stays.

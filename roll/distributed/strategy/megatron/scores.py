@@ -55,12 +55,7 @@ class VocabularyShare:
 class TokenScorer:
     """Scores tokens from hidden states that all tensor-parallel ranks hold alike.
 
-    Args:
-        temperature: divides the logits; 0 (greedy sampling) counts as 1.
-        marks_hits: also tells which tokens are the model's first choice.
-        sums_squares: also gives the sums of squared probabilities.
-        top_k: also tells so many of the likeliest tokens in each place.
-        num_ids: with ``top_k``, only ids below this count; ``None``: all.
+    What else it tells of them is as in ``roll.models.scoring.TokenScorer``.
     """
 
     def __init__(

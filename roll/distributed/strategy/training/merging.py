@@ -186,11 +186,7 @@ def _sharded(export: Export, shards: Path) -> _Draft:
 def _model_pieces(
     export: Export, folder: Path, kind: Head, trunk: Mapping[str, Spread], head: Sequence[Piece]
 ) -> Tensors:
-    """Parameters of a module as its model folder has them.
-
-    Args:
-        head: see ``model_tensors``.
-    """
+    """Parameters of a module as its model folder has them, see ``model_tensors``."""
     stated = json.loads((folder / _CONFIG).read_text(encoding="utf-8")).get("dtype")
     dtype = export.dtype or resolve_dtype(stated)
     model = _skeleton(kind, folder, export.trust_remote_code)

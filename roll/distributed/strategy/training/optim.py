@@ -32,7 +32,6 @@ def make_adamw(
     Args:
         local: this rank's share of each trained parameter.
         whole: the parameters themselves (an empty share has lost its axes).
-        args: learning rate, betas, epsilon and weight decay.
     """
     decayed = [parameter for name, parameter in local.items() if whole[name].ndim >= 2]
     others = [parameter for name, parameter in local.items() if whole[name].ndim < 2]

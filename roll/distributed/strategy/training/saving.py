@@ -136,7 +136,6 @@ def resume_contents(
     """Contents of the folder that resumes training.
 
     Args:
-        optimizer: see ``optimizer_tensors``.
         device: whose generator states are kept beside the CPU's; ``None``: none are.
     """
     counters = json.dumps(asdict(state), indent=2) + "\n"
