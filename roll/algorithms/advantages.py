@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.checks import require_columns, require_finite, require_rewards
-from roll.algorithms.episodes import Episodes, reverse_recurrence, reward_to_go, turn_rewards
+from roll.algorithms.episodes import Episodes, find_episodes, reverse_recurrence, reward_to_go, turn_rewards
 from roll.algorithms.gae import gae, value_mask
-from roll.algorithms.reward_parts import gdpo
 from roll.algorithms.statistics import STD_EPS, group_mean, group_moments, group_normalised, sums, whiten
 from roll.algorithms.token_baselines import optimal_token_baseline, tir_optimal_token_baseline
 from roll.configs.algorithm import AlgorithmConfig
@@ -180,8 +179,22 @@ def reinforce_plus_plus_baseline(batch: Batch, config: AlgorithmConfig) -> Batch
     A group of one has mean 0. Needs ``group_B``.
     """
     episodes, score_J, group_J = _grouped_scores(batch, config)
-    advantage_M = whiten((score_J - group_mean(score_J, group_J))[episodes.episode_M])
-    return episodes.with_estimates(batch, advantage_M, score_J[episodes.episode_M])
+    return _whitened(batch, episodes, score_J - group_mean(score_J, group_J), score_J)
+
+
+def gdpo(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """Group reward-decoupled normalisation (GDPO, Liu et al. 2026): several rewards, each compared for itself.
+
+    ``sum_k weight_k (r_k - mean_k) / (std_k + 1e-6)`` with mean and (unbiased) standard deviation of each reward over
+    the group, on all tokens of the episode, then whitened over all sampled tokens. A group of one has mean 0 and
+    standard deviation 1. Returns are the weighted sum of the rewards. Needs ``group_B`` and ``parts_BK``.
+    """
+    group_B, parts_BK = require_columns(batch, f"adv_estimator {config.adv_estimator!r}", "group_B", "parts_BK")
+    episodes = find_episodes(batch)
+    parts_JP, group_J = episodes.of_episode(parts_BK).double(), episodes.of_episode(group_B)
+    weight_P = torch.tensor(config.gdpo_reward_weights or [1.0] * parts_JP.shape[1], dtype=torch.float64)
+    normalised_JP = torch.stack([group_normalised(part_J, group_J) for part_J in parts_JP.unbind(1)], dim=1)
+    return _whitened(batch, episodes, normalised_JP @ weight_P, parts_JP @ weight_P)
 
 
 def remax(batch: Batch, config: AlgorithmConfig) -> Batch:
@@ -308,6 +321,12 @@ def _weighted(step_K: Tensor, episode_J: Tensor, episodes: Episodes, config: Alg
 def _with_scores(batch: Batch, episodes: Episodes, advantage_J: Tensor, score_J: Tensor) -> Batch:
     """The batch with advantages and returns of episodes copied to their tokens."""
     return _with_turn_columns(batch, episodes, advantage_J[episodes.episode_K], score_J[episodes.episode_K])
+
+
+def _whitened(batch: Batch, episodes: Episodes, advantage_J: Tensor, return_J: Tensor) -> Batch:
+    """The same, with advantages whitened over all sampled tokens."""
+    episode_M = episodes.episode_M
+    return episodes.with_estimates(batch, whiten(advantage_J[episode_M]), return_J[episode_M])
 
 
 def _with_turn_columns(batch: Batch, episodes: Episodes, advantage_K: Tensor, return_K: Tensor) -> Batch:
