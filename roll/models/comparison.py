@@ -59,8 +59,7 @@ class WholeVocabulary:
         return parts
 
     def top(self, logprobs_KV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        values_KC, ids_KC = logprobs_KV.topk(min(count, logprobs_KV.shape[1]), dim=-1)
-        return values_KC, ids_KC
+        return logprobs_KV.topk(min(count, logprobs_KV.shape[1]), dim=-1)
 
 
 @dataclass(frozen=True, eq=False)
