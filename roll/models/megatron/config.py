@@ -146,7 +146,7 @@ def _transformer_arguments(config: PreTrainedConfig) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads,
         "num_query_groups": config.num_key_value_heads,
-        "kv_channels": _head_dim(config),
+        "kv_channels": int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads),
         "ffn_hidden_size": config.intermediate_size,
         "activation_func": functional.silu,
         "gated_linear_unit": True,
@@ -245,10 +245,6 @@ def _mlp_problems(config: PreTrainedConfig, layers: tuple[bool, ...]) -> list[st
 
 def _rope(config: PreTrainedConfig) -> dict[str, Any]:
     return dict(config.rope_parameters or {})
-
-
-def _head_dim(config: PreTrainedConfig) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _has_qkv_bias(config: PreTrainedConfig) -> bool:

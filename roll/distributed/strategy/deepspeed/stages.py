@@ -190,7 +190,5 @@ class PartitionedWeights(EngineWeights):
         return Fragment(optimizer.fp32_partitioned_groups_flat[group], start, offset, valid) if valid > 0 else None
 
 
-def engine_weights(engine: Any, scorer: TokenScorer, device: torch.device, stage: int) -> EngineWeights:
-    """The view of an engine that fits its stage."""
-    kinds = (ReplicatedWeights, PartitionedOptimizer, PartitionedOptimizer, PartitionedWeights)
-    return kinds[stage](engine, scorer, device)
+WEIGHTS = (ReplicatedWeights, PartitionedOptimizer, PartitionedOptimizer, PartitionedWeights)
+"""The view of an engine by its stage."""

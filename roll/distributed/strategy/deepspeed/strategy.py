@@ -18,7 +18,7 @@ from roll.configs.engines.deepspeed import CARD, DeepSpeedConfig
 from roll.configs.problems import ConfigErrors
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.deepspeed.config import scoring_config, training_config
-from roll.distributed.strategy.deepspeed.stages import engine_weights
+from roll.distributed.strategy.deepspeed.stages import WEIGHTS
 from roll.distributed.strategy.deepspeed.weights import EngineWeights
 from roll.distributed.strategy.engines import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.training.checkpoint import TrainerState
@@ -72,7 +72,7 @@ class DeepSpeedInfer(ModuleScorer[EngineWeights]):
     def _place(self, scorer: TokenScorer, compute_dtype: torch.dtype) -> EngineWeights:
         self._prepare(scorer)
         engine = start_engine(scorer, self._engine_config(compute_dtype), self._parameter_groups(scorer), self.device)
-        return engine_weights(engine, scorer, self.device, self._stage)
+        return WEIGHTS[self._stage](engine, scorer, self.device)
 
     def _prepare(self, scorer: TokenScorer) -> None:
         """Called before the engine takes the model over."""

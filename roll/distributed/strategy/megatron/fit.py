@@ -122,7 +122,8 @@ def _stage_problems(num_layers: int, options: MegatronConfig) -> Iterator[Config
         chunks = stages * virtual
         if num_layers % chunks:
             seen = Words(f"{stages} x {VIRTUAL} {virtual} = {chunks}") if virtual > 1 else stages
-            nearest = min(_divisors(num_layers), key=lambda divisor: abs(divisor - chunks))
+            fits = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
+            nearest = min(fits, key=lambda divisor: abs(divisor - chunks))
             expected = f"a divisor of num_hidden_layers {num_layers} (nearest: {nearest})"
             yield ConfigProblem("pipeline_model_parallel_size", seen, expected)
     elif stages > 1:  # one stage is refused by itself
@@ -194,7 +195,3 @@ def _moe_problems(converted: MegatronModelConfig, options: MegatronConfig) -> It
             yield options.problem("moe_shared_expert_overlap", f"false {words}")
         if "shared_experts" in parts:
             yield options.problem("recompute_modules", f"no shared_experts {words}")
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -141,7 +141,8 @@ def _whole(export: Export) -> _Draft:
     found = _spreads(stored)
     notes: list[str] = []
     exact: list[Piece] = []
-    if export.dtype is not None and any(_bits(export.dtype, spread.dtype) for spread in found.values()):
+    stored_in = {spread.dtype for spread in found.values() if spread.dtype.is_floating_point}
+    if export.dtype is not None and stored_in - {export.dtype}:
         exact = _masters(export, notes)
     covered = {name for piece in exact for name in piece.outline}
     rest = [piece_of(name, _as(spread, export.dtype)) for name, spread in found.items() if name not in covered]
@@ -374,8 +375,3 @@ def _spreads(stored: StoredTensors | StoredShards, suffix: str = "") -> dict[str
 def _as(spread: Spread, dtype: torch.dtype | None) -> Spread:
     """The tensor in another number format; whole numbers stay."""
     return replace(spread, dtype=dtype) if dtype is not None and spread.dtype.is_floating_point else spread
-
-
-def _bits(asked: torch.dtype, stored: torch.dtype) -> bool:
-    """Tells whether ``asked`` differs from the number format in which something is stored."""
-    return stored.is_floating_point and asked != stored

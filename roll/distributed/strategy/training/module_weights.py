@@ -146,7 +146,7 @@ def hf_pieces(weights: ModuleWeights, dtype: torch.dtype) -> list[Piece]:
         spread, shape = weights.spread(name, MASTER, dtype), weights.shape(name)
         return hf_piece(model, hf, spread, shape) if converts else piece_of(hf, spread, shape)
 
-    return [piece(name) for name in weights.parameters if _of_the_model(name)]
+    return [piece(name) for name in weights.parameters if name.startswith(MODEL_PREFIX) and not is_adapter(name)]
 
 
 def hf_piece(model: PreTrainedModel, name: str, spread: Spread, shape: torch.Size) -> Piece:
@@ -238,11 +238,6 @@ def _read(weights: ModuleWeights, name: str, read: Callable[[str], Tensor]) -> T
     if whole.shape != expected:
         raise ValueError(f"{_stored_name(weights, name)}: seen shape {tuple(whole.shape)}, expected {tuple(expected)}")
     return whole
-
-
-def _of_the_model(name: str) -> bool:
-    """Tells whether it is a parameter of the language model without an adapter."""
-    return name.startswith(MODEL_PREFIX) and not is_adapter(name)
 
 
 def _float32(weights: ModuleWeights, name: str, stored: str, kind: str = MASTER) -> Piece:

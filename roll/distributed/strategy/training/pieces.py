@@ -211,7 +211,8 @@ class _Exchange:
         """Starts to make a tensor whole, in ``place`` if given; complete after ``finish``. ``None`` on other ranks."""
         self._tag += 1
         takers = [target for target in self._targets if target != self._rank and spread.sent_by(self._rank, target)]
-        own = self._own(spread) if takers or self._has_part(spread) else None
+        needs_own = self._rank in self._targets and any(self._rank in region.ranks for region in spread.regions)
+        own = self._own(spread) if takers or needs_own else None
         if takers:
             assert own is not None
             part = own.contiguous()
@@ -244,10 +245,6 @@ class _Exchange:
             part = torch.empty(region.sizes, dtype=place.dtype, device=place.device)
             self._arrivals.append((place, part))
         self._messages.append(self._message(dist.irecv, part, source))
-
-    def _has_part(self, spread: Spread) -> bool:
-        """This rank needs its own part."""
-        return self._rank in self._targets and any(self._rank in region.ranks for region in spread.regions)
 
     def _own(self, spread: Spread) -> Tensor:
         if self._read is not None:
