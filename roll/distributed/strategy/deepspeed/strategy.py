@@ -22,10 +22,9 @@ from roll.distributed.strategy.deepspeed.stages import WEIGHTS
 from roll.distributed.strategy.deepspeed.weights import EngineWeights
 from roll.distributed.strategy.engines import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.training.checkpoint import TrainerState
-from roll.distributed.strategy.training.hf_scorer import rank_info, recompute_activations
+from roll.distributed.strategy.training.hf_scorer import recompute_activations
 from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer
 from roll.distributed.strategy.training.optim import DECAYS, set_rates
-from roll.distributed.strategy.training.scorer import join_group, local_device
 from roll.models.scoring import TokenScorer
 
 
@@ -42,13 +41,7 @@ class DeepSpeedInfer(ModuleScorer[EngineWeights]):
         self._options = DeepSpeedConfig.model_validate(strategy.strategy_config)
 
     def setup(self) -> RankInfo:
-        context = self.context
-        torch.manual_seed(context.seed)
-        self.device = local_device(context.rank)
-        join_group(context, self.device, alone=True)
-        self._weights = self._make_weights(self._options.precision)
-        self.info = rank_info(context, context.worker.model_args.ulysses_size)
-        return self.info
+        return self._set_up(self._options.precision, alone=True)
 
     def move(self, what: States, device: torch.device) -> None:
         super().move(what, device)

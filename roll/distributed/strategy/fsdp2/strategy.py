@@ -25,11 +25,11 @@ from roll.distributed.strategy.fsdp2.muon import Muon
 from roll.distributed.strategy.fsdp2.shards import ShardCopies, load_shards, save_shards, shards_of
 from roll.distributed.strategy.fsdp2.weights import ReplicatedWeights, ShardedWeights, Weights
 from roll.distributed.strategy.training.checkpoint import TrainerState, restore_checkpoint, resume_folder
-from roll.distributed.strategy.training.hf_scorer import rank_info, recompute_activations
+from roll.distributed.strategy.training.hf_scorer import recompute_activations
 from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer
 from roll.distributed.strategy.training.optim import make_adamw, set_rates
 from roll.distributed.strategy.training.saving import Contents, model_contents
-from roll.distributed.strategy.training.scorer import Limits, join_group, local_device
+from roll.distributed.strategy.training.scorer import Limits
 from roll.distributed.strategy.training.stored_shards import SHARDS_FOLDER
 from roll.models.scoring import TokenScorer
 
@@ -43,18 +43,13 @@ class Fsdp2Infer(ModuleScorer[Weights]):
 
     def setup(self) -> RankInfo:
         context, config = self.context, self._config
-        torch.manual_seed(context.seed)
         if context.lora is not None and config.tensor_parallel_size > 1:
             raise ValueError(
                 f"{context.role}: strategy_config.tensor_parallel_size: {config.tensor_parallel_size}, expected 1 "
                 "with lora_target, whose layers are not split"
             )
-        self.device = local_device(context.rank)
-        join_group(context, self.device, alone=not _replicated(config, context.world_size))
         self._tensor_size = config.tensor_parallel_size
-        self._weights = self._make_weights(config.param_dtype)
-        self.info = rank_info(context, context.worker.model_args.ulysses_size * config.tensor_parallel_size)
-        return self.info
+        return self._set_up(config.param_dtype, alone=not _replicated(config, context.world_size))
 
     def forward_all(self, micro_batches: list[Batch], limits: Limits) -> list[TokenScores]:
         scores = super().forward_all(micro_batches, limits)

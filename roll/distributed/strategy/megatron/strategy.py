@@ -55,7 +55,7 @@ from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import TrainerState
 from roll.distributed.strategy.training.pieces import Piece
 from roll.distributed.strategy.training.saving import ModelFiles
-from roll.distributed.strategy.training.scorer import Limits, Scorer, join_group, local_device
+from roll.distributed.strategy.training.scorer import Limits, Scorer, join_group
 from roll.distributed.strategy.training.trainer import Trainer
 from roll.models.comparison import TeacherView
 from roll.models.loading import load_config, resolve_dtype
@@ -72,8 +72,7 @@ class MegatronInfer(Scorer):
     def setup(self) -> RankInfo:
         context = self.context
         require_engine("megatron.core", extra="megatron", strategy=context.worker.strategy_args.strategy_name)
-        self.device = local_device(context.rank)
-        join_group(context, self.device, alone=True)
+        self.device = join_group(context, alone=True)
         ignore_renamed_collectives()
         cpu.enable()
         self.options = MegatronConfig.model_validate(context.worker.strategy_args.strategy_config)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 
-from roll.algorithms.types import TokenScores
-from roll.data.batch import Batch
-from roll.distributed.strategy.base import RankInfo, StrategyContext
+from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.engines import require_engine
-from roll.distributed.strategy.training.scorer import Limits
-from roll.models.comparison import TeacherView
 from roll.models.freezing import freeze
 from roll.models.heads import ValueHead
 from roll.models.liger import use_liger_kernels
 from roll.models.loading import classifier_entries, make_skeleton
 from roll.models.lora import inject_adapter
-from roll.models.scoring import TokenScorer, layout, score_input
-from roll.models.ulysses import SequenceGroup, enable, make_group, score_shared_input
+from roll.models.scoring import TokenScorer
 
 ATTENTION = {"auto": None, "fa2": "flash_attention_2"}
 
@@ -64,48 +57,6 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
         num_ids=context.num_ids,
         routes=context.router_replay != "disable",
     )
-
-
-def share_sequences(context: StrategyContext, scorer: TokenScorer, tensor_size: int = 1) -> SequenceGroup | None:
-    """Prepares model and ranks for ``ulysses_size`` (collective; after ``planned_attention.enable_sharing``).
-
-    Returns:
-        This rank's group for ``score_micro_batch``; ``None`` with an ``ulysses_size`` of 1.
-
-    Raises:
-        ValueError: the ranks or the heads cannot be dealt out, or the model has another kind of attention.
-    """
-    size = context.worker.model_args.ulysses_size
-    if size == 1:
-        return None
-    enable(scorer.model, size, tensor_size)
-    return make_group(size, tensor_size)
-
-
-def rank_info(context: StrategyContext, ranks_per_share: int) -> RankInfo:
-    """This rank's place when so many neighbouring ranks work on the same data."""
-    return RankInfo(
-        context.rank,
-        context.world_size,
-        dp_rank=context.rank // ranks_per_share,
-        dp_size=context.world_size // ranks_per_share,
-    )
-
-
-def score_micro_batch(
-    scorer: torch.nn.Module,
-    micro_batch: Batch,
-    limits: Limits,
-    context: contextlib.AbstractContextManager[object],
-    group: SequenceGroup | None,
-) -> TokenScores:
-    """Lays a micro-batch out and runs the model over it, inside ``context``; ``group`` shares its sequences."""
-    inputs = layout(micro_batch, round_to=limits.round_to, packing=limits.packing, sharing=limits.sharing)
-    views = (micro_batch.ref_hidden_TH, TeacherView.of(micro_batch))
-    with context:
-        if group is not None:
-            return score_shared_input(scorer, inputs, micro_batch.num_tokens, group, *views)
-        return score_input(scorer, inputs, micro_batch.num_tokens, *views)
 
 
 def recompute_activations(scorer: TokenScorer) -> None:

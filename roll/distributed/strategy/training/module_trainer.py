@@ -12,9 +12,9 @@ from torch import nn
 
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
-from roll.distributed.strategy.base import States
+from roll.distributed.strategy.base import RankInfo, States
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
-from roll.distributed.strategy.training.hf_scorer import make_scorer, score_micro_batch, share_sequences
+from roll.distributed.strategy.training.hf_scorer import make_scorer
 from roll.distributed.strategy.training.module_weights import (
     ModuleWeights,
     TrainedModule,
@@ -27,13 +27,13 @@ from roll.distributed.strategy.training.module_weights import (
 )
 from roll.distributed.strategy.training.pieces import Piece
 from roll.distributed.strategy.training.saving import ModelFiles
-from roll.distributed.strategy.training.scorer import Limits, Scorer
+from roll.distributed.strategy.training.scorer import Limits, Scorer, join_group
 from roll.distributed.strategy.training.trainer import Trainer
-from roll.models import planned_attention
-from roll.models.comparison import WholeVocabulary
+from roll.models import planned_attention, ulysses
+from roll.models.comparison import TeacherView, WholeVocabulary
 from roll.models.loading import load_config, resolve_dtype
 from roll.models.lora import adapter_dropout, adapter_off
-from roll.models.scoring import TokenScorer
+from roll.models.scoring import TokenScorer, layout, score_input
 from roll.models.teacher_layer import make_comparison
 
 W = TypeVar("W", bound=ModuleWeights)
@@ -46,6 +46,8 @@ class ModuleScorer(Scorer, Generic[W]):
     _tensor_size = 1
     """Neighbouring ranks that split each layer."""
     _weights: W | None = None
+    _sequence_group: ulysses.SequenceGroup | None = None
+    """The ranks that share this one's sequences, with ``ulysses_size``."""
 
     @property
     def weights(self) -> W:
@@ -54,7 +56,13 @@ class ModuleScorer(Scorer, Generic[W]):
         return self._weights
 
     def forward(self, micro_batch: Batch, limits: Limits) -> TokenScores:
-        return score_micro_batch(self._module, micro_batch, limits, self._forward_context(), self._sequence_group)
+        inputs = layout(micro_batch, round_to=limits.round_to, packing=limits.packing, sharing=limits.sharing)
+        module, tokens, group = self._module, micro_batch.num_tokens, self._sequence_group
+        views = (micro_batch.ref_hidden_TH, TeacherView.of(micro_batch))
+        with self._forward_context():
+            if group is not None:
+                return ulysses.score_shared_input(module, inputs, tokens, group, *views)
+            return score_input(module, inputs, tokens, *views)
 
     def without_adapter(self) -> contextlib.AbstractContextManager[object]:
         return adapter_off(self.weights.scorer) if self.context.lora is not None else super().without_adapter()
@@ -75,6 +83,16 @@ class ModuleScorer(Scorer, Generic[W]):
         """Entered around every forward pass."""
         return contextlib.nullcontext()
 
+    def _set_up(self, compute_dtype: str | None, *, alone: bool) -> RankInfo:
+        """Joins the process group, which a lone rank gets too if ``alone``, and makes the module (collective)."""
+        context = self.context
+        torch.manual_seed(context.seed)
+        self.device = join_group(context, alone=alone)
+        self._weights = self._make_weights(compute_dtype)
+        alike = context.worker.model_args.ulysses_size * self._tensor_size  # neighbours that work on the same data
+        self.info = RankInfo(context.rank, context.world_size, context.rank // alike, context.world_size // alike)
+        return self.info
+
     def _make_weights(self, compute_dtype: str | None) -> W:
         """Makes the module and hands it to the engine, which then gets the weights of the model folder (collective).
 
@@ -90,7 +108,9 @@ class ModuleScorer(Scorer, Generic[W]):
             compute = self._model_dtype if compute_dtype is None else resolve_dtype(compute_dtype)
             scorer = make_scorer(context, self._stored_dtype(compute))
         self.shares_prompts = context.worker.share_prompts and planned_attention.enable_sharing(scorer.model)
-        self._sequence_group = share_sequences(context, scorer, self._tensor_size)
+        if args.ulysses_size > 1:  # after sharing, whose kernel it wraps
+            ulysses.enable(scorer.model, args.ulysses_size, self._tensor_size)
+            self._sequence_group = ulysses.make_group(args.ulysses_size, self._tensor_size)
         weights = self._place(scorer, compute)
         load_model(Path(path), weights, args.model_config_kwargs, trust_remote_code=args.trust_remote_code)
         if context.lora is not None:

@@ -126,28 +126,26 @@ class Scorer(ABC):
             raise RuntimeError(f"{self.context.role}: {missing} is offloaded; expected onload() before use")
 
 
-def local_device(rank: int) -> torch.device:
-    """This process's GPU, made the current one, or the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def join_group(context: StrategyContext, device: torch.device, *, alone: bool) -> None:
+def join_group(context: StrategyContext, *, alone: bool) -> torch.device:
     """Joins the role's process group, or finds it joined by an earlier strategy in this process.
 
     Args:
         alone: a lone worker gets a group too, for engines that need one.
+
+    Returns:
+        This process's GPU, made the current one, or the CPU.
     """
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", context.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (context.rank, context.world_size):
             raise ValueError(
                 f"{context.role}: this process is rank {dist.get_rank()} of {dist.get_world_size()} already, "
                 f"expected rank {context.rank} of {context.world_size}"
             )
-        return
+        return device
     # Both backends on a GPU: counts and offloaded shards travel through host memory.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if context.world_size > 1:
@@ -155,6 +153,7 @@ def join_group(context: StrategyContext, device: torch.device, *, alone: bool) -
         dist.init_process_group(backend, init_method=address, rank=context.rank, world_size=context.world_size)
     elif alone:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return device
 
 
 def take_all(batch: Batch, groups: list[Tensor], rounds: int) -> list[Batch]:
