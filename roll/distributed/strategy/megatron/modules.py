@@ -99,7 +99,9 @@ class CoreAttention(nn.Module):
     def _attend_across(self, query_SBND: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> list[Tensor]:
         """As ``_attend`` for this rank's two chunks of each sequence, to keys and values of the whole group."""
         size, rank = self._group.size(), self._group.rank()
-        order = gathered_order(lengths, size).to(key.device)
+        # Keys and values come in the ranks' columns end to end.
+        gathered = torch.cat([held_columns(lengths, other, size) for other in range(size)])
+        order = gathered.argsort().to(key.device)
         key, value = key[order], value[order]
         attended = []
         start = 0
@@ -158,11 +160,6 @@ def held_columns(lengths: list[int], rank: int, size: int) -> Tensor:
             columns.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
         start += length
     return torch.cat(columns)
-
-
-def gathered_order(lengths: list[int], size: int) -> Tensor:
-    """Indices of a row's columns in the ranks' columns end to end."""
-    return torch.cat([held_columns(lengths, rank, size) for rank in range(size)]).argsort()
 
 
 def layer_specs(config: Any, vp_stage: int | None) -> Any:

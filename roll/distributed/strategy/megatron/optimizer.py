@@ -1,7 +1,7 @@
 """Megatron's gradient buffers and optimizer, with gradients that are plain sums, and states that can be read by name.
 
 Megatron means gradients to be averages: its schedules divide a loss by the number of micro-batches, and its gradient
-buffers by the number of data-parallel ranks. ``loss_factor`` undoes both.
+buffers by the number of data-parallel ranks. ``MegatronTrain.accumulate`` undoes both.
 """
 
 from __future__ import annotations
@@ -19,13 +19,6 @@ from roll.configs.engines.megatron import MegatronConfig
 from roll.configs.training import TrainingArguments
 from roll.distributed.strategy.megatron.model import MegatronModel
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
-
-
-def loss_factor(num_micro_batches: int) -> int:
-    """Factor of a loss with which the gradient is the plain sum over micro-batches and ranks."""
-    from megatron.core import parallel_state
-
-    return num_micro_batches * cast(int, parallel_state.get_data_parallel_world_size())
 
 
 def wrap_for_data_parallelism(model: MegatronModel, options: MegatronConfig) -> None:
@@ -46,30 +39,6 @@ def wrap_for_data_parallelism(model: MegatronModel, options: MegatronConfig) -> 
         start = [chunk.start_grad_sync for chunk in model.wrapped]
         model.config.no_sync_func = no_sync if several else no_sync[0]
         model.config.grad_sync_func = start if several else start[0]
-
-
-def move_weights(model: MegatronModel, device: torch.device) -> None:
-    """Moves a trainer's weights. Those in Megatron's buffers keep their tensors, whose memory goes and comes."""
-    for chunk in model.wrapped:
-        buffered = set()
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            if buffer.param_data is None:
-                continue
-            buffered |= set(buffer.params)
-            move = buffer.offload_to_cpu if device.type == "cpu" else buffer.reload_from_cpu
-            move(move_params=True, move_grads=False)
-        for parameter in chunk.parameters():
-            if parameter not in buffered:
-                parameter.data = parameter.data.to(device)
-
-
-def move_gradients(model: MegatronModel, device: torch.device) -> None:
-    """Frees gradient buffers, which hold nothing between steps, or makes them again."""
-    for chunk in model.wrapped:
-        if device.type == "cpu":
-            chunk.offload_grad_buffers()
-        else:
-            chunk.restore_grad_buffers()
 
 
 class MegatronAdam:

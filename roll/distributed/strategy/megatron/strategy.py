@@ -41,13 +41,7 @@ from roll.distributed.strategy.megatron.model import (
     build_model,
     join_parallel_state,
 )
-from roll.distributed.strategy.megatron.optimizer import (
-    MegatronAdam,
-    loss_factor,
-    move_gradients,
-    move_weights,
-    wrap_for_data_parallelism,
-)
+from roll.distributed.strategy.megatron.optimizer import MegatronAdam, wrap_for_data_parallelism
 from roll.distributed.strategy.megatron.routing import ExpertRouting
 from roll.distributed.strategy.megatron.scores import TokenScorer, sum_over
 from roll.distributed.strategy.megatron.weights import WeightGatherer
@@ -278,8 +272,11 @@ class MegatronTrain(MegatronInfer, Trainer):
     def accumulate(
         self, micro_batches: list[Batch], limits: Limits, loss_fn: LossFn, context: LossContext
     ) -> dict[str, float | Tensor]:
+        from megatron.core import parallel_state
+
         inputs = [replace(one, trains=True) for one in self._lay_out(micro_batches, limits)]
-        factor = loss_factor(len(inputs))
+        # With it the gradient is the plain sum over micro-batches and ranks.
+        factor = len(inputs) * parallel_state.get_data_parallel_world_size()
 
         def finish(one: MegatronInput, hidden: Tensor) -> tuple[Tensor, dict[str, float | Tensor]]:
             output = loss_fn(self._score(one, hidden), one.micro_batch, context)
@@ -316,12 +313,24 @@ class MegatronTrain(MegatronInfer, Trainer):
     def move(self, what: States, device: torch.device) -> None:
         super().move(what, device)
         if States.GRADS in what:
-            move_gradients(self.model, device)
+            for chunk in self.model.wrapped:  # its buffers hold nothing between steps: freed, or made again
+                chunk.offload_grad_buffers() if device.type == "cpu" else chunk.restore_grad_buffers()
         if States.OPTIMIZER in what:
             self._optimizer.move(device)
 
     def _move_weights(self, device: torch.device) -> None:
-        move_weights(self.model, device)
+        """Weights in Megatron's buffers keep their tensors, whose memory goes and comes."""
+        for chunk in self.model.wrapped:
+            buffered = set()
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                if buffer.param_data is None:
+                    continue
+                buffered |= set(buffer.params)
+                move = buffer.offload_to_cpu if device.type == "cpu" else buffer.reload_from_cpu
+                move(move_params=True, move_grads=False)
+            for parameter in chunk.parameters():
+                if parameter not in buffered:
+                    parameter.data = parameter.data.to(device)
 
     def reduce_gradients(self) -> None:
         self._optimizer.reduce_gradients()
