@@ -65,7 +65,6 @@ def make_model(path: Path, num_bytes: int) -> None:
     """Writes a random Qwen2 in bf16 whose checkpoint has about that many bytes."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from roll.models.loading import save_model
     from roll.models.tiny import make_tokenizer
 
     hidden = 1024 if num_bytes >= 5e8 else 128
@@ -81,7 +80,7 @@ def make_model(path: Path, num_bytes: int) -> None:
         max_position_embeddings=256,
         tie_word_embeddings=True,
     )
-    save_model(Qwen2ForCausalLM(config).bfloat16(), path)
+    Qwen2ForCausalLM(config).bfloat16().save_pretrained(path)
     tokenizer.save_pretrained(path)
 
 

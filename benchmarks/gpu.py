@@ -65,7 +65,6 @@ def make_model(path: Path, shape: str) -> None:
     """Writes a Qwen2 of that shape with random weights in bf16."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from roll.models.loading import save_model
     from roll.models.tiny import make_tokenizer
 
     tokenizer = make_tokenizer()
@@ -76,7 +75,7 @@ def make_model(path: Path, shape: str) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    save_model(Qwen2ForCausalLM(config).bfloat16(), path)
+    Qwen2ForCausalLM(config).bfloat16().save_pretrained(path)
     tokenizer.save_pretrained(path)
 
 

@@ -110,8 +110,6 @@ def make_model(path: Path, eos_probability: float | None, seed: int = 0) -> None
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-    from roll.models.loading import save_model
-
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -141,7 +139,7 @@ def make_model(path: Path, eos_probability: float | None, seed: int = 0) -> None
         constant = model.model(torch.randint(VOCABULARY, (8, 64))).last_hidden_state[..., 0].mean()
         odds = math.exp(-60) if eos_probability is None else eos_probability / (1 - eos_probability)
         output[tokenizer.eos_token_id, 0] = math.log(odds * VOCABULARY) / constant
-    save_model(model, path)
+    model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 
 

@@ -264,11 +264,10 @@ def write_models(folder: Path) -> None:
     """The tiny model, and one of 50 million parameters with the same tokenizer."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from roll.models.loading import save_model
     from roll.models.tiny import make_tiny_model, make_tokenizer
 
     make_tiny_model(folder / "tiny", seed=0)
-    save_model(Qwen2ForCausalLM(Qwen2Config(**MEDIUM)), folder / "medium")
+    Qwen2ForCausalLM(Qwen2Config(**MEDIUM)).save_pretrained(folder / "medium")
     make_tokenizer().save_pretrained(folder / "medium")
 
 

@@ -60,7 +60,6 @@ from roll.distributed.weights.receiver import WeightReceiver
 from roll.distributed.weights.routes import Link, Route
 from roll.distributed.weights.segments import SegmentPool, SharedMemory
 from roll.distributed.weights.update_stream import tensors_of
-from roll.models.loading import save_model
 from roll.models.scoring import TokenScorer
 from roll.models.tiny import make_tokenizer
 from roll.pipeline.model_cluster import ModelCluster
@@ -145,7 +144,7 @@ def make_model(path: Path, mebibytes: int) -> list[int]:
     hidden = 1024 if mebibytes >= 64 else 256
     per_layer = 4 * (4 * hidden**2 + 3 * hidden * 4 * hidden)
     model = Qwen2ForCausalLM(config_of(hidden, max(1, round((mebibytes << 20) / per_layer)))).float()
-    save_model(model, path)
+    model.save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     return [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
 

@@ -152,23 +152,6 @@ def make_skeleton(
     return model.eval()
 
 
-def save_model(model: PreTrainedModel, path: Path) -> None:
-    """Writes a model folder, in the number format of the weights.
-
-    Not by ``save_pretrained``, which imports DeepSpeed wherever it is installed: that takes seconds, and it warns.
-    """
-    from safetensors.torch import save_file
-
-    path.mkdir(parents=True, exist_ok=True)
-    weights = {
-        name: tensor.contiguous()
-        for parameter_name, parameter in model.named_parameters()
-        for name, tensor in to_hf_weights(model, parameter_name, parameter.detach()).items()
-    }
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    save_config(model, path, model.dtype)
-
-
 def save_config(model: PreTrainedModel, path: Path, dtype: torch.dtype, head: Head = "lm") -> None:
     """Writes what belongs beside the weights: ``config.json`` (naming ``dtype``) and ``generation_config.json``.
 
