@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
@@ -84,15 +83,16 @@ def row_scores(values_T: Tensor, batch: Batch) -> Tensor:
     return sums(values_T[token_M.to(values_T.device)], row_M, batch.num_sequences)
 
 
-def calibration_error(probability_N: Tensor, right_N: Tensor, bins: int = 10) -> float:
+def calibration_error(probability_N: Tensor, right_N: Tensor) -> float:
     """Expected calibration error: how far stated probabilities are from the shares that came true.
+
+    The differences of the means over ten bins of equal width, averaged by their counts.
 
     Args:
         right_N: whether it was, 0 or 1.
-        bins: of equal width, over which the differences of the means are averaged by their counts.
     """
-    bin_N = (probability_N.double() * bins).long().clamp(max=bins - 1)
-    gap = torch.zeros(bins, dtype=torch.float64).index_add_(0, bin_N, probability_N.double() - right_N.double())
+    bin_N = (probability_N.double() * 10).long().clamp(max=9)
+    gap = sums(probability_N.double() - right_N.double(), bin_N, 10)
     return float(gap.abs().sum() / max(1, len(probability_N)))
 
 
