@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -53,7 +53,6 @@ from roll.distributed.strategy.training.scorer import Limits, Scorer, join_group
 from roll.distributed.strategy.training.trainer import Trainer
 from roll.models.comparison import TeacherView
 from roll.models.loading import load_config, resolve_dtype
-from roll.models.scoring import TOP_COLUMNS
 from roll.models.teacher_layer import make_comparison
 
 
@@ -107,7 +106,7 @@ class MegatronInfer(Scorer):
 
         with torch.no_grad():
             scores: list[TokenScores] = self._run(inputs, finish, forward_only=True)
-            shared = [self._from_last_stage(scores[i] if scores else None, one) for i, one in enumerate(inputs)]
+            shared = self._from_last_stage(scores)
             if self._routing is not None and micro_batches[0].experts_TE is None:
                 told = [self._routing.told(one) for one in inputs]
                 shared = [replace(found, experts_TE=one) for found, one in zip(shared, told, strict=True)]
@@ -208,43 +207,25 @@ class MegatronInfer(Scorer):
             }
         )
 
-    def _from_last_stage(self, scores: TokenScores | None, one: MegatronInput) -> TokenScores:
+    def _from_last_stage(self, scores: list[TokenScores]) -> list[TokenScores]:
         """The last stage's scores on all stages (collective)."""
         from megatron.core import parallel_state
 
         if self.options.pipeline_model_parallel_size == 1:
-            assert scores is not None
             return scores
         group = parallel_state.get_pipeline_model_parallel_group()
         last = parallel_state.get_pipeline_model_parallel_last_rank()
-        num_tokens = one.micro_batch.num_tokens
-        widths = {"hidden_TH": (self.model.config.hidden_size,)}
-        vocabulary = self.model.converted.vocab_size
-        num_top = min(self.context.top_k, vocabulary, self.context.num_ids or vocabulary)
-        widths |= dict.fromkeys(("top_ids_TK", "top_logprobs_TK"), (num_top,))
-        columns = {}
-        for name in self._score_names(one):
-            shape, dtype = (num_tokens, *widths.get(name, ())), torch.int32 if "_ids_" in name else torch.float32
-            if scores is None:
-                column = torch.zeros(shape, device=self.device, dtype=dtype)
-            else:
-                column = getattr(scores, name).contiguous()
+        columns = [{name: c.contiguous() for name, c in vars(one).items() if c is not None} for one in scores]
+        outlines = [[{name: (c.shape, c.dtype) for name, c in one.items()} for one in columns]]
+        dist.broadcast_object_list(outlines, last, group=group)
+        if not columns:
+            columns = [
+                {name: torch.zeros(shape, dtype=dtype, device=self.device) for name, (shape, dtype) in outline.items()}
+                for outline in outlines[0]
+            ]
+        for column in itertools.chain.from_iterable(one.values() for one in columns):
             dist.broadcast(column, last, group=group)
-            columns[name] = column
-        return TokenScores(**columns)
-
-    def _score_names(self, one: MegatronInput) -> list[str]:
-        if self.context.head != "lm":
-            return ["values_T"]
-        wanted = {
-            "hit_T": self.context.marks_hits,
-            "squares_T": self.context.sums_squares,
-            "kl_T": one.micro_batch.ref_hidden_TH is not None,
-            "hidden_TH": self.context.returns_hidden,
-            "divergence_T": TeacherView.of(one.micro_batch) is not None,
-            **dict.fromkeys(TOP_COLUMNS, bool(self.context.top_k)),
-        }
-        return ["logprobs_T", "entropy_T", *(name for name, there in wanted.items() if there)]
+        return [TokenScores(**one) for one in columns]
 
 
 class MegatronTrain(MegatronInfer, Trainer):
@@ -290,25 +271,20 @@ class MegatronTrain(MegatronInfer, Trainer):
         return self._metrics_from_last_stage(sums)
 
     def _metrics_from_last_stage(self, sums: dict[str, float | Tensor]) -> dict[str, float | Tensor]:
-        """The last stage's metrics on all stages: their names as JSON, then their values (collective)."""
+        """The last stage's metrics on all stages (collective)."""
         from megatron.core import parallel_state
 
         if self.options.pipeline_model_parallel_size == 1:
             return sums
         group = parallel_state.get_pipeline_model_parallel_group()
         last = parallel_state.get_pipeline_model_parallel_last_rank()
-        text = torch.tensor(list(json.dumps(list(sums)).encode()), dtype=torch.uint8, device=self.device)
-        length = torch.tensor([len(text)], device=self.device)
-        dist.broadcast(length, last, group=group)
-        if not sums:
-            text = text.new_zeros(int(length))
-        dist.broadcast(text, last, group=group)
-        names = json.loads(bytes(text.tolist()))
-        values = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        names = [list(sums)]
+        dist.broadcast_object_list(names, last, group=group)
+        values = torch.zeros(len(names[0]), dtype=torch.float64, device=self.device)
         if sums:
-            values = torch.stack([torch.as_tensor(sums[n], dtype=torch.float64, device=self.device) for n in names])
+            values = torch.stack([torch.as_tensor(sums[n], dtype=torch.float64, device=self.device) for n in sums])
         dist.broadcast(values, last, group=group)
-        return dict(zip(names, values, strict=True))
+        return dict(zip(names[0], values, strict=True))
 
     def move(self, what: States, device: torch.device) -> None:
         super().move(what, device)
