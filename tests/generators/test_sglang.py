@@ -157,7 +157,7 @@ def test_in_a_ray_worker_with_an_engine_of_two_processes(tmp_path: Path) -> None
         ray.get(worker.adapt.remote(references(adapter)), timeout=60)
         assert_greedy_of(adapted)
 
-        processes = engine_processes(ray.get(worker.pid.remote()))
+        processes = engine_processes(ray.get(worker.ping.remote()).pid)
         assert sum("scheduler" in title(process) for process in processes) == 2
         ray.kill(worker)
         assert_gone(processes)

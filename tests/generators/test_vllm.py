@@ -141,7 +141,7 @@ def test_in_a_ray_worker_with_an_engine_of_two_processes(model_path: Any) -> Non
         ray.get(worker.update.remote(refs), timeout=60)
         assert_greedy_of(new)
 
-        children = _descendants(ray.get(worker.pid.remote()))
+        children = _descendants(ray.get(worker.ping.remote()).pid)
         [engine] = [pid for pid in children if len(_descendants(pid)) == 2]  # it has two tensor-parallel workers
         os.kill(engine, signal.SIGKILL)
         assert all(isinstance(result, GenerationError) for result in polled(worker, requests).values())
