@@ -59,10 +59,6 @@ class EngineProcess:
         self._reader = threading.Thread(target=self._read, name=f"{name}-reader", daemon=True)
         self._reader.start()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def submit(self, method: str, *args: Any) -> Future[Any]:
         """Calls a coroutine of the served object with plain data.
 

@@ -11,7 +11,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from roll.data.requests import Completion, FinishReason
@@ -24,24 +23,16 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Ticket:
-    """Caller that waits for a sequence."""
-
-    sequence: RunningSequence
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Completion]
-
-
 class EngineThread:
     """Owns the thread. All methods may be called from any thread."""
 
     def __init__(self, batching: ContinuousBatching, name: str) -> None:
         self._batching = batching
         self._wake = threading.Condition()
-        self._arrivals: list[_Ticket] = []
+        self._arrivals: list[tuple[RunningSequence, asyncio.Future[Completion]]] = []
         self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
-        self._tickets: dict[RunningSequence, _Ticket] = {}  # written by the engine thread only
+        self._waited_for: dict[RunningSequence, asyncio.Future[Completion]] = {}
+        """Sequences in the engine; written by its thread only."""
         self.halted = False
         """No step starts; changed between two steps."""
         self._closing: str | None = None
@@ -56,13 +47,12 @@ class EngineThread:
         Raises:
             EngineStoppedError: the engine failed earlier, or was shut down.
         """
-        loop = asyncio.get_running_loop()
-        ticket = _Ticket(sequence, loop, loop.create_future())
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         with self._wake:
             self._check_alive()
-            self._arrivals.append(ticket)
+            self._arrivals.append((sequence, future))
             self._wake.notify()
-        return ticket.future
+        return future
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Runs ``function`` on the engine thread between two steps; its exception goes to the future only.
@@ -79,11 +69,11 @@ class EngineThread:
 
     def abort(self, request_id: str) -> Future[None]:
         """Ends a request with what it has; does nothing when it is not in flight (it may just have finished)."""
-        return self.call(lambda: self._end([s for s in self._tickets if s.request.request_id == request_id]))
+        return self.call(lambda: self._end([s for s in self._waited_for if s.request.request_id == request_id]))
 
     def drop(self, sequence: RunningSequence) -> Future[None]:
         """Ends a sequence that nobody waits for any more."""
-        return self.call(lambda: self._end([sequence] if sequence in self._tickets else []))
+        return self.call(lambda: self._end([sequence] if sequence in self._waited_for else []))
 
     def halt(self) -> Future[None]:
         """Starts no step until ``go_on``; the future is done when the step in progress is."""
@@ -114,7 +104,7 @@ class EngineThread:
                     done = [(s, s.completion(reason)) for s, reason in self._batching.step()]
                     self._answer(done)
         except Exception as error:  # whatever it was, the callers learn it: nobody may wait forever
-            logger.exception("the generation engine failed; %d requests fail with it", len(self._tickets))
+            logger.exception("the generation engine failed; %d requests fail with it", len(self._waited_for))
             self._fail(error)
         else:
             self._fail(None)
@@ -130,9 +120,9 @@ class EngineThread:
                 return False
             arrivals, self._arrivals = self._arrivals, []
             commands, self._commands = self._commands, []
-        for ticket in arrivals:
-            self._tickets[ticket.sequence] = ticket
-            self._batching.add(ticket.sequence)
+        for sequence, waiting in arrivals:
+            self._waited_for[sequence] = waiting
+            self._batching.add(sequence)
         for function, future in commands:
             _execute(function, future)
         return True
@@ -147,8 +137,8 @@ class EngineThread:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Completion], Completion]]]
         by_loop = defaultdict(list)
         for sequence, completion in finished:
-            ticket = self._tickets.pop(sequence)
-            by_loop[ticket.loop].append((ticket.future, completion))
+            future = self._waited_for.pop(sequence)
+            by_loop[future.get_loop()].append((future, completion))
         for loop, answers in by_loop.items():
             _call_soon(loop, _resolve, answers)
 
@@ -156,9 +146,9 @@ class EngineThread:
         """Fails everything in flight; ``cause`` None means an orderly shutdown."""
         with self._wake:
             self._closing, self._failure = self._closing or "was shut down", cause
-            tickets = [*self._tickets.values(), *self._arrivals]
+            waiting = [*self._waited_for.values(), *(future for _, future in self._arrivals)]
             commands = self._commands
-            self._tickets, self._arrivals, self._commands = {}, [], []
+            self._waited_for, self._arrivals, self._commands = {}, [], []
         what = f"the generation engine {f'failed: {_describe(cause)}' if cause else self._closing}"
 
         def error() -> EngineStoppedError:  # one each: a shared exception would collect every caller's traceback
@@ -169,8 +159,8 @@ class EngineThread:
         for _, future in commands:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error())
-        for ticket in tickets:
-            _call_soon(ticket.loop, _reject, ticket.future, error())
+        for one in waiting:
+            _call_soon(one.get_loop(), _reject, one, error())
 
 
 def _execute(function: Callable[[], Any], future: Future[Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.distributed.strategy.training.pieces import TensorForm
+from roll.distributed.strategy.training.pieces import Region, TensorForm
 
 SHARDS_FOLDER = "shards"
 """Folder of a checkpoint's shards, with the configuration and the tokenizer of their model beside them."""
@@ -57,7 +57,6 @@ class StoredShards:
             raise ValueError(f"{name}: {seen} elements in {self._folder}, expected a tensor of shape {form.shape}")
         whole = torch.empty(form.shape, dtype=form.dtype)
         for offsets, sizes, path in parts:
-            place = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
             with safe_open(path, framework="pt") as file:
-                whole[place] = file.get_tensor(name)
+                Region(tuple(offsets), tuple(sizes), ()).cut(whole).copy_(file.get_tensor(name))
         return whole

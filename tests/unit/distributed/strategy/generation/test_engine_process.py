@@ -101,7 +101,7 @@ def test_the_last_words_of_an_engine_reach_all_who_wait(engine: EngineProcess) -
 def test_a_killed_engine_fails_its_callers_and_takes_its_processes_along(engine: EngineProcess) -> None:
     child = engine.submit("spawn").result(20)
     waiting = engine.submit("wait")
-    os.kill(engine.pid, signal.SIGKILL)
+    os.kill(engine._process.pid, signal.SIGKILL)
     with pytest.raises(EngineStoppedError, match="exit code -9"):
         waiting.result(20)
     assert gone(child)
@@ -113,5 +113,5 @@ def test_close_stops_the_engine_with_its_processes(engine: EngineProcess) -> Non
     engine.close()
     with pytest.raises(EngineStoppedError, match="the engine was shut down"):
         waiting.result(20)
-    assert gone(child) and gone(engine.pid)
+    assert gone(child) and gone(engine._process.pid)
     engine.close()  # twice is as good as once
