@@ -67,13 +67,15 @@ class EngineThread:
             self._wake.notify()
         return future
 
-    def abort(self, request_id: str) -> Future[None]:
-        """Ends a request with what it has; does nothing when it is not in flight (it may just have finished)."""
-        return self.call(lambda: self._end([s for s in self._waited_for if s.request.request_id == request_id]))
+    def end(self, sequence: RunningSequence | None) -> Future[None]:
+        """Ends a sequence with what it has; does nothing when it is not in flight (it may just have finished)."""
 
-    def drop(self, sequence: RunningSequence) -> Future[None]:
-        """Ends a sequence that nobody waits for any more."""
-        return self.call(lambda: self._end([sequence] if sequence in self._waited_for else []))
+        def apply() -> None:
+            if sequence is not None and sequence in self._waited_for:
+                self._batching.remove(sequence)
+                self._answer([(sequence, sequence.completion(FinishReason.ABORT))])
+
+        return self.call(apply)
 
     def halt(self) -> Future[None]:
         """Starts no step until ``go_on``; the future is done when the step in progress is."""
@@ -126,11 +128,6 @@ class EngineThread:
         for function, future in commands:
             _execute(function, future)
         return True
-
-    def _end(self, sequences: Sequence[RunningSequence]) -> None:
-        for sequence in sequences:
-            self._batching.remove(sequence)
-        self._answer([(s, s.completion(FinishReason.ABORT)) for s in sequences])
 
     def _answer(self, finished: Sequence[tuple[RunningSequence, Completion]]) -> None:
         """Hands completions to their event loops, with one wake-up per loop."""

@@ -111,7 +111,7 @@ class HfInfer(Generator[WeightUpdate]):
             return await self._engine.submit(sequence)
         except asyncio.CancelledError:
             with contextlib.suppress(EngineStoppedError):
-                self._engine.drop(sequence)
+                self._engine.end(sequence)
             raise
         finally:
             del self._running[request.request_id]
@@ -122,7 +122,7 @@ class HfInfer(Generator[WeightUpdate]):
         return [] if sequence is None else sequence.tokens.copy()
 
     def end(self, request_id: str) -> Future[None]:
-        return self._engine.abort(request_id)
+        return self._engine.end(self._running.get(request_id))
 
     def halt(self) -> Future[None]:
         return self._engine.halt()
