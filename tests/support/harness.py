@@ -708,7 +708,7 @@ def _run(layout: Layout, model_path: Path, rank: int) -> dict[str, Any]:
     result["after"] = scores()
     result["neighbour"] = _influence(strategy, info, task.batch(0), result["after"][1])
     if task.scores and layout.lora is None:
-        result["weights"] = {name: x.clone() for name, x in gather(strategy.model_files().tensors[MODEL], [0]).items()}
+        result["weights"] = {name: x.clone() for name, x in gather(strategy.model_tensors()[MODEL], [0]).items()}
     else:
         result["weights"] = exported(strategy) if layout.lora is None else exported_adapter(strategy)
     if hasattr(strategy, "shutdown"):

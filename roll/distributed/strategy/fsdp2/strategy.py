@@ -28,7 +28,7 @@ from roll.distributed.strategy.training.checkpoint import TrainerState, restore_
 from roll.distributed.strategy.training.hf_scorer import recompute_activations
 from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer
 from roll.distributed.strategy.training.optim import make_adamw, set_rates
-from roll.distributed.strategy.training.saving import Contents, model_contents
+from roll.distributed.strategy.training.saving import Contents
 from roll.distributed.strategy.training.scorer import Limits
 from roll.distributed.strategy.training.stored_shards import SHARDS_FOLDER
 from roll.models.scoring import TokenScorer
@@ -137,7 +137,7 @@ class Fsdp2Train(ModuleTrainer[Weights], Fsdp2Infer):
         # There is no model folder: `roll export` makes one of the shards and what is beside them.
         resume = self._resume_contents(path, ())
         folder = resume.path / SHARDS_FOLDER
-        beside = replace(model_contents(folder, self.model_files()), tensors={})
+        beside = replace(self.model_contents(folder), tensors={})
         return [resume, replace(beside, write_shards=partial(save_shards, folder, shards))]
 
     def load(self, path: Path) -> None:

@@ -21,18 +21,12 @@ from roll.distributed.strategy.megatron.model import MegatronModel, folder_reade
 from roll.distributed.strategy.megatron.optimizer import MegatronAdam
 from roll.distributed.strategy.megatron.weights import Part, WeightGatherer
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
-from roll.distributed.strategy.training.checkpoint import (
-    ADAPTER,
-    HEAD_PREFIX,
-    MODEL_PREFIX,
-    adapter_tensors,
-)
+from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX, MODEL_PREFIX, adapter_tensors
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 from roll.distributed.strategy.training.pieces import Piece
-from roll.distributed.strategy.training.saving import ModelFiles, model_tensors
 from roll.distributed.strategy.training.tensor_files import Reader
-from roll.models.loading import Head, make_skeleton, save_config
-from roll.models.lora import SCORE_NAME, write_adapter_config
+from roll.models.loading import Head
+from roll.models.lora import SCORE_NAME
 
 _EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<number>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 
@@ -69,7 +63,7 @@ class TrainedModel:
         # Nothing of what is frozen: no rank updates any part of it.
         updated = [piece for piece in pieces("trunk") if all(spread.regions for spread in piece.spreads)]
         trunk = _module_pieces(updated, self.model.converted.num_experts)
-        return [*(piece.renamed(partial(_saved_name, head=self.context.head)) for piece in trunk), *head]
+        return [*(piece.renamed(partial(saved_name, head=self.context.head)) for piece in trunk), *head]
 
     def fill(self, kind: str, read: Reader) -> None:
         with raise_on_all_ranks():
@@ -100,25 +94,6 @@ def adapter_pieces(gatherer: WeightGatherer) -> list[Piece]:
     return [*gatherer.pieces("adapter", torch.float32), *head]
 
 
-def megatron_files(gatherer: WeightGatherer, dtype: torch.dtype, context: StrategyContext) -> ModelFiles:
-    """Contents of its model folder; ``dtype`` is the number format of the Hugging Face weights."""
-    head, lora, source = context.head, context.lora, context.model_path
-
-    def write_config(folder: Path) -> None:
-        if lora is not None:
-            write_adapter_config(folder, lora, source, scores=head == "score")
-            return
-        with torch.device("meta"):
-            save_config(make_skeleton(head, source, dtype=dtype), folder, dtype, head)
-
-    if lora is not None:
-        return ModelFiles({ADAPTER: adapter_pieces(gatherer)}, write_config, source, context.tokenizer_path)
-    own_head = gatherer.pieces("head", torch.float32)
-    trunk = [piece.renamed(partial(_saved_name, head=head)) for piece in gatherer.pieces("trunk", dtype)]
-    tensors = model_tensors(trunk, own_head, head, MODEL_PREFIX.rstrip("."))
-    return ModelFiles(tensors, write_config, source, context.tokenizer_path)
-
-
 def _adapter_reader(path: Path) -> Reader:
     """Reads a peft folder by its names, and its head by that of a parameter here."""
     stored = adapter_tensors(path)
@@ -130,7 +105,7 @@ def _checkpoint_reader(read: Reader, head: Head) -> Reader:
 
     @lru_cache(maxsize=2)  # a layer's experts are asked for one after the other
     def module_tensor(name: str) -> Tensor:
-        return read(_saved_name(name, head))
+        return read(saved_name(name, head))
 
     def checkpoint_tensor(name: str) -> Tensor:
         found = _EXPERT.fullmatch(name)
@@ -179,6 +154,6 @@ def _module_tensors(named: Iterable[tuple[str, Tensor]], num_experts: int) -> It
             parts.clear()
 
 
-def _saved_name(name: str, head: Head) -> str:
+def saved_name(name: str, head: Head) -> str:
     """The name in the module: a trunk's have no prefix."""
     return name if head == "lm" else name.removeprefix(MODEL_PREFIX)

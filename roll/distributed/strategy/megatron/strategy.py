@@ -34,7 +34,7 @@ from roll.distributed.strategy.base import RankInfo, States
 from roll.distributed.strategy.engines import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.megatron import cpu
 from roll.distributed.strategy.megatron.adapter import adapter_off, add_adapter
-from roll.distributed.strategy.megatron.checkpoint import TrainedModel, adapter_pieces, megatron_files
+from roll.distributed.strategy.megatron.checkpoint import TrainedModel, adapter_pieces, saved_name
 from roll.distributed.strategy.megatron.input import MegatronInput, Rounding, grid_shape, lay_out
 from roll.distributed.strategy.megatron.model import (
     MegatronModel,
@@ -46,13 +46,13 @@ from roll.distributed.strategy.megatron.routing import ExpertRouting
 from roll.distributed.strategy.megatron.scores import TokenScorer, sum_over
 from roll.distributed.strategy.megatron.weights import WeightGatherer
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
-from roll.distributed.strategy.training.checkpoint import TrainerState
+from roll.distributed.strategy.training.checkpoint import MODEL_PREFIX, TrainerState
 from roll.distributed.strategy.training.pieces import Piece
-from roll.distributed.strategy.training.saving import ModelFiles
+from roll.distributed.strategy.training.saving import Tensors, model_tensors
 from roll.distributed.strategy.training.scorer import Limits, Scorer, join_group
 from roll.distributed.strategy.training.trainer import Trainer
 from roll.models.comparison import TeacherView
-from roll.models.loading import load_config, resolve_dtype
+from roll.models.loading import load_config, make_skeleton, resolve_dtype, save_config
 from roll.models.teacher_layer import make_comparison
 
 
@@ -334,5 +334,12 @@ class MegatronTrain(MegatronInfer, Trainer):
     def trained(self) -> TrainedModel:
         return TrainedModel(self.model, self._gatherer, self._optimizer, self.context)
 
-    def model_files(self) -> ModelFiles:
-        return megatron_files(self._gatherer, self._model_dtype, self.context)
+    def model_tensors(self) -> Tensors:
+        own_head = self._gatherer.pieces("head", torch.float32)
+        trunk = [piece.renamed(partial(saved_name, head=self.context.head)) for piece in self.pieces("weights")]
+        return model_tensors(trunk, own_head, self.context.head, MODEL_PREFIX.rstrip("."))
+
+    def write_config(self, folder: Path) -> None:
+        head, dtype = self.context.head, self._model_dtype
+        with torch.device("meta"):
+            save_config(make_skeleton(head, self.context.model_path, dtype=dtype), folder, dtype, head)

@@ -20,18 +20,18 @@ from roll.distributed.strategy.training.module_weights import (
     TrainedModule,
     adapter_pieces,
     copy_output_layer,
+    head_pieces,
     hf_pieces,
     load_model,
-    module_files,
     start_adapter,
 )
 from roll.distributed.strategy.training.pieces import Piece
-from roll.distributed.strategy.training.saving import ModelFiles
+from roll.distributed.strategy.training.saving import Tensors, model_tensors
 from roll.distributed.strategy.training.scorer import Limits, Scorer, join_group
 from roll.distributed.strategy.training.trainer import Trainer
 from roll.models import planned_attention, ulysses
 from roll.models.comparison import TeacherView, WholeVocabulary
-from roll.models.loading import load_config, resolve_dtype
+from roll.models.loading import load_config, resolve_dtype, save_config
 from roll.models.lora import adapter_dropout, adapter_off
 from roll.models.scoring import TokenScorer, layout, score_input
 from roll.models.teacher_layer import make_comparison
@@ -153,9 +153,13 @@ class ModuleTrainer(ModuleScorer[W], Trainer):
     def trained(self) -> TrainedModule:
         return TrainedModule(self.weights, self.context.worker.model_args.trust_remote_code)
 
-    def model_files(self) -> ModelFiles:
-        pieces = self.pieces("weights" if self.context.lora is None else "adapter")
-        return module_files(self.weights, pieces, self._model_dtype, self.context)
+    def model_tensors(self) -> Tensors:
+        weights = self.weights
+        prefix = weights.scorer.model.base_model_prefix
+        return model_tensors(self.pieces("weights"), head_pieces(weights), self.context.head, prefix)
+
+    def write_config(self, folder: Path) -> None:
+        save_config(self.weights.scorer.model, folder, self._model_dtype, self.context.head)
 
     def _forward_context(self) -> contextlib.AbstractContextManager[object]:
         stack = contextlib.ExitStack()

@@ -15,23 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
-from roll.distributed.strategy.training.checkpoint import (
-    ADAPTER,
-    HEAD_PREFIX,
-    MODEL_PREFIX,
-    adapter_tensors,
-)
+from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX, MODEL_PREFIX, adapter_tensors
 from roll.distributed.strategy.training.optim import MASTER
 from roll.distributed.strategy.training.pieces import Piece, Spread, gather, own_rank, piece_of, world_size
-from roll.distributed.strategy.training.saving import ModelFiles, model_tensors
 from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.comparison import OutputLayer
 from roll.models.freezing import whole_name
 from roll.models.heads import ValueHead, load_value_head
-from roll.models.loading import converts_weights, load_causal_lm, save_config, to_hf_weights
-from roll.models.lora import SCORE_NAME, adapter_name, base_name, initial_value, is_adapter, write_adapter_config
+from roll.models.loading import converts_weights, load_causal_lm, to_hf_weights
+from roll.models.lora import SCORE_NAME, adapter_name, base_name, initial_value, is_adapter
 from roll.models.scoring import TokenScorer
 from roll.utils.collector import paused_collector
 
@@ -183,28 +176,10 @@ def copy_output_layer(weights: ModuleWeights, dtype: torch.dtype) -> OutputLayer
     return OutputLayer(copy(layer.weight), None if layer.bias is None else copy(layer.bias))
 
 
-def module_files(
-    weights: ModuleWeights, pieces: Sequence[Piece], dtype: torch.dtype, context: StrategyContext
-) -> ModelFiles:
-    """Contents of its model folder.
-
-    Args:
-        pieces: the model in it, see ``hf_pieces``; or the adapter's, see ``adapter_pieces``.
-    """
-    lora = context.lora
-
-    def write_config(folder: Path) -> None:
-        if lora is None:
-            save_config(weights.scorer.model, folder, dtype, context.head)
-        else:
-            write_adapter_config(folder, lora, context.model_path, scores=context.head == "score")
-
-    if lora is not None:
-        return ModelFiles({ADAPTER: pieces}, write_config, context.model_path, context.tokenizer_path)
-    of_head = [name for name in weights.parameters if name.startswith(HEAD_PREFIX)]
-    head = [_float32(weights, name, name.removeprefix(HEAD_PREFIX)) for name in of_head]
-    tensors = model_tensors(pieces, head, context.head, weights.scorer.model.base_model_prefix)
-    return ModelFiles(tensors, write_config, context.model_path, context.tokenizer_path)
+def head_pieces(weights: ModuleWeights) -> list[Piece]:
+    """A value head in float32, under its own names (collective)."""
+    names = [name for name in weights.parameters if name.startswith(HEAD_PREFIX)]
+    return [_float32(weights, name, name.removeprefix(HEAD_PREFIX)) for name in names]
 
 
 def _read_model(

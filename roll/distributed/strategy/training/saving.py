@@ -46,7 +46,7 @@ from roll.distributed.strategy.training.tensor_files import (
     write_index,
 )
 from roll.models.heads import SCORE_WEIGHT
-from roll.models.loading import Head, copy_companions
+from roll.models.loading import Head
 from roll.utils.checksums import WrittenFile
 from roll.utils.threads import in_background
 
@@ -55,26 +55,12 @@ Tensors: TypeAlias = Mapping[str, Sequence[Piece]]
 
 
 @dataclass(frozen=True)
-class ModelFiles:
-    """Parts of a model folder."""
-
-    tensors: Tensors
-    """By the stems of their files: ``MODEL`` under the names and in the number format of a Hugging Face checkpoint, or
-    ``ADAPTER`` under those of a peft folder; ``VALUE_HEAD``. Nothing is written of what has no tensors."""
-    write_config: Callable[[Path], None]
-    """Writes ``config.json`` and its like into the folder; called on rank 0."""
-    source: str
-    """Model folder from which tokenizer files and generation defaults are copied."""
-    tokenizer: str | None = None
-    """Folder of the tokenizer files, if they are not there."""
-
-
-@dataclass(frozen=True)
 class Contents:
     """Contents of a folder, which is made if need be."""
 
     path: Path
     tensors: Tensors
+    """Nothing is written of a stem that has none."""
     write_rest: Callable[[], None]
     """Writes what is no tensor; called on rank 0."""
     write_shards: Callable[[dist.ProcessGroup | None], None] | None = None
@@ -106,7 +92,7 @@ class Contents:
 
 
 def model_tensors(trunk: Sequence[Piece], head: Sequence[Piece], kind: Head, prefix: str) -> Tensors:
-    """A model's tensors, by the stems of their files.
+    """A model's tensors, by the stems of their files, in the number format of a Hugging Face checkpoint.
 
     Args:
         trunk: the language model, or the trunk, whose names have no prefix.
@@ -118,16 +104,6 @@ def model_tensors(trunk: Sequence[Piece], head: Sequence[Piece], kind: Head, pre
         return {MODEL: trunk, VALUE_HEAD: head}
     named = [piece.renamed(lambda name: f"{prefix}.{name}") for piece in trunk]
     return {MODEL: [*named, *(piece.renamed(lambda _: SCORE_WEIGHT) for piece in head)]}
-
-
-def model_contents(path: Path, files: ModelFiles) -> Contents:
-    """A model folder."""
-
-    def write_rest() -> None:
-        files.write_config(path)
-        copy_companions(files.source, path, files.tokenizer)
-
-    return Contents(path, files.tensors, write_rest)
 
 
 def resume_contents(

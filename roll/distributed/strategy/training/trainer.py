@@ -29,6 +29,7 @@ from roll.data.shared_prompts import worth_sharing
 from roll.distributed.strategy.base import Metrics, States, StrategyContext
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import (
+    ADAPTER,
     Trained,
     TrainerState,
     model_folder,
@@ -41,8 +42,7 @@ from roll.distributed.strategy.training.pieces import Piece
 from roll.distributed.strategy.training.saving import (
     BackgroundSaves,
     Contents,
-    ModelFiles,
-    model_contents,
+    Tensors,
     optimizer_tensors,
     resume_contents,
     write_contents,
@@ -50,6 +50,8 @@ from roll.distributed.strategy.training.saving import (
 from roll.distributed.strategy.training.scorer import Limits, Scorer, take_all
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import Payload
+from roll.models.loading import copy_companions
+from roll.models.lora import write_adapter_config
 from roll.models.scoring import split_batch
 from roll.utils.checksums import WrittenFile
 
@@ -117,8 +119,12 @@ class Trainer(Scorer):
         """Weights and moments that it changes, for checkpoints."""
 
     @abstractmethod
-    def model_files(self) -> ModelFiles:
-        """The model as it is now: a Hugging Face model, or with LoRA an adapter as peft keeps it."""
+    def model_tensors(self) -> Tensors:
+        """Those of the model as it is now, see ``saving.model_tensors``; not asked for with LoRA (collective)."""
+
+    @abstractmethod
+    def write_config(self, folder: Path) -> None:
+        """Writes ``config.json`` and its like into a model's folder; called on rank 0, at any time later."""
 
     def save(self, path: Path) -> list[WrittenFile]:
         """Writes the role's part of a checkpoint, see ``checkpoint`` (collective).
@@ -145,7 +151,7 @@ class Trainer(Scorer):
     def save_model(self, folder: Path) -> None:
         """Writes the model alone; otherwise as ``save``."""
         self._require(States.WEIGHTS)
-        self._finish(folder, write_contents([model_contents(folder, self.model_files())]))
+        self._finish(folder, write_contents([self.model_contents(folder)]))
 
     def load(self, path: Path) -> None:
         """Continues from a checkpoint that any number of ranks and any trainer has written (collective)."""
@@ -159,11 +165,25 @@ class Trainer(Scorer):
             copied: what is not in ``tensors`` is taken as it is now, in host memory.
         """
         self._require(States.WEIGHTS | States.OPTIMIZER)
-        model = model_contents(model_folder(path, self.context.role), self.model_files())
+        model = self.model_contents(model_folder(path, self.context.role))
         masters = self.context.lora is None and self._model_dtype != torch.float32
         saved = "optimizer" in self.context.saves
         optimizer = optimizer_tensors(self.trained, masters=masters) if saved else ()
         return [model, self._resume_contents(path, optimizer)]
+
+    def model_contents(self, folder: Path) -> Contents:
+        """The model as it is now: a Hugging Face model, or with LoRA an adapter as peft keeps it (collective)."""
+        lora, source, scores = self.context.lora, self.context.model_path, self.context.head == "score"
+
+        def write_rest() -> None:
+            if lora is None:
+                self.write_config(folder)
+            else:
+                write_adapter_config(folder, lora, source, scores=scores)
+            copy_companions(source, folder, self.context.tokenizer_path)
+
+        tensors = self.model_tensors() if lora is None else {ADAPTER: self.pieces("adapter")}
+        return Contents(folder, tensors, write_rest)
 
     def _resume_contents(self, path: Path, optimizer: Sequence[Piece]) -> Contents:
         folder, generators = resume_folder(path, self.context.role), "rng" in self.context.saves
