@@ -48,7 +48,7 @@ class Fragment:
 
 
 class EngineWeights(ABC):
-    """Parameters of an engine, as far as all stages have them alike. ``fragments`` is empty without an optimizer."""
+    """A ``ModuleWeights``, as far as all stages are alike. ``fragments`` is empty without an optimizer."""
 
     copies = 1
     """Ranks that update the same part of a parameter, each in its own copy."""
@@ -81,13 +81,11 @@ class EngineWeights(ABC):
         self.fragments = {name: fragment for name, fragment in found.items() if fragment is not None}
 
     def shape(self, name: str) -> torch.Size:
-        """The whole parameter's."""
         parameter = self.parameters[name]
         shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
         return shape
 
     def kinds(self, name: str) -> Sequence[str]:
-        """Kinds of the optimizer's state behind a trained parameter."""
         return ADAM_STATE
 
     def store(self, name: str, whole: Tensor) -> None:
@@ -119,7 +117,7 @@ class EngineWeights(ABC):
                 optimizer.norm_for_param_grads[optimizer.get_param_id(parameter)] = self.gradient(name).norm()
 
     def spread(self, name: str, kind: str, dtype: torch.dtype) -> Spread:
-        """A flat parameter, or one of Adam's moments, where it lies (collective)."""
+        """Flat."""
         shape = (self.shape(name).numel(),)
         # What the model computes with may be as exact as the number format asks.
         stored = name not in self.trained or self.parameters[name].dtype in (dtype, torch.float32)
@@ -171,7 +169,6 @@ class EngineWeights(ABC):
             state.update({kind: state[kind].to(device) for kind in ADAM_STATE})
 
     def fill(self, name: str, kind: str, whole: Tensor) -> None:
-        """Sets a parameter, or one of its moments, wherever this rank has it (collective)."""
         if kind == MASTER:
             self.store(name, whole)
         if (fragment := self.fragments.get(name)) is not None:
@@ -192,7 +189,6 @@ class EngineWeights(ABC):
             self.states[partition] = {"step": self._steps(0, partition.device), **moments}
 
     def set_steps(self, steps: int) -> None:
-        """Tells Adam how many steps it has taken, for its bias correction."""
         for partition, state in self.states.items():
             state["step"] = self._steps(steps, partition.device)
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Weights(ABC):
-    """Parameters, as far as sharded and replicated ones are alike."""
+    """A ``ModuleWeights``, as far as sharded and replicated ones are alike."""
 
     copies: list[int]
     """For each share in ``trained``, the ranks that hold the same, and after ``reduce_gradients`` the same gradient."""
@@ -53,7 +53,6 @@ class Weights(ABC):
         return {name: share for name, share in self.local.items() if share.requires_grad}
 
     def shape(self, name: str) -> torch.Size:
-        """The whole parameter's."""
         return self.parameters[name].shape
 
     def forward_context(self) -> contextlib.AbstractContextManager[object]:
@@ -88,7 +87,6 @@ class Weights(ABC):
         """Moves the parameters; the optimizer's shares follow."""
 
     def spread(self, name: str, kind: str, dtype: torch.dtype) -> Spread:
-        """A parameter, or one of its moments, where it lies (collective)."""
         share = self.local[name]
 
         def own() -> Tensor:
@@ -105,16 +103,13 @@ class Weights(ABC):
         return tuple(shape)
 
     def fill(self, name: str, kind: str, whole: Tensor) -> None:
-        """Sets this rank's share of a parameter, or of one of its moments."""
         self._kept(name, kind).copy_(self.share(name, whole))
 
     def kinds(self, name: str) -> Sequence[str]:
-        """Kinds of the optimizer's state behind a trained parameter."""
         state = self.optimizer.state[self.local[name]]
         return [kind for kind in MOMENTS if kind in state]
 
     def set_steps(self, steps: int) -> None:
-        """Tells Adam how many steps it has taken, for its bias correction."""
         for share in self.trained.values():
             if "step" in (state := self.optimizer.state[share]):
                 state["step"].fill_(steps)

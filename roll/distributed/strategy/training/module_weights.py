@@ -60,7 +60,8 @@ class ModuleWeights(Protocol):
     def fill(self, name: str, kind: str, whole: Tensor) -> None:
         """Sets it to ``whole``, which all ranks have; ``MASTER`` sets an untrained parameter too (collective)."""
 
-    def set_steps(self, steps: int) -> None: ...
+    def set_steps(self, steps: int) -> None:
+        """Tells Adam how many steps it has taken, for its bias correction."""
 
 
 @dataclass(frozen=True)
