@@ -61,11 +61,6 @@ class HfInfer(Generator[WeightUpdate]):
         self._running: dict[str, RunningSequence] = {}
 
     def start(self) -> None:
-        """Loads the model and starts the engine's thread.
-
-        Raises:
-            ValueError: the model cannot be loaded, or its attention is of a kind that the engine does not have.
-        """
         context, model_args = self.context, self.context.worker.model_args
         self._model: PreTrainedModel = load_causal_lm(
             context.model_path,

@@ -81,12 +81,6 @@ class SglangStrategy(ScoringGenerator[dict[str, str]]):
         """SGLang's id of each request in flight."""
 
     def start(self) -> None:
-        """Starts the engine, which loads the model.
-
-        Raises:
-            ValueError: the model cannot be loaded, or an option does not fit it.
-            EngineStoppedError: the engine did not come up; its own log says why.
-        """
         context = self.context
         self._outline = ModelOutline(context)
         self.vocab_size = self._outline.vocab_size

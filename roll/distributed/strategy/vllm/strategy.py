@@ -88,12 +88,6 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
         self._failures = Failures()
 
     def start(self) -> None:
-        """Starts the engine, which loads the model.
-
-        Raises:
-            MissingEngineError: vLLM is not installed.
-            ValueError: the model cannot be loaded, or an option does not fit it.
-        """
         context = self.context
         self._outline = ModelOutline(context)
         self.vocab_size = self._outline.vocab_size
