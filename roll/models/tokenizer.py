@@ -150,3 +150,13 @@ def locate_model(path: str, *, tokenizer_alone: bool = False) -> tuple[str, bool
     if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
         raise ValueError(f"model path {path!r}: no such folder")
     return path, False
+
+
+def local_folder(path: str, *patterns: str) -> Path:
+    """The folder of a model; for a name on the hub that of its cache, with the files that match fetched."""
+    path, local = locate_model(path)
+    if local:
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path, allow_patterns=list(patterns)))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from roll.models.tokenizer import locate_model
+from roll.models.tokenizer import local_folder
 
 INDEX = "model.safetensors.index.json"
 
@@ -24,8 +23,7 @@ class WeightFiles:
     """
 
     def __init__(self, path: str) -> None:
-        located, local = locate_model(path)
-        self._folder = Path(located) if local else _fetch(located)
+        self._folder = local_folder(path, "*.safetensors", "*.json")
         self._files: dict[str, Any] = {}
         self._file_of = self._index()
 
@@ -60,9 +58,3 @@ class WeightFiles:
             except SafetensorError as error:
                 raise ValueError(f"{self._folder / file}: {error}; expected a whole safetensors file") from error
         return self._files[file]
-
-
-def _fetch(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))

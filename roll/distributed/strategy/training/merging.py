@@ -44,7 +44,7 @@ from roll.models.loading import (
     to_hf_weights,
 )
 from roll.models.lora import PREFIX, SCORE_NAME, adapter_name, is_adapter, matrix_name
-from roll.models.tokenizer import TOKENIZER_FILES, locate_model
+from roll.models.tokenizer import TOKENIZER_FILES, local_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -255,7 +255,8 @@ def _adapter_config(folder: Path) -> dict[str, Any]:
 
 def _base_of(export: Export, config: Mapping[str, Any]) -> Path:
     """The folder of the model that is adapted."""
-    return _local(export.base or config["base_model_name_or_path"])
+    name = export.base or config["base_model_name_or_path"]
+    return local_folder(name, "*.json", "*.safetensors", *TOKENIZER_FILES)
 
 
 def _layers(model: PreTrainedModel, matrices: Mapping[str, Spread]) -> dict[str, tuple[Spread, Spread]]:
@@ -336,16 +337,6 @@ def weight_files(folder: Path) -> list[Path]:
     if not (folder / f"{MODEL}.safetensors").is_file():
         raise ValueError(f"{folder}: no {MODEL}.safetensors and no index of several in it")
     return [folder / f"{MODEL}.safetensors"]
-
-
-def _local(base: str) -> Path:
-    """The folder of a model, that of the hub's cache if need be."""
-    path, local = locate_model(base)
-    if local:
-        return Path(path)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", *TOKENIZER_FILES]))
 
 
 def _skeleton(kind: Head, folder: Path, trust_remote_code: bool) -> PreTrainedModel:
