@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from roll.preflight.doctor import accelerators, limits, packages, services, storage
+from roll.preflight.doctor import services
 from roll.preflight.doctor.findings import Check, Finding, as_json, examine, exit_code, page
+from roll.preflight.doctor.machine import machine_findings
 from roll.tracking.redact import redact
 
 
@@ -39,21 +38,3 @@ def doctor(
     findings = [Finding(**redact(asdict(finding))) for finding in findings]
     sys.stdout.write(as_json(findings) if json else page(findings))
     return exit_code(findings)
-
-
-def machine_findings(output_dir: Path, more: Mapping[str, Check] | None = None) -> list[Finding]:
-    """Findings on the machine that this process runs on.
-
-    Args:
-        more: further checks by name.
-    """
-    checks: dict[str, Check] = {
-        "packages": packages.check_packages,
-        "gpus": accelerators.check_accelerators,
-        "limits": limits.check_limits,
-        "disk": partial(storage.check_disk, output_dir),
-        "sandbox": services.check_sandbox,
-        **(more or {}),
-    }
-    with ThreadPoolExecutor(len(checks)) as pool:
-        return [finding for found in pool.map(examine, checks, checks.values()) for finding in found]

@@ -12,6 +12,7 @@ from typing import Any
 
 from roll import __version__
 from roll.preflight.doctor.findings import Finding, judged
+from roll.preflight.doctor.machine import machine_findings
 from roll.preflight.doctor.packages import installed_versions
 
 COMPARED = ("torch", "ray", "transformers", "numpy")
@@ -48,8 +49,6 @@ class Examiner:
         return time.time()
 
     def examine(self, output_dir: str) -> tuple[str, dict[str, str], list[Finding]]:
-        from roll.preflight.doctor.command import machine_findings
-
         return socket.gethostname(), own_versions(), machine_findings(Path(output_dir))
 
 
