@@ -77,7 +77,9 @@ def layout_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def options(row: Mapping[str, Any]) -> str:
     """What the layout sets, in short."""
     given = flat(row["strategy_config"]) | row["model_args"] | row["worker"]
-    if row["task"] not in ("policy", "grouped"):
+    if row["task"].startswith("routed"):
+        given["router_replay.mode"] = "R2"
+    elif row["task"] not in ("policy", "grouped"):
         keys = {"preference_loss": get_args(PreferenceLoss), "reward_loss": get_args(RewardLoss)}
         key = next((key for key, names in keys.items() if row["task"] in names), "kd_objective")
         given[key] = row["task"]
