@@ -49,7 +49,7 @@ def parse_tests(tests: Any, *, setup: Any = None, entry_point: Any = None) -> Te
     """Reads the tests of a row in any of the formats that ``roll.rewards.code`` lists.
 
     Raises:
-        ValueError: it is none of them, there is no test, or its code does not parse.
+        ValueError: it is none of them, there is no test, or its code does not parse or asks nothing of the program.
     """
     if isinstance(tests, str):
         try:
@@ -70,7 +70,27 @@ def parse_tests(tests: Any, *, setup: Any = None, entry_point: Any = None) -> Te
             ast.parse(code)
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"tests: seen code that does not parse ({error}): {_short(code)}") from None
+    if all(isinstance(test, CodeTest) and _asks_nothing(test.code) for test in suite.tests):
+        raise ValueError(
+            f"tests: seen {_short(tests)}, which asks nothing of the program and passes for any; expected assertions, "
+            "or a function check(candidate) with its entry_point"
+        )
     return suite
+
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+
+
+def _asks_nothing(code: str) -> bool:
+    """Tells whether code only defines, imports and sets constants; what ``__name__`` guards is not run."""
+    run = [part for part in ast.parse(code).body if not isinstance(part, _DEFINITIONS) and not _is_guarded(part)]
+    names = [node for part in run for node in ast.walk(part) if isinstance(node, ast.Name)]
+    return not any(isinstance(name.ctx, ast.Load) for name in names)
+
+
+def _is_guarded(part: ast.stmt) -> bool:
+    guard = ast.walk(part.test) if isinstance(part, ast.If) else ()
+    return any(isinstance(node, ast.Name) and node.id == "__name__" for node in guard)
 
 
 def _parse_mapping(tests: Mapping[str, Any], setup: str, entry_point: str) -> TestSuite:

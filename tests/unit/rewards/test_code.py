@@ -58,6 +58,8 @@ HUMAN_EVAL = {
         (ADD, HUMAN_EVAL),
         (ADD, json.dumps(HUMAN_EVAL)),
         (ADD, "assert add(2, 2) == 4"),
+        (ADD, ["import math", "assert add(2, 2) == math.sqrt(16)"]),
+        (ADD, {"test": HUMAN_EVAL["test"] + "check(add)"}),
     ],
 )
 def test_right_programs_score_in_every_format(code, tests):
@@ -359,6 +361,17 @@ def test_programs_cannot_read_or_claim_the_expected_output(code):
     assert score(code, PROGRAM_TESTS, partial=True).score == 0.0
 
 
+UNIT_TEST = """
+import unittest
+class Test(unittest.TestCase):
+    def test_sum(self):
+        self.assertEqual(add(1, 2), 3)
+if __name__ == "__main__":
+    unittest.main()
+"""
+"""Nothing runs it: any program would pass."""
+
+
 # --- malformed rows ---------------------------------------------------------------------------------------------------
 
 
@@ -380,6 +393,12 @@ def test_programs_cannot_read_or_claim_the_expected_output(code):
         (["assert f(1 ="], "seen code that does not parse"),
         ("{'not': json}", "tests|seen code"),
         ({"test": 3}, "test: seen 3, expected text"),
+        ("", "asks nothing of the program and passes for any"),
+        ([""], "asks nothing of the program"),
+        ({"test": HUMAN_EVAL["test"]}, r"asks nothing .* check\(candidate\) with its entry_point"),
+        ({"test": "METADATA = {'author': None}\n" + HUMAN_EVAL["test"]}, "asks nothing of the program"),
+        ({"test": UNIT_TEST, "entry_point": "add"}, "asks nothing of the program"),
+        (["import math", "assert 1 == 1"], "asks nothing of the program"),
     ],
 )
 def test_malformed_tests_are_errors_and_no_zero(tests, message):
