@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -41,13 +42,13 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
         f"{prefix}/prompt_tokens": mean(len(turn.prompt_ids) for turn in turns),
         f"{prefix}/context_full": mean(t.end is EpisodeEnd.CONTEXT_FULL for t in trajectories),
     }
-    if infos := [t.info for t in trajectories if COUNTS[0] in t.info]:
-        metrics |= {f"{prefix}/{name}": mean(info[name] for info in infos) for name in COUNTS}
+    metrics |= {f"{prefix}/{name}": mean(counts) for name in COUNTS if (counts := _numbers(trajectories, name))}
     metrics |= _token_metrics(trajectories, prefix)
     names = dict.fromkeys(name for t in trajectories for name in t.info if name.startswith(AGENT))
     metrics |= {
-        f"{prefix}/agent/{name.removeprefix(AGENT)}": mean(t.info[name] for t in trajectories if name in t.info)
+        f"{prefix}/agent/{name.removeprefix(AGENT)}": mean(counts)
         for name in names
+        if (counts := _numbers(trajectories, name))
     }
     tags = sorted({trajectory.tag for trajectory in trajectories})
     if len(tags) > 1:
@@ -91,13 +92,18 @@ def overlap_metrics(batch: Batch, admission: Admission, version: int) -> dict[st
 
 def _token_metrics(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
     """Shares of the rows that were compared with their conversations (``TokenWatch``), none if none were."""
-    infos = [trajectory.info for trajectory in trajectories if COMPARED in trajectory.info]
-    rows = sum(info[COMPARED] for info in infos)
+    rows = sum(_numbers(trajectories, COMPARED))
     if not rows:
         return {}
     keys = [key_of(reason) for reason in REASONS]
-    shares = {key.removeprefix(TOKENS): sum(info[key] for info in infos) / rows for key in keys}
+    shares = {key.removeprefix(TOKENS): sum(_numbers(trajectories, key)) / rows for key in keys}
     return {f"{prefix}/tokens/{name}": share for name, share in {"differ": sum(shares.values()), **shares}.items()}
+
+
+def _numbers(trajectories: Sequence[Trajectory], name: str) -> list[float]:
+    """An entry of the infos where it is a number: an environment may have anything of that name."""
+    values = [trajectory.info[name] for trajectory in trajectories if name in trajectory.info]
+    return [float(value) for value in values if isinstance(value, bool | int | float) and math.isfinite(value)]
 
 
 def _means(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:

@@ -210,6 +210,17 @@ def test_other_entries_of_the_info_never_cost_an_episode(tokenizer_path: str, fo
     write_everything(group, folder)
 
 
+def test_entries_with_names_of_counts_of_rollouts_are_numbers_or_left_out(
+    tokenizer_path: str, folder: RunFolder
+) -> None:
+    own = {"tool_calls": 2, "agent_name": "Ada", "agent_steps": 3, "agent_lives": float("inf"), "tokens_compared": "no"}
+    group = play(tokenizer_path, info=own)
+    write_everything(group, folder)
+    metrics = rollout_metrics([group], "eval")
+    assert (metrics["eval/tool_calls"], metrics["eval/agent/steps"]) == (2.0, 3.0)
+    assert not {"eval/failed_calls", "eval/agent/name", "eval/agent/lives", "eval/tokens/differ"} & metrics.keys()
+
+
 ANYTHING = st.one_of(
     st.none(),
     st.booleans(),
