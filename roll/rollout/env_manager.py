@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -202,10 +203,8 @@ class EnvManager(ABC):
         Raises:
             EnvError: the chat template refuses it.
         """
-        try:
+        with _told_refusal():
             added = self.renderer.continuation(messages, last.completion.token_ids, info.get("tools"))
-        except Exception as error:  # a template may raise anything, and what was sampled must not end the run
-            raise EnvError(f"the chat template refuses what was said: {describe_error(error)}") from error
         return np.concatenate([last.prompt_ids, last.completion.token_ids, added])
 
     def _check_first_prompt(self, prompt_ids: IntArray, room: int, tag: str) -> None:
@@ -262,7 +261,10 @@ class TrajEnvManager(EnvManager):
 
     def prompt(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
         said = self.said(observation, info, turns)
-        return self.continued(turns[-1], said, info) if turns else self.renderer.prompt(said, info.get("tools"))
+        if turns:
+            return self.continued(turns[-1], said, info)
+        with _told_refusal():
+            return self.renderer.prompt(said, info.get("tools"))
 
     def said(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> Sequence[Message]:
         if not turns:
@@ -272,6 +274,16 @@ class TrajEnvManager(EnvManager):
             return messages
         user = self._fill(_or(self.config.agent_template, "{observation}"), observation, info, turns)
         return [{"role": "user", "content": user}]
+
+
+@contextmanager
+def _told_refusal() -> Iterator[None]:
+    """Makes a failure of the episode of whatever the chat template raises: what is said, or which tools there are, must
+    not end the run."""
+    try:
+        yield
+    except Exception as error:
+        raise EnvError(f"the chat template refuses what was said: {describe_error(error)}") from error
 
 
 def _scalars(info: Mapping[str, Any]) -> dict[str, Any]:

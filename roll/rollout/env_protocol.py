@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from roll.agentic.env.base import StepResult, TextEnv
+from roll.rollout.env_manager import SAID, TOOL_TURNS
 from roll.rollout.errors import EnvProtocolError
 from roll.rollout.types import Frame
 from roll.utils.foreign import clean_text, describe_error
@@ -100,6 +101,8 @@ class _Call:
             "env_instruction": env.env_instruction,
             **{clean_text(str(key)): value[key] for key in value},
         }
+        for ours in (TOOL_TURNS, SAID):  # what rollouts note there is none of the environment's
+            info.pop(ours, None)
         for field, check in _INFO_FIELDS.items():
             if field in info:
                 info[field] = check(self, f"info[{field!r}]", info[field])

@@ -408,6 +408,33 @@ def test_a_conversation_that_the_template_refuses_is_a_failure_of_the_episode() 
         play(TrajEnvManager(tag, renderer, PLAIN, ROOMY), Policy("b"))
 
 
+class ToolKeeper(EchoEnv):
+    """Tells of tools of its own, in the words that rollouts have for theirs."""
+
+    def __init__(self, **info: Any) -> None:
+        self.info = info
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        observation, info = super().reset(seed=seed, options=options)
+        return observation, info | self.info
+
+    def step(self, action: str) -> StepResult:
+        *others, info = super().step(action)
+        return *others, info | self.info  # type: ignore[return-value]
+
+
+@MODES
+def test_an_environment_that_counts_turns_with_tools_has_no_more_of_them(mode: str) -> None:
+    episode = play(manager(mode, max_steps=2), Policy("a"), make_env=lambda: ToolKeeper(tool_turns=1))
+    assert len(episode.turns) == 2 and "tool_turns" not in episode.info
+    assert len(play(manager(mode, max_steps=2), Policy("a"), make_env=lambda: ToolKeeper(tool_turns="-")).turns) == 2
+
+
+def test_tools_that_are_none_are_a_failure_of_the_episode() -> None:
+    with pytest.raises(EnvError, match="the chat template refuses what was said"):
+        play(manager("traj"), Policy("a"), make_env=lambda: ToolKeeper(tools=3))
+
+
 @pytest.mark.parametrize("mode", ["step", "traj"])
 def test_equal_specs_give_equal_episodes_in_a_real_environment(mode: str) -> None:
     """Sokoban, played by the script that makes the demonstrations."""
