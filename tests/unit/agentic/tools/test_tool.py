@@ -6,6 +6,8 @@ import asyncio
 import functools
 import json
 import math
+import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -185,11 +187,32 @@ def test_the_calculator_calculates(a: int, b: int, c: int) -> None:
         "\x00",
         "10**5000",
         "sqrt(-1)",
+        "4000000**400000",
+        "*".join(["9**3000"] * 24),
+        "round(5, -10**6)",
+        "'%50000000d' % 1",
+        "'a'.zfill(10**8)",
+        "f'{1:9999999}'",
     ],
 )
 def test_what_the_calculator_cannot_do_is_an_answer_in_no_time(expression: str) -> None:
+    """It runs in the event loop that plays all episodes, on what a policy has written."""
+    assert calculator("1") == "1", "whose import takes its time"
+    tracemalloc.start()
+    start = time.thread_time()
     with pytest.raises(ToolError, match=r"cannot be computed|is no number|characters, expected|too long to write"):
         calculator(expression)
+    seconds, (_, most) = time.thread_time() - start, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert seconds < 0.1 and most < 1 << 22
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("(-1)**99999", "-1"), ("2**-2", "0.25"), ("2**64*3", str(2**64 * 3)), ("round(7/3, 2)", "2.33"), ("1<<9", "512")],
+)
+def test_the_calculator_takes_large_and_small_powers(expression: str, value: str) -> None:
+    assert calculator(expression) == value
 
 
 def test_search_finds_the_passage_and_says_when_there_is_none(tmp_path: Path) -> None:
