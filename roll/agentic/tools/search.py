@@ -62,7 +62,7 @@ class SearchTool(Tool):
 def _read(path: Path) -> list[str]:
     passages = []
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
             row = json.loads(line) if line.strip() else None
             if row is None:
                 continue

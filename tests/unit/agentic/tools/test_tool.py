@@ -215,6 +215,13 @@ def test_the_calculator_takes_large_and_small_powers(expression: str, value: str
     assert calculator(expression) == value
 
 
+def test_a_passage_may_hold_line_breaks_that_json_does_not_escape(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    texts = ["high\u2028Alps", "long\x85Nile"]
+    corpus.write_text("\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts), encoding="utf-8")
+    assert SearchTool(str(corpus)).passages == texts
+
+
 def test_search_finds_the_passage_and_says_when_there_is_none(tmp_path: Path) -> None:
     rows = [
         {"title": "Alps", "text": "Mountains in the middle of Europe."},
