@@ -244,7 +244,10 @@ def _image(dockerfile: Path) -> _Image:
         return image
     lines = dockerfile.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
     for number, line in enumerate(lines, 1):
-        words = line.split("#", 1)[0].split() if line.lstrip().startswith("#") else shlex.split(line)
+        try:
+            words = [] if line.lstrip().startswith("#") else shlex.split(line)
+        except ValueError:  # an apostrophe, for one
+            words = line.split()
         name = words[0].upper() if words else ""
         arguments = [word for word in words[1:] if not word.startswith("--")]
         if not name or name in _HARMLESS:

@@ -92,6 +92,7 @@ def test_folders_of_tasks_are_a_dataset(tmp_path: Path) -> None:
             {"dockerfile": "FROM ubuntu\nRUN apt-get update \\\n && true"},
             "Dockerfile:2: RUN: nothing is built without Docker",
         ),
+        ({"dockerfile": "FROM x\nRUN echo it's"}, "Dockerfile:2: RUN: nothing is built without Docker"),
         ({"dockerfile": "FROM x\nCOPY --from=y /a /b"}, "Dockerfile:2: COPY: nothing is built"),
         ({"dockerfile": "FROM x\nCOPY a /etc/a"}, "COPY to /etc/a: expected a place in /app"),
         ({"dockerfile": "FROM x\nCOPY nothing ."}, "COPY nothing: there is nothing of that name"),
