@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -16,6 +17,8 @@ from roll.rollout.errors import EnvCrashError, EnvError, EnvTimeoutError, as_run
 from roll.rollout.judge_worker import Asking
 from roll.rollout.types import Frame
 from roll.utils.foreign import describe_error
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -93,8 +96,11 @@ class EnvRunner:
         """Closes the environment once its calls have returned; a thread of its own ends then."""
         if self._mailbox is not None:
             self._mailbox.close(self._end)
-        else:
+            return
+        try:
             self._end()
+        except BaseException as error:  # nobody waits for it, and it must not end the caller's loop
+            logger.warning("environment close raised %s", describe_error(error))
 
     def _end(self) -> None:
         if self._env is not None:

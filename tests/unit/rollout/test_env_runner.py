@@ -316,3 +316,26 @@ def test_closing_ends_the_thread_after_its_work(own_thread: bool) -> None:
 
     assert [result[0] for result in asyncio.run(play())] == ["left"] * 5
     wait_until(lambda: threading.active_count() <= before)
+
+
+@pytest.mark.parametrize("error", [OSError("the door is stuck"), SystemExit(3), asyncio.CancelledError()])
+def test_what_fails_while_an_instant_environment_is_closed_is_told_in_the_log(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would take the place of the failure for which the environment is thrown away, and end the run."""
+
+    class Stuck(OddEnv):
+        def close(self) -> None:
+            raise error
+
+    async def play() -> None:
+        runner = EnvRunner(Stuck, timeout=5, instant=True)
+        try:
+            await runner.reset(7)
+            await runner.step("crash")
+        finally:
+            runner.close()
+
+    with pytest.raises(EnvCrashError, match="by nought"):
+        asyncio.run(play())
+    assert f"environment close raised {type(error).__name__}" in caplog.text
