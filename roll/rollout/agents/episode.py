@@ -99,9 +99,7 @@ class AgentPlayer:
                 told = f"its first prompt does not fit in sequence_length {limits.sequence_length}"
                 raise AgentError(told if long else "the agent program asked nothing of the policy")
             words = session.turns[-1].text if answer is None else answer
-            if self._config.reward == "task" and not steps.taken:
-                await steps.take(words)
-            await steps.settle()
+            await steps.settle(words if self._config.reward == "task" else None)
             given = await self._given(session, prompt, words, place)
         info = dict(steps.taken[-1].info) if steps.taken else {}
         if given is not None:

@@ -53,20 +53,34 @@ class Steps:
         async with self._lock:
             if self.end is not None:  # of the environment, or of the program
                 raise ApiError(409, "the environment has come to its end", code="environment_ended")
-            turn = len(self._session.turns)
-            observation, reward, terminated, truncated, info = await self._env.step(action)
-            penalty = float(info.get("penalty", 0.0))
-            task_reward = float(info.get("task_reward", float(reward) - penalty))
-            self.taken.append(Step(turn, observation, task_reward, penalty, info))
-            truncated = truncated or len(self.taken) >= self._most
-            if terminated or truncated:
-                self.end = EpisodeEnd.TERMINATED if terminated else EpisodeEnd.TRUNCATED
-            return observation, reward, terminated, truncated, info
+            return await self._take(action)
 
-    async def settle(self) -> None:
-        """Waits for the step under way, and lets no other begin."""
+    async def settle(self, words: str | None) -> None:
+        """Waits for the step under way, and lets no other begin.
+
+        Args:
+            words: taken as a step where there was none.
+
+        Raises:
+            EnvError: the environment failed, in a step for which the program did not wait too.
+        """
         async with self._lock:
+            if self._session.failure.done():
+                self._session.failure.result()
+            if words is not None and not self.taken:
+                await self._take(words)
             self.end = self.end or EpisodeEnd.TERMINATED
+
+    async def _take(self, action: str) -> StepResult:
+        turn = len(self._session.turns)
+        observation, reward, terminated, truncated, info = await self._env.step(action)
+        penalty = float(info.get("penalty", 0.0))
+        task_reward = float(info.get("task_reward", float(reward) - penalty))
+        self.taken.append(Step(turn, observation, task_reward, penalty, info))
+        truncated = truncated or len(self.taken) >= self._most
+        if terminated or truncated:
+            self.end = EpisodeEnd.TERMINATED if terminated else EpisodeEnd.TRUNCATED
+        return observation, reward, terminated, truncated, info
 
 
 class StepRequest(BaseModel):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -23,6 +25,9 @@ from tests.support.said_engine import EPISODE, LIMITS, PARAMS, RENDERER, Engine
 HERE = "tests.unit.rollout.agents.test_steps"
 
 
+FALLING = threading.Event()
+
+
 class Stairs(TextEnv):
     """Two steps up pay a half each; other words cost a tenth."""
 
@@ -33,6 +38,10 @@ class Stairs(TextEnv):
     def step(self, action: str) -> StepResult:
         if action == "fall":
             raise ValueError("the stairs broke")
+        if action == "fall later":
+            FALLING.set()
+            time.sleep(0.3)
+            raise ValueError("the stairs broke later")
         up = action == "up"
         self.height += up
         return step_result(
@@ -167,6 +176,25 @@ def test_an_environment_that_fails_ends_the_episode_without_a_reward() -> None:
 
     with pytest.raises(EnvCrashError, match="environment step raised ValueError: the stairs broke"):
         play(fall)
+
+
+@pytest.mark.parametrize(("first", "reward"), [(None, "task"), ("up", "task"), ("up", "call")])
+def test_a_step_for_whose_failure_the_program_does_not_wait_is_a_failure_too(first: str | None, reward: str) -> None:
+    under_way: list[asyncio.Future[Any]] = []
+    FALLING.clear()
+
+    async def leave(task: AgentTask, client: httpx.AsyncClient) -> str:
+        await ask(task, client)
+        if first is not None:
+            await act(client, first)
+        if reward == "call":
+            await client.post("/reward", json={"reward": 1.0})
+        under_way.append(asyncio.gather(act(client, "fall later"), return_exceptions=True))
+        assert await asyncio.to_thread(FALLING.wait, 10)
+        return "up"
+
+    with pytest.raises(EnvCrashError, match="the stairs broke later"):
+        play(leave, reward=reward)
 
 
 def test_a_reward_of_the_programs_own_replaces_that_of_the_environment() -> None:
