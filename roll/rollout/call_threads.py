@@ -246,12 +246,15 @@ class CallThreads:
         self._serve_alone(hung)
 
     def _next(self) -> _Call | None:
-        if not self._line:
-            return None
-        call = self._line.popleft().calls.get_nowait()
-        call.begin()
-        self._quick.add(call)
-        return call
+        while self._line:
+            mailbox = self._line.popleft()
+            call = mailbox.calls.get_nowait()
+            if not call.given_up:
+                call.begin()
+                self._quick.add(call)
+                return call
+            self._go_on(mailbox)
+        return None
 
     def _finish(self, call: _Call) -> bool:
         """The next call of its environment may come; False if this one has been given up."""
@@ -266,10 +269,14 @@ class CallThreads:
         self._num_done += 1
         self._seconds += seconds
         mailbox.note(call.kind, seconds)
+        self._go_on(mailbox)
+        return True
+
+    def _go_on(self, mailbox: Mailbox) -> None:
+        """Lets the next call of an environment stand in the line."""
         mailbox.in_line = False
         if not mailbox.calls.empty():
             self._enqueue(mailbox)
-        return True
 
     def _is_woken(self) -> bool:
         """Waits; False when the thread is to end."""

@@ -92,6 +92,28 @@ def test_a_call_that_hangs_delays_no_other_and_its_thread_serves_nobody_else(gat
     assert where[1] == where[0], "calls of one environment stay in their order"
 
 
+def test_a_call_that_is_given_up_before_it_begins_never_does(gate: threading.Event) -> None:
+    _, (first, second) = mailboxes(2)
+    begun: list[str] = []
+
+    async def play() -> None:
+        busy = asyncio.create_task(first.run("step", lambda: gate.wait(5), 5))
+        await asyncio.sleep(0)
+        waiting = asyncio.create_task(second.run("agent", lambda: begun.append("agent"), 5, ends_with_caller=True))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        second.close(lambda: begun.append("closed"))
+        gate.set()
+        await busy
+        first.close(nothing)
+
+    asyncio.run(play())
+    wait_until(lambda: begun != [])
+    time.sleep(2 * PATIENCE_S)
+    assert begun == ["closed"]
+
+
 def test_a_thread_that_was_given_up_is_ended_even_if_it_is_busy() -> None:
     before = threading.active_count()
 
