@@ -156,6 +156,6 @@ def text_of(result: Any) -> str:
     if isinstance(result, str):
         return result.encode("utf-8", "replace").decode("utf-8")
     try:
-        return json.dumps(result, ensure_ascii=False)
+        return text_of(json.dumps(result, ensure_ascii=False))
     except (TypeError, ValueError):
         return text_of(str(result))

@@ -151,6 +151,7 @@ def test_good_tools_have_no_problem() -> None:
         (b"\xff\xfea", "\ufffd\ufffda"),
         ("\ud800", "?"),
         ({"ä": [1, None]}, '{"ä": [1, null]}'),
+        (["half \ud83d"], '["half ?"]'),
         (math.pi, "3.141592653589793"),
         (object, "<class 'object'>"),
     ],
