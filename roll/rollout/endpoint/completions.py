@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from pydantic import Field
@@ -30,12 +30,11 @@ class CompletionRequest(SamplingRequest):
             prompt = prompt[0]
         if isinstance(prompt, str):
             return await session.complete(prompt, wanted)
-        ids = np.array(prompt, dtype=np.int64)
-        vocabulary = len(session.policy.renderer.tokenizer)
-        if len(ids) and not (ids.min() >= 0 and ids.max() < vocabulary):
+        tokens, vocabulary = cast("list[int]", prompt), len(session.policy.renderer.tokenizer)
+        if not all(0 <= token < vocabulary for token in tokens):
             message = f"prompt: seen a token id outside 0 to {vocabulary - 1}"
             raise ApiError(400, message, code="invalid_value", param="prompt")
-        return await session.complete(ids, wanted)
+        return await session.complete(np.array(tokens, dtype=np.int64), wanted)
 
     def whole(self, answers: Sequence[Answer], renderer: ChatRenderer) -> dict[str, Any]:
         choices = [self._choice(index, answer, renderer) for index, answer in enumerate(answers)]

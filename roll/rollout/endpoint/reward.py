@@ -20,7 +20,5 @@ class RewardRequest(BaseModel):
             ApiError: the reward of this run comes from somewhere else.
         """
         if session.config.reward != "call":
-            raise session.refuse(
-                ApiError(403, "rewards are not the program's: agent.reward is not call", code="reward_not_allowed")
-            )
+            raise ApiError(403, "rewards are not the program's: agent.reward is not call", code="reward_not_allowed")
         session.reward, session.success = self.reward, self.success

@@ -172,12 +172,14 @@ def _application(endpoint: Endpoint) -> Starlette:
 
     async def reward(request: Request) -> Response:
         session = endpoint.session_of(request)
-        RewardRequest.model_validate_json(await _body(request, session)).post(session)
+        with _refusing(session):
+            RewardRequest.model_validate_json(await _body(request, session)).post(session)
         return JSONResponse({"object": "reward"})
 
     async def step(request: Request) -> Response:
         session = endpoint.session_of(request)
-        return JSONResponse(await StepRequest.model_validate_json(await _body(request, session)).take(session))
+        with _refusing(session):
+            return JSONResponse(await StepRequest.model_validate_json(await _body(request, session)).take(session))
 
     paths: list[tuple[str, list[str], Callable[[Request], Awaitable[Response]]]] = [
         ("/v1/models", ["GET"], models),
@@ -198,7 +200,6 @@ def _application(endpoint: Endpoint) -> Starlette:
         routes=routes,
         exception_handlers={
             ApiError: _refuse,
-            ValidationError: _refuse,
             HTTPException: _refuse_http,
             ClientDisconnect: _gone,
             Exception: _fail,
@@ -218,10 +219,10 @@ def _handler(endpoint: Endpoint, kind: type[ApiRequest]) -> Callable[[Request], 
         except ApiError as error:
             return JSONResponse(kind.error_body(error), error.status)
         try:
-            ask = kind.model_validate_json(await _body(request, session))
-            answers = await _unless_gone(request, ask.ask(session))
-        except (ApiError, ValidationError) as error:
-            refusal = session.refuse(error if isinstance(error, ApiError) else from_validation(error))
+            with _refusing(session):
+                ask = kind.model_validate_json(await _body(request, session))
+                answers = await _unless_gone(request, ask.ask(session))
+        except ApiError as refusal:
             return JSONResponse(kind.error_body(refusal), refusal.status)
         renderer = session.policy.renderer
         if ask.stream:
@@ -229,6 +230,19 @@ def _handler(endpoint: Endpoint, kind: type[ApiRequest]) -> Callable[[Request], 
         return JSONResponse(ask.whole(answers, renderer))
 
     return handle
+
+
+@contextlib.contextmanager
+def _refusing(session: Session) -> Iterator[None]:
+    """Counts a request that is refused, in whatever words.
+
+    Raises:
+        ApiError: so it is.
+    """
+    try:
+        yield
+    except (ApiError, ValidationError) as error:
+        raise session.refuse(error if isinstance(error, ApiError) else from_validation(error)) from None
 
 
 async def _body(request: Request, session: Session) -> bytes:
@@ -272,9 +286,8 @@ async def _stream(events: Iterator[str]) -> AsyncIterator[str]:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    refusal = from_validation(error) if isinstance(error, ValidationError) else error
-    assert isinstance(refusal, ApiError)
-    return JSONResponse(as_openai(refusal), refusal.status)
+    assert isinstance(error, ApiError)
+    return JSONResponse(as_openai(error), error.status)
 
 
 async def _refuse_http(request: Request, error: Exception) -> Response:

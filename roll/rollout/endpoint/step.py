@@ -93,11 +93,11 @@ class StepRequest(BaseModel):
             ApiError: there is none, it has come to its end, or it failed.
         """
         if session.act is None:
-            raise session.refuse(ApiError(403, "the task of this key has no environment", code="no_environment"))
+            raise ApiError(403, "the task of this key has no environment", code="no_environment")
         try:
             observation, reward, terminated, truncated, _info = await session.act(self.action)
-        except ApiError as error:
-            raise session.refuse(error) from None
+        except ApiError:
+            raise
         except Exception as error:  # a user's environment may raise anything
             session.fail(error)
             raise ApiError(500, "the environment failed; the episode is over", code="environment_failed") from error

@@ -156,8 +156,9 @@ def test_wrong_steps_are_refused() -> None:
         )
         return await ask(task, client)
 
-    play(wrong)
+    info = play(wrong).info
     assert told == [(400, "invalid_value"), 401]
+    assert (info["agent_refused"], info["agent_turned_away"]) == (1, 1)
     told.clear()
 
     async def outside(task: AgentTask, client: httpx.AsyncClient) -> str:

@@ -251,11 +251,14 @@ def test_wrong_requests_are_answered_as_the_api_does() -> None:
             odd = await http.post("chat/completions", content=b'{"messages": [{"role": "user", "content": "\xff"}]}')
             much = await http.post("chat/completions", content=b" " * (33 << 20))
             wrong = await http.get("chat/completions")
+            vast = await http.post("completions", json={"prompt": [10**30]})
+            own = [await http.post(name, json={"action": 1, "reward": "much"}) for name in ("step", "reward")]
         assert [each.status_code for each in (broken, half, odd, much, wrong)] == [400, 400, 400, 413, 405]
+        assert [each.json()["error"]["param"] for each in (vast, *own)] == ["prompt", "action", "reward"]
         assert broken.json()["error"]["code"] == "invalid_json"
 
     session, _ = play(Engine(["x"]), program)
-    assert not session.turns and session.counts["refused"] == 13
+    assert not session.turns and session.counts["refused"] == 16
 
 
 def test_a_key_opens_its_episode_alone_and_only_until_it_ends(caplog: pytest.LogCaptureFixture) -> None:
