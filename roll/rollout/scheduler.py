@@ -79,6 +79,8 @@ class RolloutScheduler:
         self._calls = GroupCalls(workers)
         self._goes_on = beside
         self._beside: threading.Thread | None = None
+        self._is_halted = threading.Event()
+        """The thread shall end."""
         self._rollouts: _Rollouts | None = None
         """Rollouts that the thread is after."""
         self._failure: BaseException | None = None
@@ -229,6 +231,7 @@ class RolloutScheduler:
     def halt(self) -> None:
         """Starts no more groups and takes no results in, so that nobody else changes ``groups`` and the admission."""
         if self._beside is not None:
+            self._is_halted.set()
             self._calls.interrupt()
             if self._beside.ident is not None:  # a stop may come before its start
                 self._beside.join()
@@ -237,6 +240,7 @@ class RolloutScheduler:
     def go_on(self) -> None:
         """Goes on after ``halt``, unless something failed: then the next ``take`` sees to it."""
         if self._rollouts is not None and self._failure is None:
+            self._is_halted.clear()
             self._beside = threading.Thread(target=self._play_on, args=(self._rollouts,), name="rollouts", daemon=True)
             self._beside.start()
 
@@ -258,10 +262,9 @@ class RolloutScheduler:
 
     def _play_on(self, rollouts: _Rollouts) -> None:
         try:
-            going = True
-            while going:
+            while not self._is_halted.is_set():
                 self._fill(rollouts, wants_batch=False)
-                going = self._wait(rollouts)
+                self._wait(rollouts)
         except BaseException as error:  # raised by the next ``take``
             self._failure = error
 
@@ -297,19 +300,16 @@ class RolloutScheduler:
         spec = self.plan.spec(group_id)
         return spec if self.replay is None else replace(spec, recorded=self.replay.draws[group_id])
 
-    def _wait(self, rollouts: _Rollouts) -> bool:
-        """Takes in what has finished; waits up to a second for the first. False when it was told to halt.
+    def _wait(self, rollouts: _Rollouts) -> None:
+        """Takes in what has finished; waits up to a second for the first.
 
         Raises:
             RpcTimeoutError: see ``take``.
             _GroupsLostError: a worker died; nothing is running any more.
         """
-        going = True
         try:
             for group in self._calls.wait(_TICK_S):
-                if group is None:
-                    going = False
-                else:
+                if group is not None:
                     self._finish(group, rollouts)
         except (WorkerDiedError, EngineUnavailableError) as error:
             logger.warning("group %s was lost (%s); it is played again", self._calls.failed, error)
@@ -321,7 +321,6 @@ class RolloutScheduler:
                 name = self.workers.name
                 raise RpcTimeoutError(name, (call.worker,), call.name, Cluster.current_step, seconds)
             break
-        return going
 
     def _finish(self, group: RolloutGroup, rollouts: _Rollouts) -> None:
         accepted = rollouts.accept(group)

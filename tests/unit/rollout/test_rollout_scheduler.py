@@ -347,6 +347,24 @@ def test_what_is_lost_beside_training_is_played_again_with_the_next_batch(
         collecting.close()
 
 
+def test_rollouts_go_on_beside_training_after_a_loss_that_a_batch_had_not_to_wait_for(
+    scheduler: Callable[..., RolloutScheduler], folder: Path
+) -> None:
+    admission, collecting = Admission(3, ahead=6), scheduler(beside=True)
+    try:
+        collecting.take(admission, 1)
+        wait_for(lambda: len(collecting.groups) == 6)
+        (folder / "engine-9").touch()
+        admission.commit()
+        assert ids(collecting.take(admission, 2).groups) == [3, 4, 5]
+        wait_for(lambda: collecting._failure is not None)
+        admission.commit()
+        assert ids(collecting.take(admission, 3).groups) == [6, 7, 8]
+        wait_for(lambda: sorted(collecting.groups) == [9, 10, 11, 12, 13, 14])
+    finally:
+        collecting.close()
+
+
 def test_groups_of_another_configuration_are_played_again_after_a_resume(
     scheduler: Callable[..., RolloutScheduler], folder: Path
 ) -> None:
