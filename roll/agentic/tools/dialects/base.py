@@ -181,6 +181,11 @@ def check_json(value: object, levels: int = _LEVELS) -> None:
             raise ValueError(f"expected Unicode text, saw half a character in {value!r:.60}") from None
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"expected numbers, saw {value!r}")
+    elif isinstance(value, int):
+        try:
+            str(value)
+        except ValueError:  # Python writes no longer ones, which dialects with hexadecimal numbers read
+            raise ValueError(f"expected numbers, saw one of {value.bit_length()} bits") from None
     elif isinstance(value, dict | list) and not levels:
         raise ValueError(f"expected at most {_LEVELS} lists and objects in each other, saw more")
     elif isinstance(value, dict):
@@ -192,7 +197,7 @@ def check_json(value: object, levels: int = _LEVELS) -> None:
     elif isinstance(value, list):
         for item in value:
             check_json(item, levels - 1)
-    elif value is not None and not isinstance(value, bool | int | float):
+    elif value is not None and not isinstance(value, float):
         raise ValueError(f"expected values of JSON, saw {_show(value)}")
 
 

@@ -152,6 +152,7 @@ PIECES = [
 @example(["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>" + " \n" * 20_000])
 @example(["[f(a=" + "-" * 5000 + "1)]"])
 @example(["[f(a=", "(" * 300, ")" * 300, ")]"])
+@example(["[f(a=[0b" + "1" * 20_000 + "])]"])
 @example(['<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>"])
 def test_any_text_reads_as_some_turn(name: str, pieces: list[str]) -> None:
     text = "".join(pieces)
@@ -165,6 +166,7 @@ def check_turn(turn: AssistantTurn, text: str) -> None:
     for call in turn.calls:
         assert call.name.strip() and isinstance(call.arguments, dict)
         check_json(call.arguments)
+        json.dumps(call.arguments)
     for error in turn.errors:
         assert error.reason.startswith("expected")
     assert turn.content == turn.content.strip()
@@ -274,6 +276,7 @@ MALFORMED = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "saw NaN"),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>', "saw inf"),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', "half a character"),
+    ("llama_pythonic", "[f(a=0x" + "f" * 4000 + ")]", "expected numbers, saw one of 16000 bits"),
     (
         "hermes",
         '<tool_call>{"name": "f", "arguments": {}} and so</tool_call>',
