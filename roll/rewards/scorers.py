@@ -27,11 +27,17 @@ def same_words(given: str, answer: str) -> float:
     """1.0 if both are the same words, else 0.0: exact match of SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250).
 
     Case, punctuation, articles and spaces do not count. The answer stands in ``<answer>`` or ``\\boxed{}``, the last of
-    them, or is the whole text after ``</think>``.
+    them, or is the whole text after ``</think>``. A reference that is nothing else, such as "A", must be there itself.
+
+    Raises:
+        ValueError: the reference is blank.
     """
+    if not answer.strip():
+        raise ValueError(f"answer: seen {answer!r}, expected some words")
     said = after_thoughts(given)
     found = last_group(ANSWER_TAG, said) or last_boxed(said) or said
-    return float(_words(found) == _words(answer))
+    words = _words(answer)
+    return float(_words(found) == words if words else found.strip().lower() == answer.strip().lower())
 
 
 def _words(text: str) -> list[str]:

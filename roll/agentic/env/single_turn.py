@@ -25,11 +25,17 @@ Generator = Callable[[int], tuple[str, str]]
 
 
 def _exact(given: str, answer: str) -> float:
-    return float(given.strip() == answer.strip())
+    return float(given.strip() == _reference(answer))
 
 
 def _contains(given: str, answer: str) -> float:
-    return float(answer.strip() in given)
+    return float(_reference(answer) in given)
+
+
+def _reference(answer: str) -> str:
+    if not answer.strip():
+        raise ValueError(f"answer: seen {answer!r}, expected one that is not blank")
+    return answer.strip()
 
 
 SCORERS: Registry[Scorer] = Registry("scorer")
@@ -116,6 +122,7 @@ class SingleTurnEnv(Game):
         """Scores the answer; a text in which ``answer_pattern`` finds none scores 0 and costs ``format_penalty``.
 
         Raises:
+            ValueError: the scorer makes nothing of the item's answer, such as a blank one.
             TypeError: the scorer returned something that is no number.
         """
         given = text if self._parser is None else self._parser.answer(text)

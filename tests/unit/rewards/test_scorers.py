@@ -17,10 +17,19 @@ from roll.rewards.scorers import mathematical, same_words
         ("Paris or Rome", "Rome", False),
         ("theatre", "atre", False),  # an article is a word of its own
         ("", "Rome", False),
+        ("", "A", False),
+        ("the", "A", False),
+        (r"\boxed{a}", "A", True),
+        ("...", "?", False),
     ],
 )
 def test_words(given: str, answer: str, same: bool) -> None:
     assert same_words(given, answer) == float(same)
+
+
+def test_a_blank_reference_is_an_error() -> None:
+    with pytest.raises(ValueError, match="answer: seen ' ', expected some words"):
+        same_words("", " ")
 
 
 def test_expressions() -> None:

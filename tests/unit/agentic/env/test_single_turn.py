@@ -91,5 +91,13 @@ def test_wrong_configurations_are_named(config, message):
         SingleTurnEnv(**config)
 
 
+@pytest.mark.parametrize("scorer", ["exact", "contains", "words", "math"])
+def test_nothing_is_right_where_the_answer_is_blank(scorer):
+    env = SingleTurnEnv(items=[{"prompt": "x", "answer": " "}], scorer=scorer)
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match="seen ' ', expected"):
+        env.step("")
+
+
 def test_gymnasium_accepts_it():
     check_env(SingleTurnEnv(items=ITEMS), skip_render_check=True)
