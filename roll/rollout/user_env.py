@@ -93,10 +93,11 @@ class UserEnv:
 
     async def _respond(self) -> tuple[str, float, bool]:
         try:
-            answer: Any = await asyncio.wait_for(self._asked(), self._config.timeout)
-        except TimeoutError as error:
-            raise UserError(f"the user took longer than user.timeout={self._config.timeout:g}s") from error
+            async with asyncio.timeout(self._config.timeout) as limit:
+                answer: Any = await self._asked()
         except Exception as error:  # a user's class may raise anything
+            if limit.expired():
+                raise UserError(f"the user took longer than user.timeout={self._config.timeout:g}s") from error
             raise UserError(f"the user raised {describe_error(error)}") from error
         words: Any
         reward: Any

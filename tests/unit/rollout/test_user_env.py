@@ -46,6 +46,8 @@ class Guide:
             raise SystemExit(3)
         if self.fault == "hang":
             await asyncio.sleep(30)
+        if self.fault == "own timeout":
+            raise TimeoutError("no line")
         if self.fault == "odd":
             return "text", float("nan"), False
         guess = int(messages[-1]["content"])
@@ -101,10 +103,39 @@ def test_after_its_last_turn_the_answer_is_scored_without_the_user() -> None:
     assert SCORED[0].response == "9"
 
 
+def test_an_episode_that_is_given_up_as_the_user_answers_is_over() -> None:
+    """``asyncio.wait_for`` of Python 3.11 forgets a cancellation that comes together with its result."""
+
+    class Interrupted(Guide):
+        async def respond(self, messages: Sequence[Mapping[str, str]], prompt: Prompt) -> tuple[str, float, bool]:
+            asyncio.get_running_loop().call_soon(episode[0].cancel)
+            return await super().respond(messages, prompt)
+
+    async def run() -> None:
+        env = UserEnv(PromptEnv(PROMPT, judge), Interrupted(), UserConfig(path=PATH))
+        manager = PromptManager(RENDERER, SamplingParams(max_new_tokens=400), LIMITS)
+        episode.append(asyncio.create_task(manager.run_episode(env, slow(engine), EPISODE)))
+        with pytest.raises(asyncio.CancelledError):
+            await episode[0]
+
+    def slow(engine: Engine) -> Any:
+        async def generate(request: Any) -> Any:
+            await asyncio.sleep(0)
+            return await engine.generate(request)
+
+        return generate
+
+    episode: list[asyncio.Task[Any]] = []
+    engine = Engine("7", "51")
+    asyncio.run(run())
+    assert len(engine.log) == 1
+
+
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
         ("raise", "the user raised ZeroDivisionError: by nought"),
+        ("own timeout", "the user raised TimeoutError: no line"),
         ("exit", "the user raised RuntimeError: SystemExit: 3"),
         ("hang", r"the user took longer than user.timeout=0\.1s"),
         ("odd", r"the user answered \('text', nan, False\), expected \(text, finite number, true or false\)"),
