@@ -117,7 +117,7 @@ class ToolBox:
             except ToolError as error:
                 counts["failed_calls"] += 1
                 return f"error: {text_of(str(error))}"
-            except (CallTimeoutError, TimeoutError):
+            except CallTimeoutError:
                 counts["failed_calls"] += 1
                 counts["call_timeouts"] += 1
                 logger.warning("tool %s took longer than %g s", call.name, entry.timeout)
@@ -134,7 +134,10 @@ class ToolBox:
         self, tool: Tool, entry: ToolConfig | McpServerConfig, arguments: dict[str, Any], state: dict[str, Any]
     ) -> Any:
         if tool.times_itself:
-            return await tool.call(arguments, state)
+            try:
+                return await tool.call(arguments, state)
+            except TimeoutError as error:
+                raise CallTimeoutError from error
         if tool.instant or inspect.iscoroutinefunction(tool.call):
             with contained():
                 result = tool.call(arguments, state)
@@ -145,9 +148,14 @@ class ToolBox:
             finally:
                 mailbox.close(lambda: None)
         if inspect.isawaitable(result):
-            async with time_limit(entry.timeout):
-                with contained():
-                    return await result
+            try:
+                async with time_limit(entry.timeout) as limit:
+                    with contained():
+                        return await result
+            except TimeoutError as error:
+                if limit.expired():
+                    raise CallTimeoutError from error
+                raise  # the tool's own
         return result
 
     def cut(self, text: str) -> str:

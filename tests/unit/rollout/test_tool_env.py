@@ -44,6 +44,8 @@ def tell(what: str = "text") -> Any:
             raise OSError("no disk")
         case "refuse":
             raise ToolError("not today")
+        case "no line":
+            raise TimeoutError("no line")
         case "hang":
             time.sleep(60)
         case "megabytes":
@@ -57,6 +59,8 @@ def tell(what: str = "text") -> Any:
 
 async def sleep(seconds: float) -> str:
     """Waits."""
+    if seconds < 0:
+        raise TimeoutError("no patience")
     await asyncio.sleep(seconds)
     return "awake"
 
@@ -82,7 +86,7 @@ class Flaky(Tool):
     def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> str:
         state["calls"] = state.get("calls", 0) + 1
         if state["calls"] == 1:
-            raise ConnectionError("reset by peer")
+            raise (TimeoutError if arguments.get("slow") else ConnectionError)("reset by peer")
         return f"call {state['calls']}"
 
 
@@ -174,6 +178,8 @@ def test_calls_of_a_turn_run_side_by_side_and_too_many_are_not_run() -> None:
     [
         (call("tell", what="raise"), "error: OSError: no disk", {"failed_calls": 1}),
         (call("tell", what="refuse"), "error: not today", {"failed_calls": 1}),
+        (call("tell", what="no line"), "error: TimeoutError: no line", {"failed_calls": 1}),
+        (call("sleep", seconds=-1), "error: TimeoutError: no patience", {"failed_calls": 1}),
         (call("tell", what="hang"), "error: tell took longer than 0.2 s", {"failed_calls": 1, "call_timeouts": 1}),
         (call("sleep", seconds=60), "error: sleep took longer than 0.2 s", {"failed_calls": 1, "call_timeouts": 1}),
         (call("tell", what=1), "error: what: Input should be a valid string", {"failed_calls": 1}),
@@ -182,6 +188,7 @@ def test_calls_of_a_turn_run_side_by_side_and_too_many_are_not_run() -> None:
         (call("leave", how="cancel"), "error: RuntimeError: CancelledError: ", {"failed_calls": 1}),
         (call("leave_at_once"), "error: RuntimeError: SystemExit: 3", {"failed_calls": 1}),
         (call("flaky"), "call 2", {}),
+        (call("flaky", slow=True), "call 2", {}),
         (call("other"), "error: there is no tool 'other', expected one of: calculator, tell, sleep, leave", None),
         (call("calculater"), "did you mean calculator?", None),
     ],
