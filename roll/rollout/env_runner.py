@@ -7,6 +7,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from roll.agentic.env.base import StepResult, TextEnv
@@ -23,13 +24,22 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class OneAtATime:
+    """Lets one call at a time into several environments. Others wait in the event loop, where no time limit counts."""
+
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    inside: threading.Lock = field(default_factory=threading.Lock)
+    """Held in the thread of a call, which may go on when nobody waits for it any more."""
+
+
 class EnvRunner:
     """Owns one ``TextEnv``; its calls run one at a time, in any of ``threads``.
 
     Args:
         make: builds the environment, as part of the first call.
         timeout: seconds that one call may take.
-        lock: held during each call when the environment class is not thread-safe (``use_thread_lock``).
+        lock: shared with others where the environment class is not thread-safe (``use_thread_lock``).
         instant: every call runs in the caller's event loop instead, unwatched (see ``TextEnv.instant``).
         own_thread: every call runs in the same thread (see ``TextEnv.own_thread``).
         threads: those of other environments too; its own if not given.
@@ -40,7 +50,7 @@ class EnvRunner:
         self,
         make: Callable[[], TextEnv],
         timeout: float,
-        lock: threading.Lock | None = None,
+        lock: OneAtATime | None = None,
         *,
         instant: bool = False,
         own_thread: bool = False,
@@ -78,9 +88,10 @@ class EnvRunner:
         if self._asking is not None:
             self._asking.listen()
         try:
-            if self._mailbox is None:
-                return await self._here(job)
-            return await self._mailbox.run(what, lambda: self._work(job), self._timeout)
+            async with self._lock.turn if self._lock is not None else contextlib.nullcontext():
+                if self._mailbox is None:
+                    return await self._here(job)
+                return await self._mailbox.run(what, lambda: self._work(job), self._timeout)
         except EnvError:
             raise
         except CallTimeoutError as error:
@@ -107,7 +118,7 @@ class EnvRunner:
             self._env.close()
 
     def _work(self, job: Callable[[TextEnv], T]) -> T:
-        with self._lock or contextlib.nullcontext():
+        with self._lock.inside if self._lock is not None else contextlib.nullcontext():
             if self._env is None:
                 self._env = self._make()
                 if self._asking is not None:

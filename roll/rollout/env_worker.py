@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from roll.data.templates import ChatTemplate
 from roll.data.token_check import TokenCheck
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_manager import ENV_MANAGERS, EnvManager, EpisodeSpec, Limits
-from roll.rollout.env_runner import EnvRunner
+from roll.rollout.env_runner import EnvRunner, OneAtATime
 from roll.rollout.errors import EnvError
 from roll.rollout.judge_worker import Asking
 from roll.rollout.plans import GroupSpec
@@ -73,7 +72,7 @@ class EnvironmentWorker(RolloutWorker):
         self._watch = TokenWatch(renderer, context.token_check)
         for manager in self.managers.values():
             manager.watch = self._watch
-        self._locks = {tag: threading.Lock() for tag, config in context.envs.items() if config.use_thread_lock}
+        self._locks = {tag: OneAtATime() for tag, config in context.envs.items() if config.use_thread_lock}
         self._idle: defaultdict[str, list[EnvRunner]] = defaultdict(list)
         self._threads = CallThreads()
         self._tools: ToolBox | None = None
@@ -150,7 +149,7 @@ class EnvironmentWorker(RolloutWorker):
 
 
 def _runner(
-    config: CustomEnvConfig, threads: CallThreads, lock: threading.Lock | None = None, asking: Asking | None = None
+    config: CustomEnvConfig, threads: CallThreads, lock: OneAtATime | None = None, asking: Asking | None = None
 ) -> EnvRunner:
     return EnvRunner(
         lambda: make(config.env_type, **config.env_config),

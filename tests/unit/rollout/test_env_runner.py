@@ -15,7 +15,7 @@ from roll.agentic.env.base import StepResult, TextEnv, step_result
 from roll.agentic.env.gym_adapter import GymnasiumEnv
 from roll.agentic.env.sokoban import SokobanEnv
 from roll.rollout.call_threads import CallThreads
-from roll.rollout.env_runner import EnvRunner
+from roll.rollout.env_runner import EnvRunner, OneAtATime
 from roll.rollout.errors import EnvCrashError, EnvProtocolError, EnvTimeoutError
 
 
@@ -288,7 +288,7 @@ def test_with_a_lock_one_call_runs_at_a_time() -> None:
         time.sleep(0.01)
         inside -= 1
 
-    async def play(lock: threading.Lock | None) -> int:
+    async def play(lock: OneAtATime | None) -> int:
         nonlocal most
         most = 0
         threads = CallThreads()
@@ -298,8 +298,36 @@ def test_with_a_lock_one_call_runs_at_a_time() -> None:
             runner.close()
         return most
 
-    assert asyncio.run(play(threading.Lock())) == 1
+    assert asyncio.run(play(OneAtATime())) == 1
     assert asyncio.run(play(None)) > 1
+
+
+def test_the_wait_for_a_turn_is_no_part_of_the_time_limit() -> None:
+    async def play() -> None:
+        lock, threads = OneAtATime(), CallThreads()
+        runners = [EnvRunner(OddEnv, timeout=1.0, lock=lock, threads=threads) for _ in range(6)]
+        await asyncio.gather(*(runner.call("nap", lambda env: time.sleep(0.25)) for runner in runners))
+        for runner in runners:
+            runner.close()
+
+    asyncio.run(play())
+
+
+def test_a_hung_environment_keeps_others_out_as_long_as_it_is_inside(gate: threading.Event) -> None:
+    async def play() -> None:
+        lock, threads = OneAtATime(), CallThreads()
+        hung = EnvRunner(lambda: OddEnv(gate), timeout=0.1, lock=lock, threads=threads)
+        other = EnvRunner(OddEnv, timeout=0.1, lock=lock, threads=threads)
+        for runner in (hung, other):
+            with pytest.raises(EnvTimeoutError):
+                await runner.step("hang")
+            runner.close()
+        gate.set()
+        third = EnvRunner(OddEnv, timeout=5, lock=lock, threads=threads)
+        assert (await third.step("left"))[0] == "left"
+        third.close()
+
+    asyncio.run(play())
 
 
 @pytest.mark.parametrize("own_thread", [False, True])
