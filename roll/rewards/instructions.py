@@ -115,6 +115,9 @@ class EdgeConstraint(Constraint):
     text: str = Field(min_length=1, description="The words.")
     ignore_case: bool = Field(default=False, description="Whether upper and lower case are the same.")
 
+    def problems(self) -> list[ConfigProblem]:
+        return [] if self.text.strip() else [self.problem("text", "words, not blank")]
+
     def holds(self, sample: Sample) -> bool:
         response, text = sample.response.strip(), self.text.strip()
         if self.ignore_case:
@@ -172,6 +175,8 @@ class SectionsConstraint(Constraint):
     max: int | None = Field(default=None, ge=0, description="At most so many; null is no bound.")
 
     def problems(self) -> Iterator[ConfigProblem]:
+        if not self.splitter.strip():
+            yield self.problem("splitter", "a word, not blank")
         yield from _crossed(self.min, self.max)
 
     def holds(self, sample: Sample) -> bool:

@@ -123,6 +123,8 @@ def test_rows_of_columnar_files_are_understood():
         ([{"kind": "json"}, {"kind": "regex", "pattern": "("}], "constraints.1.pattern: seen .*regular expression"),
         ([{"kind": "keywords_include", "keywords": []}], "constraints.0.keywords: seen .*at least 1 long"),
         ([{"kind": "keywords_include", "keywords": [" "]}], "constraints.0.keywords: seen .*none blank"),
+        ([{"kind": "ends_with", "text": " "}], "constraints.0.text: seen .*not blank"),
+        ([{"kind": "sections", "splitter": " "}], "constraints.0.splitter: seen .*not blank"),
     ],
 )
 def test_rows_that_cannot_be_understood_are_errors_with_the_row(constraints, message):
