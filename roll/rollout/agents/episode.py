@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,6 +25,8 @@ from roll.rollout.env_manager import AsyncEnv, EpisodeSpec, Limits
 from roll.rollout.token_watch import TokenWatch
 from roll.rollout.types import AGENT, VALID_UNKNOWN, EpisodeEnd, Trajectory, Turn
 
+logger = logging.getLogger(__name__)
+
 PROGRAMS: Mapping[str, Callable[[AgentConfig], AgentProgram]] = {
     "process": ProcessProgram,
     "python": FunctionProgram,
@@ -32,6 +35,8 @@ PROGRAMS: Mapping[str, Callable[[AgentConfig], AgentProgram]] = {
 """By ``agent.type``."""
 
 _LOOK_S = 0.05
+_PATIENCE_S = 60.0
+"""With a program that is cancelled; one that is a command takes less."""
 
 
 class AgentPlayer:
@@ -134,6 +139,7 @@ class AgentPlayer:
         """The program, to its end or that of its time, of which the policy's answers take none."""
         start, limit = time.monotonic(), self._config.timeout
         running = asyncio.create_task(self._program.run(task, place))
+        running.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may look at it
         try:
             waiting: set[asyncio.Future[Any]] = {running, session.failure}
             while not any(each.done() for each in waiting):
@@ -146,7 +152,11 @@ class AgentPlayer:
             return running.result()
         finally:
             running.cancel()
-            await asyncio.gather(running, return_exceptions=True)  # what it has started is gone then
+            await asyncio.wait([running], timeout=_PATIENCE_S)  # what it has started is gone then
+            if not running.done():
+                logger.warning(
+                    "an agent program of %s does not end, though it is cancelled; it is left alone", task.tag
+                )
 
     async def _given(self, session: Session, prompt: Prompt, words: str, place: Workplace) -> tuple[float, bool] | None:
         """Reward and success that the program's call or the verification says; ``None``: the environment's count."""

@@ -12,7 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,25 @@ def test_a_program_that_never_ends_is_ended_with_all_that_it_has_started() -> No
     with pytest.raises(AgentError, match=r"took longer than agent.timeout=3 s"):
         play(Engine([GOOD]), command=script(program), timeout=3)
     assert marked(mark) == []
+
+
+LET_GO = threading.Event()
+
+
+async def stubborn(task: AgentTask) -> None:
+    while not LET_GO.is_set():
+        with suppress(BaseException):  # as a bare ``except:`` around a retry does
+            await asyncio.sleep(0.05)
+
+
+def test_a_coroutine_that_ignores_its_end_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("roll.rollout.agents.episode._PATIENCE_S", 0.2)
+    threading.Timer(3.0, LET_GO.set).start()  # the end of the event loop waits for it too
+    with pytest.raises(AgentError, match=r"took longer than agent.timeout=0.3 s"):
+        play(Engine([GOOD]), type="python", path=f"{HERE}:stubborn", timeout=0.3)
+    assert "does not end, though it is cancelled" in caplog.text
 
 
 def test_time_in_which_the_policy_answers_is_not_the_programs() -> None:
