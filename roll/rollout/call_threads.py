@@ -61,6 +61,8 @@ class _Call:
     """The one in which it runs or ran."""
     started: float = 0.0
     timer: asyncio.TimerHandle | None = None
+    is_inside: bool = False
+    """Its thread is at its work, and may be ended."""
     is_done: bool = False
     given_up: bool = False
     """At most one of the two."""
@@ -70,7 +72,24 @@ class _Call:
     def begin(self) -> None:
         self.thread, self.started = threading.get_ident(), time.monotonic()
 
-    def run(self) -> None:
+    def run(self, lock: threading.Lock) -> None:
+        """Does the work. What ends it early, however late it comes, ends nothing else in the thread."""
+        begun = over = False
+        while not over:
+            try:
+                if not begun:
+                    with lock:
+                        begun, self.is_inside = True, not self.given_up
+                    if self.is_inside:
+                        self._work()
+                with lock:
+                    over, self.is_inside = True, False
+                if self.given_up:
+                    _end_soon(threading.get_ident(), None)  # it may still be on its way
+            except SystemExit:
+                continue
+
+    def _work(self) -> None:
         try:
             self.result = self.work()
         except BaseException as error:  # handed to the caller, whatever it is
@@ -240,7 +259,7 @@ class CallThreads:
             if done is not None:
                 self._tell(done)
             if call is not None:
-                call.run()
+                call.run(self._lock)
             elif is_over or not self._is_woken():
                 return
         self._serve_alone(hung)
@@ -300,7 +319,7 @@ class CallThreads:
                 if call.given_up:
                     continue
                 call.begin()
-            call.run()
+            call.run(self._lock)
             with self._lock:
                 call.is_done = not call.given_up
             if call.is_done:
@@ -333,7 +352,8 @@ class CallThreads:
             call.given_up = True
             if call.thread is not None:
                 call.mailbox.own_thread = True
-                _end_soon(call.thread)
+                if call.is_inside:
+                    _end_soon(call.thread)
         if call.future is not None and not call.future.done():
             call.future.set_exception(CallTimeoutError())
 
@@ -357,6 +377,12 @@ class CallThreads:
                 call.answer()
 
 
-def _end_soon(thread: int) -> None:
-    """Raises SystemExit in the thread: a busy loop would slow every other environment down for ever."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
+def _end_soon(thread: int, error: type[BaseException] | None = SystemExit) -> None:
+    """Raises ``error`` in the thread: a busy loop would slow every other environment down for ever.
+
+    Args:
+        error: ``None``: what was to be raised there is not.
+    """
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error)
+    )

@@ -131,6 +131,32 @@ def test_a_thread_that_was_given_up_is_ended_even_if_it_is_busy() -> None:
     wait_until(lambda: threading.active_count() <= before)
 
 
+def test_an_environment_that_is_given_up_as_its_call_ends_is_closed_all_the_same() -> None:
+    """What is raised in a thread comes at any time, also when the call is over by then."""
+    closed: list[int] = []
+    limit = 1.5 * PATIENCE_S
+
+    async def play(threads: CallThreads, number: int) -> bool:
+        box = threads.mailbox(own_thread=number % 2 == 0)
+        try:
+            await box.run("step", lambda: time.sleep(limit + (number % 20 - 10) / 10_000), limit)
+        except CallTimeoutError:
+            return True
+        finally:
+            box.close(lambda: closed.append(number))
+        return False
+
+    async def rounds() -> list[bool]:
+        threads, given_up = CallThreads(), []
+        for first in range(0, 1000, 40):
+            given_up += await asyncio.gather(*(play(threads, first + number) for number in range(40)))
+        return given_up
+
+    given_up = asyncio.run(rounds())
+    assert any(given_up)
+    wait_until(lambda: len(closed) == len(given_up))
+
+
 @pytest.mark.parametrize("own_thread", [False, True])
 def test_calls_of_one_environment_run_in_their_order_one_at_a_time(own_thread: bool, gate: threading.Event) -> None:
     order: list[str] = []
