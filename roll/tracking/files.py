@@ -37,11 +37,11 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records = []
-    for line in path.read_text(encoding="utf-8").split("\n"):
+    for line in path.read_bytes().split(b"\n"):  # bytes: the cut may be within a character
         if not line:
             continue
         try:
-            records.append(json.loads(line))
+            records.append(json.loads(line.decode()))
         except ValueError:
             logger.warning("%s: leaving out a line that was cut off: %.60r", path, line)
     return records

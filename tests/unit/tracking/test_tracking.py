@@ -23,6 +23,7 @@ from roll.rollout.types import EpisodeEnd, Trajectory, Turn
 from roll.tracking import SERVICES, TRACKERS
 from roll.tracking import display as display_module
 from roll.tracking.display import Display, closing_line, difference_interval, sparkline
+from roll.tracking.files import read_json_lines
 from roll.tracking.monitor import PhaseTimer, peak_memory_mb
 from roll.tracking.redact import REDACTED, is_secret_name, redact
 from roll.tracking.run import RunFolder
@@ -234,6 +235,14 @@ def test_metrics_are_strict_json_and_are_cut_back_to_the_resumed_step(run: RunFo
     assert lines[0]["actor/loss"] is None and lines[0]["kl/max"] is None
     run.truncate_metrics(-1)
     assert run.metrics_path.read_text() == ""
+
+
+def test_a_line_that_a_kill_cut_within_a_character_is_left_out(run: RunFolder, caplog) -> None:
+    run.log_metrics(1, {"eval/算术/success": 0.5})
+    whole = run.metrics_path.read_bytes()
+    run.metrics_path.write_bytes(whole + whole[: whole.index("术".encode()) + 1])
+    assert read_json_lines(run.metrics_path) == [{"step": 1, "eval/算术/success": 0.5}]
+    assert "cut off" in caplog.text
 
 
 def test_the_summary_is_replaced_whole(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
