@@ -176,8 +176,13 @@ class Display:
         return handler
 
     def _remember(self, record: logging.LogRecord) -> bool:
+        try:
+            text = record.getMessage()
+        except Exception:  # arguments that do not fit the text: what a filter raises would end whoever wrote it
+            text = f"{record.msg} {record.args}"
+            record.msg, record.args = text, None
         if record.levelno >= logging.WARNING:
-            self.warnings.append(_clean(record.getMessage()).splitlines()[0][:160])
+            self.warnings.append(_clean(text).partition("\n")[0][:160])
         return not getattr(record, "noted", False)
 
     def _stop(self) -> None:

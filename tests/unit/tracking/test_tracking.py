@@ -392,6 +392,19 @@ def test_on_a_terminal_the_panel_shows_the_figures_and_goes_away_at_the_end(monk
     assert "Learned it" in text.rsplit("\x1b[?25h", 1)[1]
 
 
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["plain", "terminal"])
+@pytest.mark.parametrize(
+    ("words", "shown"), [(("",), ""), (("\x1b[0m",), ""), (("%d steps", "no"), "%d steps ('no',)"), (("a\nb",), "a")]
+)
+def test_a_record_that_cannot_be_shown_as_it_is_ends_nothing(
+    words: tuple[str, ...], shown: str, stream: io.StringIO
+) -> None:
+    display, logger = Display(stream=stream), logging.Logger("a library's")
+    logger.addHandler(display.log_handler())
+    logger.warning(*words)
+    assert list(display.warnings) == [shown]
+
+
 def test_an_exception_passes_through_and_the_terminal_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     stream = Terminal()
