@@ -61,7 +61,7 @@ EXPECTED_ERRORS = (
     RaySessionError,
     RunFailedError,
     UnknownNameError,
-    FileNotFoundError,
+    OSError,
     ValueError,
 )
 """Errors that a user can cause or must be told without a traceback; anything else is a bug and shows one."""

@@ -8,6 +8,7 @@ import traceback as tracebacks
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,7 @@ from roll.configs.pipeline import RunConfig
 from roll.report.render import render_index
 from roll.tracking.checkpointer import Checkpointer
 from roll.tracking.display import Display, closing_line
+from roll.tracking.files import write_atomic
 from roll.tracking.monitor import PhaseTimer, Span, peak_memory_mb
 from roll.tracking.post_save import PostSaveHook
 from roll.tracking.run import RunFolder
@@ -74,21 +76,30 @@ class RunSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         if error is not None:
-            interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
             self.summary["status"] = "interrupted" if interrupted else "failed"
             self.summary["error"] = f"{type(error).__name__}: {error}"
         else:
             self.summary["status"] = "completed"
-        self.write_summary()
-        self._aside.shutdown()
-        if error is not None:
-            self._leave_word(error, interrupted)
-        render_index(self.folder.path, self.renders)
-        if self._tracker is not None:
-            self._tracker.finish()
-        self.display.finish(closing_line(self.summary, self.folder.path))
-        self.folder.close()
+        failed: Exception | None = None
+        for tell in (
+            self.write_summary,
+            self._aside.shutdown,
+            partial(self._leave_word, error, interrupted),
+            partial(render_index, self.folder.path, self.renders),
+            lambda: self._tracker and self._tracker.finish(),
+            lambda: self.display.finish(closing_line(self.summary, self.folder.path)),
+            self.folder.close,
+        ):
+            try:
+                tell()
+            except Exception as problem:  # such as a full disk: the others are told, and why the run ended stays
+                known = isinstance(problem, OSError)
+                logger.error("ending the run: %s: %s", type(problem).__name__, problem, exc_info=not known)
+                failed = failed or problem
+        if failed is not None and error is None:
+            raise failed
 
     @property
     def is_finished(self) -> bool:
@@ -98,11 +109,13 @@ class RunSession:
         state = Checkpointer.load_state(self.resume_path)
         return bool(state["step"] >= self.config.max_steps and not state["unreported"])
 
-    def _leave_word(self, error: BaseException, interrupted: bool) -> None:
+    def _leave_word(self, error: BaseException | None, interrupted: bool) -> None:
         """Says how to go on after an early end; what failed is kept with its remote traceback for whoever looks."""
+        if error is None:
+            return
         if not interrupted:
             path = self.folder.logs / "traceback.txt"
-            path.write_text("".join(tracebacks.format_exception(error)), encoding="utf-8")
+            write_atomic(path, "".join(tracebacks.format_exception(error)))
             self.display.note(f"where it failed: {path}")
         if checkpoint := self.summary.get("checkpoint"):
             self.display.note(f"to go on from {checkpoint}: resume_from_checkpoint=true")

@@ -22,6 +22,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -109,7 +110,8 @@ class RunFolder:
     def _remove_handlers(self) -> None:
         for handler in self._handlers:
             logging.getLogger().removeHandler(handler)
-            handler.close()
+            with suppress(OSError):  # a full disk has no room for the last lines
+                handler.close()
         self._handlers = []
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from roll.configs.pipeline import RunConfig
+from roll.pipeline.launch import EXPECTED_ERRORS
 from roll.pipeline.session import RunSession
+from roll.tracking.manifest import CheckpointError
+from roll.tracking.trackers import TrackerContext
 
 
 def test_what_is_done_aside_delays_nobody_and_is_there_when_the_session_ends(tmp_path: Path) -> None:
@@ -41,3 +48,55 @@ def test_an_error_of_the_run_waits_for_what_is_done_aside(tmp_path: Path) -> Non
         session.aside(lambda: (time.sleep(0.1), done.append(1)))
         raise KeyError("on purpose")
     assert done == [1]
+
+
+class Listening:
+    """A tracker."""
+
+    finished = 0
+
+    def __init__(self, context: TrackerContext) -> None:
+        pass
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        Listening.finished += 1
+
+
+def test_a_run_that_a_full_disk_ends_says_why_and_lets_go_of_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_room(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    handlers, before = list(logging.getLogger().handlers), Listening.finished
+    config = RunConfig(output_dir=str(tmp_path), exp_name="full", track_with=f"{__name__}:Listening")
+    with pytest.raises(CheckpointError, match="is full"), RunSession(config, time.time()):
+        monkeypatch.setattr(os, "fsync", no_room)
+        raise CheckpointError("checkpoint-3: the disk is full")
+    assert Listening.finished == before + 1 and logging.getLogger().handlers == handlers
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Failed. No evaluation")
+    monkeypatch.undo()
+    with RunSession(config, time.time()):
+        pass  # nobody holds the folder
+
+
+def test_a_run_that_ends_well_but_cannot_say_so_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with (
+        pytest.raises(EXPECTED_ERRORS, match="No space left"),
+        RunSession(RunConfig(output_dir=str(tmp_path), exp_name="full"), time.time()),
+    ):
+        monkeypatch.setattr(os, "fsync", no_room)
+
+
+def test_what_failed_is_kept_whatever_its_words_are(tmp_path: Path) -> None:
+    config = RunConfig(output_dir=str(tmp_path), exp_name="words")
+    with pytest.raises(ValueError, match="no rows"), RunSession(config, time.time()) as session:
+        raise ValueError("no rows in caf\udce9.jsonl")
+    assert "no rows in caf\\udce9.jsonl" in (session.folder.logs / "traceback.txt").read_text()
+    assert "no rows" in (session.renders / "index.html").read_text()
