@@ -30,7 +30,7 @@ class ReferenceScores:
 
     def __init__(self, roles: Roles, model_path: str, dtype: str | None, folder: Path | None) -> None:
         self._model = roles.reference or roles.actor
-        self._model_path = Path(model_path)
+        self._model_path = model_path
         self._dtype = dtype or "the model's"
         self._folder = folder
 
@@ -48,9 +48,9 @@ class ReferenceScores:
         """
         if self._folder is None:
             return self.score(batch)
-        file = (
-            self._folder / f"reference-{digest_of(batch, [*weight_files(self._model_path), self._dtype])}.safetensors"
-        )
+        # A model of the hub has no files here: there its name tells it from others.
+        weights = weight_files(Path(self._model_path).expanduser()) or [self._model_path]
+        file = self._folder / f"reference-{digest_of(batch, [*weights, self._dtype])}.safetensors"
 
         def compute() -> dict[str, Tensor]:
             scores_T = self.score(batch).ref_logprobs_T
