@@ -101,6 +101,7 @@ class RLPipeline(TrainingLoop):
             RunFailedError: dynamic sampling found too few groups worth training on, or see ``check_groups``.
         """
         config = self.config
+        filters = any(not each.keeps_all for each in config.group_filters.values())
         self.session.summary.setdefault("first_rollout_s", self.session.elapsed())
         if (source := config.rollout_replay_dir) is not None:
             collected = self.rollouts.take_found(self.admission, step, read_rollouts(source, step))
@@ -114,7 +115,7 @@ class RLPipeline(TrainingLoop):
                     "train on",
                     self.check_groups,
                     accept=self.wants,
-                    max_groups=config.groups_per_step * config.max_filtered_batches,
+                    max_groups=config.groups_per_step * config.max_filtered_batches if filters else None,
                 )
             except TooManyRejectedError as error:
                 self.check_groups(error.groups)  # where no answer could be scored, the data is not to blame

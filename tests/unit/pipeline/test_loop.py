@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from roll.configs.agentic import AgenticConfig
 from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.loader import load_config
 from roll.configs.pipeline import PipelineConfig
 from roll.data.batch import Batch
 from roll.distributed.cluster.cluster import Cluster
@@ -18,7 +20,13 @@ from roll.distributed.strategy.base import Metrics
 from roll.pipeline.loop import TrainingLoop
 from roll.pipeline.rl import RLPipeline
 from roll.pipeline.session import RunSession
+from roll.rollout.admission import Admission
+from roll.rollout.types import Collected
 from roll.utils.signals import SignalGuard
+
+
+class Stop(Exception):
+    """Ends a step."""
 
 
 class Counting(TrainingLoop):
@@ -88,3 +96,33 @@ def test_rows_that_are_scored_before_the_update(keys: dict[str, Any], scored: li
     batch = Batch(torch.ones(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64), torch.ones(4).bool())
     steps = [torch.tensor([1, 3]), torch.tensor([2, 0])]
     assert RLPipeline.rows_with_old_logprobs(pipeline, batch, steps).tolist() == scored
+
+
+@pytest.mark.parametrize(
+    ("keys", "most"),
+    [
+        ([], None),
+        (["+train_env_manager.query_filter_config.type=std_filter", "+max_filtered_batches=3"], 6),
+        (["is_use_additional_prompts=true", "+max_filtered_batches=1"], None),
+    ],
+)
+def test_groups_are_counted_against_a_bound_only_where_some_may_be_turned_down(
+    keys: list[str], most: int | None
+) -> None:
+    """The bound holds for groups under way too: additional ones would not be started."""
+    asked: dict[str, Any] = {}
+
+    def take(admission: Admission, step: int, on_group: object, **options: Any) -> Collected:
+        asked.update(options)
+        raise Stop
+
+    config = load_config(AgenticConfig, "small", Path(__file__).parents[2] / "integration" / "config", keys)
+    display = SimpleNamespace(progress=None)
+    session: Any = SimpleNamespace(summary={}, elapsed=lambda: 0.0, display=display)
+    pipeline: Any = SimpleNamespace(
+        config=config, session=session, rollouts=SimpleNamespace(take=take), admission=Admission(2)
+    )
+    pipeline.check_groups = pipeline.wants = lambda groups: None
+    with pytest.raises(Stop):
+        RLPipeline.take(pipeline, 1)
+    assert asked["max_groups"] == most
