@@ -40,6 +40,21 @@ def check_machine(config: PipelineConfig) -> Iterator[ConfigProblem]:
     yield from _plug_in_problems(config)
     yield from _device_problems(config)
     yield from _output_problems(config)
+    yield from _moved_problems(config)
+
+
+def _moved_problems(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """What the run reads lies in no folder of an earlier run of its name: a run that starts anew moves that aside."""
+    folder = Path(config.output_dir).expanduser().resolve() / config.exp_name
+    if config.resume_from_checkpoint or not (folder / "summary.json").exists():
+        return
+    read: dict[str, str | None] = {**config.models, "tokenizer_path": config.tokenizer_path}
+    if isinstance(config, RLConfig):
+        read |= {"replay_schedule": config.replay_schedule, "rollout_replay_dir": config.rollout_replay_dir}
+    for key, path in read.items():
+        if path is not None and folder in Path(path).expanduser().resolve().parents:
+            expected = f"a path outside of {folder}, which this run moves aside as it starts anew, or another exp_name"
+            yield ConfigProblem(key, path, expected, involves=("exp_name", "resume_from_checkpoint"))
 
 
 def _output_problems(config: PipelineConfig) -> Iterator[ConfigProblem]:

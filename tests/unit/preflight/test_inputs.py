@@ -195,6 +195,24 @@ def test_rollouts_that_cannot_be_kept_or_are_not_there_are_told_before_the_run(l
     assert not told(f"rollout_replay_dir={tmp_path}", f"rollout_dump_dir={tmp_path}/new")
 
 
+def test_what_a_run_reads_of_an_earlier_one_that_it_would_move_aside_is_told_before_the_run(
+    load: Load, tmp_path: Path
+) -> None:
+    model, schedule = tmp_path / "mine" / "checkpoints" / "checkpoint-2" / "actor_train", tmp_path / "mine" / "s.jsonl"
+    words = (f"output_dir={tmp_path}", f"pretrain={model}", f"replay_schedule={schedule}", "async_generation_ratio=1")
+    words = (*words, "train_infer_correction.is_weight.enabled=true", "exp_name=mine")
+
+    def told(*more: str) -> set[str]:
+        return {each.path for each in check_machine(load(*words, *more)) if "moves aside" in each.expected}
+
+    assert not told(), "there is no earlier run"
+    model.mkdir(parents=True)
+    schedule.write_text("")
+    (tmp_path / "mine" / "summary.json").write_text("{}")
+    assert told() == {"pretrain", "replay_schedule"}
+    assert not told("exp_name=again") and not told("resume_from_checkpoint=true")
+
+
 def test_an_output_folder_where_even_root_cannot_write_is_told_before_the_run(load: Load) -> None:
     (problem,) = (each for each in check_machine(load("output_dir=/proc/x")) if each.path == "output_dir")
     assert problem.hint.startswith("/proc is not writable")
