@@ -182,7 +182,6 @@ class TrainingLoop(ABC):
         logger.info("resumed from %s after step %d", path, self.done_steps)
         if self.config.eval_only:
             metrics = self.measure("after", self.done_steps)
-            self.session.folder.truncate_metrics(self.done_steps - 1)
             self.session.log_step(self.done_steps, metrics | self.session.timer.step_metrics())
         elif self.unreported:
             self.session.folder.truncate_metrics(self.done_steps - 1)  # an earlier resume may have reported it already

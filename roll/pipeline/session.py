@@ -59,14 +59,17 @@ class RunSession:
 
     def __enter__(self) -> RunSession:
         plain = self.config.model_dump(mode="json")
-        resumed_step = self.checkpointer.step_of(self.resume_path) if self.resume_path else None
+        resumed_step: int | None = None
+        if self.resume_path is not None and not self.config.eval_only:
+            resumed_step = self.checkpointer.step_of(self.resume_path)
         aside = self.folder.claim(fresh=self.resume_path is None)
         self.folder.setup_logging(self.display.log_handler())
         if aside is not None:
             logger.info("an earlier run of this name is now in %s", aside)
         self.folder.write_config(plain)
-        self.folder.truncate_metrics(-1 if resumed_step is None else resumed_step)
-        self.folder.truncate_schedule(-1 if resumed_step is None else resumed_step)
+        if self.resume_path is None or resumed_step is not None:  # who evaluates a checkpoint takes no step again
+            self.folder.truncate_metrics(-1 if resumed_step is None else resumed_step)
+            self.folder.truncate_schedule(-1 if resumed_step is None else resumed_step)
         context = TrackerContext(self.folder, plain, resumed_step)
         self._tracker = MultiTracker(self.config.trackers, self.config.tracker_kwargs, context)
         self.folder.write_summary(self.summary)
@@ -145,7 +148,7 @@ class RunSession:
         """Reports one finished step everywhere; step 0 holds what was measured before training."""
         self.summary["steps"] = step
         metrics = {**metrics, **self.checkpointer.hook.metrics()}
-        self.folder.log_metrics(step, metrics)
+        (self.folder.log_evaluation if self.config.eval_only else self.folder.log_metrics)(step, metrics)
         if self._tracker is not None and (step % self.config.logging_steps == 0 or step == self.config.max_steps):
             self._tracker.log(metrics, step)
         if step and not self.config.eval_only:

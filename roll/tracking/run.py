@@ -18,10 +18,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
-import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -119,6 +118,13 @@ class RunFolder:
         with self.metrics_path.open("a", encoding="utf-8") as file:
             file.write(to_json({"step": step, **metrics}) + "\n")
 
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Puts an evaluation into the line of the step that is evaluated, in place of the one there; others stay."""
+        records = {record["step"]: record for record in read_json_lines(self.metrics_path)}
+        trained = {name: value for name, value in records.get(step, {}).items() if not name.startswith("eval")}
+        records[step] = {**trained, "step": step, **metrics}
+        _write(self.metrics_path, [records[number] for number in sorted(records)])
+
     def log_schedule(self, record: Mapping[str, Any]) -> None:
         """Appends one line to ``schedule.jsonl``."""
         with self.schedule_path.open("a", encoding="utf-8") as file:
@@ -139,8 +145,11 @@ class RunFolder:
 
 
 def _truncate(path: Path, step: int) -> None:
-    kept = [record for record in read_json_lines(path) if record["step"] <= step]
-    write_atomic(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
+    _write(path, [record for record in read_json_lines(path) if record["step"] <= step])
+
+
+def _write(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    write_atomic(path, "".join(to_json(record) + "\n" for record in records))
 
 
 def _locked(folder: Path) -> IO[bytes]:

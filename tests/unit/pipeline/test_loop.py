@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +37,7 @@ class Counting(TrainingLoop):
 
     def step(self, step: int) -> None:
         with self.update(step):
-            self.unreported = {"step": float(step)}
+            self.unreported = {"loss": float(step)}
 
     def evaluate(self, name: str, step: int) -> Metrics:
         self.evaluated.append((name, step))
@@ -45,6 +46,20 @@ class Counting(TrainingLoop):
 
 def write(path: Path) -> None:
     (path / "weights").write_text("none")
+
+
+def run(folder: Path, **keys: Any) -> Counting:
+    """A run of five steps."""
+    values = {"max_steps": 5, "eval_steps": 2, "save_steps": 3, "track_with": [], **keys}
+    config = PipelineConfig(output_dir=str(folder), exp_name="loop", **values)
+    actor = SimpleNamespace(cluster=None)
+    roles: Any = SimpleNamespace(clusters={}, actor=actor, generator=None, evaluator=None, save=write)
+    roles.sync_weights = roles.load = lambda _: None
+    with SignalGuard() as signals, RunSession(config, time.time()) as session:
+        loop = Counting(config, session, roles, signals)
+        loop.evaluated = []
+        loop.run()
+    return loop
 
 
 @pytest.mark.parametrize(
@@ -64,20 +79,32 @@ def test_evaluations_and_checkpoints_are_those_that_were_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Cluster, "current_step", None)  # as it was, when the run is over
-    values = {"max_steps": 5, "eval_steps": 2, "save_steps": 3, "track_with": [], **keys}
-    config = PipelineConfig(output_dir=str(tmp_path), exp_name="loop", **values)
-    actor = SimpleNamespace(cluster=None)
-    roles: Any = SimpleNamespace(
-        clusters={}, actor=actor, generator=None, evaluator=None, sync_weights=lambda version: None, save=write
-    )
-    with SignalGuard() as signals, RunSession(config, time.time()) as session:
-        loop = Counting(config, session, roles, signals)
-        loop.evaluated = []
-        loop.run()
+    loop = run(tmp_path, **keys)
     assert loop.evaluated == evaluated
     folders = tmp_path / "loop" / "checkpoints"
     assert sorted(path.name for path in folders.glob("checkpoint-*")) == [f"checkpoint-{step}" for step in saved]
-    assert session.summary["steps"] == 5
+    assert loop.session.summary["steps"] == 5
+
+
+def test_who_evaluates_a_checkpoint_in_its_run_loses_none_of_its_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cluster, "current_step", None)
+    run(tmp_path)
+
+    def lines() -> dict[int, dict[str, float]]:
+        records = [json.loads(line) for line in (tmp_path / "loop" / "metrics.jsonl").read_text().splitlines()]
+        return {
+            record["step"]: {name: record[name] for name in ("loss", "eval/success") if name in record}
+            for record in records
+        }
+
+    trained = lines()
+    assert list(trained) == [0, 1, 2, 3, 4, 5] and "eval/success" not in trained[3]
+    for _ in range(2):
+        loop = run(tmp_path, eval_only=True, resume_from_checkpoint=f"{tmp_path}/loop/checkpoints/checkpoint-3")
+        assert loop.evaluated == [("after", 3)]
+        assert lines() == trained | {3: trained[3] | {"eval/success": 0.5}}
 
 
 @pytest.mark.parametrize(
