@@ -35,6 +35,11 @@ def test_an_episode_of_several_turns_is_shown_from_its_question_on(tmp_path):
     assert re.search(".*".join(map(re.escape, words)), page, re.DOTALL) and page.count("<tr>") == 2
 
 
+def test_a_right_answer_of_megabytes_is_shortened_like_any_other_text(tmp_path):
+    page = save_answers([answer(0, "seven", None, "assert f() == 7\n" * 100_000, False)], tmp_path, 1).read_text()
+    assert "1,580,000 more characters" in page and len(page) < 100_000
+
+
 def test_the_index_links_the_pages_newest_first_and_each_once(tmp_path):
     folder = tmp_path / "renders"
     for step in (0, 10, 10):
