@@ -336,6 +336,8 @@ class RLPipeline(TrainingLoop):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
+        if self.config.eval_only:  # of a model that a run of any pipeline has saved
+            return
         self.score_stats.load_state_dict(state["score_stats"])
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.kl_loss_controller.load_state_dict(state.get("kl_loss_controller", self.kl_loss_controller.state_dict()))

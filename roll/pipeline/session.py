@@ -18,6 +18,7 @@ from roll.report.render import render_index
 from roll.tracking.checkpointer import Checkpointer
 from roll.tracking.display import Display, closing_line
 from roll.tracking.files import write_atomic
+from roll.tracking.manifest import CheckpointError
 from roll.tracking.monitor import PhaseTimer, Span, peak_memory_mb
 from roll.tracking.post_save import PostSaveHook
 from roll.tracking.run import RunFolder
@@ -51,7 +52,7 @@ class RunSession:
         )
         renders = config.render_save_dir
         self.renders = Path(renders).expanduser() if renders else self.folder.renders
-        self.resume_path = self.checkpointer.resolve(config.resume_from_checkpoint)
+        self.resume_path = self._resumable(config)
         self.summary: dict[str, Any] = {"status": "running", "steps": 0, "eval": {}}
         self._started = started
         self._tracker: MultiTracker | None = None
@@ -103,6 +104,22 @@ class RunSession:
                 failed = failed or problem
         if failed is not None and error is None:
             raise failed
+
+    def _resumable(self, config: RunConfig) -> Path | None:
+        """The checkpoint to go on from, or to evaluate.
+
+        Raises:
+            CheckpointError: there is none, or a run of another pipeline has saved it, whose steps are others.
+        """
+        path = self.checkpointer.resolve(config.resume_from_checkpoint)
+        if path is not None and not config.eval_only:
+            kind = Checkpointer.load_state(path).get("of", type(config).__name__)  # earlier versions did not say
+            if kind != type(config).__name__:
+                raise CheckpointError(
+                    f"resume_from_checkpoint: {path} is of a run with a {kind}, expected a {type(config).__name__}; "
+                    f"its model is in {path / 'actor_train'}"
+                )
+        return path
 
     @property
     def is_finished(self) -> bool:

@@ -23,6 +23,7 @@ from roll.pipeline.rl import RLPipeline
 from roll.pipeline.session import RunSession
 from roll.rollout.admission import Admission
 from roll.rollout.types import Collected
+from roll.tracking.manifest import CheckpointError
 from roll.utils.signals import SignalGuard
 
 
@@ -48,10 +49,14 @@ def write(path: Path) -> None:
     (path / "weights").write_text("none")
 
 
-def run(folder: Path, **keys: Any) -> Counting:
+class OtherConfig(PipelineConfig):
+    """Configuration of another pipeline."""
+
+
+def run(folder: Path, kind: type[PipelineConfig] = PipelineConfig, **keys: Any) -> Counting:
     """A run of five steps."""
     values = {"max_steps": 5, "eval_steps": 2, "save_steps": 3, "track_with": [], **keys}
-    config = PipelineConfig(output_dir=str(folder), exp_name="loop", **values)
+    config = kind(output_dir=str(folder), exp_name="loop", **values)
     actor = SimpleNamespace(cluster=None)
     roles: Any = SimpleNamespace(clusters={}, actor=actor, generator=None, evaluator=None, save=write)
     roles.sync_weights = roles.load = lambda _: None
@@ -105,6 +110,29 @@ def test_who_evaluates_a_checkpoint_in_its_run_loses_none_of_its_metrics(
         loop = run(tmp_path, eval_only=True, resume_from_checkpoint=f"{tmp_path}/loop/checkpoints/checkpoint-3")
         assert loop.evaluated == [("after", 3)]
         assert lines() == trained | {3: trained[3] | {"eval/success": 0.5}}
+
+
+def test_a_checkpoint_of_another_pipeline_is_evaluated_and_not_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cluster, "current_step", None)
+    run(tmp_path / "first")
+    last = str(tmp_path / "first" / "loop" / "checkpoints" / "checkpoint-5")
+    with pytest.raises(CheckpointError, match=r"a run with a PipelineConfig, expected a OtherConfig; .*/actor_train"):
+        run(tmp_path / "second", OtherConfig, resume_from_checkpoint=last)
+    judged = run(tmp_path / "second", OtherConfig, resume_from_checkpoint=last, eval_only=True)
+    assert judged.evaluated == [("after", 5)]
+
+
+def test_an_evaluation_reads_none_of_what_only_the_next_step_of_rl_depends_on() -> None:
+    class Playing(RLPipeline):
+        rollout = evaluate = None
+
+    pipeline: Any = Playing.__new__(Playing)
+    pipeline.config = PipelineConfig(eval_only=True)
+    pipeline.session = SimpleNamespace(summary={})
+    pipeline.load_state_dict({"step": 3, "unreported": {}, "bad_steps": 0, "rng": None, "eval": {}})
+    assert pipeline.done_steps == 3
 
 
 @pytest.mark.parametrize(
