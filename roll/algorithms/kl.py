@@ -115,4 +115,6 @@ class KlController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.coef = float(state["coef"])
+        """Takes up a coefficient that is steered; a fixed one is the configuration's."""
+        if self.target is not None:
+            self.coef = float(state["coef"])

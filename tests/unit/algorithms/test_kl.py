@@ -65,6 +65,13 @@ def test_a_fixed_coefficient_stays() -> None:
     assert controller.coef == 0.3
 
 
+def test_a_resumed_run_has_the_fixed_coefficient_that_its_configuration_says() -> None:
+    saved = KlController.from_config(AlgorithmConfig(init_kl_coef=0.3)).state_dict()
+    controller = KlController.from_config(AlgorithmConfig(init_kl_coef=0.1))
+    controller.load_state_dict(saved)
+    assert controller.coef == 0.1
+
+
 def test_an_adaptive_coefficient_moves_towards_the_target_by_bounded_steps() -> None:
     config = AlgorithmConfig(init_kl_coef=0.1, target_kl=2.0, kl_horizon=100, add_token_level_kl=True)
     controller = KlController.from_config(config)
