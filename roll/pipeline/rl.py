@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -239,19 +240,18 @@ class RLPipeline(TrainingLoop):
         return batch if in_loss else batch.replace(ref_hidden_TH=None)
 
     def shape(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Normalises rewards, adds the KL penalty, computes advantages."""
-        scored = _with_old_policy(batch)
+        """Normalises rewards, adds the KL penalty, computes advantages; an error on the way has changed no state."""
+        scored, score_stats = _with_old_policy(batch), copy(self.score_stats)
         bypass = self.config.bypasses_old_logprobs  # both columns are then the sampler's
         metrics = {} if bypass else mismatch_metrics(scored)
         if self.config.overlaps and not bypass:
             metrics |= mismatch_by_lag(scored, self.admission.step - 1, self.config.train_infer_correction)
         batch, mask_metrics = drop_masked_episodes(batch, self.config)
         metrics |= mask_metrics
-        batch, reward_metrics = shape_rewards(batch, self.config, self.score_stats)
+        batch, reward_metrics = shape_rewards(batch, self.config, score_stats)
         metrics |= reward_metrics
         if self.config.add_token_level_kl:
             batch, kl_metrics = apply_kl_penalty(batch, self.config, self.kl_controller.coef)
-            self.kl_controller.update(kl_metrics["reward/kl"], batch.num_sequences)
             metrics |= kl_metrics
         taught = None if self.roles.teacher is None else self.config.opd_form
         if taught is not None:
@@ -267,7 +267,11 @@ class RLPipeline(TrainingLoop):
         batch = compute_advantages(batch, self.config) if self.config.estimates_advantages else no_advantages(batch)
         if taught == "advantage":
             batch = teacher_advantages(batch, self.config)
-        return batch, metrics | advantage_metrics(batch, self.config)
+        metrics |= advantage_metrics(batch, self.config)
+        self.score_stats = score_stats
+        if self.config.add_token_level_kl:
+            self.kl_controller.update(metrics["reward/kl"], batch.num_sequences)
+        return batch, metrics
 
     def train(self, batch: Batch, steps: list[Tensor], step: int) -> Metrics:
         """Takes the optimizer steps of the actor and the critic, side by side where they have devices of their own."""

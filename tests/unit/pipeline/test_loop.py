@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from roll.algorithms.kl import KlController
+from roll.algorithms.statistics import RunningStats
 from roll.configs.agentic import AgenticConfig
 from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.loader import load_config
 from roll.configs.pipeline import PipelineConfig
+from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.strategy.base import Metrics
@@ -124,10 +127,40 @@ def test_a_checkpoint_of_another_pipeline_is_evaluated_and_not_gone_on_from(
     assert judged.evaluated == [("after", 5)]
 
 
-def test_an_evaluation_reads_none_of_what_only_the_next_step_of_rl_depends_on() -> None:
-    class Playing(RLPipeline):
-        rollout = evaluate = None
+class Playing(RLPipeline):
+    """A step of RL without a model."""
 
+    rollout = evaluate = None  # type: ignore[assignment]
+
+
+def test_an_error_in_shaping_leaves_what_a_rescued_checkpoint_has_as_it_was() -> None:
+    keys = {"reward_norm": "running", "reward_shift": True, "adv_estimator": "maxrl", "add_token_level_kl": True}
+    pipeline: Any = Playing.__new__(Playing)
+    pipeline.config = RLConfig.model_validate({**keys, "target_kl": 0.1, "reference": {}})
+    pipeline.roles = SimpleNamespace(teacher=None)
+    pipeline.score_stats, pipeline.kl_controller = RunningStats(), KlController.from_config(pipeline.config)
+    zeros = torch.zeros(2)
+    batch = Batch(
+        torch.ones(2, dtype=torch.int64),
+        torch.zeros(2, dtype=torch.int64),
+        torch.ones(2).bool(),
+        rewards_T=torch.tensor([0.0, 1.0]),
+        group_B=torch.zeros(2, dtype=torch.int64),
+        old_logprobs_T=zeros,
+        ref_logprobs_T=zeros,
+    )
+    before = pipeline.kl_controller.state_dict()
+    with pytest.raises(ValueError, match="maxrl"):  # a score below the mean
+        pipeline.shape(batch)
+    assert pipeline.score_stats.state_dict() == RunningStats().state_dict()
+    assert pipeline.kl_controller.state_dict() == before
+    pipeline.config = pipeline.config.model_copy(update={"adv_estimator": "grpo"})
+    pipeline.shape(batch)
+    assert pipeline.score_stats.state_dict() == {"count": 2.0, "mean": 0.5, "squares": 0.5}
+    assert pipeline.kl_controller.coef < before["coef"], "the KL is below its target"
+
+
+def test_an_evaluation_reads_none_of_what_only_the_next_step_of_rl_depends_on() -> None:
     pipeline: Any = Playing.__new__(Playing)
     pipeline.config = PipelineConfig(eval_only=True)
     pipeline.session = SimpleNamespace(summary={})
