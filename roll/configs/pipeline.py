@@ -142,7 +142,11 @@ class RunConfig(Config):
         description="Write checkpoints beside the steps that follow: a step waits only until every rank has copied its "
         "share to host memory, which must have room for it (and keeps it). At most one is written at a time.",
     )
-    logging_steps: int = Field(default=1, ge=1, description="Steps between two reports to the trackers.")
+    logging_steps: int = Field(
+        default=1,
+        ge=1,
+        description="Steps between two reports to the trackers, which are told of every evaluation too.",
+    )
     eval_steps: int = Field(
         default=10,
         ge=0,

@@ -166,7 +166,8 @@ class RunSession:
         self.summary["steps"] = step
         metrics = {**metrics, **self.checkpointer.hook.metrics()}
         (self.folder.log_evaluation if self.config.eval_only else self.folder.log_metrics)(step, metrics)
-        if self._tracker is not None and (step % self.config.logging_steps == 0 or step == self.config.max_steps):
+        due = step % self.config.logging_steps == 0 or step == self.config.max_steps
+        if self._tracker is not None and (due or any(name.startswith("eval/") for name in metrics)):
             self._tracker.log(metrics, step)
         if step and not self.config.eval_only:
             self.display.step(step, metrics)

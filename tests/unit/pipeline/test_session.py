@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -54,15 +55,24 @@ class Listening:
     """A tracker."""
 
     finished = 0
+    told: ClassVar[list[int]] = []
 
     def __init__(self, context: TrackerContext) -> None:
-        pass
+        self.told.clear()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        pass
+        self.told.append(step)
 
     def finish(self) -> None:
         Listening.finished += 1
+
+
+def test_trackers_are_told_of_every_evaluation_and_of_other_steps_now_and_then(tmp_path: Path) -> None:
+    listening = {"track_with": f"{__name__}:Listening", "logging_steps": 4, "max_steps": 9}
+    with RunSession(RunConfig(output_dir=str(tmp_path), exp_name="told", **listening), time.time()) as session:
+        for step in range(10):
+            session.log_step(step, {"eval/success": 0.5} if step == 6 else {"actor/loss": 0.5})
+    assert Listening.told == [0, 4, 6, 8, 9]
 
 
 def test_a_run_that_a_full_disk_ends_says_why_and_lets_go_of_everything(
