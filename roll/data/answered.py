@@ -11,7 +11,7 @@ from typing import Any
 from roll.data.asked import ANSWERS, PROMPTS, asked, asked_in
 from roll.data.files.read import read_rows
 from roll.data.files.rows import Problems, Row
-from roll.data.prompt_rows import Message, RowError, check_encodable, lookup
+from roll.data.prompt_rows import Message, RowError, check_encodable, finite, lookup
 
 TURNS = "turns"
 """Column of the episodes that a run writes."""
@@ -118,7 +118,8 @@ def _answer(said: Any, column: str) -> Answer | None:
     if not isinstance(text, str):
         raise RowError(f"column {column!r}: {str(said)[:60]!r}, expected a text, or a list of texts or answers")
     check_encodable(text, f"column {column!r}")
-    return Answer(text, int(told.get("num_tokens") or 0), told.get("finish_reason") == "length")
+    num_tokens = int(finite(told.get("num_tokens") or 0, f"{column}.num_tokens"))
+    return Answer(text, num_tokens, told.get("finish_reason") == "length")
 
 
 def _truth(values: Mapping[str, Any], column: str | None) -> Any:

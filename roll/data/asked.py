@@ -73,10 +73,17 @@ def asked(values: Mapping[str, Any], column: str | None, system: str | None = No
 
 
 def asked_in(info: Mapping[str, Any], observation: str) -> list[Message]:
-    """The messages of the question of an episode that a run has written."""
+    """The messages of the question of an episode that a run has written.
+
+    Raises:
+        RowError: they are no JSON.
+    """
     if CONVERSATION not in info:
         return [{"role": "user", "content": observation}]
-    messages: list[Message] = json.loads(info[CONVERSATION])
+    try:
+        messages: list[Message] = json.loads(info[CONVERSATION])
+    except (TypeError, ValueError) as error:
+        raise RowError(f"info.{CONVERSATION}: {info[CONVERSATION]!r:.60}, expected JSON ({error})") from error
     return messages
 
 

@@ -53,14 +53,17 @@ def _episode(row: Row) -> tuple[tuple[str, int], tuple[float, str, dict[str, Any
         RowError: it is no episode of one turn.
     """
     values = row.values
-    turns, info = values.get("turns"), values.get("info")
-    if not isinstance(turns, list) or not isinstance(info, dict) or not {"group_id", "score"} <= values.keys():
+    turns, info, group = (values.get(name) for name in ("turns", "info", "group_id"))
+    if not (isinstance(turns, list) and isinstance(info, dict) and isinstance(group, int) and "score" in values):
         raise RowError("no episode of a run: expected group_id, score, info and turns")
     if len(turns) != 1:
         raise RowError(f"an episode of {len(turns)} turns, expected one answer to one prompt")
-    asked = asked_in(info, turns[0]["observation"])
+    try:
+        asked, answer = asked_in(info, turns[0]["observation"]), turns[0]["text"]
+    except (KeyError, TypeError) as error:
+        raise RowError(f"not an episode as a run writes it ({error!r})") from error
     question = {"messages": asked, "tag": values.get("tag"), "solution": info.get("ground_truth")}
     if len(asked) == 1:
         question["prompt"] = asked[0]["content"]
     file = row.name.rpartition(":")[0]
-    return (file, values["group_id"]), (finite(values["score"], "score"), turns[0]["text"], question)
+    return (file, group), (finite(values["score"], "score"), answer, question)

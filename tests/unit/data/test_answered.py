@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from roll.data.answered import AnswerColumns, read_answered
-from roll.data.files.rows import Problems
+import pytest
+
+from roll.data.answered import Answer, AnswerColumns, read_answered
+from roll.data.files.rows import DataError, Problems
 
 
 def test_an_episodes_question_is_the_whole_conversation(tmp_path: Path) -> None:
@@ -19,3 +21,18 @@ def test_an_episodes_question_is_the_whole_conversation(tmp_path: Path) -> None:
     problems.raise_any()
     said = [{"role": "assistant", "content": "2"}, {"role": "user", "content": "Sure?"}]
     assert list(found.messages) == [*messages, *said] and found.prompt == "Sure?"
+
+
+def test_what_is_wrong_with_a_row_of_somebody_elses_is_told_with_its_place(tmp_path: Path) -> None:
+    file, problems = tmp_path / "answers.jsonl", Problems()
+    turns = [{"observation": "1+1", "text": "2"}]
+    rows = [
+        {"prompt": "1+1", "solution": "2", "answers": [{"text": "2", "num_tokens": "many"}]},
+        {"turns": turns, "info": {"conversation": "[{"}, "group_id": 0, "tag": "sums"},
+        {"prompt": "1+1", "solution": "2", "answers": [{"text": "2", "num_tokens": 3.0}]},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (found,) = read_answered([str(file)], AnswerColumns(), problems, without="scores")
+    assert found.answers == (Answer("2", 3),)
+    with pytest.raises(DataError, match=r"jsonl:1: .*num_tokens.*'many'.*\n.*jsonl:2: info.conversation.*JSON"):
+        problems.raise_any()

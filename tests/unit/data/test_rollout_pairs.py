@@ -48,3 +48,12 @@ def test_what_is_no_answer_is_told(tmp_path: Path) -> None:
         pairs(tmp_path, [episode(0, 1.0, "a"), episode(1, 0.0, "b")])
     with pytest.raises(DataError, match=r"jsonl:1: column 'score': null, expected a number"):
         pairs(tmp_path, [episode(0, 1.0, "a") | {"score": None}])
+    whole = episode(0, 1.0, "a")
+    broken: list[dict[str, Any]] = [
+        {"turns": [{"text": "a"}]},
+        {"turns": ["a"]},
+        {"group_id": [0]},
+        {"info": {"conversation": "[{"}},
+    ]
+    with pytest.raises(DataError, match=r"4 problems[\s\S]*KeyError[\s\S]*TypeError[\s\S]*:3: no epis[\s\S]*JSON"):
+        pairs(tmp_path, [whole | each for each in broken])
