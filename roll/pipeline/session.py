@@ -91,7 +91,7 @@ class RunSession:
             self.write_summary,
             self._aside.shutdown,
             partial(self._leave_word, error, interrupted),
-            partial(render_index, self.folder.path, self.renders),
+            partial(render_index, self.folder.path, self.renders, self.folder.logs),
             lambda: self._tracker and self._tracker.finish(),
             lambda: self.display.finish(closing_line(self.summary, self.folder.path)),
             self.folder.close,

@@ -120,7 +120,7 @@ def _scene(frame: Frame) -> Mapping[str, str]:
     return {"png": "", "text": shortened(frame)}
 
 
-def render_index(run_dir: Path, folder: Path | None = None) -> Path:
+def render_index(run_dir: Path, folder: Path | None = None, logs: Path | None = None) -> Path:
     """Writes ``index.html`` beside the renders: how the run ended, the learning curve, every episode, newest first.
 
     ``learning_curve.svg`` is written too when ``metrics.jsonl`` knows of any success, ``loss_curve.svg`` when it knows
@@ -128,6 +128,7 @@ def render_index(run_dir: Path, folder: Path | None = None) -> Path:
 
     Args:
         run_dir: a run's folder, or one that ``save_renders`` filled.
+        logs: folder of the log files, where they are not in the run's.
     """
     folder = folder or (run_dir / "renders" if (run_dir / "renders").is_dir() else run_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -137,7 +138,7 @@ def render_index(run_dir: Path, folder: Path | None = None) -> Path:
         "index.html",
         title=f"{run_dir.name} · episodes",
         name=run_dir.name,
-        run=_run_state(run_dir, metrics),
+        run=_run_state(run_dir, logs or run_dir / "logs", metrics),
         curves=_curves(metrics, folder),
         answers=listed_answers(folder),
         episodes=[(step, list(group)) for step, group in itertools.groupby(records, lambda record: record["step"])],
@@ -147,7 +148,7 @@ def render_index(run_dir: Path, folder: Path | None = None) -> Path:
     return index
 
 
-def _run_state(run_dir: Path, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def _run_state(run_dir: Path, logs: Path, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """State of the run, and after an error all that is known of it; ``None`` for a folder that is no run's."""
     path = run_dir / "summary.json"
     if not path.is_file():
@@ -157,14 +158,12 @@ def _run_state(run_dir: Path, metrics: Sequence[Mapping[str, Any]]) -> dict[str,
     chips = {"steps": summary.get("steps", 0)}
     if "wall_s" in summary:
         chips["minutes"] = f"{summary['wall_s'] / 60:.1f}"
-    facts = dict(_facts(run_dir, summary, metrics)) if "error" in summary else {}
+    facts = dict(_facts(logs, summary, metrics)) if "error" in summary else {}
     tone = _TONES.get(status, "")
     return {"status": status, "tone": tone, "chips": chips, "error": summary.get("error"), "facts": facts}
 
 
-def _facts(
-    run_dir: Path, summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[str, str]]:
+def _facts(logs: Path, summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     if seconds := summary.get("seconds"):
         yield "seconds", ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items())
     last = metrics[-1] if metrics else {}
@@ -173,10 +172,10 @@ def _facts(
     )
     if "checkpoint" in summary:
         yield "to go on from", str(summary["checkpoint"])
-    traceback = run_dir / "logs" / "traceback.txt"
+    traceback = logs / "traceback.txt"
     if traceback.exists():
         yield "where it failed", str(traceback)
-    yield "what was said", str(run_dir / "logs" / "roll.log")
+    yield "what was said", str(logs / "roll.log")
 
 
 def _curves(metrics: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, str]]:

@@ -110,3 +110,13 @@ def test_what_failed_is_kept_whatever_its_words_are(tmp_path: Path) -> None:
         raise ValueError("no rows in caf\udce9.jsonl")
     assert "no rows in caf\\udce9.jsonl" in (session.folder.logs / "traceback.txt").read_text()
     assert "no rows" in (session.renders / "index.html").read_text()
+
+
+def test_the_page_of_a_run_names_its_own_logs(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    config = RunConfig(output_dir=str(tmp_path), exp_name="page", logging_dir=str(logs), track_with=[])
+
+    with pytest.raises(ValueError, match="on purpose"), RunSession(config, time.time()) as session:
+        raise ValueError("on purpose")
+    page = (session.renders / "index.html").read_text()
+    assert str(logs / "roll.log") in page and str(logs / "traceback.txt") in page
