@@ -86,18 +86,19 @@ class RunSession:
             self.summary["error"] = f"{type(error).__name__}: {error}"
         else:
             self.summary["status"] = "completed"
-        failed: Exception | None = None
-        for tell in (
+        ends: list[Callable[[], object]] = [
             self.write_summary,
             self._aside.shutdown,
             partial(self._leave_word, error, interrupted),
             partial(render_index, self.folder.path, self.renders, self.folder.logs),
-            lambda: self._tracker and self._tracker.finish(),
+            *([] if self._tracker is None else [self._tracker.finish]),
             lambda: self.display.finish(closing_line(self.summary, self.folder.path)),
             self.folder.close,
-        ):
+        ]
+        failed: Exception | None = None
+        for end in ends:
             try:
-                tell()
+                end()
             except Exception as problem:  # such as a full disk: the others are told, and why the run ended stays
                 known = isinstance(problem, OSError)
                 logger.error("ending the run: %s: %s", type(problem).__name__, problem, exc_info=not known)
