@@ -15,6 +15,7 @@ Who imitates it can do everything that the task needs, and seldom does.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,6 +67,12 @@ def write_dataset(
         )
 
     def draw(name: str, count: int, held_out: bool) -> list[tuple[int, int]]:
+        numbers = range(min_operand, max_operand + 1)
+        if not any(is_held_out(*pair, held_out_share) == held_out for pair in itertools.product(numbers, repeat=2)):
+            raise ValueError(
+                f"held_out_share: seen {held_out_share}, with which {'no' if held_out else 'every'} pair of operands "
+                f"from {min_operand} to {max_operand} is held out, expected some that are and some that are not"
+            )
         rng = random.Random(derive_seed(seed, TAG, name))
         found: list[tuple[int, int]] = []
         while len(found) < count:

@@ -81,6 +81,8 @@ def test_equal_arguments_give_equal_files_and_held_out_pairs_are_nowhere_else(tm
     [
         ({"min_operand": 9, "max_operand": 9}, "min_operand, max_operand"),
         ({"held_out_share": 1.0}, "held_out_share"),
+        ({"min_operand": 1, "max_operand": 2, "held_out_share": 1e-9}, "with which no pair .* from 1 to 2 is held out"),
+        ({"min_operand": 1, "max_operand": 2, "held_out_share": 1 - 1e-9}, "with which every pair"),
         ({"call_rate": 0.9, "slip_rate": 0.2}, "call_rate, slip_rate"),
         ({"tool": "abacus"}, "tool: seen 'abacus', expected one of calculator, python"),
     ],
