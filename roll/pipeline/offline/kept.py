@@ -85,7 +85,13 @@ def kept(
     compute: Callable[[], Mapping[str, Tensor]],
     about: Mapping[str, str] | None = None,
 ) -> Mapping[str, Tensor]:
-    """The columns of a file, which are computed and written where there is none (arguments as ``read_kept``)."""
+    """The columns of a file, which are computed and written where there is none (arguments as ``read_kept``).
+
+    Raises:
+        ValueError: as ``read_kept``.
+        OSError: it cannot be written.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     if (found := read_kept(file, names, what, about)) is not None:
@@ -93,7 +99,10 @@ def kept(
     computed = compute()
     file.parent.mkdir(parents=True, exist_ok=True)
     building = file.with_suffix(".building")
-    save_file(dict(computed), building, metadata=dict(about) if about else None)
+    try:
+        save_file(dict(computed), building, metadata=dict(about) if about else None)
+    except SafetensorError as error:  # such as a full disk
+        raise OSError(f"{file}: the {what} cannot be kept ({error})") from error
     building.replace(file)
     logger.info("%s: kept in %s", what, file)
     return computed

@@ -6,11 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from roll.data.batch import Batch
 from roll.pipeline.offline.kept import check_writable, digest_of, kept, read_kept, weight_files
 
 BATCH = Batch(torch.tensor([2, 1]), torch.tensor([5, 6, 7]), torch.tensor([False, True, False]))
+
+
+def test_a_file_that_cannot_be_written_is_told_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(OSError, match=r"a.safetensors: the log-probabilities cannot be kept .*No space left"):
+        kept(tmp_path / "a.safetensors", ["x"], "log-probabilities", lambda: {"x": torch.zeros(2)})
+    assert not list(tmp_path.iterdir())
 
 
 def test_they_are_computed_once(tmp_path: Path) -> None:
