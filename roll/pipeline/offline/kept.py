@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -98,7 +99,7 @@ def kept(
         return found
     computed = compute()
     file.parent.mkdir(parents=True, exist_ok=True)
-    building = file.with_suffix(".building")
+    building = file.with_suffix(f".{os.getpid()}.building")  # runs may share a folder, and start together
     try:
         save_file(dict(computed), building, metadata=dict(about) if about else None)
     except SafetensorError as error:  # such as a full disk

@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from roll.data.batch import Batch
 from roll.pipeline.offline.kept import check_writable, digest_of, kept, read_kept, weight_files
 
 BATCH = Batch(torch.tensor([2, 1]), torch.tensor([5, 6, 7]), torch.tensor([False, True, False]))
+
+
+def test_two_runs_that_keep_the_same_at_the_same_time_do_not_disturb_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, processes = tmp_path / "x.safetensors", iter([1, 2])
+    monkeypatch.setattr("os.getpid", lambda: process)
+
+    def keep() -> Mapping[str, torch.Tensor]:
+        nonlocal process
+        process = next(processes)
+        return kept(file, ["a"], "numbers", lambda: {"a": torch.full((2,), float(process))})
+
+    def save_beside_another(*args: Any, **options: Any) -> None:
+        save_file(*args, **options)
+        if process == 1:
+            assert keep()["a"].tolist() == [2.0, 2.0], "the other one ends in between"
+
+    process = 0
+    monkeypatch.setattr("safetensors.torch.save_file", save_beside_another)
+    assert keep()["a"].tolist() == [1.0, 1.0]
+    assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
 
 
 def test_a_file_that_cannot_be_written_is_told_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
