@@ -68,7 +68,7 @@ def write_dataset(
 
     def draw(name: str, count: int, held_out: bool) -> list[tuple[int, int]]:
         numbers = range(min_operand, max_operand + 1)
-        if not any(is_held_out(*pair, held_out_share) == held_out for pair in itertools.product(numbers, repeat=2)):
+        if not any(is_held_out(x, y, held_out_share) == held_out for x, y in itertools.product(numbers, numbers)):
             raise ValueError(
                 f"held_out_share: seen {held_out_share}, with which {'no' if held_out else 'every'} pair of operands "
                 f"from {min_operand} to {max_operand} is held out, expected some that are and some that are not"
