@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -86,9 +86,7 @@ def _generate(options: argparse.Namespace) -> int:
     except ConfigErrors as errors:
         sys.stderr.write(report(errors, "roll generate"))
         return EXIT_USAGE
-    for option, value in (("-n", options.n), ("--concurrency", options.concurrency)):
-        if value < 1:
-            options.parser.error(f"generate: {option}: seen {value}, expected at least 1")
+    _refuse_below_one(options, "generate", {"-n": options.n, "--concurrency": options.concurrency})
     job = Job(
         options.model,
         files,
@@ -200,6 +198,7 @@ def _score(options: argparse.Namespace) -> int:
     from roll.pipeline.commands.scoring import Job, rewards_of, run
 
     files, words = _files_and_words(options, "score")
+    _refuse_below_one(options, "score", {"--processes": options.processes})
     config = None if options.config is None else _locate(options.config)
     try:
         rewards = rewards_of(config, options.verifier, words)
@@ -245,6 +244,12 @@ def _files_and_words(options: argparse.Namespace, command: str) -> tuple[list[st
     if not files:
         options.parser.error(f"{command}: no file is named")
     return files, [word for word in options.overrides if "=" in word]
+
+
+def _refuse_below_one(options: argparse.Namespace, command: str, numbers: Mapping[str, int | None]) -> None:
+    for option, value in numbers.items():
+        if value is not None and value < 1:
+            options.parser.error(f"{command}: {option}: seen {value}, expected at least 1")
 
 
 def _add_explain(commands: Any) -> None:

@@ -90,6 +90,10 @@ def run(job: Job) -> int:
         for path in filter(None, (job.output, job.summary)):
             path.parent.mkdir(parents=True, exist_ok=True)
         tally, errors = asyncio.run(_score(job, domains, total))
+        figures = tally.summary()
+        sys.stdout.write(page(figures))
+        if job.summary is not None:
+            write_atomic(job.summary, to_json(figures, indent=2) + "\n")
     except ConfigErrors as problems:
         sys.stderr.write(report(problems, "roll score"))
         return EXIT_USAGE
@@ -98,10 +102,6 @@ def run(job: Job) -> int:
         return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    figures = tally.summary()
-    if job.summary is not None:
-        write_atomic(job.summary, to_json(figures, indent=2) + "\n")
-    sys.stdout.write(page(figures))
     for reason in errors:
         sys.stderr.write(f"not scored: {reason}\n")
     if tally.failed > len(errors):
@@ -119,8 +119,12 @@ def _check(job: Job, domains: Mapping[str, RewardConfig]) -> int:
         DataError: everything that is wrong in them.
     """
     problems, count = Problems(), 0
-    if job.output and job.output.resolve() in [path.resolve() for path in find_files(job.files, Problems())]:
-        problems.add("--output", f"seen {job.output}, a file of answers, expected another")
+    taken = {path.resolve(): "a file of answers" for path in find_files(job.files, Problems())}
+    for option, path in (("--output", job.output), ("--summary", job.summary)):
+        if path is not None and (seen := "a folder" if path.is_dir() else taken.get(path.resolve())):
+            problems.add(option, f"seen {path}, {seen}, expected another file")
+        elif path is not None:
+            taken[path.resolve()] = f"that of {option}"
     for row in read_answered(job.files, job.columns, problems, without=job.score_key):
         count += 1
         try:

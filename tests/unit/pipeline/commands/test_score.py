@@ -118,6 +118,34 @@ def test_scores_do_not_take_the_place_of_the_answers(rows, capsys) -> None:
     assert "--output: seen" in capsys.readouterr().err and read(file) == SUMS
 
 
+def test_figures_take_the_place_of_no_other_file(rows, tmp_path, capsys) -> None:
+    file, out = rows("a.jsonl", SUMS), tmp_path / "scores.jsonl"
+    command = ["score", file, "--verifier", "math", "-o", str(out), "--summary"]
+    for path, why in ((file, "a file of answers"), (str(out), "that of --output"), (str(tmp_path), "a folder")):
+        assert main([*command, path]) == 2
+        assert f"--summary: seen {path}, {why}, expected another file" in capsys.readouterr().err
+    assert read(file) == SUMS and not out.exists()
+    assert main(["score", file, "--verifier", "math", "-o", ""]) == 2
+    assert "--output: seen ., a folder" in capsys.readouterr().err
+
+
+def test_figures_that_cannot_be_written_are_printed(rows, monkeypatch, capsys) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("roll.pipeline.commands.scoring.write_atomic", full)
+    assert main(["score", rows("a.jsonl", SUMS[:2]), "--verifier", "math", "--summary", "figures.json"]) == 2
+    printed, err = capsys.readouterr()
+    assert "prompts         2" in printed and err == "roll score: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize("count", ["0", "-1"])
+def test_rules_need_a_process(rows, capsys, count: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["score", rows("a.jsonl", SUMS), "--verifier", "math", "--processes", count])
+    assert f"score: --processes: seen {count}, expected at least 1" in capsys.readouterr().err
+
+
 def test_scores_that_are_not_all_there_leave_no_file(tmp_path) -> None:
     with pytest.raises(KeyboardInterrupt), _written(tmp_path / "scores.jsonl") as file:
         assert file is not None
