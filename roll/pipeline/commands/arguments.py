@@ -86,7 +86,8 @@ def _generate(options: argparse.Namespace) -> int:
     except ConfigErrors as errors:
         sys.stderr.write(report(errors, "roll generate"))
         return EXIT_USAGE
-    _refuse_below_one(options, "generate", {"-n": options.n, "--concurrency": options.concurrency})
+    numbers = {"-n": options.n, "--concurrency": options.concurrency, "--max-length": options.max_length}
+    _refuse_below_one(options, "generate", numbers)
     job = Job(
         options.model,
         files,
@@ -121,6 +122,7 @@ def _chat(options: argparse.Namespace) -> int:
     from roll.pipeline.commands.chatting import run
     from roll.pipeline.commands.engine import generator_section
 
+    _refuse_below_one(options, "chat", {"--max-length": options.max_length})
     try:
         worker = generator_section(None, _sampling(options), options.overrides)
     except ConfigErrors as errors:

@@ -43,7 +43,8 @@ def run(job: Job) -> int:
     """
     from roll.distributed.strategy.training.merging import export_folder
 
-    unfinished = job.output.with_name(f".{job.output.name}.unfinished")
+    folder = job.output.absolute()
+    unfinished = folder.parent / f".{folder.name}.unfinished"
     try:
         saved = find_saved(job.model, job.role)
         _check(job, saved)
@@ -73,8 +74,10 @@ def _check(job: Job, saved: Saved) -> None:
     if job.output.exists() and not job.overwrite and (not job.output.is_dir() or any(job.output.iterdir())):
         raise ValueError(f"-o {job.output}: it is there already, expected a new folder, or --overwrite")
     model = Path(saved.model)
-    if job.output.resolve() in (model.resolve(), *model.resolve().parents):
-        raise ValueError(f"-o {job.output}: seen the folder of what is exported, expected another")
+    if job.output.resolve() in (Path.cwd(), model.resolve(), *model.resolve().parents):
+        raise ValueError(
+            f"-o {job.output}: seen the working folder or the folder of what is exported, expected another"
+        )
     if saved.checkpoint is not None and (damage := find_damage(saved.checkpoint)) is not None:
         raise ValueError(f"{saved.checkpoint} cannot be used: {damage}")
     if job.role not in (POLICY, model.name) and model.is_dir():

@@ -217,6 +217,13 @@ def test_a_folder_that_is_there_stays_unless_asked(model: str, tmp_path: Path, c
     assert kinds == {torch.float16} and json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
 
 
+@pytest.mark.parametrize("folder", [".", "/", ""])
+def test_a_folder_that_cannot_be_replaced_is_refused(model: str, tmp_path: Path, monkeypatch, capsys, folder) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "seen the working folder or" in refused(capsys, model, "-o", folder, "--overwrite")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_damaged_checkpoint_is_refused(runs, tmp_path: Path, capsys) -> None:
     checkpoint = shutil.copytree(runs["reward"][0] / "checkpoints" / "checkpoint-7", tmp_path / "checkpoint-7")
     with (checkpoint / "actor_train" / "model.safetensors").open("r+b") as file:

@@ -113,6 +113,13 @@ def test_everything_that_is_wrong_is_told_before_a_model_loads(rows, tmp_path, c
     assert read(prompts) == [{"prompt": "x"}]
 
 
+@pytest.mark.parametrize("words", [["generate", "/nowhere", "p.jsonl", "-o", "out.jsonl"], ["chat", "/nowhere"]])
+def test_a_length_that_no_prompt_has_is_refused(words: list[str], capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "--max-length", "0"])
+    assert f"{words[0]}: --max-length: seen 0, expected at least 1" in capsys.readouterr().err
+
+
 def test_an_adapter_is_put_on_the_model_that_it_names(model, rows, tmp_path) -> None:
     from safetensors.torch import save_file
 
