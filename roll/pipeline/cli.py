@@ -42,8 +42,8 @@ EXAMPLES = """\
 examples:
   %(prog)s --config_name CONFIG
   %(prog)s --config_name CONFIG max_steps=5 actor_train.training_args.learning_rate=1e-4
-  %(prog)s --config_name CONFIG 'actor_train.device_mapping=list(range(0,4))' --print-config
-  %(prog)s --config_name CONFIG train=megatron infer=vllm --validate-only
+  %(prog)s --config_name CONFIG 'actor_train.device_mapping=[0]' --print-config
+  %(prog)s --config_name CONFIG train=megatron --validate-only
   %(prog)s --config_name mine --config_path ~/configs --validate-only
 """
 

@@ -1,6 +1,7 @@
 """The command line: exit codes, reports, printing, and how little a wrong configuration loads."""
 
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import yaml
 from roll.configs.agentic import AgenticConfig
 from roll.configs.loader import load_config
 from roll.pipeline.cli import main
+from roll.pipeline.programs import PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "examples" / "start_agentic_pipeline.py"
@@ -83,6 +85,18 @@ def test_help_names_the_configurations_and_gives_examples(capsys):
     out = capsys.readouterr().out
     assert "agentic_sokoban_qwen2.5_0.5b" in out
     assert "actor_train.training_args.learning_rate=1e-4" in out
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_what_the_help_of_a_start_script_shows_is_valid(capsys, program):
+    with pytest.raises(SystemExit):
+        main(["--help"], program)
+    option = f"--config_name {program.default}"
+    lines = [line for line in capsys.readouterr().out.splitlines() if option in line]
+    shown = [shlex.split(line[line.index(option) :]) for line in lines]
+    assert len(shown) == 4
+    for words in shown:
+        assert main([*words, "--validate-only"], program) == 0, words
 
 
 def test_an_unknown_option_and_an_unknown_configuration_end_with_code_2(capsys, tmp_path):
