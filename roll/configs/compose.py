@@ -89,7 +89,7 @@ def _compose(name: str, config_path: Path) -> DictConfig:
     try:
         with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
             tree = compose(name, overrides=[search_path])
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError) as error:
         unlike = _unlike(name, folder, search_path) if "Cannot merge" in str(error) else None
         if unlike is None:
             raise ConfigErrors([_uncomposable(name, folder, error)]) from error

@@ -87,7 +87,7 @@ def load_composed(
     problems = [*composed.problems, *plugin_problems(values.get("plugins"))]
     problems += _library_problems(values.pop(LIBRARY, {}), values.get("custom_envs", {}))
     variables = _read_by(composed.references, schema) - set(schema.model_fields)
-    values = {k: v for k, v in values.items() if k not in variables and not _ENGINE_LIBRARY.fullmatch(k)}
+    values = {k: v for k, v in values.items() if k not in variables and not _ENGINE_LIBRARY.fullmatch(str(k))}
     return validate(schema, values, extra_checks, problems, variables)
 
 
@@ -95,8 +95,10 @@ def plugin_problems(names: Any) -> list[ConfigProblem]:
     """Imports the packages of ``plugins``, before what they register is looked for; those that cannot be."""
     problems = []
     for index, name in enumerate(names if isinstance(names, list) else ()):
+        if not isinstance(name, str):
+            continue  # said of its type
         try:
-            import_module(str(name))
+            import_module(name)
         except Exception as error:  # whatever its code raises
             reason = f"{type(error).__name__}: {error}"
             problems.append(ConfigProblem(f"plugins.{index}", name, "a package or file that can be imported", reason))

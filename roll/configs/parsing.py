@@ -138,6 +138,11 @@ def _translate(
         meant = None if meant is None or meant in _node(values, path[:-1]) else meant
         involves = (".".join([*map(str, path[:-1]), meant]),) if meant else ()
         return ConfigProblem(dotted, detail["input"], "no such key", hint, involves)
+    if _wrong_key(detail) is not None:
+        key = detail["input"]
+        return ConfigProblem(
+            dotted, key, "text as the key", f"YAML takes it for {type(key).__name__}: put it in quotes"
+        )
     if kind == "value_error":
         return ConfigProblem(dotted, detail["input"], str(detail["ctx"]["error"]))
     found = locate(schema, [ALIASES.get(str(part), part) for part in path])
@@ -157,8 +162,10 @@ def _is_element(annotation: Any, value: Any) -> bool:
 def _real_path(values: Any, detail: Any) -> list[str | int]:
     """Pydantic's location without the names of the union branches that it tried."""
     path: list[str | int] = []
-    node = values
+    node, wrong_key = values, _wrong_key(detail)
     for i, part in enumerate(detail["loc"]):
+        if i == wrong_key:
+            return [*path, detail["input"]]
         if isinstance(node, dict) and part in node:
             path.append(part)
             node = node[part]
@@ -171,6 +178,13 @@ def _real_path(values: Any, detail: Any) -> list[str | int]:
         elif detail["type"] == "missing" and i == len(detail["loc"]) - 1:
             path.append(part)
     return path
+
+
+def _wrong_key(detail: Any) -> int | None:
+    """Index of the key that is no text in a location, where it may stand as one; ``None``: it is about a value."""
+    if detail["type"] == "invalid_key":
+        return len(detail["loc"]) - 1
+    return len(detail["loc"]) - 2 if detail["type"] == "string_type" and detail["loc"][-1] == "[key]" else None
 
 
 def _wrong_inside(values: Any, path: Path, paths: Sequence[Path]) -> bool:

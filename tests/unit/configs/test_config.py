@@ -224,7 +224,7 @@ def test_a_file_that_is_no_yaml_is_named(tmp_path):
         load_config(AgenticConfig, "bad", tmp_path)
 
 
-@pytest.mark.parametrize("text", ["a: 1\na: 2\n", "defaults: [nowhere@_here_]\n", "- 1\n", "x: ${\n"])
+@pytest.mark.parametrize("text", ["a: 1\na: 2\n", "defaults: [nowhere@_here_]\n", "- 1\n", "x: ${\n", "5\n"])
 def test_a_file_that_cannot_be_composed_is_one_clear_problem(tmp_path, text):
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(ConfigErrors):
@@ -887,6 +887,28 @@ def test_names_that_go_on_where_a_word_ends_are_meant(problems):
 
 def test_a_wrong_item_of_a_list_is_one_problem(problems):
     assert set(problems("track_with=[tensorboard,5,null]")) == {"track_with.1", "track_with.2"}
+
+
+@pytest.mark.parametrize(
+    ("line", "path", "kind"),
+    [
+        ("7: {a: 1}", "7", "int"),
+        ("on: 1", "True", "bool"),
+        ("1.5: 1", "1.5", "float"),
+        ("system_envs: {1: a}", "system_envs.1", "int"),
+        ("critic: {1.5: 1}", "critic.1.5", "float"),
+        (
+            "reference: {model_args: {model_config_kwargs: {off: 1}}}",
+            "reference.model_args.model_config_kwargs.False",
+            "bool",
+        ),
+        ("critic: {strategy_args: {strategy_config: {1: 2}}}", "critic.strategy_args.strategy_config.1", "int"),
+    ],
+)
+def test_a_key_that_yaml_takes_for_no_text_is_told_beside_other_problems(problems, line, path, kind):
+    found = problems("max_steps=0", text=f"{MINIMAL}\n{line}\n")
+    assert "max_steps" in found and "text as the key" in found[path].expected
+    assert found[path].hint == f"YAML takes it for {kind}: put it in quotes"
 
 
 @pytest.mark.parametrize("name", ["..", ".", ".hidden", "x" * 201])
