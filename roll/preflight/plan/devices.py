@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -92,8 +93,8 @@ def parse_devices(text: str) -> Device:
         except (KeyError, ValueError):
             expected = f"{', '.join(_FIELDS)}, each with a number"
             raise ValueError(f"--devices: seen {change!r}, expected {expected}") from None
-        if number <= 0:
-            raise ValueError(f"--devices: seen {change!r}, expected a positive number")
+        if not 0 < number < math.inf:
+            raise ValueError(f"--devices: seen {change!r}, expected a positive, finite number")
         name = "flops" if key == "tflops" else key
         changed: dict[str, Any] = {name: int(number) if key == "memory" else number}
         if key == "tflops" and device.kind == "cpu":

@@ -200,7 +200,10 @@ def test_times_follow_from_counts_and_rates() -> None:
     assert least < fast.seconds < 1.5 * least
 
 
-@pytest.mark.parametrize("text", ["H100,memory", "H100,memory=-1", "H100,colour=3", "X9"])
+@pytest.mark.parametrize(
+    "text",
+    ["H100,memory", "H100,memory=-1", "H100,memory=inf", "H100,link=nan", "H100,tflops=1e400", "H100,colour=3", "X9"],
+)
 def test_devices_that_cannot_be_understood_are_named(text: str) -> None:
     with pytest.raises(ValueError, match=r"--devices: seen .*, expected"):
         parse_devices(text)
