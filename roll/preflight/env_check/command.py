@@ -6,6 +6,7 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
@@ -51,8 +52,8 @@ def _env_config(overrides: Sequence[str]) -> dict[str, Any]:
         raise ValueError(f"got {', '.join(wrong)}, expected key=value")
     try:
         config = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)), resolve=True)
-    except OmegaConfBaseException as error:
-        raise ValueError(f"env_config: {error}") from error
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ValueError(f"env_config: {' '.join(str(error).split())}") from error
     assert isinstance(config, dict), "a list of keys with values"
     return {str(key): value for key, value in config.items()}
 
