@@ -15,7 +15,7 @@ from roll import __version__
 from roll.configs.importers import SYSTEMS
 from roll.configs.shipped import SHIPPED, config_groups
 from roll.pipeline import completion
-from roll.pipeline.cli import EXIT_USAGE, locate, perform, refuse
+from roll.pipeline.cli import EXIT_USAGE, finished, locate, perform, refuse
 from roll.pipeline.commands.arguments import add_command, add_commands
 from roll.pipeline.programs import configurations
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.overrides = [*options.overrides, *rest]
         options.started = started
         sys.path.insert(0, os.getcwd())  # a user's own environments and rewards, as beside a start script
-    return int(options.do(options))
+    return finished(lambda: int(options.do(options)))
 
 
 def command_line() -> argparse.ArgumentParser:

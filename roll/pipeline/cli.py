@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AGENTIC", "DISTILL", "DPO", "REWARD_MODEL", "RLVR", "SFT", "main", "perform", "refuse", "report"]
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
-"""Of every command; 2 is for a wrong command line, configuration or file."""
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_UNREAD = 0, 1, 2, 130, 141
+"""Of every command; 2 is for a wrong command line, configuration or file, 141 for output that nobody reads."""
 LINE_WIDTH = 110
 _FOREIGN = 3
 """Keys of another pipeline that make a configuration its own, where none is of the pipeline that was asked for."""
@@ -67,7 +67,25 @@ def main(argv: Sequence[str] | None = None, program: Program = AGENTIC) -> int:
     refuse(parser, unknown)
     action: Action = "print" if options.print_config else "validate" if options.validate_only else "train"
     folder = Path(options.config_path).expanduser()
-    return perform(action, options.config_name, folder, options.overrides, program, started)
+    return finished(lambda: perform(action, options.config_name, folder, options.overrides, program, started))
+
+
+def finished(command: Callable[[], int]) -> int:
+    """Exit code of a command, which Ctrl-C and a reader who has left (``| head``) end without a traceback."""
+    try:
+        code = command()
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        try:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+        except BrokenPipeError:  # it is this pipe; what is left in its buffer goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_UNREAD
+        raise
 
 
 def perform(

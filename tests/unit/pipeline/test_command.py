@@ -57,6 +57,36 @@ def test_a_start_script_without_arguments_lists_its_configurations_and_runs_noth
     assert "--config_name" in err and program.default in err
 
 
+@pytest.mark.parametrize(
+    ("call", "words"), [(main, ["validate", "rlvr_math"]), (cli.main, ["--config_name", "agentic_sokoban"])]
+)
+def test_a_command_that_is_interrupted_shows_no_traceback(monkeypatch, capsys, call, words):
+    def stop(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("roll.pipeline.cli.read_config", stop)
+    assert call(words) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_output_that_nobody_reads_to_its_end_shows_no_traceback():
+    command = [sys.executable, "-m", "roll", "config", "list"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()  # as head does when it has its lines
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
+def test_a_pipe_that_is_not_the_output_is_an_error_of_its_own(monkeypatch, capsys):
+    def broken(*_: object) -> int:
+        raise BrokenPipeError(32, "a worker has left")
+
+    monkeypatch.setattr("roll.pipeline.cli.read_config", broken)
+    with pytest.raises(BrokenPipeError, match="a worker has left"):
+        main(["validate", "rlvr_math"])
+
+
 def test_lists_name_what_a_configuration_may_choose(capsys):
     assert main(["config", "list"]) == 0
     out = capsys.readouterr().out
