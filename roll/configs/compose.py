@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -268,7 +269,7 @@ def apply_override(tree: DictConfig, item: tuple[Override, Any]) -> list[ConfigP
 
 
 def _resolve(node: DictConfig, prefix: str, problems: list[ConfigProblem]) -> dict[str, Any]:
-    """Plain values of a mapping; a link that leads nowhere becomes a problem and its key is left out."""
+    """Plain values of a mapping; a link or a home that leads nowhere becomes a problem and its key is left out."""
     values: dict[Any, Any] = {}
     for key in node:
         path = f"{prefix}{key!s}"
@@ -279,10 +280,22 @@ def _resolve(node: DictConfig, prefix: str, problems: list[ConfigProblem]) -> di
             value = node[key]
             if isinstance(value, DictConfig):
                 values[key] = _resolve(value, f"{path}.", problems)
+                continue
+            plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_list(value) else value
+            if lost := next(_homeless(plain), None):
+                problems.append(ConfigProblem(path, lost, "a path that begins with ~/, or with a user of this machine"))
             else:
-                values[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_list(value) else value
+                values[key] = plain
         except (OmegaConfBaseException, RecursionError) as error:
             link = OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index,call-overload]
             reason = str(error).splitlines()[0]
             problems.append(ConfigProblem(path, link, f"a link to a key that exists: {reason}"))
     return values
+
+
+def _homeless(value: Any) -> Iterator[str]:
+    """Paths below the home of a user whom this machine does not know."""
+    if isinstance(value, str) and re.match(r"~[\w.-]+/", value) and os.path.expanduser(value) == value:
+        yield value
+    for inside in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _homeless(inside)

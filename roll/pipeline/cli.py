@@ -34,6 +34,8 @@ __all__ = ["AGENTIC", "DISTILL", "DPO", "REWARD_MODEL", "RLVR", "SFT", "main", "
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_UNREAD = 0, 1, 2, 130, 141
 """Of every command; 2 is for a wrong command line, configuration or file, 141 for output that nobody reads."""
+_NO_HOME = "Could not determine home directory."
+"""Words of ``Path.expanduser`` about a user who is not known; a configuration's own paths are told with their keys."""
 LINE_WIDTH = 110
 _FOREIGN = 3
 """Keys of another pipeline that make a configuration its own, where none is of the pipeline that was asked for."""
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None, program: Program = AGENTIC) -> int:
     options, unknown = parser.parse_known_intermixed_args(argv)
     refuse(parser, unknown)
     action: Action = "print" if options.print_config else "validate" if options.validate_only else "train"
-    folder = Path(options.config_path).expanduser()
+    folder = Path(os.path.expanduser(options.config_path))
     return finished(lambda: perform(action, options.config_name, folder, options.overrides, program, started))
 
 
@@ -78,6 +80,11 @@ def finished(command: Callable[[], int]) -> int:
         return code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except RuntimeError as error:
+        if str(error) != _NO_HOME:
+            raise
+        sys.stderr.write("a path begins with ~ and a name that no user of this machine has\n")
+        return EXIT_USAGE
     except BrokenPipeError:
         try:
             sys.stdout.write("\n")
@@ -198,10 +205,10 @@ def locate(config: str, folder: str) -> tuple[str, Path]:
     Args:
         config: ``./mine.yaml`` is a file, ``mine`` a name.
     """
-    file = Path(config).expanduser()
+    file = Path(os.path.expanduser(config))
     if file.suffix in (".yaml", ".yml") or (os.sep in config and file.name):
         return file.stem if file.suffix == ".yaml" else file.name, file.parent
-    return config, Path(folder).expanduser()
+    return config, Path(os.path.expanduser(folder))
 
 
 def refuse(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:

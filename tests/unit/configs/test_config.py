@@ -495,6 +495,13 @@ def test_models_and_checkpoints_may_lie_in_the_home_folder(load, problems, tmp_p
     assert load("resume_from_checkpoint='~/checkpoint-3'").resume_from_checkpoint == "~/checkpoint-3"
 
 
+def test_the_home_of_a_user_who_is_not_there_is_told_with_its_key(problems, load):
+    found = problems("pretrain=~nobody-here/m", "plugins=[~nobody-here/p.py]", "max_steps=0")
+    assert found.keys() == {"pretrain", "plugins", "max_steps"}
+    assert found["plugins"].seen == "~nobody-here/p.py" and "user of this machine" in found["pretrain"].expected
+    assert load("system_envs.X='~5 of them'").system_envs == {"X": "~5 of them"}
+
+
 def test_a_workers_devices_must_lie_on_one_node(problems):
     vllm = "actor_infer={strategy_args:{strategy_name:vllm},num_gpus_per_worker:2,device_mapping:[7,8]}"
     found = problems("num_nodes=2", vllm)

@@ -69,6 +69,19 @@ def test_a_command_that_is_interrupted_shows_no_traceback(monkeypatch, capsys, c
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("words", [["chat", "~nobody-here/m"], ["validate", "rlvr_math", "pretrain=~nobody-here"]])
+def test_the_home_of_a_user_who_is_not_there_shows_no_traceback(capsys, words):
+    assert main(words) == 2
+    assert capsys.readouterr().err == "a path begins with ~ and a name that no user of this machine has\n"
+
+
+def test_a_file_whose_name_begins_with_a_tilde_is_a_file(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("~mine.yaml").write_text("defaults: [sft_math, _self_]\nexp_name: mine\n")
+    assert main(["validate", "./~mine.yaml"]) == 0
+    assert "~mine: valid" in capsys.readouterr().out
+
+
 def test_output_that_nobody_reads_to_its_end_shows_no_traceback():
     command = [sys.executable, "-m", "roll", "config", "list"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
