@@ -12,7 +12,7 @@ from typing import Any
 from roll.configs.importers import SYSTEMS, chatlearn, mindspeed, roll, verl, verl_supervised
 from roll.configs.importers.common import drop_nulls
 from roll.configs.importers.draft import Draft, Kind, Outcome, value_at
-from roll.configs.importers.reading import read
+from roll.configs.importers.reading import UnreadableError, read
 from roll.configs.importers.recognise import variant_of
 from roll.configs.importers.roll_distillation import read_students
 from roll.configs.importers.writing import shorten, text_of
@@ -79,15 +79,15 @@ def convert(
         name: of the configuration, where the files give it none.
 
     Raises:
-        UnreadableError: a file that is missing, no YAML, or a script without the system's command.
+        UnreadableError: a file that is missing, no YAML, or a script without the system's command; a value that the
+            system itself would not take.
     """
     system = variant_of(system, files)
     given = read(system, files, overrides)
     if system == "roll":
         read_students(given)
     draft = Draft(system, given)
-    draft.take_all()
-    schema = DERIVE[system](draft)
+    schema = _derived(draft, files)
     draft.tell_unused()
     _settle_unknown(draft, schema)
     drop_nulls(draft, lambda key: _takes_null(schema, key))
@@ -116,6 +116,18 @@ def convert(
         each for each in draft.outcomes if each.kind != Kind.THEIRS or value_at(values, each.ours) is not NOTHING
     ]
     return Imported(text, schema, tuple(written), tuple(problems), tuple(given.notes))
+
+
+def _derived(draft: Draft, files: Sequence[Path]) -> type[PipelineConfig]:
+    """Takes all keys, and returns the pipeline; a value of another kind than its key has there is told."""
+    try:
+        draft.take_all()
+        return DERIVE[draft.system](draft)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        names, told = " ".join(map(str, files)), f"{type(error).__name__}: {error}, near {draft.read}"
+        raise UnreadableError(
+            f"{names}: a value is of another kind than {SYSTEMS[draft.system]} takes: {told}"
+        ) from error
 
 
 def _written(draft: Draft, schema: type[PipelineConfig], header: str) -> tuple[dict[str, Any], str]:

@@ -62,7 +62,7 @@ def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
             continue
         try:
             script = read_script(file.read_text(encoding="utf-8"), system, str(file))
-        except (ScriptError, UnicodeDecodeError) as error:
+        except (ScriptError, OSError, UnicodeDecodeError) as error:
             raise UnreadableError(f"{file}: {error}") from error
         notes += script.notes
         program = script.program
@@ -103,12 +103,14 @@ def _tree(file: Path, notes: list[str], absent: list[str]) -> DictConfig:
     """One file with what its defaults list includes; what is not there is left out with a note."""
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, OSError, RecursionError) as error:
         raise UnreadableError(f"{file}: no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise UnreadableError(f"{file}: a mapping is expected, not {type(content).__name__}")
     content.pop("hydra", None)
     entries = content.pop("defaults", None) or []
+    if not isinstance(entries, list):
+        raise UnreadableError(f"{file}: defaults: a list is expected, not {type(entries).__name__}")
     while True:
         try:
             return _composed(file, content, entries)
@@ -120,7 +122,7 @@ def _tree(file: Path, notes: list[str], absent: list[str]) -> DictConfig:
             absent.append(missing)
             notes.append(f"{missing} is not there: the defaults of the system stand for it")
             entries = kept
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
             raise UnreadableError(f"{file}: {' '.join(str(error).split())}") from error
 
 

@@ -733,7 +733,15 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "broken.yaml").write_text("a: [1\n")
     (tmp_path / "other.sh").write_text("python train.py a=1\n")
+    (tmp_path / "number.yaml").write_text("5\n")
+    (tmp_path / "including.yaml").write_text("defaults: [number]\n")
+    for number, defaults in enumerate(("5", "[1]", "one")):
+        (tmp_path / f"defaults{number}.yaml").write_text(f"defaults: {defaults}\n")
     for name, words in {
+        "including.yaml": "including.yaml: Invalid loaded object type: int",
+        "defaults0.yaml": "defaults: a list is expected, not int",
+        "defaults1.yaml": "Unsupported type in defaults",
+        "defaults2.yaml": "defaults: a list is expected, not str",
         "list.yaml": "a mapping is expected",
         "broken.yaml": "no YAML",
         "other.sh": "no command that starts",
@@ -741,6 +749,24 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(UnreadableError, match=words):
             convert("verl", [tmp_path / name])
+
+
+@pytest.mark.parametrize(
+    ("system", "name", "word", "words"),
+    [
+        ("roll", "roll/run/rlvr.yaml", "adv_estimator=[x]", "TypeError: unhashable type: 'list', near adv_estimator"),
+        ("roll", "roll/run/rlvr.yaml", "rewards.sums=[1]", "AttributeError: .* near rewards.sums"),
+        (
+            "mindspeed",
+            "mindspeed.yaml",
+            "rl_config.mini_batch_size={a: 1}",
+            "TypeError: .* near rl_config.mini_batch_size",
+        ),
+    ],
+)
+def test_values_of_another_kind_than_a_key_has_are_refused(system: str, name: str, word: str, words: str) -> None:
+    with pytest.raises(UnreadableError, match=f"{name}: a value is of another kind than .* takes: {words}"):
+        convert(system, [FILES / name], [word])
 
 
 def test_included_files_that_are_missing_are_told(tmp_path: Path) -> None:
