@@ -161,16 +161,17 @@ def check_user(config: RLVRConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem("user", Words(config.user.path), "a user", str(error))
 
 
-def check_tag_templates(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """Templates of tags are there, as that of all others has to be."""
+def check_templates(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """The chat templates of the policy's conversations are there."""
     from roll.data.templates import read_template
 
-    for tag, template in config.actor_train.data_args.tag_templates.items():
+    data = config.actor_train.data_args
+    named = {"template": data.template, **{f"tag_templates.{tag}": each for tag, each in data.tag_templates.items()}}
+    for key, template in named.items():
         try:
             read_template(template)
         except (ValueError, OSError) as error:
-            key = f"actor_train.data_args.tag_templates.{tag}"
-            yield ConfigProblem(key, template, "a chat template", str(error))
+            yield ConfigProblem(f"actor_train.data_args.{key}", template, "a chat template", str(error))
 
 
 def check_data_plugins(config: PromptsConfig) -> Iterator[ConfigProblem]:
@@ -312,6 +313,7 @@ _CHECKS: tuple[Rule, ...] = (
     check_strategies,
     check_engine_options,
     check_plugins,
+    check_templates,
     *MODEL_CHECKS,
     check_placement,
     check_replay,
@@ -322,7 +324,6 @@ CHECKS: dict[type[PipelineConfig], tuple[Rule, ...]] = {
         check_verifiers,
         check_reward_parts,
         check_data_plugins,
-        check_tag_templates,
         check_user,
         check_tools,
         check_told_tools,

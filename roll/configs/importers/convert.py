@@ -31,7 +31,13 @@ DERIVE: dict[str, Callable[[Draft], type[PipelineConfig]]] = {
 }
 """By system: what its keys say together, and for which pipeline."""
 
-_PATHS = ("pretrain", "reward_pretrain", "teacher_pretrain", "resume_from_checkpoint")
+_PATHS = (
+    "pretrain",
+    "reward_pretrain",
+    "teacher_pretrain",
+    "resume_from_checkpoint",
+    "actor_train.data_args.template",
+)
 """Keys with the paths of another machine."""
 
 _OPEN = (".strategy_config.", ".env_config.")
@@ -101,7 +107,7 @@ def convert(
     problems = []
     for problem in found:
         if problem.path in _PATHS or problem.path.endswith((".args.model_path", ".pretrain")):
-            draft.tell(Kind.TO_DO, problem.path, problem.seen, note="there is no such folder on this machine")
+            draft.tell(Kind.TO_DO, problem.path, problem.seen, note="there is no such file or folder on this machine")
         elif problem.path.startswith("plugins.") or (
             problem.path.startswith("tools.use.") and problem.path.endswith(".tool")
         ):

@@ -449,6 +449,7 @@ def test_the_critic_takes_the_actors_optimizer_steps(problems, load):
         ("actor_train.strategy_args.strategy_name=vllm", "actor_train.strategy_args.strategy_name", ""),
         ("actor_train.strategy_args.strategy_name=no_such_pkg.x:Y", "actor_train.strategy_args.strategy_name", ""),
         ("track_with=tensorbord", "track_with", "tensorboard"),
+        ("actor_train.data_args.template=chatmll", "actor_train.data_args.template", "did you mean 'chatml'?"),
         ("adv_estimator=reinforc", "adv_estimator", ""),
         ("pretrain=./no/such/model", "pretrain", "nothing at this path"),
         ("actor_train.device_mapping=[7,8]", "actor_train.device_mapping", "8"),
