@@ -188,10 +188,11 @@ class RunConfig(Config):
     num_nodes: int = Field(
         default=1,
         ge=1,
+        le=10_000,
         description="Machines of the run. null: as many as the largest device of a role needs.",
     )
     num_gpus_per_node: int = Field(
-        default=8, ge=1, description="GPUs (or CPU slots where there is none) of each machine."
+        default=8, ge=1, le=1024, description="GPUs (or CPU slots where there is none) of each machine."
     )
     model_update_buffer_size_mb: int = Field(
         default=1024, ge=1, description="Size of one bucket when trained weights go to the generating workers, in MiB."

@@ -46,7 +46,7 @@ class ValidationConfig(Config):
 class RolloutWorkersConfig(Config):
     """The processes between the engines and the rewards."""
 
-    world_size: int = Field(default=1, ge=1, description="Number of processes.")
+    world_size: int = Field(default=1, ge=1, le=10_000, description="Number of processes.")
     worker_cls: str | None = Field(
         default=None, description="package.module:Class of the process. null: the project's own."
     )

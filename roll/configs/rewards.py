@@ -54,7 +54,9 @@ class RewardFilterConfig(Config):
 class RewardWorkers(Config):
     """The processes that score answers, or are asked about them, beside those of the roles."""
 
-    world_size: int | None = Field(default=None, ge=1, description="Worker processes. null: devices, else 1.")
+    world_size: int | None = Field(
+        default=None, ge=1, le=10_000, description="Worker processes. null: devices, else 1."
+    )
     device_mapping: DeviceMapping = Field(
         default=None, description="Devices of the workers, for the models in them. null: CPU processes."
     )

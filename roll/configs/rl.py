@@ -24,7 +24,9 @@ DEFAULT_GENERATOR = "hf_infer"
 class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
     """The rollouts, the critic and the reference; pipelines add where their rollouts come from."""
 
-    rollout_batch_size: int = Field(default=128, ge=1, description="Episodes (agentic) or prompts (RLVR) of a step.")
+    rollout_batch_size: int = Field(
+        default=128, ge=1, le=1_000_000, description="Episodes (agentic) or prompts (RLVR) of a step."
+    )
     val_prompt_length: int | None = Field(
         default=None, ge=1, description="Most tokens of a held-out first prompt. null: prompt_length."
     )

@@ -45,6 +45,7 @@ class WorkerConfig(Config):
     world_size: int | None = Field(
         default=None,
         ge=1,
+        le=100_000,
         description="Number of workers. null: devices / num_gpus_per_worker, or 1 without device_mapping.",
     )
     device_mapping: DeviceMapping = Field(
