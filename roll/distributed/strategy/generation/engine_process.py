@@ -87,7 +87,9 @@ class EngineProcess:
 
     def _read(self) -> None:
         last_words = None
-        with self._socket.makefile("rb") as answers, contextlib.suppress(EOFError, OSError):
+        # An engine that dies while it answers leaves a part of a pickle.
+        gone = contextlib.suppress(EOFError, OSError, pickle.UnpicklingError)
+        with self._socket.makefile("rb") as answers, gone:
             while True:
                 number, succeeded, result = pickle.load(answers)
                 if number is None:

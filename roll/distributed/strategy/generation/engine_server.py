@@ -35,7 +35,9 @@ class EngineServer:
             task.add_done_callback(tasks.discard)
 
         def read() -> None:
-            with self._socket.makefile("rb") as calls, contextlib.suppress(EOFError, OSError):
+            # A caller that dies while it calls leaves a part of a pickle.
+            gone = contextlib.suppress(EOFError, OSError, pickle.UnpicklingError)
+            with self._socket.makefile("rb") as calls, gone:
                 while True:
                     loop.call_soon_threadsafe(start, *pickle.load(calls))
             with contextlib.suppress(RuntimeError):  # the loop is closed: it ended before

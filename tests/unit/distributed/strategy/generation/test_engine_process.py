@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
+import socket
 import sys
 import textwrap
 import time
@@ -16,7 +18,7 @@ from roll.distributed.strategy.generation.engine_process import EngineCallError,
 from roll.distributed.strategy.generation.requests import EngineStoppedError
 
 ENGINE = """
-    import asyncio, os, subprocess, sys
+    import asyncio, os, pickle, subprocess, sys
     from roll.distributed.strategy.generation.engine_server import EngineServer
 
     class Engine:
@@ -44,6 +46,10 @@ ENGINE = """
 
         async def die(self):
             self.server.say("out of memory")
+            os._exit(3)
+
+        async def die_while_answering(self):
+            self.server._socket.sendall(pickle.dumps((0, True, "x" * 1000))[:500])
             os._exit(3)
 
     server = EngineServer(int(sys.argv[1]))
@@ -96,6 +102,20 @@ def test_the_last_words_of_an_engine_reach_all_who_wait(engine: EngineProcess) -
         waiting.result(20)
     with pytest.raises(EngineStoppedError, match="out of memory"):
         engine.submit("add", 1, 1)
+
+
+def test_an_engine_that_dies_within_an_answer_fails_all_who_wait(engine: EngineProcess) -> None:
+    waiting = engine.submit("wait")
+    engine.submit("die_while_answering")
+    with pytest.raises(EngineStoppedError, match="exit code 3"):
+        waiting.result(20)
+
+
+def test_an_engine_ends_when_its_caller_dies_within_a_call(engine: EngineProcess) -> None:
+    assert engine.submit("add", 1, 1).result(20) == {"sum": 2}
+    engine._socket.sendall(pickle.dumps((1, "add", (2, 3)))[:-5])
+    engine._socket.shutdown(socket.SHUT_WR)
+    assert gone(engine._process.pid)
 
 
 def test_a_killed_engine_fails_its_callers_and_takes_its_processes_along(engine: EngineProcess) -> None:
