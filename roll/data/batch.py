@@ -124,7 +124,7 @@ class Batch:
             value = getattr(self, f.name)
             if value is None:
                 continue
-            expected = num_tokens if _is_per_token(f.name) else len(self.lengths_B)
+            expected = num_tokens if is_per_token(f.name) else len(self.lengths_B)
             wide = f.name.endswith(("_TH", "_TK", "_TE", "_BK"))
             if value.ndim == 2 and wide and len(value) == expected:
                 continue
@@ -184,7 +184,7 @@ class Batch:
         for f in fields(self):
             column = getattr(self, f.name)
             if column is not None:
-                columns[f.name] = column.index_select(0, token_index if _is_per_token(f.name) else rows)
+                columns[f.name] = column.index_select(0, token_index if is_per_token(f.name) else rows)
         return Batch(**columns)
 
     def token_index(self, rows: Tensor | Sequence[int]) -> Tensor:
@@ -271,7 +271,8 @@ def from_arrays(kind: type[Columns], arrays: dict[str, np.ndarray]) -> Columns:
         return kind(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
-def _is_per_token(name: str) -> bool:
+def is_per_token(name: str) -> bool:
+    """Tells a column of tokens from one of rows, by its name."""
     return name.endswith(("_T", "_TH", "_TK", "_TE"))
 
 

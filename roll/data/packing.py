@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from roll.data.batch import Batch, unset_value
+from roll.data.batch import Batch, is_per_token, unset_value
 from roll.data.experts import UNKNOWN
 from roll.data.shared_prompts import AttentionPlan, shared_row
 
@@ -151,7 +151,7 @@ def take_micro_batch(batch: Batch, groups: Sequence[Tensor], index: int) -> Batc
         return batch.select(groups[index])
     columns = {f.name: getattr(batch, f.name) for f in fields(batch)}
     blank = {
-        name: torch.full((1 if name.endswith("_B") else 2, *column.shape[1:]), unset_value(name), dtype=column.dtype)
+        name: torch.full((2 if is_per_token(name) else 1, *column.shape[1:]), unset_value(name), dtype=column.dtype)
         for name, column in columns.items()
         if column is not None
     }

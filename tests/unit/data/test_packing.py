@@ -87,10 +87,14 @@ def test_loss_on_a_first_token_is_refused() -> None:
 
 
 def test_placeholder_has_the_same_columns_and_no_loss_tokens() -> None:
-    batch = make_batch().replace(scores_B=torch.ones(3), advantages_T=torch.ones(9))
+    batch = make_batch().replace(
+        scores_B=torch.ones(3), parts_BK=torch.ones(3, 2), advantages_T=torch.ones(9), ref_hidden_TH=torch.ones(9, 4)
+    )
     placeholder = take_micro_batch(batch, [torch.tensor([2])], 1)
     assert not placeholder.loss_mask_T.any()
     assert placeholder.scores_B is not None and placeholder.advantages_T is not None
+    assert placeholder.parts_BK is not None and placeholder.parts_BK.shape == (1, 2)
+    assert placeholder.ref_hidden_TH is not None and placeholder.ref_hidden_TH.shape == (2, 4)
     assert placeholder.values_T is None
     assert take_micro_batch(batch, [torch.tensor([2])], 0).tokens_T.tolist() == [31, 32, 33, 34]
 
