@@ -16,7 +16,7 @@ from roll.configs.problems import ConfigProblem
 from roll.configs.rules import TRAINED, Rule, sections
 from roll.configs.schema import did_you_mean, nearest
 from roll.configs.worker import WorkerConfig
-from roll.models.adapter_files import ADAPTER_CONFIG, CLASSIFIES, GENERATES
+from roll.models.adapter_files import ADAPTER_CONFIG, CLASSIFIES, GENERATES, unusual_entry
 from roll.models.tiny import MAX_POSITIONS
 from roll.models.tokenizer import check_same_ids, load_tokenizer
 from roll.tracking.manifest import CheckpointError
@@ -316,6 +316,8 @@ def check_adapter_start(config: PipelineConfig) -> Iterator[ConfigProblem]:
     if (task == CLASSIFIES) != config.trains_scores:
         expected = f"an adapter of task_type {CLASSIFIES if config.trains_scores else GENERATES}"
         yield ConfigProblem(key, path, expected, f"task_type: {task} in {ADAPTER_CONFIG}")
+    if unusual := unusual_entry(stored):
+        yield ConfigProblem(key, path, "an adapter without it", f"{unusual} in {ADAPTER_CONFIG}")
     for name, own, theirs in (("lora_rank", args.lora_rank, rank), ("lora_alpha", args.adapter_alpha, alpha)):
         if own != theirs:
             expected = f"{theirs}, as the adapter in {path} has it"

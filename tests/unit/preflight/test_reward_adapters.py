@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +51,11 @@ def test_an_adapter_of_a_language_model_is_no_start(problems: Any, tmp_path: Pat
     assert (
         "task_type SEQ_CLS task_type: CAUSAL_LM in" in problems("fsdp2_train", adapter_name_or_path=str(tmp_path))[key]
     )
+
+
+def test_an_adapter_that_adds_otherwise_is_no_start(problems: Any, tmp_path: Path) -> None:
+    write_adapter_config(tmp_path, LoraSpec(8, 16, ("q_proj", "down_proj")), "base", scores=True)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_rslora": True}))
+    found = problems("fsdp2_train", adapter_name_or_path=str(tmp_path))
+    assert found == {f"{KEY}.adapter_name_or_path": "an adapter without it use_rslora is True in adapter_config.json"}

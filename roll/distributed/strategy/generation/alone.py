@@ -19,7 +19,7 @@ from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.generation.generator import Generator
 from roll.distributed.weights.buckets import pack_buckets
 from roll.distributed.weights.contents import WeightBucket
-from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIES
+from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIES, unusual_entry
 from roll.models.loading import load_config
 from roll.models.lora import LoraSpec
 
@@ -34,7 +34,7 @@ def base_of(model: str) -> tuple[str, LoraSpec | None]:
     """The model that a folder of peft adapts, and its adapter; another model is its own.
 
     Raises:
-        ValueError: the adapter is a classifier's.
+        ValueError: the adapter is a classifier's, or adds something else than LoRA's two matrices.
     """
     file = Path(model).expanduser() / ADAPTER_CONFIG
     if not file.is_file():
@@ -42,6 +42,8 @@ def base_of(model: str) -> tuple[str, LoraSpec | None]:
     config = json.loads(file.read_text(encoding="utf-8"))
     if config.get("task_type") == CLASSIFIES:
         raise ValueError(f"{file}: task_type is {CLASSIFIES}: a reward model, expected a model that generates")
+    if unusual := unusual_entry(config):
+        raise ValueError(f"{file}: {unusual}, expected an adapter without it")
     spec = LoraSpec(
         config["r"],
         config["lora_alpha"],

@@ -31,7 +31,7 @@ from roll.distributed.strategy.training.pieces import Piece, Spread, TensorForm,
 from roll.distributed.strategy.training.saving import Contents, Tensors, model_tensors, write_contents
 from roll.distributed.strategy.training.stored_shards import SHARDS_FOLDER, StoredShards
 from roll.distributed.strategy.training.tensor_files import MAX_FILE_BYTES, Reader, StoredTensors
-from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIES
+from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIES, unusual_entry
 from roll.models.freezing import whole_name
 from roll.models.heads import SCORE_WEIGHT, VALUE_HEAD_FILE
 from roll.models.loading import (
@@ -52,10 +52,6 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 _CONFIG = "config.json"
 _CLASSIFIER = "ForSequenceClassification"
-_UNUSUAL = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")
-"""Keys of peft whose values would change what an adapter adds; the trainers write none but a classifier's head."""
-_HEADS = {"score", "classifier"}
-"""Names of heads that peft keeps as ``modules_to_save`` of a classifier, whichever it has."""
 
 
 @dataclass(frozen=True)
@@ -201,10 +197,8 @@ def _adapter(export: Export, folder: Path, matrices: Mapping[str, Spread]) -> _D
         return _Draft({ADAPTER: [piece_of(name, _as(one, export.dtype)) for name, one in matrices.items()]}, folder)
     config = _adapter_config(folder)
     classifies = config.get("task_type") == CLASSIFIES
-    if classifies and _HEADS.issuperset(config.get("modules_to_save") or ()):
-        config["modules_to_save"] = None
-    if unusual := [key for key in _UNUSUAL if config.get(key)] + ["bias"] * (config.get("bias", "none") != "none"):
-        raise ValueError(f"{folder}: {unusual[0]} is {config[unusual[0]]!r}, expected an adapter without it to merge")
+    if unusual := unusual_entry(config):
+        raise ValueError(f"{folder}: {unusual}, expected an adapter without it to merge")
     base = _base_of(export, config)
     skeleton, scale = _skeleton("lm", base, export.trust_remote_code), config["lora_alpha"] / config["r"]
     layers = _layers(skeleton, matrices)
