@@ -169,6 +169,17 @@ def test_shards_of_several_ranks_continue_on_one(folder: Path, small: Path, name
     assert_near(state_of(trainer), load_file(folder / "state.safetensors"), 0.0)
 
 
+def test_shards_start_the_moments_anew_where_these_are_not_loaded(small: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(small, SHARDED)
+    step(trainer, 0)
+    trainer.save(tmp_path)
+    resumed = make_trainer(small, loads=frozenset({"model", "rng"}))
+    resumed.load(tmp_path)
+    state, saved = state_of(resumed), state_of(trainer)
+    assert all(tensor.equal(saved[name]) for name, tensor in state.items() if name.endswith(MASTER))
+    assert not any(tensor.any() for name, tensor in state.items() if name.endswith(ADAM_STATE))
+
+
 def test_shards_hold_no_pickle(folder: Path) -> None:
     files = [file for file in (folder / "two").rglob("*") if file.is_file()]
     assert {file.suffix for file in files} <= {".safetensors", ".json"}, files

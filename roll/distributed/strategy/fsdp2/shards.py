@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 Shards: TypeAlias = dict[str, Tensor]
 
 
-def shards_of(weights: Weights) -> Shards:
+def shards_of(weights: Weights, *, moments: bool = True) -> Shards:
     """Trained weights and their moments as they lie on the ranks; writing into the tensors changes them.
 
     With ``cpu_offload`` beside a GPU they are copies, as a DTensor lies on the devices of its mesh.
     """
-    return {name: _placed(share, like) for name, share, like in _shares(weights)}
+    return {name: _placed(share, like) for name, share, like in _shares(weights, moments)}
 
 
 class ShardCopies:
@@ -72,8 +72,8 @@ def save_shards(path: Path, state: Shards, group: dist.ProcessGroup | None) -> N
         raise OSError(f"checkpoint {path}: {error}") from error
 
 
-def load_shards(path: Path, weights: Weights) -> None:
-    """Sets weights and moments to what ``save_shards`` wrote (collective).
+def load_shards(path: Path, weights: Weights, *, moments: bool) -> None:
+    """Sets weights, and ``moments`` too if wanted, to what ``save_shards`` wrote (collective).
 
     Raises:
         ValueError: a part is missing or belongs to another model.
@@ -82,13 +82,13 @@ def load_shards(path: Path, weights: Weights) -> None:
     from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 
     reader = HuggingFaceStorageReader(str(path))
-    state = shards_of(weights)
+    state = shards_of(weights, moments=moments)
     try:
         with _quiet():
             dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     except (CheckpointException, RuntimeError) as error:
         raise ValueError(f"checkpoint {path}: {error}; expected the shards of this model") from error
-    for name, share, _ in _shares(weights):
+    for name, share, _ in _shares(weights, moments):
         loaded = _local(state[name])
         if loaded.device != share.device:
             share.copy_(loaded)
@@ -99,12 +99,12 @@ def _quiet() -> warnings.catch_warnings:
     return warnings.catch_warnings(action="ignore", category=UserWarning)
 
 
-def _shares(weights: Weights) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _shares(weights: Weights, moments: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Name, this rank's share, and the parameter that it is shaped like."""
     for name, share in weights.trained.items():
         parameter = weights.parameters[name]
         yield name, share.detach(), parameter
-        for kind in weights.kinds(name):
+        for kind in weights.kinds(name) if moments else ():
             yield f"{name}.{kind}", weights.optimizer.state[share][kind], parameter
 
 

@@ -146,7 +146,7 @@ class Fsdp2Train(ModuleTrainer[Weights], Fsdp2Infer):
             return
         self._require(States.WEIGHTS | States.OPTIMIZER)
         state = restore_checkpoint(path, self.context.role, self.trained, self.context.loads, tensors=False)
-        load_shards(shards, self.weights)
+        load_shards(shards, self.weights, moments="optimizer" in self.context.loads)
         self._continue_from(state, path)
 
     def move(self, what: States, device: torch.device) -> None:
