@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from roll.configs.pipeline import PARTS
 from roll.distributed.strategy.fsdp2 import activation_offload
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
+from roll.distributed.strategy.training.checkpoint import restore_checkpoint
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 from roll.distributed.strategy.training.tensor_files import StoredTensors
 from roll.models.liger import use_liger_kernels
@@ -178,6 +180,14 @@ def test_shards_start_the_moments_anew_where_these_are_not_loaded(small: Path, t
     state, saved = state_of(resumed), state_of(trainer)
     assert all(tensor.equal(saved[name]) for name, tensor in state.items() if name.endswith(MASTER))
     assert not any(tensor.any() for name, tensor in state.items() if name.endswith(ADAM_STATE))
+
+
+@pytest.mark.parametrize("parts", [PARTS, ("model", "rng")])
+def test_shards_are_no_checkpoint_of_another_engine(small: Path, tmp_path: Path, parts: tuple[str, ...]) -> None:
+    trainer = make_trainer(small, SHARDED)
+    trainer.save(tmp_path)
+    with pytest.raises(ValueError, match="it holds shards of actor_train; expected the strategy that wrote them"):
+        restore_checkpoint(tmp_path, "actor_train", trainer.trained, parts)  # as other engines do
 
 
 def test_shards_hold_no_pickle(folder: Path) -> None:

@@ -28,6 +28,7 @@ from roll.distributed.strategy.training.pieces import (
     Piece,
     own_rank,
 )
+from roll.distributed.strategy.training.stored_shards import SHARDS_FOLDER
 from roll.distributed.strategy.training.tensor_files import (
     Reader,
     StoredTensors,
@@ -114,6 +115,9 @@ def restore_checkpoint(
     try:
         with raise_on_all_ranks():
             state = _read_state(model, resume)
+            if tensors and not model.is_dir() and (resume / SHARDS_FOLDER).is_dir():
+                words = "the strategy that wrote them, or in pretrain the folder that `roll export` makes of it"
+                raise ValueError(f"it holds shards of {role}; expected {words}")
             files = {"rng": resume / RNG_FILE} | ({"optimizer": (resume / OPTIMIZER).parent} if tensors else {})
             if absent := [part for part, file in files.items() if part in parts and not file.exists()]:
                 rest = ", ".join(part for part in PARTS if part in parts and part not in absent)
