@@ -206,6 +206,18 @@ def test_training_starts_from_an_adapter_that_is_there(model: Path, tmp_path: Pa
     assert not torch.equal(scores(second, True), scores(second, False))
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2_train", "megatron_train"])
+def test_an_adapter_of_more_layers_is_no_start(model: Path, tmp_path: Path, strategy: str) -> None:
+    if strategy in PACKAGES and not PACKAGES[strategy].installed:
+        pytest.skip(f"{PACKAGES[strategy].module} is not installed")
+    make_trainer(ALONE, model).save_model(tmp_path)
+    narrower = replace(ADAPTER, targets=ADAPTER.targets[:-1], start=str(tmp_path))
+    with pytest.raises(
+        ValueError, match=rf"seen \S+{ADAPTER.targets[-1]}\.lora_A\.weight, expected no other layers than lora_target"
+    ):
+        make_trainer(replace(ALONE, strategy=strategy), model, spec=narrower)
+
+
 def test_dropout_acts_in_training_only(model: Path) -> None:
     trainer = make_trainer(ALONE, model, spec=replace(ADAPTER, dropout=0.5))
     scorer = trainer.weights.scorer

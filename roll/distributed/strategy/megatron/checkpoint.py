@@ -72,7 +72,13 @@ class TrainedModel:
 
     def load(self, path: Path) -> None:
         with raise_on_all_ranks():
-            self._set(MASTER, _adapter_reader(path) if self._adapts else folder_reader(self.model, path))
+            self._set(MASTER, self._adapter_reader(path) if self._adapts else folder_reader(self.model, path))
+
+    def _adapter_reader(self, path: Path) -> Reader:
+        """Reads a peft folder by its names, and its head by that of a parameter here."""
+        names = [name for piece in adapter_pieces(self.gatherer) for name in piece.outline]
+        stored = adapter_tensors(path, names)
+        return lambda name: stored.get(SCORE_NAME if name.startswith(HEAD_PREFIX) else name)
 
     def set_steps(self, steps: int) -> None:
         self.optimizer.set_step(steps)
@@ -92,12 +98,6 @@ def adapter_pieces(gatherer: WeightGatherer) -> list[Piece]:
     """The adapter, and the head beside it, in float32 under the names of a peft folder."""
     head = [piece.renamed(lambda _: SCORE_NAME) for piece in gatherer.pieces("head", torch.float32)]
     return [*gatherer.pieces("adapter", torch.float32), *head]
-
-
-def _adapter_reader(path: Path) -> Reader:
-    """Reads a peft folder by its names, and its head by that of a parameter here."""
-    stored = adapter_tensors(path)
-    return lambda name: stored.get(SCORE_NAME if name.startswith(HEAD_PREFIX) else name)
 
 
 def _checkpoint_reader(read: Reader, head: Head) -> Reader:

@@ -134,15 +134,21 @@ def restore_checkpoint(
     return state
 
 
-def adapter_tensors(path: Path) -> StoredTensors:
+def adapter_tensors(path: Path, names: Collection[str]) -> StoredTensors:
     """Opens what a checkpoint of a run with an adapter has beside ``OPTIMIZER``.
 
+    Args:
+        names: of all tensors that are trained.
+
     Raises:
-        ValueError: it is of a run without.
+        ValueError: it is of a run without, or has more than these.
     """
     if not (path / ADAPTER_FILE).is_file():
         raise ValueError(f"no {ADAPTER_FILE}; expected a checkpoint of a run with lora_target")
-    return StoredTensors(path)
+    stored = StoredTensors(path)
+    if others := sorted(stored.forms.keys() - set(names)):
+        raise ValueError(f"{ADAPTER_FILE}: seen {others[0]}, expected no other layers than lora_target means")
+    return stored
 
 
 def _restore_tensors(model: Path, resume: Path, trained: Trained, *, optimizer: bool) -> None:

@@ -96,7 +96,7 @@ class TrainedModule:
             load_model(path, weights, trust_remote_code=self.trust_remote_code)
             return
         with raise_on_all_ranks():
-            stored = adapter_tensors(path)
+            stored = adapter_tensors(path, [_peft_name(weights, name) for name in weights.trained])
         _fill(weights, weights.trained, MASTER, lambda name: stored.get(_peft_name(weights, name)))
 
     def set_steps(self, steps: int) -> None:
