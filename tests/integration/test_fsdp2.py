@@ -18,11 +18,14 @@ from torch import Tensor
 from roll.algorithms.losses import build_policy_loss
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.engines import packages
 from roll.data.batch import Batch
 from roll.data.shared_prompts import worth_sharing
+from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
 from roll.distributed.strategy.training.optim import MASTER
+from tests.support.harness import make_model as make_scoring_model
 from tests.support.ranks import (
     assert_near,
     assert_same_files,
@@ -437,6 +440,24 @@ def test_nan_on_one_rank_skips_the_step_on_both(two_ranks: Path, name: str) -> N
 
 def test_only_rank_0_receives_weight_buckets(two_ranks: Path) -> None:
     assert not load_file(two_ranks / "full-1/final.safetensors")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2_infer", "megatron_infer"])
+@pytest.mark.parametrize("head", ["value", "score"])
+def test_a_head_is_found_in_a_folder_at_home(
+    strategy: str, head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = packages().get(strategy)
+    if package is not None and not package.installed:
+        pytest.skip(f"{package.module} is not installed")
+    make_scoring_model(tmp_path / "classifier", "qwen2_scores")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    values = []
+    for path in (tmp_path / "classifier", Path("~/classifier")):
+        critic: Any = STRATEGIES.get(strategy)(context_of(path, strategy, head=head))
+        critic.setup()
+        values.append(critic.logprobs(make_batch()).values_T)
+    assert values[0].any() and torch.equal(*values)
 
 
 def test_critic_of_two_ranks_scores_the_same_on_one(two_ranks: Path) -> None:

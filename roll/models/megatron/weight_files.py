@@ -23,7 +23,8 @@ class WeightFiles:
     """
 
     def __init__(self, path: str) -> None:
-        self._folder = local_folder(path, "*.safetensors", "*.json")
+        self.folder = local_folder(path, "*.safetensors", "*.json")
+        """On this machine."""
         self._files: dict[str, Any] = {}
         self._file_of = self._index()
 
@@ -36,17 +37,17 @@ class WeightFiles:
         # A model saved without its output layer has names without this prefix.
         file_name = next((n for n in (name, name.removeprefix("model.")) if n in self._file_of), None)
         if file_name is None:
-            raise ValueError(f"{self._folder}: no weight {name!r} in its safetensors files")
+            raise ValueError(f"{self.folder}: no weight {name!r} in its safetensors files")
         tensor: Tensor = self._open(self._file_of[file_name]).get_tensor(file_name)
         return tensor
 
     def _index(self) -> dict[str, str]:
-        if (self._folder / INDEX).is_file():
-            weight_map: dict[str, str] = json.loads((self._folder / INDEX).read_text())["weight_map"]
+        if (self.folder / INDEX).is_file():
+            weight_map: dict[str, str] = json.loads((self.folder / INDEX).read_text())["weight_map"]
             return weight_map
-        files = sorted(file.name for file in self._folder.glob("model*.safetensors"))
+        files = sorted(file.name for file in self.folder.glob("model*.safetensors"))
         if not files:
-            raise ValueError(f"model path {str(self._folder)!r}: no model.safetensors in it")
+            raise ValueError(f"model path {str(self.folder)!r}: no model.safetensors in it")
         return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118 (not a dict)
 
     def _open(self, file: str) -> Any:
@@ -54,7 +55,7 @@ class WeightFiles:
 
         if file not in self._files:
             try:
-                self._files[file] = safe_open(str(self._folder / file), framework="pt")
+                self._files[file] = safe_open(str(self.folder / file), framework="pt")
             except SafetensorError as error:
-                raise ValueError(f"{self._folder / file}: {error}; expected a whole safetensors file") from error
+                raise ValueError(f"{self.folder / file}: {error}; expected a whole safetensors file") from error
         return self._files[file]

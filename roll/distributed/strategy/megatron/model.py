@@ -203,11 +203,11 @@ def folder_reader(model: MegatronModel, path: Path) -> Reader:
     Raises:
         ValueError: no such folder, or no safetensors files in it; later, no tensor of a name.
     """
-    read, saved = WeightFiles(str(path)).read, {}
+    files, saved = WeightFiles(str(path)), {}
     if model.value_head is not None:
-        head = load_value_head(model.config.hidden_size, path, bias=model.value_head.linear.bias is not None)
+        head = load_value_head(model.config.hidden_size, files.folder, bias=model.value_head.linear.bias is not None)
         saved = {HEAD_PREFIX + name: parameter.detach() for name, parameter in head.named_parameters()}
-    return lambda name: saved[name] if name in saved else read(name)
+    return lambda name: saved[name] if name in saved else files.read(name)
 
 
 def own_parts(

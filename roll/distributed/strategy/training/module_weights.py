@@ -22,10 +22,11 @@ from roll.distributed.strategy.training.pieces import Piece, Spread, gather, own
 from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.comparison import OutputLayer
 from roll.models.freezing import whole_name
-from roll.models.heads import ValueHead, load_value_head
+from roll.models.heads import VALUE_HEAD_FILE, ValueHead, load_value_head
 from roll.models.loading import converts_weights, load_causal_lm, to_hf_weights
 from roll.models.lora import SCORE_NAME, adapter_name, base_name, initial_value, is_adapter
 from roll.models.scoring import TokenScorer
+from roll.models.tokenizer import local_folder
 from roll.utils.collector import paused_collector
 
 if TYPE_CHECKING:
@@ -191,7 +192,8 @@ def _read_model(
     whole = {MODEL_PREFIX + name: parameter.detach() for name, parameter in model.named_parameters()}
     if head is not None:
         bias = head.linear.bias is not None
-        saved = load_value_head(model.config.get_text_config().hidden_size, path, bias=bias)
+        folder = local_folder(str(path), "model*.safetensors", VALUE_HEAD_FILE)
+        saved = load_value_head(model.config.get_text_config().hidden_size, folder, bias=bias)
         whole |= {HEAD_PREFIX + name: parameter.detach() for name, parameter in saved.named_parameters()}
     return whole
 
