@@ -79,7 +79,9 @@ class MergedAdapter:
         scale = self._spec.alpha / self._spec.rank
         for name, layer in self._layers.items():
             weight = layer.weight
-            base = self._base.setdefault(name, weight.detach().cpu())
+            if name not in self._base:
+                self._base[name] = weight.detach().cpu()
+            base = self._base[name]
             down_RI, up_OR = (tensors[matrix_name(name, part)].to(weight.device, torch.float32) for part in ("A", "B"))
             # The sum in float32, rounded once: what peft's merge gives in float32, and at least as exact in others.
             merged = torch.addmm(base.to(weight.device).float(), up_OR, down_RI, alpha=scale)

@@ -187,6 +187,17 @@ def test_an_adapter_leaves_the_buckets_of_the_base_as_they_are() -> None:
     assert [bucket.data.tobytes() for bucket in buckets] == before
 
 
+def test_weights_come_to_the_host_once_for_all_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver, _ = pair("untied")
+    spec = LoraSpec(rank=2, alpha=4.0, targets=("q_proj", "down_proj"))
+    adapter, shapes = MergedAdapter(receiver, spec), matrix_shapes(receiver, spec)
+    fetched: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: fetched.append(tensor) or tensor)
+    for _ in range(3):
+        adapter.apply({name: torch.zeros(shape) for name, shape in shapes.items()})
+    assert len(fetched) == len(shapes) // 2, "a layer has two matrices"
+
+
 def test_weights_are_cast_to_the_receivers_dtype() -> None:
     receiver, sender = pair("untied")
     take(receiver.to(torch.bfloat16), exported(sender))
