@@ -70,6 +70,8 @@ class Generator(ABC, Generic[PlanT]):
         self._open: set[str] = set()
         self._begun: set[str] = set()
         """Those of them that the engine has."""
+        self._given_up: set[str] = set()
+        """Those of them that were aborted before the engine had them."""
         self._draining = False
         """Nothing more is begun before the next update."""
         self._holds: set[str] = set()
@@ -174,6 +176,8 @@ class Generator(ABC, Generic[PlanT]):
         self._check_alive()
         with self._in_flight(request.request_id):
             while not self._begin(request.request_id):
+                if request.request_id in self._given_up:
+                    return _nothing_sampled(request)
                 await asyncio.sleep(_LOCK_POLL_S)
                 self._check_alive()
             return await self.sample(request, limit)
@@ -181,6 +185,10 @@ class Generator(ABC, Generic[PlanT]):
     async def abort(self, request_id: str) -> None:
         """Finishes a request with the tokens it has, reason ABORT; an unknown id is ignored (it may be done)."""
         self._check_alive()
+        with self._gate:
+            if request_id in self._open - self._begun:
+                self._given_up.add(request_id)
+                return
         await asyncio.wrap_future(self.end(request_id))
 
     async def drain(self) -> None:
@@ -314,13 +322,15 @@ class Generator(ABC, Generic[PlanT]):
         finally:
             self._open.discard(request_id)
             self._begun.discard(request_id)
+            self._given_up.discard(request_id)
 
     def _begin(self, request_id: str) -> bool:
-        """Lets a request into the engine, unless those in it are to end first."""
+        """Lets a request into the engine, unless those in it are to end first or nobody waits for it any more."""
         with self._gate:
-            if not self._draining:
+            begins = not self._draining and request_id not in self._given_up
+            if begins:
                 self._begun.add(request_id)
-            return not self._draining
+            return begins
 
     def _hold(self, reason: str) -> Future[Any]:
         """Starts no step until this and every other reason is released."""
@@ -364,3 +374,9 @@ class Generator(ABC, Generic[PlanT]):
     def _check_alive(self) -> None:
         if self._stopped is not None:
             raise EngineStoppedError(f"the generation engine {self._stopped}")
+
+
+def _nothing_sampled(request: GenerateRequest) -> Completion:
+    """Completion of a request that was aborted before it began."""
+    nothing = np.empty(0, dtype=np.int64)
+    return Completion(request.request_id, nothing, nothing.astype(np.float32), FinishReason.ABORT, nothing)

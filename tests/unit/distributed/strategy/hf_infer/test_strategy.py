@@ -600,6 +600,26 @@ def test_drained_requests_end_before_an_update_and_new_ones_wait_for_it(model_pa
     assert {version for one in later for version, _ in one.runs} == {1}
 
 
+def test_a_request_that_waits_for_an_update_ends_when_it_is_aborted(model_path: Callable[..., str]) -> None:
+    first, second = requests_of(prompts(2), temperature=1.0, max_new_tokens=10)
+
+    async def run(engine: HfInfer) -> tuple[Completion, Completion]:
+        await engine.drain()
+        waiting = [asyncio.create_task(engine.generate(request)) for request in (first, second)]
+        await asyncio.sleep(0.05)
+        await engine.abort(first.request_id)
+        aborted = await asyncio.wait_for(waiting[0], 20)
+        assert not waiting[1].done() and engine.stats()["in_flight"] == 1
+        await engine.update_weights(buckets_of(model_path(seed=1)), 1)
+        return aborted, await waiting[1]
+
+    with engine_of(model_path()) as engine:
+        aborted, other = asyncio.run(run(engine))
+    assert (aborted.request_id, aborted.finish_reason) == (first.request_id, FinishReason.ABORT)
+    assert len(aborted.token_ids) == len(aborted.logprobs) == len(aborted.versions) == 0
+    assert len(other.token_ids) == 10 and engine.counters.generated_tokens == 10
+
+
 def test_refused_updates_leave_the_old_weights(model_path: Callable[..., str]) -> None:
     request = GenerateRequest("x", prompts(1)[0], SamplingParams(temperature=0, max_new_tokens=12))
     other = load(model_path(seed=1))
