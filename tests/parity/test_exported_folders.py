@@ -153,6 +153,24 @@ def test_the_folder_gives_the_policys_probabilities(runs: Runs, layout: Layout, 
             torch.testing.assert_close(found, expected, rtol=0, atol=0.08 if bits else 1e-5)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2_train", "deepspeed_train", "megatron_train"])
+def test_a_saved_model_is_configured_as_it_was_trained(strategy: str, tmp_path: Path) -> None:
+    if strategy in PACKAGES and not PACKAGES[strategy].installed:
+        pytest.skip(f"{PACKAGES[strategy].module} is not installed")
+    replaced = {"model_config_kwargs": {"rms_norm_eps": 0.25}}
+    model = make_model(tmp_path / "model", "qwen2")
+    trainer: Any = STRATEGIES.get(strategy)(make_context(Layout("eps", strategy, 1, model_args=replaced), model, 0))
+    trainer.setup()
+    trainer.save_model(tmp_path / "saved")
+    batch = make_batch(0).select([0])
+    with torch.no_grad():
+        logprobs = (load(tmp_path / "saved")(batch.tokens_T[None]).logits[0] / TEMPERATURE).log_softmax(-1)
+    positions = batch.loss_mask_T.nonzero().flatten()
+    expected = logprobs[positions - 1, batch.tokens_T[positions]]
+    torch.testing.assert_close(trainer.logprobs(batch).logprobs_T[positions], expected, rtol=0, atol=1e-5)
+    trainer.shutdown()
+
+
 @pytest.mark.parametrize("layout", [layout for layout in FSDP2 if layout.lora])
 def test_an_adapter_that_is_not_merged_is_one_of_peft(runs: Runs, layout: Layout, tmp_path: Path) -> None:
     from peft import PeftModel

@@ -340,6 +340,7 @@ class MegatronTrain(MegatronInfer, Trainer):
         return model_tensors(trunk, own_head, self.context.head, MODEL_PREFIX.rstrip("."))
 
     def write_config(self, folder: Path) -> None:
-        head, dtype = self.context.head, self._model_dtype
+        head, dtype, kwargs = self.context.head, self._model_dtype, self.context.worker.model_args.model_config_kwargs
         with torch.device("meta"):
-            save_config(make_skeleton(head, self.context.model_path, dtype=dtype), folder, dtype, head)
+            model = make_skeleton(head, self.context.model_path, dtype=dtype, config_kwargs=kwargs)
+            save_config(model, folder, dtype, head)
