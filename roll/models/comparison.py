@@ -87,7 +87,11 @@ class TeacherView:
 
     def take(self, index: Tensor, device: torch.device) -> TeacherView:
         """The entries of some tokens, on ``device``."""
-        return self._map(lambda column: column[index].to(device, non_blocking=True))
+        return self._map(lambda column: column[index]).to(device)
+
+    def to(self, device: torch.device) -> TeacherView:
+        """The same on ``device``."""
+        return self._map(lambda column: column.to(device, non_blocking=True))
 
     def split(self, size: int) -> Iterator[TeacherView]:
         """Views of ``size`` tokens each, the last of what is left."""
@@ -164,6 +168,7 @@ class Comparison:
         Raises:
             ValueError: the view has hidden states, but there is no layer to read them with.
         """
+        view = view.to(logprobs_KV.device)  # parameters that wait in host memory do not say where the model runs
         own_KV = self._at_temperature(logprobs_KV)
         if view.hidden is None:
             assert view.ids is not None and view.logprobs is not None and view.tail is not None

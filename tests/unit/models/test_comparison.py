@@ -15,7 +15,7 @@ import roll.models.scoring as scoring
 from roll.configs.divergence import DivergenceConfig
 from roll.data.batch import Batch
 from roll.data.packing import packed_row, rectangle
-from roll.models.comparison import ComparisonSpec, TeacherView, WholeVocabulary
+from roll.models.comparison import Comparison, ComparisonSpec, OutputLayer, TeacherView, WholeVocabulary
 from roll.models.scoring import TokenScorer, score_batch, score_input
 from roll.models.teacher_layer import make_comparison
 
@@ -162,6 +162,22 @@ def test_chunks_and_layouts_give_the_same_divergence_and_gradient(
     for divergence, gradient in results[1:]:
         torch.testing.assert_close(divergence, results[0][0], rtol=1e-5, atol=2e-6)
         torch.testing.assert_close(gradient, results[0][1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        TeacherView(torch.ones(3, 24), None, None, None),
+        TeacherView(None, torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2), torch.zeros(3)),
+    ],
+    ids=["hidden", "top"],
+)
+def test_what_a_teacher_says_comes_to_where_the_model_runs(view: TeacherView) -> None:
+    """Inputs are placed by the parameters, which FSDP2 keeps in host memory with ``cpu_offload``; it moves no view."""
+    layer = None if view.hidden is None else OutputLayer(torch.empty(37, 24, device="meta"))
+    comparison = Comparison(ComparisonSpec(KL, 1.0), WholeVocabulary(), 1.0, layer)
+    found = comparison(torch.empty(3, 37, device="meta"), view)
+    assert found.device.type == "meta" and found.shape == (3,)
 
 
 def test_a_model_without_a_comparison_says_so() -> None:
