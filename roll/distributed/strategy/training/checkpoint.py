@@ -145,7 +145,7 @@ def adapter_tensors(path: Path, names: Collection[str]) -> StoredTensors:
     """
     if not (path / ADAPTER_FILE).is_file():
         raise ValueError(f"no {ADAPTER_FILE}; expected a checkpoint of a run with lora_target")
-    stored = StoredTensors(path)
+    stored = StoredTensors(path, [path / ADAPTER_FILE])
     if others := sorted(stored.forms.keys() - set(names)):
         raise ValueError(f"{ADAPTER_FILE}: seen {others[0]}, expected no other layers than lora_target means")
     return stored
