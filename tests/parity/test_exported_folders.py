@@ -153,6 +153,35 @@ def test_the_folder_gives_the_policys_probabilities(runs: Runs, layout: Layout, 
             torch.testing.assert_close(found, expected, rtol=0, atol=0.08 if bits else 1e-5)
 
 
+FROZEN = Layout(
+    "frozen", "fsdp2_train", 1, SHARDED, model_args={"freeze_module_prefix": "model.embed_tokens,model.layers.0"}
+)
+
+
+def save_shards(folder: Path) -> dict[str, Tensor]:
+    """Of a model that is partly frozen; returns all of its weights as they were at the end."""
+    trainer: Any = STRATEGIES.get("fsdp2_train")(make_context(FROZEN, make_model(folder / "model", "qwen2"), 0))
+    trainer.setup()
+    trainer.train_step(make_batch(0), policy_loss)
+    trainer.save(folder / "checkpoint")
+    return {name.removeprefix("model."): one.detach() for name, one in trainer.weights.parameters.items()}
+
+
+def test_shards_have_what_is_frozen_too(tmp_path: Path) -> None:
+    expected = save_shards(tmp_path)
+    export_folder(export_of(tmp_path / "checkpoint"), tmp_path / "exported")
+    found = dict(load(tmp_path / "exported").named_parameters())
+    assert found.keys() == expected.keys()
+    assert not [name for name, tensor in expected.items() if not found[name].equal(tensor)]
+
+
+def test_shards_of_an_earlier_version_lack_what_is_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roll.distributed.strategy.fsdp2.shards.is_adapter", lambda name: True)
+    save_shards(tmp_path)
+    with pytest.raises(ValueError, match=r"no model\.embed_tokens\.weight in it, an earlier version left out"):
+        export_folder(export_of(tmp_path / "checkpoint"), tmp_path / "exported")
+
+
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "deepspeed_train", "megatron_train"])
 def test_a_saved_model_is_configured_as_it_was_trained(strategy: str, tmp_path: Path) -> None:
     if strategy in PACKAGES and not PACKAGES[strategy].installed:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roll.models.lora import is_adapter
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -23,12 +25,14 @@ if TYPE_CHECKING:
 Shards: TypeAlias = dict[str, Tensor]
 
 
-def shards_of(weights: Weights, *, moments: bool = True) -> Shards:
-    """Trained weights and their moments as they lie on the ranks; writing into the tensors changes them.
+def shards_of(weights: Weights) -> Shards:
+    """Weights and moments as they lie on the ranks, but for what an adapter is added to.
 
     With ``cpu_offload`` beside a GPU they are copies, as a DTensor lies on the devices of its mesh.
     """
-    return {name: _placed(share, like) for name, share, like in _shares(weights, moments)}
+    frozen = {} if any(map(is_adapter, weights.trained)) else weights.local.keys() - weights.trained.keys()
+    found = {name: _placed(weights.local[name].detach(), weights.parameters[name]) for name in sorted(frozen)}
+    return found | _trained_shards(weights, moments=True)
 
 
 class ShardCopies:
@@ -73,7 +77,7 @@ def save_shards(path: Path, state: Shards, group: dist.ProcessGroup | None) -> N
 
 
 def load_shards(path: Path, weights: Weights, *, moments: bool) -> None:
-    """Sets weights, and ``moments`` too if wanted, to what ``save_shards`` wrote (collective).
+    """Sets trained weights, and ``moments`` too if wanted, to what ``save_shards`` wrote (collective).
 
     Raises:
         ValueError: a part is missing or belongs to another model.
@@ -82,7 +86,7 @@ def load_shards(path: Path, weights: Weights, *, moments: bool) -> None:
     from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 
     reader = HuggingFaceStorageReader(str(path))
-    state = shards_of(weights, moments=moments)
+    state = _trained_shards(weights, moments=moments)
     try:
         with _quiet():
             dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
@@ -92,6 +96,11 @@ def load_shards(path: Path, weights: Weights, *, moments: bool) -> None:
         loaded = _local(state[name])
         if loaded.device != share.device:
             share.copy_(loaded)
+
+
+def _trained_shards(weights: Weights, *, moments: bool) -> Shards:
+    """Of what is trained; writing into the tensors changes it."""
+    return {name: _placed(share, like) for name, share, like in _shares(weights, moments)}
 
 
 def _quiet() -> warnings.catch_warnings:

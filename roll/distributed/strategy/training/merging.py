@@ -172,12 +172,18 @@ def _sharded(export: Export, shards: Path) -> _Draft:
     trunk = {name.removeprefix(MODEL_PREFIX): one for name, one in spreads.items() if name.startswith(MODEL_PREFIX)}
     if (shards / ADAPTER_CONFIG).is_file():
         return _adapter(export, shards, _adapter_names(export, shards, spreads))
+    kind = _head_of(shards)
+    parameters = _skeleton(kind, shards, export.trust_remote_code).named_parameters()
+    if frozen := [name for name, _ in parameters if name not in trunk]:
+        raise ValueError(
+            f"{shards}: no {frozen[0]} in it, an earlier version left out what is frozen; continue from it and save"
+        )
     head = [
         piece_of(name.removeprefix(HEAD_PREFIX), spread)
         for name, spread in spreads.items()
         if name.startswith(HEAD_PREFIX)
     ]
-    return _Draft(_model_pieces(export, shards, _head_of(shards), trunk, head), shards)
+    return _Draft(_model_pieces(export, shards, kind, trunk, head), shards)
 
 
 def _model_pieces(
