@@ -207,13 +207,22 @@ def case_checkpoint_of_experts(folder: Path, rank: int) -> dict[str, Any]:
 
 def case_checkpoint_bf16(folder: Path, rank: int) -> dict[str, Any]:
     """Continuing in the same layout changes not a bit."""
-    trainer = make_trainer(folder / "dense", "megatron_train", {}, rank, dtype="bf16")
+    return _continued(folder, rank, {}, "saved-bf16")
+
+
+def case_checkpoint_of_stages(folder: Path, rank: int) -> dict[str, Any]:
+    """The last stage has a copy of the tied embeddings."""
+    return _continued(folder, rank, {PP: 2}, "saved-by-stages")
+
+
+def _continued(folder: Path, rank: int, config: dict[str, Any], name: str) -> dict[str, Any]:
+    trainer = make_trainer(folder / "dense", "megatron_train", config, rank, dtype="bf16")
     step(trainer, 1)
-    trainer.save(folder / "saved-bf16")
+    trainer.save(folder / name)
     step(trainer, 2)
     expected = exported(trainer)
-    other = make_trainer(folder / "dense", "megatron_train", {}, rank, dtype="bf16")
-    other.load(folder / "saved-bf16")
+    other = make_trainer(folder / "dense", "megatron_train", config, rank, dtype="bf16")
+    other.load(folder / name)
     step(other, 2)
     found = exported(other)
     return {"equal": all(found[n].equal(expected[n]) for n in expected), "count": len(expected)}
@@ -438,6 +447,16 @@ def test_bf16_continues_bit_for_bit(folder: Path) -> None:
     assert found["equal"] and found["count"] > 40
     stored = StoredTensors(folder / "saved-bf16" / "resume" / "actor_train" / "optimizer")
     assert stored.get("model.norm.weight.master").dtype == torch.float32
+
+
+def test_stages_with_tied_embeddings_continue_bit_for_bit(folder: Path) -> None:
+    found = found_by(case_checkpoint_of_stages, folder)
+    assert found["equal"] and found["count"] > 40
+    alone, stages = (
+        StoredTensors(folder / name / "resume" / "actor_train" / "optimizer").forms
+        for name in ("saved-bf16", "saved-by-stages")
+    )
+    assert stages == alone
 
 
 def test_critic_trains_and_is_saved_like_any_other(folder: Path) -> None:

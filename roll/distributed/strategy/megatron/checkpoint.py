@@ -60,8 +60,8 @@ class TrainedModel:
         head = [piece.renamed(lambda name: HEAD_PREFIX + name) for piece in pieces("head")]
         if self._adapts:
             return [*pieces("adapter"), *head]
-        # Nothing of what is frozen: no rank updates any part of it.
-        updated = [piece for piece in pieces("trunk") if all(spread.regions for spread in piece.spreads)]
+        # Nothing of what is frozen, of which no rank updates a part, or of tied embeddings' copy, which has no name.
+        updated = [one for one in pieces("trunk") if one.outline and all(spread.regions for spread in one.spreads)]
         trunk = _module_pieces(updated, self.model.converted.num_experts)
         return [*(piece.renamed(partial(saved_name, head=self.context.head)) for piece in trunk), *head]
 
