@@ -182,22 +182,28 @@ def test_shards_of_an_earlier_version_lack_what_is_frozen(tmp_path: Path, monkey
         export_folder(export_of(tmp_path / "checkpoint"), tmp_path / "exported")
 
 
+def _save_replaced(rank: int, port: int, strategy: str, model: Path, folder: Path) -> None:
+    enter_rank(port)
+    replaced = {"model_config_kwargs": {"rms_norm_eps": 0.25}}
+    trainer: Any = STRATEGIES.get(strategy)(make_context(Layout("eps", strategy, 1, model_args=replaced), model, rank))
+    trainer.setup()
+    trainer.save_model(folder / "saved")
+    save_file({"logprobs": trainer.logprobs(make_batch(0)).logprobs_T}, folder / "scores.safetensors")
+    leave_rank()
+
+
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "deepspeed_train", "megatron_train"])
 def test_a_saved_model_is_configured_as_it_was_trained(strategy: str, tmp_path: Path) -> None:
     if strategy in PACKAGES and not PACKAGES[strategy].installed:
         pytest.skip(f"{PACKAGES[strategy].module} is not installed")
-    replaced = {"model_config_kwargs": {"rms_norm_eps": 0.25}}
-    model = make_model(tmp_path / "model", "qwen2")
-    trainer: Any = STRATEGIES.get(strategy)(make_context(Layout("eps", strategy, 1, model_args=replaced), model, 0))
-    trainer.setup()
-    trainer.save_model(tmp_path / "saved")
+    run_ranks(_save_replaced, 1, strategy, make_model(tmp_path / "model", "qwen2"), tmp_path)
     batch = make_batch(0).select([0])
     with torch.no_grad():
         logprobs = (load(tmp_path / "saved")(batch.tokens_T[None]).logits[0] / TEMPERATURE).log_softmax(-1)
     positions = batch.loss_mask_T.nonzero().flatten()
     expected = logprobs[positions - 1, batch.tokens_T[positions]]
-    torch.testing.assert_close(trainer.logprobs(batch).logprobs_T[positions], expected, rtol=0, atol=1e-5)
-    trainer.shutdown()
+    found = load_file(tmp_path / "scores.safetensors")["logprobs"][make_batch(0).rows_T == 0]
+    torch.testing.assert_close(found[positions], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", [layout for layout in FSDP2 if layout.lora])

@@ -119,3 +119,42 @@ def test_a_checkpoint_goes_on_in_another_engine(tmp_path: Path) -> None:
         assert moments and not [name for name in moments if name.startswith(tuple(FROZEN.split(",")))]
         found = load_file(tmp_path / f"from-{engine}.safetensors")
         assert_near(found, expected, FP32_BOUND)
+
+
+def _freeze_later(rank: int, port: int, engine: str, config: dict[str, Any], model: Path, folder: Path) -> None:
+    enter_rank(port)
+    for dtype in ("fp32", "bf16"):
+
+        def trainer(dtype: str = dtype, **args: Any) -> Any:
+            chosen = Layout("", engine, 1, config, model_args={"dtype": dtype, **args})
+            found: Any = STRATEGIES.get(engine)(make_context(chosen, model, rank))
+            found.setup()
+            return found
+
+        first = trainer()
+        first.train_step(make_batch(0), policy_loss)
+        first.save(folder / dtype)
+        second = trainer(**FIRST)
+        second.load(folder / dtype)
+        for name, each in (("saved", first), ("loaded", second)):
+            save_file(exported(each), folder / f"{name}-{dtype}.safetensors")
+    leave_rank()
+
+
+@pytest.mark.parametrize(
+    ("engine", "config"),
+    [("fsdp2_train", {}), ("fsdp2_train", {"checkpoint": "sharded"}), ("deepspeed_train", {}), ("megatron_train", {})],
+)
+def test_what_is_frozen_from_a_checkpoint_on_is_the_checkpoints(
+    engine: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    if engine in PACKAGES and not PACKAGES[engine].installed:
+        pytest.skip(f"{engine} is not installed")
+    model = make_model(tmp_path / "model", "qwen2")
+    run_ranks(_freeze_later, 1, engine, config, model, tmp_path)
+    start = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    for dtype in ("fp32", "bf16"):
+        found, expected = (load_file(tmp_path / f"{name}-{dtype}.safetensors") for name in ("loaded", "saved"))
+        assert not [name for name, tensor in expected.items() if not found[name].equal(tensor)]
+        embedding = expected["model.embed_tokens.weight"]
+        assert not start.to(embedding.dtype).equal(embedding), "it was trained before"

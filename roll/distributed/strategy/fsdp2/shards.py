@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.models.lora import is_adapter
 
 if TYPE_CHECKING:
@@ -25,14 +26,12 @@ if TYPE_CHECKING:
 Shards: TypeAlias = dict[str, Tensor]
 
 
-def shards_of(weights: Weights) -> Shards:
-    """Weights and moments as they lie on the ranks, but for what an adapter is added to.
+def shards_of(weights: Weights, *, moments: bool = True) -> Shards:
+    """Weights and moments as they lie on the ranks, but for what an adapter is added to; writing changes them.
 
     With ``cpu_offload`` beside a GPU they are copies, as a DTensor lies on the devices of its mesh.
     """
-    frozen = {} if any(map(is_adapter, weights.trained)) else weights.local.keys() - weights.trained.keys()
-    found = {name: _placed(weights.local[name].detach(), weights.parameters[name]) for name in sorted(frozen)}
-    return found | _trained_shards(weights, moments=True)
+    return {name: _placed(share, like) for name, share, like in _shares(weights, moments)}
 
 
 class ShardCopies:
@@ -77,7 +76,9 @@ def save_shards(path: Path, state: Shards, group: dist.ProcessGroup | None) -> N
 
 
 def load_shards(path: Path, weights: Weights, *, moments: bool) -> None:
-    """Sets trained weights, and ``moments`` too if wanted, to what ``save_shards`` wrote (collective).
+    """Sets weights, and ``moments`` too if wanted, to what ``save_shards`` wrote (collective).
+
+    Earlier versions left out what is frozen, which then stays as it is.
 
     Raises:
         ValueError: a part is missing or belongs to another model.
@@ -86,21 +87,19 @@ def load_shards(path: Path, weights: Weights, *, moments: bool) -> None:
     from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 
     reader = HuggingFaceStorageReader(str(path))
-    state = _trained_shards(weights, moments=moments)
+    state = shards_of(weights, moments=moments)
+    if frozen := state.keys() & weights.local.keys() - weights.trained.keys():
+        with raise_on_all_ranks():
+            for name in frozen - reader.read_metadata().state_dict_metadata.keys():
+                del state[name]
     try:
         with _quiet():
             dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     except (CheckpointException, RuntimeError) as error:
         raise ValueError(f"checkpoint {path}: {error}; expected the shards of this model") from error
     for name, share, _ in _shares(weights, moments):
-        loaded = _local(state[name])
-        if loaded.device != share.device:
+        if name in state and (loaded := _local(state[name])).device != share.device:
             share.copy_(loaded)
-
-
-def _trained_shards(weights: Weights, *, moments: bool) -> Shards:
-    """Of what is trained; writing into the tensors changes it."""
-    return {name: _placed(share, like) for name, share, like in _shares(weights, moments)}
 
 
 def _quiet() -> warnings.catch_warnings:
@@ -110,10 +109,11 @@ def _quiet() -> warnings.catch_warnings:
 
 def _shares(weights: Weights, moments: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Name, this rank's share, and the parameter that it is shaped like."""
-    for name, share in weights.trained.items():
+    trained = weights.trained
+    for name, share in (trained if any(map(is_adapter, trained)) else weights.local).items():
         parameter = weights.parameters[name]
         yield name, share.detach(), parameter
-        for kind in weights.kinds(name) if moments else ():
+        for kind in weights.kinds(name) if moments and name in trained else ():
             yield f"{name}.{kind}", weights.optimizer.state[share][kind], parameter
 
 

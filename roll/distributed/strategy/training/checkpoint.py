@@ -157,14 +157,16 @@ def _restore_tensors(model: Path, resume: Path, trained: Trained, *, optimizer: 
         return
     with raise_on_all_ranks():
         stored = StoredTensors((resume / OPTIMIZER).parent)
+        masters = {name for name in stored.forms if name.endswith(f".{MASTER}")}
         if stored.kinds - {MASTER} != set(trained.kinds):
             found, expected = (", ".join(sorted(set(kinds) - {MASTER})) for kinds in (stored.kinds, trained.kinds))
             words = f"its optimizer has {found}; expected {expected}, those of training_args.optimizer here"
             raise ValueError(f"{words}; checkpoint_config.load_contents without optimizer starts it anew")
-    if MASTER in stored.kinds:
-        trained.fill(MASTER, stored.reader(MASTER))
-    else:
+    own = {f"{name}.{MASTER}" for piece in trained.tensors(MASTER) for name in piece.outline}
+    if not masters or masters - own:  # what was trained and is frozen now is in the model's folder
         trained.load(model)
+    if masters:
+        trained.fill(MASTER, stored.reader(MASTER))
     for kind in trained.kinds:
         trained.fill(kind, stored.reader(kind))
 
