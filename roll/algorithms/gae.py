@@ -48,7 +48,7 @@ def _turn_gae(batch: Batch, config: AlgorithmConfig) -> Batch:
 def value_mask(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """bool [T]: the tokens whose value the critic learns (all sampled ones, or each turn's first).
 
-    The critic's train step should be given ``batch.replace(loss_mask_T=value_mask(batch, config))``, so that the
+    The critic's train step should be given ``batch.with_loss_mask(value_mask(batch, config))``, so that the
     engine's counts are those of the value loss.
     """
     if not config.turn_level_gae:

@@ -50,7 +50,7 @@ def select_for_policy(batch: Batch, config: AlgorithmConfig, seed: int) -> tuple
         metrics["actor/kl_cov_frac"] = mean(marked_T[batch.loss_mask_T])
         batch = batch.replace(marked_T=marked_T)
     keep_T, keep_metrics = _kept_tokens(batch, config)
-    batch = batch.replace(weights_T=weights_T, loss_mask_T=batch.loss_mask_T & keep_T)
+    batch = batch.replace(weights_T=weights_T).with_loss_mask(batch.loss_mask_T & keep_T)
     metrics |= keep_metrics
     if config.use_pf_ppo:
         rows = pf_ppo_rows(batch, config, generator)

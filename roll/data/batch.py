@@ -176,6 +176,17 @@ class Batch:
         """A copy with the given fields exchanged."""
         return dataclasses.replace(self, **columns)  # type: ignore[arg-type]
 
+    def with_loss_mask(self, loss_mask_T: Tensor) -> Batch:
+        """The batch with fewer loss tokens; ``share_B`` are then parts of what is left of a sample."""
+        batch = self.replace(loss_mask_T=loss_mask_T)
+        if self.share_B is None or self.traj_B is None:
+            return batch
+        left_B = torch.bincount(self.rows_T[loss_mask_T], minlength=self.num_sequences)
+        _, sample_B = torch.unique(self.traj_B, return_inverse=True)
+        left_S = torch.zeros(self.num_sequences, dtype=torch.int64).index_add_(0, sample_B, left_B)
+        is_part_B = (self.share_B < 1) & (left_B > 0)
+        return batch.replace(share_B=torch.where(is_part_B, left_B / left_S[sample_B].double(), self.share_B))
+
     def select(self, rows: Tensor | Sequence[int]) -> Batch:
         """The given sequences, in the given order."""
         rows = torch.as_tensor(rows, dtype=torch.int64)

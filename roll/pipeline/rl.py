@@ -284,7 +284,7 @@ class RLPipeline(TrainingLoop):
             selection_metrics |= self._steer_kl_loss(batch)
         actor_refs = self.roles.actor.submit_train(policy_batch, steps) if trains_actor else []
         unread = dict.fromkeys(("ref_hidden_TH", "experts_TE", *TEACHER_COLUMNS))
-        value_batch = batch.replace(loss_mask_T=value_mask(batch, self.config), **unread)
+        value_batch = batch.replace(**unread).with_loss_mask(value_mask(batch, self.config))
         critic = self.roles.critic if value_batch.loss_mask_T.any() else None
         critic_refs = critic.submit_train(value_batch, steps) if critic else []
         history = self.roles.actor.gather_train(actor_refs) if actor_refs else []

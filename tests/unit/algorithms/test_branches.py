@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.algorithms.advantages import ADVANTAGES, compute_advantages
-from roll.algorithms.losses import build_policy_loss, build_sft_loss
+from roll.algorithms.gae import value_mask
+from roll.algorithms.losses import build_policy_loss, build_sft_loss, build_value_loss
+from roll.algorithms.selection import select_for_policy
 from roll.algorithms.types import LossFn, TokenScores
 from roll.configs.algorithm import AlgorithmConfig, LossAggMode
 from roll.data.batch import Batch
@@ -74,6 +76,42 @@ def test_the_gradient_is_that_of_one_row_in_every_aggregation(mode: LossAggMode,
     assert got[0].loss.item() == pytest.approx(expected[0].loss.item(), rel=1e-9, abs=1e-12)
     slopes, wanted = by_token(branched, got[1][0]), by_token(whole, expected[1][0])
     assert slopes == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+
+
+def assert_same_gradient(loss_fn: LossFn, whole: Batch, branched: Batch) -> None:
+    if not whole.loss_mask_T.any():
+        return
+    found = []
+    for batch in (branched, whole):
+        logprobs_T = scores_of(batch).logprobs_T
+        _, slopes = gradient(loss_fn, TokenScores(*[logprobs_T] * 4), batch, context(batch))
+        found.append(by_token(batch, slopes.sum(0)))
+    assert found[0] == pytest.approx(found[1], rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=25)
+@given(seed=seeds)
+@pytest.mark.parametrize("mode", get_args(LossAggMode))
+def test_masked_tokens_leave_the_branches_the_weight_of_one_row(mode: LossAggMode, seed: int) -> None:
+    rejecting = {"filters": [{"enabled": True, "agg_type": "token", "ratio_enabled": True, "ratio_high": 1.0}]}
+    config = AlgorithmConfig.model_validate({"loss_agg_mode": mode, "train_infer_correction": rejecting})
+    whole, branched = (
+        select_for_policy(batch.replace(advantages_T=torch.cos(batch.tokens_T) * batch.loss_mask_T), config, 0)[0]
+        for batch in whole_and_branched(seed)
+    )
+    assert_same_gradient(build_policy_loss(config), whole, branched)
+
+
+@settings(max_examples=25)
+@given(seed=seeds)
+@pytest.mark.parametrize("mode", get_args(LossAggMode))
+def test_value_targets_of_turns_have_the_weight_of_one_row(mode: LossAggMode, seed: int) -> None:
+    config = AlgorithmConfig(adv_estimator="gae", turn_level_gae=True, loss_agg_mode=mode)
+    whole, branched = (
+        batch.replace(returns_T=torch.cos(batch.tokens_T)).with_loss_mask(value_mask(batch, config))
+        for batch in whole_and_branched(seed)
+    )
+    assert_same_gradient(build_value_loss(config), whole, branched)
 
 
 @settings(max_examples=25)
