@@ -44,6 +44,12 @@ def rows_trained_later(steps: Sequence[Tensor]) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64), *steps[1:]]).unique()
 
 
+def steps_with_tokens(batch: Batch, steps: Sequence[Tensor]) -> list[Tensor]:
+    """The optimizer steps that have something to learn from; masks may have left nothing of others."""
+    has_B = torch.bincount(batch.rows_T[batch.loss_mask_T], minlength=batch.num_sequences) > 0
+    return [rows for rows in steps if has_B[rows].any()]
+
+
 class Scorer(Protocol):
     """Says how likely a model finds the tokens of a batch."""
 

@@ -38,7 +38,7 @@ from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.idleness import Idleness
 from roll.pipeline.loop import TrainingLoop, mean_metrics
-from roll.pipeline.model_cluster import Scorer, plan_optimizer_steps, rows_trained_later
+from roll.pipeline.model_cluster import Scorer, plan_optimizer_steps, rows_trained_later, steps_with_tokens
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_roles import RolloutRoles
 from roll.pipeline.rollouts import read_rollouts, take, write_rollouts
@@ -278,15 +278,16 @@ class RLPipeline(TrainingLoop):
         policy_batch, selection_metrics = select_for_policy(
             batch, self.config, seed=derive_seed(self.config.seed, "selection", step)
         )
-        # Masks may leave nothing, e.g. when every group is solved: that is no failed step.
-        trains_actor = step > self.config.critic_warmup and bool(policy_batch.loss_mask_T.any())
+        # Masks may leave nothing of a step, e.g. when its groups are solved: that is no failed step.
+        policy_steps = steps_with_tokens(policy_batch, steps) if step > self.config.critic_warmup else []
         if self.config.kl_loss_target is not None:
             selection_metrics |= self._steer_kl_loss(batch)
-        actor_refs = self.roles.actor.submit_train(policy_batch, steps) if trains_actor else []
+        actor_refs = self.roles.actor.submit_train(policy_batch, policy_steps) if policy_steps else []
         unread = dict.fromkeys(("ref_hidden_TH", "experts_TE", *TEACHER_COLUMNS))
         value_batch = batch.replace(**unread).with_loss_mask(value_mask(batch, self.config))
-        critic = self.roles.critic if value_batch.loss_mask_T.any() else None
-        critic_refs = critic.submit_train(value_batch, steps) if critic else []
+        value_steps = steps_with_tokens(value_batch, steps)
+        critic = self.roles.critic if value_steps else None
+        critic_refs = critic.submit_train(value_batch, value_steps) if critic else []
         history = self.roles.actor.gather_train(actor_refs) if actor_refs else []
         critic_history = critic.gather_train(critic_refs) if critic else []
         self.count_bad_steps(history, critic_history)

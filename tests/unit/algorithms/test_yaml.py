@@ -304,7 +304,7 @@ def run_properties(config: AgenticConfig, batch: Batch) -> list[float]:
     recorders = SimpleNamespace(actor=Recorder(), critic=Recorder())
     shaped = batch.replace(advantages_T=torch.zeros(batch.num_tokens))
     pipeline = Pipeline(config, recorders)
-    pipeline.train(shaped, [], step=2)
+    pipeline.train(shaped, [torch.arange(batch.num_sequences)], step=2)
     return [
         config.total_optimizer_steps,
         config.wants_old_logprobs,

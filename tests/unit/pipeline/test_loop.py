@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from roll.algorithms.kl import KlController
+from roll.algorithms.selection import drop_masked_episodes
 from roll.algorithms.statistics import RunningStats
 from roll.configs.agentic import AgenticConfig
 from roll.configs.algorithm import AlgorithmConfig
@@ -158,6 +159,36 @@ def test_an_error_in_shaping_leaves_what_a_rescued_checkpoint_has_as_it_was() ->
     pipeline.shape(batch)
     assert pipeline.score_stats.state_dict() == {"count": 2.0, "mean": 0.5, "squares": 0.5}
     assert pipeline.kl_controller.coef < before["coef"], "the KL is below its target"
+
+
+class Counter:
+    """A trained role whose steps do what ``Trainer.train_step`` does: one without a loss token is skipped."""
+
+    def __init__(self) -> None:
+        self.trained: list[list[int]] = []
+
+    def submit_train(self, batch: Batch, steps: list[torch.Tensor]) -> list[Metrics]:
+        self.trained += [rows.tolist() for rows in steps]
+        return [{"actor/skipped_steps": float(not batch.select(rows).loss_mask_T.any())} for rows in steps]
+
+    def gather_train(self, refs: list[Metrics]) -> list[Metrics]:
+        return refs
+
+
+@pytest.mark.parametrize("mask_type", ["loss", "all"])
+def test_an_optimizer_step_of_which_masks_leave_nothing_is_no_failed_one(mask_type: str) -> None:
+    keys = {"adv_estimator": "gae", "critic": {}, "max_len_mask": True, "mask_type": mask_type}
+    pipeline: Any = Playing.__new__(Playing)
+    pipeline.config, pipeline.bad_steps = RLConfig.model_validate(keys), 0
+    pipeline.roles = SimpleNamespace(actor=Counter(), critic=Counter())
+    ones = torch.ones(5, dtype=torch.int64)
+    cut_off = torch.tensor([False, True, True, True, True])
+    batch = Batch(ones, ones, ones.bool(), truncated_B=cut_off, advantages_T=ones.float(), returns_T=ones.float())
+    batch, _ = drop_masked_episodes(batch, pipeline.config)
+    metrics = pipeline.train(batch, list(torch.arange(5)[:, None]), step=1)
+    assert pipeline.roles.actor.trained == [[0]]
+    assert pipeline.roles.critic.trained == ([[0], [1], [2], [3], [4]] if mask_type == "loss" else [[0]])
+    assert (pipeline.bad_steps, metrics["actor/skipped_steps"]) == (0, 0)
 
 
 def test_an_evaluation_reads_none_of_what_only_the_next_step_of_rl_depends_on() -> None:
