@@ -191,6 +191,21 @@ def test_an_optimizer_step_of_which_masks_leave_nothing_is_no_failed_one(mask_ty
     assert (pipeline.bad_steps, metrics["actor/skipped_steps"]) == (0, 0)
 
 
+@pytest.mark.parametrize(("kept", "coef"), [(2, 0.1 * (1 + 0.2 * 2 / 10)), (0, 0.1)])
+def test_episodes_that_are_taken_out_of_a_step_do_not_move_the_coefficient_of_the_kl(kept: int, coef: float) -> None:
+    """Ziegler et al. 2019, section 2.2: a KL of ten times the target, over the sequences that were played."""
+    keys = {"add_token_level_kl": True, "init_kl_coef": 0.1, "target_kl": 0.1, "kl_horizon": 10, "reference": {}}
+    masks = {"max_len_mask": True, "mask_type": "all"}
+    pipeline: Any = Playing.__new__(Playing)
+    pipeline.config = RLConfig.model_validate({**keys, **masks, "adv_estimator": "reinforce"})
+    pipeline.roles = SimpleNamespace(teacher=None)
+    pipeline.score_stats, pipeline.kl_controller = RunningStats(), KlController.from_config(pipeline.config)
+    ones = torch.ones(7, dtype=torch.int64)
+    columns = {"rewards_T": torch.zeros(7), "old_logprobs_T": torch.zeros(7), "ref_logprobs_T": -torch.ones(7)}
+    pipeline.shape(Batch(ones, ones, ones.bool(), truncated_B=torch.arange(7) >= kept, **columns))
+    assert pipeline.kl_controller.coef == pytest.approx(coef)
+
+
 def test_an_evaluation_reads_none_of_what_only_the_next_step_of_rl_depends_on() -> None:
     pipeline: Any = Playing.__new__(Playing)
     pipeline.config = PipelineConfig(eval_only=True)
