@@ -23,6 +23,8 @@ class Judged(NamedTuple):
     correct: bool
     answer: str | None
     """Answer that was found in the response, equal answers as equal texts; ``None``: none."""
+    sought: bool = True
+    """False where nobody looked for one."""
 
 
 def figures_at_k(prompts: Sequence[Sequence[Judged]], n: int) -> dict[str, float]:
@@ -35,7 +37,8 @@ def figures_at_k(prompts: Sequence[Sequence[Judged]], n: int) -> dict[str, float
     * ``best@k``, ``worst@k`` (of n > 1): mean over prompts of the best and the worst score of k answers, over all
       choices of k.
     * ``maj@k``: chance that the most frequent of k answers is correct, over all choices of k, or 100 of them where
-      there are more; equally frequent ones share the vote, and responses in which no answer was found have none.
+      there are more; equally frequent ones share the vote, and responses in which no answer was found have none. Over
+      the prompts to which answers were looked for; left out where there is none.
 
     Args:
         prompts: the answers to each, at least one; a prompt with fewer than n counts with those it has.
@@ -44,13 +47,14 @@ def figures_at_k(prompts: Sequence[Sequence[Judged]], n: int) -> dict[str, float
     scores = [[judged.score for judged in answers] for answers in prompts]
     ks = sorted({n} | {2**i for i in range(n.bit_length()) if 2**i <= n})
     several = [k for k in ks if k > 1 or n == 1]
+    voting = [answers for answers in prompts if any(judged.sought for judged in answers)]
     return {
         f"mean@{n}": fmean(fmean(each) for each in correct),
         **{f"pass@{k}": fmean(pass_at_k(len(each), sum(each), k) for each in correct) for k in ks},
         **{f"best@{k}": fmean(best_of_k(each, k) for each in scores) for k in several},
         **({f"std@{n}": fmean(map(pstdev, scores))} if n > 1 else {}),
         **{f"worst@{k}": fmean(-best_of_k([-x for x in each], k) for each in scores) for k in ks if k > 1},
-        **{f"maj@{k}": fmean(majority_of_k(answers, k) for answers in prompts) for k in several},
+        **{f"maj@{k}": fmean(majority_of_k(answers, k) for answers in voting) for k in several if voting},
     }
 
 
@@ -100,7 +104,6 @@ class Tally:
         self.failed = 0
         """Answers that have no score."""
         self._prompts: defaultdict[Hashable, list[Judged]] = defaultdict(list)
-        self._seeking = 0
 
     def add(self, prompt: Hashable, verdict: Verdict | None) -> None:
         """Takes in one answer to a prompt; ``None``: it could not be scored."""
@@ -108,8 +111,7 @@ class Tally:
         if verdict is None:
             self.failed += 1
             return
-        self._seeking += verdict.seeks_answer
-        of_prompt.append(Judged(verdict.score, verdict.correct, verdict.answer))
+        of_prompt.append(Judged(verdict.score, verdict.correct, verdict.answer, verdict.seeks_answer))
 
     def summary(self) -> dict[str, float | None]:
         """The figures, by name.
@@ -129,10 +131,7 @@ class Tally:
         accuracies = [fmean(judged.correct for judged in answers) for answers in scored]
         figures |= {"score": fmean(scores), "score_error": standard_error(scores)}
         figures |= {"accuracy": fmean(accuracies), "accuracy_error": standard_error(accuracies)}
-        if self._seeking:
-            figures["found"] = sum(judged.answer is not None for each in scored for judged in each) / self._seeking
+        if sought := [judged.answer for each in scored for judged in each if judged.sought]:
+            figures["found"] = sum(answer is not None for answer in sought) / len(sought)
         n = max(map(len, scored))
-        if n > 1:
-            told = figures_at_k(scored, n)
-            figures |= {name: told[name] for name in told if self._seeking or not name.startswith("maj@")}
-        return figures
+        return figures | figures_at_k(scored, n) if n > 1 else figures

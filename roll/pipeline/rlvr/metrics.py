@@ -33,7 +33,10 @@ def accuracy_metrics(groups: Sequence[RolloutGroup], num_samples: int, prefix: s
 
 
 def _accuracy(groups: Sequence[RolloutGroup], n: int, prefix: str) -> dict[str, float]:
-    prompts = [[Judged(t.score, t.success, t.turns[-1].action) for t in group.trajectories] for group in groups]
+    prompts = [
+        [Judged(t.score, t.success, t.turns[-1].action, t.knows_actions) for t in group.trajectories]
+        for group in groups
+    ]
     return {f"{prefix}/{name}": value for name, value in figures_at_k(prompts, n).items()}
 
 

@@ -25,8 +25,9 @@ from roll.pipeline.rlvr.metrics import (
 )
 from roll.pipeline.rollouts import passes_filter
 from roll.pipeline.session import RunFailedError
-from roll.rewards.accuracy import Judged, best_of_k, majority_correct, majority_of_k, pass_at_k
-from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
+from roll.rewards.accuracy import Judged, Tally, best_of_k, majority_correct, majority_of_k, pass_at_k
+from roll.rewards.types import Verdict
+from roll.rollout.types import VALID_UNKNOWN, EpisodeEnd, RolloutGroup, Trajectory, Turn
 
 COMPLETION = Completion("r", np.arange(1), np.zeros(1, dtype=np.float32), FinishReason.STOP, np.zeros(1, np.int64))
 
@@ -129,6 +130,23 @@ def test_accuracy_over_several_samples_by_prompt_and_by_tag() -> None:
             "eval/b/best@4": 0.75,
         }
     )
+
+
+def test_prompts_to_which_nobody_looks_for_an_answer_have_no_vote() -> None:
+    unread = {VALID_UNKNOWN: True}
+    groups = [
+        group(answer(1.0, True, "1"), answer(0.0, False, "2")),
+        group(answer(1.0, True, None, "b", **unread), answer(1.0, True, None, "b", **unread), tag="b"),
+    ]
+    found = accuracy_metrics(groups, 2, "eval")
+    assert {name: value for name, value in found.items() if "maj@" in name} == {"eval/maj@2": 0.5, "eval/a/maj@2": 0.5}
+    assert found["eval/mean@2"] == 0.75 and found["eval/b/pass@2"] == 1
+    tally = Tally()
+    for number, each in enumerate(groups):
+        for episode in each.trajectories:
+            verdict = Verdict(episode.score, episode.success, episode.turns[-1].action, seeks_answer=number == 0)
+            tally.add(number, verdict)
+    assert (tally.summary()["maj@2"], tally.summary()["found"]) == (0.5, 1)
 
 
 @pytest.mark.parametrize(("n", "ks"), [(1, {1}), (2, {1, 2}), (6, {1, 2, 4, 6}), (8, {1, 2, 4, 8})])
