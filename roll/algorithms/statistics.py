@@ -85,7 +85,7 @@ class RunningStats:
         size, mean = float(len(values_N)), float(low + (values_N - low).mean())
         shift, total = mean - self.mean, self.count + size
         self._squares += float((values_N - mean).square().sum()) + shift * shift * self.count * size / total
-        self.mean += shift * size / total
+        self.mean += shift * (size / total)  # exactly theirs, where they are the first
         self.count = total
 
     def state_dict(self) -> dict[str, float]:

@@ -164,6 +164,14 @@ def test_equal_scores_are_not_divided_by_nothing(keys: dict[str, Any]) -> None:
     assert shaped(lone_turns([0.1] * 7), **keys) == pytest.approx([0.1] * 7)
 
 
+@given(score=st.floats(-10, 10), sizes=st.lists(st.integers(1, 130), min_size=1, max_size=4))
+def test_equal_scores_of_several_steps_have_no_spread(score: float, sizes: list[int]) -> None:
+    stats = RunningStats()
+    for size in [*sizes, 86, 87]:
+        stats.update(torch.full((size,), score, dtype=torch.float64))
+    assert (stats.mean, stats.std) == (score, 0.0)
+
+
 @settings(max_examples=40)
 @given(st.lists(st.lists(st.floats(-100, 100), max_size=6), min_size=1, max_size=5))
 def test_running_stats_equal_those_of_all_values_and_survive_a_checkpoint(parts: list[list[float]]) -> None:
