@@ -49,14 +49,15 @@ def select_for_policy(batch: Batch, config: AlgorithmConfig, seed: int) -> tuple
         marked_T[batch.loss_mask_T] = largest_covariances(batch, config)
         metrics["actor/kl_cov_frac"] = mean(marked_T[batch.loss_mask_T])
         batch = batch.replace(marked_T=marked_T)
+    rows = None
+    if config.use_pf_ppo:
+        rows = pf_ppo_rows(batch, config, generator)
+        drawn = rows[_rows_to_draw(batch)]
+        metrics["actor/pf_ppo_distinct_frac"] = len(drawn.unique()) / max(len(drawn), 1)
     keep_T, keep_metrics = _kept_tokens(batch, config)
     batch = batch.replace(weights_T=weights_T).with_loss_mask(batch.loss_mask_T & keep_T)
     metrics |= keep_metrics
-    if config.use_pf_ppo:
-        rows = pf_ppo_rows(batch, config, generator)
-        metrics["actor/pf_ppo_distinct_frac"] = len(rows.unique()) / max(len(rows), 1)
-        batch = batch.select(rows)
-    return batch, metrics
+    return batch if rows is None else batch.select(rows), metrics
 
 
 def drop_masked_episodes(batch: Batch, config: AlgorithmConfig) -> tuple[Batch, dict[str, float]]:
@@ -225,21 +226,31 @@ def pf_ppo_rows(batch: Batch, config: AlgorithmConfig, generator: torch.Generato
     """int64 [B]: rows drawn with replacement by what their score is worth (PF-PPO, Shen and Zhang 2024).
 
     The weight of score s is ``|s| ** weight_pow`` (``pow``), 1 for the batch's highest and lowest scores and else 0
-    (``max_min``), or 0.4 for the highest and else 0.1 (``max_random``); 1e-8 is added to each. Needs ``scores_B``.
+    (``max_min``), or 0.4 for the highest and else 0.1 (``max_random``); 1e-8 is added to each. Rows without sampled
+    tokens, which ``drop_masked_episodes`` leaves, stay where they are and are not drawn. Needs ``scores_B``.
     """
     (scores_B,) = require_columns(batch, "use_pf_ppo", "scores_B")
     require_finite(batch, "scores_B")
-    score_B = scores_B.double()
-    if len(score_B) == 0:
-        return torch.zeros(0, dtype=torch.int64)
-    highest_B, lowest_B = score_B == score_B.max(), score_B == score_B.min()
+    rows = torch.arange(batch.num_sequences)
+    drawn = _rows_to_draw(batch)  # R: some of the rows
+    score_R = scores_B[drawn].double()
+    if len(drawn) == 0:
+        return rows
+    highest_R, lowest_R = score_R == score_R.max(), score_R == score_R.min()
     if config.pf_ppo.reweight_method == "pow":
-        weight_B = score_B.abs() ** config.pf_ppo.weight_pow
+        weight_R = score_R.abs() ** config.pf_ppo.weight_pow
     elif config.pf_ppo.reweight_method == "max_min":
-        weight_B = (highest_B | lowest_B).double()
+        weight_R = (highest_R | lowest_R).double()
     else:
-        weight_B = torch.where(highest_B, 0.4, 0.1).double()
-    return torch.multinomial(weight_B + RESAMPLE_EPS, len(score_B), replacement=True, generator=generator)
+        weight_R = torch.where(highest_R, 0.4, 0.1).double()
+    choice_R = torch.multinomial(weight_R + RESAMPLE_EPS, len(drawn), replacement=True, generator=generator)
+    rows[drawn] = drawn[choice_R]
+    return rows
+
+
+def _rows_to_draw(batch: Batch) -> Tensor:
+    """int64: those with a sampled token."""
+    return batch.rows_T[batch.loss_mask_T].unique()
 
 
 def group_scores(batch: Batch, user: str) -> Tensor:

@@ -253,6 +253,19 @@ def test_pf_ppo_draws_rows_by_their_score(method: str, power: float, weights: li
     assert metrics["actor/pf_ppo_distinct_frac"] == len(out.tokens_T.unique()) / len(scores)
 
 
+def test_pf_ppo_draws_no_episode_that_was_taken_out_of_the_step() -> None:
+    config = AlgorithmConfig(use_pf_ppo=True, pf_ppo={"reweight_method": "max_min"}, max_len_mask=True, mask_type="all")
+    scores = [5.0, 1.0, 0.0, -5.0, 0.5, 0.75]
+    batch = to_batch([lone(0, i, s) for i, s in enumerate(scores)], history=False)
+    cut_off = torch.tensor([True, False, False, True, False, False])
+    batch, _ = drop_masked_episodes(batch.replace(truncated_B=cut_off), config)
+    out, metrics = select_for_policy(batch, config, seed=1)
+    assert out.loss_mask_T.tolist() == (~cut_off).tolist(), "as many as were played"
+    drawn = out.scores_B[~cut_off]
+    assert set(drawn.tolist()) <= {1.0, 0.0}, "the highest and the lowest of the others"
+    assert metrics["actor/pf_ppo_distinct_frac"] == len(drawn.unique()) / 4
+
+
 def test_pf_ppo_draws_evenly_where_every_score_is_zero() -> None:
     batch = to_batch([lone(0, i, 0.0) for i in range(50)], history=False)
     rows = pf_ppo_rows(batch, AlgorithmConfig(use_pf_ppo=True), torch.Generator().manual_seed(0))
