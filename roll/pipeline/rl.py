@@ -168,8 +168,9 @@ class RLPipeline(TrainingLoop):
         with phase("logprobs") as span:
             steps = self.plan_training(batch, step)
             metrics |= batch.balance(self.roles.actor.dp_size, self.roles.actor.linear)
-            batch = self.score(batch, self.rows_with_old_logprobs(batch, steps))
-            self.utilisation.scored(span, batch)
+            old_rows = self.rows_with_old_logprobs(batch, steps)
+            batch = self.score(batch, old_rows)
+            self.utilisation.scored(span, batch, None if self.roles.others_score else old_rows)
             metrics |= replay_metrics(batch)
         with self.signals.deferred():  # a stop in here waits: half an update cannot be saved
             with phase("advantage"):

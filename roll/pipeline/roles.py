@@ -90,6 +90,11 @@ class Roles:
         return self.evaluator or self.rollout_replicas
 
     @property
+    def others_score(self) -> bool:
+        """Tells whether models beside the policy say something of each row before it is trained."""
+        return any((self.critic, self.reference, self.teacher))
+
+    @property
     def infer(self) -> Cluster:
         """The generating workers of the rollouts."""
         return self.rollout_replicas.cluster

@@ -10,6 +10,8 @@ import logging
 import time
 from functools import cached_property
 
+from torch import Tensor
+
 from roll.configs.pipeline import PipelineConfig
 from roll.data.batch import Batch
 from roll.distributed.cluster.cluster import Cluster
@@ -45,9 +47,10 @@ class Utilisation:
         if self._generator is not None:
             span.devices = num_devices(self._generator)
 
-    def scored(self, span: Span, batch: Batch) -> None:
-        """A batch whose log-probabilities were computed."""
-        span.tokens, span.devices = batch.num_tokens, num_devices(self._trainer)
+    def scored(self, span: Span, batch: Batch, rows: Tensor | None) -> None:
+        """Rows of a batch that a model has scored, which may be none; ``None``: all."""
+        span.tokens = batch.num_tokens if rows is None else int(batch.lengths_B[rows].sum())
+        span.devices = num_devices(self._trainer) if span.tokens else 0
 
     def trained(self, span: Span, batch: Batch, passes: int = 1, *, counts: bool = True) -> None:
         """A batch that was trained on.

@@ -104,6 +104,19 @@ def test_a_peak_that_is_not_known_is_not_guessed_and_may_be_given() -> None:
     assert found["mfu/train"] == pytest.approx(found["tflops_per_device/train"] / 0.5)
 
 
+@pytest.mark.parametrize(
+    ("rows", "tokens"), [(None, sum(LENGTHS)), (torch.tensor([2, 0]), 64 + 33), (torch.empty(0, dtype=torch.int64), 0)]
+)
+def test_rows_that_nobody_has_scored_do_not_count(rows: torch.Tensor | None, tokens: int) -> None:
+    timer = PhaseTimer()
+    with timer.phase("logprobs") as span:
+        Utilisation(PipelineConfig.model_validate({}), cluster(None, (0,), (1,))).scored(span, make_batch(), rows)
+    found = timer.step_metrics()
+    rates = {name: found[name] * found["time/logprobs"] for name in found if name.startswith("tokens_per_s")}
+    expected = {"tokens_per_s/logprobs": tokens, "tokens_per_s_per_device/logprobs": tokens / 2} if tokens else {}
+    assert rates == pytest.approx(expected)
+
+
 def test_a_step_that_the_policy_sits_out_has_no_operations() -> None:
     found = measured(PipelineConfig.model_validate({}), None, counts=False)
     assert "tflops_per_device/train" not in found and "tokens_per_s_per_device/train" in found
