@@ -133,5 +133,6 @@ class Tally:
         figures |= {"accuracy": fmean(accuracies), "accuracy_error": standard_error(accuracies)}
         if sought := [judged.answer for each in scored for judged in each if judged.sought]:
             figures["found"] = sum(answer is not None for answer in sought) / len(sought)
-        n = max(map(len, scored))
-        return figures | figures_at_k(scored, n) if n > 1 else figures
+        if (n := max(map(len, scored))) > 1:
+            figures.update(figures_at_k(scored, n))
+        return figures
