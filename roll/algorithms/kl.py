@@ -86,7 +86,8 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 class KlController:
     """The coefficient of a KL: fixed, or steered to a target (Ziegler et al. 2019, section 2.2).
 
-    Adaptive: ``coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon`` after each step.
+    Adaptive: ``coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * min(sequences / horizon, 1)`` after each step. Ziegler et
+    al. have steps of fewer sequences than the horizon; of more than five times as many, the sign would change.
     """
 
     def __init__(self, coef: float, target: float | None = None, horizon: int = 10000) -> None:
@@ -109,7 +110,7 @@ class KlController:
         if self.target is None:
             return
         error = min(max(kl / self.target - 1, -0.2), 0.2)
-        self.coef *= 1 + error * num_sequences / self.horizon
+        self.coef *= 1 + error * min(num_sequences / self.horizon, 1.0)
 
     def state_dict(self) -> dict[str, float]:
         return {"coef": self.coef}

@@ -86,6 +86,13 @@ def test_an_adaptive_coefficient_moves_towards_the_target_by_bounded_steps() -> 
     assert restored.coef == controller.coef
 
 
+def test_a_step_of_more_sequences_than_the_horizon_moves_the_coefficient_by_a_fifth_at_most() -> None:
+    controller = KlController(0.1, target=0.1, horizon=100)
+    for kl, coef in ((0.01, 0.08), (5.0, 0.096), (0.1, 0.096)):
+        controller.update(kl, 1024)
+        assert controller.coef == pytest.approx(coef)
+
+
 def test_the_coefficient_of_the_loss_is_steered_by_its_own_target() -> None:
     config = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_target=2.0, kl_horizon=100)
     controller = KlController.of_loss(config)
