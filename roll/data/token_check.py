@@ -20,7 +20,6 @@ some do answers to malformed calls and several calls of a turn."""
 _STRIPPABLE: tuple[TokenDifference, ...] = ("white space", "other tokens")
 _BEFORE, _BEHIND = 4, 12
 """Tokens around a difference that are shown."""
-_REASONING = re.compile(r"<think>.*?</think>", re.DOTALL)
 _SPACE = re.compile(r"\s+")
 
 
@@ -45,7 +44,9 @@ def compare_tokens(
         return "refused"
     if ids.tolist() == whole[: len(ids)].tolist():
         return None
-    difference = _reason(*(str(renderer.tokenizer.decode(each.tolist())) for each in (ids, whole)))
+    texts = [ids.tolist(), whole.tolist(), *([end] for end in renderer.ends)]
+    grown, anew, *ends = (str(renderer.tokenizer.decode(each)) for each in texts)
+    difference = _reason(grown, anew, ends)
     return None if difference in _STRIPPABLE and check == "ignore_strippable" else difference
 
 
@@ -65,11 +66,19 @@ def first_difference(
     return str(renderer.tokenizer.decode(ids[around].tolist())), str(renderer.tokenizer.decode(whole[around].tolist()))
 
 
-def _reason(grown: str, whole: str) -> TokenDifference:
-    """Reason why two texts differ, the second of which may go on behind the first."""
+def _reason(grown: str, whole: str, ends: Sequence[str]) -> TokenDifference:
+    """Reason why two texts differ, the second of which may go on behind the first, by the end of a turn alone.
+
+    Args:
+        ends: texts of the tokens that end a turn, and so reasoning that was cut off.
+    """
     if whole.startswith(grown):
         return "other tokens"
     if _SPACE.sub("", whole).startswith(_SPACE.sub("", grown)):
         return "white space"
-    bare, bare_whole = (_SPACE.sub("", _REASONING.sub("", text)) for text in (grown, whole))
-    return "reasoning" if bare_whole.startswith(bare) else "rewritten"
+    over = "|".join(["</think>", *(f"(?={re.escape(end)})" for end in ends), r"\Z"])
+    reasoning = re.compile(f"<think>.*?(?:{over})", re.DOTALL)
+    bare, bare_whole = (_SPACE.sub("", reasoning.sub("", text)) for text in (grown, whole))
+    rest = bare_whole[len(bare) :]
+    same = bare_whole.startswith(bare) and (not rest or rest.startswith(tuple(ends)))
+    return "reasoning" if same else "rewritten"

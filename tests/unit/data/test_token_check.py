@@ -67,6 +67,22 @@ def test_a_difference_has_a_reason(family: str, samples: list[str], reason: str 
     assert compare_tokens(renderer, messages, ids, tools, "disable") is None
 
 
+def test_reasoning_that_was_cut_off_is_lacking_as_any_other() -> None:
+    renderer = ChatRenderer(family_tokenizer("qwen2_5"))
+    after: Message = {"role": "user", "content": "and then?"}
+    messages = [*ASKED]
+    ids = renderer.prompt(ASKED)
+    for sample, thought, words in (("<think>le", "le", ""), ("<think>up</think>right<|im_end|>", "up", "right")):
+        sampled = encode(renderer, sample)
+        ids = np.concatenate([ids, sampled, renderer.continuation([after], sampled)])
+        messages += [{"role": "assistant", "content": words, "reasoning_content": thought}, after]
+    last: Message = {"role": "assistant", "content": "", "reasoning_content": "do"}
+    ids = np.concatenate([ids, encode(renderer, "<think>do")])
+    assert compare_tokens(renderer, [*messages, last], ids) == "reasoning"
+    messages[1] = {**messages[1], "content": "left"}
+    assert compare_tokens(renderer, [*messages, last], ids) == "rewritten"
+
+
 def test_the_same_text_in_other_tokens() -> None:
     renderer = ChatRenderer(family_tokenizer("qwen2_5"))
     letters = np.concatenate([encode(renderer, letter) for letter in "another answer"])
