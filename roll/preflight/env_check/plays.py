@@ -55,6 +55,10 @@ class Subject:
         return envs.wants_own_thread(self.env_type)
 
     @property
+    def asks(self) -> bool:
+        return envs.asks_judge(self.env_type)
+
+    @property
     def instant(self) -> bool:
         return envs.is_instant(self.env_type, self.env_config)
 
@@ -65,7 +69,7 @@ class Subject:
 
     def make(self) -> TextEnv:
         env = envs.make(self.env_type, **self.env_config)
-        if envs.asks_judge(self.env_type):
+        if self.asks:
             env.ask = lambda question: self.judge_says
         return env
 

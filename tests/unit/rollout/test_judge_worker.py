@@ -133,5 +133,5 @@ def test_an_environment_that_asks_is_built_before_the_run_and_never_instant() ->
 
 def test_the_check_of_environments_answers_in_its_place() -> None:
     report = check_env(JudgedEnv, answers=["1"], judge_says="7", episodes=2, max_steps=2)
-    assert not {"step-raises", "cannot-travel"} & {finding.name for finding in report.findings}
+    assert not {"step-raises", "cannot-travel", "could-be-instant"} & {finding.name for finding in report.findings}
     assert ("rewards", "0.7 to 0.7 for a step") in report.facts
