@@ -214,7 +214,7 @@ def test_malformed_calls_are_told_and_cost_the_penalty() -> None:
 def test_a_flood_of_malformed_calls_does_not_fill_the_context() -> None:
     trajectory = play(Engine("<tool_call>" * 12, "<answer>51</answer>"), max_parallel_calls=2)
     (told,) = results(trajectory)
-    assert told.count("Error: this tool call was not run") == 2
+    assert told.count("error: this tool call was not run") == 2
     assert told.endswith("error: nor were 10 more calls that cannot be read, a turn may have at most 2")
     assert trajectory.info["malformed_calls"] == 12 and trajectory.success
 

@@ -92,7 +92,7 @@ class BaseDialect(ABC):
     def error_text(self, error: CallError) -> str:
         """Content of the tool message that answers a malformed call."""
         seen = error.text if len(error.text) <= _SHOWN else error.text[:_SHOWN] + " …"
-        return f"Error: this tool call was not run: {error.reason}.\nSeen: {seen}\nExpected: {self.example}"
+        return f"error: this tool call was not run: {error.reason}.\nSeen: {seen}\nExpected: {self.example}"
 
     @abstractmethod
     def read_turn(self, text: str, schemas: Schemas) -> ReadTurn:
