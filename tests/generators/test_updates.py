@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from roll.data.requests import Completion, GenerateRequest, SamplingParams
+from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.weights.buckets import (
     WeightChecksumError,
     WeightMismatchError,
@@ -25,6 +25,7 @@ from roll.distributed.weights.buckets import (
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.segments import SegmentPool, SegmentReader
 from tests.support.contract import (
+    MAX_RUNNING,
     assert_greedy,
     buckets_of,
     burst,
@@ -156,6 +157,47 @@ def test_requests_in_flight_go_on(fresh: Any, old: PreTrainedModel, new: PreTrai
             assert tokens[switch:] == greedy_oracle(new, history, 400 - switch)
             expected = forward_logprobs(new, history, completion.token_ids[switch:], 1.0)
             np.testing.assert_allclose(completion.logprobs[switch:], expected, atol=1e-5)
+
+
+def test_a_prompt_that_waited_for_a_slot_is_computed_with_the_new_weights(fresh: Any, new: PreTrainedModel) -> None:
+    prompt, *others = prompts(1 + MAX_RUNNING, seed=25, low=150, high=200)
+
+    async def run() -> Completion:
+        await burst(fresh, requests_of([prompt], max_new_tokens=1))  # its keys and values may be found again
+        busy = requests_of(others, max_new_tokens=500, ignore_eos=True, seed=1)
+        running = asyncio.create_task(burst(fresh, busy))
+        await asyncio.sleep(0.05)
+        waiting = asyncio.create_task(fresh.generate(GenerateRequest("waits", prompt, SamplingParams(seed=1))))
+        await asyncio.sleep(0.05)
+        await fresh.update_weights(buckets_of(weights_of(new)), 7)
+        assert [len(completion.token_ids) for completion in await running] == [500] * MAX_RUNNING
+        return await waiting
+
+    completion = asyncio.run(run())
+    assert set(completion.versions.tolist()) == {7}
+    expected = forward_logprobs(new, prompt, completion.token_ids, 1.0)
+    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+def test_a_request_that_an_update_lets_begin_anew_can_be_ended(fresh: Any, new: PreTrainedModel) -> None:
+    prompt_list = prompts(3, seed=26, low=40)
+    requests = requests_of(prompt_list, temperature=0.0, max_new_tokens=16)
+
+    async def run() -> list[Completion]:
+        await pause(fresh)
+        task = asyncio.create_task(burst(fresh, requests))
+        await asyncio.sleep(0.05)
+        await fresh.update_weights(buckets_of(weights_of(new)), 2)
+        await fresh.abort("0")
+        await fresh.update_weights(buckets_of(weights_of(new)), 3)
+        await fresh.abort("1")
+        await resume(fresh)
+        return await asyncio.wait_for(task, 60)
+
+    *ended, whole = asyncio.run(run())
+    assert [(len(c.token_ids), c.finish_reason) for c in ended] == [(0, FinishReason.ABORT)] * 2
+    assert_greedy([whole], new, prompt_list[2:], 16)
+    assert set(whole.versions.tolist()) == {3}
 
 
 def test_an_update_while_paused_leaves_the_engine_paused(fresh: Any, new: PreTrainedModel) -> None:

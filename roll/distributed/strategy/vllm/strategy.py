@@ -84,6 +84,8 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
         self.can_offload = not self._on_cpu
         self._adapter: LoRARequest | None = None
         self._cache_epoch = 0
+        self._begins_anew: set[str] = set()
+        """Requests without a token that an update took out of the engine, to come back with the new weights."""
         self._lender = Lender()
         self._failures = Failures()
 
@@ -242,23 +244,27 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        # The salt is part of the prefix cache's keys: nothing computed with other weights is ever found.
-        prompt = tokens_input(token_ids, cache_salt=f"weights-{self._cache_epoch}")
         last: RequestOutput | None = None
         try:
-            async for output in self._engine.generate(prompt, sampling, name, lora_request=self._adapter):
-                last = output
+            while last is None or (name in self._begins_anew and last.outputs[0].finish_reason == "abort"):
+                self._begins_anew.discard(name)
+                # The salt is part of the prefix cache's keys: nothing computed with other weights is ever found.
+                prompt = tokens_input(token_ids, cache_salt=f"weights-{self._cache_epoch}")
+                async for output in self._engine.generate(prompt, sampling, name, lora_request=self._adapter):
+                    last = output
         except EngineDeadError as error:
             self._stopped = self._stopped or "died"
             raise EngineStoppedError(f"the generation engine died: {self._failures.first()}") from error
         except asyncio.CancelledError:
             self._check_alive()  # it is the engine that ends, and not the caller who left
             raise
-        assert last is not None
+        finally:
+            self._begins_anew.discard(name)
         return last
 
     async def _abort(self, request_id: str) -> None:
         await asyncio.sleep(0)  # a request that came just before becomes known to the engine in this turn of the loop
+        self._begins_anew.discard(request_id)
         await self._engine.abort(request_id)
 
     async def _replace_weights(self, buckets: AsyncIterator[WeightBucket], names: Mapping[str, str]) -> None:
@@ -311,6 +317,10 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
     async def _now_at(self, version: int, recompute_kv: bool) -> None:
         self._cache_epoch += 1
         await self._engine.update_weight_version(str(version))
+        # Of requests without a token, the engine would look for the prompt among what the old weights have computed.
+        waiting = [state for state in self._engine.output_processor.request_states.values() if state.is_prefilling]
+        self._begins_anew |= {state.external_req_id for state in waiting}
+        await self._engine.abort([state.request_id for state in waiting], internal=True)
         # Old entries could not be found any more; without running requests the reset also frees them at once.
         if recompute_kv or not self._open:
             await self._engine.reset_prefix_cache(reset_running_requests=recompute_kv)
