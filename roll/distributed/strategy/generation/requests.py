@@ -11,6 +11,8 @@ from roll.data.requests import GenerateRequest
 from roll.distributed.strategy.base import States
 
 _OF_GENERATORS = States.WEIGHTS | States.CACHE
+_COLDEST = 1e-30
+"""Temperature below which logits that are divided by it leave the range of float32."""
 
 
 class EngineStoppedError(RuntimeError):
@@ -84,10 +86,15 @@ def check_request(request: GenerateRequest, *, vocab_size: int, sequence_length:
         raise ValueError(f"{where}: token ids from {prompt.min()} to {prompt.max()}, expected 0 to {vocab_size - 1}")
     for name, value, holds, expected in (
         ("max_new_tokens", params.max_new_tokens, params.max_new_tokens >= 1, "at least 1"),
-        ("temperature", params.temperature, 0 <= params.temperature < float("inf"), "0 (greedy) or more"),
+        (
+            "temperature",
+            params.temperature,
+            params.temperature == 0 or _is_warm(params.temperature),
+            f"0 (greedy), or at least {_COLDEST}",
+        ),
         ("top_p", params.top_p, 0 < params.top_p <= 1, "above 0 and at most 1"),
         ("min_p", params.min_p, 0 <= params.min_p <= 1, "at least 0 and at most 1"),
-        ("first_token_temperature", first, first is None or 0 < first < float("inf"), "None, or above 0"),
+        ("first_token_temperature", first, first is None or _is_warm(first), f"None, or at least {_COLDEST}"),
         ("repetition_penalty", params.repetition_penalty, params.repetition_penalty > 0, "above 0"),
         ("presence_penalty", params.presence_penalty, -2 <= params.presence_penalty <= 2, "-2 to 2"),
         ("frequency_penalty", params.frequency_penalty, -2 <= params.frequency_penalty <= 2, "-2 to 2"),
@@ -96,3 +103,7 @@ def check_request(request: GenerateRequest, *, vocab_size: int, sequence_length:
         if not holds:
             raise ValueError(f"{where}: params.{name} is {value!r}, expected {expected}")
     return min(params.max_new_tokens, sequence_length - len(prompt))
+
+
+def _is_warm(temperature: float) -> bool:
+    return _COLDEST <= temperature < float("inf")
