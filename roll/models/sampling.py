@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ALL = 1 << 40  # more tokens than any vocabulary has
 
 
 def uniforms(seeds_B: npt.NDArray[np.uint64], index_B: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
@@ -106,7 +107,7 @@ class SamplerRows:
             return torch.tensor(values, dtype=dtype, device=device)
 
         def bounds(most: Sequence[int]) -> Tensor:
-            return tensor([most[i] if most[i] > 0 else 1 << 40 for i in rows], torch.int64)
+            return tensor([min(most[i], _ALL) if most[i] > 0 else _ALL for i in rows], torch.int64)
 
         truncated = [max(top_k[i], first_k[i]) > 0 or top_p[i] < 1 or least[i] > 0 for i in range(len(temperature))]
         # A greedy row takes the maximum, which no truncation removes.

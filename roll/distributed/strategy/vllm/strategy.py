@@ -154,15 +154,15 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         params, most = request.params, request.params.first_token_top_k
-        if most is not None and most <= 0:
-            most = self.vocab_size
+        if most is not None:  # more than there are would end the engine
+            most = min(most, self.vocab_size) if most > 0 else self.vocab_size
         try:
             return SamplingParams(
                 max_tokens=limit,
                 extra_args={FIRST_TEMPERATURE: params.first_token_temperature, FIRST_TOP_K: most},
                 temperature=params.temperature,
                 top_p=params.top_p,
-                top_k=max(0, params.top_k),
+                top_k=min(max(0, params.top_k), self.vocab_size),
                 min_p=params.min_p,
                 repetition_penalty=params.repetition_penalty,
                 presence_penalty=params.presence_penalty,
