@@ -92,14 +92,14 @@ class SamplerRows:
         presence: Sequence[float] = (),
         frequency: Sequence[float] = (),
     ) -> SamplerRows:
-        """From one value per row; temperature 0 is greedy, top_k <= 0, top_p >= 1 and min_p 0 keep everything.
+        """From one value per row; temperature 0 is greedy in any case; top_k <= 0, top_p >= 1, min_p 0 keep everything.
 
         ``presence`` and ``frequency`` come together; without them there are no such penalties.
         """
         least = [0.0] * len(temperature) if min_p is None else min_p
         first, first_k = list(temperature), list(top_k)
         if first_temperature is not None:
-            first = [t if hot is None else hot for t, hot in zip(temperature, first_temperature, strict=True)]
+            first = [t if hot is None or t == 0 else hot for t, hot in zip(temperature, first_temperature, strict=True)]
         if first_top_k is not None:
             first_k = [k if own is None else own for k, own in zip(top_k, first_top_k, strict=True)]
 

@@ -154,12 +154,13 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         params, most = request.params, request.params.first_token_top_k
+        hot = params.first_token_temperature if params.temperature else None  # a greedy row has none
         if most is not None:  # more than there are would end the engine
             most = min(most, self.vocab_size) if most > 0 else self.vocab_size
         try:
             return SamplingParams(
                 max_tokens=limit,
-                extra_args={FIRST_TEMPERATURE: params.first_token_temperature, FIRST_TOP_K: most},
+                extra_args={FIRST_TEMPERATURE: hot, FIRST_TOP_K: most},
                 temperature=params.temperature,
                 top_p=params.top_p,
                 top_k=min(max(0, params.top_k), self.vocab_size),
