@@ -219,8 +219,12 @@ class InferWorker(Worker):
         arrived.clear()
         return Outcomes(FlatCompletions.of(self._completions.pop(client_id, [])), self._errors.pop(client_id, []))
 
-    async def abort(self, request_id: str) -> None:
-        """Stops the request; whoever made it no longer waits for a result."""
+    async def abort(self, request_id: str, submitted: None = None) -> None:
+        """Stops the request; whoever made it no longer waits for a result.
+
+        Args:
+            submitted: what ``submit`` gave, so that this call does not overtake it on the way.
+        """
         self._waiting = [entry for entry in self._waiting if entry[1].request_id != request_id]
         await self.strategy.abort(request_id)
 

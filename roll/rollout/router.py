@@ -45,6 +45,8 @@ class GenerationClient:
         self._engines = list(engines)
         self._outbox: list[dict[str, GenerateRequest]] = [{} for _ in engines]
         self._pending: list[dict[str, asyncio.Future[Completion]]] = [{} for _ in engines]
+        self._submitted: list[Any] = [None for _ in engines]
+        """The last call to each worker that brought requests."""
         self._pollers: list[asyncio.Task[None] | None] = [None for _ in engines]
         self._flush_scheduled = False
 
@@ -86,7 +88,7 @@ class GenerationClient:
         try:
             return replace(await future, request_id=request.request_id)
         except asyncio.CancelledError:
-            self._engines[engine].abort.remote(wire_id)
+            self._engines[engine].abort.remote(wire_id, self._submitted[engine])
             raise
         finally:
             self._pending[engine].pop(wire_id, None)
@@ -98,7 +100,7 @@ class GenerationClient:
             requests = {wire_id: outbox[wire_id] for wire_id in outbox if wire_id in self._pending[engine]}
             if not requests:  # or all have been given up in the same tick
                 continue
-            self._engines[engine].submit.remote(self.client_id, FlatRequests.of(requests))
+            self._submitted[engine] = self._engines[engine].submit.remote(self.client_id, FlatRequests.of(requests))
             poller = self._pollers[engine]
             if poller is None or poller.done():
                 self._pollers[engine] = asyncio.get_running_loop().create_task(self._poll(engine))
