@@ -52,7 +52,7 @@ def select_for_policy(batch: Batch, config: AlgorithmConfig, seed: int) -> tuple
     rows = None
     if config.use_pf_ppo:
         rows = pf_ppo_rows(batch, config, generator)
-        drawn = rows[_rows_to_draw(batch)]
+        drawn = rows[batch.rows_with_loss]
         metrics["actor/pf_ppo_distinct_frac"] = len(drawn.unique()) / max(len(drawn), 1)
     keep_T, keep_metrics = _kept_tokens(batch, config)
     batch = batch.replace(weights_T=weights_T).with_loss_mask(batch.loss_mask_T & keep_T)
@@ -232,7 +232,7 @@ def pf_ppo_rows(batch: Batch, config: AlgorithmConfig, generator: torch.Generato
     (scores_B,) = require_columns(batch, "use_pf_ppo", "scores_B")
     require_finite(batch, "scores_B")
     rows = torch.arange(batch.num_sequences)
-    drawn = _rows_to_draw(batch)  # R: some of the rows
+    drawn = batch.rows_with_loss  # R: some of the rows
     score_R = scores_B[drawn].double()
     if len(drawn) == 0:
         return rows
@@ -246,11 +246,6 @@ def pf_ppo_rows(batch: Batch, config: AlgorithmConfig, generator: torch.Generato
     choice_R = torch.multinomial(weight_R + RESAMPLE_EPS, len(drawn), replacement=True, generator=generator)
     rows[drawn] = drawn[choice_R]
     return rows
-
-
-def _rows_to_draw(batch: Batch) -> Tensor:
-    """int64: those with a sampled token."""
-    return batch.rows_T[batch.loss_mask_T].unique()
 
 
 def group_scores(batch: Batch, user: str) -> Tensor:

@@ -176,8 +176,17 @@ class Batch:
         """A copy with the given fields exchanged."""
         return dataclasses.replace(self, **columns)  # type: ignore[arg-type]
 
+    @property
+    def rows_with_loss(self) -> Tensor:
+        """int64: the sequences that have a loss token, in order."""
+        return self.rows_T[self.loss_mask_T].unique()
+
     def with_loss_mask(self, loss_mask_T: Tensor) -> Batch:
-        """The batch with fewer loss tokens; ``share_B`` are then parts of what is left of a sample."""
+        """The batch with fewer loss tokens; ``share_B`` are then parts of what is left of a sample.
+
+        Args:
+            loss_mask_T: bool [T], true where the mask that is there is.
+        """
         batch = self.replace(loss_mask_T=loss_mask_T)
         if self.share_B is None or self.traj_B is None:
             return batch

@@ -198,7 +198,7 @@ class TrainingLoop(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Everything outside the models that the next step depends on."""
         return {
-            "of": type(self.config).__name__,
+            "config": type(self.config).__name__,
             "step": self.done_steps,
             "unreported": self.unreported,
             "bad_steps": self.bad_steps,

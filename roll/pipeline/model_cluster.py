@@ -46,8 +46,7 @@ def rows_trained_later(steps: Sequence[Tensor]) -> Tensor:
 
 def steps_with_tokens(batch: Batch, steps: Sequence[Tensor]) -> list[Tensor]:
     """The optimizer steps that have something to learn from; masks may have left nothing of others."""
-    has_B = torch.bincount(batch.rows_T[batch.loss_mask_T], minlength=batch.num_sequences) > 0
-    return [rows for rows in steps if has_B[rows].any()]
+    return [rows for rows in steps if torch.isin(rows, batch.rows_with_loss).any()]
 
 
 class Scorer(Protocol):

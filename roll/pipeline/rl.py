@@ -271,7 +271,7 @@ class RLPipeline(TrainingLoop):
         metrics |= advantage_metrics(batch, self.config)
         self.score_stats = score_stats
         if self.config.add_token_level_kl:
-            self.kl_controller.update(metrics["reward/kl"], _num_sampled(batch))
+            self.kl_controller.update(metrics["reward/kl"], len(batch.rows_with_loss))
         return batch, metrics
 
     def train(self, batch: Batch, steps: list[Tensor], step: int) -> Metrics:
@@ -301,7 +301,7 @@ class RLPipeline(TrainingLoop):
         metrics = {"actor/kl": kl, "actor/kl_loss_coef": controller.coef}
         current = config.model_copy(update={"kl_loss_coef": controller.coef})
         self.roles.actor.call("set_loss", build_policy_loss, current, config.total_optimizer_steps)
-        controller.update(kl, _num_sampled(batch))
+        controller.update(kl, len(batch.rows_with_loss))
         return metrics
 
     def snapshot(self) -> tuple[Write, dict[str, Any]]:
@@ -355,11 +355,6 @@ def set_losses(roles: Roles, config: RLConfig) -> None:
     roles.actor.call("set_loss", build_policy_loss, config, config.total_optimizer_steps)
     if roles.critic is not None:
         roles.critic.call("set_loss", build_value_loss, config)
-
-
-def _num_sampled(batch: Batch) -> int:
-    """Sequences with a sampled token; ``mask_type: all`` leaves others too."""
-    return len(batch.rows_T[batch.loss_mask_T].unique())
 
 
 def _with_old_policy(batch: Batch) -> Batch:

@@ -60,15 +60,14 @@ class RunSession:
 
     def __enter__(self) -> RunSession:
         plain = self.config.model_dump(mode="json")
-        resumed_step: int | None = None
-        if self.resume_path is not None and not self.config.eval_only:
-            resumed_step = self.checkpointer.step_of(self.resume_path)
+        only_evaluates = self.resume_path is not None and self.config.eval_only  # and takes no step again
+        resumed_step = self.checkpointer.step_of(self.resume_path) if self.resume_path and not only_evaluates else None
         aside = self.folder.claim(fresh=self.resume_path is None)
         self.folder.setup_logging(self.display.log_handler())
         if aside is not None:
             logger.info("an earlier run of this name is now in %s", aside)
         self.folder.write_config(plain)
-        if self.resume_path is None or resumed_step is not None:  # who evaluates a checkpoint takes no step again
+        if not only_evaluates:
             self.folder.truncate_metrics(-1 if resumed_step is None else resumed_step)
             self.folder.truncate_schedule(-1 if resumed_step is None else resumed_step)
         context = TrackerContext(self.folder, plain, resumed_step)
@@ -89,7 +88,7 @@ class RunSession:
         ends: list[Callable[[], object]] = [
             self.write_summary,
             self._aside.shutdown,
-            partial(self._leave_word, error, interrupted),
+            *([] if error is None else [partial(self._leave_word, error, interrupted)]),
             partial(render_index, self.folder.path, self.renders, self.folder.logs),
             *([] if self._tracker is None else [self._tracker.finish]),
             lambda: self.display.finish(closing_line(self.summary, self.folder.path)),
@@ -114,7 +113,7 @@ class RunSession:
         """
         path = self.checkpointer.resolve(config.resume_from_checkpoint)
         if path is not None and not config.eval_only:
-            kind = Checkpointer.load_state(path).get("of", type(config).__name__)  # earlier versions did not say
+            kind = Checkpointer.load_state(path).get("config", type(config).__name__)  # earlier versions did not say
             if kind != type(config).__name__:
                 raise CheckpointError(
                     f"resume_from_checkpoint: {path} is of a run with a {kind}, expected a {type(config).__name__}; "
@@ -130,10 +129,8 @@ class RunSession:
         state = Checkpointer.load_state(self.resume_path)
         return bool(state["step"] >= self.config.max_steps and not state["unreported"])
 
-    def _leave_word(self, error: BaseException | None, interrupted: bool) -> None:
+    def _leave_word(self, error: BaseException, interrupted: bool) -> None:
         """Says how to go on after an early end; what failed is kept with its remote traceback for whoever looks."""
-        if error is None:
-            return
         if not interrupted:
             path = self.folder.logs / "traceback.txt"
             write_atomic(path, "".join(tracebacks.format_exception(error)))

@@ -130,7 +130,7 @@ def _derived(draft: Draft, files: Sequence[Path]) -> type[PipelineConfig]:
         draft.take_all()
         return DERIVE[draft.system](draft)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        names, told = " ".join(map(str, files)), f"{type(error).__name__}: {error}, near {draft.read}"
+        names, told = " ".join(map(str, files)), f"{type(error).__name__}: {error}, near {draft.last_read}"
         raise UnreadableError(
             f"{names}: a value is of another kind than {SYSTEMS[draft.system]} takes: {told}"
         ) from error

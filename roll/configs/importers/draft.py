@@ -73,7 +73,7 @@ class Draft:
         self.outcomes: list[Outcome] = []
         self.unknown: list[tuple[str, Any]] = []
         """Keys that the table has no row for."""
-        self.read = ""
+        self.last_read = ""
         """Key, theirs or ours, that was read last."""
         self._left_to_derive: list[tuple[Row, str, Any]] = []
 
@@ -139,7 +139,7 @@ class Draft:
                 self._apply(found[0], found[1], ".".join(here), value)
 
     def _apply(self, row: Row, found: dict[str, str], key: str, value: Any, given: Kind | None = None) -> None:
-        self.read = key
+        self.last_read = key
         if row.how == table.DERIVE:  # the system's own function reads it
             if given is None:
                 self._left_to_derive.append((row, key, value))
@@ -183,7 +183,7 @@ class Draft:
 
     def theirs(self, key: str, default: Any = None) -> Any:
         """Value of a key of theirs; else the default of its row, else ``default``."""
-        self.read = key
+        self.last_read = key
         value = value_at(self.given.values, key)
         if value is NOTHING:
             value = self._usual(key.split("."))
@@ -199,7 +199,7 @@ class Draft:
 
     def get(self, key: str, default: Any = None) -> Any:
         """Value of a key of ours, as far as it is known."""
-        self.read = key
+        self.last_read = key
         value = value_at(self.ours, key)
         return default if value is NOTHING else value
 
