@@ -139,8 +139,9 @@ def _block(body: Sequence[str], opening: _Opening, closed: bool) -> Block:
     quoted = ">" in opening.before and "<" not in opening.before
     if quoted:
         body = [re.sub(r"^[ \t]*> ?", "", line) for line in body]
-    room = len(opening.before) if not quoted and _BEFORE.fullmatch(opening.before) else 0
-    code = "\n".join(line[min(room, len(line) - len(line.lstrip(" "))) :] for line in body)
+    around = len(opening.before) if not quoted and not opening.before.strip(" *-+•.)0123456789") else 0
+    room = min([around, *(len(line) - len(line.lstrip(" ")) for line in body if line.strip())])
+    code = "\n".join(line[room:] for line in body)
     session = code.lstrip().startswith(">>>")
     if session:
         prompts = re.finditer(r"^[ \t]*(?:>>>|\.\.\.)(?: (.*))?$", code, re.MULTILINE)

@@ -22,7 +22,7 @@ PROGRAM_MODULES = frozenset({"solution", "main", "submission", "answer", "your_m
 """Modules under which test code imports the program."""
 LEETCODE_HELPERS = frozenset({"ListNode", "TreeNode", "list_node", "tree_node", "is_same_list", "is_same_tree"})
 """What test code of LeetCode's problems has from elsewhere; the sandbox has them (``roll.rewards.sandbox.harness``)."""
-_ALIAS = "__asked_"
+_ALIAS = "_asked_"
 _BUILTINS = frozenset(vars(builtins))
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 _STARRED = (
@@ -273,24 +273,23 @@ def _is_guarded(part: ast.stmt) -> bool:
 # --- functions that are named as Python's
 
 
-def _sides(node: ast.AST) -> Iterator[ast.expr]:
-    """The sides of what an assertion (also one of unittest) compares, each ``and`` and ``or`` by itself."""
-    if isinstance(node, ast.Assert):
-        yield from _parts(node.test)
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.startswith("assert"):
-        yield from node.args
+def _comparisons(tree: ast.AST) -> Iterator[list[ast.expr]]:
+    """The sides of each comparison that an assertion (also one of unittest) makes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            yield from _parts(node.test)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr[:6] == "assert":
+            yield node.args
 
 
-def _parts(test: ast.expr) -> Iterator[ast.expr]:
+def _parts(test: ast.expr) -> Iterator[list[ast.expr]]:
     if isinstance(test, ast.BoolOp):
         for value in test.values:
             yield from _parts(value)
     elif isinstance(test, ast.UnaryOp):
         yield from _parts(test.operand)
-    elif isinstance(test, ast.Compare):
-        yield from (test.left, *test.comparators)
     else:
-        yield test
+        yield [test.left, *test.comparators] if isinstance(test, ast.Compare) else [test]
 
 
 def _called(side: ast.expr, names: set[str]) -> list[str]:
@@ -305,18 +304,16 @@ def _called(side: ast.expr, names: set[str]) -> list[str]:
     return found
 
 
-def _asked_side(node: ast.AST, names: set[str]) -> tuple[ast.expr, list[str]] | None:
-    """The first side that calls one of these names, and which it calls."""
-    for side in _sides(node):
-        if called := _called(side, names):
-            return side, called
-    return None
+def _asked_side(sides: Sequence[ast.expr], names: set[str]) -> tuple[ast.expr, list[str]] | None:
+    """The first side of a comparison that calls one of these names, and which it calls."""
+    return next(((side, called) for side in sides if (called := _called(side, names))), None)
 
 
 def _asked_built_ins(trees: Sequence[ast.Module], names: set[str]) -> set[str]:
     """What the assertions call where they call nothing that Python lacks: the outermost call that they share, else the
     outermost of each."""
-    asked = [found[1] for tree in trees for node in ast.walk(tree) if (found := _asked_side(node, names))]
+    comparisons = [sides for tree in trees for sides in _comparisons(tree)]
+    asked = [found[1] for sides in comparisons if (found := _asked_side(sides, names))]
     shared = set(asked[0]).intersection(*asked) if asked else set()
     return {next(name for name in asked[0] if name in shared)} if shared else {called[0] for called in asked}
 
@@ -325,9 +322,9 @@ def _sides_of(tree: ast.AST, names: set[str]) -> tuple[set[int], set[int]]:
     """The nodes on the sides of comparisons that call one of these names first, and those on the other sides."""
     theirs: set[int] = set()
     others: set[int] = set()
-    for node in ast.walk(tree):
-        if (found := _asked_side(node, names)) is not None:
-            for side in _sides(node):
+    for sides in _comparisons(tree):
+        if (found := _asked_side(sides, names)) is not None:
+            for side in sides:
                 (theirs if side is found[0] else others).update(id(child) for child in ast.walk(side))
     return theirs, others
 

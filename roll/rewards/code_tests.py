@@ -94,16 +94,9 @@ _KINDS = {
 }
 _KIND = ("type", "testtype", "test_type", "case_type", "testcase_type")
 _NAME = ("fn_name", "func_name", "function_name", "method_name", "function", "method", "fn")
-_INPUT = ("input", "inputs", "stdin", "args", "arguments")
+_INPUT = ("stdin", "input", "inputs", "args", "arguments")
 _OUTPUT = (
-    "output",
-    "outputs",
-    "stdout",
-    "expected_output",
-    "expected_outputs",
-    "expected_stdout",
-    "expected",
-    "result",
+    *("stdout", "output", "outputs", "expected_output", "expected_outputs", "expected_stdout", "expected", "result"),
 )
 _CODE = (
     *("test", "test_code", "functional", "pytest", "unittest", "assert", "asserts", "assertion", "assertions"),
@@ -245,7 +238,7 @@ class _Reader:
                 given, wanted = lists
         plural = input_key == "inputs" or not (context.name or context.kind == "call")
         if several and plural and isinstance(given, list) and isinstance(wanted, list):
-            if len(given) != len(wanted) or not given:
+            if len(given) != len(wanted) or not (given or "." in context.place):  # a part may have none
                 counts = f"{len(given)} {input_key} and {len(wanted)} {output_key}"
                 raise ValueError(f"{context.place}: seen {counts}, expected lists of one length, at least 1")
             for number, pair in enumerate(zip(given, wanted, strict=True)):
@@ -279,7 +272,7 @@ def _within(tests: Mapping[str, Any], context: _Context) -> _Context:
 def _one(tests: Mapping[str, Any], keys: Sequence[str], place: str) -> tuple[str | None, Any]:
     """The one of several keys that a test has, and its value."""
     found = [key for key in keys if key in tests]
-    if len(found) > 1 and any(tests[key] != tests[found[0]] for key in found):
+    if len(found) > 1:
         raise ValueError(f"{place}: seen the keys {found}, expected one of {' and '.join(found)}")
     return (found[0], tests[found[0]]) if found else (None, None)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _REFERENCE = "ref"
 _TEXTS = {"Decimal": "decimal", "Fraction": "fractions", "date": "datetime", "datetime": "datetime", "time": "datetime"}
 """Types that cross as the text of their values, with their modules."""
-_MAX_NODES = 1_000_000
+_MAX_NODES = 100_000
 
 
 class ListNode:
@@ -110,24 +110,27 @@ def encode(value: Any, refer: Callable[[Any], int] | None = None) -> Any:
     Raises:
         TypeError: it is of another type, and there is no ``refer``.
     """
-    if value is None or isinstance(value, bool | str):
-        return value if value is None or isinstance(value, bool) else str(value)
-    if isinstance(value, int):
+    cls = type(value)  # what an object says of its class does not count
+    if value is None or cls is bool:
+        return value
+    if issubclass(cls, str):
+        return str(value)
+    if issubclass(cls, int):
         return int(value) if abs(value) < 1 << 53 else {"int": hex(value)}
-    if isinstance(value, float):
+    if issubclass(cls, float):
         return float(value)
-    if isinstance(value, complex):
+    if issubclass(cls, complex):
         return {"complex": [value.real, value.imag]}
-    if isinstance(value, bytes | bytearray):
+    if issubclass(cls, bytes | bytearray):
         return {"bytes": bytes(value).hex()}
-    if isinstance(value, list):
+    if issubclass(cls, list):
         return [encode(item, refer) for item in value]
     for kind in (tuple, set, frozenset):
-        if isinstance(value, kind):
+        if issubclass(cls, kind):
             return {kind.__name__: [encode(item, refer) for item in value]}
-    if isinstance(value, dict):
+    if issubclass(cls, dict):
         return {"dict": [[encode(key, refer), encode(item, refer)] for key, item in value.items()]}
-    if isinstance(value, Remote):
+    if cls is Remote:
         return {_REFERENCE: value.reference}
     known = _encode_known(value, refer)
     if known is not None:
@@ -204,7 +207,7 @@ def _decode_known(kind: str, content: Any, resolve: Callable[[int], Any]) -> Any
 
 # --- programs --------------------------------------------------------------------------------------------------------
 
-_RECURSION = 600_000
+_RECURSION = 100_000
 """As the graders of public datasets set it; a program of the standard limit fails on long lists of nodes."""
 
 
