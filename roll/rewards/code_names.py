@@ -26,8 +26,8 @@ _ALIAS = "_asked_"
 _BUILTINS = frozenset(vars(builtins))
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 _STARRED = (
-    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
-    *("itertools", "functools", "operator", "io", "sys", "json", "typing"),
+    *("typing", "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json"),
 )
 """Modules whose names the graders of APPS, TACO, PRIME and LiveCodeBench import before each program."""
 _CHEAP = frozenset({"string", "collections", "heapq", "bisect", "math", "itertools", "functools", "typing"})

@@ -41,8 +41,10 @@ class ForkedSandbox(Sandbox):
 
 def _become(mode: str, source: str, given: int, out: int, limits: SandboxLimits, provided: dict[str, str]) -> None:
     """The child: the streams of a new process, then what runs in the sandbox."""
+    import faulthandler
     import sys
 
+    faulthandler.disable()
     code = 1
     try:
         for descriptor, target in ((given, 0), (out, 1), (os.open(os.devnull, os.O_WRONLY), 2)):
