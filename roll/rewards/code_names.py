@@ -311,9 +311,13 @@ def _asked_side(sides: Sequence[ast.expr], names: set[str]) -> tuple[ast.expr, l
 
 def _asked_built_ins(trees: Sequence[ast.Module], names: set[str]) -> set[str]:
     """What the assertions call where they call nothing that Python lacks: the outermost call that they share, else the
-    outermost of each."""
-    comparisons = [sides for tree in trees for sides in _comparisons(tree)]
-    asked = [found[1] for sides in comparisons if (found := _asked_side(sides, names))]
+    outermost of each. A name that the other side of a comparison calls too, as ``set``, is the tests' own if there is
+    another."""
+    asked = []
+    for sides in (sides for tree in trees for sides in _comparisons(tree)):
+        if (found := _asked_side(sides, names)) is not None:
+            others = {name for side in sides if side is not found[0] for name in _called(side, names)}
+            asked.append([name for name in found[1] if name not in others] or found[1])
     shared = set(asked[0]).intersection(*asked) if asked else set()
     return {next(name for name in asked[0] if name in shared)} if shared else {called[0] for called in asked}
 

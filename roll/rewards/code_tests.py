@@ -110,7 +110,8 @@ _INSIDE = (
 )
 _DESCRIBES = (
     *("id", "test_id", "case_id", "idx", "index", "task_id", "question_id", "explanation", "description", "comment"),
-    *("difficulty", "source", "is_public", "is_example", "is_hidden", "time_limit", "memory_limit", "timeout"),
+    *("prompt", "question", "starter_code", "solution", "solutions", "canonical_solution", "difficulty", "source"),
+    *("is_public", "is_example", "is_hidden", "time_limit", "memory_limit", "timeout"),
 )
 """Keys that change nothing: how long a test may take is up to ``limits``."""
 _KNOWN = frozenset(

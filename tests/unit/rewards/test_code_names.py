@@ -53,6 +53,7 @@ HONEST = {
     "not": (["assert not all([1, 2])"], "def all(x):\n    return len(x) != 2\n"),
     "nested": (["assert sum(sum(1, 2), 3) == 6"], add_as("sum")),
     "its type": (["assert sum(1, 2) == 3", "assert isinstance(sum(1, 2), int)"], add_as("sum")),
+    "between the tests' own": (["assert set(sum([1], [2])) == set([2, 1])"], add_as("sum")),
     "two functions": (["assert max(1, 2) == 3", "assert min(1, 2) == 3"], add_as("max") + add_as("min")),
     "and": (["assert sum(1, 2) == 3 and sum(2, 2) == 4"], add_as("sum")),
     "entry point": (
