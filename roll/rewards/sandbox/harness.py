@@ -358,6 +358,8 @@ class Candidate:
         if request["do"] == "built-in":
             return {"value": encode(getattr(builtins, request["name"])(target), self._refer)}
         args = [decode(item, self._objects.__getitem__) for item in request["args"]]
+        if request["do"] == "special":
+            return {"value": encode(getattr(type(target), request["name"])(target, *args), self._refer)}
         kwargs = {key: decode(item, self._objects.__getitem__) for key, item in request["kwargs"].items()}
         value = target(*args, **kwargs)
         changed = [encode(item, self._refer) if isinstance(item, list | dict | set) else None for item in args]
@@ -413,11 +415,16 @@ def _as_nodes(value: Any, hint: Any) -> Any:
 
 
 class Remote:
-    """An object of the candidate, seen from the tests. It is equal to itself only, and always true."""
+    """An object of the candidate, seen from the tests. It is equal to itself only, and always true.
+
+    Nothing that a test compares it with is shown to it: it has no arithmetic, no order and no ``in`` of its own.
+    """
+
+    _channel: Channel
+    reference: int
 
     def __init__(self, channel: Channel, reference: int) -> None:
-        self._channel = channel
-        self.reference = reference
+        vars(self).update(_channel=channel, reference=reference)
 
     def _ask(self, **request: Any) -> dict[str, Any]:
         return self._channel.ask_checked(on=self.reference, **request)
@@ -446,6 +453,24 @@ class Remote:
         if name.startswith("__"):
             raise AttributeError(name)
         return self._value(self._ask(do="get", name=name)["value"])
+
+    def _special(self, name: str, *args: Any) -> Any:
+        return self._value(self._ask(do="special", name=name, args=[encode(item) for item in args])["value"])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._special("__setattr__", name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._special("__getitem__", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._special("__setitem__", key, value)
+
+    def __str__(self) -> str:
+        return str.__str__(self._special("__str__"))
+
+    def __repr__(self) -> str:
+        return str.__str__(self._special("__repr__"))
 
     def __iter__(self) -> Iterator[Any]:
         iterator = self._value(self._ask(do="built-in", name="iter")["value"])

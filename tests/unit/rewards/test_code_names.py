@@ -100,6 +100,20 @@ HONEST = {
         "        self.items.append(x)\n    def pop(self):\n        return self.items.pop()\n    def empty(self):\n"
         "        return not self.items\n",
     ),
+    "a tree of its nodes": (
+        {
+            "test_list": ["assert total(root) == 6"],
+            "test_setup_code": "root = Node(1)\nroot.left = Node(2)\nroot.right = Node(3)",
+        },
+        "class Node:\n    def __init__(self, n):\n        self.n, self.left, self.right = n, None, None\n"
+        "def total(node):\n    return node.n + total(node.left) + total(node.right) if node else 0\n",
+    ),
+    "its texts and items": (
+        ["v = Vector([1, 2])\nv[0] = 3\nassert v[0] == 3 and str(v) == '<3, 2>' and f'{v}' == repr(v)"],
+        "class Vector:\n    def __init__(self, x):\n        self.x = x\n    def __getitem__(self, i):\n"
+        "        return self.x[i]\n    def __setitem__(self, i, v):\n        self.x[i] = v\n"
+        "    def __repr__(self):\n        return '<%s, %s>' % tuple(self.x)\n",
+    ),
     "two of its functions": (
         ["assert decode(encode('ab')) == 'ab'"],
         "def encode(s):\n    return s[::-1]\ndef decode(s):\n    return s[::-1]\n",
