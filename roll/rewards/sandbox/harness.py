@@ -131,7 +131,7 @@ def encode(value: Any, refer: Callable[[Any], int] | None = None) -> Any:
     if issubclass(cls, dict):
         return {"dict": [[encode(key, refer), encode(item, refer)] for key, item in value.items()]}
     if cls is Remote:
-        return {_REFERENCE: value.reference}
+        return {_REFERENCE: value._reference}
     known = _encode_known(value, refer)
     if known is not None:
         return known
@@ -270,6 +270,8 @@ class Channel:
         self._lines = os.fdopen(read, "rb")
         self._write = write
         self._max_bytes = max_bytes
+        self.exceptions: dict[str, type[Exception]] = {}
+        """Classes that stand for the candidate's own exceptions."""
 
     def send(self, message: Any) -> None:
         import json
@@ -310,7 +312,8 @@ class Channel:
         """
         answer = self.ask(**request)
         if "raised" in answer:
-            kind: Any = getattr(builtins, str(answer["raised"]), None)
+            name = str(answer["raised"])
+            kind: Any = self.exceptions.get(name) or getattr(builtins, name, None)
             known = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError)
             raise (kind if known else CandidateError)(str(answer.get("text")))
         return answer
@@ -353,6 +356,8 @@ class Candidate:
         if request["do"] == "run":
             return {"value": encode(self._run(self._find(request["name"]), request["args"], request["kwargs"]))}
         target = self._objects[request["on"]]
+        if request["do"] == "read":
+            return {"value": encode(target, self._refer)}
         if request["do"] == "get":
             return {"value": encode(getattr(target, request["name"]), self._refer)}
         if request["do"] == "built-in":
@@ -386,6 +391,10 @@ class Candidate:
             self._own = {name: value for name, value in names.items() if name not in given or value is not given[name]}
             _NODES.update((name, self._own[name]) for name in _NODES.keys() & self._own.keys())
             loaded: dict[str, Any] = {"names": {name: self._refer(value) for name, value in self._own.items()}}
+            raised = {
+                name: cls for name, cls in self._own.items() if isinstance(cls, type) and Exception in cls.__mro__
+            }
+            loaded["exceptions"] = {name: [base.__name__ for base in cls.__mro__] for name, cls in raised.items()}
         except Exception as error:  # whatever the candidate's module raises
             loaded = {"error": f"{type(error).__name__}: {error}"}
         self._channel.send({"token": self._channel.receive()["token"], **loaded})
@@ -421,13 +430,17 @@ class Remote:
     """
 
     _channel: Channel
-    reference: int
+    _reference: int
 
     def __init__(self, channel: Channel, reference: int) -> None:
-        vars(self).update(_channel=channel, reference=reference)
+        vars(self).update(_channel=channel, _reference=reference)
 
     def _ask(self, **request: Any) -> dict[str, Any]:
-        return self._channel.ask_checked(on=self.reference, **request)
+        return self._channel.ask_checked(on=self._reference, **request)
+
+    def _plain(self) -> Any:
+        """The object itself where it is a plain value."""
+        return self._value(self._ask(do="read")["value"])
 
     def _value(self, data: Any) -> Any:
         return decode(data, lambda reference: Remote(self._channel, reference))
@@ -519,9 +532,22 @@ class Tester:
                 return name
         return None
 
-    def _namespace(self, plan: dict[str, Any], references: dict[str, int]) -> dict[str, Any]:
+    def _own_exceptions(self, lines: dict[str, list[str]]) -> dict[str, type[Exception]]:
+        """Classes of this process in the place of the program's exceptions, by the names of their bases."""
+        made = self._channel.exceptions
+        for name, bases in sorted(lines.items(), key=lambda item: len(item[1])):
+            known = [made.get(base) or getattr(builtins, base, None) for base in bases[1:]]
+            parents = [kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception)]
+            parent = CandidateError if issubclass(parents[0], UnicodeError) else parents[0]
+            made[name] = type(name, (parent,), {"__module__": "solution"})
+        return made
+
+    def _namespace(self, plan: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
         """Names of the tests: the program's where the plan says so, and what Python has."""
-        own = {name: Remote(self._channel, int(reference)) for name, reference in references.items()}
+        own: dict[str, Any] = {name: Remote(self._channel, int(number)) for name, number in loaded["names"].items()}
+        for name in own.keys() & plan["asked"]:
+            own[name] = own[name]._plain()
+        own.update(self._own_exceptions(loaded["exceptions"]))
         for name in plan["program_modules"]:
             module = sys.modules[name] = type(sys)(name)
             vars(module).update(own, __all__=[name for name in own if name not in vars(builtins)])
@@ -557,7 +583,7 @@ class Tester:
         try:
             if plan["asked"] and not any(name in loaded["names"] for name in plan["asked"]):
                 raise NameError(f"the program defines none of {', '.join(plan['asked'])}")
-            space = self._namespace(plan, loaded["names"])
+            space = self._namespace(plan, loaded)
             exec(compile(plan["setup"], "setup", "exec", dont_inherit=True), space)
         except Exception as error:  # most often a name that the program should have defined
             self.say(load=f"{type(error).__name__}: {error}"[:500])

@@ -103,7 +103,7 @@ HONEST = {
     "a tree of its nodes": (
         {
             "test_list": ["assert total(root) == 6"],
-            "test_setup_code": "root = Node(1)\nroot.left = Node(2)\nroot.right = Node(3)",
+            "setup": "root = Node(1)\nroot.left = Node(2)\nroot.right = Node(3)",
         },
         "class Node:\n    def __init__(self, n):\n        self.n, self.left, self.right = n, None, None\n"
         "def total(node):\n    return node.n + total(node.left) + total(node.right) if node else 0\n",
@@ -114,6 +114,12 @@ HONEST = {
         "        return self.x[i]\n    def __setitem__(self, i, v):\n        self.x[i] = v\n"
         "    def __repr__(self):\n        return '<%s, %s>' % tuple(self.x)\n",
     ),
+    "its exceptions": (
+        "import pytest\nfrom solution import f, Bad\ndef test_it():\n    with pytest.raises(Bad, match='no'):\n        f()\n"
+        "    try:\n        f()\n    except Bad:\n        pass\n    assert issubclass(Bad, ValueError)\n",
+        "class Base(ValueError): pass\nclass Bad(Base): pass\ndef f():\n    raise Bad('no')\n",
+    ),
+    "its values": (["assert DATA == [1, (2, 3)] and NAME.upper() == 'X'"], "DATA = [1, (2, 3)]\nNAME = 'x'\n"),
     "two of its functions": (
         ["assert decode(encode('ab')) == 'ab'"],
         "def encode(s):\n    return s[::-1]\ndef decode(s):\n    return s[::-1]\n",
@@ -310,6 +316,7 @@ SNEAKY = {
     "stdout": f"import sys, io\nsys.stdout = io.StringIO()\nprint('{{\"ok\": true}}')\n{BAD}",
     "frames": "import sys\nf = sys._getframe()\nwhile f:\n    for k in list(f.f_globals):\n        if k in ('encode', "
     f"'decode', '_find'):\n            f.f_globals[k] = lambda *a, **k: True\n    f = f.f_back\n{BAD}",
+    "exceptions": f"class ValueError(Exception): pass\nclass AssertionError(Exception): pass\n{BAD}",
     "module": "import sys, types\nm = sys.modules['solution'] = types.ModuleType('solution')\nm.add = lambda a, b: 3\n",
     "unittest": f"import unittest\nunittest.TestCase.assertEqual = lambda *a: None\n{BAD}",
     "unittest planted": f"class unittest:\n    class TestCase: pass\n{BAD}",
