@@ -115,7 +115,8 @@ HONEST = {
         "    def __repr__(self):\n        return '<%s, %s>' % tuple(self.x)\n",
     ),
     "its exceptions": (
-        "import pytest\nfrom solution import f, Bad\ndef test_it():\n    with pytest.raises(Bad, match='no'):\n        f()\n"
+        "import pytest\nfrom solution import f, Bad\n"
+        "def test_it():\n    with pytest.raises(Bad, match='no'):\n        f()\n"
         "    try:\n        f()\n    except Bad:\n        pass\n    assert issubclass(Bad, ValueError)\n",
         "class Base(ValueError): pass\nclass Bad(Base): pass\ndef f():\n    raise Bad('no')\n",
     ),
