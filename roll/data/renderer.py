@@ -38,7 +38,6 @@ _CACHE_SIZE = 20_000
 _THINK, _THOUGHT = "<think>", "</think>"
 _OPEN_REASONING = re.compile(rf"{_THINK}(\s*)\Z")
 """The end of a prompt behind which the assistant goes on with its reasoning."""
-_EMPTY_REASONING = re.compile(rf"\s*({_THINK}\s*{_THOUGHT}\s*)?")
 
 CHARS_PER_TOKEN = 64
 """Of a text with more characters for each token that it may have, more need not be tokenised: it is too long."""
@@ -231,6 +230,8 @@ class ChatRenderer:
         said, mark = self._ended(whole[start:], calls=bool(message.get("tool_calls")))
         if opened := _OPEN_REASONING.search(prompt):
             said = self._reasoned(message, said, opened[1])
+        if not said.strip() and (message.get("content") or message.get("tool_calls")):
+            raise ValueError("the chat template writes nothing of an answer, so there is nothing to learn of it")
         return RenderedTurn(prompt, said, mark)
 
     def _words_start(self, before: Sequence[Message], tools: Sequence[Tool] | None) -> int:
@@ -244,9 +245,9 @@ class ChatRenderer:
         pairs = enumerate(zip(first, second, strict=False))
         same = next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))
         at = first.rfind(self.opening, 0, same) if self.opening else -1
-        # Behind the opening a template may write an empty reasoning, which the assistant says.
-        between = first[at + len(self.opening) : same]
-        return at + len(self.opening) if at >= 0 and _EMPTY_REASONING.fullmatch(between) else same
+        # What a template writes between the opening and the words, the assistant says, unless it is another's turn.
+        start, mark = at + len(self.opening), str(self.tokenizer.convert_ids_to_tokens(self.turn_end()[1]))
+        return start if at >= 0 and mark not in first[start:same] else same
 
     def _ended(self, said: str, *, calls: bool) -> tuple[str, str]:
         """A turn up to its mark, and the mark, which is empty where the end of the sequence has to do."""
@@ -277,7 +278,7 @@ class ChatRenderer:
         if (found := self._control.lead(text)) is not None:
             return found
         bare = text.lstrip()
-        first = next(iter(self._encode(bare).tolist()), None)
+        first = next(iter(self._encode(bare).tolist()), -1)
         token = self.tokenizer.added_tokens_decoder.get(first)
         return (text[: len(text) - len(bare)], str(token.content)) if token and bare.startswith(token.content) else None
 
@@ -297,6 +298,11 @@ class ChatRenderer:
         """Text that a prompt has beyond the conversation before it."""
         closed, opened = (self.text([_OPENING], open_assistant=opens) for opens in (False, True))
         return opened.removeprefix(closed) if opened.startswith(closed) else ""
+
+    def _id_of(self, token: str) -> int:
+        index = self.tokenizer.convert_tokens_to_ids(token)
+        assert isinstance(index, int), "a list is asked for by a list"
+        return index
 
     def _eos(self) -> int:
         if (index := self.tokenizer.eos_token_id) is None:
@@ -327,7 +333,7 @@ class ChatRenderer:
         That is the end of the sequence, what closes a turn, and what begins the next where nothing closes one.
         """
         marks = [mark for _, mark in self._next_turn.values() if mark]
-        ends = {self.tokenizer.eos_token_id, *self.tokenizer.convert_tokens_to_ids(marks)}
+        ends = {self.tokenizer.eos_token_id, *map(self._id_of, marks)}
         with suppress(ValueError):
             ends.add(self.turn_end()[1])
         return frozenset(index for index in ends if index in self._control.ids)
@@ -394,7 +400,9 @@ class ChatRenderer:
     def _reasoning(self) -> str:
         """The key under which the template reads an assistant's reasoning."""
         said: Message = {"role": "assistant", "content": "-"}
-        found = (key for key in REASONING if _PROBE in (self._try([_OPENING, {**said, key: _PROBE}], opens=False) or ""))
+        found = (
+            key for key in REASONING if _PROBE in (self._try([_OPENING, {**said, key: _PROBE}], opens=False) or "")
+        )
         return next(found, REASONING[0])
 
     @cached_property
@@ -491,7 +499,7 @@ class ChatRenderer:
             if not found:
                 raise ValueError("the chat template drops the assistant's words, so there is nothing to imitate")
             _, mark = self._mark(closing) or self._next_turn["user"]
-            end = self.tokenizer.convert_tokens_to_ids(mark) if mark else self._eos()
+            end = self._id_of(mark) if mark else self._eos()
             self._end = closing, int(end)
         return self._end
 

@@ -180,8 +180,11 @@ class _Check:
             return "", [Finding("problem", "no-turn-end", f"{error}")]
         text = str(self._tokenizer.convert_ids_to_tokens(index))
         if not closing:
-            then = self._control_names(self._renderer.stops - {index})
-            said = f"nothing closes a turn; it ends with {then or text}, at which an engine has to stop"
+            next_turn = self._renderer.stops - {self._tokenizer.eos_token_id}
+            then = self._control_names(next_turn)
+            said = f"nothing closes a turn; what comes next does: {then}, at which an engine has to stop"
+            if not next_turn:
+                said = f"nothing closes a turn; it is learned to end with {text}, which a history lacks"
             return text, [Finding("note", "turn-not-closed", said)]
         others = self._renderer.stops - {index}
         if self._tokenizer.eos_token_id != index:
@@ -314,17 +317,7 @@ class _Check:
     def _around(self, opening: str) -> Iterator[Finding]:
         """Checks what the template writes beside messages."""
         whole = self._render([*self._start, _says(), _user("and then?")], opens=True)
-        bos = self._tokenizer.bos_token
-        if bos and bos in whole[len(bos) :]:
-            yield Finding("problem", "bos-in-the-middle", f"{bos} stands in the middle of a conversation")
-        elif (
-            bos
-            and not whole.startswith(bos)
-            and self._tokenizer("a")["input_ids"][:1] == [self._tokenizer.bos_token_id]
-        ):
-            yield Finding(
-                "note", "no-bos", f"a conversation begins without {bos}, which the tokenizer writes before a text"
-            )
+        yield from self._first_token(whole)
         for text in self._added():
             yield Finding("note", "adds-system", f"the template adds words of its own: {text!r:.100}")
         if "strftime_now" in self._renderer.source:
@@ -335,6 +328,21 @@ class _Check:
         last = self._render([*self._start, _says()])
         if "<think>" in last.replace(opening, "") and "<think>" not in opening:
             yield Finding("note", "adds-reasoning", "an answer without reasoning is given an empty one")
+
+    def _first_token(self, whole: str) -> Iterator[Finding]:
+        """Compares what a conversation begins with and what the tokenizer begins a text with.
+
+        A template may write that token more often, at the beginning of each turn for one.
+        """
+        bos, index = self._tokenizer.bos_token, self._tokenizer.bos_token_id
+        if bos is None:
+            return
+        ids = self._tokenizer.encode(whole, add_special_tokens=False)
+        if ids[:2] == [index, index]:
+            yield Finding("problem", "double-bos", f"a conversation begins with {bos} twice")
+        elif ids[:1] != [index] and self._tokenizer("a")["input_ids"][:1] == [index]:
+            text = f"a conversation begins without {bos}, which the tokenizer writes before a text"
+            yield Finding("problem", "no-bos", text)
 
     def _added(self) -> Iterator[str]:
         """Long texts before the user's words that are nobody's, without a system message."""

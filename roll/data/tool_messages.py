@@ -21,6 +21,11 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names that an assistant's reasoning goes by."""
 
 
+def identity_of(index: int) -> str:
+    """Id of a call that has none: nine letters and digits, as Mistral's templates want it."""
+    return f"call{index:05d}"
+
+
 def is_plain(message: Message) -> bool:
     """Tells whether a message is a role and a text, which need no care."""
     return (
@@ -72,7 +77,7 @@ def tidy(
             if not (reasoning == "thinking" and calls and fresh["content"]):
                 fresh[reasoning] = thought
         if fresh["role"] == "tool":
-            answered = fresh.setdefault("tool_call_id", waiting[0] if waiting else "call00000")
+            answered = fresh.setdefault("tool_call_id", waiting[0] if waiting else identity_of(0))
             waiting = [each for each in waiting if each != answered]
     return tidied
 
@@ -86,7 +91,7 @@ def _tidy_call(call: Mapping[str, Any], index: int, text_arguments: bool) -> dic
     elif not isinstance(arguments, str) and text_arguments:
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {
-        "id": call.get("id") or f"call{index:05d}",
+        "id": call.get("id") or identity_of(index),
         "type": "function",
         "function": {"name": function.get("name"), "arguments": arguments},
     }
@@ -99,7 +104,7 @@ def calls_answered_by(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if message["role"] != "tool":
             break
         function: dict[str, Any] = {"name": message.get("name") or "tool", "arguments": {}}
-        identity = message.get("tool_call_id") or f"call{index:05d}"
+        identity = message.get("tool_call_id") or identity_of(index)
         calls.append({"id": identity, "type": "function", "function": function})
     return calls
 

@@ -36,9 +36,15 @@ class Datasets(Generic[DataT]):
     val: DataT | None
 
     def describe(self) -> list[str]:
-        """Account of what was read, a line for each dataset."""
-        found = {"training data": self.train, "held-out data": self.val}
-        return [f"{name}: {data.report}" for name, data in found.items() if data is not None]
+        """Account of what was read: a line for each dataset, and for what of it is left out or not read."""
+        reports = {name: data.report for name, data in self._named() if data is not None}
+        lines: list[str] = []
+        for name, report in reports.items():
+            lines += [f"{name}: {report}", *(f"{name}: warning: {note}" for note in report.notes)]
+        return lines
+
+    def _named(self) -> list[tuple[str, PromptDataset | Conversations | None]]:
+        return [("training data", self.train), ("held-out data", self.val)]
 
 
 def make_data(generator: DataGeneratorConfig) -> None:

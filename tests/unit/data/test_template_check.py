@@ -60,7 +60,8 @@ def test_what_published_templates_do(family: str) -> None:
     assert (
         report.opening == max((item for item in OPENINGS.items() if family.startswith(item[0])), key=lambda i: i[0])[1]
     )
-    assert report.ending == ("<end_of_turn>" if family.startswith("gemma") else FAMILIES[family].eos)
+    others = {"gemma2": "<end_of_turn>", "gemma3": "<end_of_turn>", "glm4_5": "<|user|>"}
+    assert report.ending == others.get(family, FAMILIES[family].eos)
 
 
 def test_what_a_finding_says() -> None:
@@ -72,7 +73,7 @@ def test_what_a_finding_says() -> None:
     assert "written in the dialect deepseek" in texts["deepseek_v3"]["no-tools"]
     assert "single tool-calls at once" in texts["llama3_1"]["one-call-a-turn"]
     assert "You are Qwen, created by Alibaba Cloud" in texts["qwen2_5"]["adds-system"]
-    assert "<|observation|>, <|user|>" in texts["glm4_5"]["turn-not-closed"]
+    assert "what comes next does: <|observation|>, <|user|>, " in texts["glm4_5"]["turn-not-closed"]
     assert "may also end with <|call|>, at which" in texts["gpt_oss"]["several-turn-ends"]
     assert "open: a sample begins with reasoning" in texts["deepseek_v3"]["opens-reasoning"]
 
