@@ -270,7 +270,7 @@ def report_of(
 
 
 def render(
-    samples: Iterable[ReadConversation], encode: Encode, reading: Reading, left_out: LeftOut
+    samples: Iterable[ReadConversation], encode: Encode, reading: Reading, left_out: LeftOut | None
 ) -> Iterator[Rendered]:
     """Token ids of conversations; what a template refuses is a problem, what it leaves out a note."""
     for sample in samples:
@@ -281,8 +281,9 @@ def render(
         except ValueError as error:
             reading.problems.add(sample.place, str(error))
         else:
-            for what in left_out.of(sample.messages, sample.learned, sample.tools):
-                reading.note(sample.file, what, sample.place)
+            if left_out is not None:
+                for what in left_out.of(sample.messages, sample.learned, sample.tools):
+                    reading.note(sample.file, what, sample.place)
             for ids, mask in rows:
                 mask[0] = False  # nothing predicts it
                 yield sample, ids, mask
@@ -292,7 +293,7 @@ def try_out(
     samples: Iterable[ReadConversation], encode: Encode | None, reading: Reading, left_out: LeftOut | None
 ) -> None:
     """``render`` for what it finds alone."""
-    if encode is not None and left_out is not None:
+    if encode is not None:
         for _ in render(samples, encode, reading, left_out):
             pass
 

@@ -17,6 +17,7 @@ Use: TypeAlias = Literal["learned", "whole", "prompt"]
 """What becomes of a conversation: its turns are learned, it is read whole, or it waits for an answer."""
 
 _ROLE_KEYS = {"role", "content", "tool_calls", *REASONING}
+_OF_RESULTS = {"name", "tool_call_id"}
 _TOOL: Tool = {"type": "function", "function": {"name": "look_up", "description": "-", "parameters": {}}}
 _Part: TypeAlias = tuple[int, str, str]
 """Index of a message, the name of a part of it, and the word that stands for it."""
@@ -42,9 +43,8 @@ class LeftOut:
 
     def _look(self, messages: Sequence[Message], learned: Sequence[int], tools: bool) -> Iterator[str]:
         for message in messages:
-            for key in message.keys() - _ROLE_KEYS:
-                plumbing = message["role"] == "tool" and key in ("name", "tool_call_id")
-                if not plumbing and key not in self._renderer.source:
+            for key, is_text in sorted(_shape(message).keys):
+                if not is_text and key not in self._renderer.source:
                     yield f"the chat template reads no {key!r} of a message"
         stand_ins, parts = _stand_ins(messages)
         told = [_TOOL] if tools else None
@@ -74,7 +74,8 @@ class _Shape(NamedTuple):
     beside: bool
     """Reasoning has a key of its own."""
     calls: int
-    keys: frozenset[str]
+    keys: frozenset[tuple[str, bool]]
+    """All others, and whether they hold a text."""
 
 
 def _shape(message: Message) -> _Shape:
@@ -83,7 +84,9 @@ def _shape(message: Message) -> _Shape:
         inside, words = True, words.rpartition("</think>")[2]
     beside = not inside and bool(reasoning_of(message))
     calls = len(message.get("tool_calls") or ())
-    return _Shape(message["role"], bool(words.strip()), inside, beside, calls, frozenset(message.keys() - _ROLE_KEYS))
+    known = _ROLE_KEYS | _OF_RESULTS if message["role"] == "tool" else _ROLE_KEYS
+    others = frozenset((key, isinstance(message[key], str)) for key in message.keys() - known)
+    return _Shape(message["role"], bool(words.strip()), inside, beside, calls, others)
 
 
 def _stand_ins(messages: Sequence[Message]) -> tuple[list[Message], list[_Part]]:
@@ -91,7 +94,7 @@ def _stand_ins(messages: Sequence[Message]) -> tuple[list[Message], list[_Part]]
     made: list[Message] = []
     parts: list[_Part] = []
     for index, message in enumerate(messages):
-        role, words, inside, beside, calls, _ = _shape(message)
+        role, words, inside, beside, calls, others = _shape(message)
 
         def stands(name: str, mark: str, index: int = index) -> str:
             parts.append((index, name, word := f"zq{index}{mark}qz"))
@@ -99,6 +102,8 @@ def _stand_ins(messages: Sequence[Message]) -> tuple[list[Message], list[_Part]]
 
         content = stands("the system message" if role == "system" else f"words of the {role}", "w") if words else ""
         fresh: dict[str, Any] = {"role": role, "content": content}
+        for number, (key, is_text) in enumerate(sorted(others)):
+            fresh[key] = stands(repr(key), f"k{number}") if is_text else message[key]
         if inside:
             fresh["content"] = f"<think>\n{stands('<think>…</think>', 'r')}\n</think>\n\n{content}"
         if beside:

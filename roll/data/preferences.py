@@ -61,7 +61,7 @@ def load_preferences(
     *,
     label: str | None,
     encode: Encode,
-    left_out: LeftOut,
+    left_out: LeftOut | None = None,
     max_tokens: int,
     overflow: Literal["error", "truncate", "drop"] = "error",
     scoring: Scoring | None = None,
@@ -73,7 +73,7 @@ def load_preferences(
         columns: those of a chosen and a rejected answer.
         label: column of the label of the one answer that a row then has; ``None``: rows are pairs.
         encode: conversation to token ids, and those that the loss looks at.
-        left_out: finds what the template of ``encode`` leaves out.
+        left_out: finds what the template of ``encode`` leaves out; ``None``: nobody does.
         overflow: see ``load_conversations``; where one side of a pair goes, so does the other.
         scoring: what the questions must bring to have answers of the policy scored; ``None``: they are not.
 

@@ -342,7 +342,7 @@ class _Check:
             yield Finding("problem", "double-bos", f"a conversation begins with {bos} twice")
         elif ids[:1] != [index] and self._tokenizer("a")["input_ids"][:1] == [index]:
             text = f"a conversation begins without {bos}, which the tokenizer writes before a text"
-            yield Finding("problem", "no-bos", text)
+            yield Finding("note", "no-bos", text)
 
     def _added(self) -> Iterator[str]:
         """Long texts before the user's words that are nobody's, without a system message."""

@@ -37,14 +37,13 @@ class Datasets(Generic[DataT]):
 
     def describe(self) -> list[str]:
         """Account of what was read: a line for each dataset, and for what of it is left out or not read."""
-        reports = {name: data.report for name, data in self._named() if data is not None}
-        lines: list[str] = []
-        for name, report in reports.items():
-            lines += [f"{name}: {report}", *(f"{name}: warning: {note}" for note in report.notes)]
-        return lines
+        return [*_lines("training data", self.train), *_lines("held-out data", self.val)]
 
-    def _named(self) -> list[tuple[str, PromptDataset | Conversations | None]]:
-        return [("training data", self.train), ("held-out data", self.val)]
+
+def _lines(name: str, data: PromptDataset | Conversations | None) -> list[str]:
+    if data is None:
+        return []
+    return [f"{name}: {data.report}", *(f"{name}: warning: {note}" for note in data.report.notes)]
 
 
 def make_data(generator: DataGeneratorConfig) -> None:

@@ -141,7 +141,8 @@ def test_rows_as_verl_writes_them(tmp_path: Path) -> None:
         path, messages="prompt", response="reward_model.ground_truth", tag="data_source", id="extra_info.index"
     )
     assert [p.id for p in by_index] == ["0", "1", "2"]
-    assert "for a list of messages set messages: prompt" in reasons(path, response=None, tag="data_source")[0]
+    named = load(path, response="reward_model.ground_truth", tag="data_source", id="extra_info.index")
+    assert [p.messages for p in named] == [p.messages for p in by_index]
 
 
 def test_a_column_whose_name_has_a_dot_comes_before_the_path(tmp_path: Path) -> None:
@@ -237,7 +238,7 @@ def test_all_problems_of_all_files_come_together(tmp_path: Path) -> None:
 
 def test_rows_without_an_id_or_with_that_of_another_are_told_apart_by_their_place(tmp_path: Path) -> None:
     path = dataset(tmp_path, *({"id": value} for value in ("a", 1, "a", 1.0, None, 2.5, "", [1])))
-    data = load(file_name=str(path))
+    data = load(path)
     names = [prompt.id.replace(str(path), "data") for prompt in data]
     assert names == ["a", "1", "a data:3", "1 data:4", "data:5", "2.5", "data:7", "data:8"]
     (note,) = data.report.notes
