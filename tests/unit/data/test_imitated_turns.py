@@ -143,7 +143,7 @@ def test_what_is_learned_is_what_the_template_writes_behind_the_prompt(name: str
     messages, tools, renderer = CASES[case], case == "tools", renderer_of(name)
     if unread(name, case):
         if case != "tools":
-            with pytest.raises(TemplateError, match="alternate|System role"):
+            with pytest.raises(TemplateError, match=r"alternate|System role"):
                 renderer.rows(messages)
         return
     opened = "<think>" if name == THINKING else "<think>\n" if name == "deepseek_v3" else None
