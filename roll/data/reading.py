@@ -42,13 +42,13 @@ class Reading:
         self.notes[file, what] = count + 1, first
 
     def noted(self) -> tuple[str, ...]:
-        """Account of the notes, a line each."""
+        """Account of the notes and of columns that nobody reads, a line each."""
         lines = [
-            f"{file}: {what}: {count:,} {'row' if count == 1 else 'rows'}, the first {place}"
+            f"warning: {file}: {what}: {count:,} {'row' if count == 1 else 'rows'}, the first {place}"
             for (file, what), (count, place) in self.notes.items()
         ]
-        unread = [f"{file}: columns that nobody reads: {', '.join(columns)}" for file, columns in self.unread.items()]
-        return (*lines, *unread)
+        unread = self.unread.items()
+        return (*lines, *(f"data: {file}: columns that nobody reads: {', '.join(columns)}" for file, columns in unread))
 
     def leaves(self, row: Row, *read: str) -> None:
         """Notes the columns of a row that neither ``args`` nor ``read`` name."""

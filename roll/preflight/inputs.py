@@ -89,8 +89,7 @@ def _check_dataset(key: str, args: DataArguments, config: PromptsConfig) -> Find
     which = "rows" if whole else f"rows checked, the first {HEAD:,} of each file"
     counts = ", ".join(f"{tag} {count:,}" for tag, count in sorted(tags.items()))
     lines += [f"data: {', '.join(present.file_names)}: {sum(tags.values()):,} {which} ({counts})"]
-    lines += [f"warning: data: {note}" for note in reading.noted()]
-    return lines, []
+    return [*lines, *reading.noted()], []
 
 
 def _read_head(reading: Reading, config: PromptsConfig, *, held_out: bool) -> tuple[Counter[str], bool]:

@@ -43,7 +43,7 @@ class Datasets(Generic[DataT]):
 def _lines(name: str, data: PromptDataset | Conversations | None) -> list[str]:
     if data is None:
         return []
-    return [f"{name}: {data.report}", *(f"{name}: warning: {note}" for note in data.report.notes)]
+    return [f"{name}: {data.report}", *data.report.notes]
 
 
 def make_data(generator: DataGeneratorConfig) -> None:

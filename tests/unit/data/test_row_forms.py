@@ -491,7 +491,7 @@ def test_what_is_left_out_is_told_once_for_a_file(tmp_path: Path) -> None:
     path = write(tmp_path / "data.jsonl", rows)
     report = load(path, M).report
     assert report.notes == (
-        f"{path}: the chat template leaves out 'name' of messages before an answer: 2 rows, the first {path}:2",
+        f"warning: {path}: the chat template leaves out 'name' of messages before an answer: 2 rows, the first {path}:2",
     )
     qwen2_5 = ChatRenderer(family_tokenizer("qwen2_5"))
     args = DataArguments(file_name=str(write(path, [{"m": THINKS}])), **M)
