@@ -196,21 +196,16 @@ Raises ``ValueError`` or jinja2's ``TemplateError`` where the template refuses i
 
 def _read(reading: Reading, scoring: Scoring | None) -> Iterator[ReadConversation]:
     """The rows that the filter keeps, as conversations."""
-    own = read_by(scoring)
 
     def read(row: Row) -> ReadConversation:
         talk = row_conversation(row.values, reading.args)
         if talk.silent:
             reading.note(row.file, "empty messages of the assistant, which are not learned", row.place)
-        reading.leaves(row, *own)
+        if scoring is None:  # which sees every column
+            reading.leaves(row)
         return ReadConversation.of(talk, row_question(row, reading.args, talk, scoring), row)
 
     return reading.each(read)
-
-
-def read_by(scoring: Scoring | None) -> tuple[str, ...]:
-    """Columns that are read for scoring, which sees all the others too."""
-    return () if scoring is None else (scoring.solution,)
 
 
 def row_question(row: Row, args: DataArguments, talk: Talk, scoring: Scoring | None, *read: str) -> Prompt:

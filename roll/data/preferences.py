@@ -18,7 +18,6 @@ from roll.data.conversations import (
     ReadConversation,
     Scoring,
     fit,
-    read_by,
     render,
     report_of,
     row_question,
@@ -140,7 +139,8 @@ def _read(reading: Reading, columns: PairColumns, label: str | None, scoring: Sc
         question = row_question(row, args, talks[0], scoring, *own)
         sides = [""] if label is not None else [f": column {side!r}" for side in (columns.chosen, columns.rejected)]
         answers = (ReadConversation.of(talk, question, row, side) for talk, side in zip(talks, sides, strict=True))
-        reading.leaves(row, *own, *read_by(scoring))
+        if scoring is None:  # which sees every column
+            reading.leaves(row, *own)
         return _Judged(tuple(answers), good, margin)
 
     return reading.each(read)

@@ -490,9 +490,8 @@ def test_what_is_left_out_is_told_once_for_a_file(tmp_path: Path) -> None:
     rows = [{"m": PLAIN}, {"m": [user(name="Ann"), says()]}, {"m": [user(name="Bob"), says()]}]
     path = write(tmp_path / "data.jsonl", rows)
     report = load(path, M).report
-    assert report.notes == (
-        f"warning: {path}: the chat template leaves out 'name' of messages before an answer: 2 rows, the first {path}:2",
-    )
+    left_out = "the chat template leaves out 'name' of messages before an answer"
+    assert report.notes == (f"warning: {path}: {left_out}: 2 rows, the first {path}:2",)
     qwen2_5 = ChatRenderer(family_tokenizer("qwen2_5"))
     args = DataArguments(file_name=str(write(path, [{"m": THINKS}])), **M)
     (note,) = load_conversations(args, renderer=qwen2_5, max_tokens=400).report.notes
