@@ -372,8 +372,10 @@ class ChatRenderer:
         return hidden
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] | None, *, open_assistant: bool) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
+        from jinja2 import TemplateError
+
+        try:
+            text = self.tokenizer.apply_chat_template(
                 [self._control.hide(message) for message in messages],
                 tools=self._control.hide(tools) if tools else None,
                 chat_template=self._template,
@@ -381,7 +383,9 @@ class ChatRenderer:
                 add_generation_prompt=open_assistant,
                 **self._variables,
             )
-        )
+        except (TypeError, AttributeError, LookupError) as error:  # of the template's code: None + text, and the like
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
+        return str(text)
 
     def _with_tools(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None

@@ -318,3 +318,9 @@ def test_read_messages_are_what_the_renderer_takes() -> None:
     heard = read_messages([{"from": "human", "value": "?"}, {"from": "gpt", "value": "a"}], "talk")
     made = renderer_of("qwen2_5").rows([one.message for one in heard])
     assert made[0][0].tolist() == renderer_of("qwen2_5").rows([asks("?"), says("a")])[0][0].tolist()
+
+
+def test_a_mistake_of_the_templates_code_is_a_refusal() -> None:
+    careless = "{% for m in messages %}{{ m.role + m.note }}{% endfor %}"
+    with pytest.raises(TemplateError, match=r"TypeError: can only concatenate str"):
+        ChatRenderer(family_tokenizer("qwen2_5"), careless).history([{**asks("?"), "note": 3}])
