@@ -38,6 +38,9 @@ _CACHE_SIZE = 20_000
 _THINK, _THOUGHT = "<think>", "</think>"
 _OPEN_REASONING = re.compile(rf"{_THINK}(\s*)\Z")
 """The end of a prompt behind which the assistant goes on with its reasoning."""
+_CLOSED_REASONING = re.compile(rf"{_THOUGHT}(\s*)\Z")
+"""The end of a prompt behind which it says its answer alone."""
+_REASONING_AT_END = re.compile(rf"{_THINK}\s*({_THOUGHT}\s*)?\Z")
 
 CHARS_PER_TOKEN = 64
 """Of a text with more characters for each token that it may have, more need not be tokenised: it is too long."""
@@ -158,9 +161,9 @@ class ChatRenderer:
     ) -> list[tuple[IntArray, BoolArray]]:
         """Rows to imitate: token ids, and True for those that the assistant says.
 
-        A turn is learned behind the prompt that a policy would be given, in the words of the template, tokenised apart
-        from what stands before them, up to the token at which a generator stops: the template's own mark, else what
-        the next turn begins with, else the end of the sequence. Turns share a row as long as the next prompt begins
+        A turn is learned behind the prompt that a policy would be given, in the words of the template, up to the token
+        at which a generator stops: the template's own mark, else what the next turn begins with, else the end of the
+        sequence. Turns share a row as long as the next prompt begins
         with all that the row holds; a template that rewrites earlier turns makes a row for each.
 
         Args:
@@ -210,7 +213,8 @@ class ChatRenderer:
         """The last message, which is the assistant's, as the template writes it behind the prompt for it.
 
         Where a prompt opens reasoning that the template leaves out of the turn, as DeepSeek-R1's does, the turn says
-        it as the policy would have: the reasoning, its end, the answer.
+        it as the policy would have: the reasoning, its end, the answer. Behind a prompt that has closed it, none is
+        said.
 
         Raises:
             ValueError: the template leaves out the assistant's words.
@@ -218,35 +222,37 @@ class ChatRenderer:
         """
         *before, message = messages
         whole, prompt = self.text(messages, tools, open_assistant=False), None
-        if any(each["role"] != "system" for each in before):
+        if any(each["role"] not in ("system", "developer") for each in before):
             prompt = self.text(before, tools, open_assistant=True)
         elif before and (tried := self._try(before, tools)) is not None and whole.startswith(tried):
             prompt = tried  # nobody has spoken yet: few templates have a prompt for that
         if prompt is not None and whole.startswith(prompt):
             start = len(prompt)
         else:
-            start = self._words_start(before, tools)
+            start = self._words_start(whole, before, tools)
             prompt = whole[:start] if prompt is None else prompt
         said, mark = self._ended(whole[start:], calls=bool(message.get("tool_calls")))
         if opened := _OPEN_REASONING.search(prompt):
             said = self._reasoned(message, said, opened[1])
+        elif (closed := _CLOSED_REASONING.search(prompt)) and said.lstrip().startswith(_THINK):
+            said = said.partition(_THOUGHT)[2].removeprefix(closed[1])
         if not said.strip() and (message.get("content") or message.get("tool_calls")):
             raise ValueError("the chat template writes nothing of an answer, so there is nothing to learn of it")
         return RenderedTurn(prompt, said, mark)
 
-    def _words_start(self, before: Sequence[Message], tools: Sequence[Tool] | None) -> int:
-        """Index in the text of a conversation at which the words of the turn behind ``before`` begin."""
+    def _words_start(self, whole: str, before: Sequence[Message], tools: Sequence[Tool] | None) -> int:
+        """Index in a conversation at which the turn behind ``before`` begins, found by other words in its place."""
         first, second = (
             self.text([*before, {"role": "assistant", "content": words}], tools, open_assistant=False)
             for words in (_SENTINEL, "-")
         )
         if first == second:
             raise ValueError("the chat template drops the assistant's words, so there is nothing to imitate")
-        pairs = enumerate(zip(first, second, strict=False))
-        same = next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))
-        at = first.rfind(self.opening, 0, same) if self.opening else -1
+        same = min(same_start(first, second), same_start(first, whole))
+        opening = _REASONING_AT_END.sub("", self.opening)
+        at = first.rfind(opening, 0, same) if opening else -1
         # What a template writes between the opening and the words, the assistant says, unless it is another's turn.
-        start, mark = at + len(self.opening), str(self.tokenizer.convert_ids_to_tokens(self.turn_end()[1]))
+        start, mark = at + len(opening), str(self.tokenizer.convert_ids_to_tokens(self.turn_end()[1]))
         return start if at >= 0 and mark not in first[start:same] else same
 
     def _ended(self, said: str, *, calls: bool) -> tuple[str, str]:
@@ -521,6 +527,12 @@ class ChatRenderer:
             if len(self._cache) > _CACHE_SIZE:
                 self._cache.popitem(last=False)
         return ids
+
+
+def same_start(first: Sequence[object], second: Sequence[object]) -> int:
+    """Length of what two texts or lists begin with together."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _probe_call(text_arguments: bool) -> list[Message]:

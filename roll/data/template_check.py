@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from roll.data.renderer import ChatRenderer
+from roll.data.renderer import ChatRenderer, same_start
 from roll.data.tool_messages import Message, Tool
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class _Check:
 
     def _opening(self) -> str:
         closed, opened = (self._render(self._start, opens=opens) for opens in (False, True))
-        return opened.removeprefix(closed) if opened.startswith(closed) else opened[_same(closed, opened) :]
+        return opened.removeprefix(closed) if opened.startswith(closed) else opened[same_start(closed, opened) :]
 
     def _ending(self) -> tuple[str, list[Finding]]:
         """The token that ends a turn."""
@@ -225,14 +225,14 @@ class _Check:
                 return f"the template refuses ({_first(text)})"
         assert isinstance(prompt, str) and isinstance(whole, str), "else it was refused"
         if not whole.startswith(prompt):
-            same = _same(prompt, whole)
+            same = same_start(prompt, whole)
             return f"{_cut(prompt, same)} in the prompt becomes {_cut(whole, same)} in the history"
         try:
             tail = self._renderer.tail(after, [_TOOL] if tools else None)
         except Exception as error:  # whatever a template's code raises
             return f"it cannot be continued ({_first(error)})"
         if not whole.endswith(tail):
-            ends = _same(whole[::-1], tail[::-1])
+            ends = same_start(whole[::-1], tail[::-1])
             return f"{_cut(tail, len(tail) - ends - 12)} continues a sample, the history has {whole[-ends - 12 :]!r}"
         return ""
 
@@ -264,13 +264,13 @@ class _Check:
         for name, parse in self._parsers.items():
             if any(list(parse(said)) == [(_TOOL_NAME, _ARGUMENTS)] for said in self._said(prompt, whole)):
                 return name
-        text = f"no known dialect reads a call as the template writes it: {whole[_same(prompt, whole) :]!r:.200}"
+        text = f"no known dialect reads a call as the template writes it: {whole[same_start(prompt, whole) :]!r:.200}"
         return Finding("problem", "unknown-dialect", text)
 
     def _said(self, prompt: str, whole: str) -> Iterator[str]:
         """Yields what an assistant may have said: the history beyond the prompt, white space at its end or not."""
         before, ids = (self._tokenizer.encode(text, add_special_tokens=False) for text in (prompt, whole))
-        said = np.asarray(ids[_same(before, ids) :], dtype=np.int64)
+        said = np.asarray(ids[same_start(before, ids) :], dtype=np.int64)
         yield from (self._renderer.decode_raw(said[: max(len(said) - spaces, 0)]) for spaces in range(3))
 
     def _losses(self) -> Iterator[Finding]:
@@ -350,12 +350,6 @@ class _Check:
         tokens = sorted(map(str, self._tokenizer.get_added_vocab()), key=len, reverse=True)
         parts = re.split("|".join(map(re.escape, tokens)), head) if tokens else [head]
         yield from (part.strip() for part in parts if found and len(part.strip()) >= _LONG)
-
-
-def _same(first: Sequence[object], second: Sequence[object]) -> int:
-    """Length of what two texts or lists begin with together."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _cut(text: str, at: int) -> str:

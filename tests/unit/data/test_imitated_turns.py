@@ -186,6 +186,20 @@ def test_behind_a_prompt_that_opens_reasoning_the_reasoning_is_learned(name: str
     assert renderer.tokenizer.decode(plain[0][plain[1]]) == f"{space}</think>{space * 2}left<｜end▁of▁sentence｜>"
 
 
+@pytest.mark.parametrize("family", ["qwen3", "glm4_5"])
+@pytest.mark.parametrize("beside", [False, True])
+def test_behind_a_prompt_that_has_closed_reasoning_the_answer_alone_is_learned(family: str, beside: bool) -> None:
+    renderer = ChatRenderer(family_tokenizer(family), ChatTemplate("native", {"enable_thinking": False}))
+    messages = [asks("where?"), thinks(1, beside=beside)]
+    ((ids, mask),) = renderer.rows(messages)
+    prompt = renderer.prompt(messages[:1])
+    answer = "left 1<|im_end|>" if family == "qwen3" else "\nleft 1<|user|>"
+    assert ids[~mask].tolist() == prompt.tolist() and renderer.tokenizer.decode(ids[mask]) == answer
+    assert renderer.rows([messages[0], says("left 1")])[0][0].tolist() == ids.tolist()
+    (told,) = LeftOut(renderer).of(messages, (1,), None)
+    assert told.endswith(" of answers that are learned")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_goes_on_as_a_rollout_does(family: str) -> None:
     """Where turns share a row it has the ids of one that was sampled and continued."""
