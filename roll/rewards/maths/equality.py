@@ -38,7 +38,9 @@ def same(gold: Value, answer: Value) -> bool:
     if isinstance(gold, Choice) or isinstance(answer, Choice):
         return _same_choice(gold, answer)
     gold, answer = _spread(_stripped(gold)), _spread(_stripped(answer))
-    if _assigned(gold) != _assigned(answer):
+    if isinstance(gold, Group) and isinstance(answer, Group) and _assigned(gold) and _assigned(answer):
+        gold, answer = Group(gold.items), Group(answer.items)
+    elif _assigned(gold) != _assigned(answer):
         gold, answer = _in_order_of_names(gold), _in_order_of_names(answer)
     if isinstance(gold, Term) or isinstance(answer, Term):
         gold, answer = _as_fraction(gold, may_be_time=True), _as_fraction(answer, may_be_time=False)
@@ -124,7 +126,7 @@ def _assigned(value: Value) -> bool:
     ):
         return False
     names = {_letter_of(item) for item in value.items}
-    return len(value.items) > 1 and len(names) == len(value.items)
+    return len(value.items) > 1 and len(names) == len(value.items) and value.joined != "or"
 
 
 def _letter_of(item: Value) -> str:

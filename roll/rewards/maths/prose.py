@@ -72,7 +72,7 @@ _STATED_BEHIND = re.compile(
 )
 _GOVERNED = re.compile(
     r"(?:(?:\bnot|n['’]t|\bnever|\bcannot|\brather than|\binstead of|\bexcept|\bbut(?=\s*$)|\bother than|\bneither"
-    r"|\bnor|\bunlike|\bno longer|\bhardly|\bwrong(?:ly)? to|\bincorrect to|\bfalse that)"
+    r"|\bnor|\bunlike|\bno longer|\bhardly|\bwrong(?:ly)? to|\bincorrect to|\b(?:false|wrong|incorrect|untrue) that)"
     r"(?:\s+(?!(?:is|are|was|were|equals|gives?|has|have|get|gets|but)\b)[^\s,.;:=]+){0,4}"
     r"|(?:n['’]t|\bnot|\bnever|\bnobody|\bno one)\b.{0,30}?\b(?:think|believes?|say|claim|agree|accept|suggest"
     r")\b[^.,;:]{0,60}|\bno way\b[^.,;:]{0,60}|\b(?:doubt|deny|false that|denies|reject)\b[^.,;:]{0,60}"

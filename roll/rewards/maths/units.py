@@ -44,7 +44,7 @@ _MEASURES: dict[str, tuple[int | Fraction, str, str]] = {
     "week": (604800, "s", "wk wks semaine semana woche wochen 周 星期 週 неделя недели недель"),
     "month": (1, "month", "mois mes meses monat monate 个月 月 месяц месяца месяцев"),
     "year": (12, "month", "yr yrs année año ano jahr jahre 年 год года лет 년"),
-        "dollar": (0, "", "USD bucks"),
+        "dollar": (0, "", "USD bucks 美元 доллар долларов"),
     "cent": (0, "", "¢ centavo"),
     "euro": (0, "", "EUR евро €"),
     "pound": (0, "", "GBP £"),
