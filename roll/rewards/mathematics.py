@@ -13,7 +13,7 @@ from pydantic import Field
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
 from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, is_cut_off, last_box, last_boxed, last_group
-from roll.rewards.maths.prose import denied, is_part, last_expression, said_in
+from roll.rewards.maths.prose import corrected, denied, is_part, last_expression, said_in
 from roll.rewards.types import RuleVerifier, Sample, Verdict
 
 
@@ -87,7 +87,8 @@ class MathVerifier(RuleVerifier):
         if box is not None:
             before, content, behind = box
             # Words that deny the answer are one with it.
-            return place if denied(before, behind) or is_part(before, behind) else said_in(content)
+            taken_back = place if denied(before, behind) or is_part(before, behind) else None
+            return corrected(behind) or taken_back or said_in(content)
         if tagged is not None:
             return said_in(tagged)
         return None if self.config.strict_boxed or truncated else last_expression(said)

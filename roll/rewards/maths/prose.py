@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from roll.rewards.maths.units import MULTIPLIERS, changes_number, is_unit
+from roll.rewards.maths.units import MULTIPLIERS, canonical_unit, changes_number, is_unit
 
 MAX_SEARCHED_CHARS = 4000
 """Only this much of a response's end is searched for an expression that nothing marks as the answer."""
@@ -31,10 +31,16 @@ _CUED = re.compile(
 )
 """A whole answer that begins with "the answer is"."""
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)(?![^$]{0,200}\$(?:\s|[.,]|$))|[。！？]|\n\s*\n")
-_MATHS = re.compile(r"\$\$(.+?)\$\$|(?<![\\\d])\$([^$\n]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_MATHS = re.compile(
+    r"\$\$(.+?)\$\$|(?<![\\\d])\$([^$\n]+?)(?<!\\)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]"
+    r"|\\begin\{(?:align|equation|gather)\*?\}(.+?)\\end\{(?:align|equation|gather)\*?\}",
+    re.DOTALL,
+)
+"""A dollar sign before a digit closes nothing: ``$400 + $60``."""
+_ROWS = re.compile(r"\\begin\{(?:aligned|split|gathered)\}(.+)\\end\{(?:aligned|split|gathered)\}|(.+)", re.DOTALL)
 _BETWEEN = re.compile(r"\s*(?:,|;|and|or|,\s*and|,\s*or)\s*")
 _MATHY = re.compile(
-    r"(?:[\d+\-−*/^=<>≤≥()\[\]{}|.,:;!%°$€£±×·÷√π∞∪∩′_&~]|\\[a-zA-Z]+|\\.|(?<![^\W\d_])[^\W\d_](?![^\W\d_])"
+    r"(?:[\d+\-−*/^=<>≤≥≠≡∈()\[\]{}|.,:;!%°$€£±×·÷√π∞∪∩′_&~]|\\[a-zA-Z]+|\\.|(?<![^\W\d_])[^\W\d_](?![^\W\d_])"
     r"|sqrt|sin|cos|tan|log|ln|exp|pi|infinity|frac)+"
 )
 _FEW_WORDS = re.compile(r"[*_\s]*[^\W\d_]{1,20}(?:\s[^\W\d_]{1,20}){0,2}[*_.\s]*")
@@ -55,6 +61,8 @@ _LEADS = re.compile(
     r"|distance|speed|number|score|profit|radius|slope) of"
     r"|\b(?:equal|simplifies|simplify|reduces|evaluates|leads|comes|sums|adds up|amounts|up|corresponds|converges) to"
     r"|\bgives? us|\b(?:it|that|there|here|answer)['’]s|\bresults? in"
+    r"|\b(?:he|she|it|they|we|who|(?-i:[A-Z])[a-z]+)\s+(?:\w+ly\s+)?(?!exceed|divid|surpass|subtract|lack|assum|tri[e])"
+    r"[a-z]+(?:s|ed)"
     r"|\b(?:es|est|ist|son|sind|è|é|são|beträgt|lautet|ergibt|равно|равен|равна)|[:=≈]|#+"
     r"|[有是为為得到共要需了剩]|等于)$",
     re.IGNORECASE,
@@ -105,7 +113,7 @@ _PART_OF_TERM = re.compile(
 _GOES_ON = re.compile(
     r"\s*\}*\s*(?:[/^_!]|[-−+<>](?=\s*[\d\\(a-z]\b)|\*(?!\*)|\\(?:cdot|times|div|pm|mp)\b|\$?\s*,?\s*(?:or|to)\s+"
     r"(?:\$|\\|\d|maybe|perhaps|possibly|else|even)|\$?\s*(?:\\text\{\s*)?(?:half|halves|percent of|times|squared|cubed"
-    r"|dozens?|hundreds?|thousands?|\w*illions?|\w+(?:teen|[rfxghtnl])ths?)\b)"
+    r"|of\b\s*\}?\s*\$?\d|dozens?|hundreds?|thousands?|\w*illions?|\w+(?:teen|[rfxghtnl])ths?)\b)"
 )
 """What makes a box a part of a longer term, or one of two answers."""
 
@@ -119,6 +127,18 @@ def denied(before: str, behind: str) -> bool:
     clause = re.split(r"[.!?;]\s|\n|\b(?:so|therefore|thus|hence|then|we get)\b", before[-300:])[-1]
     behind = behind[:200]
     return bool(_GOVERNED.search(clause) or _RETRACTED.match(behind) or _TAKEN_BACK.search(behind))
+
+
+def corrected(behind: str) -> str | None:
+    """What the text behind a marked answer says instead: "I made an error. The correct answer is 40"."""
+    return _behind_cue(behind) or behind if _CORRECTED.search(behind) else None
+
+
+_CORRECTED = re.compile(
+    r"\b(?:oops|correction|scratch that|on second thought|(?:made|is|was|contains) (?:an?|some) (?:error|mistake)"
+    r"|(?:correct|right|actual|real|true) (?:answer|value|result) (?:is|was|should))\b|更正|修正|抱歉",
+    re.IGNORECASE,
+)
 
 
 def is_part(before: str, behind: str) -> bool:
@@ -139,15 +159,26 @@ def _stated(before: str, behind: str, measured: bool = False) -> bool:
         return False
     if words and _STATED_BEHIND.match(rest):
         return True
-    if words and not clause.strip():
-        return len(words) == 1 and is_unit(words[0].rstrip(",.;"))
-    changed = _COMPARED.match(" ".join(words)) if measured else words and changes_number(words[0])
+    if words and not _NEW_CLAUSE.match(rest) and (not clause.strip() or words[0][0] >= "\u3040"):
+        return len(words) == 1 and canonical_unit(words[0].rstrip(",.;。")) is not None
+    if _NEW_CLAUSE.match(rest):
+        return True
+    said = " ".join(words)
+    changed = _COMPARED.match(said) if measured else words and changes_number(words[0]) and not _WITHIN.match(said)
     return not (changed or _UNCERTAIN.search(rest))
 
 
 _COMPARED = re.compile(
-    r"(?:less|more|fewer|short|or|below|above|under|over|than|plus|minus|times|to\s+\d)\b", re.IGNORECASE
+    r"(?:(?:less|more|fewer|short|or|below|above|under|than|plus|minus|times|to\s+\d)\b|over\s+\d|\w+er\s+than\b"
+    r"|as\s+\w+\s+as\b)",
+    re.IGNORECASE,
 )
+_WITHIN = re.compile(r"(?:over|in|from)\s+(?:the|a|an|all|these|those|his|her|their)\b", re.IGNORECASE)
+_NEW_CLAUSE = re.compile(
+    r"[\s$*_)]*[,;]\s+(?:and|so|which|as|since|because|hence|therefore|thus)\b(?![^\n]*(?:\d|\b(?:but|however|yet|though)\b))",
+    re.IGNORECASE,
+)
+"""What follows an expression without saying anything of it: ", and we are done"."""
 
 
 # --- where the expression is ------------------------------------------------------------------------------------------
@@ -164,9 +195,27 @@ def said_in(marked: str) -> str:
 
 def last_expression(text: str) -> str | None:
     """The answer in prose: behind "the answer is", else in the last LaTeX, else the last run of mathematical signs."""
-    tail = text[-MAX_SEARCHED_CHARS:].strip()
+    tail = _BOLD.sub(r"\1", _PROVED.sub("", text[-MAX_SEARCHED_CHARS:])).strip()
     found = _behind_cue(tail) or _last_marked(tail) or _last_run(tail) or _last_choice(tail)
-    return found or (tail if _FEW_WORDS.fullmatch(tail) else None)
+    return found or (tail if _FEW_WORDS.fullmatch(tail) else _last_words(tail))
+
+
+_BOLD = re.compile(r"(?<![\w*])\*\*(?=[^\s*])([^*\n]+)\*\*(?![\w*])")
+_PROVED = re.compile(
+    r"(?:\s*(?:\$\s*\\(?:blacksquare|square|Box|qed)\s*\$|\\(?:blacksquare|square|Box|qed)\b|[∎■□]|Q\.?E\.?D\b\.?))+\s*$"
+)
+
+
+def _last_words(text: str) -> str | None:
+    """The few words that the last sentence says something is: "it will be a Tuesday"."""
+    match = _NAMES.search(text)
+    return match[1] if match and not _UNCERTAIN.search(_CLAUSE.split(text[: match.end()])[-1]) else None
+
+
+_NAMES = re.compile(
+    r"\b(?:is|was|are|were|(?:will|must|should) be)\s+(?:an?\s+|the\s+|on\s+)?"
+    r"((?:[^\W\d_]{1,20}\s){0,2}[^\W\d_]{1,20})[\s.]*$"
+)
 
 
 def _last_choice(text: str) -> str | None:
@@ -200,9 +249,27 @@ def _behind_cue(text: str) -> str | None:
     choice = re.match(r"(?:option|choice)?\s*(\(?[A-J]\)?)(?![\w'’])(?:[.:,]|$|\s+(?=because|since|as\b))", said)
     if choice:
         return choice[1]
+    said = _IN_TEXT.sub(r"\1", said)
     if not _PROSE.search(said):
-        return said or None
+        return (_last_run(said) if _SENTENCE_OF_SIGNS.match(said) else said) or None
     return _last_run(said, lead="=")
+
+
+_IN_TEXT = re.compile(r"^\}\s*([^{}$]+)\$*$")
+"""What is left of ``$\\text{The answer is } 8$``."""
+_SENTENCE_OF_SIGNS = re.compile(r"[\u3040-\u9fff]{3,}\s*-?\d")
+"""A Chinese or Japanese sentence with a number behind its words."""
+
+
+def _last_row(rows: str) -> str:
+    """Of equal expressions below each other the last one; all, where each row says something of its own."""
+    match = _ROWS.fullmatch(rows.strip())
+    parts = [row.strip() for row in re.split(r"\\\\(?:\[\w.]+\])?", (match[1] or match[2]) if match else rows)]
+    parts = [row for row in parts if row]
+    lefts = [row.partition("=")[0].strip(" &") for row in parts if "=" in row]
+    named = {left for left in lefts if left.isalpha()} or {left for left in lefts if left}
+    steps = len(lefts) == len(parts) > 0 and len(named) == 1 and lefts[-1] in named | {""}
+    return parts[-1].replace("&", " ") if steps or len(parts) == 1 else rows
 
 
 def _last_marked(text: str) -> str | None:
@@ -213,7 +280,7 @@ def _last_marked(text: str) -> str | None:
     for match in reversed(list(_MATHS.finditer(text))):
         if following is not None and not _BETWEEN.fullmatch(text[match.end() : following]):
             break
-        content = next(group for group in match.groups() if group is not None).strip()
+        content = _last_row(next(group for group in match.groups() if group is not None).strip())
         if not content or re.search(rf"{_WORD}\s+{_WORD}", content):
             break
         behind = behind if found else text[match.end() :]
@@ -231,7 +298,7 @@ def _last_run(text: str, lead: str = "") -> str | None:
         lead: what stands before the text.
     """
     for line in reversed(re.sub(_SCRIPT_EDGE, " ", text).splitlines()):
-        words = [word.strip("*_`\"'“”") for word in line.split()]
+        words = [word.strip("*_`\"'“”") or word for word in line.split()]
         end = len(words)
         while end > 0:
             if not _is_mathy(words[end - 1]):
@@ -248,7 +315,7 @@ def _last_run(text: str, lead: str = "") -> str | None:
                 stated = _stated(
                     " ".join([lead, *words[:start]]), " ".join([point, *words[last:]]), measured=last > end
                 )
-                return run if stated else line
+                return run if stated else _last_words(line) or line
             end = start
     return None
 
