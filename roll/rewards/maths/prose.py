@@ -40,34 +40,36 @@ _MATHS = re.compile(
 _ROWS = re.compile(r"\\begin\{(?:aligned|split|gathered)\}(.+)\\end\{(?:aligned|split|gathered)\}|(.+)", re.DOTALL)
 _BETWEEN = re.compile(r"\s*(?:,|;|and|or|,\s*and|,\s*or)\s*")
 _MATHY = re.compile(
-    r"(?:[\d+\-−*/^=<>≤≥≠≡∈()\[\]{}|.,:;!%°$€£±×·÷√π∞∪∩′_&~]|\\[a-zA-Z]+|\\.|(?<![^\W\d_])[^\W\d_](?![^\W\d_])"
+    r"(?:[\d₀-₉⁰¹²³⁴-⁹⁺⁻ⁿ'+\-−*/^=<>≤≥≠≡∈()\[\]{}|.,:;!%°$€£±×·÷√π∞∪∩′_&~]|\\[a-zA-Z]+|\\.|(?<![^\W\d_])[^\W\d_](?!(?![₀-₉⁰¹²³⁴-⁹ⁿ])[^\W\d_])"
     r"|sqrt|sin|cos|tan|log|ln|exp|pi|infinity|frac)+"
 )
 _FEW_WORDS = re.compile(r"[*_\s]*[^\W\d_]{1,20}(?:\s[^\W\d_]{1,20}){0,2}[*_.\s]*")
 """A whole response that is no sentence: "Yes"."""
 _SUBSTANCE = re.compile(r"\d|\\(?!f?boxed\b|fbox\b)[a-zA-Z]|π|∞|√")
-_NOT_MATHS = {"a", "A", "I", "-", ".", ",", ":", "–"}
+_NOT_MATHS = {"a", "A", "I", "-", ".", ",", ":", "–", "i.e.", "i.e.,", "e.g.", "e.g.,"}
 
 # --- what a clause says of its expression -----------------------------------------------------------------------------
 
 _CLAUSE = re.compile(r"[.!?;:,—]\s|\n|\b(?:so|therefore|thus|hence|then)\b", re.IGNORECASE)
 _LEADS = re.compile(
-    r"(?:\b(?:is|are|was|were|equals?|equalled|gives?|gave|gets?|got|makes?|made|have|has|had|obtains?|yields?|becomes?"
-    r"|finds?|found|needs?|needed|takes?|took|costs?|weighs?|earns?|earned|spends?|spent|sold|sells?|saves?|saved|pays?"
-    r"|paid|ate|eats?|contains?|receives?|received|remain|remains|left|leaves|total|totals|exactly|only|precisely"
-    r"|therefore|thus|so|hence|then|answer|result|value|number|option|choice|point|length|area|probability)"
-    r"|\b(?:must|should|will|would|to|shall) be"
-    r"|\b(?:total|sum|product|area|perimeter|volume|length|value|cost|price|amount|result|answer|probability|average"
-    r"|distance|speed|number|score|profit|radius|slope) of"
-    r"|\b(?:equal|simplifies|simplify|reduces|evaluates|leads|comes|sums|adds up|amounts|up|corresponds|converges) to"
-    r"|\bgives? us|\b(?:it|that|there|here|answer)['’]s|\bresults? in"
-    r"|\b(?:he|she|it|they|we|who|(?-i:[A-Z])[a-z]+)\s+(?:\w+ly\s+)?(?!exceed|divid|surpass|subtract|lack|assum|tri[e])"
-    r"[a-z]+(?:s|ed)"
-    r"|\b(?:es|est|ist|son|sind|è|é|são|beträgt|lautet|ergibt|равно|равен|равна)|[:=≈]|#+"
-    r"|[有是为為得到共要需了剩]|等于)$",
+    r"\b(?:(?:total|sum|product|area|perimeter|volume|length|value|cost|price|amount|result|answer|probability|average"
+    r"|distance|speed|number|score|profit|radius|slope) of|exactly|only|precisely|therefore|thus|so|hence|then|answer"
+    r"|result|value|total|option|choice)$|[有是为為得到共要需了剩故则即以此]$|等于$",
     re.IGNORECASE,
 )
-"""What may stand before an expression that is stated."""
+"""What states an expression behind it though the next rule says otherwise."""
+_NO_LEAD = re.compile(
+    r"(?:\b(?i:of|than|by|with|without|from|per|modulo?|versus|vs|plus|minus|over|under|above|below|between|among|and|nor"
+    r"|but|when|where|while|because|since|let|suppose|assum\w+|consider\w*|try\w*|tried|take|say|example|like|as|at least"
+    r"|at most|least|most|out|off|up|page|chapter|theorem|lemma|corollary|proposition|equation|question|problem|step"
+    r"|section|figure|table|case|part|line|exercise|item|note|rule|property|method|attempt|version|level|grade|divid\w+"
+    r"|exceed\w*|another|other|next|previous|last|first|second|third|all|every|each|any|some|base|power|degree|for|until"
+    r"|before|after|against|nearly|almost|approximately|about|roughly|around|ca|some|mindestens|höchstens|etwa"
+    r"|ungefähr|environ|casi|quasi|the|these|those|this|that|it|an?|als|que|de|von|par|um|bis|di|che|чем|от|на)"
+    r"|\b[A-Z]\w*|[\u3040-\u9fff])$"
+)
+"""Words between which and the expression nothing is stated: prepositions, names of numbered things, capitals. Any other
+word is taken for a verb."""
 _UNCERTAIN = re.compile(
     r"\b(?:not|never|neither|nor|no|none|nothing|nobody|cannot|without|except|unless|hardly|barely|wrong|wrongly"
     r"|incorrect|incorrectly|false|falsely|impossible|invalid|mistaken|mistakenly|reject\w*|exclud\w*|avoid\w*|doubt\w*"
@@ -136,7 +138,7 @@ def corrected(behind: str) -> str | None:
 
 _CORRECTED = re.compile(
     r"\b(?:oops|correction|scratch that|on second thought|(?:made|is|was|contains) (?:an?|some) (?:error|mistake)"
-    r"|(?:correct|right|actual|real|true) (?:answer|value|result) (?:is|was|should))\b|更正|修正|抱歉",
+    r"|(?:correct|right|actual|real|true) (?:answer|value|result) (?:is|was|should)|hmm+)\b|更正|修正|抱歉",
     re.IGNORECASE,
 )
 
@@ -155,7 +157,9 @@ def _stated(before: str, behind: str, measured: bool = False) -> bool:
     if _UNCERTAIN.search(clause) or behind.lstrip("*_$ ").startswith("?") or denied(lead, behind):
         return False
     words = rest.strip(" *_$").split()
-    if re.search(r"\w$", clause.rstrip()) and not _LEADS.search(clause.rstrip()):
+    if _NO_LEAD.search(clause.rstrip()) and not _LEADS.search(clause.rstrip()):
+        return False
+    if _EXAMPLE.search(re.split(r"[.!?]\s|\n", lead)[-1]):
         return False
     if words and _STATED_BEHIND.match(rest):
         return True
@@ -173,7 +177,13 @@ _COMPARED = re.compile(
     r"|as\s+\w+\s+as\b)",
     re.IGNORECASE,
 )
-_WITHIN = re.compile(r"(?:over|in|from)\s+(?:the|a|an|all|these|those|his|her|their)\b", re.IGNORECASE)
+_WITHIN = re.compile(
+    r"(?:over|in|from)\s+(?:the|a|an|all|these|those|his|her|their)\b|per\s+(?!cent|hundred|thousand|mil)[a-z]",
+    re.IGNORECASE,
+)
+_EXAMPLE = re.compile(
+    r"\b(?:for (?:example|instance)|e\.g\.|such as|would have)(?![^\W_])|zum Beispiel|par exemple|例如|比如", re.I
+)
 _NEW_CLAUSE = re.compile(
     r"[\s$*_)]*[,;]\s+(?:and|so|which|as|since|because|hence|therefore|thus)\b(?![^\n]*(?:\d|\b(?:but|however|yet|though)\b))",
     re.IGNORECASE,
@@ -189,18 +199,25 @@ def said_in(marked: str) -> str:
     whole = re.fullmatch(r"\\text\s*\{([^{}]*)\}", marked)
     marked = _CUED.sub("", whole[1] if whole and _CUED.match(whole[1]) else marked)
     if _PROSE.search(_TEXT.sub("", marked)):
-        return _behind_cue(marked) or _last_marked(marked) or marked
+        stated = _STATES.search(_MATHS.sub("", marked))
+        return _behind_cue(marked) or (_last_marked(marked) if stated else None) or marked
     return marked
+
+
+_STATES = re.compile(r"\b(?:is|are|was|were|be|equals?|gives?|has|have|get)\b|[=:\u3040-\u9fff]|^\W*$", re.IGNORECASE)
 
 
 def last_expression(text: str) -> str | None:
     """The answer in prose: behind "the answer is", else in the last LaTeX, else the last run of mathematical signs."""
-    tail = _BOLD.sub(r"\1", _PROVED.sub("", text[-MAX_SEARCHED_CHARS:])).strip()
+    tail = re.sub(r"．(?!\d)", "。", _PROVED.sub("", text[-MAX_SEARCHED_CHARS:]))
+    tail = _ASIDE.sub("", _BOLD.sub(r"\1", tail)).strip()
     found = _behind_cue(tail) or _last_marked(tail) or _last_run(tail) or _last_choice(tail)
     return found or (tail if _FEW_WORDS.fullmatch(tail) else _last_words(tail))
 
 
-_BOLD = re.compile(r"(?<![\w*])\*\*(?=[^\s*])([^*\n]+)\*\*(?![\w*])")
+_ASIDE = re.compile(r"\s\((?!\s*mod|[^()]*\b(?:not|or|maybe|wrong|if)\b)[^()$\\]*[a-z]{3,}[^()$\\]*\)(?=[.\s]*$)")
+"""The last words in brackets: "(8 red and 6 blue)"."""
+_BOLD = re.compile(r"(?:(?m:^)>\s+)?(?<![\w*])\*\*(?=[^\s*])([^*\n]+)\*\*(?![\w*])")
 _PROVED = re.compile(
     r"(?:\s*(?:\$\s*\\(?:blacksquare|square|Box|qed)\s*\$|\\(?:blacksquare|square|Box|qed)\b|[∎■□]|Q\.?E\.?D\b\.?))+\s*$"
 )
@@ -213,7 +230,7 @@ def _last_words(text: str) -> str | None:
 
 
 _NAMES = re.compile(
-    r"\b(?:is|was|are|were|(?:will|must|should) be)\s+(?:an?\s+|the\s+|on\s+)?"
+    r"\b(?:(?:is|was|are|were|(?:will|must|should) be)\s+(?:an?\s+|the\s+|on\s+)?|(?:on|of)\s+an?\s+)"
     r"((?:[^\W\d_]{1,20}\s){0,2}[^\W\d_]{1,20})[\s.]*$"
 )
 

@@ -74,6 +74,7 @@ def _plain_characters(text: str) -> str:
         return text
     text = re.sub(f"[{''.join(_RAISED)}]+", lambda m: f"^{{{''.join(_RAISED[char] for char in m[0])}}}", text)
     text = re.sub(f"[{''.join(_LOWERED)}]+", lambda m: f"_{{{''.join(_LOWERED[char] for char in m[0])}}}", text)
+    text = re.sub(r"√\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}", text)
     wide = {char: chr(ord(char) - 0xFEE0) for char in text if "\uff01" <= char <= "\uff5e"}
     digits = {char: str(unicodedata.decimal(char)) for char in text if char.isdecimal()}
     return text.translate({ord(char): plain for char, plain in (wide | digits).items()}).translate(_TRANSLATION)
