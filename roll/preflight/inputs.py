@@ -19,6 +19,8 @@ from roll.preflight.functions import check_functions
 
 HEAD = 2000
 """Rows that are read of each data file."""
+TRIAL_SECONDS = 10.0
+"""For the reference answers of a dataset."""
 SHOWN_ROWS = 5
 HUB_SECONDS = 8.0
 """Patience with a hub."""
@@ -71,6 +73,7 @@ def _check_dataset(key: str, args: DataArguments, config: PromptsConfig) -> Find
     from roll.data.prompts import DataError, check_prompts
     from roll.data.reading import Reading
     from roll.data.scored_answers import check_scored
+    from roll.rewards.references import References
 
     present = args.model_copy(update={"file_name": [name for name in args.file_names if name not in absent]})
     reading = Reading(present, config.seed, HEAD)
@@ -88,7 +91,9 @@ def _check_dataset(key: str, args: DataArguments, config: PromptsConfig) -> Find
             else:
                 tags, whole = check_conversations(reading, scoring)
         else:
-            tags, whole = check_prompts(reading, config.domains)
+            tags, whole = check_prompts(
+                reading, config.domains, References(config.rewards, TRIAL_SECONDS, lines.append)
+            )
     except DataError as error:
         shown = error.problems[:SHOWN_ROWS]
         rest = [f"and {error.count - len(shown):,} more"] if error.count > len(shown) else []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from pydantic import Field
 
@@ -70,3 +72,19 @@ def _boxes(text: str) -> list[tuple[int, int, int]]:
         elif match[0].endswith("{") and match[0] != "\\{":
             open_braces.append(None if match[0] == "{" else (match.start(), match.end()))
     return found
+
+
+def check_plain(value: Any) -> None:
+    """Raises ``ValueError`` for what no answer can be like: a number that is none, or half a character."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"ground_truth: seen {value!r}, expected a finite number")
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"ground_truth: seen {value[:80]!r}, in which character {error.start + 1} is half of a surrogate pair"
+            ) from None
+    if isinstance(value, list | Mapping):
+        for entry in value if isinstance(value, list) else value.values():
+            check_plain(entry)

@@ -24,6 +24,7 @@ from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
+from roll.rewards.answers import check_plain
 from roll.rewards.code_tests import CallTest, CodeTest, ProgramTest, TestSuite, parse_tests
 from roll.rewards.sandbox.harness import decode
 from roll.rewards.sandbox.pool import Sandbox, SandboxLimits
@@ -179,6 +180,20 @@ def same_value(given: Any, expected: Any, tolerance: float = 0.0) -> bool:
 # --- the verifier
 
 
+def suite_of(config: CodeConfig, sample: Sample) -> TestSuite:
+    """The tests of a row.
+
+    Raises:
+        ValueError: they are malformed.
+    """
+    extra = sample.extra_info
+    if config.tests_key is not None and config.tests_key not in extra:
+        raise ValueError(f"tests_key: seen {config.tests_key!r}, expected one of the columns {sorted(extra)}")
+    tests = sample.ground_truth if config.tests_key is None else extra[config.tests_key]
+    suite = parse_tests(tests, setup=extra.get(config.setup_key), entry_point=extra.get(config.entry_point_key))
+    return TestSuite(suite.tests[: config.max_tests], suite.setup, suite.entry_point)
+
+
 class CodeVerifier(Verifier):
     """Runs the program of a response against the row's tests.
 
@@ -204,6 +219,12 @@ class CodeVerifier(Verifier):
             max_parallel=config.max_parallel,
         )
 
+    @classmethod
+    def check_row(cls, config: Config, sample: Sample) -> None:
+        assert isinstance(config, CodeConfig)
+        check_plain(sample.ground_truth if config.tests_key is None else sample.extra_info.get(config.tests_key))
+        suite_of(config, sample)
+
     async def score(self, sample: Sample) -> Verdict:
         """Score 0 and no answer where the response has no program.
 
@@ -212,7 +233,7 @@ class CodeVerifier(Verifier):
             SandboxError: the sandbox failed.
         """
         config = self.config
-        suite = self._suite(sample)
+        suite = suite_of(config, sample)
         code = extract_code(sample.response, config.extract)
         if code is None:
             return Verdict(score=0.0, correct=False, answer=None, parts={"tests_passed": 0.0})
@@ -230,14 +251,6 @@ class CodeVerifier(Verifier):
         """Closes the connections to a service."""
         if isinstance(self._sandbox, RemoteSandbox):
             await self._sandbox.close()
-
-    def _suite(self, sample: Sample) -> TestSuite:
-        config, extra = self.config, sample.extra_info
-        if config.tests_key is not None and config.tests_key not in extra:
-            raise ValueError(f"tests_key: seen {config.tests_key!r}, expected one of the columns {sorted(extra)}")
-        tests = sample.ground_truth if config.tests_key is None else extra[config.tests_key]
-        suite = parse_tests(tests, setup=extra.get(config.setup_key), entry_point=extra.get(config.entry_point_key))
-        return TestSuite(suite.tests[: config.max_tests], suite.setup, suite.entry_point)
 
     def _stops(self) -> bool:
         return self.config.stop_early and not self.config.partial

@@ -13,7 +13,7 @@ from pydantic import Field
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem, pattern_problems
 from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, last_boxed, last_group
-from roll.rewards.types import RuleVerifier, Sample, Verdict
+from roll.rewards.types import ANSWER_CPU_S, RuleVerifier, Sample, Verdict
 
 MAX_NUMBER_CHARS = 1000
 """Longer numbers are no answers; Python refuses to convert more than 4300 digits."""
@@ -75,6 +75,7 @@ class FinalAnswerVerifier(RuleVerifier):
 
     config_class: ClassVar[type[Config]] = FinalAnswerConfig
     config: FinalAnswerConfig
+    cpu_seconds = ANSWER_CPU_S
 
     def check(self, sample: Sample) -> Verdict:
         """Raises ``ValueError`` when the ground truth holds no number."""
@@ -129,6 +130,7 @@ class MultipleChoiceVerifier(RuleVerifier):
 
     config_class: ClassVar[type[Config]] = MultipleChoiceConfig
     config: MultipleChoiceConfig
+    cpu_seconds = ANSWER_CPU_S
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -210,10 +212,16 @@ class FormatVerifier(RuleVerifier):
 
     config_class: ClassVar[type[Config]] = FormatConfig
     config: FormatConfig
+    cpu_seconds = ANSWER_CPU_S
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._pattern = re.compile(self.config.pattern or THINK_ANSWER, re.DOTALL)
+
+    @classmethod
+    def wrong(cls, config: Config) -> Verdict:
+        assert isinstance(config, FormatConfig)
+        return Verdict(config.penalty, correct=False, seeks_answer=False)
 
     def check(self, sample: Sample) -> Verdict:
         matches = self._pattern.fullmatch(sample.response) is not None
@@ -243,6 +251,7 @@ class LengthVerifier(RuleVerifier):
 
     config_class: ClassVar[type[Config]] = LengthConfig
     config: LengthConfig
+    cpu_seconds = ANSWER_CPU_S
 
     def check(self, sample: Sample) -> Verdict:
         low, high = self.config.min_tokens, self.config.max_tokens

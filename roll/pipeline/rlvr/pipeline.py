@@ -15,7 +15,7 @@ from roll.pipeline.rollouts import MAX_SHOWN, keep_episodes, passes_filter, play
 from roll.report.answers import save_answers
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.trajectory import groups_to_batch
-from roll.rollout.types import RolloutGroup
+from roll.rollout.types import OVER_BUDGET, RolloutGroup
 
 
 class RLVRPipeline(RLPipeline):
@@ -39,9 +39,17 @@ class RLVRPipeline(RLPipeline):
         finished = [*groups, *collected.rejected]
         metrics = rollout_metrics(groups, "rollout") | reward_metrics(finished, self.config)
         metrics |= self.players.take_retries()
+        self._tell_over_budget(finished)
         metrics["rollout/filtered"] = float(len(collected.rejected))
         metrics["rollout/epoch"] = self.players.epoch_of(1 + max(group.group_id for group in finished))
         return groups_to_batch(groups, self.players.tags, self.config.gdpo_reward_keys), metrics
+
+    def _tell_over_budget(self, groups: Sequence[RolloutGroup]) -> None:
+        reasons = [t.info[OVER_BUDGET] for group in groups for t in group.trajectories if OVER_BUDGET in t.info]
+        if reasons:
+            self.session.display.note(
+                f"{len(reasons)} answers cost too much to judge and count as wrong; the last: {reasons[-1]}"
+            )
 
     def choose(self, batch: Batch) -> tuple[Batch, Metrics]:
         return super().choose(batch) if self.config.online_dpo is None else best_and_worst(batch)
@@ -65,6 +73,7 @@ class RLVRPipeline(RLPipeline):
                 "prompts": len(groups),
                 "episodes": int(metrics["eval/episodes"]),
             } | {key.removeprefix("eval/"): value for key, value in metrics.items() if "@" in key}
+        self._tell_over_budget(groups)
         save_answers(keep_episodes(self.session, step, groups)[:MAX_SHOWN], self.session.renders, step)
         valid = metrics.get("eval/valid_rate")
         found = "" if valid is None else f"an answer found in {valid:.1%} of "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import sympy
 
@@ -32,11 +33,17 @@ from roll.rewards.maths.values import (
 _OPENING = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle"}
 _MATRICES = {"pmatrix": "matrix", "bmatrix": "matrix", "matrix": "matrix", "smallmatrix": "matrix", "Bmatrix": "matrix",
              "array": "matrix", "vmatrix": "det"}  # fmt: skip
+_MAX_DEPTHS = {"atom": 24, "root": 10, "function": 5}
+"""Most that may stand in one another: of anything, of roots, of functions and exponents. What SymPy needs for a term
+grows exponentially with it."""
 _FUNCTION_NAMES = set("fgh")
 _POSSIBLE_NAMES = set("FGHPQpq")
 _STARTS = {"(", r"\frac", r"\sqrt", r"\binom", r"\pi", r"\infty", r"\lfloor", r"\lceil"} | {
     f"\\{name}" for name in FUNCTIONS
 }
+
+
+T = TypeVar("T")
 
 
 class Factors(ABC):
@@ -45,6 +52,7 @@ class Factors(ABC):
     def __init__(self, tokens: list[Token]) -> None:
         self._tokens = tokens
         self._at = 0
+        self._depths = dict.fromkeys(_MAX_DEPTHS, 0)
         self._bars = 0
         """Open ``|`` (an absolute value, the condition of a set): the next one in a product closes."""
 
@@ -95,7 +103,9 @@ class Factors(ABC):
                 value = Term(self._scalar(value) * DEGREE)
             elif not raised and self._accept("^"):  # 2^3^2 is written for both orders
                 raised = True
-                value = Term(operations.power(self._term(value).expr, self._scalar(self._argument())))
+                value = Term(
+                    operations.power(self._term(value).expr, self._scalar(self._within("function", self._argument)))
+                )
             elif self._accept("!"):
                 double = self._accept("!") is not None
                 if self._is("!"):
@@ -118,7 +128,19 @@ class Factors(ABC):
 
     # --- atoms
 
+    def _within(self, kind: str, read: Callable[[], T]) -> T:
+        """What is read one level deeper."""
+        self._depths[kind] += 1
+        if self._depths[kind] > _MAX_DEPTHS[kind]:
+            self._fail()
+        value = read()
+        self._depths[kind] -= 1
+        return value
+
     def atom(self) -> Value:
+        return self._within("atom", self._atom)
+
+    def _atom(self) -> Value:
         token = self._take()
         if token.kind == "number":
             value: Term = token.value
@@ -165,7 +187,7 @@ class Factors(ABC):
         if sign == r"\binom":
             return Term(operations.binomial(self._scalar(self._argument()), self._scalar(self._argument())))
         if sign == r"\sqrt":
-            return self._root()
+            return self._within("root", self._root)
         if name in FUNCTIONS and sign.startswith("\\"):
             return self._function(name)
         if name in CONSTANTS and sign.startswith("\\"):
@@ -292,7 +314,7 @@ class Factors(ABC):
             self._fail()
         matrix = sympy.ImmutableMatrix(rows)
         if kind == "det":
-            return Term(matrix.det()) if matrix.is_square else self._fail()
+            return Term(operations.determinant(matrix))
         return Term(matrix)
 
     def _root(self) -> Value:
@@ -306,12 +328,13 @@ class Factors(ABC):
         base = power = None
         while self._is("_", "^"):
             if self._take().text == "_" and name == "log" and base is None:
-                base = self._scalar(self._argument())
+                base = self._scalar(self._within("function", self._argument))
             elif self._tokens[self._at - 1].text == "^" and power is None:
-                power = self._scalar(self._argument())
+                power = self._scalar(self._within("function", self._argument))
             else:
                 self._fail()
-        return Term(operations.apply(name, self._function_arguments(), base, power))
+        args = self._within("function", self._function_arguments)
+        return Term(operations.apply(name, args, base, power))
 
     def _function_arguments(self) -> list[Any]:
         if self._accept("("):

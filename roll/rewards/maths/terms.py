@@ -32,6 +32,7 @@ _POINTS = tuple(
 )
 """Values for the symbols, negative and complex ones too: the square root of x² is not x."""
 _STEEP = (sympy.exp, sympy.functions.elementary.hyperbolic.HyperbolicFunction)
+_PRODUCTS = (sympy.factorial, sympy.factorial2, sympy.gamma, sympy.binomial)
 _ENOUGH = 2
 """Points at which two terms must agree; a term may have no value at some."""
 
@@ -125,6 +126,8 @@ def _same_number(one: Any, other: Any, values: dict[Any, Any], digits: int | Non
     counterexamples stay within the multiple here.)
     """
     try:
+        _check_sizes(one, values)
+        _check_sizes(other, values)
         if digits is None:
             digits = int(_FEW + _PER_DIGIT * (digits_of(one, values) + digits_of(other, values)))
         if digits > _MOST:
@@ -135,6 +138,15 @@ def _same_number(one: Any, other: Any, values: dict[Any, Any], digits: int | Non
     size = max(sympy.Integer(1), *(abs(part) for part in (*left, *right)))
     tiny = size * sympy.Float(10, 15) ** -digits
     return all(abs(a - b) <= tiny for a, b in zip(left, right, strict=True))
+
+
+def _check_sizes(expr: Any, values: dict[Any, Any]) -> None:
+    """Raises ``ValueError`` for a tower of powers that is too high to be evaluated, at whatever precision."""
+    for part in sympy.postorder_traversal(expr):  # so that what is evaluated here has been looked at before
+        if part.is_Pow or isinstance(part, (*_STEEP, *_PRODUCTS)):
+            for arg in part.args[part.is_Pow :]:
+                if not arg.is_Rational and abs(complex(arg.evalf(15, subs=values))) > _MOST:
+                    raise ValueError(f"a number beyond {_MOST} as exponent")
 
 
 def digits_of(expr: Any, values: dict[Any, Any]) -> float:
