@@ -57,6 +57,16 @@ def last_boxed(text: str) -> str | None:
     return ",".join(reversed(contents)) or None
 
 
+def all_boxed(text: str) -> list[str]:
+    """The contents of all closed boxes that are in no other."""
+    outer: list[tuple[int, int, int]] = []
+    for box in _boxes(text):  # inner ones close first
+        while outer and outer[-1][0] > box[0]:
+            outer.pop()
+        outer.append(box)
+    return [text[begin:end].strip() for _, begin, end in outer]
+
+
 _BETWEEN_BOXES = re.compile(r"[\s$]*(?:,|;|and|or|,\s*and|,\s*or)[\s$]*(?:[a-z]\s*=\s*)?")
 
 
