@@ -22,7 +22,8 @@ _FORMS = (
     # The best answer (to this question) is (option) …
     rf"(?:(?:the|my|our)\s+)?(?:{_GOOD}[\s*_]+){{0,3}}{_NOUN}(?:\s+{_NOUN})?"
     rf"(?:\s+(?:here|(?:to|for|of)\s+(?:this|the)\s+(?:question|problem)))?[\s*_]{{0,10}}{_IS}",
-    r"(?:i|we)(?:\s+(?:would|will|must|should|'d|'ll)|['’](?:d|ll))?\s+(?:choose|pick|select|go with|answer|say|opt for)",
+    r"(?:i|we)(?:\s+(?:would|will|must|should|'d|'ll)|['’](?:d|ll))?\s+"
+    r"(?:choose|pick|select|go with|answer|say|opt for)",
     r"(?:it|this|that|which)(?:\s+(?:is|must be|should be|has to be)|['’]s)",
     r"(?:choose|select|pick|mark)",
     r"(?:答案|正确答案|选项|故选|选择|选)(?:应该)?[\s*]{0,3}(?:是|为|[:：])?",
@@ -42,8 +43,8 @@ _PRAISE = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _RETRACTED = re.compile(
-    r"(?:^|[.!?;\n—–-])[\s*]*(?:no|not|wait|actually|or|sorry|oops|correction|scratch|hmm+|on second thought|alternatively"
-    r"|but)\b(?!\s+(?:other|need))",
+    r"(?:^|[.!?;\n—–-])[\s*]*(?:no|not|wait|actually|or|sorry|oops|correction|scratch|hmm+|on second thought"
+    r"|alternatively|but)\b(?!\s+(?:other|need))",
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"(?<=\w[.!?])\s|\n")

@@ -288,7 +288,9 @@ class JudgeVerifier(Verifier):
             raise TransientError(f"score_pattern finds no score in the judge's words{cut} {self._shorten(words)}")
         last = matches[-1]
         if (part := _partial(words, last, self._judge.max_score)) is not None:
-            raise TransientError(f"score: seen {self._shorten(part)}, expected one number or yes or no, and no more of it")
+            raise TransientError(
+                f"score: seen {self._shorten(part)}, expected one number or yes or no, and no more of it"
+            )
         if len({match[1] for match in matches if _is_verdict(words, match, last)}) > 1:
             raise TransientError(f"score: seen several in the judge's words {self._shorten(words)}, expected one")
         return self._to_number(last[1])

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -60,13 +60,13 @@ _QUANTITY = re.compile(
     re.IGNORECASE,
 )
 """Words behind a number that make another number or another claim of it."""
-_COMMON_UNITS = frozenset(
-    "people children men women feet percent square cubic sq m h g l s each per a an of the in total left remaining "
-    "away".split()
+_COMMON_UNIT_WORDS = (
+    "people children men women feet percent square cubic sq m h g l s each per a an of the in total left remaining away"
 )
+_COMMON_UNITS = frozenset(_COMMON_UNIT_WORDS.split())
 _HEDGED = re.compile(
-    r"(?:\b(?:at least|at most|than|not|no|between|about|approximately|around|over|under|up to|nearly|almost|roughly|or|to"
-    r"|and|either|neither|except|but)|n['’]t|[<>≤≥≈~≠±×*/^+-]\s?)\s*(?:be|is|equal to)?\s*[$€£¥]?\s*$",
+    r"(?:\b(?:at least|at most|than|not|no|between|about|approximately|around|over|under|up to|nearly|almost|roughly|or"
+    r"|to|and|either|neither|except|but)|n['’]t|[<>≤≥≈~≠±×*/^+-]\s?)\s*(?:be|is|equal to)?\s*[$€£¥]?\s*$",
     re.IGNORECASE,
 )
 """Words before a number in prose that make another claim of it."""
@@ -221,8 +221,8 @@ class MultipleChoiceConfig(AnswerConfig):
 class MultipleChoiceVerifier(RuleVerifier):
     """A letter: in ``<answer>``, in ``\\boxed{}``, behind "answer:" or "answer is", or as all that the last line says.
 
-    The first of these marks that occurs decides. What it says is understood as a whole or is no answer: not "A or B", not
-    "B? No, C", not two boxes with different letters.
+    The first of these marks that occurs decides. What it says is understood as a whole or is no answer: neither "A or
+    B" nor "B? No, C", nor two boxes with different letters.
     """
 
     config_class: ClassVar[type[Config]] = MultipleChoiceConfig

@@ -7,13 +7,13 @@ import asyncio
 import httpx
 import pytest
 
-from roll.rollout.endpoint import server
+from roll.rollout.endpoint import bodies
 from tests.support.said_engine import Engine, client, new_session, serving
 
 
 def test_what_a_session_sends_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that begins many long requests cannot fill the memory of the worker; another's go on."""
-    monkeypatch.setattr(server, "MAX_BODY", 1000)
+    monkeypatch.setattr(bodies, "MAX_BODY", 1000)
 
     async def run() -> None:
         async with serving() as endpoint:
