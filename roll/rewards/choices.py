@@ -50,7 +50,7 @@ _RETRACTED = re.compile(
 _SENTENCE_END = re.compile(r"(?<=\w[.!?])\s|\n")
 _WORD = re.compile(r"\w+")
 _LABEL = re.compile(r"\n|(?<!\w)[A-Z][).:\]]\s")
-_MOST_BEHIND = 2000
+_MOST_BEHIND = 1_000_000
 """Characters behind a choice that are read."""
 
 
@@ -109,7 +109,7 @@ class ChoiceReader:
 
     def _is_final(self, behind: str, letter: str, prompt: str) -> bool:
         """Tells whether what follows the letter leaves it the choice."""
-        behind = behind[:_MOST_BEHIND]
+        behind = re.sub(r"[^\S\n]+", " ", behind[:_MOST_BEHIND])
         end = _SENTENCE_END.search(behind)
         here, later = (behind[: end.start()], behind[end.end() :]) if end else (behind, "")
         return self._is_harmless(here, letter, prompt) and not _RETRACTED.search("\n" + later)

@@ -137,7 +137,7 @@ TESTS: dict[str, Callable[[str], bool]] = {
     "lowercase": lambda text: not any(character.isupper() for character in text),
     "uppercase": lambda text: not any(character.islower() for character in text),
     "no_commas": lambda text: not re.search("[,，、،]", text),
-    "title": lambda text: re.search(r"<<[^<>\n]*[^<>\s][^<>\n]*>>", text) is not None,
+    "title": lambda text: any(title.strip() for title in re.findall(r"<<([^<>\n]*)>>", text)),
 }
 """Kind -> what must hold. A title looks like ``<<Spring>>``."""
 

@@ -19,7 +19,9 @@ MAX_BITS = 4096
 """Longer powers and factorials are not computed: an answer must not cost more than it is worth."""
 
 _MOST_CHOSEN = 1000
-"""Binomial coefficients of larger numbers are not computed, nor polynomials of so high a degree."""
+"""Binomial coefficients of larger numbers are not computed."""
+_MAX_DEGREE = 20
+"""Of a binomial coefficient as a polynomial."""
 _MOST_COMPARED = 12
 """Terms of a maximum: SymPy compares each with each."""
 _MAX_ROWS = 4
@@ -62,6 +64,8 @@ def binomial(above: Any, below: Any) -> Any:
     for number in (above, below):
         if number.is_number and not (number.is_Integer and abs(number) <= _MOST_CHOSEN):
             raise NotUnderstoodError(f"the binomial coefficient of {number}")
+    if below.is_number and below > _MAX_DEGREE and not above.is_number:
+        raise NotUnderstoodError(f"a polynomial of degree {below}")
     return sympy.binomial(above, below)
 
 

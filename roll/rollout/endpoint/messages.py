@@ -12,8 +12,15 @@ from roll.agentic.tools.types import AssistantTurn
 from roll.data.renderer import Message, Tool
 from roll.rollout.endpoint.errors import ApiError, unsupported
 
+
+class _FailFast(FailFast):
+    """As pydantic's, and it can be a part of a union."""
+
+    __hash__ = object.__hash__
+
+
 T = TypeVar("T")
-Several = Annotated[list[T], FailFast()]
+Several = Annotated[list[T], _FailFast()]
 """A list that is refused at its first wrong member, whatever comes behind."""
 
 
