@@ -59,9 +59,10 @@ class Shape:
         """
         text, self._open = self._open + part, b""
         outside = _STRING.sub(self._closed, text)
-        if _LONG_NUMBER.search(self._last + outside):
+        self._last += outside
+        if _LONG_NUMBER.search(self._last):
             raise self._refusal("a number", f"more than {_MAX_DIGITS} digits", f"at most {_MAX_DIGITS}")
-        self._last = outside[-_MAX_DIGITS:]
+        self._last = self._last[-_MAX_DIGITS:]
         objects = outside.count(b"{")
         self._objects += objects
         self._values += outside.count(b",") + objects + outside.count(b"[")

@@ -15,7 +15,7 @@ EIGHTEEN = [
     *("18 dollars", "18 clips", "18 clips.", "18 cookies", "18 puppy", "18 days", "18 eggs", "18 apples"),
     *("18 people", "18 cm", "18cm", "18 m"),
     *("18 miles per hour", "18 clips per day", "18 km/h", "18%", "18 %", "18\\%", "18 percent", "18 square feet"),
-    *("18 cm^2".replace("^2", "²")),
+    "18 cm²",
     *("18 years", "18 hours", "18 minutes", "18°", "18 kg", "18 USD", "18 children", "18 clips in total"),
     *("18 clips left", "18 pencils each"),
     *(r"\boxed{18}", r"$\boxed{18}$", r"\boxed{18} clips", r"\(18\)", r"\[18\]", r"\text{18}", r"18\text{ clips}"),
