@@ -255,6 +255,7 @@ class InstructionVerifier(RuleVerifier):
     config_class: ClassVar[type[Config]] = InstructionConfig
     config: InstructionConfig
     cpu_seconds = ANSWER_CPU_S
+    best = 1.0
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

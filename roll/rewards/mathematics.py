@@ -48,6 +48,7 @@ class MathVerifier(RuleVerifier):
     config_class: ClassVar[type[Config]] = MathConfig
     config: MathConfig
     cpu_seconds = ANSWER_CPU_S
+    best = 1.0
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

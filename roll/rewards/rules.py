@@ -168,6 +168,7 @@ class FinalAnswerVerifier(RuleVerifier):
     config_class: ClassVar[type[Config]] = FinalAnswerConfig
     config: FinalAnswerConfig
     cpu_seconds = ANSWER_CPU_S
+    best = 1.0
 
     def check(self, sample: Sample) -> Verdict:
         """Raises ``ValueError`` when the ground truth holds no number."""
@@ -228,6 +229,7 @@ class MultipleChoiceVerifier(RuleVerifier):
     config_class: ClassVar[type[Config]] = MultipleChoiceConfig
     config: MultipleChoiceConfig
     cpu_seconds = ANSWER_CPU_S
+    best = 1.0
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -296,6 +298,11 @@ class FormatVerifier(RuleVerifier):
     config: FormatConfig
     cpu_seconds = ANSWER_CPU_S
 
+    @classmethod
+    def best_score(cls, config: Config) -> float:
+        assert isinstance(config, FormatConfig)
+        return max(config.score, config.penalty)
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._pattern = re.compile(self.config.pattern or THINK_ANSWER, re.DOTALL)
@@ -334,6 +341,11 @@ class LengthVerifier(RuleVerifier):
     config_class: ClassVar[type[Config]] = LengthConfig
     config: LengthConfig
     cpu_seconds = ANSWER_CPU_S
+
+    @classmethod
+    def best_score(cls, config: Config) -> float:
+        assert isinstance(config, LengthConfig)
+        return max(config.penalty, 0.0)
 
     def check(self, sample: Sample) -> Verdict:
         low, high = self.config.min_tokens, self.config.max_tokens

@@ -30,8 +30,9 @@ def mathematical(given: str, answer: str) -> float:
 def same_words(given: str, answer: str) -> float:
     """1.0 if both are the same words, else 0.0: exact match of SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250).
 
-    Case, punctuation, articles and spaces do not count, but for the signs of numbers: 1.5 is not 15. The answer stands in ``<answer>`` or ``\\boxed{}``, the last of
-    them, or is the whole text after ``</think>``. A reference that is nothing else, such as "A", must be there itself.
+    Case, punctuation, articles and spaces do not count, but for the signs of numbers: 1.5 is not 15. The answer stands
+    in ``<answer>`` or ``\\boxed{}``, the last of them, or is the whole text after ``</think>``. A reference that is
+    nothing else, such as "A", must be there itself.
 
     Raises:
         ValueError: the reference is blank.

@@ -86,6 +86,8 @@ class Verifier(ABC):
     """
 
     config_class: ClassVar[type[Config]] = Config
+    best: ClassVar[float | None] = None
+    """See ``best_score``."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -106,6 +108,11 @@ class Verifier(ABC):
             ValueError: no answer to this row can be scored, whatever it says.
         """
         return None
+
+    @classmethod
+    def best_score(cls, config: Config) -> float | None:
+        """The highest score that one with these keys gives; ``None`` where nobody can say."""
+        return cls.best
 
     async def start(self) -> None:
         """Does ahead of the first sample what takes long."""

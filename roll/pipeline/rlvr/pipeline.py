@@ -13,9 +13,8 @@ from roll.pipeline.rl import RLPipeline
 from roll.pipeline.rlvr.metrics import accuracy_metrics, check_error_rates, reward_metrics
 from roll.pipeline.rollouts import MAX_SHOWN, keep_episodes, passes_filter, play_held_out
 from roll.report.answers import save_answers
-from roll.rollout.metrics import rollout_metrics
-from roll.rollout.trajectory import groups_to_batch
-from roll.rollout.types import OVER_BUDGET, RolloutGroup
+from roll.rewards.scorer import best_reward
+from roll.rollout.types import OVER_BUDGET, Collected, RolloutGroup
 
 
 class RLVRPipeline(RLPipeline):
@@ -33,16 +32,17 @@ class RLVRPipeline(RLPipeline):
     def check_groups(self, groups: Sequence[RolloutGroup]) -> None:
         check_error_rates(groups, self.config)
 
-    def rollout(self, step: int) -> tuple[Batch, Metrics]:
-        collected = self.take(step)
-        groups = collected.groups
-        finished = [*groups, *collected.rejected]
-        metrics = rollout_metrics(groups, "rollout") | reward_metrics(finished, self.config)
-        metrics |= self.players.take_retries()
+    def best_reward(self, tag: str) -> float | None:
+        return None if self.config.user is not None else best_reward(self.config.rewards[self.config.domains[tag]])
+
+    def most_tokens(self, tag: str) -> int:
+        return self.config.train_sampling.max_new_tokens or self.config.response_length
+
+    def more_metrics(self, collected: Collected) -> Metrics:
+        finished = [*collected.groups, *collected.rejected]
         self._tell_over_budget(finished)
-        metrics["rollout/filtered"] = float(len(collected.rejected))
-        metrics["rollout/epoch"] = self.players.epoch_of(1 + max(group.group_id for group in finished))
-        return groups_to_batch(groups, self.players.tags, self.config.gdpo_reward_keys), metrics
+        epoch = self.players.epoch_of(1 + max(group.group_id for group in finished))
+        return reward_metrics(finished, self.config) | self.players.take_retries() | {"rollout/epoch": epoch}
 
     def _tell_over_budget(self, groups: Sequence[RolloutGroup]) -> None:
         reasons = [t.info[OVER_BUDGET] for group in groups for t in group.trajectories if OVER_BUDGET in t.info]
@@ -64,6 +64,7 @@ class RLVRPipeline(RLPipeline):
             self.session, name, step, prompts.num_val_prompts, prompts.val, greedy, self.check_groups
         )
         metrics |= accuracy_metrics(groups, self.config.num_val_samples, "eval")
+        metrics["eval/attained"] = self.attained(groups)
         if name != "step":
             self.session.summary["eval"][name] = {
                 "accuracy": metrics["eval/success"],
