@@ -13,6 +13,7 @@ import torch
 from jinja2 import TemplateError
 
 from roll.configs.data import DataArguments
+from roll.configs.resuming import Rows
 from roll.data.arrays import BoolArray, IntArray
 from roll.data.batch import Batch
 from roll.data.files.rows import DataError, Row
@@ -61,6 +62,8 @@ class ConversationReport:
     """Those of them that are learnt from."""
     noun: str = "conversations"
     purpose: str = "imitate"
+    identity: Rows | None = None
+    """Tells the dataset from others."""
 
     def __str__(self) -> str:
         words = [f"{self.rows:,} rows read", f"{self.filtered:,} left out by the filter"]
@@ -130,7 +133,7 @@ def load_conversations(
     if not kept:
         raise DataError([f"no conversations: all {len(samples):,} are longer than sequence_length = {max_tokens}"])
     batch = to_batch(kept)
-    report = report_of(batch, reading.counts, overflow, max_tokens)
+    report = report_of(batch, reading, overflow, max_tokens)
     return Conversations(batch, tuple(sample.question for sample, _, _ in kept), report)
 
 
@@ -200,8 +203,9 @@ def to_batch(rendered: Sequence[Rendered]) -> Batch:
     )
 
 
-def report_of(batch: Batch, counts: Counter[str], overflow: str, max_tokens: int, **words: str) -> ConversationReport:
+def report_of(batch: Batch, reading: Reading, overflow: str, max_tokens: int, **words: str) -> ConversationReport:
     """Account of what was read, which is also logged; ``words``: the report's ``noun`` and ``purpose``."""
+    counts = reading.counts
     report = ConversationReport(
         rows=counts["rows"],
         filtered=counts["filtered"],
@@ -213,6 +217,7 @@ def report_of(batch: Batch, counts: Counter[str], overflow: str, max_tokens: int
         samples=len(batch.samples),
         tokens=batch.num_tokens,
         said=int(batch.loss_mask_T.sum()),
+        identity=reading.identity(len(batch.samples)),
         **words,
     )
     logger.info("%s", report)

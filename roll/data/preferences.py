@@ -97,7 +97,7 @@ def load_preferences(
     else:
         batch = batch.replace(preferred_B=torch.tensor([rows[index].good for index in row_B.tolist()]))
     questions = tuple(rows[index].answers[0].question for index in dict.fromkeys(row_B.tolist()))
-    report = report_of(batch, reading.counts, overflow, max_tokens, noun=noun, purpose="compare")
+    report = report_of(batch, reading, overflow, max_tokens, noun=noun, purpose="compare")
     return Conversations(batch, questions, report)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from roll.configs.data import DataArguments
 from roll.configs.problems import ConfigErrors
+from roll.configs.resuming import Rows
 from roll.data.arrays import IntArray
 from roll.data.files.rows import DataError, Problems, Row
 from roll.data.prompt_rows import (
@@ -81,6 +82,8 @@ class LoadReport:
     prompt_length: int | None
     tags: Mapping[str, int]
     """Prompts by tag."""
+    identity: Rows | None = None
+    """Tells the dataset from others."""
 
     @property
     def prompts(self) -> int:
@@ -149,6 +152,7 @@ def load_prompts(
         longest=longest,
         prompt_length=prompt_length,
         tags=Counter(prompt.tag for prompt in fitted),
+        identity=reading.identity(len(fitted)),
     )
     logger.info("%s", report)
     return PromptDataset(fitted, report)

@@ -124,7 +124,7 @@ def load_scored(
     returns_T = torch.zeros(batch.num_tokens)
     returns_T[batch.loss_mask_T] = torch.tensor([target for talk, _, _ in kept for target in scored[id(talk)].targets])
     questions = tuple(talk.question for talk, _, _ in kept)
-    report = report_of(batch, reading.counts, overflow, max_tokens, noun="answers", purpose="score")
+    report = report_of(batch, reading, overflow, max_tokens, noun="answers", purpose="score")
     return Conversations(batch.replace(returns_T=returns_T), questions, report)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from roll.configs.data import DataArguments
 from roll.configs.prompts import DataGeneratorConfig, PromptsConfig
+from roll.configs.resuming import Rows
 from roll.configs.rlvr import RLVRConfig
 from roll.data.conversations import Conversations
 from roll.data.prompts import PromptDataset, load_prompts
@@ -39,6 +40,12 @@ class Datasets(Generic[DataT]):
         """Account of what was read, a line for each dataset."""
         found = {"training data": self.train, "held-out data": self.val}
         return [f"{name}: {data.report}" for name, data in found.items() if data is not None]
+
+    def identities(self) -> dict[str, Rows]:
+        """What tells the datasets from others, by the section that names them."""
+        read = {"actor_train.data_args": self.train, "validation.data_args": self.val}
+        reports = {section: data.report.identity for section, data in read.items() if data is not None}
+        return {section: identity for section, identity in reports.items() if identity is not None}
 
 
 def make_data(generator: DataGeneratorConfig) -> None:
