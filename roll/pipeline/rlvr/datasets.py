@@ -20,6 +20,7 @@ from roll.data.templates import ChatTemplate
 from roll.models.tokenizer import policy_tokenizer
 from roll.pipeline.prompt_roles import train_sampler
 from roll.rollout.tool_box import told_tools
+from roll.utils.foreign import describe_error
 from roll.utils.registry import import_path
 
 _RECIPE = "made_from.json"
@@ -52,7 +53,8 @@ def make_data(generator: DataGeneratorConfig) -> None:
     """Calls the generator, unless its folder holds what the same call has made before.
 
     Raises:
-        Exception: whatever the generator raises, such as ``ValueError`` for wrong arguments.
+        OSError: of the generator.
+        ValueError: of the generator, or of what else it raises.
     """
     folder = Path(generator.folder).expanduser()
     recipe = {"path": generator.path, "args": generator.args}
@@ -62,7 +64,12 @@ def make_data(generator: DataGeneratorConfig) -> None:
     make = cast("Callable[..., Any]", import_path(generator.path, "data_generator.path"))
     folder.mkdir(parents=True, exist_ok=True)
     note.unlink(missing_ok=True)  # nothing half made must look finished
-    make(folder, **generator.args)
+    try:
+        make(folder, **generator.args)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # whatever a user's function raises
+        raise ValueError(f"data_generator: {generator.path}: {describe_error(error)}") from error
     note.write_text(json.dumps(recipe) + "\n", encoding="utf-8")
 
 
