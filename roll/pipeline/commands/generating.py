@@ -112,8 +112,8 @@ def run(job: Job) -> int:
     seconds = time.monotonic() - started
     failed = f", {totals.failed:,} answers failed" if totals.failed else ""
     speed = f", {totals.tokens / totals.seconds:,.0f} tokens/s without it" if totals.seconds else ""
-    done = f"{totals.rows:,} rows, {totals.tokens:,} tokens in {seconds:.1f} s with the start{speed}{failed}"
-    sys.stderr.write(f"{job.output}: {done}\n")
+    words = f"{totals.rows:,} rows, {totals.tokens:,} tokens in {seconds:.1f} s with the start{speed}{failed}"
+    sys.stderr.write(f"{job.output}: {words}\n")
     return EXIT_FAILED if totals.failed else EXIT_OK
 
 
