@@ -188,7 +188,7 @@ def _real_path(values: Any, detail: Any) -> list[str | int]:
         elif isinstance(node, dict) and (alias := _alias_of(part, node)):
             path.append(alias)
             node = node[alias]
-        elif isinstance(node, list) and isinstance(part, int) and part < len(node):
+        elif isinstance(node, list | tuple) and isinstance(part, int) and part < len(node):
             path.append(part)
             node = node[part]
         elif detail["type"] == "missing" and i == len(detail["loc"]) - 1:

@@ -96,9 +96,11 @@ def test_a_key_that_hydra_cannot_read_is_a_problem_like_any_other():
     assert (problem.path, problem.expected) == ("+rewards.ä.timeout=1", "key=value")
 
 
-def test_a_machine_without_a_gpu_is_a_choice_for_a_copy_of_my_model(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("defaults: [my_model, _self_]\npretrain: org/model\n")
-    config = load_config(RLVRConfig, "mine", tmp_path, ["machine=cpu"])
+def test_the_lines_for_a_machine_without_a_gpu_work_as_they_stand(tmp_path: Path) -> None:
+    _, _, commented = (SHIPPED / "my_model.yaml").read_text().partition("#\n# defaults:")
+    lines = [line.removeprefix("# ") for line in f"# defaults:{commented}".splitlines()]
+    (tmp_path / "mine.yaml").write_text("\n".join(lines) + "\npretrain: org/model\n")
+    config = load_config(RLVRConfig, "mine", tmp_path, (), CHECKS[RLVRConfig])
     assert {role: worker.model_args.dtype for role, worker in config.roles.items()} == {
         "actor_train": "fp32",
         "actor_infer": "fp32",
