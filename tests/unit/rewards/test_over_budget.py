@@ -95,6 +95,28 @@ def test_a_dear_term_is_bounded_by_its_size(term):
         assert not verdict.correct and seconds < CPU_SECONDS
 
 
+PIECES = [
+    *(r"\angle ", r"\text{a} ", r"\text{a and }", "_{1}", "_1", "a_{b}", "a, ", "a b ", "{a}", "'", "|"),
+    *(r"\cap ", "x=", "1,"),
+    *("1e1 ", r"\pm ", "12 cm ", "per ", r"\frac{d", r"^\circ ", r"\% ", r"\$", r"\,", "{,}", " 000"),
+    *(r"\quad ", "and ", "or "),
+    *("not ", r"\approx ", "at least ", "if ", r"\begin{cases}1&x\\", r"\\", "0.(3)", "1_2", r"\vec a"),
+    *(r"\hat{i}", r"\over "),
+    *(r"\boxed{", r"\left(", "个 ", "１", "²", "½", "√", "A) ", "A^T", "dy/dx", r"\sin^2 ", "x<", r"\{"),
+    *("]0,1[", r"\cup ", "!"),
+]
+
+
+def test_repeated_pieces_of_the_grammar_are_read_in_little_time():
+    slow = {}
+    for piece in PIECES:
+        for tail in ("", "=!"):
+            _, seconds = check("math", rf"\boxed{{{(piece * 500)[:470]}{tail}}}", "42", {})
+            if seconds > CPU_SECONDS:
+                slow[piece] = seconds
+    assert not slow
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_long_answers_are_read_in_linear_time(name):
     args, truth = RULES[name]

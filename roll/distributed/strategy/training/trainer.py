@@ -25,7 +25,7 @@ from torch import Tensor
 from roll.algorithms.types import LossContext, LossFn, add_metrics, is_maximum
 from roll.data.batch import Batch
 from roll.data.packing import padding_waste
-from roll.data.shared_prompts import worth_sharing
+from roll.data.shared_prompts import computed_tokens, worth_sharing
 from roll.distributed.strategy.base import Metrics, States, StrategyContext
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import (
@@ -247,9 +247,9 @@ class Trainer(Scorer):
 
         Returns:
             The loss's metrics summed over micro-batches and ranks (the same on every rank), and ``loss``,
-            ``grad_norm`` before clipping, ``lr``, ``num_tokens``, ``skipped_steps``; of this rank alone,
-            ``padding_waste``, maxima (``…_max``) and the time. A step with a NaN or infinite loss or gradient, or
-            without loss tokens, changes nothing and reports only finite values.
+            ``grad_norm`` before clipping, ``lr``, ``num_tokens``, ``computed_tokens`` (prompts that sequences share
+            once), ``skipped_steps``; of this rank alone, ``padding_waste``, maxima (``…_max``) and the time. A step
+            with a NaN or infinite loss or gradient, or without loss tokens, changes nothing and reports finite values.
         """
         start = time.perf_counter()
         self._require(States.ALL)
@@ -264,7 +264,10 @@ class Trainer(Scorer):
         try:
             if context.num_tokens > 0:
                 micro_batches = take_all(batch, groups, rounds)
-                metrics |= self._reduce(self.accumulate(micro_batches, limits, loss_fn, context))
+                sums = self.accumulate(micro_batches, limits, loss_fn, context)
+                own = [batch.select(group) for group in groups]  # the others are padding of the schedule
+                sums[f"{self.area}/computed_tokens"] = float(computed_tokens(own, sharing=limits.sharing))
+                metrics |= self._reduce(sums)
                 loss, norm = metrics[self._loss_name], metrics[f"{self.area}/grad_norm"]
                 if taken := math.isfinite(loss) and math.isfinite(norm):
                     self.apply_gradients(rate, norm)
