@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from roll.models.heads import load_value_head
 from roll.models.loading import fit_folder, load_causal_lm, load_config, outline
 from roll.models.weight_files import INDEX, FolderFit, WeightFiles
 from tests.support.megatron_models import CONFIGS, checkpoint, make_model
@@ -228,6 +229,12 @@ def test_layers_behind_those_that_predict_further_tokens_are_refused(tmp_path: P
 def test_the_output_layer_is_no_business_of_a_trunk(tmp_path: Path) -> None:
     with_more("lm_head.weight", 32, 16)(tmp_path, written(tmp_path, "Qwen2"))
     assert fit_folder("value", str(tmp_path), load_config(str(tmp_path))).kept == ["lm_head.weight"]
+
+
+def test_a_head_of_several_outputs_is_no_start_of_a_value_head(tmp_path: Path) -> None:
+    with_more("score.weight", 2, 16)(tmp_path, written(tmp_path, "Llama"))
+    with pytest.raises(ValueError, match=r"score\.weight: seen shape \(2, 16\), expected \(1, 16\)"):
+        load_value_head(16, tmp_path)
 
 
 @pytest.fixture

@@ -89,9 +89,9 @@ def open_source(context: StrategyContext) -> SourceFolder:
     if world_size() > 1:
         dist.broadcast_object_list(told, src=0)
     names, forms = told[0]
-    if fit is not None and fit.kept:
-        what = "saved again as they are" if forms else f"none of a {context.head} model's, and not saved with it"
-        logger.info("%s: %d tensors are not trained but %s: %s", path, len(fit.kept), what, shown(fit.kept))
+    if fit is not None and (kept := [name for name in fit.kept if forms or name != SCORE_WEIGHT]):
+        what = "saved again as they are" if forms else f"left out of what is saved of the {context.role}"
+        logger.info("%s: %d tensors are not trained, and %s: %s", path, len(kept), what, shown(kept))
 
     def piece(name: str, form: TensorForm) -> Piece:
         region = Region((0,) * len(form.shape), form.shape, (0,))
