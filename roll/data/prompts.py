@@ -15,6 +15,7 @@ import numpy as np
 
 from roll.configs.data import DataArguments
 from roll.configs.problems import ConfigErrors
+from roll.configs.resuming import Rows
 from roll.data.arrays import IntArray
 from roll.data.files.rows import DataError, Problems, Row
 from roll.data.left_out import LeftOut
@@ -85,6 +86,8 @@ class LoadReport:
     prompt_length: int | None
     tags: Mapping[str, int]
     """Prompts by tag."""
+    identity: Rows | None = None
+    """Tells the dataset from others."""
     notes: tuple[str, ...] = ()
     """What the chat template leaves out, by file; a line each."""
 
@@ -156,6 +159,7 @@ def load_prompts(
         longest=longest,
         prompt_length=prompt_length,
         tags=Counter(prompt.tag for prompt in fitted),
+        identity=reading.identity(len(fitted)),
         notes=reading.noted(),
     )
     logger.info("%s", report)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from roll.configs.compose import compose_config, parse_overrides
+from roll.configs.compose import compose_config, mapping_of
 from roll.configs.loader import plugin_problems
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig
@@ -71,10 +71,9 @@ def rewards_of(config: tuple[str, Path] | None, verifier: str | None, words: Seq
         assert isinstance(rewards, Mapping)
         os.environ.update(plugin_variables(plugins or ()))  # for the processes that rules run in
         return dict(rewards)
-    parsed, problems = parse_overrides(words)
+    args, problems = mapping_of(words)
     if problems:
         raise ConfigErrors(problems)
-    args = {override.key_or_group: value for override, value in parsed}
     return {str(verifier): {"tag_included": ["any"], "verifiers": [{"name": verifier, "args": args}]}}
 
 

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll.algorithms.types import LossContext, LossFn
+from roll.algorithms.types import LossContext, LossFn, add_metrics, is_maximum
 from roll.data.batch import Batch
 from roll.data.packing import padding_waste
-from roll.data.shared_prompts import worth_sharing
+from roll.data.shared_prompts import computed_tokens, worth_sharing
 from roll.distributed.strategy.base import Metrics, States, StrategyContext
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import (
@@ -254,9 +254,9 @@ class Trainer(Scorer):
 
         Returns:
             The loss's metrics summed over micro-batches and ranks (the same on every rank), and ``loss``,
-            ``grad_norm`` before clipping, ``lr``, ``num_tokens``, ``skipped_steps``; of this rank alone,
-            ``padding_waste`` and the time. A step with a NaN or infinite loss or gradient, or without loss tokens,
-            changes nothing and reports only finite values.
+            ``grad_norm`` before clipping, ``lr``, ``num_tokens``, ``computed_tokens`` (prompts that sequences share
+            once), ``skipped_steps``; of this rank alone, ``padding_waste``, maxima (``…_max``) and the time. A step
+            with a NaN or infinite loss or gradient, or without loss tokens, changes nothing and reports finite values.
         """
         start = time.perf_counter()
         self._require(States.ALL)
@@ -271,7 +271,10 @@ class Trainer(Scorer):
         try:
             if context.num_tokens > 0:
                 micro_batches = take_all(batch, groups, rounds)
-                metrics |= self._reduce(self.accumulate(micro_batches, limits, loss_fn, context))
+                sums = self.accumulate(micro_batches, limits, loss_fn, context)
+                own = [batch.select(group) for group in groups]  # the others are padding of the schedule
+                sums[f"{self.area}/computed_tokens"] = float(computed_tokens(own, sharing=limits.sharing))
+                metrics |= self._reduce(sums)
                 loss, norm = metrics[self._loss_name], metrics[f"{self.area}/grad_norm"]
                 if taken := math.isfinite(loss) and math.isfinite(norm):
                     self.apply_gradients(rate, norm)
@@ -299,8 +302,7 @@ class Trainer(Scorer):
             self.before_forward(last=last)
             output = loss_fn(self.forward(micro_batch, limits), micro_batch, context)
             self.backward(output.loss, last=last)
-            for name, value in (output.metrics | {self._loss_name: output.loss.detach()}).items():
-                sums[name] = sums.get(name, 0.0) + value
+            add_metrics(sums, output.metrics | {self._loss_name: output.loss.detach()})
         return sums
 
     def before_forward(self, *, last: bool) -> None:
@@ -351,7 +353,8 @@ class Trainer(Scorer):
     def _reduce(self, sums: dict[str, float | Tensor]) -> Metrics:
         """Sums gradients and metrics over the ranks; adds the L2 penalty and the gradient's norm."""
         self.reduce_gradients()
-        columns = {name: value / self._copies for name, value in sums.items()}
+        maxima = {name: float(value) for name, value in sums.items() if is_maximum(name)}
+        columns = {name: value / self._copies for name, value in sums.items() if name not in maxima}
         if self.context.l2:
             columns[self._loss_name] += self.add_l2(self.context.l2)
         columns[_SQUARE] = self.square_norm()
@@ -361,7 +364,7 @@ class Trainer(Scorer):
             dist.all_reduce(totals)
         metrics = dict(zip(names, totals.tolist(), strict=True))
         metrics[f"{self.area}/grad_norm"] = metrics.pop(_SQUARE) ** 0.5
-        return metrics
+        return metrics | maxima
 
     @property
     def _copies(self) -> int:
