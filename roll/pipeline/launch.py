@@ -34,7 +34,7 @@ from roll.pipeline.stalls import explained
 from roll.pipeline.start import Launched, start_of
 from roll.pipeline.workers import InferWorker, ScoreWorker, TrainWorker
 from roll.preflight.choices import role_requests
-from roll.preflight.models import trusted_code
+from roll.preflight.models import describe_adapter, trusted_code
 from roll.preflight.templates import describe_template
 from roll.tracking.display import NOTED
 from roll.tracking.manifest import CheckpointError
@@ -104,7 +104,7 @@ def launch(
         with SignalGuard() as signals, session, signals.named():
             for line in trusted_code(config):
                 logger.warning("%s", line)
-            for line in notes:
+            for line in (*notes, *describe_adapter(config)):
                 session.display.note(line)
             with ExitStack() as stack:
                 thread = stack.enter_context(ThreadPoolExecutor(1))

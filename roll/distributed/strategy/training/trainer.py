@@ -30,6 +30,7 @@ from roll.distributed.strategy.base import Metrics, States, StrategyContext
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import (
     ADAPTER,
+    MODEL,
     Trained,
     TrainerState,
     model_folder,
@@ -42,6 +43,7 @@ from roll.distributed.strategy.training.pieces import Piece
 from roll.distributed.strategy.training.saving import (
     BackgroundSaves,
     Contents,
+    SourceFolder,
     Tensors,
     optimizer_tensors,
     resume_contents,
@@ -64,6 +66,7 @@ class Trainer(Scorer):
     """Takes optimizer steps. The methods without a body are the engine's."""
 
     _state: TrainerState
+    _source: SourceFolder
     _model_dtype: torch.dtype
     """The number format in which weights leave: exports and saved models."""
 
@@ -175,14 +178,18 @@ class Trainer(Scorer):
         """The model as it is now: a Hugging Face model, or with LoRA an adapter as peft keeps it (collective)."""
         lora, source, scores = self.context.lora, self.context.model_path, self.context.head == "score"
 
+        matrices = [] if lora is None else [name for piece in self.pieces("adapter") for name in piece.outline]
+
         def write_rest() -> None:
             if lora is None:
                 self.write_config(folder)
             else:
-                write_adapter_config(folder, lora, source, scores=scores)
+                write_adapter_config(folder, lora, source, matrices, scores=scores)
             copy_companions(source, folder, self.context.tokenizer_path)
 
         tensors = self.model_tensors() if lora is None else {ADAPTER: self.pieces("adapter")}
+        if lora is None:
+            tensors = {**tensors, MODEL: [*tensors[MODEL], *self._source.kept]}
         return Contents(folder, tensors, write_rest)
 
     def _resume_contents(self, path: Path, optimizer: Sequence[Piece]) -> Contents:
