@@ -33,14 +33,21 @@ class ValueHead(nn.Module):
 
 
 def load_value_head(hidden_size: int, folder: Path, *, bias: bool = True) -> ValueHead:
-    """The head saved in ``folder``: a critic's, or a classifier's with one output; a fresh one where there is none."""
+    """The head saved in ``folder``: a critic's, or a classifier's with one output; a fresh one where there is none.
+
+    Raises:
+        ValueError: it is one of several outputs.
+    """
     from safetensors.torch import load_file
 
     head = ValueHead(hidden_size, bias=bias)
     file = folder / VALUE_HEAD_FILE
     if file.exists():
         head.load_state_dict(load_file(file))
-    elif (weight := _score_weight(folder)) is not None and weight.shape == head.linear.weight.shape:
+    elif (weight := _score_weight(folder)) is not None:
+        if weight.shape != (expected := head.linear.weight.shape):
+            seen = f"{SCORE_WEIGHT}: seen shape {tuple(weight.shape)}, expected {tuple(expected)}"
+            raise ValueError(f"model path {str(folder)!r}: {seen}, a head with one output")
         head.load_state_dict({"linear.weight": weight.float()}, strict=False)
     return head
 

@@ -7,8 +7,8 @@ from torch import nn
 
 from roll.models.comparison import Comparison, ComparisonSpec, OutputLayer, Vocabulary
 from roll.models.loading import make_skeleton
-from roll.models.megatron.weight_files import WeightFiles
 from roll.models.scoring import logit_transform
+from roll.models.weight_files import WeightFiles
 
 
 def load_teacher_layer(path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> OutputLayer:

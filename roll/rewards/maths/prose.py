@@ -60,8 +60,8 @@ _LEADS = re.compile(
 """What states an expression behind it though the next rule says otherwise."""
 _NO_LEAD = re.compile(
     r"(?:\b(?i:of|than|by|with|without|from|per|modulo?|versus|vs|plus|minus|over|under|above|below|between|among|and|nor"
-    r"|but|when|where|while|because|since|let|suppose|assum\w+|consider\w*|try\w*|tried|take|say|example|like|as|at least"
-    r"|at most|least|most|out|off|up|page|chapter|theorem|lemma|corollary|proposition|equation|question|problem|step"
+    r"|but|when|where|while|because|since|let|suppose|assum\w+|consider\w*|try\w*|tried|take|say|example|like|as"
+    r"|least|most|out|off|up|page|chapter|theorem|lemma|corollary|proposition|equation|question|problem|step"
     r"|section|figure|table|case|part|line|exercise|item|note|rule|property|method|attempt|version|level|grade|divid\w+"
     r"|exceed\w*|another|other|next|previous|last|first|second|third|all|every|each|any|some|base|power|degree|for|until"
     r"|before|after|against|nearly|almost|approximately|about|roughly|around|ca|some|mindestens|höchstens|etwa"

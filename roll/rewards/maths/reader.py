@@ -118,7 +118,8 @@ def same_text(one: str, other: str) -> bool:
 _BOLD_LETTER = re.compile(r"\\(?:mathbf|boldsymbol|bm|pmb)\s*\{\s*\(?([A-J])\)?\s*\}")
 _EULER = re.compile(r"(?<![\w.])(?!1e)(\d+)e([+-]\d)(?!\d)")
 _EVERYWHERE = re.compile(
-    r"[\s,;$]*(?:\\q?quad\s*)?(?:\(\s*)?(?:\\text\s*\{\s*,?\s*)?(?:for (?:all|every|any|each)|\\forall)(?:\s+real(?: numbers?)?)?[\s}$]*"
+    r"[\s,;$]*(?:\\q?quad\s*)?(?:\(\s*)?(?:\\text\s*\{\s*,?\s*)?"
+    r"(?:for (?:all|every|any|each)|\\forall)(?:\s+real(?: numbers?)?)?[\s}$]*"
     r"[a-z](?:,\s*[a-z])*(?:\s*(?:\\in|∈)\s*(?:\\mathbb\s*\{?R\}?|ℝ))?[\s)$.]*$"
 )
 """``f(x) = x`` for all real ``x``."""
@@ -168,8 +169,8 @@ _NO_NAMES = frozenset(
     ]
 )
 _NAMED = re.compile(
-    r"((?:[a-zA-Z'|,()\s]|_\{?\w+\}?|\\(?:angle|triangle|overline|overrightarrow|cap|cup|mid|measuredangle|operatorname"
-    r"|text(?:rm|bf|it)?|mathrm|mathbf)(?![a-zA-Z])\s*|[{}])+?)\s*[=:]\s*([^=:]+)"
+    r"((?:[a-zA-Z'|,()\s]|_\{?+\w++\}?+|\\(?:angle|triangle|overline|overrightarrow|cap|cup|mid|measuredangle|operatorname"
+    r"|text(?:rm|bf|it)?|mathrm|mathbf)(?![a-zA-Z])\s*+|[{}])+?)\s*[=:]\s*([^=:]+)"
 )
 
 

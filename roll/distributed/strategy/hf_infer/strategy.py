@@ -35,7 +35,7 @@ from roll.models.loading import load_causal_lm, resolve_dtype
 from roll.models.routing import ExpertRouting
 from roll.models.scoring import TokenScorer, score_batch
 from roll.models.stop_strings import StopStrings
-from roll.models.tokenizer import load_tokenizer
+from roll.models.tokenizer import check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,6 +76,7 @@ class HfInfer(Generator[WeightUpdate]):
         )
         self._adapter = MergedAdapter(self._model, context.lora) if context.lora is not None else None
         self.vocab_size = self._model.config.get_text_config().vocab_size
+        check_vocabulary(tokenizer, self.vocab_size)
         self._scorer = TokenScorer(
             self._model,
             temperature=context.temperature,

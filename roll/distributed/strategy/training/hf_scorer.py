@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
 import torch
 
 from roll.distributed.strategy.base import StrategyContext
@@ -10,14 +13,19 @@ from roll.models.freezing import freeze
 from roll.models.heads import ValueHead
 from roll.models.liger import use_liger_kernels
 from roll.models.loading import classifier_entries, make_skeleton
-from roll.models.lora import inject_adapter
+from roll.models.lora import inject_adapter, left_out
 from roll.models.scoring import TokenScorer
+
+logger = logging.getLogger(__name__)
 
 ATTENTION = {"auto": None, "fa2": "flash_attention_2"}
 
 
-def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
+def make_scorer(context: StrategyContext, dtype: torch.dtype, names: Sequence[str]) -> TokenScorer:
     """The role's model with unset weights, wrapped for scoring, with an unset adapter if the role trains one.
+
+    Args:
+        names: of the tensors in its folder.
 
     Raises:
         ImportError: an adapter without peft, or Liger's kernels without liger-kernel.
@@ -32,11 +40,14 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
         attn_implementation=ATTENTION.get(args.attn_implementation, args.attn_implementation),
         config_kwargs=args.model_config_kwargs,
         trust_remote_code=args.trust_remote_code,
+        names=names,
     )
     if args.use_liger_kernel:
         use_liger_kernels(model)
     if context.lora is not None:
         require_engine("peft", extra="lora", strategy=context.worker.strategy_args.strategy_name)
+        if context.rank == 0 and (left := left_out(model, context.lora.targets, context.lora.excluded)):
+            logger.warning("%s.model_args.lora_target leaves without adapter: %s", context.role, left)
         inject_adapter(model, context.lora)
     if args.frozen_prefixes:
         freeze(model, args.frozen_prefixes, head=context.head != "lm")

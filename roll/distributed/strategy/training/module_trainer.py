@@ -19,6 +19,7 @@ from roll.distributed.strategy.training.module_weights import (
     ModuleWeights,
     TrainedModule,
     adapter_pieces,
+    buffer_pieces,
     copy_output_layer,
     head_pieces,
     hf_pieces,
@@ -26,7 +27,7 @@ from roll.distributed.strategy.training.module_weights import (
     start_adapter,
 )
 from roll.distributed.strategy.training.pieces import Piece
-from roll.distributed.strategy.training.saving import Tensors, model_tensors
+from roll.distributed.strategy.training.saving import SourceFolder, Tensors, model_tensors, open_source
 from roll.distributed.strategy.training.scorer import Limits, Scorer, join_group
 from roll.distributed.strategy.training.trainer import Trainer
 from roll.models import planned_attention, ulysses
@@ -46,6 +47,7 @@ class ModuleScorer(Scorer, Generic[W]):
     _tensor_size = 1
     """Neighbouring ranks that split each layer."""
     _weights: W | None = None
+    _source: SourceFolder
     _sequence_group: ulysses.SequenceGroup | None = None
     """The ranks that share this one's sequences, with ``ulysses_size``."""
 
@@ -101,12 +103,13 @@ class ModuleScorer(Scorer, Generic[W]):
         """
         context = self.context
         args, path = context.worker.model_args, context.model_path
+        self._source = open_source(context)
         with raise_on_all_ranks():
             # The format in which weights leave: exports and saved models.
             config = load_config(path, args.model_config_kwargs, trust_remote_code=args.trust_remote_code)
             self._model_dtype = resolve_dtype(args.dtype, config)
             compute = self._model_dtype if compute_dtype is None else resolve_dtype(compute_dtype)
-            scorer = make_scorer(context, self._stored_dtype(compute))
+            scorer = make_scorer(context, self._stored_dtype(compute), self._source.names)
         self.shares_prompts = context.worker.share_prompts and planned_attention.enable_sharing(scorer.model)
         if args.ulysses_size > 1:  # after sharing, whose kernel it wraps
             ulysses.enable(scorer.model, args.ulysses_size, self._tensor_size)
@@ -156,10 +159,15 @@ class ModuleTrainer(ModuleScorer[W], Trainer):
     def model_tensors(self) -> Tensors:
         weights = self.weights
         prefix = weights.scorer.model.base_model_prefix
-        return model_tensors(self.pieces("weights"), head_pieces(weights), self.context.head, prefix)
+        trunk = [*self.pieces("weights"), *buffer_pieces(weights)]
+        return model_tensors(trunk, head_pieces(weights), self.context.head, prefix)
 
     def write_config(self, folder: Path) -> None:
-        save_config(self.weights.scorer.model, folder, self._model_dtype, self.context.head)
+        args = self.context.worker.model_args
+        whole = load_config(
+            self.context.model_path, args.model_config_kwargs, trust_remote_code=args.trust_remote_code, asks_hub=False
+        )
+        save_config(self.weights.scorer.model, folder, self._model_dtype, self.context.head, whole)
 
     def _forward_context(self) -> contextlib.AbstractContextManager[object]:
         stack = contextlib.ExitStack()
