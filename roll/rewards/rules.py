@@ -13,9 +13,10 @@ from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem, pattern_problems
-from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, all_boxed, last_boxed, last_group
+from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, all_boxed, last_box, last_boxed, last_group
 from roll.rewards.choices import ChoiceReader
-from roll.rewards.maths.units import is_unit
+from roll.rewards.maths.prose import denied, last_expression
+from roll.rewards.maths.units import canonical_unit, is_unit
 from roll.rewards.types import ANSWER_CPU_S, RuleVerifier, Sample, Verdict
 
 MAX_NUMBER_CHARS = 1000
@@ -46,6 +47,7 @@ _WHOLE = re.compile(
     rf"(?P<amount>[+-]?\s?{_CURRENCY}?\s?(?:{_DIGITS})(?:\s?/\s?[0-9]+)?)(?P<unit>[^0-9]*[²³]?)",
     re.IGNORECASE,
 )
+_CALCULATION = re.compile(r"[-+*/×÷=().,\s\d$]+=[\s\d.,$+-]+")
 _MARKS = re.compile(
     r"\\boxed|\\(?:text|mathrm|mathbf|textbf|mbox)\b|\\[()\[\]!,;:]|(?<!\\)[{}*`_\"“”]|\\(?=[$%])|\$(?!\s?[0-9.])"
 )
@@ -60,9 +62,8 @@ _QUANTITY = re.compile(
     re.IGNORECASE,
 )
 """Words behind a number that make another number or another claim of it."""
-_COMMON_UNIT_WORDS = (
-    "people children men women feet percent square cubic sq m h g l s each per a an of the in total left remaining away"
-)
+_COMMON_UNIT_WORDS = "people children men women feet percent square cubic sq m h g l s each per a an of the in total left remaining away am "
+    "pm"
 _COMMON_UNITS = frozenset(_COMMON_UNIT_WORDS.split())
 _HEDGED = re.compile(
     r"(?:\b(?:at least|at most|than|not|no|between|about|approximately|around|over|under|up to|nearly|almost|roughly|or"
@@ -86,8 +87,12 @@ def whole_number(text: str, question: str = "") -> Fraction | None:
     if len(text) > MAX_NUMBER_CHARS:
         return None
     plain = re.sub(r"(?<=[0-9])(?:\\[,!]|\{,\})+(?=[0-9]{3})", ",", text.translate(_SPELLINGS))
-    said = _WHOLE.fullmatch(" ".join(_MARKS.sub(" ", plain.strip().rstrip(".!")).split()).rstrip(" .,;"))
-    if said is None or not _names_unit(said["unit"], question):
+    plain = " ".join(_MARKS.sub(" ", plain.strip().rstrip(".!")).split()).rstrip(" .,;")
+    if _CALCULATION.fullmatch(plain):
+        plain = plain.rpartition("=")[2]
+    forms = (_WHOLE.fullmatch(plain), _WHOLE.fullmatch(last_expression(plain) or ""))
+    said = next((form for form in forms if form and _names_unit(form["unit"], question)), None)
+    if said is None:
         return None
     if re.search(_CURRENCY, said["amount"]) and re.match(r"\s*[mM]\b", said["unit"]):  # millions
         return None
@@ -109,6 +114,8 @@ def _names_unit(text: str, question: str) -> bool:
     words, rest = _UNIT_WORD.findall(text), _UNIT_WORD.sub("", text)
     if len(words) > MAX_UNIT_WORDS or rest.strip(" /.^()" if words else " ") or any(map(_QUANTITY.fullmatch, words)):
         return False
+    if canonical_unit(text) is not None:
+        return True
     asked = {word.casefold() for word in _UNIT_WORD.findall(question)}
     return all(
         word.casefold() in asked
@@ -208,9 +215,10 @@ def _number_truth(sample: Sample) -> Fraction:
 
 
 def _behind_hashes(text: str) -> str | None:
-    """The first line behind the last ``####``."""
+    """The first line behind the last ``####``, if nothing behind it takes it back."""
     _, mark, rest = text.rpartition("####")
-    return rest.lstrip().partition("\n")[0] if mark else None
+    line, _, behind = rest.lstrip().partition("\n")
+    return None if not mark or denied("", behind.lstrip()) else line
 
 
 class MultipleChoiceConfig(AnswerConfig):
@@ -259,6 +267,9 @@ class MultipleChoiceVerifier(RuleVerifier):
             marked = last_group(re.compile(self.config.answer_pattern, re.DOTALL), response)
             return None if marked is None else self._reader.whole(marked, prompt)
         said = after_thoughts(response)
+        box = last_box(said)
+        if box is not None and denied(box[0], box[2]):
+            return None
         for found in ([match[1] for match in ANSWER_TAG.finditer(said)], all_boxed(said)):
             letters = {self._reader.whole(last_boxed(marked) or marked, prompt) for marked in found}
             if found:

@@ -61,7 +61,8 @@ _LEADS = re.compile(
 _NO_LEAD = re.compile(
     r"(?:\b(?i:of|than|by|with|without|from|per|modulo?|versus|vs|plus|minus|over|under|above|below|between|among|and|nor"
     r"|but|when|where|while|because|since|let|suppose|assum\w+|consider\w*|try\w*|tried|take|say|example|like|as"
-    r"|least|most|out|off|up|page|chapter|theorem|lemma|corollary|proposition|equation|question|problem|step"
+    r"|least|most|out|off|up(?: to)?|\d+ to"
+    r"|one|two|three|four|five|six|seven|eight|nine|ten|page|chapter|theorem|lemma|corollary|proposition|equation|question|problem|step"
     r"|section|figure|table|case|part|line|exercise|item|note|rule|property|method|attempt|version|level|grade|divid\w+"
     r"|exceed\w*|another|other|next|previous|last|first|second|third|all|every|each|any|some|base|power|degree|for|until"
     r"|before|after|against|nearly|almost|approximately|about|roughly|around|ca|some|mindestens|höchstens|etwa"
@@ -346,8 +347,8 @@ def _is_mathy(word: str) -> bool:
 
 
 def _joins(words: list[str], index: int) -> bool:
-    """``3 or 4``: a conjunction between two numbers."""
-    return words[index] in ("and", "or") and index > 0 and _is_mathy(words[index - 1])
+    """``3 or 4``, ``3 - 4``: a conjunction or a sign between two numbers."""
+    return words[index] in ("and", "or", "-", "–", "−") and index > 0 and _is_mathy(words[index - 1])
 
 
 def _with_unit(words: list[str], start: int, end: int) -> tuple[str, int]:
