@@ -62,8 +62,10 @@ _QUANTITY = re.compile(
     re.IGNORECASE,
 )
 """Words behind a number that make another number or another claim of it."""
-_COMMON_UNIT_WORDS = "people children men women feet percent square cubic sq m h g l s each per a an of the in total left remaining away am "
-    "pm"
+_COMMON_UNIT_WORDS = (
+    "people children men women feet percent square cubic sq m h g l s each per a an of the in total left remaining away"
+    " am pm"
+)
 _COMMON_UNITS = frozenset(_COMMON_UNIT_WORDS.split())
 _HEDGED = re.compile(
     r"(?:\b(?:at least|at most|than|not|no|between|about|approximately|around|over|under|up to|nearly|almost|roughly|or"

@@ -55,7 +55,8 @@ CHOSEN = [
     "The answer is B.\n\nExplanation: Paris is the capital of France, A and D are not.",
     *("The answer is (B) Paris. A city.",),
     *("答案是B", "答案：B", "正确答案是 B。", "选B", "故选：B", "The answer is B) Paris, the capital."),
-    *("Answer: B. Paris is the capital.", "Answer - B", r"The answer is \(\text{B}\).", "Thus the correct statement is B."),
+    *("Answer: B. Paris is the capital.", "Answer - B"),
+    *(r"The answer is \(\text{B}\).", "Thus the correct statement is B."),
     *("The answer is not A, so the answer is B.", "Die richtige Antwort ist B.", "La réponse est B.", "Ответ: B"),
 ]  # fmt: skip
 
