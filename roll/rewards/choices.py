@@ -8,7 +8,10 @@ import re
 _BEFORE = r"(?:\\[(\[]|[\s*_`$(\[{\"'“]){0,10}"
 _COMMAND = r"(?:\\(?:text|mathrm|mathbf|textbf|textrm|mathit|bf|rm|boxed)\s{0,3}\{?[\s({\[*]{0,5})?"
 _AFTER = r"(?:\\[)\]]|[\s*_`$)\]}\"'”]){0,10}"
-_ANSWER = r"(?:\b(?:answer|option|choice|antwort|réponse|respuesta|resposta|risposta|ответ)\b|答案|答え|选项|정답)"
+_ANSWER = (
+    r"(?:\b(?:answer|option|choice|antwort|réponse|respuesta|resposta|risposta|ответ)\b|答案|答え|选项|정답)"
+    r"(?:\s+(?:correcta|correta|corretta|correcte|finale?))?"
+)
 _NOUN = rf"(?:{_ANSWER}|letter|solution|response|selection|statement|alternative)"
 _GOOD = r"(?:best|correct|right|final|proper|appropriate|accurate|suitable|true|only|most\s+\w+)"
 _OPENING = (
@@ -27,8 +30,9 @@ _FORMS = (
     r"(?:i|we)(?:\s+(?:would|will|must|should|'d|'ll)|['’](?:d|ll))?\s+"
     r"(?:choose|pick|select|go with|answer|say|opt for)",
     r"(?:it|this|that|which)(?:\s+(?:is|must be|should be|has to be)|['’]s)",
-    r"(?:choose|select|pick|mark)",
-    r"(?:答案|正确答案|选项|故选|选择|选)(?:应该)?[\s*]{0,3}(?:是|为|[:：])?",
+    r"(?:let['’]s\s+|let\s+us\s+)?(?:choose|select|pick|mark|go\s+with)",
+    rf"{_GOOD}\s*[:：]",
+    r"(?:因此|所以|故|应|本题){0,3}(?:答案|正确答案|选项|故选|选择|选)(?:应该)?[\s*]{0,3}(?:是|为|[:：])?",
     r"(?:=>|→|->|[-*•#>])",
 )
 _NAMED = rf"(?:(?:the\s+)?{_NOUN}[\s*_:]{{1,5}})?"

@@ -15,7 +15,7 @@ from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem, pattern_problems
 from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, all_boxed, last_box, last_boxed, last_group
 from roll.rewards.choices import ChoiceReader
-from roll.rewards.maths.prose import denied, last_expression
+from roll.rewards.maths.prose import corrected, denied, last_expression
 from roll.rewards.maths.units import canonical_unit, is_unit
 from roll.rewards.types import ANSWER_CPU_S, RuleVerifier, Sample, Verdict
 
@@ -47,7 +47,7 @@ _WHOLE = re.compile(
     rf"(?P<amount>[+-]?\s?{_CURRENCY}?\s?(?:{_DIGITS})(?:\s?/\s?[0-9]+)?)(?P<unit>[^0-9]*[²³]?)",
     re.IGNORECASE,
 )
-_CALCULATION = re.compile(r"[-+*/×÷=().,\s\d$]+=[\s\d.,$+-]+")
+_CALCULATION = re.compile(r"^[-+*/×÷=().,\s\d$]*\d[-+*/×÷=().,\s\d$]*=")
 _MARKS = re.compile(
     r"\\boxed|\\(?:text|mathrm|mathbf|textbf|mbox)\b|\\[()\[\]!,;:]|(?<!\\)[{}*`_\"“”]|\\(?=[$%])|\$(?!\s?[0-9.])"
 )
@@ -55,7 +55,7 @@ _MARKS = re.compile(
 _UNIT_WORD = re.compile(r"[^\W\d_²³]+(?:['’-][^\W\d_²³]+)*|[%°²³]|\$")
 _QUANTITY = re.compile(
     r"(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w*teen|\w*ty|hundred|thousand|million|billion"
-    r"|trillion|dozen|half|halve|third|fourth|fifth|sixth|tenth|quarter|score|twice|k|bn|mn|mm|th|st|nd|rd|time|plus|minus"
+    r"|trillion|dozen|half|halve|third|fourth|fifth|sixth|tenth|hundredth|thousandth|\w*illionth|quarter|score|twice|k|bn|mn|mm|th|st|nd|rd|time|plus|minus"
     r"|squared|cubed|factorial|and|or|to|is|are|was|be|not|no|never|wrong|right|more|less|fewer|than|over|under|least"
     r"|most|about|around|approximately|roughly|nearly|almost|up|guess|mod|e|x|if|but|if|maybe|other|else|too|off|out)"
     r"(?:s|es)?|[百千万萬亿億兆半多余左右约]+.*",
@@ -64,7 +64,7 @@ _QUANTITY = re.compile(
 """Words behind a number that make another number or another claim of it."""
 _COMMON_UNIT_WORDS = (
     "people children men women feet percent square cubic sq m h g l s each per a an of the in total left remaining away"
-    " am pm"
+    " am pm p"
 )
 _COMMON_UNITS = frozenset(_COMMON_UNIT_WORDS.split())
 _HEDGED = re.compile(
@@ -90,8 +90,7 @@ def whole_number(text: str, question: str = "") -> Fraction | None:
         return None
     plain = re.sub(r"(?<=[0-9])(?:\\[,!]|\{,\})+(?=[0-9]{3})", ",", text.translate(_SPELLINGS))
     plain = " ".join(_MARKS.sub(" ", plain.strip().rstrip(".!")).split()).rstrip(" .,;")
-    if _CALCULATION.fullmatch(plain):
-        plain = plain.rpartition("=")[2]
+    plain = _CALCULATION.sub("", plain).strip()
     forms = (_WHOLE.fullmatch(plain), _WHOLE.fullmatch(last_expression(plain) or ""))
     said = next((form for form in forms if form and _names_unit(form["unit"], question)), None)
     if said is None:
@@ -220,7 +219,7 @@ def _behind_hashes(text: str) -> str | None:
     """The first line behind the last ``####``, if nothing behind it takes it back."""
     _, mark, rest = text.rpartition("####")
     line, _, behind = rest.lstrip().partition("\n")
-    return None if not mark or denied("", behind.lstrip()) else line
+    return None if not mark or denied("", behind.lstrip()) or corrected(behind) else line
 
 
 class MultipleChoiceConfig(AnswerConfig):

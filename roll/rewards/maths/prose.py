@@ -46,15 +46,16 @@ _MATHY = re.compile(
 _FEW_WORDS = re.compile(r"[*_\s]*[^\W\d_]{1,20}(?:\s[^\W\d_]{1,20}){0,2}[*_.\s]*")
 """A whole response that is no sentence: "Yes"."""
 _SUBSTANCE = re.compile(r"\d|\\(?!f?boxed\b|fbox\b)[a-zA-Z]|π|∞|√")
-_NOT_MATHS = {"a", "A", "I", "-", ".", ",", ":", "–", "i.e.", "i.e.,", "e.g.", "e.g.,"}
+_NOT_MATHS = {"a", "A", "I", "-", ".", ",", ":", "–", "è", "é", "à", "i.e.", "i.e.,", "e.g.", "e.g.,"}
 
 # --- what a clause says of its expression -----------------------------------------------------------------------------
 
 _CLAUSE = re.compile(r"[.!?;:,—]\s|\n|\b(?:so|therefore|thus|hence|then)\b", re.IGNORECASE)
 _LEADS = re.compile(
     r"\b(?:(?:total|sum|product|area|perimeter|volume|length|value|cost|price|amount|result|answer|probability|average"
-    r"|distance|speed|number|score|profit|radius|slope) of|exactly|only|precisely|therefore|thus|so|hence|then|answer"
-    r"|result|value|total|option|choice)$|[有是为為得到共要需了剩故则即以此]$|等于$",
+    r"|distance|speed|number|score|profit|radius|slope) of|exactly|only|precisely|left with|Zahl|Wert|Anzahl"
+    r"|therefore|thus|so|hence|then|answer"
+    r"|result|value|total|option|choice)$|[有是为為得到共要需了剩故则即以此はが]$|等于$",
     re.IGNORECASE,
 )
 """What states an expression behind it though the next rule says otherwise."""
@@ -74,7 +75,9 @@ word is taken for a verb."""
 _UNCERTAIN = re.compile(
     r"\b(?:not|never|neither|nor|no|none|nothing|nobody|cannot|without|except|unless|hardly|barely|wrong|wrongly"
     r"|incorrect|incorrectly|false|falsely|impossible|invalid|mistaken|mistakenly|reject\w*|exclud\w*|avoid\w*|doubt\w*"
-    r"|den(?:y|ies|ied)|if|whether|maybe|perhaps|might|may|could|possibly|probably|guess\w*|or|either|between|twice"
+    r"|den(?:y|ies|ied)|if|whether|maybe|perhaps|might|(?-i:may)|could|fail(?:s|ed)?|wants?|wanted|likes? to"
+    r"|hop(?:es?|ed)|wish\w*"
+    r"|refus\w*|nearly|almost|close|near|possibly|probably|guess\w*|or|either|between|twice"
     r"|half|double|times|minus|negative)\b|n['’]t\b|\b(?:nicht|kein\w*|ne|pas|не|нет|nunca|nie|não|non|jamais|oder|ou|или|quizás|weniger|mehr|menos|más|moins|меньше|больше)\b|[不没沒非未或]|可能|大约|至少|最多|超过|除了",
     re.IGNORECASE,
 )
@@ -88,7 +91,9 @@ _GOVERNED = re.compile(
     r"|(?:n['’]t|\bnot|\bnever|\bnobody|\bno one)\b.{0,30}?\b(?:think|believes?|say|claim|agree|accept|suggest"
     r")\b[^.,;:]{0,60}|\bno way\b[^.,;:]{0,60}|\b(?:doubt|deny|false that|denies|reject)\b[^.,;:]{0,60}"
     r"|\b(?:wrong|incorrect|false|mistaken)\s+(?:answer|result|value|solution|number)?\s*(?:is|would be|was)?"
-    r"|\b(?:different|differs?|distinct|far|away|apart|aside)\s+from|\b(?:twice|half|double)(?:\s+of)?)"
+    r"|(?:n['’]t|\bnot)\s+(?:true|right|correct|the case)\s+that\b[^.;:]{0,60}"
+    r"|\b(?:different|differs?|distinct|far|away|apart|aside)\s+from"
+    r"|\b(?:twice|half|double)(?:\s+of)?)"
     r"[\s$*_(:=\\\[{]*$",
     re.IGNORECASE,
 )
@@ -128,7 +133,7 @@ def denied(before: str, behind: str) -> bool:
     (True, False, True)
     """
     clause = re.split(r"[.!?;]\s|\n|\b(?:so|therefore|thus|hence|then|we get)\b", before[-300:])[-1]
-    behind = behind[:200]
+    behind = re.sub(r"\\(?:text|mathrm|mbox)[a-z]*\s*\{", "", behind[:200])
     return bool(_GOVERNED.search(clause) or _RETRACTED.match(behind) or _TAKEN_BACK.search(behind))
 
 
@@ -154,7 +159,7 @@ def _stated(before: str, behind: str, measured: bool = False) -> bool:
     """Tells whether the words around an expression that nothing marks state it as the value of something."""
     lead = before.rstrip(" *_$(\"“'")
     clause = _CLAUSE.split(lead)[-1] if not lead.endswith((",", ";")) else re.split(r"[.!?]\s|\n", lead)[-1]
-    rest = (_SENTENCE_END.split(behind, maxsplit=1) or [""])[0]
+    rest = re.sub(r"^[\s$]*(?:です|である|だ|となる)", "", (_SENTENCE_END.split(behind, maxsplit=1) or [""])[0])
     if _UNCERTAIN.search(clause) or behind.lstrip("*_$ ").startswith("?") or denied(lead, behind):
         return False
     words = rest.strip(" *_$").split()
@@ -164,11 +169,21 @@ def _stated(before: str, behind: str, measured: bool = False) -> bool:
         return False
     if words and _STATED_BEHIND.match(rest):
         return True
-    if words and not _NEW_CLAUSE.match(rest) and (not clause.strip() or words[0][0] >= "\u3040"):
+    if (
+        words
+        and not _OF_ALL.match(rest)
+        and not _NEW_CLAUSE.match(rest)
+        and (not clause.strip() or words[0][0] >= "\u3040")
+    ):
+        if measured and _PHRASE_BEHIND.match(" ".join(words)):
+            return not _UNCERTAIN.search(rest)
         return len(words) == 1 and canonical_unit(words[0].rstrip(",.;。")) is not None
     if _NEW_CLAUSE.match(rest):
         return True
     said = " ".join(words)
+    if _NEEDED.search(clause.rstrip()):
+        said = re.sub(r"^(?:more|additional|extra)\b\s*(?!than)", "", said)
+        words = said.split()
     changed = _COMPARED.match(said) if measured else words and changes_number(words[0]) and not _WITHIN.match(said)
     return not (changed or _UNCERTAIN.search(rest))
 
@@ -182,11 +197,20 @@ _WITHIN = re.compile(
     r"(?:over|in|from)\s+(?:the|a|an|all|these|those|his|her|their)\b|per\s+(?!cent|hundred|thousand|mil)[a-z]",
     re.IGNORECASE,
 )
+_PHRASE_BEHIND = re.compile(r"(?:in|on|at|for|during|sold|each|every)\b(?!\s+\d)", re.IGNORECASE)
+_OF_ALL = re.compile(r"\s*of\s+(?:the|all|his|her|their|its)\b(?![^\n]*\d)", re.IGNORECASE)
+_NEEDED = re.compile(r"\b(?:needs?|needed|requires?|required)$", re.IGNORECASE)
+_CIRCUMSTANCE = re.compile(
+    r"\b(?:(?:over|during|after|within|of|among)\s+(?:the|these|those|all|his|her|their|its)(?:\s+[a-z]+)?|when"
+    r"|(?:achieved|attained|reached|occurs?|occurring|equality)\s+(?:at|for|if|iff|by))[\s$(\\]*$",
+    re.IGNORECASE,
+)
+"""Before an expression that says where another one holds: ``9 when x = 3``."""
 _EXAMPLE = re.compile(
     r"\b(?:for (?:example|instance)|e\.g\.|such as|would have)(?![^\W_])|zum Beispiel|par exemple|例如|比如", re.I
 )
 _NEW_CLAUSE = re.compile(
-    r"[\s$*_)]*[,;]\s+(?:and|so|which|as|since|because|hence|therefore|thus)\b(?![^\n]*(?:\d|\b(?:but|however|yet|though)\b))",
+    r"[\s$*_)]*(?:,\s+which\s+(?:equals|is)\s+[\s$\d.%]+$|[,;]\s+(?:and|so|which|as|since|because|hence|therefore|thus)\b(?![^\n]*(?:\d|\b(?:but|however|yet|though)\b)))",
     re.IGNORECASE,
 )
 """What follows an expression without saying anything of it: ", and we are done"."""
@@ -294,10 +318,13 @@ def _last_marked(text: str) -> str | None:
     """The last ``$…$``, with those before it that a comma or a conjunction joins to it."""
     found: list[str] = []
     following: int | None = None
-    behind = ""
+    behind, joint = "", ", "
     for match in reversed(list(_MATHS.finditer(text))):
         if following is not None and not _BETWEEN.fullmatch(text[match.end() : following]):
             break
+        joint = r" \text{ or } " if following is not None and "or" in text[match.end() : following] else joint
+        if following is None and _CIRCUMSTANCE.search(text[: match.start()]) and "$" in text[: match.start()]:
+            continue
         content = _last_row(next(group for group in match.groups() if group is not None).strip())
         if not content or re.search(rf"{_WORD}\s+{_WORD}", content):
             break
@@ -306,7 +333,7 @@ def _last_marked(text: str) -> str | None:
         following = match.start()
     if following is not None and not _stated(text[:following], behind):
         return text
-    return ", ".join(reversed(found)) or None
+    return joint.join(reversed(found)) or None
 
 
 def _last_run(text: str, lead: str = "") -> str | None:
@@ -329,10 +356,20 @@ def _last_run(text: str, lead: str = "") -> str | None:
                 start -= 1
             run, last = _with_unit(words, start, end)
             if _SUBSTANCE.search(run):
+                if (
+                    start
+                    and _CIRCUMSTANCE.search(" ".join(words[:start]))
+                    and re.search(r"\d[^.]*$", " ".join(words[:start]))
+                ):
+                    end = start
+                    continue
                 point = words[last - 1][-1:] if words[last - 1][-1:] in ".!?,;:" else ""
                 stated = _stated(
-                    " ".join([lead, *words[:start]]), " ".join([point, *words[last:]]), measured=last > end
+                    " ".join([lead, *words[:start], *(["="] if words[start] == "=" else [])]),
+                    " ".join([point, *words[last:]]),
+                    measured=last > end,
                 )
+                run = run if "\\" in run else re.sub(r"\^(-?\d{2,})", r"^{\1}", run)
                 return run if stated else _last_words(line) or line
             end = start
     return None
@@ -354,8 +391,10 @@ def _joins(words: list[str], index: int) -> bool:
 def _with_unit(words: list[str], start: int, end: int) -> tuple[str, int]:
     """A run of words with the unit behind it, and where that ends."""
     run = words[start:end]
-    for word in words[end : end + 2]:
+    for index, word in enumerate(words[end : end + 2], end + 1):
         bare = word.rstrip(".,;:!?")
+        if word == "in" and index < len(words):  # no inches
+            break
         if run[-1][-1:] in ".,;:!?" or not (is_unit(bare) or bare in MULTIPLIERS or bare in ("percent", "%")):
             break
         run.append(bare)

@@ -135,7 +135,7 @@ def _rounded(mark: str, text: str, known: Collection[str] | None) -> Value | Non
     number = value.parts[0][0] if isinstance(value, Quantity) else value
     if not isinstance(number, Term) or isinstance(number.expr, sympy.MatrixBase) or not number.expr.is_Rational:
         return None
-    return value if number.decimals or known is None or mark.startswith("\\") else None
+    return value if number.decimals or known is None or mark.startswith("\\approx") else None
 
 
 def _labelled(plain: str, known: Collection[str] | None) -> Value | None:

@@ -138,6 +138,7 @@ def normalise(text: str) -> str:
             r"\\text{\1/\2}",
             text,
         )
+    text = re.sub(r"(?<=\d) x (?=\$?\d)", r" \\times ", text)
     text = _CHOSEN.sub(r"\\binom{\1}{\2}", text)
     text = re.sub(r"(\d),\\!(?=\d)", r"\1,", text)
     text = re.sub(rf"(?<![\d.,])\d{{1,3}}(?:{_THIN}\d{{3}})+(?![\d])", lambda m: re.sub(_THIN, "", m[0]), text)
