@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from roll.models.scoring import check_output_layer
 from roll.models.tokenizer import TOKENIZER_FILES, asking_for_trust, locate_model
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def load_causal_lm(
         trunk: without the output layer: what a value head sits on.
 
     Raises:
-        ValueError: no such folder, nothing in it that can be loaded, or a model whose own code changes its logits.
+        ValueError: no such folder, or nothing in it that can be loaded.
     """
     from safetensors import SafetensorError
     from transformers import AutoModel, AutoModelForCausalLM
@@ -125,8 +124,6 @@ def load_causal_lm(
     for name, seen, expected in report["mismatched_keys"]:
         raise ValueError(f"model path {path!r}: {name}: seen shape {tuple(seen)}, expected {tuple(expected)}")
     model = model.to(device).eval()  # type: ignore[arg-type]
-    if trust_remote_code and not trunk:
-        check_output_layer(model)
     return model
 
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+from typing import TYPE_CHECKING
+
 import torch
 
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.engines import require_engine
+from roll.models import planned_attention
 from roll.models.freezing import freeze
 from roll.models.heads import ValueHead
 from roll.models.liger import use_liger_kernels
 from roll.models.loading import classifier_entries, make_skeleton
 from roll.models.lora import inject_adapter
+from roll.models.packing_support import check_packing, has_own_code, packing_problem
 from roll.models.scoring import TokenScorer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 ATTENTION = {"auto": None, "fa2": "flash_attention_2"}
 
@@ -21,8 +31,9 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
 
     Raises:
         ImportError: an adapter without peft, or Liger's kernels without liger-kernel.
-        ValueError: the adapter's targets, or parts to freeze, are not in the model, Liger's kernels cannot run, or
-            Transformers has no classifier of a reward model's kind.
+        ValueError: the adapter's targets, or parts to freeze, are not in the model, Liger's kernels cannot run,
+            Transformers has no classifier of a reward model's kind, or the model is not known to keep packed sequences
+            apart.
     """
     args = context.worker.model_args
     model = make_skeleton(
@@ -33,6 +44,8 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
         config_kwargs=args.model_config_kwargs,
         trust_remote_code=args.trust_remote_code,
     )
+    if context.worker.use_sequence_packing:
+        check_packing(model, context.role)
     if args.use_liger_kernel:
         use_liger_kernels(model)
     if context.lora is not None:
@@ -57,6 +70,17 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
         num_ids=context.num_ids,
         routes=context.router_replay != "disable",
     )
+
+
+def may_share(model: PreTrainedModel, role: str) -> bool:
+    """Prepares a model for rows that share prompts, if it is known to compute them right; warns where that is all that
+    is missing."""
+    if not planned_attention.enable_sharing(model):
+        return False
+    problem = packing_problem(model.config, own_code=has_own_code(model))
+    if problem:
+        logger.warning("%s.share_prompts: off, as %s %s", role, model.config.model_type, problem)
+    return not problem
 
 
 def recompute_activations(scorer: TokenScorer) -> None:
