@@ -152,13 +152,21 @@ def _add_import(commands: Any) -> None:
     parser.add_argument("system", choices=list(SYSTEMS), help="whose it is")
     parser.add_argument("words", nargs="+", metavar="FILE|key=value", help="files, and changes with that system's keys")
     parser.add_argument("-o", "--output", help="file to write (standard output)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="variables",
+        metavar="NAME=value",
+        help="a variable of a launch script's environment; may be given often",
+    )
 
 
 def _import(options: argparse.Namespace) -> int:
     from roll.pipeline.importing import run
 
     sys.path.insert(0, os.getcwd())  # a user's own rewards
-    return run(options.system, options.words, options.output)
+    return run(options.system, options.words, options.output, options.variables)
 
 
 def _add_env_check(commands: Any) -> None:

@@ -30,9 +30,10 @@ roll validate ./mine.yaml
 ```
 
 A file is YAML, with the files of its defaults list where they are beside it, or a launch script. Of a script the
-command is read that starts the training: nothing is run. Assignments, `$NAME`, the forms of `${NAME…}`, arrays,
-`$((sums))`, `$(dirname "$0")`, functions, `eval $CMD`, `case` and branches are followed;
-a variable that the script does not set becomes `${oc.env:NAME}`. `key=value` words change the system's own keys.
+command is read that starts the training: nothing is run. Variables, arrays, arithmetic, functions, `eval`, `source`,
+loops, `case` and branches are followed as bash would; a variable that the script does not set becomes `${oc.env:NAME}`.
+Where only a shell can tell which branch runs (`if [ "$DEVICE" = npu ]`, `$(nproc)`), no value is guessed: the report
+names the variable that decides, `--set DEVICE=gpu` gives it, and `key=value` words change the system's own keys.
 Several files are laid over each other in their order.
 
 The result holds what differs from the defaults here. Where a key is not given and its default there is another than

@@ -21,6 +21,10 @@ from roll.configs.correction import (
 )
 from roll.data.batch import Batch
 
+MISMATCH_MAX = "mismatch/logprob_diff_max"
+MISMATCH = ("mismatch/logprob_diff_mean", MISMATCH_MAX, "mismatch/k3")
+"""Metrics of ``mismatch_metrics``."""
+
 
 @dataclass(frozen=True)
 class Levels:
@@ -141,11 +145,7 @@ def mismatch_metrics(batch: Batch) -> dict[str, float]:
     d_M = generated_M - trained_M
     if len(d_M) == 0:
         return {}
-    return {
-        "mismatch/logprob_diff_mean": float(d_M.abs().mean()),
-        "mismatch/logprob_diff_max": float(d_M.abs().max()),
-        "mismatch/k3": float(torch.mean(k3(d_M))),
-    }
+    return dict(zip(MISMATCH, (float(d_M.abs().mean()), float(d_M.abs().max()), float(k3(d_M).mean())), strict=True))
 
 
 def mismatch_by_lag(batch: Batch, version: int, config: TrainInferCorrectionConfig) -> dict[str, float]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.checks import require_columns, require_scores
-from roll.algorithms.correction import Levels, importance_weights
+from roll.algorithms.correction import MISMATCH, Levels, importance_weights
 from roll.algorithms.gae import value_mask
 from roll.algorithms.kl import k3, kl_divergence
 from roll.algorithms.policy_losses import POLICY_LOSSES, PolicyTokens
@@ -162,8 +162,18 @@ def policy_loss(
         metrics[name] = term.detach()
     if scores.entropy_T is not None:
         metrics["actor/entropy"] = tokens.mean(tokens.take(scores.entropy_T))
+    metrics |= _mismatch(batch, tokens, logprobs_M.detach())
     metrics["actor/loss"] = loss.detach()
     return LossOutput(loss, metrics)
+
+
+def _mismatch(batch: Batch, tokens: SampledTokens, logprobs_M: Tensor) -> dict[str, Tensor | float]:
+    """``mismatch_metrics`` by the log-probabilities of the training pass, where nobody scored the rollouts before."""
+    if batch.rollout_logprobs_T is None or batch.old_logprobs_T is not None:
+        return {}
+    d_M = (tokens.take(batch.rollout_logprobs_T) - logprobs_M).double()
+    largest = d_M.abs().max() if len(d_M) else d_M.sum()
+    return dict(zip(MISMATCH, (tokens.mean(d_M.abs()), largest, tokens.mean(k3(d_M))), strict=True))
 
 
 def build_policy_loss(config: AlgorithmConfig, total_optimizer_steps: int | None = None) -> LossFn:

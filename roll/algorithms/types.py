@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -81,7 +81,22 @@ class LossOutput:
     loss: Tensor
     """Scalar with gradient, already divided by the global denominators of ``LossContext``."""
     metrics: dict[str, Tensor | float] = field(default_factory=dict)
-    """Scalars without gradient that add up in the same way."""
+    """Scalars without gradient that add up in the same way, but for those whose names end in ``_max``: of them the
+    greatest counts (``add_metrics``)."""
+
+
+def is_maximum(name: str) -> bool:
+    """Tells whether of a metric's shares the greatest counts, not the sum."""
+    return name.endswith("_max")
+
+
+def add_metrics(totals: dict[str, Tensor | float], metrics: Mapping[str, Tensor | float]) -> None:
+    """Adds the metrics of one more micro-batch."""
+    for name, value in metrics.items():
+        if name in totals and is_maximum(name):
+            totals[name] = torch.maximum(torch.as_tensor(totals[name]), torch.as_tensor(value))
+        else:
+            totals[name] = totals.get(name, 0.0) + value
 
 
 LossFn: TypeAlias = Callable[[TokenScores, Batch, LossContext], LossOutput]

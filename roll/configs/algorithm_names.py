@@ -25,6 +25,9 @@ ADV_ESTIMATORS: tuple[str, ...] = (
 STATE_ESTIMATORS: tuple[str, ...] = ("gigpo", "step_reinforce")
 """Those that compare turns which start from the same state; every turn must be a sample of its own."""
 
+ALONE: tuple[str, ...] = ("gae", "reinforce", "reinforce_plus_plus", "remax")
+"""Those that compare an episode with no other of its group."""
+
 TOKEN_BASELINES: tuple[str, ...] = ("optimal_token_baseline", "tir_optimal_token_baseline")
 """Those that weigh tokens by the probabilities of the policy before the update."""
 

@@ -91,7 +91,9 @@ class DataArguments(Config):
         description="package.module:attribute or folder/file.py:attribute, called with (data_args, seed), returns rows "
         "as mappings; takes the place of reading files.",
     )
-    prompt: str | None = Field(default=None, min_length=1, description="Column with the question as text.")
+    prompt: str | None = Field(
+        default=None, min_length=1, description="Column with the question as text, or as a list of messages."
+    )
     query: str | None = Field(
         default=None,
         min_length=1,
@@ -102,6 +104,11 @@ class DataArguments(Config):
         default=None,
         min_length=1,
         description="Column with the conversation as a list of role and content; in place of `prompt`.",
+    )
+    tools: str | None = Field(
+        default="tools",
+        min_length=1,
+        description="Column with the functions that the assistant is told of. null, or no column `tools`: none.",
     )
     system_prompt: str | None = Field(
         default=None, min_length=1, description="System message of the conversations that do not begin with one."

@@ -43,9 +43,26 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
         default=16, ge=0, description="Most groups started beyond the step's need (with is_use_additional_prompts)."
     )
     max_filtered_batches: int = Field(
-        default=8,
+        default=5,
         ge=1,
-        description="Dynamic sampling (query_filter_config) gives up after this many times the step's groups.",
+        description="Dynamic sampling (query_filter_config) plays at most this many times the step's groups in a step. "
+        "Where about one group in as many is kept, a batch still fills; where fewer are, the search ends earlier and "
+        "the step trains on those that were found.",
+    )
+    learned_share: float | None = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="Dynamic sampling: where a step finds too few groups to train on, the mean reward of all that it "
+        "sampled is at least this share of the best possible one, and that of an evaluation too, the run ends as "
+        "learned. The best is known where all verifiers of a domain say theirs; elsewhere it is the share of successes "
+        "that counts. null: the run goes on to max_steps.",
+    )
+    num_written_groups: int = Field(
+        default=2,
+        ge=0,
+        description="Groups of each step that are written in full to trajectories/train-<step>.jsonl, trained ones "
+        "first. The files of a run take at most 64 MB: every other one of the older steps goes. 0: none.",
     )
     rollout_dump_dir: str | None = Field(
         default=None,
@@ -141,6 +158,11 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
     def group_filters(self) -> dict[str, RewardFilterConfig]:
         """Filters of the groups to train on, by the key of their section."""
         return {}
+
+    @property
+    def filters_groups(self) -> bool:
+        """Tells whether dynamic sampling turns groups down."""
+        return any(not each.keeps_all for each in self.group_filters.values())
 
     @property
     def samples_per_step(self) -> int:

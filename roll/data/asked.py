@@ -11,7 +11,8 @@ from typing import Any
 from roll.configs.data import DataArguments
 from roll.data.files.read import read_rows
 from roll.data.files.rows import Problems, Row
-from roll.data.prompt_rows import Message, RowError, lookup, row_messages
+from roll.data.prompt_rows import Message, RowError, lookup, row_messages, row_tools
+from roll.data.tool_messages import Tool
 
 PROMPTS = ("messages", "prompt")
 """Columns that a question is looked for in."""
@@ -28,6 +29,8 @@ class Asked:
 
     messages: tuple[Message, ...]
     """The conversation to go on with; the last is the user's."""
+    tools: tuple[Tool, ...] | None
+    """Functions that the row tells of."""
     is_text: bool
     """The row holds a text and no conversation: ``messages`` has it as its last."""
 
@@ -69,7 +72,8 @@ def asked(values: Mapping[str, Any], column: str | None, system: str | None = No
             names = ", ".join(map(repr, values)) or "none"
             raise RowError(f"no column {' or '.join(map(repr, PROMPTS))}, the row has {names}; name it: --prompt-key")
     talks = column == PROMPTS[0] or isinstance(lookup(values, column), list)
-    return Asked(row_messages(values, _columns(column, talks, system)), is_text=not talks)
+    args = _columns(column, talks, system)
+    return Asked(row_messages(values, args), row_tools(values, args), is_text=not talks)
 
 
 def asked_in(info: Mapping[str, Any], observation: str) -> list[Message]:

@@ -75,6 +75,21 @@ class ControlText:
         found = self._control.search(text)
         return found.start() if found else len(text)
 
+    def last_start(self, text: str) -> int:
+        """Index of the last control token of a rendered text, 0 if there is none."""
+        return max((found.start() for found in self._control.finditer(text)), default=0)
+
+    def lead(self, text: str) -> tuple[str, str] | None:
+        """White space and the control token behind it that a rendered text begins with."""
+        found = self._control.search(text)
+        return (text[: found.start()], found[0]) if found and not text[: found.start()].strip() else None
+
+    def trail(self, text: str) -> tuple[str, str] | None:
+        """A rendered text up to the control token at its end, and that token; white space may stand behind it."""
+        start = self.last_start(text)
+        found = self._control.match(text, start)
+        return (text[:start], found[0]) if found and not text[found.end() :].strip() else None
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a rendered text: control texts of the template are control tokens, hidden ones are letters."""
         if self._nonce not in text:

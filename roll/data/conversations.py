@@ -16,8 +16,10 @@ from roll.configs.data import DataArguments
 from roll.data.arrays import BoolArray, IntArray
 from roll.data.batch import Batch
 from roll.data.files.rows import DataError, Row
+from roll.data.left_out import LeftOut
 from roll.data.prompt_rows import (
     Message,
+    Talk,
     lookup,
     other_columns,
     row_conversation,
@@ -59,6 +61,10 @@ class ConversationReport:
     """Of all samples."""
     said: int
     """Those of them that are learnt from."""
+    conversations: int
+    """Conversations of the samples: several samples are of one whose earlier turns the template rewrites."""
+    notes: tuple[str, ...] = ()
+    """What is left out or not read, by file; a line each."""
     noun: str = "conversations"
     purpose: str = "imitate"
 
@@ -69,8 +75,11 @@ class ConversationReport:
         words.append(f"{self.overlong:,} over {self.limit:,} tokens{done}")
         if self.silent:
             words.append(f"{self.silent:,} of them without an answer then, left out")
-        counts = f"{self.samples:,} {self.noun}, {self.said:,} of {self.tokens:,} tokens to {self.purpose}"
-        return f"{counts}: {', '.join(words)}"
+        samples = f"{self.samples:,} {self.noun}"
+        if self.conversations < self.samples:
+            words.append("as the chat template rewrites earlier turns, an answer behind such has a sample of its own")
+            samples = f"{self.conversations:,} {self.noun} as {self.samples:,} samples"
+        return f"{samples}, {self.said:,} of {self.tokens:,} tokens to {self.purpose}: {', '.join(words)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +89,7 @@ class Conversations:
     batch: Batch
     """The loss mask is 1 on what is learnt from."""
     questions: tuple[Prompt, ...]
-    """Questions that the samples' last answers reply to."""
+    """Questions that the conversations' last answers reply to."""
     report: ConversationReport
 
 
@@ -120,23 +129,41 @@ def load_conversations(
     """
     reading = Reading(args, seed)
     samples = reading.drawn(_read(reading, scoring))
-
-    def encode(sample: ReadConversation) -> tuple[IntArray, BoolArray]:
-        ids, said = renderer.conversation(sample.messages, last_only=last_only, tools=tools)
-        return ids, said | whole
-
-    kept = fit(render(samples, encode, reading), max_tokens, overflow, reading)
+    encode = encode_talk(renderer, last_only=last_only, whole=whole, tools=tools)
+    kept = fit(render(samples, encode, reading, LeftOut(renderer)), max_tokens, overflow, reading)
     reading.require(samples)
     if not kept:
         raise DataError([f"no conversations: all {len(samples):,} are longer than sequence_length = {max_tokens}"])
-    batch = to_batch(kept)
-    report = report_of(batch, reading.counts, overflow, max_tokens)
-    return Conversations(batch, tuple(sample.question for sample, _, _ in kept), report)
+    batch, conversations = to_batch(kept), {id(sample): sample.question for sample, _, _ in kept}
+    report = report_of(batch, reading, overflow, max_tokens, conversations=len(conversations))
+    return Conversations(batch, tuple(conversations.values()), report)
 
 
-def check_conversations(reading: Reading, scoring: Scoring | None) -> tuple[Counter[str], bool]:
-    """``Reading.checked`` of what ``load_conversations`` would read, but for the template and lengths."""
-    return reading.checked(sample.question.tag for sample in _read(reading, scoring))
+def encode_talk(
+    renderer: ChatRenderer, *, last_only: bool = False, whole: bool = False, tools: Sequence[Tool] | None = None
+) -> Encode:
+    """The rows of a conversation's turns that are learned; see ``load_conversations``."""
+
+    def encode(sample: ReadConversation) -> list[tuple[IntArray, BoolArray]]:
+        learned = [index for index in sample.learned if not last_only or index == len(sample.messages) - 1]
+        if not learned:
+            raise ValueError("nothing to learn: the row leaves out its last answer, and train_on: last the others")
+        rows = renderer.rows(sample.messages, learned, sample.tools or tools)
+        return [(ids, said | whole) for ids, said in rows]
+
+    return encode
+
+
+def check_conversations(
+    reading: Reading, scoring: Scoring | None, encode: Encode | None = None, left_out: LeftOut | None = None
+) -> tuple[Counter[str], bool]:
+    """``Reading.checked`` of what ``load_conversations`` would read, but for lengths.
+
+    Without ``encode`` and ``left_out`` it is checked without the chat template, too.
+    """
+    samples = list(_read(reading, scoring))
+    try_out(samples, encode, reading, left_out)
+    return reading.checked(sample.question.tag for sample in samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +173,22 @@ class ReadConversation:
     messages: tuple[Message, ...]
     question: Prompt
     place: str
+    file: str
+    learned: tuple[int, ...]
+    """Indices of the messages that are learned; of a comparison or a score the last."""
+    tools: tuple[Tool, ...] | None = None
+
+    @classmethod
+    def of(cls, talk: Talk, question: Prompt, row: Row, side: str = "") -> ReadConversation:
+        """A row's conversation, one ``side`` of a comparison."""
+        return cls(talk.messages, question, f"{row.place}{side}", row.file, talk.learned, talk.tools)
 
 
 Rendered: TypeAlias = tuple[ReadConversation, IntArray, BoolArray]
 """With its token ids, and True for those that are learnt from."""
 
-Encode: TypeAlias = Callable[[ReadConversation], tuple[IntArray, BoolArray]]
-"""The token ids of a conversation, and True for those that are learnt from.
+Encode: TypeAlias = Callable[[ReadConversation], Sequence[tuple[IntArray, BoolArray]]]
+"""The token ids of a conversation's samples, mostly one, and True for those that are learnt from.
 
 Raises ``ValueError`` or jinja2's ``TemplateError`` where the template refuses it.
 """
@@ -162,15 +198,17 @@ def _read(reading: Reading, scoring: Scoring | None) -> Iterator[ReadConversatio
     """The rows that the filter keeps, as conversations."""
 
     def read(row: Row) -> ReadConversation:
-        messages = row_conversation(row.values, reading.args)
-        return ReadConversation(messages, row_question(row, reading.args, messages[:-1], scoring), row.place)
+        talk = row_conversation(row.values, reading.args)
+        if talk.silent:
+            reading.note(row.file, "empty messages of the assistant, which are not learned", row.place)
+        if scoring is None:  # which sees every column
+            reading.leaves(row)
+        return ReadConversation.of(talk, row_question(row, reading.args, talk, scoring), row)
 
     return reading.each(read)
 
 
-def row_question(
-    row: Row, args: DataArguments, messages: tuple[Message, ...], scoring: Scoring | None, *read: str
-) -> Prompt:
+def row_question(row: Row, args: DataArguments, talk: Talk, scoring: Scoring | None, *read: str) -> Prompt:
     """Returns the question of a row, with all that a verifier of the answer wants to know.
 
     Args:
@@ -180,14 +218,16 @@ def row_question(
     Raises:
         RowError: the row has no tag of a reward domain, or no solution.
     """
+    name, messages = row_id(row.values, args, row.name), talk.messages[:-1]
     if scoring is None:
-        return Prompt(row_id(row.values, args, row.name), UNSCORED, messages)
+        return Prompt(name, UNSCORED, messages, tools=talk.tools)
     return Prompt(
-        row_id(row.values, args, row.name),
+        name,
         row_tag(row.values, args, scoring.tags),
         messages,
         ground_truth=lookup(row.values, scoring.solution),
         extra_info=other_columns(row.values, (*used_columns(args), *read)),
+        tools=talk.tools,
     )
 
 
@@ -200,8 +240,11 @@ def to_batch(rendered: Sequence[Rendered]) -> Batch:
     )
 
 
-def report_of(batch: Batch, counts: Counter[str], overflow: str, max_tokens: int, **words: str) -> ConversationReport:
+def report_of(
+    batch: Batch, reading: Reading, overflow: str, max_tokens: int, *, conversations: int | None = None, **words: str
+) -> ConversationReport:
     """Account of what was read, which is also logged; ``words``: the report's ``noun`` and ``purpose``."""
+    counts, samples = reading.counts, len(batch.samples)
     report = ConversationReport(
         rows=counts["rows"],
         filtered=counts["filtered"],
@@ -210,27 +253,44 @@ def report_of(batch: Batch, counts: Counter[str], overflow: str, max_tokens: int
         limit=max_tokens,
         silent=counts["silent"],
         longest=counts["longest"],
-        samples=len(batch.samples),
+        samples=samples,
         tokens=batch.num_tokens,
         said=int(batch.loss_mask_T.sum()),
+        conversations=samples if conversations is None else conversations,
+        notes=reading.noted(),
         **words,
     )
     logger.info("%s", report)
     return report
 
 
-def render(samples: Iterable[ReadConversation], encode: Encode, reading: Reading) -> Iterator[Rendered]:
-    """Token ids of conversations; what a template refuses is a problem."""
+def render(
+    samples: Iterable[ReadConversation], encode: Encode, reading: Reading, left_out: LeftOut | None
+) -> Iterator[Rendered]:
+    """Token ids of conversations; what a template refuses is a problem, what it leaves out a note."""
     for sample in samples:
         try:
-            ids, mask = encode(sample)
+            rows = encode(sample)
         except TemplateError as error:
             reading.problems.add(sample.place, f"the chat template refuses the messages: {error}")
         except ValueError as error:
             reading.problems.add(sample.place, str(error))
         else:
-            mask[0] = False  # nothing predicts it
-            yield sample, ids, mask
+            if left_out is not None:
+                for what in left_out.of(sample.messages, sample.learned, sample.tools):
+                    reading.note(sample.file, what, sample.place)
+            for ids, mask in rows:
+                mask[0] = False  # nothing predicts it
+                yield sample, ids, mask
+
+
+def try_out(
+    samples: Iterable[ReadConversation], encode: Encode | None, reading: Reading, left_out: LeftOut | None
+) -> None:
+    """``render`` for what it finds alone."""
+    if encode is not None:
+        for _ in render(samples, encode, reading, left_out):
+            pass
 
 
 def fit(rendered: Iterable[Rendered], max_tokens: int, overflow: str, reading: Reading) -> list[Rendered]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
@@ -22,19 +22,25 @@ from roll.data.conversations import (
     report_of,
     row_question,
     to_batch,
+    try_out,
 )
 from roll.data.files.rows import DataError, Row
+from roll.data.left_out import LeftOut
 from roll.data.prompt_rows import (
+    Heard,
     Message,
     RowError,
-    check_encodable,
+    Talk,
     finite,
     lookup,
+    row_answer,
     row_conversation,
     row_messages,
+    row_tools,
     short,
 )
 from roll.data.reading import Reading
+from roll.data.tool_messages import Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,7 @@ def load_preferences(
     *,
     label: str | None,
     encode: Encode,
+    left_out: LeftOut | None = None,
     max_tokens: int,
     overflow: Literal["error", "truncate", "drop"] = "error",
     scoring: Scoring | None = None,
@@ -64,7 +71,8 @@ def load_preferences(
     Args:
         columns: those of a chosen and a rejected answer.
         label: column of the label of the one answer that a row then has; ``None``: rows are pairs.
-        encode: messages to token ids, and those that the loss looks at.
+        encode: conversation to token ids, and those that the loss looks at.
+        left_out: finds what the template of ``encode`` leaves out; ``None``: nobody does.
         overflow: see ``load_conversations``; where one side of a pair goes, so does the other.
         scoring: what the questions must bring to have answers of the policy scored; ``None``: they are not.
 
@@ -79,7 +87,7 @@ def load_preferences(
     reading = Reading(args, seed)
     rows = reading.drawn(_read(reading, columns, label, scoring))
     owners = {id(answer): index for index, row in enumerate(rows) for answer in row.answers}
-    rendered = render(chain.from_iterable(row.answers for row in rows), encode, reading)
+    rendered = render(chain.from_iterable(row.answers for row in rows), encode, reading, left_out)
     fitting = fit(rendered, max_tokens, overflow, reading)
     reading.require(rows)
     sides = Counter(owners[id(answer)] for answer, _, _ in fitting)
@@ -97,15 +105,22 @@ def load_preferences(
     else:
         batch = batch.replace(preferred_B=torch.tensor([rows[index].good for index in row_B.tolist()]))
     questions = tuple(rows[index].answers[0].question for index in dict.fromkeys(row_B.tolist()))
-    report = report_of(batch, reading.counts, overflow, max_tokens, noun=noun, purpose="compare")
+    report = report_of(batch, reading, overflow, max_tokens, noun=noun, purpose="compare")
     return Conversations(batch, questions, report)
 
 
 def check_preferences(
-    reading: Reading, columns: PairColumns, label: str | None, scoring: Scoring | None
+    reading: Reading,
+    columns: PairColumns,
+    label: str | None,
+    scoring: Scoring | None,
+    encode: Encode | None = None,
+    left_out: LeftOut | None = None,
 ) -> tuple[Counter[str], bool]:
-    """``Reading.checked`` of what ``load_preferences`` would read, but for the template and lengths."""
-    return reading.checked(row.answers[0].question.tag for row in _read(reading, columns, label, scoring))
+    """``Reading.checked`` of what ``load_preferences`` would read, but for lengths; see ``check_conversations``."""
+    rows = list(_read(reading, columns, label, scoring))
+    try_out(chain.from_iterable(row.answers for row in rows), encode, reading, left_out)
+    return reading.checked(row.answers[0].question.tag for row in rows)
 
 
 def _read(reading: Reading, columns: PairColumns, label: str | None, scoring: Scoring | None) -> Iterator[_Judged]:
@@ -116,42 +131,56 @@ def _read(reading: Reading, columns: PairColumns, label: str | None, scoring: Sc
     def read(row: Row) -> _Judged:
         good, margin = True, 0.0
         if label is None:
-            talks: tuple[tuple[Message, ...], ...] = row_pair(row.values, args, columns)
+            talks: tuple[Talk, ...] = row_pair(row.values, args, columns)
             margin = row_margin(row.values, columns.margin) if columns.margin else 0.0
         else:
-            talks = (row_conversation(row.values, args),)
+            talks = (_compared(row_conversation(row.values, args)),)
             good = row_label(row.values, label)
-        question = row_question(row, args, talks[0][:-1], scoring, *own)
+        question = row_question(row, args, talks[0], scoring, *own)
         sides = [""] if label is not None else [f": column {side!r}" for side in (columns.chosen, columns.rejected)]
-        places = [f"{row.place}{side}" for side in sides]
-        answers = (ReadConversation(talk, question, place) for talk, place in zip(talks, places, strict=True))
+        answers = (ReadConversation.of(talk, question, row, side) for talk, side in zip(talks, sides, strict=True))
+        if scoring is None:  # which sees every column
+            reading.leaves(row, *own)
         return _Judged(tuple(answers), good, margin)
 
     return reading.each(read)
 
 
-def row_pair(
-    values: Mapping[str, Any], args: DataArguments, columns: PairColumns
-) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+def row_pair(values: Mapping[str, Any], args: DataArguments, columns: PairColumns) -> tuple[Talk, Talk]:
     """The conversations with the chosen and with the rejected answer at their ends.
 
     Raises:
-        RowError: an answer is missing or no text, the two are the same, or reply to different questions.
+        RowError: an answer is missing or not understood, the two are the same, or reply to different questions.
     """
+    sides = (columns.chosen, columns.rejected)
     if args.messages == columns.chosen:
-        sides = [args.model_copy(update={"messages": column}) for column in (columns.chosen, columns.rejected)]
-        chosen, rejected = (row_conversation(values, side) for side in sides)
-        if chosen[:-1] != rejected[:-1]:
-            raise RowError(
-                f"columns {columns.chosen!r} and {columns.rejected!r}: the conversations differ before their last "
-                "answers, expected two answers to one question"
-            )
+        found = [row_conversation(values, args.model_copy(update={"messages": column})) for column in sides]
+        chosen, rejected = (_compared(talk) for talk in found)
     else:
-        question = row_messages(values, args)
-        chosen, rejected = ((*question, _answer(values, each)) for each in (columns.chosen, columns.rejected))
-    if chosen[-1]["content"] == rejected[-1]["content"]:
+        question, tools = row_messages(values, args), row_tools(values, args)
+        chosen, rejected = (_answered(question, row_answer(values, column), tools) for column in sides)
+    if chosen.messages[:-1] != rejected.messages[:-1]:
+        raise RowError(
+            f"columns {columns.chosen!r} and {columns.rejected!r}: the conversations differ before their last "
+            "answers, expected two answers to one question"
+        )
+    if chosen.messages[-1] == rejected.messages[-1]:
         raise RowError(f"columns {columns.chosen!r} and {columns.rejected!r}: the same answer, expected two")
     return chosen, rejected
+
+
+def _answered(question: Sequence[Message], answer: Sequence[Heard], tools: Sequence[Tool] | None) -> Talk:
+    """The question and an answer to it, which may begin with the question again."""
+    said = tuple(heard.message for heard in answer)
+    for asked in (tuple(question), tuple(question[1:])):  # with the system's message, or without
+        if asked and said[: len(asked)] == asked:
+            said = said[len(asked) :]
+    return Talk((*question, *said), (len(question) + len(said) - 1,), None if tools is None else tuple(tools))
+
+
+def _compared(talk: Talk) -> Talk:
+    """The conversation, of which the last answer alone is compared."""
+    return replace(talk, learned=(len(talk.messages) - 1,))
 
 
 def row_label(values: Mapping[str, Any], column: str) -> bool:
@@ -178,19 +207,3 @@ def row_margin(values: Mapping[str, Any], column: str) -> float:
     if margin < 0:
         raise RowError(f"column {column!r}: {margin:g}, expected 0 or more: the chosen answer is the better one")
     return margin
-
-
-def _answer(values: Mapping[str, Any], column: str) -> Message:
-    """The assistant's message: a text, or a list with that message alone."""
-    value = lookup(values, column)
-    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 1:
-        (entry,) = value
-        if isinstance(entry, Mapping) and entry.get("role") == "assistant":
-            value = entry.get("content")
-    if not isinstance(value, str) or not value.strip():
-        raise RowError(
-            f"column {column!r}: {short(value)}, expected the text of an answer "
-            f"(data_args.messages: {column} for whole conversations)"
-        )
-    check_encodable(value, f"column {column!r}")
-    return {"role": "assistant", "content": value}

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from roll.configs.data import DataArguments, DatasetFilterConfig
+from roll.data.files.rows import Unreadable
+from roll.data.message_forms import LEARNED, Heard, RowError, check_encodable, read_messages, read_tools, short
+from roll.data.tool_messages import Message, Tool, reasoning_of
 
-ROLES = ("system", "user", "assistant", "tool")
-
-Message: TypeAlias = Mapping[str, str]
-"""``role`` and ``content``."""
+__all__ = ["Heard", "Message", "RowError", "check_encodable", "short"]
 
 _ABSENT = object()
 _MOST = float(np.finfo(np.float32).max)
-
-
-class RowError(ValueError):
-    """Reason why a row is no prompt; the caller knows where it stands."""
 
 
 def lookup(values: Mapping[str, Any], column: str) -> Any:
@@ -36,6 +33,8 @@ def lookup(values: Mapping[str, Any], column: str) -> Any:
         near = difflib.get_close_matches(column, values, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise RowError(f"no column {column!r}, the row has {', '.join(map(repr, values)) or 'none'}{hint}")
+    if isinstance(value, Unreadable):
+        raise RowError(f"column {column!r}: {value.reason}")
     return value
 
 
@@ -97,10 +96,17 @@ def finite(value: Any, column: str) -> float:
 
 
 def row_id(values: Mapping[str, Any], args: DataArguments, name: str) -> str:
-    """The row's id, else ``name``. Only the default column may be missing."""
+    """The row's id, ``name`` where it has none: null, empty, or nothing that names a row.
+
+    Raises:
+        RowError: the column is missing, and not the default one.
+    """
     if args.id is None or (args.id == _DEFAULT_ID and _find(values, args.id) is _ABSENT):
         return name
-    return _label(lookup(values, args.id), args.id)
+    value = lookup(values, args.id)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # a whole number beside nulls is one, to pandas
+    return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) and value != "" else name
 
 
 _DEFAULT_ID = DataArguments.model_fields["id"].default
@@ -135,64 +141,139 @@ def _label(value: Any, column: str) -> str:
     return value
 
 
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """A conversation to learn from."""
+
+    messages: tuple[Message, ...]
+    """The last is the assistant's."""
+    learned: tuple[int, ...]
+    """Indices of the messages that are learned."""
+    tools: tuple[Tool, ...] | None = None
+    """That the assistant is told of."""
+    silent: int = 0
+    """Messages of the assistant that say nothing, and are not learned."""
+
+
 def row_messages(values: Mapping[str, Any], args: DataArguments) -> tuple[Message, ...]:
     """The conversation that the policy answers.
 
     Raises:
         RowError: it is no list of messages with known roles and text, or the last one is not the user's.
     """
-    if args.messages is not None:
-        messages = _conversation(lookup(values, args.messages), args.messages, last="user")
-    else:
-        messages = (_question(values, args),)
-    return _with_system_message(messages, values, args)
+    column, heard = _asked(values, args)
+    _check_last(heard, column, "user")
+    return (*_system(heard, values, args), *(one.message for one in heard))
 
 
-def row_conversation(values: Mapping[str, Any], args: DataArguments) -> tuple[Message, ...]:
-    """The conversation that the policy imitates: ``messages``, or ``prompt`` and ``response``.
+def row_conversation(values: Mapping[str, Any], args: DataArguments) -> Talk:
+    """The conversation that the policy imitates: ``messages``, or a question or conversation and ``response``.
+
+    Of the assistant's messages all are learned whose row does not say otherwise; where the answer has a column of its
+    own, that is the answer alone.
 
     Raises:
-        RowError: it is no list of messages with known roles and text, or the last one is not the assistant's.
+        RowError: a message is not understood, the last one is not the assistant's, or none is learned.
     """
-    if args.messages is not None:
-        messages = _conversation(lookup(values, args.messages), args.messages, last="assistant")
-        if all(message["role"] in ("system", "assistant") for message in messages):
-            raise RowError(
-                f"column {args.messages!r}: only the assistant speaks, expected a question before the answer"
-            )
-    else:
+    column, heard = _asked(values, args)
+    context: tuple[Heard, ...] = ()
+    if args.messages is None or (heard[-1].message["role"] != "assistant" and _has(values, args.response)):
         assert args.response is not None
-        answer = lookup(values, args.response)
-        if not isinstance(answer, str) or not answer.strip():
-            raise RowError(f"column {args.response!r}: {short(answer)}, expected the text of an answer")
-        check_encodable(answer, f"column {args.response!r}")
-        messages = (_question(values, args), {"role": "assistant", "content": answer})
-    return _with_system_message(messages, values, args)
+        _check_last(heard, column, "user")
+        context, heard, column = heard, row_answer(values, args.response), args.response
+    _check_last(heard, column, "assistant")
+    system = _system(context or heard, values, args)
+    spoken = [index for index, one in enumerate(heard) if one.message["role"] == "assistant"]
+    saying = [index for index in spoken if not is_silent(heard[index].message)]
+    learned = [len(system) + len(context) + index for index in saying if heard[index].learned is not False]
+    if not learned:
+        raise RowError(f"column {column!r}: nothing to learn: {' or '.join(LEARNED)} leaves out all of the assistant's")
+    messages = (*system, *(one.message for one in (*context, *heard)))
+    return Talk(messages, tuple(learned), row_tools(values, args), len(spoken) - len(saying))
 
 
-def _question(values: Mapping[str, Any], args: DataArguments) -> Message:
+def row_answer(values: Mapping[str, Any], column: str) -> tuple[Heard, ...]:
+    """An answer in a column of its own: a text, the assistant's message, or a list of messages that ends with one.
+
+    Raises:
+        RowError: it is none of these.
+    """
+    answer = lookup(values, column)
+    if isinstance(answer, Mapping | list):
+        heard = read_messages([answer] if isinstance(answer, Mapping) else answer, column)
+        _check_last(heard, column, "assistant")
+        return heard
+    if not isinstance(answer, str) or not answer.strip():
+        raise RowError(f"column {column!r}: {short(answer)}, expected the text of an answer, or its messages")
+    check_encodable(answer, f"column {column!r}")
+    return (Heard({"role": "assistant", "content": answer}),)
+
+
+def row_tools(values: Mapping[str, Any], args: DataArguments) -> tuple[Tool, ...] | None:
+    """The tools that a row tells the assistant of; only the default column may be missing.
+
+    Raises:
+        RowError: they are no functions, or their column is missing.
+    """
+    if args.tools is None:
+        return None
+    if args.tools == _DEFAULT_TOOLS and not _has(values, args.tools):
+        with suppress(RowError):  # OpenAI's older name, or somebody else's column
+            return read_tools(values.get("functions"), "functions")
+        return None
+    return read_tools(lookup(values, args.tools), args.tools)
+
+
+_DEFAULT_TOOLS = DataArguments.model_fields["tools"].default
+
+
+def is_silent(message: Message) -> bool:
+    """Tells whether a message says nothing at all."""
+    return not (message["content"].strip() or message.get("tool_calls") or reasoning_of(message))
+
+
+def _asked(values: Mapping[str, Any], args: DataArguments) -> tuple[str, tuple[Heard, ...]]:
+    """The column of what comes before an answer, or of the whole conversation, and its messages."""
+    if args.messages is not None:
+        return args.messages, read_messages(lookup(values, args.messages), args.messages)
     assert args.prompt is not None
-    question = _text(lookup(values, args.prompt), args.prompt)
+    value = lookup(values, args.prompt)
+    if isinstance(value, list) and args.query is None:
+        return args.prompt, read_messages(value, args.prompt)
+    question = _text(value, args.prompt)
     if args.query is not None and (query := _optional_text(values, args.query)):
         question = f"{question}\n{query}"
-    return {"role": "user", "content": question}
+    return args.prompt, (Heard({"role": "user", "content": question}),)
 
 
-def _with_system_message(
-    messages: tuple[Message, ...], values: Mapping[str, Any], args: DataArguments
-) -> tuple[Message, ...]:
-    """The conversation behind the row's own system message, else ``system_prompt``, if it does not begin with one.
+def _check_last(heard: Sequence[Heard], column: str, last: str) -> None:
+    """A question may also end with a tool's result where an answer follows."""
+    final, place = heard[-1].message, f"{column}[{len(heard) - 1}]"
+    if final["role"] != last:
+        answer = "; or data_args.response, the column of the answer" if last == "assistant" else ""
+        raise RowError(f"{place}: the last message is of the {final['role']}, expected the {last}{answer}")
+    if is_silent(final):
+        raise RowError(f"{place}.content: empty, expected {'a question' if last == 'user' else 'an answer'}")
+
+
+def _has(values: Mapping[str, Any], column: str | None) -> bool:
+    return column is not None and _find(values, column) not in (_ABSENT, None)
+
+
+def _system(heard: Sequence[Heard], values: Mapping[str, Any], args: DataArguments) -> tuple[Message, ...]:
+    """The row's own system message, else ``system_prompt``; none where the conversation begins with one.
 
     Raises:
         RowError: the row has a system message of its own beside a conversation that begins with one.
     """
     own = None if args.system is None else _optional_text(values, args.system)
-    if messages[0]["role"] == "system":
+    if heard[0].message["role"] in ("system", "developer"):
         if own:
-            raise RowError(f"column {args.system!r}: a system message, but column {args.messages!r} begins with one")
-        return messages
+            column = args.messages or args.prompt
+            raise RowError(f"column {args.system!r}: a system message, but column {column!r} begins with one")
+        return ()
     system = own or args.system_prompt
-    return messages if system is None else ({"role": "system", "content": system}, *messages)
+    return () if system is None else ({"role": "system", "content": system},)
 
 
 def _optional_text(values: Mapping[str, Any], column: str) -> str:
@@ -212,48 +293,6 @@ def _text(value: Any, column: str) -> str:
     return value
 
 
-def _conversation(value: Any, column: str, last: str) -> tuple[Message, ...]:
-    if isinstance(value, str):  # a CSV file can hold it only so
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise RowError(f"column {column!r}: text that is no JSON list of messages ({error})") from error
-    if not isinstance(value, list) or not value:
-        raise RowError(f"column {column!r}: {short(value)}, expected a list of messages")
-    messages = tuple(_message(entry, f"{column}[{index}]") for index, entry in enumerate(value))
-    final, place = messages[-1], f"{column}[{len(messages) - 1}]"
-    if final["role"] != last:
-        raise RowError(f"{place}: the last message is of the {final['role']}, expected the {last}")
-    if not final["content"].strip():
-        raise RowError(f"{place}.content: empty, expected {'a question' if last == 'user' else 'an answer'}")
-    return messages
-
-
-def _message(entry: Any, place: str) -> Message:
-    """``role`` and ``content``; further keys stay where they are text, for templates that read them."""
-    if not isinstance(entry, Mapping):
-        raise RowError(f"{place}: {short(entry)}, expected an object with role and content")
-    for key in ("role", "content"):
-        if key not in entry:
-            raise RowError(f"{place}: no {key}, seen {', '.join(map(repr, entry)) or 'nothing'}")
-    if entry["role"] not in ROLES:
-        raise RowError(f"{place}.role: {short(entry['role'])}, expected one of {', '.join(ROLES)}")
-    # Parquet gives every message the keys of all; those a message does not have are null.
-    message = {key: text for key, text in entry.items() if text is not None or key == "content"}
-    for key, text in message.items():
-        if not isinstance(text, str):
-            raise RowError(f"{place}.{key}: {short(text)}, expected text")
-        check_encodable(text, f"{place}.{key}")
-    return message
-
-
-def check_encodable(text: str, place: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RowError(f"{place}: half of a surrogate pair at character {error.start + 1}, expected text") from error
-
-
 def row_response(values: Mapping[str, Any], args: DataArguments) -> Any:
     """The reference answer; ``None`` where ``data_args.response`` is null."""
     if args.response is None:
@@ -269,7 +308,9 @@ def other_columns(values: Mapping[str, Any], used: Collection[str]) -> dict[str,
 
     So a reward function finds ``extra_info["index"]`` where datasets for verl nest it.
     """
-    others = {column: value for column, value in values.items() if column not in used}
+    others = {
+        column: value for column, value in values.items() if column not in used and not isinstance(value, Unreadable)
+    }
     nested = others.get("extra_info")
     if isinstance(nested, Mapping):
         del others["extra_info"]
@@ -283,9 +324,12 @@ def used_columns(args: DataArguments) -> Sequence[str]:
     return [column for column in columns if column is not None]
 
 
-def short(value: Any) -> str:
-    """A value in a message, in JSON's word where it is none."""
-    if value is None:
-        return "null"
-    text = repr(value)
-    return text if len(text) <= 60 else text[:59] + "…"
+def unread_columns(values: Mapping[str, Any], args: DataArguments, read: Collection[str]) -> list[str]:
+    """Columns of a row that neither the keys of ``args`` nor ``read`` name."""
+    rules = args.dataset_filter
+    named = {*used_columns(args), *read, args.tools, _DEFAULT_TOOLS, rules.source_column, rules.difficulty_column}
+    return [column for column in values if column not in named and not any(_below(column, each) for each in named)]
+
+
+def _below(column: str, path: str | None) -> bool:
+    return path is not None and path.startswith(f"{column}.")

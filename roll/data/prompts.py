@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,22 +17,25 @@ from roll.configs.data import DataArguments
 from roll.configs.problems import ConfigErrors
 from roll.data.arrays import IntArray
 from roll.data.files.rows import DataError, Problems, Row
+from roll.data.left_out import LeftOut
 from roll.data.prompt_rows import (
     other_columns,
     row_id,
     row_messages,
     row_response,
     row_tag,
+    row_tools,
     used_columns,
 )
 from roll.data.reading import Reading
+from roll.data.tool_messages import Message, Tool
 
 if TYPE_CHECKING:
-    from roll.data.renderer import ChatRenderer, Tool
+    from roll.data.renderer import ChatRenderer
 
 __all__ = ["DataError", "LoadReport", "Prompt", "PromptDataset", "check_prompts", "load_prompts"]
 
-_Asked: TypeAlias = tuple[Sequence[Mapping[str, str]], "Sequence[Tool] | None"]
+_Asked: TypeAlias = tuple[Sequence[Message], Sequence[Tool] | None]
 """A prompt's messages and the tools that it tells of."""
 
 logger = logging.getLogger(__name__)
@@ -53,12 +55,14 @@ class Prompt:
     """The row's ``id`` column, else ``file:row``."""
     tag: str
     """Domain: chooses the rewards."""
-    messages: tuple[Mapping[str, str], ...]
-    """The conversation that the policy answers, ``{"role": …, "content": …}``; the last is the user's."""
+    messages: tuple[Message, ...]
+    """The conversation that the policy answers, OpenAI's messages; the last is the user's."""
     ground_truth: Any = None
     """The reference answer (the column ``data_args.response``), any JSON value."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     """The row's other columns, JSON values."""
+    tools: tuple[Tool, ...] | None = None
+    """Functions that the row tells the policy of, OpenAI's dicts."""
     prompt_ids: IntArray | None = None
     """Token ids where the prompt was truncated to ``prompt_length``, or its tag has a chat template of its own;
     ``None``: render the messages."""
@@ -81,6 +85,8 @@ class LoadReport:
     prompt_length: int | None
     tags: Mapping[str, int]
     """Prompts by tag."""
+    notes: tuple[str, ...] = ()
+    """What the chat template leaves out, by file; a line each."""
 
     @property
     def prompts(self) -> int:
@@ -137,6 +143,7 @@ def load_prompts(
     reading.require(placed)
     placed = reading.drawn(placed)
     renderers = _Renderers(renderer, tag_renderers or {}, prompt_length)
+    renderers.note(placed, reading)
     fitted, overlong, longest = _fit(placed, args, renderers, tools or {}, reading.problems)
     reading.problems.raise_any()
     if not fitted:
@@ -149,14 +156,22 @@ def load_prompts(
         longest=longest,
         prompt_length=prompt_length,
         tags=Counter(prompt.tag for prompt in fitted),
+        notes=reading.noted(),
     )
     logger.info("%s", report)
     return PromptDataset(fitted, report)
 
 
-def check_prompts(reading: Reading, allowed_tags: Collection[str] | None) -> tuple[Counter[str], bool]:
-    """``Reading.checked`` of what ``load_prompts`` would read, but for lengths in tokens."""
-    return reading.checked(item.prompt.tag for item in _placed(reading, allowed_tags))
+def check_prompts(
+    reading: Reading,
+    allowed_tags: Collection[str] | None,
+    renderer: ChatRenderer | None = None,
+    tag_renderers: Mapping[str, ChatRenderer] | None = None,
+) -> tuple[Counter[str], bool]:
+    """``Reading.checked`` of what ``load_prompts`` would read, but for lengths and for messages that are refused."""
+    placed = _placed(reading, allowed_tags)
+    _Renderers(renderer, tag_renderers or {}, None).note(placed, reading)
+    return reading.checked(item.prompt.tag for item in placed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,28 +180,31 @@ class _Placed:
 
     prompt: Prompt
     place: str
+    file: str
 
 
 def _placed(reading: Reading, allowed_tags: Collection[str] | None) -> list[_Placed]:
-    """The rows that the filter keeps, as prompts; ids that come twice are problems."""
+    """The rows that the filter keeps, as prompts, each with an id of its own."""
     args, used = reading.args, used_columns(reading.args)
 
-    def read(row: Row) -> _Placed:
+    def read(row: Row) -> tuple[_Placed, str]:
         prompt = Prompt(
             id=row_id(row.values, args, row.name),
             tag=row_tag(row.values, args, allowed_tags),
             messages=row_messages(row.values, args),
             ground_truth=row_response(row.values, args),
             extra_info=other_columns(row.values, used),
+            tools=row_tools(row.values, args),
         )
-        return _Placed(prompt, row.place)
+        return _Placed(prompt, row.place, row.file), row.name
 
-    placed, first = list(reading.each(read)), dict[str, str]()
-    for item in placed:
-        earlier = first.setdefault(item.prompt.id, item.place)
-        if earlier != item.place:
-            expected = f"is taken by {earlier}, expected ids that differ"
-            reading.problems.add(item.place, f"id {item.prompt.id!r} {expected}")
+    placed, taken = list[_Placed](), set[str]()
+    for item, name in reading.each(read):
+        if item.prompt.id in taken:  # told apart by its place
+            reading.note(item.file, "ids that others have too, so they are followed by file:row", item.place)
+            item = replace(item, prompt=replace(item.prompt, id=f"{item.prompt.id} {name}"))
+        taken.add(item.prompt.id)
+        placed.append(item)
     return placed
 
 
@@ -197,6 +215,17 @@ class _Renderers:
     general: ChatRenderer | None
     by_tag: Mapping[str, ChatRenderer]
     prompt_length: int | None
+
+    def note(self, placed: Sequence[_Placed], reading: Reading) -> None:
+        """Notes what templates leave out of prompts."""
+        if self.general is None:
+            return
+        general = LeftOut(self.general, "prompt")
+        left_out = {tag: LeftOut(renderer, "prompt") for tag, renderer in self.by_tag.items()}
+        for item in placed:
+            prompt = item.prompt
+            for what in left_out.get(prompt.tag, general).of(prompt.messages, (), prompt.tools):
+                reading.note(item.file, what, item.place)
 
     def encode(
         self, placed: Sequence[_Placed], tools: Mapping[str, Sequence[Tool]], num_workers: int
@@ -237,7 +266,7 @@ def _fit(
             fitted.append(item.prompt)
             continue
         if prompt_length is None or measured.length <= prompt_length:
-            fitted.append(dataclasses.replace(item.prompt, prompt_ids=measured.ids))
+            fitted.append(replace(item.prompt, prompt_ids=measured.ids))
             continue
         overlong += 1
         if args.prompt_overflow == "error":
@@ -245,7 +274,7 @@ def _fit(
             problems.add(item.place, f"{measured.length:,} tokens, {expected}")
         elif args.prompt_overflow != "drop":
             ids = measured.ids[-prompt_length:] if args.prompt_overflow == "left" else measured.ids[:prompt_length]
-            fitted.append(dataclasses.replace(item.prompt, prompt_ids=ids))
+            fitted.append(replace(item.prompt, prompt_ids=ids))
     return fitted, overlong, longest
 
 
@@ -266,7 +295,7 @@ def _encode(
     num_workers: int,
 ) -> Iterator[_Measured]:
     """Prompts of one renderer; those of more than ``keep_over`` tokens keep their ids."""
-    asked = [(item.prompt.messages, tools.get(item.prompt.tag) or None) for item in placed]
+    asked = [(item.prompt.messages, tools.get(item.prompt.tag) or item.prompt.tools) for item in placed]
     num_workers = min(num_workers, len(placed) // _CHUNK_PER_PROCESS)
     if num_workers < 2:
         for part in _cut(asked, _CHUNK):

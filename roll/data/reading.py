@@ -12,7 +12,7 @@ import numpy as np
 from roll.configs.data import DataArguments
 from roll.data.files.read import read_rows
 from roll.data.files.rows import DataError, Problems, Row, plain_row
-from roll.data.prompt_rows import RowError, passes
+from roll.data.prompt_rows import RowError, passes, unread_columns
 from roll.utils.registry import import_path
 from roll.utils.seeding import derive_seed
 
@@ -31,6 +31,29 @@ class Reading:
     problems: Problems = field(default_factory=Problems)
     counts: Counter[str] = field(default_factory=Counter)
     """``rows`` read and ``filtered`` out, and what a loader counts of the others."""
+    notes: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
+    """What is worth knowing of the rows of a file: how many, and the place of the first."""
+    unread: dict[str, dict[str, None]] = field(default_factory=dict)
+    """Columns of each file that nobody reads."""
+
+    def note(self, file: str, what: str, place: str) -> None:
+        """Counts a row of a file."""
+        count, first = self.notes.get((file, what), (0, place))
+        self.notes[file, what] = count + 1, first
+
+    def noted(self) -> tuple[str, ...]:
+        """Account of the notes and of columns that nobody reads, a line each."""
+        lines = [
+            f"warning: {file}: {what}: {count:,} {'row' if count == 1 else 'rows'}, the first {place}"
+            for (file, what), (count, place) in self.notes.items()
+        ]
+        unread = self.unread.items()
+        return (*lines, *(f"data: {file}: columns that nobody reads: {', '.join(columns)}" for file, columns in unread))
+
+    def leaves(self, row: Row, *read: str) -> None:
+        """Notes the columns of a row that neither ``args`` nor ``read`` name."""
+        if columns := unread_columns(row.values, self.args, read):
+            self.unread.setdefault(row.file, {}).update(dict.fromkeys(columns))
 
     def each(self, make: Callable[[Row], T]) -> Iterator[T]:
         """Yields what is made of the rows that ``dataset_filter`` keeps; others may be of another shape."""

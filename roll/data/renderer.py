@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -13,26 +15,54 @@ import numpy as np
 from roll.data.arrays import BoolArray, IntArray
 from roll.data.control_text import ControlText
 from roll.data.templates import ChatTemplate, read_template
-from roll.data.tool_messages import Message, Tool, calls_answered_by, calls_in_words, is_plain, tidy, without_tools
+from roll.data.tool_messages import (
+    REASONING,
+    Message,
+    Tool,
+    calls_answered_by,
+    calls_in_words,
+    is_plain,
+    reasoning_of,
+    tidy,
+    without_tools,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["ChatRenderer", "Message", "Tool", "turn_ends"]
 
-_TOO_CLEVER = "so no prompt for it can be told from the answer; train_on: last, or another data_args.template, may do"
 _SENTINEL = "\u241fassistant-turn\u241f"
 _CACHE_SIZE = 20_000
+
+_THINK, _THOUGHT = "<think>", "</think>"
+_OPEN_REASONING = re.compile(rf"{_THINK}(\s*)\Z")
+"""The end of a prompt behind which the assistant goes on with its reasoning."""
+_CLOSED_REASONING = re.compile(rf"{_THOUGHT}(\s*)\Z")
+"""The end of a prompt behind which it says its answer alone."""
+_REASONING_AT_END = re.compile(rf"{_THINK}\s*({_THOUGHT}\s*)?\Z")
 
 CHARS_PER_TOKEN = 64
 """Of a text with more characters for each token that it may have, more need not be tokenised: it is too long."""
 
 _OPENING: Message = {"role": "user", "content": "-"}
 _PROBE = "probe_of_tools"
+_PROBE_RESULT: Message = {"role": "tool", "content": "-", "name": _PROBE, "tool_call_id": "call00000"}
 _PROBE_TOOL: Tool = {
     "type": "function",
     "function": {"name": _PROBE, "description": "-", "parameters": {"type": "object", "properties": {}}},
 }
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedTurn:
+    """A turn of the assistant as texts, with stand-ins for control texts in them."""
+
+    prompt: str
+    """All that stands before it."""
+    said: str
+    mark: str
+    """The control token at which it is over; empty where the template has none."""
 
 
 class ChatRenderer:
@@ -107,45 +137,183 @@ class ChatRenderer:
             messages: what was said after the assistant turn (user or tool messages).
             completion_ids: the sampled ids; an end-of-turn token that was sampled is not written twice.
         """
-        ids = self._encode_cached("continuation", self.tail(messages, tools))
-        return ids[1:] if self._is_closed(ids, completion_ids) else ids
+        tail = self.tail(messages, tools)
+        ids = self._encode_cached("continuation", tail)
+        space = len(self._encode(space)) if (space := (self._control.lead(tail) or ("",))[0]) else 0
+        return ids[space + 1 :] if self._is_closed(ids[space:], completion_ids) else ids
 
     def conversation(
         self, messages: Sequence[Message], *, last_only: bool = False, tools: Sequence[Tool] | None = None
     ) -> tuple[IntArray, BoolArray]:
-        """A conversation to imitate: its token ids, and True for those that the assistant says.
+        """The one row of ``rows`` for all of the assistant's turns, or for its last.
 
-        They are what a policy would have been given and would have sampled: the words of each turn are tokenised apart
-        from what stands before them and end with the token that ends the turn. What the template writes behind the
-        last of them is left out.
+        Raises:
+            ValueError: one row cannot hold them all, or see ``rows``.
+        """
+        spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        made = self.rows(messages, spoken[-1:] if last_only else spoken, tools)
+        if len(made) > 1:
+            raise ValueError(f"the chat template rewrites earlier turns, so the answers make {len(made)} rows")
+        return made[0]
+
+    def rows(
+        self, messages: Sequence[Message], learned: Sequence[int] | None = None, tools: Sequence[Tool] | None = None
+    ) -> list[tuple[IntArray, BoolArray]]:
+        """Rows to imitate: token ids, and True for those that the assistant says.
+
+        A turn is learned behind the prompt that a policy would be given, in the words of the template, up to the token
+        at which a generator stops: the template's own mark, else what the next turn begins with, else the end of the
+        sequence. Turns share a row as long as the next prompt begins
+        with all that the row holds; a template that rewrites earlier turns makes a row for each.
 
         Args:
-            messages: the last is the assistant's.
-            last_only: only the last turn counts as said.
+            learned: indices of the assistant's messages that count as said; ``None``: all.
             tools: that the assistant is told of.
 
         Raises:
-            ValueError: the template rewrites an earlier turn once another follows, or the assistant's words.
+            ValueError: the template leaves out the assistant's words.
+            TemplateError: it refuses the messages.
         """
-        whole, (closing, end) = self.text(messages, tools, open_assistant=False), self.turn_end()
-        ids: list[IntArray] = []
-        mask: list[BoolArray] = []
-        done = 0
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant" or (last_only and index < len(messages) - 1):
-                continue
-            head = self.text(messages[:index], tools, open_assistant=True)
-            turn = self.text(messages[: index + 1], tools, open_assistant=False)
-            if not (whole.startswith(turn) and turn.startswith(head) and turn.endswith(closing)):
-                raise ValueError(f"the chat template writes message {index} differently as part of more, {_TOO_CLEVER}")
-            context = self._encode(whole[done : len(head)])
-            done = len(turn) - len(closing)
-            if ids and len(context) and context[0] == end:  # the end of the turn before, which was said
-                context = context[1:]
-            said = np.append(self._encode(whole[len(head) : done]), end)
-            ids += [context, said]
-            mask += [np.zeros(len(context), dtype=bool), np.ones(len(said), dtype=bool)]
-        return np.concatenate(ids), np.concatenate(mask)
+        if learned is None:
+            learned = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        made: list[list[tuple[IntArray, bool]]] = []
+        so_far, mark = "", ""
+        for index in learned:
+            turn = self.turn(messages[: index + 1], tools)
+            goes_on = bool(made and mark) and turn.prompt.startswith(so_far)
+            # A row goes on from the mark, which may eat white space behind it; it was said already.
+            context = turn.prompt[len(so_far) - len(mark) :] if goes_on else turn.prompt
+            context_ids, said_ids = self._encode_behind(context, turn.said + turn.mark)
+            if not turn.mark:
+                said_ids = np.append(said_ids, self._eos())
+            if goes_on:
+                made[-1] += [(context_ids[1:], False), (said_ids, True)]
+            else:
+                made.append([(context_ids, False), (said_ids, True)])
+            so_far, mark = turn.prompt + turn.said + turn.mark, turn.mark
+        return [
+            (
+                np.concatenate([ids for ids, _ in row]),
+                np.concatenate([np.full(len(ids), said, dtype=np.bool_) for ids, said in row]),
+            )
+            for row in made
+        ]
+
+    def _encode_behind(self, context: str, said: str) -> tuple[IntArray, IntArray]:
+        """Token ids of a context and of what is said behind it.
+
+        They are those of the whole text, unless its tokens reach over the border: nobody samples such.
+        """
+        at = self._control.last_start(context)
+        border, both = self._encode(context[at:]), self._encode(context[at:] + said)
+        joined = both[: len(border)].tolist() == border.tolist()
+        return self._encode(context), both[len(border) :] if joined else self._encode(said)
+
+    def turn(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> RenderedTurn:
+        """The last message, which is the assistant's, as the template writes it behind the prompt for it.
+
+        Where a prompt opens reasoning that the template leaves out of the turn, as DeepSeek-R1's does, the turn says
+        it as the policy would have: the reasoning, its end, the answer. Behind a prompt that has closed it, none is
+        said.
+
+        Raises:
+            ValueError: the template leaves out the assistant's words.
+            TemplateError: it refuses the messages.
+        """
+        *before, message = messages
+        whole, prompt = self.text(messages, tools, open_assistant=False), None
+        if any(each["role"] not in ("system", "developer") for each in before):
+            prompt = self.text(before, tools, open_assistant=True)
+        elif before and (tried := self._try(before, tools)) is not None and whole.startswith(tried):
+            prompt = tried  # nobody has spoken yet: few templates have a prompt for that
+        if prompt is not None and whole.startswith(prompt):
+            start = len(prompt)
+        else:
+            start = self._words_start(whole, before, tools)
+            prompt = whole[:start] if prompt is None else prompt
+        said, mark = self._ended(whole[start:], calls=bool(message.get("tool_calls")))
+        if opened := _OPEN_REASONING.search(prompt):
+            said = self._reasoned(message, said, opened[1])
+        elif (closed := _CLOSED_REASONING.search(prompt)) and said.lstrip().startswith(_THINK):
+            said = said.partition(_THOUGHT)[2].removeprefix(closed[1])
+        if not said.strip() and (message.get("content") or message.get("tool_calls")):
+            raise ValueError("the chat template writes nothing of an answer, so there is nothing to learn of it")
+        return RenderedTurn(prompt, said, mark)
+
+    def _words_start(self, whole: str, before: Sequence[Message], tools: Sequence[Tool] | None) -> int:
+        """Index in a conversation at which the turn behind ``before`` begins, found by other words in its place."""
+        first, second = (
+            self.text([*before, {"role": "assistant", "content": words}], tools, open_assistant=False)
+            for words in (_SENTINEL, "-")
+        )
+        if first == second:
+            raise ValueError("the chat template drops the assistant's words, so there is nothing to imitate")
+        same = min(same_start(first, second), same_start(first, whole))
+        opening = _REASONING_AT_END.sub("", self.opening)
+        at = first.rfind(opening, 0, same) if opening else -1
+        # What a template writes between the opening and the words, the assistant says, unless it is another's turn.
+        start, mark = at + len(opening), str(self.tokenizer.convert_ids_to_tokens(self.turn_end()[1]))
+        return start if at >= 0 and mark not in first[start:same] else same
+
+    def _ended(self, said: str, *, calls: bool) -> tuple[str, str]:
+        """A turn up to its mark, and the mark, which is empty where the end of the sequence has to do."""
+        closing, _ = self.turn_end()
+        if (found := self._mark(closing)) is not None:
+            if said.endswith(closing):
+                return said[: len(said) - len(closing)] + found[0], found[1]
+            if (last := self._control.trail(said)) is not None:  # of a last turn, or of calls
+                return last
+        space, mark = self._next_turn["tool" if calls else "user"]
+        return said.removesuffix(closing) + space, mark
+
+    def _reasoned(self, message: Message, said: str, space: str) -> str:
+        """What is said behind a prompt that has opened reasoning and goes on with ``space``."""
+        if said.lstrip().startswith(_THINK):
+            said = said.lstrip().removeprefix(_THINK).removeprefix(space)
+        thought = self.within(reasoning_of(message).strip("\n"))
+        written, closed, answer = said.partition(_THOUGHT)
+        if closed and (written.strip() or not thought):  # the template says it all
+            return said
+        answer = answer if closed else said
+        if not answer[:1].isspace():
+            answer = space * 2 + answer
+        return f"{thought}{space}{_THOUGHT}{answer}"
+
+    def _mark(self, text: str) -> tuple[str, str] | None:
+        """White space and the added token behind it that a text begins with."""
+        if (found := self._control.lead(text)) is not None:
+            return found
+        bare = text.lstrip()
+        first = next(iter(self._encode(bare).tolist()), -1)
+        token = self.tokenizer.added_tokens_decoder.get(first)
+        return (text[: len(text) - len(bare)], str(token.content)) if token and bare.startswith(token.content) else None
+
+    @cached_property
+    def _next_turn(self) -> dict[str, tuple[str, str]]:
+        """What a user's message, or the result of a tool, begins with: white space and a control token, or nothing."""
+        from jinja2 import TemplateError
+
+        found = dict.fromkeys(("user", "tool"), ("", ""))
+        for message in (_OPENING, _PROBE_RESULT):
+            with suppress(TemplateError, TypeError, ValueError):
+                found[message["role"]] = self._control.lead(self.tail([message])) or ("", "")
+        return found
+
+    @cached_property
+    def opening(self) -> str:
+        """Text that a prompt has beyond the conversation before it."""
+        closed, opened = (self.text([_OPENING], open_assistant=opens) for opens in (False, True))
+        return opened.removeprefix(closed) if opened.startswith(closed) else ""
+
+    def _id_of(self, token: str) -> int:
+        index = self.tokenizer.convert_tokens_to_ids(token)
+        assert isinstance(index, int), "a list is asked for by a list"
+        return index
+
+    def _eos(self) -> int:
+        if (index := self.tokenizer.eos_token_id) is None:
+            raise ValueError("neither the chat template nor the tokenizer has a token that ends a turn")
+        return int(index)
 
     def history(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> IntArray:
         """Token ids of a whole conversation, which waits for nobody, shape [tokens]."""
@@ -170,12 +338,8 @@ class ChatRenderer:
 
         That is the end of the sequence, what closes a turn, and what begins the next where nothing closes one.
         """
-        from jinja2 import TemplateError
-
-        ends = {self.tokenizer.eos_token_id}
-        for message in (_OPENING, {"role": "tool", "content": "-", "name": _PROBE, "tool_call_id": "call00000"}):
-            with suppress(TemplateError, TypeError, ValueError):
-                ends.add(next(iter(self._encode(self.tail([message], None)).tolist()), None))
+        marks = [mark for _, mark in self._next_turn.values() if mark]
+        ends = {self.tokenizer.eos_token_id, *map(self._id_of, marks)}
         with suppress(ValueError):
             ends.add(self.turn_end()[1])
         return frozenset(index for index in ends if index in self._control.ids)
@@ -214,8 +378,10 @@ class ChatRenderer:
         return hidden
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] | None, *, open_assistant: bool) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
+        from jinja2 import TemplateError
+
+        try:
+            text = self.tokenizer.apply_chat_template(
                 [self._control.hide(message) for message in messages],
                 tools=self._control.hide(tools) if tools else None,
                 chat_template=self._template,
@@ -223,18 +389,35 @@ class ChatRenderer:
                 add_generation_prompt=open_assistant,
                 **self._variables,
             )
-        )
+        except (TypeError, AttributeError, LookupError) as error:  # of the template's code: None + text, and the like
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
+        return str(text)
 
     def _with_tools(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None
     ) -> tuple[Sequence[Message], Sequence[Tool] | None]:
         """Messages and tools in the form that the template takes."""
         calls = any(message.get("tool_calls") for message in messages)
+        text_arguments = calls and self._joins_arguments
+        plain = tidy(messages, text_arguments=False, reasoning=self._reasoning, developer=self._knows_developer)
         if not (self.writes_tools if tools else not calls or self.writes_calls):
-            return without_tools(tidy(messages), tools, takes_system=self.takes_system), None
+            return without_tools(plain, tools, takes_system=self.takes_system), None
         if calls and not self.writes_calls:
-            return [calls_in_words(message) for message in tidy(messages)], tools
-        return tidy(messages, text_arguments=calls and self._joins_arguments), tools
+            return [calls_in_words(message) for message in plain], tools
+        return tidy(plain, text_arguments=True) if text_arguments else plain, tools
+
+    @cached_property
+    def _reasoning(self) -> str:
+        """The key under which the template reads an assistant's reasoning."""
+        said: Message = {"role": "assistant", "content": "-"}
+        found = (
+            key for key in REASONING if _PROBE in (self._try([_OPENING, {**said, key: _PROBE}], opens=False) or "")
+        )
+        return next(found, REASONING[0])
+
+    @cached_property
+    def _knows_developer(self) -> bool:
+        return "developer" in self.source
 
     @cached_property
     def writes_tools(self) -> bool:
@@ -256,12 +439,14 @@ class ChatRenderer:
         """Tells whether the template takes a system message."""
         return self._try([{"role": "system", "content": "-"}, _OPENING]) is not None
 
-    def _try(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> str | None:
+    def _try(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, *, opens: bool = True
+    ) -> str | None:
         """The rendered text, ``None`` if the template refuses."""
         from jinja2 import TemplateError
 
         try:
-            return self._render(messages, tools, open_assistant=True)
+            return self._render(messages, tools, open_assistant=opens)
         except (TemplateError, TypeError):
             return None
 
@@ -315,17 +500,16 @@ class ChatRenderer:
     def turn_end(self) -> tuple[str, int]:
         """Text that the template writes behind the assistant's words, and the id that ends the turn.
 
-        That is the token which the template closes it with, or the end of the sequence where it has none.
+        That is the token which the template closes it with, else what the next turn begins with, else the end of the
+        sequence.
         """
         if self._end is None:
-            messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _SENTINEL}]
+            messages = [_OPENING, {"role": "assistant", "content": _SENTINEL}]
             _, found, closing = self.text(messages, open_assistant=False).partition(_SENTINEL)
             if not found:
                 raise ValueError("the chat template drops the assistant's words, so there is nothing to imitate")
-            first = next(iter(self._encode(closing).tolist()), None)
-            end = first if first in self.tokenizer.added_tokens_decoder else self.tokenizer.eos_token_id
-            if end is None:
-                raise ValueError("neither the chat template nor the tokenizer has a token that ends a turn")
+            _, mark = self._mark(closing) or self._next_turn["user"]
+            end = self._id_of(mark) if mark else self._eos()
             self._end = closing, int(end)
         return self._end
 
@@ -345,14 +529,19 @@ class ChatRenderer:
         return ids
 
 
+def same_start(first: Sequence[object], second: Sequence[object]) -> int:
+    """Length of what two texts or lists begin with together."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
 def _probe_call(text_arguments: bool) -> list[Message]:
     called: Message = {
         "role": "assistant",
         "content": "",
         "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": _PROBE, "arguments": {"a": 1}}}],
     }
-    answered: Message = {"role": "tool", "content": "-", "name": _PROBE, "tool_call_id": "call00000"}
-    return list(tidy([_OPENING, called, answered], text_arguments=text_arguments))
+    return list(tidy([_OPENING, called, _PROBE_RESULT], text_arguments=text_arguments))
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase, template: str | ChatTemplate) -> frozenset[int]:

@@ -19,25 +19,31 @@ from roll.configs.reward_training import RewardColumns
 from roll.data.arrays import BoolArray, IntArray
 from roll.data.conversations import (
     Conversations,
+    Encode,
     ReadConversation,
     fit,
     render,
     report_of,
     row_question,
     to_batch,
+    try_out,
 )
 from roll.data.files.rows import DataError, Row
+from roll.data.left_out import LeftOut
 from roll.data.prompt_rows import (
     Message,
     RowError,
+    Talk,
     check_encodable,
     finite,
     lookup,
     row_conversation,
     row_messages,
+    row_tools,
     short,
 )
 from roll.data.reading import Reading
+from roll.data.tool_messages import Tool
 
 if TYPE_CHECKING:
     from roll.data.renderer import ChatRenderer
@@ -52,22 +58,29 @@ class _Scored:
     steps: tuple[str, ...]
 
 
-def encode_whole(renderer: ChatRenderer, messages: Sequence[Message]) -> tuple[IntArray, BoolArray]:
+def encode_whole(
+    renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[Tool] | None = None
+) -> tuple[IntArray, BoolArray]:
     """Token ids of a conversation, whose score stands on one more token at the end."""
-    ids = renderer.history(messages)
+    ids = renderer.history(messages, tools)
     return np.append(ids, ids[-1]), np.arange(len(ids) + 1) == len(ids)
 
 
+def encode_whole_talk(renderer: ChatRenderer) -> Encode:
+    """``encode_whole`` of the sides of a pair."""
+    return lambda talk: [encode_whole(renderer, talk.messages, talk.tools)]
+
+
 def encode_steps(
-    renderer: ChatRenderer, messages: Sequence[Message], steps: Sequence[str]
+    renderer: ChatRenderer, messages: Sequence[Message], steps: Sequence[str], tools: Sequence[Tool] | None = None
 ) -> tuple[IntArray, BoolArray]:
     """The same with a score at the end of each step; that of the last is the conversation's.
 
     Raises:
         ValueError: the template changes the answer, or its steps cut the text of a control token.
     """
-    whole = renderer.text(messages, open_assistant=False)
-    head = renderer.text(messages[:-1], open_assistant=True)
+    whole = renderer.text(messages, tools, open_assistant=False)
+    head = renderer.text(messages[:-1], tools, open_assistant=True)
     said = [renderer.within(step) for step in steps]
     answer = "".join(said)
     if not whole.startswith(head + answer):
@@ -111,12 +124,9 @@ def load_scored(
     rows = reading.drawn(_read(reading, columns, in_steps))
     scored = {id(row.talk): row for row in rows}
 
-    def encode(talk: ReadConversation) -> tuple[IntArray, BoolArray]:
-        if in_steps:
-            return encode_steps(renderer, talk.messages, scored[id(talk)].steps)
-        return encode_whole(renderer, talk.messages)
-
-    kept = fit(render((row.talk for row in rows), encode, reading), max_tokens, overflow, reading)
+    encode = _encode(renderer, scored)
+    talks = (row.talk for row in rows)
+    kept = fit(render(talks, encode, reading, LeftOut(renderer, "whole")), max_tokens, overflow, reading)
     reading.require(rows)
     if not kept:
         raise DataError([f"no answers: all {len(rows):,} are longer than sequence_length = {max_tokens}"])
@@ -124,13 +134,28 @@ def load_scored(
     returns_T = torch.zeros(batch.num_tokens)
     returns_T[batch.loss_mask_T] = torch.tensor([target for talk, _, _ in kept for target in scored[id(talk)].targets])
     questions = tuple(talk.question for talk, _, _ in kept)
-    report = report_of(batch, reading.counts, overflow, max_tokens, noun="answers", purpose="score")
+    report = report_of(batch, reading, overflow, max_tokens, noun="answers", purpose="score")
     return Conversations(batch.replace(returns_T=returns_T), questions, report)
 
 
-def check_scored(reading: Reading, columns: RewardColumns, in_steps: bool) -> tuple[Counter[str], bool]:
-    """``Reading.checked`` of what ``load_scored`` would read, but for the template and lengths."""
-    return reading.checked(row.talk.question.tag for row in _read(reading, columns, in_steps))
+def _encode(renderer: ChatRenderer, scored: Mapping[int, _Scored]) -> Encode:
+    def encode(talk: ReadConversation) -> list[tuple[IntArray, BoolArray]]:
+        if steps := scored[id(talk)].steps:
+            return [encode_steps(renderer, talk.messages, steps, talk.tools)]
+        return [encode_whole(renderer, talk.messages, talk.tools)]
+
+    return encode
+
+
+def check_scored(
+    reading: Reading, columns: RewardColumns, in_steps: bool, renderer: ChatRenderer | None = None
+) -> tuple[Counter[str], bool]:
+    """``Reading.checked`` of what ``load_scored`` would read, but for lengths; see ``check_conversations``."""
+    rows = list(_read(reading, columns, in_steps))
+    if renderer is not None:
+        encode = _encode(renderer, {id(row.talk): row for row in rows})
+        try_out((row.talk for row in rows), encode, reading, LeftOut(renderer, "whole"))
+    return reading.checked(row.talk.question.tag for row in rows)
 
 
 def _read(reading: Reading, columns: RewardColumns, in_steps: bool) -> Iterator[_Scored]:
@@ -141,12 +166,13 @@ def _read(reading: Reading, columns: RewardColumns, in_steps: bool) -> Iterator[
         if in_steps:
             steps, targets = row_steps(row.values, columns)
             answer: Message = {"role": "assistant", "content": "".join(steps)}
-            messages: tuple[Message, ...] = (*row_messages(row.values, args), answer)
+            asked = row_messages(row.values, args)
+            talk = Talk((*asked, answer), (len(asked),), row_tools(row.values, args))
         else:
-            messages, steps = row_conversation(row.values, args), ()
+            talk, steps = row_conversation(row.values, args), ()
             targets = (finite(lookup(row.values, columns.score), columns.score),)
-        question = row_question(row, args, messages[:-1], None)
-        return _Scored(ReadConversation(messages, question, row.place), targets, steps)
+        reading.leaves(row, *((columns.steps, columns.step_labels) if in_steps else (columns.score,)))
+        return _Scored(ReadConversation.of(talk, row_question(row, args, talk, None), row), targets, steps)
 
     return reading.each(read)
 

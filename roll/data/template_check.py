@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from roll.data.renderer import ChatRenderer
+from roll.data.renderer import ChatRenderer, same_start
 from roll.data.tool_messages import Message, Tool
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class _Check:
 
     def _opening(self) -> str:
         closed, opened = (self._render(self._start, opens=opens) for opens in (False, True))
-        return opened.removeprefix(closed) if opened.startswith(closed) else opened[_same(closed, opened) :]
+        return opened.removeprefix(closed) if opened.startswith(closed) else opened[same_start(closed, opened) :]
 
     def _ending(self) -> tuple[str, list[Finding]]:
         """The token that ends a turn."""
@@ -180,8 +180,11 @@ class _Check:
             return "", [Finding("problem", "no-turn-end", f"{error}")]
         text = str(self._tokenizer.convert_ids_to_tokens(index))
         if not closing:
-            then = self._control_names(self._renderer.stops - {index})
-            said = f"nothing closes a turn; it ends with {then or text}, at which an engine has to stop"
+            next_turn = self._renderer.stops - {self._tokenizer.eos_token_id}
+            then = self._control_names(next_turn)
+            said = f"nothing closes a turn; what comes next does: {then}, at which an engine has to stop"
+            if not next_turn:
+                said = f"nothing closes a turn; it is learned to end with {text}, which a history lacks"
             return text, [Finding("note", "turn-not-closed", said)]
         others = self._renderer.stops - {index}
         if self._tokenizer.eos_token_id != index:
@@ -222,14 +225,14 @@ class _Check:
                 return f"the template refuses ({_first(text)})"
         assert isinstance(prompt, str) and isinstance(whole, str), "else it was refused"
         if not whole.startswith(prompt):
-            same = _same(prompt, whole)
+            same = same_start(prompt, whole)
             return f"{_cut(prompt, same)} in the prompt becomes {_cut(whole, same)} in the history"
         try:
             tail = self._renderer.tail(after, [_TOOL] if tools else None)
         except Exception as error:  # whatever a template's code raises
             return f"it cannot be continued ({_first(error)})"
         if not whole.endswith(tail):
-            ends = _same(whole[::-1], tail[::-1])
+            ends = same_start(whole[::-1], tail[::-1])
             return f"{_cut(tail, len(tail) - ends - 12)} continues a sample, the history has {whole[-ends - 12 :]!r}"
         return ""
 
@@ -261,13 +264,13 @@ class _Check:
         for name, parse in self._parsers.items():
             if any(list(parse(said)) == [(_TOOL_NAME, _ARGUMENTS)] for said in self._said(prompt, whole)):
                 return name
-        text = f"no known dialect reads a call as the template writes it: {whole[_same(prompt, whole) :]!r:.200}"
+        text = f"no known dialect reads a call as the template writes it: {whole[same_start(prompt, whole) :]!r:.200}"
         return Finding("problem", "unknown-dialect", text)
 
     def _said(self, prompt: str, whole: str) -> Iterator[str]:
         """Yields what an assistant may have said: the history beyond the prompt, white space at its end or not."""
         before, ids = (self._tokenizer.encode(text, add_special_tokens=False) for text in (prompt, whole))
-        said = np.asarray(ids[_same(before, ids) :], dtype=np.int64)
+        said = np.asarray(ids[same_start(before, ids) :], dtype=np.int64)
         yield from (self._renderer.decode_raw(said[: max(len(said) - spaces, 0)]) for spaces in range(3))
 
     def _losses(self) -> Iterator[Finding]:
@@ -314,17 +317,7 @@ class _Check:
     def _around(self, opening: str) -> Iterator[Finding]:
         """Checks what the template writes beside messages."""
         whole = self._render([*self._start, _says(), _user("and then?")], opens=True)
-        bos = self._tokenizer.bos_token
-        if bos and bos in whole[len(bos) :]:
-            yield Finding("problem", "bos-in-the-middle", f"{bos} stands in the middle of a conversation")
-        elif (
-            bos
-            and not whole.startswith(bos)
-            and self._tokenizer("a")["input_ids"][:1] == [self._tokenizer.bos_token_id]
-        ):
-            yield Finding(
-                "note", "no-bos", f"a conversation begins without {bos}, which the tokenizer writes before a text"
-            )
+        yield from self._first_token(whole)
         for text in self._added():
             yield Finding("note", "adds-system", f"the template adds words of its own: {text!r:.100}")
         if "strftime_now" in self._renderer.source:
@@ -336,18 +329,27 @@ class _Check:
         if "<think>" in last.replace(opening, "") and "<think>" not in opening:
             yield Finding("note", "adds-reasoning", "an answer without reasoning is given an empty one")
 
+    def _first_token(self, whole: str) -> Iterator[Finding]:
+        """Compares what a conversation begins with and what the tokenizer begins a text with.
+
+        A template may write that token more often, at the beginning of each turn for one.
+        """
+        bos, index = self._tokenizer.bos_token, self._tokenizer.bos_token_id
+        if bos is None:
+            return
+        ids = self._tokenizer.encode(whole, add_special_tokens=False)
+        if ids[:2] == [index, index]:
+            yield Finding("problem", "double-bos", f"a conversation begins with {bos} twice")
+        elif ids[:1] != [index] and self._tokenizer("a")["input_ids"][:1] == [index]:
+            text = f"a conversation begins without {bos}, which the tokenizer writes before a text"
+            yield Finding("note", "no-bos", text)
+
     def _added(self) -> Iterator[str]:
         """Long texts before the user's words that are nobody's, without a system message."""
         head, found, _ = self._render([_user("wherever")]).partition("wherever")
         tokens = sorted(map(str, self._tokenizer.get_added_vocab()), key=len, reverse=True)
         parts = re.split("|".join(map(re.escape, tokens)), head) if tokens else [head]
         yield from (part.strip() for part in parts if found and len(part.strip()) >= _LONG)
-
-
-def _same(first: Sequence[object], second: Sequence[object]) -> int:
-    """Length of what two texts or lists begin with together."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _cut(text: str, at: int) -> str:

@@ -17,16 +17,46 @@ CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 RESULT_START, RESULT_END = "<tool_response>", "</tool_response>"
 
 
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names that an assistant's reasoning goes by."""
+
+
+def identity_of(index: int) -> str:
+    """Id of a call that has none: nine letters and digits, as Mistral's templates want it."""
+    return f"call{index:05d}"
+
+
 def is_plain(message: Message) -> bool:
     """Tells whether a message is a role and a text, which need no care."""
-    return isinstance(message.get("content"), str) and message["role"] != "tool" and "tool_calls" not in message
+    return (
+        isinstance(message.get("content"), str)
+        and message["role"] not in ("tool", "developer")
+        and "tool_calls" not in message
+        and message.keys().isdisjoint(REASONING)
+    )
 
 
-def tidy(messages: Sequence[Message], *, text_arguments: bool = False) -> list[dict[str, Any]]:
+def reasoning_of(message: Message) -> str:
+    """What an assistant's message says it thought, under one of its names or in its words; else empty."""
+    beside = next((message[key] for key in REASONING if message.get(key)), None)
+    if beside is not None:
+        return str(beside)
+    inside, closed, _ = (message.get("content") or "").partition("</think>")
+    return inside.partition("<think>")[2] or inside if closed else ""
+
+
+def tidy(
+    messages: Sequence[Message],
+    *,
+    text_arguments: bool = False,
+    reasoning: str = REASONING[0],
+    developer: bool = True,
+) -> list[dict[str, Any]]:
     """Messages in the one form that all templates with tools take.
 
     No content is an empty text, no calls are no key, arguments are an object (a JSON text with ``text_arguments``, for
-    templates that join texts), and a result without an id answers the call in its place.
+    templates that join texts), and a result without an id answers the call in its place. Reasoning has the name
+    ``reasoning``; without ``developer`` such a message is the system's.
     """
     tidied: list[dict[str, Any]] = []
     waiting: list[str] = []
@@ -38,10 +68,16 @@ def tidy(messages: Sequence[Message], *, text_arguments: bool = False) -> list[d
         if calls:
             fresh["tool_calls"] = [_tidy_call(call, index, text_arguments) for index, call in enumerate(calls)]
             waiting = [call["id"] for call in fresh["tool_calls"]]
-            if fresh.get("reasoning_content") and not fresh["content"]:
-                fresh.setdefault("thinking", fresh["reasoning_content"])  # gpt-oss' name for it
+        if fresh["role"] == "developer" and not developer:
+            fresh["role"] = "system"
+        if thought := next((fresh[key] for key in REASONING if fresh.get(key)), None):
+            for key in REASONING:
+                fresh.pop(key, None)
+            # gpt-oss' template, which calls it so, refuses it beside calls with words.
+            if not (reasoning == "thinking" and calls and fresh["content"]):
+                fresh[reasoning] = thought
         if fresh["role"] == "tool":
-            answered = fresh.setdefault("tool_call_id", waiting[0] if waiting else "call00000")
+            answered = fresh.setdefault("tool_call_id", waiting[0] if waiting else identity_of(0))
             waiting = [each for each in waiting if each != answered]
     return tidied
 
@@ -55,7 +91,7 @@ def _tidy_call(call: Mapping[str, Any], index: int, text_arguments: bool) -> dic
     elif not isinstance(arguments, str) and text_arguments:
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {
-        "id": call.get("id") or f"call{index:05d}",
+        "id": call.get("id") or identity_of(index),
         "type": "function",
         "function": {"name": function.get("name"), "arguments": arguments},
     }
@@ -68,7 +104,7 @@ def calls_answered_by(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if message["role"] != "tool":
             break
         function: dict[str, Any] = {"name": message.get("name") or "tool", "arguments": {}}
-        identity = message.get("tool_call_id") or f"call{index:05d}"
+        identity = message.get("tool_call_id") or identity_of(index)
         calls.append({"id": identity, "type": "function", "function": function})
     return calls
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,11 +10,12 @@ from pathlib import Path
 from roll.pipeline.cli import EXIT_USAGE
 
 
-def run(system: str, words: Sequence[str], output: str | None) -> int:
+def run(system: str, words: Sequence[str], output: str | None, variables: Sequence[str] = ()) -> int:
     """Imports files and prints what became of each key.
 
     Args:
         words: files, and ``key=value`` changes with the system's keys.
+        variables: ``NAME=value`` of a launch script's environment.
         output: file to write; the YAML goes to standard output and the report to standard error, if not given.
 
     Returns:
@@ -30,9 +32,13 @@ def run(system: str, words: Sequence[str], output: str | None) -> int:
     if not files:
         sys.stderr.write(f"roll import {system}: no file is named\n")
         return EXIT_USAGE
+    if wrong := [word for word in variables if not re.fullmatch(r"[A-Za-z_]\w*=.*", word, re.DOTALL)]:
+        sys.stderr.write(f"roll import {system}: --set {wrong[0]}: expected NAME=value\n")
+        return EXIT_USAGE
+    environment = dict(word.split("=", 1) for word in variables)
     name = Path(output).stem if output else files[-1].stem
     try:
-        imported = convert(system, files, overrides, CHECKS, name)
+        imported = convert(system, files, overrides, CHECKS, name, environment)
     except UnreadableError as error:
         sys.stderr.write(f"roll import {system}: {error}\n")
         return EXIT_USAGE

@@ -56,6 +56,10 @@ class TrainingLoop(ABC):
         self.unreported: Metrics = {}
         """Metrics of the last finished step until they have been logged."""
         self.bad_steps = 0
+        self.looks_learned = False
+        """The last step had too little left to learn: an evaluation says whether the run is over (``confirm``)."""
+        self.learned: str | None = None
+        """Words of why the run is over before ``max_steps``."""
         self.profiler = StepProfiler(config.profiler, roles.clusters, session.folder.profile)
         self.utilisation = Utilisation(config, roles.actor.cluster, roles.clusters.get("actor_infer"))
 
@@ -67,8 +71,12 @@ class TrainingLoop(ABC):
     def evaluate(self, name: str, step: int) -> Metrics:
         """Measures the policy on held-out data; ``name`` is ``before``, ``after`` or ``step``."""
 
+    def confirm(self, metrics: Metrics) -> str | None:
+        """With the metrics of an evaluation, why a run that looks as if it had learned is over; ``None``: it is not."""
+        return None
+
     def run(self) -> None:
-        """Trains to ``max_steps``, from a checkpoint if there is one to resume.
+        """Trains to ``max_steps``, or until all is learned, from a checkpoint if there is one to resume.
 
         Whatever ends it early, the steps done so far have been saved where that was possible.
 
@@ -94,6 +102,8 @@ class TrainingLoop(ABC):
                 evaluates_last=config.val_after_train,
             )
             for step in range(self.done_steps + 1, self.config.max_steps + 1):
+                if self.learned is not None:
+                    break
                 Cluster.current_step = step
                 with self.profiler.step(step):
                     self.step(step)
@@ -137,13 +147,19 @@ class TrainingLoop(ABC):
         step, config = self.done_steps, self.config
         self.session.checkpointer.check()
         last = step == config.max_steps
-        if (last and config.val_after_train) or (config.eval_steps and step % config.eval_steps == 0):
-            self.unreported |= self.measure("after" if last else "step", step)
+        asks = self.looks_learned and not last
+        if asks or (last and config.val_after_train) or (config.eval_steps and step % config.eval_steps == 0):
+            metrics = self.measure("after" if asks or last else "step", step)
+            self.unreported |= metrics
+            if asks and (learned := self.confirm(metrics)) is not None:
+                self.learned = self.session.summary["learned"] = learned
+            elif asks:  # the end is yet to come
+                self.session.summary["eval"].pop("after", None)
         with self.signals.deferred():  # each step is reported once, also by a run that is stopped here and resumed
             self.session.log_step(step, self.unreported | self.session.timer.step_metrics())
             self.unreported = {}
         self._check_divergence()
-        if last or (config.save_steps and step % config.save_steps == 0):
+        if last or self.learned is not None or (config.save_steps and step % config.save_steps == 0):
             self.save_checkpoint()
         self.session.write_summary()
 
@@ -202,6 +218,8 @@ class TrainingLoop(ABC):
             "step": self.done_steps,
             "unreported": self.unreported,
             "bad_steps": self.bad_steps,
+            "looks_learned": self.looks_learned,
+            "learned": self.learned,
             "rng": rng_state() if "rng" in self.config.checkpoint_config.save_contents else None,
             "eval": self.session.summary["eval"],
         }
@@ -210,6 +228,7 @@ class TrainingLoop(ABC):
         self.done_steps = state["step"]
         self.unreported = state["unreported"]
         self.bad_steps = state["bad_steps"]
+        self.looks_learned = state.get("looks_learned", False)  # "learned" is for who asks before a run is resumed
         if "rng" in self.config.checkpoint_config.load_contents and state["rng"] is not None:
             restore_rng_state(state["rng"])
         self.session.summary["eval"] = state["eval"]

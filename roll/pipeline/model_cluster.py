@@ -13,7 +13,7 @@ import ray
 import torch
 from torch import Tensor
 
-from roll.algorithms.types import TokenScores
+from roll.algorithms.types import TokenScores, is_maximum
 from roll.data.batch import Batch, unset_value
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.strategy.base import Metrics, RankInfo, States, StrategyContext
@@ -151,9 +151,10 @@ class ModelCluster:
         return self.cluster.submit_each("train", [refs[rank.dp_rank] for rank in self._ranks])
 
     def gather_train(self, refs: list[ray.ObjectRef]) -> list[Metrics]:
-        """Waits for ``submit_train``: the metrics of each optimizer step (every rank reports the same)."""
-        steps: list[Metrics] = self.cluster.gather(refs, call="train")[0]
-        return steps
+        """Waits for ``submit_train``: each optimizer step's metrics; every rank reports the same, but for maxima."""
+        ranks: list[list[Metrics]] = self.cluster.gather(refs, call="train")
+        steps = zip(*ranks, strict=True)
+        return [each[0] | {name: max(m[name] for m in each) for name in each[0] if is_maximum(name)} for each in steps]
 
     def train(self, batch: Batch, steps: Sequence[Tensor]) -> list[Metrics]:
         return self.gather_train(self.submit_train(batch, steps))

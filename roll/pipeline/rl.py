@@ -7,9 +7,9 @@ A pipeline differs from another only in where its rollouts come from and in what
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.advantages import advantage_metrics, compute_advantages
-from roll.algorithms.correction import mismatch_by_lag, mismatch_metrics, replay_metrics
+from roll.algorithms.correction import MISMATCH, mismatch_by_lag, mismatch_metrics, replay_metrics
 from roll.algorithms.distillation import (
     clip_metrics,
     no_advantages,
@@ -32,6 +32,7 @@ from roll.algorithms.pairing import telling_pairs
 from roll.algorithms.rewards import apply_kl_penalty, mean_kl, shape_rewards, whiten_token_rewards
 from roll.algorithms.selection import drop_masked_episodes, select_for_policy
 from roll.algorithms.statistics import RunningStats
+from roll.configs.algorithm_names import ADV_ESTIMATORS, ALONE
 from roll.configs.divergence import DivergenceConfig
 from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
@@ -41,20 +42,32 @@ from roll.pipeline.loop import TrainingLoop, mean_metrics
 from roll.pipeline.model_cluster import Scorer, plan_optimizer_steps, rows_trained_later, steps_with_tokens
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_roles import RolloutRoles
-from roll.pipeline.rollouts import read_rollouts, take, write_rollouts
+from roll.pipeline.rollouts import (
+    Remarks,
+    describe_failure,
+    read_rollouts,
+    remarks_on,
+    take,
+    write_rollouts,
+    write_samples,
+)
 from roll.pipeline.session import RunFailedError
 from roll.pipeline.start import Launched
 from roll.pipeline.tagged_teachers import TaggedTeachers
 from roll.pipeline.teaching import TEACHER_COLUMNS, with_teacher
 from roll.rollout.admission import Admission
-from roll.rollout.metrics import overlap_metrics
+from roll.rollout.metrics import mean, overlap_metrics, sampled_tokens, step_metrics
 from roll.rollout.saved_groups import load_groups, save_groups
 from roll.rollout.schedule import step_record
-from roll.rollout.scheduler import RolloutScheduler, TooManyRejectedError
+from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.trajectory import groups_to_batch
 from roll.rollout.types import Collected, RolloutGroup
 from roll.tracking.checkpointer import Write
 from roll.utils.checksums import WrittenFile
 from roll.utils.seeding import derive_seed
+
+_DOUBT = 10
+"""Steps between two evaluations of whether all is learned, where none are asked for by ``eval_steps``."""
 
 
 class RLPipeline(TrainingLoop):
@@ -78,15 +91,52 @@ class RLPipeline(TrainingLoop):
         )
         """Choice of the groups that the next steps take."""
         self.idleness = Idleness(run.roles.actor.cluster, run.roles.infer) if config.overlaps else None
+        self.remarks = Remarks()
+        self.doubted = 0
+        """The last step whose evaluation did not agree that all is learned."""
+        self._seems = ""
+        """Words of why the last step looked as if all was learned."""
+        self.sampled_tokens = 0
+        """Those of the step's rollouts."""
 
     @property
     def rollouts(self) -> RolloutScheduler:
         """Plays the training groups."""
         return self.players.train
 
-    @abstractmethod
-    def rollout(self, step: int) -> tuple[Batch, Metrics]:
-        """Takes the step's training batch: under the current weights, or those of ``async_generation_ratio`` ago."""
+    def rollout(self, step: int) -> tuple[Batch | None, Metrics]:
+        """Takes the step's training batch: under the current weights, or those of ``async_generation_ratio`` ago.
+
+        Returns:
+            ``None`` in place of the batch where dynamic sampling has found no group to train on; and metrics.
+        """
+        config, collected = self.config, self.take(step)
+        metrics = step_metrics(collected, filters=self.config.filters_groups) | self.more_metrics(collected)
+        metrics["rollout/attained"] = self.attained([*collected.groups, *collected.rejected])
+        if not collected.groups:
+            return None, metrics
+        return groups_to_batch(collected.groups, config.tags, config.gdpo_reward_keys), metrics
+
+    def more_metrics(self, collected: Collected) -> Metrics:
+        """Metrics of a step's rollouts beside those of every pipeline."""
+        return {}
+
+    def best_reward(self, tag: str) -> float | None:
+        """The best reward of an episode; ``None`` where that is not known."""
+        return None
+
+    def most_tokens(self, tag: str) -> int:
+        """The most tokens of one answer in training."""
+        return self.config.response_length
+
+    def attained(self, groups: Sequence[RolloutGroup]) -> float:
+        """Mean reward as a share of the best possible; where that is not known a success counts as 1."""
+        best = {group.tag: self.best_reward(group.tag) for group in groups}
+        return mean(
+            episode.score / highest if (highest := best[group.tag]) else episode.success
+            for group in groups
+            for episode in group.trajectories
+        )
 
     def wants(self, group: RolloutGroup) -> bool:
         """Tells whether dynamic sampling keeps a group: each, here."""
@@ -102,33 +152,70 @@ class RLPipeline(TrainingLoop):
             RunFailedError: dynamic sampling found too few groups worth training on, or see ``check_groups``.
         """
         config = self.config
-        filters = any(not each.keeps_all for each in config.group_filters.values())
         self.session.summary.setdefault("first_rollout_s", self.session.elapsed())
+        max_batches = config.max_filtered_batches if self.config.filters_groups else None
         if (source := config.rollout_replay_dir) is not None:
-            collected = self.rollouts.take_found(self.admission, step, read_rollouts(source, step))
+            collected = self.rollouts.take_found(self.admission, step, read_rollouts(source, step), max_batches)
         else:
-            try:
-                collected = take(
-                    self.session,
-                    self.rollouts,
-                    self.admission,
-                    step,
-                    "train on",
-                    self.check_groups,
-                    accept=self.wants,
-                    max_groups=config.groups_per_step * config.max_filtered_batches if filters else None,
-                )
-            except TooManyRejectedError as error:
-                self.check_groups(error.groups)  # where no answer could be scored, the data is not to blame
-                most = config.max_filtered_batches
-                raise RunFailedError(
-                    f"dynamic sampling: {error} (max_filtered_batches={most}); {self.filter_hint}"
-                ) from error
+            collected = take(
+                self.session,
+                self.rollouts,
+                self.admission,
+                step,
+                "train on",
+                self.check_groups,
+                accept=self.wants,
+                max_batches=max_batches,
+                goes_on=self._all_wrong,
+            )
+        if not collected.groups and self._all_wrong(collected.rejected):
+            raise RunFailedError(
+                f"dynamic sampling: none of {len(collected.rejected)} groups is worth training on "
+                f"(max_filtered_batches={config.max_filtered_batches}): "
+                f"{describe_failure(collected.rejected, self.most_tokens)}; {self.filter_hint}"
+            )
         if config.rollout_dump_dir is not None:
             write_rollouts(config.rollout_dump_dir, step, collected)
+        if (count := config.num_written_groups) > 0:
+            self.session.aside(partial(write_samples, self.session.folder, step, collected, count))
         if config.overlaps:
             self.session.folder.log_schedule(step_record(self.admission, collected))
+        self._look_at(step, collected)
         return collected
+
+    def _all_wrong(self, groups: Sequence[RolloutGroup]) -> bool:
+        """Tells whether there are episodes and none is a success, nor are their rewards near the best possible."""
+        episodes = [episode for group in groups for episode in group.trajectories]
+        enough = self.config.learned_share or 1.0
+        return bool(episodes) and not any(each.success for each in episodes) and self.attained(groups) < enough
+
+    def _look_at(self, step: int, collected: Collected) -> None:
+        """Remarks what is wrong with the rollouts of a step, and looks whether there is anything left to learn."""
+        config, finished = self.config, [*collected.groups, *collected.rejected]
+        self.sampled_tokens = sampled_tokens(finished)
+        short = len(collected.groups) < config.groups_per_step
+        compares = not config.filters_groups and config.adv_estimator in set(ADV_ESTIMATORS).difference(ALONE)
+        for kind, text in remarks_on(step, collected, config.groups_per_step, self.most_tokens, compares=compares):
+            self.remarks.make(kind, text)
+        self.looks_learned = (
+            short
+            and config.learned_share is not None
+            and self.attained(finished) >= config.learned_share
+            and (not self.doubted or step - self.doubted >= (config.eval_steps or _DOUBT))
+        )
+        if self.looks_learned:
+            self._seems = f"{self.attained(finished):.1%} attained in all that step {step} sampled"
+
+    def confirm(self, metrics: Metrics) -> str | None:
+        """See ``TrainingLoop``: held-out episodes attain the share ``learned_share`` too."""
+        enough, found = self.config.learned_share, metrics.get("eval/attained")
+        step = self.done_steps
+        if found is not None and enough is not None and found >= enough:
+            return f"learned: {self._seems}, {found:.1%} held out (learned_share={enough:g})"
+        self.doubted = step
+        if found is not None:
+            self.session.display.note(f"{self._seems}, but {found:.1%} held out: the run goes on")
+        return None
 
     def publish(self, version: int) -> None:
         replicas = self.roles.rollout_replicas
@@ -147,6 +234,11 @@ class RLPipeline(TrainingLoop):
         finally:
             if not self.config.eval_only:
                 self.rollouts.close()
+        if not (self.config.eval_only or self.admission.num_trained or self.learned):
+            raise RunFailedError(
+                f"dynamic sampling: no step found a group worth training on, so that nothing was trained; "
+                f"{self.filter_hint}"
+            )
 
     def step(self, step: int) -> None:
         """One step of reinforcement learning; its metrics are left in ``unreported``."""
@@ -159,10 +251,15 @@ class RLPipeline(TrainingLoop):
         with phase("rollout") as span:
             self.roles.rollout_replicas.prepare()
             batch, metrics = self.rollout(step)
-            self.utilisation.generated(span, int(batch.loss_mask_T.sum()), beside=self.config.overlaps)
-            if self.config.overlaps:
+            self.utilisation.generated(span, self.sampled_tokens, beside=self.config.overlaps)
+            if self.config.overlaps and batch is not None:
                 metrics |= overlap_metrics(batch, self.admission, step - 1)
         metrics |= self.roles.offload_manager.memory("rollout")
+        if batch is None:
+            with self.signals.deferred(), self.update(step):
+                self.session.summary["draws"] = self.rollouts.commit(self.admission)
+            self.unreported = metrics
+            return
         batch, choice_metrics = self.choose(batch)
         metrics |= choice_metrics
         with phase("logprobs") as span:
@@ -182,18 +279,19 @@ class RLPipeline(TrainingLoop):
                 self.utilisation.trained(span, batch, self.config.ppo_epochs, counts=learnt)
             if self.idleness is not None:
                 metrics |= self.idleness.metrics()
-            self.unreported = metrics | shaping_metrics | train_metrics
+            self.unreported = metrics | train_metrics | shaping_metrics  # whose mismatch is that of more rows
 
     def choose(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Chooses the part of the rollout that is scored and trained on: all of it."""
         return batch, {}
 
     def plan_training(self, batch: Batch, step: int) -> list[Tensor]:
-        """The rows of each optimizer step."""
+        """The rows of each optimizer step; a batch that fell short makes fewer steps, not smaller ones."""
         samples = batch.samples if batch.pair_B is None else telling_pairs(batch)
+        full, taken = self.config.groups_per_step, len(self.admission.taken)
         drawn = plan_optimizer_steps(
             len(samples),
-            self.config.optimizer_steps_per_epoch,
+            max(1, self.config.optimizer_steps_per_epoch * taken // full),
             self.config.ppo_epochs,
             seed=derive_seed(self.config.seed, "minibatches", step),
         )
@@ -292,7 +390,10 @@ class RLPipeline(TrainingLoop):
         history = self.roles.actor.gather_train(actor_refs) if actor_refs else []
         critic_history = critic.gather_train(critic_refs) if critic else []
         self.count_bad_steps(history, critic_history)
-        return mean_metrics(history) | mean_metrics(critic_history) | selection_metrics
+        # Only in the first optimizer step is the policy that trains the one that sampled.
+        first = {name: value for name, value in (history[0] if history else {}).items() if name in MISMATCH}
+        rest = [{name: value for name, value in each.items() if name not in MISMATCH} for each in history]
+        return first | mean_metrics(rest) | mean_metrics(critic_history) | selection_metrics
 
     def _steer_kl_loss(self, batch: Batch) -> Metrics:
         """Trains this step with the coefficient as it is, and adapts it to the KL before the step."""
@@ -338,6 +439,8 @@ class RLPipeline(TrainingLoop):
             "kl_controller": self.kl_controller.state_dict(),
             "kl_loss_controller": self.kl_loss_controller.state_dict(),
             "rollouts": self.admission.state_dict(keeps_groups=self.config.overlaps),
+            "doubted": self.doubted,
+            "seems": self._seems,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -348,6 +451,7 @@ class RLPipeline(TrainingLoop):
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.kl_loss_controller.load_state_dict(state.get("kl_loss_controller", self.kl_loss_controller.state_dict()))
         self.admission.load_state_dict(state["rollouts"], keeps_groups=self.config.overlaps)
+        self.doubted, self._seems = state.get("doubted", 0), state.get("seems", "")
 
 
 def set_losses(roles: Roles, config: RLConfig) -> None:

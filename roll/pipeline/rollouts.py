@@ -5,28 +5,36 @@ from __future__ import annotations
 import itertools
 import logging
 import statistics
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from roll.configs.rewards import RewardFilterConfig
+from roll.data.requests import FinishReason
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.report.trajectories import answer_row, trajectory_record, write_trajectories
 from roll.rollout.admission import Admission
-from roll.rollout.metrics import rollout_metrics
+from roll.rollout.metrics import rollout_metrics, spread_metrics
 from roll.rollout.saved_groups import load_groups, save_groups
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import Collected, RolloutGroup, Trajectory
+from roll.tracking.display import NOTED
 from roll.tracking.files import to_json, write_atomic
+from roll.tracking.run import TRAINED, RunFolder
 from roll.utils.registry import import_path
 
 logger = logging.getLogger(__name__)
 
 MAX_SHOWN = 64
 """Answers of an evaluation that a page shows."""
+_MOST_CUT, _MOST_WRONG, _MOST_EQUAL = 0.25, 0.5, 0.9
+"""Shares from which on it is remarked: of answers that are cut, of groups all wrong, of groups without spread."""
+MAX_TRAINED_BYTES = 64_000_000
+"""Size of all files of ``write_samples`` at most."""
 
 
 def collect(
@@ -109,8 +117,10 @@ def take(
     check(finished)
     last_errors = {group.tag: group.errors[-1] for group in finished if group.errors}
     summary = "\n".join(last_errors.values())
-    if not any(group.trajectories for group in groups):
-        raise ValueError(f"no episode to {what}: all {len(groups)} groups were dropped; last errors:\n{summary}")
+    if not any(group.trajectories for group in groups or finished):  # none of them, where filters leave none
+        raise ValueError(
+            f"no episode to {what}: all {len(groups or finished)} groups were dropped; last errors:\n{summary}"
+        )
     if last_errors:
         logger.warning("episodes failed (rollout/env_errors counts them); last errors:\n%s", summary)
     infos = [trajectory.info for group in finished for trajectory in group.trajectories]
@@ -118,6 +128,82 @@ def take(
         calls = sum(info.get("tool_calls", 0) for info in infos)
         logger.warning("%d of %d tool calls took longer than their timeout, which the policy was told", late, calls)
     return collected
+
+
+class Remarks:
+    """Says what is wrong with a step's rollouts: the first, second, fourth, eighth … time aloud, else in the log."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def make(self, kind: str, text: str) -> None:
+        self._counts[kind] += 1
+        if (count := self._counts[kind]) & (count - 1) == 0:
+            logger.warning("%s", text)
+        else:
+            logger.info("%s", text, extra=NOTED)
+
+
+def remarks_on(
+    step: int, collected: Collected, num_groups: int, most_tokens: Callable[[str], int], *, compares: bool
+) -> Iterator[tuple[str, str]]:
+    """What the user should know of a step's rollouts, a line each, by its kind.
+
+    Args:
+        num_groups: groups of a full batch.
+        most_tokens: of an answer, by tag.
+        compares: a group teaches by the difference of its scores, and nobody replaces those without.
+    """
+    finished = [*collected.groups, *collected.rejected]
+    found = spread_metrics(finished, "of")
+    without = ""
+    if found:
+        right, wrong = found["of/all_right"], found["of/all_wrong"]
+        without = f"{found['of/no_spread']:.0%} have no spread ({right:.0%} all right, {wrong:.0%} all wrong)"
+    if (kept := len(collected.groups)) < num_groups:
+        does = f"trains on {kept} of {num_groups} groups" if kept else "takes no optimizer step"
+        why = f"{kept or 'none'} of {len(finished)} groups that were sampled passed the filter"
+        yield "short" if kept else "empty", f"step {step} {does}: {why}" + (f"; {without}" if without else "")
+    elif compares and found and (found["of/all_wrong"] >= _MOST_WRONG or found["of/no_spread"] >= _MOST_EQUAL):
+        yield "spread", f"step {step}: of {len(finished)} groups {without}: what compares answers learns nothing there"
+    share, place = cut_answers(finished, most_tokens)
+    if share >= _MOST_CUT:
+        yield (
+            "cut",
+            f"step {step}: {share:.0%} of the answers are cut at {place} (rollout/cut_off): raise it, or ask for less",
+        )
+
+
+def describe_failure(groups: Sequence[RolloutGroup], most_tokens: Callable[[str], int]) -> str:
+    """What all that was sampled in vain has in common."""
+    episodes = [episode for group in groups for episode in group.trajectories]
+    scores = [episode.score for episode in episodes]
+    low, high = min(scores), max(scores)
+    scored = f"scored {low:g}" if low == high else f"were wrong, with scores from {low:g} to {high:g}"
+    parts = [f"all {len(episodes)} sampled answers {scored}"]
+    share, place = cut_answers(groups, most_tokens)
+    if share > 0:
+        parts.append(f"{share:.0%} were cut at {place}")
+    metrics = rollout_metrics(groups, "of")
+    if (valid := metrics.get("of/valid_rate", 1.0)) < 1:
+        parts.append(f"in {1 - valid:.0%} there was no answer or action")
+    if dropped := int(metrics["of/dropped"]):
+        parts.append(f"{dropped} more failed or could not be scored")
+    return "; ".join(parts)
+
+
+def cut_answers(groups: Sequence[RolloutGroup], most_tokens: Callable[[str], int]) -> tuple[float, str]:
+    """Share of the answers that a length limit cut, and the limit that cut most of them."""
+    turns = [(group.tag, turn) for group in groups for episode in group.trajectories for turn in episode.turns]
+    cut = [(tag, turn) for tag, turn in turns if turn.completion.finish_reason is FinishReason.LENGTH]
+    if not cut:
+        return 0.0, ""
+    limits = {tag: most_tokens(tag) for tag, _ in cut}
+    whole = [limits[tag] for tag, turn in cut if len(turn.completion.token_ids) >= limits[tag]]
+    limit = (
+        f"response_length {Counter(whole).most_common(1)[0][0]}" if 2 * len(whole) >= len(cut) else "sequence_length"
+    )
+    return len(cut) / len(turns), limit
 
 
 def passes_filter(group: RolloutGroup, limits: RewardFilterConfig) -> bool:
@@ -164,8 +250,35 @@ def write_rollouts(folder: str, step: int, collected: Collected) -> None:
     """Keeps a step's groups, those that were turned down too: ``episodes.jsonl`` to read, the rest to take again."""
     path = _of_step(folder, step)
     save_groups(path, collected)
-    episodes = (trajectory for group in collected.groups for trajectory in group.trajectories)
-    write_atomic(path / "episodes.jsonl", "".join(to_json(trajectory_record(each)) + "\n" for each in episodes))
+    write_atomic(path / "episodes.jsonl", training_lines(collected.groups, collected.rejected))
+
+
+def write_samples(folder: RunFolder, step: int, collected: Collected, num_groups: int) -> None:
+    """Keeps some groups of a step in the run's folder, those that it trains on first, for people to read."""
+    kept = collected.groups[:num_groups]
+    rejected = collected.rejected[: num_groups - len(kept)]
+    write_atomic(folder.trajectories / f"{TRAINED}{step:05d}.jsonl", training_lines(kept, rejected))
+    thin_out(folder.trajectories, f"{TRAINED}*.jsonl", MAX_TRAINED_BYTES)
+
+
+def training_lines(kept: Sequence[RolloutGroup], rejected: Sequence[RolloutGroup]) -> str:
+    """Episodes as JSON lines; ``trained`` says whether dynamic sampling kept the episode's group."""
+    return "".join(
+        to_json({**trajectory_record(trajectory), "trained": trained}) + "\n"
+        for groups, trained in ((kept, True), (rejected, False))
+        for group in groups
+        for trajectory in group.trajectories
+    )
+
+
+def thin_out(folder: Path, pattern: str, max_bytes: int) -> None:
+    """Deletes every other file, the newest excepted, for as long as all of them (numbered in order) are too large."""
+    files = sorted(folder.glob(pattern))
+    while len(files) > 1 and sum(file.stat().st_size for file in files) > max_bytes:
+        gone = files[-2::-2]
+        for file in gone:
+            file.unlink()
+        files = [file for file in files if file not in gone]
 
 
 def read_rollouts(folder: str, step: int) -> Collected:
@@ -175,7 +288,7 @@ def read_rollouts(folder: str, step: int) -> Collected:
         RunFailedError: there is nothing.
     """
     collected = load_groups(_of_step(folder, step))
-    if not collected.groups:
+    if not (collected.groups or collected.rejected):
         raise RunFailedError(
             f"rollout_replay_dir: no rollouts of step {step} in {folder}; write it with rollout_dump_dir"
         )

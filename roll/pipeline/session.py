@@ -68,8 +68,10 @@ class RunSession:
             logger.info("an earlier run of this name is now in %s", aside)
         self.folder.write_config(plain)
         if not only_evaluates:
-            self.folder.truncate_metrics(-1 if resumed_step is None else resumed_step)
-            self.folder.truncate_schedule(-1 if resumed_step is None else resumed_step)
+            last = -1 if resumed_step is None else resumed_step
+            self.folder.truncate_metrics(last)
+            self.folder.truncate_schedule(last)
+            self.folder.truncate_samples(last)
         context = TrackerContext(self.folder, plain, resumed_step)
         self._tracker = MultiTracker(self.config.trackers, self.config.tracker_kwargs, context)
         self.folder.write_summary(self.summary)
@@ -127,7 +129,8 @@ class RunSession:
         if self.resume_path is None or self.config.eval_only:
             return False
         state = Checkpointer.load_state(self.resume_path)
-        return bool(state["step"] >= self.config.max_steps and not state["unreported"])
+        learned = state.get("learned") is not None and getattr(self.config, "learned_share", None) is not None
+        return bool((learned or state["step"] >= self.config.max_steps) and not state["unreported"])
 
     def _leave_word(self, error: BaseException, interrupted: bool) -> None:
         """Says how to go on after an early end; what failed is kept with its remote traceback for whoever looks."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import glob
 import os
 import threading
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from roll.configs.data import DataArguments
 from roll.configs.dpo import DPOConfig
@@ -16,6 +19,11 @@ from roll.configs.prompts import PromptsConfig
 from roll.configs.reward_training import RewardTrainingConfig
 from roll.configs.rl import RLConfig
 from roll.preflight.functions import check_functions
+from roll.preflight.models import has_tokenizer
+from roll.preflight.templates import policy_renderer
+
+if TYPE_CHECKING:
+    from roll.data.reading import Reading
 
 HEAD = 2000
 """Rows that are read of each data file."""
@@ -41,7 +49,7 @@ def check_inputs(config: PipelineConfig) -> Findings:
 
 
 def check_data(config: PipelineConfig) -> Findings:
-    """Columns, values and tags of the first rows of each file; lengths in tokens are left to the run."""
+    """Columns, values, tags and chat template of the first rows of each file; lengths are left to the run."""
     lines: list[str] = []
     problems: list[ConfigProblem] = []
     if not isinstance(config, PromptsConfig):
@@ -66,29 +74,13 @@ def _check_dataset(key: str, args: DataArguments, config: PromptsConfig) -> Find
     lines = [f"data: {name}: nothing here yet" for name in absent]
     if len(absent) == len(args.file_names):
         return lines, []
-    from roll.data.conversations import Scoring, check_conversations
-    from roll.data.preferences import check_preferences
-    from roll.data.prompts import DataError, check_prompts
+    from roll.data.files.rows import DataError
     from roll.data.reading import Reading
-    from roll.data.scored_answers import check_scored
 
     present = args.model_copy(update={"file_name": [name for name in args.file_names if name not in absent]})
     reading = Reading(present, config.seed, HEAD)
     try:
-        if isinstance(config, OfflineConfig):
-            scored = config.validation if key.startswith("validation") and config.rewards else None
-            scoring = Scoring(tuple(config.domains), scored.solution) if scored else None
-            if isinstance(config, DPOConfig):
-                label = None if config.in_pairs else config.preferences.label
-                tags, whole = check_preferences(reading, config.preferences, label, scoring)
-            elif isinstance(config, RewardTrainingConfig) and config.reward_loss == "bradley_terry":
-                tags, whole = check_preferences(reading, config.answers, None, scoring)
-            elif isinstance(config, RewardTrainingConfig):
-                tags, whole = check_scored(reading, config.answers, config.reward_loss == "process")
-            else:
-                tags, whole = check_conversations(reading, scoring)
-        else:
-            tags, whole = check_prompts(reading, config.domains)
+        tags, whole = _read_head(reading, config, held_out=key.startswith("validation"))
     except DataError as error:
         shown = error.problems[:SHOWN_ROWS]
         rest = [f"and {error.count - len(shown):,} more"] if error.count > len(shown) else []
@@ -97,7 +89,40 @@ def _check_dataset(key: str, args: DataArguments, config: PromptsConfig) -> Find
     which = "rows" if whole else f"rows checked, the first {HEAD:,} of each file"
     counts = ", ".join(f"{tag} {count:,}" for tag, count in sorted(tags.items()))
     lines += [f"data: {', '.join(present.file_names)}: {sum(tags.values()):,} {which} ({counts})"]
-    return lines, []
+    return [*lines, *reading.noted()], []
+
+
+def _read_head(reading: Reading, config: PromptsConfig, *, held_out: bool) -> tuple[Counter[str], bool]:
+    """Samples by tag, and whether these are all; with the chat template where the tokenizer is on this machine.
+
+    Raises:
+        DataError: everything that is wrong with the rows.
+    """
+    from roll.data.conversations import Scoring, check_conversations, encode_talk
+    from roll.data.left_out import LeftOut
+    from roll.data.preferences import check_preferences
+    from roll.data.prompts import check_prompts
+    from roll.data.scored_answers import check_scored, encode_whole_talk
+
+    renderer = None
+    if has_tokenizer(config):
+        with suppress(ValueError):  # no tokenizer or template, which others tell of
+            renderer = policy_renderer(config)
+    if not isinstance(config, OfflineConfig):
+        return check_prompts(reading, config.domains, renderer)
+    scored = config.validation if held_out and config.rewards else None
+    scoring = Scoring(tuple(config.domains), scored.solution) if scored else None
+    if isinstance(config, RewardTrainingConfig):
+        if config.reward_loss != "bradley_terry":
+            return check_scored(reading, config.answers, config.reward_loss == "process", renderer)
+        template = (encode_whole_talk(renderer), LeftOut(renderer, "whole")) if renderer else ()
+        return check_preferences(reading, config.answers, None, scoring, *template)
+    last_only = getattr(config, "train_on", "all") == "last"
+    template = (encode_talk(renderer, last_only=last_only), LeftOut(renderer)) if renderer else ()
+    if isinstance(config, DPOConfig):
+        label = None if config.in_pairs else config.preferences.label
+        return check_preferences(reading, config.preferences, label, scoring, *template)
+    return check_conversations(reading, scoring, *template)
 
 
 def _on_disk(name: str) -> bool:

@@ -73,7 +73,16 @@ def _has_turns(config: PipelineConfig) -> bool:
     return any(env.env_manager_cls != "step" for env in envs)
 
 
-def _report(config: PipelineConfig) -> TemplateReport:
+def policy_renderer(config: PipelineConfig) -> ChatRenderer:
+    """Renderer of the policy's tokenizer and chat template.
+
+    Raises:
+        ValueError: there is no such tokenizer or template.
+    """
     trusts = config.trusts("actor_train")
     tokenizer = policy_tokenizer(config.pretrain, config.tokenizer_path, trust_remote_code=trusts)
-    return check_renderer(ChatRenderer(tokenizer, ChatTemplate.of(config.actor_train.data_args)), parsers())
+    return ChatRenderer(tokenizer, ChatTemplate.of(config.actor_train.data_args))
+
+
+def _report(config: PipelineConfig) -> TemplateReport:
+    return check_renderer(policy_renderer(config), parsers())

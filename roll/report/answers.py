@@ -1,13 +1,17 @@
-"""Answers to prompts as a page: question, response with what tools said, the answer in it, the right one, the score."""
+"""Answers to prompts as a page: the conversation before each (a system prompt too), the response with what tools said
+and why it ended, the answer in it, the right one, the score."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from roll.data.asked import CONVERSATION
+from roll.data.requests import FinishReason
 from roll.report.page import render_page
-from roll.rollout.types import Trajectory
+from roll.rollout.types import EpisodeEnd, Trajectory
 from roll.tracking.files import read_json_lines, to_json, write_atomic
 
 _LIST = "answers.jsonl"
@@ -23,12 +27,27 @@ def save_answers(trajectories: Sequence[Trajectory], folder: Path, step: int, *,
     page = folder / f"answers-{step:06d}.html"
     correct = sum(trajectory.success for trajectory in trajectories)
     title = f"Step {step}: " + (f"{correct} of {len(trajectories)} answers right" if scored else "answers")
-    write_atomic(page, render_page("answers.html", title=title, answers=trajectories, scored=scored))
+    answers = [{"episode": each, "before": _before(each), "end": ending(each)} for each in trajectories]
+    write_atomic(page, render_page("answers.html", title=title, answers=answers, scored=scored))
     records = {record["page"]: record for record in read_json_lines(folder / _LIST)}
     records[page.name] = {"page": page.name, "step": step, "answers": len(trajectories)}
     records[page.name] |= {"correct": correct} if scored else {}
     write_atomic(folder / _LIST, "".join(to_json(record) + "\n" for record in records.values()))
     return page
+
+
+def ending(trajectory: Trajectory) -> str:
+    """Why the last answer ended: its finish reason, or the episode's end where no further turn had room."""
+    if trajectory.end is EpisodeEnd.CONTEXT_FULL:
+        return "sequence is full"
+    reason = trajectory.turns[-1].completion.finish_reason
+    return "cut at the length limit" if reason is FinishReason.LENGTH else reason.value
+
+
+def _before(trajectory: Trajectory) -> list[Mapping[str, Any]]:
+    """The messages before the question, from the system prompt on."""
+    conversation: list[Mapping[str, Any]] = json.loads(trajectory.info.get(CONVERSATION, "[]"))
+    return [{"role": str(each.get("role", "")), "content": str(each.get("content", ""))} for each in conversation[:-1]]
 
 
 def listed_answers(folder: Path) -> list[dict[str, Any]]:

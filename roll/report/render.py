@@ -158,6 +158,8 @@ def _run_state(run_dir: Path, logs: Path, metrics: Sequence[Mapping[str, Any]]) 
     chips = {"steps": summary.get("steps", 0)}
     if "wall_s" in summary:
         chips["minutes"] = f"{summary['wall_s'] / 60:.1f}"
+    if "learned" in summary:
+        chips["ended"] = "as learned"
     facts = dict(_facts(logs, summary, metrics)) if "error" in summary else {}
     tone = _TONES.get(status, "")
     return {"status": status, "tone": tone, "chips": chips, "error": summary.get("error"), "facts": facts}

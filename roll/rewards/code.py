@@ -189,6 +189,7 @@ class CodeVerifier(Verifier):
 
     config_class = CodeConfig
     config: CodeConfig
+    best = 1.0
 
     def __init__(self, config: CodeConfig) -> None:
         super().__init__(config)

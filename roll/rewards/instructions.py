@@ -253,6 +253,7 @@ class InstructionVerifier(RuleVerifier):
 
     config_class: ClassVar[type[Config]] = InstructionConfig
     config: InstructionConfig
+    best = 1.0
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

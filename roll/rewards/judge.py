@@ -167,6 +167,7 @@ class JudgeVerifier(Verifier):
     """
 
     config_class = JudgeConfig
+    best = 1.0
 
     def __init__(self, config: JudgeConfig, host: HostModel | None = None) -> None:
         super().__init__(config)

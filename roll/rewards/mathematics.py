@@ -46,6 +46,7 @@ class MathVerifier(RuleVerifier):
 
     config_class: ClassVar[type[Config]] = MathConfig
     config: MathConfig
+    best = 1.0
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -75,6 +75,7 @@ class FinalAnswerVerifier(RuleVerifier):
 
     config_class: ClassVar[type[Config]] = FinalAnswerConfig
     config: FinalAnswerConfig
+    best = 1.0
 
     def check(self, sample: Sample) -> Verdict:
         """Raises ``ValueError`` when the ground truth holds no number."""
@@ -129,6 +130,7 @@ class MultipleChoiceVerifier(RuleVerifier):
 
     config_class: ClassVar[type[Config]] = MultipleChoiceConfig
     config: MultipleChoiceConfig
+    best = 1.0
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -211,6 +213,11 @@ class FormatVerifier(RuleVerifier):
     config_class: ClassVar[type[Config]] = FormatConfig
     config: FormatConfig
 
+    @classmethod
+    def best_score(cls, config: Config) -> float:
+        assert isinstance(config, FormatConfig)
+        return max(config.score, config.penalty)
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._pattern = re.compile(self.config.pattern or THINK_ANSWER, re.DOTALL)
@@ -243,6 +250,11 @@ class LengthVerifier(RuleVerifier):
 
     config_class: ClassVar[type[Config]] = LengthConfig
     config: LengthConfig
+
+    @classmethod
+    def best_score(cls, config: Config) -> float:
+        assert isinstance(config, LengthConfig)
+        return max(config.penalty, 0.0)
 
     def check(self, sample: Sample) -> Verdict:
         low, high = self.config.min_tokens, self.config.max_tokens

@@ -86,6 +86,18 @@ def _batching(cls: type[RuleVerifier], verifier: VerifierConfig) -> Batching | N
     return cls.batching(cls.config_class(**verifier.args))
 
 
+def best_reward(config: RewardConfig) -> float | None:
+    """The highest reward of a domain, if its verifiers say what their best scores are."""
+    total = 0.0
+    for verifier in config.verifiers:
+        cls = VERIFIERS.get(verifier.name)
+        best = cls.best_score(cls.config_class(**verifier.args))
+        if best is None or verifier.weight < 0:  # what is lowest there, nobody says
+            return None
+        total += verifier.weight * best
+    return total
+
+
 def deciding(verifiers: Sequence[VerifierConfig]) -> list[int]:
     """Indices of the verifiers that decide whether a sample is solved: those that say so, else the first that does not
     deny it."""

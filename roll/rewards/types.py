@@ -76,6 +76,8 @@ class Verifier(ABC):
     """
 
     config_class: ClassVar[type[Config]] = Config
+    best: ClassVar[float | None] = None
+    """See ``best_score``."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -84,6 +86,11 @@ class Verifier(ABC):
     def num_devices(cls, config: Config) -> int:
         """Devices that one takes, of its reward worker's."""
         return 1
+
+    @classmethod
+    def best_score(cls, config: Config) -> float | None:
+        """The highest score that one with these keys gives; ``None`` where nobody can say."""
+        return cls.best
 
     async def start(self) -> None:
         """Does ahead of the first sample what takes long."""

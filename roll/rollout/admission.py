@@ -9,7 +9,8 @@ plays until it is *ready*, and is *taken* by one step, or *settled* when dynamic
 
 a draw may start while a step is open if fewer than ``B + A`` are running, ready or taken by that step: without losses
 draw k may start in step n (n = 1, 2 …) if ``k < n·B + A + settled``. A batch is the B lowest of the ready draws below
-``o + W``, where o is the lowest draw that is still under way. So
+``o + W``, where o is the lowest draw that is still under way; where dynamic sampling has given up, it is those
+that are ready, fewer than B or none, and counts as B. So
 
 - a draw taken by step n was started while a step ≥ ``n − ⌈(A + W − 1)/B⌉`` was open,
 - what waits for a step is bounded,
@@ -46,7 +47,9 @@ class Admission:
     step: int = 0
     """The open step; 0 before the first, when nothing may start."""
     used: int = 0
-    """Number of draws that the open step took: they count until the next one is opened, with new weights."""
+    """B once the open step has its batch, which counts until the next one is opened, with new weights."""
+    fell_short: bool = False
+    """The last committed step had fewer than B draws."""
     next_draw: int = 0
     """The lowest draw that was never started."""
     num_trained: int = 0
@@ -94,8 +97,13 @@ class Admission:
         """Draws that are running or are to be played again."""
         return len(self.running) + len(self.again)
 
-    def start(self) -> int:
+    @property
+    def next(self) -> int:
         """The next draw to play."""
+        return self.again[0] if self.again else self.next_draw
+
+    def start(self) -> int:
+        """Starts the next draw."""
         assert self.may_start, "nothing may start"
         if self.again:
             draw = heapq.heappop(self.again)
@@ -134,16 +142,34 @@ class Admission:
             heapq.heappush(self.again, draw)
         self._look_again()
 
-    def take(self, recorded: Collection[int] | None = None) -> tuple[int, ...] | None:
+    def search_limit(self, most_batches: int) -> int:
+        """Groups that dynamic sampling may have played for the open step, by how many of them it has kept so far.
+
+        ``2·B``, or ``B`` after a step that fell short, and for each group that was kept as many more as make it
+        ``most_batches·B`` where B were kept: a batch fills where about one group in ``most_batches`` is kept, and where
+        none is, little is played in vain. It only grows as groups finish, so where the search ends depends on the
+        groups and not on which of them finishes first.
+        """
+        first = min(most_batches, 1 if self.fell_short else 2)
+        return first * self.batch_size + (most_batches - first) * len(self.ready)
+
+    def take(self, recorded: Collection[int] | None = None, *, short: bool = False) -> tuple[int, ...] | None:
         """The open step's batch, ascending; ``None`` as long as there is none.
 
         Args:
             recorded: the batch of this step in the run that is repeated; it is taken whatever else is ready.
+            short: nothing more is to come: the ready draws are the batch.
         """
         assert not self.taken, "the open step has its batch"
-        if len(self.ready) < self.batch_size:
-            return None
-        if recorded is None:
+        if short:
+            batch = sorted(self.ready)[: self.batch_size]
+        elif recorded is not None:
+            batch = sorted(self.ready.intersection(recorded))
+            if len(batch) < len(recorded):
+                return None
+        else:
+            if len(self.ready) < self.batch_size:
+                return None
             end = self._oldest() + self.window
             while self._beyond and self._beyond[0] < end:
                 heapq.heappop(self._beyond)
@@ -151,13 +177,9 @@ class Admission:
             if self._num_within < self.batch_size:
                 return None
             batch = heapq.nsmallest(self.batch_size, self.ready)  # ready draws beyond the window are higher
-        else:
-            batch = sorted(self.ready.intersection(recorded))
-            if len(batch) < self.batch_size:
-                return None
         self.ready.difference_update(batch)
         self._look_again()
-        self.taken, self.used = tuple(batch), len(batch)
+        self.taken, self.used = tuple(batch), self.batch_size
         return self.taken
 
     def _oldest(self) -> int:
@@ -173,6 +195,7 @@ class Admission:
     def commit(self) -> None:
         """The open step is done: what it took was trained on."""
         self.num_trained += len(self.taken)
+        self.fell_short = len(self.taken) < self.batch_size
         self.taken = ()
         self.settled.clear()
 
@@ -199,6 +222,7 @@ class Admission:
             "settled": self.num_settled - (0 if keeps_groups else len(self.settled)),
             "again": sorted(again),
             "ready": sorted(finished if keeps_groups else ()),
+            "fell_short": self.fell_short,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, keeps_groups: bool) -> None:
@@ -209,6 +233,7 @@ class Admission:
         """
         self.next_draw, self.num_trained = int(state["next_draw"]), int(state["trained"])
         self.num_settled = int(state["settled"])
+        self.fell_short = bool(state.get("fell_short", False))
         self.again, self.ready = sorted(state["again"]), set(state["ready"])
         if not keeps_groups:
             self.again, self.ready = sorted({*self.again, *self.ready}), set()

@@ -68,7 +68,7 @@ class Answerer:
         if question.is_text and not self.chats:
             return np.asarray(self.tokenizer(question.text)["input_ids"], dtype=np.int64)
         assert self.renderer is not None, "checked before"
-        return self.renderer.prompt(question.messages)
+        return self.renderer.prompt(question.messages, question.tools)
 
     def text(self, completion: Completion) -> str:
         """Words of an answer, special tokens removed."""

@@ -8,16 +8,18 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from roll.data.batch import Batch
+from roll.data.requests import FinishReason
 from roll.rollout.admission import Admission
 from roll.rollout.token_watch import COMPARED, REASONS, TOKENS, key_of
 from roll.rollout.tool_env import COUNTS
-from roll.rollout.types import AGENT, EpisodeEnd, RolloutGroup, Trajectory
+from roll.rollout.types import AGENT, Collected, EpisodeEnd, RolloutGroup, Trajectory
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
     """Means over episodes (success, reward …) and over turns (valid_rate …), named ``prefix/what``.
 
-    Without ``valid_rate`` where nobody looks for an action or answer. Episodes with tools add the means of what they
+    ``cut_off`` is the share of the turns that a length limit ended. Without ``valid_rate`` where nobody looks for an
+    action or answer. Episodes with tools add the means of what they
     called (``COUNTS``), those of agent programs ``prefix/agent/what`` of their requests; where rows were compared with
     their conversations, ``prefix/tokens/why`` are the shares of those that differ. With several environment tags,
     ``episodes``, ``success``, ``reward``, ``turns`` and ``valid_rate`` of each are added as ``prefix/<tag>/what``.
@@ -40,6 +42,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
         f"{prefix}/penalty": mean(sum(turn.penalty for turn in t.turns) for t in trajectories),
         f"{prefix}/response_tokens": mean(len(turn.completion.token_ids) for turn in turns),
         f"{prefix}/prompt_tokens": mean(len(turn.prompt_ids) for turn in turns),
+        f"{prefix}/cut_off": mean(turn.completion.finish_reason is FinishReason.LENGTH for turn in turns),
         f"{prefix}/context_full": mean(t.end is EpisodeEnd.CONTEXT_FULL for t in trajectories),
     }
     metrics |= {f"{prefix}/{name}": mean(counts) for name in COUNTS if (counts := _numbers(trajectories, name))}
@@ -56,6 +59,51 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
             of_tag = [trajectory for trajectory in trajectories if trajectory.tag == tag]
             metrics |= {f"{prefix}/{tag}/episodes": float(len(of_tag))} | _means(of_tag, f"{prefix}/{tag}")
     return metrics
+
+
+def step_metrics(collected: Collected, *, filters: bool) -> dict[str, float]:
+    """Metrics of a step's training rollouts: ``rollout/…`` of all that was sampled, ``kept/…`` of what is trained on.
+
+    Args:
+        filters: dynamic sampling turns groups down; else the two are the same, and there is no ``kept/…``.
+
+    Returns:
+        Beside ``rollout_metrics``: ``rollout/tokens``, all sampled ones; ``rollout/filtered``, the groups that were
+        turned down; of the groups with more than one episode ``rollout/no_spread``, the share whose episodes all score
+        the same, ``rollout/all_right`` and ``rollout/all_wrong``, those of them in which all episodes were a success
+        and none was; ``kept/groups``, ``kept/episodes``, ``kept/success``, ``kept/reward`` and
+        ``kept/response_tokens``.
+    """
+    kept = collected.groups
+    finished = [*kept, *collected.rejected]
+    metrics = rollout_metrics(finished, "rollout") | spread_metrics(finished, "rollout")
+    metrics["rollout/tokens"] = float(sampled_tokens(finished))
+    metrics["rollout/filtered"] = float(len(collected.rejected))
+    if filters:
+        found = rollout_metrics(kept, "kept")
+        names = ("episodes", "success", "reward", "response_tokens")
+        metrics |= {f"kept/{name}": found[f"kept/{name}"] for name in names if f"kept/{name}" in found}
+        metrics["kept/groups"] = float(len(kept))
+    return metrics
+
+
+def spread_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
+    """``no_spread``, ``all_right`` and ``all_wrong`` of ``step_metrics``; nothing where no group has two episodes."""
+    several = [group.trajectories for group in groups if len(group.trajectories) > 1]
+    if not several:
+        return {}
+    equal = [episodes for episodes in several if len({episode.score for episode in episodes}) == 1]
+    return {
+        f"{prefix}/no_spread": len(equal) / len(several),
+        f"{prefix}/all_right": sum(all(each.success for each in episodes) for episodes in equal) / len(several),
+        f"{prefix}/all_wrong": sum(not any(each.success for each in episodes) for episodes in equal) / len(several),
+    }
+
+
+def sampled_tokens(groups: Sequence[RolloutGroup]) -> int:
+    """Tokens that the policy sampled, those of greedy baselines included."""
+    episodes = [t for group in groups for t in (*group.trajectories, group.baseline) if t is not None]
+    return sum(len(turn.completion.token_ids) for episode in episodes for turn in episode.turns)
 
 
 def overlap_metrics(batch: Batch, admission: Admission, version: int) -> dict[str, float]:

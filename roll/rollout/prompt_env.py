@@ -31,10 +31,12 @@ class PromptEnv:
         self.prompt = prompt
         self._score = score
         truth = "" if prompt.ground_truth is None else str(prompt.ground_truth)
-        self._known = {"prompt_id": prompt.id, "ground_truth": truth}
+        self._known: dict[str, Any] = {"prompt_id": prompt.id, "ground_truth": truth}
         """Of every ``info``: an episode that is cut short is of this prompt too."""
         if len(prompt.messages) > 1:  # the observation is the last alone
             self._known[CONVERSATION] = json.dumps([dict(message) for message in prompt.messages])
+        if prompt.tools:
+            self._known["tools"] = list(prompt.tools)
         self._completion: Completion | None = None
         self.heard = prompt.messages
         """The conversation that the answer ends."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +23,6 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 1.0
 _POLL_S = 0.01
-
-
-class TooManyRejectedError(RuntimeError):
-    """Dynamic sampling gave up: too few groups were worth training on. ``groups`` are all that finished."""
-
-    def __init__(self, message: str, groups: Sequence[RolloutGroup]) -> None:
-        super().__init__(message)
-        self.groups = groups
 
 
 class _GroupsLostError(Exception):
@@ -98,7 +91,8 @@ class RolloutScheduler:
         step: int,
         on_group: Callable[[RolloutGroup], None] = lambda group: None,
         accept: Callable[[RolloutGroup], bool] = lambda group: True,
-        max_groups: int | None = None,
+        max_batches: int | None = None,
+        goes_on: Callable[[Sequence[RolloutGroup]], bool] = lambda rejected: False,
     ) -> Collected:
         """The batch of a step: opens it and plays groups until ``admission`` has enough of them.
 
@@ -110,10 +104,13 @@ class RolloutScheduler:
             step: its number; the weights of the step before are with the engines.
             on_group: called as each accepted group arrives, for progress.
             accept: whether a finished group counts (dynamic sampling).
-            max_groups: give up after this many finished groups.
+            max_batches: times the step's groups that are played at most in the search for groups that count, see
+                ``Admission.search_limit``. When the search is over, those that were found are the batch, if any.
+                ``None``: until there are enough.
+            goes_on: asked with all that was turned down where the search is over and nothing was found: whether it goes
+                on, to ``max_batches`` times the step's groups.
 
         Raises:
-            TooManyRejectedError: ``max_groups`` finished and too few were accepted.
             WorkerDiedError: a worker died and ``recover`` could not bring it back.
             RpcTimeoutError: a group took longer than ``rpc_timeout``.
             ValueError: a group that is repeated was not accepted then, or is not now.
@@ -123,14 +120,15 @@ class RolloutScheduler:
         failure, self._failure = self._failure, None
         admission.open(step)
         ahead = admission.ahead if self._goes_on else 0  # those are for the steps to come
-        most_groups = float("inf") if max_groups is None or self.replay else max_groups + ahead + self._inherited
         recorded = self.replay.steps[step] if self.replay else None
-        rollouts = _Rollouts(admission, accept, most_groups, on_group)
+        most = None if self.replay else max_batches
+        rollouts = _Rollouts(admission, accept, on_group, most, spare=ahead + self._inherited)
         try:
             if failure is not None:
                 self._repair(failure)
             while (taken := self._batch(admission, recorded)) is None:
-                self._fill(rollouts)
+                if not self._fill(rollouts) and (taken := self._end_search(rollouts, recorded, goes_on)) is not None:
+                    break
                 try:
                     self._wait(rollouts)
                 except _GroupsLostError as error:
@@ -156,11 +154,13 @@ class RolloutScheduler:
             self._cancel(admission)
         return collected
 
-    def take_found(self, admission: Admission, step: int, found: Collected) -> Collected:
+    def take_found(
+        self, admission: Admission, step: int, found: Collected, max_batches: int | None = None
+    ) -> Collected:
         """The batch of a step out of groups that were played before; nothing is played.
 
         Args:
-            found: what ``take`` returned then, synchronous and with nothing ahead.
+            found: what ``take`` returned then, synchronous, with nothing ahead and with these ``max_batches``.
 
         Raises:
             ValueError: they are not the groups that this run would play now.
@@ -173,7 +173,9 @@ class RolloutScheduler:
             if expected != draw:
                 break
             (admission.settle if draw in rejected else admission.finish)(draw)
-        if expected is None or admission.running or admission.take() is None:
+        finished = len(found.groups) + len(rejected)
+        short = max_batches is not None and finished >= admission.search_limit(max_batches)
+        if expected is None or admission.running or admission.take(short=short) is None:
             there = sorted(group.group_id for group in found.groups)
             raise ValueError(
                 f"the rollouts of step {step} are of the groups {there}, expected {admission.batch_size} from {first} "
@@ -263,29 +265,44 @@ class RolloutScheduler:
     def _play_on(self, rollouts: _Rollouts) -> None:
         try:
             while not self._is_halted.is_set():
-                self._fill(rollouts, wants_batch=False)
+                self._fill(rollouts)
                 self._wait(rollouts)
         except BaseException as error:  # raised by the next ``take``
             self._failure = error
 
-    def _fill(self, rollouts: _Rollouts, *, wants_batch: bool = True) -> None:
-        """Starts what may start.
-
-        Raises:
-            TooManyRejectedError: a batch is wanted, and there will be none.
-        """
+    def _fill(self, rollouts: _Rollouts) -> bool:
+        """Starts what may start; tells whether anything runs."""
         admission = rollouts.admission
         finished = len(self.groups) + len(self.rejected)
         left = rollouts.most_groups - finished - admission.num_under_way
         while (left > 0 or admission.again) and admission.may_start and len(self._calls.running) < self._num_slots:
+            if self.replay is not None and admission.next not in self.replay.draws:
+                break  # where the recorded search was over, others would have come next
             left -= 0 if admission.again else 1
             self._calls.start(self._spec(admission.start()))
         self._calls.send()
-        if wants_batch and not self._calls.running:
-            raise TooManyRejectedError(
-                f"of {finished} groups only {len(self.groups)} were accepted, {admission.batch_size} are needed",
-                [*self.groups.values(), *self.rejected],
+        return bool(self._calls.running)
+
+    def _end_search(
+        self,
+        rollouts: _Rollouts,
+        recorded: StepDraws | None,
+        goes_on: Callable[[Sequence[RolloutGroup]], bool],
+    ) -> tuple[int, ...] | None:
+        """Nothing runs and nothing may start: takes what there is, unless nothing was found and the search goes on.
+
+        Raises:
+            ValueError: the recorded batch is another.
+        """
+        if recorded is not None:
+            wanted = sorted(recorded.taken | recorded.settled)
+            raise ValueError(
+                f"replay_schedule: of the groups {wanted} of step {rollouts.admission.step} some never came"
             )
+        if not self.groups and not rollouts.goes_on and goes_on(self.rejected):
+            rollouts.goes_on = True
+            return None
+        return rollouts.admission.take(short=True)
 
     def _batch(self, admission: Admission, recorded: StepDraws | None) -> tuple[int, ...] | None:
         """Draws that the open step takes, as soon as there are enough."""
@@ -354,6 +371,18 @@ class _Rollouts:
 
     admission: Admission
     accept: Callable[[RolloutGroup], bool]
-    most_groups: float
-    """Groups that may be finished or under way before there is a batch."""
     on_group: Callable[[RolloutGroup], None]
+    max_batches: int | None
+    """See ``RolloutScheduler.take``."""
+    spare: int
+    """Groups that are no part of the step's own search."""
+    goes_on: bool = False
+    """The search found nothing and goes on to its end."""
+
+    @property
+    def most_groups(self) -> float:
+        """Groups that may be finished or under way before there is a batch."""
+        if self.max_batches is None:
+            return math.inf
+        whole = self.max_batches * self.admission.batch_size
+        return self.spare + (whole if self.goes_on else self.admission.search_limit(self.max_batches))

@@ -43,6 +43,14 @@ SHOWN_METRICS = {
 }
 """Column → name of the metric it shows; a metric that has not come yet shows nothing."""
 
+_MEASURES = {
+    "preference_accuracy": ("preference accuracy", "{:.1%}"),
+    "pairwise_accuracy": ("accuracy on pairs", "{:.1%}"),
+    "divergence": ("divergence from the teacher", "{:.4f}"),
+    "loss": ("loss", "{:.4f}"),
+}
+"""Key of an evaluation in the summary → its name and form: those of pipelines that learn from samples, the most telling
+first."""
 _PERCENT = ("success", "valid", "eval", "preferences", "accuracy")
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f\x9b]")
@@ -268,45 +276,63 @@ def closing_line(summary: Mapping[str, Any], run_dir: Path) -> str:
     """One line that says what was learned and where to look.
 
     Args:
-        summary: as in ``summary.json``; read are ``status``, ``steps``, ``wall_s``, and of ``eval.before`` and
-            ``eval.after`` ``accuracy`` (else ``success``), ``episodes`` and ``prompts``. Whatever is missing is not
-            mentioned. Something was learned, or lost, where the difference is beyond its 95% confidence interval.
+        summary: as in ``summary.json``; read are ``status``, ``learned``, ``steps``, ``wall_s``, and of ``eval.before``
+            and ``eval.after`` what was measured of held-out samples (``_MEASURES``), ``accuracy`` (else ``success``),
+            ``episodes`` and ``prompts``. Whatever is missing is not mentioned. Where answers alone are measured,
+            something was learned, or lost, if the difference is beyond its 95% confidence interval.
     """
     evals = summary.get("eval") or {}
     first, last = evals.get("before") or {}, evals.get("after") or {}
-    measure = "accuracy" if "accuracy" in first | last else "success"
-    before, after = first.get(measure), last.get(measure)
-    episodes = (last or first).get("episodes")
-    where = f" on {episodes} held-out episodes" if episodes else ""
-    unit = " nats per token" if "perplexity" in first | last else ""
-    if before is not None and after is not None:
-        sizes = [each.get("prompts") or each.get("episodes") or 0 for each in (first, last)]
-        low, high = difference_interval(before, sizes[0], after, sizes[1])
-        word = "Learned" if low > 0 else "Worse than before" if high < 0 else "No change beyond noise"
-        bounds = f", 95% interval {100 * low:+.1f} to {100 * high:+.1f}" if min(sizes) else ""
-        said = f"{word}: {measure} {before:.1%} → {after:.1%} ({100 * (after - before):+.1f} points{bounds}){where}"
-    elif "loss" in first and "loss" in last:
-        said = f"Held-out loss {first['loss']:.4f} → {last['loss']:.4f}{unit}"
-    elif before is not None and summary.get("steps"):
-        said = f"Not evaluated after training; {measure} before was {before:.1%}{where}"
-    elif after is not None:
-        said = f"{measure.capitalize()} after training: {after:.1%}{where}"
-    elif before is not None:
-        said = f"{measure.capitalize()}: {before:.1%}{where}"
-    elif "loss" in first and summary.get("steps"):
-        said = f"Not evaluated after training; held-out loss before was {first['loss']:.4f}{unit}"
-    elif "loss" in first or "loss" in last:
-        said = f"Held-out loss{' after training' if last else ''}: {(last or first)['loss']:.4f}{unit}"
-    else:
-        said = "No evaluation"
+    said = _measures_in_words(first, last, summary.get("steps")) or _answers_in_words(first, last, summary.get("steps"))
     status = summary.get("status", "completed")
     lead = "" if status == "completed" else f"{str(status).capitalize()}. "
+    if learned := summary.get("learned"):
+        lead += f"Ended as {learned}. "
     steps, wall = summary.get("steps"), summary.get("wall_s")
     work = f" in {steps} steps" if steps is not None else ""
     work += f", {_duration(wall)}" if wall is not None else ""
     watch = run_dir / "renders" / "index.html"
     look = f"watch {watch}" if watch.exists() else f"see {run_dir}"
     return f"{lead}{said}{work}; {look}"
+
+
+def _measures_in_words(first: Mapping[str, Any], last: Mapping[str, Any], steps: int | None) -> str:
+    """What a pipeline that learns from samples measured of others, its own measure first; nothing of other runs."""
+    known = {key: value for key, value in _MEASURES.items() if key in first or key in last}
+    if not known:
+        return ""
+    unit = " nats per token" if "perplexity" in {**first, **last} else ""
+    both = [(*known[key], first[key], last[key]) for key in known if key in first and key in last]
+    if both:
+        figures = ", ".join(f"{name} {form.format(old)} → {form.format(new)}" for name, form, old, new in both)
+        if "success" not in first or "success" not in last:
+            return f"Held-out {figures}{unit}"
+        answers = f"accuracy of {last.get('episodes')} answers {first['success']:.1%} → {last['success']:.1%}"
+        return f"Held-out {figures}{unit}; {answers}"
+    found = last or first
+    (lead, figure), *rest = [(name, form.format(found[key])) for key, (name, form) in known.items() if key in found]
+    more = "".join(f", {name} {value}" for name, value in rest) + unit
+    if not last and steps:
+        return f"Not evaluated after training; held-out {lead} before was {figure}{more}"
+    return f"Held-out {lead}{' after training' if last else ''}: {figure}{more}"
+
+
+def _answers_in_words(first: Mapping[str, Any], last: Mapping[str, Any], steps: int | None) -> str:
+    measure = "accuracy" if "accuracy" in {**first, **last} else "success"
+    before, after = first.get(measure), last.get(measure)
+    episodes = (last or first).get("episodes")
+    where = f" on {episodes} held-out episodes" if episodes else ""
+    if before is not None and after is not None:
+        sizes = [each.get("prompts") or each.get("episodes") or 0 for each in (first, last)]
+        low, high = difference_interval(before, sizes[0], after, sizes[1])
+        word = "Learned" if low > 0 else "Worse than before" if high < 0 else "No change beyond noise"
+        bounds = f", 95% interval {100 * low:+.1f} to {100 * high:+.1f}" if min(sizes) else ""
+        return f"{word}: {measure} {before:.1%} → {after:.1%} ({100 * (after - before):+.1f} points{bounds}){where}"
+    if before is not None and steps:
+        return f"Not evaluated after training; {measure} before was {before:.1%}{where}"
+    if after is not None:
+        return f"{measure.capitalize()} after training: {after:.1%}{where}"
+    return "No evaluation" if before is None else f"{measure.capitalize()}: {before:.1%}{where}"
 
 
 def difference_interval(before: float, before_size: int, after: float, after_size: int) -> tuple[float, float]:

@@ -7,7 +7,7 @@
     metrics.jsonl          one line of JSON per step
     schedule.jsonl         which rollouts each step took, and their weights (async_generation_ratio)
     checkpoints/           checkpoint-N/ (see checkpointer.py)
-    trajectories/          chosen episodes in full, JSON lines
+    trajectories/          chosen episodes in full, JSON lines: eval-<step>, train-<step>
     renders/               episodes to watch, index.html
     profile/               recordings of single steps (profiler)
     summary.json           how the run went
@@ -30,6 +30,8 @@ import yaml
 from roll.tracking.files import read_json_lines, to_json, to_plain, write_atomic
 from roll.tracking.redact import redact
 
+TRAINED = "train-"
+"""Start of the names of the files of training groups in ``trajectories/``, before the step."""
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
@@ -133,6 +135,12 @@ class RunFolder:
     def truncate_metrics(self, step: int) -> None:
         """Drops the lines after ``step``: those of the steps that a resumed run takes again."""
         _truncate(self.metrics_path, step)
+
+    def truncate_samples(self, step: int) -> None:
+        """Deletes the training groups of the steps after ``step``."""
+        for path in self.trajectories.glob(f"{TRAINED}*.jsonl"):
+            if int(path.stem.removeprefix(TRAINED)) > step:
+                path.unlink()
 
     def truncate_schedule(self, step: int) -> None:
         """Drops the lines of ``schedule.jsonl`` after ``step``."""

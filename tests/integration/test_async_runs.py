@@ -66,7 +66,8 @@ def assert_finished(run: Run, steps: int) -> None:
     assert run.summary["draws"] == told
     for step, metrics in run.metrics.items():
         if step:
-            assert metrics["rollout/episodes"] == 4 * BATCH and 0 <= metrics["async/lag_max"] <= 2
+            assert metrics["kept/episodes"] == 4 * BATCH and 0 <= metrics["async/lag_max"] <= 2
+            assert metrics["rollout/episodes"] == 4 * (BATCH + len(records[step]["settled"]))
             assert metrics["rollout/filtered"] == len(records[step]["settled"])
             assert sum(value for name, value in metrics.items() if name[:-1] == "async/lag_") == pytest.approx(1)
     assert any(metrics.get("async/token_lag", 0) > 0 for metrics in run.metrics.values()), "it ran beside training"
@@ -217,6 +218,33 @@ def test_a_run_through_a_kill_and_a_resume_is_repeated_bit_for_bit(rlvr: Rlvr, t
     assert repeatable(again) == repeatable(recorded)
     assert again.summary["eval"] == recorded.summary["eval"] and again.summary["draws"] == recorded.summary["draws"]
     assert_same_tensors(again.tensors(5), recorded.tensors(5))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_steps_beside_rollouts_that_find_too_few_groups_are_repeated_by_the_schedule(
+    rlvr: Rlvr, tmp_path: Path
+) -> None:
+    write(tmp_path / "train.jsonl", rows("t", [""] * 6 + ["right"] * 24 + [""] * 12))
+    keys = (*OVERLAP, "actor_train.data_args.shuffle=false", "max_filtered_batches=2", "max_steps=6", "validation=null")
+    first = rlvr(*keys)
+    assert first.wait() == 0, first.output
+    records = schedule(first)
+    assert len(records[1]["taken"]) == BATCH
+    assert any(0 < len(record["taken"]) < BATCH for record in records.values())
+    assert any(not record["taken"] and record["settled"] for record in records.values()), "a step without a group"
+    drawn = used(records.values(), "taken") + used(records.values(), "settled")
+    counts = first.summary["draws"]
+    assert len(drawn) == len(set(drawn)) == counts["trained"] + counts["settled"]
+    for step, record in records.items():
+        assert first.metrics[step]["kept/groups"] == len(record["taken"])
+        assert first.metrics[step].get("async/lag_max", 0) <= 2
+
+    again = rlvr(*keys, f"replay_schedule={first.path / 'schedule.jsonl'}", output="again")
+    assert again.wait() == 0, again.output
+    assert (again.path / "schedule.jsonl").read_text() == (first.path / "schedule.jsonl").read_text()
+    assert repeatable(again) == repeatable(first)
+    assert_same_tensors(again.tensors(6), first.tensors(6))
 
 
 @pytest.mark.slow

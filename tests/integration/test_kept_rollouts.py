@@ -44,8 +44,17 @@ def recounted(folder: Path) -> dict[str, float]:
         "prompt_tokens": [turn["prompt_tokens"] for turn in turns],
     }
     means = {f"rollout/{name}": fmean(values) for name, values in (of_episodes | of_turns).items()}
-    tokens = sum(turn["prompt_tokens"] + turn["completion_tokens"] for turn in turns)
-    return {**means, "rollout/episodes": len(episodes), "global_seqlen/mean": tokens}
+    trained = [episode for episode in episodes if episode["trained"]]
+    tokens = sum(turn["prompt_tokens"] + turn["completion_tokens"] for each in trained for turn in each["turns"])
+    return {
+        **means,
+        "rollout/episodes": len(episodes),
+        "rollout/tokens": sum(turn["completion_tokens"] for turn in turns),
+        "rollout/cut_off": fmean(turn["finish_reason"] == "length" for turn in turns),
+        "kept/episodes": len(trained),
+        "kept/reward": fmean(episode["score"] for episode in trained),
+        "global_seqlen/mean": tokens,
+    }
 
 
 @pytest.mark.slow

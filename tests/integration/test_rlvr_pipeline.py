@@ -95,7 +95,8 @@ def test_a_stopped_run_meets_the_data_and_ends_as_an_undisturbed_one_does(rlvr: 
     # Groups of equal scores were dropped and made up for.
     filtered = [whole.metrics[step]["rollout/filtered"] for step in range(1, steps + 1)]
     assert sum(filtered) == len([prompt for prompt in met if prompt in ("t2", "t6")]) >= 4
-    assert all(whole.metrics[step]["rollout/episodes"] == 16 for step in range(1, steps + 1))
+    assert all(whole.metrics[step]["kept/episodes"] == 16 for step in range(1, steps + 1))
+    assert [whole.metrics[step]["rollout/episodes"] for step in range(1, steps + 1)] == [16 + 4 * n for n in filtered]
     taken = [position(whole, step)["next_draw"] for step in range(1, steps + 1)]
     assert [whole.metrics[step]["rollout/epoch"] for step in range(1, steps + 1)] == [n // 10 for n in taken]
 
@@ -107,7 +108,14 @@ def test_a_run_that_stops_at_the_edge_of_an_epoch_goes_on_with_the_next(rlvr: Rl
     assert first.wait() == 0, first.output
     assert not [name for name in first.metrics[0] if name.startswith("eval")]
     assert first.summary["eval"].keys() == {"after"}
-    assert position(first, 1) == {"next_draw": 4, "trained": 4, "settled": 0, "again": [], "ready": []}
+    assert position(first, 1) == {
+        "next_draw": 4,
+        "trained": 4,
+        "settled": 0,
+        "again": [],
+        "ready": [],
+        "fell_short": False,
+    }
     second = rlvr("max_steps=2", "validation=null", "resume_from_checkpoint=true")
     assert second.wait() == 0, second.output
     assert second.summary["steps"] == 2 and list(second.metrics) == [0, 1, 2]
@@ -138,7 +146,14 @@ def test_two_domains_are_trained_and_evaluated_to_the_end(
     assert "each step: 8 prompts × 4 answers = 32 samples" in words(run)
     assert "training data: 16 prompts (digits 8, letters 8)" in words(run)
     assert "held-out data: 6 prompts (digits 3, letters 3)" in words(run)
-    assert position(run, 2) == {"next_draw": 16, "trained": 16, "settled": 0, "again": [], "ready": []}
+    assert position(run, 2) == {
+        "next_draw": 16,
+        "trained": 16,
+        "settled": 0,
+        "again": [],
+        "ready": [],
+        "fell_short": False,
+    }
     for step in (1, 2):
         metrics = run.metrics[step]
         assert metrics["rollout/episodes"] == 32 and metrics["actor/grad_norm"] > 0
@@ -268,11 +283,63 @@ def test_prompts_of_which_none_is_worth_training_on_end_the_run_with_advice(rlvr
     )
     assert run.wait() == 1, run.output
     for text in (words(run), run.summary["error"]):
-        assert "of 12 groups only 0 were accepted, 4 are needed (max_filtered_batches=3)" in text
+        assert (
+            "none of 12 groups is worth training on (max_filtered_batches=3): all 48 sampled answers scored 0.1" in text
+        )
+        assert "were cut at response_length 6" in text
         assert "loosen rewards.*.query_filter_config, or change the data" in text
     assert "Traceback" not in run.output
     assert run.summary["steps"] == 1 and run.metrics[1]["rollout/filtered"] == 0
     assert len(draws(run)) == 4 + 12
+
+
+SHORT = [*[""] * 4, *["right"] * 6, "", *["right"] * 2, *["right"] * 4, *[""] * 4]
+"""Rows of four steps of 4 groups, with at most 3 times as many: 4 are kept, 1 of 9, none of 4, and 4."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", ["[0]", "[0,1]"])
+def test_steps_that_find_too_few_groups_train_on_those_and_are_resumed_to_the_bit(
+    rlvr: Rlvr, tmp_path: Path, devices: str
+) -> None:
+    """Stopped in the update of the short step, killed in that behind the step without a group."""
+    write(tmp_path / "train.jsonl", rows("t", SHORT))
+    keys = (FILTER, "max_filtered_batches=3", "actor_train.data_args.shuffle=false", "max_steps=4")
+    more = (f"actor_train.device_mapping={devices}", "actor_train.training_args.per_device_train_batch_size=4")
+    whole, _ = stop_and_resume(functools.partial(rlvr, *keys, *more), last_step=4)
+    kept = [whole.metrics[step]["kept/groups"] for step in (1, 2, 3, 4)]
+    assert kept == [4, 1, 0, 4] and whole.summary["draws"]["trained"] == 9
+    assert [whole.metrics[step]["rollout/filtered"] for step in (1, 2, 3, 4)] == [0, 8, 4, 0]
+    tokens = [whole.metrics[step].get("actor/num_tokens") for step in (1, 2, 3, 4)]
+    assert tokens[2] is None and "actor/loss" not in whole.metrics[3], "no optimizer step"
+    before, after = (whole.tensors(step) for step in (2, 3))
+    assert_same_tensors(before, after)
+    log = (whole.path / "logs" / "roll.log").read_text()
+    assert "step 2 trains on 1 of 4 groups" in log and "step 3 takes no optimizer step" in log
+    assert whole.metrics[2]["eval/attained"] < 0.9 <= whole.metrics[2]["rollout/attained"], "it looked learned"
+    assert "learned" not in whole.summary and whole.summary["status"] == "completed"
+    trained = [
+        json.loads(line) for line in (whole.path / "trajectories" / "train-00002.jsonl").read_text().splitlines()
+    ]
+    assert [row["trained"] for row in trained] == [True] * 4 + [False] * 4
+
+
+@pytest.mark.slow
+def test_a_run_that_has_learned_ends_well_before_its_last_step(rlvr: Rlvr, tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", rows("t", [""] * 4 + ["right"] * 16))
+    write(tmp_path / "val.jsonl", rows("v", ["right"] * 4))
+    keys = (FILTER, "actor_train.data_args.shuffle=false", "max_steps=9", "save_steps=9", "val_before_train=false")
+    run = rlvr(*keys)
+    assert run.wait() == 0, run.output
+    assert run.summary["status"] == "completed" and run.summary["steps"] == 2 and list(run.metrics) == [0, 1, 2]
+    assert (
+        run.summary["learned"].startswith("learned: 100.0% attained in all that step 2 sampled")
+        and run.summary["eval"]["after"]
+    )
+    assert find_damage(run.checkpoint(2)) is None and "Ended as learned: 100.0% attained" in words(run)
+    assert run.metrics[2]["rollout/episodes"] == 32, "twice the batch"
+    again = rlvr(*keys, "resume_from_checkpoint=true")
+    assert again.wait() == 0 and "is finished" in words(again)
 
 
 def test_wrong_data_and_unknown_verifiers_are_told_before_ray_starts(rlvr: Rlvr, tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from roll.rewards.types import RuleVerifier, Sample, Verdict
 class Letters(RuleVerifier):
     """A score that depends on every letter of the response, so that the answers to a prompt differ.
 
-    A row's reference answer may give orders: ``equal`` (the same score for all), ``raise``, ``hang`` (for ever),
-    ``raise-odd`` (for about half of the responses), and ``linger`` (for up to 0.3 s, by the response).
+    A row's reference answer may give orders: ``equal`` (the same score for all), ``right`` (1 for all), ``raise``,
+    ``hang`` (for ever), ``raise-odd`` (for about half of the responses), and ``linger`` (for up to 0.3 s, by the
+    response).
     """
 
     def check(self, sample: Sample) -> Verdict:
@@ -24,7 +25,7 @@ class Letters(RuleVerifier):
             time.sleep(1)
         if order == "linger":
             time.sleep(total % 4 / 10)
-        score = 0.1 if order == "equal" else total % 64 / 64
+        score = {"equal": 0.1, "right": 1.0}.get(order, total % 64 / 64)
         return Verdict(score, score >= 0.5, sample.response[:1] or None, {"letters": float(len(sample.response))})
 
 

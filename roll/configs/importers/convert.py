@@ -74,6 +74,7 @@ def convert(
     overrides: Sequence[str] = (),
     checks: Mapping[type[PipelineConfig], Sequence[Rule]] | None = None,
     name: str = "imported",
+    variables: Mapping[str, str] | None = None,
 ) -> Imported:
     """Reads the files of a system and writes the configuration of ours that asks for the same.
 
@@ -83,13 +84,14 @@ def convert(
         overrides: ``key=value`` texts with their keys.
         checks: further rules that the result is checked against, by pipeline.
         name: of the configuration, where the files give it none.
+        variables: of a launch script's environment.
 
     Raises:
         UnreadableError: a file that is missing, no YAML, or a script without the system's command; a value that the
             system itself would not take.
     """
     system = variant_of(system, files)
-    given = read(system, files, overrides)
+    given = read(system, files, overrides, variables)
     if system == "roll":
         read_students(given)
     draft = Draft(system, given)

@@ -118,13 +118,19 @@ class Draft:
         """Notes what only a shell can tell, unless it is given after all."""
         for key, value in self.given.unread.items():
             found = find(self.system, key.split("."))
-            if self.has(key) or (found is not None and found[0].how == table.DROP):
+            if found is not None and found[0].how == table.DROP:
                 continue
             usual = found[0].default if found is not None else NOTHING
             taken = "" if usual in (NOTHING, None) else f" {usual} is taken;"
             named = any(word in key.rpartition(".")[2] for word in _NAMES)
-            note = f"a shell computes its value;{taken} give {key}=…"
-            self.tell(Kind.TO_DO if named else Kind.IMPOSSIBLE, key, value, note=note)
+            why = "a shell computes its value"
+            give = f"{key}=…"
+            if value.by:
+                names = " and ".join(value.by)
+                why = f"it depends on {names}, which nothing sets"
+                give = f"{' '.join(f'--set {name}=…' for name in value.by)}, or {give}"
+            note = f"{why};{taken} give {give}"
+            self.tell(Kind.TO_DO if named else Kind.IMPOSSIBLE, key, value.text, note=note)
 
     def _take_section(self, values: Mapping[str, Any], path: tuple[str, ...]) -> None:
         for name, value in values.items():

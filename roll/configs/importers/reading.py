@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from roll.configs.compose import REFERENCE, apply_override, parse_overrides
-from roll.configs.importers.shell import ScriptError, read_script
+from roll.configs.importers.shell import ScriptError, Unread, read_script
 from roll.configs.shipped import SHIPPED
 
 
@@ -39,20 +40,25 @@ class Given:
     """Configurations that the files build on and that are not there."""
     folders: list[Path] = field(default_factory=list)
     """Folders in which files that they name by relative paths may lie."""
-    unread: dict[str, str] = field(default_factory=dict)
+    unread: dict[str, Unread] = field(default_factory=dict)
     """By key: a value that only a shell can tell."""
     program: str = ""
     """Program that a launch script starts."""
 
 
-def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
+def read(
+    system: str, files: Sequence[Path], overrides: Sequence[str], variables: Mapping[str, str] | None = None
+) -> Given:
     """Reads files in their order, each over those before it, and then the overrides.
+
+    Args:
+        variables: of a launch script's environment.
 
     Raises:
         UnreadableError: a file that is missing, no YAML, or a script without the system's command.
     """
     tree, notes, words, missing = OmegaConf.create({}), list[str](), list[str](), list[str]()
-    unread: dict[str, str] = {}
+    unread: dict[str, Unread] = {}
     program = ""
     for file in files:
         if not file.is_file():
@@ -61,7 +67,8 @@ def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
             tree.merge_with(_tree(file, notes, missing))
             continue
         try:
-            script = read_script(file.read_text(encoding="utf-8"), system, str(file))
+            text, around = file.read_text(encoding="utf-8"), _around(file)
+            script = read_script(text, system, str(file), variables, partial(find_file, folders=around))
         except (ScriptError, OSError, UnicodeDecodeError) as error:
             raise UnreadableError(f"{file}: {error}") from error
         notes += script.notes
@@ -74,18 +81,33 @@ def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
             else:
                 tree.merge_with(_tree(named, notes, missing))
         words += script.overrides
-        unread |= script.unread
+        unread = {key: value for key, value in unread.items() if key not in _keys(script.overrides)} | script.unread
+    unread = {key: value for key, value in unread.items() if key not in _keys(overrides)}
     parsed, problems = parse_overrides([*words, *overrides])
     for item in parsed:
         problems += apply_override(tree, item)
     if problems:
         raise UnreadableError("; ".join(map(str, problems)))
+    for key in unread:  # what stood there before is not what the script sets
+        _delete(tree, key)
     links = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(links, dict)
     read_by_links = frozenset(REFERENCE.findall(str(links)))
     folders = list(dict.fromkeys(folder for file in files for folder in _around(file)))
     unresolved = {str(key): value for key, value in links.items()}
     return Given(_plain(tree), unresolved, read_by_links, notes, missing, folders, unread, program)
+
+
+def _keys(words: Sequence[str]) -> set[str]:
+    """Keys of ``key=value`` words."""
+    return {word.partition("=")[0].lstrip("+") for word in words}
+
+
+def _delete(tree: DictConfig, key: str) -> None:
+    section, _, name = key.rpartition(".")
+    node = OmegaConf.select(tree, section, throw_on_resolution_failure=False) if section else tree
+    if isinstance(node, DictConfig) and name in node:
+        del node[name]
 
 
 def find_file(path: str, folders: Sequence[Path]) -> Path | None:

@@ -151,7 +151,7 @@ def _megatron(draft: Draft, role: str, theirs: str) -> None:
     for key in MEGATRON_KEYS:
         value = draft.theirs(f"{theirs}.megatron.{key}", draft.theirs(f"{ACTOR}.megatron.{key}"))
         if value is not None and not (role == "reference" and key == "use_distributed_optimizer"):
-            draft.derive(f"{theirs}.megatron.{key}", f"{options}.{key}", value)
+            draft.derive(f"{theirs}.megatron.{key}", f"{options}.{key.replace('-', '_')}", value)
     if draft.get(f"{options}.sequence_parallel") is None and draft.get(f"{options}.tensor_model_parallel_size", 1) > 1:
         draft.derive(
             f"{theirs}.megatron.sequence_parallel", f"{options}.sequence_parallel", True, "on there by default"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.data.files.find import find_files
-from roll.data.files.rows import Problems, Row, kind_of, plain_row
+from roll.data.files.rows import Problems, Row, Unreadable, kind_of, plain_row
 
 if TYPE_CHECKING:
     import pyarrow
@@ -59,7 +59,7 @@ def _text_lines(path: Path, lines: Iterable[bytes], problems: Problems) -> Itera
 def _json_lines(path: Path, lines: Iterable[bytes], problems: Problems) -> Iterator[Row]:
     for place, text in _text_lines(path, lines, problems):
         try:
-            values = json.loads(text)
+            values, _ = _decode_json(text, 0, whole=True)
         except (ValueError, RecursionError) as error:
             problems.add(place, _json_reason(error))
         else:
@@ -93,6 +93,33 @@ def _read_json(path: Path, problems: Problems) -> Iterator[Row]:
         yield from _json_lines(path, io.BytesIO(content), problems)
 
 
+def _decode_json(text: str, position: int, *, whole: bool = False) -> tuple[Any, int]:
+    """The value that stands at a position, alone there if ``whole``, and where it ends.
+
+    Whole numbers of more digits than Python reads (4,300) stay texts.
+    """
+    try:
+        return _decoded(_DECODER, text, position, whole)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        return _decoded(_DECODER_OF_DIGITS, text, position, whole)
+
+
+def _decoded(decoder: json.JSONDecoder, text: str, position: int, whole: bool) -> tuple[Any, int]:
+    return (decoder.decode(text), len(text)) if whole else decoder.raw_decode(text, position)
+
+
+def _whole_number(digits: str) -> int | str:
+    try:
+        return int(digits)
+    except ValueError:
+        return digits
+
+
+_DECODER, _DECODER_OF_DIGITS = json.JSONDecoder(), json.JSONDecoder(parse_int=_whole_number)
+
+
 def _is_one_object(text: str) -> bool:
     if "\n" not in text.strip():
         return False
@@ -105,7 +132,6 @@ def _is_one_object(text: str) -> bool:
 
 def _json_array(path: Path, text: str, position: int, problems: Problems) -> Iterator[Row]:
     """Reads element by element, to know where each begins. After a syntax error nothing more can be read."""
-    decoder = json.JSONDecoder()
     number, line, counted = 0, 1, 0
     position = _skip_blank(text, position)
     if text[position : position + 1] == "]":
@@ -115,7 +141,7 @@ def _json_array(path: Path, text: str, position: int, problems: Problems) -> Ite
         line, counted = line + text.count("\n", counted, position), position
         place = f"{path}:{line} (row {number})"
         try:
-            values, position = decoder.raw_decode(text, position)
+            values, position = _decode_json(text, position)
         except (ValueError, RecursionError) as error:
             at = error.lineno if isinstance(error, json.JSONDecodeError) else line
             problems.add(f"{path}:{at} (row {number})", _json_reason(error))
@@ -187,7 +213,7 @@ def _read_parquet(path: Path, problems: Problems) -> Iterator[Row]:
     try:
         with parquet.ParquetFile(path) as file:
             yield from _arrow_rows(path, file.iter_batches(), problems)
-    except (pyarrow.ArrowException, KeyError) as error:  # KeyError: a map with a key twice
+    except pyarrow.ArrowException as error:
         problems.add(str(path), f"cannot be read as parquet ({error})")
 
 
@@ -206,18 +232,50 @@ def _read_arrow(path: Path, problems: Problems) -> Iterator[Row]:
             else:
                 batches = iter(ipc.open_stream(source))
             yield from _arrow_rows(path, batches, problems)
-    except (pyarrow.ArrowException, KeyError) as error:  # KeyError: a map with a key twice
+    except pyarrow.ArrowException as error:
         problems.add(str(path), f"cannot be read as arrow ({error})")
 
 
 def _arrow_rows(path: Path, batches: Iterator[pyarrow.RecordBatch], problems: Problems) -> Iterator[Row]:
     number = 0
     for batch in batches:
-        for values in batch.to_pylist(maps_as_pydicts="strict"):
+        columns = [_arrow_values(column) for column in batch.columns]
+        for index in range(batch.num_rows):
             number += 1
+            values = {name: column[index] for name, column in zip(batch.schema.names, columns, strict=True)}
             row = plain_row(f"{path}:{number}", f"{path}:row {number}", values, problems)
             if row is not None:
                 yield row
+
+
+def _arrow_values(column: pyarrow.Array) -> list[Any]:
+    """The values of a column; those that Python has no word for, such as a map with a key twice, are ``Unreadable``."""
+    import pyarrow
+
+    failures = (pyarrow.ArrowException, KeyError, ValueError, OverflowError, TypeError, ImportError)
+    try:
+        values = column.to_pylist(maps_as_pydicts="strict")
+    except failures:
+        values = []
+        for scalar in column:
+            try:
+                values.append(scalar.as_py(maps_as_pydicts="strict"))
+            except failures as error:
+                values.append(Unreadable(str(error)))
+    return [_without_absent(value) for value in values]
+
+
+def _without_absent(value: Any, *, listed: bool = False) -> Any:
+    """The value without the nulls of objects in lists, all of which arrow gives the keys of each."""
+    if isinstance(value, list):
+        return [_without_absent(entry, listed=True) for entry in value]
+    if isinstance(value, dict):
+        return {
+            key: _without_absent(entry, listed=listed)
+            for key, entry in value.items()
+            if entry is not None or not listed
+        }
+    return value
 
 
 def _decode(path: Path, content: bytes, problems: Problems) -> str | None:

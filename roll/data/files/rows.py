@@ -56,19 +56,34 @@ class Row:
     place: str
     """Place that a person looks for: ``file:line``, or ``file:row 7`` where there are no lines."""
     values: Mapping[str, Any]
-    """JSON values by column."""
+    """JSON values by column; ``Unreadable`` where there is none."""
+
+    @property
+    def file(self) -> str:
+        """Name of the file."""
+        return self.name.rpartition(":")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Stands for a value that nothing can read: a problem of the row only if somebody wants to."""
+
+    reason: str
 
 
 def plain_row(name: str, place: str, values: object, problems: Problems) -> Row | None:
-    """A row whose values are made JSON values; ``None`` with a problem where that cannot be."""
+    """A row whose values are made JSON values, or ``Unreadable`` ones; ``None`` with a problem if it is no mapping."""
     if not isinstance(values, Mapping):
         problems.add(place, f"{kind_of(values)}, expected a mapping of columns")
         return None
+    return Row(name, place, {str(column): _readable(value) for column, value in values.items()})
+
+
+def _readable(value: Any) -> Any:
     try:
-        return Row(name, place, _plain(values, "column "))
+        return value if isinstance(value, Unreadable) else _plain(value, "")
     except TypeError as error:
-        problems.add(place, str(error))
-        return None
+        return Unreadable(str(error))
 
 
 _ATOMS = (str, int, float, bool, type(None))
@@ -83,11 +98,10 @@ def _plain(value: Any, path: str) -> Any:
     if type(value) in _ATOMS:
         return value
     if isinstance(value, Mapping):
-        prefix = path if path.endswith(" ") else f"{path}."
         for key in value:
             if not isinstance(key, str):
-                raise TypeError(f"{path.strip()}: key {key!r}, expected text")
-        return {str(key): _plain(entry, f"{prefix}{key}") for key, entry in value.items()}
+                raise TypeError(f"{path}key {key!r}, expected text")
+        return {str(key): _plain(entry, f"{key}: ") for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(entry, path) for entry in value]
     if isinstance(value, np.ndarray):
@@ -96,9 +110,11 @@ def _plain(value: Any, path: str) -> Any:
         return _plain(value.item(), path)
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
     if isinstance(value, decimal.Decimal):
         return str(value)
-    raise TypeError(f"{path}: {type(value).__name__}, expected text, a number, a list or a mapping")
+    raise TypeError(f"{path}{type(value).__name__}, expected text, a number, a list or a mapping")
 
 
 def kind_of(value: object) -> str:

@@ -5,14 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 from roll.configs.agentic import AgenticConfig
-from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.agentic.env_roles import EnvRoles
 from roll.pipeline.rl import RLPipeline
 from roll.pipeline.rollouts import keep_episodes, passes_filter, play_held_out
 from roll.report.render import save_renders
-from roll.rollout.metrics import rollout_metrics
-from roll.rollout.trajectory import groups_to_batch
 from roll.rollout.types import RolloutGroup
 
 
@@ -29,13 +26,9 @@ class AgenticPipeline(RLPipeline):
     def wants(self, group: RolloutGroup) -> bool:
         return passes_filter(group, self.config.train_env_manager.query_filter_config)
 
-    def rollout(self, step: int) -> tuple[Batch, Metrics]:
-        collected = self.take(step)
-        metrics = rollout_metrics(collected.groups, "rollout")
-        if not self.config.train_env_manager.query_filter_config.keeps_all:
-            metrics["rollout/filtered"] = float(len(collected.rejected))
-        parts = self.config.gdpo_reward_keys
-        return groups_to_batch(collected.groups, list(self.config.custom_envs), parts), metrics
+    def most_tokens(self, tag: str) -> int:
+        sampled = self.config.sampling(self.config.train_env_manager).max_new_tokens or self.config.response_length
+        return min(sampled, self.config.custom_envs[tag].max_tokens_per_step or sampled)
 
     def evaluate(self, name: str, step: int) -> Metrics:
         """Plays the validation episodes, see ``play_held_out``."""
@@ -43,6 +36,7 @@ class AgenticPipeline(RLPipeline):
         greedy = None if self.config.sampling(manager).is_greedy else envs.val_greedy
         num_groups = self.config.val_batch_size // manager.group_size
         groups, metrics = play_held_out(self.session, name, step, num_groups, envs.val, greedy, self.check_groups)
+        metrics["eval/attained"] = self.attained(groups)
         if name != "step":
             self.session.summary["eval"][name] = {
                 "success": metrics["eval/success"],

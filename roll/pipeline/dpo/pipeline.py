@@ -13,7 +13,8 @@ from roll.configs.data import DataArguments
 from roll.configs.dpo import DPOConfig
 from roll.configs.engine_rules import compute_dtype
 from roll.data.batch import Batch
-from roll.data.conversations import Conversations, Scoring
+from roll.data.conversations import Conversations, Scoring, encode_talk
+from roll.data.left_out import LeftOut
 from roll.data.preferences import load_preferences
 from roll.data.renderer import ChatRenderer
 from roll.distributed.strategy.base import Metrics
@@ -70,7 +71,8 @@ def _load(
         data,
         config.preferences,
         label=None if config.in_pairs else config.preferences.label,
-        encode=lambda talk: renderer.conversation(talk.messages, last_only=True),
+        encode=encode_talk(renderer),
+        left_out=LeftOut(renderer),
         max_tokens=config.sequence_length,
         overflow=config.sample_overflow,
         scoring=scoring,

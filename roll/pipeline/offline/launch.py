@@ -88,7 +88,8 @@ def load_datasets(config: ConfigT, renderer: ChatRenderer, load: Load[ConfigT]) 
     held_out = first_samples(val.batch, config.val_batch_size)
     if config.actor_infer is None:
         return Samples(train, val, held_out, None)
-    fitting = (p for p in val.questions if len(renderer.prompt(p.messages)) <= config.prompt_length)
+    asked = (p for p in val.questions if p.messages and p.messages[-1]["role"] != "assistant")
+    fitting = (p for p in asked if len(renderer.prompt(p.messages, p.tools)) <= config.prompt_length)
     questions = tuple(prompt for prompt, _ in zip(fitting, range(validation.num_answers), strict=False))
     if not questions:
         raise ValueError(

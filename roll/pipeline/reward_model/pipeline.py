@@ -12,9 +12,10 @@ from roll.configs.data import DataArguments
 from roll.configs.reward_training import RewardTrainingConfig
 from roll.data.batch import Batch
 from roll.data.conversations import Conversations, Scoring
+from roll.data.left_out import LeftOut
 from roll.data.preferences import load_preferences
 from roll.data.renderer import ChatRenderer
-from roll.data.scored_answers import encode_whole, load_scored
+from roll.data.scored_answers import encode_whole_talk, load_scored
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.offline.launch import run_offline
 from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
@@ -77,7 +78,8 @@ def _load(
             data,
             config.answers,
             label=None,
-            encode=lambda talk: encode_whole(renderer, talk.messages),
+            encode=encode_whole_talk(renderer),
+            left_out=LeftOut(renderer, "whole"),
             max_tokens=max_tokens,
             overflow=config.sample_overflow,
             seed=config.seed,

@@ -36,9 +36,14 @@ class Datasets(Generic[DataT]):
     val: DataT | None
 
     def describe(self) -> list[str]:
-        """Account of what was read, a line for each dataset."""
-        found = {"training data": self.train, "held-out data": self.val}
-        return [f"{name}: {data.report}" for name, data in found.items() if data is not None]
+        """Account of what was read: a line for each dataset, and for what of it is left out or not read."""
+        return [*_lines("training data", self.train), *_lines("held-out data", self.val)]
+
+
+def _lines(name: str, data: PromptDataset | Conversations | None) -> list[str]:
+    if data is None:
+        return []
+    return [f"{name}: {data.report}", *data.report.notes]
 
 
 def make_data(generator: DataGeneratorConfig) -> None:

@@ -13,9 +13,8 @@ from roll.pipeline.rl import RLPipeline
 from roll.pipeline.rlvr.metrics import accuracy_metrics, check_error_rates, reward_metrics
 from roll.pipeline.rollouts import MAX_SHOWN, keep_episodes, passes_filter, play_held_out
 from roll.report.answers import save_answers
-from roll.rollout.metrics import rollout_metrics
-from roll.rollout.trajectory import groups_to_batch
-from roll.rollout.types import RolloutGroup
+from roll.rewards.scorer import best_reward
+from roll.rollout.types import Collected, RolloutGroup
 
 
 class RLVRPipeline(RLPipeline):
@@ -33,15 +32,16 @@ class RLVRPipeline(RLPipeline):
     def check_groups(self, groups: Sequence[RolloutGroup]) -> None:
         check_error_rates(groups, self.config)
 
-    def rollout(self, step: int) -> tuple[Batch, Metrics]:
-        collected = self.take(step)
-        groups = collected.groups
-        finished = [*groups, *collected.rejected]
-        metrics = rollout_metrics(groups, "rollout") | reward_metrics(finished, self.config)
-        metrics |= self.players.take_retries()
-        metrics["rollout/filtered"] = float(len(collected.rejected))
-        metrics["rollout/epoch"] = self.players.epoch_of(1 + max(group.group_id for group in finished))
-        return groups_to_batch(groups, self.players.tags, self.config.gdpo_reward_keys), metrics
+    def best_reward(self, tag: str) -> float | None:
+        return None if self.config.user is not None else best_reward(self.config.rewards[self.config.domains[tag]])
+
+    def most_tokens(self, tag: str) -> int:
+        return self.config.train_sampling.max_new_tokens or self.config.response_length
+
+    def more_metrics(self, collected: Collected) -> Metrics:
+        finished = [*collected.groups, *collected.rejected]
+        epoch = self.players.epoch_of(1 + max(group.group_id for group in finished))
+        return reward_metrics(finished, self.config) | self.players.take_retries() | {"rollout/epoch": epoch}
 
     def choose(self, batch: Batch) -> tuple[Batch, Metrics]:
         return super().choose(batch) if self.config.online_dpo is None else best_and_worst(batch)
@@ -56,6 +56,7 @@ class RLVRPipeline(RLPipeline):
             self.session, name, step, prompts.num_val_prompts, prompts.val, greedy, self.check_groups
         )
         metrics |= accuracy_metrics(groups, self.config.num_val_samples, "eval")
+        metrics["eval/attained"] = self.attained(groups)
         if name != "step":
             self.session.summary["eval"][name] = {
                 "accuracy": metrics["eval/success"],

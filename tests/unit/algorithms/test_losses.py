@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from roll.algorithms.correction import mismatch_metrics
 from roll.algorithms.gae import value_mask
 from roll.algorithms.losses import build_policy_loss, build_sft_loss, build_value_loss, entropy_coef
-from roll.algorithms.types import LossContext, TokenScores
+from roll.algorithms.types import LossContext, TokenScores, add_metrics
 from roll.configs.algorithm import AlgorithmConfig, LossAggMode
 from roll.data.batch import Batch
 from tests.support.algorithms_batches import (
@@ -278,6 +279,26 @@ def test_metrics_of_the_policy() -> None:
     assert metrics["actor/approx_kl"].item() == pytest.approx((ratio - 1 - ratio.log()).mean().item())
     assert metrics["actor/entropy"].item() == pytest.approx(scores.entropy_T[on].mean().item())
     assert not any(isinstance(v, Tensor) and v.requires_grad for v in metrics.values())
+
+
+def test_the_training_pass_measures_the_mismatch_where_nobody_scored_the_rollouts() -> None:
+    batch, scores = make_batch(6)
+    generated = scores.logprobs_T.detach().float() + 0.1 * torch.randn(batch.num_tokens)
+    fresh = batch.replace(old_logprobs_T=None, rollout_logprobs_T=generated)
+    loss_fn, ctx = build_policy_loss(AlgorithmConfig()), context(batch)
+    scored = batch.replace(old_logprobs_T=scores.logprobs_T.detach().float(), rollout_logprobs_T=generated)
+    expected = mismatch_metrics(scored)
+    assert len(expected) == 3
+
+    totals: dict[str, Any] = {}
+    for rows in torch.arange(batch.num_sequences).tensor_split(3):
+        part = fresh.select(rows)
+        columns = {f: getattr(scores, f)[batch.token_index(rows)] for f in ("logprobs_T", "entropy_T")}
+        add_metrics(totals, loss_fn(TokenScores(**columns), part, ctx).metrics)
+    assert {name: float(totals[name]) for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert not [name for name in loss_fn(scores, scored, ctx).metrics if name.startswith("mismatch")]
+    with_it, without = (loss_fn(scores, fresh.replace(rollout_logprobs_T=each), ctx) for each in (generated, None))
+    assert with_it.loss.item() == without.loss.item()
 
 
 def test_scores_where_nothing_was_sampled_are_never_read() -> None:

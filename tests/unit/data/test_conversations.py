@@ -65,7 +65,7 @@ def test_everything_wrong_with_the_rows_is_told_by_line(tmp_path: Path) -> None:
         [
             {"talk": TALK},
             {"talk": TALK[:3]},
-            {"talk": [{"role": "assistant", "content": "Up"}]},
+            {"talk": [TALK[0], {**TALK[1], "weight": 0}]},
             {"talk": [*TALK[:3], {"role": "assistant", "content": " "}]},
             {"talks": TALK},
             {"talk": [{"role": "user", "content": "x" * 80}, TALK[1]]},
@@ -77,7 +77,7 @@ def test_everything_wrong_with_the_rows_is_told_by_line(tmp_path: Path) -> None:
     assert caught.value.count == 5
     for line, words in (
         (2, "talk[2]: the last message is of the user, expected the assistant"),
-        (3, "only the assistant speaks"),
+        (3, "nothing to learn: weight or train or training or loss leaves out all of the assistant's"),
         (4, "talk[3].content: empty, expected an answer"),
         (5, "no column 'talk'"),
         (6, "88 tokens, expected at most sequence_length = 64 (see sample_overflow)"),

@@ -12,8 +12,9 @@ import torch
 
 from roll.configs.data import DataArguments
 from roll.configs.preference import PairColumns
-from roll.data.conversations import Conversations
+from roll.data.conversations import Conversations, encode_talk
 from roll.data.files.rows import DataError
+from roll.data.left_out import LeftOut
 from roll.data.preferences import load_preferences
 from roll.data.renderer import ChatRenderer
 from roll.models.tiny import make_tokenizer
@@ -29,7 +30,8 @@ def load(path: Path, rows: list[dict[str, Any]], *, label: str | None = None, **
         DataArguments(file_name=str(file), **keys),
         PairColumns(margin=options.pop("margin", None)),
         label=label,
-        encode=lambda talk: RENDERER.conversation(talk.messages, last_only=True),
+        encode=encode_talk(RENDERER),
+        left_out=LeftOut(RENDERER),
         **{"max_tokens": 40, **options},
     )
 

@@ -141,7 +141,8 @@ def test_rows_as_verl_writes_them(tmp_path: Path) -> None:
         path, messages="prompt", response="reward_model.ground_truth", tag="data_source", id="extra_info.index"
     )
     assert [p.id for p in by_index] == ["0", "1", "2"]
-    assert "for a list of messages set messages: prompt" in reasons(path, response=None, tag="data_source")[0]
+    named = load(path, response="reward_model.ground_truth", tag="data_source", id="extra_info.index")
+    assert [p.messages for p in named] == [p.messages for p in by_index]
 
 
 def test_a_column_whose_name_has_a_dot_comes_before_the_path(tmp_path: Path) -> None:
@@ -169,8 +170,6 @@ LAST_WORD = [*USER, {"role": "assistant", "content": "6"}]
         ({}, {"prompt": "promt"}, "no column 'promt', the row has 'prompt', 'solution', 'tag'; did you mean 'prompt'?"),
         ({}, {"response": "a.b"}, "no column 'a.b', the row has 'prompt', 'solution', 'tag' (data_args.response: null"),
         ({}, {"id": "uid"}, "no column 'uid', the row has"),
-        ({"id": None}, {}, "column 'id': null, expected text or a whole number"),
-        ({"id": 1.5}, {}, "column 'id': 1.5, expected text or a whole number"),
         ({"tag": True}, {}, "column 'tag': True, expected text or a whole number"),
         ({"tag": ""}, {}, "column 'tag': '', expected text or a whole number"),
         ({"prompt": " \n"}, {}, "column 'prompt': empty, expected a question"),
@@ -181,19 +180,23 @@ LAST_WORD = [*USER, {"role": "assistant", "content": "6"}]
         ({"m": {}}, {"messages": "m"}, "column 'm': {}, expected a list of messages"),
         ({"m": "hello"}, {"messages": "m"}, "column 'm': text that is no JSON list of messages"),
         ({"m": ["x"]}, {"messages": "m"}, "m[0]: 'x', expected an object with role and content"),
-        ({"m": [{"from": "human", "value": "x"}]}, {"messages": "m"}, "m[0]: no role, seen 'from', 'value'"),
+        ({"m": [{"value": "x"}]}, {"messages": "m"}, "m[0]: no role, seen 'value'"),
         ({"m": [{"role": "user"}]}, {"messages": "m"}, "m[0]: no content, seen 'role'"),
         (
-            {"m": [{"role": "human", "content": "x"}]},
+            {"m": [{"role": "critic", "content": "x"}]},
             {"messages": "m"},
-            "m[0].role: 'human', expected one of system, user, assistant, tool",
+            "m[0].role: 'critic', expected one of system, developer, user, assistant, tool",
         ),
         ({"m": [{"role": ["user"], "content": "x"}]}, {"messages": "m"}, "m[0].role: ['user'], expected one of"),
-        ({"m": [{"role": "user", "content": None}]}, {"messages": "m"}, "m[0].content: null, expected text"),
+        (
+            {"m": [{"role": "user", "content": None}]},
+            {"messages": "m"},
+            "m[0]: no content, seen 'role', 'content'; expected text",
+        ),
         (
             {"m": [{"role": "user", "content": [{"type": "text"}]}]},
             {"messages": "m"},
-            "m[0].content: [{'type': 'text'}]",
+            "m[0].content[0].text: null, expected text",
         ),
         (
             {"m": [*USER, {"role": "user", "content": ""}]},
@@ -204,7 +207,7 @@ LAST_WORD = [*USER, {"role": "assistant", "content": "6"}]
         (
             {"m": [{**USER[0], "tool_calls": [1]}]},
             {"messages": "m"},
-            "m[0].tool_calls: [1], expected text",
+            "m[0].tool_calls[0]: 1, expected an object with function",
         ),
     ],
 )
@@ -233,13 +236,13 @@ def test_all_problems_of_all_files_come_together(tmp_path: Path) -> None:
     assert isinstance(raised.value, ValueError) and raised.value.count == 4
 
 
-def test_an_id_that_is_taken_is_an_error_with_both_places(tmp_path: Path) -> None:
-    path = dataset(tmp_path, {"id": "a"}, {"id": 1}, {"id": "a"}, {"id": "1"})
-    assert reasons(path) == [
-        f"3: id 'a' is taken by {path}:1, expected ids that differ",
-        f"4: id '1' is taken by {path}:2, expected ids that differ",
-    ]
-    assert len(load(path, id=None)) == 4
+def test_rows_without_an_id_or_with_that_of_another_are_told_apart_by_their_place(tmp_path: Path) -> None:
+    path = dataset(tmp_path, *({"id": value} for value in ("a", 1, "a", 1.0, None, 2.5, "", [1])))
+    data = load(path)
+    names = [prompt.id.replace(str(path), "data") for prompt in data]
+    assert names == ["a", "1", "a data:3", "1 data:4", "data:5", "2.5", "data:7", "data:8"]
+    (note,) = data.report.notes
+    assert "ids that others have too" in note and note.endswith(f"2 rows, the first {path}:3")
 
 
 def test_a_dataset_without_prompts_is_an_error(tmp_path: Path) -> None:
@@ -395,7 +398,7 @@ def test_mistakes_of_a_dataset_class_have_their_row() -> None:
         load(dataset_cls=name)
     assert raised.value.problems == [
         f"{name}:row 2: a number, expected a mapping of columns",
-        f"{name}:row 3: column extra: object, expected text, a number, a list or a mapping",
+        f"{name}:row 3: column 'tag' is missing; expected it, or data_args.default_tag",
     ]
     with pytest.raises(UnknownNameError, match=r"data_args\.dataset_cls .*did you mean 'addition'"):
         load(dataset_cls=f"{__name__}:adition")

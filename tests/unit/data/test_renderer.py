@@ -344,21 +344,26 @@ def test_a_conversation_to_imitate_has_the_ids_of_one_that_was_sampled(family: s
     np.testing.assert_array_equal(mask, np.repeat([False, True, False, True], [len(part) for part in grown]))
 
 
-def test_without_a_closing_in_the_template_an_answer_ends_with_the_end_of_the_sequence() -> None:
+def test_without_a_mark_in_the_template_an_answer_ends_with_the_end_of_the_sequence() -> None:
+    """The template has no such token between turns, so neither has a row: each answer has one of its own."""
     renderer = ChatRenderer(TOKENIZERS["tiny"], "plain")
-    assert bracketed(renderer, *renderer.conversation(DIALOGUE)) == (
-        "be briefleft[another move<|im_end|>]right[walks<|im_end|>]"
-    )
+    rows = renderer.rows(DIALOGUE)
+    assert [bracketed(renderer, *row) for row in rows] == [
+        "be briefleft[another move<|im_end|>]",
+        "be briefleftanother moveright[walks<|im_end|>]",
+    ]
 
 
-def test_a_template_that_rewrites_earlier_turns_allows_the_last_alone() -> None:
+def test_a_template_that_rewrites_earlier_turns_makes_a_row_for_each() -> None:
     forgetful = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
         "{{ m.content if loop.last or m.role != 'assistant' else '…' }}{{ '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     renderer = ChatRenderer(TOKENIZERS["tiny"], forgetful)
-    with pytest.raises(ValueError, match=r"message 2 differently .* train_on: last"):
+    first, second = (bracketed(renderer, *row) for row in renderer.rows(DIALOGUE))
+    assert first.endswith("<|im_start|>assistant\n[another move<|im_end|>]")
+    assert "assistant\n…<|im_end|>" in second and second.endswith("<|im_start|>assistant\n[walks<|im_end|>]")
+    with pytest.raises(ValueError, match="rewrites earlier turns, so the answers make 2 rows"):
         renderer.conversation(DIALOGUE)
-    ids, mask = renderer.conversation(DIALOGUE, last_only=True)
-    assert bracketed(renderer, ids, mask).endswith("<|im_start|>assistant\n[walks<|im_end|>]")
+    assert bracketed(renderer, *renderer.conversation(DIALOGUE, last_only=True)) == second

@@ -91,10 +91,6 @@ WAYS: dict[str, Callable[[ChatRenderer, str, str], IntArray]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_text_never_becomes_a_control_token(family: str, way: str) -> None:
     renderer = RENDERERS[family]
-    if family == "deepseek_v3" and way == "conversation":  # its prompt opens reasoning, which its history has none of
-        with pytest.raises(ValueError, match="writes message 2 differently"):
-            WAYS[way](renderer, family, "a")
-        return
     plain = WAYS[way](renderer, family, f"a {HARMLESS} b")
     for text in controls(family):
         ids = WAYS[way](renderer, family, f"a {text} b")

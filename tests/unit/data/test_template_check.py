@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import processors
 
 from roll.agentic.tools.dialects import parsers
 from roll.data.template_check import TemplateReport, check_template
@@ -60,7 +61,8 @@ def test_what_published_templates_do(family: str) -> None:
     assert (
         report.opening == max((item for item in OPENINGS.items() if family.startswith(item[0])), key=lambda i: i[0])[1]
     )
-    assert report.ending == ("<end_of_turn>" if family.startswith("gemma") else FAMILIES[family].eos)
+    others = {"gemma2": "<end_of_turn>", "gemma3": "<end_of_turn>", "glm4_5": "<|user|>"}
+    assert report.ending == others.get(family, FAMILIES[family].eos)
 
 
 def test_what_a_finding_says() -> None:
@@ -72,7 +74,7 @@ def test_what_a_finding_says() -> None:
     assert "written in the dialect deepseek" in texts["deepseek_v3"]["no-tools"]
     assert "single tool-calls at once" in texts["llama3_1"]["one-call-a-turn"]
     assert "You are Qwen, created by Alibaba Cloud" in texts["qwen2_5"]["adds-system"]
-    assert "<|observation|>, <|user|>" in texts["glm4_5"]["turn-not-closed"]
+    assert "what comes next does: <|observation|>, <|user|>, " in texts["glm4_5"]["turn-not-closed"]
     assert "may also end with <|call|>, at which" in texts["gpt_oss"]["several-turn-ends"]
     assert "open: a sample begins with reasoning" in texts["deepseek_v3"]["opens-reasoning"]
 
@@ -90,7 +92,6 @@ BROKEN = {
         "rewrites-history",
         "{% for m in messages[-1:] %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + OPEN,
     ),
-    "begins again and again": ("bos-in-the-middle", CHATML.replace("<|im_start|>", "<|end|><|im_start|>", 1) + OPEN),
     "calls in a notation of its own": (
         "unknown-dialect",
         TOOLS + CALLS.replace("CALL", "!{{ c.function.name }}") + OPEN,
@@ -118,8 +119,6 @@ BROKEN = {
 def test_a_broken_template_is_found_out(case: str) -> None:
     name, template = BROKEN[case]
     tokenizer = make_tokenizer()
-    if name == "bos-in-the-middle":
-        tokenizer.add_special_tokens({"bos_token": "<|end|>"})
     if case in ("raises", "is no template"):
         with pytest.raises(ValueError, match="cannot render a question and its answer: "):
             check_template(tokenizer, template, parsers())
@@ -127,6 +126,33 @@ def test_a_broken_template_is_found_out(case: str) -> None:
     report = check_template(tokenizer, template, parsers())
     assert (name or "no-turn-end") in names(report)
     assert report.problems or name == "turn-end-is-not-eos"
+
+
+@pytest.mark.parametrize(
+    ("bos", "template", "adds", "found"),
+    [
+        ("<|im_start|>", CHATML + OPEN, False, set()),  # it opens every turn, as SmolLM2's does
+        ("<s>", "{{ bos_token }}" + CHATML + OPEN, True, set()),
+        ("<s>", "{{ bos_token }}" + CHATML + OPEN, False, set()),
+        ("<s>", CHATML.replace("<|im_start|>", "<s><|im_start|>") + OPEN.replace("<|im", "<s><|im"), True, set()),
+        ("<s>", "{{ bos_token }}{{ bos_token }}" + CHATML + OPEN, False, {"double-bos"}),
+        ("<s>", "{{ bos_token }}<s>" + CHATML + OPEN, True, {"double-bos"}),
+        ("<s>", CHATML + OPEN, True, {"no-bos"}),
+        ("<s>", CHATML + OPEN, False, set()),
+    ],
+)
+def test_the_first_token_is_missed_only_where_the_tokenizer_writes_it(
+    bos: str, template: str, adds: bool, found: set[str]
+) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": bos})
+    if adds:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
+        )
+    report = check_template(tokenizer, template, parsers())
+    assert names(report) - {"no-tools"} == found
+    assert {finding.name for finding in report.problems} == found - {"no-bos"}
 
 
 def test_plain_chatml_has_no_problem() -> None:

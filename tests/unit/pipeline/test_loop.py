@@ -26,7 +26,8 @@ from roll.pipeline.loop import TrainingLoop
 from roll.pipeline.rl import RLPipeline
 from roll.pipeline.session import RunSession
 from roll.rollout.admission import Admission
-from roll.rollout.types import Collected
+from roll.rollout.types import Collected, RolloutGroup
+from roll.tracking.checkpointer import Checkpointer
 from roll.tracking.manifest import CheckpointError
 from roll.utils.signals import SignalGuard
 
@@ -57,7 +58,9 @@ class OtherConfig(PipelineConfig):
     """Configuration of another pipeline."""
 
 
-def run(folder: Path, kind: type[PipelineConfig] = PipelineConfig, **keys: Any) -> Counting:
+def run(
+    folder: Path, kind: type[PipelineConfig] = PipelineConfig, make: type[Counting] = Counting, **keys: Any
+) -> Counting:
     """A run of five steps."""
     values = {"max_steps": 5, "eval_steps": 2, "save_steps": 3, "track_with": [], **keys}
     config = kind(output_dir=str(folder), exp_name="loop", **values)
@@ -65,7 +68,7 @@ def run(folder: Path, kind: type[PipelineConfig] = PipelineConfig, **keys: Any) 
     roles: Any = SimpleNamespace(clusters={}, actor=actor, generator=None, evaluator=None, save=write)
     roles.sync_weights = roles.load = lambda _: None
     with SignalGuard() as signals, RunSession(config, time.time()) as session:
-        loop = Counting(config, session, roles, signals)
+        loop = make(config, session, roles, signals)
         loop.evaluated = []
         loop.run()
     return loop
@@ -126,6 +129,73 @@ def test_a_checkpoint_of_another_pipeline_is_evaluated_and_not_gone_on_from(
         run(tmp_path / "second", OtherConfig, resume_from_checkpoint=last)
     judged = run(tmp_path / "second", OtherConfig, resume_from_checkpoint=last, eval_only=True)
     assert judged.evaluated == [("after", 5)]
+
+
+class Learning(Counting):
+    """Looks learned in step 3 and every later one; its evaluation agrees from step ``agrees`` on."""
+
+    agrees = 3
+
+    def step(self, step: int) -> None:
+        super().step(step)
+        self.looks_learned = step >= 3
+
+    def evaluate(self, name: str, step: int) -> Metrics:
+        if name == "after":
+            self.session.summary["eval"]["after"] = {"success": 0.5}
+        return super().evaluate(name, step)
+
+    def confirm(self, metrics: Metrics) -> str | None:
+        assert metrics == {"eval/success": 0.5}
+        return "learned: all" if self.done_steps >= self.agrees else None
+
+
+@pytest.mark.parametrize(("agrees", "last"), [(3, 3), (4, 4), (9, 5)])
+def test_a_run_ends_as_learned_where_its_evaluation_agrees(
+    tmp_path: Path, agrees: int, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cluster, "current_step", None)
+    monkeypatch.setattr(Learning, "agrees", agrees)
+    loop = run(tmp_path, AgenticConfig, make=Learning, eval_steps=0, save_steps=99)
+    assert loop.evaluated == [("before", 0), *(("after", step) for step in range(3, last + 1))]
+    summary, folder = loop.session.summary, tmp_path / "loop"
+    assert (summary["status"], summary["steps"], summary.get("learned")) == (
+        "completed",
+        last,
+        "learned: all" if agrees <= 5 else None,
+    )
+    assert summary["eval"]["after"] == {"success": 0.5}
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"checkpoint-{last}"]
+    keys = {"output_dir": str(tmp_path), "exp_name": "loop", "max_steps": 5, "resume_from_checkpoint": True}
+    finished = (
+        {
+            share: RunSession(AgenticConfig(**keys, learned_share=share), time.time()).is_finished
+            for share in (0.9, None)
+        }
+        if agrees <= 5
+        else {}
+    )
+    state = Checkpointer.load_state(folder / "checkpoints" / f"checkpoint-{last}")
+    assert state["learned"] == summary.get("learned") and state["looks_learned"]
+    assert finished in ({}, {0.9: True, None: False})
+
+
+def test_a_run_that_is_stopped_while_it_asks_whether_all_is_learned_asks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cluster, "current_step", None)
+
+    class Stopped(Learning):
+        def evaluate(self, name: str, step: int) -> Metrics:
+            if step == 3:
+                raise KeyboardInterrupt
+            return super().evaluate(name, step)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, make=Stopped, eval_steps=0)
+    loop = run(tmp_path, make=Learning, eval_steps=0, resume_from_checkpoint=True)
+    assert loop.evaluated == [("after", 3)] and loop.session.summary["learned"] == "learned: all"
+    assert loop.session.summary["steps"] == 3
 
 
 class Playing(RLPipeline):
@@ -236,7 +306,7 @@ def test_rows_that_are_scored_before_the_update(keys: dict[str, Any], scored: li
     ("keys", "most"),
     [
         ([], None),
-        (["+train_env_manager.query_filter_config.type=std_filter", "+max_filtered_batches=3"], 6),
+        (["+train_env_manager.query_filter_config.type=std_filter", "+max_filtered_batches=3"], 3),
         (["is_use_additional_prompts=true", "+max_filtered_batches=1"], None),
     ],
 )
@@ -256,7 +326,78 @@ def test_groups_are_counted_against_a_bound_only_where_some_may_be_turned_down(
     pipeline: Any = SimpleNamespace(
         config=config, session=session, rollouts=SimpleNamespace(take=take), admission=Admission(2)
     )
-    pipeline.check_groups = pipeline.wants = lambda groups: None
+    pipeline.check_groups = pipeline.wants = pipeline._all_wrong = lambda groups: None
     with pytest.raises(Stop):
         RLPipeline.take(pipeline, 1)
-    assert asked["max_groups"] == most
+    assert asked["max_batches"] == most
+
+
+@pytest.mark.parametrize(("taken", "sizes"), [(8, [8] * 4), (7, [9, 9, 10]), (4, [8, 8]), (3, [12]), (1, [4])])
+def test_a_batch_that_fell_short_makes_fewer_optimizer_steps_and_not_smaller_ones(taken: int, sizes: list[int]) -> None:
+    rows = torch.ones(4 * taken, dtype=torch.int64)
+    config = SimpleNamespace(groups_per_step=8, optimizer_steps_per_epoch=4, ppo_epochs=2, seed=0)
+    pipeline: Any = SimpleNamespace(config=config, admission=SimpleNamespace(taken=range(taken)))
+    steps = RLPipeline.plan_training(pipeline, Batch(rows, rows, rows.bool()), 1)
+    assert sorted(len(step) for step in steps) == sorted(2 * sizes)
+    assert sorted(torch.cat(steps).tolist()) == sorted([*range(4 * taken)] * 2)
+
+
+class Scored(RLPipeline):
+    """Whose groups are scored, with a best reward of 2 for the tag ``known``."""
+
+    rollout = evaluate = None  # type: ignore[assignment]
+
+    def best_reward(self, tag: str) -> float | None:
+        return 2.0 if tag == "known" else None
+
+
+def scored(tag: str, *scores: float) -> RolloutGroup:
+    return RolloutGroup(0, tag, tuple(SimpleNamespace(score=each, success=each >= 1.5) for each in scores))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("groups", "share", "wrong"),
+    [
+        ([scored("known", 2.0, 1.0)], 0.75, False),
+        ([scored("unknown", 2.0, 1.0)], 0.5, False),
+        ([scored("known", 2.0, 2.0), scored("unknown", 0.0, 0.0)], 0.5, False),
+        ([scored("known", 0.5, 0.5), scored("unknown", 0.2, 0.2)], 0.125, True),
+        ([scored("unknown", 0.0)], 0.0, True),
+    ],
+)
+def test_what_is_attained_is_a_share_of_the_best_reward_or_of_successes_where_that_is_not_known(
+    groups: list[RolloutGroup], share: float, wrong: bool
+) -> None:
+    pipeline: Any = Scored.__new__(Scored)
+    pipeline.config = RLConfig()
+    assert pipeline.attained(groups) == pytest.approx(share)
+    assert pipeline._all_wrong(groups) == wrong
+    assert not pipeline._all_wrong([])
+
+
+@pytest.mark.parametrize(
+    ("kept", "rest", "doubted", "looks"),
+    [
+        ([], [scored("known", 2.0, 2.0)], 0, True),
+        ([], [scored("known", 2.0, 1.5)], 0, False),
+        ([scored("known", 2.0, 1.9)], [scored("known", 2.0, 2.0)], 0, True),
+        ([scored("known", 2.0, 1.9)] * 2, [scored("known", 2.0, 2.0)], 0, False),
+        ([], [scored("known", 2.0, 2.0)], 18, False),
+        ([], [scored("known", 2.0, 2.0)], 10, True),
+    ],
+)
+def test_a_step_looks_learned_that_is_short_and_near_the_best_reward_and_not_lately_doubted(
+    kept: list[RolloutGroup], rest: list[RolloutGroup], doubted: int, looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roll.pipeline.rl.remarks_on", lambda *_, **__: [])
+    monkeypatch.setattr("roll.pipeline.rl.sampled_tokens", lambda groups: 0)
+    pipeline: Any = Scored.__new__(Scored)
+    pipeline.config = RLConfig(rollout_batch_size=2, eval_steps=10)
+    pipeline.doubted = doubted
+    pipeline._look_at(20, Collected(kept, rest))
+    assert pipeline.looks_learned == looks
+    if looks:
+        pipeline.done_steps, pipeline.session = 20, SimpleNamespace(display=SimpleNamespace(note=lambda text: None))
+        assert pipeline.confirm({"eval/attained": 0.89}) is None and pipeline.doubted == 20
+        assert str(pipeline.confirm({"eval/attained": 0.9})).startswith("learned: ")
+        assert pipeline.confirm({}) is None, "without an evaluation nobody agrees"

@@ -64,7 +64,7 @@ class EchoStrategy:
             for position in range(length)
         ]
         self.trained.append(batch.group_B.tolist())
-        return {"steps": float(len(self.trained))}
+        return {"steps": float(len(self.trained)), "rows_max": float(batch.num_sequences)}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,6 +126,12 @@ def make_batch(lengths: Sequence[int]) -> Batch:
     return Batch(lengths_B, tokens, tokens > 0, group_B=torch.arange(len(lengths)))
 
 
+def test_of_maxima_the_greatest_of_all_ranks_counts() -> None:
+    model, _ = make_model(3)
+    history = model.train(make_batch([1, 1, 1, 1]), [torch.tensor([0, 1, 2, 3]), torch.tensor([0])])
+    assert history == [{"steps": 1.0, "rows_max": 2.0}, {"steps": 2.0, "rows_max": 1.0}]
+
+
 lengths_strategy = st.lists(st.integers(1, 10), min_size=1, max_size=12)
 
 
@@ -177,7 +183,7 @@ def test_each_optimizer_step_reaches_the_ranks_in_disjoint_shares(
     model, strategies = make_model(dp_size * copies, copies=copies)
     steps = plan_optimizer_steps(len(lengths), steps_per_epoch, epochs, seed=0)
     history = model.train(batch, steps)
-    assert history == [{"steps": float(number)} for number in range(1, len(steps) + 1)]
+    assert [each["steps"] for each in history] == [float(number) for number in range(1, len(steps) + 1)]
     for strategy in strategies:
         # Ranks without rows take part as well: a step is a collective act.
         assert len(strategy.trained) == len(steps)

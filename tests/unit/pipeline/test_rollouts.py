@@ -1,6 +1,9 @@
 """What a run tells of the groups that it takes."""
 
+import json
 import logging
+from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,9 +11,19 @@ import numpy as np
 import pytest
 
 from roll.data.requests import Completion, FinishReason
-from roll.pipeline.rollouts import take
+from roll.pipeline.rollouts import (
+    Remarks,
+    describe_failure,
+    remarks_on,
+    take,
+    thin_out,
+    training_lines,
+    write_samples,
+)
 from roll.rollout.admission import Admission
+from roll.rollout.metrics import step_metrics
 from roll.rollout.types import Collected, EpisodeEnd, RolloutGroup, Trajectory, Turn
+from roll.tracking.run import RunFolder
 
 SESSION: Any = SimpleNamespace(display=SimpleNamespace(progress=lambda *_: None))
 
@@ -39,3 +52,139 @@ def test_failed_episodes_and_late_tools_are_told(caplog: pytest.LogCaptureFixtur
 
 def test_nothing_is_told_where_all_went_well(caplog: pytest.LogCaptureFixture) -> None:
     assert taken(caplog, group(0), group(1, tool_calls=2, call_timeouts=0)) == ""
+
+
+def answers(number: int, *answers: tuple[float, int], limit: int = 4, dropped: int = 0) -> RolloutGroup:
+    """A group of answers by score and length; those of ``limit`` tokens are cut, and a score of 1 is a success."""
+    episodes = []
+    for member, (score, length) in enumerate(answers):
+        ids = np.ones(length, dtype=np.int64)
+        end = FinishReason.LENGTH if length >= limit else FinishReason.STOP
+        said = Completion("r", ids, np.zeros(length, np.float32), end, np.zeros(length, np.int64))
+        turn = Turn(ids[:1], said, "text", "asked", "4" if score else None, score, 0.0, "s")
+        episodes.append(Trajectory("t", number, member, 0, (turn,), EpisodeEnd.TERMINATED, score == 1, "", True))
+    return RolloutGroup(number, "t", tuple(episodes), dropped=dropped)
+
+
+RIGHT, WRONG = answers(1, (1, 2), (1, 3)), answers(2, (0, 4), (0, 4))
+MIXED = answers(0, (1, 2), (0, 4))
+
+
+def limit(tag: str) -> int:
+    return 4
+
+
+def test_metrics_of_a_step_are_those_of_the_rows_that_are_saved() -> None:
+    half = answers(3, (0.5, 1), (0.5, 2), dropped=1)
+    collected = Collected([MIXED], [RIGHT, WRONG, half])
+    found = step_metrics(collected, filters=True)
+    saved = [json.loads(line) for line in training_lines(collected.groups, collected.rejected).splitlines()]
+    groups = [[row for row in saved if row["group_id"] == number] for number in range(4)]
+    equal = [rows for rows in groups if len({row["score"] for row in rows}) == 1]
+    turns = [turn for row in saved for turn in row["turns"]]
+    trained = [row for row in saved if row["trained"]]
+    expected = {
+        "rollout/episodes": 8,
+        "rollout/reward": fmean(row["score"] for row in saved),
+        "rollout/success": fmean(row["success"] for row in saved),
+        "rollout/response_tokens": fmean(turn["completion_tokens"] for turn in turns),
+        "rollout/tokens": sum(turn["completion_tokens"] for turn in turns),
+        "rollout/cut_off": fmean(turn["finish_reason"] == "length" for turn in turns),
+        "rollout/no_spread": len(equal) / len(groups),
+        "rollout/all_right": sum(all(row["success"] for row in rows) for rows in equal) / len(groups),
+        "rollout/all_wrong": sum(not any(row["success"] for row in rows) for rows in equal) / len(groups),
+        "rollout/filtered": len({row["group_id"] for row in saved if not row["trained"]}),
+        "rollout/dropped": 1,
+        "kept/groups": 1,
+        "kept/episodes": 2,
+        "kept/reward": fmean(row["score"] for row in trained),
+        "kept/success": fmean(row["success"] for row in trained),
+        "kept/response_tokens": fmean(turn["completion_tokens"] for row in trained for turn in row["turns"]),
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert {name for name in found if name.startswith("kept/")} == {name for name in expected if "kept/" in name}
+    assert not any(name.startswith("kept/") for name in step_metrics(Collected([MIXED], []), filters=False))
+
+
+def remarked(collected: Collected, num_groups: int, *, compares: bool = False) -> dict[str, str]:
+    return dict(remarks_on(7, collected, num_groups, limit, compares=compares))
+
+
+def test_what_matters_of_a_step_is_remarked_in_a_line() -> None:
+    assert remarked(Collected([answers(0, (1, 2), (0, 3))], []), 1, compares=True) == {}
+    assert remarked(Collected([MIXED], []), 1) == {
+        "cut": "step 7: 50% of the answers are cut at response_length 4 (rollout/cut_off): raise it, or ask for less"
+    }
+    told = remarked(Collected([MIXED], [RIGHT, WRONG]), 2)
+    assert told["short"] == (
+        "step 7 trains on 1 of 2 groups: 1 of 3 groups that were sampled passed the filter; "
+        "67% have no spread (33% all right, 33% all wrong)"
+    )
+    assert remarked(Collected([], [RIGHT]), 2) == {
+        "empty": "step 7 takes no optimizer step: none of 1 groups that were sampled passed the filter; 100% have no "
+        "spread (100% all right, 0% all wrong)"
+    }
+    assert "50% all wrong" in remarked(Collected([MIXED, WRONG], []), 2, compares=True)["spread"]
+    assert "spread" not in remarked(Collected([MIXED, WRONG], []), 2)
+    by_sequence = Collected([answers(0, (1, 3), (0, 3), limit=3)], [])
+    assert "100% of the answers are cut at sequence_length (" in remarked(by_sequence, 1)["cut"]
+
+
+def test_a_remark_is_made_aloud_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
+    remarks = Remarks()
+    with caplog.at_level(logging.INFO):
+        for step in range(1, 11):
+            remarks.make("cut", str(step))
+            remarks.make("spread", "once") if step == 9 else None
+    aloud = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert aloud == ["1", "2", "4", "8", "once"]
+    assert len(caplog.records) == 11, "the others are in the log file"
+
+
+def test_a_failure_says_what_all_answers_have_in_common() -> None:
+    groups = [answers(0, (0, 4), (0, 4), (0, 4)), answers(1, (0, 1), dropped=2)]
+    assert describe_failure(groups, limit) == (
+        "all 4 sampled answers scored 0; 75% were cut at response_length 4; in 100% there was no answer or action; "
+        "2 more failed or could not be scored"
+    )
+    assert describe_failure([answers(0, (0.25, 1), (0.1, 1))], limit) == (
+        "all 2 sampled answers were wrong, with scores from 0.1 to 0.25"
+    )
+
+
+def test_some_groups_of_each_step_are_kept_trained_ones_first(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "run")
+    write_samples(folder, 3, Collected([MIXED], [RIGHT, WRONG]), 2)
+    write_samples(folder, 4, Collected([MIXED, MIXED, MIXED], [WRONG]), 2)
+    read = {
+        step: [json.loads(line) for line in (folder.trajectories / f"train-{step:05d}.jsonl").read_text().splitlines()]
+        for step in (3, 4)
+    }
+    assert [(row["group_id"], row["trained"]) for row in read[3]] == [(0, True), (0, True), (1, False), (1, False)]
+    assert [row["trained"] for row in read[4]] == [True] * 4
+    folder.truncate_samples(3)
+    assert [path.name for path in folder.trajectories.iterdir()] == ["train-00003.jsonl"]
+
+
+def test_of_older_steps_every_other_one_goes_where_all_are_too_large(tmp_path: Path) -> None:
+    sizes = []
+    for step in range(1, 101):
+        (tmp_path / f"train-{step:05d}.jsonl").write_text("x" * 100)
+        thin_out(tmp_path, "train-*.jsonl", 1000)
+        files = sorted(tmp_path.iterdir())
+        sizes.append(sum(path.stat().st_size for path in files))
+        assert files[-1].name == f"train-{step:05d}.jsonl"
+    assert max(sizes) <= 1000
+    kept = [int(path.stem[-5:]) for path in files]
+    assert min(kept) <= 50, "the beginning of a run stays too"
+    thin_out(tmp_path, "train-*.jsonl", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["train-00100.jsonl"]
+
+
+def test_a_step_without_a_group_to_train_on_is_none_of_which_all_failed() -> None:
+    scheduler: Any = SimpleNamespace(take=lambda *_, **options: Collected([], [RIGHT]))
+    assert take(SESSION, scheduler, Admission(1), 1, "train on").rejected == [RIGHT]
+    failed = RolloutGroup(0, "t", (), 2, ("no disk",))
+    scheduler = SimpleNamespace(take=lambda *_, **options: Collected([], [failed]))
+    with pytest.raises(ValueError, match="no episode to train on: all 1 groups were dropped"):
+        take(SESSION, scheduler, Admission(1), 1, "train on")

@@ -122,6 +122,32 @@ def test_conversations_are_read_too(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "1 rows (conversation 1)" in capsys.readouterr().out
 
 
+def test_what_the_chat_template_leaves_out_or_refuses_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, thinks = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2", "reasoning": "one"}
+    good = {"prompt": "1+1=", "response": "2", "solution": "2", "tag": "arithmetic"}
+    write(tmp_path / "train.jsonl", {"m": [asked, thinks], "when": "now"}, {"m": [thinks, asked, thinks]})
+    write(tmp_path / "val.jsonl", good)
+    files = [f"{TRAIN}.file_name={tmp_path}/train.jsonl", f"{VAL}.file_name={tmp_path}/val.jsonl"]
+    columns = [f"{TRAIN}.prompt=null", f"{TRAIN}.messages=m"]
+    words = ["validate", "sft_math", "data_generator=null", *files, *columns]
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    left_out = "the chat template leaves out reasoning_content of answers that are learned: 2 rows, the first"
+    assert f"warning: {tmp_path}/train.jsonl: {left_out} {tmp_path}/train.jsonl:1" in told
+    assert f"data: {tmp_path}/train.jsonl: columns that nobody reads: when" in told
+    template = tmp_path / "asks_first.jinja"
+    template.write_text(
+        "{{ raise_exception('the user speaks first') if messages[0].role != 'user' else '' }}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert main([*words, f"{TRAIN}.template={template}"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "train.jsonl:2: the chat template refuses the messages: the user speaks first" in told
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """A hub on this machine that has one model; the list collects what it is asked."""

@@ -1,6 +1,7 @@
 """The page of an evaluation's answers."""
 
 import dataclasses
+import json
 import re
 
 import numpy as np
@@ -33,6 +34,18 @@ def test_an_episode_of_several_turns_is_shown_from_its_question_on(tmp_path):
     page = save_answers([dataclasses.replace(asked, turns=(*asked.turns, told))], tmp_path, 1).read_text()
     words = ["question 0 &lt;b&gt;", "[add(1, 2)]", "3 &lt;b&gt;", "it is 3", ">3</td>", ">3</td>"]
     assert re.search(".*".join(map(re.escape, words)), page, re.DOTALL) and page.count("<tr>") == 2
+
+
+def test_an_answer_is_shown_with_its_system_prompt_and_why_it_ended(tmp_path):
+    messages = [{"role": "system", "content": "Be <brief>."}, {"role": "user", "content": "question 0 <b>"}]
+    asked = answer(0, "four", "4", "4", True)
+    asked = dataclasses.replace(asked, info={**asked.info, "conversation": json.dumps(messages)})
+    said = dataclasses.replace(asked.turns[0].completion, finish_reason=FinishReason.LENGTH)
+    cut = dataclasses.replace(asked, turns=(dataclasses.replace(asked.turns[0], completion=said),))
+    full = dataclasses.replace(asked, end=EpisodeEnd.CONTEXT_FULL)
+    page = save_answers([asked, cut, full], tmp_path, 1).read_text()
+    assert page.count("system: Be &lt;brief&gt;.") == 3 and page.count("question 0 &lt;b&gt;") == 3
+    assert re.findall(r'data-name="end">([^<]*)<', page) == ["stop", "cut at the length limit", "sequence is full"]
 
 
 def test_a_right_answer_of_megabytes_is_shortened_like_any_other_text(tmp_path):

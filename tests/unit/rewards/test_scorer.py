@@ -14,7 +14,7 @@ from roll.configs.base import Config
 from roll.configs.rewards import RewardConfig
 from roll.distributed.strategy.base import States
 from roll.rewards import RewardError, Sample, Verdict, Verifier
-from roll.rewards.scorer import DomainScorer, check_rewards
+from roll.rewards.scorer import DomainScorer, best_reward, check_rewards
 from roll.rollout.reward_worker import RewardWorker
 
 
@@ -150,6 +150,25 @@ def test_texts_are_kept_and_a_score_alone_says_nothing_about_the_answer():
 def test_who_decides(verifiers, correct, answer):
     verdict = score(sample(), *verifiers)
     assert (verdict.correct, verdict.answer) == (correct, answer)
+
+
+@pytest.mark.parametrize(
+    ("verifiers", "best"),
+    [
+        ([{"name": "gsm8k"}], 1.0),
+        ([{"name": "math", "weight": 2.0}, {"name": "format", "weight": 0.5, "args": {"score": 0.2}}], 2.1),
+        ([{"name": "multiple_choice"}, {"name": "length", "args": {"min_tokens": 1, "max_tokens": 9}}], 1.0),
+        (
+            [{"name": "instruction"}, {"name": "length", "args": {"min_tokens": 1, "max_tokens": 9, "penalty": 0.5}}],
+            1.5,
+        ),
+        ([{"name": "math"}, {"name": "format", "weight": -1.0}], None),
+        ([{"name": "math"}, {"name": f"{__name__}:Fake"}], None),
+    ],
+)
+def test_the_best_reward_is_known_where_all_verifiers_say_theirs(verifiers, best):
+    found = best_reward(RewardConfig(tag_included=["t"], verifiers=verifiers))
+    assert found is best if best is None else found == pytest.approx(best)
 
 
 def test_parts_carry_the_verifiers_names():

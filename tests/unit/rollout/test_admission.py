@@ -21,6 +21,8 @@ class World:
     admission: Admission
     rng: random.Random
     rejecting: float = 0.0
+    giving_up: float = 0.0
+    """Chance, whenever there is no batch yet, that dynamic sampling gives up: what runs is finished, nothing starts."""
     losing: float = 0.0
     slots: int = 10**9
     slow: frozenset[int] = frozenset()
@@ -34,6 +36,12 @@ class World:
         admission = self.admission
         admission.open(step)
         while (batch := admission.take()) is None:
+            if self.rng.random() < self.giving_up:
+                while admission.running:
+                    self.move(starts=False)
+                batch = admission.take(short=True)
+                assert batch is not None
+                break
             self.move()
         for _ in range(self.rng.randint(0, beside)):  # while the trainer works
             if admission.running or self.startable:
@@ -48,9 +56,9 @@ class World:
     def startable(self) -> bool:
         return self.admission.may_start and len(self.admission.running) < self.slots
 
-    def move(self) -> None:
+    def move(self, *, starts: bool = True) -> None:
         admission = self.admission
-        while self.startable:
+        while starts and self.startable:
             draw = admission.start()
             self.opened[draw] = admission.step
         assert len(admission.running) + len(admission.ready) <= admission.capacity
@@ -111,6 +119,57 @@ def test_the_lag_is_bounded_nothing_is_lost_and_nothing_overtaken_by_more_than_t
         "settled": len(world.rejected),
         "waiting": len(waiting),
     }
+
+
+@settings(max_examples=200)
+@given(worlds, st.sampled_from([0.05, 0.3]))
+def test_after_batches_that_fell_short_the_lag_is_bounded_and_nothing_is_lost(chosen: dict, giving_up: float) -> None:
+    world = world_of(chosen | {"losing": 0.0})
+    world.giving_up = giving_up
+    admission = world.admission
+    batch, ahead, window = admission.batch_size, admission.ahead, admission.window
+    for step in range(1, 16):
+        taken = world.step(step, beside=20)
+        assert len(taken) <= batch and admission.fell_short == (len(taken) < batch)
+        assert admission.next_draw <= step * batch + ahead + len(world.rejected)
+        assert all(step - world.opened[draw] <= math.ceil((ahead + window - 1) / batch) for draw in taken)
+    used = set(world.trained) | world.rejected
+    waiting = admission.running | admission.ready | set(admission.again)
+    assert used | waiting == set(range(admission.next_draw)) and not used & waiting
+    assert admission.counts()["trained"] == len(world.trained)
+
+
+@given(st.integers(1, 8), st.integers(1, 10), st.booleans(), st.integers(0, 2**32), st.sampled_from([0.0, 0.1, 0.5, 1]))
+def test_where_a_search_ends_depends_on_its_groups_and_not_on_their_order(
+    batch: int, most: int, fell_short: bool, seed: int, share: float
+) -> None:
+    wanted = [random.Random(seed).random() < share for _ in range(batch * most)]
+
+    def played(order: random.Random) -> tuple[tuple[int, ...], int]:
+        admission = Admission(batch, fell_short=fell_short)
+        admission.open(1)
+        finished = 0
+        while (taken := admission.take()) is None:
+            while admission.may_start and finished + len(admission.running) < admission.search_limit(most):
+                admission.start()
+            if not admission.running:
+                taken = admission.take(short=True)
+                break
+            draw = order.choice(sorted(admission.running))
+            (admission.finish if wanted[draw] else admission.settle)(draw)
+            finished += 1
+        assert taken is not None
+        return taken, admission.next_draw
+
+    taken, played_in_all = played(random.Random(0))
+    assert all(played(random.Random(number)) == (taken, played_in_all) for number in range(1, 6))
+    assert played_in_all <= batch * most
+    if not any(wanted):
+        assert played_in_all == batch * min(most, 1 if fell_short else 2)
+    if len(taken) < batch:
+        assert played_in_all == batch * min(most, 1 if fell_short else 2) + max(
+            0, most - (1 if fell_short else 2)
+        ) * len(taken)
 
 
 @given(worlds)

@@ -41,7 +41,8 @@ def test_kept_rollouts_are_taken_as_if_they_had_been_played(tmp_path: Path) -> N
     for step, collected in steps.items():
         write_rollouts(str(tmp_path), step, collected)
     lines = (tmp_path / "step-00001" / "episodes.jsonl").read_text().splitlines()
-    assert [json.loads(line)["group_id"] for line in lines] == [0, 2]
+    read = [json.loads(line) for line in lines]
+    assert [(each["group_id"], each["trained"]) for each in read] == [(0, True), (2, True), (1, False)]
 
     admission, player = Admission(2), scheduler()
     for step, collected in steps.items():

@@ -24,7 +24,7 @@ from roll.rollout.group_worker import GroupWorker
 from roll.rollout.plans import GroupPlan, GroupSpec
 from roll.rollout.router import EngineUnavailableError
 from roll.rollout.schedule import Schedule, StepDraws
-from roll.rollout.scheduler import RolloutScheduler, TooManyRejectedError
+from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import Collected, RolloutGroup
 
 PLAN = GroupPlan(tags=("A", "B"), slots_per_tag=(2, 1), group_size=4, redundancy=1, seed=7, name="train")
@@ -262,19 +262,37 @@ def test_a_rejected_group_is_replaced_by_that_of_the_next_id_whatever_happens(
     assert set(started_ids(folder)) == set(range(8)), "nothing was started in vain"
 
 
-def test_a_batch_of_which_too_little_is_accepted_is_given_up_at_the_cap(
+def test_a_step_takes_what_a_search_has_found_when_it_is_over(
     scheduler: Callable[..., RolloutScheduler], folder: Path
 ) -> None:
-    with pytest.raises(TooManyRejectedError, match=r"^of 7 groups only 2 were accepted, 3 are needed$") as raised:
-        scheduler().take(Admission(3), 1, accept=lambda group: group.group_id in (1, 4), max_groups=7)
-    assert sorted(ids(raised.value.groups)) == list(range(7))
-    assert started_ids(folder) == list(range(7))
+    admission = Admission(3)
+    options: Any = {"accept": lambda group: group.group_id == 4, "max_batches": 3}
+    collected = scheduler().take(admission, 1, **options)
+    assert ids(collected.groups) == [4] and ids(collected.rejected) == [0, 1, 2, 3, 5, 6]
+    assert started_ids(folder) == list(range(7)), "2 batches, and one group more for the one that was found"
+    admission.commit()
+    assert ids(scheduler().take(admission, 2, **options).groups) == [] and admission.next_draw == 10, "one batch"
+    assert admission.counts() == {"trained": 1, "settled": 9, "waiting": 0}
 
 
-def test_the_cap_itself_is_still_enough(scheduler: Callable[..., RolloutScheduler]) -> None:
-    collected = scheduler().take(Admission(3), 1, accept=lambda group: group.group_id >= 4, max_groups=7)
-    assert ids(collected.groups) == [4, 5, 6] and ids(collected.rejected) == [0, 1, 2, 3]
-    assert ids(scheduler().take(Admission(3), 1, max_groups=3).groups) == [0, 1, 2]
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_search_that_finds_nothing_may_go_on_to_its_end(
+    scheduler: Callable[..., RolloutScheduler], folder: Path, goes_on: bool
+) -> None:
+    asked: list[int] = []
+
+    def ask(rejected: Iterable[RolloutGroup]) -> bool:
+        asked.append(len(list(rejected)))
+        return goes_on
+
+    collected = scheduler().take(Admission(2), 1, accept=lambda group: False, max_batches=4, goes_on=ask)
+    assert (collected.groups, len(collected.rejected)) == ([], 8 if goes_on else 4) and asked == [4]
+
+
+def test_the_bound_of_a_search_itself_is_still_enough(scheduler: Callable[..., RolloutScheduler]) -> None:
+    collected = scheduler().take(Admission(3), 1, accept=lambda group: group.group_id >= 3, max_batches=2)
+    assert ids(collected.groups) == [3, 4, 5] and ids(collected.rejected) == [0, 1, 2]
+    assert ids(scheduler().take(Admission(3), 1, max_batches=1).groups) == [0, 1, 2]
 
 
 def test_with_extra_groups_every_id_is_accepted_rejected_or_given_back(
@@ -282,7 +300,7 @@ def test_with_extra_groups_every_id_is_accepted_rejected_or_given_back(
 ) -> None:
     (folder / "hang-1").touch()
     admission, collecting = Admission(4, ahead=2, window=6), scheduler()
-    collected = collecting.take(admission, 1, accept=lambda group: group.group_id != 2, max_groups=20)
+    collected = collecting.take(admission, 1, accept=lambda group: group.group_id != 2, max_batches=5)
     accepted, rejected = ids(collected.groups), ids(collected.rejected)
     assert len(accepted) == 4 and rejected == [2] and 1 in admission.again
     assert sorted([*accepted, *rejected, *admission.again, *admission.ready]) == list(range(admission.next_draw))
@@ -292,9 +310,9 @@ def test_with_extra_groups_every_id_is_accepted_rejected_or_given_back(
 
 
 def test_extra_groups_do_not_stretch_the_cap(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
-    with pytest.raises(TooManyRejectedError, match="of 5 groups only 0 were accepted, 4 are needed"):
-        scheduler().take(Admission(4, ahead=3, window=7), 1, accept=lambda group: False, max_groups=5)
-    assert started_ids(folder) == list(range(5))
+    collected = scheduler().take(Admission(4, ahead=3, window=7), 1, accept=lambda group: False, max_batches=1)
+    assert (ids(collected.groups), ids(collected.rejected)) == ([], [0, 1, 2, 3])
+    assert started_ids(folder) == list(range(4))
 
 
 def test_with_a_lag_groups_are_played_beside_training_and_not_too_many(
@@ -387,18 +405,17 @@ def test_groups_of_another_configuration_are_played_again_after_a_resume(
     assert collecting.commit(admission) == {"trained": 4, "settled": 1, "waiting": 0}
 
 
-def test_a_run_that_gave_up_goes_on_with_another_filter(
-    scheduler: Callable[..., RolloutScheduler], folder: Path
-) -> None:
+def test_a_resumed_run_goes_on_with_another_filter(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
     """What was turned down before a resume stays so, and is no reason to give up again."""
     admission = Admission(2)
-    with pytest.raises(TooManyRejectedError):
-        (first := scheduler(beside=True)).take(admission, 1, accept=lambda group: False, max_groups=4)
+    first = scheduler(beside=True)
+    first.take(admission, 1, accept=lambda group: False, max_batches=2)
+    first.halt()
     state, finished = admission.state_dict(keeps_groups=True), first.finished(admission)
     admission.load_state_dict(state, keeps_groups=True)
     second = scheduler(beside=True)
     second.restore(admission, finished)
-    collected = second.take(admission, 1, max_groups=4)
+    collected = second.take(admission, 1, max_batches=2)
     second.close()
     assert [group.group_id for group in collected.groups] == [4, 5]
     assert [group.group_id for group in collected.rejected] == [0, 1, 2, 3]

@@ -238,6 +238,7 @@ def test_metrics_are_means_over_episodes_and_turns() -> None:
         "rollout/response_tokens": 4 / 3,
         "rollout/prompt_tokens": 2.0,
         "rollout/context_full": 0.0,
+        "rollout/cut_off": 0.0,
         "rollout/A/episodes": 1,
         "rollout/A/success": 1.0,
         "rollout/A/reward": 1.0,

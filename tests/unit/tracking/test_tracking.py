@@ -525,6 +525,44 @@ def test_the_closing_line_says_what_was_learned_and_where_to_look(tmp_path: Path
     assert resumed.startswith("Held-out loss after training: 0.2500 in 4 steps")
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (
+            {"loss": 2.3, "perplexity": 9.97, "token_accuracy": 0.5, "success": 0.0, "episodes": 16},
+            {"loss": 1.5, "perplexity": 4.48, "token_accuracy": 0.6, "success": 0.125, "episodes": 16},
+            "Held-out loss 2.3000 → 1.5000 nats per token; accuracy of 16 answers 0.0% → 12.5%",
+        ),
+        (
+            {"loss": 0.6931, "preference_accuracy": 0.5, "margin": 0.0, "episodes": 0},
+            {"loss": 0.5, "preference_accuracy": 0.75, "margin": 0.1, "episodes": 0},
+            "Held-out preference accuracy 50.0% → 75.0%, loss 0.6931 → 0.5000",
+        ),
+        (
+            {"loss": 0.7, "pairwise_accuracy": 0.4, "calibration_error": 0.3},
+            {"loss": 0.6, "pairwise_accuracy": 0.9, "calibration_error": 0.2},
+            "Held-out accuracy on pairs 40.0% → 90.0%, loss 0.7000 → 0.6000",
+        ),
+        (
+            {"loss": 3.0, "divergence": 0.5, "nll": 2.0},
+            {"loss": 2.0, "divergence": 0.25, "nll": 1.0},
+            "Held-out divergence from the teacher 0.5000 → 0.2500, loss 3.0000 → 2.0000",
+        ),
+        ({}, {"loss": 0.6, "pairwise_accuracy": 0.9}, "Held-out accuracy on pairs after training: 90.0%, loss 0.6000"),
+    ],
+)
+def test_the_closing_line_leads_with_what_the_pipeline_itself_measures(
+    tmp_path: Path, before: dict[str, float], after: dict[str, float], words: str
+) -> None:
+    assert closing_line({"eval": {"before": before, "after": after}}, tmp_path).startswith(f"{words};")
+
+
+def test_the_closing_line_says_that_a_run_ended_as_learned(tmp_path: Path) -> None:
+    evals = {"before": {"accuracy": 0.1, "prompts": 200}, "after": {"accuracy": 0.95, "prompts": 200}}
+    line = closing_line({"status": "completed", "learned": "learned: 96% attained", "eval": evals}, tmp_path)
+    assert line.startswith("Ended as learned: 96% attained. Learned: accuracy 10.0% → 95.0%")
+
+
 def test_progress_is_silent_off_a_terminal_until_nothing_was_said_for_long(monkeypatch):
     out = io.StringIO()
     display = Display("run", stream=out)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll.algorithms.types import LossContext, LossFn, TokenScores
+from roll.algorithms.types import LossContext, LossFn, TokenScores, add_metrics
 from roll.configs.engines.megatron import MegatronConfig
 from roll.data.batch import Batch
 from roll.data.packing import take_micro_batch
@@ -266,8 +266,7 @@ class MegatronTrain(MegatronInfer, Trainer):
 
         sums: dict[str, float | Tensor] = {}
         for metrics in self._run(inputs, finish, forward_only=False):
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + value
+            add_metrics(sums, metrics)
         return self._metrics_from_last_stage(sums)
 
     def _metrics_from_last_stage(self, sums: dict[str, float | Tensor]) -> dict[str, float | Tensor]:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll.algorithms.types import LossContext, LossFn
+from roll.algorithms.types import LossContext, LossFn, add_metrics, is_maximum
 from roll.data.batch import Batch
 from roll.data.packing import padding_waste
 from roll.data.shared_prompts import worth_sharing
@@ -248,8 +248,8 @@ class Trainer(Scorer):
         Returns:
             The loss's metrics summed over micro-batches and ranks (the same on every rank), and ``loss``,
             ``grad_norm`` before clipping, ``lr``, ``num_tokens``, ``skipped_steps``; of this rank alone,
-            ``padding_waste`` and the time. A step with a NaN or infinite loss or gradient, or without loss tokens,
-            changes nothing and reports only finite values.
+            ``padding_waste``, maxima (``…_max``) and the time. A step with a NaN or infinite loss or gradient, or
+            without loss tokens, changes nothing and reports only finite values.
         """
         start = time.perf_counter()
         self._require(States.ALL)
@@ -292,8 +292,7 @@ class Trainer(Scorer):
             self.before_forward(last=last)
             output = loss_fn(self.forward(micro_batch, limits), micro_batch, context)
             self.backward(output.loss, last=last)
-            for name, value in (output.metrics | {self._loss_name: output.loss.detach()}).items():
-                sums[name] = sums.get(name, 0.0) + value
+            add_metrics(sums, output.metrics | {self._loss_name: output.loss.detach()})
         return sums
 
     def before_forward(self, *, last: bool) -> None:
@@ -344,7 +343,8 @@ class Trainer(Scorer):
     def _reduce(self, sums: dict[str, float | Tensor]) -> Metrics:
         """Sums gradients and metrics over the ranks; adds the L2 penalty and the gradient's norm."""
         self.reduce_gradients()
-        columns = {name: value / self._copies for name, value in sums.items()}
+        maxima = {name: float(value) for name, value in sums.items() if is_maximum(name)}
+        columns = {name: value / self._copies for name, value in sums.items() if name not in maxima}
         if self.context.l2:
             columns[self._loss_name] += self.add_l2(self.context.l2)
         columns[_SQUARE] = self.square_norm()
@@ -354,7 +354,7 @@ class Trainer(Scorer):
             dist.all_reduce(totals)
         metrics = dict(zip(names, totals.tolist(), strict=True))
         metrics[f"{self.area}/grad_norm"] = metrics.pop(_SQUARE) ** 0.5
-        return metrics
+        return metrics | maxima
 
     @property
     def _copies(self) -> int:

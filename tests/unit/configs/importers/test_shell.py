@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from roll.configs.importers.shell import ScriptError, read_script
+from roll.configs.importers.bash import Bash
+from roll.configs.importers.shell import ScriptError, Unread, read_script
 
 RUN = "python3 -m verl.trainer.main_ppo"
 
@@ -15,8 +18,15 @@ def words(text: str) -> list[str]:
     return read_script(text, "verl").overrides
 
 
-def test_lines_that_go_on_and_comments_between_them() -> None:
-    assert words(f"# a\n{RUN} \\\n  a.b=1 \\\n  # c=2 \\\n  d=3 $@\necho done=1") == ["a.b=1", "d=3"]
+def test_lines_that_go_on() -> None:
+    assert words(f"# a\n{RUN} \\\n  a.b=1 \\\n  d=3 $@\necho done=1") == ["a.b=1", "d=3"]
+
+
+@pytest.mark.parametrize("line", ["a.b=1 \\\n  # c=2 \\\n  d=3", "a.b=1 \\ \n  d=3"])
+def test_what_ends_a_command_unseen_is_noted(line: str) -> None:
+    found = read_script(f"{RUN} {line}", "verl")
+    assert found.overrides == ["a.b=1"], "as bash has it"
+    assert "ends the command" in found.notes[0]
 
 
 def test_the_last_line_may_ask_for_another() -> None:
@@ -107,17 +117,184 @@ def test_branches_are_chosen_by_the_variables_of_the_script() -> None:
     found = read_script(f"{BRANCHES}{RUN} a=$NAME b=$EXTRA c=$N d=$BACKEND", "verl")
     assert found.overrides == ["a=first", "b=none", "c=8", "d=unset"] and not found.notes
     other = read_script(f"{BRANCHES.replace('ENGINE=megatron', 'ENGINE=fsdp2')}{RUN} a=$NAME c=$N", "verl")
-    assert other.overrides == ["a=fourth", "c=2"], "a file that only a shell can look for: the last line counts"
-    assert "only a shell can choose" in other.notes[0]
+    assert other.overrides == ["c=2"]
+    assert other.unread == {"a": Unread("second or fourth or third", ("HOME_OF_NOBODY",))}
     once = read_script(f"A=x/y/x\nif [ $A = b ]; then\n{RUN} a=1\nelse\n{RUN} b=${{A//x/z}} c=${{A/x/z}}\nfi", "verl")
     assert once.overrides == ["b=z/y/z", "c=z/y/x"]
 
 
-@pytest.mark.parametrize("line", ["if [ $RANK = 0 ]; then", "if grep -q x y; then", "for A in 1 2; do"])
-def test_what_only_a_shell_can_choose_is_told(line: str) -> None:
-    end = "done" if line.startswith("for") else "fi"
-    found = read_script(f"A=0\n{line}\n  A=1\n{end}\n{RUN} a=$A", "verl")
-    assert found.overrides == ["a=1"] and "branches" in found.notes[0]
+@pytest.mark.parametrize(
+    ("line", "by"),
+    [("if [ $RANK = 0 ]; then", ("RANK",)), ("if grep -q x y; then", ()), ("while [ $RANK ]; do", ("RANK",))],
+)
+def test_what_only_a_shell_can_choose_is_never_guessed(line: str, by: tuple[str, ...]) -> None:
+    end = "done" if line.endswith("do") else "fi"
+    found = read_script(f"A=0\n{line}\n  A=1\n{end}\n{RUN} a=$A b=2", "verl")
+    assert found.overrides == ["b=2"] and found.unread == {"a": Unread("1 or 0", by)}
+
+
+DEVICES = """
+DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' && echo npu || echo gpu)}
+ARGS=(a=1 b=2)
+if [ "$DEVICE" = npu ]; then
+  N=4
+  ARGS+=(c=3)
+else
+  N=16
+fi
+"""
+
+
+def test_variables_of_the_environment_decide() -> None:
+    command = f'{DEVICES}{RUN} "${{ARGS[@]}}" n=$N d=$DEVICE'
+    asked = read_script(command, "verl")
+    assert asked.overrides == ["a=1", "b=2"]
+    assert asked.unread["n"] == Unread("4 or 16", ("DEVICE",)) and asked.unread["c"] == Unread("3", ("DEVICE",))
+    gpu = read_script(command, "verl", variables={"DEVICE": "gpu"})
+    assert gpu.overrides == ["a=1", "b=2", "n=16", "d=gpu"] and not gpu.unread
+    npu = read_script(command, "verl", variables={"DEVICE": "npu"})
+    assert npu.overrides == ["a=1", "b=2", "c=3", "n=4", "d=npu"]
+
+
+def test_a_branch_that_ends_the_script_leaves_no_doubt() -> None:
+    text = f'N=1\nif [ -z "$M" ]; then echo "M is missing"; exit 1; fi\n[ -f "$M" ] || exit 2\n{RUN} a=$N m=$M'
+    assert words(text) == ["a=1", "m=${oc.env:M}"]
+
+
+def test_several_commands_of_which_a_shell_chooses_one() -> None:
+    found = read_script(f"if [ $A ]; then\n  {RUN} a=1 n=2\nelse\n  {RUN} a=1 n=3\nfi", "verl")
+    assert found.overrides == ["a=1"] and found.unread == {"n": Unread("2 or 3", ("A",))}
+
+
+def test_a_value_that_comes_later_decides() -> None:
+    assert words(f"if [ $A ]; then N=1; else N=2; fi\n{RUN} n=$N n=3") == ["n=3"]
+    later = read_script(f"if [ $A ]; then N=1; else N=2; fi\n{RUN} n=3 n=$N", "verl")
+    assert later.overrides == [] and list(later.unread) == ["n"]
+
+
+def test_a_file_that_the_script_reads(tmp_path: Path) -> None:
+    (tmp_path / "base.sh").write_text("export NUM=8\nif [ $NUM -gt 4 ]; then BIG=yes; fi\n")
+    text = f"source scripts/base.sh\n{RUN} n=$NUM b=$BIG"
+    found = read_script(text, "verl", find=lambda path: tmp_path / Path(path).name)
+    assert found.overrides == ["n=8", "b=yes"]
+    absent = read_script(text, "verl")
+    assert absent.overrides == ["n=${oc.env:NUM}", "b=${oc.env:BIG}"] and "base.sh" in absent.notes[0]
+
+
+def test_a_variable_that_the_script_sets_itself_is_noted() -> None:
+    found = read_script(f"N=4\n{RUN} n=$N", "verl", variables={"N": "8"})
+    assert found.overrides == ["n=4"] and "--set N=8: the script itself sets N to 4" in found.notes
+
+
+AS_BASH = {
+    "arrays": """
+L=2
+A=(
+  n=$((L + L))
+  m=$(( L*3 )) # note
+  "t=x y" k=16
+)
+A+=(z=1)
+run "${A[@]}" "${A[@]:1:2}" q=${#A[@]} w=${A[$L]}
+""",
+    "quotes": """
+x=foo
+run a=\\'${x}\\' b='$x' c="'$x'" d="\\$x" e=$x$x"$x y" f=a\\ b g=$'a\\tb'
+""",
+    "splitting": """
+O="a=1 b=2"
+run $O "$O" pre$O
+""",
+    "defaults": """
+A=${A:-"x y"}
+: ${B:=4} "${C:=d e}"
+run a="$A" b=$B c="$C" d=${D-e} e=${A:+set} f=${Z:-${B}0}
+""",
+    "changes": """
+M=Org/Qwen3-8B.tar.gz
+run a=${M##*/} b=${M%%.*} c=${M%.*} d=${M/e/E} f=${M,,} g=${M:4:4} h=${#M} i=${M//[0-9]/_}
+""",
+    "maps": """
+declare -A P=([a]=1 [b]=2)
+P[c]=3
+k=b
+run x=${P[a]} y=${P[$k]} z=${P[c]}
+""",
+    "sums": """
+a=7 b=2
+run $((a/b)) $((-a/b)) $((a%b)) $((a**b)) $(( a>b ? 1+a : b )) $((a>3 && b<3)) $((!a))
+""",
+    "loops": """
+S=
+for i in 1 2 3
+do A+=(k$i=$i)
+done
+n=3
+while [ $n -gt 1 ]
+do n=$((n-1))
+[ $n = 2 ] && continue
+S=$S$n
+done
+run "${A[@]}" $S
+""",
+    "cases": """
+M=big
+case $M in
+ small|tiny) A=1 ;;
+ b*) A=2; B=3 ;;
+ *) A=4 ;;
+esac
+run a=$A b=$B
+""",
+    "tests": """
+A=fsdp2
+[[ ! $A == meg* && ( -n $A || $A < b ) ]] && B=1
+[ "$A" != x -a 2 -le 3 ] || B=2
+((3 > 4)) && B=3
+if ! [ -z "${Q:-}" ]; then B=4; elif test $A = fsdp2; then C=5; fi
+run b=$B c=$C
+""",
+    "functions": """
+f() { local n=$1; shift; G="$n:$*"; return 0; G=no; }
+function g { f "$@" z; }
+g 1 "2 3"
+run "$G" ${undefined:-none}
+""",
+    "arguments": """
+set -- a "b c" d
+shift
+run "$@" $# "$1" ${2} "${@:2}"
+""",
+    "texts": """
+C="run a=1 \\
+  'b=x y'"
+eval "$C"
+""",
+    "indirect": """
+N=M
+M=5
+run a=${!N} b="${M}"
+""",
+    "lists": """
+true && A=1 || A=2
+false || B=3
+run $A $B
+""",
+}
+
+
+@pytest.mark.parametrize("name", AS_BASH)
+def test_words_are_those_that_bash_makes(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    start = "shopt -u extglob; run() { printf '%s\\0' \"$@\"; }\n"
+    script.write_text(start + AS_BASH[name])
+    shell = subprocess.run(
+        ["bash", script], env={"PATH": os.environ["PATH"]}, capture_output=True, timeout=20, check=True
+    )
+    bash = Bash(lambda words: words[0] == "run")
+    bash.follow(AS_BASH[name])
+    assert [word.text for word in bash.commands[0]][1:] == shell.stdout.decode().split("\0")[:-1]
+    assert not any(word.undecided for word in bash.commands[0]) and not bash.notes
 
 
 @pytest.mark.parametrize("text", ["", "echo a=1", "python train.py a=1", f"# {RUN} a=1"])

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
 from roll.data.files.read import read_rows
-from roll.data.files.rows import SHOWN_PROBLEMS, DataError, Problems, plain_row
+from roll.data.files.rows import SHOWN_PROBLEMS, DataError, Problems, Unreadable, plain_row
+from roll.data.prompt_rows import RowError, lookup
 
 ROWS = [
     {"id": "a", "prompt": "1+1=", "solution": "2"},
@@ -354,7 +355,7 @@ def test_arrow_values_become_json_values(tmp_path: Path) -> None:
     (row,) = read(tmp_path / "a.parquet")
     assert json.loads(json.dumps(row)) == row
     assert row == {
-        "nested": [{"role": "user", "content": None}],
+        "nested": [{"role": "user"}],  # arrow gives every object of a list the keys of all
         "map": {"k": 1},
         "day": "2024-02-29",
         "exact": "1.10",
@@ -362,9 +363,22 @@ def test_arrow_values_become_json_values(tmp_path: Path) -> None:
         "category": "x",
     }
     parquet.write_table(pa.table({"n": [1, 2], "image": [{"raw": None}, {"raw": b"\x89PNG"}]}), tmp_path / "b.parquet")
-    assert complaints(tmp_path / "b.parquet") == [
-        f"{tmp_path}/b.parquet:row 2: column image.raw: bytes, expected text, a number, a list or a mapping"
-    ]
+    first, second = read(tmp_path / "b.parquet")
+    assert first == {"n": 1, "image": {"raw": None}} and second["n"] == 2
+    assert second["image"] == Unreadable("raw: bytes, expected text, a number, a list or a mapping")
+
+
+def test_a_value_that_nothing_can_read_is_a_problem_only_for_its_reader(tmp_path: Path) -> None:
+    twice = pa.array([[("k", 1), ("k", 2)], [("k", 3)]], pa.map_(pa.string(), pa.int64()))
+    nanoseconds = pa.array([1, 2], pa.timestamp("ns"))
+    parquet.write_table(pa.table({"n": [1, 2], "map": twice, "at": nanoseconds}), tmp_path / "a.parquet")
+    first, second = read(tmp_path / "a.parquet")
+    assert isinstance(first["map"], Unreadable) and second["map"] == {"k": 3} and (first["n"], second["n"]) == (1, 2)
+    with pytest.raises(RowError, match="column 'map': "):
+        lookup(first, "map")
+    digits = "7" * 5000
+    for name, text in (("a.jsonl", f'{{"n": {digits}, "m": 1}}\n'), ("a.json", f'[{{"n": {digits}, "m": 1}}]')):
+        assert read(write(tmp_path / name, text)) == [{"n": digits, "m": 1}]
 
 
 def test_numpy_values_become_json_values() -> None:
@@ -385,15 +399,15 @@ def test_numpy_values_become_json_values() -> None:
         "tuple": [1, None],
     }
     assert json.loads(json.dumps(row.values)) == row.values
-    for wrong, reason in (
-        ({"f": len}, "column f: builtin_function_or_method"),
-        ({1: 2}, "column: key 1, expected text"),
-        ([], "a list, expected a mapping of columns"),
-    ):
-        problems = Problems()
-        assert plain_row("x:1", "x:row 1", wrong, problems) is None
-        with pytest.raises(DataError, match=reason):
-            problems.raise_any()
+    wrong = plain_row("x:1", "x:row 1", {"f": len, "g": {1: 2}}, problems)
+    assert wrong is not None
+    for column, reason in (("f", "'f': builtin_function_or_method"), ("g", "'g': key 1, expected text")):
+        with pytest.raises(RowError, match=reason):
+            lookup(wrong.values, column)
+    problems.raise_any()
+    assert plain_row("x:1", "x:row 1", [], problems) is None
+    with pytest.raises(DataError, match="a list, expected a mapping of columns"):
+        problems.raise_any()
 
 
 def test_many_problems_are_counted_and_the_first_shown(tmp_path: Path) -> None:

@@ -1,0 +1,505 @@
+"""Rows as people have them: each form is read as the same conversation in OpenAI's, or refused in words."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from roll.configs.data import DataArguments
+from roll.configs.preference import PairColumns
+from roll.configs.reward_training import RewardColumns
+from roll.data.conversations import Conversations, encode_talk, load_conversations
+from roll.data.files.rows import DataError
+from roll.data.preferences import load_preferences
+from roll.data.prompts import load_prompts
+from roll.data.renderer import ChatRenderer
+from roll.data.scored_answers import load_scored
+from tests.support.chat_families import family_tokenizer
+
+RENDERER = ChatRenderer(family_tokenizer("qwen3"))
+Row = Mapping[str, Any]
+
+M, PR, PC, TALK = (
+    {"messages": "m"},
+    {"prompt": "q", "response": "r"},
+    {"prompt": "p", "response": "c"},
+    {"messages": "p", "response": "c"},
+)
+ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
+
+
+def user(text: str = "1+1?", **more: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text, **more}
+
+
+def says(text: str | None = "2", **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def called(arguments: Any = None, **more: Any) -> dict[str, Any]:
+    function = {"name": "add", "arguments": {"a": 1} if arguments is None else arguments}
+    return {"id": "call00000", "type": "function", "function": function, **more}
+
+
+def result(**more: Any) -> dict[str, Any]:
+    return {"role": "tool", "content": "2", **more}
+
+
+FUNCTION = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+SYSTEM = {"role": "system", "content": "Be brief."}
+PLAIN = [user(), says()]
+TWO = [user(), says(), user("2+2?"), says("4")]
+THINKS = [user(), says(reasoning_content="one and one")]
+USES = [user(), says("", tool_calls=[called()]), result(), says("two")]
+
+ACCEPTED: list[tuple[str, Row, dict[str, str], Sequence[Row], Sequence[int], Any]] = [
+    # name, row, keys, the same conversation, what of it is learned, tools
+    ("openai", {"m": PLAIN}, M, PLAIN, [1], None),
+    ("system", {"m": [SYSTEM, *PLAIN]}, M, [SYSTEM, *PLAIN], [2], None),
+    ("developer", {"m": [{**SYSTEM, "role": "developer"}, *PLAIN]}, M, [SYSTEM, *PLAIN], [2], None),
+    ("json text", {"m": json.dumps(PLAIN)}, M, PLAIN, [1], None),
+    ("several turns", {"m": TWO}, M, TWO, [1, 3], None),
+    ("assistant first", {"m": [says("Hi."), *PLAIN]}, M, [says("Hi."), *PLAIN], [0, 2], None),
+    ("assistant alone", {"m": [says()]}, M, [says()], [0], None),
+    ("sharegpt", {"m": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]}, M, PLAIN, [1], None),
+    (
+        "sharegpt system",
+        {
+            "m": [
+                {"from": "system", "value": "Be brief."},
+                {"from": "user", "value": "1+1?"},
+                {"from": "chatgpt", "value": "2"},
+            ]
+        },
+        M,
+        [SYSTEM, *PLAIN],
+        [2],
+        None,
+    ),
+    (
+        "sharegpt tools",
+        {
+            "m": [
+                {"from": "human", "value": "1+1?"},
+                {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+                {"from": "observation", "value": "2"},
+                {"from": "gpt", "value": "two"},
+            ]
+        },
+        M,
+        USES,
+        [1, 3],
+        None,
+    ),
+    (
+        "roles of sharegpt",
+        {"m": [{"role": "human", "content": "1+1?"}, {"role": "model", "content": "2"}]},
+        M,
+        PLAIN,
+        [1],
+        None,
+    ),
+    ("from beside null role", {"m": [{"role": None, "from": "human", "value": "1+1?"}, says()]}, M, PLAIN, [1], None),
+    (
+        "text parts",
+        {
+            "m": [
+                user([{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]),
+                says([{"type": "text", "text": "2"}]),
+            ]
+        },
+        M,
+        PLAIN,
+        [1],
+        None,
+    ),
+    ("parts as strings", {"m": [user(["1+", "1?"]), says()]}, M, PLAIN, [1], None),
+    (
+        "responses parts",
+        {"m": [user([{"type": "input_text", "text": "1+1?"}]), says([{"type": "output_text", "text": "2"}])]},
+        M,
+        PLAIN,
+        [1],
+        None,
+    ),
+    (
+        "parts with nulls",
+        {"m": [user([{"type": "text", "text": "1+1?", "image_url": None}]), says()]},
+        M,
+        PLAIN,
+        [1],
+        None,
+    ),
+    (
+        "thinking part",
+        {"m": [user(), says([{"type": "thinking", "thinking": "one and one"}, {"type": "text", "text": "2"}])]},
+        M,
+        THINKS,
+        [1],
+        None,
+    ),
+    ("reasoning_content", {"m": THINKS}, M, THINKS, [1], None),
+    ("reasoning", {"m": [user(), says(reasoning="one and one")]}, M, THINKS, [1], None),
+    ("thinking", {"m": [user(), says(thinking="one and one")]}, M, THINKS, [1], None),
+    ("null reasoning", {"m": [user(), says(reasoning_content=None, thinking="")]}, M, PLAIN, [1], None),
+    ("inline reasoning", {"m": [user(), says("<think>\none and one\n</think>\n\n2")]}, M, THINKS, [1], None),
+    ("tool calls", {"m": USES}, M, USES, [1, 3], None),
+    ("null content", {"m": [user(), says(None, tool_calls=[called()]), *USES[2:]]}, M, USES, [1, 3], None),
+    ("no content", {"m": [user(), {"role": "assistant", "tool_calls": [called()]}, *USES[2:]]}, M, USES, [1, 3], None),
+    ("arguments as text", {"m": [user(), says("", tool_calls=[called('{"a": 1}')]), *USES[2:]]}, M, USES, [1, 3], None),
+    (
+        "no arguments",
+        {"m": [user(), says("", tool_calls=[{"function": {"name": "add", "arguments": ""}}])]},
+        M,
+        [user(), says("", tool_calls=[called({})])],
+        [1],
+        None,
+    ),
+    (
+        "bare calls",
+        {"m": [user(), says("", tool_calls=[{"name": "add", "arguments": {"a": 1}}]), *USES[2:]]},
+        M,
+        USES,
+        [1, 3],
+        None,
+    ),
+    ("calls as text", {"m": [user(), says("", tool_calls=json.dumps([called()])), *USES[2:]]}, M, USES, [1, 3], None),
+    (
+        "function_call",
+        {
+            "m": [
+                user(),
+                says(None, function_call={"name": "add", "arguments": '{"a": 1}'}),
+                {"role": "function", "name": "add", "content": "2"},
+                says("two"),
+            ]
+        },
+        M,
+        USES,
+        [1, 3],
+        None,
+    ),
+    ("null function_call", {"m": [user(), says(function_call=None)]}, M, PLAIN, [1], None),
+    ("empty tool_calls", {"m": [user(), says(tool_calls=[])]}, M, PLAIN, [1], None),
+    ("null tool_calls", {"m": [user(tool_calls=None), says(tool_calls=None)]}, M, PLAIN, [1], None),
+    ("last says by calls", {"m": USES[:2]}, M, USES[:2], [1], None),
+    (
+        "numbered call",
+        {"m": [user(), says("", tool_calls=[called(id=7, index=0)]), result(tool_call_id=7), says("two")]},
+        M,
+        USES,
+        [1, 3],
+        None,
+    ),
+    ("tools", {"m": USES, "tools": TOOLS}, M, USES, [1, 3], TOOLS),
+    ("bare tools", {"m": USES, "tools": [FUNCTION]}, M, USES, [1, 3], TOOLS),
+    ("tools as text", {"m": USES, "tools": json.dumps(TOOLS)}, M, USES, [1, 3], TOOLS),
+    ("tools as texts", {"m": USES, "tools": [json.dumps(TOOLS[0])]}, M, USES, [1, 3], TOOLS),
+    (
+        "parameters as text",
+        {"m": USES, "tools": [{**FUNCTION, "parameters": json.dumps(FUNCTION["parameters"])}]},
+        M,
+        USES,
+        [1, 3],
+        TOOLS,
+    ),
+    ("older functions", {"m": USES, "functions": [FUNCTION]}, M, USES, [1, 3], TOOLS),
+    ("tools of another name", {"m": USES, "f": TOOLS}, M | {"tools": "f"}, USES, [1, 3], TOOLS),
+    ("no tools", {"m": PLAIN, "tools": []}, M, PLAIN, [1], None),
+    ("null tools", {"m": PLAIN, "tools": None}, M, PLAIN, [1], None),
+    ("empty tools text", {"m": PLAIN, "tools": ""}, M, PLAIN, [1], None),
+    ("functions of another kind", {"m": PLAIN, "functions": ["sin", "cos"]}, M, PLAIN, [1], None),
+    ("weight", {"m": [user(), says(weight=0), user("2+2?"), says("4", weight=1)]}, M, TWO, [3], None),
+    ("weight 1.0", {"m": [user(weight=None), says(weight=1.0)]}, M, PLAIN, [1], None),
+    ("weight 0 of a user", {"m": [user(weight=0), says()]}, M, PLAIN, [1], None),
+    ("train", {"m": [user(train=False), says(train=True), user("2+2?"), says("4", train=False)]}, M, TWO, [1], None),
+    ("training", {"m": [user(), says(training=False), user("2+2?"), says("4")]}, M, TWO, [3], None),
+    ("loss", {"m": [user(), says(loss=False), user("2+2?"), says("4", loss=True)]}, M, TWO, [3], None),
+    ("empty answers", {"m": [user(), says(""), user("2+2?"), says("4")]}, M, [user(), says(""), *TWO[2:]], [3], None),
+    ("prompt and response", {"q": "1+1?", "r": "2"}, PR, PLAIN, [1], None),
+    ("alpaca", {"instruction": "1+1?", "input": "", "output": "2"}, ALPACA, PLAIN, [1], None),
+    (
+        "alpaca with input",
+        {"instruction": "Add.", "input": "1+1?", "output": "2"},
+        ALPACA,
+        [user("Add.\n1+1?"), says()],
+        [1],
+        None,
+    ),
+    ("prompt and completion", {"p": "1+1?", "c": "2"}, PC, PLAIN, [1], None),
+    ("conversational", {"p": [user()], "c": [says()]}, PC, PLAIN, [1], None),
+    ("conversational, a message", {"p": [user()], "c": says()}, PC, PLAIN, [1], None),
+    ("conversation and text", {"p": [SYSTEM, user()], "c": "2"}, PC, [SYSTEM, *PLAIN], [2], None),
+    ("text and conversation", {"p": "1+1?", "c": [says()]}, PC, PLAIN, [1], None),
+    ("messages and completion", {"p": [user()], "c": [says()]}, TALK, PLAIN, [1], None),
+    ("completion alone is learned", {"p": TWO[:3], "c": "4"}, PC, TWO, [3], None),
+    ("completion with tools", {"p": [user()], "c": USES[1:]}, PC, USES, [1, 3], None),
+    ("whole messages beside a response", {"m": PLAIN, "r": "9"}, M | {"response": "r"}, PLAIN, [1], None),
+    ("system column", {"q": "1+1?", "r": "2", "s": "Be brief."}, PR | {"system": "s"}, [SYSTEM, *PLAIN], [2], None),
+    ("null system column", {"q": "1+1?", "r": "2", "s": None}, PR | {"system": "s"}, PLAIN, [1], None),
+    ("dotted", {"data": {"q": "1+1?", "r": "2"}}, {"prompt": "data.q", "response": "data.r"}, PLAIN, [1], None),
+    ("null id", {"id": None, "m": PLAIN}, M, PLAIN, [1], None),
+    ("float id", {"id": 1.5, "m": PLAIN}, M, PLAIN, [1], None),
+    ("nested id", {"id": {"a": 1}, "m": PLAIN}, M, PLAIN, [1], None),
+    ("nested column", {"m": PLAIN, "x": {"a": [{"b": None}]}}, M, PLAIN, [1], None),
+    ("unknown message keys", {"m": [user(score=0.5, at={"x": [1]}), says(model="y")]}, M, PLAIN, [1], None),
+]
+
+REFUSED: list[tuple[Row, dict[str, str], str]] = [
+    ({"m": [user()]}, M, "m[0]: the last message is of the user, expected the assistant; or data_args.response"),
+    ({"m": [user(), says("")]}, M, "m[1].content: empty, expected an answer"),
+    ({"m": [user(), says("", tool_calls=[])]}, M, "m[1].content: empty, expected an answer"),
+    ({"m": [user(), says(None)]}, M, "m[1]: no content, seen 'role', 'content'; expected text"),
+    ({"m": [user(), {"role": "critic", "content": "2"}]}, M, "m[1].role: 'critic', expected one of system, developer"),
+    ({"m": [user(), says(weight=0)]}, M, "column 'm': nothing to learn: weight or train"),
+    ({"m": [user(), says(weight=0.5)]}, M, "m[1].weight: 0.5, expected 0 or 1"),
+    ({"m": [user(), says(weight="1")]}, M, "m[1].weight: '1', expected 0 or 1"),
+    ({"m": [user(weight=1), says()]}, M, "m[0].weight: 1 of the user, expected it of the assistant alone"),
+    ({"m": [user(), says(weight=0, train=True)]}, M, "m[1]: weight and train differ"),
+    (
+        {"m": [user([{"type": "image_url", "image_url": {"url": "x"}}]), says()]},
+        M,
+        "m[0].content[0]: a part of type 'image_url', expected text alone",
+    ),
+    (
+        {"m": [user(), says([{"type": "tool_use", "name": "add", "input": {}}])]},
+        M,
+        "m[1].content[0]: a part of type 'tool_use'",
+    ),
+    ({"m": [user({"a": 1}), says()]}, M, "m[0].content: {'a': 1}, expected text, or a list of parts"),
+    ({"m": [user(tool_calls=[called()]), says()]}, M, "m[0]: a call of the user, expected it of the assistant alone"),
+    ({"m": [user(), says(tool_calls=[called("{a: 1}")])]}, M, "m[1].tool_calls[0].arguments: '{a: 1}' is no JSON"),
+    ({"m": [user(), says(tool_calls=[called([1])])]}, M, "m[1].tool_calls[0].arguments: [1], expected an object"),
+    (
+        {"m": [user(), says(tool_calls=[{"function": {"arguments": {}}}])]},
+        M,
+        "m[1].tool_calls[0]: {'function': {'arguments': {}}}, expected function",
+    ),
+    (
+        {"m": [user(), says(tool_calls=[{"function": {"name": "f", "parameters": {}}}])]},
+        M,
+        "m[1].tool_calls[0]: unknown key 'parameters' of a call",
+    ),
+    (
+        {"m": [user(), says(tool_calls=[called()], function_call={"name": "f"})]},
+        M,
+        "m[1]: tool_calls and function_call, expected one",
+    ),
+    ({"m": [user(), says(reasoning="a", thinking="b")]}, M, "m[1]: different reasoning in reasoning and thinking"),
+    ({"m": PLAIN, "tools": ["add"]}, M, "tools[0]: 'add' is no JSON"),
+    (
+        {"m": PLAIN, "tools": [{"type": "code_interpreter"}]},
+        M,
+        "tools[0]: {'type': 'code_interpreter'}, expected {type: function",
+    ),
+    ({"m": PLAIN, "tools": 3}, M, "column 'tools': 3, expected a list of tools (data_args.tools: null: not read)"),
+    ({"m": "hello"}, M, "column 'm': text that is no JSON list of messages"),
+    ({"m": {"role": "user"}}, M, "column 'm': {'role': 'user'}, expected a list of messages"),
+    ({"x": 1}, M, "no column 'm', the row has 'x'"),
+    ({"m": [user("\ud800"), says()]}, M, "m[0].content: half of a surrogate pair at character 1"),
+    ({"q": "1+1?", "r": None}, PR, "column 'r': null, expected the text of an answer, or its messages"),
+    ({"q": "1+1?", "r": " "}, PR, "column 'r': ' ', expected the text of an answer"),
+    ({"p": [user()], "c": [user("2")]}, PC, "c[0]: the last message is of the user, expected the assistant"),
+    ({"p": PLAIN, "c": "3"}, PC, "p[1]: the last message is of the assistant, expected the user"),
+    ({"q": "1+1?", "r": "2", "s": "x"}, PR | {"tools": "f"}, "no column 'f'"),
+]
+
+
+def write(path: Path, rows: Sequence[Row]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def load(path: Path, keys: Mapping[str, Any]) -> Conversations:
+    return load_conversations(DataArguments(file_name=str(path), **keys), renderer=RENDERER, max_tokens=4000)
+
+
+def rows_of(data: Conversations) -> list[tuple[list[int], list[bool]]]:
+    lengths = data.batch.lengths_B.tolist()
+    parts = zip(data.batch.tokens_T.split(lengths), data.batch.loss_mask_T.split(lengths), strict=True)
+    return [(tokens.tolist(), mask.tolist()) for tokens, mask in parts]
+
+
+@pytest.mark.parametrize("case", ACCEPTED, ids=[case[0] for case in ACCEPTED])
+def test_a_form_is_read_as_the_same_conversation_in_openais(tmp_path: Path, case: Any) -> None:
+    _, row, keys, messages, learned, tools = case
+    data = load(write(tmp_path / "data.jsonl", [row]), keys)
+    expected = RENDERER.rows(messages, learned, tools)
+    assert rows_of(data) == [(ids.tolist(), mask.tolist()) for ids, mask in expected]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=[case[2][:60] for case in REFUSED])
+def test_what_is_not_understood_is_refused_with_its_line(tmp_path: Path, case: Any) -> None:
+    row, keys, reason = case
+    fine: dict[str, Any] = {"m": PLAIN, "q": "1+1?", "r": "2", "p": [user()], "c": "2", "f": TOOLS}
+    path = write(tmp_path / "data.jsonl", [fine, row])
+    with pytest.raises(DataError) as caught:
+        load(path, keys)
+    assert caught.value.count == 1
+    assert caught.value.problems[0].startswith(f"{path}:2: {reason}"), caught.value.problems[0]
+
+
+def test_the_table_is_large() -> None:
+    assert len(ACCEPTED) + len(REFUSED) >= 100
+
+
+def test_parquet_gives_every_row_and_message_the_keys_of_all(tmp_path: Path) -> None:
+    """A struct that is there for others comes as null, and so do keys of arguments and of schemas."""
+    other = {
+        "name": "look",
+        "description": "Looks.",
+        "parameters": {"type": "object", "properties": {"w": {"type": "string"}}},
+    }
+    rows = [
+        {"m": PLAIN, "tools": None},
+        {"m": USES, "tools": [FUNCTION]},
+        {
+            "m": [
+                user(),
+                says(
+                    None,
+                    tool_calls=[
+                        {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {"w": "x"}}}
+                    ],
+                ),
+            ],
+            "tools": [other],
+        },
+        {"m": THINKS, "tools": []},
+    ]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet")
+    assert rows_of(load(tmp_path / "data.parquet", M)) == rows_of(load(write(tmp_path / "data.jsonl", rows), M))
+
+
+def test_columns_that_nobody_reads_never_refuse_a_file(tmp_path: Path) -> None:
+    twice = pa.array([[("k", 1), ("k", 2)]] * 2, pa.map_(pa.string(), pa.int64()))
+    odd = {
+        "at": [datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)] * 2,
+        "took": [datetime.timedelta(seconds=3)] * 2,
+        "picture": [b"\x89PNG"] * 2,
+        "nested": [{"a": [{"b": b"x"}]}] * 2,
+        "nan": [float("nan")] * 2,
+        "huge": pa.array([2**64 - 1] * 2, pa.uint64()),
+        "map": twice,
+        "ns": pa.array([1, 2], pa.timestamp("ns")),
+        "nothing": pa.nulls(2),
+        "id": [1.0, None],
+    }
+    table = pa.table({"m": [PLAIN, PLAIN], **odd})
+    parquet.write_table(table, tmp_path / "data.parquet")
+    data = load(tmp_path / "data.parquet", M)
+    assert len(data.batch.samples) == 2
+    assert [question.id for question in data.questions] == ["1", f"{tmp_path / 'data.parquet'}:2"]
+    (note,) = data.report.notes
+    assert note.endswith("columns that nobody reads: at, took, picture, nested, nan, huge, map, ns, nothing")
+
+
+def test_marks_blank_lines_and_other_line_ends_are_no_rows(tmp_path: Path) -> None:
+    lines = [json.dumps({"m": PLAIN, "n": number}) for number in range(2)]
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n\r\n".join(lines).encode() + b"\r\n \r\n")
+    assert len(load(path, M).batch.samples) == 2
+    path.write_text(f'{{"m": {json.dumps(PLAIN)}, "n": NaN, "huge": {"9" * 5000}}}\n')
+    assert len(load(path, M).batch.samples) == 1
+
+
+def pairs(path: Path, keys: Mapping[str, Any]) -> Conversations:
+    args = DataArguments(file_name=str(path), **keys)
+    return load_preferences(args, PairColumns(), label=None, encode=encode_talk(RENDERER), max_tokens=4000)
+
+
+@pytest.mark.parametrize(
+    ("row", "keys"),
+    [
+        ({"p": "1+1?", "chosen": "2", "rejected": "3"}, {"prompt": "p"}),
+        ({"p": [user()], "chosen": [says()], "rejected": [says("3")]}, {"prompt": "p"}),
+        ({"p": [user()], "chosen": says(), "rejected": "3"}, {"messages": "p"}),
+        ({"p": "1+1?", "chosen": PLAIN, "rejected": [user(), says("3")]}, {"prompt": "p"}),
+        ({"chosen": PLAIN, "rejected": [user(), says("3")]}, {"messages": "chosen"}),
+        (
+            {
+                "chosen": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}],
+                "rejected": [user(), says([{"type": "text", "text": "3"}])],
+            },
+            {"messages": "chosen"},
+        ),
+        ({"p": "1+1?", "chosen": "2", "rejected": "3", "id": None, "x": {"a": 1}}, {"prompt": "p"}),
+    ],
+)
+def test_pairs_take_the_same_forms(tmp_path: Path, row: Row, keys: Mapping[str, Any]) -> None:
+    data = pairs(write(tmp_path / "data.jsonl", [row]), keys)
+    expected = [RENDERER.rows([user(), says(text)])[0] for text in ("2", "3")]
+    assert rows_of(data) == [(ids.tolist(), mask.tolist()) for ids, mask in expected]
+
+
+def test_pairs_of_calls_are_compared_with_the_tools_told(tmp_path: Path) -> None:
+    answers = [says("", tool_calls=[called({"a": number})]) for number in (1, 2)]
+    row = {"p": [user()], "chosen": [answers[0]], "rejected": [answers[1]], "tools": TOOLS}
+    data = pairs(write(tmp_path / "data.jsonl", [row]), {"messages": "p"})
+    expected = [RENDERER.rows([user(), answer], None, TOOLS)[0] for answer in answers]
+    assert rows_of(data) == [(ids.tolist(), mask.tolist()) for ids, mask in expected]
+    same = {**row, "rejected": [answers[0]]}
+    with pytest.raises(DataError, match="the same answer, expected two"):
+        pairs(write(tmp_path / "data.jsonl", [same]), {"messages": "p"})
+
+
+@pytest.mark.parametrize(
+    ("row", "keys"),
+    [
+        ({"q": "1+1?", "r": "2", "score": 1}, PR),
+        ({"m": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}], "score": 1}, M),
+        ({"q": [user()], "r": [says()], "score": "1", "x": [1]}, PR),
+    ],
+)
+def test_scored_answers_take_the_same_forms(tmp_path: Path, row: Row, keys: Mapping[str, Any]) -> None:
+    args = DataArguments(file_name=str(write(tmp_path / "data.jsonl", [row])), **keys)
+    data = load_scored(args, RewardColumns(), in_steps=False, renderer=RENDERER, max_tokens=4000)
+    whole = RENDERER.history(PLAIN).tolist()
+    assert data.batch.tokens_T.tolist() == [*whole, whole[-1]]
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "messages", "tools"),
+    [
+        ({"q": "1+1?"}, {"prompt": "q"}, [user()], None),
+        ({"q": [SYSTEM, user()]}, {"prompt": "q"}, [SYSTEM, user()], None),
+        ({"q": [{"from": "human", "value": "1+1?"}]}, {"messages": "q"}, [user()], None),
+        ({"q": [user([{"type": "text", "text": "1+1?"}])], "tools": TOOLS}, {"messages": "q"}, [user()], TOOLS),
+        ({"q": [*USES, user("so?")], "tools": [FUNCTION]}, {"messages": "q"}, [*USES, user("so?")], TOOLS),
+    ],
+)
+def test_prompts_take_the_same_forms(tmp_path: Path, row: Row, keys: Any, messages: Any, tools: Any) -> None:
+    path = write(tmp_path / "data.jsonl", [{**row, "tag": "sums", "solution": "2"}])
+    args = DataArguments(file_name=str(path), **keys)
+    (prompt,) = load_prompts(args, renderer=RENDERER, prompt_length=4000, allowed_tags={"sums"}, seed=0)
+    ids = RENDERER.prompt(messages, tools)
+    assert RENDERER.prompt(prompt.messages, prompt.tools).tolist() == ids.tolist()
+    with pytest.raises(DataError, match=f"{len(ids)} tokens, expected at most"):
+        load_prompts(args, renderer=RENDERER, prompt_length=len(ids) - 1, allowed_tags={"sums"}, seed=0)
+
+
+def test_what_is_left_out_is_told_once_for_a_file(tmp_path: Path) -> None:
+    rows = [{"m": PLAIN}, {"m": [user(name="Ann"), says()]}, {"m": [user(name="Bob"), says()]}]
+    path = write(tmp_path / "data.jsonl", rows)
+    report = load(path, M).report
+    left_out = "the chat template leaves out 'name' of messages before an answer"
+    assert report.notes == (f"warning: {path}: {left_out}: 2 rows, the first {path}:2",)
+    qwen2_5 = ChatRenderer(family_tokenizer("qwen2_5"))
+    args = DataArguments(file_name=str(write(path, [{"m": THINKS}])), **M)
+    (note,) = load_conversations(args, renderer=qwen2_5, max_tokens=400).report.notes
+    assert "leaves out reasoning_content of answers that are learned: 1 row, the first" in note
+
+
+def test_rewritten_turns_make_samples_of_their_own_and_one_question(tmp_path: Path) -> None:
+    data = load(write(tmp_path / "data.jsonl", [{"m": TWO}, {"m": PLAIN}]), M)
+    assert len(data.batch.samples) == 3 and len(data.questions) == 2
+    assert str(data.report).startswith("2 conversations as 3 samples, ")
+    assert "has a sample of its own" in str(data.report)
