@@ -31,8 +31,6 @@ CHANGING = (
 )
 """Families whose logits are not those of their output layer, each in its own way."""
 PLAIN = ("gpt2", "llama4_text", "nemotron", "olmo2", "opt", "phi3", "qwen2", "qwen3_5_text")
-UNKNOWN = {"prophetnet": "its predictions are those of a second stream"}
-"""Families whose way to logits cannot be run alone."""
 
 
 def difference(family: str) -> float:
