@@ -1,31 +1,29 @@
 """Programs against test cases, run in the sandbox.
 
-The tests of a row, from ``data_args.response`` or another column, are one of
-
-- programs: ``[{"input": "1 2", "output": "3"}, …]`` (or ``stdin``, ``stdout``), or ``{"inputs": …, "outputs": …}``;
-- calls: ``{"fn_name": "add", "inputs": [[1, 2], …], "outputs": [3, …]}``; ``add`` may be a method of ``Solution``;
-- assertions: ``["assert add(1, 2) == 3", …]`` (MBPP), with the set-up code in another column;
-- a test function: ``{"test": "def check(candidate): …", "entry_point": "add"}`` (HumanEval);
-
-or a text with the JSON of one of these. Outputs that a program prints, and values that a function returns, are compared
-outside the sandbox, so nothing in it knows them. Assertions run inside, in a process beside the program's
-(``roll.rewards.sandbox.harness``), which only plain values reach: neither ``os._exit(0)``, nor patched built-ins, nor
-an ``__eq__`` that always agrees passes a test.
+The tests of a row, from ``data_args.response`` or another column, are inputs and outputs of a program, calls of a
+function, or code that asserts, in the forms of public datasets (``roll.rewards.code_tests``). Outputs that a program
+prints, and values that a function returns, are compared outside the sandbox, so nothing in it knows them. Code runs
+inside, in a process beside the program's (``roll.rewards.sandbox.harness``), which only plain values reach: neither
+``os._exit(0)``, nor patched built-ins, nor an ``__eq__`` that always agrees passes a test. Which program of a response
+is tried is said in ``roll.rewards.code_blocks``.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
+from roll.rewards.code_blocks import extract_code
+from roll.rewards.code_names import PROGRAM_MODULES, provided
 from roll.rewards.code_tests import CallTest, CodeTest, ProgramTest, TestSuite, parse_tests
-from roll.rewards.sandbox.harness import decode
+from roll.rewards.sandbox.harness import decode, encode
 from roll.rewards.sandbox.pool import Sandbox, SandboxLimits
 from roll.rewards.sandbox.remote import READ_LIMITS, RemoteSandbox, RemoteSandboxConfig
 from roll.rewards.types import Sample, Verdict, Verifier
@@ -34,6 +32,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _LOCAL = ("backend", "allow_unsafe", "python", "readable", "max_parallel")
 """Keys of this machine's sandbox alone."""
 _LOAD_SECONDS = 2.0  # beside the tests' own time: reading them
+_JSON_BYTES = 8  # of a character, with the marks of its type
 
 
 class CodeConfig(Config):
@@ -41,8 +40,9 @@ class CodeConfig(Config):
 
     extract: Literal["fence", "answer", "whole"] = Field(
         default="fence",
-        description="Where the program is: the last fenced block that is Python's or nobody's, the last "
-        "`<answer>…</answer>` (fenced or not), or the whole response. What stands before `</think>` never counts.",
+        description="Where the program is: the last block of code that defines what the tests call, or that reads the "
+        "input (docs/rewards.md), in the response or in its last `<answer>…</answer>`; or the whole response. What "
+        "stands before `</think>` never counts.",
     )
     tests_key: str | None = Field(default=None, description="Column of the tests. null: the row's reference answer.")
     setup_key: str = Field(default="test_setup_code", description="Column of the code before assertions, if any.")
@@ -90,39 +90,6 @@ class CodeConfig(Config):
                 yield ConfigProblem(f"limits.{key}", value, expected, involves=("remote",))
 
 
-# --- what the policy said
-
-
-def extract_code(response: str, where: Literal["fence", "answer", "whole"]) -> str | None:
-    """The program in a response, ``None`` where there is none; an unfinished block is none."""
-    text = response.rpartition("</think>")[2]
-    if where == "answer":
-        _, opening, rest = text.rpartition("<answer>")
-        inside, closing, _ = rest.partition("</answer>")
-        if not opening or not closing:
-            return None
-        text = inside
-        return _last_block(text) or text.strip() or None
-    return _last_block(text) if where == "fence" else text.strip() or None
-
-
-def _last_block(text: str) -> str | None:
-    blocks: list[str] = []
-    opened: tuple[str, list[str]] | None = None
-    for line in text.splitlines(keepends=True):
-        mark = line.strip()
-        if opened is None:
-            if mark.startswith("```"):
-                opened = (mark[3:].strip().lower(), [])
-        elif mark == "```":
-            if opened[0] in ("", "py", "python", "python3"):
-                blocks.append("".join(opened[1]))
-            opened = None
-        else:
-            opened[1].append(line)
-    return blocks[-1] if blocks and blocks[-1].strip() else None
-
-
 # --- comparison
 
 
@@ -159,21 +126,29 @@ def _close(given: float, expected: float, tolerance: float) -> bool:
 
 
 def same_value(given: Any, expected: Any, tolerance: float = 0.0) -> bool:
-    """Tells whether a returned value equals a JSON value: tuples are lists, keys are texts, ``True`` is not 1."""
+    """Tells whether a returned value equals an expected one: tuples are lists, keys are texts, ``True`` is not 1.
+
+    Floats that are no whole numbers agree to nine digits, whatever the order of their sums.
+    """
     if isinstance(given, bool) or isinstance(expected, bool):
         return given is expected
     if isinstance(given, int | float) and isinstance(expected, int | float):
-        return given == expected or (tolerance > 0 and _close(given, expected, tolerance))
-    if isinstance(given, list | tuple) and isinstance(expected, list):
+        return given == expected or _near(given, expected) or (tolerance > 0 and _close(given, expected, tolerance))
+    if isinstance(given, list | tuple) and isinstance(expected, list | tuple):
         return len(given) == len(expected) and all(
             same_value(mine, theirs, tolerance) for mine, theirs in zip(given, expected, strict=True)
         )
     if isinstance(given, dict) and isinstance(expected, dict):
-        texts = {str(key): value for key, value in given.items()}
-        return texts.keys() == expected.keys() and all(
-            same_value(texts[key], value, tolerance) for key, value in expected.items()
+        mine, theirs = ({str(key): value for key, value in one.items()} for one in (given, expected))
+        return mine.keys() == theirs.keys() and all(
+            same_value(mine[key], value, tolerance) for key, value in theirs.items()
         )
     return type(given) is type(expected) and given == expected
+
+
+def _near(given: float, expected: float) -> bool:
+    whole = all(isinstance(number, int) or number.is_integer() for number in (given, expected))
+    return not whole and math.isclose(given, expected, rel_tol=1e-9, abs_tol=1e-12)
 
 
 # --- the verifier
@@ -205,6 +180,16 @@ class CodeVerifier(Verifier):
             max_parallel=config.max_parallel,
         )
 
+    @classmethod
+    def check_row(cls, config: Config, sample: Sample) -> None:
+        """Reads the tests of a row.
+
+        Raises:
+            ValueError: they are malformed.
+        """
+        assert isinstance(config, CodeConfig)
+        _suite(config, sample)
+
     async def score(self, sample: Sample) -> Verdict:
         """Score 0 and no answer where the response has no program.
 
@@ -213,8 +198,8 @@ class CodeVerifier(Verifier):
             SandboxError: the sandbox failed.
         """
         config = self.config
-        suite = self._suite(sample)
-        code = extract_code(sample.response, config.extract)
+        suite = _suite(config, sample)
+        code = extract_code(sample.response, config.extract, suite.asked, finished=not sample.truncated)
         if code is None:
             return Verdict(score=0.0, correct=False, answer=None, parts={"tests_passed": 0.0})
         total = len(suite.tests)
@@ -232,26 +217,19 @@ class CodeVerifier(Verifier):
         if isinstance(self._sandbox, RemoteSandbox):
             await self._sandbox.close()
 
-    def _suite(self, sample: Sample) -> TestSuite:
-        config, extra = self.config, sample.extra_info
-        if config.tests_key is not None and config.tests_key not in extra:
-            raise ValueError(f"tests_key: seen {config.tests_key!r}, expected one of the columns {sorted(extra)}")
-        tests = sample.ground_truth if config.tests_key is None else extra[config.tests_key]
-        suite = parse_tests(tests, setup=extra.get(config.setup_key), entry_point=extra.get(config.entry_point_key))
-        return TestSuite(suite.tests[: config.max_tests], suite.setup, suite.entry_point)
-
     def _stops(self) -> bool:
         return self.config.stop_early and not self.config.partial
 
     async def _run_programs(self, code: str, suite: TestSuite) -> tuple[int, int]:
         """Each test in a run of its own: how many passed, and new attempts at a service."""
         passed, retries, budget, limits = 0, 0, self.config.total_timeout, self.config.limits
+        names = provided(code)
         for test in suite.tests:
             assert isinstance(test, ProgramTest)
             if budget <= 0:
                 break
-            wall = min(limits.wall_seconds, budget)
-            run = await self._sandbox.run_program(code, test.stdin, limits.model_copy(update={"wall_seconds": wall}))
+            more = {"wall_seconds": min(limits.wall_seconds, budget), "output_kb": self._output_kb(test.stdout)}
+            run = await self._sandbox.run_program(code, test.stdin, limits.model_copy(update=more), names)
             budget -= run.wall_s
             retries += run.attempts - 1
             whole = run.exit_code == 0 and not run.timed_out and not run.output_truncated
@@ -263,16 +241,12 @@ class CodeVerifier(Verifier):
 
     async def _run_in_process(self, code: str, suite: TestSuite) -> tuple[int, int]:
         """All tests in one run, and in another those after a test that ended it; returns as ``_run_programs``."""
-        passed, retries, index, budget = 0, 0, 0, self.config.total_timeout
+        retries, index, budget = 0, 0, self.config.total_timeout
+        passed: list[tuple[bool, bool]] = []
         while index < len(suite.tests) and budget > 0:
             rest = suite.tests[index:]
-            plan = {
-                "setup": suite.setup,
-                "entry_point": suite.entry_point,
-                "timeout": self.config.limits.wall_seconds,
-                "tests": [_as_plan(test) for test in rest],
-            }
-            lines, run = await self._sandbox.run_tests(code, plan, self._limits_of(len(rest), budget))
+            run_tests = self._sandbox.run_tests
+            lines, run = await run_tests(code, self._plan(suite, rest), self._limits_of(rest, budget), provided(code))
             budget -= run.wall_s
             retries += run.attempts - 1
             if lines and "missing" in lines[0]:
@@ -282,32 +256,75 @@ class CodeVerifier(Verifier):
             if not lines or lines[0].get("load", "ended") is not None:
                 break
             results = lines[1:]
-            passed += sum(self._passes(test, line) for test, line in zip(rest, results, strict=False))
+            passed += [self._passes(test, line, suite.wrapped) for test, line in zip(rest, results, strict=False)]
             ended = len(results) < len(rest) and not (results and results[-1].get("gone"))
             index += len(results) + ended
-            if self._stops() and passed < index:
+            if self._stops() and _most(passed) < index:
                 break
-        return passed, retries
+        return _most(passed), retries
 
-    def _limits_of(self, tests: int, budget: float) -> SandboxLimits:
+    def _plan(self, suite: TestSuite, tests: Sequence[object]) -> dict[str, Any]:
+        """What the tester is told, see ``Sandbox.run_tests``."""
+        names = suite.names
+        calls = any(isinstance(test, CallTest) for test in tests)
+        return {
+            "setup": names.setup if names else "",
+            "timeout": self.config.limits.wall_seconds,
+            "tests": [_as_plan(test) for test in tests],
+            "asked": sorted(names.asked) if names and not calls else [],
+            "program": names.program if names else {},
+            "python": names.python if names else {},
+            "imports": list(names.imports) if names else [],
+            "program_modules": sorted(PROGRAM_MODULES) if names else [],
+        }
+
+    def _limits_of(self, tests: Sequence[object], budget: float) -> SandboxLimits:
         limits = self.config.limits
-        wall = min(limits.wall_seconds * tests + _LOAD_SECONDS, budget)
-        return limits.model_copy(update={"wall_seconds": wall, "cpu_seconds": limits.cpu_seconds * tests})
+        wall = min(limits.wall_seconds * len(tests) + _LOAD_SECONDS, budget)
+        more = {"wall_seconds": wall, "cpu_seconds": limits.cpu_seconds * len(tests)}
+        return limits.model_copy(update={**more, "output_kb": self._output_kb(*map(repr, tests))})
 
-    def _passes(self, test: object, line: Mapping[str, Any]) -> bool:
+    def _output_kb(self, *texts: str) -> int:
+        """``limits.output_kb``, and more where the tests themselves are larger: room for them in JSON."""
+        return max(self.config.limits.output_kb, _JSON_BYTES * sum(map(len, texts)) >> 10)
+
+    def _passes(self, test: object, line: Mapping[str, Any], wrapped: bool) -> tuple[bool, bool]:
+        """Whether a test is passed, and whether it is where its value stands in a list of its own."""
         if isinstance(test, CodeTest):
-            return line.get("ok") is True
+            return (line.get("ok") is True,) * 2
         assert isinstance(test, CallTest)
         if "value" not in line:
-            return False
+            return False, False
         try:
-            return same_value(decode(line["value"]), test.value, self.config.numeric_tolerance)
-        except (ValueError, TypeError, RecursionError):  # an object of the program, which equals nothing
-            return False
+            given, tolerance = decode(line["value"]), self.config.numeric_tolerance
+            plain = same_value(given, test.value, tolerance)
+            return plain, same_value(given, test.value[0], tolerance) if wrapped else plain
+        except (ValueError, TypeError, RecursionError, OverflowError):  # an object of the program equals nothing
+            return False, False
+
+
+def _most(passed: Sequence[tuple[bool, bool]]) -> int:
+    """Tests that are passed, read in the one way or all in the other."""
+    return max(sum(plain for plain, _ in passed), sum(alone for _, alone in passed))
+
+
+def _suite(config: CodeConfig, sample: Sample) -> TestSuite:
+    extra = sample.extra_info
+    if config.tests_key is not None and config.tests_key not in extra:
+        raise ValueError(f"tests_key: seen {config.tests_key!r}, expected one of the columns {sorted(extra)}")
+    tests = sample.ground_truth if config.tests_key is None else extra[config.tests_key]
+    suite = parse_tests(
+        tests,
+        setup=extra.get(config.setup_key),
+        entry_point=extra.get(config.entry_point_key),
+        metadata=extra.get("metadata"),
+    )
+    return replace(suite, tests=suite.tests[: config.max_tests])
 
 
 def _as_plan(test: object) -> dict[str, Any]:
     if isinstance(test, CodeTest):
         return {"code": test.code}
     assert isinstance(test, CallTest)
-    return {"call": test.function, "args": test.args}
+    kwargs = {name: encode(value) for name, value in test.kwargs.items()}
+    return {"call": test.function, "args": [encode(value) for value in test.args], "kwargs": kwargs}

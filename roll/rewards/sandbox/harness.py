@@ -2,7 +2,8 @@
 
 It uses the standard library only. ``run_program`` runs the source as ``__main__``. With ``run_tests`` it lives in a
 process (the candidate) that answers calls of another (the tester), in which alone the tests are known. Only plain
-values cross: an object whose ``__eq__`` says yes to everything arrives as a reference that is equal to nothing. Every
+values cross: an object whose ``__eq__`` says yes to everything arrives as a reference that is equal to nothing. Which
+names of the tests are the program's is settled outside (``roll.rewards.code_names``). Every
 request has a random token that its answer repeats, so what a program writes into the pipe before it is asked, or beside
 an answer, ends its tests.
 """
@@ -17,12 +18,86 @@ import sys
 # Modules that take milliseconds (ast, json, signal, typing) are imported where they are needed, or not.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import ast
     from collections.abc import Callable, Iterator
     from types import ModuleType
     from typing import Any, NoReturn
 
 _REFERENCE = "ref"
+_TEXTS = {"Decimal": "decimal", "Fraction": "fractions", "date": "datetime", "datetime": "datetime", "time": "datetime"}
+"""Types that cross as the text of their values, with their modules."""
+_MAX_NODES = 100_000
+
+
+class ListNode:
+    """A node of a list, as LeetCode has it."""
+
+    def __init__(self, val: Any = 0, next: Any = None) -> None:
+        self.val = val
+        self.next = next
+
+
+class TreeNode:
+    """A node of a binary tree, as LeetCode has it."""
+
+    def __init__(self, val: Any = 0, left: Any = None, right: Any = None) -> None:
+        self.val = val
+        self.left = left
+        self.right = right
+
+
+_NODES: dict[str, Any] = {"ListNode": ListNode, "TreeNode": TreeNode}
+"""In the candidate the program's own classes of these names, where it has them."""
+
+
+def list_node(values: list[Any]) -> Any:
+    """The first node of a list with these values, ``None`` for none."""
+    first = None
+    for value in reversed(values):
+        first = _NODES["ListNode"](value, first)
+    return first
+
+
+def tree_node(values: list[Any]) -> Any:
+    """The root of a tree by levels, ``None`` where a node is missing."""
+    nodes = [None if value is None else _NODES["TreeNode"](value) for value in values]
+    parents = [node for node in nodes if node is not None]
+    for number, child in enumerate(nodes[1:]):
+        if number // 2 < len(parents):
+            setattr(parents[number // 2], "right" if number % 2 else "left", child)
+    return nodes[0] if nodes else None
+
+
+def _list_values(node: Any) -> list[Any]:
+    values: list[Any] = []
+    while node is not None and len(values) < _MAX_NODES:
+        values.append(node.val)
+        node = node.next
+    if node is not None:
+        raise TypeError("seen a list without an end, expected one")
+    return values
+
+
+def _tree_values(node: Any) -> list[Any]:
+    values: list[Any] = []
+    level = [node]
+    while any(node is not None for node in level) and len(values) < _MAX_NODES:
+        values += [None if node is None else node.val for node in level]
+        level = [child for node in level if node is not None for child in (node.left, node.right)]
+    if len(values) >= _MAX_NODES:
+        raise TypeError("seen a tree without an end, expected one")
+    while values and values[-1] is None:
+        values.pop()
+    return values
+
+
+def is_same_list(one: Any, other: Any) -> bool:
+    """Tells whether two lists have the same values."""
+    return _list_values(one) == _list_values(other)
+
+
+def is_same_tree(one: Any, other: Any) -> bool:
+    """Tells whether two trees have the same values at the same places."""
+    return _tree_values(one) == _tree_values(other)
 
 
 def encode(value: Any, refer: Callable[[Any], int] | None = None) -> Any:
@@ -35,32 +110,59 @@ def encode(value: Any, refer: Callable[[Any], int] | None = None) -> Any:
     Raises:
         TypeError: it is of another type, and there is no ``refer``.
     """
-    if value is None or isinstance(value, bool | str):
-        return value if value is None or isinstance(value, bool) else str(value)
-    if isinstance(value, int):
+    cls = type(value)  # what an object says of its class does not count
+    if value is None or cls is bool:
+        return value
+    if issubclass(cls, str):
+        return str(value)
+    if issubclass(cls, int):
         return int(value) if abs(value) < 1 << 53 else {"int": hex(value)}
-    if isinstance(value, float):
+    if issubclass(cls, float):
         return float(value)
-    if isinstance(value, complex):
+    if issubclass(cls, complex):
         return {"complex": [value.real, value.imag]}
-    if isinstance(value, bytes | bytearray):
+    if issubclass(cls, bytes | bytearray):
         return {"bytes": bytes(value).hex()}
-    if isinstance(value, list):
+    if issubclass(cls, list):
         return [encode(item, refer) for item in value]
     for kind in (tuple, set, frozenset):
-        if isinstance(value, kind):
+        if issubclass(cls, kind):
             return {kind.__name__: [encode(item, refer) for item in value]}
-    if isinstance(value, dict):
+    if issubclass(cls, dict):
         return {"dict": [[encode(key, refer), encode(item, refer)] for key, item in value.items()]}
-    if isinstance(value, Remote):
-        return {_REFERENCE: value.reference}
+    if cls is Remote:
+        return {_REFERENCE: value._reference}
+    known = _encode_known(value, refer)
+    if known is not None:
+        return known
     if refer is None:
         raise TypeError(f"seen a value of type {type(value).__name__}, expected a plain one")
     return {_REFERENCE: refer(value)}
 
 
+def _encode_known(value: Any, refer: Callable[[Any], int] | None) -> Any:
+    """A value of a type that programs often return; ``None`` for any other."""
+    kind, module = type(value).__name__, type(value).__module__
+    if _TEXTS.get(kind) == module:
+        return {kind: value.isoformat() if module == "datetime" else str(value)}
+    if kind == "timedelta" and module == "datetime":
+        return {kind: [value.days, value.seconds, value.microseconds]}
+    if kind == "range":
+        return {kind: [encode(number) for number in (value.start, value.stop, value.step)]}
+    if kind == "deque":
+        return {kind: [encode(item, refer) for item in value]}
+    if module == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 1):
+        return encode(value.item(), refer)
+    if kind in _NODES and hasattr(value, "val"):
+        values = _list_values(value) if kind == "ListNode" else _tree_values(value)
+        return {kind: [encode(item, refer) for item in values]}
+    return None
+
+
 def decode(data: Any, resolve: Callable[[int], Any] | None = None) -> Any:
-    """The inverse of ``encode``; its result consists of built-in types and of what ``resolve`` returns.
+    """The inverse of ``encode``; its result consists of plain types and of what ``resolve`` returns.
+
+    Without ``resolve``, outside the sandbox, these are built-in types alone, and nodes are the list of their values.
 
     Raises:
         ValueError: it is not of that form.
@@ -82,25 +184,64 @@ def decode(data: Any, resolve: Callable[[int], Any] | None = None) -> Any:
         return {decode(key, resolve): decode(item, resolve) for key, item in content}
     if kind in ("tuple", "set", "frozenset"):
         return getattr(builtins, kind)(decode(item, resolve) for item in content)
-    if kind == _REFERENCE and resolve is not None:
-        return resolve(int(content))
+    if kind in _NODES:
+        values = [decode(item, resolve) for item in content]
+        return values if resolve is None else (list_node if kind == "ListNode" else tree_node)(values)
+    if resolve is not None:
+        return resolve(int(content)) if kind == _REFERENCE else _decode_known(kind, content, resolve)
     raise ValueError(f"seen the type {kind!r}, expected a plain one")
 
 
-def _load(source: str, name: str) -> ModuleType:
-    module = type(sys)(name)
-    sys.modules[name] = module
+def _decode_known(kind: str, content: Any, resolve: Callable[[int], Any]) -> Any:
+    if kind in _TEXTS:
+        known = getattr(__import__(_TEXTS[kind]), kind)
+        return known.fromisoformat(content) if _TEXTS[kind] == "datetime" else known(content)
+    if kind == "timedelta":
+        return __import__("datetime").timedelta(*content)
+    if kind == "range":
+        return range(*(decode(number) for number in content))
+    if kind == "deque":
+        return __import__("collections").deque(decode(item, resolve) for item in content)
+    raise ValueError(f"seen the type {kind!r}, expected a plain one")
+
+
+# --- programs --------------------------------------------------------------------------------------------------------
+
+_RECURSION = 100_000
+"""As the graders of public datasets set it; a program of the standard limit fails on long lists of nodes."""
+
+
+def _named(name: str, module: str) -> Any:
+    """What Python has by this name in this module (nothing: it is one itself; ``harness``: it is of this file)."""
+    return globals()[name] if module == "harness" else getattr(__import__(module), name) if module else __import__(name)
+
+
+def _load(source: str, module: ModuleType, provided: dict[str, str]) -> dict[str, Any]:
+    """Runs the source in a module; returns what was there for it to use without importing it."""
+    sys.modules[module.__name__] = module
     sys.argv = ["main.py"]
+    sys.setrecursionlimit(_RECURSION)
     for word in ("exit", "quit"):  # as the module site, which is left out, defines them
         setattr(builtins, word, sys.exit)
-    exec(compile(source, "main.py", "exec", dont_inherit=True), module.__dict__)
-    return module
-
-
-def run_program(source: str) -> None:
-    """Runs the source as the main module; its descriptors 0, 1 and 2 are the caller's."""
+    code = compile(source, "main.py", "exec", dont_inherit=True)
+    given = {name: _named(name, home) for name, home in provided.items()}
+    vars(module).update(given)
     try:
-        _load(source, "__main__")
+        exec(code, module.__dict__)
+    except EOFError:  # it ends with lines that read an input, of which there is none where its functions are called
+        if module.__name__ == "__main__":
+            raise
+    return given
+
+
+def run_program(source: str, provided: dict[str, str] | None = None) -> None:
+    """Runs the source as the main module; its descriptors 0, 1 and 2 are the caller's.
+
+    Args:
+        provided: names that it may use without importing them, with their modules.
+    """
+    try:
+        _load(source, type(sys)("__main__"), provided or {})
     except (SyntaxError, ValueError) as error:  # ValueError: NUL bytes, lone surrogates
         if error.__traceback__ is not None and error.__traceback__.tb_next is None:
             sys.exit(f"{type(error).__name__}: {error}")
@@ -129,6 +270,8 @@ class Channel:
         self._lines = os.fdopen(read, "rb")
         self._write = write
         self._max_bytes = max_bytes
+        self.exceptions: dict[str, type[Exception]] = {}
+        """Classes that stand for the candidate's own exceptions."""
 
     def send(self, message: Any) -> None:
         import json
@@ -161,6 +304,20 @@ class Channel:
             raise CandidateGoneError("the program wrote into the pipe of its answers")
         return answer
 
+    def ask_checked(self, **request: Any) -> dict[str, Any]:
+        """The answer to a request, whose ``value`` is encoded.
+
+        Raises:
+            Exception: the candidate raised one of this type, or ``CandidateError`` where it is its own.
+        """
+        answer = self.ask(**request)
+        if "raised" in answer:
+            name = str(answer["raised"])
+            kind: Any = self.exceptions.get(name) or getattr(builtins, name, None)
+            known = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError)
+            raise (kind if known else CandidateError)(str(answer.get("text")))
+        return answer
+
     def check(self) -> None:
         """Fails where the last answer was not the last that was written, or nobody is there to answer.
 
@@ -176,29 +333,68 @@ class Candidate:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._objects: list[Any] = []
+        self._own: dict[str, Any] = {}
+        """What the program defines."""
 
     def _refer(self, value: Any) -> int:
         self._objects.append(value)
         return len(self._objects) - 1
 
+    def _find(self, name: str) -> Any:
+        """The function of this name, or the method of a new ``Solution``, or of the only class that has it."""
+        if callable(self._own.get(name)):
+            return self._own[name]
+        classes = [item for item in self._own.values() if isinstance(item, type) and hasattr(item, name)]
+        home = self._own.get("Solution") or (classes[0] if len(classes) == 1 else None)
+        if home is None:
+            raise NameError(f"name {name!r} is not defined")
+        return getattr(home(), name)
+
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if request["do"] == "nothing":
             return {}
+        if request["do"] == "run":
+            return {"value": encode(self._run(self._find(request["name"]), request["args"], request["kwargs"]))}
         target = self._objects[request["on"]]
+        if request["do"] == "read":
+            return {"value": encode(target, self._refer)}
         if request["do"] == "get":
             return {"value": encode(getattr(target, request["name"]), self._refer)}
         if request["do"] == "built-in":
             return {"value": encode(getattr(builtins, request["name"])(target), self._refer)}
         args = [decode(item, self._objects.__getitem__) for item in request["args"]]
+        if request["do"] == "special":
+            return {"value": encode(getattr(type(target), request["name"])(target, *args), self._refer)}
         kwargs = {key: decode(item, self._objects.__getitem__) for key, item in request["kwargs"].items()}
         value = target(*args, **kwargs)
         changed = [encode(item, self._refer) if isinstance(item, list | dict | set) else None for item in args]
         return {"value": encode(value, self._refer), "args": changed}
 
-    def serve(self, source: str) -> NoReturn:
+    def _run(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Calls with plain values; lists are nodes where the function's annotations say so."""
+        hints = dict(getattr(function, "__annotations__", None) or {})
+        back = hints.pop("return", None)
+        values = [decode(item, self._objects.__getitem__) for item in args]
+        named = {key: decode(item, self._objects.__getitem__) for key, item in kwargs.items()}
+        ordered = [*hints.values(), *[None] * len(values)]
+        if _nodes_of(hints):
+            values = [_as_nodes(value, hint) for value, hint in zip(values, ordered, strict=False)]
+            named = {key: _as_nodes(value, hints.get(key)) for key, value in named.items()}
+        value = function(*values, **named)
+        return [] if value is None and _nodes_of(back) else value
+
+    def serve(self, source: str, provided: dict[str, str]) -> NoReturn:
+        module = type(sys)("solution")
         try:
-            module = _load(source, "solution")
-            loaded: dict[str, Any] = {"names": {name: self._refer(value) for name, value in vars(module).items()}}
+            given = _load(source, module, provided)
+            names = {name: value for name, value in vars(module).items() if not name.startswith("__")}
+            self._own = {name: value for name, value in names.items() if name not in given or value is not given[name]}
+            _NODES.update((name, self._own[name]) for name in _NODES.keys() & self._own.keys())
+            loaded: dict[str, Any] = {"names": {name: self._refer(value) for name, value in self._own.items()}}
+            raised = {
+                name: cls for name, cls in self._own.items() if isinstance(cls, type) and Exception in cls.__mro__
+            }
+            loaded["exceptions"] = {name: [base.__name__ for base in cls.__mro__] for name, cls in raised.items()}
         except Exception as error:  # whatever the candidate's module raises
             loaded = {"error": f"{type(error).__name__}: {error}"}
         self._channel.send({"token": self._channel.receive()["token"], **loaded})
@@ -212,20 +408,39 @@ class Candidate:
         os._exit(1)
 
 
+def _nodes_of(hint: Any) -> str:
+    """The kind of nodes that an annotation is about, if any."""
+    text = str(hint)
+    return next((kind for kind in _NODES if kind in text), "")
+
+
+def _as_nodes(value: Any, hint: Any) -> Any:
+    kind = _nodes_of(hint)
+    if not kind or not isinstance(value, list):
+        return value
+    make = list_node if kind == "ListNode" else tree_node
+    several = "ist[" in str(hint).partition(kind)[0]
+    return [make(item) for item in value] if several else make(value)
+
+
 class Remote:
-    """An object of the candidate, seen from the tests. It is equal to itself only, and always true."""
+    """An object of the candidate, seen from the tests. It is equal to itself only, and always true.
+
+    Nothing that a test compares it with is shown to it: it has no arithmetic, no order and no ``in`` of its own.
+    """
+
+    _channel: Channel
+    _reference: int
 
     def __init__(self, channel: Channel, reference: int) -> None:
-        self._channel = channel
-        self.reference = reference
+        vars(self).update(_channel=channel, _reference=reference)
 
     def _ask(self, **request: Any) -> dict[str, Any]:
-        answer = self._channel.ask(on=self.reference, **request)
-        if "raised" in answer:
-            kind: Any = getattr(builtins, str(answer["raised"]), None)
-            known = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError)
-            raise (kind if known else CandidateError)(str(answer.get("text")))
-        return answer
+        return self._channel.ask_checked(on=self._reference, **request)
+
+    def _plain(self) -> Any:
+        """The object itself where it is a plain value."""
+        return self._value(self._ask(do="read")["value"])
 
     def _value(self, data: Any) -> Any:
         return decode(data, lambda reference: Remote(self._channel, reference))
@@ -251,6 +466,24 @@ class Remote:
         if name.startswith("__"):
             raise AttributeError(name)
         return self._value(self._ask(do="get", name=name)["value"])
+
+    def _special(self, name: str, *args: Any) -> Any:
+        return self._value(self._ask(do="special", name=name, args=[encode(item) for item in args])["value"])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._special("__setattr__", name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._special("__getitem__", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._special("__setitem__", key, value)
+
+    def __str__(self) -> str:
+        return str.__str__(self._special("__str__"))
+
+    def __repr__(self) -> str:
+        return str.__str__(self._special("__repr__"))
 
     def __iter__(self) -> Iterator[Any]:
         iterator = self._value(self._ask(do="built-in", name="iter")["value"])
@@ -282,45 +515,63 @@ class Tester:
         while data:
             data = data[os.write(self._results, data) :]
 
-    def _missing_module(self, trees: list[ast.Module]) -> str | None:
-        """A module that the tests import and this interpreter lacks."""
-        import ast
+    def _missing_module(self, names: list[str]) -> str | None:
+        """A module that the tests import, or a part of pytest that they use, which this interpreter lacks."""
         from importlib.util import find_spec
 
-        nodes = [node for tree in trees for node in ast.walk(tree)]
-        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-        names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
-        return next((name for name in names if find_spec(name.partition(".")[0]) is None), None)
+        if "pytest" in names and find_spec("pytest") is None:
+            stand_in = type(sys)("pytest")
+            vars(stand_in).update(_pytest())
+            sys.modules["pytest"] = stand_in
+        for name in names:
+            top, _, part = name.partition(".")
+            if top == "pytest" and top in sys.modules:
+                if part and not hasattr(sys.modules[top], part):
+                    return name
+            elif find_spec(top) is None:
+                return name
+        return None
 
-    def _namespace(self, plan: dict[str, Any], trees: list[ast.Module], references: dict[str, int]) -> dict[str, Any]:
-        """Names that the tests may use: built-ins, modules by name, and the candidate's names for all else."""
-        import ast
+    def _own_exceptions(self, lines: dict[str, list[str]]) -> dict[str, type[Exception]]:
+        """Classes of this process in the place of the program's exceptions, by the names of their bases."""
+        made = self._channel.exceptions
+        for name, bases in sorted(lines.items(), key=lambda item: len(item[1])):
+            known = [made.get(base) or getattr(builtins, base, None) for base in bases[1:]]
+            parents = [kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception)]
+            parent = CandidateError if issubclass(parents[0], UnicodeError) else parents[0]
+            made[name] = type(name, (parent,), {"__module__": "solution"})
+        return made
 
-        used = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        used |= {test["call"] for test in plan["tests"] if "call" in test} | {plan["entry_point"], "Solution"}
+    def _namespace(self, plan: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
+        """Names of the tests: the program's where the plan says so, and what Python has."""
+        own: dict[str, Any] = {name: Remote(self._channel, int(number)) for name, number in loaded["names"].items()}
+        for name in own.keys() & plan["asked"]:
+            own[name] = own[name]._plain()
+        own.update(self._own_exceptions(loaded["exceptions"]))
+        for name in plan["program_modules"]:
+            module = sys.modules[name] = type(sys)(name)
+            vars(module).update(own, __all__=[name for name in own if name not in vars(builtins)])
         space: dict[str, Any] = {"__name__": "tests"}
-        for name in used & references.keys():
-            if name not in vars(builtins) and name not in sys.stdlib_module_names:
-                space[name] = Remote(self._channel, int(references[name]))
-        for name in used & sys.stdlib_module_names - vars(builtins).keys():
-            space[name] = __import__(name)
+        space.update((name, _named(name, module)) for name, module in plan["python"].items())
+        space.update((name, own[theirs]) for name, theirs in plan["program"].items() if theirs in own)
         return space
 
     def _run(self, test: dict[str, Any], space: dict[str, Any]) -> dict[str, Any]:
         if "code" in test:
+            before = dict(space)
             exec(compile(test["code"], "test", "exec", dont_inherit=True), space)
+            for name, value in list(space.items()):
+                if before.get(name) is not value and getattr(value, "__module__", None) == space["__name__"]:
+                    _run_functions(name, value)
             return {"ok": True}
-        name = test["call"]
-        function = space[name] if name in space else getattr(space["Solution"](), name)
-        return {"value": encode(function(*test["args"]))}
+        request = {"name": test["call"], "args": test["args"], "kwargs": test["kwargs"]}
+        return {"value": self._channel.ask_checked(do="run", **request).get("value")}
 
     def run(self, plan: dict[str, Any]) -> None:
         """Runs the tests in their order; a test that takes too long ends this process."""
-        import ast
         import signal
 
-        trees = [ast.parse(plan["setup"]), *(ast.parse(test["code"]) for test in plan["tests"] if "code" in test)]
-        missing = self._missing_module(trees)
+        missing = self._missing_module(plan["imports"])
         if missing is not None:
             self.say(missing=missing)
             return
@@ -330,7 +581,9 @@ class Tester:
             self.say(load=str(loaded.get("error")))
             return
         try:
-            space = self._namespace(plan, trees, loaded["names"])
+            if plan["asked"] and not any(name in loaded["names"] for name in plan["asked"]):
+                raise NameError(f"the program defines none of {', '.join(plan['asked'])}")
+            space = self._namespace(plan, loaded)
             exec(compile(plan["setup"], "setup", "exec", dont_inherit=True), space)
         except Exception as error:  # most often a name that the program should have defined
             self.say(load=f"{type(error).__name__}: {error}"[:500])
@@ -346,7 +599,125 @@ class Tester:
             self.say(**result)
 
 
-def run_tests(source: str, max_bytes: int, read: Callable[[bytes], Any] = marshal.loads) -> None:
+# --- tests in functions ----------------------------------------------------------------------------------------------
+
+
+def _run_functions(name: str, value: Any) -> None:
+    """Runs a function or class of tests, as pytest would."""
+    if not isinstance(value, type):
+        if name.startswith("test") and callable(value):
+            _run_cases(value)
+        return
+    unittest = sys.modules.get("unittest")
+    if unittest is not None and issubclass(value, unittest.TestCase):
+        result = unittest.TestResult()
+        unittest.defaultTestLoader.loadTestsFromTestCase(value).run(result)
+        if not result.wasSuccessful() or result.testsRun == len(result.skipped):
+            failed = [*result.failures, *result.errors]
+            raise AssertionError(failed[0][1] if failed else "no test was run")
+    elif name.startswith("Test"):
+        for method in [method for method in vars(value) if method.startswith("test")]:
+            instance = value()
+            getattr(instance, "setup_method", lambda: None)()
+            _run_cases(getattr(instance, method))
+
+
+def _run_cases(function: Any) -> None:
+    """Calls a test with each of its parameters; one that needs others is called by the test code itself."""
+    cases: list[dict[str, Any]] = [{}]
+    for mark in getattr(function, "pytestmark", ()):
+        if mark.name == "parametrize":
+            names = mark.args[0].replace(",", " ").split() if isinstance(mark.args[0], str) else list(mark.args[0])
+            rows = [_row(item, len(names)) for item in mark.args[1]]
+            cases = [{**case, **dict(zip(names, row, strict=True))} for case in cases for row in rows]
+    code = getattr(function, "__code__", None)
+    needed = code.co_argcount - len(function.__defaults__ or ()) - hasattr(function, "__self__") if code else 0
+    for case in cases:
+        if needed <= len(case):
+            function(**case)
+
+
+def _row(item: Any, names: int) -> Any:
+    """The values of one set of parameters."""
+    values = getattr(item, "values", None)
+    return values if isinstance(values, tuple) else item if names > 1 else (item,)
+
+
+def _pytest() -> dict[str, Any]:
+    """The parts of pytest that test code of datasets uses, for an interpreter without it."""
+    import re
+    from types import SimpleNamespace
+
+    class Raises:
+        def __init__(self, expected: Any, match: str | None = None) -> None:
+            self.expected, self.match, self.value = expected, match, None
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+            if kind is None:
+                raise AssertionError(f"did not raise {self.expected}")
+            self.value = error
+            fits = issubclass(kind, self.expected)
+            if fits and self.match is not None and re.search(self.match, str(error)) is None:
+                raise AssertionError(f"{self.match!r} does not match {str(error)!r}")
+            return fits
+
+    class Approx:
+        def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None) -> None:
+            self.expected, self.rel, self.abs = expected, rel, abs
+
+        def __eq__(self, given: Any) -> bool:
+            return self._near(given, self.expected)
+
+        def _near(self, given: Any, expected: Any) -> bool:
+            if isinstance(expected, dict):
+                same = isinstance(given, dict) and given.keys() == expected.keys()
+                return same and all(self._near(given[key], value) for key, value in expected.items())
+            if isinstance(expected, list | tuple):
+                same = isinstance(given, list | tuple) and len(given) == len(expected)
+                return same and all(map(self._near, given, expected))
+            if not isinstance(given, int | float | complex) or not isinstance(expected, int | float | complex):
+                return bool(given == expected)
+            rel = (1e-6 if self.abs is None else 0.0) if self.rel is None else self.rel
+            least = 1e-12 if self.abs is None else self.abs
+            return given == expected or abs(given - expected) <= max(rel * abs(expected), least)
+
+    def raises(expected: Any, *call: Any, match: str | None = None, **kwargs: Any) -> Any:
+        context = Raises(expected, match)
+        if call:
+            with context:
+                call[0](*call[1:], **kwargs)
+        return context
+
+    def fail(reason: str = "", **_: Any) -> NoReturn:
+        raise AssertionError(reason)
+
+    class Mark:
+        def __getattr__(self, name: str) -> Any:
+            def decorate(*args: Any, **kwargs: Any) -> Any:
+                def keep(function: Any) -> Any:
+                    marks = [*getattr(function, "pytestmark", ()), SimpleNamespace(name=name, args=args)]
+                    function.pytestmark = marks
+                    return function
+
+                return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else keep
+
+            return decorate
+
+    def param(*values: Any, **_: Any) -> Any:
+        return SimpleNamespace(values=values)
+
+    return {"raises": raises, "approx": Approx, "mark": Mark(), "param": param, "fail": fail, "main": lambda *_: 0}
+
+
+def run_tests(
+    source: str,
+    max_bytes: int,
+    read: Callable[[bytes], Any] = marshal.loads,
+    provided: dict[str, str] | None = None,
+) -> None:
     """Splits into the candidate and the tester, which reads its plan from descriptor 0 and answers on descriptor 1.
 
     The candidate starts before the plan is read and has neither descriptor.
@@ -362,7 +733,7 @@ def run_tests(source: str, max_bytes: int, read: Callable[[bytes], Any] = marsha
         os.dup2(null, 0)
         os.close(null)
         try:
-            Candidate(Channel(ask_read, answer_write, max_bytes)).serve(source)
+            Candidate(Channel(ask_read, answer_write, max_bytes)).serve(source, provided or {})
         except CandidateGoneError:
             os._exit(0)
         except BaseException as error:

@@ -363,11 +363,11 @@ def main(job_descriptor: int, status: int, lifeline: int) -> None:
     if job["mode"] == "command":
         run_command(job["command"], job["environment"])
     harness: dict[str, Any] = {"__name__": "harness"}
-    exec(compile(job["harness"], "harness.py", "exec", dont_inherit=True), harness)
+    exec(job["compiled"] or compile(job["harness"], "harness.py", "exec", dont_inherit=True), harness)
     if job["mode"] == "program":
-        harness["run_program"](job["source"])
+        harness["run_program"](job["source"], job["provided"])
     else:
-        harness["run_tests"](job["source"], job["max_bytes"])
+        harness["run_tests"](job["source"], job["max_bytes"], marshal.loads, job["provided"])
 
 
 if __name__ == "__main__":

@@ -108,23 +108,40 @@ class Sandbox:
 
     # --- runs
 
-    async def run_program(self, source: str, stdin: str = "", limits: SandboxLimits | None = None) -> SandboxResult:
+    async def run_program(
+        self,
+        source: str,
+        stdin: str = "",
+        limits: SandboxLimits | None = None,
+        provided: Mapping[str, str] | None = None,
+    ) -> SandboxResult:
         """Runs a Python program with ``stdin`` as its input.
+
+        Args:
+            provided: names that the program may use without importing them, with their modules.
 
         Raises:
             SandboxError: the isolation could not be set up.
         """
-        return await self._run("program", source, stdin.encode("utf-8", "surrogatepass"), limits or SandboxLimits())
+        data = stdin.encode("utf-8", "surrogatepass")
+        return await self._run("program", source, data, limits or SandboxLimits(), provided)
 
     async def run_tests(
-        self, source: str, plan: dict[str, Any], limits: SandboxLimits | None = None
+        self,
+        source: str,
+        plan: dict[str, Any],
+        limits: SandboxLimits | None = None,
+        provided: Mapping[str, str] | None = None,
     ) -> tuple[list[dict[str, Any]], SandboxResult]:
         """Runs tests of a program in a process of their own; the program cannot see them or their results.
 
         Args:
             source: the program, loaded as a module named ``solution``.
-            plan: ``setup`` (code before the tests), ``entry_point`` (a name or ``""``), ``timeout`` (seconds of one
-                test) and ``tests``: each ``{"code": …}`` or ``{"call": name, "args": […]}``.
+            plan: ``setup`` (code before the tests), ``timeout`` (seconds of one test), ``tests``: each ``{"code": …}``
+                or ``{"call": name, "args": […], "kwargs": {…}}`` with encoded values, and what names in code mean:
+                ``program``, ``python`` and ``imports`` as in ``roll.rewards.code_names.Names``, ``asked`` (names of
+                which the program must define one), and ``program_modules``, under which code imports the program.
+            provided: as for ``run_program``.
 
         Returns:
             What the tester said, and the run. First ``{"missing": module that the tests import}`` or ``{"load": error
@@ -135,13 +152,15 @@ class Sandbox:
         Raises:
             SandboxError: the isolation could not be set up.
         """
-        result = await self._run("tests", source, marshal.dumps(plan, 2), limits or SandboxLimits())
+        result = await self._run("tests", source, marshal.dumps(plan, 2), limits or SandboxLimits(), provided)
         lines = result.stdout.split("\n")[:-1]
         return [json.loads(line) for line in lines], result
 
-    async def _run(self, mode: str, source: str, stdin: bytes, limits: SandboxLimits) -> SandboxResult:
+    async def _run(
+        self, mode: str, source: str, stdin: bytes, limits: SandboxLimits, provided: Mapping[str, str] | None
+    ) -> SandboxResult:
         async with turn(self._slots):
-            with started(self.backend, self._view, mode, source, stdin, limits) as run:
+            with started(self.backend, self._view, mode, source, stdin, limits, provided) as run:
                 return await watch(run, limits)
 
 

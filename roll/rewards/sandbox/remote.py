@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -44,7 +45,13 @@ class RemoteSandbox:
         url = url if url.path.strip("/") else url.copy_with(path="/run_code")
         self._endpoint = Endpoint(url, "sandbox", config, read_key(config.api_key_env, "remote.api_key_env"))
 
-    async def run_program(self, source: str, stdin: str = "", limits: SandboxLimits | None = None) -> SandboxResult:
+    async def run_program(
+        self,
+        source: str,
+        stdin: str = "",
+        limits: SandboxLimits | None = None,
+        provided: Mapping[str, str] | None = None,
+    ) -> SandboxResult:
         """Runs a Python program with ``stdin`` as its input; ``limits`` beyond ``READ_LIMITS`` are the service's.
 
         Raises:
@@ -53,7 +60,7 @@ class RemoteSandbox:
         limits = limits or SandboxLimits()
         body = {
             "language": "python",
-            "code": source,
+            "code": _imports(provided or {}, source) + source,
             "stdin": stdin,
             "compile_timeout": limits.wall_seconds,
             "run_timeout": limits.wall_seconds,
@@ -64,7 +71,11 @@ class RemoteSandbox:
         return _result(run, limits, attempts, time.monotonic() - started)
 
     async def run_tests(
-        self, source: str, plan: dict[str, Any], limits: SandboxLimits | None = None
+        self,
+        source: str,
+        plan: dict[str, Any],
+        limits: SandboxLimits | None = None,
+        provided: Mapping[str, str] | None = None,
     ) -> tuple[list[dict[str, Any]], SandboxResult]:
         """Runs tests of a program in a process of their own; arguments and returned values as ``Sandbox.run_tests``.
 
@@ -72,7 +83,8 @@ class RemoteSandbox:
             RewardError: the service did not run them, in every attempt, or said what no tester says.
         """
         limits = limits or SandboxLimits()
-        tester = f"{harness()}\nimport json\nrun_tests({source!r}, {limits.output_kb << 10}, json.loads)\n"
+        arguments = f"{source!r}, {limits.output_kb << 10}, json.loads, {dict(provided or {})!r}"
+        tester = f"{harness()}\nimport json\nrun_tests({arguments})\n"
         result = await self.run_program(tester, json.dumps(plan), limits)
         try:
             return [json.loads(line) for line in result.stdout.split("\n")[:-1]], result
@@ -98,6 +110,14 @@ class RemoteSandbox:
             said = self._endpoint.shorten(str(answer.get("message") or run.get("stderr") or ""))
             raise TransientError(f"status {self._endpoint.shorten(str(status))}: {said}")
         return dict(run)
+
+
+def _imports(provided: Mapping[str, str], source: str) -> str:
+    """Lines before a program that import what it uses without importing it."""
+    if "from __future__" in source:  # which must stand first
+        return ""
+    found = sorted((module, name) for name, module in provided.items() if module != "harness")
+    return "".join(f"from {module} import {name}\n" if module else f"import {name}\n" for module, name in found)
 
 
 def _result(run: dict[str, Any], limits: SandboxLimits, attempts: int, waited_s: float) -> SandboxResult:

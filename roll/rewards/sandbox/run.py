@@ -13,11 +13,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
+from types import CodeType
 from typing import Literal
 
 from pydantic import Field
@@ -175,6 +176,11 @@ def harness() -> str:
     return _HARNESS.read_text(encoding="utf-8")
 
 
+@functools.cache
+def _compiled() -> CodeType:
+    return compile(harness(), "harness.py", "exec", dont_inherit=True)
+
+
 def memory_file(data: bytes) -> int:
     """An open file with this content that nobody can change."""
     import fcntl
@@ -249,15 +255,22 @@ def started(
     source: str,
     stdin: bytes,
     limits: SandboxLimits,
+    provided: Mapping[str, str] | None = None,
 ) -> Iterator[Run]:
-    """Starts one run; at the end nothing of it is left."""
+    """Starts one run; at the end nothing of it is left.
+
+    Args:
+        provided: names that the program may use without importing them, with their modules.
+    """
     folder = tempfile.mkdtemp(prefix="roll-sandbox-") if backend == "unsafe" else None
     root = {"binds": view.binds, "links": view.links, "temp_bytes": limits.temp_mb << 20, "temp_files": limits.files}
     # Processes count per user: a number of its own for each run of bubblewrap as root.
     drop_to = random.SystemRandom().randrange(10**9, 2 * 10**9) if backend == "bubblewrap" and not os.getuid() else None
     job = {
         "mode": mode,
-        "harness": harness(),
+        "compiled": None if view.packages else _compiled(),  # another interpreter may be of another version
+        "harness": harness() if view.packages else "",
+        "provided": dict(provided or {}),
         "source": source,
         "max_bytes": limits.output_kb << 10,
         "max_seconds": limits.wall_seconds + _GRACE,

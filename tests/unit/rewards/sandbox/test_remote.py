@@ -162,6 +162,14 @@ def test_a_test_that_takes_too_long_costs_that_test_only() -> None:
 _ERROR = json.dumps({"status": "SandboxError", "message": "no pod is free"})
 
 
+def test_programs_may_do_without_imports() -> None:
+    with serving() as service:
+        program = "print(Counter(sys.stdin.readline().split())['a'])"
+        assert score_all(service.url, [program], [{"input": "a b a", "output": "2"}])[0].correct
+        function = "def f(x: List[int]) -> int:\n    return math.floor(sum(x))"
+        assert score_all(service.url, [function], ["assert f([1, 2]) == 3"])[0].correct
+
+
 def test_failures_of_the_service_are_tried_again_and_counted() -> None:
     with serving((503, "busy"), (200, "<html>"), (200, _ERROR)) as service:
         [verdict] = score_all(service.url, [PROGRAM], PROGRAMS, {"max_attempts": 4})
