@@ -93,10 +93,14 @@ def recompute_activations(scorer: TokenScorer) -> None:
 
 
 def decoder_layers(scorer: TokenScorer) -> list[torch.nn.Module]:
-    """The blocks that the model's own class says must not be split: each is one unit of sharding and recomputation."""
-    names = set(scorer.model._no_split_modules or ())
+    """The blocks that the model's own class says must not be split: each is one unit of sharding and recomputation.
+
+    Not one with the input embedding (BERT's family): tied to the output layer, it belongs into that layer's unit.
+    """
+    names, embedding = set(scorer.model._no_split_modules or ()), scorer.model.get_input_embeddings()
     # By base classes too: fully_shard makes a QwenLayer an FSDPQwenLayer.
-    layers = [module for module in scorer.model.modules() if names & {cls.__name__ for cls in type(module).__mro__}]
+    named = [module for module in scorer.model.modules() if names & {cls.__name__ for cls in type(module).__mro__}]
+    layers = [module for module in named if all(part is not embedding for part in module.modules())]
     if not layers:
         raise ValueError(f"{type(scorer.model).__name__} names no decoder layers (_no_split_modules); cannot shard it")
     return layers
