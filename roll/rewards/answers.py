@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from pydantic import Field
 
@@ -74,6 +76,16 @@ def last_box(text: str) -> tuple[str, str, str] | None:
     return (text[:following], content, behind) if content else None
 
 
+def all_boxed(text: str) -> list[str]:
+    """The contents of all closed boxes that are in no other."""
+    outer: list[tuple[int, int, int]] = []
+    for box in _boxes(text)[0]:  # inner ones close first
+        while outer and outer[-1][0] > box[0]:
+            outer.pop()
+        outer.append(box)
+    return [text[begin:end].strip() for _, begin, end in outer]
+
+
 _BETWEEN_BOXES = re.compile(
     r"[\s$]*(?:(?:[,;/&(]|\\q?quad|\\text\s*\{\s*(?:and|or),?\s*\}|,?\s*\b(?:and|or|even|also|maybe|perhaps|possibly|else)\b)[\s$]*)"
     r"{0,5}(?:[a-z]\s*=\s*)?"
@@ -92,3 +104,19 @@ def _boxes(text: str) -> tuple[list[tuple[int, int, int]], bool]:
         elif match[0].endswith("{") and match[0] != "\\{":
             open_braces.append(None if match[0] == "{" else (match.start(), match.end()))
     return found, any(open_braces)
+
+
+def check_plain(value: Any) -> None:
+    """Raises ``ValueError`` for what no answer can be like: a number that is none, or half a character."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"ground_truth: seen {value!r}, expected a finite number")
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"ground_truth: seen {value[:80]!r}, in which character {error.start + 1} is half of a surrogate pair"
+            ) from None
+    if isinstance(value, list | Mapping):
+        for entry in value if isinstance(value, list) else value.values():
+            check_plain(entry)

@@ -12,9 +12,20 @@ from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
-from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, is_cut_off, last_box, last_boxed, last_group
+from roll.rewards.answers import (
+    ANSWER_TAG,
+    AnswerConfig,
+    after_thoughts,
+    check_plain,
+    is_cut_off,
+    last_box,
+    last_boxed,
+    last_group,
+)
 from roll.rewards.maths.prose import denied, is_part, last_expression, said_in
-from roll.rewards.types import RuleVerifier, Sample, Verdict
+from roll.rewards.types import ANSWER_CPU_S, RuleVerifier, Sample, Verdict
+
+_PLAIN_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")
 
 
 class MathConfig(AnswerConfig):
@@ -43,6 +54,7 @@ class MathVerifier(RuleVerifier):
 
     config_class: ClassVar[type[Config]] = MathConfig
     config: MathConfig
+    cpu_seconds = ANSWER_CPU_S
     best = 1.0
 
     def __init__(self, config: Config) -> None:
@@ -50,14 +62,36 @@ class MathVerifier(RuleVerifier):
         # SymPy takes half a second that the first sample need not wait for.
         import roll.rewards.maths.equality  # noqa: F401
 
+    @classmethod
+    def check_row(cls, config: Config, sample: Sample) -> None:
+        check_plain(sample.ground_truth)
+        _math_truth(sample.ground_truth)
+
+    @classmethod
+    def tries_row(cls, config: Config, sample: Sample) -> bool:
+        return not _PLAIN_NUMBER.fullmatch(str(sample.ground_truth))
+
+    def try_row(self, sample: Sample) -> None:
+        """Raises ``ValueError`` for a reference that is not accepted as the answer, wherever it is written."""
+        from roll.rewards.maths.equality import same
+        from roll.rewards.maths.reader import readings, same_text
+
+        truth = _math_truth(sample.ground_truth)
+        written = [truth]
+        if self.config.answer_pattern is None:
+            written = [f"\\boxed{{{truth}}}", f"<answer>{truth}</answer>"][: 1 if self.config.strict_boxed else 2]
+            written = [found for found in map(self.extract, written) if found is not None]
+        references = readings(truth, None)
+        pairs = ((gold, answer) for text in written for gold in references for answer in readings(text, None))
+        if not (any(same_text(truth, text) for text in written) or any(same(gold, answer) for gold, answer in pairs)):
+            raise ValueError(f"ground_truth: seen {truth[:80]!r}, which as an answer does not equal itself")
+
     def check(self, sample: Sample) -> Verdict:
         """Raises ``ValueError`` when the ground truth is no expression."""
         from roll.rewards.maths.equality import name_of, same
         from roll.rewards.maths.reader import readings, same_text
 
-        truth = _math_truth(sample.ground_truth).strip()
-        if not truth:
-            raise ValueError(f"ground_truth: seen {sample.ground_truth!r}, expected a mathematical expression")
+        truth = _math_truth(sample.ground_truth)
         found = self.extract(sample.response, sample.truncated)
         if found is None:
             return Verdict(score=0.0, correct=False)
@@ -100,4 +134,7 @@ def _math_truth(truth: Any) -> str:
     if isinstance(truth, bool) or not isinstance(truth, str | int):
         raise ValueError(f"ground_truth: seen {truth!r}, expected a mathematical expression as text, or a number")
     text = str(truth)
-    return last_boxed(text) or said_in(text)
+    found = (last_boxed(text) or said_in(text)).strip()
+    if not found:
+        raise ValueError(f"ground_truth: seen {truth!r}, expected a mathematical expression")
+    return found

@@ -150,6 +150,8 @@ async def _score(job: Job, domains: Mapping[str, RewardConfig], total: int) -> t
                     for verdict in verdicts:
                         if isinstance(verdict, RewardError) and len(errors) < SHOWN_ERRORS:
                             errors.append(f"{row.row.place}: {verdict}")
+                        elif isinstance(verdict, Verdict) and verdict.over_budget and tally.over_budget < SHOWN_ERRORS:
+                            sys.stderr.write(f"counts as wrong: {row.row.place}: {verdict.over_budget}\n")
                         tally.add(row.group, verdict if isinstance(verdict, Verdict) else None)
                     if file is not None:
                         scored = {**row.row.values, job.score_key: [_record(verdict) for verdict in verdicts]}
@@ -178,6 +180,8 @@ def _record(verdict: Verdict | RewardError) -> dict[str, Any]:
     if isinstance(verdict, RewardError):
         return {"error": str(verdict)}
     record: dict[str, Any] = {"score": verdict.score, "correct": verdict.correct, "answer": verdict.answer}
+    if verdict.over_budget:
+        record["over_budget"] = verdict.over_budget
     return record | {name: dict(part) for name, part in (("parts", verdict.parts), ("notes", verdict.notes)) if part}
 
 

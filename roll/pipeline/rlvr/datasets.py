@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,14 @@ from roll.data.teacher_prompts import TeacherPrompts
 from roll.data.templates import ChatTemplate
 from roll.models.tokenizer import policy_tokenizer
 from roll.pipeline.prompt_roles import train_sampler
+from roll.rewards.references import References
 from roll.rollout.tool_box import told_tools
 from roll.utils.foreign import describe_error
 from roll.utils.registry import import_path
 
 _RECIPE = "made_from.json"
+_TRIAL_SECONDS = 30.0
+"""For the reference answers of a dataset."""
 
 
 DataT = TypeVar("DataT", PromptDataset, Conversations)
@@ -116,6 +120,11 @@ def teacher_prompts(config: RLVRConfig, renderer: ChatRenderer) -> TeacherPrompt
     return TeacherPrompts(config.teacher_prompt, renderer, response, most)
 
 
+def tell(line: str) -> None:
+    """Writes a line for the person who waits for a run to begin."""
+    sys.stderr.write(f"{line}\n")
+
+
 def _load(
     config: RLVRConfig,
     data: DataArguments,
@@ -132,4 +141,5 @@ def _load(
         seed=config.seed,
         tools=tools,
         tag_renderers=tag_renderers(config, renderer),
+        check=References(config.rewards, _TRIAL_SECONDS, tell, tell),
     )

@@ -6,6 +6,7 @@ What is not certain is unequal: a policy that finds two answers which are taken 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -420,6 +421,10 @@ def _same_difference(gold: Relation, answer: Relation) -> bool:
         return False
     if symbols_of(one) != symbols_of(other) or not symbols_of(one):
         return False
+    powers = one.atoms(sympy.Pow) | other.atoms(sympy.Pow)
+    degree = max((abs(power.exp) for power in powers if power.exp.is_Integer), default=1)
+    if max(_terms(one), _terms(other), degree) > _MOST_TERMS:
+        return False
     ratio = sympy.cancel(one / other)
     if not (ratio.is_number and ratio.is_finite and ratio.is_real) or ratio == 0:
         return False
@@ -501,11 +506,26 @@ def name_of(value: Value) -> str:
     return f"{value.digits}_{value.base}" if isinstance(value, Digits) else value.letter
 
 
+_MOST_TERMS = 200
+"""Of a term that is expanded or cancelled."""
+
+
+def _terms(expr: Any) -> int:
+    """Terms that a term has when it is expanded, at most."""
+    if expr.is_Add:
+        return sum(map(_terms, expr.args))
+    if expr.is_Mul:
+        return math.prod(map(_terms, expr.args))
+    if expr.is_Pow and expr.exp.is_Integer and (inner := _terms(expr.base)) > 1:
+        power = min(abs(int(expr.exp)), _MOST_TERMS)
+        return math.comb(inner + power - 1, power) if expr.is_commutative else inner**power
+    return max(map(_terms, expr.args), default=1)
+
+
 def _term_name(expr: Any) -> str:
     expr = expr.subs(PERCENT, sympy.Rational(1, 100))
-    small = all(not power.exp.is_Integer or abs(power.exp) <= 8 for power in expr.atoms(sympy.Pow))
     with contextlib.suppress(Exception):  # SymPy raises anything; the unexpanded term is a good enough name
-        expr = expr.expand() if small else expr
+        expr = expr.expand() if _terms(expr) <= _MOST_TERMS else expr
     try:
         return str(expr)
     except ValueError:  # an integer with more digits than Python converts

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection
+from typing import Any, NoReturn, TypeVar
 
 import sympy
 
@@ -35,6 +35,9 @@ _CLOSING = {"(": (")", "]"), "[": (")", "]", "["), "]": ("[", "]")}
 """``[0,1[`` and ``]0,1]`` are intervals too, as they are written in France."""
 _MATRICES = {"pmatrix": "matrix", "bmatrix": "matrix", "matrix": "matrix", "smallmatrix": "matrix", "Bmatrix": "matrix",
              "array": "matrix", "vmatrix": "det"}  # fmt: skip
+_MAX_DEPTHS = {"atom": 24, "root": 10, "function": 5}
+"""Most that may stand in one another: of anything, of roots, of functions and exponents. What SymPy needs for a term
+grows exponentially with it."""
 _SYSTEMS = ("cases", "dcases", "rcases", "aligned")
 _WHEN = ("if", "for", "when", "where")
 _FUNCTION_NAMES = set("fgh")
@@ -44,6 +47,9 @@ _STARTS = {"(", r"\frac", r"\sqrt", r"\binom", r"\pi", r"\infty", r"\lfloor", r"
 }
 
 
+T = TypeVar("T")
+
+
 class Factors(ABC):
     """Recursive descent, the inner half: each method reads one level of the grammar and leaves what follows."""
 
@@ -51,6 +57,7 @@ class Factors(ABC):
         self._tokens = tokens
         self._known = known
         self._at = 0
+        self._depths = dict.fromkeys(_MAX_DEPTHS, 0)
         self._bars = 0
         """Open ``|`` (an absolute value, the condition of a set): the next one in a product closes."""
 
@@ -105,7 +112,9 @@ class Factors(ABC):
                 value = Term(self._scalar(value) * DEGREE)
             elif not raised and self._accept("^"):  # 2^3^2 is written for both orders
                 raised = True
-                value = Term(operations.power(self._term(value).expr, self._scalar(self._argument())))
+                value = Term(
+                    operations.power(self._term(value).expr, self._scalar(self._within("function", self._argument)))
+                )
             elif self._accept("!"):
                 double = self._accept("!") is not None
                 if self._is("!"):
@@ -128,7 +137,19 @@ class Factors(ABC):
 
     # --- atoms
 
+    def _within(self, kind: str, read: Callable[[], T]) -> T:
+        """What is read one level deeper."""
+        self._depths[kind] += 1
+        if self._depths[kind] > _MAX_DEPTHS[kind]:
+            self._fail()
+        value = read()
+        self._depths[kind] -= 1
+        return value
+
     def atom(self) -> Value:
+        return self._within("atom", self._atom)
+
+    def _atom(self) -> Value:
         token = self._take()
         if token.kind == "number":
             value: Term = token.value
@@ -175,7 +196,7 @@ class Factors(ABC):
         if sign == r"\binom":
             return Term(operations.binomial(self._scalar(self._argument()), self._scalar(self._argument())))
         if sign == r"\sqrt":
-            return self._root()
+            return self._within("root", self._root)
         if name in FUNCTIONS and sign.startswith("\\"):
             return self._function(name)
         if name in CONSTANTS and sign.startswith("\\"):
@@ -338,7 +359,7 @@ class Factors(ABC):
             self._fail()
         matrix = sympy.ImmutableMatrix(rows)
         if kind == "det":
-            return Term(matrix.det()) if matrix.is_square else self._fail()
+            return Term(operations.determinant(matrix))
         return Term(matrix)
 
     def _root(self) -> Value:
@@ -352,12 +373,13 @@ class Factors(ABC):
         base = power = None
         while self._is("_", "^"):
             if self._take().text == "_" and name == "log" and base is None:
-                base = self._scalar(self._argument())
+                base = self._scalar(self._within("function", self._argument))
             elif self._tokens[self._at - 1].text == "^" and power is None:
-                power = self._scalar(self._argument())
+                power = self._scalar(self._within("function", self._argument))
             else:
                 self._fail()
-        return Term(operations.apply(name, self._function_arguments(), base, power))
+        args = self._within("function", self._function_arguments)
+        return Term(operations.apply(name, args, base, power))
 
     def _function_arguments(self) -> list[Any]:
         if self._accept("("):

@@ -146,8 +146,8 @@ _NO_NAMES = frozenset(
     ["let", "suppose", "assume", "whether", "check", "when", "never", "can", "cannot", "could", "unless"]
 )
 _NAMED = re.compile(
-    r"((?:[a-zA-Z'|,()\s]|_\{?\w+\}?|\\(?:angle|triangle|overline|overrightarrow|cap|cup|mid|measuredangle|operatorname"
-    r"|text(?:rm|bf|it)?|mathrm|mathbf)(?![a-zA-Z])\s*|[{}])+?)\s*[=:]\s*([^=:]+)"
+    r"((?:[a-zA-Z'|,()\s]|_\{?+\w++\}?+|\\(?:angle|triangle|overline|overrightarrow|cap|cup|mid|measuredangle|operatorname"
+    r"|text(?:rm|bf|it)?|mathrm|mathbf)(?![a-zA-Z])\s*+|[{}])+?)\s*[=:]\s*([^=:]+)"
 )
 
 

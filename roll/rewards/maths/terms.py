@@ -40,6 +40,9 @@ _SIZES = ("1.371", "-12.93", "151.7", "-0.2713", "-1603.9")
 _NEAR = sympy.Rational(1, 10**50)
 _MOST_NUMBERS = 8
 _STEEP = (sympy.exp, sympy.functions.elementary.hyperbolic.HyperbolicFunction)
+_HIGHEST = 10**60
+"""Exponent of a term that is evaluated."""
+_PRODUCTS = (sympy.factorial, sympy.factorial2, sympy.gamma, sympy.binomial)
 _ENOUGH = 2
 """Points at which two terms must agree; a term may have no value at some."""
 
@@ -181,6 +184,10 @@ def _same_number(one: Any, other: Any, values: dict[Any, Any], digits: int | Non
     counterexamples stay within the multiple here.)
     """
     try:
+        if _is_tower(other, values):
+            return None if _is_tower(one, values) else False
+        if _is_tower(one, values):
+            return None
         if digits is None:
             digits = int(_FEW + _PER_DIGIT * (digits_of(one, values) + digits_of(other, values)))
         if digits > _MOST:
@@ -191,6 +198,17 @@ def _same_number(one: Any, other: Any, values: dict[Any, Any], digits: int | Non
     size = max(sympy.Integer(1), *(abs(part) for part in (*left, *right)))
     tiny = size * sympy.Float(10, 15) ** -digits
     return all(abs(a - b) <= tiny for a, b in zip(left, right, strict=True))
+
+
+def _is_tower(expr: Any, values: dict[Any, Any]) -> bool:
+    """Tells whether an exponent in a term is too large for the term to be evaluated, at whatever precision."""
+    for part in sympy.postorder_traversal(expr):  # so that what is evaluated here has been looked at before
+        if part.is_Pow or isinstance(part, (*_STEEP, *_PRODUCTS)):
+            for arg in part.args[part.is_Pow :]:
+                number = sympy.S.Zero if arg.is_Rational else arg.evalf(15, subs=values)
+                if any(size.is_Float and abs(size) > _HIGHEST for size in number.as_real_imag()):
+                    return True
+    return False
 
 
 def digits_of(expr: Any, values: dict[Any, Any]) -> float:

@@ -13,6 +13,8 @@ from roll.rewards.maths.values import Digits, Term
 
 MAX_CHARS = 500
 """Longer answers are texts."""
+MAX_EXPONENT = 1200
+"""Of a number in E notation: others would be written out as so many digits."""
 
 
 class NotUnderstoodError(ValueError):
@@ -288,7 +290,9 @@ def _said(text: str) -> Iterable[Token]:
 
 def number_token(text: str) -> Token:
     plain = text.replace(",", "").rstrip(".")
-    mantissa = re.split("[eE]", plain)[0]
+    mantissa, *exponent = re.split("[eE]", plain)
+    if exponent and (len(exponent[0]) > 6 or abs(int(exponent[0])) > MAX_EXPONENT):
+        raise NotUnderstoodError(f"an exponent beyond {MAX_EXPONENT}")
     value = sympy.Rational(plain) if len(plain) <= MAX_CHARS else None
     return Token("number", text, value=Term(value, decimals=len(mantissa.partition(".")[2])))
 

@@ -157,14 +157,11 @@ def test_boxes_are_closed_by_their_own_brace():
     [
         ("72", "72"),
         ("$1,234.50.", "1234.5"),
-        ("5 - 3", "3"),
-        ("5-3", "3"),
         ("x=-3", "-3"),
         ("-$5", "-5"),
         ("−7 °C", "-7"),
         ("3/4", "0.75"),
         ("1 / 3", "1/3"),
-        ("1,2,3", "3"),
         ("0.30", "0.3"),
         ("-.05", "-0.05"),
         ("007", "7"),
@@ -177,7 +174,7 @@ def test_the_last_number_is_read_exactly(text, number):
     assert found is not None and number_text(found) == number
 
 
-@pytest.mark.parametrize("text", ["", "none", "1/0", "²", "9" * 5000, "."])
+@pytest.mark.parametrize("text", ["", "none", "1/0", "²", "9" * 5000, ".", "5-3", "1,2,3"])
 def test_some_texts_have_no_number(text):
     assert last_number(text) is None
 
@@ -198,7 +195,7 @@ def test_decimals_survive_with_separators(value: Decimal):
         ("#### 8 <answer>7</answer>", 7, True, True),
         ("It is 7.", "7", False, True),
         ("It is 7.5", 7, False, False),
-        ("#### 8\n #### seven 7", 7, True, True),
+        ("#### 8\n #### seven 7", 7, False, False),
         ("7 #### eight", 7, False, False),
         ("<think>#### 7</think> 8", 7, False, False),
         ("0.1", 0.1, False, True),

@@ -28,7 +28,7 @@ SUMS = [
         "id": 3,
         "prompt": "3+3",
         "solution": "6",
-        "answers": [{"text": "I do not know it."}, {"error": "too long"}],
+        "answers": [{"text": "I do not know the answer."}, {"error": "too long"}],
     },
 ]
 
