@@ -49,8 +49,10 @@ here, theirs is written out. The report says what has become of each key:
 | dropped | nothing changes without it; the reason is given |
 | left to you | something outside of the configuration: a path, a secret, a model that must be served |
 | impossible | results would change, and there is no way to say it here; the reason is given |
+| unknown to the importer | no rule knows the key; a value that links read elsewhere is not reported so |
 
-The exit code is 1 when a key is impossible or the result needs an edit, 2 when a file cannot be read, else 0.
+The exit code is 1 when a key is impossible or unknown or the result needs an edit, 2 when a file cannot be read, else
+0. Files that train on pictures, video or sound are refused by the keys, models and data sets that say so.
 Secrets are not copied. `roll train` given such a file answers with the command to run.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from roll.configs.compose import REFERENCE, apply_override, parse_overrides
+from roll.configs.compose import apply_override, parse_overrides
 from roll.configs.importers.shell import ScriptError, Unread, read_script
 from roll.configs.shipped import SHIPPED
 
@@ -34,7 +34,7 @@ class Given:
     links: dict[str, Any]
     """The same before links were resolved."""
     read_by_links: frozenset[str]
-    """Top-level keys that links read."""
+    """Keys and sections that links read, dotted."""
     notes: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     """Configurations that the files build on and that are not there."""
@@ -44,6 +44,10 @@ class Given:
     """By key: a value that only a shell can tell."""
     program: str = ""
     """Program that a launch script starts."""
+
+    def is_read_by_a_link(self, key: str) -> bool:
+        """Tells whether a link reads exactly this key, or a section around it as a whole."""
+        return any(f"{key}.".startswith(f"{read}.") for read in self.read_by_links)
 
 
 def read(
@@ -92,10 +96,35 @@ def read(
         _delete(tree, key)
     links = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(links, dict)
-    read_by_links = frozenset(REFERENCE.findall(str(links)))
+    read_by_links = frozenset(_read_by_links(links, links, ()))
     folders = list(dict.fromkeys(folder for file in files for folder in _around(file)))
     unresolved = {str(key): value for key, value in links.items()}
     return Given(_plain(tree), unresolved, read_by_links, notes, missing, folders, unread, program)
+
+
+_LINK = re.compile(r"\$\{([^${}]*)\}")
+
+
+def _read_by_links(node: Any, tree: dict[Any, Any], path: tuple[str, ...]) -> Iterator[str]:
+    """Dotted keys that the links below a node read; a link inside of a link is followed first."""
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from _read_by_links(value, tree, (*path, str(name)))
+    elif isinstance(node, list):
+        for value in node:
+            yield from _read_by_links(value, tree, path)
+    while isinstance(node, str) and (link := _LINK.search(node)):
+        value: Any = ""
+        resolver, colon, rest = link[1].strip().partition(":")
+        if not colon or resolver == "oc.select":
+            key = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", (rest if colon else resolver).split(",")[0].strip())
+            dots = len(key) - len(key.lstrip("."))  # one is the section that the link stands in, two the one above
+            parts = (*path[: len(path) - dots], *key.lstrip(".").split(".")) if dots else tuple(key.split("."))
+            yield ".".join(parts)
+            value = tree
+            for part in parts:
+                value = value.get(part) if isinstance(value, dict) else None
+        node = node[: link.start()] + (str(value) if isinstance(value, str | int | float) else "") + node[link.end() :]
 
 
 def _keys(words: Sequence[str]) -> set[str]:

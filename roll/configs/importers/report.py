@@ -20,6 +20,7 @@ _MEANINGS = {
     Kind.DROPPED: "changes nothing here",
     Kind.TO_DO: "outside of the configuration",
     Kind.IMPOSSIBLE: "changes results, and cannot be said here",
+    Kind.UNKNOWN: "no rule here knows the key: see what it does, and whether it is spelled right",
 }
 
 

@@ -8,7 +8,7 @@ from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.devices import parse_device_mapping
 from roll.configs.distill import DistillConfig
 from roll.configs.importers.common import devices_of, drop_unread, parallel_sizes, set_batch, tidy_engines, to_do
-from roll.configs.importers.draft import Draft, Kind
+from roll.configs.importers.draft import Draft, Kind, value_at
 from roll.configs.importers.profiling import profiler_of_roll
 from roll.configs.importers.roll_distillation import is_distillation, set_distillation, set_teacher, set_teachers
 from roll.configs.importers.roll_engines import drop_adapter, set_engine, set_model_kwargs
@@ -34,6 +34,7 @@ _VERIFIERS: dict[str, str] = {
 """Verifiers by the name of the worker class whose place they take."""
 _LENGTHS = {"min_tokens": 100, "max_tokens": 400}
 """Within them their length reward rises from -0.5 to 0; they count the padding too, which is not copied."""
+_FILTER, _BOUNDS = {"type", "filter_args", "low", "high"}, {"threshold_down", "threshold_up", "std_threshold"}
 _SWANLAB = {"experiment_name": "name", "logdir": "log_dir"}
 _SECRETS = ("key", "token", "secret", "password", "login")
 
@@ -263,6 +264,8 @@ def _reward(draft: Draft, name: str) -> None:
         draft.derive(f"{base}.world_size", f"{base}.world_size", domain["world_size"])
     chosen = domain.get("query_filter_config") or {}
     limits = chosen.get("filter_args") or {}
+    for key in [*(chosen.keys() - _FILTER), *(f"filter_args.{key}" for key in limits.keys() - _BOUNDS)]:
+        draft.tell(Kind.UNKNOWN, f"{base}.query_filter_config.{key}", value_at(chosen, key))
     bounds = {"type": chosen.get("type", "no_filter")}
     bounds["low"] = limits.get("threshold_down", limits.get("std_threshold", chosen.get("low")))
     bounds["high"] = limits.get("threshold_up", chosen.get("high"))

@@ -6,6 +6,7 @@ from typing import Any
 
 from roll.configs.importers.common import devices
 from roll.configs.importers.draft import Draft, Kind
+from roll.configs.importers.table import DERIVE
 from roll.configs.importers.transforms import TRANSFORMS
 from roll.configs.importers.verl_algorithm import set_optimizer
 
@@ -158,8 +159,9 @@ def _megatron(draft: Draft, role: str, theirs: str) -> None:
         )
     if role == "actor_train":
         extra = f"{ACTOR}.megatron.override_transformer_config"
-        for key in ("recompute_granularity", "recompute_method", "recompute_num_layers"):
-            draft.carry(f"{extra}.{key}", f"{options}.{key}")
+        for key in draft.theirs(extra) or {}:
+            if draft.rule(f"{extra}.{key}") == DERIVE:
+                draft.carry(f"{extra}.{key}", f"{options}.{key}")
 
 
 def set_engine(draft: Draft, role: str, theirs: str) -> None:
@@ -180,7 +182,7 @@ def set_engine(draft: Draft, role: str, theirs: str) -> None:
     own = draft.theirs(f"{theirs}.engine_kwargs.{name}")
     for key, value in (own or {}).items() if isinstance(own, dict) else ():
         if value is not None and key not in UNREAD_BY_ENGINES:
-            draft.derive(f"{theirs}.engine_kwargs.{name}.{key}", f"{options}.{key}", value)
+            draft.derive(f"{theirs}.engine_kwargs.{name}.{key}", f"{options}.{key.replace('-', '_')}", value)
 
 
 def _generator(draft: Draft) -> None:
