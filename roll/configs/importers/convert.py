@@ -157,7 +157,8 @@ def _leave_out(draft: Draft, problems: Sequence[ConfigProblem]) -> bool:
     for problem in lost:
         what = "no such key here" if problem.expected.startswith("no such key") else f"it is not {problem.expected}"
         note = f"{what}; {problem.hint}" if problem.hint else what
-        kind = Kind.UNKNOWN if ".strategy_config." in problem.path else Kind.IMPOSSIBLE
+        known = ".env_config." in problem.path or "belongs to" in note
+        kind = Kind.IMPOSSIBLE if known else Kind.UNKNOWN
         draft.retell(problem.path, kind, note, draft.remove(problem.path))
     return bool(lost)
 

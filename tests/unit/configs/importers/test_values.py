@@ -1,0 +1,80 @@
+"""Values that the other systems have as constants or defaults, and that are written out here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from roll.configs.importers.convert import Imported, convert
+from roll.configs.importers.draft import Kind, value_at
+from roll.preflight.choices import CHECKS
+
+FILES = Path(__file__).parent / "files"
+ROLL = FILES / "roll" / "run"
+
+
+def values(system: str, file: Path, *words: str) -> tuple[Imported, dict[str, Any]]:
+    imported = convert(system, [file], words, CHECKS)
+    return imported, yaml.safe_load(imported.text)
+
+
+def kind_of(imported: Imported, key: str) -> set[Kind]:
+    return {each.kind for each in imported.outcomes if key in each.key.split(", ")}
+
+
+@pytest.mark.parametrize(("clip", "bound"), [(0.2, 1.4), (0.1, 1.2), (0.28, 1.56)])
+def test_the_dual_clip_of_roll_follows_its_clip_range(clip: float, bound: float) -> None:
+    words = ("dual_clip_loss=true", f"pg_clip={clip}", "actor_train.pg_variant=ppo", "use_topr_loss=false")
+    _, config = values("roll", ROLL / "rlvr.yaml", *words)
+    assert (config["dual_clip_loss"], config["dual_clip_c"]) == (True, bound)
+    _, off = values("roll", ROLL / "rlvr.yaml", "dual_clip_loss=false")
+    assert "dual_clip_c" not in off
+    _, unread = values("roll", ROLL / "rlvr.yaml", "dual_clip_loss=true", "actor_train.pg_variant=cispo")
+    assert "dual_clip_c" not in unread
+
+
+def test_the_kl_loss_of_roll_is_k3() -> None:
+    loss = ("use_kl_loss=true", "kl_loss_coef=0.01")
+    _, alone = values("roll", ROLL / "rlvr.yaml", *loss, "add_token_level_kl=false")
+    assert alone["kl_penalty"] == "k3"
+    _, both = values("roll", ROLL / "rlvr.yaml", *loss, "add_token_level_kl=true", "kl_penalty=mse")
+    assert (both["kl_penalty"], both["kl_loss_penalty"]) == ("mse", "k3")
+    _, usual = values("roll", ROLL / "rlvr.yaml", *loss, "add_token_level_kl=true")
+    assert usual["kl_loss_penalty"] == "k3" and usual.get("kl_penalty", "k1") in ("k1", "kl")
+
+
+def test_a_distillation_of_roll_clips_no_gradients_unless_it_says_so() -> None:
+    _, config = values("roll", ROLL / "distill.yaml")
+    assert config["max_grad_norm"] >= 1e6
+    _, bounded = values("roll", ROLL / "distill.yaml", "max_grad_norm=0.5")
+    assert bounded["max_grad_norm"] == 0.5
+    imported, zero = values("roll", ROLL / "rlvr.yaml", "max_grad_norm=0")
+    assert zero["max_grad_norm"] >= 1e6 and not imported.problems
+
+
+@pytest.mark.parametrize("name", ["dpo.yaml", "sft.yaml", "distill.yaml"])
+def test_nodes_follow_from_the_devices_of_training_on_given_samples(name: str) -> None:
+    words = ["num_gpus_per_node=2", "actor_train.device_mapping='list(range(0,4))'"]
+    if name == "distill.yaml":
+        words[1] = words[1].replace("actor_train", "student")
+    if name == "sft.yaml":
+        words[1] = words[1].replace("actor_train", "sft_train")
+    imported, config = values("roll", ROLL / name, *words)
+    assert config["num_nodes"] >= 2 and not any(each.path == "num_nodes" for each in imported.problems)
+
+
+def test_a_tracker_that_is_not_here_is_left_to_the_user() -> None:
+    imported, config = values("roll", ROLL / "rlvr.yaml", "track_with=ml_tracker", "tracker_kwargs={project: p}")
+    assert config["track_with"] == "stdout" and "tracker_kwargs" not in config
+    assert Kind.TO_DO in kind_of(imported, "track_with") and not imported.problems
+
+
+def test_a_reward_worker_without_a_counterpart_trains_on_no_other_reward() -> None:
+    imported, config = values("roll", ROLL / "rlvr.yaml", "rewards.sums.worker_cls=mine.rewards.PoemRewardWorker")
+    (verifier,) = (each for each in config["rewards"]["sums"]["verifiers"] if each["name"] != "format")
+    assert verifier == {"name": "custom", "args": {"path": "poem_reward_worker.py:score"}}
+    assert imported.problems and value_at(config, "rewards.sums.verifiers") is not None
+    assert Kind.IMPOSSIBLE in kind_of(imported, "rewards.sums.worker_cls")
