@@ -116,10 +116,10 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "A judge that runs on the run's own devices stays there (`judge_model_type: inference`); the cluster `reward`, "
         "which environments ask, becomes `judge`.",
         "With `async_generation_ratio` old samples get importance weights (`train_infer_correction.is_weight`).",
-        "Constants of ROLL's losses are keys here, and written out: the dual clip `dual_clip_c` is 1 + 2 × `pg_clip`, the "
-        "estimator of the KL loss is k3. A `max_grad_norm` of 0, the default of distillation there, clips nothing.",
-        "A reward worker that has no counterpart becomes the verifier `custom` with a file that is yours to write: until "
-        "then the configuration is not valid.",
+        "Constants of ROLL's losses are keys here, and written out: the dual clip `dual_clip_c` is 1 + 2 × `pg_clip`, "
+        "the estimator of the KL loss is k3. A `max_grad_norm` of 0, the default of distillation there, clips nothing.",
+        "A reward worker that has no counterpart becomes the verifier `custom` with a file that is yours to write: "
+        "until then the configuration is not valid.",
         "Agentic batches are not filled up or cut by chance (`batch_adjust_mode`).",
         "Files of the SFT, DPO and distillation pipelines become configurations of those here; `num_train_epochs` is "
         "then how long the run is, and held-out samples are read whole.",

@@ -21,6 +21,8 @@ _SECTIONS = {
     "rl_config": "mindspeed",
     "generate_config": "mindspeed",
 }
+_SUPERVISED = re.compile(r"\b(?:engine@engine|optim@optim)\b")
+"""Entries of the defaults list of verl's ``sft_trainer_engine``."""
 _ROLL = ("roll.pipeline.", "roll.distributed.", "/config/deepspeed_zero", "/config/traj_envs", "/config/envs")
 """Parts of values that only ROLL's own files have."""
 
@@ -38,6 +40,8 @@ def system_of(file: Path) -> str | None:
     if not isinstance(content, dict):
         return None
     found = next((system for key, system in _SECTIONS.items() if key in content), None)
+    if found is None and _SUPERVISED.search(str(content.get("defaults"))):
+        return "verl_sft"
     return found or ("roll" if any(sign in text for sign in _ROLL) else None)
 
 

@@ -35,6 +35,8 @@ FUSED = {
 }
 """Megatron's linear layers, as Hugging Face's models name them."""
 _ALL_LAYERS = {part for parts in FUSED.values() for part in parts}
+ENGINES = {"dp": "fsdp2_train", "veomni": "fsdp2_train", "megatron": "megatron_train"}
+"""Engines of training by the names that ``model_engine`` has for them."""
 FIRE = {"first_token_temperature": 30.0, "first_token_top_k": 16}
 """Settings that their switch stands for."""
 
@@ -54,9 +56,7 @@ def per_device(draft: Draft, key: str) -> int | None:
 
 def set_roles(draft: Draft) -> None:
     """Sets the roles that there are, their devices and their engines."""
-    if not draft.has(f"{ACTOR}.strategy") and any("megatron" in name for name in draft.given.missing):
-        note = "that of the configuration which it builds on"
-        draft.derive(f"{ACTOR}.strategy", "actor_train.strategy_args.strategy_name", "megatron_train", note)
+    _trainer(draft)
     count = _devices(draft)
     mapping = devices(0, count)
     where = ["trainer.n_gpus_per_node", "trainer.nnodes"]
@@ -83,6 +83,22 @@ def set_roles(draft: Draft) -> None:
             draft.derive(f"{MODEL}.override_config", f"{role}.model_args.model_config_kwargs", extra)
     _adapter(draft)
     _generator(draft)
+
+
+def _trainer(draft: Draft) -> None:
+    """The engine of training where ``actor.strategy`` does not name it: ``model_engine``, or what the files build on."""
+    ours = "actor_train.strategy_args.strategy_name"
+    if (engine := draft.theirs("model_engine")) is not None and engine not in ENGINES:
+        note = f"the engines of training are {', '.join(ENGINES)} there: fsdp2_train is taken"
+        draft.tell(Kind.IMPOSSIBLE, "model_engine", engine, note=note)
+    elif engine is not None:
+        draft.derive("model_engine", ours, ENGINES[engine])
+    elif draft.has(f"{ACTOR}.strategy"):
+        return
+    elif any("megatron" in name for name in draft.given.missing):
+        draft.derive(f"{ACTOR}.strategy", ours, "megatron_train", "that of the configuration which it builds on")
+    elif draft.has(f"{ACTOR}.megatron") and not draft.has(f"{ACTOR}.fsdp_config"):
+        draft.derive(f"{ACTOR}.megatron", ours, "megatron_train", "only megatron has its section")
 
 
 def _adapter(draft: Draft) -> None:

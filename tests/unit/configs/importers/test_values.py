@@ -78,3 +78,55 @@ def test_a_reward_worker_without_a_counterpart_trains_on_no_other_reward() -> No
     assert verifier == {"name": "custom", "args": {"path": "poem_reward_worker.py:score"}}
     assert imported.problems and value_at(config, "rewards.sums.verifiers") is not None
     assert Kind.IMPOSSIBLE in kind_of(imported, "rewards.sums.worker_cls")
+
+
+VERL = FILES / "run_verl.sh"
+SIZES = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 1}
+
+
+def test_the_model_engine_of_verl_names_the_trainer() -> None:
+    sizes = [f"actor_rollout_ref.actor.megatron.{key}={value}" for key, value in SIZES.items()]
+    imported, config = values("verl", VERL, "model_engine=megatron", *sizes)
+    strategy = config["actor_train"]["strategy_args"]
+    assert strategy["strategy_name"] == "megatron_train"
+    assert {key: strategy["strategy_config"].get(key, 1) for key in SIZES} == SIZES
+    assert config["reference"]["strategy_args"]["strategy_name"] == "megatron_infer"
+    assert Kind.UNKNOWN not in {each.kind for each in imported.outcomes}
+    for engine in ("dp", "veomni"):
+        _, config = values("verl", VERL, f"model_engine={engine}")
+        assert config["actor_train"]["strategy_args"]["strategy_name"] == "fsdp2_train"
+    other, _ = values("verl", VERL, "model_engine=torchtitan")
+    assert kind_of(other, "model_engine") == {Kind.IMPOSSIBLE}
+
+
+def test_the_gates_of_sapo_come_from_verl() -> None:
+    gates = ("actor_rollout_ref.actor.tau_pos=0.8", "actor_rollout_ref.actor.tau_neg=1.2")
+    _, config = values("verl", VERL, *gates, "actor_rollout_ref.actor.policy_loss.loss_mode=sapo")
+    assert (config["sapo_tau_pos"], config["sapo_tau_neg"]) == (0.8, 1.2)
+    imported, config = values("verl", VERL, *gates)
+    assert "sapo_tau_pos" not in config and imported.exit_code == 0
+
+
+def test_what_moves_the_optimizers_state_of_verl_loses_nothing() -> None:
+    base = "actor_rollout_ref.actor.optim.override_optimizer_config"
+    words = [f"{base}.optimizer_cpu_offload=true", f"{base}.optimizer_offload_fraction=1.0"]
+    words += [
+        "actor_rollout_ref.actor.megatron.offload.param.target=cpu",
+        "actor_rollout_ref.rollout.server.timeout=60",
+    ]
+    imported, _ = values("verl", VERL, "model_engine=megatron", *words)
+    assert all(kind_of(imported, word.partition("=")[0]) == {Kind.DROPPED} for word in words)
+    assert imported.exit_code == 0
+
+
+def test_a_supervised_trainer_with_an_engine_is_known_by_what_it_builds_on(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    data = "train_batch_size: 64, messages_key: messages, train_files: /d/a.parquet, max_length: 512, truncation: right"
+    file.write_text(
+        "defaults:\n- model@model: hf_model\n- engine@engine: fsdp\n- optim@optim: fsdp\n- _self_\n"
+        f"data: {{{data}}}\ntrainer: {{n_gpus_per_node: 4, nnodes: 1, logger: [console]}}\n"
+    )
+    imported = convert("verl", [file], ["model.path=Qwen/Qwen2.5-0.5B", "optim.lr=2e-5"])
+    config = yaml.safe_load(imported.text)
+    assert imported.schema.__name__ == "SFTConfig"
+    assert (config["sequence_length"], config["actor_train"]["training_args"]["learning_rate"]) == (512, 2e-5)
