@@ -37,7 +37,8 @@ names the variable that decides, `--set DEVICE=gpu` gives it, and `key=value` wo
 Several files are laid over each other in their order.
 
 The result holds what differs from the defaults here. Where a key is not given and its default there is another than
-here, theirs is written out. The report says what has become of each key:
+here, theirs is written out. Above the keys that it concerns, `# lost:` and `# TODO:` say what could not be carried
+over and what is left to do. The report begins with both; keys that are kept as they are it names with `--all`:
 
 | word | meaning |
 |---|---|

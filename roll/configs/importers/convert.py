@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from roll.configs.importers.draft import Draft, Kind, Outcome, value_at
 from roll.configs.importers.reading import UnreadableError, read
 from roll.configs.importers.recognise import pictures_in, variant_of
 from roll.configs.importers.roll_distillation import read_students
-from roll.configs.importers.writing import shorten, text_of
+from roll.configs.importers.writing import annotate, shorten, text_of
 from roll.configs.loader import load_config
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
@@ -122,7 +122,17 @@ def convert(
     written = [
         each for each in draft.outcomes if each.kind != Kind.THEIRS or value_at(values, each.ours) is not NOTHING
     ]
+    text = annotate(text, [*_comments(written), *((each.path, f"TODO: {each}") for each in problems)])
     return Imported(text, schema, tuple(written), tuple(problems), tuple(given.notes))
+
+
+def _comments(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
+    """What is lost and what is left to do, for the place in the result; without values, which may be secret."""
+    words = {Kind.IMPOSSIBLE: "lost", Kind.UNKNOWN: "lost", Kind.TO_DO: "TODO"}
+    for each in outcomes:
+        if word := words.get(each.kind):
+            note = each.note or ("unknown to the importer" if each.kind == Kind.UNKNOWN else "")
+            yield each.ours or each.key, f"{word}: {each.key}{f': {note}' if note else ''}"
 
 
 def _derived(draft: Draft, files: Sequence[Path]) -> type[PipelineConfig]:

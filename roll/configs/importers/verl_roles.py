@@ -86,7 +86,7 @@ def set_roles(draft: Draft) -> None:
 
 
 def _trainer(draft: Draft) -> None:
-    """The engine of training where ``actor.strategy`` does not name it: ``model_engine``, or what the files build on."""
+    """The engine of training: ``model_engine``, ``actor.strategy``, or what the files build on."""
     ours = "actor_train.strategy_args.strategy_name"
     if (engine := draft.theirs("model_engine")) is not None and engine not in ENGINES:
         note = f"the engines of training are {', '.join(ENGINES)} there: fsdp2_train is taken"

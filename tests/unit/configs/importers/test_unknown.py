@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from roll.configs.importers import SYSTEMS
 from roll.configs.importers.convert import convert
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.reading import Given
 from roll.configs.importers.recognise import pictures_in
+from roll.configs.importers.report import report
 from roll.configs.importers.table import fill, rows, spread
+from roll.configs.importers.writing import annotate
 from roll.preflight.choices import CHECKS
 
 FILES = Path(__file__).parent / "files"
@@ -162,3 +165,31 @@ def test_pictures_are_refused_by_name(system: str, word: str) -> None:
     imported = convert(system, [GIVEN[system]], [word])
     told = {each.key for each in imported.outcomes if "pictures" in each.note and each.kind == Kind.IMPOSSIBLE}
     assert word.partition("=")[0].lstrip("+") in told and imported.exit_code == 1
+
+
+def test_the_report_begins_with_what_a_user_must_look_at() -> None:
+    words = ["+key_of_nobody=1", "actor_train.mtp_training_mode=joint"]
+    imported = convert("roll", [GIVEN["roll"]], words, CHECKS)
+    text = report(imported)
+    order = [text.index(f"\n{kind} (") for kind in (Kind.UNKNOWN, Kind.TO_DO, Kind.DERIVED, Kind.DROPPED)]
+    assert text.startswith(f"{Kind.IMPOSSIBLE} (1)") and order == sorted(order)
+    assert "\nkept (" not in text and "\nkept (" in report(imported, everything=True)
+
+
+def test_what_is_lost_stands_above_its_place_in_the_result() -> None:
+    words = ["+actor_train.training_args.rate_of_nobody=1", "+key_of_nobody=1"]
+    imported = convert("roll", [GIVEN["roll"]], words, CHECKS)
+    lines = imported.text.splitlines()
+    place = lines.index("  # lost: actor_train.training_args.rate_of_nobody: unknown to the importer")
+    assert lines[place + 1] == "  training_args:"
+    assert lines[1] == "# lost: key_of_nobody: unknown to the importer"
+    assert "# TODO: rewards.talk.judge_prompt" in imported.text
+    plain = [line for line in lines if not line.lstrip().startswith("#")]
+    assert yaml.safe_load("\n".join(plain)) == yaml.safe_load(imported.text)
+
+
+def test_comments_keep_values_as_they_are() -> None:
+    text = "# head\na: 1\nb:\n  text: |\n    c: 2\n    # no comment\n  flow: {c: 1}\n"
+    said = annotate(text, [("b.text.c", "lost: one"), ("b.flow.c", "TODO: two"), ("z", "lost: three")])
+    assert yaml.safe_load(said) == yaml.safe_load(text)
+    assert said.splitlines()[:2] == ["# head", "# lost: three"] and "  # TODO: two\n  flow: {c: 1}" in said
