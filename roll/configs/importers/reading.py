@@ -99,7 +99,22 @@ def read(
     read_by_links = frozenset(_read_by_links(links, links, ()))
     folders = list(dict.fromkeys(folder for file in files for folder in _around(file)))
     unresolved = {str(key): value for key, value in links.items()}
-    return Given(_plain(tree), unresolved, read_by_links, notes, missing, folders, unread, program)
+    values = _plain(tree)
+    unread |= _links_to(unread, values, ())
+    return Given(values, unresolved, read_by_links, notes, missing, folders, unread, program)
+
+
+def _links_to(unread: Mapping[str, Unread], values: dict[str, Any], path: tuple[str, ...]) -> dict[str, Unread]:
+    """Takes out the values that are links to keys which only a shell can tell: they are no more known than those."""
+    found: dict[str, Unread] = {}
+    for name, value in list(values.items()):
+        here = (*path, name)
+        if isinstance(value, dict):
+            found |= _links_to(unread, value, here)
+        elif isinstance(value, str) and (link := _LINK.fullmatch(value)) and link[1] in unread:
+            found[".".join(here)] = Unread(value, unread[link[1]].by)
+            del values[name]
+    return found
 
 
 _LINK = re.compile(r"\$\{([^${}]*)\}")

@@ -130,3 +130,19 @@ def test_a_supervised_trainer_with_an_engine_is_known_by_what_it_builds_on(tmp_p
     config = yaml.safe_load(imported.text)
     assert imported.schema.__name__ == "SFTConfig"
     assert (config["sequence_length"], config["actor_train"]["training_args"]["learning_rate"]) == (512, 2e-5)
+
+
+def test_devices_of_chatlearn_that_only_a_shell_knows_are_asked_for(tmp_path: Path) -> None:
+    content = yaml.safe_load((FILES / "chatlearn.yaml").read_text())
+    content["models"]["policy"]["num_gpu"] = "${models.policy_trainer.num_gpu}"
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(content))
+    script = tmp_path / "run.sh"
+    start = "python chatlearn/entrypoint.py grpo --config-file grpo.yaml models.policy_trainer.num_gpu=${num_device}\n"
+    script.write_text("#!/bin/bash\nnum_device=$(nvidia-smi -L | wc -l)\n" + start)
+    asked = convert("chatlearn", [script])
+    assert asked.exit_code == 1
+    assert Kind.IMPOSSIBLE in kind_of(asked, "models.policy_trainer.num_gpu")
+    (tmp_path / "common.sh").write_text("num_device=4\n")
+    script.write_text("#!/bin/bash\nsource common.sh\n" + start)
+    read = yaml.safe_load(convert("chatlearn", [script]).text)
+    assert read["actor_infer"]["device_mapping"] == "list(range(0,4))" == read["actor_train"]["device_mapping"]
