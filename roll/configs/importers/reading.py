@@ -123,11 +123,11 @@ _LINK = re.compile(r"\$\{([^${}]*)\}")
 def _read_by_links(node: Any, tree: dict[Any, Any], path: tuple[str, ...]) -> Iterator[str]:
     """Dotted keys that the links below a node read; a link inside of a link is followed first."""
     if isinstance(node, dict):
-        for name, value in node.items():
-            yield from _read_by_links(value, tree, (*path, str(name)))
+        for name, each in node.items():
+            yield from _read_by_links(each, tree, (*path, str(name)))
     elif isinstance(node, list):
-        for value in node:
-            yield from _read_by_links(value, tree, path)
+        for each in node:
+            yield from _read_by_links(each, tree, path)
     while isinstance(node, str) and (link := _LINK.search(node)):
         value: Any = ""
         resolver, colon, rest = link[1].strip().partition(":")

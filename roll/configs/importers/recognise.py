@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ _HARMLESS = ("freeze_vision_tower", "freeze_vision_model", "freeze_vision_projec
 """Keys that verl's files have with their defaults, whatever is trained."""
 
 
-def pictures_in(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def pictures_in(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Keys of any system that ask for pictures, video or sound, by their names and by the names of models and data."""
     for key, value in leaves(values):
         name = key.rpartition(".")[2].lower().replace("-", "_")

@@ -146,3 +146,22 @@ def test_devices_of_chatlearn_that_only_a_shell_knows_are_asked_for(tmp_path: Pa
     script.write_text("#!/bin/bash\nsource common.sh\n" + start)
     read = yaml.safe_load(convert("chatlearn", [script]).text)
     assert read["actor_infer"]["device_mapping"] == "list(range(0,4))" == read["actor_train"]["device_mapping"]
+
+
+def test_what_chatlearn_does_not_say_has_its_defaults() -> None:
+    rate = "models.policy_trainer.optimizer"
+    _, config = values("chatlearn", FILES / "chatlearn.yaml", f"++{rate}={{lr: 1.0e-6}}")
+    arguments = config["actor_train"]["training_args"]
+    assert arguments["lr_scheduler_type"] == "constant_with_warmup"
+    assert (arguments["weight_decay"], arguments["adam_beta2"]) == (0.01, 0.95)
+    assert config.get("loss_agg_mode", "token-mean") == "token-mean"
+    falling = ("lr_decay_style=cosine", "min_lr=2.0e-7", "lr=1.0e-6", "lr_warmup_iters=5")
+    _, config = values("chatlearn", FILES / "chatlearn.yaml", *(f"+{rate}.{word}" for word in falling))
+    arguments = config["actor_train"]["training_args"]
+    assert (arguments["lr_scheduler_type"], arguments["min_lr_ratio"], arguments["warmup_steps"]) == ("cosine", 0.2, 5)
+
+
+def test_losses_of_mindspeed_are_means_over_tokens() -> None:
+    for stage in ("ray_grpo", "ray_dapo"):
+        _, config = values("mindspeed", FILES / "mindspeed.yaml", f"megatron_training.stage={stage}")
+        assert config["loss_agg_mode"] == "token-mean"
