@@ -81,6 +81,7 @@ _BEFORE = re.compile(r"(?:[ \t]|>|[-*+•][ \t]|\d+[.)][ \t]|</?\w+>)*")
 _LANGUAGE = re.compile(r"[{\s]*\.?([\w+#.-]*)")
 _ONE_LINE = re.compile(r"[ \t]*```(?:(?:python|py)\d?[ \t]+)?([^`\n]+)```[ \t]*")
 _WORD = re.compile(r"[a-zA-Z][\w+#]*")
+_MARKDOWN = ("markdown", "md")
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ class _Opening:
         return (match[1] if match else "").lower()
 
 
-def _fenced_blocks(text: str) -> tuple[list[Block], str]:
-    """The fenced blocks, and the text around them."""
+def _fenced_blocks(text: str, inside: bool = False) -> tuple[list[Block], str]:
+    """The fenced blocks, and the text around them; of a block of Markdown those inside, unless it is ``inside`` one."""
     lines = text.split("\n")
     blocks: list[Block] = []
     around: list[str] = []
@@ -114,7 +115,9 @@ def _fenced_blocks(text: str) -> tuple[list[Block], str]:
             end = _closing(lines, at, opening, strict)
             strict &= end.sure  # a text whose quotes or fences do not match is read to its end once only
             body = [*lines[at : end.line], *end.rest]
-            blocks.append(_block(body, opening, end.closed))
+            block = _block(body, opening, end.closed)
+            within = _fenced_blocks(block.code, inside=True)[0] if block.language in _MARKDOWN and not inside else []
+            blocks += within or [block]
             at = end.after
             around.append("")
     return blocks, "\n".join(around)
@@ -138,7 +141,7 @@ def _opening(line: str) -> _Opening | None:
 def _block(body: Sequence[str], opening: _Opening, closed: bool) -> Block:
     quoted = ">" in opening.before and "<" not in opening.before
     if quoted:
-        body = [re.sub(r"^[ \t]*> ?", "", line) for line in body]
+        body = [re.sub(rf"^(?:[ \t]*> ?){{0,{opening.before.count('>')}}}", "", line) for line in body]
     around = len(opening.before) if not quoted and not opening.before.strip(" *-+•.)0123456789") else 0
     room = min([around, *(len(line) - len(line.lstrip(" ")) for line in body if line.strip())])
     code = "\n".join(line[room:] for line in body)
@@ -228,6 +231,7 @@ _STARTS = re.compile(
     r"|(?:async\s+)?for\s.+\sin\s.+:.*|(?:while|if|with)\s.+:\s*(?:#.*)?|try:"
 )
 _GOES_ON = re.compile(r"#.*|[\])}].*|(?:else|finally|except|elif)\b.*:.*|\"\"\".*|'''.*|(?:raise|assert|del|pass)\b.*")
+_TAGS = re.compile(r"^[ \t]*(?:</?\w[^<>]*>|<\|\w+\|>)+|(?:</\w+>)+\s*$")
 _LONG = 2000
 """Characters of a line that is no code in prose."""
 
@@ -238,6 +242,7 @@ def _bare_blocks(text: str, asked: Asked) -> list[Block]:
     lines: list[str] = []
     quote, indent = "", ""
     for line in text.split("\n"):
+        line = line if quote or len(line) > _LONG else _TAGS.sub("", line)
         inside = line.removeprefix(indent)
         if lines and (quote or not line.strip() or (line.startswith(indent) and inside[:1] in (" ", "\t"))):
             lines.append(line)
@@ -273,7 +278,8 @@ _USED = re.compile(r"(?<![\w.])([A-Za-z_]\w*)([ \t]*[(\[.])?")
 
 
 def _is_python_name(word: str) -> bool:
-    return not word or word.endswith(".py") or re.fullmatch(r"i?py(?:thon)?[\d.]*", word) is not None
+    """``tool_code`` is Gemini's name of Python."""
+    return not word or word.endswith(".py") or re.fullmatch(r"i?py(?:thon)?[\d.]*|tool_code", word) is not None
 
 
 def _is_python(block: Block) -> bool:

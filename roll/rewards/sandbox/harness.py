@@ -216,22 +216,20 @@ def _named(name: str, module: str) -> Any:
     return globals()[name] if module == "harness" else getattr(__import__(module), name) if module else __import__(name)
 
 
-def _load(source: str, module: ModuleType, provided: dict[str, str]) -> dict[str, Any]:
-    """Runs the source in a module; returns what was there for it to use without importing it."""
+def _load(source: str, module: ModuleType, provided: dict[str, str]) -> None:
+    """Runs the source in a module, whose own names are then those that it has bound itself."""
     sys.modules[module.__name__] = module
     sys.argv = ["main.py"]
     sys.setrecursionlimit(_RECURSION)
     for word in ("exit", "quit"):  # as the module site, which is left out, defines them
         setattr(builtins, word, sys.exit)
     code = compile(source, "main.py", "exec", dont_inherit=True)
-    given = {name: _named(name, home) for name, home in provided.items()}
-    vars(module).update(given)
+    vars(builtins).update((name, _named(name, home)) for name, home in provided.items())
     try:
         exec(code, module.__dict__)
     except EOFError:  # it ends with lines that read an input, of which there is none where its functions are called
         if module.__name__ == "__main__":
             raise
-    return given
 
 
 def run_program(source: str, provided: dict[str, str] | None = None) -> None:
@@ -386,9 +384,8 @@ class Candidate:
     def serve(self, source: str, provided: dict[str, str]) -> NoReturn:
         module = type(sys)("solution")
         try:
-            given = _load(source, module, provided)
-            names = {name: value for name, value in vars(module).items() if not name.startswith("__")}
-            self._own = {name: value for name, value in names.items() if name not in given or value is not given[name]}
+            _load(source, module, provided)
+            self._own = {name: value for name, value in vars(module).items() if not name.startswith("__")}
             _NODES.update((name, self._own[name]) for name in _NODES.keys() & self._own.keys())
             loaded: dict[str, Any] = {"names": {name: self._refer(value) for name, value in self._own.items()}}
             raised = {

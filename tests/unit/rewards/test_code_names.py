@@ -148,6 +148,12 @@ def test_names_are_resolved_before_anything_runs():
     assert (names.program, names.python) == ({"f": "f"}, {"math": ""})
 
 
+def test_a_program_may_import_what_it_is_asked_for():
+    tests = ["assert gcd(12, 8) == 4", "assert gcd(9, 6) == 3"]
+    programs = ["from math import gcd\n", "import math\ngcd = math.gcd\n", "gcd(1, 2)\n"]
+    assert scores([(tests, program) for program in programs]) == [1.0, 1.0, 0.0]
+
+
 def test_a_program_gets_names_that_it_uses_without_importing_them():
     found = provided(
         "def f(x: List[int]) -> Optional[str]:\n    return Counter(x), math.inf, heappush, re.sub, 'split'"
