@@ -538,7 +538,7 @@ def _operator(name: str) -> Any:
     return lambda self, other: self._operate(name, other)
 
 
-for _word in "add sub mul truediv floordiv mod matmul pow and or xor lt le gt ge".split():
+for _word in ("add", "sub", "mul", "truediv", "matmul", "and", "or", "xor", "lt", "le", "gt", "ge"):
     setattr(Remote, f"__{_word}__", _operator(f"__{_word}__"))
 
 
