@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.env import EnvManagerConfig
+from roll.configs.inert import describe_unread
 from roll.configs.offline import OfflineConfig
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.rl import RLConfig
@@ -14,7 +15,11 @@ from roll.configs.worker import WorkerConfig
 
 
 def describe_batches(config: PipelineConfig) -> list[str]:
-    """Sentences on how episodes are collected and how they become optimizer steps, one each."""
+    """Sentences on how episodes are collected and how they become optimizer steps, and on what nobody reads."""
+    return [*_batch_lines(config), *describe_unread(config)]
+
+
+def _batch_lines(config: PipelineConfig) -> list[str]:
     if isinstance(config, OfflineConfig):
         return list(_offline_lines(config))
     if isinstance(config, RLVRConfig):

@@ -13,19 +13,17 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from roll.configs.expansion import MAX_VALUES, check_expansion, values_of
+from roll.configs.expansion import check_expansion
+from roll.configs.overrides import Override, parse_overrides
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.schema import did_you_mean
 from roll.configs.shipped import SHIPPED, config_groups, config_names
 
 REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*)")
-_SPACED = re.compile(r"(?:^|(?<=\0))([^\0=]+)(?:\0=\0?|=\0)([^\0=]+)(?=\0|$)")
 _OPTIONAL_ROLES = ("critic", "reference")
 
 
@@ -56,13 +54,14 @@ def compose_config(config_name: str, config_path: Path, overrides: Sequence[str]
     tree = _read(config_name, config_path)
     parsed, problems = parse_overrides(overrides)
     groups = config_groups(config_path)
-    chosen = [item for item in parsed if ".".join(_path(item)) in groups]
+    problems = [_no_choice(each.path, each.seen, groups) if each.path in groups else each for each in problems]
+    chosen = [item for item in parsed if item.key in groups]
     for item in chosen:
         problems += _choose(tree, item, groups, config_path)
     before = _references(tree)
     # Overrides inside a linked section wait until those of the section it links to are applied.
     others = [item for item in parsed if item not in chosen]
-    for override in sorted(others, key=lambda item: any(True for _ in _links_on(tree, _path(item)))):
+    for override in sorted(others, key=lambda item: any(True for _ in _links_on(tree, item.path))):
         problems += apply_override(tree, override)
     references = _references(tree)
     for key, names in before.items():  # what an override has replaced was read by the file
@@ -146,13 +145,12 @@ def _uncomposable(name: str, folder: Path, error: Exception) -> ConfigProblem:
 
 
 def _choose(
-    tree: DictConfig, item: tuple[Override, Any], groups: Mapping[str, Sequence[str]], config_path: Path
+    tree: DictConfig, item: Override, groups: Mapping[str, Sequence[str]], config_path: Path
 ) -> list[ConfigProblem]:
     """Lays the chosen file of a group over the configuration."""
-    group, choice = ".".join(_path(item)), item[1]
-    if item[0].is_delete() or choice not in groups[group]:
-        known = f"one of: {', '.join(groups[group])}"
-        return [ConfigProblem(group, choice, known, did_you_mean(str(choice), groups[group]))]
+    group, choice = item.key, item.value
+    if item.deletes or choice not in groups[group]:
+        return [_no_choice(group, choice, groups)]
     own = (config_path / group / f"{choice}.yaml").is_file()
     file = _compose(f"{group}/{choice}", config_path if own else SHIPPED)
     for role in _OPTIONAL_ROLES:
@@ -161,6 +159,11 @@ def _choose(
     _drop_replaced_engines(tree, file)
     tree.merge_with(file)
     return []
+
+
+def _no_choice(group: str, choice: object, groups: Mapping[str, Sequence[str]]) -> ConfigProblem:
+    known = f"one of: {', '.join(groups[group])}"
+    return ConfigProblem(group, choice, known, did_you_mean(str(choice), groups[group]))
 
 
 def _drop_replaced_engines(tree: DictConfig, file: DictConfig) -> None:
@@ -181,61 +184,7 @@ def _references(tree: DictConfig) -> dict[str, frozenset[str]]:
     return {str(key): frozenset(REFERENCE.findall(str(value))) for key, value in plain.items()}
 
 
-def parse_overrides(texts: Sequence[str]) -> tuple[list[tuple[Override, Any]], list[ConfigProblem]]:
-    """Hydra's grammar for keys and values.
-
-    A list or mapping outside of it, as ``[größe]``, is read as YAML; anything else, as ``list(range(0,2))``, is text.
-    """
-    parser = OverridesParser.create()
-    parsed = []
-    texts, problems = _set_apart_spaced(texts)
-    for text in texts:
-        key, equals, value = text.partition("=")
-        try:
-            override = parser.parse_override(text)
-            if override.is_sweep_override() or not override.key_or_group:
-                raise HydraException("sweep, or no key")
-            parsed.append((override, override.value()))
-        except HydraException:
-            if equals and re.fullmatch(r"\+{0,2}\w+(\.\w+)*", key, re.ASCII):
-                parsed.append((parser.parse_override(f"{key}=null"), _beyond_grammar(value)))
-            else:
-                problems.append(_no_override(text))
-    return parsed, problems
-
-
-def _beyond_grammar(text: str) -> Any:
-    if not text.startswith(("[", "{")):
-        return text
-    try:
-        return yaml.safe_load(text) if values_of(text) <= MAX_VALUES else text
-    except yaml.YAMLError:
-        return text
-
-
-def _no_override(text: str) -> ConfigProblem:
-    key, equals, _ = text.partition("=")
-    hint = "the command line takes key=value overrides"
-    if equals:
-        hint = f"{key!r} is no key: names of a-z, digits and _, joined by single dots; a file may have any"
-    return ConfigProblem(text, NOTHING, "key=value", hint)
-
-
-def _set_apart_spaced(texts: Sequence[str]) -> tuple[list[str], list[ConfigProblem]]:
-    """Finds ``key = value``, which the shell passes as three words, ``key= value`` and ``key =value``."""
-    text = "\0".join(texts)
-    problems = [
-        ConfigProblem(found[0].replace("\0", " "), NOTHING, f"{found[1]}={found[2]}", "no spaces around =")
-        for found in _SPACED.finditer(text)
-    ]
-    return [word for word in _SPACED.sub("", text).split("\0") if word], problems
-
-
-def _path(item: tuple[Override, Any]) -> list[str]:
-    return re.sub(r"^\+{1,2}", "", item[0].key_or_group).split(".")
-
-
-def _links_on(tree: DictConfig, path: list[str]) -> Iterator[tuple[DictConfig, str]]:
+def _links_on(tree: DictConfig, path: Sequence[str]) -> Iterator[tuple[DictConfig, str]]:
     """Nodes above the last key that are interpolations, outermost first."""
     node: Any = tree
     for part in path[:-1]:
@@ -246,15 +195,14 @@ def _links_on(tree: DictConfig, path: list[str]) -> Iterator[tuple[DictConfig, s
         node = node[part] if not OmegaConf.is_missing(node, part) else None
 
 
-def apply_override(tree: DictConfig, item: tuple[Override, Any]) -> list[ConfigProblem]:
-    override, value = item
-    path = _path(item)
-    key = ".".join(path)
+def apply_override(tree: DictConfig, override: Override) -> list[ConfigProblem]:
+    """Changes the tree; what cannot be set there is a problem."""
+    path, key, value = override.path, override.key, override.value
     try:
         for parent, part in _links_on(tree, path):
             # A copy of the target, its own links intact, so that this section alone changes.
             parent[part] = OmegaConf.create(OmegaConf.to_container(parent[part], resolve=False))
-        if not override.is_delete():
+        if not override.deletes:
             held = OmegaConf.select(tree, key, throw_on_resolution_failure=False)
             merge = isinstance(value, dict) and isinstance(held, DictConfig)
             OmegaConf.update(tree, key, value, merge=merge, force_add=True)
@@ -266,6 +214,15 @@ def apply_override(tree: DictConfig, item: tuple[Override, Any]) -> list[ConfigP
     except (OmegaConfBaseException, KeyError, TypeError, ValueError) as error:
         return [ConfigProblem(key, value, f"a key that can be set here: {str(error).splitlines()[0]}")]
     return []
+
+
+def mapping_of(words: Sequence[str]) -> tuple[dict[str, Any], list[ConfigProblem]]:
+    """``key=value`` words as a mapping of their own, and what is wrong with them."""
+    tree = OmegaConf.create({})
+    overrides, problems = parse_overrides(words)
+    for override in overrides:
+        problems += apply_override(tree, override)
+    return _resolve(tree, "", problems), problems
 
 
 def _resolve(node: DictConfig, prefix: str, problems: list[ConfigProblem]) -> dict[str, Any]:

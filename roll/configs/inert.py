@@ -1,4 +1,5 @@
-"""Keys that nothing reads under what other keys choose; given all the same, they are refused."""
+"""Keys that nothing reads under what other keys choose; given all the same, they are refused, or reported where files
+that others build on have them for another case."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from roll.configs.algorithm_names import ADV_ESTIMATORS, PG_VARIANTS, STATE_ESTIMATORS
+from roll.configs.pipeline import TINY, PipelineConfig
 from roll.configs.problems import ConfigProblem, show
 from roll.configs.rl import RLConfig
 
@@ -73,3 +75,22 @@ def check_inert(config: RLConfig) -> Iterator[ConfigProblem]:
         if key not in off and seen != default:
             hint = f"leave it out: ~{key} on the command line, or its default, {key}: {show(default)}"
             yield ConfigProblem(key, seen, expected, hint, involves=involved)
+
+
+def describe_unread(config: PipelineConfig) -> Iterator[str]:
+    """What is given for the tiny model alone, where models of another kind take its place, in a sentence each."""
+    models = config.models
+    taught = {"warm_start": "pretrain", "teacher_warm_start": "teacher_pretrain"}
+    for key, chooser in taught.items():
+        model = models.get(chooser)
+        if model not in (None, TINY) and _given(config, key):
+            yield f"{key}: nothing reads it, since {chooser} is {model}: only tiny is taught before the run"
+    sizes = [key for key in ("tiny_num_heads", "tiny_hidden_size", "tiny_num_layers") if _given(config, key)]
+    if sizes and TINY not in models.values():
+        yield f"{', '.join(sizes)}: nothing reads them, since no model is tiny"
+
+
+def _given(config: PipelineConfig, key: str) -> bool:
+    """Tells whether a key has another value than its default."""
+    field = type(config).model_fields.get(key)
+    return field is not None and getattr(config, key) != field.get_default(call_default_factory=True)

@@ -54,7 +54,8 @@ class ModelArguments(Config):
     lora_target: str | None = Field(
         default=None,
         description="Layers that get a LoRA adapter (Hu et al. 2021), the rest is frozen: names separated by commas, "
-        "all-linear, or null for full training. Read from actor_train, and holds for every copy of the actor.",
+        "all-linear (all linear layers but the output layer; not the routed experts of a mixture, which are no such "
+        "layers), or null for full training. Read from actor_train, and holds for every copy of the actor.",
     )
     lora_exclude: str | None = Field(
         default=None, description="Layers that all-linear leaves out: names separated by commas."

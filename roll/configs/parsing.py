@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from roll.configs.base import Config
 from roll.configs.env import ALIASES, EnvManagerConfig
-from roll.configs.problems import NOTHING, ConfigProblem
+from roll.configs.problems import NOTHING, SHOWN_CHARACTERS, ConfigProblem, show
 from roll.configs.schema import element_of, expectation, locate, nearest, section_at, section_of
 
 SectionT = TypeVar("SectionT", bound=Config)
@@ -147,10 +147,26 @@ def _translate(
         return ConfigProblem(dotted, detail["input"], str(detail["ctx"]["error"]))
     found = locate(schema, [ALIASES.get(str(part), part) for part in path])
     expected = (expectation(*found) if found else "") or str(detail["msg"]).lower().removeprefix("input should be ")
-    if kind == "finite_number":
+    if kind == "finite_number" or (kind == "float_type" and str(detail["input"]).lstrip("+-") in ("inf", "nan")):
         expected += ", finite"
-    hint = f"write [{detail['input']}]" if found and _is_element(found[0], detail["input"]) else ""
+    hint = f"write [{detail['input']}]" if found and _is_element(found[0], detail["input"]) else _instead(found, detail)
     return ConfigProblem(dotted, NOTHING if kind == "missing" else detail["input"], expected, hint)
+
+
+def _instead(found: tuple[Any, Sequence[Any]] | None, detail: Any) -> str:
+    """Hint at what YAML has made of a value that was meant otherwise."""
+    value = detail["input"]
+    if value is None and found is not None and detail["type"] != "missing":
+        if (section := section_of(found[0])) is None or any(
+            field.is_required() for field in section.model_fields.values()
+        ):
+            return "leave the key out for its default"
+        given = section().model_dump(mode="json").items()
+        words = ", ".join(f"{key}: {show(each)}" for key, each in given if not isinstance(each, dict))
+        return f"leave the section out for its defaults, {{{words if len(words) <= SHOWN_CHARACTERS else '…'}}}"
+    if detail["type"] == "string_type" and isinstance(value, bool | int | float):
+        return f"YAML takes it for {type(value).__name__}: put it in quotes"
+    return ""
 
 
 def _is_element(annotation: Any, value: Any) -> bool:
@@ -172,7 +188,7 @@ def _real_path(values: Any, detail: Any) -> list[str | int]:
         elif isinstance(node, dict) and (alias := _alias_of(part, node)):
             path.append(alias)
             node = node[alias]
-        elif isinstance(node, list) and isinstance(part, int) and part < len(node):
+        elif isinstance(node, list | tuple) and isinstance(part, int) and part < len(node):
             path.append(part)
             node = node[part]
         elif detail["type"] == "missing" and i == len(detail["loc"]) - 1:

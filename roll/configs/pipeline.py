@@ -127,6 +127,11 @@ class RunConfig(Config):
     resume_from_checkpoint: bool | str = Field(
         default=False, description="true: the newest whole checkpoint of this run, if any; or the path of one."
     )
+    resume_with_changes: bool = Field(
+        default=False,
+        description="Resume although data, seed, batch sizes or environments are not those of the run that saved the "
+        "checkpoint. It goes on from the same count of steps and draws, in what there is now. false: that is refused.",
+    )
 
     max_steps: int = Field(
         default=500, ge=1, description="Steps of the run: a rollout and its updates (RL), or one optimizer step (SFT)."

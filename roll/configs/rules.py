@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from roll.configs.arguments import none_problems, plain_problems
 from roll.configs.data import DataArguments
 from roll.configs.engines import cards
 from roll.configs.engines.card import EngineCard
@@ -170,6 +171,8 @@ def _adapter(args: ModelArguments) -> dict[str, object]:
 
 
 RULES: tuple[Rule, ...] = (
+    plain_problems,
+    none_problems,
     check_lengths,
     check_roles,
     check_frozen,

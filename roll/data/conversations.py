@@ -13,6 +13,7 @@ import torch
 from jinja2 import TemplateError
 
 from roll.configs.data import DataArguments
+from roll.configs.resuming import Rows
 from roll.data.arrays import BoolArray, IntArray
 from roll.data.batch import Batch
 from roll.data.files.rows import DataError, Row
@@ -67,6 +68,8 @@ class ConversationReport:
     """What is left out or not read, by file; a line each."""
     noun: str = "conversations"
     purpose: str = "imitate"
+    identity: Rows | None = None
+    """Tells the dataset from others."""
 
     def __str__(self) -> str:
         words = [f"{self.rows:,} rows read", f"{self.filtered:,} left out by the filter"]
@@ -256,6 +259,7 @@ def report_of(
         samples=samples,
         tokens=batch.num_tokens,
         said=int(batch.loss_mask_T.sum()),
+        identity=reading.identity(samples),
         conversations=samples if conversations is None else conversations,
         notes=reading.noted(),
         **words,

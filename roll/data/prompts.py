@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -15,6 +15,7 @@ import numpy as np
 
 from roll.configs.data import DataArguments
 from roll.configs.problems import ConfigErrors
+from roll.configs.resuming import Rows
 from roll.data.arrays import IntArray
 from roll.data.files.rows import DataError, Problems, Row
 from roll.data.left_out import LeftOut
@@ -37,6 +38,9 @@ __all__ = ["DataError", "LoadReport", "Prompt", "PromptDataset", "check_prompts"
 
 _Asked: TypeAlias = tuple[Sequence[Message], Sequence[Tool] | None]
 """A prompt's messages and the tools that it tells of."""
+
+RowCheck: TypeAlias = Callable[[Iterable[tuple[str, "Prompt"]]], Iterable[tuple[str, str]]]
+"""Prompts with their places to the places of those that are wrong, with the reason."""
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +89,8 @@ class LoadReport:
     prompt_length: int | None
     tags: Mapping[str, int]
     """Prompts by tag."""
+    identity: Rows | None = None
+    """Tells the dataset from others."""
     notes: tuple[str, ...] = ()
     """What the chat template leaves out, by file; a line each."""
 
@@ -120,6 +126,7 @@ def load_prompts(
     seed: int,
     tools: Mapping[str, Sequence[Tool]] | None = None,
     tag_renderers: Mapping[str, ChatRenderer] | None = None,
+    check: RowCheck | None = None,
 ) -> PromptDataset:
     """Reads, filters and checks the dataset, and fits its prompts to ``prompt_length``.
 
@@ -128,6 +135,7 @@ def load_prompts(
         prompt_length: most tokens of a rendered prompt; ``None`` for any. Needs a renderer.
         allowed_tags: the domains that have rewards; ``None`` for any.
         tag_renderers: of tags whose prompts ``renderer`` does not render; these keep their ``prompt_ids``.
+        check: finds what else is wrong with the rows.
 
     Raises:
         DataError: everything that is wrong with the dataset, by file and line.
@@ -139,7 +147,7 @@ def load_prompts(
         wrong = wrong or [args.problem("file_name", "files")]
         raise ConfigErrors([problem.under("data_args") for problem in wrong])
     reading = Reading(args, seed)
-    placed = _placed(reading, allowed_tags)
+    placed = _placed(reading, allowed_tags, check)
     reading.require(placed)
     placed = reading.drawn(placed)
     renderers = _Renderers(renderer, tag_renderers or {}, prompt_length)
@@ -156,6 +164,7 @@ def load_prompts(
         longest=longest,
         prompt_length=prompt_length,
         tags=Counter(prompt.tag for prompt in fitted),
+        identity=reading.identity(len(fitted)),
         notes=reading.noted(),
     )
     logger.info("%s", report)
@@ -167,9 +176,10 @@ def check_prompts(
     allowed_tags: Collection[str] | None,
     renderer: ChatRenderer | None = None,
     tag_renderers: Mapping[str, ChatRenderer] | None = None,
+    check: RowCheck | None = None,
 ) -> tuple[Counter[str], bool]:
     """``Reading.checked`` of what ``load_prompts`` would read, but for lengths and for messages that are refused."""
-    placed = _placed(reading, allowed_tags)
+    placed = _placed(reading, allowed_tags, check)
     _Renderers(renderer, tag_renderers or {}, None).note(placed, reading)
     return reading.checked(item.prompt.tag for item in placed)
 
@@ -183,7 +193,7 @@ class _Placed:
     file: str
 
 
-def _placed(reading: Reading, allowed_tags: Collection[str] | None) -> list[_Placed]:
+def _placed(reading: Reading, allowed_tags: Collection[str] | None, check: RowCheck | None) -> list[_Placed]:
     """The rows that the filter keeps, as prompts, each with an id of its own."""
     args, used = reading.args, used_columns(reading.args)
 
@@ -205,6 +215,9 @@ def _placed(reading: Reading, allowed_tags: Collection[str] | None) -> list[_Pla
             item = replace(item, prompt=replace(item.prompt, id=f"{item.prompt.id} {name}"))
         taken.add(item.prompt.id)
         placed.append(item)
+    if check is not None:
+        for place, reason in check((item.place, item.prompt) for item in placed):
+            reading.problems.add(place, reason)
     return placed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,9 +11,11 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from roll.configs.data import DataArguments
+from roll.configs.resuming import Rows
 from roll.data.files.read import read_rows
 from roll.data.files.rows import DataError, Problems, Row, plain_row
 from roll.data.prompt_rows import RowError, passes, unread_columns
+from roll.utils.checksums import Checksum
 from roll.utils.registry import import_path
 from roll.utils.seeding import derive_seed
 
@@ -35,6 +38,7 @@ class Reading:
     """What is worth knowing of the rows of a file: how many, and the place of the first."""
     unread: dict[str, dict[str, None]] = field(default_factory=dict)
     """Columns of each file that nobody reads."""
+    _content: Any = field(default_factory=Checksum, repr=False)
 
     def note(self, file: str, what: str, place: str) -> None:
         """Counts a row of a file."""
@@ -61,6 +65,8 @@ class Reading:
             self.counts["rows"] += 1
             try:
                 if passes(row.values, self.args.dataset_filter):
+                    text = json.dumps(row.values, sort_keys=True, default=str)
+                    self._content.update(f"{text}\n".encode())
                     yield make(row)
                 else:
                     self.counts["filtered"] += 1
@@ -79,6 +85,14 @@ class Reading:
             if row is not None:
                 yield row
 
+    def identity(self, samples: int) -> Rows:
+        """What tells the dataset from others, once it was read: the content of its rows, wherever they lie.
+
+        Args:
+            samples: how many the run has of them.
+        """
+        return Rows(self.counts["rows"] - self.counts["filtered"], samples, self._content.hexdigest())
+
     def drawn(self, samples: Iterable[T]) -> list[T]:
         """``dataset_filter.num_samples`` of them, in their order."""
         found, wanted = list(samples), self.args.dataset_filter.num_samples
@@ -87,6 +101,7 @@ class Reading:
         self.counts["filtered"] += len(found) - wanted
         if not self.args.shuffle:
             return found[:wanted]
+        self._content.update(f"{wanted} of them, by {self.seed}".encode())
         generator = np.random.Generator(np.random.PCG64(derive_seed(self.seed, "prompts", "num_samples")))
         return [found[index] for index in np.sort(generator.permutation(len(found))[:wanted])]
 

@@ -11,6 +11,7 @@ Axes: B sequences, N tokens of the row, G distinct prompts; of one block of atte
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -95,6 +96,14 @@ class SharedPrompts:
     def num_tokens(self, batch: Batch) -> int:
         """N of the batch as one row."""
         return int(self.lengths_G.sum() + self.own_lengths(batch).sum())
+
+
+def computed_tokens(micro_batches: Iterable[Batch], *, sharing: bool) -> int:
+    """Tokens that a model computes of micro-batches, without padding; ``sharing``: prompts where it is worth it."""
+    return sum(
+        SharedPrompts.find(each).num_tokens(each) if sharing and worth_sharing(each) else each.num_tokens
+        for each in micro_batches
+    )
 
 
 def worth_sharing(batch: Batch) -> bool:

@@ -21,13 +21,20 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from roll.configs.arguments import takes
 from roll.utils.seeding import derive_seed
 
 TAG = "arithmetic"
 TRAIN, VAL, DEMONSTRATIONS = "train.jsonl", "val.jsonl", "demonstrations.jsonl"
 WORKED = "worked.jsonl"
+
+Share = Annotated[float, Field(gt=0, lt=1)]
+Rate = Annotated[float, Field(ge=0, le=1)]
+Rows = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,26 @@ def is_held_out(x: int, y: int, share: float) -> bool:
     return int.from_bytes(digest, "big") < share * 2**64
 
 
+def check_operands(min_operand: int = 100, max_operand: int = 999, held_out_share: float = 0.1, **others: Any) -> None:
+    """Raises ``ValueError`` for arguments of a data set that are out of their ranges."""
+    if not 0 <= min_operand < max_operand:
+        raise ValueError(f"min_operand, max_operand: seen {min_operand} and {max_operand}, expected 0 <= min < max")
+    if not 0 < held_out_share < 1:
+        raise ValueError(f"held_out_share: seen {held_out_share}, expected a number between 0 and 1, both excluded")
+
+
+def _check_arguments(*, operations: Sequence[str] = ("+", "-"), forget_rate: float = 0.75, **others: Any) -> None:
+    check_operands(**others)
+    if not operations or set(operations) - {"+", "-"} or len(set(operations)) < len(operations):
+        raise ValueError(f"operations: seen {operations!r}, expected '+', '-' or both, each once")
+    if not 0 <= forget_rate <= 1:
+        raise ValueError(f"forget_rate: seen {forget_rate}, expected a number from 0 to 1")
+    for key in ("num_train", "num_val", "num_demonstrations"):
+        if (count := others.get(key, 1)) < 1:
+            raise ValueError(f"{key}: seen {count}, expected at least 1")
+
+
+@takes(check=_check_arguments)
 def write_dataset(
     folder: Path,
     *,
@@ -109,11 +136,11 @@ def write_dataset(
     min_operand: int = 100,
     max_operand: int = 999,
     operations: Sequence[str] = ("+", "-"),
-    held_out_share: float = 0.1,
-    forget_rate: float = 0.75,
-    num_train: int = 8192,
-    num_val: int = 1024,
-    num_demonstrations: int = 16000,
+    held_out_share: Share = 0.1,
+    forget_rate: Rate = 0.75,
+    num_train: Rows = 8192,
+    num_val: Rows = 1024,
+    num_demonstrations: Rows = 16000,
     num_worked: int = 0,
 ) -> None:
     """Writes ``train.jsonl``, ``val.jsonl`` and ``demonstrations.jsonl``; equal arguments give equal bytes.
@@ -135,15 +162,9 @@ def write_dataset(
     Raises:
         ValueError: an argument is out of its range, or there are fewer problems than rows.
     """
-    check_operands(min_operand, max_operand, held_out_share)
-    if not operations or set(operations) - {"+", "-"} or len(set(operations)) < len(operations):
-        raise ValueError(f"operations: seen {operations!r}, expected '+', '-' or both, each once")
-    if not 0 <= forget_rate <= 1:
-        raise ValueError(f"forget_rate: seen {forget_rate}, expected a number from 0 to 1")
     counts = {"num_train": num_train, "num_val": num_val, "num_demonstrations": num_demonstrations}
-    for key, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{key}: seen {count}, expected at least 1")
+    operands = {"min_operand": min_operand, "max_operand": max_operand, "held_out_share": held_out_share}
+    _check_arguments(operations=operations, forget_rate=forget_rate, **operands, **counts)
 
     def draw(name: str, count: int, held_out: bool) -> list[Problem]:
         rng = random.Random(derive_seed(seed, TAG, name))
@@ -177,14 +198,6 @@ def write_dataset(
         worked = draw("worked", num_worked, held_out=False)
         files[WORKED] = (_demonstration(index, problem, ()) for index, problem in enumerate(worked))
     write_together(folder, files)
-
-
-def check_operands(min_operand: int, max_operand: int, held_out_share: float) -> None:
-    """Raises ``ValueError`` for arguments of a data set that are out of their ranges."""
-    if not 0 <= min_operand < max_operand:
-        raise ValueError(f"min_operand, max_operand: seen {min_operand} and {max_operand}, expected 0 <= min < max")
-    if not 0 < held_out_share < 1:
-        raise ValueError(f"held_out_share: seen {held_out_share}, expected a number between 0 and 1, both excluded")
 
 
 def _pairs(rng: random.Random, low: int, high: int, limit: int) -> Iterator[tuple[int, int]]:

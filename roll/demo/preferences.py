@@ -13,13 +13,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from roll.demo.arithmetic import TAG, TRAIN, VAL, Problem, worked_solution, write_dataset, write_together
+from roll.configs.arguments import takes
+from roll.demo.arithmetic import TAG, TRAIN, VAL, Problem, Rate, worked_solution, write_dataset, write_together
 from roll.utils.seeding import derive_seed
 
 PAIRS, VAL_PAIRS = "pairs.jsonl", "val_pairs.jsonl"
 
 
-def write_pairs(folder: Path, *, seed: int = 0, slip_rate: float = 0.0, **options: Any) -> None:
+def _check_arguments(*, slip_rate: float = 0.0, **options: Any) -> None:
+    write_dataset.check_arguments(**options)  # type: ignore[attr-defined]
+
+
+@takes(passes_on=write_dataset, check=_check_arguments)
+def write_pairs(folder: Path, *, seed: int = 0, slip_rate: Rate = 0.0, **options: Any) -> None:
     """Writes ``pairs.jsonl`` and ``val_pairs.jsonl`` beside the files of ``write_dataset``, of the same problems.
 
     Every problem of ``train.jsonl`` and ``val.jsonl`` in which something is carried or borrowed is a pair, with

@@ -21,7 +21,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from roll.demo.arithmetic import DEMONSTRATIONS, TRAIN, VAL, check_operands, is_held_out, write_together
+from roll.configs.arguments import takes
+from roll.demo.arithmetic import (
+    DEMONSTRATIONS,
+    TRAIN,
+    VAL,
+    Rate,
+    Rows,
+    Share,
+    check_operands,
+    is_held_out,
+    write_together,
+)
 from roll.utils.seeding import derive_seed
 
 TAG = "products"
@@ -31,19 +42,28 @@ PRINTED_NOTHING = "(it printed nothing)"
 Message: TypeAlias = dict[str, str]
 
 
+def _check_arguments(*, call_rate: float = 0.4, slip_rate: float = 0.15, **others: Any) -> None:
+    check_operands(**others)
+    if min(call_rate, slip_rate) < 0 or call_rate + slip_rate > 1:
+        raise ValueError(
+            f"call_rate, slip_rate: seen {call_rate} and {slip_rate}, expected rates of at most 1 together"
+        )
+
+
+@takes(check=_check_arguments)
 def write_dataset(
     folder: Path,
     *,
     seed: int = 0,
     min_operand: int = 100,
     max_operand: int = 999,
-    held_out_share: float = 0.1,
-    call_rate: float = 0.4,
-    slip_rate: float = 0.15,
+    held_out_share: Share = 0.1,
+    call_rate: Rate = 0.4,
+    slip_rate: Rate = 0.15,
     tool: Literal["calculator", "python"] = "calculator",
-    num_train: int = 8192,
-    num_val: int = 1024,
-    num_demonstrations: int = 8000,
+    num_train: Rows = 8192,
+    num_val: Rows = 1024,
+    num_demonstrations: Rows = 8000,
 ) -> None:
     """Writes ``train.jsonl``, ``val.jsonl`` and ``demonstrations.jsonl``; equal arguments give equal bytes.
 
@@ -60,11 +80,8 @@ def write_dataset(
     Raises:
         ValueError: an argument is out of its range.
     """
-    check_operands(min_operand, max_operand, held_out_share)
-    if min(call_rate, slip_rate) < 0 or call_rate + slip_rate > 1:
-        raise ValueError(
-            f"call_rate, slip_rate: seen {call_rate} and {slip_rate}, expected rates of at most 1 together"
-        )
+    operands = {"min_operand": min_operand, "max_operand": max_operand, "held_out_share": held_out_share}
+    _check_arguments(call_rate=call_rate, slip_rate=slip_rate, **operands)
 
     def draw(name: str, count: int, held_out: bool) -> list[tuple[int, int]]:
         numbers = range(min_operand, max_operand + 1)

@@ -7,15 +7,15 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from roll.models.scoring import check_output_layer
-from roll.models.tokenizer import TOKENIZER_FILES, asking_for_trust, locate_model
+from roll.models.tokenizer import TOKENIZER_FILES, asking_for_trust, locate_model, special_ids_beyond
+from roll.models.weight_files import FolderFit, adopt_names, check_folder, tensor_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -58,13 +58,17 @@ def load_config(
         ValueError: no such folder, no ``config.json`` in it, an entry that the configuration does not have, or a model
             with code of its own, which runs with ``trust_remote_code`` alone.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     path, local = locate_model(path)
-    with asking_for_trust(path):
-        config = AutoConfig.from_pretrained(
-            path, local_files_only=local or not asks_hub, trust_remote_code=trust_remote_code
-        )
+    try:
+        with asking_for_trust(path):
+            config = AutoConfig.from_pretrained(
+                path, local_files_only=local or not asks_hub, trust_remote_code=trust_remote_code
+            )
+    except StrictDataclassError as error:
+        raise ValueError(f"model path {path!r}: config.json: {' '.join(str(error).split())}") from error
     for key, value in (config_kwargs or {}).items():
         if not hasattr(config, key):
             raise ValueError(f"model_config_kwargs.{key}: {type(config).__name__} has no such entry")
@@ -91,7 +95,8 @@ def load_causal_lm(
         trunk: without the output layer: what a value head sits on.
 
     Raises:
-        ValueError: no such folder, nothing in it that can be loaded, or a model whose own code changes its logits.
+        ValueError: no such folder, nothing in it that can be loaded, or tensors in it that are not the model's (see
+            ``weight_files``).
     """
     from safetensors import SafetensorError
     from transformers import AutoModel, AutoModelForCausalLM
@@ -103,6 +108,7 @@ def load_causal_lm(
     config = load_config(path, config_kwargs, trust_remote_code=trust_remote_code)
     kind = AutoModel if trunk else AutoModelForCausalLM
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    fit_folder("value" if trunk else "lm", path, config, trust_remote_code=trust_remote_code)
     try:
         loaded: Any = kind.from_pretrained(
             path,
@@ -125,8 +131,6 @@ def load_causal_lm(
     for name, seen, expected in report["mismatched_keys"]:
         raise ValueError(f"model path {path!r}: {name}: seen shape {tuple(seen)}, expected {tuple(expected)}")
     model = model.to(device).eval()  # type: ignore[arg-type]
-    if trust_remote_code and not trunk:
-        check_output_layer(model)
     return model
 
 
@@ -138,32 +142,107 @@ def make_skeleton(
     attn_implementation: str | None = None,
     config_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
+    names: Iterable[str] | None = None,
 ) -> PreTrainedModel:
-    """The model with unset weights, for ranks that receive them: its memory is not touched until it is filled."""
+    """The model with unset weights, for ranks that receive them: its memory is not touched until it is filled.
+
+    Args:
+        names: of the tensors in its folder, under which its own leave; ``None``: as they are on this machine.
+    """
+    config = load_config(path, config_kwargs, trust_remote_code=trust_remote_code)
+    model = _without_values(head, config, dtype, attn_implementation, trust_remote_code=trust_remote_code)
+    if (found := tensor_names(path) if names is None else names) is not None:
+        adopt_names(model, found)
+    return model.eval()
+
+
+def fit_folder(
+    head: Head, path: str, config: PreTrainedConfig, *, trust_remote_code: bool = False, sampled: bool = False
+) -> FolderFit:
+    """Checks that a folder holds the tensors of a model, and none that it has no place for.
+
+    Args:
+        config: the folder's, of ``load_config``.
+        sampled: see ``FolderFit``.
+
+    Raises:
+        ValueError: see ``check_folder``; quantised weights, or a padding token that the embedding has no row for.
+    """
+    text = config.get_text_config()
+    if beyond := special_ids_beyond({"pad_token_id": getattr(text, "pad_token_id", None)}, text.vocab_size):
+        raise ValueError(f"model path {path!r}: {beyond[0]}")
+    if getattr(config, "quantization_config", None):
+        raise ValueError(f"model path {path!r}: {quantised(config)}")
+    model = outline(head, config, trust_remote_code=trust_remote_code)
+    return check_folder(model, config, path, sampled=sampled)
+
+
+def outline(head: Head, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A model on the meta device."""
+    with torch.device("meta"):
+        return _without_values(head, config, torch.float32, trust_remote_code=trust_remote_code)
+
+
+def quantised(config: PreTrainedConfig) -> str:
+    """Says why weights that are stored quantised are not read."""
+    stated = config.quantization_config
+    method = stated.get("quant_method") if isinstance(stated, dict) else getattr(stated, "quant_method", None)
+    return f"quantization_config in its config.json ({method}), expected a model in bf16, fp16 or fp32"
+
+
+def _without_values(
+    head: Head, config: PreTrainedConfig, dtype: torch.dtype, attention: str | None = None, *, trust_remote_code: bool
+) -> PreTrainedModel:
     from transformers import AutoModel, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     kind = AutoModelForCausalLM if head == "lm" else AutoModel
-    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    config = load_config(path, config_kwargs, trust_remote_code=trust_remote_code)
+    options = {} if attention is None else {"attn_implementation": attention}
     with no_init_weights():
         model: PreTrainedModel = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
     model.tie_weights()  # initialisation would have done it
-    return model.eval()
+    return model
 
 
-def save_config(model: PreTrainedModel, path: Path, dtype: torch.dtype, head: Head = "lm") -> None:
+def persistent_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """What a model's files hold beside its parameters, such as the bias by which routers balance their experts."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".removeprefix("."), buffer
+
+
+def set_buffer(model: PreTrainedModel, name: str, value: Tensor) -> None:
+    """Sets a buffer, in float32 where the model's class computes with it so, else in its own number format."""
+    buffer = model.get_buffer(name)
+    exact = any(part in name.split(".") for part in model._keep_in_fp32_modules_strict or ())
+    buffer.data = value.to(buffer.device, torch.float32 if exact else buffer.dtype)
+
+
+def save_config(
+    model: PreTrainedModel,
+    path: Path,
+    dtype: torch.dtype,
+    head: Head = "lm",
+    whole: PreTrainedConfig | None = None,
+) -> None:
     """Writes what belongs beside the weights: ``config.json`` (naming ``dtype``) and ``generation_config.json``.
 
     With the head ``score`` it says that the folder holds a classifier with one output.
 
+    Args:
+        whole: the configuration of the folder that the model is from, which may have more parts than this.
+
     Raises:
         ValueError: Transformers has no such classifier.
     """
-    model.config.save_pretrained(path)
+    config, architectures = model.config, [type(model).__name__]
+    if head == "lm" and whole is not None and whole.model_type != config.model_type:
+        config, architectures = whole, whole.architectures or architectures
+    config.save_pretrained(path)
     file = path / "config.json"
     content = json.loads(file.read_text())
-    content["architectures"] = [type(model).__name__]
+    content["architectures"] = architectures
     if head == "score":
         content |= classifier_entries(model.config.model_type)
     content["dtype"] = str(dtype).removeprefix("torch.")
@@ -240,6 +319,8 @@ def converts_weights(model: PreTrainedModel) -> bool:
     """Tells whether checkpoints of the model's class have other names or shapes than the model."""
     from transformers.core_model_loading import revert_weight_conversion
 
+    if (used := getattr(model, "_weight_conversions", None)) is not None:
+        return bool(used)
     nothing: dict[str, Tensor] = {}
     return revert_weight_conversion(model, nothing) is not nothing
 

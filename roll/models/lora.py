@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,8 @@ class LoraSpec:
     alpha: int
     """The adapter's output is scaled by ``alpha / rank``."""
     targets: tuple[str, ...]
-    """Names of the linear layers that have one, e.g. ``q_proj``; ``("all-linear",)``: all but the output layer."""
+    """Names of the linear layers that have one, e.g. ``q_proj``; ``("all-linear",)``: all but the output layer, and but
+    those that peft cannot tell from others (``adapted_layers``)."""
     dropout: float = 0.0
     excluded: tuple[str, ...] = ()
     """Names of linear layers that have none although ``all-linear`` means them."""
@@ -57,9 +58,10 @@ def inject_adapter(model: PreTrainedModel, shape: LoraSpec) -> None:
     """
     from peft import inject_adapter_in_model
 
-    inject_adapter_in_model(
-        _peft_config(shape, list(adapted_layers(model, shape.targets, shape.excluded))), model, adapter_name=_ADAPTER
-    )
+    layers = adapted_layers(model, shape.targets, shape.excluded)
+    config = _peft_config(shape, list(layers))
+    config.fan_in_fan_out = any(map(is_transposed, layers.values()))
+    inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
         if is_adapter(name):
@@ -77,28 +79,131 @@ class UnknownLayerError(ValueError):
 
 def adapted_layers(
     model: PreTrainedModel, targets: tuple[str, ...], excluded: tuple[str, ...] = ()
-) -> dict[str, nn.Linear]:
+) -> dict[str, nn.Module]:
     """The linear layers that the targets mean, by name: those whose last part it is, never the output layer.
 
+    They are ``nn.Linear``, or Transformers' ``Conv1D``, whose weight lies the other way round. Of those that peft takes
+    for others, or refuses, ``all-linear`` means none.
+
     Raises:
-        UnknownLayerError: a target, or an excluded name, that matches none.
+        UnknownLayerError: a target, or an excluded name, that matches none or only such.
     """
-    output = model.get_output_embeddings() if model.can_generate() else None
-    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output}
-    known = sorted({name.rpartition(".")[2] for name in linear})
+    linear = _linear_layers(model)
+    reserved = _reserved(model, {name.rpartition(".")[2] for name in linear})
+    known = sorted({name.rpartition(".")[2] for name in linear} - reserved.keys())
     for key, names in (("lora_target", targets), ("lora_exclude", excluded)):
         for target in names:
-            if target not in known and not (key == "lora_target" and target == ALL_LINEAR):
-                near = difflib.get_close_matches(target, known, n=3, cutoff=0.5) or known
-                beside = f"{ALL_LINEAR} or " if key == "lora_target" else ""
-                raise UnknownLayerError(
-                    key,
-                    f"{target!r} matches no linear layer of {type(model).__name__}",
-                    f"{beside}some of {', '.join(known)}; the nearest: {', '.join(near)}",
-                )
+            if target in known or (key == "lora_target" and target == ALL_LINEAR and known):
+                continue
+            if key == "lora_exclude" and target in reserved:
+                continue
+            near = difflib.get_close_matches(target, known, n=3, cutoff=0.5) or known
+            beside = f"{ALL_LINEAR} or " if key == "lora_target" and known else ""
+            reason = reserved.get(target, f"matches no linear layer of {type(model).__name__}")
+            expected = f"{beside}some of {', '.join(known)}; the nearest: {', '.join(near)}" if known else "no adapter"
+            raise UnknownLayerError(key, f"{target!r} {reason}", expected)
     chosen = known if ALL_LINEAR in targets else targets
     wanted = set(chosen) - set(excluded)
     return {name: layer for name, layer in linear.items() if name.rpartition(".")[2] in wanted}
+
+
+def left_out(model: PreTrainedModel, targets: tuple[str, ...], excluded: tuple[str, ...] = ()) -> str:
+    """Says what an adapter leaves as it is that one might expect in it: empty if it is nothing.
+
+    That are with ``all-linear`` all matrices that are no linear layers, such as a mixture's routed experts, which
+    Transformers keeps in three dimensions; and names that only some of the layers have.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    layers = adapted_layers(model, targets, excluded)
+    parts = []
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    for last in sorted({name.rpartition(".")[2] for name in layers}):
+        found = {number for name in layers if name.endswith(f".{last}") and (number := _number_of(name)) is not None}
+        if found and len(found) < depth:
+            parts.append(f"{last} is in {len(found)} of {depth} layers")
+    output = model.get_output_embeddings() if model.can_generate() else None
+    groups: dict[str, list[int]] = {}
+    for name, module in model.named_modules():
+        linear = isinstance(module, nn.Linear | Conv1D)
+        if module is output or isinstance(module, nn.Embedding) or name in layers:
+            continue
+        if linear and (name.rpartition(".")[2] in excluded or ALL_LINEAR not in targets):
+            continue
+        for own, parameter in module.named_parameters(recurse=False):
+            experts = parameter.ndim == 3 and "expert" in name
+            if parameter.ndim > 1 and (ALL_LINEAR in targets or experts):
+                kind = ".".join(part for part in f"{name}.{own}".split(".")[-3:] if not part.isdigit())
+                groups.setdefault(kind, []).append(parameter.numel())
+    parts += [f"{kind} ({len(sizes)} tensors, {sum(sizes):,} parameters)" for kind, sizes in sorted(groups.items())]
+    return "; ".join(parts)
+
+
+def layer_sizes(layer: nn.Module) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    inputs, outputs = layer.weight.shape  # type: ignore[union-attr,misc]
+    return int(inputs), int(outputs)
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Tells whether a linear layer's weight is [inputs, outputs], as ``Conv1D`` has it."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(layer, Conv1D)
+
+
+def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    from transformers.pytorch_utils import Conv1D
+
+    output = model.get_output_embeddings() if model.can_generate() else None
+    kinds = (nn.Linear, Conv1D)
+    return {n: m for n, m in model.named_modules() if isinstance(m, kinds) and m is not output and _returns_a_row(m)}
+
+
+def _returns_a_row(layer: nn.Module) -> bool:
+    """Tells whether a layer returns what a linear layer does: a router may be one that returns its choice too."""
+    if type(layer).forward is nn.Linear.forward:
+        return True
+    inputs, outputs = layer_sizes(layer)
+    weight = next(layer.parameters())
+    try:
+        with torch.no_grad():
+            found = layer(torch.zeros(1, inputs, dtype=weight.dtype, device=weight.device))
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return False
+    return isinstance(found, Tensor) and found.shape == (1, outputs)
+
+
+def _reserved(model: PreTrainedModel, names: set[str]) -> dict[str, str]:
+    """Last names of layers that cannot have an adapter in a folder that peft reads as it was written, and why.
+
+    In mixtures peft means the routed experts by names of their projections (``gate_proj``), and takes them for nothing
+    else; it refuses layers whose weights the kernels of Mamba read beside the layer.
+    """
+    try:
+        from peft import LoraConfig
+        from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # said by those who train one
+        return {}
+    found = {}
+    config = LoraConfig(target_modules=sorted(names))
+    convert_peft_config_for_transformers(config, model, None)
+    for name in names.difference(config.target_modules or ()):
+        found[name] = "means the routed experts in peft, which no engine here adapts"
+    for name in names:
+        try:
+            _check_lora_target_modules_mamba(config, model, name)
+        except ValueError:
+            found[name] = "is a layer whose weights Mamba's kernels read by themselves"
+    return found
+
+
+def _number_of(name: str) -> int | None:
+    """Number of the decoder layer that a module is in."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
 
 def is_adapter(name: str) -> bool:
@@ -125,8 +230,9 @@ def matrix_shapes(model: PreTrainedModel, shape: LoraSpec) -> dict[str, tuple[in
     """All of an adapter's matrices, under their names in a peft folder."""
     shapes = {}
     for name, layer in adapted_layers(model, shape.targets, shape.excluded).items():
-        shapes[matrix_name(name, "A")] = (shape.rank, layer.in_features)
-        shapes[matrix_name(name, "B")] = (layer.out_features, shape.rank)
+        inputs, outputs = layer_sizes(layer)
+        shapes[matrix_name(name, "A")] = (shape.rank, inputs)
+        shapes[matrix_name(name, "B")] = (outputs, shape.rank)
     return shapes
 
 
@@ -170,14 +276,16 @@ def adapter_dropout(model: nn.Module) -> Iterator[None]:
             dropout.eval()
 
 
-def write_adapter_config(folder: Path, shape: LoraSpec, base_model: str, *, scores: bool = False) -> None:
+def write_adapter_config(
+    folder: Path, shape: LoraSpec, base_model: str, names: Iterable[str], *, scores: bool = False
+) -> None:
     """Writes ``ADAPTER_CONFIG``, which makes a folder with ``ADAPTER_FILE`` one that peft loads.
 
     Args:
+        names: of the adapter's matrices: by ``all-linear`` peft means other layers in some models.
         scores: the adapter is a reward model's, whose head is beside it.
     """
-    config = _peft_config(shape, ALL_LINEAR if ALL_LINEAR in shape.targets else list(shape.targets))
-    config.exclude_modules = list(shape.excluded) or None
+    config = _peft_config(shape, sorted(adapted_names(names)))
     config.base_model_name_or_path = base_model
     config.task_type = CLASSIFIES if scores else GENERATES
     config.modules_to_save = [SCORE_WEIGHT.partition(".")[0]] if scores else None
@@ -185,7 +293,12 @@ def write_adapter_config(folder: Path, shape: LoraSpec, base_model: str, *, scor
     config.save_pretrained(str(folder))
 
 
-def _peft_config(shape: LoraSpec, targets: list[str] | str) -> Any:
+def adapted_names(names: Iterable[str]) -> set[str]:
+    """The last names of the layers that an adapter with these tensors is for."""
+    return {name.rpartition(".lora_")[0].rpartition(".")[2] for name in names if ".lora_" in name}
+
+
+def _peft_config(shape: LoraSpec, targets: list[str]) -> Any:
     from peft import LoraConfig
 
     return LoraConfig(r=shape.rank, lora_alpha=shape.alpha, lora_dropout=shape.dropout, target_modules=targets)

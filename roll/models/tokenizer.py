@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +84,34 @@ def policy_tokenizer(
 
         return make_tokenizer()
     return load_tokenizer(pretrain, trust_remote_code=trust_remote_code)
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Compares a tokenizer with the rows of the embedding that its ids are looked up in.
+
+    Raises:
+        ValueError: tokens without a row.
+    """
+    beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= vocab_size)
+    if beyond:
+        listed = ", ".join(f"{token!r} ({index})" for index, token in beyond[:5])
+        more = f" and {len(beyond) - 5} more" if len(beyond) > 5 else ""
+        raise ValueError(
+            f"{len(beyond)} of the tokenizer's {len(tokenizer)} tokens have ids beyond the model's vocabulary "
+            f"(vocab_size {vocab_size}): {listed}{more}; expected a model with a row for each "
+            "(resize_token_embeddings of Transformers), or a tokenizer without them"
+        )
+
+
+def special_ids_beyond(entries: Mapping[str, Any], vocab_size: int) -> list[str]:
+    """Special tokens of a model's or a generation configuration that are no rows of its embedding, as text."""
+    found = []
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        given = entries.get(key)
+        ids = given if isinstance(given, list) else [given]
+        if any(isinstance(index, int) and index >= vocab_size for index in ids):
+            found.append(f"{key}: seen {given}, expected below vocab_size {vocab_size}")
+    return found
 
 
 def check_same_ids(

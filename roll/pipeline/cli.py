@@ -277,5 +277,12 @@ def _summary(config: PipelineConfig, inputs: Sequence[str]) -> list[str]:
     """Summary of the configuration: batch arithmetic, data and models, placement."""
     from roll.configs.batches import describe_batches
     from roll.preflight.choices import describe_options, describe_placement
+    from roll.preflight.models import describe_adapter
 
-    return [*describe_batches(config), *inputs, *describe_options(config), *describe_placement(config)]
+    return [
+        *describe_batches(config),
+        *inputs,
+        *describe_adapter(config),
+        *describe_options(config),
+        *describe_placement(config),
+    ]

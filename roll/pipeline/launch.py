@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,8 @@ import torch
 
 from roll.configs.engines.card import kind_of
 from roll.configs.pipeline import PipelineConfig
+from roll.configs.problems import ConfigErrors
+from roll.configs.resuming import Rows
 from roll.configs.val_infer import VAL_INFER
 from roll.configs.worker import WorkerConfig
 from roll.distributed.cluster.cluster import Cluster
@@ -22,7 +25,7 @@ from roll.distributed.cluster.placement import Placement, create_placement, disc
 from roll.distributed.cluster.ray_session import dead_daemons, ray_session
 from roll.distributed.cluster.resources import plan_placement
 from roll.distributed.cluster.worker import Worker
-from roll.pipeline.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from roll.pipeline.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE, report
 from roll.pipeline.profiling import nsight_options
 from roll.pipeline.programs import Program
 from roll.pipeline.roles import Roles
@@ -31,7 +34,7 @@ from roll.pipeline.stalls import explained
 from roll.pipeline.start import Launched, start_of
 from roll.pipeline.workers import InferWorker, ScoreWorker, TrainWorker
 from roll.preflight.choices import role_requests
-from roll.preflight.models import trusted_code
+from roll.preflight.models import describe_adapter, trusted_code
 from roll.preflight.templates import describe_template
 from roll.tracking.display import NOTED
 from roll.tracking.manifest import CheckpointError
@@ -78,18 +81,21 @@ def launch(
     *,
     notes: Sequence[str] = (),
     started: float | None = None,
+    data: Mapping[str, Rows] | None = None,
 ) -> int:
     """Starts the clusters of a configuration and runs ``body`` with them.
 
     Args:
         body: the pipeline's own part; what the run starts from is found or made while the clusters come up.
         notes: lines to show first, such as the batch arithmetic in words.
+        data: the datasets that were read, by the section that names them.
 
     Returns:
-        The process's exit code: 0, 1 (failed), 2 (this cluster cannot hold the roles), 130, 143 or 129 (interrupted).
+        The process's exit code: 0, 1 (failed), 2 (this cluster cannot hold the roles, or the run to resume had other
+        data), 130, 143 or 129 (interrupted).
     """
     try:
-        session = RunSession(config, started or time.time())
+        session = RunSession(config, started or time.time(), data)
         if session.is_finished:
             session.display.note(
                 f"run {config.exp_name} is finished at step {config.max_steps} ({session.resume_path}): nothing to do"
@@ -98,7 +104,7 @@ def launch(
         with SignalGuard() as signals, session, signals.named():
             for line in trusted_code(config):
                 logger.warning("%s", line)
-            for line in notes:
+            for line in (*notes, *describe_adapter(config)):
                 session.display.note(line)
             with ExitStack() as stack:
                 thread = stack.enter_context(ThreadPoolExecutor(1))
@@ -121,6 +127,9 @@ def launch(
                 body(config, Launched(program, session, signals, clusters, roles, start.result()))
     except Interrupted as stop:
         return stop.exit_code
+    except ConfigErrors as errors:
+        sys.stderr.write(report(errors, config.exp_name))
+        return EXIT_USAGE
     except PlacementError as error:
         logger.error("%s", error)
         return EXIT_USAGE

@@ -9,6 +9,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,7 @@ class TrainingLoop(ABC):
         """Everything outside the models that the next step depends on."""
         return {
             "config": type(self.config).__name__,
+            "run": asdict(self.session.record),
             "step": self.done_steps,
             "unreported": self.unreported,
             "bad_steps": self.bad_steps,

@@ -276,7 +276,8 @@ class RLPipeline(TrainingLoop):
                 train_metrics = self.train(batch, steps, step) | self.roles.offload_manager.memory("train")
                 self.session.summary["draws"] = self.rollouts.commit(self.admission)
                 learnt = step > self.config.critic_warmup
-                self.utilisation.trained(span, batch, self.config.ppo_epochs, counts=learnt)
+                passes = self.config.ppo_epochs
+                self.utilisation.trained(span, batch, passes, counts=learnt, metrics=train_metrics)
             if self.idleness is not None:
                 metrics |= self.idleness.metrics()
             self.unreported = metrics | train_metrics | shaping_metrics  # whose mismatch is that of more rows

@@ -14,6 +14,8 @@ from types import TracebackType
 from typing import Any
 
 from roll.configs.pipeline import RunConfig
+from roll.configs.problems import ConfigErrors
+from roll.configs.resuming import Change, Record, Rows, compare
 from roll.report.render import render_index
 from roll.tracking.checkpointer import Checkpointer
 from roll.tracking.display import Display, closing_line
@@ -21,6 +23,7 @@ from roll.tracking.files import write_atomic
 from roll.tracking.manifest import CheckpointError
 from roll.tracking.monitor import PhaseTimer, Span, peak_memory_mb
 from roll.tracking.post_save import PostSaveHook
+from roll.tracking.redact import redact
 from roll.tracking.run import RunFolder
 from roll.tracking.trackers import AnswerRow, MultiTracker, TrackerContext
 
@@ -36,10 +39,16 @@ class RunSession:
 
     Args:
         started: ``time.time()`` at launch, so that figures include the start-up.
+        data: the datasets of the run, by the section that names them.
+
+    Raises:
+        ConfigErrors: the run to resume took its data in another order, or other data.
+        CheckpointError: there is none, or it is another pipeline's.
     """
 
-    def __init__(self, config: RunConfig, started: float) -> None:
+    def __init__(self, config: RunConfig, started: float, data: Mapping[str, Rows] | None = None) -> None:
         self.config = config
+        self.record = Record.of(config, redact(config.model_dump(mode="json")), data or {})
         self.folder = RunFolder(config.output_dir, config.exp_name, logs=config.logging_dir)
         self.display = Display(config.exp_name)
         self.timer = PhaseTimer()
@@ -52,6 +61,9 @@ class RunSession:
         )
         renders = config.render_save_dir
         self.renders = Path(renders).expanduser() if renders else self.folder.renders
+        self.changes: list[Change] = []
+        """Settings that are others than those of the run that is resumed."""
+        self._compared = True
         self.resume_path = self._resumable(config)
         self.summary: dict[str, Any] = {"status": "running", "steps": 0, "eval": {}}
         self._started = started
@@ -66,6 +78,16 @@ class RunSession:
         self.folder.setup_logging(self.display.log_handler())
         if aside is not None:
             logger.info("an earlier run of this name is now in %s", aside)
+        if not self._compared:
+            logger.warning(
+                "%s is of an earlier version and does not say with which data, seed and settings it was trained: they "
+                "are not compared with this run's",
+                self.resume_path,
+            )
+        if self.changes:
+            self.summary["changed"] = [{"key": each.key, "was": each.was, "is": each.now} for each in self.changes]
+            told = "\n".join(f"  {each}" for each in self.changes)
+            logger.warning("changed since the run that saved %s:\n%s", self.resume_path, told)
         self.folder.write_config(plain)
         if not only_evaluates:
             last = -1 if resumed_step is None else resumed_step
@@ -112,16 +134,33 @@ class RunSession:
 
         Raises:
             CheckpointError: there is none, or a run of another pipeline has saved it, whose steps are others.
+            ConfigErrors: see the class.
         """
         path = self.checkpointer.resolve(config.resume_from_checkpoint)
         if path is not None and not config.eval_only:
-            kind = Checkpointer.load_state(path).get("config", type(config).__name__)  # earlier versions did not say
+            state = Checkpointer.load_state(path)
+            kind = state.get("config", type(config).__name__)  # earlier versions did not say
             if kind != type(config).__name__:
                 raise CheckpointError(
                     f"resume_from_checkpoint: {path} is of a run with a {kind}, expected a {type(config).__name__}; "
                     f"its model is in {path / 'actor_train'}"
                 )
+            self._compare(path, state)
         return path
+
+    def _compare(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Compares this run with the one whose checkpoint it goes on from.
+
+        Raises:
+            ConfigErrors: it would go on at another place of the data, which ``resume_with_changes`` has not asked for.
+        """
+        if "run" not in state:
+            self._compared = False
+            return
+        moved, told = compare(Record(**state["run"]), self.record, type(self.config))
+        if moved and not self.config.resume_with_changes:
+            raise ConfigErrors([change.refused() for change in moved])
+        self.changes = [*moved, *told]
 
     @property
     def is_finished(self) -> bool:

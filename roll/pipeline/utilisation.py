@@ -1,19 +1,22 @@
 """Utilisation of a run's devices: tokens per second, and model FLOPs beside the peak (MFU).
 
 Model FLOPs are those that the mathematics asks for: a forward and a backward pass over the tokens, without what
-recomputation and padding add (Chowdhery et al. 2022, PaLM, appendix B). They are counted as `roll plan` does.
+recomputation and padding add (Chowdhery et al. 2022, PaLM, appendix B), and of prompts that sequences share once. They
+are counted as `roll plan` does.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from functools import cached_property
 
 from torch import Tensor
 
 from roll.configs.pipeline import PipelineConfig
 from roll.data.batch import Batch
+from roll.data.shared_prompts import SharedPrompts
 from roll.distributed.cluster.cluster import Cluster
 from roll.preflight.models import model_config
 from roll.preflight.plan.devices import known_gpu
@@ -52,18 +55,33 @@ class Utilisation:
         span.tokens = batch.num_tokens if rows is None else int(batch.lengths_B[rows].sum())
         span.devices = num_devices(self._trainer) if span.tokens else 0
 
-    def trained(self, span: Span, batch: Batch, passes: int = 1, *, counts: bool = True) -> None:
+    def trained(
+        self,
+        span: Span,
+        batch: Batch,
+        passes: int = 1,
+        *,
+        counts: bool = True,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
         """A batch that was trained on.
 
         Args:
             counts: False where the policy took no optimizer step.
+            metrics: of the policy's optimizer steps, which say how many of the tokens were computed: fewer than there
+                are where prompts are shared. Without them all were.
         """
         span.tokens, span.devices = batch.num_tokens * passes, num_devices(self._trainer)
         if self._role is None or not counts:
             return
         squares = float(batch.lengths_B.double().square().sum())
         loss_tokens = int(batch.loss_mask_T.sum())
-        one = samples_flops(self._role.shape, batch.num_tokens, squares, loss_tokens)
+        tokens = float(batch.num_tokens)
+        if (share := _computed_share(metrics or {})) < 1:
+            saved, squares_of_all = _repeated_prompts(batch)
+            squares -= squares_of_all * min(1.0, (1 - share) * tokens / saved if saved else 0.0)
+            tokens *= share
+        one = samples_flops(self._role.shape, tokens, squares, loss_tokens)
         span.flops, span.peak = passes * training_factor(self._role) * one, self._peak
 
     @cached_property
@@ -91,6 +109,22 @@ class Utilisation:
                 logger.info("no mfu: the peak of %s is not known; profiler.peak_tflops says it", name)
             return None
         return device.flops if self._role.compute_bytes == 2 else device.fp32_flops
+
+
+def _computed_share(metrics: Mapping[str, float]) -> float:
+    """Tokens that the policy computed, in parts of those that there are."""
+    for name, computed in metrics.items():
+        area = name.removesuffix("/computed_tokens")
+        if area not in (name, "critic") and (present := metrics.get(f"{area}/num_tokens")):
+            return computed / present
+    return 1.0
+
+
+def _repeated_prompts(batch: Batch) -> tuple[float, float]:
+    """Tokens of prompts that another row begins with too, and the sum of the squares of their lengths."""
+    shared = SharedPrompts.find(batch)
+    every, once = shared.lengths_G[shared.prompt_B].double(), shared.lengths_G.double()
+    return float(every.sum() - once.sum()), float(every.square().sum() - once.square().sum())
 
 
 def num_devices(cluster: Cluster) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import roll.agentic.env as envs
 from roll.agentic.tools.dialects import DIALECTS
 from roll.agentic.tools.tool import check_tool
 from roll.configs.agentic import MANAGERS, AgenticConfig
+from roll.configs.arguments import argument_problems
 from roll.configs.data import ATTRIBUTE_PATH
 from roll.configs.distill import DistillConfig
 from roll.configs.dpo import DPOConfig
@@ -17,7 +19,7 @@ from roll.configs.engines import strategy_names
 from roll.configs.engines.card import task_of
 from roll.configs.pipeline import TINY, PipelineConfig
 from roll.configs.problems import ConfigProblem, Words
-from roll.configs.prompts import PromptsConfig
+from roll.configs.prompts import DataGeneratorConfig, PromptsConfig
 from roll.configs.reward_training import RewardTrainingConfig
 from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
@@ -34,7 +36,8 @@ from roll.preflight.templates import check_dialect
 from roll.rollout.schedule import Schedule
 from roll.tracking import TRACKERS
 from roll.tracking.trackers import tracker_options
-from roll.utils.registry import UnknownNameError
+from roll.utils.foreign import describe_error
+from roll.utils.registry import UnknownNameError, import_path
 
 _ENV_MANAGERS = ("step", "traj")
 
@@ -156,7 +159,11 @@ def check_user(config: RLVRConfig) -> Iterator[ConfigProblem]:
 
     if config.user is not None:
         try:
-            load_user(config.user)
+            made = import_path(config.user.path)
+            wrong = argument_problems(cast("Callable[..., Any]", made), config.user.args) if callable(made) else []
+            yield from (problem.under("user.args") for problem in wrong)
+            if not wrong:
+                load_user(config.user)
         except ValueError as error:
             yield ConfigProblem("user", Words(config.user.path), "a user", str(error))
 
@@ -184,7 +191,24 @@ def check_data_plugins(config: PromptsConfig) -> Iterator[ConfigProblem]:
         if data.dataset_cls and ATTRIBUTE_PATH.fullmatch(data.dataset_cls):
             yield from _path_problems(f"{key}.dataset_cls", data.dataset_cls, (), files=True)
     if config.data_generator is not None:
-        yield from _path_problems("data_generator.path", config.data_generator.path, ())
+        yield from _generator_problems(config.data_generator)
+
+
+def _generator_problems(generator: DataGeneratorConfig) -> Iterator[ConfigProblem]:
+    """The function that makes the data is there, and takes its arguments; it is not called."""
+    key = "data_generator.path"
+    if wrong := list(_path_problems(key, generator.path, ())):
+        yield from wrong
+        return
+    try:
+        make = import_path(generator.path, key)
+    except Exception as error:  # a user's module may raise anything
+        yield ConfigProblem(key, generator.path, "a function that can be imported", describe_error(error))
+        return
+    if not callable(make):
+        yield ConfigProblem(key, generator.path, "a function, called as function(folder, **args)")
+        return
+    yield from (problem.under("data_generator.args") for problem in argument_problems(make, generator.args, given=1))
 
 
 def check_replay(config: PipelineConfig) -> Iterator[ConfigProblem]:

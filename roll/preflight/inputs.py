@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 HEAD = 2000
 """Rows that are read of each data file."""
+TRIAL_SECONDS = 10.0
+"""For the reference answers of a dataset."""
 SHOWN_ROWS = 5
 HUB_SECONDS = 8.0
 """Patience with a hub."""
@@ -80,7 +82,7 @@ def _check_dataset(key: str, args: DataArguments, config: PromptsConfig) -> Find
     present = args.model_copy(update={"file_name": [name for name in args.file_names if name not in absent]})
     reading = Reading(present, config.seed, HEAD)
     try:
-        tags, whole = _read_head(reading, config, held_out=key.startswith("validation"))
+        tags, whole = _read_head(reading, config, lines, held_out=key.startswith("validation"))
     except DataError as error:
         shown = error.problems[:SHOWN_ROWS]
         rest = [f"and {error.count - len(shown):,} more"] if error.count > len(shown) else []
@@ -92,8 +94,13 @@ def _check_dataset(key: str, args: DataArguments, config: PromptsConfig) -> Find
     return [*lines, *reading.noted()], []
 
 
-def _read_head(reading: Reading, config: PromptsConfig, *, held_out: bool) -> tuple[Counter[str], bool]:
+def _read_head(
+    reading: Reading, config: PromptsConfig, lines: list[str], *, held_out: bool
+) -> tuple[Counter[str], bool]:
     """Samples by tag, and whether these are all; with the chat template where the tokenizer is on this machine.
+
+    Args:
+        lines: takes what there was no time for.
 
     Raises:
         DataError: everything that is wrong with the rows.
@@ -103,13 +110,15 @@ def _read_head(reading: Reading, config: PromptsConfig, *, held_out: bool) -> tu
     from roll.data.preferences import check_preferences
     from roll.data.prompts import check_prompts
     from roll.data.scored_answers import check_scored, encode_whole_talk
+    from roll.rewards.references import References
 
     renderer = None
     if has_tokenizer(config):
         with suppress(ValueError):  # no tokenizer or template, which others tell of
             renderer = policy_renderer(config)
     if not isinstance(config, OfflineConfig):
-        return check_prompts(reading, config.domains, renderer)
+        references = References(config.rewards, TRIAL_SECONDS, lines.append)
+        return check_prompts(reading, config.domains, renderer, check=references)
     scored = config.validation if held_out and config.rewards else None
     scoring = Scoring(tuple(config.domains), scored.solution) if scored else None
     if isinstance(config, RewardTrainingConfig):

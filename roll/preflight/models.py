@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.configs.engine_rules import compute_dtype
-from roll.configs.engines.card import EngineCard, kind_of
+from roll.configs.engines.card import EngineCard, kind_of, task_of
 from roll.configs.pipeline import TINY, PipelineConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.rules import TRAINED, Rule, sections
@@ -18,11 +18,19 @@ from roll.configs.schema import did_you_mean, nearest
 from roll.configs.worker import WorkerConfig
 from roll.models.adapter_files import ADAPTER_CONFIG, CLASSIFIES, GENERATES, unusual_entry
 from roll.models.tiny import MAX_POSITIONS
-from roll.models.tokenizer import check_same_ids, load_tokenizer
+from roll.models.tokenizer import (
+    TOKENIZER_FILES,
+    check_same_ids,
+    check_vocabulary,
+    policy_tokenizer,
+    special_ids_beyond,
+)
+from roll.models.weight_files import INDEX, SINGLE
 from roll.tracking.manifest import CheckpointError
 from roll.tracking.saved import find_saved
 from roll.utils.registry import import_path
 
+GENERATION_FILE = "generation_config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -98,25 +106,95 @@ def trusted_code(config: PipelineConfig) -> list[str]:
     return [f"{key}: Python files that come with {model} run, with all that this run may do" for key, model in found]
 
 
-def check_tokenizer(config: PipelineConfig) -> list[ConfigProblem]:
-    """A tokenizer of its own is one, and the model has a row for each of its tokens."""
-    key, path = "tokenizer_path", config.tokenizer_path
-    if path is None:
-        return []
-    if config.pretrain == TINY:
-        return [ConfigProblem(key, path, "null with pretrain tiny, which has its own", involves=("pretrain",))]
-    folder = Path(path).expanduser()
-    if not folder.exists() and _HUB_ID.fullmatch(path):
-        return []
+def check_tokenizer(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """The policy's tokenizer is one, and the model has a row for each of its tokens."""
+    path, model = config.tokenizer_path, config.pretrain
+    if model == TINY:
+        if path is not None:
+            yield ConfigProblem(
+                "tokenizer_path", path, "null with pretrain tiny, which has its own", involves=("pretrain",)
+            )
+        return
+    key, seen = ("pretrain", model) if path is None else ("tokenizer_path", path)
+    folder = Path(seen).expanduser()
+    if not folder.exists() and _HUB_ID.fullmatch(seen):
+        return
+    if path is None and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+        return  # a run needs one, which may come later
     try:
-        tokenizer = load_tokenizer(path, alone=True, trust_remote_code=config.trusts("actor_train"))
+        tokenizer = policy_tokenizer(model, path, trust_remote_code=config.trusts("actor_train"))
     except ValueError as error:
-        return [ConfigProblem(key, path, "a tokenizer's folder, or an org/name on the hub", str(error))]
-    sizes = model_config(config, "actor_train")
-    if sizes is None or len(tokenizer) <= sizes.vocab_size:
+        if path is not None or "trust_remote_code" not in str(error):  # see check_trust
+            yield ConfigProblem(key, seen, "a tokenizer's folder, or an org/name on the hub", str(error))
+        return
+    if (sizes := model_config(config, "actor_train")) is None:
+        return
+    try:
+        check_vocabulary(tokenizer, sizes.vocab_size)
+    except ValueError as error:
+        expected = f"at most {sizes.vocab_size} tokens, the vocabulary of pretrain"
+        yield ConfigProblem(key, seen, expected, str(error), involves=("pretrain",))
+
+
+def check_special_tokens(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """The tokens that begin, end and pad sequences have a row in the model's embedding."""
+    sizes = None if config.pretrain == TINY else model_config(config, "actor_train")
+    if sizes is None:
+        return
+    try:
+        generation = json.loads((Path(config.pretrain).expanduser() / GENERATION_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        generation = {}
+    for name, entries in {"config.json": sizes.to_dict(), GENERATION_FILE: generation}.items():
+        for problem in special_ids_beyond(entries, sizes.vocab_size):
+            yield ConfigProblem("pretrain", config.pretrain, "special tokens that the model has", f"{name}: {problem}")
+
+
+def check_folders(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Models' folders hold their models' tensors and no others, by the headers of the files."""
+    seen = set()
+    for role, worker in sections(config):
+        path, card, args = config.model_of(role), worker.strategy_args.card, worker.model_args
+        if card is None or card.size_key is not None or not _has_weights(path):
+            continue  # engines with a reader of their own, or weights that are elsewhere
+        head = "value" if role == "critic" else "score" if role == "actor_train" and config.trains_scores else "lm"
+        about = (path, head, repr(sorted(args.model_config_kwargs.items())))
+        if about in seen or model_config(config, role) is None:
+            continue
+        seen.add(about)
+        from roll.models.loading import fit_folder, load_config
+
+        trusts = args.trust_remote_code
+        try:
+            whole = load_config(path, args.model_config_kwargs, trust_remote_code=trusts)
+            fit_folder(head, path, whole, trust_remote_code=trusts, sampled=True)  # type: ignore[arg-type]
+        except ValueError as error:
+            key = next(key for key, model in config.models.items() if model == path)
+            yield ConfigProblem(key, path, "a folder whose tensors are those of its config.json", str(error))
+
+
+def _has_weights(model: str) -> bool:
+    folder = Path(model).expanduser()
+    return model != TINY and any((folder / name).is_file() for name in (SINGLE, INDEX))
+
+
+def describe_adapter(config: PipelineConfig) -> list[str]:
+    """A line on what ``lora_target`` leaves as it is though one might expect it in the adapter."""
+    args = config.actor_train.model_args
+    sizes = model_config(config, "actor_train") if args.lora_targets and config.pretrain != TINY else None
+    if sizes is None:
         return []
-    expected = f"at most {sizes.vocab_size} tokens, the vocabulary of pretrain; this one has {len(tokenizer)}"
-    return [ConfigProblem(key, path, expected, involves=("pretrain",))]
+    from roll.models.loading import outline
+    from roll.models.lora import left_out
+
+    found = left_out(
+        outline("lm", sizes, trust_remote_code=args.trust_remote_code), args.lora_targets, args.lora_excluded
+    )
+    return (
+        [f"warning: actor_train.model_args.lora_target: {args.lora_target} leaves without adapter: {found}"]
+        if found
+        else []
+    )
 
 
 def check_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -183,6 +261,22 @@ def check_experts(config: PipelineConfig) -> list[ConfigProblem]:
     return [ConfigProblem(key, mode, expected, involves=("pretrain",))]
 
 
+def check_packing(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Sequences stand in one row of a model that keeps them apart."""
+    for role, worker in sections(config):
+        model, card = config.model_of(role), worker.strategy_args.card
+        packs = worker.use_sequence_packing and card is not None and card.packs_modules and task_of(role) != "generates"
+        whole = whole_config(config, role) if packs and model != TINY else None
+        if whole is None:
+            continue
+        from roll.models.packing_support import has_own_code, packing_problem
+
+        own = worker.model_args.trust_remote_code and bool(getattr(whole, "auto_map", None))
+        if problem := packing_problem(whole, own_code=own or has_own_code(whole)):
+            key, expected = f"{role}.use_sequence_packing", f"false: {whole.model_type} {problem}"
+            yield ConfigProblem(key, True, expected, involves=("pretrain",))
+
+
 def check_positions(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The model has positions for the longest sample."""
     most = MAX_POSITIONS
@@ -228,14 +322,17 @@ def check_adapted_layers(config: PipelineConfig) -> list[ConfigProblem]:
     worker = config.actor_train
     args, card = worker.model_args, worker.strategy_args.card
     targets, adapter_fit = args.lora_targets, card.adapter_fit if card else None
-    named = targets and (adapter_fit or args.lora_excluded or targets != ("all-linear",))
-    sizes = model_config(config, "actor_train") if named else None
+    # The tiny model has what all-linear means; to look costs seconds of imports.
+    plain = config.pretrain == TINY and targets == ("all-linear",) and not (adapter_fit or args.lora_excluded)
+    sizes = model_config(config, "actor_train") if targets and not plain else None
     if sizes is None:
         return []
+    from roll.models.loading import outline
     from roll.models.lora import UnknownLayerError, adapted_layers
 
     try:
-        layers = adapted_layers(_outline(sizes, args.trust_remote_code), targets, args.lora_excluded)
+        model = outline("lm", sizes, trust_remote_code=args.trust_remote_code)
+        layers = adapted_layers(model, targets, args.lora_excluded)
     except UnknownLayerError as error:
         key = f"actor_train.model_args.{error.key}"
         return [ConfigProblem(key, getattr(args, error.key), error.expected, error.reason, involves=("pretrain",))]
@@ -250,10 +347,11 @@ def check_frozen_parts(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if not prefixes or (sizes := model_config(config, role)) is None:
             continue
         from roll.models.freezing import UnknownPartError, frozen_parameters
+        from roll.models.loading import outline
 
         try:
-            outline = _outline(sizes, worker.model_args.trust_remote_code)
-            frozen = frozen_parameters(outline, prefixes, head=role == "critic")
+            model = outline("lm", sizes, trust_remote_code=worker.model_args.trust_remote_code)
+            frozen = frozen_parameters(model, prefixes, head=role == "critic")
         except UnknownPartError as error:
             key, seen = f"{role}.model_args.freeze_module_prefix", worker.model_args.freeze_module_prefix
             yield ConfigProblem(key, seen, error.expected, error.reason, involves=("pretrain",))
@@ -261,18 +359,6 @@ def check_frozen_parts(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if (card := worker.strategy_args.card) is not None and card.frozen_fit:
             for problem in _import(card.frozen_fit)(worker, sizes, frozen):
                 yield problem.under(role)
-
-
-def _outline(sizes: Any, trust_remote_code: bool) -> Any:
-    """A model without its weights."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
-    with torch.device("meta"), no_init_weights():
-        model = AutoModelForCausalLM.from_config(sizes, trust_remote_code=trust_remote_code)
-        model.tie_weights()
-    return model
 
 
 def check_teacher(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -327,10 +413,13 @@ def check_adapter_start(config: PipelineConfig) -> Iterator[ConfigProblem]:
 MODEL_CHECKS: tuple[Rule, ...] = (
     check_models,
     check_trust,
+    check_folders,
     check_tokenizer,
+    check_special_tokens,
     check_model_kwargs,
     check_fit,
     check_experts,
+    check_packing,
     check_positions,
     check_trained_format,
     check_adapted_layers,
@@ -341,18 +430,22 @@ MODEL_CHECKS: tuple[Rule, ...] = (
 
 
 def model_config(config: PipelineConfig, role: str) -> Any:
-    """A role's model as its text part is configured, ``model_config_kwargs`` included; ``None`` if it is not on this
-    machine or wrong, which is reported elsewhere."""
+    """A role's model as its text part is configured; otherwise as ``whole_config``."""
+    whole = whole_config(config, role)
+    return None if whole is None else whole.get_text_config()
+
+
+def whole_config(config: PipelineConfig, role: str) -> Any:
+    """A role's model as it is configured, ``model_config_kwargs`` included; ``None`` if it is not on this machine or
+    wrong, which is reported elsewhere."""
     worker = config.section_of(role)
     assert worker is not None, "a role that the configuration has"
     args = worker.model_args
     trusts, given = args.trust_remote_code, args.model_config_kwargs
-    sizes, _ = _read_config(config.model_of(role), *config.tiny_sizes, trust_remote_code=trusts)
-    if sizes is None or not all(hasattr(sizes, key) for key in given):
+    whole, _ = _read_config(config.model_of(role), *config.tiny_sizes, trust_remote_code=trusts)
+    if whole is None or not all(hasattr(whole, key) for key in given):
         return None
-    if given:
-        sizes = type(sizes).from_dict(sizes.to_dict() | given)
-    return sizes.get_text_config()
+    return type(whole).from_dict(whole.to_dict() | given) if given else whole
 
 
 def _read_config(path: str, *tiny_sizes: int, trust_remote_code: bool = False) -> tuple[Any, str]:

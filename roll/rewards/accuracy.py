@@ -103,6 +103,8 @@ class Tally:
     def __init__(self) -> None:
         self.failed = 0
         """Answers that have no score."""
+        self.over_budget = 0
+        """Answers that count as wrong because they cost too much to judge."""
         self._prompts: defaultdict[Hashable, list[Judged]] = defaultdict(list)
 
     def add(self, prompt: Hashable, verdict: Verdict | None) -> None:
@@ -111,6 +113,7 @@ class Tally:
         if verdict is None:
             self.failed += 1
             return
+        self.over_budget += bool(verdict.over_budget)
         of_prompt.append(Judged(verdict.score, verdict.correct, verdict.answer, verdict.seeks_answer))
 
     def summary(self) -> dict[str, float | None]:
@@ -125,6 +128,8 @@ class Tally:
         count = sum(map(len, scored))
         figures: dict[str, float | None] = {"prompts": len(self._prompts), "answers": count + self.failed}
         figures["failed"] = self.failed
+        if self.over_budget:
+            figures["over_budget"] = self.over_budget
         if not scored:
             return figures
         scores = [fmean(judged.score for judged in answers) for answers in scored]

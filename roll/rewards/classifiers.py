@@ -261,11 +261,36 @@ def load_classifier(config: RewardModelConfig, share: DistributedConfig | None =
             f"model_path: {len(missing)} weights are missing in {config.model_path!r}, the first is {missing[0]!r}; "
             "expected a model with a trained classification head"
         )
+    _check_tensors(config, sizes, adapter)
     if adapter is not None:
         model = _adapted(model, adapter)
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
     return model.eval()
+
+
+def _check_tensors(config: RewardModelConfig, sizes: PreTrainedConfig, adapter: Adapter | None) -> None:
+    """Compares a folder's tensors with the classifier's, or with the trunk's where an adapter brings the head.
+
+    Raises:
+        ValueError: some have no place in it.
+    """
+    import torch
+    from transformers import AutoModelForSequenceClassification
+    from transformers.initialization import no_init_weights
+
+    from roll.models.loading import fit_folder
+    from roll.models.weight_files import check_folder
+
+    try:
+        if adapter is not None:
+            fit_folder("value", adapter.base, sizes, trust_remote_code=config.trust_remote_code)
+            return
+        with torch.device("meta"), no_init_weights():
+            outline = AutoModelForSequenceClassification.from_config(sizes, trust_remote_code=config.trust_remote_code)
+        check_folder(outline, sizes, config.model_path)
+    except ValueError as error:
+        raise ValueError(f"model_path: {error}") from error
 
 
 def _adapted(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:

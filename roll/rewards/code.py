@@ -20,6 +20,7 @@ from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
+from roll.rewards.answers import check_plain
 from roll.rewards.code_blocks import extract_code
 from roll.rewards.code_names import PROGRAM_MODULES, provided
 from roll.rewards.code_tests import CallTest, CodeTest, ProgramTest, TestSuite, parse_tests
@@ -188,6 +189,7 @@ class CodeVerifier(Verifier):
             ValueError: they are malformed.
         """
         assert isinstance(config, CodeConfig)
+        check_plain(sample.ground_truth if config.tests_key is None else sample.extra_info.get(config.tests_key))
         _suite(config, sample)
 
     async def score(self, sample: Sample) -> Verdict:

@@ -12,8 +12,9 @@ from typing import Any, ClassVar, cast
 
 from pydantic import Field
 
+from roll.configs.arguments import argument_problems
 from roll.configs.base import Config
-from roll.configs.problems import ConfigProblem
+from roll.configs.problems import NOTHING, ConfigProblem
 from roll.rewards.types import Batching, RewardError, RewardTimeoutError, RuleVerifier, Sample, Verdict
 from roll.utils.foreign import describe_error
 from roll.utils.registry import UnknownNameError, import_path
@@ -74,7 +75,8 @@ class CustomConfig(Config):
             return [self.problem("path", f"a function of {known}", "kwargs", "batch", hint=str(error))]
         except ValueError:  # built-in functions have no signature to look at
             return []
-        return []
+        wrong = argument_problems(function, self.kwargs)
+        return [problem.under("kwargs") for problem in wrong if problem.seen is not NOTHING]
 
 
 class CustomVerifier(RuleVerifier):

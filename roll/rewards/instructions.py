@@ -9,6 +9,7 @@ import json
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, NoReturn
 
 from pydantic import Field
@@ -17,7 +18,7 @@ from roll.configs.base import Config
 from roll.configs.parsing import section_problems
 from roll.configs.problems import ConfigErrors, ConfigProblem, pattern_problems
 from roll.configs.schema import did_you_mean
-from roll.rewards.types import RewardError, RuleVerifier, Sample, Verdict
+from roll.rewards.types import ANSWER_CPU_S, RewardError, RuleVerifier, Sample, Verdict
 
 
 class Constraint(Config):
@@ -136,7 +137,7 @@ TESTS: dict[str, Callable[[str], bool]] = {
     "lowercase": lambda text: not any(character.isupper() for character in text),
     "uppercase": lambda text: not any(character.islower() for character in text),
     "no_commas": lambda text: not re.search("[,，、،]", text),
-    "title": lambda text: re.search(r"<<[^<>\n]*[^<>\s][^<>\n]*>>", text) is not None,
+    "title": lambda text: any(title.strip() for title in re.findall(r"<<([^<>\n]*)>>", text)),
 }
 """Kind -> what must hold. A title looks like ``<<Spring>>``."""
 
@@ -253,6 +254,7 @@ class InstructionVerifier(RuleVerifier):
 
     config_class: ClassVar[type[Config]] = InstructionConfig
     config: InstructionConfig
+    cpu_seconds = ANSWER_CPU_S
     best = 1.0
 
     def __init__(self, config: Config) -> None:
@@ -261,11 +263,20 @@ class InstructionVerifier(RuleVerifier):
         if problems:
             raise ConfigErrors(problems)
 
+    @classmethod
+    def check_row(cls, config: Config, sample: Sample) -> None:
+        assert isinstance(config, InstructionConfig)
+        _constraints_of(config, sample)
+
+    @classmethod
+    def wrong(cls, config: Config) -> Verdict:
+        return replace(super().wrong(config), seeks_answer=False)
+
     def check(self, sample: Sample) -> Verdict:
         """Raises ``RewardError`` when the row's constraints cannot be understood or there are none."""
         blank = not sample.response.strip()
         held: dict[str, list[bool]] = {}
-        for constraint in [*self._common, *self._constraints_of(sample)]:
+        for constraint in [*self._common, *_constraints_of(self.config, sample)]:
             held.setdefault(constraint.kind, []).append(not blank and constraint.holds(sample))
         results = [result for of_kind in held.values() for result in of_kind]
         share = sum(results) / len(results)
@@ -276,20 +287,26 @@ class InstructionVerifier(RuleVerifier):
             seeks_answer=False,
         )
 
-    def _constraints_of(self, sample: Sample) -> list[Constraint]:
-        key = f"extra_info.{self.config.key}"
-        row = f" (row {sample.extra_info['id']})" if "id" in sample.extra_info else ""
-        values = sample.extra_info.get(self.config.key)
-        if values is None and self._common:
-            return []
-        if isinstance(values, str):
-            try:
-                values = json.loads(values)
-            except ValueError as error:
-                raise RewardError(f"{key}{row}: seen text that is no JSON ({error}), expected a list") from error
-        constraints, problems = parse_constraints(values, key)
-        if not problems and not constraints and not self._common:
-            problems = [ConfigProblem(key, values, "at least one constraint")]
-        if problems:
-            raise RewardError("; ".join(map(str, problems)) + row)
-        return constraints
+
+def _constraints_of(config: InstructionConfig, sample: Sample) -> list[Constraint]:
+    """Constraints of a row's own.
+
+    Raises:
+        RewardError: they cannot be understood, or there are none.
+    """
+    key = f"extra_info.{config.key}"
+    row = f" (row {sample.extra_info['id']})" if "id" in sample.extra_info else ""
+    values = sample.extra_info.get(config.key)
+    if values is None and config.constraints:
+        return []
+    if isinstance(values, str):
+        try:
+            values = json.loads(values)
+        except (ValueError, RecursionError) as error:
+            raise RewardError(f"{key}{row}: seen text that is no JSON ({error}), expected a list") from error
+    constraints, problems = parse_constraints(values, key)
+    if not problems and not constraints and not config.constraints:
+        problems = [ConfigProblem(key, values, "at least one constraint")]
+    if problems:
+        raise RewardError("; ".join(map(str, problems)) + row)
+    return constraints

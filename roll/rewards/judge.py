@@ -65,7 +65,16 @@ or useless) to {{ max_score }} (right and complete):
 Score: <number>
 """
 
-SCORE_PATTERN = r"(?i)\bscore\b[\s*:=]*(-?\d+(?:\.\d+)?|yes|no)\b"
+SCORE_PATTERN = (
+    r"(?i)\bscore\b(?:[\s*_`]*\(\s*\d+\s*(?:-|–|to|/)\s*\d+\s*\))?"  # Score (0-10):
+    r"(?:[\s*_`:：=\"'\[({]|<(?=[\d.]+>))*(-?\d+(?:\.\d+)?|yes|no)\b"
+)
+_CLOSING = re.compile(r"[\])}*_`\"'>]*")
+_OUT_OF = re.compile(r"\s*(?:/|out of)\s*(\d+(?:\.\d+)?)", re.IGNORECASE)
+_GOES_ON = re.compile(
+    r"\s*(?:[,.:/^]\s?\d|[-–—~]\s*\d|[%+½¼¾²³°\d]|/|out of\b|(?:to|or|and)\s+(?:\d|yes\b|no\b)|e[+-]?\d)", re.IGNORECASE
+)
+"""Behind a score: a decimal comma, a range, another scale, an alternative."""
 
 VARIABLES = (
     "prompt",
@@ -278,7 +287,14 @@ class JudgeVerifier(Verifier):
         if not matches:
             cut = ", cut off by max_tokens," if is_cut else ""
             raise TransientError(f"score_pattern finds no score in the judge's words{cut} {self._shorten(words)}")
-        return self._to_number(matches[-1].group(1))
+        last = matches[-1]
+        if (part := _partial(words, last, self._judge.max_score)) is not None:
+            raise TransientError(
+                f"score: seen {self._shorten(part)}, expected one number or yes or no, and no more of it"
+            )
+        if len({match[1] for match in matches if _is_verdict(words, match, last)}) > 1:
+            raise TransientError(f"score: seen several in the judge's words {self._shorten(words)}, expected one")
+        return self._to_number(last[1])
 
     def _to_number(self, text: str | None) -> float:
         low, high = self._judge.min_score, self._judge.max_score
@@ -295,6 +311,26 @@ class JudgeVerifier(Verifier):
 
     def _shorten(self, text: str) -> str:
         return repr(text[:SHOWN_CHARACTERS]) if self._endpoint is None else self._endpoint.shorten(text)
+
+
+def _partial(words: str, match: re.Match[str], highest: float) -> str | None:
+    """The words around a score that is only a part of what they say; ``8/10`` is 8 where 10 is the highest."""
+    start, end = match.span(1)
+    if re.search(r"[\d.,/+−–-]$", words[max(0, start - 1) : start]) and words[start:end].lower() not in ("yes", "no"):
+        return words[start - 1 : end]
+    at = _CLOSING.match(words, end)
+    assert at is not None
+    if (scale := _OUT_OF.match(words, at.end())) and float(scale[1]) == highest:
+        at = _CLOSING.match(words, scale.end())
+        assert at is not None
+    more = _GOES_ON.match(words, at.end())
+    return None if more is None else words[start : more.end()]
+
+
+def _is_verdict(words: str, match: re.Match[str], last: re.Match[str]) -> bool:
+    """Tells whether nothing else stands before a score in its line, or it is in the line of the last one."""
+    begin = words.rfind("\n", 0, match.start()) + 1
+    return "\n" not in words[match.start() : last.start()] or not re.search(r"\w", words[begin : match.start()])
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:

@@ -12,12 +12,20 @@ from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
-from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, last_boxed, last_group
-from roll.rewards.maths.units import MULTIPLIERS, is_unit
-from roll.rewards.types import RuleVerifier, Sample, Verdict
+from roll.rewards.answers import (
+    ANSWER_TAG,
+    AnswerConfig,
+    after_thoughts,
+    check_plain,
+    is_cut_off,
+    last_box,
+    last_boxed,
+    last_group,
+)
+from roll.rewards.maths.prose import denied, is_part, last_expression, said_in
+from roll.rewards.types import ANSWER_CPU_S, RuleVerifier, Sample, Verdict
 
-MAX_SEARCHED_CHARS = 4000
-"""Only this much of a response's end is searched for an expression that nothing marks as the answer."""
+_PLAIN_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")
 
 
 class MathConfig(AnswerConfig):
@@ -46,6 +54,7 @@ class MathVerifier(RuleVerifier):
 
     config_class: ClassVar[type[Config]] = MathConfig
     config: MathConfig
+    cpu_seconds = ANSWER_CPU_S
     best = 1.0
 
     def __init__(self, config: Config) -> None:
@@ -53,37 +62,69 @@ class MathVerifier(RuleVerifier):
         # SymPy takes half a second that the first sample need not wait for.
         import roll.rewards.maths.equality  # noqa: F401
 
+    @classmethod
+    def check_row(cls, config: Config, sample: Sample) -> None:
+        check_plain(sample.ground_truth)
+        _math_truth(sample.ground_truth)
+
+    @classmethod
+    def tries_row(cls, config: Config, sample: Sample) -> bool:
+        return not _PLAIN_NUMBER.fullmatch(str(sample.ground_truth))
+
+    def try_row(self, sample: Sample) -> None:
+        """Raises ``ValueError`` for a reference that is not accepted as the answer, wherever it is written."""
+        from roll.rewards.maths.equality import same
+        from roll.rewards.maths.reader import readings, same_text
+
+        truth = _math_truth(sample.ground_truth)
+        written = [truth]
+        if self.config.answer_pattern is None:
+            written = [f"\\boxed{{{truth}}}", f"<answer>{truth}</answer>"][: 1 if self.config.strict_boxed else 2]
+            written = [found for found in map(self.extract, written) if found is not None]
+        references = readings(truth, None)
+        pairs = ((gold, answer) for text in written for gold in references for answer in readings(text, None))
+        if not (any(same_text(truth, text) for text in written) or any(same(gold, answer) for gold, answer in pairs)):
+            raise ValueError(f"ground_truth: seen {truth[:80]!r}, which as an answer does not equal itself")
+
     def check(self, sample: Sample) -> Verdict:
         """Raises ``ValueError`` when the ground truth is no expression."""
         from roll.rewards.maths.equality import name_of, same
-        from roll.rewards.maths.reader import read
+        from roll.rewards.maths.reader import readings, same_text
 
-        truth = _math_truth(sample.ground_truth).strip()
-        if not truth:
-            raise ValueError(f"ground_truth: seen {sample.ground_truth!r}, expected a mathematical expression")
-        found = self.extract(sample.response)
+        truth = _math_truth(sample.ground_truth)
+        found = self.extract(sample.response, sample.truncated)
         if found is None:
             return Verdict(score=0.0, correct=False)
-        answer = read(found)
-        correct = same(read(truth), answer)
-        return Verdict(score=float(correct), correct=correct, answer=name_of(answer))
+        # Words of the question and of the reference are known to be what is counted.
+        known = frozenset(re.findall(r"[^\W\d_]{2,}", f"{sample.prompt} {truth}".lower()))
+        answers, references = readings(found, known), readings(truth, None)
+        pairs = ((gold, answer) for gold in references for answer in answers)
+        match = next((answer for gold, answer in pairs if same(gold, answer)), None)
+        correct = match is not None or same_text(truth, found)
+        return Verdict(score=float(correct), correct=correct, answer=name_of(match or answers[0]))
 
-    def extract(self, response: str) -> str | None:
-        """The text of the answer, ``None`` if there is none."""
+    def extract(self, response: str, truncated: bool = False) -> str | None:
+        """The text of the answer, ``None`` if there is none.
+
+        Args:
+            truncated: the length limit ended the response: its last expression may be half of one.
+        """
         if self.config.answer_pattern is not None:
             marked = last_group(re.compile(self.config.answer_pattern, re.DOTALL), response)
-        elif self.config.strict_boxed:
-            marked = last_boxed(after_thoughts(response))
-        else:
-            said = after_thoughts(response)
-            tagged = last_group(ANSWER_TAG, said)
-            boxed = last_boxed(said if tagged is None else tagged)
-            if boxed is not None:
-                return boxed
-            if tagged is None:
-                return last_expression(said)
-            marked = tagged
-        return None if marked is None else _said_in(marked)
+            return None if marked is None else said_in(marked)
+        said = after_thoughts(response)
+        if is_cut_off(said):
+            return None
+        tagged = None if self.config.strict_boxed else last_group(ANSWER_TAG, said)
+        place = said if tagged is None else tagged
+        box = last_box(place)
+        if box is not None:
+            before, content, behind = box
+            # Words that deny the answer are one with it.
+            return place if denied(before, behind) or is_part(before, behind) else said_in(content)
+        if tagged is not None:
+            return said_in(tagged)
+        return None if self.config.strict_boxed or truncated else last_expression(said)
 
 
 def _math_truth(truth: Any) -> str:
@@ -93,114 +134,7 @@ def _math_truth(truth: Any) -> str:
     if isinstance(truth, bool) or not isinstance(truth, str | int):
         raise ValueError(f"ground_truth: seen {truth!r}, expected a mathematical expression as text, or a number")
     text = str(truth)
-    return last_boxed(text) or _said_in(text)
-
-
-def _said_in(marked: str) -> str:
-    """The expression in a sentence that is marked as the answer; where none says so, all of it is the answer."""
-    if not _PROSE.search(_TEXT.sub("", marked)):
-        return marked
-    return _behind_cue(marked) or _last_marked(marked) or marked
-
-
-# --- answers that nothing marks ---------------------------------------------------------------------------------------
-
-_WORD = r"(?<![\\\w{])[^\W\d_]{2,}"
-_PROSE = re.compile(rf"\$[^$]*[^\s$][^$]*\$|\\[(\[]|\\boxed|{_WORD}[,:]?\s+(?:{_WORD}|[-−(]?\d|\(?[A-J]\b)")
-"""Two words, a word before a number, or LaTeX that is marked as such: the expression in it must be found."""
-_TEXT = re.compile(r"\\(?:text|mathrm|mbox)[a-z]*\s*\{[^{}]*\}")
-_QUALIFIED = re.compile(
-    r"\b(?:at least|at most|than|not|no|between|about|approximately|around|over|under|up to|nearly)\b[^.\n]{0,40}$",
-    re.IGNORECASE,
-)
-"""Words after which a number is not the answer."""
-_CUE = re.compile(
-    r"\banswer\b[\s*_]{0,5}(?:(?:is|are|should be|must be|would be|equals)\b|:|=)[\s*_:]{0,5}", re.IGNORECASE
-)
-_SENTENCE_END = re.compile(r"[.!?](?=\s|$)(?![^$]{0,200}\$(?:\s|[.,]|$))|\n\s*\n")
-_MATHS = re.compile(r"\$\$(.+?)\$\$|(?<![\\\d])\$([^$\n]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_BETWEEN = re.compile(r"\s*(?:,|;|and|or|,\s*and|,\s*or)\s*")
-_MATHY = re.compile(
-    r"(?:[\d+\-−*/^=<>≤≥()\[\]{}|.,:;!%°$€£±×·÷√π∞∪∩′_&~]|\\[a-zA-Z]+|\\.|(?<![^\W\d_])[^\W\d_](?![^\W\d_])"
-    r"|sqrt|sin|cos|tan|log|ln|exp|pi|infinity|frac)+"
-)
-_SUBSTANCE = re.compile(r"\d|\\(?!f?boxed\b|fbox\b)[a-zA-Z]|π|∞|√")
-
-
-def last_expression(text: str) -> str | None:
-    """The answer in prose: behind "the answer is", else in the last LaTeX, else the last run of mathematical signs."""
-    tail = text[-MAX_SEARCHED_CHARS:].strip()
-    return _behind_cue(tail) or _last_marked(tail) or _last_run(tail)
-
-
-def _behind_cue(text: str) -> str | None:
-    """The expression that a few words behind "the answer is" hold."""
-    cues = list(_CUE.finditer(text))
-    if not cues:
-        return None
-    rest = text[cues[-1].end() :]
-    end = _SENTENCE_END.search(rest)
-    said = (rest[: end.start()] if end else rest).strip().strip("*_").strip()
-    marked = _last_marked(said)
-    if marked is not None:
-        return marked
-    choice = re.match(r"(?:option|choice)?\s*(\(?[A-J]\)?)(?![\w'’])(?:[.:,]|$|\s+(?=because|since|as\b))", said)
-    if choice:
-        return choice[1]
-    return _last_run(said) or (said if said and not _PROSE.search(said) else None)
-
-
-def _last_marked(text: str) -> str | None:
-    """The last ``$…$``, with those before it that a comma or a conjunction joins to it."""
-    found: list[str] = []
-    following: int | None = None
-    for match in reversed(list(_MATHS.finditer(text))):
-        if following is not None and not _BETWEEN.fullmatch(text[match.end() : following]):
-            break
-        content = next(group for group in match.groups() if group is not None).strip()
-        if not content or re.search(rf"{_WORD}\s+{_WORD}", content):
-            break
-        found.append(content)
-        following = match.start()
-    return ", ".join(reversed(found)) or None
-
-
-def _last_run(text: str) -> str | None:
-    """The last words that are all signs, numbers, single letters; with a known unit behind them."""
-    for line in reversed(text.splitlines()):
-        words = [word.strip("*_`\"'“”") for word in line.split()]
-        end = len(words)
-        while end > 0:
-            if not _is_mathy(words[end - 1]):
-                end -= 1
-                continue
-            start = end - 1
-            while start > 0 and (_is_mathy(words[start - 1]) or _joins(words, start - 1)):
-                if words[start - 1][-1:] in ".;:!?" and not _joins(words, start - 1):
-                    break
-                start -= 1
-            run = _with_unit(words, start, end)
-            if _SUBSTANCE.search(run):
-                return line if _QUALIFIED.search(" ".join(words[:start])) else run
-            end = start
-    return None
-
-
-def _is_mathy(word: str) -> bool:
-    return bool(_MATHY.fullmatch(word)) and word not in ("a", "A", "I", "-", ".", ",", ":", "–")
-
-
-def _joins(words: list[str], index: int) -> bool:
-    """``3 or 4``: a conjunction between two numbers."""
-    return words[index] in ("and", "or") and index > 0 and _is_mathy(words[index - 1])
-
-
-def _with_unit(words: list[str], start: int, end: int) -> str:
-    run = words[start:end]
-    for word in words[end : end + 2]:
-        bare = word.rstrip(".,;:!?")
-        if run[-1][-1:] in ".,;:!?" or not (is_unit(bare) or bare in MULTIPLIERS or bare in ("percent", "%")):
-            break
-        run.append(bare)
-    text = " ".join(run)
-    return text if text.endswith("!") and re.search(r"[\w)]!$", text) else text.rstrip(".,;:!?")
+    found = (last_boxed(text) or said_in(text)).strip()
+    if not found:
+        raise ValueError(f"ground_truth: seen {truth!r}, expected a mathematical expression")
+    return found

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem, pattern_problems
-from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, last_boxed, last_group
-from roll.rewards.types import RuleVerifier, Sample, Verdict
+from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, all_boxed, last_boxed, last_group
+from roll.rewards.choices import ChoiceReader
+from roll.rewards.maths.units import is_unit
+from roll.rewards.types import ANSWER_CPU_S, RuleVerifier, Sample, Verdict
 
 MAX_NUMBER_CHARS = 1000
 """Longer numbers are no answers; Python refuses to convert more than 4300 digits."""
+MAX_UNIT_WORDS = 6
+"""Behind a number."""
 
 
 class FinalAnswerConfig(AnswerConfig):
@@ -29,29 +34,116 @@ class FinalAnswerConfig(AnswerConfig):
     )
 
 
-_NUMBER = re.compile(
-    r"(?P<sign>(?<![0-9a-zA-Z)])-)?\$?"
-    r"(?P<number>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
-    r"(?:\s?/\s?(?P<denominator>[0-9]+)(?![0-9.,/]))?"
+_SPELLINGS = str.maketrans("０１２３４５６７８９．，－＋＄％／−–\u00a0\u202f", "0123456789.,-+$%/--  ")
+_CURRENCY = r"[$€£¥]"
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+_NUMBER = re.compile(rf"(?P<sign>[+-]?)\s?{_CURRENCY}?\s?(?P<number>{_DIGITS})(?:\s?/\s?(?P<denominator>[0-9]+))?")
+_WHOLE = re.compile(
+    # The answer is / x = …
+    r"(?:(?:so|thus|therefore|hence)[,\s]\s*)?(?:(?:(?:the|a|my)\s+)?(?:(?:final|correct|total)\s+)?"
+    r"(?:answer|result|total|sum|value|number|[a-z]|it)\s*(?:is|equals|=|:)\s*(?:equal to\s+)?"
+    r"|答案\s*(?:是|为|:|：)\s*|[=:]\s*)?"
+    rf"(?P<amount>[+-]?\s?{_CURRENCY}?\s?(?:{_DIGITS})(?:\s?/\s?[0-9]+)?)(?P<unit>[^0-9]*[²³]?)",
+    re.IGNORECASE,
 )
+_MARKS = re.compile(
+    r"\\boxed|\\(?:text|mathrm|mathbf|textbf|mbox)\b|\\[()\[\]!,;:]|(?<!\\)[{}*`_\"“”]|\\(?=[$%])|\$(?!\s?[0-9.])"
+)
+"""What changes the looks of a number alone."""
+_UNIT_WORD = re.compile(r"[^\W\d_²³]+(?:['’-][^\W\d_²³]+)*|[%°²³]|\$")
+_QUANTITY = re.compile(
+    r"(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w*teen|\w*ty|hundred|thousand|million|billion"
+    r"|trillion|dozen|half|halve|third|fourth|fifth|sixth|tenth|quarter|score|twice|k|bn|mn|mm|th|st|nd|rd|time|plus|minus"
+    r"|squared|cubed|factorial|and|or|to|is|are|was|be|not|no|never|wrong|right|more|less|fewer|than|over|under|least"
+    r"|most|about|around|approximately|roughly|nearly|almost|up|guess|mod|e|x|if|but|if|maybe|other|else|too|off|out)"
+    r"(?:s|es)?|[百千万萬亿億兆半多余左右约]+.*",
+    re.IGNORECASE,
+)
+"""Words behind a number that make another number or another claim of it."""
+_COMMON_UNIT_WORDS = (
+    "people children men women feet percent square cubic sq m h g l s each per a an of the in total left remaining away"
+)
+_COMMON_UNITS = frozenset(_COMMON_UNIT_WORDS.split())
+_HEDGED = re.compile(
+    r"(?:\b(?:at least|at most|than|not|no|between|about|approximately|around|over|under|up to|nearly|almost|roughly|or"
+    r"|to|and|either|neither|except|but)|n['’]t|[<>≤≥≈~≠±×*/^+-]\s?)\s*(?:be|is|equal to)?\s*[$€£¥]?\s*$",
+    re.IGNORECASE,
+)
+"""Words before a number in prose that make another claim of it."""
+
+
+def whole_number(text: str, question: str = "") -> Fraction | None:
+    """The number that a text is, exactly; ``None`` where anything else is said: a range, a bound, a power of ten.
+
+    Args:
+        question: its words, as those of known units, may stand behind the number.
+
+    >>> whole_number("$1,234.50 per week", "How much is it per week?")
+    Fraction(2469, 2)
+    >>> whole_number("18 or 19") is None
+    True
+    """
+    if len(text) > MAX_NUMBER_CHARS:
+        return None
+    plain = re.sub(r"(?<=[0-9])(?:\\[,!]|\{,\})+(?=[0-9]{3})", ",", text.translate(_SPELLINGS))
+    said = _WHOLE.fullmatch(" ".join(_MARKS.sub(" ", plain.strip().rstrip(".!")).split()).rstrip(" .,;"))
+    if said is None or not _names_unit(said["unit"], question):
+        return None
+    if re.search(_CURRENCY, said["amount"]) and re.match(r"\s*[mM]\b", said["unit"]):  # millions
+        return None
+    return _value(_NUMBER.fullmatch(said["amount"]))
+
+
+def _value(number: re.Match[str] | None) -> Fraction | None:
+    """A number as it is written; a division that was not carried out is none."""
+    if number is None:
+        return None
+    value, denominator = Fraction(number["number"].replace(",", "")), int(number["denominator"] or 1)
+    if number["denominator"] and (denominator < 2 or value % denominator == 0):
+        return None
+    return (-value if number["sign"] == "-" else value) / denominator
+
+
+def _names_unit(text: str, question: str) -> bool:
+    """Tells whether the words behind a number are a unit: a known one, the question's, or a plural."""
+    words, rest = _UNIT_WORD.findall(text), _UNIT_WORD.sub("", text)
+    if len(words) > MAX_UNIT_WORDS or rest.strip(" /.^()" if words else " ") or any(map(_QUANTITY.fullmatch, words)):
+        return False
+    asked = {word.casefold() for word in _UNIT_WORD.findall(question)}
+    return all(
+        word.casefold() in asked
+        or word.casefold() in _COMMON_UNITS
+        or is_unit(word)
+        or is_unit(word.casefold())
+        or (not word.isascii() and (not question or word in question))
+        or (word.isascii() and word.islower() and len(word) > 3 and word.endswith("s") and not word.endswith("ss"))
+        or word in "%°²³$"
+        for word in words
+    )
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number of a text, exactly: ``-1,234.50``, ``$72.``, ``3/4``.
+    """The last number of a text in prose; ``None`` where it is hedged (``18 or 19``) or a part of something else.
 
     >>> last_number("She pays $1,234.50.")
     Fraction(2469, 2)
     """
-    match = None
-    for match in _NUMBER.finditer(text.replace("−", "-").replace("\\$", "$")):  # noqa: B007
+    plain = text.translate(_SPELLINGS).replace("\\$", "$")
+    number = None
+    for number in _NUMBER.finditer(plain):  # noqa: B007
         pass
-    if match is None or len(match[0]) > MAX_NUMBER_CHARS:
+    if number is None or len(number[0]) > MAX_NUMBER_CHARS:
         return None
-    value = Fraction(match["number"].replace(",", ""))
-    denominator = int(match["denominator"] or 1)
-    if denominator == 0:
+    start, end = number.end() - len(number[0].lstrip()), number.end()
+    before, behind = plain[max(0, start - 40) : start], plain[end : end + 40]
+    # A sign between two numbers is a minus or a range.
+    attached = re.match(r"[0-9A-Za-z]|[,/:^]\s?[0-9]|\.[0-9]", behind) or re.search(
+        r"[0-9)]\s?$|[A-Za-z]$" if number["sign"] else r"[0-9][.,/:^]?$|[0-9],\s$|[A-Za-z_]$", before
+    )
+    following = _UNIT_WORD.match(behind.lstrip(" "))
+    if attached or _HEDGED.search(before.rpartition("\n")[2]) or (following and _QUANTITY.fullmatch(following[0])):
         return None
-    return (-value if match["sign"] else value) / denominator
+    return _value(number)
 
 
 def number_text(value: Fraction) -> str:
@@ -68,45 +160,50 @@ def number_text(value: Fraction) -> str:
 
 
 class FinalAnswerVerifier(RuleVerifier):
-    """GSM8K's final number: the last one in ``<answer>``, or on the line behind the last ``####``.
+    """GSM8K's final number: all that ``<answer>`` says, or the line behind the last ``####``.
 
     The ground truth is a number or a whole solution that ends in ``#### 72``. Numbers are compared exactly.
     """
 
     config_class: ClassVar[type[Config]] = FinalAnswerConfig
     config: FinalAnswerConfig
+    cpu_seconds = ANSWER_CPU_S
     best = 1.0
 
     def check(self, sample: Sample) -> Verdict:
         """Raises ``ValueError`` when the ground truth holds no number."""
-        expected = _number_truth(sample.ground_truth)
-        region = self.region(sample.response)
-        found = None if region is None else last_number(region)
+        expected = _number_truth(sample)
+        region, is_prose = self.region(sample.response)
+        found = None if region is None else last_number(region) if is_prose else whole_number(region, sample.prompt)
         if found is None:
             return Verdict(score=0.0, correct=False)
         correct = found == expected
         return Verdict(score=float(correct), correct=correct, answer=number_text(found))
 
-    def region(self, response: str) -> str | None:
-        """The part of the response in which the last number is the answer."""
+    @classmethod
+    def check_row(cls, config: Config, sample: Sample) -> None:
+        _number_truth(sample)
+
+    def region(self, response: str) -> tuple[str | None, bool]:
+        """The part of the response that is the answer, and whether it is prose, in which the last number counts."""
         if self.config.answer_pattern is not None:
-            return last_group(re.compile(self.config.answer_pattern, re.DOTALL), response)
+            return last_group(re.compile(self.config.answer_pattern, re.DOTALL), response), False
         said = after_thoughts(response)
         marked = last_group(ANSWER_TAG, said)
         if marked is None:
             marked = _behind_hashes(said)
-        return said if marked is None and self.config.method == "flexible" else marked
+        return (said, True) if marked is None and self.config.method == "flexible" else (marked, False)
 
 
-def _number_truth(truth: Any) -> Fraction:
-    number = None
+def _number_truth(sample: Sample) -> Fraction:
+    truth, number = sample.ground_truth, None
     if isinstance(truth, str):
         marked = _behind_hashes(truth)
-        number = last_number(truth if marked is None else marked)
+        number = whole_number(truth if marked is None else marked, sample.prompt)
     elif isinstance(truth, int | float) and not isinstance(truth, bool) and math.isfinite(truth):
         number = Fraction(repr(truth))
     if number is None:
-        raise ValueError(f"ground_truth: seen {truth!r}, expected a number, or a solution that ends in '#### 72'")
+        raise ValueError(f"ground_truth: seen {truth!r:.200}, expected a number, or a solution that ends in '#### 72'")
     return number
 
 
@@ -125,66 +222,53 @@ class MultipleChoiceConfig(AnswerConfig):
 class MultipleChoiceVerifier(RuleVerifier):
     """A letter: in ``<answer>``, in ``\\boxed{}``, behind "answer:" or "answer is", or as all that the last line says.
 
-    The first of these marks that occurs decides, by its last occurrence. Two letters there ("A or B") are no answer.
+    The first of these marks that occurs decides. What it says is understood as a whole or is no answer: neither "A or
+    B" nor "B? No, C", nor two boxes with different letters.
     """
 
     config_class: ClassVar[type[Config]] = MultipleChoiceConfig
     config: MultipleChoiceConfig
+    cpu_seconds = ANSWER_CPU_S
     best = 1.0
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        last = chr(ord("A") + self.config.num_choices - 1)
-        letter = f"[A-{last}]"
-        # Bounded repetitions: a policy that writes thousands of blanks must not cost the square of them.
-        wrap = r"[\s*_`$(\[{\"'.:]{0,10}(?:\\(?:text|mathrm|mathbf|textbf)\s?\{)?[\s*_`(\[{]{0,10}"
-        self._whole = re.compile(rf"{wrap}({letter})[\s*_`$)\]}}\"'.,:;!]*", re.IGNORECASE)
-        self._labelled = re.compile(rf"{wrap}({letter})[\s*_`]{{0,10}}[)\]}}.:][*_`]{{0,10}}\s.*", re.DOTALL)
-        # A and I are words too, so what follows a bare one must not make it one.
-        bare = rf"(?!I[^\S\n]+[^\W\d_]|A[^\S\n]+(?!(?:because|since|as|and|or)\b)[^\W\d_]){letter}"
-        self._phrase = re.compile(
-            rf"(?i:\banswer\b|\boption\b|\bchoice\b)[\s*_]{{0,10}}(?i:is|:|=)[\s*_:]{{0,10}}(?i:option\s+|choice\s+)?"
-            rf"{wrap}({bare})(?!\w|['’]\w)(?=(?P<rest>[^\n]{{0,40}}))"
-        )
-        self._second = re.compile(rf"[\s*_)\]}}$\"']*(?:,|/|&|\band\b|\bor\b)[\s*_(\[{{]*{letter}(?!\w)")
-        self._parenthesised = re.compile(rf"\(({letter})\)")
+        self._reader = _choices(self.config.num_choices)
+
+    @classmethod
+    def check_row(cls, config: Config, sample: Sample) -> None:
+        assert isinstance(config, MultipleChoiceConfig)
+        truth = sample.ground_truth
+        if not isinstance(truth, str) or _choices(config.num_choices).whole(truth, sample.prompt) is None:
+            raise ValueError(f"ground_truth: seen {truth!r}, expected the letter of one of {config.num_choices}")
 
     def check(self, sample: Sample) -> Verdict:
         """Raises ``ValueError`` when the ground truth is no letter."""
-        truth = sample.ground_truth
-        expected = self.letter(truth) if isinstance(truth, str) else None
-        if expected is None:
-            raise ValueError(f"ground_truth: seen {truth!r}, expected the letter of one of {self.config.num_choices}")
-        answer = self.extract(sample.response)
+        self.check_row(self.config, sample)
+        expected = self._reader.whole(sample.ground_truth, sample.prompt)
+        answer = self.extract(sample.response, sample.prompt)
         return Verdict(score=float(answer == expected), correct=answer == expected, answer=answer)
 
-    def extract(self, response: str) -> str | None:
-        """The chosen letter, upper case; ``None`` if there is none or more than one."""
+    def extract(self, response: str, prompt: str = "") -> str | None:
+        """The chosen letter, upper case; ``None`` if there is none or more than one.
+
+        Args:
+            prompt: the question, for the words of its options.
+        """
         if self.config.answer_pattern is not None:
             marked = last_group(re.compile(self.config.answer_pattern, re.DOTALL), response)
-            return None if marked is None else self.letter(marked)
+            return None if marked is None else self._reader.whole(marked, prompt)
         said = after_thoughts(response)
-        for marked in (last_group(ANSWER_TAG, said), last_boxed(said)):
-            if marked is not None:
-                return self.letter(last_boxed(marked) or marked)
-        phrases = list(self._phrase.finditer(said))
-        if phrases:
-            return None if self._second.match(phrases[-1]["rest"]) else str(phrases[-1][1])
-        lines = said.strip().splitlines()
-        return self.letter(lines[-1]) if lines else None
+        for found in ([match[1] for match in ANSWER_TAG.finditer(said)], all_boxed(said)):
+            letters = {self._reader.whole(last_boxed(marked) or marked, prompt) for marked in found}
+            if found:
+                return letters.pop() if len(letters) == 1 else None
+        return self._reader.in_prose(said, prompt)
 
-    def letter(self, text: str) -> str | None:
-        """The letter that a short text is or starts with: ``b``, ``(B)``, ``B. Paris``, ``\\text{B}``."""
-        if whole := self._whole.fullmatch(text):
-            return str(whole[1]).upper()
-        labelled = self._labelled.fullmatch(text)
-        distinct = set(self._parenthesised.findall(text))
-        if labelled and distinct <= {labelled[1]}:
-            return str(labelled[1])
-        phrases = list(self._phrase.finditer(text))
-        if phrases and not self._second.match(phrases[-1]["rest"]):
-            return str(phrases[-1][1])
-        return str(distinct.pop()) if len(distinct) == 1 else None
+
+@functools.cache
+def _choices(number: int) -> ChoiceReader:
+    return ChoiceReader(chr(ord("A") + number - 1))
 
 
 class FormatConfig(Config):
@@ -212,6 +296,7 @@ class FormatVerifier(RuleVerifier):
 
     config_class: ClassVar[type[Config]] = FormatConfig
     config: FormatConfig
+    cpu_seconds = ANSWER_CPU_S
 
     @classmethod
     def best_score(cls, config: Config) -> float:
@@ -221,6 +306,11 @@ class FormatVerifier(RuleVerifier):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._pattern = re.compile(self.config.pattern or THINK_ANSWER, re.DOTALL)
+
+    @classmethod
+    def wrong(cls, config: Config) -> Verdict:
+        assert isinstance(config, FormatConfig)
+        return Verdict(config.penalty, correct=False, seeks_answer=False)
 
     def check(self, sample: Sample) -> Verdict:
         matches = self._pattern.fullmatch(sample.response) is not None
@@ -250,6 +340,7 @@ class LengthVerifier(RuleVerifier):
 
     config_class: ClassVar[type[Config]] = LengthConfig
     config: LengthConfig
+    cpu_seconds = ANSWER_CPU_S
 
     @classmethod
     def best_score(cls, config: Config) -> float:

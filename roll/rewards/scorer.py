@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import tenacity
 
@@ -19,7 +19,16 @@ from roll.configs.schema import did_you_mean
 from roll.rewards import VERIFIERS
 from roll.rewards.batching import MicroBatcher
 from roll.rewards.isolation import RulePool, RuleSpec, rule_spec
-from roll.rewards.types import Batching, RewardError, RewardTimeoutError, RuleVerifier, Sample, Verdict, Verifier
+from roll.rewards.types import (
+    Batching,
+    OverBudgetError,
+    RewardError,
+    RewardTimeoutError,
+    RuleVerifier,
+    Sample,
+    Verdict,
+    Verifier,
+)
 from roll.utils.foreign import describe_error
 from roll.utils.registry import UnknownNameError
 from roll.utils.time_limit import time_limit
@@ -214,7 +223,7 @@ class DomainScorer:
         retrying = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(attempts),
             wait=tenacity.wait_exponential(multiplier=RETRY_WAIT, max=MAX_RETRY_WAIT),
-            retry=tenacity.retry_if_exception_type(Exception),
+            retry=tenacity.retry_if_exception_type(Exception) & tenacity.retry_if_not_exception_type(OverBudgetError),
             before_sleep=self._count_retry,
             reraise=True,
         )
@@ -225,6 +234,11 @@ class DomainScorer:
                     # What failed in company is tried again alone: one sample must not cost the others theirs.
                     verdict = await self._judge(i, sample, alone=attempt.retry_state.attempt_number > 1)
             return verdict if instead is None else replace(verdict, parts={**verdict.parts, "timeout": 0.0})
+        except OverBudgetError as error:
+            verifier = self.config.verifiers[i]
+            cls = cast(type[RuleVerifier], VERIFIERS.get(verifier.name))
+            wrong = cls.wrong(cls.config_class(**verifier.args))
+            return replace(wrong, parts={} if instead is None else {"timeout": 0.0}, over_budget=str(error))
         # A verifier may raise anything; the sample has no reward then, which the caller counts.
         except Exception as error:
             reason = str(error) if isinstance(error, RewardError) else describe_error(error)
@@ -275,6 +289,11 @@ class DomainScorer:
             parts=parts,
             notes=notes,
             seeks_answer=any(verdict.seeks_answer for verdict in chosen),
+            over_budget="; ".join(
+                f"{label}: {verdict.over_budget}"
+                for label, verdict in zip(self._labels, verdicts, strict=True)
+                if verdict.over_budget
+            ),
         )
         return finite(total)
 

@@ -10,7 +10,11 @@ from roll.rewards.mathematics import MathConfig, MathVerifier
 from roll.rewards.types import Sample
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_PUNCTUATION = re.compile(
+    # A sign, a point or a stroke before a digit is a part of the number; so are those of C++ and C#.
+    rf"((?<![a-z])[-+](?=\d)|[./:^,](?=\d)|(?<=\d)%|(?<=\w)[+#]+)|[{re.escape(string.punctuation)}]"
+)
 
 
 def mathematical(given: str, answer: str) -> float:
@@ -26,8 +30,9 @@ def mathematical(given: str, answer: str) -> float:
 def same_words(given: str, answer: str) -> float:
     """1.0 if both are the same words, else 0.0: exact match of SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250).
 
-    Case, punctuation, articles and spaces do not count. The answer stands in ``<answer>`` or ``\\boxed{}``, the last of
-    them, or is the whole text after ``</think>``. A reference that is nothing else, such as "A", must be there itself.
+    Case, punctuation, articles and spaces do not count, but for the signs of numbers: 1.5 is not 15. The answer stands
+    in ``<answer>`` or ``\\boxed{}``, the last of them, or is the whole text after ``</think>``. A reference that is
+    nothing else, such as "A", must be there itself.
 
     Raises:
         ValueError: the reference is blank.
@@ -41,4 +46,4 @@ def same_words(given: str, answer: str) -> float:
 
 
 def _words(text: str) -> list[str]:
-    return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
+    return _ARTICLES.sub(" ", _PUNCTUATION.sub(r"\1", _THOUSANDS.sub("", text.lower()))).split()

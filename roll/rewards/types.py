@@ -54,6 +54,8 @@ class Verdict:
     """Further texts, which go into the episode's ``info`` beside the answer; no metric reads them."""
     seeks_answer: bool = True
     """False where the verifier looks for no answer (a judge, a number alone): nothing says whether one is there."""
+    over_budget: str = ""
+    """Reason why an answer that costs too much to judge counts as a wrong one; empty for all others."""
 
     @property
     def valid(self) -> bool | None:
@@ -67,6 +69,14 @@ class RewardError(RuntimeError):
 
 class RewardTimeoutError(RewardError):
     """It took too long."""
+
+
+class OverBudgetError(RewardError):
+    """The answer costs more to judge than any may (``RuleVerifier.cpu_seconds``): it counts as a wrong one."""
+
+
+ANSWER_CPU_S = 1.0
+"""Seconds of CPU time within which the project's own rules judge an answer."""
 
 
 class Verifier(ABC):
@@ -86,6 +96,18 @@ class Verifier(ABC):
     def num_devices(cls, config: Config) -> int:
         """Devices that one takes, of its reward worker's."""
         return 1
+
+    @classmethod
+    def check_row(cls, config: Config, sample: Sample) -> None:
+        """Looks at a row before any answer is there, in microseconds.
+
+        Args:
+            sample: has no response.
+
+        Raises:
+            ValueError: no answer to this row can be scored, whatever it says.
+        """
+        return None
 
     @classmethod
     def best_score(cls, config: Config) -> float | None:
@@ -136,6 +158,28 @@ class RuleVerifier(Verifier):
     may hang on a text that a policy wrote. So it must be at the top of an importable module. One that is better at
     many samples than at one says so by ``batching`` and overrides ``check_all``.
     """
+
+    cpu_seconds: ClassVar[float | None] = None
+    """CPU seconds that an answer may cost. One that needs more, or more memory or recursion than there is, counts as a
+    wrong answer. ``None``: only the domain's ``timeout`` ends it, and the sample has no reward."""
+
+    @classmethod
+    def wrong(cls, config: Config) -> Verdict:
+        """Verdict on a wrong answer."""
+        return Verdict(0.0, correct=False)
+
+    @classmethod
+    def tries_row(cls, config: Config, sample: Sample) -> bool:
+        """Tells whether ``try_row`` may find something that ``check_row`` did not."""
+        return False
+
+    def try_row(self, sample: Sample) -> None:
+        """Tries the reference answer in full, in a child process.
+
+        Raises:
+            ValueError: as ``check_row``.
+        """
+        type(self).check_row(self.config, sample)
 
     @classmethod
     def batching(cls, config: Config) -> Batching | None:

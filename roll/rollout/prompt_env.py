@@ -15,7 +15,7 @@ from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
 from roll.rewards.types import Sample, Verdict
 from roll.rollout.env_manager import EnvManager, Limits
-from roll.rollout.types import VALID_UNKNOWN, Turn
+from roll.rollout.types import OVER_BUDGET, VALID_UNKNOWN, Turn
 
 ScoreFn = Callable[[Sample], Awaitable[Verdict]]
 
@@ -80,6 +80,8 @@ class PromptEnv:
             state_key=self.prompt.id,
         )
         info |= {**self._known, **verdict.parts, **verdict.notes}
+        if verdict.over_budget:
+            info[OVER_BUDGET] = verdict.over_budget
         if verdict.valid is None:
             info[VALID_UNKNOWN] = True
         return observation, reward, terminated, truncated, info

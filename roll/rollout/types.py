@@ -17,6 +17,9 @@ from roll.data.requests import Completion
 VALID_UNKNOWN = "valid_unknown"
 """Key of ``Trajectory.info``: true where nobody looked for an action or answer, so that ``None`` does not mean none."""
 
+OVER_BUDGET = "over_budget"
+"""Key of ``Trajectory.info``: why an answer that costs too much to judge counts as a wrong one."""
+
 AGENT = "agent_"
 """Start of the keys of ``Trajectory.info`` that count what an agent program asked."""
 

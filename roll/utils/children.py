@@ -36,6 +36,14 @@ class ChildError(RuntimeError):
     """A child died, could not be set up, or broke the protocol."""
 
 
+class ChildDiedError(ChildError):
+    """Its process died; ``returncode`` as ``subprocess`` has it."""
+
+    def __init__(self, returncode: int) -> None:
+        super().__init__(f"its process died ({ending(returncode)})")
+        self.returncode = returncode
+
+
 class ChildTimeoutError(ChildError, TimeoutError):
     """A request took too long; its child was killed."""
 
@@ -209,7 +217,7 @@ class Child:
         except ValueError as error:
             raise ChildError(f"its process replied with more than {self._max_reply_bytes} bytes") from error
         if not line.endswith(b"\n"):
-            raise ChildError(f"its process died ({ending(await process.wait())})")
+            raise ChildDiedError(await process.wait())
         return cast(Reply, json.loads(line))
 
     def kill(self) -> None:

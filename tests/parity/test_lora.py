@@ -14,10 +14,9 @@ from torch import Tensor
 
 from roll.configs.engines import packages
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.weights.adapters import adapted_names
 from roll.models.adapter_files import ADAPTER_FILE
 from roll.models.loading import load_causal_lm
-from roll.models.lora import LoraSpec, adapter_dropout, inject_adapter
+from roll.models.lora import LoraSpec, adapted_names, adapter_dropout, inject_adapter
 from tests.support.harness import (
     ADAPTER,
     Expected,

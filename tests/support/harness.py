@@ -287,8 +287,7 @@ def with_adapter(model: Any, lora: LoraSpec, *, scores: bool = False) -> Any:
     """
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
-    from roll.distributed.weights.adapters import adapted_names
-    from roll.models.lora import initial_value, matrix_shapes
+    from roll.models.lora import adapted_names, initial_value, matrix_shapes
 
     start = {name: initial_value(name, shape, SEED) for name, shape in matrix_shapes(model, lora).items()}
     targets = adapted_names(start)

@@ -7,17 +7,16 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from roll.agentic.env.base import TextEnv
+from roll.configs.arguments import argument_problems
 from roll.configs.base import Config
 from roll.configs.parsing import section_problems
-from roll.configs.problems import NOTHING, ConfigProblem
-from roll.configs.schema import did_you_mean
+from roll.configs.problems import ConfigProblem
 from roll.utils.registry import Registry, UnknownNameError, importable_path
 
 __all__ = [
@@ -129,26 +128,16 @@ def check_env_config(env_type: str, env_config: Mapping[str, Any]) -> list[Confi
     config_class = getattr(factory, "config_class", None)
     try:
         if isinstance(config_class, type) and issubclass(config_class, Config):
-            problems = section_problems(config_class, env_config, strict=False)
+            fields = config_class.model_fields  # YAML has lists alone
+            tuples = {name for name, field in fields.items() if "tuple[" in str(field.annotation).lower()}
+            values = {key: tuple(v) if key in tuples and isinstance(v, list) else v for key, v in env_config.items()}
+            problems = section_problems(config_class, values)
         else:
-            problems = list(_signature_problems(factory, env_config))
+            problems = argument_problems(factory, env_config)
     except Exception as error:  # a user's validators may raise anything too
         hint = f"checking it raised {type(error).__name__}: {error}"
         return [ConfigProblem("env_config", env_config, "arguments of the environment", hint)]
     return [replace(problem.under("env_config"), involves=("env_config", "env_type")) for problem in problems]
-
-
-def _signature_problems(factory: EnvFactory, env_config: Mapping[str, Any]) -> Iterator[ConfigProblem]:
-    parameters = inspect.signature(factory).parameters.values()
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    known = sorted(p.name for p in named)
-    for key in env_config:
-        if key not in known and not takes_any:
-            hint = did_you_mean(key, known) or f"known here: {', '.join(known) or 'none'}"
-            yield ConfigProblem(key, env_config[key], "no such key", hint)
-    missing = [p.name for p in named if p.default is p.empty and p.name not in env_config]
-    yield from [ConfigProblem(key, NOTHING, "a value, since it has no default") for key in missing]
 
 
 def _not_text_env(env_type: str, seen: object) -> str:

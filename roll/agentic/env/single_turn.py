@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -29,7 +30,12 @@ def _exact(given: str, answer: str) -> float:
 
 
 def _contains(given: str, answer: str) -> float:
-    return float(_reference(answer) in given)
+    """Whole words and numbers: 18 is not in 180, nor in 1.18 or -18."""
+    words = _reference(answer)
+    # Languages without spaces have no ends of words.
+    begin = r"(?<![0-9A-Za-zÀ-ɏ])(?<!\d[.,])(?<!(?<!\w)-)" if words[0].isascii() and words[0].isalnum() else ""
+    end = r"(?![0-9A-Za-zÀ-ɏ]|[.,]\d)" if words[-1].isascii() and words[-1].isalnum() else ""
+    return float(re.search(f"{begin}{re.escape(words)}{end}", given) is not None)
 
 
 def _reference(answer: str) -> str:

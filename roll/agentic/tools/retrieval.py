@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from roll.agentic.tools.tool import Tool, ToolError
 from roll.agentic.tools.types import ToolSchema
@@ -27,7 +29,7 @@ class RetrievalTool(Tool):
         ValueError: an argument is none that is possible.
     """
 
-    def __init__(self, url: str, num_results: int = 3, seconds: float = 30.0) -> None:
+    def __init__(self, url: str, num_results: int = 3, seconds: Annotated[float, Field(gt=0)] = 30.0) -> None:
         import httpx
 
         try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from roll.agentic.tools.tool import Tool, ToolError
 from roll.agentic.tools.types import ToolSchema
@@ -23,7 +25,9 @@ class SearchTool(Tool):
         ValueError: the file cannot be read, or holds no passage.
     """
 
-    def __init__(self, corpus: str, num_results: int = 3) -> None:
+    reads_files = True
+
+    def __init__(self, corpus: str, num_results: Annotated[int, Field(ge=1, le=_MAX_RESULTS)] = 3) -> None:
         import bm25s
 
         self.passages = _read(Path(corpus).expanduser())

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
 from roll.agentic.tools.types import ToolSchema
+from roll.configs.arguments import argument_problems
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.utils.registry import Registry, UnknownNameError
 
@@ -37,6 +38,9 @@ class Tool(ABC):
     instant: ClassVar[bool] = False
     """True: a call takes less than a millisecond or so and waits for nothing. It then runs in the event loop that plays
     all episodes, and ``timeout`` does not watch it."""
+
+    reads_files: ClassVar[bool] = False
+    """True: the constructor reads files, which a check of the configuration leaves to the run."""
 
     times_itself: ClassVar[bool] = False
     """True: ``call`` is a coroutine function that raises ``TimeoutError`` at ``timeout`` by itself."""
@@ -131,7 +135,7 @@ def make_tool(name: str, target: str, args: Mapping[str, Any]) -> Tool:
 
 
 def check_tool(target: str, args: Mapping[str, Any]) -> list[ConfigProblem]:
-    """Problems of an entry of ``tools.use``, keys relative to it; nothing is built but functions."""
+    """Problems of an entry of ``tools.use``, keys relative to it; nothing is built but functions and tools of ours."""
     try:
         made = TOOLS.get(target)
     except UnknownNameError as error:
@@ -140,11 +144,16 @@ def check_tool(target: str, args: Mapping[str, Any]) -> list[ConfigProblem]:
     try:
         if takes_args:
             inspect.signature(made).bind(**args)
-        else:
+            if problems := argument_problems(made, args):
+                return [problem.under("args") for problem in problems]
+        if not (isinstance(made, type) and issubclass(made, Tool)) or (
+            made.__module__.startswith("roll.") and not made.reads_files
+        ):
             make_tool("tool", target, args)
     except (TypeError, ValueError) as error:
         if takes_args or args:
-            return [ConfigProblem("args", dict(args) or NOTHING, f"what {target} takes", str(error))]
+            reason = _words(error) if isinstance(error, ValidationError) else str(error)
+            return [ConfigProblem("args", dict(args) or NOTHING, f"what {target} takes", reason)]
         return [ConfigProblem("tool", target, "a tool", str(error))]
     return []
 

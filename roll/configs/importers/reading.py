@@ -12,12 +12,16 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from roll.configs.compose import REFERENCE, apply_override, parse_overrides
+from roll.configs.compose import REFERENCE, apply_override
+from roll.configs.expansion import MAX_VALUES, values_of
 from roll.configs.importers.shell import ScriptError, Unread, read_script
+from roll.configs.overrides import Override, no_override, parse_overrides
+from roll.configs.problems import ConfigProblem
 from roll.configs.shipped import SHIPPED
 
 
@@ -83,8 +87,10 @@ def read(
         words += script.overrides
         unread = {key: value for key, value in unread.items() if key not in _keys(script.overrides)} | script.unread
     unread = {key: value for key, value in unread.items() if key not in _keys(overrides)}
-    parsed, problems = parse_overrides([*words, *overrides])
-    for item in parsed:
+    scripted, strange = _hydra_words(words)
+    parsed, problems = parse_overrides(overrides)
+    problems += strange
+    for item in (*scripted, *parsed):
         problems += apply_override(tree, item)
     if problems:
         raise UnreadableError("; ".join(map(str, problems)))
@@ -96,6 +102,33 @@ def read(
     folders = list(dict.fromkeys(folder for file in files for folder in _around(file)))
     unresolved = {str(key): value for key, value in links.items()}
     return Given(_plain(tree), unresolved, read_by_links, notes, missing, folders, unread, program)
+
+
+def _hydra_words(words: Sequence[str]) -> tuple[list[Override], list[ConfigProblem]]:
+    """The words of a launch script as Hydra, which the system reads them with, understands them; else they are text."""
+    parser, parsed, problems = OverridesParser.create(), list[Override](), list[ConfigProblem]()
+    for word in words:
+        key, equals, value = word.partition("=")
+        try:
+            found = parser.parse_override(word)
+            if found.is_sweep_override() or not found.key_or_group:
+                raise HydraException("sweep, or no key")
+            path = tuple(found.key_or_group.lstrip("+").split("."))
+            parsed.append(Override(path, found.value(), found.is_delete()))
+        except HydraException:
+            if equals and re.fullmatch(r"\+{0,2}\w+(\.\w+)*", key, re.ASCII):
+                parsed.append(Override(tuple(key.lstrip("+").split(".")), _listed(value)))
+            else:
+                problems.append(no_override(word))
+    return parsed, problems
+
+
+def _listed(text: str) -> Any:
+    """A list or mapping outside of Hydra's grammar, as ``[größe]``, as YAML; anything else is text."""
+    try:
+        return yaml.safe_load(text) if text.startswith(("[", "{")) and values_of(text) <= MAX_VALUES else text
+    except yaml.YAMLError:
+        return text
 
 
 def _keys(words: Sequence[str]) -> set[str]:

@@ -7,15 +7,23 @@ The names are those of peft's state dict: ``base_model.model.<layer>.lora_A.weig
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from roll.distributed.weights.buckets import WeightMismatchError
-from roll.models.lora import LoraSpec, adapted_layers, matrix_name, matrix_shapes
+from roll.models.lora import (
+    LoraSpec,
+    adapted_layers,
+    adapted_names,
+    is_transposed,
+    matrix_name,
+    matrix_shapes,
+)
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 
@@ -56,11 +64,6 @@ def peft_config(spec: LoraSpec, names: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def adapted_names(names: Iterable[str]) -> set[str]:
-    """The last names of the layers that an adapter with these tensors is for."""
-    return {name.rpartition(".lora_")[0].rpartition(".")[2] for name in names}
-
-
 class MergedAdapter:
     """An adapter that is added to the weights of a model.
 
@@ -78,13 +81,14 @@ class MergedAdapter:
         """Makes the weights those of the base model plus this adapter, in place of the one before."""
         scale = self._spec.alpha / self._spec.rank
         for name, layer in self._layers.items():
-            weight = layer.weight
+            weight = cast("nn.Parameter", layer.weight)
             if name not in self._base:
                 self._base[name] = weight.detach().cpu()
             base = self._base[name]
             down_RI, up_OR = (tensors[matrix_name(name, part)].to(weight.device, torch.float32) for part in ("A", "B"))
             # The sum in float32, rounded once: what peft's merge gives in float32, and at least as exact in others.
-            merged = torch.addmm(base.to(weight.device).float(), up_OR, down_RI, alpha=scale)
+            delta = (down_RI.T, up_OR.T) if is_transposed(layer) else (up_OR, down_RI)
+            merged = torch.addmm(base.to(weight.device).float(), *delta, alpha=scale)
             weight.data = merged.to(weight.dtype)
 
     def forget(self) -> None:

@@ -9,11 +9,12 @@ from omegaconf import OmegaConf
 from pydantic import Field
 
 from roll.configs.base import Config
-from roll.configs.compose import apply_override, parse_overrides
+from roll.configs.compose import apply_override
 from roll.configs.data import DataArguments
 from roll.configs.engines import strategy_names
 from roll.configs.generating import GeneratingArguments
 from roll.configs.model import ModelArguments
+from roll.configs.overrides import parse_overrides
 from roll.configs.parsing import section_problems
 from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.configs.rl import DEFAULT_GENERATOR

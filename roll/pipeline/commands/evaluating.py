@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,7 +75,7 @@ def changes(saved: Saved, run: Path | None) -> list[str]:
     values["exp_name"] = re.sub(r"[^\w.+-]", "_", label)
     if run is not None:
         values["output_dir"] = str(run.parent)
-    quoted = [f"{key}='{value.replace(chr(39), chr(92) + chr(39))}'" for key, value in values.items()]
+    quoted = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
     fixed = ["eval_only=true", "checkpoint_config.load_contents=[model]", "logging_dir=null", "render_save_dir=null"]
     return [*fixed, *quoted]
 

@@ -75,6 +75,8 @@ class Totals:
 
     rows: int = 0
     tokens: int = 0
+    seconds: float = 0.0
+    """Time of the answering, without the start."""
     failed: int = 0
     """Answers that there are not, those of earlier calls included."""
 
@@ -109,9 +111,9 @@ def run(job: Job) -> int:
         return EXIT_INTERRUPTED
     seconds = time.monotonic() - started
     failed = f", {totals.failed:,} answers failed" if totals.failed else ""
-    sys.stderr.write(
-        f"{job.output}: {totals.rows:,} rows, {totals.tokens:,} tokens in {seconds:.1f} s with the start{failed}\n"
-    )
+    speed = f", {totals.tokens / totals.seconds:,.0f} tokens/s without it" if totals.seconds else ""
+    words = f"{totals.rows:,} rows, {totals.tokens:,} tokens in {seconds:.1f} s with the start{speed}{failed}"
+    sys.stderr.write(f"{job.output}: {words}\n")
     return EXIT_FAILED if totals.failed else EXIT_OK
 
 
@@ -198,6 +200,8 @@ def _generate(job: Job, total: int, done: int, totals: Totals) -> None:
             sys.stderr.write(
                 "the prompts are texts, which the model continues as they are; --chat asks them as messages\n"
             )
+    if not sys.stderr.isatty():
+        sys.stderr.write(f"loading {job.model}, to answer {total - done:,} of {total:,} rows\n")
     engine = generator_of(
         job.model,
         worker,
@@ -230,10 +234,11 @@ async def _write(job: Job, answerer: Answerer, total: int, done: int, totals: To
                 file.write(to_json({**row.values, job.answer_key: said}) + "\n")
                 file.flush()
                 totals.rows += 1
+                totals.seconds = time.monotonic() - started
                 totals.tokens += sum(answer.get("num_tokens", 0) for answer in said)
                 totals.failed += sum("error" in answer for answer in said)
                 failed = f", {totals.failed:,} failed" if totals.failed else ""
-                advance(f"{totals.tokens / (time.monotonic() - started):,.0f} tokens/s{failed}")
+                advance(f"{totals.tokens / totals.seconds:,.0f} tokens/s{failed}")
 
 
 def _record(answerer: Answerer, completion: Completion | ValueError) -> dict[str, Any]:

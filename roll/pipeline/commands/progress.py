@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,14 +36,20 @@ def progress(what: str, total: int, done: int = 0) -> Iterator[Callable[[str], N
 
             yield move
         return
-    last = time.monotonic()
-    count = done
+    count, words, started, ended = done, "", time.monotonic(), threading.Event()
 
     def advance(beside: str = "") -> None:
-        nonlocal count, last
-        count += 1
-        if time.monotonic() - last > QUIET_SECONDS:
-            last = time.monotonic()
-            sys.stderr.write(f"{what}: {count:,} of {total:,}{f', {beside}' if beside else ''}\n")
+        nonlocal count, words
+        count, words = count + 1, beside
 
-    yield advance
+    def tell() -> None:
+        while not ended.wait(QUIET_SECONDS):  # also where nothing is finished yet
+            after = f"after {time.monotonic() - started:,.0f} s"
+            sys.stderr.write(f"{what}: {count:,} of {total:,} {after}{f', {words}' if words else ''}\n")
+            sys.stderr.flush()
+
+    threading.Thread(target=tell, name="progress", daemon=True).start()
+    try:
+        yield advance
+    finally:
+        ended.set()

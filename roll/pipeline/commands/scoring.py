@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from roll.configs.compose import compose_config, parse_overrides
+from roll.configs.compose import compose_config, mapping_of
 from roll.configs.loader import plugin_problems
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig
@@ -71,10 +71,9 @@ def rewards_of(config: tuple[str, Path] | None, verifier: str | None, words: Seq
         assert isinstance(rewards, Mapping)
         os.environ.update(plugin_variables(plugins or ()))  # for the processes that rules run in
         return dict(rewards)
-    parsed, problems = parse_overrides(words)
+    args, problems = mapping_of(words)
     if problems:
         raise ConfigErrors(problems)
-    args = {override.key_or_group: value for override, value in parsed}
     return {str(verifier): {"tag_included": ["any"], "verifiers": [{"name": verifier, "args": args}]}}
 
 
@@ -151,6 +150,8 @@ async def _score(job: Job, domains: Mapping[str, RewardConfig], total: int) -> t
                     for verdict in verdicts:
                         if isinstance(verdict, RewardError) and len(errors) < SHOWN_ERRORS:
                             errors.append(f"{row.row.place}: {verdict}")
+                        elif isinstance(verdict, Verdict) and verdict.over_budget and tally.over_budget < SHOWN_ERRORS:
+                            sys.stderr.write(f"counts as wrong: {row.row.place}: {verdict.over_budget}\n")
                         tally.add(row.group, verdict if isinstance(verdict, Verdict) else None)
                     if file is not None:
                         scored = {**row.row.values, job.score_key: [_record(verdict) for verdict in verdicts]}
@@ -179,6 +180,8 @@ def _record(verdict: Verdict | RewardError) -> dict[str, Any]:
     if isinstance(verdict, RewardError):
         return {"error": str(verdict)}
     record: dict[str, Any] = {"score": verdict.score, "correct": verdict.correct, "answer": verdict.answer}
+    if verdict.over_budget:
+        record["over_budget"] = verdict.over_budget
     return record | {name: dict(part) for name, part in (("parts", verdict.parts), ("notes", verdict.notes)) if part}
 
 

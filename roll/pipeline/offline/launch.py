@@ -70,7 +70,8 @@ def run_offline(
         config = config.model_copy(update={"max_steps": config.num_train_epochs * per_epoch})
     notes = [*describe_batches(config), *datasets.describe()]
     body = partial(_run, datasets=datasets, build=build)
-    return launch(config, program, body, prompt_workers(config), notes=notes, started=started)
+    workers, data = prompt_workers(config), datasets.identities()
+    return launch(config, program, body, workers, notes=notes, started=started, data=data)
 
 
 def load_datasets(config: ConfigT, renderer: ChatRenderer, load: Load[ConfigT]) -> Samples:

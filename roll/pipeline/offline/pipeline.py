@@ -99,7 +99,7 @@ class OfflinePipeline(TrainingLoop):
             with self.update(step), self.session.phase("train") as span:
                 history = self.training.train(step, step)
                 self.count_bad_steps(history)
-                self.utilisation.trained(span, self.training.batch(step))
+                self.utilisation.trained(span, self.training.batch(step), metrics=mean_metrics(history))
             metrics = mean_metrics(history) | self.roles.offload_manager.memory("train")
             self.unreported = metrics | {f"{self.area}/epoch": self.training.epochs(step)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from roll.configs.data import DataArguments
 from roll.configs.prompts import DataGeneratorConfig, PromptsConfig
+from roll.configs.resuming import Rows
 from roll.configs.rlvr import RLVRConfig
 from roll.data.conversations import Conversations
 from roll.data.prompts import PromptDataset, load_prompts
@@ -18,10 +20,14 @@ from roll.data.teacher_prompts import TeacherPrompts
 from roll.data.templates import ChatTemplate
 from roll.models.tokenizer import policy_tokenizer
 from roll.pipeline.prompt_roles import train_sampler
+from roll.rewards.references import References
 from roll.rollout.tool_box import told_tools
+from roll.utils.foreign import describe_error
 from roll.utils.registry import import_path
 
 _RECIPE = "made_from.json"
+_TRIAL_SECONDS = 30.0
+"""For the reference answers of a dataset."""
 
 
 DataT = TypeVar("DataT", PromptDataset, Conversations)
@@ -39,6 +45,12 @@ class Datasets(Generic[DataT]):
         """Account of what was read: a line for each dataset, and for what of it is left out or not read."""
         return [*_lines("training data", self.train), *_lines("held-out data", self.val)]
 
+    def identities(self) -> dict[str, Rows]:
+        """What tells the datasets from others, by the section that names them."""
+        read = {"actor_train.data_args": self.train, "validation.data_args": self.val}
+        reports = {section: data.report.identity for section, data in read.items() if data is not None}
+        return {section: identity for section, identity in reports.items() if identity is not None}
+
 
 def _lines(name: str, data: PromptDataset | Conversations | None) -> list[str]:
     if data is None:
@@ -50,7 +62,8 @@ def make_data(generator: DataGeneratorConfig) -> None:
     """Calls the generator, unless its folder holds what the same call has made before.
 
     Raises:
-        Exception: whatever the generator raises, such as ``ValueError`` for wrong arguments.
+        OSError: of the generator.
+        ValueError: of the generator, or of what else it raises.
     """
     folder = Path(generator.folder).expanduser()
     recipe = {"path": generator.path, "args": generator.args}
@@ -60,7 +73,12 @@ def make_data(generator: DataGeneratorConfig) -> None:
     make = cast("Callable[..., Any]", import_path(generator.path, "data_generator.path"))
     folder.mkdir(parents=True, exist_ok=True)
     note.unlink(missing_ok=True)  # nothing half made must look finished
-    make(folder, **generator.args)
+    try:
+        make(folder, **generator.args)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # whatever a user's function raises
+        raise ValueError(f"data_generator: {generator.path}: {describe_error(error)}") from error
     note.write_text(json.dumps(recipe) + "\n", encoding="utf-8")
 
 
@@ -102,6 +120,11 @@ def teacher_prompts(config: RLVRConfig, renderer: ChatRenderer) -> TeacherPrompt
     return TeacherPrompts(config.teacher_prompt, renderer, response, most)
 
 
+def tell(line: str) -> None:
+    """Writes a line for the person who waits for a run to begin."""
+    sys.stderr.write(f"{line}\n")
+
+
 def _load(
     config: RLVRConfig,
     data: DataArguments,
@@ -118,4 +141,5 @@ def _load(
         seed=config.seed,
         tools=tools,
         tag_renderers=tag_renderers(config, renderer),
+        check=References(config.rewards, _TRIAL_SECONDS, tell, tell),
     )

@@ -31,7 +31,8 @@ def run_rlvr(config: RLVRConfig, started: float | None = None) -> int:
         return EXIT_USAGE
     config = config if datasets.train is None else config.with_length(len(datasets.train))
     notes = [*describe_batches(config), *datasets.describe()]
-    return launch(config, RLVR, partial(_run, datasets=datasets), prompt_workers(config), notes=notes, started=started)
+    body, workers = partial(_run, datasets=datasets), prompt_workers(config)
+    return launch(config, RLVR, body, workers, notes=notes, started=started, data=datasets.identities())
 
 
 def _run(config: RLVRConfig, run: Launched, *, datasets: Datasets[PromptDataset]) -> None:

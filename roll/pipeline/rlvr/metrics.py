@@ -9,7 +9,7 @@ from roll.configs.prompts import PromptsConfig
 from roll.pipeline.session import RunFailedError
 from roll.rewards.accuracy import Judged, figures_at_k
 from roll.rollout.metrics import mean
-from roll.rollout.types import RolloutGroup
+from roll.rollout.types import OVER_BUDGET, RolloutGroup
 
 
 class RewardFailureError(RunFailedError):
@@ -41,11 +41,17 @@ def _accuracy(groups: Sequence[RolloutGroup], n: int, prefix: str) -> dict[str, 
 
 
 def reward_metrics(groups: Sequence[RolloutGroup], config: PromptsConfig) -> dict[str, float]:
-    """Per domain: ``score``, ``accuracy``, ``errors`` (answers without a reward), and the verifiers' own numbers."""
-    metrics: dict[str, float] = {}
+    """Per domain: ``score``, ``accuracy``, ``errors`` (answers without a reward), and the verifiers' own numbers.
+
+    ``over_budget``, per domain and in all, are answers that count as wrong because they cost too much to judge.
+    """
+    metrics: dict[str, float] = {"reward/over_budget": 0.0}
     for name, of_domain in _by_domain(groups, config).items():
         trajectories = [trajectory for group in of_domain for trajectory in group.trajectories]
         metrics[f"reward/{name}/errors"] = float(sum(group.dropped for group in of_domain))
+        over = float(sum(OVER_BUDGET in trajectory.info for trajectory in trajectories))
+        metrics[f"reward/{name}/over_budget"] = over
+        metrics["reward/over_budget"] += over
         if not trajectories:
             continue
         metrics[f"reward/{name}/score"] = mean(trajectory.score for trajectory in trajectories)

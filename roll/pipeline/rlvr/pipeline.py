@@ -14,7 +14,7 @@ from roll.pipeline.rlvr.metrics import accuracy_metrics, check_error_rates, rewa
 from roll.pipeline.rollouts import MAX_SHOWN, keep_episodes, passes_filter, play_held_out
 from roll.report.answers import save_answers
 from roll.rewards.scorer import best_reward
-from roll.rollout.types import Collected, RolloutGroup
+from roll.rollout.types import OVER_BUDGET, Collected, RolloutGroup
 
 
 class RLVRPipeline(RLPipeline):
@@ -40,8 +40,16 @@ class RLVRPipeline(RLPipeline):
 
     def more_metrics(self, collected: Collected) -> Metrics:
         finished = [*collected.groups, *collected.rejected]
+        self._tell_over_budget(finished)
         epoch = self.players.epoch_of(1 + max(group.group_id for group in finished))
         return reward_metrics(finished, self.config) | self.players.take_retries() | {"rollout/epoch": epoch}
+
+    def _tell_over_budget(self, groups: Sequence[RolloutGroup]) -> None:
+        reasons = [t.info[OVER_BUDGET] for group in groups for t in group.trajectories if OVER_BUDGET in t.info]
+        if reasons:
+            self.session.display.note(
+                f"{len(reasons)} answers cost too much to judge and count as wrong; the last: {reasons[-1]}"
+            )
 
     def choose(self, batch: Batch) -> tuple[Batch, Metrics]:
         return super().choose(batch) if self.config.online_dpo is None else best_and_worst(batch)
@@ -66,6 +74,7 @@ class RLVRPipeline(RLPipeline):
                 "prompts": len(groups),
                 "episodes": int(metrics["eval/episodes"]),
             } | {key.removeprefix("eval/"): value for key, value in metrics.items() if "@" in key}
+        self._tell_over_budget(groups)
         save_answers(keep_episodes(self.session, step, groups)[:MAX_SHOWN], self.session.renders, step)
         valid = metrics.get("eval/valid_rate")
         found = "" if valid is None else f"an answer found in {valid:.1%} of "

@@ -6,12 +6,10 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.text import Text
 
+from roll.configs.compose import mapping_of
 from roll.preflight.env_check import check_names
 from roll.preflight.env_check.child import check_in_child
 from roll.preflight.env_check.findings import Report, Severity
@@ -50,12 +48,10 @@ def check(env_type: str, overrides: Sequence[str], *, allow: Collection[str] = (
 def _env_config(overrides: Sequence[str]) -> dict[str, Any]:
     if wrong := [word for word in overrides if "=" not in word.strip("=")]:
         raise ValueError(f"got {', '.join(wrong)}, expected key=value")
-    try:
-        config = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)), resolve=True)
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ValueError(f"env_config: {' '.join(str(error).split())}") from error
-    assert isinstance(config, dict), "a list of keys with values"
-    return {str(key): value for key, value in config.items()}
+    config, problems = mapping_of(overrides)
+    if problems:
+        raise ValueError("; ".join(str(problem.under("env_config")) for problem in problems))
+    return config
 
 
 def print_page(report: Report, allow: Collection[str], console: Console) -> None:

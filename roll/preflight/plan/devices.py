@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +37,8 @@ class Device:
     """Share of ``flops`` that training and scoring reach: the model FLOPs utilisation."""
     cores: int = 0
     """Of a machine with CPU slots."""
+    tried: str = ""
+    """How its rates were found, where they were tried out."""
 
     def rate(self, number_bytes: int) -> float:
         """Operations per second that matrix products in this format reach."""
@@ -68,6 +72,8 @@ GPUS = {
 _OTHER_KINDS = {"nvl", "laptop", "max", "mig"}
 """Words of names whose devices have other rates than those of ``GPUS``."""
 CPU = "CPU"
+BUSY, STEADY = 0.5, 0.7
+"""A machine is busy where its load is more than this part of its cores, or tries are this far apart."""
 _FIELDS = {"memory": GIB, "tflops": TERA, "bandwidth": GB, "link": GB, "efficiency": 1}
 """Keys that ``--devices NAME,key=value`` may change, and their units: GiB, TFLOP/s, GB/s, GB/s, a share."""
 
@@ -124,8 +130,23 @@ def known_gpu(name: str) -> Device | None:
 
 
 def this_cpu() -> Device:
-    """The machine that this process is on; its rates are tried out, which takes about a quarter of a second."""
+    """The machine that this process is on; its rates are tried out, which takes half a second of a processor."""
+    load = os.getloadavg()[0]  # before this adds to it
     told = subprocess.run([sys.executable, probe.__file__], capture_output=True, text=True, check=True).stdout
-    flops, bandwidth = map(float, told.split())
+    return cpu_of([tuple(map(float, line.split())) for line in told.splitlines()], load, cores())
+
+
+def cpu_of(tries: Sequence[Sequence[float]], load: float, count: int) -> Device:
+    """A machine by what was tried out on it: the best counts, since all that disturbs makes it slower.
+
+    Args:
+        tries: operations and bytes per second.
+        load: of the machine meanwhile: processes that want to run.
+        count: cores.
+    """
+    (least, flops), (_, bandwidth) = ((min(column), max(column)) for column in zip(*tries, strict=True))
+    words = f"the best of {len(tries)} tries, {least / 1e9:.0f} to {flops / 1e9:.0f} GFLOP/s"
+    if load > BUSY * count or least < STEADY * flops:
+        words += f"; load {load:.1f} on {count} cores: others work here, and a run beside them is slower than planned"
     rates = (flops, flops, bandwidth, bandwidth / 2)
-    return Device(CPU, "cpu", memory_bytes(), *rates, efficiency=0.5, cores=cores())
+    return Device(CPU, "cpu", memory_bytes(), *rates, efficiency=0.5, cores=count, tried=words)

@@ -29,6 +29,7 @@ def values(plan: Plan, advice: Sequence[Advice], name: str) -> dict[str, Any]:
     return {
         "config": name,
         "device": plan.device.name,
+        "device_rates": {"flops": plan.device.flops, "bandwidth": plan.device.bandwidth, "tried": plan.device.tried},
         "fits": plan.fits,
         "placement": {
             role: [{"rank": slot.rank, "node": slot.node, "devices": list(slot.devices)} for slot in slots]
@@ -41,6 +42,8 @@ def values(plan: Plan, advice: Sequence[Advice], name: str) -> dict[str, Any]:
         ],
         "seconds": {phase: duration.seconds for phase, duration in plan.times.items()},
         "step_seconds": plan.step_seconds,
+        "run_seconds": plan.run_seconds,
+        "practical": plan.is_practical,
         "advice": [{"overrides": list(each.overrides), "needed": each.needed, "fits": each.fits} for each in advice],
     }
 
@@ -51,7 +54,8 @@ def _devices(plan: Plan) -> str:
     if device.kind == "gpu":
         return f"{config.num_nodes} × {config.num_gpus_per_node} {device.name} of {size}"
     rates = f"{device.flops / 1e9:.0f} GFLOP/s and {device.bandwidth / 1e9:.0f} GB/s of one core"
-    return f"{config.num_nodes} × this machine: {device.cores} cores, {size}, {rates}"
+    tried = f" ({device.tried})" if device.tried else ""
+    return f"{config.num_nodes} × this machine: {device.cores} cores, {size}, {rates}{tried}"
 
 
 def _unit(plan: Plan) -> tuple[str, int]:
@@ -92,6 +96,8 @@ def _time_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     tokens = plan.samples.tokens
     rate = tokens / plan.step_seconds if plan.step_seconds else 0.0
     yield ("step", f"{plan.step_seconds:.3g}", f"{tokens:,} tokens, {rate:,.0f} per second")
+    if plan.run_seconds is not None:
+        yield ("run", f"{plan.run_seconds:.3g}", f"{plan.config.max_steps:,} steps, {_duration(plan.run_seconds)}")
 
 
 def _verdict(plan: Plan, advice: Sequence[Advice]) -> Iterator[str]:
@@ -99,10 +105,31 @@ def _verdict(plan: Plan, advice: Sequence[Advice]) -> Iterator[str]:
     if inexact:
         yield f"the parameters of {', '.join(inexact)} are counted as those of a Llama of the same sizes"
     if plan.fits:
-        yield "it fits"
+        yield "it fits" if plan.is_practical else _impractical(plan)
         return
     yield "it does not fit; the fullest place with a change:"
     yield from _table([(" ".join(each.overrides), f"{_gib(each.needed)} GiB", each.verdict) for each in advice])
+
+
+def _impractical(plan: Plan) -> str:
+    """That a run fits and would take too long, and what takes most of it."""
+    phase, most = max(plan.times.items(), key=lambda item: item[1].seconds)
+    share = most.seconds / sum(duration.seconds for duration in plan.times.values())
+    whole = "" if plan.run_seconds is None else f" and the run {_duration(plan.run_seconds)}"
+    fewer = {"rollout": "shorter or fewer answers (response_length, rollout_batch_size)"}
+    way = fewer.get(phase, "fewer or shorter samples")
+    return (
+        f"it fits, but its time is not reasonable: a step takes {_duration(plan.step_seconds)}{whole}, {share:.0%} of "
+        f"it for {phase} ({most.why}); {way}, a smaller model or faster devices (--devices) make it practical"
+    )
+
+
+def _duration(seconds: float) -> str:
+    """A time in the unit that people count it in."""
+    for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:.3g} seconds"
 
 
 def _gib(count: int) -> str:

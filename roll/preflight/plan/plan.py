@@ -56,6 +56,8 @@ BESIDE = ("load", "rollout")
 TOGETHER = ("sync", "rollout")
 """Phases in which roles that share a GPU are on it at the same time; in the others they take turns."""
 _NOTHING = RoleMemory({}, {})
+LONGEST_STEP, LONGEST_RUN = 1800.0, 14 * 86_400.0
+"""Seconds beyond which a time is not reasonable."""
 RAY_PROCESSES = 3
 """Of a machine: the scheduler with its object store, the agent, and on the first one the control service."""
 
@@ -109,6 +111,18 @@ class Plan:
         rest = sum(seconds.values()) - seconds.get("rollout", 0.0)
         overlaps = isinstance(self.config, RLConfig) and self.config.overlaps
         return max(seconds.get("rollout", 0.0), rest) if overlaps else sum(seconds.values())
+
+    @property
+    def run_seconds(self) -> float | None:
+        """Of all steps, without evaluations; ``None`` where passes over the data say how many there are."""
+        config = self.config
+        passes = getattr(config, "total_epochs", None) or getattr(config, "num_train_epochs", None)
+        return None if passes else config.max_steps * self.step_seconds
+
+    @property
+    def is_practical(self) -> bool:
+        """Tells whether somebody would wait for it."""
+        return self.step_seconds <= LONGEST_STEP and (self.run_seconds or 0.0) <= LONGEST_RUN
 
     def host_memory(self, node: int) -> int:
         """Bytes of a machine's own memory that the run takes: processes, and on GPUs what waits there for its turn."""

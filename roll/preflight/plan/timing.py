@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from roll.preflight.plan.devices import Device
 from roll.preflight.plan.shapes import ModelShape
-from roll.preflight.plan.work import Role
+from roll.preflight.plan.work import Lengths, Role
 
 DECODE_SHARE = 0.6
 """Of a device's bandwidth that sampling reaches."""
@@ -49,7 +49,7 @@ def forward_flops(shape: ModelShape, tokens: int, length: int, loss_tokens: int)
     return samples_flops(shape, tokens, tokens * length, loss_tokens)
 
 
-def samples_flops(shape: ModelShape, tokens: int, squares: float, loss_tokens: int) -> float:
+def samples_flops(shape: ModelShape, tokens: float, squares: float, loss_tokens: float) -> float:
     """Operations of a forward pass: matrices, causal attention (half of all pairs), and the output layer.
 
     Args:
@@ -72,8 +72,31 @@ def training_factor(role: Role) -> int:
 def training_time(role: Role, samples: Samples, device: Device, devices: int) -> Duration:
     """Forward, backward, and where activations are computed again one more forward pass."""
     one = forward_flops(role.shape, samples.tokens, samples.length, samples.rows * samples.answer)
-    flops = samples.passes * one * (training_factor(role) + role.recomputes)
-    return _computed(flops, role, device, devices)
+    share = shared_share(role, samples)
+    flops = samples.passes * one * share * (training_factor(role) + role.recomputes)
+    found = _computed(flops, role, device, devices)
+    return found if share == 1 else Duration(found.seconds, f"{found.why}; prompts are shared, {share:.0%} is computed")
+
+
+def shared_share(role: Role, samples: Samples) -> float:
+    """Operations of a training pass in which samples of a group compute their prompt once, in parts of all.
+
+    Engines that cannot share, and models whose attention is not full, are not told apart from others here.
+    """
+    if not role.worker.share_prompts or samples.group == 1:
+        return 1.0
+    from roll.data.shared_prompts import MAX_ROW_CELLS, WORTH_SHARING
+
+    length, rows = samples.length, role.micro_batch("train", Lengths(samples.length, samples.answer)).rows
+    rows = min(rows, samples.rows)
+    own, prompt = samples.answer + 1, samples.prompt - 1  # a prompt's last token predicts the first of the answer
+    tokens = math.ceil(rows / samples.group) * prompt + rows * own
+    too_long = own * length > MAX_ROW_CELLS or prompt**2 > MAX_ROW_CELLS
+    if too_long or tokens > WORTH_SHARING * rows * length:
+        return 1.0
+    squares = rows * length**2 - (rows - math.ceil(rows / samples.group)) * prompt**2
+    whole = forward_flops(role.shape, rows * length, length, rows * samples.answer)
+    return samples_flops(role.shape, tokens, squares, rows * samples.answer) / whole
 
 
 def scoring_time(role: Role, samples: Samples, device: Device, devices: int) -> Duration:

@@ -6,6 +6,8 @@ What is not certain is unequal: a policy that finds two answers which are taken 
 from __future__ import annotations
 
 import contextlib
+import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ import sympy
 
 from roll.rewards.maths.sets import MIRROR, as_set, exprs_of, variables_of
 from roll.rewards.maths.terms import same_term, symbols_of
+from roll.rewards.maths.units import canonical_unit, size_of
 from roll.rewards.maths.values import (
     PERCENT,
     Choice,
@@ -35,7 +38,13 @@ def same(gold: Value, answer: Value) -> bool:
         return True
     if isinstance(gold, Choice) or isinstance(answer, Choice):
         return _same_choice(gold, answer)
-    gold, answer = _stripped(gold), _stripped(answer)
+    gold, answer = _spread(_stripped(gold)), _spread(_stripped(answer))
+    if isinstance(gold, Group) and isinstance(answer, Group) and _assigned(gold) and _assigned(answer):
+        gold, answer = Group(gold.items), Group(answer.items)
+    elif _assigned(gold) != _assigned(answer):
+        gold, answer = _in_order_of_names(gold), _in_order_of_names(answer)
+    if isinstance(gold, Term) or isinstance(answer, Term):
+        gold, answer = _as_fraction(gold, may_be_time=True), _as_fraction(answer, may_be_time=False)
     if isinstance(gold, Relation) != isinstance(answer, Relation):
         gold, answer = _unwrapped(gold), _unwrapped(answer)
     if isinstance(gold, Word) and isinstance(answer, Word):
@@ -44,7 +53,7 @@ def same(gold: Value, answer: Value) -> bool:
     if isinstance(gold, Quantity) or isinstance(answer, Quantity):
         return _same_quantity(gold, answer)
     if isinstance(gold, Term) and isinstance(answer, Term):
-        return same_term(gold, answer)
+        return same_term(gold, _same_constant(gold, answer))
     if type(gold) is type(answer):
         comparison: Callable[[Any, Any], bool] | None = _COMPARISONS.get(type(gold))
         if comparison is not None and comparison(gold, answer):
@@ -67,6 +76,8 @@ def _stripped(value: Value) -> Value:
 
 
 def _is_name(value: Value | None) -> bool:
+    if isinstance(value, Group) and value.brackets in ("()", "") and len(value.items) > 1:
+        return all(_is_name(item) for item in value.items)
     if isinstance(value, Term):
         return bool(value.expr.is_Symbol or isinstance(value.expr, sympy.core.function.AppliedUndef))
     return isinstance(value, Word)
@@ -74,6 +85,8 @@ def _is_name(value: Value | None) -> bool:
 
 def _unwrapped(value: Value) -> Value:
     """The right side of ``x = 5`` and of ``3 + 4 = 7``; a chain must be true."""
+    if isinstance(value, Relation) and value.signs == ("=",) and value.sides[0] is None and value.sides[1]:
+        return value.sides[1]
     if not isinstance(value, Relation) or set(value.signs) != {"="} or None in value.sides:
         return value
     sides = [side for side in value.sides if side is not None]
@@ -84,6 +97,75 @@ def _unwrapped(value: Value) -> Value:
     if not all(same(rest[-1], side) for side in rest[:-1]):
         return value
     return rest[-1]
+
+
+def _spread(value: Value) -> Value:
+    """``(x, y) = (1, 2)`` is ``x = 1`` and ``y = 2``."""
+    if not isinstance(value, Relation) or set(value.signs) != {"="}:
+        return value
+    if len(value.signs) > 1:
+        letters, last = value.sides[:-1], value.sides[-1]
+        named = all(isinstance(name, Term) and name.expr.is_Symbol for name in letters)
+        if not (named and isinstance(last, Term) and last.expr.is_number):
+            return value
+        return Group(tuple(Relation((name, last), ("=",)) for name in letters), "", "and")
+    names, values = value.sides
+    if not (isinstance(names, Group) and isinstance(values, Group) and _is_name(names)):
+        return value
+    if values.brackets not in ("()", "<>", "") or len(names.items) != len(values.items):
+        return value
+    return Group(
+        tuple(Relation(pair, ("=",)) for pair in zip(names.items, values.items, strict=True)), names.brackets, "and"
+    )
+
+
+def _assigned(value: Value) -> bool:
+    """Tells whether a value consists of values of different names: ``m = 3, n = 5``."""
+    if not isinstance(value, Group) or not all(
+        isinstance(item, Relation) and item.signs == ("=",) and _is_name(item.sides[0]) and item.sides[1]
+        for item in value.items
+    ):
+        return False
+    names = {_letter_of(item) for item in value.items}
+    return len(value.items) > 1 and len(names) == len(value.items) and value.joined != "or"
+
+
+def _letter_of(item: Value) -> str:
+    return name_of(item.sides[0]) if isinstance(item, Relation) and item.sides[0] is not None else ""
+
+
+def _in_order_of_names(value: Value) -> Value:
+    """The values alone of ``y = 2, x = 1``, in the order in which the letters follow one another.
+
+    Of ``(p, n) = (2, 3)`` that is the order that was asked for, unless the letters are such as everyone keeps in order.
+    """
+    if not isinstance(value, Group) or not _assigned(value):
+        return value
+    names = [_letter_of(item) for item in value.items]
+    items = list(value.items)
+    if not value.brackets or set(names) <= set("xyz") or set(names) <= set("abcd"):
+        items.sort(key=_letter_of)
+    sides = [item.sides[1] for item in items if isinstance(item, Relation)]
+    return Group(tuple(side for side in sides if side is not None), "()" if value.brackets else "")
+
+
+_CONSTANTS = [sympy.Symbol(name) for name in ("C", "c", "K", "k", "C_1", "c_1", "D")]
+
+
+def _same_constant(gold: Term, answer: Term) -> Term:
+    """The answer with its constant of integration under the reference's name: ``x^2 + K`` is ``x^2 + C``."""
+    constants = [_constant_of(term.expr) for term in (gold, answer)]
+    if None in constants or constants[0] == constants[1] or constants[0].name not in ("C", "C_1"):
+        return answer
+    return Term(answer.expr.xreplace({constants[1]: constants[0]}), answer.decimals)
+
+
+def _constant_of(expr: Any) -> Any:
+    """The letter of a sum with other letters that is a term of its own there, and nowhere else."""
+    if not expr.is_Add or len(expr.free_symbols) < 2:
+        return None
+    rest = [symbol for symbol in _CONSTANTS if symbol in expr.args and symbol not in (expr - symbol).free_symbols]
+    return rest[0] if len(rest) == 1 else None
 
 
 def _same_choice(gold: Value, answer: Value) -> bool:
@@ -99,23 +181,48 @@ def _same_word(gold: str, answer: str) -> bool:
     """``No`` is ``no``; ``AB`` is not ``ab``."""
     if len(gold) < 3 and gold.isupper() != answer.isupper():
         return False
-    return gold.casefold() == answer.casefold()
+    one, other = (re.sub(r"^(?:the|an?|on|in|at)\s+(?=\w{3})", "", text.casefold()) for text in (gold, answer))
+    return one == other
 
 
 def _same_quantity(gold: Value, answer: Value) -> bool:
     """Units must be the same where both sides have one."""
     if isinstance(gold, Quantity) and isinstance(answer, Quantity):
-        return len(gold.parts) == len(answer.parts) and all(
-            unit == other and same_term(term, value)
-            for (term, unit), (value, other) in zip(gold.parts, answer.parts, strict=True)
-        )
+        if [unit for _, unit in gold.parts] == [unit for _, unit in answer.parts]:
+            return all(same_term(a, b) for (a, _), (b, _) in zip(gold.parts, answer.parts, strict=True))
+        one, other = _total(gold), _total(answer)
+        return one is not None and other is not None and one[1] == other[1] and same_term(one[0], other[0])
     measured, plain = (gold, answer) if isinstance(gold, Quantity) else (answer, gold)
     assert isinstance(measured, Quantity)
     if len(measured.parts) != 1 or not isinstance(plain, Term) or plain.expr.has(PERCENT):
         return False
-    term, unit = measured.parts[0]
+    term = measured.parts[0][0]
     # ``5 m`` without a mark is a product.
-    return same_term(term, plain) or (len(unit) == 1 and same_term(Term(term.expr * sympy.Symbol(unit)), plain))
+    if same_term(term, plain):
+        return True
+    unmarked = _with_letters_as_units(plain)
+    return unmarked is not None and _same_quantity(measured, unmarked)
+
+
+def _with_letters_as_units(term: Term) -> Quantity | None:
+    """``1000 m`` and ``10 m/s`` without a mark are products; beside a quantity they may be one."""
+    number, letters = term.expr.as_coeff_Mul()
+    units = []
+    for letter, power in letters.as_powers_dict().items():
+        unit = canonical_unit(letter.name) if letter.is_Symbol and letter.name.isalpha() else None
+        if unit is None or not power.is_Integer:
+            return None
+        units.append(unit if power == 1 else f"{unit}^{power}")
+    return Quantity(((Term(number, term.decimals), " ".join(sorted(units))),))
+
+
+def _total(quantity: Quantity) -> tuple[Term, Any] | None:
+    """All parts in basic units; ``None`` where they measure different things."""
+    sizes = [size_of(unit) for _, unit in quantity.parts]
+    if any(size[1] != sizes[0][1] for size in sizes):
+        return None
+    values = [term.expr * sympy.Rational(size) for (term, _), (size, _) in zip(quantity.parts, sizes, strict=True)]
+    return Term(sympy.Add(*values)), sizes[0][1]
 
 
 # --- several values ---------------------------------------------------------------------------------------------------
@@ -138,8 +245,18 @@ def _same_group(gold: Group, answer: Group) -> bool:
 
 def _both_coordinates(gold: Group, answer: Group) -> bool:
     """``(1, 2)``, ``⟨1, 2⟩`` and ``1, 2`` name a point; ``[1, 2, 3]`` too, since it is no interval."""
+    if "or" in (gold.joined, answer.joined) or any(
+        not group.brackets and group.joined == "," and _repeats_name(group) for group in (gold, answer)
+    ):
+        return False
     points = {"()", "<>", ""} | ({"[]"} if len(gold.items) != 2 else set())
     return {gold.brackets, answer.brackets} <= points
+
+
+def _repeats_name(group: Group) -> bool:
+    """Tells whether one thing has several values: ``x = 1, x = 2`` is no point."""
+    names = _names(group)
+    return len(names) > 1 and len(set(names)) == 1
 
 
 def _subset(items: Sequence[Value], others: Sequence[Value]) -> bool:
@@ -190,6 +307,9 @@ def _same_column(gold: Value, answer: Value) -> bool:
 def _same_relation(gold: Relation, answer: Relation) -> bool:
     if len(gold.signs) != len(answer.signs):
         return _both_unwrapped(gold, answer)
+    if set(gold.signs) == set(answer.signs) == {":"}:
+        return _same_ratio(gold, answer)
+    gold, answer = _with_subject(gold, answer), _with_subject(answer, gold)
     if _same_sides(gold.sides, answer.sides) and gold.signs == answer.signs:
         return True
     if all(sign in MIRROR for sign in answer.signs):
@@ -197,7 +317,12 @@ def _same_relation(gold: Relation, answer: Relation) -> bool:
         if gold.signs == mirrored and _same_sides(gold.sides, answer.sides[::-1]):
             return True
     if len(gold.signs) == 1:
-        return _same_difference(gold, answer)
+        answer = _with_argument(gold, answer)
+        names = gold.sides[0], answer.sides[0]
+        renamed = gold.signs == answer.signs == ("=",) and (
+            _same_function(gold, answer) or (None not in names and _abbreviated(names[0], names[1]))  # type: ignore[arg-type]
+        )
+        return (renamed and _same_sides(gold.sides[1:], answer.sides[1:])) or _same_difference(gold, answer)
     return _both_unwrapped(gold, answer)
 
 
@@ -209,8 +334,73 @@ def _both_unwrapped(gold: Relation, answer: Relation) -> bool:
     first, second = gold.sides[0], answer.sides[0]
     if _is_name(first) and _is_name(second):
         assert first is not None and second is not None
-        return same(first, second) and same(one, other)
+        return (same(first, second) or _same_function(gold, answer) or _abbreviated(first, second)) and same(one, other)
     return same(one, other)
+
+
+def _abbreviated(first: Value, second: Value) -> bool:
+    """``r`` is the radius."""
+    words = [value.text.lower() for value in (first, second) if isinstance(value, Word)]
+    letters = [str(value.expr).lower() for value in (first, second) if isinstance(value, Term)]
+    return len(words) == len(letters) == 1 and len(letters[0]) == 1 and words[0].startswith(letters[0])
+
+
+def _same_function(gold: Relation, answer: Relation) -> bool:
+    """``f(x) = …`` and ``y = …`` name the same, where the name is not in the term."""
+    names = [side.expr for side in (gold.sides[0], answer.sides[0]) if isinstance(side, Term)]
+    functions = [name for name in names if isinstance(name, sympy.core.function.AppliedUndef)]
+    return len(names) == 2 and len(functions) == 1 and sympy.Symbol("y") in names and len(functions[0].args) == 1
+
+
+def _with_argument(gold: Relation, answer: Relation) -> Relation:
+    """``f(t) = t^2`` with the reference's letter for the argument."""
+    left, right = gold.sides[0], answer.sides[0]
+    if not (isinstance(left, Term) and isinstance(right, Term) and isinstance(answer.sides[1], Term)):
+        return answer
+    one, other = left.expr, right.expr
+    if not all(isinstance(e, sympy.core.function.AppliedUndef) and len(e.args) == 1 for e in (one, other)):
+        return answer
+    if one.func != other.func or not (one.args[0].is_Symbol and other.args[0].is_Symbol):
+        return answer
+    if one.args[0] in answer.sides[1].expr.free_symbols and one != other:
+        return answer
+    value = answer.sides[1].expr.xreplace({other.args[0]: one.args[0]})
+    return Relation((left, Term(value, answer.sides[1].decimals)), answer.signs)
+
+
+def _with_subject(value: Relation, other: Relation) -> Relation:
+    """``≥ 3`` beside ``x ≥ 3`` is said of ``x``."""
+    if value.sides[0] is None and isinstance(other.sides[0], Term) and other.sides[0].expr.is_Symbol:
+        return Relation((other.sides[0], *value.sides[1:]), value.signs)
+    return value
+
+
+def _may_be_time(parts: Sequence[Any]) -> bool:
+    """``3:30``, but not ``3:4``."""
+    whole = len(parts) == 2 and all(part.is_Integer for part in parts)
+    return whole and 10 <= parts[1] < 60 and 0 <= parts[0] < 24
+
+
+def _as_fraction(value: Value, may_be_time: bool) -> Value:
+    """The quotient that ``3:4`` is."""
+    if not isinstance(value, Relation) or value.signs != (":",):
+        return value
+    parts = exprs_of(value.sides)
+    return (
+        value if parts is None or parts[1] == 0 or (may_be_time and _may_be_time(parts)) else Term(parts[0] / parts[1])
+    )
+
+
+def _same_ratio(gold: Relation, answer: Relation) -> bool:
+    """``3:4`` is ``6:8``; ``3:30`` may be a time."""
+    if _same_sides(gold.sides, answer.sides):
+        return True
+    one, other = exprs_of(gold.sides), exprs_of(answer.sides)
+    if one is None or other is None or 0 in one or 0 in other:
+        return False
+    if _may_be_time(one):
+        return False
+    return all(same_term(Term(one[0] * b), Term(other[0] * a)) for a, b in zip(one[1:], other[1:], strict=True))
 
 
 def _same_sides(gold: Sequence[Value | None], answer: Sequence[Value | None]) -> bool:
@@ -230,6 +420,10 @@ def _same_difference(gold: Relation, answer: Relation) -> bool:
     if not (one.is_commutative and other.is_commutative):
         return False
     if symbols_of(one) != symbols_of(other) or not symbols_of(one):
+        return False
+    powers = one.atoms(sympy.Pow) | other.atoms(sympy.Pow)
+    degree = max((abs(power.exp) for power in powers if power.exp.is_Integer), default=1)
+    if max(_terms(one), _terms(other), degree) > _MOST_TERMS:
         return False
     ratio = sympy.cancel(one / other)
     if not (ratio.is_number and ratio.is_finite and ratio.is_real) or ratio == 0:
@@ -312,11 +506,26 @@ def name_of(value: Value) -> str:
     return f"{value.digits}_{value.base}" if isinstance(value, Digits) else value.letter
 
 
+_MOST_TERMS = 200
+"""Of a term that is expanded or cancelled."""
+
+
+def _terms(expr: Any) -> int:
+    """Terms that a term has when it is expanded, at most."""
+    if expr.is_Add:
+        return sum(map(_terms, expr.args))
+    if expr.is_Mul:
+        return math.prod(map(_terms, expr.args))
+    if expr.is_Pow and expr.exp.is_Integer and (inner := _terms(expr.base)) > 1:
+        power = min(abs(int(expr.exp)), _MOST_TERMS)
+        return math.comb(inner + power - 1, power) if expr.is_commutative else inner**power
+    return max(map(_terms, expr.args), default=1)
+
+
 def _term_name(expr: Any) -> str:
     expr = expr.subs(PERCENT, sympy.Rational(1, 100))
-    small = all(not power.exp.is_Integer or abs(power.exp) <= 8 for power in expr.atoms(sympy.Pow))
     with contextlib.suppress(Exception):  # SymPy raises anything; the unexpanded term is a good enough name
-        expr = expr.expand() if small else expr
+        expr = expr.expand() if _terms(expr) <= _MOST_TERMS else expr
     try:
         return str(expr)
     except ValueError:  # an integer with more digits than Python converts

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection
+from typing import Any, NoReturn, TypeVar
 
 import sympy
 
@@ -29,9 +30,16 @@ from roll.rewards.maths.values import (
     Word,
 )
 
-_OPENING = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle"}
+_OPENING = {"(": ")", "[": "]", "]": "[", r"\{": r"\}", r"\langle": r"\rangle"}
+_CLOSING = {"(": (")", "]"), "[": (")", "]", "["), "]": ("[", "]")}
+"""``[0,1[`` and ``]0,1]`` are intervals too, as they are written in France."""
 _MATRICES = {"pmatrix": "matrix", "bmatrix": "matrix", "matrix": "matrix", "smallmatrix": "matrix", "Bmatrix": "matrix",
              "array": "matrix", "vmatrix": "det"}  # fmt: skip
+_MAX_DEPTHS = {"atom": 24, "root": 10, "function": 5}
+"""Most that may stand in one another: of anything, of roots, of functions and exponents. What SymPy needs for a term
+grows exponentially with it."""
+_SYSTEMS = ("cases", "dcases", "rcases", "aligned")
+_WHEN = ("if", "for", "when", "where")
 _FUNCTION_NAMES = set("fgh")
 _POSSIBLE_NAMES = set("FGHPQpq")
 _STARTS = {"(", r"\frac", r"\sqrt", r"\binom", r"\pi", r"\infty", r"\lfloor", r"\lceil"} | {
@@ -39,12 +47,17 @@ _STARTS = {"(", r"\frac", r"\sqrt", r"\binom", r"\pi", r"\infty", r"\lfloor", r"
 }
 
 
+T = TypeVar("T")
+
+
 class Factors(ABC):
     """Recursive descent, the inner half: each method reads one level of the grammar and leaves what follows."""
 
-    def __init__(self, tokens: list[Token]) -> None:
+    def __init__(self, tokens: list[Token], known: Collection[str] | None = ()) -> None:
         self._tokens = tokens
+        self._known = known
         self._at = 0
+        self._depths = dict.fromkeys(_MAX_DEPTHS, 0)
         self._bars = 0
         """Open ``|`` (an absolute value, the condition of a set): the next one in a product closes."""
 
@@ -85,6 +98,10 @@ class Factors(ABC):
     def sum(self) -> Value:
         """Terms with signs between them."""
 
+    @abstractmethod
+    def _measures(self, token: Token) -> bool:
+        """Tells whether the next letter is a unit."""
+
     # --- factors
 
     def factor(self) -> Value:
@@ -95,7 +112,9 @@ class Factors(ABC):
                 value = Term(self._scalar(value) * DEGREE)
             elif not raised and self._accept("^"):  # 2^3^2 is written for both orders
                 raised = True
-                value = Term(operations.power(self._term(value).expr, self._scalar(self._argument())))
+                value = Term(
+                    operations.power(self._term(value).expr, self._scalar(self._within("function", self._argument)))
+                )
             elif self._accept("!"):
                 double = self._accept("!") is not None
                 if self._is("!"):
@@ -118,7 +137,19 @@ class Factors(ABC):
 
     # --- atoms
 
+    def _within(self, kind: str, read: Callable[[], T]) -> T:
+        """What is read one level deeper."""
+        self._depths[kind] += 1
+        if self._depths[kind] > _MAX_DEPTHS[kind]:
+            self._fail()
+        value = read()
+        self._depths[kind] -= 1
+        return value
+
     def atom(self) -> Value:
+        return self._within("atom", self._atom)
+
+    def _atom(self) -> Value:
         token = self._take()
         if token.kind == "number":
             value: Term = token.value
@@ -165,7 +196,7 @@ class Factors(ABC):
         if sign == r"\binom":
             return Term(operations.binomial(self._scalar(self._argument()), self._scalar(self._argument())))
         if sign == r"\sqrt":
-            return self._root()
+            return self._within("root", self._root)
         if name in FUNCTIONS and sign.startswith("\\"):
             return self._function(name)
         if name in CONSTANTS and sign.startswith("\\"):
@@ -232,20 +263,26 @@ class Factors(ABC):
                 parts.append(token.text)
             self._take()
         else:
-            parts = [self._take().text]
+            token = self._take()
+            parts = [token.text]
+            if token.kind == "word" and len(token.text) == 2 and token.text.islower():  # TeX takes one letter
+                parts = [token.text[0]]
+                self._tokens.insert(self._at, Token("letter", token.text[1]))
         return sympy.Symbol(f"{symbol}_{''.join(parts)}", commutative=symbol.is_commutative)
 
     def _word(self, text: str, product: bool = True) -> Value:
         """Letters side by side: the order counts where they are all, the product is meant where they are a factor."""
-        letters = None
+        letters, start = None, self._at
         if product and len(text) <= 3 and len(set(text)) == len(text) and not is_unit(text):
             self._tokens[self._at : self._at] = [Token("letter", letter) for letter in text]
             parts = [self._term(self.factor()).expr for _ in text]
             letters = Term(sympy.Mul(*parts))
+            if self._at > start + len(text):  # more than the word: a subscript, a power
+                return letters
         return Word(" ".join(text.split()), letters)
 
     def _brackets(self, opening: str) -> Value:
-        closings = (")", "]") if opening in "([" else (_OPENING[opening],)
+        closings = _CLOSING.get(opening) or (_OPENING[opening],)
         bars, self._bars = self._bars, int(opening == r"\{")
         if opening == r"\{" and self._accept(r"\}"):
             self._bars = bars
@@ -260,6 +297,9 @@ class Factors(ABC):
             return value if isinstance(value, Relation) else Group(items, "{}")
         if opening == r"\langle":
             return Group(items, "<>")
+        if opening == "]" or closing == "[":
+            opening, closing = opening.replace("]", "("), closing.replace("[", ")")
+            return Group(items, opening + closing) if len(items) == 2 else self._fail()
         if len(items) == 1:
             if isinstance(value, Group) and value.brackets and closing == ")":
                 return Group((value,), "()")
@@ -270,11 +310,38 @@ class Factors(ABC):
         """``{x | x > 0}`` is its condition."""
         self._bars = 0
         condition = self.relation()
+        if isinstance(value, Relation) and value.signs == ("in",) and value.sides[1] == Sets("R"):
+            value = value.sides[0] or self._fail()
         if isinstance(condition, Relation) and isinstance(value, Term) and value.expr.is_Symbol:
             return condition
         return self._fail()
 
+    def _cases(self, environment: str) -> Value:
+        """Equations that hold together, or values with their conditions: pairs in any order."""
+        rows: list[Value] = []
+        while True:
+            row = self.relation()
+            self._accept(",")
+            parted = self._accept("&") is not None
+            if self._next.kind == "text" and self._next.text.lower().strip(" ,:") in _WHEN:
+                self._take()
+                parted = True
+            if parted:
+                row = Group((row, self.relation()), "()")
+            self._accept(",", ".", ";")
+            rows.append(row)
+            if not self._accept("\\\\") or self._next.kind == "finish":
+                break
+        if self._take()[:2] != ("finish", environment):
+            self._at -= 1
+            self._fail()
+        if all(isinstance(row, Group) for row in rows):
+            return Group(tuple(rows), "{}")
+        return Group(tuple(rows), joined="and") if all(isinstance(row, Relation) for row in rows) else self._fail()
+
     def _matrix(self, environment: str) -> Value:
+        if environment in _SYSTEMS:
+            return self._cases(environment)
         kind = _MATRICES.get(environment) or self._fail()
         rows: list[list[Any]] = [[]]
         while True:
@@ -292,7 +359,7 @@ class Factors(ABC):
             self._fail()
         matrix = sympy.ImmutableMatrix(rows)
         if kind == "det":
-            return Term(matrix.det()) if matrix.is_square else self._fail()
+            return Term(operations.determinant(matrix))
         return Term(matrix)
 
     def _root(self) -> Value:
@@ -306,12 +373,13 @@ class Factors(ABC):
         base = power = None
         while self._is("_", "^"):
             if self._take().text == "_" and name == "log" and base is None:
-                base = self._scalar(self._argument())
+                base = self._scalar(self._within("function", self._argument))
             elif self._tokens[self._at - 1].text == "^" and power is None:
-                power = self._scalar(self._argument())
+                power = self._scalar(self._within("function", self._argument))
             else:
                 self._fail()
-        return Term(operations.apply(name, self._function_arguments(), base, power))
+        args = self._within("function", self._function_arguments)
+        return Term(operations.apply(name, args, base, power))
 
     def _function_arguments(self) -> list[Any]:
         if self._accept("("):
@@ -369,10 +437,14 @@ class Factors(ABC):
         return left * right
 
     def _starts_factor(self) -> bool:
-        """Tells whether a factor follows without a sign. A number never does: ``3 5`` and ``x2`` mean nothing."""
+        """Tells whether a factor follows without a sign. A number does behind ``!`` only: ``3 5`` means nothing."""
         token = self._next
+        if token.kind == "number":
+            return self._tokens[self._at - 1][:2] == ("sign", "!")
         if token.kind == "word":
             return not names_unit(token) and not (token.spaced and len(token.text) > 3)
+        if token.kind == "letter" and self._measures(token):
+            return False
         if token.kind in ("letter", "name"):
             return token.value != "marked"
         if token.kind == "begin":
@@ -396,4 +468,4 @@ class Factors(ABC):
 
 
 def names_unit(token: Token) -> bool:
-    return is_unit(token.text) or (token.spaced and len(token.text) > 3)
+    return is_unit(token.text) or not token.text.isascii() or (token.spaced and len(token.text) > 3)

@@ -10,15 +10,17 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import sympy
+from sympy.core.function import AppliedUndef
 
 from roll.rewards.maths import operations
 from roll.rewards.maths.factors import Factors, names_unit
-from roll.rewards.maths.units import CURRENCIES, MULTIPLIERS, canonical_unit
+from roll.rewards.maths.tokens import Token
+from roll.rewards.maths.units import CURRENCIES, MULTIPLIERS, canonical_unit, size_of
 from roll.rewards.maths.values import Group, Quantity, Relation, Residue, Sets, Term, Value
 
 _RELATIONS = {
     "=": "=", "==": "=", "<": "<", ">": ">", r"\le": "<=", "<=": "<=", r"\ge": ">=", ">=": ">=", r"\ne": "!=",
-    "!=": "!=", r"\in": "in", ":": ":", r"\equiv": "equiv",
+    "!=": "!=", r"\in": "in", ":": ":", r"\equiv": "equiv", r"\approx": "=",
 }  # fmt: skip
 
 
@@ -63,10 +65,15 @@ class Answer(Factors):
             assert sides[0] is not None
             return sides[0]
         if "equiv" in signs:
-            self._fail()
+            left = sides[0].expr if isinstance(sides[0], Term) else None
+            if signs != ["equiv"] or not isinstance(left, AppliedUndef):
+                self._fail()
+            signs = ["="]
         return Relation(tuple(sides), tuple(signs))
 
     def _sign_ahead(self) -> str | None:
+        if self._next[:2] == ("text", "to"):
+            return ":"
         if self._next.kind != "sign" or (self._next.text == ":" and self._bars):
             return None
         return _RELATIONS.get(self._next.text)
@@ -101,14 +108,25 @@ class Answer(Factors):
         value = self.sum()
         if not isinstance(value, Term):
             return value if not prefix else self._fail()
-        unit = prefix or self._unit()
+        unit = self._unit() or prefix
+        if prefix and unit != prefix:
+            self._fail()
         if not unit:
             return value
         parts = [(value, unit)]
-        while self._next.kind == "number" and not prefix:
+        while not prefix:
+            start = self._at
+            joined = self._next[:2] == ("joint", "and")
+            self._at += joined
+            if self._next.kind != "number":
+                self._at = start
+                break
             value = self._term(self.sum())
-            unit = self._unit() or self._fail()
-            parts.append((value, unit))
+            unit = self._unit()
+            if joined and (unit == parts[0][1] or size_of(unit)[1] != size_of(parts[0][1])[1]):
+                self._at = start  # two values
+                break
+            parts.append((value, unit or self._fail()))
         return _scaled(parts)
 
     def _currency(self) -> str:
@@ -126,10 +144,10 @@ class Answer(Factors):
         while True:
             token = self._next
             if (
-                token.kind == "text"
+                (token.kind == "text" and token.text != "to")
                 or token.value == "marked"
                 or (token.kind == "word" and (words or names_unit(token)))
-            ) or (token.kind == "letter" and words and words[-1][-1:] in "/°"):
+            ) or (token.kind == "letter" and (words[-1][-1:] in "/°" if words else self._measures(token))):
                 words.append(self._take().text)
             elif words and self._is("/") and self._tokens[self._at + 1].kind in ("text", "word", "letter"):
                 self._take()
@@ -138,8 +156,13 @@ class Answer(Factors):
                 words.append(f"^{self._term(self._argument()).expr}")
             else:
                 break
-        unit = canonical_unit(" ".join(words)) if words else ""
+        unit = canonical_unit(" ".join(words), self._known) if words else ""
         return self._fail() if unit is None else unit
+
+    def _measures(self, token: Token) -> bool:
+        """Tells whether a letter is a unit, because a number follows: ``3 h 20 min``."""
+        after = self._tokens[self._at + 1]
+        return after.kind == "number" and after.spaced and canonical_unit(token.text) is not None
 
     # --- terms
 

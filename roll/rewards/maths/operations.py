@@ -18,6 +18,15 @@ from roll.rewards.maths.values import DEGREE, LOG_BASE
 MAX_BITS = 4096
 """Longer powers and factorials are not computed: an answer must not cost more than it is worth."""
 
+_MOST_CHOSEN = 1000
+"""Binomial coefficients of larger numbers are not computed."""
+_MAX_DEGREE = 20
+"""Of a binomial coefficient as a polynomial."""
+_MOST_COMPARED = 12
+"""Terms of a maximum: SymPy compares each with each."""
+_MAX_ROWS = 4
+"""Of a determinant whose entries are not all rational."""
+_STEEP = ("exp", "sinh", "cosh", "tanh")
 _OF_MANY = ("max", "min", "gcd", "lcm")
 
 
@@ -52,9 +61,21 @@ def quotient(above: Any, below: Any) -> Any:
 
 
 def binomial(above: Any, below: Any) -> Any:
-    if above.is_number and not (above.is_Integer and abs(above) <= 1000):
-        raise NotUnderstoodError(f"the binomial coefficient of {above}")
+    for number in (above, below):
+        if number.is_number and not (number.is_Integer and abs(number) <= _MOST_CHOSEN):
+            raise NotUnderstoodError(f"the binomial coefficient of {number}")
+    if below.is_number and below > _MAX_DEGREE and not above.is_number:
+        raise NotUnderstoodError(f"a polynomial of degree {below}")
     return sympy.binomial(above, below)
+
+
+def determinant(matrix: Any) -> Any:
+    if not matrix.is_square:
+        raise NotUnderstoodError("the determinant of a matrix that is not square")
+    if matrix.rows > _MAX_ROWS and not all(entry.is_Rational for entry in matrix.flat()):
+        raise NotUnderstoodError(f"a determinant of more than {_MAX_ROWS} rows")
+    # Bareiss' method, which is the default, simplifies at each step.
+    return matrix.det() if matrix.rows > _MAX_ROWS else matrix.det(method="laplace")
 
 
 def is_vector(expr: Any) -> bool:
@@ -92,6 +113,10 @@ def apply(name: str, args: Sequence[Any], base: Any | None, exponent: Any | None
         function, exponent, name = INVERSE[name], None, f"arc{name}"
     if name not in _OF_MANY and len(args) != 1:
         raise NotUnderstoodError(f"{name} of {len(args)} arguments")
+    if name in ("max", "min") and len(args) > _MOST_COMPARED and not all(arg.is_Rational for arg in args):
+        raise NotUnderstoodError(f"the {name} of more than {_MOST_COMPARED} terms")
+    if name in _STEEP and args[0].is_number and not abs(float(sympy.re(args[0]))) <= MAX_BITS:
+        raise NotUnderstoodError(f"{name} of a number beyond {MAX_BITS}")
     if name in TRIGONOMETRY:
         args = [arg.subs(DEGREE, sympy.pi / 180) for arg in args]
     if name == "log":

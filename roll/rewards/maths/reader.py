@@ -9,12 +9,13 @@ command) makes the whole a text. So a number inside an answer is never taken for
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 import sympy
 
 from roll.rewards.maths.grammar import Answer
 from roll.rewards.maths.ordered import in_order
+from roll.rewards.maths.phrases import APPROXIMATE, choice, meaning, number_word, plain_text, predicate
 from roll.rewards.maths.tokens import (
     INFINITY,
     MAX_CHARS,
@@ -25,6 +26,7 @@ from roll.rewards.maths.tokens import (
     normalise,
     tokens_of,
 )
+from roll.rewards.maths.units import changes_number
 from roll.rewards.maths.values import (
     DEGREE,
     PLUS_MINUS,
@@ -48,25 +50,117 @@ _DATE = re.compile(r"(?<![\w.])(?:\d{4}-\d{2}-\d{2}|\d{1,2}/\d{1,2}/\d{4})(?![\w
 _BARE_WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
 
 
-def read(text: str) -> Value:
-    """The value of a whole answer; a ``Text`` where a part of it is not understood."""
+def read(text: str, known: Collection[str] | None = ()) -> Value:
+    """The value of a whole answer; a ``Text`` where a part of it is not understood.
+
+    Args:
+        known: words behind a number that are trusted to be what is counted, beside the units that are known; ``None``:
+            all words are.
+    """
     if len(text) > MAX_CHARS:
         return Text(" ".join(text.split()))
     plain = normalise(text)
+    words = _words_of(plain)
+    whole = re.fullmatch(rf"(?:{TEXT_COMMAND})\{{([^{{}}]*)\}}", plain)
+    plain = whole[1].strip() if whole and _LABEL.fullmatch(whole[1].strip()) else plain
+    said = meaning(words)
+    if said is not None:
+        return said
+    letter = choice(words)
+    if letter is not None:
+        return Term(sympy.Symbol(letter))
+    rounded = APPROXIMATE.match(plain)
+    if rounded:
+        return _rounded(rounded[0], plain[rounded.end() :], known) or Text(_tight(plain))
     label = _LABEL.fullmatch(plain)
     if label and not _OTHER_LABEL.search(label[2]):
-        return Choice(label[1], read(label[2]))
+        return Choice(label[1], read(label[2], known))
     unmarked = _unmarked(plain)
     if _BARE_WORDS.fullmatch(unmarked) and unmarked.lower() not in INFINITY | PLAIN:
-        product = _understood(plain)
+        product = _understood(plain, known)
+        if isinstance(product, Group):  # A and C
+            return product
         return Word(unmarked, product.product if isinstance(product, Word) else None)
-    return _understood(plain) or Text(_tight(plain))
+    return _understood(plain, known) or _labelled(plain, known) or Text(_tight(plain))
+
+
+def readings(text: str, known: Collection[str] | None = ()) -> list[Value]:
+    """All that a text may mean: ``2e-3`` is 0.002 or twice Euler's number less 3, ``3,14`` two numbers or one."""
+    values = [read(text, known)]
+    written = number_word(values[0])
+    if written is not None:
+        values.append(written)
+    bold = _BOLD_LETTER.fullmatch(text.strip(" $."))
+    if bold:
+        values.append(Term(sympy.Symbol(bold[1])))
+    said = predicate(_words_of(normalise(text))) if isinstance(values[0], Word) else None
+    if said is not None:
+        values.append(said)
+    if len(text) <= MAX_CHARS:
+        if _EULER.search(text):
+            values.append(read(_EULER.sub(r"\1 e \2 ", text), known))
+        comma = _DECIMAL_COMMA.fullmatch(text.strip(" $"))
+        if comma and (known is not None or comma[2] == "0"):
+            values.append(read(f"{comma[1]}{comma[2]}.{comma[3]}{comma[4]}", known))
+    return values
+
+
+def same_text(one: str, other: str) -> bool:
+    """Tells whether two texts are the same but for their marks."""
+    if len(one) > MAX_CHARS or len(other) > MAX_CHARS:
+        return False
+    return plain_text(normalise(one)) == plain_text(normalise(other)) != ""
+
+
+_BOLD_LETTER = re.compile(r"\\(?:mathbf|boldsymbol|bm|pmb)\s*\{\s*\(?([A-J])\)?\s*\}")
+_EULER = re.compile(r"(?<![\w.])(?!1e)(\d+)e([+-]\d)(?!\d)")
+_DECIMAL_COMMA = re.compile(
+    r"([-+−]?)(0(?=\D*\d)|\d+(?=\D*\d\d)(?!\D*\d{3}(?!\d))|\d+(?=,\d\s*[^\d\s,]))(?:,|\{,\})(\d+)((?:\s*[^\d,]*)?)"
+)
+"""``0,5``, ``3,14`` and ``2,5 cm``, but not ``2,5``, which may be two numbers, nor ``1,234``."""
+
+
+def _rounded(mark: str, text: str, known: Collection[str] | None) -> Value | None:
+    """The number behind "about": it is the reference where the reference is a decimal number or "about" too."""
+    value = _understood(text, known)
+    number = value.parts[0][0] if isinstance(value, Quantity) else value
+    if not isinstance(number, Term) or isinstance(number.expr, sympy.MatrixBase) or not number.expr.is_Rational:
+        return None
+    return value if number.decimals or known is None or mark.startswith("\\") else None
+
+
+def _labelled(plain: str, known: Collection[str] | None) -> Value | None:
+    r"""The value that is given a name in words or signs: ``\angle ABC = 30^\circ``, ``\text{Area} = 5``."""
+    label = _NAMED.fullmatch(plain)
+    words = [] if label is None else re.findall(r"(?<!\\)\b[^\W\d_]{2,}", label[1])
+    if label is None or len(words) > _MOST_WORDS or any(changes_number(w) or w.lower() in _NO_NAMES for w in words):
+        return None
+    value = _understood(label[2], known)
+    if value is None or isinstance(value, Relation):
+        return None
+    return Relation((Word(plain_text(label[1]).replace(" ", "")), value), ("=",))
+
+
+_MOST_WORDS = 5
+_NO_NAMES = frozenset(
+    ["let", "suppose", "assume", "whether", "check", "when", "never", "can", "cannot", "could", "unless"]
+)
+_NAMED = re.compile(
+    r"((?:[a-zA-Z'|,()\s]|_\{?+\w++\}?+|\\(?:angle|triangle|overline|overrightarrow|cap|cup|mid|measuredangle|operatorname"
+    r"|text(?:rm|bf|it)?|mathrm|mathbf)(?![a-zA-Z])\s*+|[{}])+?)\s*[=:]\s*([^=:]+)"
+)
 
 
 def _tight(text: str) -> str:
     """White space between words only."""
     text = re.sub(r"\s+(?=\\)", "", text)
     return re.sub(r"(\\[a-zA-Z]+)\s+(?![a-zA-Z])", r"\1", re.sub(r"\s*([^\w\s\\])\s*", r"\1", text))
+
+
+def _words_of(text: str) -> str:
+    """The words of a text in which only words are marked."""
+    words = re.sub(rf"(?:{TEXT_COMMAND})\{{([^{{}}]*)\}}", r"\1", text)
+    return "" if "\\" in words else words
 
 
 def _unmarked(text: str) -> str:
@@ -76,20 +170,20 @@ def _unmarked(text: str) -> str:
     return text
 
 
-def _understood(plain: str) -> Value | None:
+def _understood(plain: str, known: Collection[str] | None) -> Value | None:
     """The value of a text, with letters in order where they are matrices."""
     marked = re.fullmatch(rf"(?:{TEXT_COMMAND})\{{([^{{}}]*)\}}", plain)
-    text = marked[1].strip() if marked and re.search(r"[\d(]", marked[1]) else plain
+    text = marked[1].strip() if marked and re.search(r"[\d(,]|\band\b", marked[1]) else plain
     if _DERIVATIVE.search(text) or _DATE.search(text):
         return None
     text = _without_thousands(text)
-    return _parsed(in_order, text) or _parsed(tokens_of, text)
+    return _parsed(in_order, text, known) or _parsed(tokens_of, text, known)
 
 
-def _parsed(tokenise: Callable[[str], list[Token] | None], text: str) -> Value | None:
+def _parsed(tokenise: Callable[[str], list[Token] | None], text: str, known: Collection[str] | None) -> Value | None:
     try:
         tokens = tokenise(text)
-        return _finished(Answer(tokens).whole()) if tokens else None
+        return _finished(Answer(tokens, known).whole()) if tokens else None
     # SymPy raises anything where a term has no value; recursion ends at Python's limit.
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return None
@@ -124,12 +218,26 @@ def _finished(value: Value) -> Value:
     if isinstance(value, Quantity):
         return Quantity(tuple(_with_degree(term, unit) for term, unit in value.parts))
     if isinstance(value, Group):
-        return Group(tuple(_finished(item) for item in value.items), value.brackets, value.joined)
+        items = [_finished(item) for item in value.items]
+        if value.brackets in ("", "{}"):
+            items = [each for item in items for each in _both_signs(item)]
+        return Group(tuple(items), value.brackets, value.joined)
     if isinstance(value, Relation):
         return Relation(tuple(None if side is None else _finished(side) for side in value.sides), value.signs)
     if isinstance(value, Sets):
         return Sets(value.sign, tuple(_finished(operand) for operand in value.operands))
     return value
+
+
+def _both_signs(item: Value) -> Sequence[Value]:
+    """Among other values ``±2``, or ``x = ±2``, is two of them."""
+    if isinstance(item, Group) and not item.brackets:
+        return item.items
+    if isinstance(item, Relation) and item.signs == ("=",):
+        name, value = item.sides
+        if isinstance(value, Group) and not value.brackets:
+            return [Relation((name, each), ("=",)) for each in value.items]
+    return (item,)
 
 
 def _with_degree(term: Term, unit: str) -> tuple[Term, str]:

@@ -44,6 +44,9 @@ def _group_as_set(group: Group) -> Any:
         members = exprs_of(group.items)
         return None if members is None else sympy.FiniteSet(*members)
     if group.brackets == "":
+        if group.joined == "or" and all(isinstance(item, Group) for item in group.items):
+            intervals = [as_set(item) for item in group.items]
+            return None if None in intervals else sympy.Union(*intervals)
         sets = [_relation_as_set(item) if isinstance(item, Relation) else None for item in group.items]
         variables = {str(symbol) for item in group.items if isinstance(item, Relation) for symbol in variables_of(item)}
         if None in sets or len(variables) != 1 or group.joined == ",":

@@ -31,7 +31,18 @@ _POINTS = tuple(
     )
 )
 """Values for the symbols, negative and complex ones too: the square root of x² is not x."""
+_BROKEN = (
+    sympy.Abs, sympy.Max, sympy.Min, sympy.floor, sympy.ceiling, sympy.sign, sympy.log,
+    sympy.functions.elementary.trigonometric.InverseTrigonometricFunction,
+)  # fmt: skip
+"""Functions with corners, jumps or branches: two terms of them may agree here and differ there."""
+_SIZES = ("1.371", "-12.93", "151.7", "-0.2713", "-1603.9")
+_NEAR = sympy.Rational(1, 10**50)
+_MOST_NUMBERS = 8
 _STEEP = (sympy.exp, sympy.functions.elementary.hyperbolic.HyperbolicFunction)
+_HIGHEST = 10**60
+"""Exponent of a term that is evaluated."""
+_PRODUCTS = (sympy.factorial, sympy.factorial2, sympy.gamma, sympy.binomial)
 _ENOUGH = 2
 """Points at which two terms must agree; a term may have no value at some."""
 
@@ -107,14 +118,62 @@ def _same_expr(one: Any, other: Any) -> bool:
         }
         for numbers in _POINTS
     ]
+    if one.has(sympy.floor, sympy.ceiling) or other.has(sympy.floor, sympy.ceiling):
+        points = [values for values in points if all(value.is_real for value in values.values())]
+    wide = _wide_points(one, other, list(stand_ins.values()))
+    if wide is None:
+        return False
     agreed = []
-    for values in points:
+    for values in [*points, *wide]:
         agrees = _same_number(one, other, values, _FEW)
         if agrees is False:
             return False
         agreed += [values] if agrees else []
     # Where signs and branches matter was seen; what is tiny beside the rest shows anywhere.
     return len(agreed) >= _ENOUGH and all(_same_number(one, other, values) for values in agreed[:_ENOUGH])
+
+
+def _wide_points(one: Any, other: Any, symbols: list[Any]) -> list[dict[Any, Any]] | None:
+    """Values where terms with corners, jumps and branches may differ: far out and near zero, beside the numbers that
+    they have, on both sides of the jumps. ``None``: the jumps are not known.
+    """
+    broken = {part for expr in (one, other) for part in expr.atoms(*_BROKEN) if part.free_symbols}
+    roots = [part for expr in (one, other) for part in expr.atoms(sympy.Pow) if part.base.free_symbols]
+    if not broken and all(root.exp.is_Integer for root in roots):
+        return []
+    if any(root.exp.free_symbols for root in roots):
+        return []  # a power of a large number is too large
+    numbers = {abs(n) for expr in (one, other) for n in expr.atoms(sympy.Rational) if n != 0}
+    sizes = sorted({sympy.Integer(1), *(max(n, 1 / n) for n in numbers)})[-_MOST_NUMBERS:]
+    scale = min(sympy.prod(sizes), sympy.Integer(10) ** 40)
+    points = []
+    for factor in (sympy.Integer(1), scale, 1 / scale):
+        for turn in range(len(_SIZES)):
+            turned = itertools.cycle(_SIZES[turn:] + _SIZES[:turn])
+            points.append({s: factor * sympy.Rational(size) for s, size in zip(symbols, turned, strict=False)})
+        points += [{s: sign * abs(value) for s, value in points[-1].items()} for sign in (1, -1)]
+    first = points[0]
+    for number in sorted(numbers)[-_MOST_NUMBERS:]:
+        shifts = (number + sympy.Rational(3, 8), number - sympy.Rational(3, 8), -number - sympy.Rational(3, 8))
+        points += [first | {symbol: shift} for symbol in symbols for shift in shifts]
+    jumps = _jumps(broken, first)
+    return None if jumps is None else points + jumps
+
+
+def _jumps(broken: set[Any], at: dict[Any, Any]) -> list[dict[Any, Any]] | None:
+    """Points on both sides of the jumps of ``floor`` and ``ceiling``, where these are of linear terms."""
+    stepped = [part.args[0] for part in broken if isinstance(part, sympy.floor | sympy.ceiling)]
+    points = []
+    for arg in stepped:
+        for symbol in sorted(arg.free_symbols, key=str):
+            slope = sympy.diff(arg, symbol)
+            if not (slope.is_Rational and slope != 0):
+                return None
+            start = arg.xreplace(at | {symbol: sympy.Integer(0)})
+            for step in (-2, 0, 1, 3):
+                edge = (step - start) / slope
+                points += [at | {symbol: edge + side} for side in (_NEAR, sympy.Integer(0), -_NEAR)]
+    return points
 
 
 def _same_number(one: Any, other: Any, values: dict[Any, Any], digits: int | None = None) -> bool | None:
@@ -125,6 +184,10 @@ def _same_number(one: Any, other: Any, values: dict[Any, Any], digits: int | Non
     counterexamples stay within the multiple here.)
     """
     try:
+        if _is_tower(other, values):
+            return None if _is_tower(one, values) else False
+        if _is_tower(one, values):
+            return None
         if digits is None:
             digits = int(_FEW + _PER_DIGIT * (digits_of(one, values) + digits_of(other, values)))
         if digits > _MOST:
@@ -135,6 +198,17 @@ def _same_number(one: Any, other: Any, values: dict[Any, Any], digits: int | Non
     size = max(sympy.Integer(1), *(abs(part) for part in (*left, *right)))
     tiny = size * sympy.Float(10, 15) ** -digits
     return all(abs(a - b) <= tiny for a, b in zip(left, right, strict=True))
+
+
+def _is_tower(expr: Any, values: dict[Any, Any]) -> bool:
+    """Tells whether an exponent in a term is too large for the term to be evaluated, at whatever precision."""
+    for part in sympy.postorder_traversal(expr):  # so that what is evaluated here has been looked at before
+        if part.is_Pow or isinstance(part, (*_STEEP, *_PRODUCTS)):
+            for arg in part.args[part.is_Pow :]:
+                number = sympy.S.Zero if arg.is_Rational else arg.evalf(15, subs=values)
+                if any(size.is_Float and abs(size) > _HIGHEST for size in number.as_real_imag()):
+                    return True
+    return False
 
 
 def digits_of(expr: Any, values: dict[Any, Any]) -> float:
@@ -156,6 +230,8 @@ def _complex_parts(expr: Any, values: dict[Any, Any], digits: int) -> tuple[Any,
     Raises:
         ValueError: it has no value.
     """
+    if expr.has(sympy.floor, sympy.ceiling):
+        expr = expr.xreplace(values)
     value = expr.evalf(digits, subs=values, maxn=2 * digits + 400)
     real, imaginary = value.as_real_imag()
     if not (real.is_Float or real.is_Rational) or not (imaginary.is_Float or imaginary.is_Rational):

@@ -11,8 +11,8 @@ from pydantic import BaseModel, Field
 
 from roll.data.renderer import ChatRenderer, Message, Tool
 from roll.rollout.endpoint.errors import ApiError, as_anthropic, unsupported
-from roll.rollout.endpoint.messages import Part, join_text
-from roll.rollout.endpoint.sampling import ApiRequest, event
+from roll.rollout.endpoint.messages import Part, Several, join_text
+from roll.rollout.endpoint.sampling import MAX_STOPS, ApiRequest, event
 from roll.rollout.endpoint.session import Answer, Session, Wanted
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
@@ -26,12 +26,12 @@ class Block(BaseModel):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[Part] | None = None
+    content: str | Several[Part] | None = None
 
 
 class AnthropicMessage(BaseModel):
     role: Literal["user", "assistant"]
-    content: str | list[Block]
+    content: str | Several[Block]
 
 
 class AnthropicTool(BaseModel):
@@ -42,14 +42,14 @@ class AnthropicTool(BaseModel):
 
 
 class MessageRequest(ApiRequest):
-    messages: list[AnthropicMessage] = Field(min_length=1)
+    messages: Several[AnthropicMessage] = Field(min_length=1)
     max_tokens: int = Field(ge=1)
-    system: str | list[Part] | None = None
-    tools: list[AnthropicTool] | None = None
+    system: str | Several[Part] | None = None
+    tools: Several[AnthropicTool] | None = None
     tool_choice: dict[str, Any] | None = None
     temperature: float | None = Field(default=None, ge=0, le=1)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    stop_sequences: list[str] = Field(default_factory=list)
+    stop_sequences: Several[str] = Field(default_factory=list, max_length=MAX_STOPS)
 
     error_body: ClassVar[Callable[[ApiError], dict[str, Any]]] = staticmethod(as_anthropic)
 

@@ -9,14 +9,14 @@ from pydantic import Field
 
 from roll.data.renderer import ChatRenderer
 from roll.rollout.endpoint.errors import unsupported
-from roll.rollout.endpoint.messages import ChatMessage, ToolParam, openai_message, plain_messages, plain_tools
+from roll.rollout.endpoint.messages import ChatMessage, Several, ToolParam, openai_message, plain_messages, plain_tools
 from roll.rollout.endpoint.sampling import DONE, SamplingRequest, bytes_of, event, head, texts_of, usage
 from roll.rollout.endpoint.session import Answer, Session
 
 
 class ChatRequest(SamplingRequest):
-    messages: list[ChatMessage] = Field(min_length=1)
-    tools: list[ToolParam] | None = None
+    messages: Several[ChatMessage] = Field(min_length=1)
+    tools: Several[ToolParam] | None = None
     tool_choice: str | dict[str, Any] | None = None
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None

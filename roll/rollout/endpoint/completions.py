@@ -11,12 +11,13 @@ from pydantic import Field
 
 from roll.data.renderer import ChatRenderer
 from roll.rollout.endpoint.errors import ApiError, unsupported
+from roll.rollout.endpoint.messages import Several
 from roll.rollout.endpoint.sampling import DONE, SamplingRequest, event, head, texts_of, usage
 from roll.rollout.endpoint.session import Answer, Session
 
 
 class CompletionRequest(SamplingRequest):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Several[int] | Several[str] | Several[Several[int]]
     max_tokens: int | None = Field(default=16, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=5)
 

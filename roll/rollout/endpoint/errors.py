@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ _TYPES: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
 }
@@ -62,16 +64,25 @@ def from_validation(error: ValidationError) -> ApiError:
         return ApiError(400, f"the body is no JSON: {first['msg']}", code="invalid_json")
     # A union's members are part of the path; they begin with capital letters or name types.
     param = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part.replace("_", "").islower())
-    seen = repr(first["input"])
-    shown = seen if len(seen) <= 80 else seen[:80] + "…"
+    shown = _shorten(first["input"])
     return ApiError(
         400, f"{param or 'the body'}: {first['msg']}, seen {shown}", code="invalid_value", param=param or None
     )
 
 
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+
+
+def _shorten(value: object) -> str:
+    """A value in at most 80 characters; of what is large, only a part is looked at."""
+    seen = _short.repr(value)
+    return seen if len(seen) <= 80 else seen[:80] + "…"
+
+
 def unsupported(param: str, seen: object, expected: str) -> ApiError:
     """A field that asks for what the endpoint cannot do."""
-    return ApiError(400, f"{param}: seen {seen!r:.80}, expected {expected}", code="unsupported_value", param=param)
+    return ApiError(400, f"{param}: seen {_shorten(seen)}, expected {expected}", code="unsupported_value", param=param)
 
 
 def too_long(limit: int, tokens: str) -> ApiError:

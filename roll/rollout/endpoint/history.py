@@ -108,8 +108,14 @@ def _meaning(message: Message) -> bytes:
     return _json([role, content.strip() if role == "assistant" else content, calls])
 
 
+_MAX_PARSED = 100_000
+"""Characters of a call's arguments."""
+
+
 def _arguments(arguments: str | Mapping[str, Any]) -> Any:
-    """The value of arguments, in which 1 and 1.0 are one number."""
+    """The value of arguments, in which 1 and 1.0 are one number; long ones are compared as they are written."""
+    if isinstance(arguments, str) and len(arguments) > _MAX_PARSED:
+        return arguments
     try:
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
         return json.loads(text, parse_float=_number)

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, FailFast, Field
 
 from roll.agentic.tools.types import AssistantTurn
 from roll.data.renderer import Message, Tool
 from roll.rollout.endpoint.errors import ApiError, unsupported
+
+
+class _FailFast(FailFast):
+    """As pydantic's, and it can be a part of a union."""
+
+    __hash__ = object.__hash__
+
+
+T = TypeVar("T")
+Several = Annotated[list[T], _FailFast()]
+"""A list that is refused at its first wrong member, whatever comes behind."""
 
 
 class Part(BaseModel):
@@ -32,9 +43,9 @@ class Call(BaseModel):
 
 class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Several[Part] | None = None
     name: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: Several[Call] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 

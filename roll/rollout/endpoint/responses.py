@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, PrivateAttr
 
 from roll.data.renderer import ChatRenderer, Message, Tool
 from roll.rollout.endpoint.errors import ApiError, unsupported
-from roll.rollout.endpoint.messages import Part, join_text
+from roll.rollout.endpoint.messages import Part, Several, join_text
 from roll.rollout.endpoint.sampling import ApiRequest, event
 from roll.rollout.endpoint.session import Answer, Session, Wanted
 
@@ -29,11 +29,11 @@ _ELSEWHERE = {
 class Item(BaseModel):
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[Part] | None = None
+    content: str | Several[Part] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[Part] | None = None
+    output: str | Several[Part] | None = None
 
 
 class ResponseTool(BaseModel):
@@ -45,10 +45,10 @@ class ResponseTool(BaseModel):
 
 
 class ResponseRequest(ApiRequest):
-    input: str | list[Item]
+    input: str | Several[Item]
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[ResponseTool] | None = None
+    tools: Several[ResponseTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2)

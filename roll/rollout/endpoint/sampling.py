@@ -18,6 +18,8 @@ from roll.data.renderer import ChatRenderer
 from roll.rollout.endpoint.errors import ApiError, as_openai, unsupported
 from roll.rollout.endpoint.session import Answer, Session, Wanted
 
+MAX_STOPS = 64
+"""Each is looked for after every token."""
 _OFF: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("logit_bias", (None, {})),
     ("suffix", (None, "")),
@@ -85,6 +87,8 @@ class SamplingRequest(ApiRequest):
             if (seen := getattr(self, name)) not in allowed:
                 raise unsupported(name, seen, "nothing: the engines do not know it")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(stop) > MAX_STOPS:
+            raise unsupported("stop", f"{len(stop)} texts", f"at most {MAX_STOPS}")
         if "" in stop:
             raise unsupported("stop", stop, "texts that are not empty")
         return Wanted(self.n or 1, max_new_tokens, self.temperature, self.top_p, stop, self.seed)

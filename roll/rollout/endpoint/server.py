@@ -25,6 +25,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from roll.rollout.endpoint.anthropic import MessageRequest
+from roll.rollout.endpoint.bodies import read_body
 from roll.rollout.endpoint.chat import ChatRequest
 from roll.rollout.endpoint.completions import CompletionRequest
 from roll.rollout.endpoint.errors import ApiError, PortTakenError, as_anthropic, as_openai, from_validation
@@ -38,8 +39,8 @@ from roll.utils.foreign import describe_error
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
-MAX_BODY = 32 << 20
-"""Bytes of a request."""
+MAX_HEADERS = 64 << 10
+"""Bytes of a request's line and headers."""
 
 MODEL = "policy"
 """The model's name in ``/v1/models``; requests may call it anything."""
@@ -82,7 +83,13 @@ class Endpoint:
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         self._turned_away = 0
         config = uvicorn.Config(
-            _application(self), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+            _application(self),
+            http="h11",  # httptools takes any number of headers
+            h11_max_incomplete_event_size=MAX_HEADERS,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
         )
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
@@ -173,13 +180,13 @@ def _application(endpoint: Endpoint) -> Starlette:
     async def reward(request: Request) -> Response:
         session = endpoint.session_of(request)
         with _refusing(session):
-            RewardRequest.model_validate_json(await _body(request, session)).post(session)
+            RewardRequest.model_validate_json(await read_body(request, session)).post(session)
         return JSONResponse({"object": "reward"})
 
     async def step(request: Request) -> Response:
         session = endpoint.session_of(request)
         with _refusing(session):
-            return JSONResponse(await StepRequest.model_validate_json(await _body(request, session)).take(session))
+            return JSONResponse(await StepRequest.model_validate_json(await read_body(request, session)).take(session))
 
     paths: list[tuple[str, list[str], Callable[[Request], Awaitable[Response]]]] = [
         ("/v1/models", ["GET"], models),
@@ -220,7 +227,7 @@ def _handler(endpoint: Endpoint, kind: type[ApiRequest]) -> Callable[[Request], 
             return JSONResponse(kind.error_body(error), error.status)
         try:
             with _refusing(session):
-                ask = kind.model_validate_json(await _body(request, session))
+                ask = kind.model_validate_json(await read_body(request, session))
                 answers = await _unless_gone(request, ask.ask(session))
         except ApiError as refusal:
             return JSONResponse(kind.error_body(refusal), refusal.status)
@@ -243,23 +250,6 @@ def _refusing(session: Session) -> Iterator[None]:
         yield
     except (ApiError, ValidationError) as error:
         raise session.refuse(error if isinstance(error, ApiError) else from_validation(error)) from None
-
-
-async def _body(request: Request, session: Session) -> bytes:
-    """The body, as long as it is not too long, alone or with all that the session sends at the same time."""
-    body = bytearray()
-    try:
-        async for part in request.stream():
-            body += part
-            session.receiving += len(part)
-            if len(body) > MAX_BODY:
-                raise ApiError(413, f"seen more than {MAX_BODY >> 20} MB, expected less", code="request_too_large")
-            if session.receiving > MAX_BODY:
-                message = f"seen requests of more than {MAX_BODY >> 20} MB under way, expected less"
-                raise ApiError(429, message, code="rate_limit_exceeded")
-    finally:
-        session.receiving -= len(body)
-    return bytes(body)
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,10 @@ COUNTS = (
     "refused",
 )
 """Keys of ``Session.counts``; ``refused`` are requests that an error answered."""
+
+
+_LONG_TEXT = 50_000
+"""Characters whose tokens take some milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +188,7 @@ class Session:
         self._check_text(len(messages))
         messages = named_results(messages)
         past = self._history.recall(messages, tools)
-        prompt_ids = self._prompt(messages, tools, past)
+        prompt_ids = await self._prompt(messages, tools, past)
         schemas = [_schema(tool) for tool in tools]
         completions = await self._sample(prompt_ids, wanted)
         if past.rewritten is not None:
@@ -214,7 +219,7 @@ class Session:
             ApiError: the request is refused.
         """
         self._admit(wanted.n)
-        prompt_ids = self._text_prompt(prompt) if isinstance(prompt, str) else prompt
+        prompt_ids = await self._text_prompt(prompt) if isinstance(prompt, str) else prompt
         if not len(prompt_ids):
             raise ApiError(400, "prompt: seen no token, expected at least one", code="invalid_value", param="prompt")
         answers = []
@@ -231,25 +236,36 @@ class Session:
             answers.append(Answer(turn, completion, len(prompt_ids), stop))
         return answers
 
-    def _prompt(self, messages: Sequence[Message], tools: Sequence[Tool], past: Past) -> IntArray:
+    async def _prompt(self, messages: Sequence[Message], tools: Sequence[Tool], past: Past) -> IntArray:
         """The conversation's ids: of what was sampled before, as they were sampled."""
         renderer = self.policy.renderer
         new = messages[past.known :]
-        self._check_text(len(_written(new, tools if past.said is None else ())) // CHARS_PER_TOKEN)
+        length = len(_written(new, tools if past.said is None else ()))
+        self._check_text(length // CHARS_PER_TOKEN)
         try:
             if past.said is None:
-                return renderer.prompt(messages, tools or None)
-            added = renderer.continuation(new, past.said.answer_ids, tools or None)
-            return np.concatenate([past.said.ids, added])
+                return await self._beside(length, partial(renderer.prompt, messages, tools or None))
+            continued = partial(renderer.continuation, new, past.said.answer_ids, tools or None)
+            return np.concatenate([past.said.ids, await self._beside(length, continued)])
+        except ApiError:
+            raise
         except Exception as error:  # a template may raise anything
             message = f"messages: the model's chat template refuses them: {describe_error(error)}"
             raise ApiError(400, message, code="invalid_value", param="messages") from error
 
-    def _text_prompt(self, text: str) -> IntArray:
+    async def _beside(self, length: int, render: Callable[[], IntArray]) -> IntArray:
+        """Ids of a prompt; one of many characters is rendered in a thread, and the others of the worker go on."""
+        if length < _LONG_TEXT:
+            return render()
+        ids = await asyncio.to_thread(render)
+        self._admit(1)  # others may have begun meanwhile
+        return ids
+
+    async def _text_prompt(self, text: str) -> IntArray:
         renderer = self.policy.renderer
         said, rest = self._history.recall_text(text)
         self._check_text(len(rest) // CHARS_PER_TOKEN)
-        added = renderer.words(rest)
+        added = await self._beside(len(rest), partial(renderer.words, rest))
         return added if said is None else np.concatenate([said.ids, added])
 
     async def _sample(self, prompt_ids: IntArray, wanted: Wanted) -> list[Completion]:

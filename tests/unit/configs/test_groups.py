@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from roll.configs.batches import describe_batches
 from roll.configs.compose import compose_config
-from roll.configs.loader import load_composed
+from roll.configs.loader import load_composed, load_config
+from roll.configs.rlvr import RLVRConfig
 from roll.configs.shipped import SHIPPED, config_groups
 from roll.pipeline.programs import PROGRAMS, configurations
 from roll.preflight.choices import CHECKS
@@ -92,3 +94,34 @@ def test_an_unknown_choice_names_those_there_are(override, hint):
 def test_a_key_that_hydra_cannot_read_is_a_problem_like_any_other():
     (problem,) = compose_config("rlvr_math", SHIPPED, ["+rewards.ä.timeout=1"]).problems
     assert (problem.path, problem.expected) == ("+rewards.ä.timeout=1", "key=value")
+
+
+def test_the_lines_for_a_machine_without_a_gpu_work_as_they_stand(tmp_path: Path) -> None:
+    _, _, commented = (SHIPPED / "my_model.yaml").read_text().partition("#\n# defaults:")
+    lines = [line.removeprefix("# ") for line in f"# defaults:{commented}".splitlines()]
+    (tmp_path / "mine.yaml").write_text("\n".join(lines) + "\npretrain: org/model\n")
+    config = load_config(RLVRConfig, "mine", tmp_path, (), CHECKS[RLVRConfig])
+    assert {role: worker.model_args.dtype for role, worker in config.roles.items()} == {
+        "actor_train": "fp32",
+        "actor_infer": "fp32",
+    }
+    assert config.samples_per_step == config.actor_train.global_train_batch_size
+    assert config.num_devices == 2 and config.rewards.keys() == {"mine"}
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "unread"),
+    [
+        ("agentic_sokoban", [], []),
+        ("agentic_sokoban", ["pretrain=org/model"], ["warm_start"]),
+        ("rlvr_math", ["pretrain=org/model", "tiny_num_layers=3"], ["warm_start", "tiny_num_layers"]),
+        ("rlvr_distill", ["pretrain=org/model", "teacher_pretrain=org/other"], ["warm_start", "teacher_warm_start"]),
+        ("dpo_math", ["pretrain=org/model", "~warm_start"], []),
+    ],
+)
+def test_what_is_for_the_tiny_model_alone_is_named_where_there_is_none(
+    name: str, overrides: list[str], unread: list[str]
+) -> None:
+    schema: Any = import_path(PROGRAMS[configurations(SHIPPED)[name][0]].schema)
+    lines = describe_batches(load_config(schema, name, SHIPPED, overrides))
+    assert [line.partition(":")[0] for line in lines if "nothing reads" in line] == unread

@@ -18,6 +18,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.loader import load_config
 from roll.configs.pipeline import PipelineConfig
+from roll.configs.problems import ConfigErrors
 from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
 from roll.distributed.cluster.cluster import Cluster
@@ -28,7 +29,7 @@ from roll.pipeline.session import RunSession
 from roll.rollout.admission import Admission
 from roll.rollout.types import Collected, RolloutGroup
 from roll.tracking.checkpointer import Checkpointer
-from roll.tracking.manifest import CheckpointError
+from roll.tracking.manifest import CheckpointError, write_manifest
 from roll.utils.signals import SignalGuard
 
 
@@ -129,6 +130,42 @@ def test_a_checkpoint_of_another_pipeline_is_evaluated_and_not_gone_on_from(
         run(tmp_path / "second", OtherConfig, resume_from_checkpoint=last)
     judged = run(tmp_path / "second", OtherConfig, resume_from_checkpoint=last, eval_only=True)
     assert judged.evaluated == [("after", 5)]
+
+
+def test_a_resumed_run_that_is_another_is_refused_or_says_what_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cluster, "current_step", None)
+    run(tmp_path, max_steps=3)
+    resumed = {"resume_from_checkpoint": True, "max_steps": 4}
+    with pytest.raises(ConfigErrors) as caught:
+        run(tmp_path, seed=7, max_grad_norm=0.5, **resumed)
+    assert [(problem.path, problem.seen) for problem in caught.value.problems] == [("seed", 7)]
+    assert "42" in str(caught.value) and "resume_with_changes" in str(caught.value)
+    loop = run(tmp_path, seed=7, max_grad_norm=0.5, resume_with_changes=True, **resumed)
+    changed = json.loads((tmp_path / "loop" / "summary.json").read_text())["changed"]
+    assert changed == [{"key": "seed", "was": 42, "is": 7}, {"key": "max_grad_norm", "was": 1.0, "is": 0.5}]
+    assert (
+        loop.done_steps == 4 and "max_grad_norm: was 1.0, is 0.5" in (loop.session.folder.logs / "roll.log").read_text()
+    )
+    # From here on the new seed is the run's.
+    assert not run(tmp_path, seed=7, max_grad_norm=0.5, **{**resumed, "max_steps": 5}).session.changes
+
+
+def test_a_checkpoint_without_a_record_is_resumed_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cluster, "current_step", None)
+    run(tmp_path, max_steps=3)
+    checkpoint = tmp_path / "loop" / "checkpoints" / "checkpoint-3"
+    state = json.loads((checkpoint / "pipeline_state.json").read_text())
+    del state["run"]
+    (checkpoint / "pipeline_state.json").write_text(json.dumps(state))
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint, 3, time.time(), [])
+    loop = run(tmp_path, seed=7, resume_from_checkpoint=True)
+    log = (loop.session.folder.logs / "roll.log").read_text()
+    assert log.count("WARNING") == 1 and "earlier version" in log and "changed" not in loop.session.summary
 
 
 class Learning(Counting):

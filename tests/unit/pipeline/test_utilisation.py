@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from roll.configs.pipeline import PipelineConfig
 from roll.data.batch import Batch
+from roll.data.shared_prompts import computed_tokens
 from roll.pipeline.utilisation import Utilisation, num_devices
 from roll.preflight.plan.devices import GPUS, known_gpu
 from roll.preflight.plan.shapes import ModelShape
@@ -155,3 +156,32 @@ def test_an_adapter_needs_no_gradients_of_the_frozen_matrices() -> None:
 )
 def test_devices_are_known_by_their_names(name: str, kind: str | None) -> None:
     assert known_gpu(name) == (None if kind is None else GPUS[kind])
+
+
+def test_operations_of_prompts_that_were_shared_count_once() -> None:
+    config = PipelineConfig.model_validate({"pretrain": "tiny"})
+    prompt, own = torch.arange(40), torch.arange(8 * 10).view(8, 10) + 100
+    tokens = torch.cat([prompt.expand(8, -1), own], dim=1).flatten()
+    batch = Batch(torch.full((8,), 50), tokens, torch.zeros(400, dtype=torch.bool))
+    batch = batch.replace(loss_mask_T=batch.positions_T >= 40)
+    computed = computed_tokens([batch], sharing=True)
+    assert computed == 39 + 8 * 11
+
+    def flops(**metrics: float) -> float:
+        timer = PhaseTimer()
+        with timer.phase("train") as span:
+            Utilisation(config, cluster("NVIDIA H100 80GB HBM3", (0,))).trained(span, batch, metrics=metrics)
+            assert span.flops is not None
+            return span.flops
+
+    named = {"actor/num_tokens": 400.0, "critic/num_tokens": 400.0, "critic/computed_tokens": 1.0}
+    whole = flops(**named)
+    assert flops() == whole == flops(**named, **{"actor/computed_tokens": 400.0})
+    from roll.models.tiny import tiny_config
+
+    shape = ModelShape.of(Qwen2Config(**tiny_config(4)).to_dict())
+    squares = 8 * 50**2 - 7 * 39**2  # a prompt sees itself once, what follows sees all before it
+    once = 3 * samples_flops(shape, computed, squares, int(batch.loss_mask_T.sum()))
+    assert flops(**named, **{"actor/computed_tokens": float(computed)}) == pytest.approx(once, rel=1e-9)
+    half = flops(**named, **{"actor/computed_tokens": (400.0 + computed) / 2})
+    assert half == pytest.approx((whole + once) / 2, rel=1e-9)

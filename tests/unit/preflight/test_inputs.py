@@ -263,3 +263,13 @@ def test_a_function_of_the_step_is_compared_with_its_call(load: Load, override: 
     ours = {"adv_estimator": "advantages:grpo", "pg_variant": "policy_losses:ppo"}
     right = load(*(f"{key}=roll.algorithms.{path}" for key, path in ours.items()))
     assert not [each for each in check_inputs(right)[1] if each.path in ours]
+
+
+def test_references_that_no_answer_can_equal_are_problems_of_their_rows(load: Load, tmp_path: Path) -> None:
+    write(
+        tmp_path / "train.jsonl", row(), row(prompt="2+2=", solution=float("nan")), row(prompt="3+3=", solution="six")
+    )
+    config = load("rewards.arithmetic.verifiers=[{name: gsm8k}]", "rewards.arithmetic.tag_included=[arithmetic]")
+    _, [problem] = check_data(config)
+    assert f"{tmp_path}/train.jsonl:2: rewards." in str(problem) and f"{tmp_path}/train.jsonl:3: " in str(problem)
+    assert "seen nan, expected a number" in str(problem) and "seen 'six', expected a number" in str(problem)

@@ -15,6 +15,7 @@ from roll.models.lora import LoraSpec, write_adapter_config
 from roll.preflight.choices import CHECKS
 
 KEY = "actor_train.model_args"
+NAMES = [f"layers.0.{layer}.lora_A.weight" for layer in ("q_proj", "down_proj")]
 
 
 @pytest.fixture
@@ -45,16 +46,16 @@ def test_an_adapter_is_trained(problems: Any, strategy: str) -> None:
 
 def test_an_adapter_of_a_language_model_is_no_start(problems: Any, tmp_path: Path) -> None:
     key, spec = f"{KEY}.adapter_name_or_path", LoraSpec(8, 16, ("q_proj", "down_proj"))
-    write_adapter_config(tmp_path, spec, "base", scores=True)
+    write_adapter_config(tmp_path, spec, "base", NAMES, scores=True)
     assert problems("fsdp2_train", adapter_name_or_path=str(tmp_path)) == {}
-    write_adapter_config(tmp_path, spec, "base")
+    write_adapter_config(tmp_path, spec, "base", NAMES)
     assert (
         "task_type SEQ_CLS task_type: CAUSAL_LM in" in problems("fsdp2_train", adapter_name_or_path=str(tmp_path))[key]
     )
 
 
 def test_an_adapter_that_adds_otherwise_is_no_start(problems: Any, tmp_path: Path) -> None:
-    write_adapter_config(tmp_path, LoraSpec(8, 16, ("q_proj", "down_proj")), "base", scores=True)
+    write_adapter_config(tmp_path, LoraSpec(8, 16, ("q_proj", "down_proj")), "base", NAMES, scores=True)
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"use_rslora": True}))
     found = problems("fsdp2_train", adapter_name_or_path=str(tmp_path))

@@ -66,3 +66,10 @@ def test_the_index_links_the_pages_newest_first_and_each_once(tmp_path):
 def test_a_run_without_answers_has_no_section_for_them(tmp_path):
     assert listed_answers(tmp_path) == []
     assert "Answers" not in render_index(tmp_path).read_text()
+
+
+def test_an_answer_that_cost_too_much_to_judge_says_so(tmp_path):
+    dear = answer(0, "9^9^9", None, "4", False)
+    dear.info["over_budget"] = "math: took more than 1 s of CPU time"
+    page = save_answers([dear, answer(1, "4", "4", "4", True)], tmp_path, 1).read_text()
+    assert page.count("over budget: math: took more than 1 s of CPU time") == 1

@@ -466,3 +466,53 @@ def test_secrets_in_the_wrong_place_are_not_repeated():
 
 def test_it_is_registered():
     assert VERIFIERS.get("judge") is JudgeVerifier
+
+
+SEVEN = [
+    *("7", "7.0", "07", "7.", "**7**", "[[7]]", "(7)", "'7'", "`7`", "<7>", "{7}", "7/10", "7 / 10", "7 out of 10"),
+    *("**7**/10", "[[7]]/10", "7/10.", "7/10.0", "7 points", "7 (right but short)", "7 - good", "7, since it is short"),
+    *("7; good", "7 – ok", "7\n"),
+]
+SEVEN_OF_OTHERS = [
+    *("**Score:** 7", "**Score: 7**", "score = 7", "SCORE: 7", "Score：7", "Score (0-10): 7", "Final score: 7"),
+    *("It claims 'Score: 10'.\nScore: 7", "A score of 3 is for less.\nScore: 7", "Score: 7\n\nScore: 7"),
+]
+NO_SCORE = [
+    *("3,5", "3, 5", "3-4", "3 - 4", "3–4", "3 to 4", "3 or 4", "3 and 4", "between 3 and 4", "3/4", "3/5", "1e1"),
+    *("1e0", "-3", "−3", "11", "100", "7%", "7+", "7½", "3/100", "7/10/10", "7 out of 100", "3:4", "~7", "≥7", ">7"),
+    *("about 7", "seven", "", "7 8", "7.5.1", "x7", "7x", "yes or no", "yes/no", "nan"),
+]
+TWO_SCORES = [
+    *("", "none", "7", "Score: 3\nScore: 7", "Score: 3, Score: 7", "Score: 3. Or score: 4", "Scores: 7"),
+    "**Score: 3**\n**Score: 4**",
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        *((f"Fine.\nScore: {text}", 7.0) for text in SEVEN),
+        *((text, 7.0) for text in SEVEN_OF_OTHERS),
+        *((f"Score: {text}", None) for text in NO_SCORE),
+        *((text, None) for text in TWO_SCORES),
+        ("Score: 3.5/10", 3.5),
+        ("Score: 0", 0.0),
+        ("Score: 10", 10.0),
+        ("Score: yes", 10.0),
+        ("Score: No.", 0.0),
+    ],
+)
+def test_a_judges_words_hold_one_whole_score_or_none(words, number):
+    verifier = JudgeVerifier(JudgeConfig(judge_model_name="m", judge_api_url="http://127.0.0.1:9/v1"))
+    if number is not None:
+        assert verifier._score_in(words, False) == number
+        return
+    with pytest.raises(RewardError):
+        verifier._score_in(words, False)
+
+
+@pytest.mark.parametrize("words", ["Grade: 3,5", "Grade: 3 or 4", "Grade: 3/4", "Grade: 3\nGrade: 4", "-3 Grade: -3"])
+def test_a_pattern_of_ones_own_does_not_cut_a_number_out(words):
+    config = JudgeConfig(judge_model_name="m", judge_api_url="http://127.0.0.1:9/v1", score_pattern=r"Grade: -?(\d+)")
+    with pytest.raises(RewardError):
+        JudgeVerifier(config)._score_in(words, False)

@@ -410,6 +410,17 @@ def test_folders_without_the_needed_parts_are_named(qwen: Path, tmp_path: Path):
     assert "1 weights are missing" in problem(headless) and "score.weight" in problem(headless)
 
 
+def test_tensors_that_the_model_has_no_place_for_are_named(qwen: Path, tmp_path: Path):
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(qwen, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    heads = {"lm_head.weight": torch.ones(2, 2), "model.layers.2.input_layernorm.weight": torch.ones(32)}
+    save_file({**tensors, **heads}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"model_path: .* 1 of its \d+ tensors .*lost: model\.layers\.2\."):
+        RewardModelVerifier(RewardModelConfig(model_path=str(folder), device="cpu"))
+
+
 def test_code_that_comes_with_a_model_does_not_run(qwen: Path, tmp_path: Path):
     folder = shutil.copytree(qwen, tmp_path / "rm")
     config = json.loads((folder / "config.json").read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from roll.agentic.env.single_turn import SCORERS
 from roll.rewards.scorers import mathematical, same_words
 
 
@@ -37,3 +38,41 @@ def test_expressions() -> None:
     assert mathematical("no number at all", "4") == 0.0
     with pytest.raises(ValueError, match="ground_truth"):
         mathematical("4", " ")
+
+
+@pytest.mark.parametrize(
+    ("given", "answer", "same"),
+    [
+        ("1.5", "15", False),
+        ("3,5", "35", False),
+        ("-5", "5", False),
+        ("1/2", "12", False),
+        ("10:30", "1030", False),
+        ("5%", "5", False),
+        ("C++", "C", False),
+        ("C#", "C", False),
+        ("18.", "18", True),
+        ("1,000", "1000", True),
+        ("$18", "18", True),
+        ("U.S.A.", "usa", True),
+        ("COVID-19", "covid19", True),
+        ("it's the Paris!", "its paris", True),
+    ],
+)
+def test_words_keep_the_signs_of_numbers(given, answer, same):
+    assert same_words(given, answer) == float(same)
+
+
+@pytest.mark.parametrize(
+    ("given", "answer", "there"),
+    [
+        *[(text, "18", False) for text in ("180", "118", "1.18", "18.5", "-18", "1,18", "x18")],
+        *[(text, "18", True) for text in ("18", "It is 18.", "$18", "x=18", "答案是18。", "(18)", "18, or so")],
+        ("Parisian", "Paris", False),
+        ("Paris!", "Paris", True),
+        ("我住在北京市", "北京", True),
+        ("in C++ too", "C++", True),
+    ],
+)
+def test_an_answer_is_contained_as_a_whole(given, answer, there):
+    assert SCORERS.get("contains")(given, answer) == float(there)

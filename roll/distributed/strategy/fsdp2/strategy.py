@@ -24,13 +24,20 @@ from roll.distributed.strategy.fsdp2.activation_offload import OffloadedActivati
 from roll.distributed.strategy.fsdp2.muon import Muon
 from roll.distributed.strategy.fsdp2.shards import ShardCopies, load_shards, save_shards, shards_of
 from roll.distributed.strategy.fsdp2.weights import ReplicatedWeights, ShardedWeights, Weights
-from roll.distributed.strategy.training.checkpoint import TrainerState, restore_checkpoint, resume_folder
+from roll.distributed.strategy.training.checkpoint import (
+    UNTRAINED,
+    TrainerState,
+    restore_checkpoint,
+    resume_folder,
+)
 from roll.distributed.strategy.training.hf_scorer import recompute_activations
 from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer
+from roll.distributed.strategy.training.module_weights import buffer_pieces
 from roll.distributed.strategy.training.optim import make_adamw, set_rates
 from roll.distributed.strategy.training.saving import Contents
 from roll.distributed.strategy.training.scorer import Limits
 from roll.distributed.strategy.training.stored_shards import SHARDS_FOLDER
+from roll.models.loading import load_config
 from roll.models.scoring import TokenScorer
 
 
@@ -85,8 +92,20 @@ class Fsdp2Train(ModuleTrainer[Weights], Fsdp2Infer):
         info = super().setup()
         if not self.context.worker.model_args.disable_gradient_checkpointing:
             recompute_activations(self.weights.scorer)
+        if self._config.checkpoint == "sharded" and self.context.lora is None:
+            self._check_sharded()
         self.reset_optimizer()
         return info
+
+    def _check_sharded(self) -> None:
+        args, model = self.context.worker.model_args, self.weights.scorer.model
+        folder = load_config(
+            self.context.model_path, args.model_config_kwargs, trust_remote_code=args.trust_remote_code
+        )
+        if self.context.head == "lm" and folder.model_type != model.config.model_type:
+            key = f"{self.context.role}.strategy_args.strategy_config.checkpoint"
+            words = f"{self.context.model_path} ({folder.model_type}) has more than a language model in it"
+            raise ValueError(f"{key}: seen sharded, expected whole: {words}, which only a model folder keeps")
 
     def reset_optimizer(self) -> None:
         weights, args = self.weights, self.context.worker.training_args
@@ -137,7 +156,8 @@ class Fsdp2Train(ModuleTrainer[Weights], Fsdp2Infer):
         # There is no model folder: `roll export` makes one of the shards and what is beside them.
         resume = self._resume_contents(path, ())
         folder = resume.path / SHARDS_FOLDER
-        beside = replace(self.model_contents(folder), tensors={})
+        untrained = [*buffer_pieces(self.weights), *self._source.kept] if self.context.lora is None else []
+        beside = replace(self.model_contents(folder), tensors={UNTRAINED: untrained})
         return [resume, replace(beside, write_shards=partial(save_shards, folder, shards))]
 
     def load(self, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,9 @@ from roll.distributed.weights.adapters import check_adapter
 from roll.distributed.weights.buckets import WeightUpdate
 from roll.models.loading import load_config, make_skeleton, resolve_dtype
 from roll.models.lora import LoraSpec, adapted_layers, matrix_shapes
-from roll.models.tokenizer import load_tokenizer, locate_model
+from roll.models.tokenizer import check_vocabulary, load_tokenizer, locate_model
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -46,11 +49,9 @@ class ModelOutline:
         """The language model's part of the configuration."""
         self.vocab_size: int = text.vocab_size
         self.max_positions: int | None = getattr(text, "max_position_embeddings", None)
-        self.stop_ids = stop_token_ids(
-            _generation_config(context.model_path, self._model),
-            load_tokenizer(context.tokenizer_path or context.model_path, alone=True, trust_remote_code=trusts),
-            context.template,
-        )
+        tokenizer = load_tokenizer(context.tokenizer_path or context.model_path, alone=True, trust_remote_code=trusts)
+        check_vocabulary(tokenizer, self.vocab_size)
+        self.stop_ids = stop_token_ids(_generation_config(context.model_path, self._model), tokenizer, context.template)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         self.head_size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         self.cache_bytes_per_token = 2 * text.num_hidden_layers * heads * self.head_size * self.dtype.itemsize
@@ -110,7 +111,13 @@ def stop_token_ids(
     stated = generation_config.eos_token_id if generation_config is not None else None
     ids = stated if isinstance(stated, list) else [stated]
     ends = turn_ends(tokenizer, template)
-    return sorted({int(i) for i in [*ids, tokenizer.eos_token_id, *ends] if i is not None})
+    found = sorted({int(i) for i in [*ids, tokenizer.eos_token_id, *ends] if i is not None})
+    if not found:
+        logger.warning(
+            "no token ends a completion: generation_config.json, tokenizer and chat template name none; "
+            "every answer is as long as it may be"
+        )
+    return found
 
 
 def _generation_config(path: str, model: PreTrainedModel) -> GenerationConfig | None:

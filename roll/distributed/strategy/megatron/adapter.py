@@ -23,7 +23,7 @@ from roll.distributed.strategy.megatron.freezing import with_gradient
 from roll.distributed.strategy.megatron.model import MegatronModel, own_parts
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.models.loading import make_skeleton
-from roll.models.lora import ALL_LINEAR, LoraSpec, adapted_layers, initial_value, matrix_shapes
+from roll.models.lora import LoraSpec, adapted_layers, initial_value, matrix_shapes
 from roll.models.megatron.names import source
 
 
@@ -40,7 +40,6 @@ def add_adapter(model: MegatronModel, context: StrategyContext, spec: LoraSpec, 
         with torch.device("meta"):
             # Of a reward model too: Megatron's trunk has the names of the whole model.
             hf_model = make_skeleton("lm", context.model_path, dtype=torch.float32, config_kwargs=kwargs)
-        layers = adapted_layers(hf_model, (ALL_LINEAR,))
         adapted = adapted_layers(hf_model, spec.targets, spec.excluded)
         if problems := list(check_adapter_fit(hf_model.config, options, adapted, dropout=spec.dropout)):
             raise ValueError("; ".join(f"{context.role}.{problem}" for problem in problems))
@@ -52,7 +51,10 @@ def add_adapter(model: MegatronModel, context: StrategyContext, spec: LoraSpec, 
             names = [hf.removesuffix(".weight") for hf in found.hf[0]]
             if any(name in adapted for name in names):
                 groups = model.converted.transformer["num_query_groups"] if found.form == "qkv" else 1
-                projections = {name.rpartition(".")[2]: (layers[name], name in adapted) for name in names}
+                projections = {
+                    name.rpartition(".")[2]: (cast(nn.Linear, hf_model.get_submodule(name)), name in adapted)
+                    for name in names
+                }
                 linear.lora = LinearAdapter(linear, projections, spec, groups)
                 linear.register_forward_hook(linear.lora.add)
         if layout.first_stage:

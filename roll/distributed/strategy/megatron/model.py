@@ -33,7 +33,7 @@ from roll.models.lora import is_adapter
 from roll.models.megatron.config import MegatronModelConfig, megatron_config, padded_vocab_size
 from roll.models.megatron.convert import load_shards
 from roll.models.megatron.layout import ParallelLayout
-from roll.models.megatron.weight_files import WeightFiles
+from roll.models.weight_files import WeightFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -48,7 +48,7 @@ from roll.distributed.strategy.megatron.weights import WeightGatherer
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import MODEL_PREFIX, TrainerState
 from roll.distributed.strategy.training.pieces import Piece
-from roll.distributed.strategy.training.saving import Tensors, model_tensors
+from roll.distributed.strategy.training.saving import SourceFolder, Tensors, model_tensors, open_source
 from roll.distributed.strategy.training.scorer import Limits, Scorer, join_group
 from roll.distributed.strategy.training.trainer import Trainer
 from roll.models.comparison import TeacherView
@@ -60,6 +60,7 @@ class MegatronInfer(Scorer):
     """Scores tokens with a model that lies on the role's workers as ``strategy_config`` says."""
 
     _trained = False
+    _source: SourceFolder
     model: MegatronModel
 
     def setup(self) -> RankInfo:
@@ -77,6 +78,7 @@ class MegatronInfer(Scorer):
         self._model_dtype = resolve_dtype(args.dtype, hf_config)
         if self._trained and self._model_dtype == torch.float16:
             raise ValueError(f"{context.role}: training in fp16 needs loss scaling; expected bf16 or fp32")
+        self._source = open_source(context)
         self.model = build_model(context, hf_config, self.options, self._model_dtype, trained=self._trained)
         self.shares_prompts = context.worker.share_prompts and self.model.takes_plans
         if context.lora is not None:

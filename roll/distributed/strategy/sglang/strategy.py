@@ -37,11 +37,12 @@ from roll.distributed.strategy.generation.requests import EngineStoppedError
 from roll.distributed.strategy.generation.scoring import PromptScores, ScoringGenerator
 from roll.distributed.strategy.sglang import cpu
 from roll.distributed.strategy.sglang.options import SCORING, require_sglang
-from roll.distributed.weights.adapters import adapted_names, peft_config
+from roll.distributed.weights.adapters import peft_config
 from roll.distributed.weights.buckets import as_tensor, pack_buckets
 from roll.distributed.weights.contents import WeightBucket, renamed
 from roll.distributed.weights.lending import Lender
 from roll.distributed.weights.update_stream import on_device
+from roll.models.lora import adapted_names
 from roll.models.tokenizer import locate_model
 
 logger = logging.getLogger(__name__)

@@ -44,6 +44,9 @@ VALUE_HEAD = Path(VALUE_HEAD_FILE).stem
 OPTIMIZER = "optimizer/state"
 """Stems of a checkpoint's files; the last is in ``resume_folder``, the others are in ``model_folder``."""
 
+UNTRAINED = "untrained/tensors"
+"""Stem of what a model folder has beside parameters, in the folder of a sharded checkpoint's shards."""
+
 TRAINER_FILE = "trainer.json"
 RNG_FILE = "rng.safetensors"
 SINGLE = (ADAPTER, VALUE_HEAD, Path(RNG_FILE).stem)

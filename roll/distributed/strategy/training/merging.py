@@ -23,6 +23,7 @@ from roll.distributed.strategy.training.checkpoint import (
     MODEL,
     MODEL_PREFIX,
     OPTIMIZER,
+    UNTRAINED,
     VALUE_HEAD,
 )
 from roll.distributed.strategy.training.module_weights import hf_piece
@@ -43,8 +44,9 @@ from roll.models.loading import (
     resolve_dtype,
     to_hf_weights,
 )
-from roll.models.lora import PREFIX, SCORE_NAME, adapter_name, is_adapter, matrix_name
+from roll.models.lora import PREFIX, SCORE_NAME, adapter_name, is_adapter, is_transposed, matrix_name
 from roll.models.tokenizer import TOKENIZER_FILES, local_folder
+from roll.models.weight_files import WeightFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -133,7 +135,7 @@ def export_folder(export: Export, target: Path) -> Exported:
 def _whole(export: Export) -> _Draft:
     """A model folder, in another number format where one is asked for."""
     folder = export.model
-    stored = StoredTensors(folder, weight_files(folder))
+    stored = StoredTensors(folder, WeightFiles(str(folder)).files)
     found = _spreads(stored)
     notes: list[str] = []
     exact: list[Piece] = []
@@ -183,18 +185,26 @@ def _sharded(export: Export, shards: Path) -> _Draft:
         for name, spread in spreads.items()
         if name.startswith(HEAD_PREFIX)
     ]
-    return _Draft(_model_pieces(export, shards, kind, trunk, head), shards)
+    untrained = (shards / UNTRAINED).parent
+    found = _spreads(StoredTensors(untrained)) if untrained.is_dir() else {}
+    beside = [piece_of(name, spread) for name, spread in found.items()]
+    return _Draft(_model_pieces(export, shards, kind, trunk, head, beside), shards)
 
 
 def _model_pieces(
-    export: Export, folder: Path, kind: Head, trunk: Mapping[str, Spread], head: Sequence[Piece]
+    export: Export,
+    folder: Path,
+    kind: Head,
+    trunk: Mapping[str, Spread],
+    head: Sequence[Piece],
+    beside: Sequence[Piece] = (),
 ) -> Tensors:
-    """Parameters of a module as its model folder has them, see ``model_tensors``."""
+    """Parameters of a module, and what is ``beside`` them, as its model folder has them, see ``model_tensors``."""
     stated = json.loads((folder / _CONFIG).read_text(encoding="utf-8")).get("dtype")
     dtype = export.dtype or resolve_dtype(stated)
     model = _skeleton(kind, folder, export.trust_remote_code)
     pieces = [hf_piece(model, name, _as(one, dtype), torch.Size(one.shape)) for name, one in trunk.items()]
-    return model_tensors(pieces, head, kind, model.base_model_prefix)
+    return model_tensors([*pieces, *beside], head, kind, model.base_model_prefix)
 
 
 def _adapter(export: Export, folder: Path, matrices: Mapping[str, Spread]) -> _Draft:
@@ -208,7 +218,7 @@ def _adapter(export: Export, folder: Path, matrices: Mapping[str, Spread]) -> _D
     base = _base_of(export, config)
     skeleton, scale = _skeleton("lm", base, export.trust_remote_code), config["lora_alpha"] / config["r"]
     layers = _layers(skeleton, matrices)
-    stored = _spreads(StoredTensors(base, weight_files(base)))
+    stored = _spreads(StoredTensors(base, WeightFiles(str(base)).files))
     if classifies:
         stored = _as_classifier(stored, matrices.get(SCORE_NAME), skeleton)
     if missing := [name for name in layers if name not in stored]:
@@ -259,9 +269,10 @@ def _base_of(export: Export, config: Mapping[str, Any]) -> Path:
     return local_folder(name, "*.json", "*.safetensors", *TOKENIZER_FILES)
 
 
-def _layers(model: PreTrainedModel, matrices: Mapping[str, Spread]) -> dict[str, tuple[Spread, Spread]]:
-    """A and B by the name that the adapted weight has in a model folder."""
-    layers: dict[str, tuple[Spread, Spread]] = {}
+def _layers(model: PreTrainedModel, matrices: Mapping[str, Spread]) -> dict[str, tuple[Spread, Spread, bool]]:
+    """A, B, and whether the weight is [inputs, outputs], by the name that it has in a model folder."""
+    layers: dict[str, tuple[Spread, Spread, bool]] = {}
+    modules = dict(model.named_modules())
     marks = matrix_name("", "A").removeprefix(PREFIX), matrix_name("", "B").removeprefix(PREFIX)
     for name, first in matrices.items():
         if not name.endswith(marks[0]):
@@ -272,25 +283,33 @@ def _layers(model: PreTrainedModel, matrices: Mapping[str, Spread]) -> dict[str,
         second = matrices.get(matrix_name(layer, "B"))
         if second is None:
             raise ValueError(f"{name}: no {matrix_name(layer, 'B')} beside it")
-        shape = torch.empty(second.shape[0], first.shape[1], device="meta")
+        turned = layer in modules and is_transposed(modules[layer])
+        shape = torch.empty(_adapted_shape(first, second, turned), device="meta")
         (stored, tensor), *others = to_hf_weights(model, f"{layer}.weight", shape).items()
         if others or tensor.shape != shape.shape:
             raise ValueError(
                 f"{layer}: its weight is stored in another shape, expected one that an adapter is added to"
             )
-        layers[stored] = (first, second)
+        layers[stored] = (first, second, turned)
     return layers
 
 
-def _merged(name: str, weight: Spread, first: Spread, second: Spread, *, scale: float, dtype: torch.dtype) -> Piece:
+def _adapted_shape(first: Spread, second: Spread, turned: bool) -> tuple[int, int]:
+    shape = (second.shape[0], first.shape[1])
+    return shape[::-1] if turned else shape
+
+
+def _merged(
+    name: str, weight: Spread, first: Spread, second: Spread, turned: bool, *, scale: float, dtype: torch.dtype
+) -> Piece:
     """``W + scale·B·A``, computed in float64 and rounded once (Hu et al. 2021, section 4.1)."""
-    if weight.shape != (second.shape[0], first.shape[1]):
-        adapted = (second.shape[0], first.shape[1])
+    if weight.shape != (adapted := _adapted_shape(first, second, turned)):
         raise ValueError(f"{name}: seen shape {weight.shape}, expected {adapted}, which the adapter changes")
 
     def merge(whole: Sequence[Tensor]) -> dict[str, Tensor]:
         base, a, b = (tensor.double() for tensor in whole)
-        return {name: torch.addmm(base, b, a, alpha=scale).to(dtype)}
+        delta = (a.T, b.T) if turned else (b, a)
+        return {name: torch.addmm(base, *delta, alpha=scale).to(dtype)}
 
     return Piece([weight, first, second], merge)
 
@@ -322,21 +341,6 @@ def _write_beside(export: Export, draft: _Draft, target: Path) -> None:
         content["dtype"] = str(export.dtype).removeprefix("torch.")
     (target / _CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     copy_own_code(folders[0], target)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files of a model's weights, not what may lie beside them in another form.
-
-    Raises:
-        ValueError: there are none.
-    """
-    index = folder / f"{MODEL}.safetensors.index.json"
-    if index.is_file():
-        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return [folder / name for name in sorted(named)]
-    if not (folder / f"{MODEL}.safetensors").is_file():
-        raise ValueError(f"{folder}: no {MODEL}.safetensors and no index of several in it")
-    return [folder / f"{MODEL}.safetensors"]
 
 
 def _skeleton(kind: Head, folder: Path, trust_remote_code: bool) -> PreTrainedModel:

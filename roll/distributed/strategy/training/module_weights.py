@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX, MODEL_PREFIX, adapter_tensors
 from roll.distributed.strategy.training.optim import MASTER
-from roll.distributed.strategy.training.pieces import Piece, Spread, gather, own_rank, piece_of, world_size
+from roll.distributed.strategy.training.pieces import Piece, Spread, everywhere, gather, own_rank, piece_of, world_size
 from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.comparison import OutputLayer
 from roll.models.freezing import whole_name
 from roll.models.heads import VALUE_HEAD_FILE, ValueHead, load_value_head
-from roll.models.loading import converts_weights, load_causal_lm, to_hf_weights
+from roll.models.loading import converts_weights, load_causal_lm, persistent_buffers, set_buffer, to_hf_weights
 from roll.models.lora import SCORE_NAME, adapter_name, base_name, initial_value, is_adapter
 from roll.models.scoring import TokenScorer
 from roll.models.tokenizer import local_folder
@@ -111,7 +111,7 @@ def load_model(
     *,
     trust_remote_code: bool = False,
 ) -> None:
-    """Sets all parameters, but for an adapter's, to those of a model folder that rank 0 reads (collective).
+    """Sets all parameters, but for an adapter's, and buffers to those of a folder that rank 0 reads (collective).
 
     Raises:
         ValueError: on every rank, when rank 0 cannot read it.
@@ -122,12 +122,30 @@ def load_model(
             whole = _read_model(path, weights.scorer.value_head, config_kwargs, trust_remote_code)
     names = [name for name in weights.parameters if not is_adapter(name)]
     _fill(weights, names, MASTER, lambda name: whole[base_name(name)])
+    model = weights.scorer.model
+    for name, buffer in list(persistent_buffers(model)):
+        value = whole.get(MODEL_PREFIX + base_name(name), torch.empty(buffer.shape)).to(weights.device).float()
+        if world_size() > 1:
+            dist.broadcast(value, src=0)
+        set_buffer(model, name, value)
 
 
 def start_adapter(weights: ModuleWeights, seed: int) -> None:
     """Gives an adapter its first values (collective)."""
     names = [name for name in weights.parameters if is_adapter(name)]
     _fill(weights, names, MASTER, lambda name: initial_value(_peft_name(weights, name), weights.shape(name), seed))
+
+
+def buffer_pieces(weights: ModuleWeights) -> list[Piece]:
+    """What a model folder has beside parameters, the same on every rank and never trained, under its names."""
+    model = weights.scorer.model
+
+    def piece(name: str, buffer: Tensor) -> Piece:
+        shape = tuple(buffer.shape)
+        (stored,) = to_hf_weights(model, base_name(name), torch.empty(shape, device="meta"))
+        return piece_of(stored, Spread(shape, buffer.dtype, buffer.device, everywhere(shape), lambda: buffer))
+
+    return [piece(name, buffer) for name, buffer in persistent_buffers(model)]
 
 
 @paused_collector()
@@ -168,6 +186,9 @@ def copy_output_layer(weights: ModuleWeights, dtype: torch.dtype) -> OutputLayer
     layer = weights.scorer.model.get_output_embeddings()
     if not isinstance(layer, nn.Linear):
         raise ValueError(f"kl_penalty 'full': the output layer is a {type(layer).__name__}, expected Linear")
+    if weights.scorer.head is not None and weights.scorer.head.others:
+        name = type(weights.scorer.model).__name__
+        raise ValueError(f"kl_penalty 'full': {name} has other weights in its head than its output layer's")
     names = {id(parameter): name for name, parameter in weights.parameters.items()}
 
     def copy(parameter: Tensor) -> Tensor:
@@ -189,7 +210,8 @@ def _read_model(
 ) -> dict[str, Tensor]:
     options: dict[str, Any] = {"config_kwargs": config_kwargs, "trust_remote_code": trust_remote_code}
     model = load_causal_lm(str(path), dtype=torch.float32, trunk=head is not None, **options)
-    whole = {MODEL_PREFIX + name: parameter.detach() for name, parameter in model.named_parameters()}
+    named = [*model.named_parameters(), *persistent_buffers(model)]
+    whole = {MODEL_PREFIX + name: tensor.detach() for name, tensor in named}
     if head is not None:
         bias = head.linear.bias is not None
         folder = local_folder(str(path), "model*.safetensors", VALUE_HEAD_FILE)

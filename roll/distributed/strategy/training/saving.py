@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import (
     MODEL,
@@ -31,6 +33,7 @@ from roll.distributed.strategy.training.pieces import (
     Read,
     Region,
     Spread,
+    TensorForm,
     gather,
     own_rank,
     piece_of,
@@ -38,6 +41,7 @@ from roll.distributed.strategy.training.pieces import (
 )
 from roll.distributed.strategy.training.snapshots import Snapshots
 from roll.distributed.strategy.training.tensor_files import (
+    DTYPE_NAMES,
     MAX_FILE_BYTES,
     BackgroundWriter,
     PlannedFile,
@@ -46,12 +50,69 @@ from roll.distributed.strategy.training.tensor_files import (
     write_index,
 )
 from roll.models.heads import SCORE_WEIGHT
-from roll.models.loading import Head
+from roll.models.loading import Head, fit_folder, load_config
+from roll.models.weight_files import FolderFit, shown
 from roll.utils.checksums import WrittenFile
 from roll.utils.threads import in_background
 
 Tensors: TypeAlias = Mapping[str, Sequence[Piece]]
 """Tensors in the files of a folder, by the stems."""
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SourceFolder:
+    """The model folder that a role starts from, as rank 0 reads it."""
+
+    names: Sequence[str]
+    """Of its tensors."""
+    kept: Sequence[Piece]
+    """What the model does not compute with and a saved language model has as it was, such as a vision tower."""
+
+
+def open_source(context: StrategyContext) -> SourceFolder:
+    """Looks at the tensors of a role's model folder on rank 0 (collective).
+
+    Raises:
+        ValueError: on every rank, where the model has no place for some, or lacks some.
+    """
+    args, path = context.worker.model_args, context.model_path
+    told: list[tuple[list[str], dict[str, TensorForm]]] = [([], {})]
+    fit: FolderFit | None = None
+    with raise_on_all_ranks():
+        if own_rank() == 0:
+            config = load_config(path, args.model_config_kwargs, trust_remote_code=args.trust_remote_code)
+            fit = fit_folder(context.head, path, config, trust_remote_code=args.trust_remote_code)
+            told = [(list(fit.files.names), _kept_forms(fit) if context.head == "lm" else {})]
+    if world_size() > 1:
+        dist.broadcast_object_list(told, src=0)
+    names, forms = told[0]
+    if fit is not None and (kept := [name for name in fit.kept if forms or name != SCORE_WEIGHT]):
+        what = "saved again as they are" if forms else f"left out of what is saved of the {context.role}"
+        logger.info("%s: %d tensors are not trained, and %s: %s", path, len(kept), what, shown(kept))
+
+    def piece(name: str, form: TensorForm) -> Piece:
+        region = Region((0,) * len(form.shape), form.shape, (0,))
+        spread = Spread(form.shape, form.dtype, torch.device("cpu"), [region], lambda: _read(fit, name))
+        return piece_of(name, spread)
+
+    return SourceFolder(names, [piece(name, form) for name, form in forms.items()])
+
+
+def _kept_forms(fit: FolderFit) -> dict[str, TensorForm]:
+    formats = {written: dtype for dtype, written in DTYPE_NAMES.items()}
+    found = {name: fit.files.form(name) for name in fit.kept}
+    if strange := sorted(name for name, (_, kind) in found.items() if kind not in formats):
+        kind = found[strange[0]][1]
+        raise ValueError(f"{strange[0]}: number format {kind}, expected one of {', '.join(formats)}")
+    return {name: TensorForm(shape, formats[kind]) for name, (shape, kind) in found.items()}
+
+
+def _read(fit: FolderFit | None, name: str) -> Tensor:
+    assert fit is not None, "the rank that has opened the folder"
+    return fit.files.read(name)
 
 
 @dataclass(frozen=True)

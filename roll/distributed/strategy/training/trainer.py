@@ -25,11 +25,12 @@ from torch import Tensor
 from roll.algorithms.types import LossContext, LossFn, add_metrics, is_maximum
 from roll.data.batch import Batch
 from roll.data.packing import padding_waste
-from roll.data.shared_prompts import worth_sharing
+from roll.data.shared_prompts import computed_tokens, worth_sharing
 from roll.distributed.strategy.base import Metrics, States, StrategyContext
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import (
     ADAPTER,
+    MODEL,
     Trained,
     TrainerState,
     model_folder,
@@ -42,6 +43,7 @@ from roll.distributed.strategy.training.pieces import Piece
 from roll.distributed.strategy.training.saving import (
     BackgroundSaves,
     Contents,
+    SourceFolder,
     Tensors,
     optimizer_tensors,
     resume_contents,
@@ -64,6 +66,7 @@ class Trainer(Scorer):
     """Takes optimizer steps. The methods without a body are the engine's."""
 
     _state: TrainerState
+    _source: SourceFolder
     _model_dtype: torch.dtype
     """The number format in which weights leave: exports and saved models."""
 
@@ -175,14 +178,18 @@ class Trainer(Scorer):
         """The model as it is now: a Hugging Face model, or with LoRA an adapter as peft keeps it (collective)."""
         lora, source, scores = self.context.lora, self.context.model_path, self.context.head == "score"
 
+        matrices = [] if lora is None else [name for piece in self.pieces("adapter") for name in piece.outline]
+
         def write_rest() -> None:
             if lora is None:
                 self.write_config(folder)
             else:
-                write_adapter_config(folder, lora, source, scores=scores)
+                write_adapter_config(folder, lora, source, matrices, scores=scores)
             copy_companions(source, folder, self.context.tokenizer_path)
 
         tensors = self.model_tensors() if lora is None else {ADAPTER: self.pieces("adapter")}
+        if lora is None:
+            tensors = {**tensors, MODEL: [*tensors[MODEL], *self._source.kept]}
         return Contents(folder, tensors, write_rest)
 
     def _resume_contents(self, path: Path, optimizer: Sequence[Piece]) -> Contents:
@@ -247,9 +254,9 @@ class Trainer(Scorer):
 
         Returns:
             The loss's metrics summed over micro-batches and ranks (the same on every rank), and ``loss``,
-            ``grad_norm`` before clipping, ``lr``, ``num_tokens``, ``skipped_steps``; of this rank alone,
-            ``padding_waste``, maxima (``…_max``) and the time. A step with a NaN or infinite loss or gradient, or
-            without loss tokens, changes nothing and reports only finite values.
+            ``grad_norm`` before clipping, ``lr``, ``num_tokens``, ``computed_tokens`` (prompts that sequences share
+            once), ``skipped_steps``; of this rank alone, ``padding_waste``, maxima (``…_max``) and the time. A step
+            with a NaN or infinite loss or gradient, or without loss tokens, changes nothing and reports finite values.
         """
         start = time.perf_counter()
         self._require(States.ALL)
@@ -264,7 +271,10 @@ class Trainer(Scorer):
         try:
             if context.num_tokens > 0:
                 micro_batches = take_all(batch, groups, rounds)
-                metrics |= self._reduce(self.accumulate(micro_batches, limits, loss_fn, context))
+                sums = self.accumulate(micro_batches, limits, loss_fn, context)
+                own = [batch.select(group) for group in groups]  # the others are padding of the schedule
+                sums[f"{self.area}/computed_tokens"] = float(computed_tokens(own, sharing=limits.sharing))
+                metrics |= self._reduce(sums)
                 loss, norm = metrics[self._loss_name], metrics[f"{self.area}/grad_norm"]
                 if taken := math.isfinite(loss) and math.isfinite(norm):
                     self.apply_gradients(rate, norm)

@@ -127,7 +127,7 @@ def test_an_adapter_is_put_on_the_model_that_it_names(model, rows, tmp_path) -> 
     folder = tmp_path / "adapter"
     folder.mkdir()
     save_file(tensors, folder / ADAPTER_FILE)
-    write_adapter_config(folder, LORA, model)
+    write_adapter_config(folder, LORA, model, tensors)
     out = tmp_path / "out.jsonl"
     assert main(["generate", str(folder), rows("p.jsonl", [{"prompt": "one two"}]), "-o", str(out), *GREEDY]) == 0
     ids = np.array(make_tokenizer()("one two")["input_ids"])

@@ -160,9 +160,12 @@ def test_rewards_are_told_by_domain_with_the_verifiers_own_numbers() -> None:
     groups = [
         group(answer(1.0, True, **{"math/score": 2.0, "kind": "x"}), answer(0.0, **{"math/score": 0.0}), dropped=1),
         group(answer(0.5, True, tag="b", **{"math/score": 1.0}), tag="b"),
-        group(answer(0.25, tag="c", **{"format/score": 0.5}), tag="c", dropped=2),
+        group(answer(0.25, tag="c", **{"format/score": 0.5, "over_budget": "math: too dear"}), tag="c", dropped=2),
     ]
     assert reward_metrics(groups, config()) == {
+        "reward/over_budget": 1,
+        "reward/A/over_budget": 0,
+        "reward/B/over_budget": 1,
         "reward/A/errors": 1,
         "reward/A/score": 0.5,
         "reward/A/accuracy": 0.5,
@@ -173,7 +176,8 @@ def test_rewards_are_told_by_domain_with_the_verifiers_own_numbers() -> None:
         "reward/B/math/score": 1.0,
         "reward/B/format/score": 0.5,
     }
-    assert reward_metrics([group(dropped=4)], config()) == {"reward/A/errors": 4}
+    none = {"reward/over_budget": 0, "reward/A/over_budget": 0}
+    assert reward_metrics([group(dropped=4)], config()) == {"reward/A/errors": 4} | none
 
 
 def test_too_many_errors_of_a_domain_end_the_run_with_the_numbers_and_the_last_error() -> None:

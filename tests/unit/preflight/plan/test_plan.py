@@ -16,17 +16,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from roll.__main__ import main
 from roll.configs.shipped import SHIPPED
 from roll.configs.worker import WorkerConfig
+from roll.data.batch import Batch
+from roll.data.shared_prompts import computed_tokens, worth_sharing
 from roll.models import scoring
 from roll.models.freezing import freeze
 from roll.models.lora import LoraSpec, inject_adapter
 from roll.models.slot_cache import SlotCache
 from roll.models.tiny import make_tokenizer
 from roll.pipeline import planning
+from roll.preflight.plan import probe
 from roll.preflight.plan.activations import CHUNK_LOGITS, kept_per_token
-from roll.preflight.plan.devices import GPUS, parse_devices
+from roll.preflight.plan.devices import GPUS, cpu_of, parse_devices
 from roll.preflight.plan.memory import Surroundings, hf_generator_memory, trainer_memory
 from roll.preflight.plan.shapes import KNOWN, ModelShape
-from roll.preflight.plan.timing import Samples, rollout_time, training_time
+from roll.preflight.plan.timing import Samples, rollout_time, shared_share, training_time
 from roll.preflight.plan.work import Layout, Lengths, Role
 
 SIZES: dict[str, Any] = {
@@ -341,3 +344,46 @@ def test_a_silent_hub_is_asked_once_and_its_cache_counts(
     planning._hub_answers.cache_clear()
     said = " ".join(capsys.readouterr().err.split())
     assert len(asked) == 1 and "1 problem" in said and "nothing but its config.json" in said
+
+
+def test_the_rates_of_a_busy_machine_are_the_best_of_several_tries_and_it_is_said_to_be_busy() -> None:
+    quiet = cpu_of([(60e9, 9e9), (67e9, 10e9), (66e9, 8e9)], load=0.2, count=2)
+    assert (quiet.flops, quiet.bandwidth) == (67e9, 10e9) and "60 to 67 GFLOP/s" in quiet.tried
+    assert "load" not in quiet.tried
+    assert "load 9.1 on 2 cores" in cpu_of([(60e9, 9e9), (67e9, 10e9)], load=9.1, count=2).tried
+    assert "others work here" in cpu_of([(8e9, 9e9), (67e9, 10e9)], load=0.2, count=2).tried
+
+
+def test_tries_are_timed_by_the_processor_and_not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "SECONDS", 0.01)
+    tries = probe.rates()
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: pytest.fail("the clock"))
+    assert len(tries) == len(probe.rates()) == probe.TRIES
+    assert all(flops > 1e8 and bandwidth > 1e7 for flops, bandwidth in tries)
+
+
+@pytest.mark.parametrize(("rows", "group"), [(8, 8), (16, 8), (4, 8), (8, 1), (6, 4)])
+def test_operations_of_shared_prompts_are_those_of_the_rows_that_trainers_make(rows: int, group: int) -> None:
+    role = make_role(QWEN_7B, training_args={"per_device_train_batch_size": rows})
+    samples = Samples(64, 200, 56, group)
+    own = torch.arange(rows * 56).view(rows, 56) + 1000
+    prompts = torch.arange(rows).div(group, rounding_mode="floor")[:, None].expand(-1, 200)
+    tokens = torch.cat([prompts, own], dim=1).flatten()
+    batch = Batch(torch.full((rows,), 256), tokens, torch.zeros(rows * 256, dtype=torch.bool))
+    batch = batch.replace(loss_mask_T=batch.positions_T >= 200)
+    shared = worth_sharing(batch)
+    computed = computed_tokens([batch], sharing=True)
+    share = shared_share(role, samples)
+    assert (share < 1) == shared and computed_tokens([batch], sharing=False) == rows * 256
+    # Of a large model nearly all operations are products of single tokens; the output layer counts for loss tokens.
+    assert share == pytest.approx(computed / (rows * 256), abs=0.02)
+    assert shared_share(make_role(QWEN_7B, share_prompts=False), samples) == 1
+
+
+def test_a_time_that_nobody_waits_for_is_said_with_what_takes_it(
+    seven_billion: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "rlvr_math", seven_billion, "--devices", "CPU,memory=4000,tflops=0.01"]
+    assert main(words) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("it fits, but its time is not reasonable: a step takes") and "train actor_train" in last

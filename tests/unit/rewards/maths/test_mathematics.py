@@ -30,7 +30,7 @@ def test_no_wrong_answer_is_taken_for_a_right_one_and_few_right_ones_are_refused
         if pair["equal"] and not correct:
             refused.append((pair["kind"], pair["gold"], pair["response"]))
     assert not accepted
-    assert {kind for kind, *_ in refused} == {"hard"} and len(refused) <= 47, refused
+    assert {kind for kind, *_ in refused} == {"hard"} and len(refused) <= 41, refused
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,106 @@ def test_answers_that_cost_much_are_not_computed():
 
 def test_units_have_one_spelling():
     assert canonical_unit("square meters per second") == canonical_unit("m^2/s") == canonical_unit(" meters^2 / sec")
-    assert canonical_unit("or more") is None and canonical_unit("miles") != canonical_unit("meters")
+    assert (
+        canonical_unit("or more") is None
+        and canonical_unit("widgets") is None
+        and canonical_unit("miles") != canonical_unit("meters")
+    )
+
+
+@pytest.mark.parametrize("word", ["halves", "quadrillion", "dozens", "times two", "is wrong", "fifths of a pie", "k"])
+def test_words_that_make_a_number_another_are_no_unit(word):
+    assert isinstance(read(rf"5 \text{{ {word}}}"), Text) or not same(read("5"), read(rf"5 \text{{ {word}}}"))
+    assert canonical_unit(word, known=frozenset(word.split())) is None or word == "k"
+
+
+def test_words_of_the_question_are_what_is_counted():
+    def score(question: str) -> float:
+        return MathVerifier(MathConfig()).check(Sample(question, r"\boxed{5 \text{ widgets}}", "5", "maths")).score
+
+    assert (score("How many widgets are there?"), score("How many are there?")) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "July 4",
+            "at least 5",
+            "H2O",
+            "3:30 p.m.",
+            "No. 5",
+            "$5 each",
+            "50% off",
+            "x > 3",
+            "Dr. Who",
+            "C++",
+            "A and B",
+        ),
+        *("École", "等腰三角形", "5 red, 3 blue", "one-half", "Quadrant II", "O(n log n)", "yes/no", "5°C", "2H2 + O2"),
+    ],
+)
+def test_a_text_is_the_same_with_and_without_its_mark(text):
+    verifier = MathVerifier(MathConfig())
+    marked = text.replace("%", r"\%")
+    for response in (rf"\boxed{{\text{{{marked}}}}}", rf"\boxed{{{marked}}}", f"<answer>{text}</answer>"):
+        assert verifier.check(Sample("?", response, text, "maths")).correct, response
+        assert not verifier.check(Sample("?", response, f"not {text}", "maths")).correct
+
+
+def test_terms_with_corners_and_jumps_are_compared_beyond_them():
+    """Whatever number stands in it, ``max(c, x)`` is not ``c``, and a floor jumps where its argument is an integer."""
+    for number in ("5", "10^{9}", "0.001", "-1000"):
+        assert not same(read(number), read(rf"\max({number}, x)"))
+        assert not same(read("x"), read(rf"\min(x, {number})"))
+        assert not same(read("x"), read(rf"|x-{number}|+{number}"))
+    for shift in ("0.01", "10^{-12}", "10^{-40}"):
+        assert not same(read(r"\lfloor x\rfloor"), read(rf"\lfloor x+{shift}\rfloor"))
+    for name in ("sin", "cos", "tan"):
+        assert not same(read("x"), read(rf"1000\arc{name}(\{name}(x/1000))"))
+    assert same(read(r"\lfloor 2x\rfloor"), read(r"\lfloor x\rfloor+\lfloor x+\frac12\rfloor"))
+    assert same(read(r"\max(a,b)"), read(r"\frac{a+b+|a-b|}{2}"))
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        r"\boxed{7} so it is \boxed{",
+        r"<think>maybe \boxed{7}",
+        r"<answer>7",
+        r"<answer>7</answer> or <answer>8",
+        r"\boxed{7} can't be right.",
+        r"The answer is not equal to $\boxed{7}$.",
+        r"2 \cdot \boxed{7}",
+        r"\boxed{7} million",
+        r"\boxed{7} or 8",
+        r"\boxed{6} \boxed{7}",
+        "Anything but 7.",
+        "It is not the case that x = 7",
+        "7 can be ruled out.",
+    ],
+)
+def test_what_is_cut_off_or_denied_is_no_answer(response):
+    assert not MathVerifier(MathConfig()).check(Sample("?", response, "7", "maths")).correct
+
+
+def test_the_last_expression_of_a_truncated_response_may_be_half_of_one():
+    verifier = MathVerifier(MathConfig())
+    for response, correct in (("So x = 12", False), (r"So $x = \boxed{12}$ and then", True)):
+        sample = Sample("?", response, "12", "maths", truncated=True)
+        assert verifier.check(sample).correct is correct
+        assert verifier.check(Sample("?", response, "12", "maths")).correct
+
+
+def test_quantities_in_other_units_are_equal():
+    for one, other in (
+        ("1 km", "1000 m"),
+        ("36 km/h", "10 m/s"),
+        ("3 h 20 min", "200 minutes"),
+        ("2 ft 6 in", "30 in"),
+    ):
+        assert same(read(one), read(other)) and not same(read(one), read(f"{other}^2")), (one, other)
+    assert not same(read("1 m"), read(r"100 \text{ g}")) and not same(read("1 km^2"), read("1000 m^2"))
 
 
 def test_equal_answers_vote_together():

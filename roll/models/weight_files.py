@@ -1,0 +1,356 @@
+"""The tensors of a model folder by name, read when they are asked for, and how they fit a model.
+
+Every engine reads a folder by the same rules: each tensor in it is taken by the model, kept as it is beside what is
+trained, or the folder is refused. None is left out in silence, and none is made up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roll.models.adapter_files import ADAPTER_CONFIG
+from roll.models.tokenizer import local_folder, locate_model
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_PREDICTORS = re.compile(r"(^|\.)(mtp|nextn|eagle|medusa)[^.]*(\.|$)")
+"""Modules that predict further tokens, by the names that published models give them."""
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
+_QUANTISED = re.compile(r"(_scale(_inv|s)?|_blocks|\.?(qweight|qzeros|g_idx|scales|absmax|quant_map)|_packed)$")
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_SAMPLED_ROWS = 64
+
+
+class WeightFiles:
+    """A model's safetensors files, opened once; tensors come as the checkpoint names and shapes them.
+
+    Args:
+        path: folder in Hugging Face format, or a hub name (fetched first).
+
+    Raises:
+        ValueError: no such folder, no safetensors files in it, or files that are not those of their index.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.folder = local_folder(path, "*.safetensors", "*.json")
+        """On this machine."""
+        self._opened: dict[str, Any] = {}
+        self._file_of = self._find()
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._file_of.keys()
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.folder / file for file in self._opened]
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor on the CPU, in the number format of the file.
+
+        Raises:
+            ValueError: no tensor of that name.
+        """
+        # A model saved without its output layer has names without this prefix.
+        file_name = next((n for n in (name, name.removeprefix("model.")) if n in self._file_of), None)
+        if file_name is None:
+            raise ValueError(f"{self.folder}: no weight {name!r} in its safetensors files")
+        tensor: Tensor = self._opened[self._file_of[file_name]].get_tensor(file_name)
+        return tensor
+
+    def form(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and number format, as the header names it (``BF16``)."""
+        part = self._opened[self._file_of[name]].get_slice(name)
+        return tuple(part.get_shape()), part.get_dtype()
+
+    def same(self, one: str, other: str, *, sampled: bool) -> bool:
+        """Tells whether two tensors have the same values; ``sampled``: in some of their rows."""
+        if self.form(one) != self.form(other):
+            return False
+        parts = [self._opened[self._file_of[name]].get_slice(name) for name in (one, other)]
+        rows = self.form(one)[0][0]
+        step = max(1, rows // _SAMPLED_ROWS if sampled else 4096)
+        width = 1 if sampled else step
+        spans = ((start, start + width) for start in range(0, rows, step))
+        return all(bool((parts[0][a:b] == parts[1][a:b]).all()) for a, b in spans)
+
+    def _find(self) -> dict[str, str]:
+        """The file of each tensor, by what the files themselves hold."""
+        index, single = self.folder / INDEX, self.folder / SINGLE
+        indexed: dict[str, str] = {}
+        if index.is_file():
+            indexed = _read_index(index)
+            if single.is_file() and SINGLE not in indexed.values():
+                raise ValueError(f"model path {str(self.folder)!r}: seen both {SINGLE} and {INDEX}, expected one model")
+        elif not single.is_file():
+            raise ValueError(f"model path {str(self.folder)!r}: no {SINGLE} in it, and no {INDEX}")
+        files = sorted(set(indexed.values())) or [SINGLE]
+        if missing := [file for file in files if not (self.folder / file).is_file()]:
+            named = f"{len(missing)} of the {len(files)} files that {INDEX} names are not there"
+            raise ValueError(f"model path {str(self.folder)!r}: {named}: {shown(missing)}")
+        found: dict[str, str] = {}
+        for file in files:
+            for name in self._open(file).keys():  # noqa: SIM118 (not a dict)
+                if name in found:
+                    raise ValueError(f"{self.folder}: {name} is in {found[name]} and in {file}, expected in one file")
+                found[name] = file
+        if absent := [name for name, file in indexed.items() if found.get(name) != file]:
+            raise ValueError(f"{index}: {len(absent)} tensors are not in the files that it names: {shown(absent)}")
+        return found
+
+    def _open(self, file: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            self._opened[file] = safe_open(str(self.folder / file), framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"{self.folder / file}: {error}; expected a whole safetensors file") from error
+        return self._opened[file]
+
+
+def tensor_names(path: str) -> Sequence[str] | None:
+    """Names of a model's tensors where its files are on this machine, which nothing is fetched for; else ``None``."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(locate_model(path)[0], local_files_only=True))
+        except (OSError, ValueError):
+            return None
+    if (folder / INDEX).is_file():
+        return list(_read_index(folder / INDEX))
+    if not (folder / SINGLE).is_file():
+        return None
+    with contextlib.suppress(ValueError):  # said by those who read it
+        return list(WeightFiles(str(folder)).names)
+    return None
+
+
+def shown(names: Iterable[str], most: int = 3) -> str:
+    """The first of some names, and how many others there are."""
+    listed = sorted(names)
+    rest = len(listed) - most
+    return ", ".join(listed[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    try:
+        found: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        return dict(found)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file}: {error!r}; expected the index of a model's safetensors files") from error
+
+
+def adopt_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, tuple[tuple[str, ...], str | None]]:
+    """Makes a model's tensors leave under the names that a folder has, and says what each name of it means.
+
+    Transformers renames and joins tensors while it reads a folder, and undoes that when it saves the model which it has
+    read. A model that gets its weights in another way learns here what it would have done.
+
+    Returns:
+        For each name the model's own, several where it is cut, or some that the model does not have; and the pattern of
+        the conversion that makes them of it.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    conversions = get_model_conversion_mapping(model)
+    steps: Any = (
+        [one for one in conversions if isinstance(one, WeightRenaming)],
+        [one for one in conversions if isinstance(one, WeightConverter)],
+    )
+    own, prefix = model.state_dict(), model.base_model_prefix
+    targets = {source: one.target_patterns for one in steps[1] for source in one.source_patterns}
+    found: dict[str, tuple[tuple[str, ...], str | None]] = {}
+    for name in sorted(names, key=dot_natural_key):
+        key, pattern = rename_source_key(name, steps[0], steps[1], prefix, own)
+        if key not in own and name in own:
+            key, pattern = rename_source_key(name, [], [], prefix, own)
+        first, *others = targets[pattern] if pattern else [key]
+        found[name] = ((key, *(key.replace(first, other) for other in others)), pattern)
+    model._weight_conversions = [one for one in conversions if one.was_used()]  # type: ignore[assignment]
+    return found
+
+
+@dataclass(frozen=True)
+class FolderFit:
+    """How the tensors of a folder fit a model.
+
+    Args:
+        model: made of the folder's configuration, its weights on the meta device.
+        config: the folder's, of which the model may be the language part.
+        sampled: compare some rows of what may differ, not all.
+    """
+
+    model: PreTrainedModel
+    config: PreTrainedConfig
+    files: WeightFiles
+    sampled: bool = False
+
+    @cached_property
+    def kept(self) -> list[str]:
+        """Names of what the model does not compute with, and a saved model has as it was."""
+        return sorted(name for name in self._left if self._stands_alone(name))
+
+    def problems(self) -> Iterator[str]:
+        """Reasons for which no engine may read the folder."""
+        kind, total = type(self.model).__name__, len(self.files.names)
+        if foreign := sorted(self._left.keys() - set(self.kept)):
+            yield (
+                f"{len(foreign)} of its {total} tensors have no place in {kind} and would be lost: {shown(foreign)}; "
+                f"{self._hint(foreign)}"
+            )
+        if missing := sorted(self._missing()):
+            yield f"{len(missing)} weights are missing, the first is {missing[0]!r}"
+        yield from self._shape_problems()
+        if formats := {
+            n: form for n in self._taken if (form := self.files.form(n)[1]) not in _FLOATS and self._real(n)
+        }:
+            name = min(formats)
+            yield f"{name}: seen number format {formats[name]}, expected weights in bf16, fp16 or fp32"
+        for one, other in self._ties():
+            if not self.files.same(one, other, sampled=self.sampled):
+                yield (
+                    f"{one} differs from {other}, but config.json says tie_word_embeddings: true, by which they are "
+                    "one; engines would run different models. Set tie_word_embeddings: false in config.json if "
+                    f"{one} is meant, else remove it from the file"
+                )
+
+    @cached_property
+    def _own(self) -> dict[str, Tensor]:
+        return dict(self.model.state_dict())
+
+    @cached_property
+    def _meant(self) -> dict[str, tuple[tuple[str, ...], str | None]]:
+        return adopt_names(self.model, self.files.names)
+
+    @cached_property
+    def _taken(self) -> dict[str, str]:
+        return {name: keys[0] for name, (keys, _) in self._meant.items() if keys[0] in self._own}
+
+    @cached_property
+    def _left(self) -> dict[str, str]:
+        """What the model does not take, by names in the file, with what they would be in the model."""
+        return {name: keys[0] for name, (keys, _) in self._meant.items() if keys[0] not in self._own}
+
+    def _real(self, name: str) -> bool:
+        return self._own[self._taken[name]].is_floating_point()
+
+    def _stands_alone(self, name: str) -> bool:
+        """Tells whether a tensor that is left over changes nothing of what the model computes."""
+        key, model = self._left[name], self.model
+        if _PREDICTORS.search(name) or self._beyond(name) or name in self._of_other_parts:
+            return True
+        ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
+        if any(re.search(pattern, key) for pattern in ignored):
+            return True
+        if key in self._computed or self.files.form(name)[1] == "BOOL" or name.endswith(".masked_bias"):
+            return True  # masks and frequencies, which older versions stored
+        return self._outside(name)
+
+    @cached_property
+    def _computed(self) -> set[str]:
+        return {name for name, _ in self.model.named_non_persistent_buffers()}
+
+    def _outside(self, name: str) -> bool:
+        """A head beside the trunk, such as ``v_head.summary.weight``, which reads what the trunk returns."""
+        prefix = f"{self.model.base_model_prefix}."
+        roots = {child for child, _ in self.model.named_children()}
+        trunk = self.model.base_model is self.model  # then the heads are what the model lacks
+        whole = any(taken.startswith(prefix) for taken in self._taken)
+        return whole and not name.startswith(prefix) and (trunk or name.partition(".")[0] not in roots)
+
+    def _beyond(self, name: str) -> bool:
+        """A layer behind the model's own, where the configuration says that some there predict further tokens."""
+        text = self.config.get_text_config()
+        entries = {key: value for key, value in text.to_dict().items() if isinstance(value, int)}
+        further = max([0, *(count for key, count in entries.items() if "nextn" in key or "mtp" in key)])
+        number, count = _LAYER.search(name), getattr(text, "num_hidden_layers", None)
+        return number is not None and count is not None and count <= int(number[1]) < count + further
+
+    @cached_property
+    def _of_other_parts(self) -> set[str]:
+        """Names that the class which the configuration names has beside the language model, as a vision tower."""
+        import torch
+        import transformers
+        from transformers.initialization import no_init_weights
+
+        config = self.config
+        declared = getattr(transformers, (config.architectures or [""])[0], None)
+        if config.get_text_config() is config or declared is None or type(self.model) is declared:
+            return set()
+        with torch.device("meta"), no_init_weights():
+            whole = declared._from_config(config)
+        own = whole.state_dict()
+        return {name for name, (keys, _) in adopt_names(whole, self._left).items() if keys[0] in own}
+
+    def _missing(self) -> set[str]:
+        found = {key for name in self._taken for key in self._meant[name][0]}
+        ties = self.model.all_tied_weights_keys
+        for one, other in ties.items():
+            if one in found or other in found:
+                found |= {one, other}
+        ignored = self.model._keys_to_ignore_on_load_missing or ()
+        return {name for name in self._own.keys() - found if not any(re.search(each, name) for each in ignored)}
+
+    def _shape_problems(self) -> Iterator[str]:
+        parts: dict[str, dict[str, list[str]]] = {}
+        wrong = []
+        for name, key in self._taken.items():
+            if (pattern := self._meant[name][1]) is not None:
+                parts.setdefault(key, {}).setdefault(pattern, []).append(name)
+                continue
+            seen, expected = self.files.form(name)[0], tuple(self._own[key].shape)
+            if seen != expected:
+                wrong.append(f"{name}: seen shape {seen}, expected {expected}")
+        if wrong:
+            yield wrong[0] + (f", and {len(wrong) - 1} more of other shapes" if wrong[1:] else "")
+        for key, groups in parts.items():
+            counts = {len(names) for names in groups.values()}
+            many = any("*" in pattern for pattern in groups) and self._own[key].ndim == 3
+            if len(counts) > 1 or (many and counts != {self._own[key].shape[0]}):
+                made = ", ".join(f"{len(names)} of {pattern}" for pattern, names in groups.items())
+                yield f"{key}: made of {made}, expected {self._own[key].shape[0] if many else 'as many'} of each"
+
+    def _ties(self) -> Iterator[tuple[str, str]]:
+        """Pairs of names of the file that are one tensor in the model."""
+        names = {key: name for name, key in self._taken.items()}
+        for target, source in self.model.all_tied_weights_keys.items():
+            if target in names and source in names:
+                yield names[target], names[source]
+
+    def _hint(self, foreign: Sequence[str]) -> str:
+        if any(_QUANTISED.search(name) for name in foreign):
+            return "they belong to quantised weights; expected a model in bf16, fp16 or fp32"
+        count = getattr(self.config.get_text_config(), "num_hidden_layers", None)
+        beyond = [int(found[1]) for name in foreign if (found := _LAYER.search(name))]
+        if count is not None and beyond and min(beyond) >= count:
+            return f"config.json says num_hidden_layers: {count}, the file has {max(beyond) + 1} layers"
+        return "expected the config.json that belongs to the file"
+
+
+def check_folder(model: PreTrainedModel, config: PreTrainedConfig, path: str, *, sampled: bool = False) -> FolderFit:
+    """The fit of a folder that engines read. Arguments as in ``FolderFit``.
+
+    Raises:
+        ValueError: it has problems; names all of them.
+    """
+    fit = FolderFit(model, config, WeightFiles(path), sampled)
+    if (fit.files.folder / ADAPTER_CONFIG).is_file():  # which Transformers would put on the model that it loads
+        raise ValueError(f"model path {path!r}: seen a model and {ADAPTER_CONFIG}, expected one of them")
+    if problems := list(fit.problems()):
+        raise ValueError(f"model path {path!r}: " + "; ".join(problems))
+    return fit

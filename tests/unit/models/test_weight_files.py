@@ -1,0 +1,315 @@
+"""Tensors of a folder: read by name from what Transformers writes, and taken, kept or refused by a model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from roll.models.heads import load_value_head
+from roll.models.loading import fit_folder, load_causal_lm, load_config, outline
+from roll.models.weight_files import INDEX, FolderFit, WeightFiles
+from tests.support.megatron_models import CONFIGS, checkpoint, make_model
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return make_model(CONFIGS["qwen3 moe"])
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
+def test_reads_all_that_a_saved_model_holds(model: PreTrainedModel, tmp_path: Path, shard_size: str) -> None:
+    model.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard_size == "20KB")
+    files = WeightFiles(str(tmp_path))
+    for name, weight in checkpoint(model).items():
+        assert torch.equal(files.read(name), weight)
+
+
+def test_a_model_without_output_layer_has_names_without_prefix(model: PreTrainedModel, tmp_path: Path) -> None:
+    model.get_decoder().save_pretrained(tmp_path)
+    files = WeightFiles(str(tmp_path))
+    assert torch.equal(files.read("model.norm.weight"), model.get_parameter("model.norm.weight"))
+    with pytest.raises(ValueError, match=r"no weight 'lm_head\.weight' in its safetensors files"):
+        files.read("lm_head.weight")
+
+
+def test_a_folder_without_weights_is_an_error(model: PreTrainedModel, tmp_path: Path) -> None:
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"no model\.safetensors in it"):
+        WeightFiles(str(tmp_path))
+
+
+def tiny(kind: str, **options: Any) -> PreTrainedConfig:
+    shape = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0}
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    latent = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 4)
+    more: dict[str, dict[str, Any]] = {
+        "GPT2": {"n_inner": 24},
+        "GPTNeoX": {"intermediate_size": 24},
+        "Llama": {"intermediate_size": 24, "num_key_value_heads": 1},
+        "Qwen2": {"intermediate_size": 24, "num_key_value_heads": 1, "tie_word_embeddings": True},
+        "Qwen3Moe": {"num_key_value_heads": 1, "num_experts": 4, "head_dim": 8, **experts},
+        "DeepseekV3": {
+            "intermediate_size": 24,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            **experts,
+            **latent,
+        },
+    }
+    config: PreTrainedConfig = getattr(transformers, f"{kind}Config")(**shape, **more[kind], **options)
+    return config
+
+
+def written(folder: Path, kind: str, **options: Any) -> dict[str, Tensor]:
+    """The tensors of a random model, which is in the folder then."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny(kind, **options)).float().save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def write(folder: Path, tensors: dict[str, Tensor]) -> None:
+    whole = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def configure(folder: Path, **entries: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+Change = Callable[[Path, dict[str, Tensor]], None]
+
+
+def with_more(name: str, *shape: int, dtype: torch.dtype = torch.float32, **entries: Any) -> Change:
+    def change(folder: Path, tensors: dict[str, Tensor]) -> None:
+        write(folder, {**tensors, name: torch.ones(shape, dtype=dtype)})
+        configure(folder, **entries)
+
+    return change
+
+
+def without(name: str) -> Change:
+    return lambda folder, tensors: write(folder, {key: one for key, one in tensors.items() if key != name})
+
+
+def third_layer(folder: Path, tensors: dict[str, Tensor]) -> None:
+    copy = {name.replace(".1.", ".2."): tensor for name, tensor in tensors.items() if ".layers.1." in name}
+    write(folder, {**tensors, **copy})
+
+
+def below(prefix: str) -> Change:
+    return lambda folder, tensors: write(folder, {f"{prefix}{name}": tensor for name, tensor in tensors.items()})
+
+
+def in_fp8(folder: Path, tensors: dict[str, Tensor]) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    write(folder, {**tensors, name: tensors[name].to(torch.float8_e4m3fn)})
+
+
+QUERY = "model.layers.0.self_attn.q_proj"
+REFUSED: dict[str, tuple[str, Change, str]] = {
+    "another output layer than the tied one": (
+        "Qwen2",
+        with_more("lm_head.weight", 32, 16),
+        r"lm_head\.weight differs from model\.embed_tokens\.weight, but .* tie_word_embeddings: true",
+    ),
+    "a layer too many": (
+        "Llama",
+        third_layer,
+        r"9 of its 30 tensors have no place in LlamaForCausalLM and would be lost: \S+layers\.2\.\S+, \S+, \S+ and 6 "
+        r"more; config\.json says num_hidden_layers: 2, the file has 3 layers",
+    ),
+    "a layer too few": (
+        "Llama",
+        without("model.layers.1.mlp.up_proj.weight"),
+        r"1 weights are missing.*1\.mlp\.up_proj",
+    ),
+    "a bias": ("Llama", with_more(f"{QUERY}.bias", 16), rf"1 of its 22 tensors .*lost: {QUERY}\.bias"),
+    "scales": ("Llama", with_more(f"{QUERY}.weight_scale_inv", 1, 1), "they belong to quantised weights"),
+    "fp8": ("Llama", in_fp8, r"0\.mlp\.up_proj\.weight: seen number format F8_E4M3, expected weights in bf16"),
+    "stated as quantised": (
+        "Llama",
+        lambda folder, _: configure(folder, quantization_config={"quant_method": "fp8"}),
+        r"quantization_config in its config\.json \(fp8\), expected a model in bf16",
+    ),
+    "a wrapper's prefix": ("Llama", below("module."), r"21 of its 21 tensors .*lost: module\.lm_head\.weight"),
+    "other sizes": (
+        "Llama",
+        lambda folder, _: configure(folder, intermediate_size=20),
+        r"mlp\.\w+\.weight: seen shape \(.*\), expected \(.*\), and 5 more of other shapes",
+    ),
+    "an expert without its half": (
+        "Qwen3Moe",
+        without("model.layers.1.mlp.experts.2.up_proj.weight"),
+        r"1\.mlp\.experts\.gate_up_proj: made of 4 of \S+, 3 of \S+, expected 4 of each",
+    ),
+    "an expert too few": (
+        "Qwen3Moe",
+        without("model.layers.1.mlp.experts.2.down_proj.weight"),
+        r"1\.mlp\.experts\.down_proj: made of 3 of \S+, expected 4 of each",
+    ),
+    "a router without its bias": (
+        "DeepseekV3",
+        without("model.layers.1.mlp.gate.e_score_correction_bias"),
+        r"1 weights are missing.*e_score_correction_bias",
+    ),
+    "an adapter too": (
+        "Llama",
+        lambda folder, _: (folder / "adapter_config.json").write_text("{}") and None,
+        r"seen a model and adapter_config\.json",
+    ),
+    "a padding token beyond": (
+        "Llama",
+        lambda folder, _: configure(folder, pad_token_id=32),
+        "pad_token_id: seen 32, expected below vocab_size 32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_folder_that_is_not_the_models_is_refused(tmp_path: Path, name: str) -> None:
+    kind, change, reason = REFUSED[name]
+    change(tmp_path, written(tmp_path, kind))
+    with pytest.raises(ValueError, match=f"model path .*{reason}"):
+        load_causal_lm(str(tmp_path))
+
+
+KEPT: dict[str, tuple[str, Change, list[str]]] = {
+    "a value head": ("Llama", with_more("v_head.summary.weight", 1, 16), ["v_head.summary.weight"]),
+    "frequencies": ("Llama", with_more(f"{QUERY[:-7]}.rotary_emb.inv_freq", 4), [f"{QUERY[:-7]}.rotary_emb.inv_freq"]),
+    "a mask": (
+        "GPTNeoX",
+        with_more("gpt_neox.layers.0.attention.bias", 1, 1, 4, 4, dtype=torch.bool),
+        ["gpt_neox.layers.0.attention.bias"],
+    ),
+    "predictors of their own": ("Qwen3Moe", with_more("mtp.fc.weight", 16, 32), ["mtp.fc.weight"]),
+    "predictors behind the layers": (
+        "DeepseekV3",
+        with_more("model.layers.2.eh_proj.weight", 16, 32, num_nextn_predict_layers=1),
+        ["model.layers.2.eh_proj.weight"],
+    ),
+    "a copy of the tied embedding": (
+        "Qwen2",
+        lambda folder, tensors: write(folder, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}),
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_the_model_does_not_compute_with_is_kept(tmp_path: Path, name: str) -> None:
+    kind, change, kept = KEPT[name]
+    change(tmp_path, written(tmp_path, kind))
+    assert fit_folder("lm", str(tmp_path), load_config(str(tmp_path))).kept == kept
+    assert not load_causal_lm(str(tmp_path)).training
+
+
+def test_layers_behind_those_that_predict_further_tokens_are_refused(tmp_path: Path) -> None:
+    with_more("model.layers.3.eh_proj.weight", 16, 32, num_nextn_predict_layers=1)(
+        tmp_path, written(tmp_path, "DeepseekV3")
+    )
+    with pytest.raises(ValueError, match=r"lost: model\.layers\.3\.eh_proj\.weight; .* the file has 4 layers"):
+        load_causal_lm(str(tmp_path))
+
+
+def test_the_output_layer_is_no_business_of_a_trunk(tmp_path: Path) -> None:
+    with_more("lm_head.weight", 32, 16)(tmp_path, written(tmp_path, "Qwen2"))
+    assert fit_folder("value", str(tmp_path), load_config(str(tmp_path))).kept == ["lm_head.weight"]
+
+
+def test_a_head_of_several_outputs_is_no_start_of_a_value_head(tmp_path: Path) -> None:
+    with_more("score.weight", 2, 16)(tmp_path, written(tmp_path, "Llama"))
+    with pytest.raises(ValueError, match=r"score\.weight: seen shape \(2, 16\), expected \(1, 16\)"):
+        load_value_head(16, tmp_path)
+
+
+@pytest.fixture
+def shards(model: PreTrainedModel, tmp_path: Path) -> tuple[Path, list[Path], dict[str, str]]:
+    """A folder of several files, and the map of its index."""
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    index = json.loads((tmp_path / INDEX).read_text())
+    return tmp_path, sorted(tmp_path.glob("model-*.safetensors")), index["weight_map"]
+
+
+def test_a_file_of_the_index_that_is_not_there_is_named(shards) -> None:
+    folder, files, _ = shards
+    files[0].unlink()
+    with pytest.raises(
+        ValueError, match=rf"1 of the {len(files)} files that {INDEX} names are not there: {files[0].name}"
+    ):
+        load_causal_lm(str(folder))
+
+
+def test_an_index_that_names_what_is_not_in_its_file_is_refused(shards) -> None:
+    folder, _, names = shards
+    (folder / INDEX).write_text(json.dumps({"weight_map": {**names, "model.more.weight": files_of(names)[0]}}))
+    with pytest.raises(ValueError, match=r"1 tensors are not in the files that it names: model\.more\.weight"):
+        WeightFiles(str(folder))
+
+
+def files_of(names: dict[str, str]) -> list[str]:
+    return sorted(set(names.values()))
+
+
+def test_a_tensor_in_two_files_is_refused(shards) -> None:
+    folder, files, names = shards
+    name = next(name for name, file in names.items() if file == files[0].name)
+    first, second = load_file(files[0]), load_file(files[1])
+    save_file({**second, name: first[name] + 1}, files[1])
+    with pytest.raises(ValueError, match=f"{name} is in {files[0].name} and in {files[1].name}, expected in one file"):
+        WeightFiles(str(folder))
+
+
+def test_two_models_in_one_folder_are_refused(shards) -> None:
+    folder, files, _ = shards
+    shutil.copy(files[0], folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"seen both model\.safetensors and \S+index\.json, expected one model"):
+        WeightFiles(str(folder))
+
+
+FAMILIES = [
+    "bloom",
+    "falcon",
+    "gemma3_text",
+    "glm4_moe",
+    "gpt2",
+    "gpt_oss",
+    "jamba",
+    "mixtral",
+    "opt",
+    "phi3",
+]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_what_transformers_saves_of_a_family_fits_it(kind: str) -> None:
+    """Made of no more than names and shapes, in the sizes that the family has by default, with few layers."""
+    config = transformers.AutoConfig.for_model(kind)
+    if getattr(config, "layer_types", None) is None and kind != "jamba":
+        config.num_hidden_layers = 2
+    model = outline("lm", config)
+    state = {name: one for name, one in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    fit = FolderFit(model, config, cast(WeightFiles, Headers(revert_weight_conversion(model, state))))
+    assert list(fit.problems()) == [] and fit.kept == []
+
+
+class Headers:
+    """What ``FolderFit`` asks of files, of tensors without values."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.names = tensors
+        self.form = lambda name: (tuple(tensors[name].shape), "F32")

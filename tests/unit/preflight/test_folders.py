@@ -1,0 +1,133 @@
+"""Folders of models whose tensors, tokens or layers do not fit are refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from safetensors.torch import load_file, save_file
+
+from roll.configs.loader import validate
+from roll.configs.problems import ConfigErrors
+from roll.configs.sft import SFTConfig
+from roll.models.tiny import make_tokenizer
+from roll.preflight.choices import CHECKS
+from roll.preflight.models import describe_adapter
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A whole model that fits its tokenizer."""
+    tokenizer = make_tokenizer()
+    config = transformers.Qwen2Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **SIZES)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def settings(folder: Path, strategy: str, **model_args: Any) -> dict[str, Any]:
+    data = folder.parent / "data.jsonl"
+    data.write_text("")
+    section = {
+        "model_args": {"dtype": "fp32", **model_args},
+        "data_args": {"file_name": str(data), "prompt": "prompt"},
+        "strategy_args": {"strategy_name": strategy},
+        "device_mapping": [0],
+    }
+    return {"exp_name": "run", "max_steps": 1, "pretrain": str(folder), "actor_train": section}
+
+
+def problems(folder: Path, strategy: str = "fsdp2_train", **model_args: Any) -> dict[str, str]:
+    try:
+        validate(SFTConfig, settings(folder, strategy, **model_args), CHECKS[SFTConfig])
+    except ConfigErrors as errors:
+        return {problem.path: f"{problem.expected} {problem.hint}" for problem in errors.problems}
+    return {}
+
+
+def add_output_layer(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    other = tensors["model.embed_tokens.weight"] + 1
+    save_file({**tensors, "lm_head.weight": other}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def configure(folder: Path, file: str = "config.json", **entries: Any) -> None:
+    known = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(known | entries))
+
+
+def add_token(folder: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
+    tokenizer.save_pretrained(folder)
+
+
+WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
+    "output layer": (add_output_layer, "lm_head.weight differs from model.embed_tokens.weight"),
+    "layers": (
+        lambda folder: configure(folder, num_hidden_layers=1, layer_types=["full_attention"]),
+        "config.json says num_hidden_layers: 1, the file has 2",
+    ),
+    "quantised": (
+        lambda folder: configure(folder, quantization_config={"quant_method": "awq"}),
+        "quantization_config in its config.json (awq)",
+    ),
+    "token": (add_token, "1 of the tokenizer's"),
+    "configuration": (lambda folder: configure(folder, num_hidden_layers=1), "(1) must be equal to the number of"),
+    "end": (
+        lambda folder: configure(folder, "generation_config.json", eos_token_id=[1, 999]),
+        "generation_config.json: eos_token_id: seen [1, 999], expected below vocab_size",
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2_train", "deepspeed_train", "megatron_train"])
+def test_a_whole_folder_is_valid_for_every_trainer(folder: Path, strategy: str) -> None:
+    assert problems(folder, strategy) == {}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_named(folder: Path, name: str) -> None:
+    change, reason = WRONG[name]
+    change(folder)
+    assert reason in problems(folder)["pretrain"]
+
+
+def test_the_tokens_without_a_row_are_named_with_their_ids(folder: Path) -> None:
+    add_token(folder)
+    rows = len(make_tokenizer())
+    assert f"beyond the model's vocabulary (vocab_size {rows}): '<|new|>' ({rows});" in problems(folder)["pretrain"]
+
+
+def test_weights_that_are_not_here_are_no_problem(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    assert problems(folder) == {}
+
+
+def test_what_all_linear_leaves_out_of_a_mixture_is_said(tmp_path: Path) -> None:
+    config = transformers.MixtralConfig(vocab_size=64, num_local_experts=4, **SIZES)
+    config.save_pretrained(tmp_path / "model")
+    made = validate(SFTConfig, settings(tmp_path / "model", "fsdp2_train", lora_target="all-linear"))
+    (line,) = describe_adapter(made)
+    assert line.startswith("warning: actor_train.model_args.lora_target: all-linear leaves without adapter: ")
+    assert "mlp.experts.gate_up_proj (2 tensors, 6,144 parameters)" in line
+
+
+def test_layers_of_gpt2_are_adapted_or_named(tmp_path: Path) -> None:
+    transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=8192).save_pretrained(tmp_path / "model")
+    assert problems(tmp_path / "model", lora_target="all-linear") == {}
+    found = problems(tmp_path / "model", lora_target="q_proj")
+    assert "c_attn, c_fc, c_proj" in found["actor_train.model_args.lora_target"]
