@@ -82,6 +82,8 @@ _LANGUAGE = re.compile(r"[{\s]*\.?([\w+#.-]*)")
 _ONE_LINE = re.compile(r"[ \t]*```(?:(?:python|py)\d?[ \t]+)?([^`\n]+)```[ \t]*")
 _WORD = re.compile(r"[a-zA-Z][\w+#]*")
 _MARKDOWN = ("markdown", "md")
+_NO_LANGUAGE = ("text", "txt", "plaintext", "plain", "code")
+_TAG = re.compile(r"\s*</\w+>\s*")
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,8 @@ def _closing(lines: Sequence[str], start: int, opening: _Opening, strict: bool) 
             doubtful = doubtful or end
         if tracks:
             quote = _quote_after(lines[at], quote)[0]
-    last = doubtful or _End(len(lines), len(lines), closed=False)
+    tag = next((at for at in range(start, len(lines)) if doubtful is None and _TAG.fullmatch(lines[at])), None)
+    last = doubtful or (_End(tag, tag) if tag is not None else _End(len(lines), len(lines), closed=False))
     return _End(last.line, last.after, last.rest, last.closed, sure=False)
 
 
@@ -283,7 +286,8 @@ def _is_python_name(word: str) -> bool:
 
 
 def _is_python(block: Block) -> bool:
-    return bool(block.code.strip()) and (block.session or _is_python_name(block.language))
+    unnamed = block.language in _NO_LANGUAGE and (_DEFINITION.search(block.code) or _READS.search(block.code))
+    return bool(block.code.strip()) and (block.session or bool(unnamed) or _is_python_name(block.language))
 
 
 class _Names:
@@ -294,6 +298,7 @@ class _Names:
         """Functions, methods and classes."""
         self.offered = {name for indent, name in _DEFINITION.findall(code) if not indent}
         """Functions and classes that other code can use."""
+        self.constants = {name for name in _ASSIGNED.findall(code) if name.isupper() and len(name) > 1}
         parts = [part for found in _IMPORTED.findall(code) for part in found.strip("() \t").split(",")]
         self.imported = {part.split(" as ")[-1].strip().partition(".")[0] for part in parts} - {""}
         used = _USED.findall(code)
@@ -303,8 +308,8 @@ class _Names:
     def lacks(self, other: _Names, asked: frozenset[str]) -> bool:
         """Tells whether this code needs what the other has."""
         functions = other.offered - self.defined - self.imported
-        imports = other.imported - self.defined - self.imported
-        return bool(functions & (self.called | asked) or imports & self.used)
+        others = (other.imported - self.defined - self.imported) | (other.constants - self.constants)
+        return bool(functions & (self.called | asked) or others & self.used)
 
     def add(self, other: _Names) -> None:
         for name, names in vars(other).items():
