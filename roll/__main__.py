@@ -160,13 +160,14 @@ def _add_import(commands: Any) -> None:
         metavar="NAME=value",
         help="a variable of a launch script's environment; may be given often",
     )
+    parser.add_argument("--all", action="store_true", dest="everything", help="also name the keys that are kept")
 
 
 def _import(options: argparse.Namespace) -> int:
     from roll.pipeline.importing import run
 
     sys.path.insert(0, os.getcwd())  # a user's own rewards
-    return run(options.system, options.words, options.output, options.variables)
+    return run(options.system, options.words, options.output, options.variables, options.everything)
 
 
 def _add_env_check(commands: Any) -> None:

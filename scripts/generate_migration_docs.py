@@ -37,7 +37,8 @@ names the variable that decides, `--set DEVICE=gpu` gives it, and `key=value` wo
 Several files are laid over each other in their order.
 
 The result holds what differs from the defaults here. Where a key is not given and its default there is another than
-here, theirs is written out. The report says what has become of each key:
+here, theirs is written out. Above the keys that it concerns, `# lost:` and `# TODO:` say what could not be carried
+over and what is left to do. The report begins with both; keys that are kept as they are it names with `--all`:
 
 | word | meaning |
 |---|---|
@@ -49,8 +50,10 @@ here, theirs is written out. The report says what has become of each key:
 | dropped | nothing changes without it; the reason is given |
 | left to you | something outside of the configuration: a path, a secret, a model that must be served |
 | impossible | results would change, and there is no way to say it here; the reason is given |
+| unknown to the importer | no rule knows the key; a value that links read elsewhere is not reported so |
 
-The exit code is 1 when a key is impossible or the result needs an edit, 2 when a file cannot be read, else 0.
+The exit code is 1 when a key is impossible or unknown or the result needs an edit, 2 when a file cannot be read, else
+0. Files that train on pictures, video or sound are refused by the keys, models and data sets that say so.
 Secrets are not copied. `roll train` given such a file answers with the command to run.
 """
 
@@ -114,6 +117,10 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "A judge that runs on the run's own devices stays there (`judge_model_type: inference`); the cluster `reward`, "
         "which environments ask, becomes `judge`.",
         "With `async_generation_ratio` old samples get importance weights (`train_infer_correction.is_weight`).",
+        "Constants of ROLL's losses are keys here, and written out: the dual clip `dual_clip_c` is 1 + 2 × `pg_clip`, "
+        "the estimator of the KL loss is k3. A `max_grad_norm` of 0, the default of distillation there, clips nothing.",
+        "A reward worker that has no counterpart becomes the verifier `custom` with a file that is yours to write: "
+        "until then the configuration is not valid.",
         "Agentic batches are not filled up or cut by chance (`batch_adjust_mode`).",
         "Files of the SFT, DPO and distillation pipelines become configurations of those here; `num_train_epochs` is "
         "then how long the run is, and held-out samples are read whole.",

@@ -97,7 +97,7 @@ def plain_problems(value: Any, path: str = "") -> Iterator[ConfigProblem]:
 
 
 def none_problems(section: Config, path: str = "") -> Iterator[ConfigProblem]:
-    """Texts ``None`` where null may be, which YAML calls otherwise than Python."""
+    """Texts ``None`` where null is meant: Python's spelling, which YAML reads as a word."""
     for name, field in type(section).model_fields.items():
         value, key = getattr(section, name), f"{path}.{name}" if path else name
         inside = value.items() if isinstance(value, dict) else ()
@@ -105,7 +105,7 @@ def none_problems(section: Config, path: str = "") -> Iterator[ConfigProblem]:
             if isinstance(each, Config):
                 yield from none_problems(each, part)
         if value == "None" and type(None) in get_args(field.annotation):
-            yield ConfigProblem(key, value, "null, which YAML calls so")
+            yield ConfigProblem(key, value, "null, as YAML spells it")
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:

@@ -76,6 +76,8 @@ def read_value(key: str, text: str) -> Any:
     """
     if not text.strip():
         raise ValueError(f"a value\n{key}=null is nothing, {_quoted(key, '')} an empty text")
+    if text.strip() in ("None", "none"):
+        raise ValueError(f"null, as YAML spells it\nwrite {key}=null")
     quote = f"for this very text: {_quoted(key, text)}"
     links: list[str] = []
     try:
@@ -123,7 +125,7 @@ def _check_nodes(text: str, root: yaml.Node) -> None:
         if "\n" in text[start:end].strip() or node.style in ("|", ">"):
             raise _OtherThanMeantError("a value of one line, in which \\n between double quotes is a line break")
         if node.style in _PLAIN_STYLES and node.value in ("None", "none"):
-            raise _OtherThanMeantError("null, which YAML calls so")
+            raise _OtherThanMeantError("null, as YAML spells it")
     if "#" in rest:
         raise _OtherThanMeantError("no # that begins a comment")
 

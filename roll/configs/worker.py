@@ -90,7 +90,9 @@ class WorkerConfig(Config):
         default=1, ge=1, description="Padded lengths of scoring micro-batches are rounded up to a multiple of this."
     )
     use_sequence_packing: bool = Field(
-        default=False, description="Lay the sequences of a micro-batch end to end in one row instead of padding them."
+        default=False,
+        description="Lay the sequences of a micro-batch end to end in one row instead of padding them: of models that "
+        "are known to keep them apart.",
     )
     router_replay: RouterReplayConfig = Field(
         default_factory=RouterReplayConfig,
@@ -100,7 +102,8 @@ class WorkerConfig(Config):
         default=True,
         description="Sequences that begin with the same prompt compute it once, where that leaves at most 90% of the "
         "tokens: with full attention, in fsdp2 and deepspeed strategies with sdpa, and in megatron strategies without "
-        "TransformerEngine, context parallelism and moe_aux_loss_coeff. The gradient is the same.",
+        "TransformerEngine, context parallelism and moe_aux_loss_coeff. Off, with a warning, for models that are not "
+        "known to keep sequences apart. The gradient is the same.",
     )
 
     @property

@@ -68,11 +68,11 @@ def _message(entry: Any, place: str) -> Heard:
     named = next((key for key in ("role", "from") if key in given), None)
     if named is None:
         raise RowError(f"{place}: no role, seen {', '.join(map(repr, entry)) or 'nothing'}")
-    called = given[named]
-    role = ROLES.get(called) if isinstance(called, str) else None
+    called = given[named].lower() if isinstance(given[named], str) else ""
+    role = ROLES.get(called)
     if role is None:
         expected = f"one of {', '.join(list(ROLES)[:5])}, or a name that stands for one: {', '.join(list(ROLES)[5:])}"
-        raise RowError(f"{place}.{named}: {short(called)}, expected {expected}")
+        raise RowError(f"{place}.{named}: {short(given[named])}, expected {expected}")
     message: dict[str, Any] = {"role": role}
     words, thought = _content(given, place)
     calls = _calls(given, place)

@@ -218,13 +218,19 @@ def row_tools(values: Mapping[str, Any], args: DataArguments) -> tuple[Tool, ...
     if args.tools is None:
         return None
     if args.tools == _DEFAULT_TOOLS and not _has(values, args.tools):
-        with suppress(RowError):  # OpenAI's older name, or somebody else's column
-            return read_tools(values.get("functions"), "functions")
-        return None
+        return _functions(values)
     return read_tools(lookup(values, args.tools), args.tools)
 
 
+def _functions(values: Mapping[str, Any]) -> tuple[Tool, ...] | None:
+    """The tools in OpenAI's older column, unless it is somebody else's."""
+    with suppress(RowError):
+        return read_tools(values.get(_FUNCTIONS), _FUNCTIONS)
+    return None
+
+
 _DEFAULT_TOOLS = DataArguments.model_fields["tools"].default
+_FUNCTIONS = "functions"
 
 
 def is_silent(message: Message) -> bool:
@@ -328,6 +334,8 @@ def unread_columns(values: Mapping[str, Any], args: DataArguments, read: Collect
     """Columns of a row that neither the keys of ``args`` nor ``read`` name."""
     rules = args.dataset_filter
     named = {*used_columns(args), *read, args.tools, _DEFAULT_TOOLS, rules.source_column, rules.difficulty_column}
+    if args.tools == _DEFAULT_TOOLS and not _has(values, args.tools) and _functions(values):
+        named.add(_FUNCTIONS)
     return [column for column in values if column not in named and not any(_below(column, each) for each in named)]
 
 

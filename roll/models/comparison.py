@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from roll.algorithms.divergences import divergence_addends
 from roll.configs.divergence import DivergenceConfig
 from roll.data.batch import Batch
+from roll.models.heads import OutputHead
 
 MASKED = -1e30
 """Logit of an id that does not count. Finite, so that 0 times it is 0."""
@@ -111,8 +112,8 @@ class OutputLayer:
 
     weight_VH: Tensor
     bias_V: Tensor | None = None
-    finish: Callable[[Tensor], Tensor] = lambda logits: logits
-    """Change that its model's architecture makes to the result, unless whoever asks makes it."""
+    head: OutputHead | None = None
+    """The head of its model; ``None``: the layer is all there is, or it stands in a head that applies it."""
 
     def rows(self, start: int, count: int) -> OutputLayer:
         """The layer for ``count`` ids from ``start`` on; zeros where it has none."""
@@ -129,8 +130,10 @@ class OutputLayer:
 
     def __call__(self, hidden_KH: Tensor) -> Tensor:
         """float32 logits."""
-        logits_KV = nn.functional.linear(hidden_KH.to(self.weight_VH.dtype), self.weight_VH, self.bias_V)
-        return self.finish(logits_KV.float())
+        return self._apply(hidden_KH) if self.head is None else self.head(hidden_KH, self._apply)
+
+    def _apply(self, hidden_KH: Tensor) -> Tensor:
+        return nn.functional.linear(hidden_KH.to(self.weight_VH.dtype), self.weight_VH, self.bias_V).float()
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,17 @@
-"""A scalar head on a language model's trunk, for critics and reward models."""
+"""What sits on a language model's trunk: its way to logits, or a scalar head of critics and reward models."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 SCORE_WEIGHT = "score.weight"
@@ -61,3 +67,148 @@ def _score_weight(folder: Path) -> Tensor | None:
                 found: Tensor = tensors.get_tensor(SCORE_WEIGHT)
                 return found
     return None
+
+
+def trunk_of(model: PreTrainedModel) -> nn.Module:
+    """The part of a causal language model that makes hidden states.
+
+    Raises:
+        ValueError: it has none.
+    """
+    trunk = model.base_model
+    if trunk is model:  # some name another class's part there (Llama 4)
+        trunk = getattr(model, "model", model)
+    if trunk is model:
+        raise ValueError(f"{type(model).__name__} has no trunk apart from its head; expected a causal language model")
+    return trunk
+
+
+class OutputHead:
+    """A causal language model's way from its trunk's last hidden states to logits, by the model's own code.
+
+    Most models apply their output layer and nothing else. Others scale or cap before it or after it. So the model's own
+    forward runs with two parts replaced: a trunk that has the hidden states already, and an output layer whose result
+    is float32, as precise as a loss wants it.
+
+    Args:
+        model: a causal language model; its weights need not be set yet.
+
+    Raises:
+        ValueError: it has no output layer, or no trunk.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        layer = model.get_output_embeddings()
+        if layer is None:
+            raise ValueError(f"{type(model).__name__} has no output layer; expected a causal language model")
+        trunk = trunk_of(model)
+        within = {id(module) for module in trunk.modules()} | {id(model)}
+        self.modules = [module for module in model.modules() if id(module) not in within]
+        """What is not the trunk's: the output layer, and in some models others."""
+        self._model, self._layer, self._trunk = model, layer, trunk
+        self._trunk_places, self._layer_places = _places(model, trunk), _places(model, layer)
+        self.is_plain = self._changes_nothing()
+        """The output layer is all there is, or what else there is cannot be run alone (``OwnForward`` tells)."""
+
+    @property
+    def others(self) -> list[nn.Parameter]:
+        """Parameters of the head besides the output layer's."""
+        known = {id(parameter) for parameter in self._layer.parameters()}
+        return [p for module in self.modules for p in module.parameters(recurse=False) if id(p) not in known]
+
+    def __call__(self, hidden_KH: Tensor, layer: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """float32 logits [K, V].
+
+        Args:
+            layer: in the place of the model's own output layer.
+        """
+        apply = layer or self._layer
+        if self.is_plain:
+            return apply(hidden_KH).float()
+        return self._run(hidden_KH, lambda states: apply(states).float())
+
+    def _run(self, hidden_KH: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        output = _TrunkOutput(hidden_KH[None])
+        ids = torch.zeros(output.last_hidden_state.shape[:2], dtype=torch.int64, device=hidden_KH.device)
+        with (
+            _replaced(self._trunk_places, _StandIn(self._trunk, lambda *_, **__: output, everywhere=True)),
+            _replaced(self._layer_places, _StandIn(self._layer, layer)),
+        ):
+            # Not called as a module: the hooks of an engine would take it for a forward pass.
+            logits: Tensor = self._model.forward(input_ids=ids, use_cache=False).logits
+        return logits[0]
+
+    @torch.no_grad()
+    def _changes_nothing(self) -> bool:
+        """Runs the head on hidden states and logits of many sizes, and sees whether it changes any."""
+        weight = self._layer.weight
+        device = torch.device("cpu") if weight.is_meta else weight.device
+        generator, scales = torch.Generator().manual_seed(0), torch.tensor([1e-2, 1.0, 1e2])[:, None]
+
+        def states(width: int) -> Tensor:
+            return (torch.randn(3, width, generator=generator) * scales).to(device)
+
+        hidden_KH = states(self._model.config.get_text_config().hidden_size).to(weight.dtype)
+        logits_KV, seen = states(weight.shape[0]), []
+
+        def watched(states: Tensor) -> Tensor:
+            seen.append(states)
+            return logits_KV[None]
+
+        try:
+            result = self._run(hidden_KH, watched)
+        except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError):
+            return True
+        alone = len(seen) == 1 and seen[0].shape[1:] == hidden_KH.shape and torch.equal(seen[0][0], hidden_KH)
+        return alone and result.shape == logits_KV.shape and torch.equal(result, logits_KV)
+
+
+class _TrunkOutput:
+    """Output of a trunk that is known already, however a model looks into it; everything else is ``None``."""
+
+    def __init__(self, hidden_RCH: Tensor) -> None:
+        self.last_hidden_state = hidden_RCH
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+class _StandIn:
+    """Stands for a module whose call is another's; everything else about it is the module's.
+
+    Args:
+        everywhere: so it is for the modules in it.
+    """
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any], *, everywhere: bool = False) -> None:
+        self._module, self._call, self._everywhere = module, call, everywhere
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        if self._everywhere and isinstance(value, nn.Module):
+            return _StandIn(value, self._call, everywhere=True)
+        return value
+
+
+def _places(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The modules that have it as a part, with the part's name."""
+    return [(each, name) for each in model.modules() for name, part in each._modules.items() if part is module]
+
+
+@contextlib.contextmanager
+def _replaced(places: list[tuple[nn.Module, str]], by: _StandIn) -> Iterator[None]:
+    parts = [owner._modules[name] for owner, name in places]
+    for owner, name in places:
+        owner._modules[name] = by  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for (owner, name), part in zip(places, parts, strict=True):
+            owner._modules[name] = part

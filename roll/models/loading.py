@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from roll.models.scoring import check_output_layer
 from roll.models.tokenizer import TOKENIZER_FILES, asking_for_trust, locate_model, special_ids_beyond
 from roll.models.weight_files import FolderFit, adopt_names, check_folder, tensor_names
 
@@ -96,8 +95,8 @@ def load_causal_lm(
         trunk: without the output layer: what a value head sits on.
 
     Raises:
-        ValueError: no such folder, tensors in it that are not the model's (see ``weight_files``), or a model whose own
-            code changes its logits.
+        ValueError: no such folder, nothing in it that can be loaded, or tensors in it that are not the model's (see
+            ``weight_files``).
     """
     from safetensors import SafetensorError
     from transformers import AutoModel, AutoModelForCausalLM
@@ -132,8 +131,6 @@ def load_causal_lm(
     for name, seen, expected in report["mismatched_keys"]:
         raise ValueError(f"model path {path!r}: {name}: seen shape {tuple(seen)}, expected {tuple(expected)}")
     model = model.to(device).eval()  # type: ignore[arg-type]
-    if trust_remote_code and not trunk:
-        check_output_layer(model)
     return model
 
 

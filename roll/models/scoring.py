@@ -7,6 +7,7 @@ positions that predict a loss token, in chunks whose logits are computed again i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
@@ -30,15 +31,25 @@ from roll.data.packing import (
 from roll.data.shared_prompts import AttentionPlan, make_shared_batches, worth_sharing
 from roll.models import planned_attention
 from roll.models.comparison import Comparison, OutputLayer, TeacherView, WholeVocabulary, top_tokens
-from roll.models.routing import ExpertRouting
+from roll.models.heads import OutputHead, ValueHead, trunk_of
+from roll.models.routing import ExpertRouting, expert_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from roll.models.heads import ValueHead
-
 MAX_CHUNK_LOGITS = 2**25
 """Logits held at a time (128 MiB in float32); a micro-batch with more goes through the output layer in chunks."""
+
+CHECKED_ROWS = 2
+"""Sequences of the first micro-batch that the model's own forward pass scores too."""
+CHECKED_TOKENS = 32
+"""Their first loss tokens, so many of each."""
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""Bound for the difference of their log-probabilities, by the number format of the model's logits.
+
+In float32 of the largest (relative to a tenth of the log-probability, where that is beyond -10). In 16 bits single
+tokens of a right model are up to 0.13 and 0.03 apart (SmolLM2-135M), and the bound is for a sequence's median; so it is
+where there are experts, as rounding alone may tip a router's near tie."""
 
 TOP_COLUMNS = ("top_ids_TK", "top_logprobs_TK", "tail_T")
 """Names of what ``top_tokens`` finds in ``TokenScores``."""
@@ -88,9 +99,9 @@ class TokenScorer(nn.Module):
         self.model = model
         self.value_head = value_head
         self.inverse_temperature = 1.0 / temperature if temperature > 0 else 1.0
-        if value_head is None and model.get_output_embeddings() is None:
-            raise ValueError(f"{type(model).__name__} has no output layer; expected a causal language model")
-        self._finish_logits = logit_transform(model.config)
+        self.head = OutputHead(model) if value_head is None else None
+        self.is_checked = value_head is not None
+        """Its log-probabilities have been compared with those of the model's own forward pass."""
 
     @property
     def device(self) -> torch.device:
@@ -106,6 +117,8 @@ class TokenScorer(nn.Module):
         attention: AttentionPlan | PackedSequences | None = None,
         teacher: TeacherView | None = None,
         experts_NE: Tensor | None = None,
+        *,
+        by_own_forward: bool = False,
     ) -> dict[str, Tensor]:
         """Scores one ``ModelInput``.
 
@@ -114,6 +127,8 @@ class TokenScorer(nn.Module):
             attention: for a shared row the model must be prepared
                 (``planned_attention.enable_sharing``).
             teacher: what a teacher says of the same tokens.
+            by_own_forward: gives log-probabilities alone, those of the model's whole forward pass on one row, and the
+                ``bound`` for a difference from them.
 
         Returns:
             float32 [K] (hidden states [K, H], told experts [N, E]) under their names in ``TokenScores``: of a critic
@@ -124,7 +139,9 @@ class TokenScorer(nn.Module):
         Raises:
             ValueError: ``ref_hidden_KH`` without the reference's output layer, ``teacher`` without a ``comparison``.
         """
-        trunk = self.model if self.value_head is not None else self.model.base_model
+        if by_own_forward:
+            return self._score_by_own_forward(input_ids_RC, source_K, target_K, experts_NE)
+        trunk = self.model if self.value_head is not None else trunk_of(self.model)
         if isinstance(attention, PackedSequences) and not (self._takes_plans and input_ids_RC.device.type == "cpu"):
             attention = None  # the positions tell the model; a GPU has kernels that go by them (flash attention)
         if self.routing is not None:
@@ -156,7 +173,8 @@ class TokenScorer(nn.Module):
     def _score_chunk(
         self, hidden_KH: Tensor, target_K: Tensor, ref_hidden_KH: Tensor | None, teacher: TeacherView | None
     ) -> dict[str, Tensor]:
-        all_logprobs_KV = self._all_logprobs(self.model.get_output_embeddings()(hidden_KH))
+        assert self.head is not None
+        all_logprobs_KV = self._all_logprobs(self.head(hidden_KH))
         probabilities_KV = all_logprobs_KV.exp()
         scores = {
             "logprobs_T": -nn.functional.nll_loss(all_logprobs_KV, target_K, reduction="none"),
@@ -170,7 +188,7 @@ class TokenScorer(nn.Module):
         if ref_hidden_KH is not None:
             if self.reference_layer is None:
                 raise ValueError("kl_penalty 'full': this model holds no output layer of the reference to compare with")
-            ref_logprobs_KV = self._all_logprobs(self.reference_layer(ref_hidden_KH))
+            ref_logprobs_KV = self._all_logprobs(self.head(ref_hidden_KH, self.reference_layer))
             scores["kl_T"] = (probabilities_KV * (all_logprobs_KV - ref_logprobs_KV)).sum(-1)
         if teacher is not None:
             if self.comparison is None:
@@ -182,11 +200,40 @@ class TokenScorer(nn.Module):
         return scores
 
     def _all_logprobs(self, logits_KV: Tensor) -> Tensor:
-        """Log-probabilities of all tokens, float32, from what an output layer gave."""
-        logits_KV = self._finish_logits(logits_KV.float())
+        """Log-probabilities of all tokens, float32, from logits."""
         if self.inverse_temperature != 1.0:
             logits_KV = logits_KV * self.inverse_temperature
         return torch.log_softmax(logits_KV, dim=-1)
+
+    def _score_by_own_forward(
+        self, ids_1C: Tensor, source_K: Tensor, target_K: Tensor, experts_NE: Tensor | None
+    ) -> dict[str, Tensor]:
+        if self.routing is not None:
+            self.routing.replay(experts_NE)
+        taken, formats = [], []
+
+        def take_scored(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:
+            if args[0].shape[:-1] != ids_1C.shape:
+                return None
+            taken.append(True)
+            return (args[0][:, source_K],)  # all logits of a long row would not fit
+
+        layer = self.model.get_output_embeddings()
+        hooks = [
+            layer.register_forward_pre_hook(take_scored),
+            layer.register_forward_hook(lambda _, __, logits: formats.append(logits.dtype)),
+        ]
+        try:
+            logits_KV = self.model(input_ids=ids_1C, use_cache=False).logits[0]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        all_logprobs_KV = self._all_logprobs((logits_KV if taken else logits_KV[source_K]).float())
+        bound = BOUNDS.get((formats or [logits_KV.dtype])[0], BOUNDS[torch.float32])
+        return {
+            "logprobs_T": -nn.functional.nll_loss(all_logprobs_KV, target_K, reduction="none"),
+            "bound": all_logprobs_KV.new_tensor([bound]),
+        }
 
 
 def in_chunks(
@@ -254,6 +301,98 @@ def score_input(
     return TokenScores(**flat, experts_TE=None if experts_NE is None else experts_NE[moved.cell_T])
 
 
+@torch.no_grad()
+def compare_with_own_forward(
+    module: nn.Module, scorer: TokenScorer, micro_batch: Batch, inputs: ModelInput, logprobs_T: Tensor
+) -> list[float]:
+    """Compares scores with those that the model's own forward pass gives of a few sequences, one at a time.
+
+    The model is run as Transformers has it: no packing, no shared prompt, no plan of attention, its own logits. It sees
+    a sequence up to the last token that is compared. Every call runs it ``CHECKED_ROWS`` times, so that ranks which
+    share its weights keep step.
+
+    Args:
+        module: ``scorer``, or an engine around it.
+        inputs: the micro-batch as it was scored.
+        logprobs_T: its scores.
+
+    Returns:
+        For ``check_difference``: how many times the bound the largest difference is, the difference, the bound, and the
+        number of tokens compared.
+    """
+    device = next(scorer.parameters()).device
+    has_experts = any(expert_sizes(scorer.model.config.get_text_config()))
+    worst, compared = [0.0, 0.0, 0.0], 0
+    for tokens, loss_K in _checked_rows(micro_batch):
+        row = micro_batch.tokens_T[tokens]
+        experts_NE = None if inputs.experts_NE is None else inputs.experts_NE[inputs.cell_T[tokens]].to(device)
+        places = ((loss_K - 1).clamp(min=0).to(device), row[loss_K].to(device))
+        own = module(row[None].to(device), None, *places, experts_NE=experts_NE, by_own_forward=True)
+        differences_K = _differences(logprobs_T[tokens[loss_K]], own["logprobs_T"])[loss_K > 0]
+        compared += len(differences_K)
+        if not len(differences_K):
+            continue
+        bound = float(own["bound"])
+        every = not has_experts and math.isclose(bound, BOUNDS[torch.float32], rel_tol=1e-3)
+        difference = float(differences_K.amax() if every else differences_K.median())
+        bound *= max(1.0, scorer.inverse_temperature)
+        worst = max(worst, [difference / bound, difference, bound])
+    return [*worst, float(compared)]
+
+
+def check_difference(found: Sequence[float], scorer: TokenScorer, how: str) -> None:
+    """Refuses what ``compare_with_own_forward`` found, if it is beyond the bound.
+
+    Args:
+        how: keys that shaped the micro-batch, as they are without it; may be empty.
+
+    Raises:
+        ValueError: the run would learn with other log-probabilities than the model has.
+    """
+    times, difference, bound, _ = found
+    if times > 1:
+        name = type(scorer.model).__name__
+        advice = f"set {how}" if how else f"this strategy cannot compute {name}, another may"
+        raise ValueError(
+            f"{name}: log-probabilities of the first micro-batch are {difference:.2g} away from those of the model's "
+            f"own forward pass on one sequence at a time, expected at most {bound:.2g}; {advice}"
+        )
+
+
+def shaping(*, packing: bool, sharing: bool = False, ulysses: bool = False, tensor: bool = False) -> str:
+    """Keys that shaped a micro-batch, as they are without it."""
+    keys = {
+        "use_sequence_packing: false": packing,
+        "share_prompts: false": sharing,
+        "model_args.ulysses_size: 1": ulysses,
+        "strategy_config.tensor_parallel_size: 1": tensor,
+    }
+    return " or ".join(key for key, is_on in keys.items() if is_on)
+
+
+def _differences(ours: Tensor, theirs: Tensor) -> Tensor:
+    """On the CPU; infinite where only one of two is a number."""
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    scale = (theirs.abs() / 10).clamp(min=1)
+    return ((ours - theirs).abs() / scale).nan_to_num(math.inf).masked_fill(same, 0).cpu()
+
+
+def _checked_rows(batch: Batch) -> list[tuple[Tensor, Tensor]]:
+    """``CHECKED_ROWS`` sequences up to their last token to compare: its tokens, and the loss tokens among them.
+
+    The shortest, of a packed row not the first, which nothing goes before. One without a loss token has 0 in its place.
+    """
+    found = []
+    for row in range(batch.num_sequences):
+        tokens = batch.token_index([row])
+        loss_K = batch.loss_mask_T[tokens].nonzero()[:CHECKED_TOKENS, 0]
+        if len(loss_K):
+            found.append((tokens[: int(loss_K[-1]) + 1], loss_K))
+    found = sorted(found[1:], key=lambda one: len(one[0])) or found
+    nothing = (batch.token_index([0])[:2], torch.zeros(1, dtype=torch.int64))
+    return [*found, *[nothing] * CHECKED_ROWS][:CHECKED_ROWS]
+
+
 def split_batch(
     batch: Batch,
     *,
@@ -295,8 +434,12 @@ def score_batch(
     max_tokens: int | None = None,
     round_to: int = 1,
     packing: bool = False,
+    checks: bool = False,
 ) -> TokenScores:
     """Scores a whole batch without gradient, micro-batch by micro-batch.
+
+    Args:
+        checks: compares the first scores with those of the model's own forward pass, see ``check_difference``.
 
     Returns:
         Flat [T] scores in the batch's own order, 0 where the loss mask is 0.
@@ -308,6 +451,10 @@ def score_batch(
         inputs = layout(micro_batch, round_to=round_to, packing=packing)
         views = (micro_batch.ref_hidden_TH, TeacherView.of(micro_batch))
         parts.append(score_input(scorer, inputs, micro_batch.num_tokens, *views))
+        if checks and not scorer.is_checked and (logprobs_T := parts[-1].logprobs_T) is not None:
+            found = compare_with_own_forward(scorer, scorer, micro_batch, inputs, logprobs_T)
+            check_difference(found, scorer, shaping(packing=packing and micro_batch.num_sequences > 1))
+            scorer.is_checked = found[-1] > 0
     return gather_scores(batch, groups, parts)
 
 
@@ -327,30 +474,3 @@ def gather_scores(batch: Batch, groups: Sequence[Tensor], parts: Sequence[TokenS
             flat[batch.token_index(rows)] = getattr(part, name).cpu()
         columns[name] = flat
     return TokenScores(**columns)
-
-
-def logit_transform(config: object) -> Callable[[Tensor], Tensor]:
-    """Change that some architectures make to the output layer's result (Gemma 2, Granite, Cohere)."""
-    softcap = getattr(config, "final_logit_softcapping", None)
-    if softcap:
-        return lambda logits: torch.tanh(logits / softcap) * softcap
-    factor = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-    return (lambda logits: logits * factor) if factor != 1.0 else (lambda logits: logits)
-
-
-@torch.no_grad()
-def check_output_layer(model: PreTrainedModel) -> None:
-    """Compares a model's own logits with those that ``TokenScorer`` makes of its hidden states.
-
-    Raises:
-        ValueError: they differ: code of the model's own does something to them that nobody else knows.
-    """
-    ids_RC = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
-    hidden_RCH = model.base_model(input_ids=ids_RC, use_cache=False).last_hidden_state
-    ours = logit_transform(model.config)(model.get_output_embeddings()(hidden_RCH).float())
-    theirs = model(input_ids=ids_RC, use_cache=False).logits.float()
-    if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max())):
-        raise ValueError(
-            f"{type(model).__name__} changes what its output layer gives, in code of its own; expected a model whose "
-            "logits are those of its output layer, which is what is trained"
-        )

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from roll.models.comparison import Comparison, ComparisonSpec, OutputLayer, Vocabulary
+from roll.models.heads import OutputHead
 from roll.models.loading import make_skeleton
-from roll.models.scoring import logit_transform
 from roll.models.weight_files import WeightFiles
 
 
@@ -22,6 +22,11 @@ def load_teacher_layer(path: str, dtype: torch.dtype, *, trust_remote_code: bool
     layer = model.get_output_embeddings()
     if not isinstance(layer, nn.Linear):
         raise ValueError(f"teacher {path!r}: the output layer is a {type(layer).__name__}, expected Linear")
+    head = OutputHead(model)
+    if head.others:
+        raise ValueError(
+            f"teacher {path!r}: {type(model).__name__} has other weights in its head than its output layer's"
+        )
     files = WeightFiles(path)
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is layer.weight]
     error = None
@@ -35,7 +40,7 @@ def load_teacher_layer(path: str, dtype: torch.dtype, *, trust_remote_code: bool
         raise ValueError(f"teacher {path!r}: its output layer is not in its files") from error
     bias = [name for name, p in model.named_parameters() if p is layer.bias]
     bias_V = files.read(bias[0]).to(dtype) if bias else None
-    return OutputLayer(weight_VH.to(dtype), bias_V, logit_transform(model.config))
+    return OutputLayer(weight_VH.to(dtype), bias_V, head)
 
 
 def make_comparison(

@@ -10,12 +10,15 @@ from pathlib import Path
 from roll.pipeline.cli import EXIT_USAGE
 
 
-def run(system: str, words: Sequence[str], output: str | None, variables: Sequence[str] = ()) -> int:
+def run(
+    system: str, words: Sequence[str], output: str | None, variables: Sequence[str] = (), everything: bool = False
+) -> int:
     """Imports files and prints what became of each key.
 
     Args:
         words: files, and ``key=value`` changes with the system's keys.
         variables: ``NAME=value`` of a launch script's environment.
+        everything: also names the keys that are kept as they are.
         output: file to write; the YAML goes to standard output and the report to standard error, if not given.
 
     Returns:
@@ -44,12 +47,12 @@ def run(system: str, words: Sequence[str], output: str | None, variables: Sequen
         return EXIT_USAGE
     if output is None:
         sys.stdout.write(imported.text)
-        sys.stderr.write(report(imported))
+        sys.stderr.write(report(imported, everything))
     else:
         try:
             Path(output).expanduser().write_text(imported.text, encoding="utf-8")
         except OSError as error:
             sys.stderr.write(f"roll import {system}: -o {output}: {error.strerror}\n")
             return EXIT_USAGE
-        sys.stdout.write(f"{report(imported)}written to {output}\n")
+        sys.stdout.write(f"{report(imported, everything)}written to {output}\n")
     return imported.exit_code

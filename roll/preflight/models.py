@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.configs.engine_rules import compute_dtype
-from roll.configs.engines.card import EngineCard, kind_of
+from roll.configs.engines.card import EngineCard, kind_of, task_of
 from roll.configs.pipeline import TINY, PipelineConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.rules import TRAINED, Rule, sections
@@ -261,6 +261,22 @@ def check_experts(config: PipelineConfig) -> list[ConfigProblem]:
     return [ConfigProblem(key, mode, expected, involves=("pretrain",))]
 
 
+def check_packing(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Sequences stand in one row of a model that keeps them apart."""
+    for role, worker in sections(config):
+        model, card = config.model_of(role), worker.strategy_args.card
+        packs = worker.use_sequence_packing and card is not None and card.packs_modules and task_of(role) != "generates"
+        whole = whole_config(config, role) if packs and model != TINY else None
+        if whole is None:
+            continue
+        from roll.models.packing_support import has_own_code, packing_problem
+
+        own = worker.model_args.trust_remote_code and bool(getattr(whole, "auto_map", None))
+        if problem := packing_problem(whole, own_code=own or has_own_code(whole)):
+            key, expected = f"{role}.use_sequence_packing", f"false: {whole.model_type} {problem}"
+            yield ConfigProblem(key, True, expected, involves=("pretrain",))
+
+
 def check_positions(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The model has positions for the longest sample."""
     most = MAX_POSITIONS
@@ -403,6 +419,7 @@ MODEL_CHECKS: tuple[Rule, ...] = (
     check_model_kwargs,
     check_fit,
     check_experts,
+    check_packing,
     check_positions,
     check_trained_format,
     check_adapted_layers,
@@ -413,18 +430,22 @@ MODEL_CHECKS: tuple[Rule, ...] = (
 
 
 def model_config(config: PipelineConfig, role: str) -> Any:
-    """A role's model as its text part is configured, ``model_config_kwargs`` included; ``None`` if it is not on this
-    machine or wrong, which is reported elsewhere."""
+    """A role's model as its text part is configured; otherwise as ``whole_config``."""
+    whole = whole_config(config, role)
+    return None if whole is None else whole.get_text_config()
+
+
+def whole_config(config: PipelineConfig, role: str) -> Any:
+    """A role's model as it is configured, ``model_config_kwargs`` included; ``None`` if it is not on this machine or
+    wrong, which is reported elsewhere."""
     worker = config.section_of(role)
     assert worker is not None, "a role that the configuration has"
     args = worker.model_args
     trusts, given = args.trust_remote_code, args.model_config_kwargs
-    sizes, _ = _read_config(config.model_of(role), *config.tiny_sizes, trust_remote_code=trusts)
-    if sizes is None or not all(hasattr(sizes, key) for key in given):
+    whole, _ = _read_config(config.model_of(role), *config.tiny_sizes, trust_remote_code=trusts)
+    if whole is None or not all(hasattr(whole, key) for key in given):
         return None
-    if given:
-        sizes = type(sizes).from_dict(sizes.to_dict() | given)
-    return sizes.get_text_config()
+    return type(whole).from_dict(whole.to_dict() | given) if given else whole
 
 
 def _read_config(path: str, *tiny_sizes: int, trust_remote_code: bool = False) -> tuple[Any, str]:

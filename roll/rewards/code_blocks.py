@@ -81,6 +81,9 @@ _BEFORE = re.compile(r"(?:[ \t]|>|[-*+•][ \t]|\d+[.)][ \t]|</?\w+>)*")
 _LANGUAGE = re.compile(r"[{\s]*\.?([\w+#.-]*)")
 _ONE_LINE = re.compile(r"[ \t]*```(?:(?:python|py)\d?[ \t]+)?([^`\n]+)```[ \t]*")
 _WORD = re.compile(r"[a-zA-Z][\w+#]*")
+_MARKDOWN = ("markdown", "md")
+_NO_LANGUAGE = ("text", "txt", "plaintext", "plain", "code")
+_TAG = re.compile(r"\s*</\w+>\s*")
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,8 @@ class _Opening:
         return (match[1] if match else "").lower()
 
 
-def _fenced_blocks(text: str) -> tuple[list[Block], str]:
-    """The fenced blocks, and the text around them."""
+def _fenced_blocks(text: str, inside: bool = False) -> tuple[list[Block], str]:
+    """The fenced blocks, and the text around them; of a block of Markdown those inside, unless it is ``inside`` one."""
     lines = text.split("\n")
     blocks: list[Block] = []
     around: list[str] = []
@@ -114,7 +117,9 @@ def _fenced_blocks(text: str) -> tuple[list[Block], str]:
             end = _closing(lines, at, opening, strict)
             strict &= end.sure  # a text whose quotes or fences do not match is read to its end once only
             body = [*lines[at : end.line], *end.rest]
-            blocks.append(_block(body, opening, end.closed))
+            block = _block(body, opening, end.closed)
+            within = _fenced_blocks(block.code, inside=True)[0] if block.language in _MARKDOWN and not inside else []
+            blocks += within or [block]
             at = end.after
             around.append("")
     return blocks, "\n".join(around)
@@ -138,7 +143,7 @@ def _opening(line: str) -> _Opening | None:
 def _block(body: Sequence[str], opening: _Opening, closed: bool) -> Block:
     quoted = ">" in opening.before and "<" not in opening.before
     if quoted:
-        body = [re.sub(r"^[ \t]*> ?", "", line) for line in body]
+        body = [re.sub(rf"^(?:[ \t]*> ?){{0,{opening.before.count('>')}}}", "", line) for line in body]
     around = len(opening.before) if not quoted and not opening.before.strip(" *-+•.)0123456789") else 0
     room = min([around, *(len(line) - len(line.lstrip(" ")) for line in body if line.strip())])
     code = "\n".join(line[room:] for line in body)
@@ -180,7 +185,8 @@ def _closing(lines: Sequence[str], start: int, opening: _Opening, strict: bool) 
             doubtful = doubtful or end
         if tracks:
             quote = _quote_after(lines[at], quote)[0]
-    last = doubtful or _End(len(lines), len(lines), closed=False)
+    tag = next((at for at in range(start, len(lines)) if doubtful is None and _TAG.fullmatch(lines[at])), None)
+    last = doubtful or (_End(tag, tag) if tag is not None else _End(len(lines), len(lines), closed=False))
     return _End(last.line, last.after, last.rest, last.closed, sure=False)
 
 
@@ -228,6 +234,7 @@ _STARTS = re.compile(
     r"|(?:async\s+)?for\s.+\sin\s.+:.*|(?:while|if|with)\s.+:\s*(?:#.*)?|try:"
 )
 _GOES_ON = re.compile(r"#.*|[\])}].*|(?:else|finally|except|elif)\b.*:.*|\"\"\".*|'''.*|(?:raise|assert|del|pass)\b.*")
+_TAGS = re.compile(r"^[ \t]*(?:</?\w[^<>]*>|<\|\w+\|>)+|(?:</\w+>)+\s*$")
 _LONG = 2000
 """Characters of a line that is no code in prose."""
 
@@ -238,6 +245,7 @@ def _bare_blocks(text: str, asked: Asked) -> list[Block]:
     lines: list[str] = []
     quote, indent = "", ""
     for line in text.split("\n"):
+        line = line if quote or len(line) > _LONG else _TAGS.sub("", line)
         inside = line.removeprefix(indent)
         if lines and (quote or not line.strip() or (line.startswith(indent) and inside[:1] in (" ", "\t"))):
             lines.append(line)
@@ -273,11 +281,13 @@ _USED = re.compile(r"(?<![\w.])([A-Za-z_]\w*)([ \t]*[(\[.])?")
 
 
 def _is_python_name(word: str) -> bool:
-    return not word or word.endswith(".py") or re.fullmatch(r"i?py(?:thon)?[\d.]*", word) is not None
+    """``tool_code`` is Gemini's name of Python."""
+    return not word or word.endswith(".py") or re.fullmatch(r"i?py(?:thon)?[\d.]*|tool_code", word) is not None
 
 
 def _is_python(block: Block) -> bool:
-    return bool(block.code.strip()) and (block.session or _is_python_name(block.language))
+    unnamed = block.language in _NO_LANGUAGE and (_DEFINITION.search(block.code) or _READS.search(block.code))
+    return bool(block.code.strip()) and (block.session or bool(unnamed) or _is_python_name(block.language))
 
 
 class _Names:
@@ -288,6 +298,7 @@ class _Names:
         """Functions, methods and classes."""
         self.offered = {name for indent, name in _DEFINITION.findall(code) if not indent}
         """Functions and classes that other code can use."""
+        self.constants = {name for name in _ASSIGNED.findall(code) if name.isupper() and len(name) > 1}
         parts = [part for found in _IMPORTED.findall(code) for part in found.strip("() \t").split(",")]
         self.imported = {part.split(" as ")[-1].strip().partition(".")[0] for part in parts} - {""}
         used = _USED.findall(code)
@@ -297,8 +308,8 @@ class _Names:
     def lacks(self, other: _Names, asked: frozenset[str]) -> bool:
         """Tells whether this code needs what the other has."""
         functions = other.offered - self.defined - self.imported
-        imports = other.imported - self.defined - self.imported
-        return bool(functions & (self.called | asked) or imports & self.used)
+        others = (other.imported - self.defined - self.imported) | (other.constants - self.constants)
+        return bool(functions & (self.called | asked) or others & self.used)
 
     def add(self, other: _Names) -> None:
         for name, names in vars(other).items():

@@ -22,6 +22,8 @@ PROGRAM_MODULES = frozenset({"solution", "main", "submission", "answer", "your_m
 """Modules under which test code imports the program."""
 LEETCODE_HELPERS = frozenset({"ListNode", "TreeNode", "list_node", "tree_node", "is_same_list", "is_same_tree"})
 """What test code of LeetCode's problems has from elsewhere; the sandbox has them (``roll.rewards.sandbox.harness``)."""
+_STAND_INS = ("pytest", "numpy")
+"""Modules that the sandbox has parts of."""
 _ALIAS = "_asked_"
 _BUILTINS = frozenset(vars(builtins))
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
@@ -75,7 +77,7 @@ class Names:
     python: dict[str, str]
     """Python's that test code does not import, with their modules (nothing: it is one itself)."""
     imports: tuple[str, ...]
-    """Modules that it imports; of pytest the names that it uses, such as ``pytest.raises``."""
+    """Modules that it imports; of those with a stand-in the names that it uses, such as ``pytest.raises``."""
 
 
 def resolve(setup: str, codes: Sequence[str], entry_point: str) -> Names:
@@ -152,6 +154,7 @@ class _Uses(ast.NodeVisitor):
         self.not_as_module: set[str] = set()
         self.modules: set[str] = set()
         self.from_program: set[str] = set()
+        self._stand_ins = {"pytest": "pytest"}
         for tree in trees:
             self.visit(tree)
         self.free = self.loaded - self.bound
@@ -166,8 +169,8 @@ class _Uses(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if isinstance(node.value, ast.Name) and isinstance(node.value.ctx, ast.Load):
             self.loaded.add(node.value.id)
-            if node.value.id == "pytest":
-                self.modules.add(f"pytest.{node.attr}")
+            if node.value.id in self._stand_ins:
+                self.modules.add(f"{self._stand_ins[node.value.id]}.{node.attr}")
             elif node.value.id in PROGRAM_MODULES:
                 self.from_program.add(node.attr)
         else:
@@ -190,6 +193,8 @@ class _Uses(ast.NodeVisitor):
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
             self.bound.add((alias.asname or alias.name).partition(".")[0])
+            if alias.name in _STAND_INS:
+                self._stand_ins[alias.asname or alias.name] = alias.name
             if alias.name not in PROGRAM_MODULES:
                 self.modules.add(alias.name)
 
@@ -200,7 +205,7 @@ class _Uses(ast.NodeVisitor):
             self.from_program |= {alias.name for alias in node.names if alias.name != "*"}
         else:
             self.modules.add(node.module)
-            self.modules |= {f"pytest.{alias.name}" for alias in node.names if node.module == "pytest"}
+            self.modules |= {f"{node.module}.{alias.name}" for alias in node.names if node.module in _STAND_INS}
         for alias in node.names:
             if alias.name != "*":
                 self.bound.add(alias.asname or alias.name)

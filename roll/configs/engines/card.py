@@ -125,6 +125,8 @@ class EngineCard:
     """Values of ``training_args.optimizer`` that it can train with."""
     trains_modules: ClassVar[bool] = False
     """Trains the modules of Transformers: has Ulysses, Liger kernels, and the attention that Transformers has."""
+    packs_modules: ClassVar[bool] = False
+    """Lays several sequences in one row of a Transformers module: only in families that keep them apart."""
     ulysses_instead: ClassVar[str] = ""
     """Key of the option that shares sequences in place of ``ulysses_size``."""
     own_attention: ClassVar[bool] = False

@@ -238,6 +238,7 @@ class DeepSpeedCard(EngineCard):
         },
     )
     trains_modules = True
+    packs_modules = True
     replays_experts = True
 
     def option_problems(self, options: Mapping[str, Any]) -> Iterator[ConfigProblem]:

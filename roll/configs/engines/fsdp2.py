@@ -83,6 +83,7 @@ class Fsdp2Card(EngineCard):
     options = Fsdp2Config
     optimizers = ("adamw", "muon")
     trains_modules = True
+    packs_modules = True
     replays_experts = True
     fit = "roll.distributed.strategy.fsdp2.fit:check_model"
 

@@ -26,6 +26,7 @@ class HfInferCard(EngineCard):
         "hf_infer": Strategy("roll.distributed.strategy.hf_infer.strategy:HfInfer", scores=True, generates=True)
     }
     options = HfInferConfig
+    packs_modules = True
     replays = True
     tells_experts = True
     fit = "roll.distributed.strategy.hf_infer.model_fit:check_model"

@@ -79,6 +79,13 @@ def _algorithm(draft: Draft) -> None:
         draft.derive([f"{TRAINER}.pos_clip_ratio", f"{TRAINER}.neg_clip_ratio"], "pg_clip", low)
         for key in ("pg_clip_low", "pg_clip_high", "use_pg_clip_range"):
             draft.remove(key)
+    draft.derive([], "loss_agg_mode", "token-mean", "the loss of ChatLearn")
+    rate, least = (
+        draft.get("actor_train.training_args.learning_rate"),
+        draft.theirs(key := f"{TRAINER}.optimizer.min_lr"),
+    )
+    if least and draft.theirs(f"{TRAINER}.optimizer.lr_decay_style") != "constant":
+        draft.derive(key, "actor_train.training_args.min_lr_ratio", round(float(least) / float(rate), 6))
     if (coefficient := draft.theirs(f"{TRAINER}.kl_coef")) and float(coefficient) > 0:
         draft.derive(f"{TRAINER}.kl_coef", "kl_loss_coef", float(coefficient))
         draft.derive(f"{TRAINER}.kl_coef", "use_kl_loss", True)

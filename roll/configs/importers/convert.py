@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from roll.configs.importers import SYSTEMS, chatlearn, mindspeed, roll, verl, ve
 from roll.configs.importers.common import drop_nulls
 from roll.configs.importers.draft import Draft, Kind, Outcome, value_at
 from roll.configs.importers.reading import UnreadableError, read
-from roll.configs.importers.recognise import variant_of
+from roll.configs.importers.recognise import pictures_in, variant_of
 from roll.configs.importers.roll_distillation import read_students
-from roll.configs.importers.writing import shorten, text_of
+from roll.configs.importers.writing import annotate, shorten, text_of
 from roll.configs.loader import load_config
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
@@ -44,8 +44,6 @@ _OPEN = (".strategy_config.", ".env_config.")
 _UNKNOWN = ("no such key", "an option of ", "an argument of ")
 """Beginnings of what is expected instead of an option that is not known, in the sections that pass options on."""
 
-_VARIABLE = re.compile(r"[^.]*_(pattern|template|penalty)")
-"""Names of the texts and patterns in files of environments, which only links read."""
 _PRESET = re.compile(r"\$\{(deepspeed_zero\w*)\}")
 
 
@@ -64,8 +62,8 @@ class Imported:
 
     @property
     def exit_code(self) -> int:
-        """1 when something that changes results could not be carried over."""
-        return int(bool(self.problems) or any(each.kind == Kind.IMPOSSIBLE for each in self.outcomes))
+        """1 when something that changes results, or may change them, could not be carried over."""
+        return int(bool(self.problems) or any(each.kind in (Kind.IMPOSSIBLE, Kind.UNKNOWN) for each in self.outcomes))
 
 
 def convert(
@@ -98,6 +96,7 @@ def convert(
     schema = _derived(draft, files)
     draft.tell_unused()
     _settle_unknown(draft, schema)
+    _refuse_pictures(draft)
     drop_nulls(draft, lambda key: _takes_null(schema, key))
     draft.ours.setdefault("exp_name", name)
     header = f"Imported from {SYSTEMS[system]}: {' '.join(file.name for file in files)}"
@@ -123,7 +122,17 @@ def convert(
     written = [
         each for each in draft.outcomes if each.kind != Kind.THEIRS or value_at(values, each.ours) is not NOTHING
     ]
+    text = annotate(text, [*_comments(written), *((each.path, f"TODO: {each}") for each in problems)])
     return Imported(text, schema, tuple(written), tuple(problems), tuple(given.notes))
+
+
+def _comments(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
+    """What is lost and what is left to do, for the place in the result; without values, which may be secret."""
+    words = {Kind.IMPOSSIBLE: "lost", Kind.UNKNOWN: "lost", Kind.TO_DO: "TODO"}
+    for each in outcomes:
+        if word := words.get(each.kind):
+            note = each.note or ("unknown to the importer" if each.kind == Kind.UNKNOWN else "")
+            yield each.ours or each.key, f"{word}: {each.key}{f': {note}' if note else ''}"
 
 
 def _derived(draft: Draft, files: Sequence[Path]) -> type[PipelineConfig]:
@@ -158,24 +167,31 @@ def _leave_out(draft: Draft, problems: Sequence[ConfigProblem]) -> bool:
     for problem in lost:
         what = "no such key here" if problem.expected.startswith("no such key") else f"it is not {problem.expected}"
         note = f"{what}; {problem.hint}" if problem.hint else what
-        draft.retell(problem.path, Kind.IMPOSSIBLE, note, draft.remove(problem.path))
+        known = ".env_config." in problem.path or "belongs to" in note
+        kind = Kind.IMPOSSIBLE if known else Kind.UNKNOWN
+        draft.retell(problem.path, kind, note, draft.remove(problem.path))
     return bool(lost)
 
 
 def _settle_unknown(draft: Draft, schema: type[PipelineConfig]) -> None:
-    """Keys without a row: links that read them are resolved; some are ours; of the rest nothing is known."""
+    """Keys without a row: some are ours; values that links read stand where these are; the rest is not known."""
     for key, value in draft.unknown:
-        top = key.partition(".")[0]
         if draft.system == "roll" and locate(schema, key.split(".")) is not None:
             draft.keep(key, value)
-        elif top in draft.given.read_by_links:
+        elif draft.given.is_read_by_a_link(key):
             draft.tell(Kind.DROPPED, key, value, note="its value stands where links read it")
-        elif key.rpartition(".")[2].startswith("_") and key.endswith("_"):
+        elif key.rpartition(".")[2] == "_target_":
             draft.tell(Kind.DROPPED, key, value, note="it names a class of the other library")
-        elif isinstance(value, str | int | float) and not isinstance(value, bool) and _VARIABLE.fullmatch(key):
-            draft.tell(Kind.DROPPED, key, value, note="nothing reads it")
         else:
-            draft.tell(Kind.IMPOSSIBLE, key, value, note="no row of the table knows it: see what it does")
+            draft.tell(Kind.UNKNOWN, key, value)
+
+
+def _refuse_pictures(draft: Draft) -> None:
+    """Says of each key that asks for pictures, video or sound that there are none here, in place of all else."""
+    asking = dict(pictures_in(draft.given.values))
+    draft.outcomes = [each for each in draft.outcomes if each.key not in asking or each.ours]
+    for key, value in asking.items():
+        draft.tell(Kind.IMPOSSIBLE, key, value, note="pictures, video and sound are not supported here yet")
 
 
 def _takes_null(schema: type[PipelineConfig], key: str) -> bool:

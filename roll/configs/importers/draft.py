@@ -42,6 +42,7 @@ class Kind(StrEnum):
     DROPPED = "dropped"
     TO_DO = "left to you"
     IMPOSSIBLE = "impossible"
+    UNKNOWN = "unknown to the importer"
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,11 @@ class Draft:
         if value is NOTHING:
             value = self._usual(key.split("."))
         return default if value is NOTHING else value
+
+    def rule(self, key: str) -> str:
+        """What the row of a key of theirs says of it; empty where there is none."""
+        found = find(self.system, key.split("."))
+        return found[0].how if found else ""
 
     def has(self, key: str) -> bool:
         """Tells whether the files give a key of theirs."""

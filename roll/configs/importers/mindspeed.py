@@ -110,10 +110,8 @@ def _algorithm(draft: Draft) -> None:
         draft.derive(f"{MEGATRON}.stage", "adv_estimator", "gae")
     elif stage not in ("ray_grpo", "ray_dapo"):
         draft.tell(Kind.IMPOSSIBLE, f"{MEGATRON}.stage", stage, note="there are ray_grpo, ray_dapo and ray_ppo")
-    if stage == "ray_dapo":
-        draft.derive(f"{MEGATRON}.stage", "loss_agg_mode", "token-mean")
-    elif draft.theirs(f"{RL}.token_level_loss"):
-        draft.derive(f"{RL}.token_level_loss", "loss_agg_mode", "token-mean")
+    note = "the mean over all tokens, of a micro-batch there and of an optimizer step here"
+    draft.derive([f"{RL}.token_level_loss", f"{MEGATRON}.stage"], "loss_agg_mode", "token-mean", note)
     coefficient = float(draft.theirs(f"{RL}.init_kl_coef"))
     draft.derive(f"{RL}.init_kl_coef", "kl_loss_coef", coefficient, "a loss there; the same name is the reward's here")
     draft.derive(f"{RL}.init_kl_coef", "use_kl_loss", coefficient > 0)

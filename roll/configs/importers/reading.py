@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from roll.configs.compose import REFERENCE, apply_override
+from roll.configs.compose import apply_override
 from roll.configs.expansion import MAX_VALUES, values_of
 from roll.configs.importers.shell import ScriptError, Unread, read_script
 from roll.configs.overrides import Override, no_override, parse_overrides
@@ -38,7 +38,7 @@ class Given:
     links: dict[str, Any]
     """The same before links were resolved."""
     read_by_links: frozenset[str]
-    """Top-level keys that links read."""
+    """Keys and sections that links read, dotted."""
     notes: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     """Configurations that the files build on and that are not there."""
@@ -48,6 +48,10 @@ class Given:
     """By key: a value that only a shell can tell."""
     program: str = ""
     """Program that a launch script starts."""
+
+    def is_read_by_a_link(self, key: str) -> bool:
+        """Tells whether a link reads exactly this key, or a section around it as a whole."""
+        return any(f"{key}.".startswith(f"{read}.") for read in self.read_by_links)
 
 
 def read(
@@ -98,10 +102,54 @@ def read(
         _delete(tree, key)
     links = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(links, dict)
-    read_by_links = frozenset(REFERENCE.findall(str(links)))
+    read_by_links = frozenset(_read_by_links(links, links, ()))
     folders = list(dict.fromkeys(folder for file in files for folder in _around(file)))
     unresolved = {str(key): value for key, value in links.items()}
-    return Given(_plain(tree), unresolved, read_by_links, notes, missing, folders, unread, program)
+    values = _plain(tree)
+    unread |= _links_to(unread, values, ())
+    return Given(values, unresolved, read_by_links, notes, missing, folders, unread, program)
+
+
+def _links_to(unread: Mapping[str, Unread], values: dict[str, Any], path: tuple[str, ...]) -> dict[str, Unread]:
+    """Takes out the values that are links to keys which only a shell can tell: they are no more known than those."""
+    found: dict[str, Unread] = {}
+    for name, value in list(values.items()):
+        here = (*path, name)
+        if isinstance(value, dict):
+            found |= _links_to(unread, value, here)
+        elif isinstance(value, str) and (link := _LINK.fullmatch(value)) and link[1] in unread:
+            found[".".join(here)] = Unread(value, unread[link[1]].by)
+            del values[name]
+    return found
+
+
+_LINK = re.compile(r"\$\{([^${}]*)\}")
+_MOST_LINKS = 100
+"""Of one value."""
+
+
+def _read_by_links(node: Any, tree: dict[Any, Any], path: tuple[str, ...]) -> Iterator[str]:
+    """Dotted keys that the links below a node read; a link inside of a link is followed first."""
+    if isinstance(node, dict):
+        for name, each in node.items():
+            yield from _read_by_links(each, tree, (*path, str(name)))
+    elif isinstance(node, list):
+        for each in node:
+            yield from _read_by_links(each, tree, path)
+    for _ in range(_MOST_LINKS if isinstance(node, str) else 0):  # links may go in circles
+        if (link := _LINK.search(node)) is None:
+            return
+        value: Any = ""
+        resolver, colon, rest = link[1].strip().partition(":")
+        if not colon or resolver == "oc.select":
+            key = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", (rest if colon else resolver).split(",")[0].strip())
+            dots = len(key) - len(key.lstrip("."))  # one is the section that the link stands in, two the one above
+            parts = (*path[: len(path) - dots], *key.lstrip(".").split(".")) if dots else tuple(key.split("."))
+            yield ".".join(parts)
+            value = tree
+            for part in parts:
+                value = value.get(part) if isinstance(value, dict) else None
+        node = node[: link.start()] + (str(value) if isinstance(value, str | int | float) else "") + node[link.end() :]
 
 
 def _hydra_words(words: Sequence[str]) -> tuple[list[Override], list[ConfigProblem]]:

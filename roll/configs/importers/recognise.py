@@ -1,13 +1,16 @@
-"""Tells whose configuration a file is, by its sections."""
+"""Tells whose configuration a file is, by its sections, and whether it trains on pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from roll.configs.importers import SYSTEMS
+from roll.configs.importers.common import leaves
 from roll.configs.importers.shell import ENTRIES
 
 _SECTIONS = {
@@ -18,6 +21,8 @@ _SECTIONS = {
     "rl_config": "mindspeed",
     "generate_config": "mindspeed",
 }
+_SUPERVISED = re.compile(r"\b(?:engine@engine|optim@optim)\b")
+"""Entries of the defaults list of verl's ``sft_trainer_engine``."""
 _ROLL = ("roll.pipeline.", "roll.distributed.", "/config/deepspeed_zero", "/config/traj_envs", "/config/envs")
 """Parts of values that only ROLL's own files have."""
 
@@ -35,6 +40,8 @@ def system_of(file: Path) -> str | None:
     if not isinstance(content, dict):
         return None
     found = next((system for key, system in _SECTIONS.items() if key in content), None)
+    if found is None and _SUPERVISED.search(str(content.get("defaults"))):
+        return "verl_sft"
     return found or ("roll" if any(sign in text for sign in _ROLL) else None)
 
 
@@ -50,3 +57,40 @@ def command_for(file: Path) -> str | None:
     if system is None:
         return None
     return f"it is a configuration of {SYSTEMS[system]}: roll import {system} {file} -o mine.yaml"
+
+
+_SEEN_OR_HEARD = r"(?<![a-z])(?:images?|videos?|audios?|vision|vqa|multi_?modal|vlm?)(?![a-z])"
+_SIGNS = (
+    (re.compile(r"(?:(?:^|_)(?:images?|videos?|audio|mm|multi_?modal)(?:_|$))|^processor(?:_|$)"), re.compile("")),
+    (
+        re.compile(r"(?:^|_)(?:path|pretrain|model|load|tokenizer)(?:_|$)|^model_(?:name|type)"),
+        re.compile(
+            _SEEN_OR_HEARD
+            + r"|(?<![a-z])omni(?![a-z])|internvl|smolvlm|llava|mllama|pixtral|paligemma|idefics|ui-?tars"
+            r"|minicpm-?[ov](?![a-z])|glm-?\d(?:\.\d)?v(?![a-z])"
+        ),
+    ),
+    (
+        re.compile(r"(?:^|_)(?:files?|file_name|data_path|dataset|tags?|tag_included|additional_keys)(?:_|$)"),
+        re.compile(_SEEN_OR_HEARD + r"|(?<![a-z])(?:geo(?:metry)?3k|mm(?=[_-])|mathvista|virl39k|mmk12|deepeyes|coco)"),
+    ),
+    (
+        re.compile(r"(?:_cls|_func|^class_path|^class_name|^render_mode|^freeze_module_prefix)$"),
+        re.compile(_SEEN_OR_HEARD + r"|detection|rgb|visual"),
+    ),
+)
+"""Names of keys, and what their values say where pictures, video or sound are meant: anything, for the first."""
+_HARMLESS = ("freeze_vision_tower", "freeze_vision_model", "freeze_vision_projection", "image_patch_size")
+"""Keys that verl's files have with their defaults, whatever is trained."""
+
+
+def pictures_in(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Keys of any system that ask for pictures, video or sound, by their names and by the names of models and data."""
+    for key, value in leaves(values):
+        name = key.rpartition(".")[2].lower().replace("-", "_")
+        if not value or name in _HARMLESS or key.partition(".")[0] in ("hydra", "system_envs"):
+            continue
+        texts = [str(each) for each in (value if isinstance(value, list) else [value])]
+        last = " ".join("/".join(text.split("/")[-2:]) for text in texts).lower()
+        if any(named.search(name) and said.search(last) for named, said in _SIGNS):
+            yield key, value

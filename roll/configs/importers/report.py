@@ -12,43 +12,58 @@ from roll.configs.problems import NOTHING, show
 WIDTH = 110
 
 _MEANINGS = {
-    Kind.KEPT: "the same key here",
+    Kind.IMPOSSIBLE: "changes results, and cannot be said here",
+    Kind.UNKNOWN: "no rule here knows the key: see what it does, and whether it is spelled right",
+    Kind.TO_DO: "outside of the configuration",
     Kind.RENAMED: "another key, the same value",
     Kind.TRANSLATED: "another value that says the same",
     Kind.DERIVED: "follows from several keys",
     Kind.THEIRS: "not given; written out, since the default here is another",
     Kind.DROPPED: "changes nothing here",
-    Kind.TO_DO: "outside of the configuration",
-    Kind.IMPOSSIBLE: "changes results, and cannot be said here",
+    Kind.KEPT: "the same key here",
 }
+"""In the order of the report: what a user must look at comes first."""
+_FIRST = (Kind.IMPOSSIBLE, Kind.UNKNOWN, Kind.TO_DO)
 
 
-def report(imported: Imported) -> str:
-    """Every key by what became of it, then what keeps the result from being valid."""
-    return "\n".join(_lines(imported)) + "\n"
+def report(imported: Imported, everything: bool = False) -> str:
+    """What is lost and what is left to do, then what became of the other keys, and a summary.
+
+    Args:
+        imported: the result.
+        everything: also names the keys that are kept as they are.
+    """
+    return "\n".join(_lines(imported, everything)) + "\n"
 
 
-def _lines(imported: Imported) -> Iterator[str]:
+def _lines(imported: Imported, everything: bool) -> Iterator[str]:
     for note in imported.notes:
         yield from textwrap.wrap(f"note: {note}", WIDTH, subsequent_indent="      ")
-    for kind in Kind:
-        outcomes = [each for each in imported.outcomes if each.kind == kind]
-        if not outcomes:
-            continue
-        yield f"{kind} ({len(outcomes)}): {_MEANINGS[kind]}"
-        if kind == Kind.KEPT:
-            keys = ", ".join(each.key for each in outcomes)
-            yield from textwrap.wrap(keys, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-        else:
-            yield from _told(outcomes)
-    yield ", ".join(f"{sum(each.kind == kind for each in imported.outcomes)} {kind}" for kind in Kind)
+    for kind in _FIRST:
+        yield from _section(imported, kind)
     if imported.problems:
         count = len(imported.problems)
         yield f"the result needs {count} {'edit' if count == 1 else 'edits'}:"
         for problem in imported.problems:
             yield from textwrap.wrap(str(problem), WIDTH, initial_indent="  ", subsequent_indent="    ")
-    else:
+    for kind in _MEANINGS:
+        if kind not in _FIRST and (everything or kind != Kind.KEPT):
+            yield from _section(imported, kind)
+    yield ", ".join(f"{sum(each.kind == kind for each in imported.outcomes)} {kind}" for kind in _MEANINGS)
+    if not imported.problems:
         yield "the result is valid"
+
+
+def _section(imported: Imported, kind: Kind) -> Iterator[str]:
+    outcomes = [each for each in imported.outcomes if each.kind == kind]
+    if not outcomes:
+        return
+    yield f"{kind} ({len(outcomes)}): {_MEANINGS[kind]}"
+    if kind == Kind.KEPT:
+        keys = ", ".join(each.key for each in outcomes)
+        yield from textwrap.wrap(keys, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    else:
+        yield from _told(outcomes)
 
 
 def _told(outcomes: Sequence[Outcome]) -> Iterator[str]:

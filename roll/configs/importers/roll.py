@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.devices import parse_device_mapping
 from roll.configs.distill import DistillConfig
 from roll.configs.importers.common import devices_of, drop_unread, parallel_sizes, set_batch, tidy_engines, to_do
-from roll.configs.importers.draft import Draft, Kind
+from roll.configs.importers.draft import Draft, Kind, value_at
 from roll.configs.importers.profiling import profiler_of_roll
 from roll.configs.importers.roll_distillation import is_distillation, set_distillation, set_teacher, set_teachers
 from roll.configs.importers.roll_engines import drop_adapter, set_engine, set_model_kwargs
@@ -34,6 +35,9 @@ _VERIFIERS: dict[str, str] = {
 """Verifiers by the name of the worker class whose place they take."""
 _LENGTHS = {"min_tokens": 100, "max_tokens": 400}
 """Within them their length reward rises from -0.5 to 0; they count the padding too, which is not copied."""
+_FILTER, _BOUNDS = {"type", "filter_args", "low", "high"}, {"threshold_down", "threshold_up", "std_threshold"}
+UNBOUNDED = 1.0e9
+"""A bound on the norm of gradients that none reaches."""
 _SWANLAB = {"experiment_name": "name", "logdir": "log_dir"}
 _SECRETS = ("key", "token", "secret", "password", "login")
 
@@ -48,6 +52,8 @@ def derive(draft: Draft) -> type[PipelineConfig]:
         drop_unread(draft)
         tidy_engines(draft)
         profiler_of_roll(draft)
+        _nodes(draft)
+        _clipping(draft, 0.0)
         return DistillConfig
     if (schema := offline_schema(draft)) is not None:
         _roles(draft)
@@ -56,6 +62,8 @@ def derive(draft: Draft) -> type[PipelineConfig]:
         set_offline(draft, schema)
         tidy_engines(draft)
         profiler_of_roll(draft)
+        _nodes(draft)
+        _clipping(draft, 1.0)
         return schema
     agentic = any(draft.has(key) for key in ("custom_envs", *MANAGERS))
     rollouts_alone = not any(draft.has(f"actor_train.{key}") for key in ("strategy_args", "device_mapping"))
@@ -76,9 +84,12 @@ def derive(draft: Draft) -> type[PipelineConfig]:
         )
     _normalisation(draft)
     drop_unread(draft)
+    _loss(draft)
+    _clipping(draft, 1.0)
     tidy_engines(draft)
     profiler_of_roll(draft)
     _batches(draft, agentic)
+    _nodes(draft)
     if agentic and rollouts_alone:
         evaluate_alone(draft)
     return AgenticConfig if any(key in draft.ours for key in ("custom_envs", "train_env_manager")) else RLVRConfig
@@ -96,8 +107,21 @@ def _run(draft: Draft) -> None:
     if draft.has("system_envs.USE_MODELSCOPE") or draft.theirs("model_download_type"):
         key = "system_envs.USE_MODELSCOPE" if draft.has("system_envs.USE_MODELSCOPE") else "model_download_type"
         to_do(draft, key, "models come from the Hugging Face hub: see that pretrain is a name there, or a folder")
+    if draft.has("track_with") and draft.get("track_with") is None:
+        value = draft.theirs("track_with")
+        draft.outcomes = [each for each in draft.outcomes if each.key != "track_with"]
+        draft.derive("track_with", "track_with", "stdout")
+        to_do(draft, "track_with", f"no tracker {value} here: package.module:Class names your own", value)
     for key, value in (draft.theirs("tracker_kwargs") or {}).items():
         path = f"tracker_kwargs.{key}"
+        if draft.get("track_with") == "stdout":
+            draft.tell(
+                Kind.DROPPED,
+                path,
+                "…" if any(secret in str(key) for secret in _SECRETS) else value,
+                note="stdout takes no options",
+            )
+            continue
         if any(secret in str(key) for secret in _SECRETS):
             if value:
                 to_do(draft, path, "a secret is not written out: put it into the environment, as WANDB_API_KEY")
@@ -230,6 +254,11 @@ def _lengths(draft: Draft, agentic: bool) -> None:
             draft.keep(key, int(limit))
 
 
+def _snake(name: str) -> str:
+    """The name of a file for a class."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
 def _reward(draft: Draft, name: str) -> None:
     base = f"rewards.{name}"
     domain: dict[str, Any] = draft.theirs(base) or {}
@@ -238,10 +267,12 @@ def _reward(draft: Draft, name: str) -> None:
     worker = str(domain.get("worker_cls") or "")
     verifier = _VERIFIERS.get(worker.rpartition(".")[2])
     if verifier is None:
-        note = "no verifier takes its place: write one (docs/rewards.md), or a function for the verifier custom"
+        note = "no verifier takes its place: write the function that args.path of the verifier custom names"
         draft.tell(Kind.IMPOSSIBLE, f"{base}.worker_cls", worker or None, note=note)
-        verifier = "math"
+        verifier = "custom"
     entry: dict[str, Any] = {"name": verifier}
+    if verifier == "custom":
+        entry["args"] = {"path": f"{_snake(worker.rpartition('.')[2] or name)}.py:score"}
     if verifier == "judge":
         entry["args"] = judge_arguments(draft, base, domain)
     elif verifier == "code":
@@ -263,6 +294,8 @@ def _reward(draft: Draft, name: str) -> None:
         draft.derive(f"{base}.world_size", f"{base}.world_size", domain["world_size"])
     chosen = domain.get("query_filter_config") or {}
     limits = chosen.get("filter_args") or {}
+    for key in [*(chosen.keys() - _FILTER), *(f"filter_args.{key}" for key in limits.keys() - _BOUNDS)]:
+        draft.tell(Kind.UNKNOWN, f"{base}.query_filter_config.{key}", value_at(chosen, key))
     bounds = {"type": chosen.get("type", "no_filter")}
     bounds["low"] = limits.get("threshold_down", limits.get("std_threshold", chosen.get("low")))
     bounds["high"] = limits.get("threshold_up", chosen.get("high"))
@@ -288,6 +321,25 @@ def _normalisation(draft: Draft) -> None:
         draft.drop_ours("reward_normalization", "norm_mean_type and norm_std_type are read")
 
 
+def _loss(draft: Draft) -> None:
+    """What ROLL's losses have as constants, and keys have here."""
+    if draft.get("dual_clip_loss"):
+        bound = round(1 + 2 * float(draft.theirs("pg_clip", 0.2)), 6)
+        draft.derive(["dual_clip_loss", "pg_clip"], "dual_clip_c", bound, "1 + 2 × pg_clip there")
+    if draft.get("use_kl_loss"):
+        key = "kl_loss_penalty" if draft.get("add_token_level_kl") else "kl_penalty"
+        if key == "kl_penalty" and draft.get(key) is not None:
+            draft.drop_ours(key, "of the KL in the reward, which is off")
+        if key == "kl_penalty" or draft.get("kl_penalty", "k1") != "k3":
+            draft.derive("use_kl_loss", key, "k3", "the KL loss is always k3 there")
+
+
+def _clipping(draft: Draft, usual: float) -> None:
+    """Gradients that are not clipped, where the bound is 0 or null, or 0 is the pipeline's default."""
+    if not draft.theirs("max_grad_norm", usual):
+        draft.derive("max_grad_norm", "max_grad_norm", UNBOUNDED, "0 there: gradients are not clipped")
+
+
 def _batches(draft: Draft, agentic: bool) -> None:
     samples = int(draft.get("rollout_batch_size", 128))
     if not agentic:
@@ -304,6 +356,9 @@ def _batches(draft: Draft, agentic: bool) -> None:
             set_batch(draft, role, min(wanted, samples), per_device, keys, samples)
     if draft.ours.get("actor_infer", {}).get("generating_args", {}).get("num_return_sequences", 1) != 1:
         draft.remove("actor_infer.generating_args.num_return_sequences")
+
+
+def _nodes(draft: Draft) -> None:
     sections = [*(section for _, section in draft.roles()), *draft.ours.get("rewards", {}).values()]
     sections += [*draft.ours.get("teachers", {}).values(), draft.ours.get("judge", {})]
     devices = [each for section in sections for each in parse_device_mapping(section.get("device_mapping")) or []]

@@ -26,6 +26,7 @@ _MOST_MEANINGS = 3
 
 SECTION, DERIVE, DROP, IMPOSSIBLE = "section", "derive", "drop", "impossible"
 _VERBS = (SECTION, DERIVE, DROP, IMPOSSIBLE)
+_CHOICE = re.compile(r"\{([^{}]*)\}")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ class Row:
     """Rule for what becomes of a key of another system."""
 
     key: str
-    """Dotted. A part ``<role>`` stands for a model role, ``<…>`` for any name, a last ``**`` for all keys below."""
+    """Dotted. A part ``<role>`` stands for a model role, ``<…>`` for any name, a last ``**`` for all keys below.
+
+    ``**`` is for sections whose keys are anybody's, e.g. arguments of an engine: it would hide what is not known."""
     default: Any
     """Value that it has there when it is not given, where its absence would mean something else here; ``NOTHING``."""
     ours: str
@@ -119,7 +122,14 @@ def fill(template: str, found: dict[str, str]) -> str:
 def rows(system: str) -> tuple[Row, ...]:
     """The table of a system, in the order of its file."""
     with (FOLDER / f"{system}.tsv").open(encoding="utf-8", newline="") as file:
-        return tuple(_row(line) for line in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+        lines = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        return tuple(_row({**line, "key": key}) for line in lines for key in spread(line["key"]))
+
+
+def spread(key: str) -> list[str]:
+    """Keys that one with braces stands for, as in a shell: ``a.{b,c}`` is ``a.b`` and ``a.c``."""
+    parts = [part.split(",") if number % 2 else [part] for number, part in enumerate(_CHOICE.split(key))]
+    return ["".join(chosen) for chosen in itertools.product(*parts)]
 
 
 def _row(line: dict[str, str]) -> Row:
@@ -139,14 +149,19 @@ def _row(line: dict[str, str]) -> Row:
 
 
 @functools.cache
-def _by_precision(system: str) -> tuple[Row, ...]:
-    """Rows without angle brackets first, then those with the most names."""
-    return tuple(sorted(rows(system), key=lambda row: (row.parts[-1] == _REST, row.key.count("<"), -len(row.parts))))
+def _by_precision(system: str) -> tuple[dict[str, Row], tuple[Row, ...]]:
+    """Rows about one key, and those with angle brackets or ``**``: the fewest brackets and the most names first."""
+    exact = {row.key: row for row in rows(system) if "<" not in row.key and row.parts[-1] != _REST}
+    others = (row for row in rows(system) if row.key not in exact)
+    return exact, tuple(sorted(others, key=lambda row: (row.parts[-1] == _REST, row.key.count("<"), -len(row.parts))))
 
 
 def find(system: str, path: Sequence[str]) -> tuple[Row, dict[str, str]] | None:
     """The row about a key, and what its parts in angle brackets stand for."""
-    for row in _by_precision(system):
+    exact, others = _by_precision(system)
+    if (row := exact.get(".".join(path))) is not None:
+        return row, {}
+    for row in others:
         if (found := row.match(path)) is not None:
             return row, found
     return None

@@ -79,7 +79,7 @@ def _tell_others(draft: Draft, mode: str) -> None:
     for key, value in _given(draft):
         own = key.removeprefix(f"{_SECTION}.").split(".")
         other = {SHARED, APART, "sync"} - {mode}
-        if own[-1] not in (*_READ, "trainer_mode") and own[0] not in other:
+        if own[-1] not in (*_READ, "trainer_mode") and own[0] not in other and draft.rule(key):
             draft.tell(Kind.IMPOSSIBLE, key, value, note=f"nothing is known of it here: see what it does in {mode}")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from roll.configs.importers.common import devices
 from roll.configs.importers.draft import Draft, Kind
+from roll.configs.importers.table import DERIVE
 from roll.configs.importers.transforms import TRANSFORMS
 from roll.configs.importers.verl_algorithm import set_optimizer
 
@@ -34,6 +35,8 @@ FUSED = {
 }
 """Megatron's linear layers, as Hugging Face's models name them."""
 _ALL_LAYERS = {part for parts in FUSED.values() for part in parts}
+ENGINES = {"dp": "fsdp2_train", "veomni": "fsdp2_train", "megatron": "megatron_train"}
+"""Engines of training by the names that ``model_engine`` has for them."""
 FIRE = {"first_token_temperature": 30.0, "first_token_top_k": 16}
 """Settings that their switch stands for."""
 
@@ -53,9 +56,7 @@ def per_device(draft: Draft, key: str) -> int | None:
 
 def set_roles(draft: Draft) -> None:
     """Sets the roles that there are, their devices and their engines."""
-    if not draft.has(f"{ACTOR}.strategy") and any("megatron" in name for name in draft.given.missing):
-        note = "that of the configuration which it builds on"
-        draft.derive(f"{ACTOR}.strategy", "actor_train.strategy_args.strategy_name", "megatron_train", note)
+    _trainer(draft)
     count = _devices(draft)
     mapping = devices(0, count)
     where = ["trainer.n_gpus_per_node", "trainer.nnodes"]
@@ -82,6 +83,22 @@ def set_roles(draft: Draft) -> None:
             draft.derive(f"{MODEL}.override_config", f"{role}.model_args.model_config_kwargs", extra)
     _adapter(draft)
     _generator(draft)
+
+
+def _trainer(draft: Draft) -> None:
+    """The engine of training: ``model_engine``, ``actor.strategy``, or what the files build on."""
+    ours = "actor_train.strategy_args.strategy_name"
+    if (engine := draft.theirs("model_engine")) is not None and engine not in ENGINES:
+        note = f"the engines of training are {', '.join(ENGINES)} there: fsdp2_train is taken"
+        draft.tell(Kind.IMPOSSIBLE, "model_engine", engine, note=note)
+    elif engine is not None:
+        draft.derive("model_engine", ours, ENGINES[engine])
+    elif draft.has(f"{ACTOR}.strategy"):
+        return
+    elif any("megatron" in name for name in draft.given.missing):
+        draft.derive(f"{ACTOR}.strategy", ours, "megatron_train", "that of the configuration which it builds on")
+    elif draft.has(f"{ACTOR}.megatron") and not draft.has(f"{ACTOR}.fsdp_config"):
+        draft.derive(f"{ACTOR}.megatron", ours, "megatron_train", "only megatron has its section")
 
 
 def _adapter(draft: Draft) -> None:
@@ -158,8 +175,9 @@ def _megatron(draft: Draft, role: str, theirs: str) -> None:
         )
     if role == "actor_train":
         extra = f"{ACTOR}.megatron.override_transformer_config"
-        for key in ("recompute_granularity", "recompute_method", "recompute_num_layers"):
-            draft.carry(f"{extra}.{key}", f"{options}.{key}")
+        for key in draft.theirs(extra) or {}:
+            if draft.rule(f"{extra}.{key}") == DERIVE:
+                draft.carry(f"{extra}.{key}", f"{options}.{key}")
 
 
 def set_engine(draft: Draft, role: str, theirs: str) -> None:
@@ -180,7 +198,7 @@ def set_engine(draft: Draft, role: str, theirs: str) -> None:
     own = draft.theirs(f"{theirs}.engine_kwargs.{name}")
     for key, value in (own or {}).items() if isinstance(own, dict) else ():
         if value is not None and key not in UNREAD_BY_ENGINES:
-            draft.derive(f"{theirs}.engine_kwargs.{name}.{key}", f"{options}.{key}", value)
+            draft.derive(f"{theirs}.engine_kwargs.{name}.{key}", f"{options}.{key.replace('-', '_')}", value)
 
 
 def _generator(draft: Draft) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -128,6 +129,34 @@ def text_of(values: Mapping[str, Any], header: Sequence[str] = ()) -> str:
         if group
     ]
     return "".join(f"# {line}\n" for line in header) + "\n".join(blocks)
+
+
+def annotate(text: str, comments: Sequence[tuple[str, str]]) -> str:
+    """Text with comments above the keys that they are about: the deepest of a dotted key that is there, else the top.
+
+    Args:
+        text: YAML.
+        comments: dotted keys, and a line about each.
+    """
+    lines, root = text.splitlines(), yaml.compose(text)
+    top = next((number for number, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    above: dict[int, list[str]] = {}
+    for key, words in comments:
+        number, indent, node = top, 0, root
+        for part in key.split("."):
+            pairs = node.value if isinstance(node, yaml.MappingNode) else []
+            found = next(((name, value) for name, value in pairs if name.value == part), None)
+            if found is None:
+                break
+            mark, node = found[0].start_mark, found[1]
+            if mark.line == number and number != top:  # inside of a line
+                break
+            number, indent = mark.line, mark.column
+        wrapped = textwrap.wrap(words, WIDTH - indent - 4, break_long_words=False, break_on_hyphens=False)
+        above.setdefault(number, []).extend(
+            f"{' ' * indent}# {'  ' if n else ''}{line}" for n, line in enumerate(wrapped)
+        )
+    return "".join(f"{line}\n" for number, line in enumerate(lines) for line in [*above.get(number, ()), line])
 
 
 _ROLE_ORDER = (

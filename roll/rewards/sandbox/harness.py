@@ -216,22 +216,20 @@ def _named(name: str, module: str) -> Any:
     return globals()[name] if module == "harness" else getattr(__import__(module), name) if module else __import__(name)
 
 
-def _load(source: str, module: ModuleType, provided: dict[str, str]) -> dict[str, Any]:
-    """Runs the source in a module; returns what was there for it to use without importing it."""
+def _load(source: str, module: ModuleType, provided: dict[str, str]) -> None:
+    """Runs the source in a module, whose own names are then those that it has bound itself."""
     sys.modules[module.__name__] = module
     sys.argv = ["main.py"]
     sys.setrecursionlimit(_RECURSION)
     for word in ("exit", "quit"):  # as the module site, which is left out, defines them
         setattr(builtins, word, sys.exit)
     code = compile(source, "main.py", "exec", dont_inherit=True)
-    given = {name: _named(name, home) for name, home in provided.items()}
-    vars(module).update(given)
+    vars(builtins).update((name, _named(name, home)) for name, home in provided.items())
     try:
         exec(code, module.__dict__)
     except EOFError:  # it ends with lines that read an input, of which there is none where its functions are called
         if module.__name__ == "__main__":
             raise
-    return given
 
 
 def run_program(source: str, provided: dict[str, str] | None = None) -> None:
@@ -272,6 +270,8 @@ class Channel:
         self._max_bytes = max_bytes
         self.exceptions: dict[str, type[Exception]] = {}
         """Classes that stand for the candidate's own exceptions."""
+        self.named: list[str] = []
+        """Functions and classes of the candidate that the tests name."""
 
     def send(self, message: Any) -> None:
         import json
@@ -365,10 +365,26 @@ class Candidate:
         args = [decode(item, self._objects.__getitem__) for item in request["args"]]
         if request["do"] == "special":
             return {"value": encode(getattr(type(target), request["name"])(target, *args), self._refer)}
+        if request["do"] == "operator":
+            return {"value": encode(self._operate(target, request["name"], args, request["named"]), self._refer)}
         kwargs = {key: decode(item, self._objects.__getitem__) for key, item in request["kwargs"].items()}
         value = target(*args, **kwargs)
         changed = [encode(item, self._refer) if isinstance(item, list | dict | set) else None for item in args]
         return {"value": encode(value, self._refer), "args": changed}
+
+    def _operate(self, target: Any, name: str, args: list[Any], named: list[str]) -> Any:
+        """An operator of a class that the tests name; ``None`` for another, and for one that equals anything."""
+        kind = type(target)
+        if not any(kind is self._own.get(each) for each in named) or not hasattr(kind, name):
+            return None
+        if name == "__eq__":
+            try:
+                if kind.__eq__(target, object()) is True:
+                    return None
+            except Exception:  # it looks for an attribute that the object does not have
+                pass
+        value = getattr(kind, name)(target, *args)
+        return None if value is NotImplemented else value
 
     def _run(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Calls with plain values; lists are nodes where the function's annotations say so."""
@@ -386,9 +402,8 @@ class Candidate:
     def serve(self, source: str, provided: dict[str, str]) -> NoReturn:
         module = type(sys)("solution")
         try:
-            given = _load(source, module, provided)
-            names = {name: value for name, value in vars(module).items() if not name.startswith("__")}
-            self._own = {name: value for name, value in names.items() if name not in given or value is not given[name]}
+            _load(source, module, provided)
+            self._own = {name: value for name, value in vars(module).items() if not name.startswith("__")}
             _NODES.update((name, self._own[name]) for name in _NODES.keys() & self._own.keys())
             loaded: dict[str, Any] = {"names": {name: self._refer(value) for name, value in self._own.items()}}
             raised = {
@@ -424,9 +439,10 @@ def _as_nodes(value: Any, hint: Any) -> Any:
 
 
 class Remote:
-    """An object of the candidate, seen from the tests. It is equal to itself only, and always true.
+    """An object of the candidate, seen from the tests. It is always true.
 
-    Nothing that a test compares it with is shown to it: it has no arithmetic, no order and no ``in`` of its own.
+    No plain value that a test compares it with is shown to it: it is equal to none, and has no order and no ``in`` of
+    its own. The operators of a class that the tests name take another object of the candidate, ``*`` a number too.
     """
 
     _channel: Channel
@@ -499,6 +515,32 @@ class Remote:
     def __bool__(self) -> bool:
         return True
 
+    def __enter__(self) -> Any:
+        return self._special("__enter__")
+
+    def __exit__(self, *_: Any) -> None:
+        self._special("__exit__", None, None, None)  # which hides no failure of the tests
+
+    def _operate(self, name: str, other: Any) -> Any:
+        if not isinstance(other, Remote) and (name != "__mul__" or type(other) not in (int, float)):
+            return NotImplemented
+        words = {"name": name, "args": [encode(other)], "named": self._channel.named}
+        value = self._value(self._ask(do="operator", **words)["value"])
+        return NotImplemented if value is None else value
+
+    def __eq__(self, other: Any) -> Any:
+        return True if self is other else self._operate("__eq__", other)
+
+    __hash__ = object.__hash__
+
+
+def _operator(name: str) -> Any:
+    return lambda self, other: self._operate(name, other)
+
+
+for _word in ("add", "sub", "mul", "truediv", "matmul", "and", "or", "xor", "lt", "le", "gt", "ge"):
+    setattr(Remote, f"__{_word}__", _operator(f"__{_word}__"))
+
 
 class Tester:
     """The process with the tests. Its results go to a descriptor that the candidate never had."""
@@ -516,16 +558,17 @@ class Tester:
             data = data[os.write(self._results, data) :]
 
     def _missing_module(self, names: list[str]) -> str | None:
-        """A module that the tests import, or a part of pytest that they use, which this interpreter lacks."""
+        """A module that the tests import, or a part of one with a stand-in, which this interpreter lacks."""
         from importlib.util import find_spec
 
-        if "pytest" in names and find_spec("pytest") is None:
-            stand_in = type(sys)("pytest")
-            vars(stand_in).update(_pytest())
-            sys.modules["pytest"] = stand_in
+        for module, parts in (("pytest", _pytest), ("numpy", _numpy)):
+            if module in names and find_spec(module) is None:
+                stand_in = type(sys)(module)
+                vars(stand_in).update(parts())
+                sys.modules[module] = stand_in
         for name in names:
             top, _, part = name.partition(".")
-            if top == "pytest" and top in sys.modules:
+            if top in ("pytest", "numpy") and top in sys.modules:
                 if part and not hasattr(sys.modules[top], part):
                     return name
             elif find_spec(top) is None:
@@ -548,6 +591,7 @@ class Tester:
         for name in own.keys() & plan["asked"]:
             own[name] = own[name]._plain()
         own.update(self._own_exceptions(loaded["exceptions"]))
+        self._channel.named = [*plan["asked"], *plan["program"].values()]
         for name in plan["program_modules"]:
             module = sys.modules[name] = type(sys)(name)
             vars(module).update(own, __all__=[name for name in own if name not in vars(builtins)])
@@ -710,6 +754,21 @@ def _pytest() -> dict[str, Any]:
         return SimpleNamespace(values=values)
 
     return {"raises": raises, "approx": Approx, "mark": Mark(), "param": param, "fail": fail, "main": lambda *_: 0}
+
+
+def _numpy() -> dict[str, Any]:
+    """The parts of numpy that EvalPlus' tests use, for an interpreter without it, whose programs make no arrays."""
+    import math
+
+    def allclose(given: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
+        if isinstance(given, list | tuple) and isinstance(expected, list | tuple):
+            return len(given) == len(expected) and all(
+                allclose(one, other, rtol, atol) for one, other in zip(given, expected, strict=True)
+            )
+        return given == expected or (math.isfinite(expected) and abs(given - expected) <= atol + rtol * abs(expected))
+
+    types = {"ndarray": type("ndarray", (), {}), "float64": float, "float32": float}
+    return {"allclose": allclose, "inf": math.inf, "nan": math.nan, **types}
 
 
 def run_tests(

@@ -84,7 +84,6 @@ def test_links_need_no_quotes_in_collections_and_colons_no_space() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        "None",
         "[a, None]",
         "{b: None}",
         "",
@@ -121,6 +120,11 @@ def test_a_value_that_yaml_would_read_otherwise_or_not_at_all_is_refused_with_a_
         command = problem.hint.removeprefix("for this very text: ")
         word = subprocess.run(["sh", "-c", f"printf %s {command}"], capture_output=True, text=True, check=True).stdout
         assert shlex.split(command) == [word] and read(word) == {"some.key": value}
+
+
+def test_pythons_none_is_answered_with_null() -> None:
+    overrides, (problem,) = parse_overrides(["some.key=None"])
+    assert not overrides and problem.hint == "write some.key=null"
 
 
 @pytest.mark.parametrize(

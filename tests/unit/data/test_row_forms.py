@@ -64,6 +64,7 @@ ACCEPTED: list[tuple[str, Row, dict[str, str], Sequence[Row], Sequence[int], Any
     # name, row, keys, the same conversation, what of it is learned, tools
     ("openai", {"m": PLAIN}, M, PLAIN, [1], None),
     ("system", {"m": [SYSTEM, *PLAIN]}, M, [SYSTEM, *PLAIN], [2], None),
+    ("capitals", {"m": [{**user(), "role": "User"}, {**says(), "role": "ASSISTANT"}]}, M, PLAIN, [1], None),
     ("developer", {"m": [{**SYSTEM, "role": "developer"}, *PLAIN]}, M, [SYSTEM, *PLAIN], [2], None),
     ("json text", {"m": json.dumps(PLAIN)}, M, PLAIN, [1], None),
     ("several turns", {"m": TWO}, M, TWO, [1, 3], None),
@@ -400,6 +401,10 @@ def test_columns_that_nobody_reads_never_refuse_a_file(tmp_path: Path) -> None:
     assert [question.id for question in data.questions] == ["1", f"{tmp_path / 'data.parquet'}:2"]
     (note,) = data.report.notes
     assert note.endswith("columns that nobody reads: at, took, picture, nested, nan, huge, map, ns, nothing")
+    rows = [{"m": USES, "functions": [FUNCTION]}]
+    assert load(write(tmp_path / "calls.jsonl", rows), M).report.notes == ()
+    (note,) = load(write(tmp_path / "others.jsonl", [{"m": PLAIN, "functions": 3}]), M).report.notes
+    assert note.endswith("columns that nobody reads: functions")
 
 
 def test_marks_blank_lines_and_other_line_ends_are_no_rows(tmp_path: Path) -> None:

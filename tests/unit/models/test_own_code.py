@@ -85,11 +85,31 @@ def test_commands_that_read_its_tokenizer_ask_too(own: str, capsys: pytest.Captu
     assert KEY not in (told := capsys.readouterr()).out + told.err and told.out
 
 
-def test_an_output_layer_that_only_its_own_code_knows_is_refused(own: str, tmp_path: Path) -> None:
-    """Trainers compute log-probabilities of the output layer themselves; they would learn another policy."""
+def test_logits_that_only_its_own_code_knows_are_those_that_are_trained(own: str, tmp_path: Path) -> None:
+    """Also where they are compared: in the first micro-batch."""
     folder = make_model(tmp_path / "own_head", logit_factor=0.5)
-    with pytest.raises(ValueError, match="OwnForCausalLM changes what its output layer gives"):
-        load_causal_lm(str(folder), trust_remote_code=True)
+    trainer = Fsdp2Train(make_context(folder, "fsdp2_train", model_args={"trust_remote_code": True}, temperature=1.0))
+    trainer.setup()
+    batch = make_batch()
+    found = trainer.logprobs(batch).logprobs_T
+    assert trainer.weights.scorer.is_checked
+    model, tokens = load_causal_lm(str(folder), trust_remote_code=True), batch.token_index([0])
+    row = batch.tokens_T[tokens]
+    wanted = forward_logprobs(model, row[:1].numpy(), row[1:].numpy(), 1.0)
+    mask = batch.loss_mask_T[tokens][1:]
+    assert found[tokens][1:][mask].tolist() == pytest.approx(torch.tensor(wanted)[mask].tolist(), abs=1e-5)
+
+
+def test_its_sequences_stand_in_rows_of_their_own(own: str) -> None:
+    packs = make_context(
+        Path(own), "fsdp2_train", model_args={"trust_remote_code": True}, worker={"use_sequence_packing": True}
+    )
+    with pytest.raises(ValueError, match="use_sequence_packing: true, expected false: own_model_of_a_test is computed"):
+        Fsdp2Train(packs).setup()
+    sections = {"use_sequence_packing": True}
+    everyone = ("actor_train", "actor_infer", "reference")
+    found = refusals(own, everyone, actor_train=sections)
+    assert "code of its own" in found["actor_train.use_sequence_packing"]
 
 
 def worker(trusts: bool, **sections: Any) -> WorkerConfig:

@@ -424,6 +424,45 @@ def test_tests_that_need_a_missing_module_are_an_error():
         score(ADD, ["import no_such_module.part\nassert add(1, 2) == 3"])
 
 
+EVALPLUS = """import numpy as np
+
+def is_floats(x):
+    if isinstance(x, np.ndarray):
+        return x.dtype == np.float64 or x.dtype == np.float32
+    return isinstance(x, float) or isinstance(x, (list, tuple)) and all(isinstance(i, float) for i in x)
+
+def assertion(out, exp, atol):
+    if atol == 0 and is_floats(exp):
+        atol = 1e-6
+    if out != exp and atol != 0:
+        assert np.allclose(out, exp, rtol=1e-07, atol=atol)
+    else:
+        assert out == exp
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "expected", "right"),
+    [
+        ("def f(x): return [x / 3, x]", [0.3333333, 1.0], True),
+        ("def f(x): return [x / 3, x]", [0.3334, 1.0], False),
+        ("def f(x): return [x / 3]", [0.3333333, 1.0], False),
+        ("def f(x): return 5.0", float("inf"), False),
+        ("def f(x): return None", 5.0, False),
+    ],
+)
+def test_the_tests_of_evalplus_need_no_numpy(program, expected, right):
+    calls = f"assertion(f(1.0), {expected!r}, 0)".replace("inf", "np.inf")
+    check = f"def check(candidate):\n    assertion(candidate(1.0), {expected!r}, 0)".replace("inf", "np.inf")
+    assert score(program, f"{EVALPLUS}\n{calls}\n").correct is right
+    assert score(program, f"{EVALPLUS}\n{check}\n", {"entry_point": "f"}).correct is right
+
+
+def test_what_the_stand_in_of_numpy_lacks_is_an_error():
+    with pytest.raises(ValueError, match=r"'numpy\.linalg', which the programs' Python does not have"):
+        score(ADD, ["import numpy as np\nassert np.linalg.norm(add(1, 2)) == 3"])
+
+
 def test_a_missing_column_is_named():
     with pytest.raises(ValueError, match=r"tests_key: seen 'cases', expected one of the columns \['other'\]"):
         score(ADD, ADD_TESTS, {"other": 1}, tests_key="cases")

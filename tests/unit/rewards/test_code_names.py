@@ -148,6 +148,12 @@ def test_names_are_resolved_before_anything_runs():
     assert (names.program, names.python) == ({"f": "f"}, {"math": ""})
 
 
+def test_a_program_may_import_what_it_is_asked_for():
+    tests = ["assert gcd(12, 8) == 4", "assert gcd(9, 6) == 3"]
+    programs = ["from math import gcd\n", "import math\ngcd = math.gcd\n", "gcd(1, 2)\n"]
+    assert scores([(tests, program) for program in programs]) == [1.0, 1.0, 0.0]
+
+
 def test_a_program_gets_names_that_it_uses_without_importing_them():
     found = provided(
         "def f(x: List[int]) -> Optional[str]:\n    return Counter(x), math.inf, heappush, re.sub, 'split'"
@@ -283,6 +289,48 @@ def test_objects_that_equal_everything_earn_nothing():
     programs = [META, *(ALWAYS.format(base=base, make=make) for base, make in makes)]
     assert scores([(COMPARED, program) for program in programs]) == [0.0] * len(programs)
     assert scores([(COMPARED, ADD)]) == [1.0]
+
+
+VECTOR = """class V:
+    def __init__(self, x):
+        self.x = x
+        self.open = False
+    def __eq__(self, other):
+        return {equal}
+    def __lt__(self, other):
+        return self.x < other.x
+    def __add__(self, other):
+        return V(self.x + other.x)
+    def __mul__(self, number):
+        return V(self.x * number)
+    def __sub__(self, other):
+        return 0
+    def __enter__(self):
+        self.open = True
+        return self
+    def __exit__(self, *error):
+        self.open = False
+        return True
+def length(v):
+    return {length}
+"""
+
+
+def test_objects_of_a_class_that_the_tests_name_have_its_operators_among_themselves():
+    honest = VECTOR.format(equal="isinstance(other, V) and self.x == other.x", length="v.x")
+    operators = [
+        *("assert V(1) + V(2) == V(3)", "assert V(1) * 2 == V(2)", "assert V(1) != V(2)", "assert V(1) < V(2)"),
+        "with V(1) as v:\n    assert v.open\nassert not v.open",
+    ]
+    forged = VECTOR.format(equal="True", length="V(-1)")
+    assert scores([(operators, honest), (operators[:2], forged)]) == [1.0, 0.0]
+    from_plain = ["assert abs(length(V(2)) - 2) < 1e-6", "assert length(V(2)) == 2", "assert length(V(2)) * 1 == 2"]
+    hidden = ["with V(1) as v:\n    assert length(v) == 5"]
+    assert scores([(from_plain, forged), (from_plain, honest), (hidden, honest)]) == [0.0, 1.0, 0.0]
+    strangers = (
+        VECTOR.format(equal="isinstance(other, W)", length="W()") + "class W(V):\n    __init__ = lambda s: None\n"
+    )
+    assert scores([(["assert length(V(1)) == length(V(2))"], strangers)]) == [0.0]
 
 
 ROWS = {

@@ -154,20 +154,20 @@ def start_engine(
     deepspeed = _import_deepspeed(device)
     deepspeed.init_distributed(dist_init_required=False)
     partitioned = config["zero_optimization"]["stage"] == 3
-    output_layer = None if scorer.value_head is not None else scorer.model.get_output_embeddings()
+    head = [] if scorer.head is None else scorer.head.modules
     if partitioned:
         deepspeed.zero.Init(module=scorer, config_dict_or_path=config)
         for buffer in scorer.buffers():
             buffer.data = buffer.data.to(device)
     with contextlib.redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory figures
         engine, *_ = deepspeed.initialize(model=scorer, model_parameters=groups, config=config)
-    if partitioned and output_layer is not None:
+    for part in head if partitioned else ():
         # A rank has as many chunks of logits as its tokens make. If each gathered the output layer, ranks would wait
         # for each other for ever: so it is gathered with the scorer's own parameters, once for all.
-        for parameter in output_layer.parameters():
+        for parameter in part.parameters(recurse=False):
             deepspeed.zero.register_external_parameter(scorer, parameter)
-        output_layer._forward_pre_hooks.clear()
-        output_layer._forward_hooks.clear()
+        part._forward_pre_hooks.clear()
+        part._forward_hooks.clear()
     return engine
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.types import TokenScores
+from roll.configs.engines.card import task_of
 from roll.configs.engines.hf_infer import HfInferConfig
 from roll.data.batch import Batch
 from roll.data.requests import Completion, GenerateRequest
@@ -32,6 +33,7 @@ from roll.distributed.weights.buckets import WeightUpdate
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.update_stream import tensors_of
 from roll.models.loading import load_causal_lm, resolve_dtype
+from roll.models.packing_support import check_packing
 from roll.models.routing import ExpertRouting
 from roll.models.scoring import TokenScorer, score_batch
 from roll.models.stop_strings import StopStrings
@@ -71,6 +73,8 @@ class HfInfer(Generator[WeightUpdate]):
             trust_remote_code=model_args.trust_remote_code,
         )
         _check_model(self._model, context.sequence_length)
+        if context.worker.use_sequence_packing and task_of(context.role) == "scores":
+            check_packing(self._model, context.role)
         tokenizer = load_tokenizer(
             context.tokenizer_path or context.model_path, alone=True, trust_remote_code=model_args.trust_remote_code
         )
@@ -189,6 +193,7 @@ class HfInfer(Generator[WeightUpdate]):
                 max_tokens=worker.max_tokens_per_microbatch_in_infer if dynamic else None,
                 round_to=worker.sequence_length_round_in_infer,
                 packing=worker.use_sequence_packing,
+                checks=True,
             )
         ).result()
 

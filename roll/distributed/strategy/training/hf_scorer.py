@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.engines import require_engine
+from roll.models import planned_attention
 from roll.models.freezing import freeze
 from roll.models.heads import ValueHead
 from roll.models.liger import use_liger_kernels
 from roll.models.loading import classifier_entries, make_skeleton
 from roll.models.lora import inject_adapter, left_out
+from roll.models.packing_support import check_packing, has_own_code, packing_problem
 from roll.models.scoring import TokenScorer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +35,9 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype, names: Sequence[st
 
     Raises:
         ImportError: an adapter without peft, or Liger's kernels without liger-kernel.
-        ValueError: the adapter's targets, or parts to freeze, are not in the model, Liger's kernels cannot run, or
-            Transformers has no classifier of a reward model's kind.
+        ValueError: the adapter's targets, or parts to freeze, are not in the model, Liger's kernels cannot run,
+            Transformers has no classifier of a reward model's kind, or the model is not known to keep packed sequences
+            apart.
     """
     args = context.worker.model_args
     model = make_skeleton(
@@ -42,6 +49,8 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype, names: Sequence[st
         trust_remote_code=args.trust_remote_code,
         names=names,
     )
+    if context.worker.use_sequence_packing:
+        check_packing(model, context.role)
     if args.use_liger_kernel:
         use_liger_kernels(model)
     if context.lora is not None:
@@ -70,6 +79,17 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype, names: Sequence[st
     )
 
 
+def may_share(model: PreTrainedModel, role: str) -> bool:
+    """Prepares a model for rows that share prompts, if it is known to compute them right; warns where that is all that
+    is missing."""
+    if not planned_attention.enable_sharing(model):
+        return False
+    problem = packing_problem(model.config, own_code=has_own_code(model))
+    if problem:
+        logger.warning("%s.share_prompts: off, as %s %s", role, model.config.model_type, problem)
+    return not problem
+
+
 def recompute_activations(scorer: TokenScorer) -> None:
     """Keeps only the layers' inputs and computes the rest again in the backward pass."""
     scorer.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -80,10 +100,14 @@ def recompute_activations(scorer: TokenScorer) -> None:
 
 
 def decoder_layers(scorer: TokenScorer) -> list[torch.nn.Module]:
-    """The blocks that the model's own class says must not be split: each is one unit of sharding and recomputation."""
-    names = set(scorer.model._no_split_modules or ())
+    """The blocks that the model's own class says must not be split: each is one unit of sharding and recomputation.
+
+    Not one with the input embedding (BERT's family): tied to the output layer, it belongs into that layer's unit.
+    """
+    names, embedding = set(scorer.model._no_split_modules or ()), scorer.model.get_input_embeddings()
     # By base classes too: fully_shard makes a QwenLayer an FSDPQwenLayer.
-    layers = [module for module in scorer.model.modules() if names & {cls.__name__ for cls in type(module).__mro__}]
+    named = [module for module in scorer.model.modules() if names & {cls.__name__ for cls in type(module).__mro__}]
+    layers = [module for module in named if all(part is not embedding for part in module.modules())]
     if not layers:
         raise ValueError(f"{type(scorer.model).__name__} names no decoder layers (_no_split_modules); cannot shard it")
     return layers

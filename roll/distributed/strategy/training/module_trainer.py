@@ -12,9 +12,10 @@ from torch import nn
 
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
+from roll.data.packing import ModelInput, PackedSequences
 from roll.distributed.strategy.base import RankInfo, States
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
-from roll.distributed.strategy.training.hf_scorer import make_scorer
+from roll.distributed.strategy.training.hf_scorer import make_scorer, may_share
 from roll.distributed.strategy.training.module_weights import (
     ModuleWeights,
     TrainedModule,
@@ -30,11 +31,18 @@ from roll.distributed.strategy.training.pieces import Piece
 from roll.distributed.strategy.training.saving import SourceFolder, Tensors, model_tensors, open_source
 from roll.distributed.strategy.training.scorer import Limits, Scorer, join_group
 from roll.distributed.strategy.training.trainer import Trainer
-from roll.models import planned_attention, ulysses
+from roll.models import ulysses
 from roll.models.comparison import TeacherView, WholeVocabulary
 from roll.models.loading import load_config, resolve_dtype, save_config
 from roll.models.lora import adapter_dropout, adapter_off
-from roll.models.scoring import TokenScorer, layout, score_input
+from roll.models.scoring import (
+    TokenScorer,
+    check_difference,
+    compare_with_own_forward,
+    layout,
+    score_input,
+    shaping,
+)
 from roll.models.teacher_layer import make_comparison
 
 W = TypeVar("W", bound=ModuleWeights)
@@ -59,12 +67,40 @@ class ModuleScorer(Scorer, Generic[W]):
 
     def forward(self, micro_batch: Batch, limits: Limits) -> TokenScores:
         inputs = layout(micro_batch, round_to=limits.round_to, packing=limits.packing, sharing=limits.sharing)
+        if self.weights.scorer.is_checked:
+            return self._score(micro_batch, inputs)
+        with torch.no_grad():
+            scores = self._score(micro_batch, inputs)
+            self._check(micro_batch, inputs, scores)
+        return self._score(micro_batch, inputs) if torch.is_grad_enabled() else scores
+
+    def _score(self, micro_batch: Batch, inputs: ModelInput) -> TokenScores:
         module, tokens, group = self._module, micro_batch.num_tokens, self._sequence_group
         views = (micro_batch.ref_hidden_TH, TeacherView.of(micro_batch))
         with self._forward_context():
             if group is not None:
                 return ulysses.score_shared_input(module, inputs, tokens, group, *views)
             return score_input(module, inputs, tokens, *views)
+
+    def _check(self, micro_batch: Batch, inputs: ModelInput, scores: TokenScores) -> None:
+        """Compares a micro-batch's scores with the model's own, until some tokens were compared (collective).
+
+        Raises:
+            ValueError: on every rank, where one finds a difference beyond the bound.
+        """
+        assert scores.logprobs_T is not None
+        scorer, packed = self.weights.scorer, isinstance(inputs.attention, PackedSequences)
+        with self._forward_context():
+            found = compare_with_own_forward(self._module, scorer, micro_batch, inputs, scores.logprobs_T)
+        all_found = self._gather_counts(found)
+        how = shaping(
+            packing=packed and self.context.worker.use_sequence_packing,
+            sharing=inputs.attention is not None and not packed,
+            ulysses=self._sequence_group is not None,
+            tensor=self._tensor_size > 1,
+        )
+        check_difference(all_found[int(all_found[:, 0].argmax())].tolist(), scorer, how)
+        scorer.is_checked = bool(all_found[:, -1].sum() > 0)
 
     def without_adapter(self) -> contextlib.AbstractContextManager[object]:
         return adapter_off(self.weights.scorer) if self.context.lora is not None else super().without_adapter()
@@ -110,7 +146,7 @@ class ModuleScorer(Scorer, Generic[W]):
             self._model_dtype = resolve_dtype(args.dtype, config)
             compute = self._model_dtype if compute_dtype is None else resolve_dtype(compute_dtype)
             scorer = make_scorer(context, self._stored_dtype(compute), self._source.names)
-        self.shares_prompts = context.worker.share_prompts and planned_attention.enable_sharing(scorer.model)
+        self.shares_prompts = context.worker.share_prompts and may_share(scorer.model, context.role)
         if args.ulysses_size > 1:  # after sharing, whose kernel it wraps
             ulysses.enable(scorer.model, args.ulysses_size, self._tensor_size)
             self._sequence_group = ulysses.make_group(args.ulysses_size, self._tensor_size)

@@ -186,6 +186,9 @@ def copy_output_layer(weights: ModuleWeights, dtype: torch.dtype) -> OutputLayer
     layer = weights.scorer.model.get_output_embeddings()
     if not isinstance(layer, nn.Linear):
         raise ValueError(f"kl_penalty 'full': the output layer is a {type(layer).__name__}, expected Linear")
+    if weights.scorer.head is not None and weights.scorer.head.others:
+        name = type(weights.scorer.model).__name__
+        raise ValueError(f"kl_penalty 'full': {name} has other weights in its head than its output layer's")
     names = {id(parameter): name for name, parameter in weights.parameters.items()}
 
     def copy(parameter: Tensor) -> Tensor:

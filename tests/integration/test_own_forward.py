@@ -1,0 +1,113 @@
+"""Models with a head of their own kind, sharded over two ranks; and what happens when one rank scores them otherwise.
+
+The oracle is the model's own forward pass, one sequence at a time, in float64.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from roll.algorithms.types import LossContext, LossOutput, TokenScores
+from roll.data.batch import Batch
+from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
+from roll.models.loading import load_causal_lm
+from tests.support.families import tiny_config, tiny_model, with_factors
+from tests.support.ranks import enter_rank, leave_rank, metrics_of, run_ranks, tensors_of, write
+from tests.support.trainers import make_batch, make_context, shares
+
+pytest.importorskip("deepspeed", reason="the package deepspeed is not installed")
+
+FAMILIES: dict[str, dict[str, Any]] = {"hyperclovax": {}, "minicpm3": {}, "roberta": {"is_decoder": True}}
+"""With a factor behind the output layer, one before it, and layers before it that have weights."""
+ENGINES: dict[str, dict[str, Any]] = {
+    "fsdp2_train": {},
+    "deepspeed_train": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+}
+TEMPERATURE = 1.0
+
+
+def loss_fn(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
+    assert scores.logprobs_T is not None
+    gain_T = batch.advantages_T * scores.logprobs_T
+    return LossOutput(-gain_T[batch.loss_mask_T].sum() / context.num_tokens, {})
+
+
+def trainer(model: Path, name: str, rank: int) -> Any:
+    from roll.distributed.strategy.deepspeed.strategy import DeepSpeedTrain
+
+    kind = Fsdp2Train if name == "fsdp2_train" else DeepSpeedTrain
+    found = kind(make_context(model, name, ENGINES[name], temperature=TEMPERATURE, rank=rank, world_size=2))
+    found.setup()
+    return found
+
+
+def rank_main(rank: int, port: int, models: Path, out: Path) -> None:
+    enter_rank(port)
+    for name in ENGINES:
+        for family in FAMILIES:
+            found, share = trainer(models / family, name, rank), shares(0)[rank]
+            logprobs = found.logprobs(share).logprobs_T
+            metrics = found.train_step(share, loss_fn)
+            write(out, f"{name}-{family}-{rank}", {"logprobs": logprobs}, metrics)
+            found.shutdown()
+        for train_first in (False, True):
+            found = trainer(models / "hyperclovax", name, rank)
+            if rank == 1:
+                found.weights.scorer.head.is_plain = True  # one rank alone leaves the factor out
+            with pytest.raises(ValueError, match="log-probabilities of the first micro-batch") as refused:
+                if train_first:
+                    found.train_step(shares(0)[rank], loss_fn)
+                else:
+                    found.logprobs(shares(0)[rank])
+            (out / f"{name}-refused-{train_first}-{rank}.json").write_text(json.dumps(str(refused.value)))
+            found.shutdown()
+    leave_rank()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    for family, options in FAMILIES.items():
+        tiny_model(with_factors(tiny_config(family, **options))).save_pretrained(folder / family)
+    run_ranks(rank_main, 2, folder, folder)
+    return folder
+
+
+def oracle(model: Any, batch: Batch) -> Tensor:
+    """Log-probabilities of the loss tokens."""
+    found = []
+    for row in range(batch.num_sequences):
+        tokens = batch.token_index([row])
+        ids = batch.tokens_T[tokens]
+        logprobs = (model(input_ids=ids[None], use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        found.append(logprobs.gather(1, ids[1:, None])[:, 0][batch.loss_mask_T[tokens][1:]])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_scores_and_gradient_are_those_of_the_models_own_head(two_ranks: Path, engine: str, family: str) -> None:
+    model = load_causal_lm(str(two_ranks / family), dtype=torch.float64)
+    batch = make_batch(seed=0)
+    wanted = oracle(model, batch)
+    found = torch.cat([tensors_of(two_ranks, f"{engine}-{family}-{rank}")["logprobs"] for rank in (0, 1)])
+    torch.testing.assert_close(found[batch.loss_mask_T].double(), wanted.detach(), rtol=0, atol=2e-5)
+    loss = -(batch.advantages_T[batch.loss_mask_T] * wanted).sum() / len(wanted)
+    loss.backward()
+    squares = [p.grad.square().sum() for p in model.parameters() if p.grad is not None]
+    metrics = metrics_of(two_ranks, f"{engine}-{family}-0")
+    assert metrics["actor/loss"] == pytest.approx(float(loss), abs=2e-5)
+    assert metrics["actor/grad_norm"] == pytest.approx(float(sum(squares)) ** 0.5, rel=2e-5)
+
+
+@pytest.mark.parametrize("train_first", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_one_rank_scores_otherwise_ends_all(two_ranks: Path, engine: str, train_first: bool) -> None:
+    told = [json.loads((two_ranks / f"{engine}-refused-{train_first}-{rank}.json").read_text()) for rank in (0, 1)]
+    assert told[0] == told[1] and told[0].startswith("HyperCLOVAXForCausalLM: ")
