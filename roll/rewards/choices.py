@@ -16,10 +16,10 @@ _NOUN = rf"(?:{_ANSWER}|letter|solution|response|selection|statement|alternative
 _GOOD = r"(?:best|correct|right|final|proper|appropriate|accurate|suitable|true|only|most\s+\w+)"
 _OPENING = (
     r"(?:(?:so|thus|therefore|hence|then|finally|clearly|in conclusion|overall|consequently|accordingly|in summary"
-    r"|we conclude that|this means|i think|i believe)\b[\s,:]{0,3})?"
+    r"|only|we conclude that|this means|i think|i believe)\b[\s,:]{0,3})?"
 )
 _IS = (
-    r"(?:\bis\b|\bare\b|\bmust be\b|\bshould be\b|\bwould be\b|\bwill be\b|\bhas to be\b|=>|[:：=]|->|→|是|为|は|은"
+    r"(?:\bis\b|\bare\b|\bmust be\b|\bshould be\b|\bwould be\b|\bwill be\b|\bhas to be\b|=>|[:：=]|->|→|是|为|选|は|은"
     r"|\b(?:ist|lautet|est|es|é|è)\b|(?<=\s)[-–—](?=\s))"
     r"(?:[\s*_:,]{0,5}\b(?:therefore|thus|clearly|then|hence|indeed)\b,?)?"
 )
@@ -32,7 +32,7 @@ _FORMS = (
     r"(?:it|this|that|which)(?:\s+(?:is|must be|should be|has to be)|['’]s)",
     r"(?:let['’]s\s+|let\s+us\s+)?(?:choose|select|pick|mark|go\s+with)",
     rf"{_GOOD}\s*[:：]",
-    r"(?:因此|所以|故|应|本题){0,3}(?:答案|正确答案|选项|故选|选择|选)(?:应该)?[\s*]{0,3}(?:是|为|[:：])?",
+    r"(?:因此|所以|故|应|本题){0,3}(?:答案|正确答案|选项|故选|选择|选)(?:应该)?[\s*]{0,3}(?:是|为|选|[:：])?",
     r"(?:=>|→|->|[-*•#>])",
 )
 _NAMED = rf"(?:(?:the\s+)?{_NOUN}[\s*_:]{{1,5}})?"
@@ -43,9 +43,11 @@ _NEGATION = re.compile(
     re.IGNORECASE,
 )
 """What turns a letter among free words into something else than a choice. Words of an option are not looked at."""
+_ABOVE = re.compile(r"(?<=[):.]\s)(?:all|none|both|neither) of (?:the above|the other\w*|these|them)", re.IGNORECASE)
+"""An option's usual words."""
 _REASON = re.compile(r"[\s,;:—–-]{0,5}(?:because|since|as|for|due to|given that|so that)\b", re.IGNORECASE)
 _PRAISE = re.compile(
-    rf"\s+(?:is|seems|must be|would be|should be)\s+(?:(?:the|a)\s+)?(?:{_GOOD}\s*)+(?:{_NOUN}|one)?(?P<rest>.*)",
+    rf"\s+(?:is|seems|must be|would be|should be)\s+(?:(?:the|a)\s+)?(?:(?:{_GOOD}\s*)+(?:{_NOUN}|one)?|answer\b)(?P<rest>.*)",
     re.IGNORECASE | re.DOTALL,
 )
 _RETRACTED = re.compile(
@@ -125,6 +127,7 @@ class ChoiceReader:
 
     def _is_harmless(self, rest: str, letter: str, prompt: str) -> bool:
         """Tells whether the rest of the sentence is the option's text, a reason, praise, or the letters it is not."""
+        rest = _ABOVE.sub("", rest)
         bare = re.sub(rf"^{_AFTER}", "", rest)
         if not _WORD.search(rest):
             return "?" not in rest

@@ -55,7 +55,7 @@ _LEADS = re.compile(
     r"\b(?:(?:total|sum|product|area|perimeter|volume|length|value|cost|price|amount|result|answer|probability|average"
     r"|distance|speed|number|score|profit|radius|slope) of|exactly|only|precisely|left with|Zahl|Wert|Anzahl"
     r"|therefore|thus|so|hence|then|answer"
-    r"|result|value|total|option|choice)$|[有是为為得到共要需了剩故则即以此はが]$|等于$",
+    r"|result|value|total|option|choice)$|[有是为為得到共要需了剩故则即以此はがて]$|等于$",
     re.IGNORECASE,
 )
 """What states an expression behind it though the next rule says otherwise."""
@@ -77,7 +77,7 @@ _UNCERTAIN = re.compile(
     r"|incorrect|incorrectly|false|falsely|impossible|invalid|mistaken|mistakenly|reject\w*|exclud\w*|avoid\w*|doubt\w*"
     r"|den(?:y|ies|ied)|if|whether|maybe|perhaps|might|(?-i:may)|could|fail(?:s|ed)?|wants?|wanted|likes? to"
     r"|hop(?:es?|ed)|wish\w*"
-    r"|refus\w*|nearly|almost|close|near|possibly|probably|guess\w*|or|either|between|twice"
+    r"|refus\w*|nearly|almost|close|near|so far|for now|possibly|probably|guess\w*|or|either|between|twice"
     r"|half|double|times|minus|negative)\b|n['’]t\b|\b(?:nicht|kein\w*|ne|pas|не|нет|nunca|nie|não|non|jamais|oder|ou|или|quizás|weniger|mehr|menos|más|moins|меньше|больше)\b|[不没沒非未或]|可能|大约|至少|最多|超过|除了",
     re.IGNORECASE,
 )
@@ -159,7 +159,7 @@ def _stated(before: str, behind: str, measured: bool = False) -> bool:
     """Tells whether the words around an expression that nothing marks state it as the value of something."""
     lead = before.rstrip(" *_$(\"“'")
     clause = _CLAUSE.split(lead)[-1] if not lead.endswith((",", ";")) else re.split(r"[.!?]\s|\n", lead)[-1]
-    rest = re.sub(r"^[\s$]*(?:です|である|だ|となる)", "", (_SENTENCE_END.split(behind, maxsplit=1) or [""])[0])
+    rest = re.sub(r"(?:です|である|だ|となる)(?=[\s。.]*$)", "", (_SENTENCE_END.split(behind, maxsplit=1) or [""])[0])
     if _UNCERTAIN.search(clause) or behind.lstrip("*_$ ").startswith("?") or denied(lead, behind):
         return False
     words = rest.strip(" *_$").split()
@@ -244,12 +244,15 @@ _ASIDE = re.compile(r"\s\((?!\s*mod|[^()]*\b(?:not|or|maybe|wrong|if)\b)[^()$\\]
 """The last words in brackets: "(8 red and 6 blue)"."""
 _BOLD = re.compile(r"(?:(?m:^)>\s+)?(?<![\w*])\*\*(?=[^\s*])([^*\n]+)\*\*(?![\w*])")
 _PROVED = re.compile(
-    r"(?:\s*(?:\$\s*\\(?:blacksquare|square|Box|qed)\s*\$|\\(?:blacksquare|square|Box|qed)\b|[∎■□]|Q\.?E\.?D\b\.?))+\s*$"
+    r"(?:\s*(?:\$\s*\\(?:blacksquare|square|Box|qed)\s*\$|\\(?:blacksquare|square|Box|qed)\b|[∎■□]|Q\.?E\.?D\b\.?"
+    r"|(?<=[.!]\s)(?:Done|We are done)[.!]))+\s*$"
 )
 
 
 def _last_words(text: str) -> str | None:
     """The few words that the last sentence says something is: "it will be a Tuesday"."""
+    if said := re.fullmatch(r"(yes|no),\s+(?!wait|but|maybe)[^.,:;?]*[.!]?", text.strip(), re.IGNORECASE):
+        return said[1]
     match = _NAMES.search(text)
     return match[1] if match and not _UNCERTAIN.search(_CLAUSE.split(text[: match.end()])[-1]) else None
 
@@ -299,7 +302,7 @@ def _behind_cue(text: str) -> str | None:
 
 _IN_TEXT = re.compile(r"^\}\s*([^{}$]+)\$*$")
 """What is left of ``$\\text{The answer is } 8$``."""
-_SENTENCE_OF_SIGNS = re.compile(r"[\u3040-\u9fff]{3,}\s*-?\d")
+_SENTENCE_OF_SIGNS = re.compile(r"[\u3040-\u9fff]{2,}\s*-?\d")
 """A Chinese or Japanese sentence with a number behind its words."""
 
 
@@ -369,6 +372,7 @@ def _last_run(text: str, lead: str = "") -> str | None:
                     " ".join([point, *words[last:]]),
                     measured=last > end,
                 )
+                run = run.removeprefix("= ") if run.count("=") > 1 else run
                 run = run if "\\" in run else re.sub(r"\^(-?\d{2,})", r"^{\1}", run)
                 return run if stated else _last_words(line) or line
             end = start
@@ -388,14 +392,18 @@ def _joins(words: list[str], index: int) -> bool:
     return words[index] in ("and", "or", "-", "–", "−") and index > 0 and _is_mathy(words[index - 1])
 
 
+def _names_unit(word: str) -> bool:
+    return is_unit(word) or (re.search(r"[/^]", word[1:]) is not None and canonical_unit(word) is not None)
+
+
 def _with_unit(words: list[str], start: int, end: int) -> tuple[str, int]:
     """A run of words with the unit behind it, and where that ends."""
     run = words[start:end]
     for index, word in enumerate(words[end : end + 2], end + 1):
-        bare = word.rstrip(".,;:!?")
+        bare = word.rstrip(".,;:!?").replace("²", "^2").replace("³", "^3")
         if word == "in" and index < len(words):  # no inches
             break
-        if run[-1][-1:] in ".,;:!?" or not (is_unit(bare) or bare in MULTIPLIERS or bare in ("percent", "%")):
+        if run[-1][-1:] in ".,;:!?" or not (_names_unit(bare) or bare in MULTIPLIERS or bare in ("percent", "%")):
             break
         run.append(bare)
     text = " ".join(run)

@@ -57,7 +57,7 @@ _MIXED = re.compile(r"(?<![\d/.,\w}])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d/.])")
 _COLOUR = re.compile(r"\\(?:color|textcolor|colorbox)\s*(?:\[\w+\])?\s*\{[\w!#.\s]*\}")
 _LOOKS = re.compile(
     r"\\(?:tiny|scriptsize|footnotesize|small|normalsize|large|Large|LARGE|huge|Huge|bf|rm|it|sf|tt|bfseries|itshape"
-    r"|scriptstyle|strut|nolimits|mathstrut|nonumber|notag|hfill|centering|allowbreak|left\s*\.|right\s*\.)(?![a-zA-Z.])"
+    r"|scriptstyle|strut|nolimits|mathstrut|nonumber|notag|hfill|therefore|centering|allowbreak|left\s*\.|right\s*\.)(?![a-zA-Z.])"
 )
 _STYLE = re.compile(
     r"\\(mathbf|boldsymbol|bm|pmb|mathit|mathnormal|ensuremath|underline|underbar|uline|fbox|mathop)\s*\{"

@@ -56,6 +56,7 @@ CHOSEN = [
     *("The answer is (B) Paris. A city.",),
     *("答案是B", "答案：B", "正确答案是 B。", "选B", "故选：B", "The answer is B) Paris, the capital."),
     *("Answer: B. Paris is the capital.", "Answer - B"),
+    *("Only B is correct.", "Therefore B is the answer.", "答案选B", "Answer: (B) none of these"),
     *("Let's go with B.", "Correct: B", "故本题选B。", "应选 B", "La respuesta correcta es B.", "Resposta correta: B"),
     *(r"The answer is \(\text{B}\).", "Thus the correct statement is B."),
     *("The answer is not A, so the answer is B.", "Die richtige Antwort ist B.", "La réponse est B.", "Ответ: B"),
