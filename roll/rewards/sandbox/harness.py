@@ -379,7 +379,7 @@ class Candidate:
             return None
         if name == "__eq__":
             try:
-                if kind.__eq__(target, object()) is True:
+                if getattr(kind, name)(target, object()) is True:
                     return None
             except Exception:  # it looks for an attribute that the object does not have
                 pass
