@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import re
 
-_BEFORE = r"[\s*_`$(\[{\"'“]{0,10}"
+_BEFORE = r"(?:\\[(\[]|[\s*_`$(\[{\"'“]){0,10}"
 _COMMAND = r"(?:\\(?:text|mathrm|mathbf|textbf|textrm|mathit|bf|rm|boxed)\s{0,3}\{?[\s({\[*]{0,5})?"
-_AFTER = r"[\s*_`$)\]}\"'”]{0,10}"
-_NOUN = r"(?:answer|option|choice|letter|solution|response|selection)"
+_AFTER = r"(?:\\[)\]]|[\s*_`$)\]}\"'”]){0,10}"
+_ANSWER = (
+    r"(?:\b(?:answer|option|choice|antwort|réponse|respuesta|resposta|risposta|ответ)\b|答案|答え|选项|정답)"
+    r"(?:\s+(?:correcta|correta|corretta|correcte|finale?))?"
+)
+_NOUN = rf"(?:{_ANSWER}|letter|solution|response|selection|statement|alternative)"
 _GOOD = r"(?:best|correct|right|final|proper|appropriate|accurate|suitable|true|only|most\s+\w+)"
 _OPENING = (
     r"(?:(?:so|thus|therefore|hence|then|finally|clearly|in conclusion|overall|consequently|accordingly|in summary"
-    r"|we conclude that|this means|i think|i believe)\b[\s,:]{0,3})?"
+    r"|only|we conclude that|this means|i think|i believe)\b[\s,:]{0,3})?"
 )
 _IS = (
-    r"(?:\bis\b|\bare\b|\bmust be\b|\bshould be\b|\bwould be\b|\bwill be\b|\bhas to be\b|=>|[:：=]|->|→|是|为)"
+    r"(?:\bis\b|\bare\b|\bmust be\b|\bshould be\b|\bwould be\b|\bwill be\b|\bhas to be\b|=>|[:：=]|->|→|是|为|选|は|은"
+    r"|\b(?:ist|lautet|est|es|é|è)\b|(?<=\s)[-–—](?=\s))"
     r"(?:[\s*_:,]{0,5}\b(?:therefore|thus|clearly|then|hence|indeed)\b,?)?"
 )
 _FORMS = (
@@ -25,8 +30,9 @@ _FORMS = (
     r"(?:i|we)(?:\s+(?:would|will|must|should|'d|'ll)|['’](?:d|ll))?\s+"
     r"(?:choose|pick|select|go with|answer|say|opt for)",
     r"(?:it|this|that|which)(?:\s+(?:is|must be|should be|has to be)|['’]s)",
-    r"(?:choose|select|pick|mark)",
-    r"(?:答案|正确答案|选项|故选|选择|选)(?:应该)?[\s*]{0,3}(?:是|为|[:：])?",
+    r"(?:let['’]s\s+|let\s+us\s+)?(?:choose|select|pick|mark|go\s+with)",
+    rf"{_GOOD}\s*[:：]",
+    r"(?:因此|所以|故|应|本题){0,3}(?:答案|正确答案|选项|故选|选择|选)(?:应该)?[\s*]{0,3}(?:是|为|选|[:：])?",
     r"(?:=>|→|->|[-*•#>])",
 )
 _NAMED = rf"(?:(?:the\s+)?{_NOUN}[\s*_:]{{1,5}})?"
@@ -37,9 +43,11 @@ _NEGATION = re.compile(
     re.IGNORECASE,
 )
 """What turns a letter among free words into something else than a choice. Words of an option are not looked at."""
+_ABOVE = re.compile(r"(?<=[):.]\s)(?:all|none|both|neither) of (?:the above|the other\w*|these|them)", re.IGNORECASE)
+"""An option's usual words."""
 _REASON = re.compile(r"[\s,;:—–-]{0,5}(?:because|since|as|for|due to|given that|so that)\b", re.IGNORECASE)
 _PRAISE = re.compile(
-    rf"\s+(?:is|seems|must be|would be|should be)\s+(?:(?:the|a)\s+)?(?:{_GOOD}\s*)+(?:{_NOUN}|one)?(?P<rest>.*)",
+    rf"\s+(?:is|seems|must be|would be|should be)\s+(?:(?:the|a)\s+)?(?:(?:{_GOOD}\s*)+(?:{_NOUN}|one)?|answer\b)(?P<rest>.*)",
     re.IGNORECASE | re.DOTALL,
 )
 _RETRACTED = re.compile(
@@ -49,6 +57,7 @@ _RETRACTED = re.compile(
 )
 _SENTENCE_END = re.compile(r"(?<=\w[.!?])\s|\n")
 _WORD = re.compile(r"\w+")
+_LABELLED = re.compile(r"[\s*(>-]{0,10}[A-Z][).:]")
 _LABEL = re.compile(r"\n|(?<!\w)[A-Z][).:\]]\s")
 _MOST_BEHIND = 1_000_000
 """Characters behind a choice that are read."""
@@ -68,10 +77,10 @@ class ChoiceReader:
         )
         self._alone = re.compile(rf"(?i:{_NAMED}){self._small}{_AFTER}[.,:;!。]{{0,3}}{_AFTER}")
         self._phrase = re.compile(
-            rf"(?i:\b(?:answer|option|choice)\b|答案|选项)[\s*_]{{0,10}}(?i:{_IS})[\s*_:：]{{0,10}}(?i:{_NAMED}){self._letter}"
+            rf"(?i:{_ANSWER})[\s*_]{{0,10}}(?i:{_IS})[\s*_:：]{{0,10}}(?i:{_NAMED}){self._letter}"
         )
         self._small_phrase = re.compile(
-            rf"(?i:\b(?:answer|option|choice)\b[\s*_]{{0,10}}{_IS}[\s*_:]{{0,10}}{_NAMED}){self._small}{_AFTER}\.?\s*$"
+            rf"(?i:{_ANSWER}[\s*_]{{0,10}}{_IS}[\s*_:]{{0,10}}{_NAMED}){self._small}{_AFTER}\.?\s*$"
         )
         other = rf"(?<![\w'’]){letter}(?![\w'’])"
         self._others = re.compile(
@@ -100,12 +109,14 @@ class ChoiceReader:
         if phrases:
             last = phrases[-1]
             before = text[max(0, last.start() - 200) : last.start()]
-            sentence = re.split(r"[.!?;]\s|\n", before)[-1]
+            sentence = re.split(r"[.!?;]\s|\n|,\s+(?:so|therefore|thus|hence)\b", before)[-1]
             if _NEGATION.search(sentence) or not self._is_final(text[last.end() :], last["letter"], prompt):
                 return None
             return last["letter"]
         lines = text.strip().splitlines()
-        return self.whole(lines[-1], prompt) if lines else None
+        # The options themselves are no choice.
+        listed = lines[1:] and _LABELLED.match(lines[-1]) and _LABELLED.match(lines[-2])
+        return self.whole(lines[-1], prompt) if lines and not listed else None
 
     def _is_final(self, behind: str, letter: str, prompt: str) -> bool:
         """Tells whether what follows the letter leaves it the choice."""
@@ -116,6 +127,7 @@ class ChoiceReader:
 
     def _is_harmless(self, rest: str, letter: str, prompt: str) -> bool:
         """Tells whether the rest of the sentence is the option's text, a reason, praise, or the letters it is not."""
+        rest = _ABOVE.sub("", rest)
         bare = re.sub(rf"^{_AFTER}", "", rest)
         if not _WORD.search(rest):
             return "?" not in rest

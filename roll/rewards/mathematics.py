@@ -22,7 +22,7 @@ from roll.rewards.answers import (
     last_boxed,
     last_group,
 )
-from roll.rewards.maths.prose import denied, is_part, last_expression, said_in
+from roll.rewards.maths.prose import corrected, denied, is_part, last_expression, said_in
 from roll.rewards.types import ANSWER_CPU_S, RuleVerifier, Sample, Verdict
 
 _PLAIN_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")
@@ -121,7 +121,8 @@ class MathVerifier(RuleVerifier):
         if box is not None:
             before, content, behind = box
             # Words that deny the answer are one with it.
-            return place if denied(before, behind) or is_part(before, behind) else said_in(content)
+            taken_back = place if denied(before, behind) or is_part(before, behind) else None
+            return corrected(behind) or taken_back or said_in(content)
         if tagged is not None:
             return said_in(tagged)
         return None if self.config.strict_boxed or truncated else last_expression(said)

@@ -13,9 +13,10 @@ from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem, pattern_problems
-from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, all_boxed, last_boxed, last_group
+from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, all_boxed, last_box, last_boxed, last_group
 from roll.rewards.choices import ChoiceReader
-from roll.rewards.maths.units import is_unit
+from roll.rewards.maths.prose import corrected, denied, last_expression
+from roll.rewards.maths.units import canonical_unit, is_unit
 from roll.rewards.types import ANSWER_CPU_S, RuleVerifier, Sample, Verdict
 
 MAX_NUMBER_CHARS = 1000
@@ -46,6 +47,7 @@ _WHOLE = re.compile(
     rf"(?P<amount>[+-]?\s?{_CURRENCY}?\s?(?:{_DIGITS})(?:\s?/\s?[0-9]+)?)(?P<unit>[^0-9]*[²³]?)",
     re.IGNORECASE,
 )
+_CALCULATION = re.compile(r"^[-+*/×÷=().,\s\d$]*\d[-+*/×÷=().,\s\d$]*=")
 _MARKS = re.compile(
     r"\\boxed|\\(?:text|mathrm|mathbf|textbf|mbox)\b|\\[()\[\]!,;:]|(?<!\\)[{}*`_\"“”]|\\(?=[$%])|\$(?!\s?[0-9.])"
 )
@@ -53,7 +55,7 @@ _MARKS = re.compile(
 _UNIT_WORD = re.compile(r"[^\W\d_²³]+(?:['’-][^\W\d_²³]+)*|[%°²³]|\$")
 _QUANTITY = re.compile(
     r"(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w*teen|\w*ty|hundred|thousand|million|billion"
-    r"|trillion|dozen|half|halve|third|fourth|fifth|sixth|tenth|quarter|score|twice|k|bn|mn|mm|th|st|nd|rd|time|plus|minus"
+    r"|trillion|dozen|half|halve|third|fourth|fifth|sixth|tenth|hundredth|thousandth|\w*illionth|quarter|score|twice|k|bn|mn|mm|th|st|nd|rd|time|plus|minus"
     r"|squared|cubed|factorial|and|or|to|is|are|was|be|not|no|never|wrong|right|more|less|fewer|than|over|under|least"
     r"|most|about|around|approximately|roughly|nearly|almost|up|guess|mod|e|x|if|but|if|maybe|other|else|too|off|out)"
     r"(?:s|es)?|[百千万萬亿億兆半多余左右约]+.*",
@@ -62,6 +64,7 @@ _QUANTITY = re.compile(
 """Words behind a number that make another number or another claim of it."""
 _COMMON_UNIT_WORDS = (
     "people children men women feet percent square cubic sq m h g l s each per a an of the in total left remaining away"
+    " am pm p"
 )
 _COMMON_UNITS = frozenset(_COMMON_UNIT_WORDS.split())
 _HEDGED = re.compile(
@@ -86,8 +89,11 @@ def whole_number(text: str, question: str = "") -> Fraction | None:
     if len(text) > MAX_NUMBER_CHARS:
         return None
     plain = re.sub(r"(?<=[0-9])(?:\\[,!]|\{,\})+(?=[0-9]{3})", ",", text.translate(_SPELLINGS))
-    said = _WHOLE.fullmatch(" ".join(_MARKS.sub(" ", plain.strip().rstrip(".!")).split()).rstrip(" .,;"))
-    if said is None or not _names_unit(said["unit"], question):
+    plain = " ".join(_MARKS.sub(" ", plain.strip().rstrip(".!")).split()).rstrip(" .,;")
+    plain = _CALCULATION.sub("", plain).strip()
+    forms = (_WHOLE.fullmatch(plain), _WHOLE.fullmatch(last_expression(plain) or ""))
+    said = next((form for form in forms if form and _names_unit(form["unit"], question)), None)
+    if said is None:
         return None
     if re.search(_CURRENCY, said["amount"]) and re.match(r"\s*[mM]\b", said["unit"]):  # millions
         return None
@@ -109,6 +115,8 @@ def _names_unit(text: str, question: str) -> bool:
     words, rest = _UNIT_WORD.findall(text), _UNIT_WORD.sub("", text)
     if len(words) > MAX_UNIT_WORDS or rest.strip(" /.^()" if words else " ") or any(map(_QUANTITY.fullmatch, words)):
         return False
+    if canonical_unit(text) is not None:
+        return True
     asked = {word.casefold() for word in _UNIT_WORD.findall(question)}
     return all(
         word.casefold() in asked
@@ -208,9 +216,10 @@ def _number_truth(sample: Sample) -> Fraction:
 
 
 def _behind_hashes(text: str) -> str | None:
-    """The first line behind the last ``####``."""
+    """The first line behind the last ``####``, if nothing behind it takes it back."""
     _, mark, rest = text.rpartition("####")
-    return rest.lstrip().partition("\n")[0] if mark else None
+    line, _, behind = rest.lstrip().partition("\n")
+    return None if not mark or denied("", behind.lstrip()) or corrected(behind) else line
 
 
 class MultipleChoiceConfig(AnswerConfig):
@@ -259,6 +268,9 @@ class MultipleChoiceVerifier(RuleVerifier):
             marked = last_group(re.compile(self.config.answer_pattern, re.DOTALL), response)
             return None if marked is None else self._reader.whole(marked, prompt)
         said = after_thoughts(response)
+        box = last_box(said)
+        if box is not None and denied(box[0], box[2]):
+            return None
         for found in ([match[1] for match in ANSWER_TAG.finditer(said)], all_boxed(said)):
             letters = {self._reader.whole(last_boxed(marked) or marked, prompt) for marked in found}
             if found:

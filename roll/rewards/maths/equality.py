@@ -174,7 +174,7 @@ def _same_choice(gold: Value, answer: Value) -> bool:
     labelled, other = (gold, answer) if isinstance(gold, Choice) else (answer, gold)
     assert isinstance(labelled, Choice)
     letter = Term(sympy.Symbol(labelled.letter))
-    return same(letter, other) or (labelled is gold and same(labelled.content, other))
+    return same(letter, other) or same(labelled.content, other)
 
 
 def _same_word(gold: str, answer: str) -> bool:

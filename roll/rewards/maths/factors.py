@@ -273,7 +273,7 @@ class Factors(ABC):
     def _word(self, text: str, product: bool = True) -> Value:
         """Letters side by side: the order counts where they are all, the product is meant where they are a factor."""
         letters, start = None, self._at
-        if product and len(text) <= 3 and len(set(text)) == len(text) and not is_unit(text):
+        if product and len(text) <= 3 and len(set(text)) == len(text):
             self._tokens[self._at : self._at] = [Token("letter", letter) for letter in text]
             parts = [self._term(self.factor()).expr for _ in text]
             letters = Term(sympy.Mul(*parts))

@@ -96,6 +96,9 @@ def readings(text: str, known: Collection[str] | None = ()) -> list[Value]:
     said = predicate(_words_of(normalise(text))) if isinstance(values[0], Word) else None
     if said is not None:
         values.append(said)
+    everywhere = _EVERYWHERE.search(text) if len(text) <= MAX_CHARS else None
+    if everywhere:
+        values.append(read(text[: everywhere.start()], known))
     if len(text) <= MAX_CHARS:
         if _EULER.search(text):
             values.append(read(_EULER.sub(r"\1 e \2 ", text), known))
@@ -114,6 +117,12 @@ def same_text(one: str, other: str) -> bool:
 
 _BOLD_LETTER = re.compile(r"\\(?:mathbf|boldsymbol|bm|pmb)\s*\{\s*\(?([A-J])\)?\s*\}")
 _EULER = re.compile(r"(?<![\w.])(?!1e)(\d+)e([+-]\d)(?!\d)")
+_EVERYWHERE = re.compile(
+    r"[\s,;$]*(?:\\q?quad\s*)?(?:\(\s*)?(?:\\text\s*\{\s*,?\s*)?"
+    r"(?:for (?:all|every|any|each)|\\forall)(?:\s+real(?: numbers?)?)?[\s}$]*"
+    r"[a-z](?:,\s*[a-z])*(?:\s*(?:\\in|∈)\s*(?:\\mathbb\s*\{?R\}?|ℝ))?[\s)$.]*$"
+)
+"""``f(x) = x`` for all real ``x``."""
 _DECIMAL_COMMA = re.compile(
     r"([-+−]?)(0(?=\D*\d)|\d+(?=\D*\d\d)(?!\D*\d{3}(?!\d))|\d+(?=,\d\s*[^\d\s,]))(?:,|\{,\})(\d+)((?:\s*[^\d,]*)?)"
 )
@@ -126,7 +135,7 @@ def _rounded(mark: str, text: str, known: Collection[str] | None) -> Value | Non
     number = value.parts[0][0] if isinstance(value, Quantity) else value
     if not isinstance(number, Term) or isinstance(number.expr, sympy.MatrixBase) or not number.expr.is_Rational:
         return None
-    return value if number.decimals or known is None or mark.startswith("\\") else None
+    return value if number.decimals or known is None or mark.startswith("\\approx") else None
 
 
 def _labelled(plain: str, known: Collection[str] | None) -> Value | None:
@@ -143,7 +152,21 @@ def _labelled(plain: str, known: Collection[str] | None) -> Value | None:
 
 _MOST_WORDS = 5
 _NO_NAMES = frozenset(
-    ["let", "suppose", "assume", "whether", "check", "when", "never", "can", "cannot", "could", "unless"]
+    [
+        "let",
+        "suppose",
+        "assume",
+        "whether",
+        "check",
+        "when",
+        "never",
+        "can",
+        "cannot",
+        "could",
+        "unless",
+        "example",
+        "instance",
+    ]
 )
 _NAMED = re.compile(
     r"((?:[a-zA-Z'|,()\s]|_\{?+\w++\}?+|\\(?:angle|triangle|overline|overrightarrow|cap|cup|mid|measuredangle|operatorname"

@@ -57,7 +57,7 @@ _MIXED = re.compile(r"(?<![\d/.,\w}])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d/.])")
 _COLOUR = re.compile(r"\\(?:color|textcolor|colorbox)\s*(?:\[\w+\])?\s*\{[\w!#.\s]*\}")
 _LOOKS = re.compile(
     r"\\(?:tiny|scriptsize|footnotesize|small|normalsize|large|Large|LARGE|huge|Huge|bf|rm|it|sf|tt|bfseries|itshape"
-    r"|scriptstyle|strut|nolimits|mathstrut|nonumber|notag|hfill|centering|allowbreak|left\s*\.|right\s*\.)(?![a-zA-Z.])"
+    r"|scriptstyle|strut|nolimits|mathstrut|nonumber|notag|hfill|therefore|centering|allowbreak|left\s*\.|right\s*\.)(?![a-zA-Z.])"
 )
 _STYLE = re.compile(
     r"\\(mathbf|boldsymbol|bm|pmb|mathit|mathnormal|ensuremath|underline|underbar|uline|fbox|mathop)\s*\{"
@@ -76,6 +76,7 @@ def _plain_characters(text: str) -> str:
         return text
     text = re.sub(f"[{''.join(_RAISED)}]+", lambda m: f"^{{{''.join(_RAISED[char] for char in m[0])}}}", text)
     text = re.sub(f"[{''.join(_LOWERED)}]+", lambda m: f"_{{{''.join(_LOWERED[char] for char in m[0])}}}", text)
+    text = re.sub(r"√\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}", text)
     wide = {char: chr(ord(char) - 0xFEE0) for char in text if "\uff01" <= char <= "\uff5e"}
     digits = {char: str(unicodedata.decimal(char)) for char in text if char.isdecimal()}
     return text.translate({ord(char): plain for char, plain in (wide | digits).items()}).translate(_TRANSLATION)
@@ -137,6 +138,7 @@ def normalise(text: str) -> str:
             r"\\text{\1/\2}",
             text,
         )
+    text = re.sub(r"(?<=\d) x (?=\$?\d)", r" \\times ", text)
     text = _CHOSEN.sub(r"\\binom{\1}{\2}", text)
     text = re.sub(r"(\d),\\!(?=\d)", r"\1,", text)
     text = re.sub(rf"(?<![\d.,])\d{{1,3}}(?:{_THIN}\d{{3}})+(?![\d])", lambda m: re.sub(_THIN, "", m[0]), text)

@@ -55,7 +55,11 @@ CHOSEN = [
     "The answer is B.\n\nExplanation: Paris is the capital of France, A and D are not.",
     *("The answer is (B) Paris. A city.",),
     *("答案是B", "答案：B", "正确答案是 B。", "选B", "故选：B", "The answer is B) Paris, the capital."),
-    *("Answer: B. Paris is the capital.",),
+    *("Answer: B. Paris is the capital.", "Answer - B"),
+    *("Only B is correct.", "Therefore B is the answer.", "答案选B", "Answer: (B) none of these"),
+    *("Let's go with B.", "Correct: B", "故本题选B。", "应选 B", "La respuesta correcta es B.", "Resposta correta: B"),
+    *(r"The answer is \(\text{B}\).", "Thus the correct statement is B."),
+    *("The answer is not A, so the answer is B.", "Die richtige Antwort ist B.", "La réponse est B.", "Ответ: B"),
 ]  # fmt: skip
 
 NO_CHOICE = [
@@ -97,6 +101,7 @@ NO_CHOICE = [
     *("A, B, C or D", "Options: A B C D", "Answer: ABCD", "Answer: A B C D E", "I am sure", "Answer: I am not sure"),
     *("Answer: A lot", "B1"),
     *("Answer: B (and A)", "Answer: B, possibly C", "Answer: B - but C could be", "Answer: B\nOr C"),
+    *("A) London\nB) Paris", r"\boxed{B} is wrong", r"The answer is not \boxed{B}", "Die Antwort ist nicht B."),
     *("Answer: B, unless it is C", "不是B", "A或B"),
 ]  # fmt: skip
 

@@ -23,7 +23,8 @@ EIGHTEEN = [
     *("The answer is 18", "The answer is 18.", "the final answer is $18.", "Answer: 18", "x = 18", "= 18"),
     *("Total: $18", "So the answer is 18 clips."),
     *("018", "１８", "18 个苹果", "答案：18", "18 个", '"18"', "18,", "$18.00 ", "18\r"),
-    "18\tclips",
+    *("18\tclips", "She sells 18 clips.", "9 * 2 = 18", "9 + 9 = $18", "18 (eighteen)", "18 years old", "18 am"),
+    *("18 p.m.", "18 clips sold", "9+9=18 clips"),
 ]  # fmt: skip
 
 OTHERS = [
@@ -45,7 +46,8 @@ OTHERS = [
     *("eighteen", "XVIII", "", "none", "clips", "18 万", "18千", "18多", "约18", "18 clips and 50 cents"),
     *("18 dollars and 5 cents", "$18 - $19"),
     *("18 is the number of clips, or 19", "18 of 20", "18 out of 20", "18 guesses", "all but 18", "18 not 19"),
-    *("half of 18", "twice 18", "18 + i"),
+    *("half of 18", "twice 18", "18 + i", "9 * 2 = 18 or 19", "She doesn't sell 18 clips.", "18 = 2 * 9 = 19"),
+    *("18 thousandths", "18 millionths"),
 ]  # fmt: skip
 
 
@@ -66,6 +68,14 @@ def test_a_number_is_read_as_models_write_it(verifier, text):
 @pytest.mark.parametrize("text", OTHERS)
 def test_what_says_something_else_of_a_number_is_another_answer(verifier, text):
     assert not scored(verifier, f"So 9 * 2 = 18.\n#### {text}") and not scored(verifier, f"<answer>{text}</answer>", 18)
+
+
+def test_a_number_that_is_taken_back_is_no_answer(verifier):
+    assert scored(verifier, "#### 18\nI hope that this helps.")
+    assert not scored(verifier, "#### 18\nCorrection: 19")
+    assert not scored(verifier, "#### 18\nWait, that's wrong.") and not scored(
+        verifier, "#### 18\n\nThat is not right."
+    )
 
 
 @pytest.mark.parametrize(
