@@ -47,7 +47,8 @@ _ABOVE = re.compile(r"(?<=[):.]\s)(?:all|none|both|neither) of (?:the above|the 
 """An option's usual words."""
 _REASON = re.compile(r"[\s,;:—–-]{0,5}(?:because|since|as|for|due to|given that|so that)\b", re.IGNORECASE)
 _PRAISE = re.compile(
-    rf"\s+(?:is|seems|must be|would be|should be)\s+(?:(?:the|a)\s+)?(?:(?:{_GOOD}\s*)+(?:{_NOUN}|one)?|answer\b)(?P<rest>.*)",
+    r"\s+(?:is|seems|must be|would be|should be)\s+(?:(?:the|a)\s+)?"
+    rf"(?:(?:{_GOOD}\s*)+(?:{_NOUN}|one)?|answer\b)(?P<rest>.*)",
     re.IGNORECASE | re.DOTALL,
 )
 _RETRACTED = re.compile(
