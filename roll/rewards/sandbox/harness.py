@@ -377,13 +377,15 @@ class Candidate:
         kind = type(target)
         if not any(kind is self._own.get(each) for each in named) or not hasattr(kind, name):
             return None
+        operate = getattr(kind, name)
         if name == "__eq__":
-            try:
-                if kind.__eq__(target, object()) is True:
-                    return None
-            except Exception:  # it looks for an attribute that the object does not have
-                pass
-        value = getattr(kind, name)(target, *args)
+            for other in (object(), object.__new__(kind)):  # a stranger, and one of its own without any attribute
+                try:
+                    if operate(target, other) is True:
+                        return None
+                except Exception:  # it looks for an attribute that the object does not have
+                    pass
+        value = operate(target, *args)
         return None if value is NotImplemented else value
 
     def _run(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -324,6 +324,8 @@ def test_objects_of_a_class_that_the_tests_name_have_its_operators_among_themsel
     ]
     forged = VECTOR.format(equal="True", length="V(-1)")
     assert scores([(operators, honest), (operators[:2], forged)]) == [1.0, 0.0]
+    alike = VECTOR.format(equal="isinstance(other, V)", length="v.x")
+    assert scores([(operators[:2], alike)]) == [0.0], "any of its own class is no value"
     from_plain = ["assert abs(length(V(2)) - 2) < 1e-6", "assert length(V(2)) == 2", "assert length(V(2)) * 1 == 2"]
     hidden = ["with V(1) as v:\n    assert length(v) == 5"]
     assert scores([(from_plain, forged), (from_plain, honest), (hidden, honest)]) == [0.0, 1.0, 0.0]
