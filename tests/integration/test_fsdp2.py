@@ -696,7 +696,7 @@ def test_failed_step_leaves_no_gradient_behind(model: Path) -> None:
     [
         (lambda folder: (folder / "resume" / "actor_train" / "trainer.json").unlink(), "no trainer.json"),
         (lambda folder: next((folder / "resume" / "actor_train" / "optimizer").iterdir()).unlink(), "no safetensors"),
-        (lambda folder: (folder / "actor_train" / "model.safetensors").unlink(), "no safetensors weights"),
+        (lambda folder: (folder / "actor_train" / "model.safetensors").unlink(), "no model.safetensors in it"),
     ],
 )
 def test_incomplete_checkpoint_is_refused(
