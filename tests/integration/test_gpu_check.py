@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow  # two minutes of other tests and a demonstration
 def test_the_gpu_check_is_rehearsed_without_a_gpu_and_leaves_its_figures(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "GPU_CHECK_SECONDS": "780"}
     script = [str(ROOT / "scripts" / "gpu_check.sh"), "--rehearse", str(tmp_path)]

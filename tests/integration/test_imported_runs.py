@@ -18,7 +18,8 @@ from roll.configs.rlvr import RLVRConfig
 from tests.integration.conftest import RLVR_LAUNCHER, Launch
 
 HERE = Path(__file__).parent / "imported"
-RUNS = ("verl_grpo.sh", "verl_ppo.sh", "roll.yaml", "chatlearn.yaml", "mindspeed.yaml")
+FAST, SLOW = ("verl_grpo.sh", "roll.yaml"), ("verl_ppo.sh", "chatlearn.yaml", "mindspeed.yaml")
+RUNS = (*FAST, *SLOW)
 OTHERS_DATA = {"gsm8k", "math_rule", "math"}
 """Domains that the rows below belong to; an import names more, for whatever else may be in the files."""
 
@@ -76,7 +77,7 @@ def test_what_is_imported_is_what_one_would_write(file: str, data: Path) -> None
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("file", RUNS)
+@pytest.mark.parametrize("file", [*FAST, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)])
 def test_an_imported_run_goes_to_the_end(file: str, data: Path, launch: Launch) -> None:
     import_run(file, data)
     engine = load("mine", data)["actor_train"]["strategy_args"]["strategy_name"]
