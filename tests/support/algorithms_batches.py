@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
+from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores, add_metrics
 from roll.data.batch import Batch
 
 
@@ -204,7 +204,7 @@ def assert_any_split_adds_up(loss_fn: LossFn, scores: TokenScores, batch: Batch,
     ctx = context(batch)
     whole, whole_gradient = gradient(loss_fn, scores, batch, ctx)
     owner = np.random.default_rng(seed).integers(0, parts, batch.num_sequences)
-    total, sums = 0.0, dict.fromkeys(whole.metrics, 0.0)
+    total, sums = 0.0, dict[str, Tensor | float]()
     pieces = torch.zeros_like(whole_gradient)
     for part in range(parts):
         rows = torch.from_numpy(np.flatnonzero(owner == part))
@@ -215,9 +215,9 @@ def assert_any_split_adds_up(loss_fn: LossFn, scores: TokenScores, batch: Batch,
         out, piece = gradient(loss_fn, share, batch.select(rows), ctx)
         total += out.loss.item()
         pieces[:, index] += piece
-        assert out.metrics.keys() == sums.keys()
-        for name, value in out.metrics.items():
-            sums[name] += float(value)
+        assert out.metrics.keys() == whole.metrics.keys()
+        add_metrics(sums, out.metrics)
     assert total == pytest.approx(whole.loss.item(), rel=1e-10, abs=1e-12)
     torch.testing.assert_close(pieces, whole_gradient, rtol=1e-12, atol=1e-14)
-    assert sums == pytest.approx({k: float(v) for k, v in whole.metrics.items()}, rel=1e-9, abs=1e-12)
+    found = {name: float(value) for name, value in sums.items()}
+    assert found == pytest.approx({k: float(v) for k, v in whole.metrics.items()}, rel=1e-9, abs=1e-12)

@@ -37,7 +37,9 @@ def load(folder: Path, *overrides: str) -> RLVRConfig:
 def write(folder: Path) -> tuple[str, ...]:
     """Rows of three tags, two of which have templates, one of them in a file; held out as well."""
     tags = ["gsm8k", "aime", "mmlu", "gsm8k", "mmlu", "aime"]
-    rows = [{"question": f"{i}+{i}=", "solution": "2", "tag": tag} for i, tag in enumerate(tags)]
+    rows = [
+        {"question": f"{i}+{i}=", "solution": "B" if tag == "mmlu" else "2", "tag": tag} for i, tag in enumerate(tags)
+    ]
     for name in ("a.jsonl", "val.jsonl"):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "plain.jinja").write_text(TEMPLATES["plain"])
