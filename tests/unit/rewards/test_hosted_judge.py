@@ -35,9 +35,16 @@ def settings(judge: str, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
+class LastDigit(JudgeVerifier):
+    """Takes the last digit of whatever a tiny model says, which no reader of scores would."""
+
+    def _score_in(self, words: str, is_cut: bool) -> float:
+        return float(re.findall(r"\d", words)[-1])
+
+
 def verdicts(config: JudgeConfig) -> list[float]:
     async def run() -> list[float]:
-        verifier = JudgeVerifier(config, HostedGenerator)
+        verifier = LastDigit(config, HostedGenerator)
         try:
             await verifier.offload()
             asking = [asyncio.create_task(verifier.score(sample)) for sample in SAMPLES]

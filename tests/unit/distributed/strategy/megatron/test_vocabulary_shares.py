@@ -25,7 +25,7 @@ def made(*shape: int, seed: int) -> Tensor:
 
 
 def layer() -> OutputLayer:
-    return OutputLayer(made(IDS + 2, WIDTH, seed=3), None, lambda logits: logits)
+    return OutputLayer(made(IDS + 2, WIDTH, seed=3), None)
 
 
 def scores(shared: int) -> dict[str, Tensor]:
