@@ -175,7 +175,7 @@ def test_what_is_no_user_is_told_before_the_run(tmp_path: Path) -> None:
     found = problems(
         f"user={{path: {PATH}, args: {{gaol: 1}}}}", "tools={dialect: hermes, use: {c: {tool: calculator}}}"
     )
-    assert "gaol" in found["user"] and "null with user" in found["tools"]
+    assert "gaol" in found["user.args.gaol"] and "null with user" in found["tools"]
     beside = problems(f"user={{path: {PATH}}}", "actor_train.data_args.tag_templates={gsm8k: plain}")
     assert "conversations of several turns have one template" in beside["user"]
     file = tmp_path / "mine.py"
