@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,15 +16,8 @@ from roll.configs.importers.report import report
 from roll.configs.importers.table import fill, rows, spread
 from roll.configs.importers.writing import annotate
 from roll.preflight.choices import CHECKS
+from tests.unit.configs.importers.test_rows import GIVEN
 
-FILES = Path(__file__).parent / "files"
-GIVEN = {
-    "roll": FILES / "roll" / "run" / "rlvr.yaml",
-    "verl": FILES / "run_verl.sh",
-    "verl_sft": FILES / "run_verl_sft.sh",
-    "chatlearn": FILES / "chatlearn.yaml",
-    "mindspeed": FILES / "mindspeed.yaml",
-}
 NAMES = {"<role>": "actor_train", "<domain>": "sums", "<tag>": "Boxes", "<name>": "x"}
 RECORDING = ("profiler", "trace", "prometheus", "profile", "hydra", "runtime_env", "transfer_queue", "ray_init")
 OPEN = {
