@@ -28,7 +28,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if fixture in metafunc.fixturenames:
             metafunc.parametrize(fixture, [_parameter(name) for name in PACKAGES], indirect=True, scope="module")
     if "generator" in metafunc.fixturenames:
-        metafunc.parametrize("generator", [_parameter(name) for name in PACKAGES])
+        metafunc.parametrize("generator", [_parameter(name) for name in PACKAGES], scope="module")
 
 
 def _parameter(name: str) -> Any:

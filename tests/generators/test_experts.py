@@ -24,7 +24,7 @@ LAYERS, PER_TOKEN = 2, 2
 PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0, ignore_eos=True, seed=5)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def answers(generator: str, model_path: ModelPath) -> Iterator[tuple[list[GenerateRequest], list[Completion]]]:
     """Requests of several lengths, two of them with one prompt, and what became of them."""
     card = card_of(generator)

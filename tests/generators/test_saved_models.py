@@ -32,6 +32,11 @@ from tests.support.ranks import enter_rank, leave_rank, run_ranks
 from tests.support.trainers import make_batch, make_context
 
 TRAINERS = ("fsdp2_train", "deepspeed_train", "megatron_train")
+FIRST = [pytest.param(name, marks=pytest.mark.slow if name != "megatron_train" else ()) for name in TRAINERS]
+"""An engine starts for each: of folders that are made alike (``test_a_model_folder_holds_a_model_alone``), one is enough.
+
+The one whose weights have other names and shapes while they are trained.
+"""
 
 
 def save_all(rank: int, port: int, folder: Path, base: str, names: list[str]) -> None:
@@ -100,6 +105,7 @@ def assert_opens(generator: str, folder: Path, *, as_model: Path, seed: int) -> 
         engine.shutdown()
 
 
+@pytest.mark.parametrize("checkpoint", FIRST, indirect=True)
 def test_every_saved_model_opens_in_the_generator(generator: str, checkpoint: Path) -> None:
     assert_opens(generator, checkpoint / "actor_train", as_model=checkpoint / "alone", seed=40)
 

@@ -21,8 +21,8 @@ TRAINERS = {"fsdp2": "fsdp2_train", "deepspeed": "deepspeed_train", "megatron": 
 GENERATORS = {"hf": "hf_infer", "vllm": "vllm", "sglang": "sglang"}
 PAIRS = list(itertools.product(TRAINERS, GENERATORS))
 ALWAYS = [("deepspeed", "vllm"), *((name, "sglang") for name in TRAINERS)]
-"""Pairs that always play Sokoban, beside ``vllm`` in mathematics; all are in both with ``-m slow``. Imported runs are
-of all trainers with ``hf``, most others of ``fsdp2`` with it."""
+"""Pairs that always play Sokoban, beside ``vllm`` in mathematics; all are in both with ``-m slow``. Most other
+runs are of ``fsdp2`` with ``hf``."""
 
 SMALL = (
     "max_steps=2",

@@ -18,7 +18,7 @@ from roll.configs.rlvr import RLVRConfig
 from tests.integration.conftest import RLVR_LAUNCHER, Launch
 
 HERE = Path(__file__).parent / "imported"
-FAST, SLOW = ("verl_grpo.sh", "roll.yaml"), ("verl_ppo.sh", "chatlearn.yaml", "mindspeed.yaml")
+FAST, SLOW = ("verl_grpo.sh",), ("roll.yaml", "verl_ppo.sh", "chatlearn.yaml", "mindspeed.yaml")
 RUNS = (*FAST, *SLOW)
 OTHERS_DATA = {"gsm8k", "math_rule", "math"}
 """Domains that the rows below belong to; an import names more, for whatever else may be in the files."""

@@ -20,17 +20,15 @@ def experts(tmp_path: Path) -> tuple[str, ...]:
     return f"pretrain={tmp_path / 'experts'}", "ppo_epochs=2", "enable_old_logprobs_recompute=true"
 
 
-SLOW = {"marks": pytest.mark.slow}
-
-
+@pytest.mark.slow  # generators/test_experts.py has a generator and a trainer, unit/rollout/test_experts.py the way between
 @pytest.mark.parametrize(
     ("mode", "trainer"),
     [
         ("R3", "fsdp2_train"),
-        pytest.param("R2", "fsdp2_train", **SLOW),
-        pytest.param("R3", "megatron_train", **SLOW),
-        pytest.param("R2", "megatron_train", **SLOW),
-        pytest.param("R3", "deepspeed_train", **SLOW),
+        ("R2", "fsdp2_train"),
+        ("R3", "megatron_train"),
+        ("R2", "megatron_train"),
+        ("R3", "deepspeed_train"),
     ],
 )
 def test_a_policy_is_trained_with_the_experts_that_were_chosen_before(

@@ -91,6 +91,7 @@ def test_it_lists_and_checks_its_own_configurations(roll, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow  # test_examples.py trains such a configuration from the checkout
 def test_it_trains_a_configuration_of_the_users_with_an_environment_beside_it(roll, tmp_path):
     make_tiny_model(tmp_path / "model", seed=0)
     shutil.copy(ROOT / "examples" / "custom_environment.py", tmp_path)
