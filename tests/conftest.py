@@ -12,6 +12,7 @@ start_calmly()
 
 # A machine with other work draws and runs examples slowly, which says nothing of the code.
 settings.register_profile("roll", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("roll"), max_examples=8)  # --hypothesis-profile=quick
 settings.load_profile("roll")
 
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.algorithms.advantages import ADVANTAGES, advantage_metrics, compute_advantages
@@ -18,6 +18,7 @@ from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.algorithm_names import ADV_ESTIMATORS
 from roll.data.batch import Batch
 from tests.support.algorithms_batches import Episode, Token, Turn, assert_close, by_token, random_episodes, to_batch
+from tests.support.examples import examples
 
 seeds = st.integers(0, 2**32 - 1)
 unit = st.sampled_from([0.0, 0.5, 0.9, 1.0])
@@ -53,7 +54,7 @@ def oracle_step_returns(episode: Episode, gamma: float) -> list[float]:
     return [sum(gamma ** (j - i) * turns[j].reward for j in range(i, len(turns))) for i in range(len(turns))]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seed=seeds, history=st.booleans())
 def test_grpo_normalises_episode_scores_within_their_group(seed: int, history: bool) -> None:
     episodes = random_episodes(seed)
@@ -128,7 +129,7 @@ def oracle_group_advantage(name: str, members: list[Episode], index: int, everyo
     return max(own - max(others, default=0.0), 0.0) if others else own
 
 
-@settings(max_examples=120)
+@examples(120)
 @given(
     seed=seeds,
     history=st.booleans(),
@@ -188,7 +189,7 @@ def test_equal_rewards_of_a_group_teach_exactly_nothing(estimator: str, keys: di
     assert not out.advantages_T.any()
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seed=seeds, history=st.booleans(), gamma=unit, baseline=st.booleans())
 def test_reinforce_plus_plus_whitens_returns_over_sampled_tokens(
     seed: int, history: bool, gamma: float, baseline: bool
@@ -214,7 +215,7 @@ def test_reinforce_plus_plus_whitens_returns_over_sampled_tokens(
     assert_close(out, out.advantages_T, {i: (x - mean) / (var + 1e-8) ** 0.5 for i, x in plain.items()}, 1e-3)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seed=seeds, history=st.booleans())
 def test_remax_takes_the_greedy_score_from_what_is_still_to_come(seed: int, history: bool) -> None:
     episodes = random_episodes(seed)
@@ -241,7 +242,7 @@ def test_a_greedy_score_that_is_not_finite_is_refused(bad: float) -> None:
         compute_advantages(batch.replace(baseline_B=baseline_B), AlgorithmConfig(adv_estimator="remax"))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seed=seeds, history=st.booleans(), gamma=unit, step_gamma=unit)
 def test_reinforce_discounts_within_and_across_turns(seed: int, history: bool, gamma: float, step_gamma: float) -> None:
     episodes = random_episodes(seed)
@@ -261,7 +262,7 @@ def test_reinforce_discounts_within_and_across_turns(seed: int, history: bool, g
     assert_close(out, out.returns_T, expected)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seed=seeds, history=st.booleans(), gamma=unit, lambd=unit)
 def test_gae_carries_value_and_advantage_through_unsampled_tokens(
     seed: int, history: bool, gamma: float, lambd: float
@@ -285,7 +286,7 @@ def test_gae_carries_value_and_advantage_through_unsampled_tokens(
     assert_close(out, out.returns_T, returns)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seed=seeds, history=st.booleans(), gamma=unit, lambd=unit)
 def test_turn_level_gae_shares_one_advantage_per_turn(seed: int, history: bool, gamma: float, lambd: float) -> None:
     episodes = random_episodes(seed)
@@ -306,7 +307,7 @@ def test_turn_level_gae_shares_one_advantage_per_turn(seed: int, history: bool, 
     assert {i for i, on in by_token(batch, value_mask(batch, config)).items() if on} == set(targets)
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(seed=seeds, gamma=unit, estimator=st.sampled_from(["step_reinforce", "gigpo"]))
 def test_step_level_estimators_compare_turns_in_the_same_state(seed: int, gamma: float, estimator: str) -> None:
     episodes = random_episodes(seed)
@@ -343,7 +344,7 @@ def test_step_level_estimators_refuse_rows_of_several_turns() -> None:
         compute_advantages(batch, AlgorithmConfig(adv_estimator="step_reinforce"))
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(seed=seeds, estimator=st.sampled_from(ADV_ESTIMATORS))
 def test_whitening_then_clipping(seed: int, estimator: str) -> None:
     batch = to_batch(suited(estimator, random_episodes(seed)), False, seed)
@@ -444,7 +445,7 @@ def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant(
     assert advantage_metrics(constant, AlgorithmConfig())["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(seed=seeds, size=st.sampled_from([0, 1, 2, 63, 64, 65, 127, 128, 129, 4095, 4097]))
 def test_reverse_recurrence_is_the_plain_loop(seed: int, size: int) -> None:
     rng = np.random.default_rng(seed)

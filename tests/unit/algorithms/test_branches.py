@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.algorithms.advantages import ADVANTAGES, compute_advantages
@@ -25,6 +25,7 @@ from tests.support.algorithms_batches import (
     random_episodes,
     to_batch,
 )
+from tests.support.examples import examples
 
 seeds = st.integers(0, 2**32 - 1)
 # They compare the states in which rows begin, and refuse rows of several turns.
@@ -36,7 +37,7 @@ def whole_and_branched(seed: int) -> tuple[Batch, Batch]:
     return to_batch(episodes, history=True), to_batch(episodes, True, seed, branch_seed=seed)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(seed=seeds)
 @pytest.mark.parametrize("estimator", sorted(set(ADVANTAGES.names()) - BY_ROW))
 def test_advantages_and_returns_are_those_of_one_row(estimator: str, seed: int) -> None:
@@ -59,7 +60,7 @@ def loss_of(mode: LossAggMode, sft: bool) -> LossFn:
     return build_sft_loss(mode) if sft else build_policy_loss(AlgorithmConfig(loss_agg_mode=mode))
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(seed=seeds, sft=st.booleans())
 @pytest.mark.parametrize("mode", get_args(LossAggMode))
 def test_the_gradient_is_that_of_one_row_in_every_aggregation(mode: LossAggMode, sft: bool, seed: int) -> None:
@@ -89,7 +90,7 @@ def assert_same_gradient(loss_fn: LossFn, whole: Batch, branched: Batch) -> None
     assert found[0] == pytest.approx(found[1], rel=1e-9, abs=1e-12)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(seed=seeds)
 @pytest.mark.parametrize("mode", get_args(LossAggMode))
 def test_masked_tokens_leave_the_branches_the_weight_of_one_row(mode: LossAggMode, seed: int) -> None:
@@ -102,7 +103,7 @@ def test_masked_tokens_leave_the_branches_the_weight_of_one_row(mode: LossAggMod
     assert_same_gradient(build_policy_loss(config), whole, branched)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(seed=seeds)
 @pytest.mark.parametrize("mode", get_args(LossAggMode))
 def test_value_targets_of_turns_have_the_weight_of_one_row(mode: LossAggMode, seed: int) -> None:
@@ -114,7 +115,7 @@ def test_value_targets_of_turns_have_the_weight_of_one_row(mode: LossAggMode, se
     assert_same_gradient(build_value_loss(config), whole, branched)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(seed=seeds, parts=st.integers(1, 5))
 @pytest.mark.parametrize("mode", get_args(LossAggMode))
 def test_the_branches_of_an_episode_may_lie_in_different_micro_batches(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from tests.support.algorithms_batches import (
     rows_of,
     to_batch,
 )
+from tests.support.examples import examples
 
 seeds = st.integers(0, 2**32 - 1)
 LEVELS = ["token", "segment", "geometric", "sequence"]
@@ -56,7 +57,7 @@ def at_level(episodes: list[Episode], history: bool, level: str, value: Any) -> 
     return out
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seed=seeds, history=st.booleans(), level=levels, bound=st.sampled_from([None, 0.7, 1.2]))
 def test_importance_weights_are_their_definition(seed: int, history: bool, level: str, bound: float | None) -> None:
     episodes = random_episodes(seed)
@@ -74,7 +75,7 @@ def test_importance_weights_are_their_definition(seed: int, history: bool, level
         assert metrics["mismatch/is_weight_capped_frac"] == pytest.approx(capped)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(seed=seeds, history=st.booleans(), level=levels)
 def test_normalised_weights_have_mean_one_over_what_they_are_of(seed: int, history: bool, level: str) -> None:
     episodes = random_episodes(seed)
@@ -109,7 +110,7 @@ def test_a_bypass_wants_no_scores_of_the_trainer() -> None:
         assert "with bypass" in problem.expected
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(seed=seeds, history=st.booleans())
 def test_a_veto_rejects_the_rows_of_impossible_tokens(seed: int, history: bool) -> None:
     episodes = random_episodes(seed)
@@ -125,7 +126,7 @@ def test_a_veto_rejects_the_rows_of_impossible_tokens(seed: int, history: bool) 
     assert {i for i, on in by_token(out, out.loss_mask_T).items() if on} == expected
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seed=seeds, history=st.booleans(), level=levels, ratio=st.booleans(), other=levels)
 def test_filters_keep_what_lies_within_all_their_bounds(
     seed: int, history: bool, level: str, ratio: bool, other: str
@@ -156,7 +157,7 @@ def test_filters_keep_what_lies_within_all_their_bounds(
         assert metrics["mismatch/rejected_frac"] == pytest.approx(1 - len(kept) / len(diffs))
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(seed=seeds, level=levels, parts=st.integers(1, 5))
 def test_weights_with_gradient_are_computed_in_the_loss(seed: int, level: str, parts: int) -> None:
     batch, scores = make_batch(seed)
@@ -253,7 +254,7 @@ def sampled_by(batch: Batch, seed: int) -> Tensor:
     return (batch.old_logprobs_T + 0.4 * (VERSION - batch.rollout_versions_T) * noise_T) * batch.loss_mask_T
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seed=seeds, bound=st.sampled_from([0.7, 1.2, 5.0]), parts=st.integers(1, 4))
 def test_the_loss_on_rows_that_several_versions_sampled_is_that_of_decoupled_ppo(
     seed: int, bound: float, parts: int
@@ -287,7 +288,7 @@ def test_the_loss_on_rows_that_several_versions_sampled_is_that_of_decoupled_ppo
     assert_any_split_adds_up(loss_fn, scores, chosen, parts, seed)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(seed=seeds, history=st.booleans(), level=levels)
 def test_the_distance_to_the_sampler_is_told_by_age(seed: int, history: bool, level: str) -> None:
     episodes = random_episodes(seed)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from tests.support.algorithms_batches import (
     make_batch,
     rows_of,
 )
+from tests.support.examples import examples
 
 seeds = st.integers(0, 2**32 - 1)
 MODES = list(LossAggMode.__args__)  # type: ignore[attr-defined]
@@ -70,7 +71,7 @@ def oracle_policy_loss(scores: TokenScores, batch: Batch, config: AlgorithmConfi
     return total - config.entropy_loss_coef * aggregate(entropy, rows, mode)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seed=seeds, mode=st.sampled_from(MODES), history=st.booleans(), plain=st.booleans(), full=st.booleans())
 def test_policy_loss_is_the_loop(seed: int, mode: LossAggMode, history: bool, plain: bool, full: bool) -> None:
     batch, scores = make_batch(seed, history)
@@ -82,7 +83,7 @@ def test_policy_loss_is_the_loop(seed: int, mode: LossAggMode, history: bool, pl
     assert got == pytest.approx(oracle_policy_loss(scores, batch, config), rel=1e-9, abs=1e-9)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seed=seeds, mode=st.sampled_from(MODES), turns=st.booleans(), clip=st.sampled_from([None, 0.5]))
 def test_value_loss_is_the_loop(seed: int, mode: LossAggMode, turns: bool, clip: float | None) -> None:
     batch, scores = make_batch(seed)
@@ -117,7 +118,7 @@ def test_sft_loss_is_the_mean_negative_log_likelihood() -> None:
     assert out.metrics["sft/loss"].item() == out.loss.item()
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(seed=seeds, mode=st.sampled_from(MODES), parts=st.integers(1, 6), critic=st.booleans(), turns=st.booleans())
 def test_any_split_adds_up_to_the_same_loss_gradient_and_metrics(
     seed: int, mode: LossAggMode, parts: int, critic: bool, turns: bool

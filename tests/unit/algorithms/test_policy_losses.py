@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from roll.configs.algorithm import AlgorithmConfig, LossAggMode
 from roll.configs.algorithm_names import PG_VARIANTS
 from roll.data.batch import Batch
 from tests.support.algorithms_batches import aggregate, assert_any_split_adds_up, context, gradient, make_batch, rows_of
+from tests.support.examples import examples
 
 seeds = st.integers(0, 2**32 - 1)
 MODES = list(LossAggMode.__args__)  # type: ignore[attr-defined]
@@ -124,7 +125,7 @@ def oracle(
     return losses, slopes
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(seed=seeds, mode=st.sampled_from(MODES), history=st.booleans())
 @pytest.mark.parametrize(("name", "sampling"), CASES)
 def test_loss_and_gradient_are_their_definition(
@@ -147,7 +148,7 @@ def test_loss_and_gradient_are_their_definition(
     torch.testing.assert_close(exact[0], expected, rtol=1e-8, atol=1e-10)
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(seed=seeds, parts=st.integers(1, 6), weighted=st.booleans())
 @pytest.mark.parametrize(("name", "sampling"), CASES)
 def test_any_split_adds_up(name: str, sampling: str, seed: int, parts: int, weighted: bool) -> None:

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.algorithms.advantages import compute_advantages
@@ -15,11 +15,12 @@ from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.preflight.choices import check_reward_parts
 from tests.support.algorithms_batches import assert_close, random_episodes, to_batch
+from tests.support.examples import examples
 
 KEYS = {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a", "b"]}
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seed=st.integers(0, 2**32 - 1), history=st.booleans(), weights=st.sampled_from([None, [1.0, 0.25], [0.0, 2.0]]))
 def test_rewards_are_normalised_apart_and_summed(seed: int, history: bool, weights: list[float] | None) -> None:
     episodes = random_episodes(seed)

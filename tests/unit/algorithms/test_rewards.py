@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.algorithms.rewards import apply_kl_penalty, shape_rewards, whiten_token_rewards
@@ -18,6 +18,7 @@ from roll.algorithms.statistics import RunningStats, whiten
 from roll.configs.algorithm import AlgorithmConfig
 from roll.data.batch import Batch
 from tests.support.algorithms_batches import Episode, Token, Turn, assert_close, by_token, random_episodes, to_batch
+from tests.support.examples import examples
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -38,7 +39,7 @@ def shaped(batch: Batch, **keys: Any) -> list[float]:
     return shape_rewards(batch, config, RunningStats())[0].rewards_T.tolist()
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     seed=seeds,
     history=st.booleans(),
@@ -115,7 +116,7 @@ def test_reward_norm_shift_and_scale_do_only_their_half() -> None:
 NORM_TYPES = st.sampled_from([None, "batch", "group", "running"])
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(mean_type=NORM_TYPES, std_type=NORM_TYPES, scores=st.lists(st.integers(-9, 9), min_size=1, max_size=8))
 def test_mean_and_spread_may_come_from_different_peers(
     mean_type: str | None, std_type: str | None, scores: list[int]
@@ -172,7 +173,7 @@ def test_equal_scores_of_several_steps_have_no_spread(score: float, sizes: list[
     assert (stats.mean, stats.std) == (score, 0.0)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.lists(st.lists(st.floats(-100, 100), max_size=6), min_size=1, max_size=5))
 def test_running_stats_equal_those_of_all_values_and_survive_a_checkpoint(parts: list[list[float]]) -> None:
     stats = RunningStats()
@@ -186,7 +187,7 @@ def test_running_stats_equal_those_of_all_values_and_survive_a_checkpoint(parts:
     assert stats.std == pytest.approx(statistics.stdev(values) if len(values) > 1 else 0.0, abs=1e-6)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(seed=seeds, kind=st.sampled_from(["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]))
 def test_kl_is_taken_from_each_sampled_token(seed: int, kind: str) -> None:
     episodes = random_episodes(seed)
@@ -240,7 +241,7 @@ def test_kl_falls_back_on_the_rollout_engine_and_needs_a_reference() -> None:
         apply_kl_penalty(batch.replace(ref_logprobs_T=None), AlgorithmConfig(), 0.1)
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(
     seed=seeds,
     history=st.booleans(),

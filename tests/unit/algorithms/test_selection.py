@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.algorithms.advantages import compute_advantages
@@ -34,6 +34,7 @@ from tests.support.algorithms_batches import (
     random_episodes,
     to_batch,
 )
+from tests.support.examples import examples
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -60,7 +61,7 @@ def stretch(value: float, values: list[float]) -> float:
     return 1.5 - (value - low) / (high - low) if high > low else 1.0
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seed=seeds, history=st.booleans(), difficulty=st.booleans(), length=st.booleans())
 def test_sample_weights_are_their_definition(seed: int, history: bool, difficulty: bool, length: bool) -> None:
     episodes = random_episodes(seed)
@@ -82,7 +83,7 @@ def test_sample_weights_are_their_definition(seed: int, history: bool, difficult
     assert torch.equal(out.loss_mask_T, batch.loss_mask_T)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seed=seeds, history=st.booleans(), low=st.sampled_from([-0.5, 0.0]), high=st.sampled_from([0.3, 1.0]))
 def test_groups_outside_the_bounds_of_difficulty_are_masked(seed: int, history: bool, low: float, high: float) -> None:
     episodes = random_episodes(seed)
@@ -140,7 +141,7 @@ def test_samples_that_were_cut_off_are_masked() -> None:
     assert drop_masked_episodes(batch, AlgorithmConfig(max_len_mask=True)) == (batch, {})
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seed=seeds, history=st.booleans(), difficulty=st.booleans())
 def test_samples_masked_for_all_are_as_if_never_played(seed: int, history: bool, difficulty: bool) -> None:
     episodes = random_episodes(seed)
@@ -174,7 +175,7 @@ def test_samples_masked_for_all_are_as_if_never_played(seed: int, history: bool,
 COVARIANCE = {"pg_variant": "clip_cov", "clip_cov_lb": 0.2, "clip_cov_ub": 1.5}
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(seed=seeds, share=st.sampled_from([0.001, 0.1, 1.0]))
 def test_clip_cov_takes_out_tokens_of_high_covariance(seed: int, share: float) -> None:
     batch, _ = make_batch(seed, max_episodes=20)
@@ -203,7 +204,7 @@ def test_each_key_of_clip_cov_changes_the_choice(key: dict[str, float]) -> None:
     assert not torch.equal(chosen(), chosen(**key))
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(seed=seeds, share=st.sampled_from([0.001, 0.1, 1.0]))
 def test_kl_cov_marks_the_tokens_of_the_largest_covariance(seed: int, share: float) -> None:
     batch, _ = make_batch(seed, max_episodes=20)

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.algorithms.advantages import compute_advantages
@@ -15,6 +15,7 @@ from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.algorithm_names import TOKEN_BASELINES
 from roll.data.batch import Batch
 from tests.support.algorithms_batches import Episode, assert_close, by_token, random_episodes, to_batch
+from tests.support.examples import examples
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -60,7 +61,7 @@ def oracle(episodes: list[Episode], batch: Batch, lone_tail: bool, bound: float 
     return advantages
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(
     seed=seeds, history=st.booleans(), bound=st.sampled_from([None, 1.1, 10.0]), name=st.sampled_from(TOKEN_BASELINES)
 )

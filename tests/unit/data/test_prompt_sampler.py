@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import Prompt
+from tests.support.examples import examples
 
 
 def prompts(**sizes: int) -> list[Prompt]:
@@ -26,7 +27,7 @@ SHARES = {"a": 0.5, "b": 0.3, "c": 0.2}
 seeds = st.integers(0, 2**40)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(size=st.integers(1, 40), seed=seeds, epochs=st.integers(1, 30))
 def test_every_epoch_has_every_prompt_once(size: int, seed: int, epochs: int) -> None:
     dataset = prompts(a=size)
@@ -37,7 +38,7 @@ def test_every_epoch_has_every_prompt_once(size: int, seed: int, epochs: int) ->
         assert {sampler.epoch_of(n) for n in draws} == {epoch}
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     seed=seeds,
     draws=st.lists(st.integers(0, 20_000), max_size=30),
@@ -54,7 +55,7 @@ def test_two_samplers_agree_whatever_the_order_of_asking(
     assert first == {n: (one[n].id, one.epoch_of(n)) for n in sorted(draws)}
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(seed=seeds, stop=st.integers(0, 3000), mixed=st.booleans())
 def test_a_run_that_goes_on_at_any_draw_sees_what_the_unbroken_one_saw(seed: int, stop: int, mixed: bool) -> None:
     dataset = prompts(a=10, b=3, c=5)
@@ -63,7 +64,7 @@ def test_a_run_that_goes_on_at_any_draw_sees_what_the_unbroken_one_saw(seed: int
     assert ids(PromptSampler(dataset, seed, True, shares), range(stop, stop + 60)) == unbroken[stop:]
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(seed=seeds, sizes=st.tuples(*[st.integers(1, 30)] * 3), shuffle=st.booleans())
 def test_within_a_domain_nothing_repeats_before_all_of_it_was_seen(
     seed: int, sizes: tuple[int, int, int], shuffle: bool

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -19,6 +19,7 @@ from roll.data.renderer import _SENTINEL, ChatRenderer, Message
 from roll.data.templates import TEMPLATES, ChatTemplate
 from roll.models.tiny import make_tokenizer
 from tests.support.chat_families import family_tokenizer
+from tests.support.examples import examples
 
 # ChatML with a system message of its own, as Qwen2.5 writes it.
 QWEN_LIKE = (
@@ -97,7 +98,7 @@ def whole(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> li
 
 
 @FAMILIES
-@settings(max_examples=30)
+@examples(30)
 @given(system=st.none() | sentences, user=sentences)
 def test_a_prompt_is_what_transformers_makes_of_it(family: str, system: str | None, user: str) -> None:
     tokenizer = TOKENIZERS[family]
@@ -121,7 +122,7 @@ def test_many_prompts_are_what_they_are_one_by_one(family: str) -> None:
 
 
 @FAMILIES
-@settings(max_examples=30)
+@examples(30)
 @given(turns=st.lists(st.tuples(sentences, sentences), min_size=1, max_size=4), closed=st.booleans())
 def test_a_grown_conversation_is_the_whole_one(family: str, turns: list[tuple[str, str]], closed: bool) -> None:
     """Whether the answers end with the end-of-turn token or were cut off before it."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -22,6 +22,7 @@ from roll.data.arrays import IntArray
 from roll.data.renderer import ChatRenderer, Message, Tool
 from roll.models.tiny import make_tokenizer
 from tests.support.chat_families import FAMILIES, family_tokenizer
+from tests.support.examples import examples
 
 EACH = pytest.mark.parametrize("family", FAMILIES)
 ADD = ToolSchema(
@@ -100,7 +101,7 @@ def test_text_never_becomes_a_control_token(family: str, way: str) -> None:
 
 
 @EACH
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data())
 def test_nor_do_pieces_of_it_in_any_order(family: str, data: st.DataObject) -> None:
     renderer = RENDERERS[family]
@@ -116,7 +117,7 @@ def test_nor_do_pieces_of_it_in_any_order(family: str, data: st.DataObject) -> N
 
 
 @EACH
-@settings(max_examples=20)
+@examples(20)
 @given(user=st.text("ab \n{}%é", max_size=12))
 def test_without_control_texts_ids_are_those_of_the_tokenizer(family: str, user: str) -> None:
     tokenizer = family_tokenizer(family)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
@@ -18,6 +18,7 @@ from roll.data.shared_prompts import SharedPrompts, make_shared_batches, shared_
 from roll.models import planned_attention
 from roll.models.heads import ValueHead
 from roll.models.scoring import TokenScorer, score_batch, score_input
+from tests.support.examples import examples
 
 SMALL: dict[str, Any] = {
     "vocab_size": 37,
@@ -70,7 +71,7 @@ def visible_pairs(batch: Batch) -> set[tuple[int, int]]:
     return pairs
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(batches)
 def test_a_token_sees_itself_and_what_stands_before_it_in_its_sequences(batch: Batch) -> None:
     ids, positions, cell_T, _ = shared_row(batch)
@@ -82,7 +83,7 @@ def test_a_token_sees_itself_and_what_stands_before_it_in_its_sequences(batch: B
     assert visible_pairs(batch) == expected
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(batches)
 def test_only_equal_prompts_up_to_the_token_that_predicts_are_shared(batch: Batch) -> None:
     shared = SharedPrompts.find(batch)
@@ -100,7 +101,7 @@ def test_only_equal_prompts_up_to_the_token_that_predicts_are_shared(batch: Batc
     )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(batches, st.integers(1, 6), st.integers(1, 40))
 def test_micro_batches_hold_every_sequence_once_within_the_limits(
     batch: Batch, max_sequences: int, max_tokens: int

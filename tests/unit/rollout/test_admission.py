@@ -8,10 +8,11 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from roll.rollout.admission import Admission
+from tests.support.examples import examples
 
 
 @dataclass
@@ -94,7 +95,7 @@ def world_of(chosen: dict) -> World:
     return World(admission, random.Random(chosen["seed"]), **others)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(worlds)
 def test_the_lag_is_bounded_nothing_is_lost_and_nothing_overtaken_by_more_than_the_window(chosen: dict) -> None:
     world = world_of(chosen)
@@ -121,7 +122,7 @@ def test_the_lag_is_bounded_nothing_is_lost_and_nothing_overtaken_by_more_than_t
     }
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(worlds, st.sampled_from([0.05, 0.3]))
 def test_after_batches_that_fell_short_the_lag_is_bounded_and_nothing_is_lost(chosen: dict, giving_up: float) -> None:
     world = world_of(chosen | {"losing": 0.0})
@@ -193,7 +194,7 @@ def test_nothing_is_left_over_at_the_end_of_a_run(chosen: dict, last: int) -> No
     assert world.admission.counts() == {"trained": last * batch, "settled": len(world.rejected), "waiting": 0}
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(worlds, st.booleans())
 @example(
     {"batch_size": 1, "ahead": 0, "window": 1, "slots": 1, "rejecting": 0.8, "losing": 0.0}
@@ -271,7 +272,7 @@ def test_a_slow_draw_holds_up_a_strict_order_and_not_a_window() -> None:
     assert not ready(1).may_start
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(worlds)
 def test_the_batch_is_the_lowest_ready_draws_within_the_window_of_the_oldest_under_way(chosen: dict) -> None:
     world = world_of(chosen)

@@ -29,6 +29,7 @@ from roll.rollout.trajectory import groups_to_batch
 from roll.rollout.types import RolloutGroup
 from roll.tracking.files import read_json_lines
 from roll.tracking.run import RunFolder
+from tests.support.examples import examples
 
 SURROGATE = "left \ud800 right"
 
@@ -244,7 +245,7 @@ ANYTHING = st.one_of(
         max_size=3,
     ),
 )
-@settings(max_examples=200)
+@examples(200)
 def test_an_answer_is_made_of_plain_values_or_refused_by_name(step: dict[str, Any], info: dict[Any, Any]) -> None:
     env = Maze(step=step, info=info)
     try:
@@ -258,7 +259,7 @@ def test_an_answer_is_made_of_plain_values_or_refused_by_name(step: dict[str, An
 
 
 @given(answer=st.one_of(ANYTHING, st.tuples(ANYTHING, ANYTHING)))
-@settings(max_examples=100)
+@examples(100)
 def test_a_first_answer_too(answer: Any) -> None:
     try:
         observation, info = checked_reset(Maze(reset=answer), 0)

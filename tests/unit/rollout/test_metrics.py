@@ -7,15 +7,16 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.rollout.admission import Admission
 from roll.rollout.metrics import overlap_metrics
 from tests.support.algorithms_batches import random_episodes, rows_of, to_batch
+from tests.support.examples import examples
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seed=st.integers(0, 2**32 - 1), history=st.booleans())
 def test_lags_are_those_of_the_oldest_token_of_each_group_and_of_all_tokens(seed: int, history: bool) -> None:
     batch = to_batch(random_episodes(seed, empty_masks=False), history, seed)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.agentic.env.base import StepResult
@@ -21,6 +21,7 @@ from roll.rollout.flat_groups import FlatGroups
 from roll.rollout.recorder import Recorder
 from roll.rollout.trajectory import groups_to_batch
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
+from tests.support.examples import examples
 
 RENDERER = ChatRenderer(make_tokenizer())
 EngineLog = list[tuple[list[int], Completion]]
@@ -133,7 +134,7 @@ def assert_trained(trajectory: Trajectory, log: EngineLog) -> int:
     return len(rows)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_rows_are_the_engines_own_log(seed: int) -> None:
     assert_trained(*play(seed))
@@ -163,7 +164,7 @@ class Game:
         return None
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(seed=st.integers(0, 2**32 - 1), manager_class=st.sampled_from([TrajEnvManager, StepEnvManager]))
 def test_the_environment_loop_trains_on_the_engines_own_log_too(seed: int, manager_class: type[EnvManager]) -> None:
     rng = np.random.default_rng(seed)

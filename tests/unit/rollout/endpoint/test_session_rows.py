@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.agentic.tools.dialects import dialect
@@ -18,6 +18,7 @@ from roll.rollout.endpoint.session import Policy, Session, Wanted
 from roll.rollout.trajectory import groups_to_batch
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
 from tests.support.chat_families import family_tokenizer
+from tests.support.examples import examples
 from tests.support.said_engine import EPISODE, LIMITS, PARAMS, TOKENIZER, Engine, new_session
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
@@ -100,7 +101,7 @@ def test_results_have_the_names_of_their_tools_where_the_template_writes_them() 
     )
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(seed=st.integers(0, 2**32))
 def test_rows_are_the_engines_own_log(seed: int) -> None:
     async def run() -> tuple[Any, Asynchronous]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from roll.agentic.tools.dialects import DIALECTS, dialect
@@ -16,6 +16,7 @@ from roll.agentic.tools.dialects.base import check_json
 from roll.agentic.tools.dialects.tagged import read_bare
 from roll.agentic.tools.types import AssistantTurn, CallError, ToolCall, ToolSchema, call_id
 from roll.utils.registry import UnknownNameError
+from tests.support.examples import examples
 
 EACH = pytest.mark.parametrize("name", DIALECTS.names())
 
@@ -57,7 +58,7 @@ def test_what_is_written_reads_as_it_was_meant(name: str, turn: AssistantTurn) -
 
 
 @EACH
-@settings(max_examples=50)
+@examples(50)
 @given(turn=turns(), data=st.data())
 def test_a_turn_cut_off_anywhere_makes_no_call_up(name: str, turn: AssistantTurn, data: st.DataObject) -> None:
     speaks = dialect(name)
@@ -67,7 +68,7 @@ def test_a_turn_cut_off_anywhere_makes_no_call_up(name: str, turn: AssistantTurn
 
 
 @EACH
-@settings(max_examples=50)
+@examples(50)
 @given(turn=turns(), data=st.data())
 def test_damaged_text_never_raises(name: str, turn: AssistantTurn, data: st.DataObject) -> None:
     speaks = dialect(name)
