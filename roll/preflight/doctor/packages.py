@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import platform
 import re
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -17,8 +18,8 @@ from roll.preflight.doctor.findings import Finding, judged
 
 DISTRIBUTION = "roll-rl"
 PROJECT = Path(roll.__file__).parents[1] / "pyproject.toml"
-TESTED = PROJECT.with_name("constraints") / "cpu.txt"
-"""Versions that the tests run with, where this is a checkout."""
+TESTED = [PROJECT.with_name("constraints") / name for name in ("cpu.txt", "newest.txt")]
+"""Versions that the tests run with, where this is a checkout: those of ``make test`` and of ``make test-newest``."""
 _PIN = re.compile(r"([\w.-]+)==([\w.+!-]+)")
 
 
@@ -27,8 +28,8 @@ def check_packages() -> Iterator[Finding]:
     python, requirements = stated()
     yield from check_python(platform.python_version(), python)
     yield from check_requirements(requirements, installed_versions(each.name for each in requirements))
-    if TESTED.is_file():
-        yield compare_tested(TESTED.read_text(encoding="utf-8"), requirements)
+    if pins := [path.read_text(encoding="utf-8") for path in TESTED if path.is_file()]:
+        yield compare_tested(pins, requirements)
 
 
 def stated() -> tuple[str, list[Requirement]]:
@@ -83,13 +84,14 @@ def check_requirements(requirements: list[Requirement], versions: dict[str, str]
     yield Finding("ok", "packages", f"{len(right)} of the wanted versions: {', '.join(shown)}, …")
 
 
-def compare_tested(constraints: str, requirements: list[Requirement]) -> Finding:
-    """Compares the packages that are asked for with the versions that the tests run with."""
-    pins = {name.lower().replace("_", "-"): version for name, version in _PIN.findall(constraints)}
-    versions = installed_versions(each.name for each in requirements)
+def compare_tested(files: Sequence[str], requirements: list[Requirement]) -> Finding:
+    """Compares the packages that are asked for with the versions that the tests run with, by file of constraints."""
+    tested: dict[str, list[str]] = {}
+    for name, version in itertools.chain.from_iterable(map(_PIN.findall, files)):
+        tested.setdefault(name.lower().replace("_", "-"), []).append(version.partition("+")[0])
     others = [
-        f"{name} {version} (tested: {pins[name]})"
-        for name, version in sorted(versions.items())
-        if name in pins and pins[name].partition("+")[0] != version.partition("+")[0]
+        f"{name} {version} (tested: {', '.join(dict.fromkeys(tested[name]))})"
+        for name, version in sorted(installed_versions(each.name for each in requirements).items())
+        if name in tested and version.partition("+")[0] not in tested[name]
     ]
-    return Finding("ok", "tested", f"others than in constraints/cpu.txt: {', '.join(others)}" if others else "the same")
+    return Finding("ok", "tested", f"not tested: {', '.join(others)}" if others else "all of them, in these versions")

@@ -360,7 +360,7 @@ def test_processes_measure_the_same_lengths(tmp_path: Path, monkeypatch: pytest.
     path, whole = long_and_short(tmp_path)
     monkeypatch.setattr(prompts_module, "_CHUNK_PER_PROCESS", 2)
     args = {"renderer": RENDERER, "prompt_length": len(whole[2]), "prompt_overflow": "right"}
-    alone, together = (load(path, preprocessing_num_workers=workers, **args) for workers in (None, 4))
+    alone, together = (load(path, preprocessing_num_workers=workers, **args) for workers in (None, 2))
     assert together.report == alone.report
     for one, other in zip(alone, together, strict=True):
         assert one.id == other.id and np.array_equal(one.prompt_ids, other.prompt_ids)

@@ -7,6 +7,7 @@ import resource
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -106,9 +107,12 @@ def test_versions_against_what_is_asked_for() -> None:
     assert levels(packages.check_python("3.10.1", ">=3.11,<3.14")) == {"python": "error"}
 
 
-def test_versions_beside_the_tested_ones() -> None:
-    seen = packages.compare_tested("pytest==0.0.1\nabsent==3", [Requirement("pytest"), Requirement("absent")]).seen
-    assert seen.startswith("others than in constraints/cpu.txt: pytest ") and "(tested: 0.0.1)" in seen
+def test_a_version_that_no_file_of_constraints_has_is_named() -> None:
+    requirements = [Requirement("pytest"), Requirement("absent")]
+    seen = packages.compare_tested(["pytest==0.0.1\nabsent==3", "pytest==0.0.2"], requirements).seen
+    assert seen.startswith("not tested: pytest ") and seen.endswith("(tested: 0.0.1, 0.0.2)")
+    pins = ["pytest==0.0.1", f"pytest=={version('pytest')}"]
+    assert "not tested" not in packages.compare_tested(pins, requirements).seen
 
 
 def test_the_disk_is_tried_where_the_output_will_be_and_left_as_it_was(tmp_path: Path) -> None:
