@@ -70,7 +70,7 @@ def test_an_unmodified_client_script_is_trained_on_exactly_what_the_engine_saw(r
     run.assert_nothing_left()
 
 
-@pytest.mark.slow  # the framework calls the API as the script above does; unit/rollout/agents/test_programs.py has its rows
+@pytest.mark.slow  # unit/rollout/agents/test_programs.py has its rows
 @pytest.mark.timeout(600)
 def test_an_agent_of_a_published_framework_is_trained(rlvr: Rlvr, tmp_path: Path) -> None:
     pytest.importorskip("agents", reason="openai-agents is not installed")
