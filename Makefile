@@ -21,13 +21,13 @@ export HF_HUB_OFFLINE ?= 1
 $(STAMP): pyproject.toml $(PINS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(PIP) $(TORCH) 2>/dev/null || $(PIP) --extra-index-url $(TORCHS_INDEX) $(TORCH) 2>/dev/null || true
+	@$(PIP) $(TORCH) 2>/dev/null || $(PIP) --extra-index-url $(TORCHS_INDEX) $(TORCH) 2>/dev/null || true
 	$(PIP) -e '.[dev,wandb]'
 	touch $@
 
 # What the tests need beside it. vLLM asks for packages whose builds for CUDA break Transformers on a CPU machine.
 $(ENGINES): $(STAMP)
-	vllm=$(VLLM); if [ -n "$$vllm" ] && ! $(BIN)/pip list --format freeze | grep -qx '$(TORCH)'; then vllm=; \
+	@vllm=$(VLLM); if [ -n "$$vllm" ] && ! $(BIN)/pip list --format freeze | grep -qx '$(TORCH)'; then vllm=; \
 	echo 'vLLM is left out: $(TORCH) is neither in the package index nor at $(TORCHS_INDEX)' >&2; fi; \
 	$(PIP) -e ".[dev,wandb,lora,tools,agents,textarena,openenv,deepspeed,megatron$$vllm]"
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec

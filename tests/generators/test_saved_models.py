@@ -33,8 +33,8 @@ from tests.support.trainers import make_batch, make_context
 
 TRAINERS = ("fsdp2_train", "deepspeed_train", "megatron_train")
 FIRST = [pytest.param(name, marks=pytest.mark.slow if name != "megatron_train" else ()) for name in TRAINERS]
-"""An engine starts for each. The folders are made alike (``test_a_model_folder_holds_a_model_alone``), so one is enough:
-that of the trainer whose weights have other names and shapes while they are trained."""
+"""An engine starts for each. Folders are alike (``test_a_model_folder_holds_a_model_alone``), so one is enough: that
+of the trainer whose weights have other names and shapes while they are trained."""
 
 
 def save_all(rank: int, port: int, folder: Path, base: str, names: list[str]) -> None:
