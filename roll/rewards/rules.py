@@ -15,7 +15,8 @@ from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem, pattern_problems
 from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, all_boxed, last_box, last_boxed, last_group
 from roll.rewards.choices import ChoiceReader
-from roll.rewards.maths.prose import corrected, denied, last_expression
+from roll.rewards.maths.marks import denied
+from roll.rewards.maths.prose import corrected, last_expression
 from roll.rewards.maths.units import canonical_unit, is_unit
 from roll.rewards.types import ANSWER_CPU_S, RuleVerifier, Sample, Verdict
 

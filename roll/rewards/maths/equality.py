@@ -67,9 +67,11 @@ def same(gold: Value, answer: Value) -> bool:
 
 
 def _stripped(value: Value) -> Value:
-    """``((1, 2))`` is ``(1, 2)``; ``x ∈ A`` is ``A``."""
+    """``((1, 2))`` is ``(1, 2)``; ``x ∈ A`` is ``A``; ``3/2 or 1.5`` is one number."""
     while isinstance(value, Group) and value.brackets == "()" and len(value.items) == 1:
         value = value.items[0]
+    if isinstance(value, Group) and value.joined == "or" and all(same(value.items[0], item) for item in value.items):
+        return value.items[0]
     if isinstance(value, Relation) and value.signs == ("in",) and _is_name(value.sides[0]) and value.sides[1]:
         return value.sides[1]
     return value
@@ -83,14 +85,22 @@ def _is_name(value: Value | None) -> bool:
     return isinstance(value, Word)
 
 
+def _is_of_names(value: Value) -> bool:
+    """Tells whether a value is a sum, a difference or a product of different letters, to which a number is given."""
+    if not isinstance(value, Term) or not isinstance(value.expr, sympy.Add | sympy.Mul):
+        return False
+    parts = [part for part in value.expr.args if part != -1]
+    return all(part.is_Symbol or (-part).is_Symbol for part in parts) and len(parts) > 1
+
+
 def _unwrapped(value: Value) -> Value:
-    """The right side of ``x = 5`` and of ``3 + 4 = 7``; a chain must be true."""
+    """The right side of ``x = 5``, ``m + n = 5`` and of ``3 + 4 = 7``; a chain must be true."""
     if isinstance(value, Relation) and value.signs == ("=",) and value.sides[0] is None and value.sides[1]:
         return value.sides[1]
     if not isinstance(value, Relation) or set(value.signs) != {"="} or None in value.sides:
         return value
     sides = [side for side in value.sides if side is not None]
-    named = _is_name(sides[0])
+    named = _is_name(sides[0]) or _is_of_names(sides[0])
     if not named and not (isinstance(sides[0], Term) and not symbols_of(sides[0].expr)):
         return value
     rest = sides[1:] if named else sides

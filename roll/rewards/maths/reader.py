@@ -100,6 +100,9 @@ def readings(text: str, known: Collection[str] | None = ()) -> list[Value]:
     if everywhere:
         values.append(read(text[: everywhere.start()], known))
     if len(text) <= MAX_CHARS:
+        exact = _ROUNDED_TOO.fullmatch(text)
+        if exact and isinstance(value := read(exact[1], known), Term) and not value.expr.free_symbols:
+            values.append(value)
         if _EULER.search(text):
             values.append(read(_EULER.sub(r"\1 e \2 ", text), known))
         comma = _DECIMAL_COMMA.fullmatch(text.strip(" $"))
@@ -116,6 +119,8 @@ def same_text(one: str, other: str) -> bool:
 
 
 _BOLD_LETTER = re.compile(r"\\(?:mathbf|boldsymbol|bm|pmb)\s*\{\s*\(?([A-J])\)?\s*\}")
+_ROUNDED_TOO = re.compile(r"(.*[^\s=])\s*(?:\\approx|≈)\s*-?\d+\.\d+[\s$.]*")
+"""``\\pi \\approx 3.14``."""
 _EULER = re.compile(r"(?<![\w.])(?!1e)(\d+)e([+-]\d)(?!\d)")
 _EVERYWHERE = re.compile(
     r"[\s,;$]*(?:\\q?quad\s*)?(?:\(\s*)?(?:\\text\s*\{\s*,?\s*)?"
