@@ -11,20 +11,20 @@ NEGATIONS = (
 )
 FAULTS = (
     r"(?:\b(?:wrong(?:ly)?|incorrect(?:ly)?|false(?:ly)?|untrue|impossible|invalid|mistake\w*|fail(?:s|ed)?|excluded?|exclud(?:es|ing)"
-    r"|reject\w*|eliminat\w+|avoid\w*|refus\w*|contradict\w*|(?:dis|counter)pro\w+|falsch|faux|falso|неверно)\b|[❌✗✘])"
+    r"|reject\w*|eliminat\w+|avoid\w*|refus\w*|contradict\w*|overcount\w*|(?:dis|counter)pro\w+|falsch|faux|falso|неверно)\b|[❌✗✘])"
 )
 DOUBTS = (
     r"(?:\b(?:if|unless|whether|provided|maybe|perhaps|possibly|probably|might|(?-i:may)|could|guess\w*|doubt\w*|unlikely|un\w*sure"
-    r"|den(?:y|ies|ied)|tempt\w+|naive(?:ly)?|suppos\w+|assum\w+|imagine|pretend|hop(?:es?|ed)|wish\w*|wants?|wanted"
+    r"|den(?:y|ies|ied)|tempt\w+|naive(?:ly)?|suppos\w+|assum\w+|imagine|angenommen|supongamos|supposons|pretend|hop(?:es?|ed)|wish\w*|wants?|wanted"
     r"|likes? to|so far|for now|vielleicht|wenn|vermutlich|peut-être|si|quizás?|tal vez|forse|talvez|если|возможно)\b"
     r"|可能|也许|如果|假设|似乎)"
 )
 ALTERNATIVES = r"(?:\b(?:or|either|oder|ou|или|except|besides|other than|except for)\b|[或]|除了)"
 BOUNDS = (
     r"(?:\b(?:at least|at most|no more|no less|more|less|fewer|between|about|approximately|approx|around|roughly|circa|ca|nearly"
-    r"|almost|close|near|over|under|above|below|up to|than|exceed\w*|mindestens|höchstens|etwa|ungefähr|mehr|weniger"
+    r"|almost|close|near|over|under|above|below|up to|than|exceed\w*|mindestens|wenigstens|como (?:máximo|mínimo)|al menos|au (?:plus|moins)|höchstens|etwa|ungefähr|mehr|weniger"
     r"|größer|kleiner|environ|presque|plus de|moins|casi|quasi|más|menos|mayor|menor|около|примерно|больше|меньше|более)\b"
-    r"|至少|最多|超过|少于|大于|小于|大约|大概|约|几乎|接近)"
+    r"|至少|最多|超过|少于|大于|小于|大约|大概|约|几乎|接近|[≈∼~])"
 )
 RETRACTIONS = (
     r"(?:no|not|wait|actually|but|however|though|yet|oops|sorry|correction|scratch that|hmm+|hold on"

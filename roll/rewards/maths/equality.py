@@ -86,7 +86,9 @@ def _is_name(value: Value | None) -> bool:
 
 
 def _is_of_names(value: Value) -> bool:
-    """Tells whether a value is a sum, a difference or a product of different letters, to which a number is given."""
+    """Tells whether a value is a sum, a difference or a product of letters, or the cosine of one: what was asked for."""
+    if isinstance(value, Term) and isinstance(value.expr, sympy.cos | sympy.sin | sympy.tan):
+        return bool(value.expr.args[0].is_Symbol)
     if not isinstance(value, Term) or not isinstance(value.expr, sympy.Add | sympy.Mul):
         return False
     parts = [part for part in value.expr.args if part != -1]

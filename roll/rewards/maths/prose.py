@@ -31,6 +31,11 @@ _MATHS = re.compile(
 _ROWS = re.compile(r"\\begin\{(?:aligned|split|gathered)\}(.+)\\end\{(?:aligned|split|gathered)\}|(.+)", re.DOTALL)
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox)[a-z]*\s*\{([^{}]*)\}")
 _SENTENCE_IN_FORMULA = re.compile(r"\\text[a-z]*\s*\{[^{}]*\s[^{}]*\s")
+_OPERATION = re.compile(
+    r"^\\(?:int|iint|oint|sum|prod|lim)(?![a-zA-Z])[^<>≠≈≤≥]*(?<!\\)=(?!.*\\(?:ne|neq|approx|l[et]|g[et]|leq|geq)\b)",
+    re.DOTALL,
+)
+"""``\\int … =``: the value of an operation that is not carried out here stands behind it."""
 _LETTERS = re.compile(r"[a-zA-Z]+['′]*")
 _PROVED = re.compile(
     r"(?:\s*(?:\$\s*\\(?:blacksquare|square|Box|qed)\s*\$|\\(?:blacksquare|square|Box|qed)\b|[∎■□]|Q\.?E\.?D\b\.?"
@@ -73,6 +78,7 @@ class _Formulas:
 
     def _hidden(self, match: re.Match[str]) -> str:
         content = _last_row(next(group for group in match.groups() if group is not None).strip())
+        content = _OPERATION.sub("", content)
         if _SENTENCE_IN_FORMULA.match(content):
             return " " + _TEXT.sub(r"\1", content) + " "
         self._contents.append(content)
@@ -140,7 +146,7 @@ _CHANGED = re.compile(
 _COUNTERFACTUAL = re.compile(r"\b(?:if|unless|without|suppos\w+|assum\w+|were|had)\b.*\bwould\b", re.IGNORECASE)
 _INDEFINITE = re.compile(
     r"\W*(?:(?:some|another|any|many|most|several|among)\b"
-    r"|(?:an?|one)\b(?!\s+total)[^,]*\b(?:is|are|was|were|be|would|might|could|can)\b)",
+    r"|an?\s+(?:minimum|maximum)\s+of|(?:an?|one)\b(?!\s+total)[^,]*\b(?:is|are|was|were|be|would|might|could|can)\b)",
     re.IGNORECASE,
 )
 """One of several: "an upper bound is", "some would say"."""
@@ -156,23 +162,23 @@ _LEADS = re.compile(
     r"\b(?:(?:total|sum|product|area|perimeter|volume|length|value|cost|price|amount|result|answer|probability|average"
     r"|distance|speed|number|score|profit|radius|slope|maximum|minimum|remainder|ratio|rate|limit|height|width|weight"
     r"|age|time|loss|discount|difference|quotient|balance|angle|income|change) of"
-    r"|(?:exactly|precisely|only|iff) (?:for|when|if)|exactly|only|precisely|left with|Zahl|Wert|Anzahl"
+    r"|(?:exactly|precisely|only|iff) (?:for|when|if)|exactly|only|precisely|left with|up with|(?:es|son|est|sont)(?: \w+)? de|Zahl|Wert|Anzahl"
     r"|therefore|thus|so|hence|then|answer|result|value|total|option|choice)$"
-    r"|\b(?:ist|sind|beträgt|gibt|ergibt|hat|macht|bleiben)\s+(?:\w+\s+){0,4}\w+$"
-    r"|[有是为為得到共要需了剩故则即以此はがて]$|等于$",
+    r"|\b(?:ist|sind|beträgt|gibt|ergibt|hat|macht|bleiben)\s+(?:\w+\s+){0,4}\w+$|等于$"
+    r"|\b(?:takes?|took|costs?|gives?|gave|leaves?|owes?|pays?|paid|saves?)\s+(?-i:[A-Z])\w*$",
     re.IGNORECASE,
 )
 """What states an expression behind it though the next rule says otherwise."""
 _NO_LEAD = re.compile(
-    r"(?:\b(?i:of|than|by|with|without|from|per|modulo?|versus|vs|plus|minus|over|under|above|below|between|among|and|nor"
+    r"(?:\b(?i:of|than|such that|by|with|without|from|per|modulo?|versus|vs|plus|minus|over|under|above|below|between|among|and|nor"
     r"|but|when|where|while|because|since|let|suppose|assum\w+|consider\w*|try\w*|tried|take|say|example|like|as"
     r"|least|most|out|off|up(?: to)?|\d+ to"
     r"|one|two|three|four|five|six|seven|eight|nine|ten|page|chapter|theorem|lemma|corollary|proposition|equation|question|problem|step"
     r"|section|figure|table|case|part|line|exercise|item|note|rule|property|method|attempt|version|level|grade|divid\w+"
     r"|exceed\w*|another|other|next|previous|last|first|second|third|all|every|each|any|some|base|power|degree|for|until"
     r"|before|after|against|nearly|almost|approximately|about|roughly|around|ca|twice|half|double|times|minus|mindestens|höchstens|etwa"
-    r"|ungefähr|environ|casi|quasi|the|these|those|this|that|it|an?|als|que|de|von|par|um|bis|di|che|чем|от|на)"
-    r"|\b[A-Z]\w*|[\u3040-\u9fff])$"
+    r"|ungefähr|environ|casi|quasi|the|these|those|this|it|an?|als|que|de|von|par|um|bis|di|che|чем|от|на)"
+    r"|\b[A-Z]\w*|[比第除被的过超少多差步题題每若当當设設于於约約从從至在乘减減加和与與或把将將用按])$"
 )
 """Words between which and the expression nothing is stated: prepositions, names of numbered things, capitals. Any other
 word is taken for a verb."""
@@ -212,7 +218,7 @@ _CIRCUMSTANCES = (
     "with|using|where|when|while|whereas|for|during|at|after|before"
     r"|(?:from|by|in|on|per|within|through|across|without)(?=\s+[^\W\d_])|of\s+(?:which|whom|them|these|those)"
 )
-_PARTS = "from|by|in|on|per|of|to|into|out|over|under|until|towards?|against|around|among|about|between"
+_PARTS = r"from|by|in|on|per|of(?!\s+what\b)|to|into|out|over|under|until|towards?|against|around|among|about|between"
 """Prepositions with which a number may go on: ``3 out of 4``."""
 _PRONOUNS = "who|whom|that|whose|which|he|she|it|they|we|you|i"
 _VERBS = "is|are|was|were|has|have|had|do|does|did|can|will|must"
@@ -221,10 +227,12 @@ _PHRASE = re.compile(rf"(?:{_CIRCUMSTANCES}|{_PARTS}|an?\s+(?!half|third|quarter
 _IN_OTHER_NUMBERS = re.compile(
     r"(?:in\s+)?(?:base|mod|modulo)\b|per\s+(?:cent|hundred|thousand|mil)|(?:together|along)\s+with\b", re.IGNORECASE
 )
-_CONTINUED = re.compile(
-    r"(?:and(?!\s+(?:an?|one|some|half)\b)|so|then|thus|hence|therefore|which)\b(?!.*\b(?:but|however|yet|though)\b)",
-    re.IGNORECASE,
+_CONTINUED = re.compile(r"(?:and(?!\s+(?:an?|one|some|half|as)\b)|so|then|thus|hence|therefore|which)\b", re.IGNORECASE)
+_NOT_DONE = re.compile(
+    r"(?:^|[,;]\s*)(?:but|however|yet|though|except)\b|\b(?:we|you|it|this|which|one)\s+(?:must|needs?|have to|has to|should)\b",
+    re.I,
 )
+"""What goes on with a number that is not the last one: ", and we must square it"."""
 _DEFINITE = re.compile(rf"(?:is|are|was|were)\s+{_SURELY}(?:the|our|my|what|all)\b|will do\b", re.IGNORECASE)
 """What says of an expression before it that it is what is looked for."""
 _FUNCTION_WORD = (
@@ -241,12 +249,13 @@ _TIMES = re.compile(r"times\s+(?:as|the|his|her|its|their|that|this|what|more|le
 _CHANGED_IN_CHINESE = re.compile(r"[半多余餘倍约吗不没沒非未错]|左右|以上|以下|分之|ない")
 
 
-def _leaves(behind: str, unit: str, needed: bool) -> bool:
+def _leaves(behind: str, unit: str, needed: bool, opens: bool) -> bool:
     """Tells whether what follows an expression says nothing else of its value.
 
     Args:
         unit: the words of a unit, or of what is counted, that are a part of the expression.
         needed: the expression is what somebody needs: "5 more".
+        opens: the sentence begins with the expression.
     """
     rest = behind.lstrip(" .*_)\"'”’$")
     if "?" in behind or denied("", behind):
@@ -259,6 +268,8 @@ def _leaves(behind: str, unit: str, needed: bool) -> bool:
         return not _CHANGED_IN_CHINESE.search(behind)
     if _TIMES.match(f"{unit} {rest}".strip()) or _IN_OTHER_NUMBERS.match(rest) or any(map(_is_comparative, words)):
         return False
+    if any(re.fullmatch(BOUNDS, word, re.IGNORECASE) for word in words):
+        return False
     if words and not unit and words[0] != "left" and (changes_number(words[0]) or words[0].lower() in MULTIPLIERS):
         return False
     rest = rest[noun.end() :] if noun else rest
@@ -266,22 +277,26 @@ def _leaves(behind: str, unit: str, needed: bool) -> bool:
     body = head.lstrip(",;:—–(- ")
     if not re.search(r"\w", body) or _REASON.match(body) or _OTHER.match(head):
         return not _DOUBTED.search(" ".join(words))
-    if (
-        re.match(RETRACTIONS, body, re.IGNORECASE)
-        or _IN_OTHER_NUMBERS.match(body)
-        or re.search(DOUBTS, rest, re.IGNORECASE)
-    ):
+    if re.match(RETRACTIONS, body, re.IGNORECASE) or _IN_OTHER_NUMBERS.match(body) or _NOT_DONE.search(body):
         return False
-    plain = not re.search(rf"{NEGATIONS}|{FAULTS}", " ".join([*words, body]), re.IGNORECASE)
-    if _CONTINUED.match(body):
-        return plain or body.lower().startswith("and")
-    if body != head or _DEFINITE.match(body):
-        return plain and not re.search(ALTERNATIVES, body, re.IGNORECASE)
-    if _PHRASE.match(body):
+    if re.search(DOUBTS, rest, re.IGNORECASE):
+        return False
+    if _CONTINUED.match(body) and body.lower().startswith("and"):
         return True
+    if _PHRASE.match(head):
+        clause, _, more = body.partition(", ")
+        about = opens and re.search(rf"\b{_COPULA}\b", clause)  # "100 days after that is a Monday"
+        return (
+            not about
+            and not re.search(rf"{FAULTS}", more, re.I)
+            and (not more.startswith("and ") or _CONTINUED.match(more) is not None)
+        )
+    plain = not re.search(rf"{NEGATIONS}|{FAULTS}", " ".join([*words, body]), re.IGNORECASE)
+    if body != head or _DEFINITE.match(body) or _CONTINUED.match(body):
+        return plain and not re.search(ALTERNATIVES, body, re.IGNORECASE)
     if not (unit or words) or re.match(r"(?:or|nor|than|but|as)\b", body):
         return False
-    return plain and not re.match(r"(?:he|she|it|they|we|you|i)\b", body, re.I) or _RELATIVE.match(body) is not None
+    return (plain and not re.match(r"(?:he|she|it|they|we|you|i)\b", body, re.I)) or _RELATIVE.match(body) is not None
 
 
 _RELATIVE = re.compile(r"(?:who|whom|that|whose|which|where)\b", re.IGNORECASE)
@@ -296,20 +311,25 @@ _PART_OF = re.compile(r"(?:and\s+)?(?:[a-z]+\s+){1,3}of\s+(?:which|whom|them|the
 _ALSO_SAID = re.compile(r"which\s+(?:equals|is)", re.IGNORECASE)
 
 
-def _is_aside(between: str) -> bool:
-    """Tells whether words behind an expression begin a circumstance or a reason, in which another one stands."""
+def _is_aside(between: str, following: str) -> bool:
+    """Tells whether words behind an expression begin a circumstance or a reason, in which the following one stands."""
     rest = between.lstrip(' *_)"”’$.')
+    if _CONDITION.search(rest) or (_DEFINITE.match(rest) and not re.search(rf"[,;:]|\band the\b", rest)):
+        return True
     if between.rstrip().endswith(" of") and _LEADS.search(between.strip()):  # for a total of
         return False
-    rest = rest[noun.end() :] if (noun := _NOUN.match(rest)) else rest
+    noun = _NOUN.match(rest)
+    rest = rest[noun.end() :] if noun else rest
     body = rest.lstrip(",—–(- ")
     separated = body != rest
-    if noun and re.search(r"\b(?:together|along)\s*$", noun[0]):
+    if (noun and re.search(r"\b(?:together|along)\s*$", noun[0])) or (
+        re.search(r"[,;:]|\band\b", body) and not _OTHER.match(f"{rest} ")
+    ):
         return False
+    if _YEAR.fullmatch(f"{body.strip()} {following}"):
+        return True
     if separated and (participle := _PARTICIPLE.match(body)):
         body = body[participle.end() :]
-        if re.match(r"(?:if|iff)\b", body):
-            return True
     return bool(
         _REASON.match(body)
         or _OTHER.fullmatch(rest.strip() + " ")
@@ -318,6 +338,8 @@ def _is_aside(between: str) -> bool:
     )
 
 
+_CONDITION = re.compile(r"\b(?:when|whenever|if|iff|where)\s*$", re.IGNORECASE)
+_YEAR = re.compile(r"(?:by|in|until|since)(?: the year)? (?:1[5-9]|20)\d\d\W*", re.IGNORECASE)
 _SIDE_BY_SIDE = re.compile(
     rf"[^,;:]*,?\s*\band\s+(?!so|thus|hence|therefore|then|we\b|it\b|this\b|that\b|s?he\b|they\b)[^,;:]*"
     rf"\b(?:{_COPULA}|has|have)\s*",
@@ -425,28 +447,49 @@ class _Text:
             return None
         ends = [_with_unit(words, *run)[1] for run in runs]
         last = len(runs) - 1
-        while last > 0 and _is_aside(_behind(words, ends[last - 1], runs[last][0])):
+        while last > 0 and _is_aside(_behind(words, ends[last - 1], runs[last][0]), words[runs[last][0]]):
             last -= 1
         start, end = runs[last]
         run, after = _with_unit(words, start, end)
         before = " ".join([lead, *words[:start], *(["="] if words[start] == "=" else [])])
+        unit = " ".join(words[end:after]) or ("of them" if _PARTITIVE.fullmatch(before) else "")
+        behind = _behind(words, after, len(words))
+        if _CHANCE.match(behind):
+            before = re.sub(r"\ban?\s*$", "", before)
         beside = (
             last > 0 and _SIDE_BY_SIDE.fullmatch(_behind(words, ends[last - 1], start)) and not _GIVEN.search(before)
         )
         needed = _NEEDED.search(before.rstrip(" $")) is not None
-        if beside or not (
-            _leads_to(before) and _leaves(_behind(words, after, len(words)), " ".join(words[end:after]), needed)
-        ):
+        if beside or not (_leads_to(before) and _leaves(behind, unit, needed, not before)):
             return _last_words(sentence) or self._formulas.show(sentence)
-        run = run.removeprefix("= ") if run.count("=") > 1 else run
+        run = _EQUAL_TO_UNKNOWN.sub("", run) if _is_rest(run) else run
         noun = _NOUN.match(" ".join(words[after:])) if self._with_nouns and after == end else None
         run = f"{run} {noun[0]}".strip(" .") if noun else run
         return self._formulas.show(run if "\\" in run else re.sub(r"\^(-?\d{2,})", r"^{\1}", run))
 
 
+_REJECTED = re.compile(
+    rf"(?:we\s+)?(?:reject|discard|exclud|ignor|not|since|because|as)\w*\b.*(?:\d|{_FORMULA})", re.IGNORECASE
+)
+
+
 def _kept_aside(aside: re.Match[str]) -> str:
     """Words in brackets, if they doubt what stands before them."""
+    if _REJECTED.match(aside[1]):
+        return ""
     return aside[0] if _DOUBTED.search(aside[1]) or _CHANGED.search(aside[1]) else ""
+
+
+_SUBORDINATE = re.compile(r"as|since|because|for|when|if|with|at|where|given|letting|setting", re.IGNORECASE)
+_PARTITIVE = re.compile(r"\W*(?:out\s+)?of\b.*,\s*", re.IGNORECASE)
+"""``Of these, 12 are red``."""
+_CHANCE = re.compile(r"\s*(?:chance|probability)\b", re.IGNORECASE)
+_EQUAL_TO_UNKNOWN = re.compile(r"^.*(?<![<>≠≤≥!])=\s*")
+
+
+def _is_rest(run: str) -> bool:
+    """Tells whether an equation begins within something: ``/ 2 h = 75``, ``8) = 24``."""
+    return run.count("=") > 0 and (run[0] in "=/*+×÷·^)" or run.count("(") != run.count(")"))
 
 
 def _runs(words: list[str]) -> list[tuple[int, int]]:
@@ -457,6 +500,8 @@ def _runs(words: list[str]) -> list[tuple[int, int]]:
         while end < len(words) and (_is_mathy(words[end]) or (end > start and _joins(words, end))):
             end += 1
             if words[end - 1][-1:] in ".;:!?" and not _joins(words, end):
+                break
+            if words[end - 1][-1:] == "," and start > 0 and _SUBORDINATE.fullmatch(words[start - 1]):
                 break
         if end > start:
             runs.append((start, end))
@@ -564,7 +609,7 @@ def _last_words(text: str) -> str | None:
 
 
 _NAMES = re.compile(
-    r"\b(?:(?:is|was|are|were|(?:will|must|should) be)\s+(?:an?\s+|the\s+|on\s+)?|(?:on|of)\s+an?\s+)"
+    r"\b(?:(?:is|was|are|were|(?:will|must|should) be)\s+(?:an?\s+|the\s+|on\s+)?|(?:on|of)\s+an?\s+|(?-i:on\s+(?=[A-Z])))"
     r"((?:[^\W\d_]{1,20}\s){0,2}[^\W\d_]{1,20})[\s.]*$"
 )
 
