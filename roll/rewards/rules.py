@@ -48,7 +48,9 @@ _WHOLE = re.compile(
     rf"(?P<amount>[+-]?\s?{_CURRENCY}?\s?(?:{_DIGITS})(?:\s?/\s?[0-9]+)?)(?P<unit>[^0-9]*[²³]?)",
     re.IGNORECASE,
 )
-_CALCULATION = re.compile(r"^[-+*/×÷=().,\s\d$]*\d[-+*/×÷=().,\s\d$]*=")
+_CALCULATION = re.compile(
+    r"^(?:[-+*/×÷=().,\s\d$]|\\(?:times|cdot|div)\b)*\d(?:[-+*/×÷=().,\s\d$]|\\(?:times|cdot|div)\b)*="
+)
 _MARKS = re.compile(
     r"\\boxed|\\(?:text|mathrm|mathbf|textbf|mbox)\b|\\[()\[\]!,;:]|(?<!\\)[{}*`_\"“”]|\\(?=[$%])|\$(?!\s?[0-9.])"
 )
@@ -67,7 +69,7 @@ _COMMON_UNIT_WORDS = (
     "people children men women feet percent square cubic sq m h g l s each per a an of the in total left remaining away"
     " am pm p"
 )
-_COMMON_UNITS = frozenset(_COMMON_UNIT_WORDS.split())
+_AROUND_UNITS = frozenset(_COMMON_UNIT_WORDS.split())
 _HEDGED = re.compile(
     r"(?:\b(?:at least|at most|than|not|no|between|about|approximately|around|over|under|up to|nearly|almost|roughly|or"
     r"|to|and|either|neither|except|but)|n['’]t|[<>≤≥≈~≠±×*/^+-]\s?)\s*(?:be|is|equal to)?\s*[$€£¥]?\s*$",
@@ -113,22 +115,19 @@ def _value(number: re.Match[str] | None) -> Fraction | None:
 
 def _names_unit(text: str, question: str) -> bool:
     """Tells whether the words behind a number are a unit: a known one, the question's, or a plural."""
-    words, rest = _UNIT_WORD.findall(text), _UNIT_WORD.sub("", text)
-    if len(words) > MAX_UNIT_WORDS or rest.strip(" /.^()" if words else " ") or any(map(_QUANTITY.fullmatch, words)):
-        return False
-    if canonical_unit(text) is not None:
-        return True
-    asked = {word.casefold() for word in _UNIT_WORD.findall(question)}
-    return all(
-        word.casefold() in asked
-        or word.casefold() in _COMMON_UNITS
-        or is_unit(word)
-        or is_unit(word.casefold())
-        or (not word.isascii() and (not question or word in question))
-        or (word.isascii() and word.islower() and len(word) > 3 and word.endswith("s") and not word.endswith("ss"))
-        or word in "%°²³$"
-        for word in words
+    text = re.sub(
+        r"^\s*(?:%|percent\b|[ap]\.?\s?m\b\.?|(?:per|an?|each|every)\b)", "", text.replace("²", "^2").replace("³", "^3")
     )
+    if not text.strip(" ."):
+        return True
+    words = _UNIT_WORD.findall(text)
+    if len(words) > MAX_UNIT_WORDS or any(map(_QUANTITY.fullmatch, words)):
+        return False
+    asked = {word.casefold() for word in _UNIT_WORD.findall(question)}
+    plurals = {
+        word for word in words if len(word) > 3 and word.islower() and word.endswith("s") and not word.endswith("ss")
+    }
+    return canonical_unit(text, known=asked | plurals | _AROUND_UNITS) is not None
 
 
 def last_number(text: str) -> Fraction | None:

@@ -187,7 +187,7 @@ _EXAMPLE = re.compile(
 )
 
 
-def _leads_to(lead: str) -> bool:
+def leads_to(lead: str) -> bool:
     """Tells whether what stands before an expression states it as the value of something."""
     lead = _NOT_THIS_BUT.sub("", lead.rstrip(" *_$(\"“'"))
     sentence = lead.replace("if and only if", "iff")
@@ -460,7 +460,7 @@ class _Text:
             last > 0 and _SIDE_BY_SIDE.fullmatch(_behind(words, ends[last - 1], start)) and not _GIVEN.search(before)
         )
         needed = _NEEDED.search(before.rstrip(" $")) is not None
-        if beside or not (_leads_to(before) and _leaves(behind, unit, needed, not before)):
+        if beside or not (leads_to(before) and _leaves(behind, unit, needed, not before)):
             return _last_words(sentence) or self._formulas.show(sentence)
         run = _EQUAL_TO_UNKNOWN.sub("", run) if _is_rest(run) else run
         noun = _NOUN.match(" ".join(words[after:])) if self._with_nouns and after == end else None
