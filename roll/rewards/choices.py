@@ -56,8 +56,10 @@ _PRAISE = re.compile(
 _RETRACTED = re.compile(rf"(?:^|[.!?;\n—–-])[\s*]*{RETRACTIONS}(?!\s+(?:other|need))", re.IGNORECASE)
 _UNDECIDED = re.compile(rf"{DOUBTS}|{ALTERNATIVES}", re.IGNORECASE)
 _DENIED = re.compile(rf"{NEGATIONS}|{FAULTS}|\b(?:but|both|than)\b", re.IGNORECASE)
+_LEFT = re.compile(r"\bleav(?:es?|ing)\b", re.IGNORECASE)
 _STATES_LETTER = re.compile(
-    rf"\b(?:is|are|be|left with|corresponds? to|match(?:es)?|is the|{_NOUN}|(?:es|est|è|é|ist) (?:la|el|l['’]|o|a))[\s:*_(]*$",
+    rf"\b(?:is|are|be|left with|leav(?:es?|ing)(?: us)?(?: with| only)?|corresponds? to|match(?:es)?|makes|{_NOUN}"
+    r"|(?:es|est|è|é|ist) (?:la|el|l['’]|o|a))[\s:*_(]{0,10}$",
     re.IGNORECASE,
 )
 _CLAUSE_START = re.compile(r"(?:^|[,:;]\s|\b(?:so|thus|hence|therefore|then)\s)[\s*_(]{0,10}$", re.IGNORECASE)
@@ -125,7 +127,7 @@ class ChoiceReader:
         listed = lines[1:] and _LABELLED.match(lines[-1]) and _LABELLED.match(lines[-2])
         if not lines or listed:
             return None
-        last = _SENTENCE_END.split(lines[-1].strip())[-1]
+        last = re.split(r"(?<=\w\w[.!?])\s", lines[-1].strip())[-1]
         return self.whole(lines[-1], prompt) or self.whole(last, prompt) or self._in_sentence(last)
 
     def _in_sentence(self, sentence: str) -> str | None:
@@ -136,7 +138,7 @@ class ChoiceReader:
         if not self._others.search(clause):
             given, comma, clause = "", "", sentence
         letters = list(self._others.finditer(clause))
-        if len({match[0].strip("(),") for match in letters}) != 1 or _DENIED.search(clause):
+        if len({match[0].strip("(),") for match in letters}) != 1 or _DENIED.search(_LEFT.split(clause)[-1]):
             return None
         before = given + comma + clause[: letters[0].start()]
         named = _STATES_LETTER.search(before) or (_CLAUSE_START.search(before) and _SPEAKS_OF_OPTIONS.search(sentence))

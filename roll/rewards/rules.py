@@ -49,7 +49,7 @@ _WHOLE = re.compile(
     re.IGNORECASE,
 )
 _CALCULATION = re.compile(
-    r"^(?:[-+*/×÷=().,\s\d$]|\\(?:times|cdot|div)\b)*\d(?:[-+*/×÷=().,\s\d$]|\\(?:times|cdot|div)\b)*="
+    r"^(?:[-+*/×÷=().,\s\d$]|\\(?:times|cdot|div)\b|\sx\s)*\d(?:[-+*/×÷=().,\s\d$]|\\(?:times|cdot|div)\b|\sx\s)*="
 )
 _MARKS = re.compile(
     r"\\boxed|\\(?:text|mathrm|mathbf|textbf|mbox)\b|\\[()\[\]!,;:]|(?<!\\)[{}*`_\"“”]|\\(?=[$%])|\$(?!\s?[0-9.])"
@@ -116,12 +116,14 @@ def _value(number: re.Match[str] | None) -> Fraction | None:
 def _names_unit(text: str, question: str) -> bool:
     """Tells whether the words behind a number are a unit: a known one, the question's, or a plural."""
     text = re.sub(
-        r"^\s*(?:%|percent\b|[ap]\.?\s?m\b\.?|(?:per|an?|each|every)\b)", "", text.replace("²", "^2").replace("³", "^3")
+        r"^\s*(?:%|percent\b|[ap]\.?\s?m\b\.?|(?:per|an?|each|every)\b|/)",
+        "",
+        text.replace("²", "^2").replace("³", "^3"),
     )
     if not text.strip(" ."):
         return True
     words = _UNIT_WORD.findall(text)
-    if len(words) > MAX_UNIT_WORDS or any(map(_QUANTITY.fullmatch, words)):
+    if len(words) > MAX_UNIT_WORDS or any(map(_QUANTITY.fullmatch, re.split(r"[-\s]", " ".join(words)))):
         return False
     asked = {word.casefold() for word in _UNIT_WORD.findall(question)}
     plurals = {

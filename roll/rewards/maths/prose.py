@@ -196,7 +196,7 @@ def leads_to(lead: str) -> bool:
     return not (
         denied(lead, "")
         or _COUNTERFACTUAL.search(sentence)
-        or _INDEFINITE.match(clause)
+        or (_INDEFINITE.match(clause) and not lead.endswith(","))
         or _SEARCHED.search(clause)
         or _EXAMPLE.search(sentence)
         or _DOUBTED.search(said)
@@ -270,7 +270,7 @@ def _leaves(behind: str, unit: str, needed: bool, opens: bool) -> bool:
         return False
     if any(re.fullmatch(BOUNDS, word, re.IGNORECASE) for word in words):
         return False
-    if words and not unit and words[0] != "left" and (changes_number(words[0]) or words[0].lower() in MULTIPLIERS):
+    if words and not unit and words[0] != "left" and (changes_number(words[0].partition("-")[0]) or words[0].lower() in MULTIPLIERS):
         return False
     rest = rest[noun.end() :] if noun else rest
     head = rest.lstrip(' *_)"”’$')
