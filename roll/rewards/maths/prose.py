@@ -42,7 +42,7 @@ _PROVED = re.compile(
     r"|(?<=[.!]\s)(?:Done|We are done)[.!]))+\s*$"
 )
 _CLEANED = (
-    (re.compile(r"^(?:\s*(?:#{1,6}(?=\s)|[-•>*+](?=\s+\D)|=>|[→⇒]))+[^\S\n]*", re.MULTILINE), ""),
+    (re.compile(r"^(?:[^\S\n]*(?:#{1,6}(?=\s)|[-•>*+](?=\s+\D)|=>|[→⇒]))+[^\S\n]*", re.MULTILINE), ""),
     (re.compile(r"[✓✔✅☑]\ufe0f?"), ""),
     (re.compile(r"(?<![\w*])(\*\*|__)(?=[^\s*])([^*\n]+?)\1(?![\w*])"), r"\2"),
     (
