@@ -10,12 +10,12 @@ NEGATIONS = (
     r"|nunca|jamás|não|non(?!-)|mai|не|нет|ни|nie|niet|geen)\b|n['’]t\b|[不没沒非未]|ない|ません|아니)"
 )
 FAULTS = (
-    r"(?:\b(?:wrong(?:ly)?|incorrect(?:ly)?|false(?:ly)?|untrue|impossible|invalid|mistake\w*|fail(?:s|ed)?|excluded?|exclud(?:es|ing)"
+    r"(?:\b(?:wrong(?:ly)?|incorrect(?:ly)?|false(?:ly)?|untrue|impossible|invalid|undefined|mistake\w*|fail(?:s|ed)?|excluded?|exclud(?:es|ing)"
     r"|reject\w*|eliminat\w+|avoid\w*|refus\w*|contradict\w*|overcount\w*|(?:dis|counter)pro\w+|falsch|faux|falso|неверно)\b|[❌✗✘])"
 )
 DOUBTS = (
     r"(?:\b(?:if|unless|whether|provided|maybe|perhaps|possibly|probably|might|(?-i:may)|could|guess\w*|doubt\w*|unlikely|un\w*sure"
-    r"|den(?:y|ies|ied)|tempt\w+|naive(?:ly)?|suppos\w+|assum\w+|imagine|angenommen|supongamos|supposons|pretend|hop(?:es?|ed)|wish\w*|wants?|wanted"
+    r"|den(?:y|ies|ied)|tempt\w+|naive(?:ly)?|suppos\w+|assum\w+|imagine|(?:(?:lower|upper) bounds?|estimates?|approximations?) (?:is|are|gives?)|let['’]?s say|say(?=,)|wäre|würde|gäbe|serait|sería|fuera\w*|angenommen|supongamos|supposons|pretend|hop(?:es?|ed)|wish\w*|wants?|wanted"
     r"|likes? to|so far|for now|vielleicht|wenn|vermutlich|peut-être|si|quizás?|tal vez|forse|talvez|если|возможно)\b"
     r"|可能|也许|如果|假设|似乎)"
 )

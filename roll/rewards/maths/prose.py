@@ -31,6 +31,7 @@ _MATHS = re.compile(
 _ROWS = re.compile(r"\\begin\{(?:aligned|split|gathered)\}(.+)\\end\{(?:aligned|split|gathered)\}|(.+)", re.DOTALL)
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox)[a-z]*\s*\{([^{}]*)\}")
 _SENTENCE_IN_FORMULA = re.compile(r"\\text[a-z]*\s*\{[^{}]*\s[^{}]*\s")
+_IMPLIED = re.compile(r"\\(?:Rightarrow|Longrightarrow|implies|therefore|Leftrightarrow|iff)(?![a-zA-Z])|[⇒∴]")
 _OPERATION = re.compile(
     r"^\\(?:int|iint|oint|sum|prod|lim)(?![a-zA-Z])[^<>≠≈≤≥]*(?<!\\)=(?!.*\\(?:ne|neq|approx|l[et]|g[et]|leq|geq)\b)",
     re.DOTALL,
@@ -55,7 +56,7 @@ _CLEANED = (
 )
 """What is no part of a sentence: ticks, bold, marks of lists; blanks between Chinese signs and numbers are missing."""
 _SENTENCE_END = re.compile(
-    r"(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)(?:\.|\?)(?=[\"”)]*(?:$|\s+[^a-z\s]))|!(?=\s*$|\s+[^a-z\s])"
+    r"(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)(?<!\bp)(?<!\bno)(?<!\bfig)(?<!\beq)(?:\.|\?)(?=[\"”)]*(?:$|\s+[^a-z\s]))|!(?=\s*$|\s+[^a-z\s])"
     r"|\n\s*\n|\n(?!\s*[a-z]{2,}\s)"
 )
 """``5! ways`` ends none, neither does a line that goes on in small letters."""
@@ -78,7 +79,7 @@ class _Formulas:
 
     def _hidden(self, match: re.Match[str]) -> str:
         content = _last_row(next(group for group in match.groups() if group is not None).strip())
-        content = _OPERATION.sub("", content)
+        content = _OPERATION.sub("", _IMPLIED.split(content)[-1].strip())
         if _SENTENCE_IN_FORMULA.match(content):
             return " " + _TEXT.sub(r"\1", content) + " "
         self._contents.append(content)
@@ -140,7 +141,8 @@ _OF_SUBJECT = re.compile(
 """A negation in it denies no value: "the number of integers that are not prime is"."""
 _DOUBTED = re.compile(rf"{NEGATIONS}|{FAULTS}|{DOUBTS}", re.IGNORECASE)
 _CHANGED = re.compile(
-    rf"{ALTERNATIVES}|(?:{BOUNDS}|\b(?:twice|half|double|times|minus|negative)\b)\s*(?:\w+\s+){{0,2}}$", re.IGNORECASE
+    rf"{ALTERNATIVES}|比(?![是为值例])[^，]*$|(?:{BOUNDS}|\b(?:twice|half|double|times|minus|negative)\b)\s*(?:\w+\s+){{0,2}}$",
+    re.IGNORECASE,
 )
 """What changes an expression that stands behind it, if no word that states is between them."""
 _COUNTERFACTUAL = re.compile(r"\b(?:if|unless|without|suppos\w+|assum\w+|were|had)\b.*\bwould\b", re.IGNORECASE)
@@ -162,7 +164,7 @@ _LEADS = re.compile(
     r"\b(?:(?:total|sum|product|area|perimeter|volume|length|value|cost|price|amount|result|answer|probability|average"
     r"|distance|speed|number|score|profit|radius|slope|maximum|minimum|remainder|ratio|rate|limit|height|width|weight"
     r"|age|time|loss|discount|difference|quotient|balance|angle|income|change) of"
-    r"|(?:exactly|precisely|only|iff) (?:for|when|if)|exactly|only|precisely|left with|up with|(?:es|son|est|sont)(?: \w+)? de|Zahl|Wert|Anzahl"
+    r"|(?:exactly|precisely|only|iff) (?:for|when|if)|exactly|only|precisely|left with|up with|(?:rose|ris\w+|increas\w+|decreas\w+|gr[eo]w\w*|dropp\w+|fell|exceeds|differ|reduc\w+|chang\w+) by|(?:satisfied|true|valid|holds?) for all|(?:es|son|est|sont)(?: \w+)? de|Zahl|Wert|Anzahl"
     r"|therefore|thus|so|hence|then|answer|result|value|total|option|choice)$"
     r"|\b(?:ist|sind|beträgt|gibt|ergibt|hat|macht|bleiben)\s+(?:\w+\s+){0,4}\w+$|等于$"
     r"|\b(?:takes?|took|costs?|gives?|gave|leaves?|owes?|pays?|paid|saves?)\s+(?-i:[A-Z])\w*$",
@@ -170,14 +172,14 @@ _LEADS = re.compile(
 )
 """What states an expression behind it though the next rule says otherwise."""
 _NO_LEAD = re.compile(
-    r"(?:\b(?i:of|than|such that|by|with|without|from|per|modulo?|versus|vs|plus|minus|over|under|above|below|between|among|and|nor"
+    r"(?:\b(?i:of|than|being|such that|by|with|without|from|per|modulo?|versus|vs|plus|minus|over|under|above|below|between|among|and|nor"
     r"|but|when|where|while|because|since|let|suppose|assum\w+|consider\w*|try\w*|tried|take|say|example|like|as"
     r"|least|most|out|off|up(?: to)?|\d+ to"
     r"|one|two|three|four|five|six|seven|eight|nine|ten|page|chapter|theorem|lemma|corollary|proposition|equation|question|problem|step"
     r"|section|figure|table|case|part|line|exercise|item|note|rule|property|method|attempt|version|level|grade|divid\w+"
     r"|exceed\w*|another|other|next|previous|last|first|second|third|all|every|each|any|some|base|power|degree|for|until"
     r"|before|after|against|nearly|almost|approximately|about|roughly|around|ca|twice|half|double|times|minus|mindestens|höchstens|etwa"
-    r"|ungefähr|environ|casi|quasi|the|these|those|this|it|an?|als|que|de|von|par|um|bis|di|che|чем|от|на)"
+    r"|ungefähr|environ|casi|quasi|the|these|those|this|it|an?|als|de|von|par|um|bis|di|чем|от|на)"
     r"|\b[A-Z]\w*|[比第除被的过超少多差步题題每若当當设設于於约約从從至在乘减減加和与與或把将將用按])$"
 )
 """Words between which and the expression nothing is stated: prepositions, names of numbered things, capitals. Any other
@@ -227,7 +229,9 @@ _PHRASE = re.compile(rf"(?:{_CIRCUMSTANCES}|{_PARTS}|an?\s+(?!half|third|quarter
 _IN_OTHER_NUMBERS = re.compile(
     r"(?:in\s+)?(?:base|mod|modulo)\b|per\s+(?:cent|hundred|thousand|mil)|(?:together|along)\s+with\b", re.IGNORECASE
 )
-_CONTINUED = re.compile(r"(?:and(?!\s+(?:an?|one|some|half|as)\b)|so|then|thus|hence|therefore|which)\b", re.IGNORECASE)
+_CONTINUED = re.compile(
+    r"(?:and(?!\s+(?:an?|one|some|half|as|more|others|so on)\b)|so|then|thus|hence|therefore|which)\b", re.IGNORECASE
+)
 _NOT_DONE = re.compile(
     r"(?:^|[,;]\s*)(?:but|however|yet|though|except)\b|\b(?:we|you|it|this|which|one)\s+(?:must|needs?|have to|has to|should)\b",
     re.I,
@@ -242,11 +246,13 @@ _FUNCTION_WORD = (
 )
 _NOUN = re.compile(rf"(?:(?!{_FUNCTION_WORD})[^\W\d_]+(?:['’-]\w+)*(?:\s+|(?=\W)|$))*", re.IGNORECASE)
 """Words behind a number up to the first that belongs to the sentence: what is counted, and verbs."""
-_COMPARATIVE = re.compile(r"more|less|fewer|short|plus|minus|[a-z]+er", re.IGNORECASE)
+_COMPARATIVE = re.compile(r"(?i:more|less|fewer|short|plus|minus|als|que|che|чем)|(?![A-ZÄÖÜ])[^\W\d_]+er")
 _NO_COMPARATIVE = frozenset(("together", "altogether", "later", "order", "however", "ever", "never"))
-_NEEDED = re.compile(r"\b(?:needs?|needed|requires?|required)$", re.IGNORECASE)
+_NEEDED = re.compile(
+    r"\b(?:needs?|needed|requires?|required|must)(?:\s+to)?(?:\s+\w+)?$|\b(?:have|has|had) to \w+$", re.IGNORECASE
+)
 _TIMES = re.compile(r"times\s+(?:as|the|his|her|its|their|that|this|what|more|less|(?!per\b)\w+er)\b", re.IGNORECASE)
-_CHANGED_IN_CHINESE = re.compile(r"[半多余餘倍约吗不没沒非未错]|左右|以上|以下|分之|ない")
+_CHANGED_IN_CHINESE = re.compile(r"[半多余餘倍约吗没沒非未错]|不(?!同)|左右|以上|以下|分之|ない")
 
 
 def _leaves(behind: str, unit: str, needed: bool, opens: bool) -> bool:
@@ -270,7 +276,11 @@ def _leaves(behind: str, unit: str, needed: bool, opens: bool) -> bool:
         return False
     if any(re.fullmatch(BOUNDS, word, re.IGNORECASE) for word in words):
         return False
-    if words and not unit and words[0] != "left" and (changes_number(words[0].partition("-")[0]) or words[0].lower() in MULTIPLIERS):
+    if (
+        any(word != "left" and changes_number(word.partition("-")[0]) for word in words)
+        or words[:1]
+        and words[0].lower() in MULTIPLIERS
+    ):
         return False
     rest = rest[noun.end() :] if noun else rest
     head = rest.lstrip(' *_)"”’$')
@@ -285,7 +295,9 @@ def _leaves(behind: str, unit: str, needed: bool, opens: bool) -> bool:
         return True
     if _PHRASE.match(head):
         clause, _, more = body.partition(", ")
-        about = opens and re.search(rf"\b{_COPULA}\b", clause)  # "100 days after that is a Monday"
+        about = (
+            opens and not re.match(r"of\s+(?:the|these|those|them)\b", body) and re.search(rf"\b{_COPULA}\b", clause)
+        )  # "100 days after that is a Monday"
         return (
             not about
             and not re.search(rf"{FAULTS}", more, re.I)
@@ -334,6 +346,7 @@ def _is_aside(between: str, following: str) -> bool:
         _REASON.match(body)
         or _OTHER.fullmatch(rest.strip() + " ")
         or _CIRCUMSTANCE.match(body)
+        or (noun and noun[0] and re.match(r"of\s+[^\W\d_]+\s*$", body) and not _TIMES.match(noun[0] + "the"))
         or (separated and (_PART_OF.match(body) or _ALSO_SAID.fullmatch(body.strip())))
     )
 
@@ -376,7 +389,7 @@ _NOT_MATHS = {
     "e.g.",
     "e.g.,",
 }
-_JOINTS = ("and", "or", "-", "–", "−")
+_JOINTS = ("and", "or", "-", "–", "−", ":")
 _SENTENCE_OF_SIGNS = re.compile(r"[\u3040-\u9fff]{2,}\s*-?\d")
 """A Chinese or Japanese sentence with a number behind its words."""
 _FEW_WORDS = re.compile(r"[*_\s]*[^\W\d_]{1,20}(?:\s[^\W\d_]{1,20}){0,2}[*_.\s]*")
@@ -456,12 +469,14 @@ class _Text:
         behind = _behind(words, after, len(words))
         if _CHANCE.match(behind):
             before = re.sub(r"\ban?\s*$", "", before)
+        if re.search(r"\bor\b", run):
+            before = re.sub(r"\beither\s*$", "", before)
         beside = (
             last > 0 and _SIDE_BY_SIDE.fullmatch(_behind(words, ends[last - 1], start)) and not _GIVEN.search(before)
         )
         needed = _NEEDED.search(before.rstrip(" $")) is not None
         if beside or not (leads_to(before) and _leaves(behind, unit, needed, not before)):
-            return _last_words(sentence) or self._formulas.show(sentence)
+            return _last_words(sentence) or _as_text(self._formulas.show(sentence))
         run = _EQUAL_TO_UNKNOWN.sub("", run) if _is_rest(run) else run
         noun = _NOUN.match(" ".join(words[after:])) if self._with_nouns and after == end else None
         run = f"{run} {noun[0]}".strip(" .") if noun else run
@@ -471,6 +486,11 @@ class _Text:
 _REJECTED = re.compile(
     rf"(?:we\s+)?(?:reject|discard|exclud|ignor|not|since|because|as)\w*\b.*(?:\d|{_FORMULA})", re.IGNORECASE
 )
+
+
+def _as_text(sentence: str) -> str:
+    """A sentence that states nothing, so that it is not read as an equation: "Suppose that n = 15"."""
+    return f"{sentence} ?" if re.search(r"[=≈]|\\approx", sentence) else sentence
 
 
 def _kept_aside(aside: re.Match[str]) -> str:
@@ -483,7 +503,8 @@ def _kept_aside(aside: re.Match[str]) -> str:
 _SUBORDINATE = re.compile(r"as|since|because|for|when|if|with|at|where|given|letting|setting", re.IGNORECASE)
 _PARTITIVE = re.compile(r"\W*(?:out\s+)?of\b.*,\s*", re.IGNORECASE)
 """``Of these, 12 are red``."""
-_CHANCE = re.compile(r"\s*(?:chance|probability)\b", re.IGNORECASE)
+_CHANCE = re.compile(r"\s*(?:chance|probability|increase|decrease|reduction|discount|profit|loss)\b", re.IGNORECASE)
+"""What "a" may stand before a number for: "a 25% increase"."""
 _EQUAL_TO_UNKNOWN = re.compile(r"^.*(?<![<>≠≤≥!])=\s*")
 
 
@@ -499,7 +520,7 @@ def _runs(words: list[str]) -> list[tuple[int, int]]:
         start = end
         while end < len(words) and (_is_mathy(words[end]) or (end > start and _joins(words, end))):
             end += 1
-            if words[end - 1][-1:] in ".;:!?" and not _joins(words, end):
+            if words[end - 1][-1:] in ".;:!?" and words[end - 1] not in _JOINTS and not _joins(words, end):
                 break
             if words[end - 1][-1:] == "," and start > 0 and _SUBORDINATE.fullmatch(words[start - 1]):
                 break
