@@ -91,8 +91,10 @@ def _is_of_names(value: Value) -> bool:
         return bool(value.expr.args[0].is_Symbol)
     if not isinstance(value, Term) or not isinstance(value.expr, sympy.Add | sympy.Mul):
         return False
-    parts = [part for part in value.expr.args if part != -1]
-    return all(part.is_Symbol or (-part).is_Symbol for part in parts) and len(parts) > 1
+    parts = [-part if part.could_extract_minus_sign() else part for part in value.expr.args if part != -1]
+    if isinstance(value.expr, sympy.Add):
+        parts = [part.as_base_exp()[0] for part in parts]
+    return len(parts) > 1 and all(part.is_Symbol for part in parts)
 
 
 def _unwrapped(value: Value) -> Value:

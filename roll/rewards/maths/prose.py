@@ -67,6 +67,9 @@ _SUBSTANCE = re.compile(r"\d|\\(?!f?boxed\b|fbox\b)[a-zA-Z]|[π∞√]")
 _FULL_WIDTH = str.maketrans({"。": ". ", "，": ", ", "；": "; ", "：": ": ", "？": "? ", "！": "! ", "．": "."})
 
 
+_NAMES_SUM = re.compile(r"[^=<>]*[a-zA-Z)}][^=<>\\]*[-+][^=<>]*[a-zA-Z][^=<>]*=")
+
+
 class _Formulas:
     """Formulas between dollar signs, each of which one sign stands for, so that sentences can be taken apart."""
 
@@ -90,6 +93,13 @@ class _Formulas:
         if re.search(_FORMULA, text):
             text = re.sub(r",?\s+and\s+", ", ", re.sub(r",?\s+or\s+", r" \\text{ or } ", text))
         return re.sub(_FORMULA, lambda sign: self._contents[ord(sign[0]) - 0xE000], text)
+
+    def last_named(self, run: str) -> str:
+        """Of equations side by side the last one, where it says what was asked for: ``m = 3``, ``n = 5`` and ``m + n = 8``."""
+        last = run.split()[-1]
+        if re.match(_FORMULA, last) and _NAMES_SUM.match(self._contents[ord(last[0]) - 0xE000]):
+            return last
+        return run
 
     def is_substance(self, text: str, named: bool = False) -> bool:
         """Tells whether signs say more than the name of something, as ``C`` and, unless ``named``, ``$n$`` do."""
@@ -132,7 +142,10 @@ _CUED = re.compile(
     rf"^(?:\\text\s*\{{\s*|(?:so|thus|hence|therefore),?\s*|the\s+|final\s+)*{_CUE.pattern}\s*\}}?", re.I
 )
 """A whole answer that begins with "the answer is"."""
-_CLAUSE = re.compile(r"[.!?;:,—]\s|\b(?:so|therefore|thus|hence|then|giving)\b", re.IGNORECASE)
+_CLAUSE = re.compile(
+    r",\s+or,?\s+(?=in\b|equivalently|simply)|\b(?:i\.e\.|that is|namely),?(?=\s|$)|[.!?;:,—]\s|\b(?:so|therefore|thus|hence|then|giving)\b",
+    re.IGNORECASE,
+)
 _COPULA = r"(?:is|are|was|were|be|equals?|ist|sind|beträgt|lautet|es|son|est|sont|è|é)"
 _SURELY = r"(?:(?:also|thus|therefore|hence|then|indeed|clearly|exactly|precisely|just|simply|only|now|equal to)\s+)*"
 _OF_SUBJECT = re.compile(
@@ -180,10 +193,12 @@ _NO_LEAD = re.compile(
     r"|exceed\w*|another|other|next|previous|last|first|second|third|all|every|each|any|some|base|power|degree|for|until"
     r"|before|after|against|nearly|almost|approximately|about|roughly|around|ca|twice|half|double|times|minus|mindestens|höchstens|etwa"
     r"|ungefähr|environ|casi|quasi|the|these|those|this|it|an?|als|de|von|par|um|bis|di|чем|от|на)"
-    r"|\b[A-Z]\w*|[比第除被的过超少多差步题題每若当當设設于於约約从從至在乘减減加和与與或把将將用按])$"
+    r"|[比第除被的过超少多差步题題每若当當设設于於约約从從至在乘减減加和与與或把将將用按])$"
 )
 """Words between which and the expression nothing is stated: prepositions, names of numbered things, capitals. Any other
 word is taken for a verb."""
+_NAMED = re.compile(r"\b[A-Z]\w*$")
+"""``By Theorem 12``, ``AMC 12``; in other languages nouns may have capitals."""
 _EXAMPLE = re.compile(
     r"\b(?:for (?:example|instance)|e\.g\.|such as|would have)(?![^\W_])|zum Beispiel|par exemple|例如|比如", re.I
 )
@@ -204,7 +219,27 @@ def leads_to(lead: str) -> bool:
         or _DOUBTED.search(said)
         or _CHANGED.search(re.split(rf"\b{_COPULA}\b|=", said)[-1])
         or (_NO_LEAD.search(clause) and not _LEADS.search(clause))
+        or (_NAMED.search(clause) and not _LEADS.search(clause) and (_ENGLISH.search(clause) or " " not in clause))
     )
+
+
+_ENGLISH = re.compile(
+    r"\b(?:the|of|we|and|to|it|this|that|there|by|for|with|from|as|he|she|his|her|now|i)\b", re.IGNORECASE
+)
+_STATES_NUMBER = re.compile(
+    rf"\b(?:{_COPULA}|been|being|equal|has|have|had|get|gets|got|f[io]u?nds?|left|conclude\w*|ha(?:s|ve|d)|(?:sum|amount|come|adds|total|hold|intersect|meet)\w*"
+    r"|g[ia]v\w+|obtain\w*|yield\w*|mak\w+|made|becom\w+|leav\w+|simplif\w+|evaluat\w+|result\w*|reach\w*|follow\w*|deduc\w+"
+    r"|comput\w+|determin\w+|arriv\w+|tak\w+|took|need\w*|cost\w*|pa(?:y|ys|id)|earn\w*|count\w*|remain\w*|answer|so|thus|hence|exactly"
+    r"|therefore|only|converge\w*|tends?|work\w* out|exists?|turns? out|[a-z]+(?:es|ed|s) to|by)\b|['’]s\b|=|:|^\W*\w*\W*$",
+    re.IGNORECASE,
+)
+"""What states a number of nothing: "we get 28", but not "the book says 28"."""
+
+
+def _states_number(lead: str) -> bool:
+    """Tells whether words before a number with nothing behind it that it counts state it; other languages are trusted."""
+    clause = _CLAUSE.split(lead.rstrip(" *_$("))[-1]
+    return not _ENGLISH.search(clause) or _STATES_NUMBER.search(clause) is not None
 
 
 # --- what is said behind it -------------------------------------------------------------------------------------------
@@ -246,7 +281,7 @@ _FUNCTION_WORD = (
 )
 _NOUN = re.compile(rf"(?:(?!{_FUNCTION_WORD})[^\W\d_]+(?:['’-]\w+)*(?:\s+|(?=\W)|$))*", re.IGNORECASE)
 """Words behind a number up to the first that belongs to the sentence: what is counted, and verbs."""
-_COMPARATIVE = re.compile(r"(?i:more|less|fewer|short|plus|minus|als|que|che|чем)|(?![A-ZÄÖÜ])[^\W\d_]+er")
+_COMPARATIVE = re.compile(r"(?i:more|less|fewer|short|next|plus|minus|als|que|che|чем)|(?![A-ZÄÖÜ])[^\W\d_]+er")
 _NO_COMPARATIVE = frozenset(("together", "altogether", "later", "order", "however", "ever", "never"))
 _NEEDED = re.compile(
     r"\b(?:needs?|needed|requires?|required|must)(?:\s+to)?(?:\s+\w+)?$|\b(?:have|has|had) to \w+$", re.IGNORECASE
@@ -287,7 +322,12 @@ def _leaves(behind: str, unit: str, needed: bool, opens: bool) -> bool:
     body = head.lstrip(",;:—–(- ")
     if not re.search(r"\w", body) or _REASON.match(body) or _OTHER.match(head):
         return not _DOUBTED.search(" ".join(words))
-    if re.match(RETRACTIONS, body, re.IGNORECASE) or _IN_OTHER_NUMBERS.match(body) or _NOT_DONE.search(body):
+    if (
+        _FEWER.match(body)
+        or re.match(RETRACTIONS, body, re.IGNORECASE)
+        or _IN_OTHER_NUMBERS.match(body)
+        or _NOT_DONE.search(body)
+    ):
         return False
     if re.search(DOUBTS, rest, re.IGNORECASE):
         return False
@@ -311,6 +351,10 @@ def _leaves(behind: str, unit: str, needed: bool, opens: bool) -> bool:
     return (plain and not re.match(r"(?:he|she|it|they|we|you|i)\b", body, re.I)) or _RELATIVE.match(body) is not None
 
 
+_FEWER = re.compile(
+    r"(?:only\s+)?(?:half|most|some|many|few|none|one|two|three|not all)\s+of\s+(?:which|whom|them|these)\b",
+    re.IGNORECASE,
+)
 _RELATIVE = re.compile(r"(?:who|whom|that|whose|which|where)\b", re.IGNORECASE)
 
 
@@ -320,13 +364,17 @@ def _is_comparative(word: str) -> bool:
 
 _PARTICIPLE = re.compile(r"(?:\w+ed|\w+ing|equality|equal)\s+(?=\w)", re.IGNORECASE)
 _PART_OF = re.compile(r"(?:and\s+)?(?:[a-z]+\s+){1,3}of\s+(?:which|whom|them|these|those)\b", re.IGNORECASE)
-_ALSO_SAID = re.compile(r"which\s+(?:equals|is)", re.IGNORECASE)
+_ABOUT = re.compile(r"(?:which is )?(?:about|approximately|approx\.?|roughly|around|nearly|almost)", re.IGNORECASE)
 
 
 def _is_aside(between: str, following: str) -> bool:
     """Tells whether words behind an expression begin a circumstance or a reason, in which the following one stands."""
     rest = between.lstrip(' *_)"”’$.')
-    if _CONDITION.search(rest) or (_DEFINITE.match(rest) and not re.search(rf"[,;:]|\band the\b", rest)):
+    if (
+        _CONDITION.search(rest)
+        or _OF_THESE.match(rest)
+        or (_DEFINITE.match(rest) and not re.search(rf"[,;:]|\band the\b", rest))
+    ):
         return True
     if between.rstrip().endswith(" of") and _LEADS.search(between.strip()):  # for a total of
         return False
@@ -347,10 +395,12 @@ def _is_aside(between: str, following: str) -> bool:
         or _OTHER.fullmatch(rest.strip() + " ")
         or _CIRCUMSTANCE.match(body)
         or (noun and noun[0] and re.match(r"of\s+[^\W\d_]+\s*$", body) and not _TIMES.match(noun[0] + "the"))
-        or (separated and (_PART_OF.match(body) or _ALSO_SAID.fullmatch(body.strip())))
+        or (separated and (_PART_OF.match(body) or _ABOUT.fullmatch(body.strip())))
     )
 
 
+_OF_THESE = re.compile(r"of\s+(?:the|these|those|his|her|their)\b[^,;:]*\b(?:are|is|were|was|have)\b", re.IGNORECASE)
+"""``12 of the numbers are multiples of 3``."""
 _CONDITION = re.compile(r"\b(?:when|whenever|if|iff|where)\s*$", re.IGNORECASE)
 _YEAR = re.compile(r"(?:by|in|until|since)(?: the year)? (?:1[5-9]|20)\d\d\W*", re.IGNORECASE)
 _SIDE_BY_SIDE = re.compile(
@@ -475,11 +525,18 @@ class _Text:
             last > 0 and _SIDE_BY_SIDE.fullmatch(_behind(words, ends[last - 1], start)) and not _GIVEN.search(before)
         )
         needed = _NEEDED.search(before.rstrip(" $")) is not None
-        if beside or not (leads_to(before) and _leaves(behind, unit, needed, not before)):
+        counted = (
+            after > end
+            or re.match(rf"\s*(?!{_FUNCTION_WORD})[^\W\d_]", behind, re.IGNORECASE)
+            or re.search("[=$€£]", self._formulas.show(run))
+        )
+        stated = leads_to(before) and (counted or _states_number(before))
+        if beside or not (stated and _leaves(behind, unit, needed, not before)):
             return _last_words(sentence) or _as_text(self._formulas.show(sentence))
         run = _EQUAL_TO_UNKNOWN.sub("", run) if _is_rest(run) else run
         noun = _NOUN.match(" ".join(words[after:])) if self._with_nouns and after == end else None
         run = f"{run} {noun[0]}".strip(" .") if noun else run
+        run = self._formulas.last_named(run)
         return self._formulas.show(run if "\\" in run else re.sub(r"\^(-?\d{2,})", r"^{\1}", run))
 
 
@@ -497,7 +554,11 @@ def _kept_aside(aside: re.Match[str]) -> str:
     """Words in brackets, if they doubt what stands before them."""
     if _REJECTED.match(aside[1]):
         return ""
-    return aside[0] if _DOUBTED.search(aside[1]) or _CHANGED.search(aside[1]) else ""
+    return (
+        aside[0]
+        if re.match(RETRACTIONS, aside[1], re.IGNORECASE) or _DOUBTED.search(aside[1]) or _CHANGED.search(aside[1])
+        else ""
+    )
 
 
 _SUBORDINATE = re.compile(r"as|since|because|for|when|if|with|at|where|given|letting|setting", re.IGNORECASE)
