@@ -92,9 +92,9 @@ def _is_of_names(value: Value) -> bool:
     if not isinstance(value, Term) or not isinstance(value.expr, sympy.Add | sympy.Mul):
         return False
     parts = [-part if part.could_extract_minus_sign() else part for part in value.expr.args if part != -1]
-    if isinstance(value.expr, sympy.Add):
-        parts = [part.as_base_exp()[0] for part in parts]
-    return len(parts) > 1 and all(part.is_Symbol for part in parts)
+    powers = [part.as_base_exp() for part in parts]
+    linear = isinstance(value.expr, sympy.Add) or all(exponent in (1, -1) for _, exponent in powers)
+    return linear and len(parts) > 1 and all(base.is_Symbol for base, _ in powers)
 
 
 def _unwrapped(value: Value) -> Value:

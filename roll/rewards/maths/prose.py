@@ -31,6 +31,10 @@ _MATHS = re.compile(
 _ROWS = re.compile(r"\\begin\{(?:aligned|split|gathered)\}(.+)\\end\{(?:aligned|split|gathered)\}|(.+)", re.DOTALL)
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox)[a-z]*\s*\{([^{}]*)\}")
 _SENTENCE_IN_FORMULA = re.compile(r"\\text[a-z]*\s*\{[^{}]*\s[^{}]*\s")
+_EVENT = re.compile(
+    r"^(?:\\?[a-zA-Z]{1,4}|\\(?:mathbb|mathrm|text|operatorname)\{\w+\})\s*\((?=[^()]*(?:[=|<>]|\\mid|\\cap|\\cup))[^()]*\)\s*=\s*"
+)
+"""``P(X = 2) =``"""
 _IMPLIED = re.compile(r"\\(?:Rightarrow|Longrightarrow|implies|therefore|Leftrightarrow|iff)(?![a-zA-Z])|[⇒∴]")
 _OPERATION = re.compile(
     r"^\\(?:int|iint|oint|sum|prod|lim)(?![a-zA-Z])[^<>≠≈≤≥]*(?<!\\)=(?!.*\\(?:ne|neq|approx|l[et]|g[et]|leq|geq)\b)",
@@ -82,7 +86,7 @@ class _Formulas:
 
     def _hidden(self, match: re.Match[str]) -> str:
         content = _last_row(next(group for group in match.groups() if group is not None).strip())
-        content = _OPERATION.sub("", _IMPLIED.split(content)[-1].strip())
+        content = _EVENT.sub("", _OPERATION.sub("", _IMPLIED.split(content)[-1].strip()))
         if _SENTENCE_IN_FORMULA.match(content):
             return " " + _TEXT.sub(r"\1", content) + " "
         self._contents.append(content)
@@ -154,7 +158,7 @@ _OF_SUBJECT = re.compile(
 """A negation in it denies no value: "the number of integers that are not prime is"."""
 _DOUBTED = re.compile(rf"{NEGATIONS}|{FAULTS}|{DOUBTS}", re.IGNORECASE)
 _CHANGED = re.compile(
-    rf"{ALTERNATIVES}|比(?![是为值例])[^，]*$|(?:{BOUNDS}|\b(?:twice|half|double|times|minus|negative)\b)\s*(?:\w+\s+){{0,2}}$",
+    rf"{ALTERNATIVES}|比(?![是为值例])[^，]*$|(?:{BOUNDS}|\b(?:twice|half|double|times|minus|negative)\b)\s*(?:\w+\s+){{0,3}}$",
     re.IGNORECASE,
 )
 """What changes an expression that stands behind it, if no word that states is between them."""
@@ -170,6 +174,7 @@ _SEARCHED = re.compile(
     r"|examine|exclude)$",
     re.IGNORECASE,
 )
+_BUT = re.compile(r"\b(?:but|rather|sondern|sino|mais)\b", re.IGNORECASE)
 _NOT_THIS_BUT = re.compile(
     r"(?:\b(?:not|nicht|no|pas)|n['’]t)\s+(?:\S+\s+){1,3}(?:but|rather|sondern|sino|mais)\s*$", re.IGNORECASE
 )
@@ -177,7 +182,7 @@ _LEADS = re.compile(
     r"\b(?:(?:total|sum|product|area|perimeter|volume|length|value|cost|price|amount|result|answer|probability|average"
     r"|distance|speed|number|score|profit|radius|slope|maximum|minimum|remainder|ratio|rate|limit|height|width|weight"
     r"|age|time|loss|discount|difference|quotient|balance|angle|income|change) of"
-    r"|(?:exactly|precisely|only|iff) (?:for|when|if)|exactly|only|precisely|left with|up with|(?:rose|ris\w+|increas\w+|decreas\w+|gr[eo]w\w*|dropp\w+|fell|exceeds|differ|reduc\w+|chang\w+) by|(?:satisfied|true|valid|holds?) for all|(?:es|son|est|sont)(?: \w+)? de|Zahl|Wert|Anzahl"
+    r"|(?:exactly|precisely|only|iff) (?:for|when|if)|exactly|only|precisely|left with|up with|(?:rose|ris\w+|increas\w+|decreas\w+|gr[eo]w\w*|dropp\w+|fell|exceeds|differ|reduc\w+|chang\w+) by|(?:satisfied|true|valid|holds?) for all|(?:equal|up|down|out|come|add|sum|amount|lead|tend|converge|\w+(?:s|ed|ing)) to|(?:es|son|est|sont)(?: \w+)? de|Zahl|Wert|Anzahl"
     r"|therefore|thus|so|hence|then|answer|result|value|total|option|choice)$"
     r"|\b(?:ist|sind|beträgt|gibt|ergibt|hat|macht|bleiben)\s+(?:\w+\s+){0,4}\w+$|等于$"
     r"|\b(?:takes?|took|costs?|gives?|gave|leaves?|owes?|pays?|paid|saves?)\s+(?-i:[A-Z])\w*$",
@@ -185,7 +190,7 @@ _LEADS = re.compile(
 )
 """What states an expression behind it though the next rule says otherwise."""
 _NO_LEAD = re.compile(
-    r"(?:\b(?i:of|than|being|such that|by|with|without|from|per|modulo?|versus|vs|plus|minus|over|under|above|below|between|among|and|nor"
+    r"(?:\b(?i:of|than|being|such that|outside|inside|beyond|within|towards?|past|across|along|via|onto|to|by|with|without|from|per|modulo?|versus|vs|plus|minus|over|under|above|below|between|among|and|nor"
     r"|but|when|where|while|because|since|let|suppose|assum\w+|consider\w*|try\w*|tried|take|say|example|like|as"
     r"|least|most|out|off|up(?: to)?|\d+ to"
     r"|one|two|three|four|five|six|seven|eight|nine|ten|page|chapter|theorem|lemma|corollary|proposition|equation|question|problem|step"
@@ -370,6 +375,8 @@ _ABOUT = re.compile(r"(?:which is )?(?:about|approximately|approx\.?|roughly|aro
 def _is_aside(between: str, following: str) -> bool:
     """Tells whether words behind an expression begin a circumstance or a reason, in which the following one stands."""
     rest = between.lstrip(' *_)"”’$.')
+    if _EXACTLY.search(rest) or re.search(r"\beach\b", rest):
+        return False
     if (
         _CONDITION.search(rest)
         or _OF_THESE.match(rest)
@@ -399,6 +406,7 @@ def _is_aside(between: str, following: str) -> bool:
     )
 
 
+_EXACTLY = re.compile(r"\b(?:exactly|precisely|only|if and only) (?:when|if|for)\s*$|\biff\s*$", re.IGNORECASE)
 _OF_THESE = re.compile(r"of\s+(?:the|these|those|his|her|their)\b[^,;:]*\b(?:are|is|were|was|have)\b", re.IGNORECASE)
 """``12 of the numbers are multiples of 3``."""
 _CONDITION = re.compile(r"\b(?:when|whenever|if|iff|where)\s*$", re.IGNORECASE)
@@ -476,6 +484,8 @@ class _Text:
         if _DOUBTED.search(clause) or hypothetical or said.endswith("?"):
             return whole
         said = said.rstrip(".").strip("*_ ")
+        if re.match(NEGATIONS, said, re.IGNORECASE) and not _BUT.search(said):
+            return self.stated(later) or whole
         choice = re.match(r"(?:option|choice)?\s*(\(?[A-J]\)?)(?![\w'’])(?:[.:,]|$|\s+(?=because|since|as\b))", said)
         if choice:
             return choice[1]
@@ -525,11 +535,7 @@ class _Text:
             last > 0 and _SIDE_BY_SIDE.fullmatch(_behind(words, ends[last - 1], start)) and not _GIVEN.search(before)
         )
         needed = _NEEDED.search(before.rstrip(" $")) is not None
-        counted = (
-            after > end
-            or re.match(rf"\s*(?!{_FUNCTION_WORD})[^\W\d_]", behind, re.IGNORECASE)
-            or re.search("[=$€£]", self._formulas.show(run))
-        )
+        counted = unit or _COUNTED.match(behind) or re.search("[=$€£]", self._formulas.show(run))
         stated = leads_to(before) and (counted or _states_number(before))
         if beside or not (stated and _leaves(behind, unit, needed, not before)):
             return _last_words(sentence) or _as_text(self._formulas.show(sentence))
@@ -564,6 +570,7 @@ def _kept_aside(aside: re.Match[str]) -> str:
 _SUBORDINATE = re.compile(r"as|since|because|for|when|if|with|at|where|given|letting|setting", re.IGNORECASE)
 _PARTITIVE = re.compile(r"\W*(?:out\s+)?of\b.*,\s*", re.IGNORECASE)
 """``Of these, 12 are red``."""
+_COUNTED = re.compile(rf"\s*(?:(?!{_FUNCTION_WORD})[^\W\d_]|of\b)", re.IGNORECASE)
 _CHANCE = re.compile(r"\s*(?:chance|probability|increase|decrease|reduction|discount|profit|loss)\b", re.IGNORECASE)
 """What "a" may stand before a number for: "a 25% increase"."""
 _EQUAL_TO_UNKNOWN = re.compile(r"^.*(?<![<>≠≤≥!])=\s*")
