@@ -15,14 +15,14 @@ FAULTS = (
 )
 DOUBTS = (
     r"(?:\b(?:if|unless|whether|provided|maybe|perhaps|possibly|probably|might|(?-i:may)|could|guess\w*|doubt\w*|unlikely|un\w*sure"
-    r"|den(?:y|ies|ied)|tempt\w+|naive(?:ly)?|suppos\w+|assum\w+|imagine|thought|initially|at first|expect(?:s|ed)?(?! (?:value|number))|(?:(?:lower|upper) bounds?|estimates?|approximations?) (?:is|are|gives?)|let['’]?s say|say(?=,)|wäre|würde|gäbe|serait|sería|fuera\w*|angenommen|supongamos|supposons|pretend|hop(?:es?|ed)|wish\w*|wants?|wanted"
+    r"|den(?:y|ies|ied)|tempt\w+|naive(?:ly)?|suppos\w+|assum\w+|imagine|thought|initially|at first|expects?|(?:(?:lower|upper) bounds?|estimates?|approximations?) (?:is|are|gives?)|let['’]?s say|say(?=,)|wäre|würde|gäbe|serait|sería|fuera\w*|angenommen|supongamos|supposons|pretend|hop(?:es?|ed)|wish\w*|wants?|wanted"
     r"|likes? to|so far|for now|vielleicht|wenn|vermutlich|peut-être|si|quizás?|tal vez|forse|talvez|если|возможно)\b"
     r"|可能|也许|如果|假设|似乎)"
 )
 ALTERNATIVES = r"(?:\b(?:or|either|oder|ou|или|except|besides|other than|except for)\b|[或]|除了)"
 BOUNDS = (
     r"(?:\b(?:at least|at most|no more|no less|more|less|fewer|between|about|approximately|approx|around|roughly|circa|ca|nearly"
-    r"|almost|close|near|over|under|above|below|up to|than|exceed\w*|mindestens|wenigstens|como (?:máximo|mínimo)|al menos|au (?:plus|moins)|höchstens|etwa|ungefähr|mehr|weniger"
+    r"|almost|close|near|over|under|above|below|up to|than|exceed\w*|über|unter|hasta|mindestens|wenigstens|como (?:máximo|mínimo)|al menos|au (?:plus|moins)|höchstens|etwa|ungefähr|mehr|weniger"
     r"|größer|kleiner|environ|presque|plus de|moins|casi|quasi|más|menos|mayor|menor|около|примерно|больше|меньше|более)\b"
     r"|至少|最多|超过|少于|大于|小于|大约|大概|约|几乎|接近|[≈∼~])"
 )

@@ -37,7 +37,8 @@ _EVENT = re.compile(
 """``P(X = 2) =``"""
 _IMPLIED = re.compile(r"\\(?:Rightarrow|Longrightarrow|implies|therefore|Leftrightarrow|iff)(?![a-zA-Z])|[⇒∴]")
 _OPERATION = re.compile(
-    r"^\\(?:int|iint|oint|sum|prod|lim)(?![a-zA-Z])[^<>≠≈≤≥]*(?<!\\)=(?!.*\\(?:ne|neq|approx|l[et]|g[et]|leq|geq)\b)",
+    r"^(?:\\(?:int|iint|oint|sum|prod|lim)(?![a-zA-Z])[^<>≠≈≤≥]*(?<!\\)=(?!.*\\(?:ne|neq|approx|l[et]|g[et]|leq|geq)\b)"
+    r"|[^=<>]*\\[lc]?dots(?![a-zA-Z])[^=<>]*=)",
     re.DOTALL,
 )
 """``\\int … =``: the value of an operation that is not carried out here stands behind it."""
@@ -257,7 +258,7 @@ _OTHER = re.compile(
 )
 """``not 13``: what is denied is another expression."""
 _CIRCUMSTANCES = (
-    "with|using|where|when|while|whereas|for|during|at|after|before"
+    "with|using|where|when|while|whereas|for|during|at|after"
     r"|(?:from|by|in|on|per|within|through|across|without)(?=\s+[^\W\d_])|of\s+(?:which|whom|them|these|those)"
 )
 _PARTS = r"from|by|in|on|per|of(?!\s+what\b)|to|into|out|over|under|until|towards?|against|around|among|about|between"
@@ -270,7 +271,8 @@ _IN_OTHER_NUMBERS = re.compile(
     r"(?:in\s+)?(?:base|mod|modulo)\b|per\s+(?:cent|hundred|thousand|mil)|(?:together|along)\s+with\b", re.IGNORECASE
 )
 _CONTINUED = re.compile(
-    r"(?:and(?!\s+(?:an?|one|some|half|as|more|others|so on)\b)|so|then|thus|hence|therefore|which)\b", re.IGNORECASE
+    r"(?:and(?!\s+(?:an?|one|some|half|twice|as|more|others|so on)\b)|so|then|thus|hence|therefore|which)\b",
+    re.IGNORECASE,
 )
 _NOT_DONE = re.compile(
     r"(?:^|[,;]\s*)(?:but|however|yet|though|except)\b|\b(?:we|you|it|this|which|one)\s+(?:must|needs?|have to|has to|should)\b",
@@ -312,59 +314,58 @@ def _leaves(behind: str, unit: str, needed: bool, opens: bool) -> bool:
     words = noun[0].split() if noun else []
     if any(word[0] >= "\u3040" for word in words):
         return not _CHANGED_IN_CHINESE.search(behind)
-    if _TIMES.match(f"{unit} {rest}".strip()) or _IN_OTHER_NUMBERS.match(rest) or any(map(_is_comparative, words)):
+    if _TIMES.match(f"{unit} {rest}".strip()) or _IN_OTHER_NUMBERS.match(rest) or any(map(_changes, words)):
         return False
-    if any(re.fullmatch(BOUNDS, word, re.IGNORECASE) for word in words):
-        return False
-    if (
-        any(word != "left" and changes_number(word.partition("-")[0]) for word in words)
-        or words[:1]
-        and words[0].lower() in MULTIPLIERS
-    ):
-        return False
-    rest = rest[noun.end() :] if noun else rest
+    return _goes_on(rest[noun.end() :] if noun else rest, " ".join(words), bool(unit or words), opens)
+
+
+def _changes(word: str) -> bool:
+    """Tells whether a word behind a number makes it another one, or a comparison: "halves", "older"."""
+    if re.fullmatch(BOUNDS, word, re.IGNORECASE) or word.lower() in MULTIPLIERS:
+        return True
+    if _COMPARATIVE.fullmatch(word):
+        return word.lower() not in _NO_COMPARATIVE and not is_unit(word.lower())
+    return word != "left" and changes_number(word.partition("-")[0])
+
+
+def _goes_on(rest: str, noun: str, counted: bool, opens: bool) -> bool:
+    """Tells whether a sentence goes on behind an expression, and what is counted, without changing its value."""
     head = rest.lstrip(' *_)"”’$')
     body = head.lstrip(",;:—–(- ")
-    if not re.search(r"\w", body) or _REASON.match(body) or _OTHER.match(head):
-        return not _DOUBTED.search(" ".join(words))
+    separated = body != head
     if (
-        _FEWER.match(body)
-        or re.match(RETRACTIONS, body, re.IGNORECASE)
-        or _IN_OTHER_NUMBERS.match(body)
-        or _NOT_DONE.search(body)
+        not re.search(r"\w", body)
+        or _REASON.match(body)
+        or _OTHER.match(head)
+        or (separated and body.startswith("for "))
     ):
+        return not _DOUBTED.search(noun)
+    if any(pattern.match(body) for pattern in (_FEWER, _RETRACTION, _IN_OTHER_NUMBERS)) or _NOT_DONE.search(body):
         return False
     if re.search(DOUBTS, rest, re.IGNORECASE):
         return False
     if _CONTINUED.match(body) and body.lower().startswith("and"):
         return True
     if _PHRASE.match(head):
-        clause, _, more = body.partition(", ")
-        about = (
-            opens and not re.match(r"of\s+(?:the|these|those|them)\b", body) and re.search(rf"\b{_COPULA}\b", clause)
-        )  # "100 days after that is a Monday"
-        return (
-            not about
-            and not re.search(rf"{FAULTS}", more, re.I)
-            and (not more.startswith("and ") or _CONTINUED.match(more) is not None)
-        )
-    plain = not re.search(rf"{NEGATIONS}|{FAULTS}", " ".join([*words, body]), re.IGNORECASE)
-    if body != head or _DEFINITE.match(body) or _CONTINUED.match(body):
+        phrase, _, more = body.partition(", ")
+        joined = re.findall(r"\band\b.*", more) + re.findall(r"\band\s+twice.*", phrase)
+        of_subject = opens and re.search(rf"\b{_COPULA}\b", phrase) and not re.match(r"of\s+th\w+\b", body)
+        return not (of_subject or re.search(FAULTS, more, re.IGNORECASE)) and all(map(_CONTINUED.match, joined))
+    plain = not re.search(rf"{NEGATIONS}|{FAULTS}", f"{noun} {body}", re.IGNORECASE)
+    if separated or _DEFINITE.match(body) or _CONTINUED.match(body):
         return plain and not re.search(ALTERNATIVES, body, re.IGNORECASE)
-    if not (unit or words) or re.match(r"(?:or|nor|than|but|as)\b", body):
+    if not counted or _NO_CLAUSE.match(body):
         return False
-    return (plain and not re.match(r"(?:he|she|it|they|we|you|i)\b", body, re.I)) or _RELATIVE.match(body) is not None
+    return plain or _RELATIVE.match(body) is not None
 
 
+_RETRACTION = re.compile(RETRACTIONS, re.IGNORECASE)
+_NO_CLAUSE = re.compile(r"(?:or|nor|than|but|as|before|excluding|without the|he|she|it|they|we|you|i)\b", re.IGNORECASE)
 _FEWER = re.compile(
     r"(?:only\s+)?(?:half|most|some|many|few|none|one|two|three|not all)\s+of\s+(?:which|whom|them|these)\b",
     re.IGNORECASE,
 )
 _RELATIVE = re.compile(r"(?:who|whom|that|whose|which|where)\b", re.IGNORECASE)
-
-
-def _is_comparative(word: str) -> bool:
-    return bool(_COMPARATIVE.fullmatch(word)) and word.lower() not in _NO_COMPARATIVE and not is_unit(word.lower())
 
 
 _PARTICIPLE = re.compile(r"(?:\w+ed|\w+ing|equality|equal)\s+(?=\w)", re.IGNORECASE)
@@ -439,9 +440,6 @@ _NOT_MATHS = {
     "è",
     "é",
     "à",
-    "y",
-    "o",
-    "e",
     "i.e.",
     "i.e.,",
     "e.g.",
