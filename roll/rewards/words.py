@@ -15,7 +15,7 @@ FAULTS = (
 )
 DOUBTS = (
     r"(?:\b(?:if|unless|whether|provided|maybe|perhaps|possibly|probably|might|(?-i:may)|could|guess\w*|doubt\w*|unlikely|un\w*sure"
-    r"|den(?:y|ies|ied)|tempt\w+|naive(?:ly)?|suppos\w+|assum\w+|imagine|thought|initially|at first|expects?|(?:(?:lower|upper) bounds?|estimates?|approximations?) (?:is|are|gives?)|let['’]?s say|say(?=,)|wäre|würde|gäbe|serait|sería|fuera\w*|angenommen|supongamos|supposons|pretend|hop(?:es?|ed)|wish\w*|wants?|wanted"
+    r"|den(?:y|ies|ied)|tempt\w+|naive(?:ly)?|suppos\w+|assum\w+|imagine|thought|initially|at first|expects?|suspect\w*|conjectur\w*|presum\w*|(?:(?:lower|upper) bounds?|estimates?|approximations?) (?:is|are|gives?)|let['’]?s say|say(?=,)|wäre|würde|gäbe|serait|sería|fuera\w*|angenommen|supongamos|supposons|pretend|hop(?:es?|ed)|wish\w*|wants?|wanted"
     r"|likes? to|so far|for now|vielleicht|wenn|vermutlich|peut-être|si|quizás?|tal vez|forse|talvez|если|возможно)\b"
     r"|可能|也许|如果|假设|似乎)"
 )

@@ -164,6 +164,10 @@ _CHANGED = re.compile(
 )
 """What changes an expression that stands behind it, if no word that states is between them."""
 _COUNTERFACTUAL = re.compile(r"\b(?:if|unless|without|suppos\w+|assum\w+|were|had)\b.*\bwould\b", re.IGNORECASE)
+_SUPPOSED = re.compile(
+    r"\W*(?:suppos\w+|assum\w+|imagine|angenommen)\b(?!.*\b(?:so|then|thus|hence|therefore|gets?|gives?|obtain|yields?)\b)",
+    re.I,
+)
 _INDEFINITE = re.compile(
     r"\W*(?:(?:some|another|any|many|most|several|among)\b"
     r"|an?\s+(?:minimum|maximum)\s+of|(?:an?|one)\b(?!\s+total)[^,]*\b(?:is|are|was|were|be|would|might|could|can)\b)",
@@ -193,7 +197,7 @@ _LEADS = re.compile(
 _NO_LEAD = re.compile(
     r"(?:\b(?i:of|than|being|such that|outside|inside|beyond|within|towards?|past|across|along|via|onto|to|by|with|without|from|per|modulo?|versus|vs|plus|minus|over|under|above|below|between|among|and|nor"
     r"|but|when|where|while|because|since|let|suppose|assum\w+|consider\w*|try\w*|tried|take|say|example|like|as"
-    r"|least|most|out|off|up(?: to)?|\d+ to"
+    r"|least|most|out of|up to|\d+ to"
     r"|one|two|three|four|five|six|seven|eight|nine|ten|page|chapter|theorem|lemma|corollary|proposition|equation|question|problem|step"
     r"|section|figure|table|case|part|line|exercise|item|note|rule|property|method|attempt|version|level|grade|divid\w+"
     r"|exceed\w*|another|other|next|previous|last|first|second|third|all|every|each|any|some|base|power|degree|for|until"
@@ -219,6 +223,7 @@ def leads_to(lead: str) -> bool:
     return not (
         denied(lead, "")
         or _COUNTERFACTUAL.search(sentence)
+        or _SUPPOSED.match(sentence)
         or (_INDEFINITE.match(clause) and not lead.endswith(","))
         or _SEARCHED.search(clause)
         or _EXAMPLE.search(sentence)
@@ -279,7 +284,10 @@ _NOT_DONE = re.compile(
     re.I,
 )
 """What goes on with a number that is not the last one: ", and we must square it"."""
-_DEFINITE = re.compile(rf"(?:is|are|was|were)\s+{_SURELY}(?:the|our|my|what|all)\b|will do\b", re.IGNORECASE)
+_DEFINITE = re.compile(
+    rf"(?:is|are|was|were)\s+{_SURELY}(?:the|our|my|what|all)\b|will do\b|(?:es|est|ist|è|é) (?:la|el|le|die|der|das|o|a|il)\b",
+    re.IGNORECASE,
+)
 """What says of an expression before it that it is what is looked for."""
 _FUNCTION_WORD = (
     rf"(?:{_CIRCUMSTANCES}|{_PARTS}|{_PRONOUNS}|{_VERBS}|and|or|nor|but|yet|than|as|since|because|if|unless|whether|though"
@@ -408,7 +416,9 @@ def _is_aside(between: str, following: str) -> bool:
 
 
 _EXACTLY = re.compile(r"\b(?:exactly|precisely|only|if and only) (?:when|if|for)\s*$|\biff\s*$", re.IGNORECASE)
-_OF_THESE = re.compile(r"of\s+(?:the|these|those|his|her|their)\b[^,;:]*\b(?:are|is|were|was|have)\b", re.IGNORECASE)
+_OF_THESE = re.compile(
+    r"of\s+(?:the|these|those|his|her|their)\b(?:\s*$|[^,;:]*\b(?:are|is|were|was|have)\b)", re.IGNORECASE
+)
 """``12 of the numbers are multiples of 3``."""
 _CONDITION = re.compile(r"\b(?:when|whenever|if|iff|where)\s*$", re.IGNORECASE)
 _YEAR = re.compile(r"(?:by|in|until|since)(?: the year)? (?:1[5-9]|20)\d\d\W*", re.IGNORECASE)
@@ -424,7 +434,7 @@ _GIVEN = re.compile(r"\b(?:since|because|as|if|when|where|with|given|let)\b", re
 # --- the expression of a text -----------------------------------------------------------------------------------------
 
 _MATHY = re.compile(
-    r"(?:[\d₀-₉⁰¹²³⁴-⁹⁺⁻ⁿ'+\-−*/^=<>≤≥≠≡∈()\[\]{}|.,:;!%°$€£±×·÷√π∞∪∩′_&~\ue000-\uf8ff]|\\[a-zA-Z]+|\\.|(?<![^\W\d_])[^\W\d_](?!(?![₀-₉⁰¹²³⁴-⁹ⁿ])[^\W\d_])"
+    r"(?:[\d₀-₉⁰¹²³⁴-⁹⁺⁻ⁿ'+\-−*/^=<>≤≥≠≡∈()\[\]{}|.,:;!%°$€£±×·÷√π∞∪∩′_&~\ue000-\uf8ff]|\\[a-zA-Z]+|\\.|(?<![^\W\d_])[^\W\d_\u3040-\u9fff](?!(?![₀-₉⁰¹²³⁴-⁹ⁿ])[^\W\d_])"
     r"|sqrt|sin|cos|tan|log|ln|exp|pi|infinity|frac)+"
 )
 _NOT_MATHS = {
