@@ -127,8 +127,8 @@ class ChoiceReader:
         listed = lines[1:] and _LABELLED.match(lines[-1]) and _LABELLED.match(lines[-2])
         if not lines or listed:
             return None
-        last = re.split(r"(?<=\w\w[.!?])\s", lines[-1].strip())[-1]
-        return self.whole(lines[-1], prompt) or self.whole(last, prompt) or self._in_sentence(last)
+        sentence = re.split(r"(?<=\w\w[.!?])\s", lines[-1].strip())[-1]
+        return self.whole(lines[-1], prompt) or self.whole(sentence, prompt) or self._in_sentence(sentence)
 
     def _in_sentence(self, sentence: str) -> str | None:
         """The only letter of a sentence, where words state it: "we are left with B", "(B) is the one that fits"."""

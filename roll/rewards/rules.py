@@ -17,8 +17,9 @@ from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, all_b
 from roll.rewards.choices import ChoiceReader
 from roll.rewards.maths.marks import denied
 from roll.rewards.maths.prose import corrected, last_expression
-from roll.rewards.maths.units import canonical_unit, is_unit
+from roll.rewards.maths.units import canonical_unit
 from roll.rewards.types import ANSWER_CPU_S, RuleVerifier, Sample, Verdict
+from roll.rewards.words import ALTERNATIVES, BOUNDS, NEGATIONS
 
 MAX_NUMBER_CHARS = 1000
 """Longer numbers are no answers; Python refuses to convert more than 4300 digits."""
@@ -71,8 +72,7 @@ _COMMON_UNIT_WORDS = (
 )
 _AROUND_UNITS = frozenset(_COMMON_UNIT_WORDS.split())
 _HEDGED = re.compile(
-    r"(?:\b(?:at least|at most|than|not|no|between|about|approximately|around|over|under|up to|nearly|almost|roughly|or"
-    r"|to|and|either|neither|except|but)|n['’]t|[<>≤≥≈~≠±×*/^+-]\s?)\s*(?:be|is|equal to)?\s*[$€£¥]?\s*$",
+    rf"(?:{BOUNDS}|{NEGATIONS}|{ALTERNATIVES}|\b(?:to|and|but)\b|[<>≤≥±≠×*/^+-]\s?)\s*(?:be|is|equal to)?\s*[$€£¥]?\s*$",
     re.IGNORECASE,
 )
 """Words before a number in prose that make another claim of it."""

@@ -1,9 +1,9 @@
 """Answers in sentences: the expression that a text states as its answer.
 
 Sentences are read by their structure: a subject and what states ("is", "=", "gives"), an expression with what it counts
-("42 red marbles"), and what follows. Nothing before the expression may deny, doubt or change it, and what follows must be
-a phrase or a clause of its own (", since …", "for the 16 glasses"). Otherwise the whole sentence is the answer, which
-equals no number.
+("42 red marbles"), and what follows. Nothing before the expression may deny, doubt or change it, and what follows must
+be a phrase or a clause of its own (", since …", "for the 16 glasses"). Otherwise the whole sentence is the answer,
+which equals no number.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _ROWS = re.compile(r"\\begin\{(?:aligned|split|gathered)\}(.+)\\end\{(?:aligned|
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox)[a-z]*\s*\{([^{}]*)\}")
 _SENTENCE_IN_FORMULA = re.compile(r"\\text[a-z]*\s*\{[^{}]*\s[^{}]*\s")
 _EVENT = re.compile(
-    r"^(?:\\?[a-zA-Z]{1,4}|\\(?:mathbb|mathrm|text|operatorname)\{\w+\})\s*\((?=[^()]*(?:[=|<>]|\\mid|\\cap|\\cup))[^()]*\)\s*=\s*"
+    r"^(?:\\?[a-zA-Z]{1,4}|\\(?:mathbb|mathrm|text|operatorname)\{\w+\})\s*\((?=[^()]*(?:[=|<>]|\\mid|\\cap"
+    r"|\\cup))[^()]*\)\s*=\s*"
 )
 """``P(X = 2) =``"""
 _IMPLIED = re.compile(r"\\(?:Rightarrow|Longrightarrow|implies|therefore|Leftrightarrow|iff)(?![a-zA-Z])|[⇒∴]")
@@ -61,7 +62,8 @@ _CLEANED = (
 )
 """What is no part of a sentence: ticks, bold, marks of lists; blanks between Chinese signs and numbers are missing."""
 _SENTENCE_END = re.compile(
-    r"(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)(?<!\bp)(?<!\bno)(?<!\bfig)(?<!\beq)(?:\.|\?)(?=[\"”)]*(?:$|\s+[^a-z\s]))|!(?=\s*$|\s+[^a-z\s])"
+    r"(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)(?<!\bp)(?<!\bno)(?<!\bfig)(?<!\beq)(?:\.|\?)(?=[\"”)]*(?:$|\s+[^a-z\s]))"
+    r"|!(?=\s*$|\s+[^a-z\s])"
     r"|\n\s*\n|\n(?!\s*[a-z]{2,}\s)"
 )
 """``5! ways`` ends none, neither does a line that goes on in small letters."""
@@ -100,7 +102,7 @@ class _Formulas:
         return re.sub(_FORMULA, lambda sign: self._contents[ord(sign[0]) - 0xE000], text)
 
     def last_named(self, run: str) -> str:
-        """Of equations side by side the last one, where it says what was asked for: ``m = 3``, ``n = 5`` and ``m + n = 8``."""
+        """Of equations side by side the last one, if it says what was asked for: ``m = 3`` and ``m + n = 8``."""
         last = run.split()[-1]
         if re.match(_FORMULA, last) and _NAMES_SUM.match(self._contents[ord(last[0]) - 0xE000]):
             return last
@@ -138,7 +140,8 @@ _PROSE = re.compile(rf"\$[^$]*[^\s$][^$]*\$|\\[(\[]|\\boxed|{_FORMULA}|{_WORD}[,
 _CUE = re.compile(
     r"(?:\banswer\b[\s*_]{0,5}(?:(?:is|are|should be|must be|would be|equals)\b|:|=)"
     r"|\b(?:antwort|lösung|ergebnis)\b\s*(?:(?:ist|lautet|beträgt)\b|:)"
-    r"|\b(?:réponse|résultat|respuesta|resultado|resposta|risposta)\b\s*(?:(?:finale|final)\s+)?(?:(?:est|es)\b|é\b|è\b|:)"
+    r"|\b(?:réponse|résultat|respuesta|resultado|resposta|risposta)\b\s*(?:(?:finale|final)\s+)?(?:(?:est|es)\b|é\b"
+    r"|è\b|:)"
     r"|\bответ\b\s*[:—–-]|\b(?:antwoord|svar|odpowiedź|cevap|đáp án)\b\s*:"
     r"|(?<!不)选(?:择)?\s*[:：]?|答案?\s*(?:是|为|為|等于|[:：=])|答え\s*[はを:：]|(?:정답|답)\s*[은:：])[\s*_:：]{0,5}",
     re.IGNORECASE,
@@ -148,7 +151,8 @@ _CUED = re.compile(
 )
 """A whole answer that begins with "the answer is"."""
 _CLAUSE = re.compile(
-    r",\s+or,?\s+(?=in\b|equivalently|simply)|\b(?:i\.e\.|that is|namely),?(?=\s|$)|[.!?;:,—]\s|\b(?:so|therefore|thus|hence|then|giving)\b",
+    r",\s+or,?\s+(?=in\b|equivalently|simply)|\b(?:i\.e\.|that is|namely),?(?=\s|$)|[.!?;:,—]\s|\b(?:so|therefore"
+    r"|thus|hence|then|giving)\b",
     re.IGNORECASE,
 )
 _COPULA = r"(?:is|are|was|were|be|equals?|ist|sind|beträgt|lautet|es|son|est|sont|è|é)"
@@ -159,13 +163,15 @@ _OF_SUBJECT = re.compile(
 """A negation in it denies no value: "the number of integers that are not prime is"."""
 _DOUBTED = re.compile(rf"{NEGATIONS}|{FAULTS}|{DOUBTS}", re.IGNORECASE)
 _CHANGED = re.compile(
-    rf"{ALTERNATIVES}|比(?![是为值例])[^，]*$|(?:{BOUNDS}|\b(?:twice|half|double|times|minus|negative)\b)\s*(?:\w+\s+){{0,3}}$",
+    rf"{ALTERNATIVES}|比(?![是为值例])[^，]*$|(?:{BOUNDS}|\b(?:twice|half|double|times|minus"
+    rf"|negative)\b)\s*(?:\w+\s+){{0,3}}$",
     re.IGNORECASE,
 )
 """What changes an expression that stands behind it, if no word that states is between them."""
 _COUNTERFACTUAL = re.compile(r"\b(?:if|unless|without|suppos\w+|assum\w+|were|had)\b.*\bwould\b", re.IGNORECASE)
 _SUPPOSED = re.compile(
-    r"\W*(?:suppos\w+|assum\w+|imagine|angenommen)\b(?!.*\b(?:so|then|thus|hence|therefore|gets?|gives?|obtain|yields?)\b)",
+    r"\W*(?:suppos\w+|assum\w+|imagine|angenommen)\b(?!.*\b(?:so|then|thus|hence|therefore|gets?|gives?|obtain"
+    r"|yields?)\b)",
     re.I,
 )
 _INDEFINITE = re.compile(
@@ -187,7 +193,10 @@ _LEADS = re.compile(
     r"\b(?:(?:total|sum|product|area|perimeter|volume|length|value|cost|price|amount|result|answer|probability|average"
     r"|distance|speed|number|score|profit|radius|slope|maximum|minimum|remainder|ratio|rate|limit|height|width|weight"
     r"|age|time|loss|discount|difference|quotient|balance|angle|income|change) of"
-    r"|(?:exactly|precisely|only|iff) (?:for|when|if)|exactly|only|precisely|left with|up with|(?:rose|ris\w+|increas\w+|decreas\w+|gr[eo]w\w*|dropp\w+|fell|exceeds|differ|reduc\w+|chang\w+) by|(?:satisfied|true|valid|holds?) for all|(?:equal|up|down|out|come|add|sum|amount|lead|tend|converge|\w+(?:s|ed|ing)) to|(?:es|son|est|sont)(?: \w+)? de|Zahl|Wert|Anzahl"
+    r"|(?:exactly|precisely|only|iff) (?:for|when|if)|exactly|only|precisely|left with|up with|(?:rose|ris\w+"
+    r"|increas\w+|decreas\w+|gr[eo]w\w*|dropp\w+|fell|exceeds|differ|reduc\w+|chang\w+) by|(?:satisfied|true|valid"
+    r"|holds?) for all|(?:equal|up|down|out|come|add|sum|amount|lead|tend|converge|\w+(?:s|ed|ing)) to|(?:es|son"
+    r"|est|sont)(?: \w+)? de|Zahl|Wert|Anzahl"
     r"|therefore|thus|so|hence|then|answer|result|value|total|option|choice)$"
     r"|\b(?:ist|sind|beträgt|gibt|ergibt|hat|macht|bleiben)\s+(?:\w+\s+){0,4}\w+$|等于$"
     r"|\b(?:takes?|took|costs?|gives?|gave|leaves?|owes?|pays?|paid|saves?)\s+(?-i:[A-Z])\w*$",
@@ -195,13 +204,17 @@ _LEADS = re.compile(
 )
 """What states an expression behind it though the next rule says otherwise."""
 _NO_LEAD = re.compile(
-    r"(?:\b(?i:of|than|being|such that|outside|inside|beyond|within|towards?|past|across|along|via|onto|to|by|with|without|from|per|modulo?|versus|vs|plus|minus|over|under|above|below|between|among|and|nor"
+    r"(?:\b(?i:of|than|being|such that|outside|inside|beyond|within|towards?|past|across|along|via|onto|to|by|with"
+    r"|without|from|per|modulo?|versus|vs|plus|minus|over|under|above|below|between|among|and|nor"
     r"|but|when|where|while|because|since|let|suppose|assum\w+|consider\w*|try\w*|tried|take|say|example|like|as"
     r"|least|most|out of|up to|\d+ to"
-    r"|one|two|three|four|five|six|seven|eight|nine|ten|page|chapter|theorem|lemma|corollary|proposition|equation|question|problem|step"
+    r"|one|two|three|four|five|six|seven|eight|nine|ten|page|chapter|theorem|lemma|corollary|proposition|equation"
+    r"|question|problem|step"
     r"|section|figure|table|case|part|line|exercise|item|note|rule|property|method|attempt|version|level|grade|divid\w+"
-    r"|exceed\w*|another|other|next|previous|last|first|second|third|all|every|each|any|some|base|power|degree|for|until"
-    r"|before|after|against|nearly|almost|approximately|about|roughly|around|ca|twice|half|double|times|minus|mindestens|höchstens|etwa"
+    r"|exceed\w*|another|other|next|previous|last|first|second|third|all|every|each|any|some|base|power|degree|for"
+    r"|until"
+    r"|before|after|against|nearly|almost|approximately|about|roughly|around|ca|twice|half|double|times|minus"
+    r"|mindestens|höchstens|etwa"
     r"|ungefähr|environ|casi|quasi|the|these|those|this|it|an?|als|de|von|par|um|bis|di|чем|от|на)"
     r"|[比第除被的过超少多差步题題每若当當设設于於约約从從至在乘减減加和与與或把将將用按])$"
 )
@@ -238,17 +251,21 @@ _ENGLISH = re.compile(
     r"\b(?:the|of|we|and|to|it|this|that|there|by|for|with|from|as|he|she|his|her|now|i)\b", re.IGNORECASE
 )
 _STATES_NUMBER = re.compile(
-    rf"\b(?:{_COPULA}|been|being|equal|has|have|had|get|gets|got|f[io]u?nds?|left|conclude\w*|ha(?:s|ve|d)|(?:sum|amount|come|adds|total|hold|intersect|meet)\w*"
-    r"|g[ia]v\w+|obtain\w*|yield\w*|mak\w+|made|becom\w+|leav\w+|simplif\w+|evaluat\w+|result\w*|reach\w*|follow\w*|deduc\w+"
-    r"|comput\w+|determin\w+|arriv\w+|tak\w+|took|need\w*|cost\w*|pa(?:y|ys|id)|earn\w*|count\w*|remain\w*|answer|so|thus|hence|exactly"
-    r"|therefore|only|converge\w*|tends?|work\w* out|exists?|turns? out|[a-z]+(?:es|ed|s) to|by)\b|['’]s\b|=|:|^\W*\w*\W*$",
+    rf"\b(?:{_COPULA}|been|being|equal|has|have|had|get|gets|got|f[io]u?nds?|left|conclude\w*|ha(?:s|ve|d)|(?:sum"
+    rf"|amount|come|adds|total|hold|intersect|meet)\w*"
+    r"|g[ia]v\w+|obtain\w*|yield\w*|mak\w+|made|becom\w+|leav\w+|simplif\w+|evaluat\w+|result\w*|reach\w*|follow\w*"
+    r"|deduc\w+"
+    r"|comput\w+|determin\w+|arriv\w+|tak\w+|took|need\w*|cost\w*|pa(?:y|ys|id)|earn\w*|count\w*|remain\w*|answer"
+    r"|so|thus|hence|exactly"
+    r"|therefore|only|converge\w*|tends?|work\w* out|exists?|turns? out|[a-z]+(?:es|ed|s) to|by)\b|['’]s\b|=|:"
+    r"|^\W*\w*\W*$",
     re.IGNORECASE,
 )
 """What states a number of nothing: "we get 28", but not "the book says 28"."""
 
 
 def _states_number(lead: str) -> bool:
-    """Tells whether words before a number with nothing behind it that it counts state it; other languages are trusted."""
+    """Tells whether words state a number that counts nothing; those of other languages are trusted."""
     clause = _CLAUSE.split(lead.rstrip(" *_$("))[-1]
     return not _ENGLISH.search(clause) or _STATES_NUMBER.search(clause) is not None
 
@@ -280,17 +297,20 @@ _CONTINUED = re.compile(
     re.IGNORECASE,
 )
 _NOT_DONE = re.compile(
-    r"(?:^|[,;]\s*)(?:but|however|yet|though|except)\b|\b(?:we|you|it|this|which|one)\s+(?:must|needs?|have to|has to|should)\b",
+    r"(?:^|[,;]\s*)(?:but|however|yet|though|except)\b|\b(?:we|you|it|this|which|one)\s+(?:must|needs?|have to"
+    r"|has to|should)\b",
     re.I,
 )
 """What goes on with a number that is not the last one: ", and we must square it"."""
 _DEFINITE = re.compile(
-    rf"(?:is|are|was|were)\s+{_SURELY}(?:the|our|my|what|all)\b|will do\b|(?:es|est|ist|è|é) (?:la|el|le|die|der|das|o|a|il)\b",
+    rf"(?:is|are|was|were)\s+{_SURELY}(?:the|our|my|what|all)\b|will do\b|(?:es|est|ist|è|é) (?:la|el|le|die|der"
+    rf"|das|o|a|il)\b",
     re.IGNORECASE,
 )
 """What says of an expression before it that it is what is looked for."""
 _FUNCTION_WORD = (
-    rf"(?:{_CIRCUMSTANCES}|{_PARTS}|{_PRONOUNS}|{_VERBS}|and|or|nor|but|yet|than|as|since|because|if|unless|whether|though"
+    rf"(?:{_CIRCUMSTANCES}|{_PARTS}|{_PRONOUNS}|{_VERBS}|and|or|nor|but|yet|than|as|since|because|if|unless|whether"
+    rf"|though"
     r"|although|not|the|an?|this|these|those|there|too|also|rather|instead|unlike|so|then|thus|hence|therefore|cannot"
     r"|\w+n['’]t)\b"
 )
@@ -389,7 +409,7 @@ def _is_aside(between: str, following: str) -> bool:
     if (
         _CONDITION.search(rest)
         or _OF_THESE.match(rest)
-        or (_DEFINITE.match(rest) and not re.search(rf"[,;:]|\band the\b", rest))
+        or (_DEFINITE.match(rest) and not re.search(r"[,;:]|\band the\b", rest))
     ):
         return True
     if between.rstrip().endswith(" of") and _LEADS.search(between.strip()):  # for a total of
@@ -434,7 +454,8 @@ _GIVEN = re.compile(r"\b(?:since|because|as|if|when|where|with|given|let)\b", re
 # --- the expression of a text -----------------------------------------------------------------------------------------
 
 _MATHY = re.compile(
-    r"(?:[\d₀-₉⁰¹²³⁴-⁹⁺⁻ⁿ'+\-−*/^=<>≤≥≠≡∈()\[\]{}|.,:;!%°$€£±×·÷√π∞∪∩′_&~\ue000-\uf8ff]|\\[a-zA-Z]+|\\.|(?<![^\W\d_])[^\W\d_\u3040-\u9fff](?!(?![₀-₉⁰¹²³⁴-⁹ⁿ])[^\W\d_])"
+    r"(?:[\d₀-₉⁰¹²³⁴-⁹⁺⁻ⁿ'+\-−*/^=<>≤≥≠≡∈()\[\]{}|.,:;!%°$€£±×·÷√π∞∪∩′_&~\ue000-\uf8ff]|\\[a-zA-Z]+|\\."
+    r"|(?<![^\W\d_])[^\W\d_\u3040-\u9fff](?!(?![₀-₉⁰¹²³⁴-⁹ⁿ])[^\W\d_])"
     r"|sqrt|sin|cos|tan|log|ln|exp|pi|infinity|frac)+"
 )
 _NOT_MATHS = {
@@ -706,7 +727,8 @@ def _last_words(text: str) -> str | None:
 
 
 _NAMES = re.compile(
-    r"\b(?:(?:is|was|are|were|(?:will|must|should) be)\s+(?:an?\s+|the\s+|on\s+)?|(?:on|of)\s+an?\s+|(?-i:on\s+(?=[A-Z])))"
+    r"\b(?:(?:is|was|are|were|(?:will|must|should) be)\s+(?:an?\s+|the\s+|on\s+)?|(?:on|of)\s+an?\s+"
+    r"|(?-i:on\s+(?=[A-Z])))"
     r"((?:[^\W\d_]{1,20}\s){0,2}[^\W\d_]{1,20})[\s.]*$"
 )
 
