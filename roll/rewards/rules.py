@@ -72,7 +72,8 @@ _COMMON_UNIT_WORDS = (
 )
 _AROUND_UNITS = frozenset(_COMMON_UNIT_WORDS.split())
 _HEDGED = re.compile(
-    rf"(?:{BOUNDS}|{NEGATIONS}|{ALTERNATIVES}|\b(?:to|and|but)\b|[<>≤≥±≠×*/^+-]\s?)\s*(?:be|is|equal to)?\s*[$€£¥]?\s*$",
+    rf"(?:{BOUNDS}|{NEGATIONS}|{ALTERNATIVES}|\b(?:to|and|but)\b|[<>≤≥±≠×*/^+-]\s?)"
+    r"\s*(?:be|is|equal to)?\s*[$€£¥]?\s*$",
     re.IGNORECASE,
 )
 """Words before a number in prose that make another claim of it."""

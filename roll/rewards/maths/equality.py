@@ -86,7 +86,7 @@ def _is_name(value: Value | None) -> bool:
 
 
 def _is_of_names(value: Value) -> bool:
-    """Tells whether a value is one that is asked for: a sum or product of letters, a cosine or absolute value of one."""
+    """Tells whether a value may be asked for: a sum or product of letters, a cosine of one, its absolute value."""
     if isinstance(value, Term) and isinstance(value.expr, sympy.cos | sympy.sin | sympy.tan | sympy.Abs):
         return bool(value.expr.args[0].is_Symbol)
     if not isinstance(value, Term) or not isinstance(value.expr, sympy.Add | sympy.Mul):
