@@ -25,7 +25,7 @@ from roll.models.tokenizer import (
     policy_tokenizer,
     special_ids_beyond,
 )
-from roll.models.weight_files import INDEX, SINGLE
+from roll.models.weight_files import INDEX, SINGLE, no_weights, other_weights
 from roll.tracking.manifest import CheckpointError
 from roll.tracking.saved import find_saved
 from roll.utils.registry import import_path
@@ -107,7 +107,7 @@ def trusted_code(config: PipelineConfig) -> list[str]:
 
 
 def check_tokenizer(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """The policy's tokenizer is one, and the model has a row for each of its tokens."""
+    """The policy's tokenizer is one, and the models that read its tokens have a row for each."""
     path, model = config.tokenizer_path, config.pretrain
     if model == TINY:
         if path is not None:
@@ -127,13 +127,18 @@ def check_tokenizer(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if path is not None or "trust_remote_code" not in str(error):  # see check_trust
             yield ConfigProblem(key, seen, "a tokenizer's folder, or an org/name on the hub", str(error))
         return
-    if (sizes := model_config(config, "actor_train")) is None:
-        return
-    try:
-        check_vocabulary(tokenizer, sizes.vocab_size)
-    except ValueError as error:
-        expected = f"at most {sizes.vocab_size} tokens, the vocabulary of pretrain"
-        yield ConfigProblem(key, seen, expected, str(error), involves=("pretrain",))
+    found = set()
+    for role in dict.fromkeys(role for role, _ in sections(config)):
+        owner = next(name for name, path in config.models.items() if path == config.model_of(role))
+        reads = role in config.roles and not (kind_of(role) == "teacher" and config.aligns_teacher)
+        if not reads or owner in found or (sizes := model_config(config, role)) is None:
+            continue
+        found.add(owner)
+        try:
+            check_vocabulary(tokenizer, sizes.vocab_size)
+        except ValueError as error:
+            expected = f"at most {sizes.vocab_size} tokens, the vocabulary of {owner}"
+            yield ConfigProblem(key, seen, expected, str(error), involves=("pretrain", owner))
 
 
 def check_special_tokens(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -144,6 +149,10 @@ def check_special_tokens(config: PipelineConfig) -> Iterator[ConfigProblem]:
     try:
         generation = json.loads((Path(config.pretrain).expanduser() / GENERATION_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        generation = {}
+    if not isinstance(generation, dict):
+        expected = f"a mapping in its {GENERATION_FILE}, as Transformers writes one"
+        yield ConfigProblem("pretrain", config.pretrain, expected, f"it holds {json.dumps(generation)[:100]}")
         generation = {}
     for name, entries in {"config.json": sizes.to_dict(), GENERATION_FILE: generation}.items():
         for problem in special_ids_beyond(entries, sizes.vocab_size):
@@ -173,6 +182,28 @@ def check_folders(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(key, path, "a folder whose tensors are those of its config.json", str(error))
 
 
+def check_formats(config: PipelineConfig, *, needed: bool = False) -> Iterator[ConfigProblem]:
+    """Models' folders have their weights in safetensors files.
+
+    Args:
+        needed: a folder that has none at all is wrong too, as for a run.
+    """
+    for key, model in config.models.items():
+        folder = Path(model).expanduser()
+        if model != TINY and _is_here(model) and not _has_weights(model) and (needed or other_weights(folder)):
+            yield ConfigProblem(key, model, "a folder with weights in safetensors files", no_weights(folder))
+
+
+def _outline(sizes: Any, worker: WorkerConfig) -> Any:
+    """The model on the meta device, or ``None`` where none can be made of its configuration (see ``check_models``)."""
+    from roll.models.loading import outline
+
+    try:
+        return outline("lm", sizes, trust_remote_code=worker.model_args.trust_remote_code)
+    except ValueError:
+        return None
+
+
 def _has_weights(model: str) -> bool:
     folder = Path(model).expanduser()
     return model != TINY and any((folder / name).is_file() for name in (SINGLE, INDEX))
@@ -182,14 +213,11 @@ def describe_adapter(config: PipelineConfig) -> list[str]:
     """A line on what ``lora_target`` leaves as it is though one might expect it in the adapter."""
     args = config.actor_train.model_args
     sizes = model_config(config, "actor_train") if args.lora_targets and config.pretrain != TINY else None
-    if sizes is None:
+    if sizes is None or (model := _outline(sizes, config.actor_train)) is None:
         return []
-    from roll.models.loading import outline
     from roll.models.lora import left_out
 
-    found = left_out(
-        outline("lm", sizes, trust_remote_code=args.trust_remote_code), args.lora_targets, args.lora_excluded
-    )
+    found = left_out(model, args.lora_targets, args.lora_excluded)
     return (
         [f"warning: actor_train.model_args.lora_target: {args.lora_target} leaves without adapter: {found}"]
         if found
@@ -325,13 +353,11 @@ def check_adapted_layers(config: PipelineConfig) -> list[ConfigProblem]:
     # The tiny model has what all-linear means; to look costs seconds of imports.
     plain = config.pretrain == TINY and targets == ("all-linear",) and not (adapter_fit or args.lora_excluded)
     sizes = model_config(config, "actor_train") if targets and not plain else None
-    if sizes is None:
+    if sizes is None or (model := _outline(sizes, worker)) is None:
         return []
-    from roll.models.loading import outline
     from roll.models.lora import UnknownLayerError, adapted_layers
 
     try:
-        model = outline("lm", sizes, trust_remote_code=args.trust_remote_code)
         layers = adapted_layers(model, targets, args.lora_excluded)
     except UnknownLayerError as error:
         key = f"actor_train.model_args.{error.key}"
@@ -344,13 +370,12 @@ def check_frozen_parts(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The model has the parts that ``freeze_module_prefix`` names, and others to train."""
     for role, worker in sections(config):
         prefixes = worker.model_args.frozen_prefixes if role in TRAINED else ()
-        if not prefixes or (sizes := model_config(config, role)) is None:
+        sizes = model_config(config, role) if prefixes else None
+        if sizes is None or (model := _outline(sizes, worker)) is None:
             continue
         from roll.models.freezing import UnknownPartError, frozen_parameters
-        from roll.models.loading import outline
 
         try:
-            model = outline("lm", sizes, trust_remote_code=worker.model_args.trust_remote_code)
             frozen = frozen_parameters(model, prefixes, head=role == "critic")
         except UnknownPartError as error:
             key, seen = f"{role}.model_args.freeze_module_prefix", worker.model_args.freeze_module_prefix
@@ -414,6 +439,7 @@ MODEL_CHECKS: tuple[Rule, ...] = (
     check_models,
     check_trust,
     check_folders,
+    check_formats,
     check_tokenizer,
     check_special_tokens,
     check_model_kwargs,
