@@ -16,7 +16,15 @@ from roll.configs.problems import ConfigProblem
 from roll.configs.rules import TRAINED, Rule, sections
 from roll.configs.schema import did_you_mean, nearest
 from roll.configs.worker import WorkerConfig
-from roll.models.adapter_files import ADAPTER_CONFIG, CLASSIFIES, GENERATES, unusual_entry
+from roll.models.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    CLASSIFIES,
+    GENERATES,
+    matrix_shapes_in,
+    read_adapter_config,
+    unusual_entry,
+)
 from roll.models.tiny import MAX_POSITIONS
 from roll.models.tokenizer import (
     TOKENIZER_FILES,
@@ -25,7 +33,7 @@ from roll.models.tokenizer import (
     policy_tokenizer,
     special_ids_beyond,
 )
-from roll.models.weight_files import INDEX, SINGLE, no_weights, other_weights
+from roll.models.weight_files import INDEX, SINGLE, no_weights, other_weights, shown
 from roll.tracking.manifest import CheckpointError
 from roll.tracking.saved import find_saved
 from roll.utils.registry import import_path
@@ -218,11 +226,21 @@ def describe_adapter(config: PipelineConfig) -> list[str]:
     from roll.models.lora import left_out
 
     found = left_out(model, args.lora_targets, args.lora_excluded)
-    return (
-        [f"warning: actor_train.model_args.lora_target: {args.lora_target} leaves without adapter: {found}"]
-        if found
-        else []
-    )
+    lines = [f"actor_train.model_args.lora_target: {args.lora_target} leaves without adapter: {found}"] if found else []
+    if args.adapter_name_or_path is not None and (base := _other_base(config.pretrain, args.adapter_name_or_path)):
+        own = f"the adapter was made for {base}, pretrain is {config.pretrain}"
+        lines.append(f"actor_train.model_args.adapter_name_or_path: {own}; it fits none but its own")
+    return [f"warning: {line}" for line in lines]
+
+
+def _other_base(model: str, adapter: str) -> str:
+    """The model that an adapter says it was made for, where that is another; empty where it is not known to be."""
+    try:
+        base = read_adapter_config(Path(adapter).expanduser()).get("base_model_name_or_path")
+    except ValueError:
+        return ""
+    same = base is None or Path(base).expanduser().resolve().name == Path(model).expanduser().resolve().name
+    return "" if same else str(base)
 
 
 def check_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -419,20 +437,52 @@ def check_adapter_start(config: PipelineConfig) -> Iterator[ConfigProblem]:
         return
     key, folder = "actor_train.model_args.adapter_name_or_path", Path(path).expanduser()
     try:
-        stored = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        rank, alpha, task = stored["r"], stored["lora_alpha"], stored.get("task_type")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        stored = read_adapter_config(folder)
+    except ValueError as error:
         yield ConfigProblem(key, path, "a folder that peft has saved an adapter in", str(error))
         return
+    rank, alpha, task = stored["r"], stored["lora_alpha"], stored.get("task_type")
     if (task == CLASSIFIES) != config.trains_scores:
         expected = f"an adapter of task_type {CLASSIFIES if config.trains_scores else GENERATES}"
         yield ConfigProblem(key, path, expected, f"task_type: {task} in {ADAPTER_CONFIG}")
     if unusual := unusual_entry(stored):
         yield ConfigProblem(key, path, "an adapter without it", f"{unusual} in {ADAPTER_CONFIG}")
+    fits = True
     for name, own, theirs in (("lora_rank", args.lora_rank, rank), ("lora_alpha", args.adapter_alpha, alpha)):
         if own != theirs:
+            fits = False
             expected = f"{theirs}, as the adapter in {path} has it"
             yield ConfigProblem(f"actor_train.model_args.{name}", own, expected, involves=(key,))
+    if fits and not unusual and (reason := _adapter_misfit(config, folder)):
+        yield ConfigProblem(
+            key, path, "an adapter of the layers that lora_target means", reason, involves=("pretrain",)
+        )
+
+
+def _adapter_misfit(config: PipelineConfig, folder: Path) -> str:
+    """Why the matrices in a folder are not those of the adapter that is trained; empty if they are."""
+    args = config.actor_train.model_args
+    sizes = None if config.pretrain == TINY else model_config(config, "actor_train")
+    if sizes is None or (model := _outline(sizes, config.actor_train)) is None:
+        return ""
+    from roll.models.lora import LoraSpec, UnknownLayerError, matrix_shapes
+
+    spec = LoraSpec(args.lora_rank, args.adapter_alpha, args.lora_targets, excluded=args.lora_excluded)
+    try:
+        expected = matrix_shapes(model, spec)
+        stored = matrix_shapes_in(folder)
+    except UnknownLayerError:
+        return ""  # see check_adapted_layers
+    except ValueError as error:
+        return str(error)
+    if config.trains_scores:
+        return ""  # its names are those of the trunk
+    if others := stored.keys() - expected.keys():
+        return f"{ADAPTER_FILE} has {shown(others)} beside them"
+    if missing := expected.keys() - stored.keys():
+        return f"{ADAPTER_FILE} lacks {shown(missing)}"
+    wrong = next((name for name, shape in stored.items() if shape != expected[name]), None)
+    return "" if wrong is None else f"{wrong}: seen shape {stored[wrong]}, expected {expected[wrong]}"
 
 
 MODEL_CHECKS: tuple[Rule, ...] = (

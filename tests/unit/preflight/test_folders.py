@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import transformers
 from safetensors.torch import load_file, save_file
@@ -16,6 +17,7 @@ from roll.configs.distill import DistillConfig
 from roll.configs.loader import validate
 from roll.configs.problems import ConfigErrors
 from roll.configs.sft import SFTConfig
+from roll.models.adapter_files import ADAPTER_FILE
 from roll.models.tiny import make_tokenizer
 from roll.models.weight_files import INDEX
 from roll.pipeline.start import check_rows
@@ -177,6 +179,42 @@ def test_what_all_linear_leaves_out_of_a_mixture_is_said(tmp_path: Path) -> None
     (line,) = describe_adapter(made)
     assert line.startswith("warning: actor_train.model_args.lora_target: all-linear leaves without adapter: ")
     assert "mlp.experts.gate_up_proj (2 tensors, 6,144 parameters)" in line
+
+
+@pytest.fixture
+def adapter(folder: Path) -> Path:
+    """One of rank 2 on ``q_proj`` and ``v_proj``."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    target = folder.parent / "adapter"
+    peft.get_peft_model(
+        model, peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    ).save_pretrained(str(target))
+    return target
+
+
+def test_an_adapter_to_start_from_has_the_matrices_that_are_trained(folder: Path, adapter: Path) -> None:
+    def found(targets: str) -> str:
+        args = {"lora_target": targets, "lora_rank": 2, "lora_alpha": 4, "adapter_name_or_path": str(adapter)}
+        return problems(folder, **args).get("actor_train.model_args.adapter_name_or_path", "")
+
+    assert found("q_proj,v_proj") == ""
+    assert "has base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight" in found("q_proj")
+    assert "lacks base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight" in found("q_proj,k_proj,v_proj")
+    tensors = load_file(adapter / ADAPTER_FILE)
+    name = next(name for name in tensors if ".lora_A." in name)
+    save_file({**tensors, name: tensors[name][:, 1:].contiguous()}, adapter / ADAPTER_FILE)
+    assert "seen shape (2, 15), expected (2, 16)" in found("q_proj,v_proj")
+    (adapter / ADAPTER_FILE).write_bytes(b"cut")
+    assert "expected a whole safetensors file" in found("q_proj,v_proj")
+
+
+def test_an_adapter_of_another_model_is_told(folder: Path, adapter: Path) -> None:
+    args = {"lora_target": "q_proj,v_proj", "lora_rank": 2, "lora_alpha": 4, "adapter_name_or_path": str(adapter)}
+    assert describe_adapter(validate(SFTConfig, settings(folder, "fsdp2_train", **args))) == []
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "org/other"}))
+    (line,) = describe_adapter(validate(SFTConfig, settings(folder, "fsdp2_train", **args)))
+    assert f"the adapter was made for org/other, pretrain is {folder}" in line
 
 
 def test_layers_of_gpt2_are_adapted_or_named(tmp_path: Path) -> None:
