@@ -214,7 +214,7 @@ def test_an_adapter_that_adds_otherwise_is_refused(runs, tmp_path: Path, capsys,
         ({"lora_alpha": None}, "lora_alpha: seen None, expected a number"),
         ({"lora_alpha": float("nan")}, "lora_alpha: seen nan, expected a number"),
         ({"target_modules": ["up_proj"]}, "expected in target_modules of adapter_config.json too"),
-        ({"target_modules": r".*\.1\..*"}, "layers.0.self_attn"),
+        ({"target_modules": r".*\.1\..*"}, "model.layers.0.mlp.down_proj: seen in"),
         ({"base_model_name_or_path": None}, "expected --base MODEL"),
     ],
 )
