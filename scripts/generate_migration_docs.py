@@ -133,8 +133,11 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "are multiplied by `train_batch_size / ppo_mini_batch_size × ppo_epochs`.",
         "`gae` always whitens there; `whiten_advantages` says so here.",
         "The dual clip is always on there, with `clip_ratio_c` 3.",
-        "`seq-mean-token-sum-norm` is a mean over sequences here, and the sum of a micro-batch's there; both divide by "
-        "the same constant.",
+        "Releases up to 0.7, and those since 0.8, in which engines train, are told apart by the keys that a file uses; "
+        "a file that has keys of both is told so. Up to 0.7 `token-mean` is a mean over each micro-batch's tokens, "
+        "these means weighted by samples, and `seq-mean-token-sum-norm` the sum of a micro-batch; since 0.8, and here, "
+        "both are means over an optimizer step.",
+        "A critic has the epochs, mini-batches, bound on gradients and averaging of the policy; other ones are told.",
         "Bounds of a rejection (`rollout_rs`) are on the ratio of training to generating engine here, on its inverse "
         "there.",
         "There is one `kl_penalty` for the loss and the reward.",
