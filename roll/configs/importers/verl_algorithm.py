@@ -193,13 +193,16 @@ def set_optimizer(draft: Draft, theirs: str, role: str, updates: int = 1) -> Non
     """
     base = f"{role}.training_args"
     counted = f"{updates} optimizer steps to each that their schedule counts" if updates > 1 else ""
+    begins = (
+        f"{counted}; " * bool(counted) + "it begins with 0 there, which trains nothing, and with its first part here"
+    )
     steps = draft.theirs(f"{theirs}.lr_warmup_steps", -1)
     ratios = [f"{theirs}.lr_warmup_steps_ratio", f"{theirs}.warmup_steps_ratio"]
     ratio = next((value for key in ratios if (value := draft.theirs(key))), 0.0)
     if steps and int(steps) > 0:
-        draft.derive(f"{theirs}.lr_warmup_steps", f"{base}.warmup_steps", int(steps) * updates, counted)
+        draft.derive(f"{theirs}.lr_warmup_steps", f"{base}.warmup_steps", int(steps) * updates, begins)
     elif ratio:
-        draft.derive(ratios, f"{base}.warmup_ratio", float(ratio))
+        draft.derive(ratios, f"{base}.warmup_ratio", float(ratio), begins)
     styles = [f"{theirs}.{key}" for key in ("lr_scheduler_type", "lr_scheduler", "warmup_style", "lr_decay_style")]
     style = next((name for key in styles if (name := draft.theirs(key))), "constant")
     draft.translate(styles, f"{base}.lr_scheduler_type", "schedule", style)

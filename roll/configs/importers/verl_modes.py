@@ -8,6 +8,7 @@ from typing import Any
 
 from roll.configs.importers.common import leaves
 from roll.configs.importers.draft import Draft, Kind
+from roll.configs.importers.table import DROP
 from roll.configs.importers.verl_roles import ACTOR
 
 _SECTION = "trainer.v1"
@@ -81,8 +82,13 @@ def _tell_others(draft: Draft, mode: str) -> None:
     for key, value in _given(draft):
         own = key.removeprefix(f"{_SECTION}.").split(".")
         other = {SHARED, APART, "sync"} - {mode}
-        if own[-1] not in (*_READ, "trainer_mode") and own[0] not in other and draft.rule(key):
+        if own[-1] not in (*_READ, "trainer_mode") and own[0] not in other and _is_asked(draft, key, value):
             draft.tell(Kind.IMPOSSIBLE, key, value, note=f"nothing is known of it here: see what it does in {mode}")
+
+
+def _is_asked(draft: Draft, key: str, value: Any) -> bool:
+    """Tells whether a key asks for something that no rule drops, other than its default."""
+    return draft.rule(key) not in ("", DROP) and not draft.is_usual(key, value)
 
 
 def _found(draft: Draft, name: str) -> tuple[str, Any]:

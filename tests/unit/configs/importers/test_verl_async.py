@@ -252,5 +252,9 @@ def test_the_newer_trainer_on_shared_devices(oldest: int, ratio: int, window: in
 def test_what_a_mode_does_beyond_that_is_told(tmp_path: Path) -> None:
     config, kinds = imported_mode(tmp_path, "colocate_async", f"{V1}.sampler.custom_sampler.path=mine.py")
     assert kinds[f"{V1}.sampler.custom_sampler.path"] == Kind.IMPOSSIBLE
+    usual = ("sampler.custom_sampler.path=null", "sampler.sync_refill_failed_groups=false", "sampler.sampler_kwargs={}")
+    words = [f"{V1}.{word}" for word in (*usual, "separate_async.hybrid_rollout.enable_switch=true")]
+    config, kinds = imported_mode(tmp_path, "separate_async", *words, f"{V1}.separate_async.parameter_sync_step=2")
+    assert Kind.IMPOSSIBLE not in kinds.values() and Kind.UNKNOWN not in kinds.values()
     config, kinds = imported_mode(tmp_path, "separate_async", "trainer.use_v1=False")
     assert config.async_generation_ratio == 0 and kinds[f"{V1}.trainer_mode"] == Kind.DROPPED
