@@ -252,8 +252,9 @@ class Draft:
         self.outcomes.append(Outcome(kind, key, seen, ours, value, note))
 
     def derive(self, keys: Sequence[str] | str, ours: str, value: Any, note: str = "") -> None:
-        """Gives a key of ours a value that follows from several of theirs."""
+        """Gives a key of ours a value that follows from several of theirs, in place of the default of one of them."""
         keys = [keys] if isinstance(keys, str) else keys
+        self.outcomes = [each for each in self.outcomes if (each.kind, each.ours) != (Kind.THEIRS, ours)]
         self.set(ours, value)
         given = [key for key in keys if self.has(key)] or list(keys[:1]) or ["its algorithm and data"]
         self.tell(Kind.DERIVED, ", ".join(given), NOTHING, ours, value, note)
