@@ -98,7 +98,7 @@ What remains, and why:
 | verl `cppo` | not whole | no such loss here |
 | verl `multi_rs` | not whole | rejections beside `bypass_mode` |
 | verl `dapo_fp16` | not whole | nothing trains in fp16 here |
-| verl `grpo_32b`, `sft_fsdp`, `sft_peft` | not whole until answered | a branch, or an argument of the script, is asked (`--set DEVICE=gpu`, `--set 1=8`) |
+| verl `grpo_32b`, `sft_fsdp`, `sft_peft` | not whole until answered | a branch, or an argument of the script, is asked |
 
 Stored versions: ROLL `ed961163`, `0720e284`, `948c7b8d`, `4df34f17`, `45d3a306`, `9c2ae46d`, `5edcd1b0`, `1537854b`,
 its forks `pranay-fleet/roll-fleet` `72347eda`, `kelly159951` `7b97eef8` and `291b4cf7`, `xiyang-aads-lilly`
@@ -159,8 +159,9 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "Bounds of a rejection (`rollout_rs`) are on the ratio of training to generating engine here, on its inverse "
         "there.",
         "There is one `kl_penalty` for the loss and the reward.",
-        "Held-out answers are greedy unless `val_kwargs.do_sample` is true; a greedy pass over them is made here in "
-        "any case before the first step and after the last.",
+        "Held-out answers are sampled where `val_kwargs.temperature` is above 0, as since 0.7, which passes over "
+        "`do_sample`; with `rollout.mode: sync` they are greedy unless it is true. A greedy pass over them is made "
+        "here in any case before the first step and after the last.",
         "Checkpoints are written and evaluations made after the last step, whatever the periods are.",
         "Reward domains are made for the public data sources; the score of a wrong answer is 0, not -1.",
         "Of the fully asynchronous trainer (`fully_async_main`) a step is what is trained between two updates of the "

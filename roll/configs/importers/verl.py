@@ -211,8 +211,10 @@ def _validation(draft: Draft) -> None:
         draft.remove("validation")
         return
     base, theirs = "validation.generating_args", f"{ROLLOUT}.val_kwargs"
-    samples = bool(draft.theirs(f"{theirs}.do_sample"))
-    draft.derive(f"{theirs}.do_sample", f"{base}.do_sample", samples)
+    said, warm = bool(draft.theirs(f"{theirs}.do_sample")), float(draft.theirs(f"{theirs}.temperature")) > 0
+    samples = warm and (said or draft.theirs(f"{ROLLOUT}.mode") != "sync")
+    note = "" if samples == said else "the temperature decides there, unless rollout.mode is sync"
+    draft.derive([f"{theirs}.do_sample", f"{theirs}.temperature"], f"{base}.do_sample", samples, note)
     draft.derive(f"{theirs}.n", f"{base}.num_return_sequences", int(draft.theirs(f"{theirs}.n")))
     for key, kind in (("temperature", float), ("top_p", float), ("top_k", int)) if samples else ():
         draft.derive(f"{theirs}.{key}", f"{base}.{key}", kind(draft.theirs(f"{theirs}.{key}")))

@@ -341,6 +341,10 @@ def test_on_policy_distillation_of_verl(tmp_path: Path) -> None:
     config = loaded(convert("verl", [SCRIPT], [*TAUGHT, *warm]), tmp_path)
     assert isinstance(config, RLVRConfig) and (config.kd_temperature, config.teacher_temperature) == (1, 1)
 
+    apart = loaded(convert("verl", [SCRIPT], [*TAUGHT, *words, "trainer.n_gpus_per_node=8"]), tmp_path)
+    assert isinstance(apart, RLVRConfig) and apart.teacher is not None
+    assert (apart.num_nodes, apart.teacher.device_mapping) == (2, [8, 9, 10, 11])
+
     usual = loaded(convert("verl", [SCRIPT], [*TAUGHT, words[0]]), tmp_path)
     assert isinstance(usual, RLVRConfig) and (usual.opd_form, usual.logits_topk) == ("loss", 32)
 

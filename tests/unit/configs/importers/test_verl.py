@@ -232,3 +232,22 @@ def test_a_variable_that_nothing_sets_leaves_the_model_open(tmp_path: Path) -> N
     assert not result.problems  # with the heads of the model that is taken where none is given there would be
     told = {each.key: each.kind for each in result.outcomes}
     assert told["pretrain"] == Kind.TO_DO
+
+
+@pytest.mark.parametrize(
+    ("words", "samples"),
+    [
+        (("temperature=1.0", "do_sample=False"), True),
+        (("temperature=0", "do_sample=True"), False),
+        (("temperature=1.0", "do_sample=False", "mode=sync"), False),
+    ],
+)
+def test_the_temperature_says_whether_held_out_answers_are_sampled(
+    words: tuple[str, ...], samples: bool, tmp_path: Path
+) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    given = [f"{rollout}.{word if word.startswith('mode') else f'val_kwargs.{word}'}" for word in words]
+    _, config = imported(tmp_path, *given)
+    assert config.validation is not None
+    assert config.validation.generating_args is not None
+    assert config.validation.generating_args.do_sample is samples
