@@ -97,14 +97,17 @@ What remains, and why:
 | verl `sft/…muon` under Megatron | not valid | Muon is an optimizer of `fsdp2_train` here |
 | verl `cppo` | not whole | no such loss here |
 | verl `multi_rs` | not whole | rejections beside `bypass_mode` |
+| verl `opd_megatron` | not whole | a divergence over the vocabulary is not clamped |
+| verl `separate_async` | not whole | old samples get importance weights here |
+| verl `dapo_multiturn` | not whole | its data set class and its tools are of its recipe |
 | verl `dapo_fp16` | not whole | nothing trains in fp16 here |
-| verl `grpo_32b`, `sft_fsdp`, `sft_peft` | not whole until answered | a branch, or an argument of the script, is asked |
+| verl `grpo_32b`, `sft_fsdp`, `sft_peft` | until answered | a branch, or an argument of the script, is asked |
 
 Stored versions: ROLL `ed961163`, `0720e284`, `948c7b8d`, `4df34f17`, `45d3a306`, `9c2ae46d`, `5edcd1b0`, `1537854b`,
 its forks `pranay-fleet/roll-fleet` `72347eda`, `kelly159951` `7b97eef8` and `291b4cf7`, `xiyang-aads-lilly`
 `59950735`, `breaddaerb` `cec5234a`; verl up to 0.7 `03aefba4`, `03150d4f`, `541ec96d`, `144f58a5`, `0061a224`,
 `3a7b795e`, `83e82cdd`, `70a1859b`, `12095cde`, `a8a32e92`; since 0.8 `08aef7ff`, `4eed7063`, `2741f279`, `7804ce3a`,
-`50ef5e4f`, `3867dfdf`, `5cac7f89`, `860eebd2`.
+`50ef5e4f`, `3867dfdf`, `5cac7f89`, `860eebd2`, `d2c0bd69`, `712d9462`.
 
 Of ten runs of each of the two, what a step is (sequences and tokens per optimizer step, rates at steps 0, 10, 100 and
 last, the KL, bounds, averages, sampling, lengths, layout, periods) is compared in `tests/unit/configs/importers` with
