@@ -169,6 +169,15 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "`packing` is two keys here: micro-batches by tokens, and sequences laid end to end.",
         "The reference is the policy's starting weights; another model cannot be one.",
         "Roles out of `colocation` get devices of their own, behind those of the others.",
+        "`final_clip_ratio`, 3 where it is not given, bounds the loss of each token: `pg_loss_cap`.",
+        "With `fsdp` the learning rate is level, whatever `min_lr` says. With `megatron` it falls in a line from "
+        "`lr` to `min_lr` in `train_iters` optimizer steps, which is 1 where a release has no such key; the loss has "
+        "no KL and no entropy term, whatever their coefficients.",
+        "`seq_length` of `policy`, without `max_response_tokens_length`, bounds prompt and answer together. Here each "
+        "has a bound, and the prompt gets a quarter.",
+        "Where only a shell knows the number of devices (`num_device` of `base_env.sh`), `--set WORLD_SIZE=1 --set "
+        "GPUS_PER_NODE=8` give it; without these, the fewest nodes of 8 that hold the layout are taken, and it "
+        "is asked for.",
     ),
     "mindspeed": (
         "`init_kl_coef` is the coefficient of a KL loss there, and `kl_loss_coef` here; the same name here is "
