@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from roll.configs.importers.common import (
     GPUS_OF_A_NODE,
@@ -77,8 +78,9 @@ def _trackers(draft: Draft) -> None:
 
 def _unread_devices(draft: Draft) -> None:
     """Where only a shell can tell the number of devices: whole nodes that hold the layout, reported once."""
-    keys = [key for key in draft.given.unread if key.endswith((".num_gpu", ".fsdp_size"))]
-    if f"{TRAINER}.num_gpu" not in keys:
+    key, names = f"{TRAINER}.num_gpu", (".num_gpu", ".fsdp_size")
+    told = [each for each in draft.outcomes if each.kind == Kind.IMPOSSIBLE and each.key.endswith(names)]
+    if key not in {each.key for each in told}:
         return
 
     def size(*names: str, of: str = TRAINER) -> int:
@@ -89,16 +91,20 @@ def _unread_devices(draft: Draft) -> None:
         dense = size("tensor_model_parallel_size", "context_parallel_size")
         experts = size("expert_tensor_parallel_size", "expert_model_parallel_size")
         count = math.lcm(count, math.lcm(dense, experts) * size("pipeline_model_parallel_size"))
-    draft.given.values["models"]["policy_trainer"]["num_gpu"] = count
-    draft.outcomes = [each for each in draft.outcomes if each.key not in keys]
-    unread = draft.given.unread[f"{TRAINER}.num_gpu"]
-    names = " and ".join(unread.by)
-    why = f"it depends on {names}, which nothing sets" if names else "a shell computes its value"
-    give = ", or ".join(
-        [*([" ".join(f"--set {name}=…" for name in unread.by)] if names else []), f"{TRAINER}.num_gpu=…"]
-    )
+    models = draft.given.values["models"]
+    for section in models.values():  # links to it
+        for name in [name for name in ("num_gpu", "fsdp_size") if isinstance(section.get(name), str)]:
+            del section[name]
+    models["policy_trainer"]["num_gpu"] = count
+    draft.outcomes = [each for each in draft.outcomes if each not in told]
+    seen = next(each.seen for each in told if each.key == key)
+    unread = draft.given.unread.get(key)
+    variable = re.fullmatch(r"\$\{oc\.env:(\w+)\}", str(seen))
+    by = unread.by if unread else (variable[1],) if variable else ()
+    why = f"it depends on {' and '.join(by)}, which nothing sets" if by else "no line of the files says it"
+    give = "".join(f"--set {name}=… " for name in by) + ("or " if by else "") + f"{key}=…"
     note = f"{why}; {count} is taken, the fewest nodes of {GPUS_OF_A_NODE} that hold the layout; give {give}"
-    draft.tell(Kind.IMPOSSIBLE, f"{TRAINER}.num_gpu", unread.text, "actor_train.device_mapping", note=note)
+    draft.tell(Kind.IMPOSSIBLE, key, seen, "actor_train.device_mapping", note=note)
 
 
 def _lengths(draft: Draft) -> None:

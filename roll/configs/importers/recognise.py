@@ -40,6 +40,8 @@ def system_of(file: Path) -> str | None:
     if not isinstance(content, dict):
         return None
     found = next((system for key, system in _SECTIONS.items() if key in content), None)
+    if found is None and isinstance(content.get("sft"), dict) and content["sft"].get("stage") == "sft":
+        return "mindspeed"
     if found is None and _SUPERVISED.search(str(content.get("defaults"))):
         return "verl_sft"
     return found or ("roll" if any(sign in text for sign in _ROLL) else None)
