@@ -6,6 +6,7 @@ import math
 import re
 
 from roll.configs.importers.common import (
+    ENGINE_OF_A_NODE,
     GPUS_OF_A_NODE,
     devices,
     drop_unread,
@@ -203,8 +204,7 @@ def _roles(draft: Draft) -> None:
     if (size := int(draft.get("actor_infer.num_gpus_per_worker") or 1)) > GPUS_OF_A_NODE:
         key, ours = f"{POLICY}.tensor_model_parallel_size", "actor_infer.num_gpus_per_worker"
         draft.derive(key, ours, GPUS_OF_A_NODE)
-        note = f"an engine stays on one node here, and has its {GPUS_OF_A_NODE} devices: see that the model fits"
-        to_do(draft, key, note, size, ours)
+        to_do(draft, key, ENGINE_OF_A_NODE, size, ours)
     name = draft.get("actor_infer.strategy_args.strategy_name")
     key = "mem_fraction_static" if name == "sglang" else "gpu_memory_utilization"
     share = draft.theirs(f"{POLICY}.gpu_memory_utilization")
@@ -236,6 +236,8 @@ def _trained(draft: Draft, role: str, theirs: str, trainer: str) -> None:
                 draft.derive(f"{theirs}.{key}", f"{options}.{ours}", value)
         if role == "actor_train":
             draft.carry(f"{theirs}.use_distributed_optimizer", f"{options}.use_distributed_optimizer")
+            for section in (f"{theirs}.megatron_model_cfg", theirs):
+                draft.carry(f"{section}.moe_aux_loss_coeff", f"{options}.moe_aux_loss_coeff", float)
             if kind := draft.theirs(key := f"{theirs}.recompute_granularity"):
                 draft.derive(key, f"{options}.recompute_granularity", "selective" if kind == "sel" else kind)
                 names = ("recompute_modules",) if kind != "full" else ("recompute_method", "recompute_num_layers")

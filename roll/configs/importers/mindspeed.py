@@ -6,6 +6,7 @@ from typing import Any
 
 from roll.configs.dpo import DPOConfig
 from roll.configs.importers.common import (
+    ENGINE_OF_A_NODE,
     GPUS_OF_A_NODE,
     devices,
     devices_of,
@@ -24,12 +25,15 @@ from roll.configs.importers.reading import Given
 from roll.configs.importers.verl_tools import read_tools, set_form
 from roll.configs.offline import OfflineConfig
 from roll.configs.pipeline import PARTS, PipelineConfig
+from roll.configs.reward_training import RewardTrainingConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.sft import SFTConfig
 
 MEGATRON, RL, GENERATE = "megatron_training", "rl_config", "generate_config"
-ACTOR, CRITIC, SFT = "actor_config", "critic_config", "sft"
-_OFFLINE: dict[str, type[OfflineConfig]] = {"dpo": DPOConfig, "sft": SFTConfig}
+ACTOR, CRITIC = "actor_config", "critic_config"
+RUN = (MEGATRON, "sft", "reward")
+"""Sections that say what a run is; each kind has one of them."""
+_OFFLINE: dict[str, type[OfflineConfig]] = {"dpo": DPOConfig, "sft": SFTConfig, "orm": RewardTrainingConfig}
 """By ``stage``: the pipelines that train on given samples."""
 _OPTIONS = "strategy_args.strategy_config"
 _VERIFIERS = {
@@ -43,6 +47,15 @@ _VERIFIERS = {
     "strict_format": "format",
     "base_model_format": "format",
 }
+_OF_ITS_OWN = {
+    "lr": "learning_rate",
+    "lr_decay_style": "lr_scheduler_type",
+    "weight_decay": "weight_decay",
+    "lr_warmup_fraction": "warmup_ratio",
+    "adam_beta1": "adam_beta1",
+    "adam_beta2": "adam_beta2",
+}
+"""Keys that a critic may have of its own, and else of the training section."""
 _SCORES = {
     "acc": "a wrong answer has -0.5 there, one without a box -1",
     "base_acc": "there an answer scores only in the form <think>…</think> <answer>…</answer>, with one box",
@@ -85,6 +98,7 @@ def derive(draft: Draft) -> type[PipelineConfig]:
     _checkpoints(draft)
     _trackers(draft)
     _adapter(draft)
+    _experts(draft)
     _roles(draft)
     _rewards(draft)
     _batches(draft)
@@ -96,13 +110,13 @@ def derive(draft: Draft) -> type[PipelineConfig]:
 
 def _stage(draft: Draft) -> tuple[str, str]:
     """What a run does, and the key that says it."""
-    key = _said(draft, "stage", MEGATRON, SFT)
+    key = _said(draft, "stage", *RUN)
     return str(draft.theirs(key)), key
 
 
 def _said(draft: Draft, name: str, *sections: str) -> str:
     """The key of a section that has a name; a section goes before those behind it, the first where none has it."""
-    sections = sections or (ACTOR, MEGATRON, SFT)
+    sections = sections or (ACTOR, *RUN)
     return next((key for section in sections if draft.has(key := f"{section}.{name}")), f"{sections[0]}.{name}")
 
 
@@ -115,13 +129,14 @@ def _offline(draft: Draft, schema: type[OfflineConfig], stage: str) -> type[Offl
     _checkpoints(draft)
     _trackers(draft)
     _adapter(draft)
+    _experts(draft)
     count = parallel_sizes(draft, "actor_train")
     key = _said(draft, "tensor_model_parallel_size")
     draft.derive(key, "actor_train.device_mapping", devices(0, count))
     to_do(draft, key, f"torchrun says on how many devices: {count} hold the model", ours="actor_train.device_mapping")
     if (nodes := -(-count // GPUS_OF_A_NODE)) > 1:
         draft.derive(key, "num_nodes", nodes, f"of {GPUS_OF_A_NODE} devices")
-    batch, micro = _said(draft, "global_batch_size", MEGATRON, SFT), _said(draft, "micro_batch_size")
+    batch, micro = _said(draft, "global_batch_size", *RUN), _said(draft, "micro_batch_size")
     set_batch(draft, "actor_train", int(draft.theirs(batch)), int(draft.theirs(micro) or 1), [batch, micro])
     if schema is DPOConfig:
         loss = f"{MEGATRON}.dpo_loss_type"
@@ -131,9 +146,9 @@ def _offline(draft: Draft, schema: type[OfflineConfig], stage: str) -> type[Offl
         if reference and reference != policy:
             note = "the reference is pretrain: another model is reference_pretrain, in Hugging Face format"
             draft.tell(Kind.IMPOSSIBLE, f"{MEGATRON}.ref_model", reference, note=note)
-    shares = str(draft.theirs(split := _said(draft, "split", MEGATRON, SFT)) or "").split(",")
-    if len(shares) > 1 and float(shares[1] or 0) and draft.theirs(_said(draft, "eval_iters", MEGATRON, SFT)):
-        every = int(draft.theirs(_said(draft, "eval_interval", MEGATRON, SFT)) or 1000)
+    shares = str(draft.theirs(split := _said(draft, "split", *RUN)) or "").split(",")
+    if len(shares) > 1 and float(shares[1] or 0) and draft.theirs(_said(draft, "eval_iters", *RUN)):
+        every = int(draft.theirs(_said(draft, "eval_interval", *RUN)) or 1000)
         note = f"held-out rows are a file of their own here: name it in validation, with eval_steps {every}"
         to_do(draft, split, note, ",".join(shares))
     drop_unread_of_roles(draft)
@@ -143,7 +158,7 @@ def _offline(draft: Draft, schema: type[OfflineConfig], stage: str) -> type[Offl
 
 def _model_and_data(draft: Draft, *, given: bool = False) -> None:
     """Model, rows and lengths; ``given``: the rows hold the answers too."""
-    tokenizer, rows = (_said(draft, name, MEGATRON, SFT) for name in ("tokenizer_name_or_path", "data_path"))
+    tokenizer, rows = (_said(draft, name, *RUN) for name in ("tokenizer_name_or_path", "data_path"))
     draft.carry_set(tokenizer, "pretrain", note="the folder in Hugging Face format")
     if draft.has(load := _said(draft, "load")):
         note = "Megatron's checkpoints are not read: see that pretrain is the same model in Hugging Face format"
@@ -155,7 +170,7 @@ def _model_and_data(draft: Draft, *, given: bool = False) -> None:
             {"prompt": "instruction", "response": "output"},
             "the question in instruction, the answer in output",
         )
-        if _stage(draft)[0] == "dpo":
+        if _stage(draft)[0] != "sft":
             columns, said = {"prompt": "prompt"}, "the question in prompt, the answers in chosen and rejected"
     if path := draft.theirs(rows):
         draft.derive(rows, f"{data}.file_name", path)
@@ -163,9 +178,11 @@ def _model_and_data(draft: Draft, *, given: bool = False) -> None:
     for key, column in columns.items():
         draft.set(f"{data}.{key}", column)
     if given:
-        whole = _said(draft, "seq_length", MEGATRON, SFT)
+        whole = _said(draft, "seq_length", *RUN)
         draft.carry_set(whole, "sequence_length", int)
-        draft.derive(whole, "sample_overflow", "truncate", "a longer one loses its end there")
+        cut = "drop" if _stage(draft)[0] == "orm" else "truncate"
+        note = "a longer one loses its end there" + ("; here a score stands at the end" if cut == "drop" else "")
+        draft.derive(whole, "sample_overflow", cut, note)
     else:
         draft.set(f"{data}.prompt_overflow", "drop")
         both = int(draft.get("prompt_length")) + int(draft.get("response_length"))
@@ -174,13 +191,37 @@ def _model_and_data(draft: Draft, *, given: bool = False) -> None:
     _least_rate(draft, _said(draft, "min_lr"), "actor_train")
 
 
+def _of_model(draft: Draft, name: str) -> Any:
+    """Value of a key in the file of the model, which the sections go before; ``None`` where there is none."""
+    sections = draft.given.values.get("model")
+    chosen = draft.theirs(_said(draft, "model")) if isinstance(sections, dict) else None
+    section = sections.get(chosen) if isinstance(sections, dict) else None
+    return section.get(name) if isinstance(section, dict) else None
+
+
 def _dropout(draft: Draft) -> None:
     """Says that a file without the keys trains with dropout there, unless the model's own file says otherwise."""
     for name in ("attention_dropout", "hidden_dropout"):
-        model = draft.given.values.get("model")
-        if not draft.has(key := _said(draft, name)) and name not in str(model):
-            note = "0.1 where it is not given, unless the model's file has it; here nothing is dropped"
-            to_do(draft, key.replace(ACTOR, MEGATRON), note, 0.1)
+        share = _of_model(draft, name)
+        if draft.has(_said(draft, name)) or share == 0:
+            continue
+        note = "here nothing is dropped" + (
+            "" if share else "; it is 0.1 where neither the file nor the model's gives it"
+        )
+        to_do(draft, f"{MEGATRON}.{name}", note, share or 0.1)
+
+
+def _experts(draft: Draft) -> None:
+    """The loss that balances experts, which a model with some has there unless it is switched off."""
+    names = ("num_experts", "expert_model_parallel_size", "moe_router_load_balancing_type", "moe_aux_loss_coeff")
+    keys = {name: _said(draft, name) for name in names}
+    said = {name: draft.theirs(key) if draft.has(key) else _of_model(draft, name) for name, key in keys.items()}
+    if not said["num_experts"] and int(said["expert_model_parallel_size"] or 1) == 1:
+        return
+    weight = 0.001 if said["moe_aux_loss_coeff"] is None else float(said["moe_aux_loss_coeff"])
+    kind = said["moe_router_load_balancing_type"] or "aux_loss"
+    ours, note = f"actor_train.{_OPTIONS}.moe_aux_loss_coeff", f"{kind} there; here a mean over micro-batches and ranks"
+    draft.derive([keys["moe_aux_loss_coeff"], keys["num_experts"]], ours, weight if kind != "none" else 0.0, note)
 
 
 def _least_rate(draft: Draft, theirs: str, role: str) -> None:
@@ -224,7 +265,7 @@ def _algorithm(draft: Draft) -> None:
     if stage == "ray_ppo":
         draft.derive(key, "adv_estimator", "gae")
     elif stage not in ("ray_grpo", "ray_dapo"):
-        known = "ray_grpo, ray_dapo, ray_ppo, dpo and sft"
+        known = "ray_grpo, ray_dapo, ray_ppo, dpo, sft and orm"
         draft.tell(Kind.IMPOSSIBLE, key, stage, "adv_estimator", note=f"there are {known}; this is a run of ray_grpo")
     loss = f"{RL}.token_level_loss"
     if stage == "ray_dapo" and not draft.theirs(loss):
@@ -289,6 +330,10 @@ def _trackers(draft: Draft) -> None:
 
 
 def _roles(draft: Draft) -> None:
+    if (size := int(draft.get("actor_infer.num_gpus_per_worker"))) > GPUS_OF_A_NODE:
+        key, ours = f"{GENERATE}.infer_tensor_parallel_size", "actor_infer.num_gpus_per_worker"
+        draft.derive(key, ours, GPUS_OF_A_NODE)
+        to_do(draft, key, ENGINE_OF_A_NODE, size, ours)
     count = int(draft.theirs(f"{RL}.actor_resource.num_npus"))
     if (nodes := -(-count // GPUS_OF_A_NODE)) > 1:
         note = f"of {GPUS_OF_A_NODE} devices; on machines with more give num_nodes and num_gpus_per_node"
@@ -329,7 +374,11 @@ def _critic(draft: Draft, count: int) -> None:
     draft.derive(key, "critic.device_mapping", devices(first, own))
     if (nodes := -(-(first + own) // GPUS_OF_A_NODE)) > int(draft.get("num_nodes") or 1):
         draft.derive(key, "num_nodes", nodes, f"of {GPUS_OF_A_NODE} devices")
-    _least_rate(draft, f"{CRITIC}.min_lr", "critic")
+    for name, ours in _OF_ITS_OWN.items():
+        if draft.has(theirs := _said(draft, name, CRITIC, MEGATRON)) and theirs.startswith(MEGATRON):
+            how = "schedule" if name == "lr_decay_style" else "listed"  # which leaves a number as it is
+            draft.translate([theirs], f"critic.training_args.{ours}", how, draft.theirs(theirs))
+    _least_rate(draft, _said(draft, "min_lr", CRITIC, MEGATRON), "critic")
     draft.derive(f"{RL}.cliprange_value", "value_clip", float(draft.theirs(f"{RL}.cliprange_value", 0.5)))
     whitens = bool(draft.theirs(f"{RL}.advantage_whiten", True))
     draft.derive(f"{RL}.advantage_whiten", "whiten_advantages", whitens, "gae whitens there")
@@ -351,6 +400,8 @@ def _rewards(draft: Draft) -> None:
         domain["timeout"] = float(draft.theirs(f"{RL}.verifier_timeout"))
     if draft.theirs(f"{RL}.verifier_parallel"):
         domain["num_processes"] = int(draft.theirs(f"{RL}.verifier_parallel"))
+    if draft.theirs(f"{RL}.overlong_buffer_enable") and not draft.has(key := f"{RL}.rollout_max_tokens"):
+        draft.derive(key, "overlong_buffer.max_length", 2048, "its default")
     if draft.theirs(f"{RL}.filter_groups_enable"):
         domain["query_filter_config"] = {"type": "std_filter"}
     scores = "; ".join(f"{name}: {_SCORES[name]}" for name in map(str, names or ["base_acc"]) if name in _SCORES)

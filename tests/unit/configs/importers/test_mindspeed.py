@@ -13,6 +13,7 @@ from roll.configs.importers.draft import Kind
 from roll.configs.importers.recognise import system_of
 from roll.configs.importers.report import report
 from roll.configs.loader import load_composed
+from roll.configs.reward_training import RewardTrainingConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.sft import SFTConfig
 from roll.preflight.choices import CHECKS
@@ -165,8 +166,20 @@ def test_supervised_training_stays_supervised(tmp_path: Path) -> None:
     assert "sft.split" in kinds(imported, Kind.TO_DO)
 
 
+def test_a_reward_model_stays_one(tmp_path: Path) -> None:
+    text = DPO.replace("megatron_training:", "reward:").replace("stage: dpo", "stage: orm")
+    text = "\n".join(line for line in text.splitlines() if "ref_model" not in line and "dpo_loss" not in line)
+    (tmp_path / "orm.yaml").write_text(text)
+    imported = convert("mindspeed", [tmp_path / "orm.yaml"], checks=CHECKS)
+    assert imported.exit_code == 0, report(imported)
+    assert imported.schema is RewardTrainingConfig and system_of(tmp_path / "orm.yaml") == "mindspeed"
+    (tmp_path / "mine.yaml").write_text(imported.text)
+    config = load_composed(RewardTrainingConfig, "mine", compose_config("mine", tmp_path, ()))
+    assert (config.reward_loss, config.actor_train.global_train_batch_size) == ("bradley_terry", 64)
+
+
 def test_a_stage_of_no_pipeline_here_is_no_grpo_in_silence() -> None:
-    imported = convert("mindspeed", [FILE], ["megatron_training.stage=orm"])
+    imported = convert("mindspeed", [FILE], ["megatron_training.stage=prm"])
     assert "megatron_training.stage" in kinds(imported, Kind.IMPOSSIBLE) and imported.exit_code == 1
 
 
@@ -185,3 +198,24 @@ def test_scores_of_another_scale_are_reported() -> None:
     )
     (note,) = (each.note for each in imported.outcomes if each.ours == "rewards.math")
     assert "base_acc" in note and "<think>" in note
+
+
+def test_the_model_s_file_and_experts(tmp_path: Path) -> None:
+    text = FILE.read_text() + "model:\n  qwen25_7b: {num_experts: 8, hidden_dropout: 0.1, attention_dropout: 0.0}\n"
+    (tmp_path / "experts.yaml").write_text(text)
+    imported = convert("mindspeed", [tmp_path / "experts.yaml"])
+    assert "moe_aux_loss_coeff: 0.001" in imported.text
+    assert {"megatron_training.hidden_dropout"} == {key for key in kinds(imported, Kind.TO_DO) if "dropout" in key}
+    off = convert("mindspeed", [tmp_path / "experts.yaml"], ["+actor_config.moe_aux_loss_coeff=0"])
+    assert "moe_aux_loss_coeff" not in off.text
+    assert "moe_aux_loss_coeff" not in convert("mindspeed", [FILE]).text
+
+
+def test_what_a_critic_does_not_say_is_the_training_section_s(tmp_path: Path) -> None:
+    words = ["megatron_training.stage=ray_ppo", "+megatron_training.adam_beta2=0.9", "rl_config.adv_estimator=gae"]
+    words += ["+critic_config={lr: 5.0e-6, tensor_model_parallel_size: 4}", "+megatron_training.lr=1.0e-7"]
+    config = loaded(convert("mindspeed", [FILE], words), tmp_path)
+    assert config.critic is not None
+    arguments = config.critic.training_args
+    assert (arguments.learning_rate, arguments.adam_beta2, arguments.weight_decay) == (5e-6, 0.9, 0.01)
+    assert config.actor_train.training_args.adam_beta2 == 0.9

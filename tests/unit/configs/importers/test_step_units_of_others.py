@@ -69,6 +69,7 @@ def step_of(config: RLVRConfig) -> dict[str, Any]:
     clip = [config.pg_clip_low, config.pg_clip_high] if config.use_pg_clip_range else [config.pg_clip, config.pg_clip]
     return {
         "sequences": config.actor_train.global_train_batch_size,
+        "tokens": config.actor_train.global_train_batch_size * config.longest_sequence,
         "steps": config.optimizer_steps_per_epoch,
         "passes": config.ppo_epochs,
         "rates": [learning_rate(arguments, step, total) if step < total else None for step in steps],
@@ -99,6 +100,7 @@ def compare(config: RLVRConfig, usual: dict[str, Any], expected: dict[str, Any])
             "before": config.val_before_train,
             "after": config.val_after_train,
         }
+    wanted["tokens"] = wanted["sequences"] * wanted["lengths"][2]  # at most
     rates = wanted.pop("rates")
     assert seen.pop("rates") == [None if rate is None else pytest.approx(rate, rel=1e-6) for rate in rates]
     assert seen == wanted
