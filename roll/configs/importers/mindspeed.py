@@ -160,7 +160,11 @@ def _model_and_data(draft: Draft, *, given: bool = False) -> None:
     """Model, rows and lengths; ``given``: the rows hold the answers too."""
     tokenizer, rows = (_said(draft, name, *RUN) for name in ("tokenizer_name_or_path", "data_path"))
     draft.carry_set(tokenizer, "pretrain", note="the folder in Hugging Face format")
-    if draft.has(load := _said(draft, "load")):
+    load = _said(draft, "load")
+    if not draft.theirs(tokenizer) and (checkpoint := draft.theirs(load)):
+        draft.derive([tokenizer, load], "pretrain", checkpoint)
+        to_do(draft, load, "no tokenizer is named: name the model in Hugging Face format", checkpoint, "pretrain")
+    elif draft.has(load):
         note = "Megatron's checkpoints are not read: see that pretrain is the same model in Hugging Face format"
         to_do(draft, load, note, draft.theirs(load))
     data, columns = "actor_train.data_args", {"prompt": "problem", "response": "answer", "default_tag": "math"}

@@ -45,6 +45,14 @@ def test_a_policy_and_its_reference(tmp_path: Path) -> None:
     assert {"actor_config.load", "megatron_training.data_path"} <= kinds(imported, Kind.TO_DO)
 
 
+def test_without_a_tokenizer_the_checkpoint_names_the_model(tmp_path: Path) -> None:
+    imported = convert("mindspeed", [FILE], ["megatron_training.tokenizer_name_or_path=null"])
+    config = loaded(imported, tmp_path)
+    told = [outcome for outcome in imported.outcomes if outcome.ours == "pretrain" and outcome.kind == Kind.TO_DO]
+    assert imported.exit_code == 0 and config.pretrain == "./weights/megatron"
+    assert [outcome.key for outcome in told] == ["actor_config.load"]
+
+
 def test_devices_on_several_nodes(tmp_path: Path) -> None:
     words = ["rl_config.actor_resource.num_npus=16", "rl_config.verifier_function=[acc_for_ppo]"]
     imported = convert("mindspeed", [FILE], words)
