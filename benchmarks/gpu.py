@@ -3,12 +3,15 @@
 - ``train``: every trainer that is installed, tokens per second, and the share of what a large matrix product reaches in
   the same process (model FLOPs: 6 per weight and token, and causal attention's).
 - ``generate``: every generator that is installed, new tokens per second.
+- ``attention``: a training step of ``fsdp2_train`` on a packed row of 16 sequences, by each way to keep them apart.
+- ``output_layer``: the same step with fewer and more logits at a time, and its gradient beside float32.
+- ``leaving``: seconds and memory of a trainer that leaves the device, comes back with its weights alone, then whole.
 - ``weights``: a full update from ``fsdp2_train`` to ``hf_infer`` on the same device (CUDA IPC on a GPU, shared memory
   on a CPU), gigabytes per second, and the share of a plain copy of the same bytes in the same run.
 
 Weights are random, so nothing is downloaded. ``--rehearse`` does the same with a tiny model on whatever there is.
 
-    python benchmarks/gpu.py [--rehearse] [--parts train,generate,weights] [--json out.json]
+    python benchmarks/gpu.py [--rehearse] [--parts train,attention,weights] [--json out.json]
 """
 
 from __future__ import annotations
@@ -79,13 +82,15 @@ def make_model(path: Path, shape: str) -> None:
     tokenizer.save_pretrained(path)
 
 
-def context(path: Path, role: str, strategy: str, options: dict[str, Any], **more: Any) -> StrategyContext:
+def context(
+    path: Path, role: str, strategy: str, options: dict[str, Any], section: dict[str, Any] | None = None, **more: Any
+) -> StrategyContext:
     section = {
         "model_args": {"dtype": "bf16", "disable_gradient_checkpointing": True},
         "strategy_args": {"strategy_name": strategy, "strategy_config": options},
         "use_dynamic_batching_in_train": True,
         "max_tokens_per_microbatch_in_train": 8192,
-    }
+    } | (section or {})
     return StrategyContext(WorkerConfig.model_validate(section), role, str(path), **more)
 
 
@@ -94,17 +99,18 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def seconds(action: Callable[[], object]) -> float:
+    synchronize()
+    start = time.perf_counter()
+    action()
+    synchronize()
+    return time.perf_counter() - start
+
+
 def best_seconds(action: Callable[[], object], rounds: int) -> float:
     """The fastest of some rounds after one that warms up."""
-    best = float("inf")
-    for number in range(rounds + 1):
-        synchronize()
-        start = time.perf_counter()
-        action()
-        synchronize()
-        if number:
-            best = min(best, time.perf_counter() - start)
-    return best
+    action()
+    return min(seconds(action) for _ in range(rounds))
 
 
 def matmul_flops(rounds: int) -> float:
@@ -150,6 +156,101 @@ def train(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         "matmul_tflops": round(peak / 1e12, 3),
         "of_matmul": round(flops / peak, 3),
     }
+
+
+def packed_trainer(path: Path, args: argparse.Namespace) -> tuple[Any, Batch]:
+    """A trainer that packs, and a batch of one full row."""
+    count, length = (4, 32) if args.rehearse else (16, 1024)
+    options = {"use_sequence_packing": True, "max_tokens_per_microbatch_in_train": count * length}
+    trainer = STRATEGIES.get("fsdp2_train")(
+        context(path, "actor_train", "fsdp2_train", {"fsdp_size": 1}, options, sequence_length=length)
+    )
+    trainer.setup()
+    tokens = torch.randint(0, 500, (count * length,), generator=torch.Generator().manual_seed(0))
+    return trainer, Batch(torch.full((count,), length), tokens, torch.arange(count * length) % length > 0)
+
+
+def timed_step(trainer: Any, batch: Batch, rounds: int) -> dict[str, Any]:
+    took = best_seconds(lambda: trainer.train_step(batch, nll), rounds)
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return {"tokens_per_s": round(batch.num_tokens / took), "ms": round(1000 * took, 1), "peak_gib": gib(peak)}
+
+
+def gib(num_bytes: float) -> float:
+    return round(num_bytes / 2**30, 2)
+
+
+def attention(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    from roll.models import planned_attention
+
+    trainer, batch = packed_trainer(path, args)
+    if args.engine == "mask":
+        trainer.weights.scorer._takes_plans = False
+    elif args.engine == "sequences":
+        planned_attention._takes_one_call = lambda *_: False
+    return timed_step(trainer, batch, args.rounds)
+
+
+def output_layer(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    from roll.models import scoring
+
+    if args.engine != "default":
+        exponent = int(args.engine.removeprefix("2^")) - (12 if args.rehearse else 0)
+        scoring.chunk_logits = lambda device: 2**exponent
+    trainer, batch = packed_trainer(path, args)
+    figures = timed_step(trainer, batch, args.rounds)
+    weight_VH = trainer.weights.scorer.model.get_output_embeddings().weight.detach().bfloat16().requires_grad_()
+    hidden_KH = torch.randn(batch.num_tokens, weight_VH.shape[1], device=weight_VH.device).bfloat16()
+    target_K = torch.randint(0, 500, (batch.num_tokens,), device=weight_VH.device)
+
+    def gradient(weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        def score(hidden: torch.Tensor, target: torch.Tensor, *others: Any) -> dict[str, torch.Tensor]:
+            logits = (hidden @ others[-1].T).float()
+            return {"logprobs_T": logits.log_softmax(-1).gather(1, target[:, None])[:, 0]}
+
+        scores = scoring.in_chunks(score, len(weight), weight)(hidden, target_K, None, None)
+        (found,) = torch.autograd.grad(scores["logprobs_T"].mean(), weight)
+        return found.float()
+
+    found = gradient(weight_VH, hidden_KH)
+    expected = gradient(weight_VH.detach().float().requires_grad_(), hidden_KH.float())
+    error = float((found - expected).norm() / expected.norm())
+    return figures | {"gradient_error": round(error, 5)}
+
+
+def leaving(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    from roll.distributed.strategy.base import States
+
+    options = {"zero_optimization": {"stage": 2}} if args.engine == "deepspeed_train" else TRAINERS[args.engine]
+    length = 64
+    trainer: Any = STRATEGIES.get(args.engine)(
+        context(path, "actor_train", args.engine, options, sequence_length=length)
+    )
+    trainer.setup()
+    tokens = torch.randint(0, 500, (4 * length,), generator=torch.Generator().manual_seed(0))
+    batch = Batch(torch.full((4,), length), tokens, torch.arange(4 * length) % length > 0)
+    trainer.train_step(batch, nll)
+
+    def on_device() -> float:
+        return gib(torch.cuda.memory_allocated()) if torch.cuda.is_available() else 0.0
+
+    figures: dict[str, Any] = {"gib_whole": on_device()}
+    moves = {
+        "leave": lambda: trainer.offload(States.ALL),
+        "weights_back": lambda: trainer.onload(States.WEIGHTS),
+        "weights_leave": lambda: trainer.offload(States.WEIGHTS),
+        "all_back": lambda: trainer.onload(States.ALL),
+    }
+    for _ in range(args.rounds):
+        for name, move in moves.items():
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+            took = seconds(move)
+            figures[f"{name}_ms"] = round(1000 * min(took, figures.get(f"{name}_ms", 1e9) / 1000), 1)
+            figures[f"gib_after_{name}"] = on_device()
+            if name == "weights_back" and torch.cuda.is_available():
+                figures["gib_peak_weights_back"] = gib(torch.cuda.max_memory_allocated())
+    return figures
 
 
 def generate(path: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -209,6 +310,9 @@ def weights(path: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 PARTS: dict[str, tuple[Callable[[Path, argparse.Namespace], dict[str, Any]], tuple[str, ...]]] = {
     "train": (train, tuple(TRAINERS)),
+    "attention": (attention, ("mask", "sequences", "one_call")),
+    "output_layer": (output_layer, ("2^25", "default")),
+    "leaving": (leaving, tuple(TRAINERS)),
     "generate": (generate, ("hf_infer", "vllm")),
     "weights": (weights, ("fsdp2_train",)),
 }

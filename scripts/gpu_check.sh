@@ -114,7 +114,7 @@ else
   step install 150 bash -c install_kit || { echo "the kit cannot be installed, see $LOG" >&2; exit 1; }
   PYTHON=$GPU_CHECK_ENV/bin/python
   # Several at the same time: most of a test's time is a process's start.
-  TESTS=(tests/gpu tests/integration/test_colocation.py -m gpu --timeout 200 -n 6 --dist loadgroup --durations 20)
+  TESTS=(tests/gpu tests/integration/test_colocation.py -m gpu --timeout 200 -n 12 --dist loadgroup --durations 20)
   DEMO=(max_steps=30 num_gpus_per_node=1 'actor_train.device_mapping=[0]' 'actor_infer.device_mapping=[0]'
     'critic.device_mapping=[0]')
   BENCH=()
@@ -127,7 +127,7 @@ facts = {"gpu": gpu, "torch": torch.__version__, "cuda": torch.version.cuda, "tr
          "python": platform.python_version()}
 open(sys.argv[1], "w").write(json.dumps(facts))
 print(facts)' "$SCRATCH/versions.json"
-step tests 240 "$PYTHON" -m pytest -q -rsfE -p no:cacheprovider "${TESTS[@]}"
+step tests 240 env OMP_NUM_THREADS=1 "$PYTHON" -m pytest -q -rsfE -p no:cacheprovider "${TESTS[@]}"
 step demonstration 150 "$PYTHON" examples/start_agentic_pipeline.py --config_name agentic_sokoban \
   "output_dir=$SCRATCH/output" exp_name=gpu_demo "${DEMO[@]}"
 step benchmarks 180 "$PYTHON" benchmarks/gpu.py "${BENCH[@]}" --json "$SCRATCH/figures.json"

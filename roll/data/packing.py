@@ -34,9 +34,19 @@ class PackedSequences:
     masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """Sliding windows by length and width, made once per micro-batch."""
 
+    borders: dict[torch.device, Tensor] = field(default_factory=dict)
+    """``starts`` by device, made once per micro-batch."""
+
     def to(self, device: torch.device) -> PackedSequences:
-        """The same; masks are made where they are asked for."""
+        """The same; masks and starts are made where they are asked for."""
         return self
+
+    def starts(self, device: torch.device) -> Tensor:
+        """int32 [B + 1]: where each sequence begins in the row, and the row's end."""
+        if device not in self.borders:
+            ends = torch.tensor([0, *self.lengths]).cumsum(0)
+            self.borders[device] = ends.to(device, torch.int32)
+        return self.borders[device]
 
     def window_mask(self, length: int, width: int | None, device: torch.device) -> Tensor | None:
         """bool [1, 1, length, length]: a sliding window; ``None`` where everything before passes."""

@@ -1,9 +1,9 @@
 """Attention by a plan of who sees whom, under a name in Transformers' own table of attention functions.
 
-Without a plan it is Transformers' ``sdpa``. A packed row's sequences are attended to one by one: nothing can leak, and
-the work is that of the sequences, where one dense call with a mask is quadratic in the row. With an ``AttentionPlan``,
-queries, keys and values of the row are gathered into the plan's blocks, each block is one ``sdpa``, and the results go
-back to the tokens' places.
+Without a plan it is Transformers' ``sdpa``. A packed row's sequences are attended to one by one, or on a GPU in 16 bits
+by one call of PyTorch's kernel for sequences of any length: nothing can leak, and the work is that of the sequences,
+where one dense call with a mask is quadratic in the row. With an ``AttentionPlan``, queries, keys and values of the row
+are gathered into the plan's blocks, each block is one ``sdpa``, and the results go back to the tokens' places.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 NAME = "roll_planned"
 LAYER_KINDS = {"full_attention", "sliding_attention"}
+VARLEN_DTYPES = (torch.bfloat16, torch.float16)
+MAX_VARLEN_HEAD = 256
+"""Largest head that PyTorch's ``varlen_attn`` takes (FlashAttention 2)."""
 
 
 def enable(model: PreTrainedModel) -> bool:
@@ -98,8 +101,40 @@ def _attention(
     if attention_plan is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if isinstance(attention_plan, PackedSequences):
-        return _by_sequence(module, query, key, value, attention_plan, kwargs), None
+        attend = _in_one_call if _takes_one_call(query, value) else _by_sequence
+        return attend(module, query, key, value, attention_plan, kwargs), None
     return _by_block(module, query, key, value, attention_plan, kwargs), None
+
+
+def _takes_one_call(query: Tensor, value: Tensor) -> bool:
+    size = query.shape[-1]
+    return (
+        query.is_cuda
+        and len(query) == 1
+        and query.dtype in VARLEN_DTYPES
+        and value.shape[-1] == size <= MAX_VARLEN_HEAD
+        and size % 8 == 0
+    )
+
+
+def _in_one_call(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences, kwargs: dict[str, Any]
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    window = kwargs.get("sliding_window")
+    groups = query.shape[1] // key.shape[1]
+    query_NHD, key_NHD, value_NHD = (
+        states[0].transpose(0, 1) for states in (query, *(s.repeat_interleave(groups, 1) for s in (key, value)))
+    )
+    starts, longest = plan.starts(query.device), max(plan.lengths)
+    result_NHD = varlen_attn(
+        *(query_NHD, key_NHD, value_NHD, starts, starts, longest, longest),
+        scale=kwargs.get("scaling"),
+        window_size=(-1 if window is None else window - 1, 0),
+    )
+    assert isinstance(result_NHD, Tensor)
+    return result_NHD[None]
 
 
 def _by_sequence(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 MAX_CHUNK_LOGITS = 2**25
 """Logits held at a time (128 MiB in float32); a micro-batch with more goes through the output layer in chunks."""
+BYTES_PER_CHUNK_LOGIT = 256
+"""On a GPU of so many bytes for each, there may be more: 1.2 GiB in float32 with 80 GB."""
 
 CHECKED_ROWS = 2
 """Sequences of the first micro-batch that the model's own forward pass scores too."""
@@ -142,8 +145,8 @@ class TokenScorer(nn.Module):
         if by_own_forward:
             return self._score_by_own_forward(input_ids_RC, source_K, target_K, experts_NE)
         trunk = self.model if self.value_head is not None else trunk_of(self.model)
-        if isinstance(attention, PackedSequences) and not (self._takes_plans and input_ids_RC.device.type == "cpu"):
-            attention = None  # the positions tell the model; a GPU has kernels that go by them (flash attention)
+        if isinstance(attention, PackedSequences) and not self._takes_plans:
+            attention = None  # the positions tell the model
         if self.routing is not None:
             self.routing.replay(experts_NE)
         device = input_ids_RC.device
@@ -166,15 +169,27 @@ class TokenScorer(nn.Module):
         ref_hidden_KH: Tensor | None = None,
         teacher: TeacherView | None = None,
     ) -> dict[str, Tensor]:
-        vocabulary = self.model.get_output_embeddings().weight.shape[0]
-        score = in_chunks(self._score_chunk, vocabulary)
+        layer = self.model.get_output_embeddings()
+        vocabulary = layer.weight.shape[0]
+        # An engine may have the weight in parts, and hooks that bring them together.
+        is_whole = type(layer) is nn.Linear and type(layer.weight.data) is Tensor and not layer._forward_pre_hooks
+        score = in_chunks(self._score_chunk, vocabulary, layer.weight if is_whole else None)
         return score(hidden_KH, target_K, ref_hidden_KH, teacher)
 
     def _score_chunk(
-        self, hidden_KH: Tensor, target_K: Tensor, ref_hidden_KH: Tensor | None, teacher: TeacherView | None
+        self,
+        hidden_KH: Tensor,
+        target_K: Tensor,
+        ref_hidden_KH: Tensor | None,
+        teacher: TeacherView | None,
+        weight_VH: Tensor | None,
     ) -> dict[str, Tensor]:
         assert self.head is not None
-        all_logprobs_KV = self._all_logprobs(self.head(hidden_KH))
+        layer = None
+        if weight_VH is not None:
+            bias = self.model.get_output_embeddings().bias
+            layer = partial(nn.functional.linear, weight=weight_VH, bias=bias)
+        all_logprobs_KV = self._all_logprobs(self.head(hidden_KH, layer))
         probabilities_KV = all_logprobs_KV.exp()
         scores = {
             "logprobs_T": -nn.functional.nll_loss(all_logprobs_KV, target_K, reduction="none"),
@@ -236,34 +251,85 @@ class TokenScorer(nn.Module):
         }
 
 
+ScoreChunk: TypeAlias = Callable[[Tensor, Tensor, Tensor | None, TeacherView | None, Tensor | None], dict[str, Tensor]]
+"""Maps hidden states, targets, what a reference and a teacher say of them, and the output layer's weight to scores."""
+
+
 def in_chunks(
-    score: Callable[[Tensor, Tensor, Tensor | None, TeacherView | None], dict[str, Tensor]], vocabulary: int
+    score: ScoreChunk, vocabulary: int, weight_VH: Tensor | None = None
 ) -> Callable[[Tensor, Tensor, Tensor | None, TeacherView | None], dict[str, Tensor]]:
     """Scoring of so many tokens at a time that few logits are held, which are computed again in the backward pass.
 
     Args:
-        score: maps hidden states, targets, and what a reference and a teacher say of them to scores by name.
+        weight_VH: handed on to ``score``. In 16 bits its gradient is added up in float32 over the chunks: rounded after
+            each, some digits of a gradient of many chunks are lost.
     """
 
     def whole(
         hidden_KH: Tensor, target_K: Tensor, ref_hidden_KH: Tensor | None, teacher: TeacherView | None
     ) -> dict[str, Tensor]:
         distributions = 1 + (ref_hidden_KH is not None) + 2 * (teacher is not None)
-        size = max(1, MAX_CHUNK_LOGITS // (vocabulary * distributions))
+        size = max(1, chunk_logits(hidden_KH.device) // (vocabulary * distributions))
         if len(target_K) <= size:
-            return score(hidden_KH, target_K, ref_hidden_KH, teacher)
+            return score(hidden_KH, target_K, ref_hidden_KH, teacher, weight_VH)
         number = -(-len(target_K) // size)
         chunks = zip(
             hidden_KH.split(size),
             target_K.split(size),
             [None] * number if ref_hidden_KH is None else ref_hidden_KH.split(size),
             [None] * number if teacher is None else teacher.split(size),
+            _uses(weight_VH, number),
             strict=True,
         )
         parts = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     return whole
+
+
+def chunk_logits(device: torch.device) -> int:
+    """Logits held at a time on a device."""
+    if device.type != "cuda":
+        return MAX_CHUNK_LOGITS
+    return max(MAX_CHUNK_LOGITS, torch.cuda.get_device_properties(device).total_memory // BYTES_PER_CHUNK_LOGIT)
+
+
+def _uses(weight: Tensor | None, number: int) -> list[Tensor | None]:
+    """A weight for each of its uses."""
+    if weight is None or weight.dtype == torch.float32 or not (weight.requires_grad and torch.is_grad_enabled()):
+        return [weight] * number
+    gradients = _Gradients(number)
+    return [_Use.apply(weight, gradients) for _ in range(number)]
+
+
+class _Gradients:
+    """Gradients of the uses of one weight, added up in float32."""
+
+    def __init__(self, number: int) -> None:
+        self._number = self._missing = number
+        self._sum: Tensor | None = None
+
+    def add(self, gradient: Tensor) -> Tensor | None:
+        """The sum after the last one."""
+        self._sum = gradient.float() if self._sum is None else self._sum.add_(gradient)
+        self._missing -= 1
+        if self._missing:
+            return None
+        total, self._sum, self._missing = self._sum, None, self._number
+        return total.to(gradient.dtype)
+
+
+class _Use(torch.autograd.Function):
+    """The weight itself; its gradient goes to ``_Gradients``, and the last use has the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, gradients: _Gradients) -> Tensor:
+        ctx.gradients = gradients
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        return ctx.gradients.add(gradient), None
 
 
 def score_input(

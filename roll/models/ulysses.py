@@ -54,17 +54,10 @@ class SharedRows:
     """C; what the slices hold beyond is padding."""
     plan: AttentionPlan | PackedSequences
     """Tokens that each token attends to. Every row of a rectangle is one sequence."""
-    borders: Tensor | None
-    """int32: where the sequences of a packed row start, and its end."""
 
     def to(self, device: torch.device) -> SharedRows:
         """The same on ``device``."""
-        return SharedRows(
-            self.group,
-            self.num_columns,
-            self.plan.to(device),
-            None if self.borders is None else self.borders.to(device, non_blocking=True),
-        )
+        return SharedRows(self.group, self.num_columns, self.plan.to(device))
 
 
 def make_group(size: int, stride: int = 1) -> SequenceGroup:
@@ -251,9 +244,9 @@ def _attend(
     """Attention over whole rows; the result is [R, C, H, D]."""
     if kernel_name != FLASH:
         return kernel(share, query, key, value, None, attention_plan=rows.plan.to(query.device), **kwargs)[0]
-    if rows.borders is not None and isinstance(rows.plan, PackedSequences):
+    if isinstance(rows.plan, PackedSequences) and len(query) == 1:
         longest = max(rows.plan.lengths)
-        kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), rows.borders.to(query.device))
+        kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), rows.plan.starts(query.device))
         kwargs |= {"max_length_q": longest, "max_length_k": longest}
     return kernel(share, query, key, value, None, **kwargs)[0]
 
@@ -285,10 +278,8 @@ def _to_columns(result: Tensor, group: SequenceGroup) -> Tensor:
 
 
 def _shared_rows(inputs: ModelInput, group: SequenceGroup) -> SharedRows:
-    columns, plan, borders = inputs.input_ids_RC.shape[1], inputs.attention, None
-    if isinstance(plan, PackedSequences):
-        borders = torch.tensor([0, *plan.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return SharedRows(group, columns, plan or PackedSequences((columns,)), borders)
+    columns = inputs.input_ids_RC.shape[1]
+    return SharedRows(group, columns, inputs.attention or PackedSequences((columns,)))
 
 
 def _slice(grid: Tensor, width: int, group: SequenceGroup, padding: int = 0) -> Tensor:

@@ -94,9 +94,10 @@ def test_a_trainer_with_other_routers_goes_through_the_generators_experts(
     with torch.no_grad():
         for layer in trainer.weights.scorer.model.model.layers:
             weight = layer.mlp.gate.weight
-            weight.add_(0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+            noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+            weight.add_(0.01 * noise.to(weight.device))
     free = batch.replace(experts_TE=None)
     assert mismatch(free) > 3 * mismatch(batch)
     trainer.logprobs(batch.select([2]))
     used = trainer.weights.scorer.routing.chosen_NE
-    assert torch.equal(used[:-1], batch.select([2]).experts_TE[:-1])
+    assert torch.equal(used[:-1].cpu(), batch.select([2]).experts_TE[:-1])

@@ -107,7 +107,8 @@ def test_shared_memory_is_read_where_it_lies_and_given_back(
         asyncio.run(fresh.update_weights(shared(model), version))
         gc.collect()
         pool.release(reader.take_released(), "it")
-        assert bool(reader.holding) is (fresh.name == "hf_infer"), "it lives in what it is sent"
+        lives_there = fresh.name == "hf_infer" and not torch.cuda.is_available()
+        assert bool(reader.holding) is lives_there, "on a CPU its weights are what it is sent"
         size = len(pool.ids)
         while len(pool.ids) == size:
             segment = pool.find(pool.allocate(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,15 @@ from roll.configs.model import ModelArguments
 from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
+from roll.data.packing import PackedSequences
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import States, StrategyContext
+from roll.distributed.strategy.fsdp2 import strategy
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
+from roll.distributed.strategy.fsdp2.weights import ShardedWeights
 from roll.distributed.strategy.hf_infer.strategy import HfInfer
+from roll.distributed.weights.collective import BroadcastGroup, invite
+from roll.models import planned_attention
 from roll.models.loading import load_causal_lm
 from roll.models.tiny import make_tiny_model
 
@@ -34,10 +40,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def context(model_path: Path, strategy: str) -> StrategyContext:
-    worker = WorkerConfig(
-        model_args=ModelArguments(dtype="fp32"), strategy_args=StrategyArguments(strategy_name=strategy)
-    )
+def context(model_path: Path, name: str) -> StrategyContext:
+    worker = WorkerConfig(model_args=ModelArguments(dtype="fp32"), strategy_args=StrategyArguments(strategy_name=name))
     return StrategyContext(worker=worker, role="actor_train", model_path=str(model_path))
 
 
@@ -102,3 +106,71 @@ def test_greedy_generation_on_the_gpu_equals_transformers(model_path: Path) -> N
     for prompt, ids in zip(prompts, sampled, strict=True):
         out = model.generate(torch.from_numpy(prompt)[None].cuda(), max_new_tokens=8, do_sample=False)
         assert out[0, len(prompt) :].tolist()[: len(ids)] == ids
+
+
+@pytest.mark.parametrize("window", [None, 7], ids=["full", "sliding"])
+def test_packed_sequences_in_one_call_of_a_kernel_equal_float64(window: int | None) -> None:
+    """Values and gradients; 14 query heads share 2 of keys and values."""
+    torch.manual_seed(0)
+    plan = PackedSequences((5, 64, 1, 30))
+    states = [torch.randn(1, heads, 100, 64, device="cuda", dtype=torch.bfloat16) for heads in (14, 2, 2)]
+    weight = torch.randn(1, 100, 14, 64, device="cuda", dtype=torch.float64)
+    options: dict[str, Any] = {"scaling": 0.1, "sliding_window": window}
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal, module.training = 7, True, False
+
+    def results(dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in states]
+        assert planned_attention._takes_one_call(leaves[0], leaves[2]) == (dtype is torch.bfloat16)
+        out, _ = planned_attention._attention(module, *leaves, None, plan, **options)
+        return [out, *torch.autograd.grad((out.double() * weight).sum(), leaves)]
+
+    for found, expected in zip(results(torch.bfloat16), results(torch.float64), strict=True):
+        assert (found.double() - expected).norm() < 0.01 * expected.norm()
+
+
+def test_a_packed_row_in_bf16_scores_as_its_sequences_do_alone(model_path: Path) -> None:
+    batch = random_batch(800)
+    expected = reference_logprobs(model_path, batch)
+    section = {
+        "model_args": {"dtype": "bf16"},
+        "strategy_args": {"strategy_name": "fsdp2_train"},
+        "use_sequence_packing": True,
+        "infer_batch_size": 4,
+    }
+    trainer = Fsdp2Train(StrategyContext(WorkerConfig.model_validate(section), "actor_train", str(model_path)))
+    trainer.setup()
+    found = trainer.logprobs(batch).logprobs_T
+    assert found is not None
+    torch.testing.assert_close(found.cpu().double(), expected, atol=0.1, rtol=0)
+
+
+def test_shards_of_a_lone_rank_train_as_its_replica_does(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``fully_shard`` with its streams and its collectives, which a lone rank does without otherwise."""
+    batch = random_batch(800)
+
+    def losses() -> list[float]:
+        trainer = Fsdp2Train(context(model_path, "fsdp2_train"))
+        trainer.setup()
+        assert isinstance(trainer.weights, ShardedWeights) == sharded
+        found = [trainer.train_step(batch, build_sft_loss())["actor/loss"] for _ in range(2)]
+        trainer.offload(States.ALL)
+        trainer.onload(States.ALL)
+        return [*found, trainer.train_step(batch, build_sft_loss())["actor/loss"]]
+
+    sharded = False
+    expected = losses()
+    monkeypatch.setattr(strategy, "_replicated", lambda *_: False)
+    sharded = True
+    assert losses() == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_group_made_of_nccl_itself_broadcasts_and_can_be_given_up() -> None:
+    """As a weight transfer makes it, beside the default group of an engine."""
+    invitation, store = invite("127.0.0.1", "nccl", 1, 30.0)
+    group = BroadcastGroup(invitation, 0, store, "127.0.0.1")
+    data = torch.arange(256, dtype=torch.uint8, device="cuda")
+    for _ in range(3):
+        group.broadcast(data)
+    group.close()
+    assert data.tolist() == list(range(256))

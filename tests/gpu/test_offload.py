@@ -27,8 +27,10 @@ pytestmark = [
 ]
 VOCABULARY = 8192
 SPEC = LoraSpec(rank=4, alpha=8, targets=("q_proj", "down_proj"))
-LEFT = 0.2
-"""Of the memory before, what may stay: the workspaces of cuBLAS, and what engines keep of their own."""
+LEFT = 0.1
+"""Of the memory before, what may stay of engines' own, beside ``WORKSPACES``."""
+WORKSPACES = 80 * 2**20
+"""Bytes of cuBLAS (32 MiB each for two of its libraries on a Hopper GPU)."""
 
 
 def row(name: str, strategy: str, config: dict[str, Any] | None = None, **options: Any) -> Layout:
@@ -160,7 +162,7 @@ def measured(layout: Layout, model: Path, folder: Path) -> dict[str, Any]:
     assert "error" not in found, found["error"]
     print({name: f"{found[name] / 2**20:.0f} MiB" for name in ("before", "scoring", "away") if name in found})
     offloads = "offload" in str(layout.strategy_config)  # little is there to begin with
-    assert offloads or found["away"] < LEFT * found["before"]
+    assert offloads or found["away"] < LEFT * found["before"] + WORKSPACES
     assert torch.equal(found["left and came back"], found["stayed"])
     return found
 

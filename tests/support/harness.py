@@ -760,7 +760,7 @@ def _compare(layout: Layout, model_path: Path, folder: Path) -> Figures:
         logprobs=max(scored("before", expected.before_T), scored("after", expected.after_T)),
         loss=max(losses),
         grad_norm=max(abs(m[f"{area}/grad_norm"] / x - 1) for m, x in zip(metrics, expected.norms, strict=True)),
-        weights=max(float((found["weights"][n].double() - w).abs().max()) for n, w in expected.weights.items()),
+        weights=max(float((found["weights"][n].cpu().double() - w).abs().max()) for n, w in expected.weights.items()),
         neighbour=found["neighbour"],
         seconds=found["seconds"],
     )

@@ -13,7 +13,8 @@ from roll.preflight.plan.work import Layout, MicroBatch, Role
 
 FLOAT = 4
 CHUNK_LOGITS = 2**25
-"""``roll.models.scoring.MAX_CHUNK_LOGITS``, which cannot be read without PyTorch."""
+BYTES_PER_CHUNK_LOGIT = 256
+"""``MAX_CHUNK_LOGITS`` and the same of ``roll.models.scoring``, which cannot be read without PyTorch."""
 LOGIT_COPIES = {"scores": 3, "loss": 3, "entropy": 5}
 """float32 tensors as large as the logits that exist at once: log-probabilities, probabilities and their product when
 scores are computed; the first two and a gradient in a loss of log-probabilities; two more in one with entropy."""
@@ -84,7 +85,8 @@ def training_activations(role: Role, layout: Layout, micro_batch: MicroBatch) ->
     return layout.stages * layers * layer + last, gradients
 
 
-def logits_bytes(shape: ModelShape, loss_tokens: int, copies: int, *, shares: int = 1) -> int:
-    """Memory of the output layer's results; more than ``CHUNK_LOGITS`` are computed in chunks."""
-    rows = min(loss_tokens, max(1, CHUNK_LOGITS // shape.vocabulary))
+def logits_bytes(shape: ModelShape, loss_tokens: int, copies: int, *, gpu_bytes: int = 0, shares: int = 1) -> int:
+    """Memory of the output layer's results, which are computed in chunks where they are many."""
+    chunk = max(CHUNK_LOGITS, gpu_bytes // BYTES_PER_CHUNK_LOGIT)
+    rows = min(loss_tokens, max(1, chunk // shape.vocabulary))
     return FLOAT * copies * rows * shape.vocabulary // shares

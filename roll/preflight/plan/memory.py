@@ -91,6 +91,11 @@ class Surroundings:
     device_bytes: int = 0
     """Memory of a device, of which external engines take a share."""
 
+    @property
+    def gpu_bytes(self) -> int:
+        """The same, of a GPU alone."""
+        return 0 if self.on_cpu else self.device_bytes
+
 
 def trainer_memory(role: Role, around: Surroundings) -> RoleMemory:
     """A worker that takes optimizer steps, or scores samples."""
@@ -148,7 +153,9 @@ def _scoring(role: Role, layout: Layout, around: Surroundings) -> Parts:
     forward = batch.tokens * forward_per_token(shape, c) // (layout.tensor * layout.sequence)
     logits = 0
     if role.head == "lm":
-        logits = logits_bytes(shape, batch.loss_tokens, LOGIT_COPIES["scores"], shares=layout.sequence)
+        logits = logits_bytes(
+            shape, batch.loss_tokens, LOGIT_COPIES["scores"], gpu_bytes=around.gpu_bytes, shares=layout.sequence
+        )
     hidden = batch.tokens * shape.hidden * c // layout.sequence
     activations = max(hidden, forward - logits)
     return {"weights": _gathered(role, layout) + copies, "activations": activations, "logits": logits}
@@ -161,7 +168,7 @@ def _training(role: Role, layout: Layout, around: Surroundings) -> Parts:
     logits = one = 0
     if role.head == "lm":
         count = LOGIT_COPIES["entropy" if around.entropy else "loss"]
-        logits = logits_bytes(shape, batch.loss_tokens, count, shares=layout.sequence)
+        logits = logits_bytes(shape, batch.loss_tokens, count, gpu_bytes=around.gpu_bytes, shares=layout.sequence)
         one = logits // count
     # The gradient of the output layer exists once more before it is added to the others, when most logits are gone.
     largest = 0 if role.frozen else FLOAT * shape.embedding // layout.tensor

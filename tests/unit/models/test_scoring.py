@@ -136,10 +136,34 @@ def test_chunked_output_layer_gives_the_same_scores_and_gradient(monkeypatch: py
         torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-5)
 
 
-def test_output_layer_sees_only_positions_that_predict_loss_tokens() -> None:
+def test_gradient_of_many_chunks_is_as_precise_in_bf16_as_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight_VH = 0.05 * torch.randn(1024, 64, generator=generator)
+    hidden_KH, target_K = torch.randn(1024, 64, generator=generator), torch.randint(0, 1024, (1024,))
+
+    def score(hidden_KH: Tensor, target_K: Tensor, *others: Any) -> dict[str, Tensor]:
+        logits_KV = (hidden_KH @ others[-1].T).float()
+        return {"logprobs_T": -torch.nn.functional.cross_entropy(logits_KV, target_K, reduction="none")}
+
+    def gradient(dtype: torch.dtype, number: int) -> Tensor:
+        monkeypatch.setattr(scoring, "MAX_CHUNK_LOGITS", 1024 * (1024 // number))
+        weight = weight_VH.bfloat16().to(dtype).requires_grad_()
+        scores = scoring.in_chunks(score, 1024, weight)(hidden_KH.bfloat16().to(dtype), target_K, None, None)
+        for _ in range(2):  # what was added up is not counted again
+            (found,) = torch.autograd.grad(scores["logprobs_T"].mean(), weight, retain_graph=True)
+        return found.double()
+
+    exact = gradient(torch.float32, 1)
+    for number in (1, 8, 64):
+        assert (gradient(torch.bfloat16, number) - exact).norm() < 0.003 * exact.norm()
+
+
+def test_output_layer_sees_only_positions_that_predict_loss_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch, seen = make_model(), make_batch(), []
-    model.get_output_embeddings().register_forward_hook(lambda _m, args, _o: seen.append(args[0].shape[0]))
-    score_batch(TokenScorer(model), batch)
+    scorer = TokenScorer(model)
+    head = scorer.head
+    monkeypatch.setattr(scorer, "head", lambda states, layer: seen.append(len(states)) or head(states, layer))
+    score_batch(scorer, batch)
     assert seen == [int(batch.loss_mask_T.sum())]
 
 

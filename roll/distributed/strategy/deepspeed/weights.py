@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from roll.distributed.strategy.base import States
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 from roll.distributed.strategy.training.pieces import Region, Spread, everywhere, find_regions
+from roll.distributed.strategy.training.snapshots import moved
 from roll.models.scoring import TokenScorer
 
 ENGINE_STATES = {
@@ -151,22 +152,25 @@ class EngineWeights(ABC):
         if away and not hasattr(self.optimizer, "offload_states"):
             raise ValueError("ZeRO stage 1 in bf16: its optimizer cannot leave the device; expected stage 2 or 3")
         self._away = self._away | what if away else self._away & ~what
-        if not away:
-            self.engine.reload_states()  # all of them, or none
-        if self._away:
-            self._offload()
-        else:
-            self.locate()
-
-    def _offload(self) -> None:
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
         names = [name for state, names in ENGINE_STATES.items() if state in self._away for name in names]
-        self.engine.offload_states(include=[OffloadStateTypeEnum(name) for name in names])
+        gone = {OffloadStateTypeEnum(name) for name in names}
+        if away:
+            self.engine.offload_states(include=gone)
+            return
+        # DeepSpeed brings back everything that it has noted as away.
+        noted: set[OffloadStateTypeEnum] = self.optimizer.offloaded_states
+        staying = noted & gone
+        noted -= staying
+        self.engine.reload_states()
+        noted |= staying
+        if not self._away:
+            self.locate()
 
     def _move_moments(self, device: torch.device) -> None:
         for state in self.states.values():
-            state.update({kind: state[kind].to(device) for kind in ADAM_STATE})
+            state.update({kind: moved(state[kind], device) for kind in ADAM_STATE})
 
     def fill(self, name: str, kind: str, whole: Tensor) -> None:
         if kind == MASTER:

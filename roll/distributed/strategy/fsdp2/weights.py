@@ -11,7 +11,7 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from roll.distributed.strategy.training.hf_scorer import decoder_layers
 from roll.distributed.strategy.training.optim import MASTER, MOMENTS
 from roll.distributed.strategy.training.pieces import Part, Region, Spread, everywhere, find_regions
+from roll.distributed.strategy.training.snapshots import moved
 from roll.models.loading import resolve_dtype
 from roll.models.scoring import TokenScorer
 from roll.models.tensor_parallel import split_layers
@@ -161,7 +162,7 @@ class ReplicatedWeights(Weights):
     def move(self, device: torch.device) -> None:
         for parameter in self.local.values():
             parameter.grad = None
-        self.scorer.to(device)
+        self.scorer._apply(partial(moved, device=device))
         if self._flat_gradient.numel():
             self._allocate_gradients()
 
@@ -275,7 +276,7 @@ class ShardedWeights(Weights):
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
     def move(self, device: torch.device) -> None:
-        self.scorer.to(device)
+        self.scorer._apply(partial(moved, device=device))
         self.parameters = dict(self.scorer.named_parameters())
         for name, parameter in self.parameters.items():
             self.local[name].data = _local(parameter)

@@ -7,7 +7,6 @@ over the vocabulary is needed. Axes: K loss tokens, H hidden units, V one rank's
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -95,17 +94,18 @@ class TokenScorer:
         Raises:
             ValueError: ``ref_hidden_KH`` without the reference's output layer, ``teacher`` without a ``comparison``.
         """
-        score = in_chunks(partial(self._score_chunk, weight_VH), weight_VH.shape[0])
+        score = in_chunks(self._score_chunk, weight_VH.shape[0], weight_VH)
         return score(hidden_KH, target_K, ref_hidden_KH, teacher)
 
     def _score_chunk(
         self,
-        weight_VH: Tensor,
         hidden_KH: Tensor,
         target_K: Tensor,
         ref_hidden_KH: Tensor | None,
         teacher: TeacherView | None,
+        weight_VH: Tensor | None,
     ) -> dict[str, Tensor]:
+        assert weight_VH is not None
         group = self.share.group
         logprobs_KV = self._log_softmax(weight_VH, _SameOnAll.apply(hidden_KH, group))
         probabilities_KV = logprobs_KV.exp()

@@ -94,6 +94,7 @@ class Scorer(ABC):
         """Moves states to host memory; using them before ``onload`` is an error. On a CPU nothing moves."""
         if self.device.type != "cpu":
             self.move(what & self._resident, torch.device("cpu"))
+            torch.cuda.synchronize()
             torch.cuda.empty_cache()  # what PyTorch keeps for later, other processes on the device cannot have
         self._resident &= ~what
 
@@ -101,6 +102,7 @@ class Scorer(ABC):
         """Brings states back to the device."""
         if self.device.type != "cpu":
             self.move(what & ~self._resident, self.device)
+            torch.cuda.synchronize()
         self._resident |= what
 
     def limits(self, phase: str) -> Limits:
@@ -153,6 +155,10 @@ def join_group(context: StrategyContext, *, alone: bool) -> torch.device:
         dist.init_process_group(backend, init_method=address, rank=context.rank, world_size=context.world_size)
     elif alone:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if device.type == "cuda" and dist.is_initialized():
+        # nccl makes a group's communicator in its first collective, in which every rank must take part. Weights travel
+        # between some ranks only, and may be the first to be sent (Megatron has groups of its own for all else).
+        dist.all_reduce(torch.zeros(1, device=device))
     return device
 
 

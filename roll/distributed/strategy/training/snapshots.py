@@ -1,4 +1,4 @@
-"""Copies of a trainer's tensors in host memory."""
+"""A trainer's tensors in host memory: copies of them, and their way there and back."""
 
 from __future__ import annotations
 
@@ -6,6 +6,21 @@ from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor in host memory or on a GPU; complete when the current stream is.
+
+    In host memory its room is pinned, which makes both ways several times as fast. PyTorch keeps such room for the next
+    tensor of its size.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(tensor, DTensor):
+        return DTensor(moved(tensor._local_tensor, device), tensor._spec, requires_grad=tensor.requires_grad)
+    if device.type == "cpu" and tensor.is_cuda:
+        return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor, non_blocking=True)
+    return tensor.to(device, non_blocking=True)
 
 
 class Snapshots:

@@ -25,7 +25,7 @@ from roll.models.slot_cache import SlotCache
 from roll.models.tiny import make_tokenizer
 from roll.pipeline import planning
 from roll.preflight.plan import probe
-from roll.preflight.plan.activations import CHUNK_LOGITS, kept_per_token
+from roll.preflight.plan.activations import BYTES_PER_CHUNK_LOGIT, CHUNK_LOGITS, kept_per_token
 from roll.preflight.plan.devices import GPUS, cpu_of, parse_devices
 from roll.preflight.plan.memory import Surroundings, hf_generator_memory, trainer_memory
 from roll.preflight.plan.shapes import KNOWN, ModelShape
@@ -153,6 +153,7 @@ def test_activations_are_what_autograd_keeps(kind: str, dtype: str, autocast: bo
 
 def test_the_output_layer_is_cut_as_the_scorer_cuts_it() -> None:
     assert CHUNK_LOGITS == scoring.MAX_CHUNK_LOGITS
+    assert BYTES_PER_CHUNK_LOGIT == scoring.BYTES_PER_CHUNK_LOGIT
 
 
 def test_the_cache_is_as_large_as_hf_infer_makes_it() -> None:
