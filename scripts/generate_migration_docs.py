@@ -196,12 +196,30 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "`packing` is two keys here: micro-batches by tokens, and sequences laid end to end.",
         "The reference is the policy's starting weights; another model cannot be one.",
         "Roles out of `colocation` get devices of their own, behind those of the others.",
+        "`final_clip_ratio`, 3 where it is not given, bounds the loss of each token: `pg_loss_cap`.",
+        "With `fsdp` the learning rate is level, whatever `min_lr` says. With `megatron` it falls in a line from "
+        "`lr` to `min_lr` in `train_iters` optimizer steps, which is 1 where a release has no such key; the loss has "
+        "no KL and no entropy term, whatever their coefficients.",
+        "`seq_length` of `policy`, without `max_response_tokens_length`, bounds prompt and answer together. Here each "
+        "has a bound, and the prompt gets a quarter.",
+        "Where only a shell knows the number of devices (`num_device` of `base_env.sh`), `--set WORLD_SIZE=1 --set "
+        "GPUS_PER_NODE=8` give it; without these, the fewest nodes of 8 that hold the layout are taken, and it "
+        "is asked for.",
     ),
     "mindspeed": (
-        "`init_kl_coef` is the coefficient of a KL loss there, and `kl_loss_coef` here; the same name here is "
-        "the KL in the reward.",
+        "`stage` says which pipeline a file is for: `ray_grpo`, `ray_dapo` and `ray_ppo` are RLVR, `dpo` is "
+        "preferences, `sft` supervised training and `orm` a reward model. The last three have as many devices as "
+        "`torchrun` starts; here as many as hold the model.",
+        "`init_kl_coef` is the coefficient of a KL loss with `ray_grpo`, and `kl_loss_coef` here; the same name here "
+        "is the KL in the reward, which `ray_ppo` has with `use_kl_in_reward`. `ray_dapo` has no KL.",
+        "A loss is the mean over the tokens of a micro-batch, then over micro-batches; here the mean over all tokens "
+        "of an optimizer step. With `micro_batch_size: 1` theirs is `loss_agg_mode: seq-mean-token-mean`.",
         "`global_batch_size` counts prompts. So does `mini_batch_size` where it is not larger, as in newer releases; a "
-        "larger one counts samples.",
+        "larger one counts samples. `actor_update_dispatch_size` is how many samples a rank is given at a time: no "
+        "optimizer step there has more.",
+        "Keys of `actor_config` go before those of `megatron_training`.",
+        "A verifier scores 1 or 0 here; `acc` has -0.5 and -1 too there, and `base_acc` asks for a form.",
+        "Models with experts have a loss that balances them, of 0.001 where `moe_aux_loss_coeff` is not given.",
         "Data and checkpoints in Megatron's formats are not read: name the rows and the folder in Hugging Face format.",
         "`min_lr` is absolute there; `min_lr_ratio` is a share of the peak.",
         "Rows are drawn anew for every optimizer step (`shuffle_mini_batch` is always true).",

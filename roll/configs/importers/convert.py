@@ -14,7 +14,7 @@ from typing import Any
 from roll.configs.importers import SYSTEMS, chatlearn, mindspeed, roll, verl, verl_supervised
 from roll.configs.importers.common import drop_nulls, leaves
 from roll.configs.importers.draft import Draft, Kind, Outcome, value_at
-from roll.configs.importers.reading import UnreadableError, read
+from roll.configs.importers.reading import Given, UnreadableError, read
 from roll.configs.importers.recognise import pictures_in, variant_of
 from roll.configs.importers.roll_distillation import read_students
 from roll.configs.importers.writing import annotate, shorten, text_of
@@ -32,6 +32,9 @@ DERIVE: dict[str, Callable[[Draft], type[PipelineConfig]]] = {
     "mindspeed": mindspeed.derive,
 }
 """By system: what its keys say together, and for which pipeline."""
+
+PREPARE: dict[str, Callable[[Given], None]] = {"roll": read_students, "mindspeed": mindspeed.prepare}
+"""By system: what is done to the files' contents before their keys are looked up."""
 
 _PATHS = (
     "pretrain",
@@ -98,8 +101,8 @@ def convert(
     """
     system = variant_of(system, files)
     given = read(system, files, overrides, variables)
-    if system == "roll":
-        read_students(given)
+    if prepare := PREPARE.get(system):
+        prepare(given)
     draft = Draft(system, given)
     schema = _derived(draft, files)
     draft.tell_unused()
