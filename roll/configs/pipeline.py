@@ -138,9 +138,9 @@ class RunConfig(Config):
     )
     save_steps: int | None = Field(
         default=50,
-        ge=1,
-        description="Steps between two checkpoints; the last step is always saved. null: nothing is ever saved, and a "
-        "run that ends early is lost.",
+        ge=0,
+        description="Steps between two checkpoints; the last step is always saved, with 0 it alone. null: nothing is "
+        "ever saved, and a run that ends early is lost.",
     )
     async_save: bool = Field(
         default=False,

@@ -146,6 +146,14 @@ def _offline(draft: Draft, schema: type[OfflineConfig], stage: str) -> type[Offl
         if reference and reference != policy:
             note = "the reference is pretrain: another model is reference_pretrain, in Hugging Face format"
             draft.tell(Kind.IMPOSSIBLE, f"{MEGATRON}.ref_model", reference, note=note)
+    packed = _said(draft, "reset_position_ids", *RUN)
+    if schema is SFTConfig and draft.theirs(packed):
+        length = draft.theirs(_said(draft, "seq_length"))
+        note = (
+            f"a row of packed data holds samples up to {length} tokens there, and {draft.theirs(batch)} such rows are a "
+            f"batch; a row is one sample here: raise gradient_accumulation_steps by the samples of a pack"
+        )
+        to_do(draft, packed, note, True, "actor_train.training_args.gradient_accumulation_steps")
     shares = str(draft.theirs(split := _said(draft, "split", *RUN)) or "").split(",")
     if len(shares) > 1 and float(shares[1] or 0) and draft.theirs(_said(draft, "eval_iters", *RUN)):
         every = int(draft.theirs(_said(draft, "eval_interval", *RUN)) or 1000)

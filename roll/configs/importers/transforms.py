@@ -76,14 +76,12 @@ def _steps(value: Any) -> Any:
 
 def _never(value: Any) -> Any:
     """A period in steps, -1 or 0 for never."""
-    if value == "after_each_epoch":
-        raise Omitted("an epoch has rows / global batch steps: write that number; until then the default holds")
     value = _steps(value)
     return value if value and value > 0 else None
 
 
 def _period(value: Any) -> Any:
-    """A period of evaluations, where 0 is never."""
+    """A period of evaluations or checkpoints, where 0 is after the last step alone."""
     if value == "after_each_epoch":
         raise Partial(0, "an epoch has rows / global batch steps: write that number; until then after the last step")
     return max(0, _steps(value) or 0)

@@ -84,6 +84,7 @@ def derive(draft: Draft) -> type[RLVRConfig]:
     tidy_engines(draft)
     profiler_of_verl(draft)
     _tell_release(draft)
+    _tell_first_releases(draft)
     return RLVRConfig
 
 
@@ -100,6 +101,18 @@ def _tell_release(draft: Draft) -> None:
         draft.given.notes.append(
             f"in releases up to 0.7, {which}, token-mean is a mean over the tokens of each micro-batch, these means "
             "weighted by samples; since 0.8, and here, it is the mean over all tokens of an optimizer step"
+        )
+
+
+def _tell_first_releases(draft: Draft) -> None:
+    """Notes what releases before 0.3 do with a file that gives a coefficient of the KL, and no switch for it."""
+    switched = draft.has("algorithm.use_kl_in_reward") or draft.theirs(f"{ACTOR}.use_kl_loss")
+    if not switched and draft.has(key := "algorithm.kl_ctrl.kl_coef") and draft.theirs(key):
+        draft.given.notes.append(
+            f"releases before 0.3 take a KL of {key} = {draft.theirs(key):g} from the reward wherever use_kl_loss is "
+            "off, later ones only with algorithm.use_kl_in_reward: if the file is for one of the first, give "
+            "algorithm.use_kl_in_reward=true, actor_rollout_ref.actor.entropy_coeff=0.001, their default, and "
+            "know that their loss has no dual clip, and long prompts are left out"
         )
 
 

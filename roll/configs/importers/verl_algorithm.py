@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from roll.configs.devices import parse_device_mapping
-from roll.configs.importers.common import public_domains, to_do
+from roll.configs.importers.common import DOMAINS, public_domains, to_do
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.transforms import Untranslatable
 from roll.configs.importers.verl_rejections import NO_BOUND, filter_of, rejections
@@ -44,8 +44,10 @@ def set_algorithm(draft: Draft) -> None:
     if (tokens := draft.theirs(f"{ACTOR}.use_token_level_loss")) is not None:
         mode = "token-mean" if tokens else "seq-mean-token-sum"
         draft.derive(f"{ACTOR}.use_token_level_loss", "loss_agg_mode", mode)
-    if loss in ("gspo", "sapo"):
+    if loss in ("gspo", "sapo", "geo_mean"):
         note = "always there, whatever loss_agg_mode says"
+        if draft.theirs(f"{ACTOR}.use_kl_loss"):
+            note += ", by which the KL and the entropy are averaged there"
         draft.derive(f"{ACTOR}.policy_loss.loss_mode", "loss_agg_mode", "seq-mean-token-mean", note)
     if loss == "gspo":
         draft.derive(f"{ACTOR}.policy_loss.loss_mode", "importance_sampling", "seq", "one ratio per answer")
@@ -274,6 +276,7 @@ def set_rewards(draft: Draft) -> None:
             )
     else:
         public_domains(draft, "data.reward_fn_key")
+        _tell_scores(draft)
         _set_sandbox(draft)
     for key, value in own.items():
         draft.tell(Kind.IMPOSSIBLE, f"{kwargs}.{key}", value, note=f"the reward manager {manager} is not imported")
@@ -298,6 +301,19 @@ def set_rewards(draft: Draft) -> None:
             draft.derive("algorithm.filter_groups.enable", f"rewards.{domain}.query_filter_config", chosen)
         if (most := int(draft.theirs("algorithm.filter_groups.max_num_gen_batches", 0) or 0)) > 0:
             draft.derive("algorithm.filter_groups.max_num_gen_batches", "max_filtered_batches", most)
+
+
+def _tell_scores(draft: Draft) -> None:
+    """Notes that ``math_dapo.py`` scores a wrong answer with -1, where the files may have rows that it scores."""
+    sections = ("actor_train", "validation")
+    names = str([draft.get(f"{section}.data_args.file_name") for section in sections]).lower()
+    known = any(name in names for name in DOMAINS)
+    if "math" in draft.get("rewards", {}) and (not known or "dapo" in names or "aime" in names):
+        draft.given.notes.append(
+            "rows of math_dapo and aime score 1 or -1 there, 1 or 0 here: weight 2 of the verifier gives the same "
+            "distance, which counts beside overlong_buffer, a KL in the reward, and advantages that no standard "
+            "deviation divides"
+        )
 
 
 def _set_sandbox(draft: Draft) -> None:

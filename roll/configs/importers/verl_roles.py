@@ -250,8 +250,8 @@ def set_critic(draft: Draft, updates: int) -> None:
         draft.tell(Kind.TO_DO, "critic.model.path", path, "reward_pretrain", note=note)
     if draft.has(key := "critic.model.enable_gradient_checkpointing"):
         draft.derive(key, "critic.model_args.disable_gradient_checkpointing", not draft.theirs(key))
-    if draft.has(key := "critic.model.use_remove_padding"):
-        draft.derive(key, "critic.use_sequence_packing", draft.theirs(key))
+    for name in ("use_rmpad", "use_remove_padding"):
+        draft.carry_set(f"critic.model.{name}", "critic.use_sequence_packing", bool)
     draft.carry_set("critic.ulysses_sequence_parallel_size", "critic.model_args.ulysses_size", int)
     draft.carry("critic.optim.lr", "critic.training_args.learning_rate", float)
     draft.carry("critic.optim.weight_decay", "critic.training_args.weight_decay", float)

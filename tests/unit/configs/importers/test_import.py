@@ -300,9 +300,18 @@ def test_supervised_training_of_verl_with_an_engine(tmp_path: Path) -> None:
     training = config.actor_train.training_args
     assert (training.lr_scheduler_type, training.warmup_ratio) == ("constant_with_warmup", 0.0)
     assert not kinds(imported, Kind.IMPOSSIBLE) and imported.exit_code == 0
-    assert config.eval_steps == 0 and "trainer.save_freq" in kinds(imported, Kind.DROPPED)
+    assert (config.eval_steps, config.save_steps) == (0, 0)
     told = {outcome.key: outcome.note for outcome in imported.outcomes}
-    assert "rows / global batch" in told["trainer.test_freq"]
+    assert all("rows / global batch" in told[f"trainer.{name}_freq"] for name in ("test", "save"))
+
+
+@pytest.mark.parametrize("word", ["", "trainer.save_freq=-1"])
+def test_supervised_training_of_verl_saves_its_last_step_whatever_is_said(word: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(
+        "torchrun --nproc_per_node 1 -m verl.trainer.fsdp_sft_trainer data.train_files=a.parquet "
+        f"data.train_batch_size=8 model.partial_pretrain=Qwen/Qwen3-0.6B {word}"
+    )
+    assert loaded(convert("verl", [tmp_path / "run.sh"]), tmp_path).save_steps == 0
 
 
 TEACHER = "distillation.teacher_models.teacher_model"

@@ -227,3 +227,16 @@ def test_what_a_critic_does_not_say_is_the_training_section_s(tmp_path: Path) ->
     arguments = config.critic.training_args
     assert (arguments.learning_rate, arguments.adam_beta2, arguments.weight_decay) == (5e-6, 0.9, 0.01)
     assert config.actor_train.training_args.adam_beta2 == 0.9
+
+
+def test_packed_rows_of_supervised_training_are_told(tmp_path: Path) -> None:
+    text = (
+        "sft: {stage: sft, data_path: ./pack, tokenizer_name_or_path: ./model, seq_length: 4096, train_iters: 5, "
+        "global_batch_size: 8, micro_batch_size: 2, lr: 1.0e-5, lr_warmup_fraction: 0.01, reset_position_ids: %s}"
+    )
+    for packed in ("true", "false"):
+        (tmp_path / "sft.yaml").write_text(text % packed)
+        result = convert("mindspeed", [tmp_path / "sft.yaml"])
+        assert ("sft.reset_position_ids" in kinds(result, Kind.TO_DO)) == (packed == "true")
+        warm = next(outcome for outcome in result.outcomes if outcome.key == "sft.lr_warmup_fraction")
+        assert "rate of 0" in warm.note

@@ -32,7 +32,7 @@ def impossible(result: Imported) -> set[str]:
     return {outcome.key for outcome in result.outcomes if outcome.kind == Kind.IMPOSSIBLE}
 
 
-@pytest.mark.parametrize("loss", ["gspo", "sapo"])
+@pytest.mark.parametrize("loss", ["gspo", "sapo", "geo_mean"])
 def test_losses_of_whole_answers_average_each_answer_whatever_is_said(loss: str, tmp_path: Path) -> None:
     _, config = imported(tmp_path, f"{ACTOR}.policy_loss.loss_mode={loss}", f"{ACTOR}.loss_agg_mode=token-mean")
     assert config.loss_agg_mode == "seq-mean-token-mean"
@@ -251,3 +251,33 @@ def test_the_temperature_says_whether_held_out_answers_are_sampled(
     assert config.validation is not None
     assert config.validation.generating_args is not None
     assert config.validation.generating_args.do_sample is samples
+
+
+def notes(result: Imported) -> str:
+    return " ".join(result.notes)
+
+
+def test_scores_of_minus_one_are_told_where_the_files_may_have_them(tmp_path: Path) -> None:
+    result, _ = imported(tmp_path, "data.train_files=dapo-math-17k.parquet", "data.val_files=aime-2024.parquet")
+    assert "1 or -1" in notes(result)
+    result, _ = imported(tmp_path, "data.train_files=gsm8k/train.parquet", "data.val_files=math/test.parquet")
+    assert "1 or -1" not in notes(result)
+
+
+def test_a_coefficient_without_its_switch_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "old.sh"
+    script.write_text("python3 -m verl.trainer.main_ppo algorithm.kl_ctrl.kl_coef=0.002 data.train_batch_size=64")
+    assert "kl_coef = 0.002 from the reward" in notes(convert("verl", [script]))
+    for word in ("algorithm.use_kl_in_reward=False", f"{ACTOR}.use_kl_loss=True", "algorithm.kl_ctrl.kl_coef=0"):
+        assert "releases before 0.3" not in notes(convert("verl", [script], [word])), word
+
+
+def test_the_first_name_of_packing(tmp_path: Path) -> None:
+    script = tmp_path / "old.sh"
+    script.write_text(
+        f"python3 -m verl.trainer.main_ppo {MODEL}.use_rmpad=True critic.model.use_rmpad=True "
+        "critic.model.path=Qwen/Qwen3-0.6B data.train_batch_size=64"
+    )
+    result = convert("verl", [script])
+    assert not any(outcome.key.endswith("use_rmpad") and outcome.kind == Kind.UNKNOWN for outcome in result.outcomes)
+    assert result.text.count("use_sequence_packing: true") == 2
