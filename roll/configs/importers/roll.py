@@ -101,7 +101,7 @@ def _run(draft: Draft) -> None:
     trained = [f"{role}.training_args" for role in ("actor_train", "critic", "student")]
     if any(float(draft.theirs(f"{base}.warmup_{kind}") or 0) for base in trained for kind in ("steps", "ratio")):
         draft.given.notes.append(
-            "a warm-up of W steps has the rate k / W in step k there, which is 0 in the first, and (k + 1) / (W + 1) here"
+            "a warm-up of W steps has the rate k / W in step k there, 0 in the first, and (k + 1) / (W + 1) here"
         )
     if draft.theirs("rollout_mock.enable"):
         mode, folder = draft.theirs("rollout_mock.mode", "dump"), draft.theirs("rollout_mock.dump_dir")
