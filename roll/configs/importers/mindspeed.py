@@ -150,8 +150,8 @@ def _offline(draft: Draft, schema: type[OfflineConfig], stage: str) -> type[Offl
     if schema is SFTConfig and draft.theirs(packed):
         length = draft.theirs(_said(draft, "seq_length"))
         note = (
-            f"a row of packed data holds samples up to {length} tokens there, and {draft.theirs(batch)} such rows are a "
-            f"batch; a row is one sample here: raise gradient_accumulation_steps by the samples of a pack"
+            f"a row of packed data holds samples up to {length} tokens there, {draft.theirs(batch)} such rows are a "
+            "batch; a row is one sample here: raise gradient_accumulation_steps by the samples of a pack"
         )
         to_do(draft, packed, note, True, "actor_train.training_args.gradient_accumulation_steps")
     shares = str(draft.theirs(split := _said(draft, "split", *RUN)) or "").split(",")
