@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -40,7 +40,7 @@ def loaded(folder: Path, *words: str) -> RLVRConfig:
 
 def context(config: RLVRConfig, role: str) -> StrategyContext:
     roles = Roles.__new__(Roles)
-    roles.config, roles._teaching = config, cast(Any, SimpleNamespace(comparison=None))
+    roles.config, roles.needs = config, ()
     return roles._own_context(role, "policy")
 
 
