@@ -152,6 +152,8 @@ class Given:
 class Distribution:
     """The model's distribution over the vocabulary in each of K places, as far as it lies on this rank.
 
+    Ids of padding have probability 0 and a log-probability of about ``MASKED``.
+
     Args:
         all_logprobs_KV: float32 log-probabilities of this rank's ids, at ``temperature``.
         target_K: the token that stands in each place.

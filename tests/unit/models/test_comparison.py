@@ -17,9 +17,12 @@ from roll.algorithms.quantities import (
     Distribution,
     Divergence,
     Given,
+    KlToReference,
     OutputLayer,
+    Quantity,
     TopTokens,
     WholeVocabulary,
+    asked_of,
     hidden_states,
     logprobs,
 )
@@ -206,3 +209,11 @@ def test_a_model_without_the_teachers_layer_says_so() -> None:
     batch = asked(make(TEACHERS["same ids"], 2), make_batch(), None)
     with pytest.raises(ValueError, match="holds no output layer of it"):
         score_batch(TokenScorer(make(STUDENT, 1), needs=(Divergence(KL, 1.0, "teacher"),)), batch)
+
+
+@pytest.mark.parametrize(("top_k", "asked"), [(None, hidden_states), (8, TopTokens(8, 30))])
+def test_a_teacher_computes_what_the_policy_asks_for(top_k: int | None, asked: Quantity) -> None:
+    config = DivergenceConfig(kd_objective="forward_kl", logits_topk=top_k)
+    needs = (*BASIC, KlToReference(), Divergence(config, 1.0, "teacher", 30))
+    assert asked_of("teacher", needs) == (logprobs, asked)
+    assert asked_of("critic", needs) == (logprobs,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, PreT
 import roll.models.scoring as scoring
 from roll.algorithms import quantities
 from roll.algorithms.quantities import BASIC, Given, KlToReference, OutputLayer, hidden_states, logprobs
+from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.data.packing import packed_row, rectangle
 from roll.models.heads import VALUE_HEAD_FILE, ValueHead, load_value_head
@@ -274,6 +276,14 @@ def test_kl_without_the_references_output_layer_is_an_error() -> None:
             TokenScorer(make_model(), needs=(KlToReference(),)),
             batch.replace(ref_hidden_TH=torch.zeros(batch.num_tokens, 16)),
         )
+
+
+def test_columns_of_any_name_travel_and_are_put_together() -> None:
+    one, other = (TokenScores.of(logprobs_T=torch.tensor([x]), own_T=torch.tensor([2 * x])) for x in (1.0, 2.0))
+    assert one.others.keys() == {"own_T"} and pickle.loads(pickle.dumps(one)).columns == one.columns
+    places = [torch.tensor([2]), torch.tensor([0])]
+    whole = TokenScores.gathered(3, places, [one, other, one])  # the last is padding
+    assert whole.logprobs_T.tolist() == [2.0, 0.0, 1.0] and whole.others["own_T"].tolist() == [4.0, 0.0, 2.0]
 
 
 def test_empty_batch_scores_to_nothing() -> None:
