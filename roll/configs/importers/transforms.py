@@ -61,6 +61,13 @@ def _switch(value: Any) -> Any:
     return value
 
 
+def _positive(value: Any) -> Any:
+    """A bound that null, -1 and 0 switch off."""
+    if value is None or value <= 0:
+        raise Omitted(f"{value} sets no bound")
+    return value
+
+
 def _steps(value: Any) -> Any:
     if isinstance(value, str):
         raise Untranslatable(f"{value}: a period is counted in steps")
@@ -133,6 +140,7 @@ TRANSFORMS: dict[str, Transform] = {
     "commas": _commas,
     "bf16-or-fp32": lambda value: "bf16" if value else "fp32",
     "above-zero": _switch,
+    "positive": _positive,
     "parts": _parts,
     "unless-true": _unless_true,
     "never": _never,

@@ -193,13 +193,16 @@ def set_optimizer(draft: Draft, theirs: str, role: str, updates: int = 1) -> Non
     """
     base = f"{role}.training_args"
     counted = f"{updates} optimizer steps to each that their schedule counts" if updates > 1 else ""
+    begins = (
+        f"{counted}; " * bool(counted) + "it begins with 0 there, which trains nothing, and with its first part here"
+    )
     steps = draft.theirs(f"{theirs}.lr_warmup_steps", -1)
     ratios = [f"{theirs}.lr_warmup_steps_ratio", f"{theirs}.warmup_steps_ratio"]
     ratio = next((value for key in ratios if (value := draft.theirs(key))), 0.0)
     if steps and int(steps) > 0:
-        draft.derive(f"{theirs}.lr_warmup_steps", f"{base}.warmup_steps", int(steps) * updates, counted)
+        draft.derive(f"{theirs}.lr_warmup_steps", f"{base}.warmup_steps", int(steps) * updates, begins)
     elif ratio:
-        draft.derive(ratios, f"{base}.warmup_ratio", float(ratio))
+        draft.derive(ratios, f"{base}.warmup_ratio", float(ratio), begins)
     styles = [f"{theirs}.{key}" for key in ("lr_scheduler_type", "lr_scheduler", "warmup_style", "lr_decay_style")]
     style = next((name for key in styles if (name := draft.theirs(key))), "constant")
     draft.translate(styles, f"{base}.lr_scheduler_type", "schedule", style)
@@ -235,7 +238,7 @@ def _reward_model(draft: Draft) -> str | None:
 def set_rewards(draft: Draft) -> None:
     """Reward domains: a function, a reward model, or those of public data; dynamic sampling; long answers."""
     where = next((key for key in _FUNCTIONS if draft.theirs(f"{key}.path")), None)
-    manager = draft.theirs("reward_model.reward_manager") or draft.theirs("reward.reward_manager.name") or "naive"
+    manager = next((name for key in _MANAGERS if (name := draft.theirs(key))), "naive")
     kwargs = next((key for key in _KWARGS if draft.has(key)), _KWARGS[0])
     own = {key: value for key, value in (draft.theirs(kwargs) or {}).items() if key not in _READ_KWARGS}
     if where is not None:
@@ -299,20 +302,19 @@ def set_rewards(draft: Draft) -> None:
 
 def _set_sandbox(draft: Draft) -> None:
     """A sandbox service runs the programs."""
-    base = next((key for key in _SANDBOXES if draft.theirs(f"{key}.url")), None)
-    if base is None or "code" not in draft.get("rewards", {}):
+    base = next((key for key in _SANDBOXES if draft.theirs(f"{key}.url")), _SANDBOXES[0])
+    where = f"{base}.url" if draft.theirs(f"{base}.url") else "reward_model.sandbox_fusion_url"
+    if not draft.theirs(where) or "code" not in draft.get("rewards", {}):
         return
-    arguments: dict[str, Any] = {"remote": {"url": draft.theirs(f"{base}.url")}}
+    arguments: dict[str, Any] = {"remote": {"url": draft.theirs(where)}}
     if (most := draft.theirs(f"{base}.max_concurrent")) is not None:
         arguments["remote"]["max_concurrency"] = int(most)
     arguments["limits"] = {"memory_mb": int(draft.theirs(f"{base}.memory_limit_mb") or _THEIR_MEMORY_MB)}
     draft.get("rewards.code.verifiers")[0]["args"] = arguments
-    for key in ("url", "max_concurrent", "memory_limit_mb"):
-        if draft.has(f"{base}.{key}"):
+    for key in (where, f"{base}.max_concurrent", f"{base}.memory_limit_mb"):
+        if draft.has(key):
             note = "args of the verifier code"
-            draft.tell(
-                Kind.DERIVED, f"{base}.{key}", draft.theirs(f"{base}.{key}"), "rewards.code.verifiers", note=note
-            )
+            draft.tell(Kind.DERIVED, key, draft.theirs(key), "rewards.code.verifiers", note=note)
 
 
 def _ranks_key(model: str) -> str:
@@ -333,7 +335,8 @@ def _set_devices_of(draft: Draft, model: str, size: int) -> None:
     draft.derive(key, ours, mapping, "on the devices of the trainer, by turns")
 
 
-_SANDBOXES = ("reward_model.sandbox_fusion", "reward.sandbox_fusion")
+_SANDBOXES = ("reward_model.sandbox_fusion", "reward.sandbox_fusion", "sandbox_fusion")
+_MANAGERS = ("reward_model.reward_manager", "reward.reward_manager.name", "reward_manager.name")
 _THEIR_MEMORY_MB = 1024
 _FUNCTIONS = ("custom_reward_function", "reward.custom_reward_function")
 

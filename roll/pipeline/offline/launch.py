@@ -22,8 +22,9 @@ from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
 from roll.pipeline.offline.training import first_samples, steps_per_epoch
 from roll.pipeline.programs import Program
 from roll.pipeline.prompt_roles import PromptRoles, prompt_workers
-from roll.pipeline.rlvr.datasets import Datasets, load_renderer, make_data
+from roll.pipeline.rlvr.datasets import TRIAL_SECONDS, Datasets, load_renderer, make_data, tell
 from roll.pipeline.start import Launched
+from roll.rewards.references import References
 
 ConfigT = TypeVar("ConfigT", bound=OfflineConfig)
 Load = Callable[[ConfigT, DataArguments, ChatRenderer, "Scoring | None"], Conversations]
@@ -88,7 +89,10 @@ def load_datasets(config: ConfigT, renderer: ChatRenderer, load: Load[ConfigT]) 
     validation = config.validation
     if validation is None:
         return Samples(train, None, None, None)
-    scoring = Scoring(tuple(config.domains), validation.solution) if config.rewards else None
+    scoring = None
+    if config.rewards:
+        references = References(config.rewards, TRIAL_SECONDS, tell, tell)
+        scoring = Scoring(tuple(config.domains), validation.solution, references)
     val = load(config, validation.data_args, renderer, scoring)
     held_out = first_samples(val.batch, config.val_batch_size)
     if config.actor_infer is None:
