@@ -305,16 +305,6 @@ class PipelineConfig(RunConfig):
         return self.scoring_temperature
 
     @property
-    def marks_hits(self) -> bool:
-        """Tells whether the trained model marks the tokens that are its first choice: the accuracy of imitation."""
-        return False
-
-    @property
-    def sums_squares(self) -> bool:
-        """Tells whether the trained model gives the sums of squared probabilities of what it scores."""
-        return False
-
-    @property
     def uses_reference(self) -> bool:
         """Tells whether the policy is compared with the one that it started from."""
         return False

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, TypeVar
 
+from roll.algorithms.quantities import Quantity, logprobs
 from roll.configs.batches import describe_batches
 from roll.configs.data import DataArguments
 from roll.configs.offline import OfflineConfig
@@ -51,11 +52,14 @@ def run_offline(
     build: Build[ConfigT],
     started: float | None,
     check: Callable[[ConfigT, Samples], None] | None = None,
+    *,
+    needs: tuple[Quantity, ...] = (logprobs,),
 ) -> int:
     """Runs a pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data.
 
     Args:
         check: raises ``ValueError`` where the run could not use what was read.
+        needs: what the loss takes from the trained model, but for the comparison with a teacher.
     """
     try:
         if config.data_generator is not None:
@@ -72,7 +76,7 @@ def run_offline(
     notes = [*describe_batches(config), *datasets.describe()]
     body = partial(_run, datasets=datasets, build=build)
     workers, data = prompt_workers(config), datasets.identities()
-    return launch(config, program, body, workers, notes=notes, started=started, data=data)
+    return launch(config, program, body, workers, needs=needs, notes=notes, started=started, data=data)
 
 
 def load_datasets(config: ConfigT, renderer: ChatRenderer, load: Load[ConfigT]) -> Samples:
