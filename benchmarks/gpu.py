@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from roll.algorithms.quantities import Given
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
@@ -208,7 +209,7 @@ def output_layer(path: Path, args: argparse.Namespace) -> dict[str, Any]:
             logits = (hidden @ others[-1].T).float()
             return {"logprobs_T": logits.log_softmax(-1).gather(1, target[:, None])[:, 0]}
 
-        scores = scoring.in_chunks(score, len(weight), weight)(hidden, target_K, None, None)
+        scores = scoring.in_chunks(score, len(weight), hidden, target_K, Given(), weight)
         (found,) = torch.autograd.grad(scores["logprobs_T"].mean(), weight)
         return found.float()
 

@@ -4,7 +4,7 @@
 #     scripts/gpu_check.sh KIT_FOLDER OUT_FOLDER      on a machine with one CUDA GPU, torch >= 2.11 and Transformers
 #     scripts/gpu_check.sh --rehearse OUT_FOLDER      the same steps, smaller, on a machine without one (with PYTHON)
 #
-# KIT_FOLDER is what scripts/make_gpu_kit.sh gathered; its parts may have been brought one by one. No network is needed.
+# KIT_FOLDER is what scripts/make_gpu_kit.sh made; its pieces may have been brought one by one. No network is needed.
 # OUT_FOLDER gets check.json (versions, every step with its exit code and seconds, the figures) and check.log, both
 # written anew after every step. The exit code is 0 if every step succeeded. A step that fails or takes too long does not
 # keep the next from running. All steps together take GPU_CHECK_SECONDS at most (570): what is left of them bounds each.
@@ -77,22 +77,14 @@ sys.exit(any(int(code) for _, code, _ in steps))
 PY
 }
 
-install_kit() { # a virtual environment that sees the packages of this machine's python3, among them its torch
-  local wheels=$SCRATCH/wheels
+install_kit() { # unpacks the kit beside the packages of this machine's python3, among them its torch
   [ ! -e "$GPU_CHECK_ENV/whole" ] || return 0
   rm -rf "$GPU_CHECK_ENV"
-  mkdir "$wheels"
-  find "$KIT" -name '*.whl' -exec ln -sf {} "$wheels/" \;
-  find "$KIT" -name '*.piece' | sed -E 's/\.[0-9]+\.piece$//' | sort -u | while read -r whole; do
-    cat $(find "$KIT" -name "$(basename "$whole").*.piece" | sort -t. -k1,1) >"$wheels/$(basename "$whole")"
-  done
-  (cd "$wheels" && sha256sum --quiet --check "$KIT/SHA256SUMS") || return 1
-  python3 -m venv --without-pip --system-site-packages "$GPU_CHECK_ENV" || return 1
-  # That python3 may be a virtual environment's itself, whose packages another one inside does not see.
-  python3 -c 'import site; print(*site.getsitepackages(), sep="\n")' >"$SCRATCH/outer.pth" || return 1
-  mv "$SCRATCH/outer.pth" "$GPU_CHECK_ENV"/lib/python3*/site-packages/ || return 1
-  python3 -m pip --python "$GPU_CHECK_ENV/bin/python" install --quiet --disable-pip-version-check --no-compile \
-    --no-index --find-links "$wheels" -r "$KIT/requirements.txt" || return 1
+  mkdir -p "$GPU_CHECK_ENV/site"
+  (cd "$KIT" && sha256sum --quiet --check SHA256SUMS) || return 1
+  cat "$KIT"/kit.tar.xz.* | python3 -c '
+import sys, tarfile
+tarfile.open(fileobj=sys.stdin.buffer, mode="r|xz").extractall(sys.argv[1], filter="data")' "$GPU_CHECK_ENV/site" || return 1
   touch "$GPU_CHECK_ENV/whole"
 }
 
@@ -112,7 +104,8 @@ else
   export -f install_kit
   export KIT SCRATCH GPU_CHECK_ENV
   step install 150 bash -c install_kit || { echo "the kit cannot be installed, see $LOG" >&2; exit 1; }
-  PYTHON=$GPU_CHECK_ENV/bin/python
+  PYTHON=python3
+  export PYTHONPATH=$GPU_CHECK_ENV/site:$PYTHONPATH
   # Several at the same time: most of a test's time is a process's start.
   TESTS=(tests/gpu tests/integration/test_colocation.py -m gpu --timeout 200 -n 12 --dist loadgroup --durations 20)
   DEMO=(max_steps=30 num_gpus_per_node=1 'actor_train.device_mapping=[0]' 'actor_infer.device_mapping=[0]'

@@ -1,25 +1,28 @@
 #!/usr/bin/env bash
-# Gathers what a machine with a GPU, but without a network, lacks to run ROLL's tests and benchmarks: wheels of all
-# dependencies but torch (and what belongs to it), in parts of at most 55 MB; larger wheels are split.
+# Packs what a machine with a GPU, but without a network, lacks to run ROLL's tests and benchmarks: all dependencies but
+# torch (and what belongs to it), installed into one folder, which is compressed into pieces of at most 55 MB.
 #
-#     scripts/make_gpu_kit.sh KIT_FOLDER [PYTHON_VERSION]
+#     scripts/make_gpu_kit.sh KIT_FOLDER [PYTHON_VERSION [THERE]]
 #
-# PYTHON_VERSION is the other machine's (3.12 by default), PYTHON the interpreter that has the engines (.venv of
-# `make test` by default): the versions are those installed there. scripts/gpu_check.sh installs the kit.
+# PYTHON_VERSION is the other machine's (3.12 by default); THERE is a file with what `pip list --format=freeze` prints
+# there (or names alone, one a line): those packages stay out. PYTHON is the interpreter that has the engines (.venv of
+# `make test` by default): the versions are those installed there. scripts/gpu_check.sh unpacks the kit.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-KIT=$(realpath -m "${1:?usage: scripts/make_gpu_kit.sh KIT_FOLDER [PYTHON_VERSION]}")
+KIT=$(realpath -m "${1:?usage: scripts/make_gpu_kit.sh KIT_FOLDER [PYTHON_VERSION [THERE]]}")
 TARGET=${2:-3.12}
+THERE=${3:-/dev/null}
 PYTHON=${PYTHON:-.venv/bin/python}
-PART_MB=55
-WHEELS=$(mktemp -d)
-trap 'rm -rf "$WHEELS"' EXIT
+UNUSED="ray/jars ray/rllib ray/llm ray/dashboard/client" # large, and no part of what runs here
+WORK=$(mktemp -d)
+WHEELS=$WORK/wheels
+trap 'rm -rf "$WORK"' EXIT
 
 rm -rf "$KIT"
-mkdir -p "$KIT"
+mkdir -p "$KIT" "$WHEELS"
 
-# What pip is asked for over there: ranges, so that a package that is there already and fits stays.
-"$PYTHON" - >"$KIT/requirements.txt" <<'PY'
+# What pyproject.toml asks for.
+"$PYTHON" - >"$WORK/requirements.txt" <<'PY'
 import tomllib
 
 TESTING = ("pytest", "hypothesis", "setuptools")  # of the extra dev; linters and other libraries' programs stay here
@@ -31,7 +34,7 @@ print("\n".join(text for text in texts if not text.startswith("torch")))
 PY
 
 # name==version of everything that these need, as installed here, for the other Python.
-"$PYTHON" - "$TARGET" "$KIT/requirements.txt" >"$WHEELS/pins" <<'PY'
+"$PYTHON" - "$TARGET" "$WORK/requirements.txt" "$THERE" >"$WORK/pins" <<'PY'
 import sys
 from importlib import metadata
 
@@ -39,6 +42,7 @@ from packaging.requirements import Requirement
 
 BELONGS_TO_TORCH = ("torch", "triton", "nvidia-", "cuda-")
 wanted = open(sys.argv[2]).read().splitlines()
+there = {line.partition("==")[0].strip().lower().replace("_", "-").replace(".", "-") for line in open(sys.argv[3])}
 python = {"python_version": sys.argv[1], "python_full_version": f"{sys.argv[1]}.0"}
 seen = {}
 while wanted:
@@ -61,7 +65,8 @@ while wanted:
         if needed.marker is None or any(needed.marker.evaluate(context) for context in contexts):
             wanted.append(text.partition(";")[0])
 for name, (version, _) in sorted(seen.items()):
-    print(f"{name}=={version}" if version else name)
+    if name not in there:
+        print(f"{name}=={version}" if version else name)
 PY
 
 fetch() {
@@ -72,7 +77,7 @@ fetch() {
 }
 # Many at a time; where that fails, one by one, and what there is only as sources is built here, which makes a wheel for
 # any machine if nothing in it is compiled.
-mapfile -t pins <"$WHEELS/pins"
+mapfile -t pins <"$WORK/pins"
 for ((first = 0; first < ${#pins[@]}; first += 16)); do
   batch=("${pins[@]:first:16}")
   fetch "${batch[@]}" && continue
@@ -85,24 +90,12 @@ if compiled=$(ls "$WHEELS" | grep -v -E 'none-any|linux.*x86_64' | grep '\.whl$'
   exit 1
 fi
 
-(cd "$WHEELS" && sha256sum ./*.whl) >"$KIT/SHA256SUMS"
-part=1 room=$((PART_MB * 1000 * 1000))
-place() { # file: into the current part, or a new one when it is full
-  size=$(stat -c %s "$1")
-  if [ "$size" -gt "$room" ]; then
-    part=$((part + 1)) room=$((PART_MB * 1000 * 1000))
-  fi
-  mkdir -p "$KIT/part-$part"
-  mv "$1" "$KIT/part-$part/"
-  room=$((room - size))
-}
-for wheel in "$WHEELS"/*.whl; do
-  if [ "$(stat -c %s "$wheel")" -gt $((PART_MB * 1000 * 1000)) ]; then
-    split --bytes=$((PART_MB * 1000 * 1000)) --numeric-suffixes --additional-suffix=.piece "$wheel" "$wheel."
-    for piece in "$wheel".*.piece; do place "$piece"; done
-  else
-    place "$wheel"
-  fi
-done
-du -sm "$KIT"/part-* | sed "s|$KIT/||"
-echo "kit in $KIT: $(wc -l <"$KIT/SHA256SUMS") wheels for Python $TARGET in $part parts"
+"$PYTHON" -m pip install --quiet --no-deps --no-compile --no-index --target "$WORK/site" --python-version "$TARGET" \
+  --platform manylinux_2_34_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+  --platform manylinux2014_x86_64 --platform manylinux1_x86_64 --platform linux_x86_64 --only-binary=:all: \
+  "$WHEELS"/*.whl
+(cd "$WORK/site" && rm -rf $UNUSED)
+tar -C "$WORK/site" -cf - . | xz -T0 -6 | split --bytes=55MB --numeric-suffixes - "$KIT/kit.tar.xz."
+(cd "$KIT" && sha256sum kit.tar.xz.* >SHA256SUMS)
+echo "kit in $KIT: ${#pins[@]} packages for Python $TARGET, $(du -csm "$KIT"/kit.tar.xz.* | tail -1 | cut -f1) MB in" \
+  "$(ls "$KIT"/kit.tar.xz.* | wc -l) pieces"

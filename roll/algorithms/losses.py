@@ -20,6 +20,7 @@ from roll.algorithms.correction import MISMATCH, Levels, importance_weights
 from roll.algorithms.gae import value_mask
 from roll.algorithms.kl import k3, kl_divergence
 from roll.algorithms.policy_losses import POLICY_LOSSES, PolicyTokens
+from roll.algorithms.quantities import KlToReference, Quantity, entropy, hits, logprobs, squares
 from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
 from roll.configs.algorithm import AlgorithmConfig, LossAggMode
 from roll.configs.correction import IsWeightConfig
@@ -187,6 +188,16 @@ def build_policy_loss(config: AlgorithmConfig, total_optimizer_steps: int | None
     return partial(policy_loss, config=config, total_optimizer_steps=total_optimizer_steps)
 
 
+def policy_needs(config: AlgorithmConfig) -> tuple[Quantity, ...]:
+    """What the policy's loss, the KL in rewards and the advantages take from the trained model."""
+    needs: list[Quantity] = [logprobs, entropy]
+    if config.sums_squares:
+        needs.append(squares)
+    if config.uses_full_kl:
+        needs.append(KlToReference())
+    return tuple(needs)
+
+
 def value_loss(scores: TokenScores, batch: Batch, ctx: LossContext, config: AlgorithmConfig) -> LossOutput:
     """``value_loss_coef * 0.5 * max((v - R)^2, (clip(v, old - c, old + c) - R)^2)``, aggregated like the policy's loss.
 
@@ -217,6 +228,10 @@ def value_loss(scores: TokenScores, batch: Batch, ctx: LossContext, config: Algo
 def build_value_loss(config: AlgorithmConfig) -> LossFn:
     """``value_loss`` with its settings; travels between processes."""
     return partial(value_loss, config=config)
+
+
+SFT_NEEDS: tuple[Quantity, ...] = (logprobs, hits)
+"""What ``sft_loss`` takes from the trained model."""
 
 
 def sft_loss(

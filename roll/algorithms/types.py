@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from roll.data.batch import Batch, from_arrays, to_arrays
+from roll.data.batch import Batch, from_arrays, unset_value
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,42 @@ class TokenScores:
     teacher with another tokenizer."""
     hidden_TH: Tensor | None = None
     """float32 [T, H] final hidden state that predicts the token (a reference's); 0 where the loss mask is 0."""
-
     experts_TE: Tensor | None = None
     """int16 [T, E] the experts that each token itself went through, layer by layer; -1 where that is not known."""
+    others: Mapping[str, Tensor] = field(default_factory=dict)
+    """Columns of quantities (``roll.algorithms.quantities``) that have no field here, by name."""
+
+    @classmethod
+    def of(cls, **columns: Tensor) -> TokenScores:
+        """Scores from columns of any names; those without a field become ``others``."""
+        known = {f.name for f in fields(cls)}
+        others = {name: columns.pop(name) for name in list(columns) if name not in known}
+        return cls(**columns, others=others)
+
+    @classmethod
+    def gathered(cls, num_tokens: int, places: Iterable[Tensor], parts: Iterable[TokenScores]) -> TokenScores:
+        """The scores of a batch from those of its parts, each at its places; in host memory.
+
+        Parts past the last of the places are padding.
+        """
+        columns: dict[str, Tensor] = {}
+        for part, place in zip_longest(parts, places):
+            for name, column in part.columns.items():
+                if name not in columns:
+                    columns[name] = torch.full((num_tokens, *column.shape[1:]), unset_value(name), dtype=column.dtype)
+                if place is not None and len(place):
+                    columns[name][place] = column.cpu()
+        return cls.of(**columns)
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """All columns that are set, by name."""
+        own = {name: column for name, column in vars(self).items() if name != "others" and column is not None}
+        return {**own, **self.others}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as ``Batch`` does; scores without gradient, in host memory."""
-        return from_arrays, (TokenScores, to_arrays(self))
+        return from_arrays, (TokenScores.of, {name: column.numpy() for name, column in self.columns.items()})
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
+
+_ESCAPES = re.compile(r"(\\[nrt])+")
+"""Line breaks and tabs as they are spelled, which YAML reads between double quotes alone."""
 
 
 class GeneratingArguments(Config):
@@ -80,6 +84,11 @@ class GeneratingArguments(Config):
 
     def problems(self) -> Iterator[ConfigProblem]:
         key = "temperature" if self.do_sample else "do_sample"
+        for index, text in enumerate(self.stop_strings):
+            if not text or _ESCAPES.fullmatch(text):
+                words = "a text that is not empty" if not text else "no spelled escape"
+                hint = f'in double quotes it is the character: ["{text}"]' if text else "every answer would end with it"
+                yield self.problem(f"stop_strings.{index}", words, seen=text, hint=hint)
         for name in ("first_token_temperature", "first_token_top_k"):
             if self.is_greedy and getattr(self, name) is not None:
                 yield self.problem(name, f"null with {key} {getattr(self, key)}: greedy", key)

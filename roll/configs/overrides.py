@@ -110,6 +110,8 @@ def _construct(text: str, within: str) -> Any:
         root = loader.get_single_node()
         node = root.value[0][1] if not within else root
         _check_nodes(before + text, root)
+        if isinstance(node, yaml.ScalarNode) and node.value == "" and node.style in _PLAIN_STYLES and text.strip():
+            raise _OtherThanMeantError("a value behind what YAML reads as a sign")
         _set_apart_colons(node, loader)
         return loader.construct_document(node)
     finally:

@@ -149,7 +149,11 @@ def _translate(
     expected = (expectation(*found) if found else "") or str(detail["msg"]).lower().removeprefix("input should be ")
     if kind == "finite_number" or (kind == "float_type" and str(detail["input"]).lstrip("+-") in ("inf", "nan")):
         expected += ", finite"
-    hint = f"write [{detail['input']}]" if found and _is_element(found[0], detail["input"]) else _instead(found, detail)
+    if found and _is_element(found[0], detail["input"]):
+        quote = '"' * ("\\" in str(detail["input"]))  # a spelled line break is one between double quotes
+        hint = f"write [{quote}{detail['input']}{quote}]"
+    else:
+        hint = _instead(found, detail)
     return ConfigProblem(dotted, NOTHING if kind == "missing" else detail["input"], expected, hint)
 
 

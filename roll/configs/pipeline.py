@@ -138,9 +138,9 @@ class RunConfig(Config):
     )
     save_steps: int | None = Field(
         default=50,
-        ge=1,
-        description="Steps between two checkpoints; the last step is always saved. null: nothing is ever saved, and a "
-        "run that ends early is lost.",
+        ge=0,
+        description="Steps between two checkpoints; the last step is always saved, with 0 it alone. null: nothing is "
+        "ever saved, and a run that ends early is lost.",
     )
     async_save: bool = Field(
         default=False,
@@ -303,16 +303,6 @@ class PipelineConfig(RunConfig):
     def teacher_temperature(self) -> float:
         """Temperature by which the teacher's logits, and those compared with them, are divided."""
         return self.scoring_temperature
-
-    @property
-    def marks_hits(self) -> bool:
-        """Tells whether the trained model marks the tokens that are its first choice: the accuracy of imitation."""
-        return False
-
-    @property
-    def sums_squares(self) -> bool:
-        """Tells whether the trained model gives the sums of squared probabilities of what it scores."""
-        return False
 
     @property
     def uses_reference(self) -> bool:

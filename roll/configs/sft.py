@@ -21,7 +21,3 @@ class SFTConfig(OfflineConfig):
         description="The loss of an optimizer step: the mean over all tokens to imitate, or over conversations of the "
         "mean over theirs.",
     )
-
-    @property
-    def marks_hits(self) -> bool:
-        return True

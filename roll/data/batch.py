@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -283,12 +283,12 @@ def to_arrays(columns: Any) -> dict[str, np.ndarray]:
     return {f.name: v.numpy() for f in fields(columns) if (v := getattr(columns, f.name)) is not None}
 
 
-def from_arrays(kind: type[Columns], arrays: dict[str, np.ndarray]) -> Columns:
+def from_arrays(make: Callable[..., Columns], arrays: dict[str, np.ndarray]) -> Columns:
     """Its inverse. Columns are never written in place, so views of read-only memory will do."""
     with warnings.catch_warnings():
         # Arrays out of Ray's object store are read-only.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return kind(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+        return make(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
 def is_per_token(name: str) -> bool:
@@ -298,4 +298,4 @@ def is_per_token(name: str) -> bool:
 
 def unset_value(name: str) -> int:
     """Value of a column where nothing is known."""
-    return UNKNOWN if name == "experts_TE" else 0
+    return UNKNOWN if name in ("experts_TE", "chunk_T") else 0

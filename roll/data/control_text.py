@@ -109,7 +109,7 @@ class ControlText:
         """
         core = self._literal_core()
         assert core is not None, "a fast tokenizer has one"
-        encoding = core.encode(text, add_special_tokens=False)
+        (encoding,) = core.encode_batch([text], add_special_tokens=False)  # as in _encode_literal
         return list(encoding.ids), list(encoding.offsets)
 
     def _fold(self) -> re.Pattern[str] | None:
@@ -155,7 +155,10 @@ class ControlText:
     def _encode_literal(self, text: str) -> list[int]:
         if (core := self._literal_core()) is None:
             return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
-        return list(core.encode(text, add_special_tokens=False).ids)
+        (encoding,) = core.encode_batch_fast(
+            [text], add_special_tokens=False
+        )  # lets other threads run; encode does not
+        return list(encoding.ids)
 
     def _literal_core(self) -> Tokenizer | None:
         """A copy of the fast tokenizer that looks for no control token.

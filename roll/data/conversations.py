@@ -28,7 +28,7 @@ from roll.data.prompt_rows import (
     row_tag,
     used_columns,
 )
-from roll.data.prompts import Prompt
+from roll.data.prompts import Prompt, RowCheck
 from roll.data.reading import Reading
 
 if TYPE_CHECKING:
@@ -104,6 +104,14 @@ class Scoring:
     """Domains of the rewards."""
     solution: str
     """Column of the reference answer."""
+    check: RowCheck | None = None
+    """Finds questions whose answers no verifier can score."""
+
+    def check_questions(self, questions: Iterable[tuple[str, Prompt]], reading: Reading) -> None:
+        """Adds what is wrong with the questions that can be asked, each with its place, to the problems."""
+        asked = (one for one in questions if one[1].messages and one[1].messages[-1]["role"] != "assistant")
+        for place, reason in self.check(asked) if self.check is not None else ():
+            reading.problems.add(place, reason)
 
 
 def load_conversations(
@@ -132,6 +140,8 @@ def load_conversations(
     """
     reading = Reading(args, seed)
     samples = reading.drawn(_read(reading, scoring))
+    if scoring is not None:
+        scoring.check_questions(((sample.place, sample.question) for sample in samples), reading)
     encode = encode_talk(renderer, last_only=last_only, whole=whole, tools=tools)
     kept = fit(render(samples, encode, reading, LeftOut(renderer)), max_tokens, overflow, reading)
     reading.require(samples)
@@ -165,6 +175,8 @@ def check_conversations(
     Without ``encode`` and ``left_out`` it is checked without the chat template, too.
     """
     samples = list(_read(reading, scoring))
+    if scoring is not None:
+        scoring.check_questions(((sample.place, sample.question) for sample in samples), reading)
     try_out(samples, encode, reading, left_out)
     return reading.checked(sample.question.tag for sample in samples)
 

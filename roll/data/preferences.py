@@ -47,6 +47,7 @@ from roll.data.tool_messages import Tool
 class _Judged:
     """The answers of a row: the better one first, or one alone with its label."""
 
+    place: str
     answers: tuple[ReadConversation, ...]
     good: bool = True
     """Of an answer alone."""
@@ -86,6 +87,8 @@ def load_preferences(
     """
     reading = Reading(args, seed)
     rows = reading.drawn(_read(reading, columns, label, scoring))
+    if scoring is not None:
+        scoring.check_questions(((row.place, row.answers[0].question) for row in rows), reading)
     owners = {id(answer): index for index, row in enumerate(rows) for answer in row.answers}
     rendered = render(chain.from_iterable(row.answers for row in rows), encode, reading, left_out)
     fitting = fit(rendered, max_tokens, overflow, reading)
@@ -119,6 +122,8 @@ def check_preferences(
 ) -> tuple[Counter[str], bool]:
     """``Reading.checked`` of what ``load_preferences`` would read, but for lengths; see ``check_conversations``."""
     rows = list(_read(reading, columns, label, scoring))
+    if scoring is not None:
+        scoring.check_questions(((row.place, row.answers[0].question) for row in rows), reading)
     try_out(chain.from_iterable(row.answers for row in rows), encode, reading, left_out)
     return reading.checked(row.answers[0].question.tag for row in rows)
 
@@ -141,7 +146,7 @@ def _read(reading: Reading, columns: PairColumns, label: str | None, scoring: Sc
         answers = (ReadConversation.of(talk, question, row, side) for talk, side in zip(talks, sides, strict=True))
         if scoring is None:  # which sees every column
             reading.leaves(row, *own)
-        return _Judged(tuple(answers), good, margin)
+        return _Judged(row.place, tuple(answers), good, margin)
 
     return reading.each(read)
 

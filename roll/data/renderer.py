@@ -45,6 +45,11 @@ _REASONING_AT_END = re.compile(rf"{_THINK}\s*({_THOUGHT}\s*)?\Z")
 CHARS_PER_TOKEN = 64
 """Of a text with more characters for each token that it may have, more need not be tokenised: it is too long."""
 
+_FULL_TEXT = 8
+"""Characters for each token that a text may have, of more than hardly any that fits has: it is counted in pieces."""
+_PIECE = 1 << 18
+"""Characters of such a piece."""
+
 _OPENING: Message = {"role": "user", "content": "-"}
 _PROBE = "probe_of_tools"
 _PROBE_RESULT: Message = {"role": "tool", "content": "-", "name": _PROBE, "tool_call_id": "call00000"}
@@ -63,6 +68,14 @@ class RenderedTurn:
     said: str
     mark: str
     """The control token at which it is over; empty where the template has none."""
+
+
+class TooManyTokensError(ValueError):
+    """A text that has more tokens than it may have, by what the first pieces of it have (``count``)."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"more than {count} tokens")
+        self.count = count
 
 
 class ChatRenderer:
@@ -99,9 +112,18 @@ class ChatRenderer:
         self._control = ControlText(tokenizer)
         self._end: tuple[str, int] | None = None
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> IntArray:
-        """Token ids of a conversation that waits for the assistant, who is told of the tools, shape [prompt_len]."""
-        return self._encode_cached("prompt", self.text(messages, tools, open_assistant=True))
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, *, most: int | None = None
+    ) -> IntArray:
+        """Token ids of a conversation that waits for the assistant, who is told of the tools, shape [prompt_len].
+
+        Args:
+            most: tokens that are of use: a text that has many more need not be tokenised to its end.
+
+        Raises:
+            TooManyTokensError: so it is.
+        """
+        return self._encode_cached("prompt", self.text(messages, tools, open_assistant=True), most)
 
     def prompts(
         self, conversations: Sequence[Sequence[Message]], tools: Sequence[Tool] | None = None
@@ -127,7 +149,12 @@ class ChatRenderer:
         return [np.asarray(ids, dtype=np.int64) for ids in [*first, *rest]]
 
     def continuation(
-        self, messages: Sequence[Message], completion_ids: IntArray, tools: Sequence[Tool] | None = None
+        self,
+        messages: Sequence[Message],
+        completion_ids: IntArray,
+        tools: Sequence[Tool] | None = None,
+        *,
+        most: int | None = None,
     ) -> IntArray:
         """The ids that follow a sampled assistant turn: its closing, ``messages`` and the next assistant opening.
 
@@ -136,9 +163,10 @@ class ChatRenderer:
         Args:
             messages: what was said after the assistant turn (user or tool messages).
             completion_ids: the sampled ids; an end-of-turn token that was sampled is not written twice.
+            most: as for ``prompt``.
         """
         tail = self.tail(messages, tools)
-        ids = self._encode_cached("continuation", tail)
+        ids = self._encode_cached("continuation", tail, most)
         space = len(self._encode(space)) if (space := (self._control.lead(tail) or ("",))[0]) else 0
         return ids[space + 1 :] if self._is_closed(ids[space:], completion_ids) else ids
 
@@ -319,9 +347,26 @@ class ChatRenderer:
         """Token ids of a whole conversation, which waits for nobody, shape [tokens]."""
         return self._encode(self.text(messages, tools, open_assistant=False))
 
-    def words(self, text: str) -> IntArray:
-        """Token ids of a text alone, without special tokens."""
-        return self._encode_cached("words", text)
+    def words(self, text: str, *, most: int | None = None) -> IntArray:
+        """Token ids of a text alone, without special tokens; ``most`` as for ``prompt``."""
+        return self._encode_cached("words", text, most)
+
+    def check_length(self, text: str, most: int) -> None:
+        """Counts the tokens of a long text's pieces, which are hardly more than those of the text.
+
+        Raises:
+            TooManyTokensError: they are half as many again as it may have.
+        """
+        if len(text) <= _FULL_TEXT * most:
+            return
+        core, count = getattr(self.tokenizer, "backend_tokenizer", None), 0
+        shown = self._control.show(text)
+        for start in range(0, len(shown), _PIECE):
+            piece = shown[start : start + _PIECE]
+            encoded = self.tokenizer.encode(piece) if core is None else core.encode_batch_fast([piece])[0]
+            count += len(encoded)
+            if 2 * count > 3 * most:
+                raise TooManyTokensError(count)
 
     def decode(self, ids: IntArray) -> str:
         """Text without special tokens."""
@@ -516,11 +561,13 @@ class ChatRenderer:
     def _encode(self, text: str) -> IntArray:
         return np.asarray(self._control.encode(text), dtype=np.int64)
 
-    def _encode_cached(self, kind: str, text: str) -> IntArray:
+    def _encode_cached(self, kind: str, text: str, most: int | None = None) -> IntArray:
         """Encodes, remembering recent texts: group members and repeated states render the same prompt."""
         key = (kind, text)
         ids = self._cache.get(key)
         if ids is None:
+            if most is not None:
+                self.check_length(text, most)
             ids = self._encode(text)
             ids.flags.writeable = False
             self._cache[key] = ids

@@ -109,10 +109,15 @@ def is_held_out(x: int, y: int, share: float) -> bool:
     return int.from_bytes(digest, "big") < share * 2**64
 
 
+MAX_OPERAND = 10**9
+
+
 def check_operands(min_operand: int = 100, max_operand: int = 999, held_out_share: float = 0.1, **others: Any) -> None:
     """Raises ``ValueError`` for arguments of a data set that are out of their ranges."""
     if not 0 <= min_operand < max_operand:
         raise ValueError(f"min_operand, max_operand: seen {min_operand} and {max_operand}, expected 0 <= min < max")
+    if max_operand > MAX_OPERAND:
+        raise ValueError(f"max_operand: seen {max_operand}, expected at most {MAX_OPERAND:,}")
     if not 0 < held_out_share < 1:
         raise ValueError(f"held_out_share: seen {held_out_share}, expected a number between 0 and 1, both excluded")
 
@@ -126,6 +131,10 @@ def _check_arguments(*, operations: Sequence[str] = ("+", "-"), forget_rate: flo
     for key in ("num_train", "num_val", "num_demonstrations"):
         if (count := others.get(key, 1)) < 1:
             raise ValueError(f"{key}: seen {count}, expected at least 1")
+    size = others.get("max_operand", 999) - others.get("min_operand", 100) + 1
+    for key in ("num_train", "num_val", "num_demonstrations", "num_worked"):
+        if others.get(key, 0) > (most := size * size * len(operations)):
+            raise ValueError(f"{key}: seen {others[key]:,}, expected at most {most:,}, the problems that there are")
 
 
 @takes(check=_check_arguments)
@@ -141,7 +150,7 @@ def write_dataset(
     num_train: Rows = 8192,
     num_val: Rows = 1024,
     num_demonstrations: Rows = 16000,
-    num_worked: int = 0,
+    num_worked: Annotated[int, Field(ge=0)] = 0,
 ) -> None:
     """Writes ``train.jsonl``, ``val.jsonl`` and ``demonstrations.jsonl``; equal arguments give equal bytes.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from roll.models.tokenizer import TOKENIZER_FILES, asking_for_trust, locate_model, special_ids_beyond
 from roll.models.weight_files import FolderFit, adopt_names, check_folder, tensor_names
+from roll.utils.foreign import describe_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -28,6 +29,10 @@ Head = Literal["lm", "value", "score"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 GENERATION_FILE = "generation_config.json"
+
+
+class UnmadeModelError(ValueError):
+    """Entries of a configuration that its class does not check, and cannot use."""
 
 
 def resolve_dtype(name: str | None, config: PreTrainedConfig | None = None) -> torch.dtype:
@@ -173,7 +178,10 @@ def fit_folder(
         raise ValueError(f"model path {path!r}: {beyond[0]}")
     if getattr(config, "quantization_config", None):
         raise ValueError(f"model path {path!r}: {quantised(config)}")
-    model = outline(head, config, trust_remote_code=trust_remote_code)
+    try:
+        model = outline(head, config, trust_remote_code=trust_remote_code)
+    except UnmadeModelError as error:
+        raise ValueError(f"model path {path!r}: {error}") from error
     return check_folder(model, config, path, sampled=sampled)
 
 
@@ -198,8 +206,13 @@ def _without_values(
 
     kind = AutoModelForCausalLM if head == "lm" else AutoModel
     options = {} if attention is None else {"attn_implementation": attention}
-    with no_init_weights():
-        model: PreTrainedModel = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
+    try:
+        with no_init_weights():
+            made = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
+    except (KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError, AssertionError, RuntimeError) as error:
+        reason = describe_error(error)  # a class checks few of the entries that it is made of
+        raise UnmadeModelError(f"no model can be made of config.json ({reason})") from error
+    model: PreTrainedModel = made
     model.tie_weights()  # initialisation would have done it
     return model
 

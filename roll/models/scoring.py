@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from roll.algorithms.quantities import BASIC, Comparison, Distribution, Given, Quantity, WholeVocabulary
 from roll.algorithms.types import TokenScores
-from roll.data.batch import Batch, unset_value
+from roll.data.batch import Batch
 from roll.data.packing import (
     ModelInput,
     PackedSequences,
@@ -31,7 +31,6 @@ from roll.data.packing import (
 )
 from roll.data.shared_prompts import AttentionPlan, make_shared_batches, worth_sharing
 from roll.models import planned_attention
-from roll.models.comparison import Comparison, OutputLayer, TeacherView, WholeVocabulary, top_tokens
 from roll.models.heads import OutputHead, ValueHead, trunk_of
 from roll.models.routing import ExpertRouting, expert_sizes
 
@@ -54,9 +53,6 @@ In float32 of the largest (relative to a tenth of the log-probability, where tha
 tokens of a right model are up to 0.13 and 0.03 apart (SmolLM2-135M), and the bound is for a sequence's median; so it is
 where there are experts, as rounding alone may tip a router's near tie."""
 
-TOP_COLUMNS = ("top_ids_TK", "top_logprobs_TK", "tail_T")
-"""Names of what ``top_tokens`` finds in ``TokenScores``."""
-
 
 class TokenScorer(nn.Module):
     """A causal language model, or a trunk with a value head, that scores loss tokens.
@@ -66,11 +62,7 @@ class TokenScorer(nn.Module):
     Args:
         model: a causal language model; with ``value_head``, its trunk (what ``AutoModel`` loads).
         temperature: divides the logits; 0 (greedy sampling) counts as 1.
-        returns_hidden: also gives the hidden states that the tokens are predicted from.
-        marks_hits: also tells which tokens are the model's first choice.
-        sums_squares: also gives the sums of squared probabilities.
-        top_k: also tells so many of the likeliest tokens in each place (a teacher).
-        num_ids: with ``top_k``, only ids below this count; ``None``: all.
+        needs: what a language model computes of each token's distribution; comparisons are ``prepared`` later.
         routes: takes the choice of experts that inputs bring; without gradient, and without one, it tells its own.
     """
 
@@ -80,28 +72,16 @@ class TokenScorer(nn.Module):
         *,
         temperature: float = 1.0,
         value_head: ValueHead | None = None,
-        returns_hidden: bool = False,
-        marks_hits: bool = False,
-        sums_squares: bool = False,
-        top_k: int = 0,
-        num_ids: int | None = None,
+        needs: Sequence[Quantity] = BASIC,
         routes: bool = False,
     ) -> None:
         super().__init__()
         self.routing = ExpertRouting(model) if routes else None
         self._takes_plans = planned_attention.enable(model)
-        self.returns_hidden = returns_hidden
-        self.marks_hits = marks_hits
-        self.sums_squares = sums_squares
-        self.top_k = top_k
-        self.num_ids = num_ids
-        self.reference_layer: OutputLayer | None = None
-        """The reference's, where the KL to it is wanted: it makes a distribution of the reference's hidden states."""
-        self.comparison: Comparison | None = None
-        """Comparison of the model with its teacher, where it has one."""
+        self.needs = tuple(needs)
         self.model = model
         self.value_head = value_head
-        self.inverse_temperature = 1.0 / temperature if temperature > 0 else 1.0
+        self.temperature = temperature if temperature > 0 else 1.0
         self.head = OutputHead(model) if value_head is None else None
         self.is_checked = value_head is not None
         """Its log-probabilities have been compared with those of the model's own forward pass."""
@@ -116,9 +96,8 @@ class TokenScorer(nn.Module):
         position_ids_RC: Tensor | None,
         source_K: Tensor,
         target_K: Tensor,
-        ref_hidden_KH: Tensor | None = None,
+        given: Given | None = None,
         attention: AttentionPlan | PackedSequences | None = None,
-        teacher: TeacherView | None = None,
         experts_NE: Tensor | None = None,
         *,
         by_own_forward: bool = False,
@@ -126,21 +105,16 @@ class TokenScorer(nn.Module):
         """Scores one ``ModelInput``.
 
         Args:
-            ref_hidden_KH: the reference's hidden states for the same tokens.
+            given: what the batch says of the same tokens.
             attention: for a shared row the model must be prepared
                 (``planned_attention.enable_sharing``).
-            teacher: what a teacher says of the same tokens.
             by_own_forward: gives log-probabilities alone, those of the model's whole forward pass on one row, and the
                 ``bound`` for a difference from them.
 
         Returns:
-            float32 [K] (hidden states [K, H], told experts [N, E]) under their names in ``TokenScores``: of a critic
-            the values, else log-probabilities and entropies, and, where wanted, the KL to the reference, the divergence
-            from the teacher, the hits, the hidden states, the top tokens or the experts.
+            Columns of ``TokenScores`` for the K tokens: of a critic the values, else the quantities in ``needs``, and
+            where it routes by itself its experts [N, E].
             A plain dictionary, because FSDP2 finds the tensors to hook in it.
-
-        Raises:
-            ValueError: ``ref_hidden_KH`` without the reference's output layer, ``teacher`` without a ``comparison``.
         """
         if by_own_forward:
             return self._score_by_own_forward(input_ids_RC, source_K, target_K, experts_NE)
@@ -155,69 +129,45 @@ class TokenScorer(nn.Module):
         hidden_KH = output.last_hidden_state.flatten(0, 1).index_select(0, source_K)
         if self.value_head is not None:
             return {"values_T": self.value_head(hidden_KH)}
-        scores = self._score(hidden_KH, target_K, ref_hidden_KH, teacher)
-        if self.returns_hidden:
-            scores["hidden_TH"] = hidden_KH.float()
+        scores = self._score(hidden_KH, target_K, given or Given())
         if self.routing is not None and experts_NE is None and not torch.is_grad_enabled():
             scores["experts_TE"] = self.routing.chosen_NE
         return scores
 
-    def _score(
-        self,
-        hidden_KH: Tensor,
-        target_K: Tensor,
-        ref_hidden_KH: Tensor | None = None,
-        teacher: TeacherView | None = None,
-    ) -> dict[str, Tensor]:
+    def _score(self, hidden_KH: Tensor, target_K: Tensor, given: Given) -> dict[str, Tensor]:
         layer = self.model.get_output_embeddings()
-        vocabulary = layer.weight.shape[0]
         # An engine may have the weight in parts, and hooks that bring them together.
         is_whole = type(layer) is nn.Linear and type(layer.weight.data) is Tensor and not layer._forward_pre_hooks
-        score = in_chunks(self._score_chunk, vocabulary, layer.weight if is_whole else None)
-        return score(hidden_KH, target_K, ref_hidden_KH, teacher)
+        weight_VH = layer.weight if is_whole else None
+        return score_hidden(
+            self._distribution, self.needs, hidden_KH, target_K, given, layer.weight.shape[0], weight_VH
+        )
 
-    def _score_chunk(
-        self,
-        hidden_KH: Tensor,
-        target_K: Tensor,
-        ref_hidden_KH: Tensor | None,
-        teacher: TeacherView | None,
-        weight_VH: Tensor | None,
-    ) -> dict[str, Tensor]:
-        assert self.head is not None
+    def _distribution(
+        self, hidden_KH: Tensor, target_K: Tensor, given: Given, weight_VH: Tensor | None
+    ) -> Distribution:
         layer = None
         if weight_VH is not None:
             bias = self.model.get_output_embeddings().bias
             layer = partial(nn.functional.linear, weight=weight_VH, bias=bias)
-        all_logprobs_KV = self._all_logprobs(self.head(hidden_KH, layer))
-        probabilities_KV = all_logprobs_KV.exp()
-        scores = {
-            "logprobs_T": -nn.functional.nll_loss(all_logprobs_KV, target_K, reduction="none"),
-            "entropy_T": -(probabilities_KV * all_logprobs_KV).sum(-1),
-        }
-        if self.marks_hits:
-            with torch.no_grad():
-                scores["hit_T"] = (scores["logprobs_T"] >= all_logprobs_KV.amax(-1)).float()
-        if self.sums_squares:
-            scores["squares_T"] = probabilities_KV.detach().square().sum(-1)
-        if ref_hidden_KH is not None:
-            if self.reference_layer is None:
-                raise ValueError("kl_penalty 'full': this model holds no output layer of the reference to compare with")
-            ref_logprobs_KV = self._all_logprobs(self.head(ref_hidden_KH, self.reference_layer))
-            scores["kl_T"] = (probabilities_KV * (all_logprobs_KV - ref_logprobs_KV)).sum(-1)
-        if teacher is not None:
-            if self.comparison is None:
-                raise ValueError("distillation: this model was not told how to compare itself with a teacher")
-            scores["divergence_T"] = self.comparison(all_logprobs_KV, teacher)
-        if self.top_k:
-            found = top_tokens(all_logprobs_KV, self.top_k, self.num_ids, WholeVocabulary())
-            scores |= dict(zip(TOP_COLUMNS, found, strict=True))
-        return scores
+        return Distribution(
+            self._read(hidden_KH, layer),
+            target_K,
+            hidden_KH,
+            WholeVocabulary(),
+            temperature=self.temperature,
+            read=self._read,
+            given=given,
+        )
+
+    def _read(self, hidden_KH: Tensor, layer: Callable[[Tensor], Tensor] | None) -> Tensor:
+        assert self.head is not None
+        return self._all_logprobs(self.head(hidden_KH, layer))
 
     def _all_logprobs(self, logits_KV: Tensor) -> Tensor:
         """Log-probabilities of all tokens, float32, from logits."""
-        if self.inverse_temperature != 1.0:
-            logits_KV = logits_KV * self.inverse_temperature
+        if self.temperature != 1.0:
+            logits_KV = logits_KV * (1.0 / self.temperature)
         return torch.log_softmax(logits_KV, dim=-1)
 
     def _score_by_own_forward(
@@ -251,40 +201,55 @@ class TokenScorer(nn.Module):
         }
 
 
-ScoreChunk: TypeAlias = Callable[[Tensor, Tensor, Tensor | None, TeacherView | None, Tensor | None], dict[str, Tensor]]
-"""Maps hidden states, targets, what a reference and a teacher say of them, and the output layer's weight to scores."""
+ScoreChunk: TypeAlias = Callable[[Tensor, Tensor, Given, Tensor | None], dict[str, Tensor]]
+"""Maps hidden states, targets, what the batch says of them, and the output layer's weight to scores."""
+
+
+def score_hidden(
+    distribution: Callable[[Tensor, Tensor, Given, Tensor | None], Distribution],
+    needs: Sequence[Quantity],
+    hidden_KH: Tensor,
+    target_K: Tensor,
+    given: Given,
+    vocabulary: int,
+    weight_VH: Tensor | None,
+) -> dict[str, Tensor]:
+    """The quantities of tokens, from hidden states.
+
+    Args:
+        distribution: makes the distributions of a chunk, of the arguments of a ``ScoreChunk``.
+        vocabulary: logits of a token on this rank.
+        weight_VH: see ``in_chunks``.
+    """
+    wanted = [
+        each for each in needs if not isinstance(each, Comparison) or all(name in given.columns for name in each.reads)
+    ]
+
+    def score(hidden_KH: Tensor, target_K: Tensor, given: Given, weight_VH: Tensor | None) -> dict[str, Tensor]:
+        p = distribution(hidden_KH, target_K, given, weight_VH)
+        return {name: column for quantity in wanted for name, column in quantity(p).items()}
+
+    width = 1 + sum(each.width for each in wanted if isinstance(each, Comparison))
+    return in_chunks(score, vocabulary * width, hidden_KH, target_K, given, weight_VH)
 
 
 def in_chunks(
-    score: ScoreChunk, vocabulary: int, weight_VH: Tensor | None = None
-) -> Callable[[Tensor, Tensor, Tensor | None, TeacherView | None], dict[str, Tensor]]:
-    """Scoring of so many tokens at a time that few logits are held, which are computed again in the backward pass.
+    score: ScoreChunk, logits: int, hidden_KH: Tensor, target_K: Tensor, given: Given, weight_VH: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Scores so many tokens at a time that few logits are held, which are computed again in the backward pass.
 
     Args:
+        logits: held for a token.
         weight_VH: handed on to ``score``. In 16 bits its gradient is added up in float32 over the chunks: rounded after
             each, some digits of a gradient of many chunks are lost.
     """
-
-    def whole(
-        hidden_KH: Tensor, target_K: Tensor, ref_hidden_KH: Tensor | None, teacher: TeacherView | None
-    ) -> dict[str, Tensor]:
-        distributions = 1 + (ref_hidden_KH is not None) + 2 * (teacher is not None)
-        size = max(1, chunk_logits(hidden_KH.device) // (vocabulary * distributions))
-        if len(target_K) <= size:
-            return score(hidden_KH, target_K, ref_hidden_KH, teacher, weight_VH)
-        number = -(-len(target_K) // size)
-        chunks = zip(
-            hidden_KH.split(size),
-            target_K.split(size),
-            [None] * number if ref_hidden_KH is None else ref_hidden_KH.split(size),
-            [None] * number if teacher is None else teacher.split(size),
-            _uses(weight_VH, number),
-            strict=True,
-        )
-        parts = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-    return whole
+    size = max(1, chunk_logits(hidden_KH.device) // logits)
+    if len(target_K) <= size:
+        return score(hidden_KH, target_K, given, weight_VH)
+    number = -(-len(target_K) // size)
+    chunks = (hidden_KH.split(size), target_K.split(size), given.split(size, number), _uses(weight_VH, number))
+    parts = [checkpoint(score, *chunk, use_reentrant=False) for chunk in zip(*chunks, strict=True)]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def chunk_logits(device: torch.device) -> int:
@@ -332,31 +297,22 @@ class _Use(torch.autograd.Function):
         return ctx.gradients.add(gradient), None
 
 
-def score_input(
-    scorer: nn.Module,
-    inputs: ModelInput,
-    num_tokens: int,
-    ref_hidden_TH: Tensor | None = None,
-    teacher: TeacherView | None = None,
-) -> TokenScores:
+def score_input(scorer: nn.Module, inputs: ModelInput, num_tokens: int, given: Given | None = None) -> TokenScores:
     """Runs one micro-batch; returns scores with gradient, on the model's device.
 
     Args:
-        ref_hidden_TH: the reference's hidden states; the scores then hold the KL to it.
-        teacher: what a teacher says of the micro-batch's tokens; the scores then hold the divergence from it.
+        given: what the micro-batch says of its tokens, for comparisons with other models.
     """
     device = next(scorer.parameters()).device
-    view = None if teacher is None else teacher.take(inputs.token_K, device)
-    ref_hidden_KH = None if ref_hidden_TH is None else ref_hidden_TH[inputs.token_K].to(device, non_blocking=True)
+    given_K = None if given is None else given.take(inputs.token_K, device)
     moved = inputs.to(device)
     outputs = scorer(
         moved.input_ids_RC,
         moved.position_ids_RC,
         moved.source_K,
         moved.target_K,
-        ref_hidden_KH,
+        given_K,
         moved.attention,
-        view,
         moved.experts_NE,
     )
     experts_NE = outputs.pop("experts_TE", None)
@@ -364,7 +320,9 @@ def score_input(
         name: values.new_zeros(num_tokens, *values.shape[1:]).index_put((moved.token_K,), values)
         for name, values in outputs.items()
     }
-    return TokenScores(**flat, experts_TE=None if experts_NE is None else experts_NE[moved.cell_T])
+    if experts_NE is not None:
+        flat["experts_TE"] = experts_NE[moved.cell_T]
+    return TokenScores.of(**flat)
 
 
 @torch.no_grad()
@@ -401,7 +359,7 @@ def compare_with_own_forward(
         bound = float(own["bound"])
         every = not has_experts and math.isclose(bound, BOUNDS[torch.float32], rel_tol=1e-3)
         difference = float(differences_K.amax() if every else differences_K.median())
-        bound *= max(1.0, scorer.inverse_temperature)
+        bound *= max(1.0, 1.0 / scorer.temperature)
         worst = max(worst, [difference / bound, difference, bound])
     return [*worst, float(compared)]
 
@@ -515,28 +473,9 @@ def score_batch(
     for index in range(max(1, len(groups))):
         micro_batch = take_micro_batch(batch, groups, index)
         inputs = layout(micro_batch, round_to=round_to, packing=packing)
-        views = (micro_batch.ref_hidden_TH, TeacherView.of(micro_batch))
-        parts.append(score_input(scorer, inputs, micro_batch.num_tokens, *views))
+        parts.append(score_input(scorer, inputs, micro_batch.num_tokens, Given.of(micro_batch, scorer.needs)))
         if checks and not scorer.is_checked and (logprobs_T := parts[-1].logprobs_T) is not None:
             found = compare_with_own_forward(scorer, scorer, micro_batch, inputs, logprobs_T)
             check_difference(found, scorer, shaping(packing=packing and micro_batch.num_sequences > 1))
             scorer.is_checked = found[-1] > 0
-    return gather_scores(batch, groups, parts)
-
-
-def gather_scores(batch: Batch, groups: Sequence[Tensor], parts: Sequence[TokenScores]) -> TokenScores:
-    """Puts the scores of micro-batches back into the batch's order, on the CPU.
-
-    Args:
-        parts: scores per micro-batch; at least one. Those past the last group are padding, and ignored.
-    """
-    columns = {}
-    for name in (f.name for f in fields(TokenScores)):
-        first = getattr(parts[0], name)
-        if first is None:
-            continue
-        flat = torch.full((batch.num_tokens, *first.shape[1:]), unset_value(name), dtype=first.dtype)
-        for rows, part in zip(groups, parts, strict=False):
-            flat[batch.token_index(rows)] = getattr(part, name).cpu()
-        columns[name] = flat
-    return TokenScores(**columns)
+    return TokenScores.gathered(batch.num_tokens, map(batch.token_index, groups), parts)

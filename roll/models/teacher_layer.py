@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from roll.models.comparison import Comparison, ComparisonSpec, OutputLayer, Vocabulary
+from roll.algorithms.quantities import OutputLayer
 from roll.models.heads import OutputHead
 from roll.models.loading import make_skeleton
 from roll.models.weight_files import WeightFiles
@@ -41,20 +41,3 @@ def load_teacher_layer(path: str, dtype: torch.dtype, *, trust_remote_code: bool
     bias = [name for name, p in model.named_parameters() if p is layer.bias]
     bias_V = files.read(bias[0]).to(dtype) if bias else None
     return OutputLayer(weight_VH.to(dtype), bias_V, head)
-
-
-def make_comparison(
-    spec: ComparisonSpec, vocabulary: Vocabulary, temperature: float, num_logits: int, dtype: torch.dtype
-) -> Comparison:
-    """Comparison of a model with its teacher, in host memory.
-
-    Args:
-        temperature: of the model's log-probabilities; 0 counts as 1.
-        num_logits: that this rank has of a token.
-        dtype: that the teacher's output layer computes in.
-    """
-    layer = None
-    if spec.teacher_path is not None:
-        layer = load_teacher_layer(spec.teacher_path, dtype, trust_remote_code=spec.trusts_teacher)
-        layer = layer.rows(vocabulary.start, num_logits)
-    return Comparison(spec, vocabulary, temperature if temperature > 0 else 1.0, layer)

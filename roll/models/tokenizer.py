@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.configs.pipeline import TINY
+from roll.utils.foreign import describe_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,6 +64,12 @@ def load_tokenizer(path: str, *, alone: bool = False, trust_remote_code: bool = 
             )
     except OSError as error:
         raise ValueError(f"model path {path!r}: no tokenizer in Hugging Face format ({error})") from error
+    except ValueError:
+        raise
+    except Exception as error:  # the libraries raise whatever a broken file leads them to
+        raise ValueError(
+            f"model path {path!r}: its tokenizer cannot be read ({describe_error(error)}); expected whole files"
+        ) from error
     return tokenizer
 
 

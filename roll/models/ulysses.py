@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from roll.algorithms.quantities import Given
 from roll.algorithms.types import TokenScores
 from roll.data.experts import UNKNOWN
 from roll.data.packing import ModelInput, PackedSequences
 from roll.data.shared_prompts import AttentionPlan
 from roll.models import planned_attention
-from roll.models.comparison import TeacherView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -106,8 +106,7 @@ def score_shared_input(
     inputs: ModelInput,
     num_tokens: int,
     group: SequenceGroup,
-    ref_hidden_TH: Tensor | None = None,
-    teacher: TeacherView | None = None,
+    given: Given | None = None,
 ) -> TokenScores:
     """``scoring.score_input`` by a group of ranks that all call it with the same (collective over the group).
 
@@ -135,9 +134,8 @@ def score_shared_input(
         _slice(torch.arange(columns)[None] if positions_RC is None else positions_RC, width, group).to(device),
         local_source_K.to(device),
         inputs.target_K[own_K].to(device),
-        None if ref_hidden_TH is None else ref_hidden_TH[inputs.token_K[own_K]].to(device),
+        None if given is None else given.take(inputs.token_K[own_K], device),
         rows,
-        None if teacher is None else teacher.take(inputs.token_K[own_K], device),
         None if experts_NE is None else _slice(experts_NE, width, group, UNKNOWN).flatten(0, 1).to(device),
     )
     experts_NE = outputs.pop("experts_TE", None)
@@ -146,10 +144,9 @@ def score_shared_input(
     for name in sorted(outputs):
         values = _gather(outputs[name], counts, group)
         flat[name] = values.new_zeros(num_tokens, *values.shape[1:]).index_put((token_K,), values)
-    experts_TE = None
     if experts_NE is not None:
-        experts_TE = _whole_experts(experts_NE, columns, width, group)[inputs.cell_T.to(device)]
-    return TokenScores(**flat, experts_TE=experts_TE)
+        flat["experts_TE"] = _whole_experts(experts_NE, columns, width, group)[inputs.cell_T.to(device)]
+    return TokenScores.of(**flat)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -31,6 +31,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 _QUANTISED = re.compile(r"(_scale(_inv|s)?|_blocks|\.?(qweight|qzeros|g_idx|scales|absmax|quant_map)|_packed)$")
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _SAMPLED_ROWS = 64
+_OTHER_FORMATS = ("pytorch_model*.bin", "*.safetensors", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
 
 
 class WeightFiles:
@@ -95,11 +96,14 @@ class WeightFiles:
             if single.is_file() and SINGLE not in indexed.values():
                 raise ValueError(f"model path {str(self.folder)!r}: seen both {SINGLE} and {INDEX}, expected one model")
         elif not single.is_file():
-            raise ValueError(f"model path {str(self.folder)!r}: no {SINGLE} in it, and no {INDEX}")
+            raise ValueError(f"model path {str(self.folder)!r}: {no_weights(self.folder)}")
         files = sorted(set(indexed.values())) or [SINGLE]
         if missing := [file for file in files if not (self.folder / file).is_file()]:
             named = f"{len(missing)} of the {len(files)} files that {INDEX} names are not there"
             raise ValueError(f"model path {str(self.folder)!r}: {named}: {shown(missing)}")
+        if parts := sorted({path.name for path in self.folder.glob("model-*-of-*.safetensors")} - set(files)):
+            read = f"that {INDEX} does not name" if indexed else f"beside {SINGLE}"
+            raise ValueError(f"model path {str(self.folder)!r}: seen {shown(parts)}, {read}; expected one model")
         found: dict[str, str] = {}
         for file in files:
             for name in self._open(file).keys():  # noqa: SIM118 (not a dict)
@@ -118,6 +122,17 @@ class WeightFiles:
         except SafetensorError as error:
             raise ValueError(f"{self.folder / file}: {error}; expected a whole safetensors file") from error
         return self._opened[file]
+
+
+def no_weights(folder: Path) -> str:
+    """Says what a folder without weights that are read has in their place."""
+    missing, others = f"no {SINGLE} in it, and no {INDEX}", other_weights(folder)
+    return f"{missing}, but {shown(others)}; save_pretrained of Transformers writes the others" if others else missing
+
+
+def other_weights(folder: Path) -> list[str]:
+    """Names of files with weights that are not read."""
+    return [path.name for pattern in _OTHER_FORMATS for path in folder.glob(pattern) if path.is_file()]
 
 
 def tensor_names(path: str) -> Sequence[str] | None:
@@ -148,8 +163,10 @@ def shown(names: Iterable[str], most: int = 3) -> str:
 
 def _read_index(file: Path) -> dict[str, str]:
     try:
-        found: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        return dict(found)
+        found: dict[str, str] = dict(json.loads(file.read_text(encoding="utf-8"))["weight_map"])
+        if strange := [name for name, place in found.items() if not isinstance(place, str)]:
+            raise ValueError(f"weight_map.{strange[0]}: seen {found[strange[0]]!r}, expected the name of a file")
+        return found
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file}: {error!r}; expected the index of a model's safetensors files") from error
 
@@ -252,6 +269,8 @@ class FolderFit:
     def _stands_alone(self, name: str) -> bool:
         """Tells whether a tensor that is left over changes nothing of what the model computes."""
         key, model = self._left[name], self.model
+        if ".lora_" in name:
+            return False  # it means to change what the model computes
         if _PREDICTORS.search(name) or self._beyond(name) or name in self._of_other_parts:
             return True
         ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
@@ -335,6 +354,8 @@ class FolderFit:
     def _hint(self, foreign: Sequence[str]) -> str:
         if any(_QUANTISED.search(name) for name in foreign):
             return "they belong to quantised weights; expected a model in bf16, fp16 or fp32"
+        if any(".lora_" in name for name in foreign):
+            return "they are an adapter's; expected a model that it is merged into, or the model and the adapter apart"
         count = getattr(self.config.get_text_config(), "num_hidden_layers", None)
         beyond = [int(found[1]) for name in foreign if (found := _LAYER.search(name))]
         if count is not None and beyond and min(beyond) >= count:

@@ -13,6 +13,7 @@ from typing import TypeVar, cast
 
 import torch
 
+from roll.algorithms.quantities import Quantity
 from roll.configs.engines.card import kind_of
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import ConfigErrors
@@ -79,6 +80,7 @@ def launch(
     body: Body[ConfigT],
     workers: WorkerClasses,
     *,
+    needs: tuple[Quantity, ...],
     notes: Sequence[str] = (),
     started: float | None = None,
     data: Mapping[str, Rows] | None = None,
@@ -87,6 +89,7 @@ def launch(
 
     Args:
         body: the pipeline's own part; what the run starts from is found or made while the clusters come up.
+        needs: what the losses take from the trained model's distributions.
         notes: lines to show first, such as the batch arithmetic in words.
         data: the datasets that were read, by the section that names them.
 
@@ -123,7 +126,7 @@ def launch(
                     session.display.note(line)
                 calm_collector()  # finished groups wait in this process
                 keep_freed_memory()
-                roles = Roles(config, clusters)
+                roles = Roles(config, clusters, needs)
                 body(config, Launched(program, session, signals, clusters, roles, start.result()))
     except Interrupted as stop:
         return stop.exit_code

@@ -13,8 +13,9 @@ import ray
 import torch
 from torch import Tensor
 
+from roll.algorithms.quantities import columns_read
 from roll.algorithms.types import TokenScores, is_maximum
-from roll.data.batch import Batch, unset_value
+from roll.data.batch import Batch, is_per_token
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.strategy.base import Metrics, RankInfo, States, StrategyContext
 from roll.models.loading import load_config
@@ -76,6 +77,8 @@ class ModelCluster:
         """See ``Batch.split``; known from ``submit_setup`` on."""
         self._offload_manager = offload_manager
         self._ranks: list[RankInfo] = []
+        self._read = {"tokens_T", "loss_mask_T", "experts_TE"}
+        """Columns over tokens that its scores depend on."""
 
     def load_states(self, what: States) -> None:
         """Takes states to the devices; see ``OffloadManager``."""
@@ -94,6 +97,7 @@ class ModelCluster:
             trusts = context.worker.model_args.trust_remote_code
             sizes = load_config(context.model_path, trust_remote_code=trusts).get_text_config()
             self.linear = 6 * int(sizes.hidden_size)
+        self._read.update(columns_read(context.needs))
         self.cluster.rendezvous()
         return self.cluster.submit_each("setup", [(context.at_rank(rank, self.size),) for rank in range(self.size)])
 
@@ -119,7 +123,9 @@ class ModelCluster:
         parts = batch.split(self.dp_size, self.linear)
         if rows is not None:
             parts = [rows[part] for part in batch.select(rows).split(self.dp_size, self.linear)]
-        scored = _what_scores_depend_on(batch)
+        # What no model reads stays here.
+        unread = [f.name for f in fields(Batch) if is_per_token(f.name) and f.name not in self._read]
+        scored = batch.replace(**dict.fromkeys(unread))
         shares = [ray.put(scored.select(part)) for part in parts]
         self.load_states(States.WEIGHTS)
         refs = self.cluster.submit_each("logprobs", [(shares[rank.dp_rank], adapter) for rank in self._ranks])
@@ -129,15 +135,8 @@ class ModelCluster:
         """Waits for the scores and puts them back into the batch's order."""
         results: list[TokenScores] = self.cluster.gather(refs, call="logprobs")
         first = {rank.dp_rank: result for rank, result in reversed(list(zip(self._ranks, results, strict=True)))}
-        places = [batch.token_index(part) for part in parts]
-        return TokenScores(
-            *(
-                _scatter(
-                    batch.num_tokens, places, [getattr(first[dp_rank], name) for dp_rank in range(self.dp_size)], name
-                )
-                for name in (f.name for f in fields(TokenScores))
-            )
-        )
+        shares = [first[dp_rank] for dp_rank in range(self.dp_size)]
+        return TokenScores.gathered(batch.num_tokens, [batch.token_index(part) for part in parts], shares)
 
     def submit_train(self, batch: Batch, steps: Sequence[Tensor]) -> list[ray.ObjectRef]:
         """Starts the optimizer steps; each step's rows are spread over the data-parallel ranks, see ``Batch.split``."""
@@ -205,24 +204,6 @@ class WithoutAdapter:
 
     def submit_logprobs(self, batch: Batch, rows: Tensor | None = None) -> Callable[[], TokenScores]:
         return self._actor.submit_logprobs(batch, rows, adapter=False)
-
-
-def _what_scores_depend_on(batch: Batch) -> Batch:
-    """The batch without the columns over tokens that no model reads."""
-    read = ("tokens_T", "loss_mask_T", "teacher_tail_T")
-    return batch.replace(**{f.name: None for f in fields(Batch) if f.name.endswith("_T") and f.name not in read})
-
-
-def _scatter(num_tokens: int, places: Sequence[Tensor], values: Sequence[Tensor | None], name: str) -> Tensor | None:
-    """A column of all ranks' values at their places."""
-    present = [value for value in values if value is not None]
-    if not present:
-        return None
-    out = torch.full((num_tokens, *present[0].shape[1:]), unset_value(name), dtype=present[0].dtype)
-    for place, value in zip(places, values, strict=True):
-        if value is not None and len(place):
-            out[place] = value
-    return out
 
 
 def _own_rows(batch: Batch, steps: Sequence[Tensor]) -> tuple[Batch, list[list[int]]]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 
 import torch
 from torch import Tensor
 
-from roll.algorithms.alignment import NO_CHUNK
 from roll.algorithms.types import TokenScores
 from roll.data.arrays import IntArray
 from roll.data.batch import Batch
@@ -32,7 +30,13 @@ class PrivilegedTeacher:
         """The teacher's scores of the sampled tokens, where they stand in the policy's rows."""
         theirs = self.read(batch)
         wait = self._teacher.submit_logprobs(theirs, rows)
-        return lambda: _placed(wait(), theirs.loss_mask_T, batch)
+        own_K, their_K = (each.loss_mask_T.nonzero().squeeze(1) for each in (batch, theirs))
+
+        def placed() -> TokenScores:
+            found = {name: column[their_K] for name, column in wait().columns.items()}
+            return TokenScores.gathered(batch.num_tokens, [own_K], [TokenScores.of(**found)])
+
+        return placed
 
     def read(self, batch: Batch) -> Batch:
         """The rows as the teacher reads them: its prompt in place of what stands before the first sampled token."""
@@ -48,17 +52,3 @@ class PrivilegedTeacher:
             masks += [torch.zeros(len(prompt), dtype=torch.bool), sampled[cut:]]
             lengths.append(len(prompt) + len(own) - cut)
         return Batch(torch.tensor(lengths), torch.cat(tokens), torch.cat(masks), group_B=batch.group_B)
-
-
-def _placed(scores: TokenScores, sampled_T: Tensor, batch: Batch) -> TokenScores:
-    """Scores of sampled tokens, as ``sampled_T`` marks them, at the places of a batch's own."""
-    placed = {}
-    for name in (f.name for f in fields(TokenScores)):
-        if (found := getattr(scores, name)) is None:
-            continue
-        own = torch.zeros(batch.num_tokens, *found.shape[1:], dtype=found.dtype)
-        if name == "chunk_T":
-            own += NO_CHUNK
-        own[batch.loss_mask_T] = found[sampled_T]
-        placed[name] = own
-    return TokenScores(**placed)

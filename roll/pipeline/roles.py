@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from roll.algorithms.quantities import BASIC, Divergence, Quantity, asked_of
 from roll.configs.engines.card import kind_of, task_of
 from roll.configs.model import ModelArguments
 from roll.configs.pipeline import PipelineConfig
@@ -24,15 +25,19 @@ from roll.pipeline.model_cluster import ModelCluster, Scorer, WithoutAdapter
 from roll.pipeline.offload_manager import OffloadManager
 from roll.pipeline.replicas import Replicas, RestartBudget
 from roll.pipeline.tagged_teachers import TaggedTeachers
-from roll.pipeline.teaching import Teaching
+from roll.pipeline.teaching import shared_ids
 from roll.utils.checksums import WrittenFile
 
 
 class Roles:
     """``actor_train``; ``actor_infer`` where something is generated; ``critic``, ``reference``, ``teacher`` …"""
 
-    def __init__(self, config: PipelineConfig, clusters: Mapping[str, Cluster]) -> None:
+    def __init__(
+        self, config: PipelineConfig, clusters: Mapping[str, Cluster], needs: tuple[Quantity, ...] = BASIC
+    ) -> None:
         self.config = config
+        self.needs = needs
+        """What losses take from the trained model, but for the comparison with a teacher."""
         self.clusters = {name: clusters[name] for name in (*config.roles, VAL_INFER) if name in clusters}
         """Of the roles that have a model."""
         self.scorers = [
@@ -76,7 +81,6 @@ class Roles:
         }
         self.teacher: Scorer | None = None
         """Known from ``setup`` on."""
-        self._teaching = Teaching()
 
     @property
     def rollout_replicas(self) -> Replicas:
@@ -103,14 +107,10 @@ class Roles:
         """Loads the policy everywhere, the same weights in all its roles but those with models of their own."""
         loading = []
         if (divergence := self.config.divergence) is not None:
-            self._teaching = Teaching.of(
-                divergence,
-                self.config.teacher_temperature,
-                model_path,
-                teacher_path,
-                trust_policy=self.config.trusts("actor_train"),
-                trust_teacher=self.config.trusts("teacher"),
-            )
+            trusts, trusts_teacher = self.config.trusts("actor_train"), self.config.trusts("teacher")
+            shared = shared_ids((model_path, trusts), (teacher_path, trusts_teacher)) if teacher_path else None
+            temperature = self.config.teacher_temperature
+            self.needs += (Divergence(divergence, temperature, teacher_path, shared, trusts_teacher),)
         taught: dict[str, Scorer] = {}
         for name, cluster in self._teachers.items():
             context = self._context(name, teacher_path or self.config.model_of(name))
@@ -233,13 +233,7 @@ class Roles:
             model_path=model_path,
             tokenizer_path=config.tokenizer_path,
             head="score" if role == "actor_train" and config.trains_scores else "lm",
-            returns_hidden=(role == "reference" and config.uses_full_kl) or (teaches and self._teaching.sends_hidden),
-            top_k=self._teaching.top_k if teaches else 0,
-            num_ids=self._teaching.num_ids if teaches else None,
-            comparison=self._teaching.comparison if role == "actor_train" else None,
-            marks_hits=role == "actor_train" and config.marks_hits,
-            sums_squares=role == "actor_train" and config.sums_squares,
-            keeps_output_layer=role == "actor_train" and config.uses_full_kl,
+            needs=self.needs if role == "actor_train" else asked_of(kind_of(role), self.needs),
             seed=config.seed,
             temperature=config.teacher_temperature if teaches else config.scoring_temperature,
             max_grad_norm=config.max_grad_norm,

@@ -10,7 +10,8 @@ from typing import Any, cast
 from roll.configs.engines.card import kind_of
 from roll.configs.pipeline import TINY, PipelineConfig
 from roll.distributed.cluster.cluster import Cluster
-from roll.models.tokenizer import check_same_ids
+from roll.models.loading import load_config
+from roll.models.tokenizer import check_same_ids, check_vocabulary, policy_tokenizer
 from roll.pipeline.programs import Program
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_roles import RolloutRoles
@@ -41,6 +42,26 @@ def start_of(config: PipelineConfig, program: Program) -> Start:
     return cast("Callable[[PipelineConfig], Start]", import_path(program.tiny))(config)
 
 
+def check_rows(config: PipelineConfig) -> None:
+    """Checks that every model which reads the policy's tokens has a row for each, also one that is on the hub.
+
+    Raises:
+        ValueError: the embedding of a model would be asked for rows that it does not have.
+    """
+    roles = [role for role in config.roles if not (kind_of(role) == "teacher" and config.aligns_teacher)]
+    models = {path: role for role in reversed(roles) if (path := config.model_of(role)) != TINY}
+    if config.pretrain == TINY or not models:
+        return
+    trusts = config.trusts("actor_train")
+    tokenizer = policy_tokenizer(config.pretrain, config.tokenizer_path, trust_remote_code=trusts)
+    for path, role in models.items():
+        sizes = load_config(path, trust_remote_code=config.trusts(role)).get_text_config()
+        try:
+            check_vocabulary(tokenizer, sizes.vocab_size)
+        except ValueError as error:
+            raise ValueError(f"{path}, the model of {role}: {error}") from error
+
+
 @dataclass(frozen=True)
 class Launched:
     """A run whose workers are up."""
@@ -59,6 +80,7 @@ class Launched:
         Yields:
             Folders or hub names: of the starting weights, and of the section ``teacher``, where there is one.
         """
+        check_rows(config)
         teacher_path = self._teacher_weights(config, rollouts)
         model_path = self.start.weights(self.session, self.roles, rollouts)
         with self.session.phase("setup"):

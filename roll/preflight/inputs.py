@@ -120,7 +120,10 @@ def _read_head(
         references = References(config.rewards, TRIAL_SECONDS, lines.append)
         return check_prompts(reading, config.domains, renderer, check=references)
     scored = config.validation if held_out and config.rewards else None
-    scoring = Scoring(tuple(config.domains), scored.solution) if scored else None
+    scoring = None
+    if scored:
+        references = References(config.rewards, TRIAL_SECONDS, lines.append)
+        scoring = Scoring(tuple(config.domains), scored.solution, references)
     if isinstance(config, RewardTrainingConfig):
         if config.reward_loss != "bradley_terry":
             return check_scored(reading, config.answers, config.reward_loss == "process", renderer)

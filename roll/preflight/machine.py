@@ -18,12 +18,13 @@ from roll.configs.rl import RLConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy import STRATEGIES, strategy_class
 from roll.preflight.functions import check_functions
+from roll.preflight.models import check_formats
 from roll.tracking import SERVICES
 from roll.utils.registry import UnknownNameError, import_path
 
 
 def check_machine(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Packages that are not installed here, and kernels that this machine has no GPU for.
+    """Packages and weights that are not here, and kernels that this machine has no GPU for.
 
     A configuration may be checked without them (``--validate-only``), but not run.
     """
@@ -37,6 +38,7 @@ def check_machine(config: PipelineConfig) -> Iterator[ConfigProblem]:
     if config.profiler.nsight is not None and shutil.which("nsys") is None and not _elsewhere(config):
         expected = "null, or nsys (Nsight Systems) on this machine's PATH"
         yield ConfigProblem("profiler.nsight", config.profiler.nsight, expected)
+    yield from check_formats(config, needed=True)
     yield from _plug_in_problems(config)
     yield from _device_problems(config)
     yield from _output_problems(config)

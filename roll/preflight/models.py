@@ -16,7 +16,15 @@ from roll.configs.problems import ConfigProblem
 from roll.configs.rules import TRAINED, Rule, sections
 from roll.configs.schema import did_you_mean, nearest
 from roll.configs.worker import WorkerConfig
-from roll.models.adapter_files import ADAPTER_CONFIG, CLASSIFIES, GENERATES, unusual_entry
+from roll.models.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    CLASSIFIES,
+    GENERATES,
+    matrix_shapes_in,
+    read_adapter_config,
+    unusual_entry,
+)
 from roll.models.tiny import MAX_POSITIONS
 from roll.models.tokenizer import (
     TOKENIZER_FILES,
@@ -25,7 +33,7 @@ from roll.models.tokenizer import (
     policy_tokenizer,
     special_ids_beyond,
 )
-from roll.models.weight_files import INDEX, SINGLE
+from roll.models.weight_files import INDEX, SINGLE, no_weights, other_weights, shown
 from roll.tracking.manifest import CheckpointError
 from roll.tracking.saved import find_saved
 from roll.utils.registry import import_path
@@ -107,7 +115,7 @@ def trusted_code(config: PipelineConfig) -> list[str]:
 
 
 def check_tokenizer(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """The policy's tokenizer is one, and the model has a row for each of its tokens."""
+    """The policy's tokenizer is one, and the models that read its tokens have a row for each."""
     path, model = config.tokenizer_path, config.pretrain
     if model == TINY:
         if path is not None:
@@ -127,13 +135,18 @@ def check_tokenizer(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if path is not None or "trust_remote_code" not in str(error):  # see check_trust
             yield ConfigProblem(key, seen, "a tokenizer's folder, or an org/name on the hub", str(error))
         return
-    if (sizes := model_config(config, "actor_train")) is None:
-        return
-    try:
-        check_vocabulary(tokenizer, sizes.vocab_size)
-    except ValueError as error:
-        expected = f"at most {sizes.vocab_size} tokens, the vocabulary of pretrain"
-        yield ConfigProblem(key, seen, expected, str(error), involves=("pretrain",))
+    found = set()
+    for role in dict.fromkeys(role for role, _ in sections(config)):
+        owner = next(name for name, path in config.models.items() if path == config.model_of(role))
+        reads = role in config.roles and not (kind_of(role) == "teacher" and config.aligns_teacher)
+        if not reads or owner in found or (sizes := model_config(config, role)) is None:
+            continue
+        found.add(owner)
+        try:
+            check_vocabulary(tokenizer, sizes.vocab_size)
+        except ValueError as error:
+            expected = f"at most {sizes.vocab_size} tokens, the vocabulary of {owner}"
+            yield ConfigProblem(key, seen, expected, str(error), involves=("pretrain", owner))
 
 
 def check_special_tokens(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -144,6 +157,10 @@ def check_special_tokens(config: PipelineConfig) -> Iterator[ConfigProblem]:
     try:
         generation = json.loads((Path(config.pretrain).expanduser() / GENERATION_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        generation = {}
+    if not isinstance(generation, dict):
+        expected = f"a mapping in its {GENERATION_FILE}, as Transformers writes one"
+        yield ConfigProblem("pretrain", config.pretrain, expected, f"it holds {json.dumps(generation)[:100]}")
         generation = {}
     for name, entries in {"config.json": sizes.to_dict(), GENERATION_FILE: generation}.items():
         for problem in special_ids_beyond(entries, sizes.vocab_size):
@@ -173,6 +190,28 @@ def check_folders(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(key, path, "a folder whose tensors are those of its config.json", str(error))
 
 
+def check_formats(config: PipelineConfig, *, needed: bool = False) -> Iterator[ConfigProblem]:
+    """Models' folders have their weights in safetensors files.
+
+    Args:
+        needed: a folder that has none at all is wrong too, as for a run.
+    """
+    for key, model in config.models.items():
+        folder = Path(model).expanduser()
+        if model != TINY and _is_here(model) and not _has_weights(model) and (needed or other_weights(folder)):
+            yield ConfigProblem(key, model, "a folder with weights in safetensors files", no_weights(folder))
+
+
+def _outline(sizes: Any, worker: WorkerConfig) -> Any:
+    """The model on the meta device, or ``None`` where none can be made of its configuration (see ``check_models``)."""
+    from roll.models.loading import outline
+
+    try:
+        return outline("lm", sizes, trust_remote_code=worker.model_args.trust_remote_code)
+    except ValueError:
+        return None
+
+
 def _has_weights(model: str) -> bool:
     folder = Path(model).expanduser()
     return model != TINY and any((folder / name).is_file() for name in (SINGLE, INDEX))
@@ -182,19 +221,26 @@ def describe_adapter(config: PipelineConfig) -> list[str]:
     """A line on what ``lora_target`` leaves as it is though one might expect it in the adapter."""
     args = config.actor_train.model_args
     sizes = model_config(config, "actor_train") if args.lora_targets and config.pretrain != TINY else None
-    if sizes is None:
+    if sizes is None or (model := _outline(sizes, config.actor_train)) is None:
         return []
-    from roll.models.loading import outline
     from roll.models.lora import left_out
 
-    found = left_out(
-        outline("lm", sizes, trust_remote_code=args.trust_remote_code), args.lora_targets, args.lora_excluded
-    )
-    return (
-        [f"warning: actor_train.model_args.lora_target: {args.lora_target} leaves without adapter: {found}"]
-        if found
-        else []
-    )
+    found = left_out(model, args.lora_targets, args.lora_excluded)
+    lines = [f"actor_train.model_args.lora_target: {args.lora_target} leaves without adapter: {found}"] if found else []
+    if args.adapter_name_or_path is not None and (base := _other_base(config.pretrain, args.adapter_name_or_path)):
+        own = f"the adapter was made for {base}, pretrain is {config.pretrain}"
+        lines.append(f"actor_train.model_args.adapter_name_or_path: {own}; it fits none but its own")
+    return [f"warning: {line}" for line in lines]
+
+
+def _other_base(model: str, adapter: str) -> str:
+    """The model that an adapter says it was made for, where that is another; empty where it is not known to be."""
+    try:
+        base = read_adapter_config(Path(adapter).expanduser()).get("base_model_name_or_path")
+    except ValueError:
+        return ""
+    same = base is None or Path(base).expanduser().resolve().name == Path(model).expanduser().resolve().name
+    return "" if same else str(base)
 
 
 def check_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -325,13 +371,11 @@ def check_adapted_layers(config: PipelineConfig) -> list[ConfigProblem]:
     # The tiny model has what all-linear means; to look costs seconds of imports.
     plain = config.pretrain == TINY and targets == ("all-linear",) and not (adapter_fit or args.lora_excluded)
     sizes = model_config(config, "actor_train") if targets and not plain else None
-    if sizes is None:
+    if sizes is None or (model := _outline(sizes, worker)) is None:
         return []
-    from roll.models.loading import outline
     from roll.models.lora import UnknownLayerError, adapted_layers
 
     try:
-        model = outline("lm", sizes, trust_remote_code=args.trust_remote_code)
         layers = adapted_layers(model, targets, args.lora_excluded)
     except UnknownLayerError as error:
         key = f"actor_train.model_args.{error.key}"
@@ -344,13 +388,12 @@ def check_frozen_parts(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The model has the parts that ``freeze_module_prefix`` names, and others to train."""
     for role, worker in sections(config):
         prefixes = worker.model_args.frozen_prefixes if role in TRAINED else ()
-        if not prefixes or (sizes := model_config(config, role)) is None:
+        sizes = model_config(config, role) if prefixes else None
+        if sizes is None or (model := _outline(sizes, worker)) is None:
             continue
         from roll.models.freezing import UnknownPartError, frozen_parameters
-        from roll.models.loading import outline
 
         try:
-            model = outline("lm", sizes, trust_remote_code=worker.model_args.trust_remote_code)
             frozen = frozen_parameters(model, prefixes, head=role == "critic")
         except UnknownPartError as error:
             key, seen = f"{role}.model_args.freeze_module_prefix", worker.model_args.freeze_module_prefix
@@ -394,26 +437,59 @@ def check_adapter_start(config: PipelineConfig) -> Iterator[ConfigProblem]:
         return
     key, folder = "actor_train.model_args.adapter_name_or_path", Path(path).expanduser()
     try:
-        stored = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        rank, alpha, task = stored["r"], stored["lora_alpha"], stored.get("task_type")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        stored = read_adapter_config(folder)
+    except ValueError as error:
         yield ConfigProblem(key, path, "a folder that peft has saved an adapter in", str(error))
         return
+    rank, alpha, task = stored["r"], stored["lora_alpha"], stored.get("task_type")
     if (task == CLASSIFIES) != config.trains_scores:
         expected = f"an adapter of task_type {CLASSIFIES if config.trains_scores else GENERATES}"
         yield ConfigProblem(key, path, expected, f"task_type: {task} in {ADAPTER_CONFIG}")
     if unusual := unusual_entry(stored):
         yield ConfigProblem(key, path, "an adapter without it", f"{unusual} in {ADAPTER_CONFIG}")
+    fits = True
     for name, own, theirs in (("lora_rank", args.lora_rank, rank), ("lora_alpha", args.adapter_alpha, alpha)):
         if own != theirs:
+            fits = False
             expected = f"{theirs}, as the adapter in {path} has it"
             yield ConfigProblem(f"actor_train.model_args.{name}", own, expected, involves=(key,))
+    if fits and not unusual and (reason := _adapter_misfit(config, folder)):
+        yield ConfigProblem(
+            key, path, "an adapter of the layers that lora_target means", reason, involves=("pretrain",)
+        )
+
+
+def _adapter_misfit(config: PipelineConfig, folder: Path) -> str:
+    """Why the matrices in a folder are not those of the adapter that is trained; empty if they are."""
+    args = config.actor_train.model_args
+    sizes = None if config.pretrain == TINY else model_config(config, "actor_train")
+    if sizes is None or (model := _outline(sizes, config.actor_train)) is None:
+        return ""
+    from roll.models.lora import LoraSpec, UnknownLayerError, matrix_shapes
+
+    spec = LoraSpec(args.lora_rank, args.adapter_alpha, args.lora_targets, excluded=args.lora_excluded)
+    try:
+        expected = matrix_shapes(model, spec)
+        stored = matrix_shapes_in(folder)
+    except UnknownLayerError:
+        return ""  # see check_adapted_layers
+    except ValueError as error:
+        return str(error)
+    if config.trains_scores:
+        return ""  # its names are those of the trunk
+    if others := stored.keys() - expected.keys():
+        return f"{ADAPTER_FILE} has {shown(others)} beside them"
+    if missing := expected.keys() - stored.keys():
+        return f"{ADAPTER_FILE} lacks {shown(missing)}"
+    wrong = next((name for name, shape in stored.items() if shape != expected[name]), None)
+    return "" if wrong is None else f"{wrong}: seen shape {stored[wrong]}, expected {expected[wrong]}"
 
 
 MODEL_CHECKS: tuple[Rule, ...] = (
     check_models,
     check_trust,
     check_folders,
+    check_formats,
     check_tokenizer,
     check_special_tokens,
     check_model_kwargs,

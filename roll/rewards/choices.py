@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import re
 
+from roll.rewards.maths.prose import leads_to
+from roll.rewards.words import ALTERNATIVES, DOUBTS, FAULTS, NEGATIONS, RETRACTIONS
+
 _BEFORE = r"(?:\\[(\[]|[\s*_`$(\[{\"'“]){0,10}"
 _COMMAND = r"(?:\\(?:text|mathrm|mathbf|textbf|textrm|mathit|bf|rm|boxed)\s{0,3}\{?[\s({\[*]{0,5})?"
 _AFTER = r"(?:\\[)\]]|[\s*_`$)\]}\"'”]){0,10}"
@@ -37,9 +40,8 @@ _FORMS = (
 )
 _NAMED = rf"(?:(?:the\s+)?{_NOUN}[\s*_:]{{1,5}})?"
 _NEGATION = re.compile(
-    r"\b(?:not|no|none|never|neither|nor|wrong|incorrect|false|except|but|besides|or|either|both|maybe|perhaps|possibly"
-    r"|might|could|may|if|unless|whether|doubt\w*|other|than|rather|instead|also|wait|actually|hmm|tempt\w+|unlike"
-    r"|eliminat\w+|exclud\w+|reject\w*|unlikely|all|any|un\w*sure|least|versus|vs)\b|n['’]t\b|不|非|除|或",
+    rf"{NEGATIONS}|{FAULTS}|{DOUBTS}|{ALTERNATIVES}|\b(?:but|both|than|rather|instead|also|wait|actually|hmm|unlike|all|any"
+    r"|least|versus|vs)\b|除",
     re.IGNORECASE,
 )
 """What turns a letter among free words into something else than a choice. Words of an option are not looked at."""
@@ -51,11 +53,17 @@ _PRAISE = re.compile(
     rf"(?:(?:{_GOOD}\s*)+(?:{_NOUN}|one)?|answer\b)(?P<rest>.*)",
     re.IGNORECASE | re.DOTALL,
 )
-_RETRACTED = re.compile(
-    r"(?:^|[.!?;\n—–-])[\s*]*(?:no|not|wait|actually|or|sorry|oops|correction|scratch|hmm+|on second thought"
-    r"|alternatively|but)\b(?!\s+(?:other|need))",
+_RETRACTED = re.compile(rf"(?:^|[.!?;\n—–-])[\s*]*{RETRACTIONS}(?!\s+(?:other|need))", re.IGNORECASE)
+_UNDECIDED = re.compile(rf"{DOUBTS}|{ALTERNATIVES}", re.IGNORECASE)
+_DENIED = re.compile(rf"{NEGATIONS}|{FAULTS}|\b(?:but|both|than)\b", re.IGNORECASE)
+_LEFT = re.compile(r"\bleav(?:es?|ing)\b", re.IGNORECASE)
+_STATES_LETTER = re.compile(
+    rf"\b(?:is|are|be|left with|leav(?:es?|ing)(?: us)?(?: with| only)?|corresponds? to|match(?:es)?|makes|{_NOUN}"
+    r"|(?:es|est|è|é|ist) (?:la|el|l['’]|o|a))[\s:*_(]{0,10}$",
     re.IGNORECASE,
 )
+_CLAUSE_START = re.compile(r"(?:^|[,:;]\s|\b(?:so|thus|hence|therefore|then)\s)[\s*_(]{0,10}$", re.IGNORECASE)
+_SPEAKS_OF_OPTIONS = re.compile(rf"\b(?:options?|choices?|answers?|alternatives?|one|{_GOOD})\b", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"(?<=\w[.!?])\s|\n")
 _WORD = re.compile(r"\w+")
 _LABELLED = re.compile(r"[\s*(>-]{0,10}[A-Z][).:]")
@@ -117,7 +125,24 @@ class ChoiceReader:
         lines = text.strip().splitlines()
         # The options themselves are no choice.
         listed = lines[1:] and _LABELLED.match(lines[-1]) and _LABELLED.match(lines[-2])
-        return self.whole(lines[-1], prompt) if lines and not listed else None
+        if not lines or listed:
+            return None
+        sentence = re.split(r"(?<=\w\w[.!?])\s", lines[-1].strip())[-1]
+        return self.whole(lines[-1], prompt) or self.whole(sentence, prompt) or self._in_sentence(sentence)
+
+    def _in_sentence(self, sentence: str) -> str | None:
+        """The only letter of a sentence, where words state it: "we are left with B", "(B) is the one that fits"."""
+        if "?" in sentence or _UNDECIDED.search(sentence):
+            return None
+        given, comma, clause = sentence.rpartition(", ")
+        if not self._others.search(clause):
+            given, comma, clause = "", "", sentence
+        letters = list(self._others.finditer(clause))
+        if len({match[0].strip("(),") for match in letters}) != 1 or _DENIED.search(_LEFT.split(clause)[-1]):
+            return None
+        before = given + comma + clause[: letters[0].start()]
+        named = _STATES_LETTER.search(before) or (_CLAUSE_START.search(before) and _SPEAKS_OF_OPTIONS.search(sentence))
+        return letters[0][0].strip("(),").upper() if named and leads_to(before) else None
 
     def _is_final(self, behind: str, letter: str, prompt: str) -> bool:
         """Tells whether what follows the letter leaves it the choice."""

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIES
+from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIES, matrix_shapes_in
 from roll.rewards.types import RewardError
 
 if TYPE_CHECKING:
@@ -89,20 +89,13 @@ class Adapter:
         return str(self.config.get("base_model_name_or_path"))
 
     @cached_property
-    def shapes(self) -> dict[str, list[int]]:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of its tensors, by their names in the file.
 
         Raises:
             ValueError: the file is damaged.
         """
-        from safetensors import SafetensorError, safe_open
-
-        file = self.folder / ADAPTER_FILE
-        try:
-            with safe_open(str(file), framework="pt") as tensors:
-                return {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118 (not a dict)
-        except SafetensorError as error:
-            raise ValueError(f"model_path: {file}: {error}; expected a whole safetensors file") from error
+        return matrix_shapes_in(self.folder)
 
     @property
     def brings(self) -> set[str]:

@@ -258,6 +258,8 @@ class CodeVerifier(Verifier):
             if not lines or lines[0].get("load", "ended") is not None:
                 break
             results = lines[1:]
+            if unsendable := next((line["unsendable"] for line in results if "unsendable" in line), None):
+                raise ValueError(f"tests: they give the program {unsendable}, which cannot leave their process")
             passed += [self._passes(test, line, suite.wrapped) for test, line in zip(rest, results, strict=False)]
             ended = len(results) < len(rest) and not (results and results[-1].get("gone"))
             index += len(results) + ended

@@ -22,7 +22,8 @@ from roll.rewards.answers import (
     last_boxed,
     last_group,
 )
-from roll.rewards.maths.prose import corrected, denied, is_part, last_expression, said_in
+from roll.rewards.maths.marks import denied, is_part
+from roll.rewards.maths.prose import corrected, last_expression, said_in
 from roll.rewards.types import ANSWER_CPU_S, RuleVerifier, Sample, Verdict
 
 _PLAIN_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")
@@ -90,24 +91,28 @@ class MathVerifier(RuleVerifier):
         """Raises ``ValueError`` when the ground truth is no expression."""
         from roll.rewards.maths.equality import name_of, same
         from roll.rewards.maths.reader import readings, same_text
+        from roll.rewards.maths.values import Quantity
 
         truth = _math_truth(sample.ground_truth)
-        found = self.extract(sample.response, sample.truncated)
+        references = readings(truth, None)
+        measured = any(isinstance(value, Quantity) for value in references)
+        found = self.extract(sample.response, sample.truncated, with_nouns=measured)
         if found is None:
             return Verdict(score=0.0, correct=False)
         # Words of the question and of the reference are known to be what is counted.
         known = frozenset(re.findall(r"[^\W\d_]{2,}", f"{sample.prompt} {truth}".lower()))
-        answers, references = readings(found, known), readings(truth, None)
+        answers = readings(found, known)
         pairs = ((gold, answer) for gold in references for answer in answers)
         match = next((answer for gold, answer in pairs if same(gold, answer)), None)
         correct = match is not None or same_text(truth, found)
         return Verdict(score=float(correct), correct=correct, answer=name_of(match or answers[0]))
 
-    def extract(self, response: str, truncated: bool = False) -> str | None:
+    def extract(self, response: str, truncated: bool = False, with_nouns: bool = False) -> str | None:
         """The text of the answer, ``None`` if there is none.
 
         Args:
             truncated: the length limit ended the response: its last expression may be half of one.
+            with_nouns: words behind a number that nothing marks may be a unit, and are a part of it.
         """
         if self.config.answer_pattern is not None:
             marked = last_group(re.compile(self.config.answer_pattern, re.DOTALL), response)
@@ -125,7 +130,7 @@ class MathVerifier(RuleVerifier):
             return corrected(behind) or taken_back or said_in(content)
         if tagged is not None:
             return said_in(tagged)
-        return None if self.config.strict_boxed or truncated else last_expression(said)
+        return None if self.config.strict_boxed or truncated else last_expression(said, with_nouns)
 
 
 def _math_truth(truth: Any) -> str:

@@ -15,9 +15,11 @@ from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem, pattern_problems
 from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, all_boxed, last_box, last_boxed, last_group
 from roll.rewards.choices import ChoiceReader
-from roll.rewards.maths.prose import corrected, denied, last_expression
-from roll.rewards.maths.units import canonical_unit, is_unit
+from roll.rewards.maths.marks import denied
+from roll.rewards.maths.prose import corrected, last_expression
+from roll.rewards.maths.units import canonical_unit
 from roll.rewards.types import ANSWER_CPU_S, RuleVerifier, Sample, Verdict
+from roll.rewards.words import ALTERNATIVES, BOUNDS, NEGATIONS
 
 MAX_NUMBER_CHARS = 1000
 """Longer numbers are no answers; Python refuses to convert more than 4300 digits."""
@@ -47,7 +49,9 @@ _WHOLE = re.compile(
     rf"(?P<amount>[+-]?\s?{_CURRENCY}?\s?(?:{_DIGITS})(?:\s?/\s?[0-9]+)?)(?P<unit>[^0-9]*[²³]?)",
     re.IGNORECASE,
 )
-_CALCULATION = re.compile(r"^[-+*/×÷=().,\s\d$]*\d[-+*/×÷=().,\s\d$]*=")
+_CALCULATION = re.compile(
+    r"^(?:[-+*/×÷=().,\s\d$]|\\(?:times|cdot|div)\b|\sx\s)*\d(?:[-+*/×÷=().,\s\d$]|\\(?:times|cdot|div)\b|\sx\s)*="
+)
 _MARKS = re.compile(
     r"\\boxed|\\(?:text|mathrm|mathbf|textbf|mbox)\b|\\[()\[\]!,;:]|(?<!\\)[{}*`_\"“”]|\\(?=[$%])|\$(?!\s?[0-9.])"
 )
@@ -66,10 +70,10 @@ _COMMON_UNIT_WORDS = (
     "people children men women feet percent square cubic sq m h g l s each per a an of the in total left remaining away"
     " am pm p"
 )
-_COMMON_UNITS = frozenset(_COMMON_UNIT_WORDS.split())
+_AROUND_UNITS = frozenset(_COMMON_UNIT_WORDS.split())
 _HEDGED = re.compile(
-    r"(?:\b(?:at least|at most|than|not|no|between|about|approximately|around|over|under|up to|nearly|almost|roughly|or"
-    r"|to|and|either|neither|except|but)|n['’]t|[<>≤≥≈~≠±×*/^+-]\s?)\s*(?:be|is|equal to)?\s*[$€£¥]?\s*$",
+    rf"(?:{BOUNDS}|{NEGATIONS}|{ALTERNATIVES}|\b(?:to|and|but)\b|[<>≤≥±≠×*/^+-]\s?)"
+    r"\s*(?:be|is|equal to)?\s*[$€£¥]?\s*$",
     re.IGNORECASE,
 )
 """Words before a number in prose that make another claim of it."""
@@ -112,22 +116,21 @@ def _value(number: re.Match[str] | None) -> Fraction | None:
 
 def _names_unit(text: str, question: str) -> bool:
     """Tells whether the words behind a number are a unit: a known one, the question's, or a plural."""
-    words, rest = _UNIT_WORD.findall(text), _UNIT_WORD.sub("", text)
-    if len(words) > MAX_UNIT_WORDS or rest.strip(" /.^()" if words else " ") or any(map(_QUANTITY.fullmatch, words)):
-        return False
-    if canonical_unit(text) is not None:
-        return True
-    asked = {word.casefold() for word in _UNIT_WORD.findall(question)}
-    return all(
-        word.casefold() in asked
-        or word.casefold() in _COMMON_UNITS
-        or is_unit(word)
-        or is_unit(word.casefold())
-        or (not word.isascii() and (not question or word in question))
-        or (word.isascii() and word.islower() and len(word) > 3 and word.endswith("s") and not word.endswith("ss"))
-        or word in "%°²³$"
-        for word in words
+    text = re.sub(
+        r"^\s*(?:%|percent\b|[ap]\.?\s?m\b\.?|(?:per|an?|each|every)\b|/)",
+        "",
+        text.replace("²", "^2").replace("³", "^3"),
     )
+    if not text.strip(" ."):
+        return True
+    words = _UNIT_WORD.findall(text)
+    if len(words) > MAX_UNIT_WORDS or any(map(_QUANTITY.fullmatch, re.split(r"[-\s]", " ".join(words)))):
+        return False
+    asked = {word.casefold() for word in _UNIT_WORD.findall(question)}
+    plurals = {
+        word for word in words if len(word) > 3 and word.islower() and word.endswith("s") and not word.endswith("ss")
+    }
+    return canonical_unit(text, known=asked | plurals | _AROUND_UNITS) is not None
 
 
 def last_number(text: str) -> Fraction | None:

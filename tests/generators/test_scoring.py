@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from roll.algorithms.quantities import Quantity, TopTokens, logprobs
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES
@@ -22,6 +23,10 @@ NUM_IDS = 60
 TEMPERATURE = 0.7
 
 
+def needs(top_k: int) -> tuple[Quantity, ...]:
+    return (logprobs, *[TopTokens(top_k, NUM_IDS)][: top_k > 0])
+
+
 @pytest.fixture(params=[8, *(pytest.param(number, marks=pytest.mark.slow) for number in (0, 5000))])
 def top_k(request: pytest.FixtureRequest) -> int:
     """5000: more than there are."""
@@ -31,7 +36,12 @@ def top_k(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def scorer(generator: str, model_path: Callable[..., str], top_k: int) -> Iterator[Any]:
     context = context_of(generator, model_path("tied", 0), OPTIONS.get(generator), sequence_length=LONGEST)
-    context = replace(context, role="teacher", temperature=TEMPERATURE, top_k=top_k, num_ids=NUM_IDS)
+    context = replace(
+        context,
+        role="teacher",
+        temperature=TEMPERATURE,
+        needs=needs(top_k),
+    )
     strategy = STRATEGIES.get(generator)(context)
     strategy.setup()
     yield strategy
@@ -40,7 +50,11 @@ def scorer(generator: str, model_path: Callable[..., str], top_k: int) -> Iterat
 
 def test_scores_are_those_of_the_model(scorer: Any, model_path: Callable[..., str], top_k: int) -> None:
     batch = given_rows()
-    model = TokenScorer(load(model_path("tied", 0)), temperature=TEMPERATURE, top_k=top_k, num_ids=NUM_IDS)
+    model = TokenScorer(
+        load(model_path("tied", 0)),
+        temperature=TEMPERATURE,
+        needs=needs(top_k),
+    )
     assert_same(scorer.logprobs(batch), score_batch(model, batch), batch)
     scorer.offload(States.WEIGHTS)
     scorer.onload(States.WEIGHTS)

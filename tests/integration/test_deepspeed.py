@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from roll.algorithms.quantities import BASIC, KlToReference, hidden_states
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.configs.agentic import AgenticConfig
 from roll.configs.engines.deepspeed import CARD, DeepSpeedConfig
@@ -217,7 +218,7 @@ def run_others(out: Path, model: Path, rank: int) -> None:
         write(out, f"lora-restored-{name}-{rank}", exported_adapter(learner))
         learner.shutdown()
     for name in ("zero1", "zero3"):
-        other = zero_trainer(model, CASES[name], keeps_output_layer=True, **options)
+        other = zero_trainer(model, CASES[name], needs=(*BASIC, KlToReference()), **options)
         batch = with_reference(make_batch(seed=0))
         part = batch.select(torch.arange(9).tensor_split([4])[rank])
         metrics = other.train_step(part, loss_fn)
@@ -234,7 +235,7 @@ def run_others(out: Path, model: Path, rank: int) -> None:
         write(out, f"from_fsdp2-{name}-{rank}", exported(moved))
         moved.shutdown()
     for name, strategy in (("zero3", {"zero_optimization": CASES["zero3-offload"]}), ("whole", {})):
-        half = {"model_args": {"dtype": "bf16"}, "returns_hidden": True}
+        half = {"model_args": {"dtype": "bf16"}, "needs": (*BASIC, hidden_states)}
         reference = DeepSpeedInfer(make_context(model, "deepspeed_infer", strategy, **half, **options))
         reference.setup()
         scores = reference.logprobs(shares(1)[rank])
@@ -340,7 +341,7 @@ def test_checkpoint_of_fsdp2_continues_and_states_come_back_as_they_left(
 
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
 def test_step_with_kl_over_the_vocabulary_is_that_of_one_process(two_ranks: Path, model: Path, name: str) -> None:
-    trainer = fsdp_trainer(model, keeps_output_layer=True)
+    trainer = fsdp_trainer(model, needs=(*BASIC, KlToReference()))
     metrics = trainer.train_step(with_reference(make_batch(seed=0)), loss_fn)
     found = metrics_of(two_ranks, f"kl-{name}-0")
     assert found["actor/loss"] == pytest.approx(metrics["actor/loss"], rel=2e-6)
@@ -392,7 +393,7 @@ def test_shared_prompts_are_computed_once(two_ranks: Path, name: str, rank: int)
 
 @pytest.mark.parametrize("name", ["zero3", "whole"])
 def test_bf16_reference_is_near_fp32(two_ranks: Path, model: Path, name: str) -> None:
-    reference = Fsdp2Infer(make_context(model, "fsdp2_infer", returns_hidden=True))
+    reference = Fsdp2Infer(make_context(model, "fsdp2_infer", needs=(*BASIC, hidden_states)))
     reference.setup()
     expected = reference.logprobs(make_batch(seed=1))
     parts = [tensors_of(two_ranks, f"reference-{name}-{rank}") for rank in range(2)]

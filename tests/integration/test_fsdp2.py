@@ -16,8 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from roll.algorithms.losses import build_policy_loss
+from roll.algorithms.quantities import BASIC, Divergence, KlToReference, hidden_states
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.divergence import DivergenceConfig
 from roll.configs.engines import packages
 from roll.data.batch import Batch
 from roll.data.shared_prompts import worth_sharing
@@ -245,7 +247,7 @@ def test_gradient_with_kl_over_the_vocabulary_does_not_depend_on_the_cutting(
 ) -> None:
     batch = with_reference(make_batch())
     path = untied_model if cutting == "packed" else model
-    trainer = make_trainer(path, keeps_output_layer=True, **json.loads(json.dumps(CUTTINGS[cutting])))
+    trainer = make_trainer(path, needs=(*BASIC, KlToReference()), **json.loads(json.dumps(CUTTINGS[cutting])))
     loss, gradient, divergences = reference_algorithm_step(path, batch)
     found = trainer.logprobs(batch).kl_T[batch.loss_mask_T]
     torch.testing.assert_close(found, torch.tensor(divergences), rtol=1e-5, atol=1e-6)
@@ -259,9 +261,12 @@ def test_kl_to_the_reference_grows_from_zero_as_the_policy_learns(model: Path) -
     from transformers import AutoModelForCausalLM
 
     trainer = make_trainer(
-        model, keeps_output_layer=True, training_args={"learning_rate": 1e-2, "warmup_steps": 0}, max_grad_norm=1e9
+        model,
+        needs=(*BASIC, KlToReference()),
+        training_args={"learning_rate": 1e-2, "warmup_steps": 0},
+        max_grad_norm=1e9,
     )
-    reference = Fsdp2Infer(make_context(model, role="reference", returns_hidden=True))
+    reference = Fsdp2Infer(make_context(model, role="reference", needs=(*BASIC, hidden_states)))
     reference.setup()
     batch = make_batch()
     scores = reference.logprobs(batch)
@@ -288,7 +293,7 @@ def test_kl_over_the_vocabulary_needs_the_kept_output_layer(model: Path) -> None
         make_trainer(model).train_step(with_reference(make_batch()), build_policy_loss(ALGORITHM))
     with pytest.raises(ValueError, match=r"kl_penalty 'full'.*kl_T"):
         batch = with_reference(make_batch()).replace(ref_hidden_TH=None)
-        make_trainer(model, keeps_output_layer=True).train_step(batch, build_policy_loss(ALGORITHM))
+        make_trainer(model, needs=(*BASIC, KlToReference())).train_step(batch, build_policy_loss(ALGORITHM))
 
 
 # ---- two processes: one start, many scenarios; each leaves files that the tests below judge
@@ -345,12 +350,12 @@ def run_others(folder: Path, model: Path, rank: int) -> None:
         critic.train_step(shares(step)[rank], policy_loss)
     critic.save(folder / "critic")
     write(folder, f"values{rank}", {"values": critic.logprobs(shares(1)[rank]).values_T})
-    reference = Fsdp2Infer(make_context(model, model_args={"dtype": "bf16"}, returns_hidden=True, **options))
+    reference = Fsdp2Infer(make_context(model, model_args={"dtype": "bf16"}, needs=(*BASIC, hidden_states), **options))
     reference.setup()
     scores = reference.logprobs(shares(1)[rank])
     write(folder, f"reference{rank}", {"logprobs": scores.logprobs_T, "hidden": scores.hidden_TH})
     for name in ("full", "replica"):
-        trainer = make_trainer(model, SHARDINGS[name], keeps_output_layer=True, **options)
+        trainer = make_trainer(model, SHARDINGS[name], needs=(*BASIC, KlToReference()), **options)
         for step in range(2):
             batch = reference_shares(step)[rank]
             write(folder, f"algorithm-{name}-kl{step}-{rank}", {"kl": trainer.logprobs(batch).kl_T})
@@ -470,7 +475,7 @@ def test_critic_of_two_ranks_scores_the_same_on_one(two_ranks: Path) -> None:
 
 
 def test_bf16_reference_is_near_fp32(two_ranks: Path, untied_model: Path) -> None:
-    reference = Fsdp2Infer(make_context(untied_model, returns_hidden=True))
+    reference = Fsdp2Infer(make_context(untied_model, needs=(*BASIC, hidden_states)))
     reference.setup()
     reference_scores = reference.logprobs(make_batch(seed=1))
     parts = [load_file(two_ranks / f"reference{rank}.safetensors") for rank in range(2)]
@@ -484,7 +489,7 @@ def test_bf16_reference_is_near_fp32(two_ranks: Path, untied_model: Path) -> Non
 def test_two_ranks_take_the_same_step_with_kl_over_the_vocabulary(
     two_ranks: Path, untied_model: Path, name: str
 ) -> None:
-    trainer = make_trainer(untied_model, keeps_output_layer=True)
+    trainer = make_trainer(untied_model, needs=(*BASIC, KlToReference()))
     for step in range(2):
         batch = with_reference(make_batch(seed=step), seed=step)
         found = [load_file(two_ranks / f"algorithm-{name}-kl{step}-{rank}.safetensors")["kl"] for rank in range(2)]
@@ -720,5 +725,22 @@ def test_lone_worker_can_offload_to_the_cpu(model: Path) -> None:
         batch = make_batch()
         trainer.train_step(batch, policy_loss)
         assert_near(trainer.gradient, reference_step(model, batch)[1])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_log_probabilities_of_a_teacher_are_not_rounded_to_the_models_format(model: Path) -> None:
+    config = DivergenceConfig(kd_objective="forward_kl", logits_topk=2)
+    needs = (*BASIC, Divergence(config, TEMPERATURE))
+    trainer = make_trainer(model, {"cpu_offload": True}, model_args={"dtype": "bf16"}, needs=needs)
+    try:
+        batch = make_batch()
+        ids_TK = torch.tensor([[3, 5]], dtype=torch.int32).expand(batch.num_tokens, 2)
+        top_TK = torch.tensor([[0.567, 0.321]]).log().expand(batch.num_tokens, 2)
+        tail_T = torch.tensor([0.112]).log().expand(batch.num_tokens)
+        exact = batch.replace(teacher_ids_TK=ids_TK, teacher_top_TK=top_TK, teacher_tail_T=tail_T)
+        rounded = exact.replace(teacher_top_TK=top_TK.bfloat16().float(), teacher_tail_T=tail_T.bfloat16().float())
+        found, other = (trainer.logprobs(each).divergence_T for each in (exact, rounded))
+        assert (found - other)[batch.loss_mask_T].abs().min() > 1e-4
     finally:
         torch.distributed.destroy_process_group()

@@ -33,8 +33,8 @@ def test_a_wrong_call_shows_the_usage() -> None:
 def test_a_damaged_kit_is_not_installed_and_the_figures_say_so(tmp_path: Path) -> None:
     kit = tmp_path / "kit"
     kit.mkdir()
-    (kit / "one-1.0-py3-none-any.whl").write_bytes(b"damaged")
-    (kit / "SHA256SUMS").write_text(f"{'0' * 64}  ./one-1.0-py3-none-any.whl\n")
+    (kit / "kit.tar.xz.00").write_bytes(b"damaged")
+    (kit / "SHA256SUMS").write_text(f"{'0' * 64}  kit.tar.xz.00\n")
     environment = {**os.environ, "GPU_CHECK_ENV": str(tmp_path / "env")}
     script = [str(ROOT / "scripts" / "gpu_check.sh"), str(kit), str(tmp_path / "out")]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=200)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.losses import build_policy_loss
+from roll.algorithms.quantities import BASIC, Distribution, KlToReference, hidden_states, logprobs
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.engines.megatron import MegatronConfig
@@ -243,16 +244,35 @@ def case_full_kl(folder: Path, rank: int) -> dict[str, Any]:
     batch = with_reference(make_batch(1))
     found = {}
     for name, options in (("tp", TP_SP), ("pp", {PP: 2})):
-        trainer = make_trainer(folder / "dense", "megatron_train", options, rank, keeps_output_layer=True)
+        trainer = make_trainer(folder / "dense", "megatron_train", options, rank, needs=(*BASIC, KlToReference()))
         metrics = trainer.train_step(batch, build_policy_loss(FULL_KL))
         found[name] = {"metrics": metrics, "kl": trainer.logprobs(batch).kl_T}
+    return found
+
+
+def cubes(p: Distribution) -> dict[str, Tensor]:
+    """A quantity that only this file knows: the sum of cubed probabilities."""
+    return {"cubes_T": p.total(p.probabilities_KV**3)}
+
+
+def cubes_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
+    loss = (scores.others["cubes_T"] * batch.advantages_T).sum() / context.num_tokens
+    return LossOutput(loss, {"actor/loss": loss.detach()})
+
+
+def case_own_quantity(folder: Path, rank: int) -> dict[str, Any]:
+    found = {}
+    for name, options in (("tp", TP_SP), ("pp", {PP: 2})):
+        trainer = make_trainer(folder / "dense", "megatron_train", options, rank, needs=(logprobs, cubes))
+        scores = trainer.logprobs(make_batch(1)).others["cubes_T"]
+        found[name] = {"scores": scores, "metrics": step(trainer, 1, cubes_loss), "weights": exported(trainer)}
     return found
 
 
 def case_reference(folder: Path, rank: int) -> dict[str, Any]:
     found = {}
     for name, options in (("tp", TP_SP), ("pp", {PP: 2}), ("cp", {CP: 2})):
-        scorer = make_trainer(folder / "dense", "megatron_infer", options, rank, returns_hidden=True)
+        scorer = make_trainer(folder / "dense", "megatron_infer", options, rank, needs=(*BASIC, hidden_states))
         scores = scorer.logprobs(make_batch(1))
         found[name] = [scores.logprobs_T, scores.entropy_T, scores.hidden_TH]
     return found
@@ -273,7 +293,9 @@ def case_shared_prompts(folder: Path, rank: int) -> dict[str, Any]:
             scores = trainer.logprobs(make_groups(1)).logprobs_T
             metrics = trainer.train_step(make_groups(1), loss_of)
             found[f"{name} {shares}"] = {"tokens": sum(seen), "scores": scores, "metrics": metrics}
-    reference = make_trainer(folder / "dense", "megatron_infer", TP_SP, rank, share_prompts=True, returns_hidden=True)
+    reference = make_trainer(
+        folder / "dense", "megatron_infer", TP_SP, rank, share_prompts=True, needs=(*BASIC, hidden_states)
+    )
     seen = tokens_seen(reference.model.chunks[0])
     found["infer"] = {"hidden": reference.logprobs(make_groups(1)).hidden_TH, "tokens": sum(seen)}
     return found
@@ -475,7 +497,7 @@ def test_critic_trains_and_is_saved_like_any_other(folder: Path) -> None:
 
 def test_kl_over_the_vocabulary(folder: Path) -> None:
     batch = with_reference(make_batch(1))
-    trainer = make_trainer(folder / "dense", "fsdp2_train", keeps_output_layer=True)
+    trainer = make_trainer(folder / "dense", "fsdp2_train", needs=(*BASIC, KlToReference()))
     metrics = trainer.train_step(batch, build_policy_loss(FULL_KL))
     kl_T = trainer.logprobs(batch).kl_T
     for found in found_by(case_full_kl, folder).values():
@@ -483,8 +505,26 @@ def test_kl_over_the_vocabulary(folder: Path) -> None:
         torch.testing.assert_close(found["kl"], kl_T, rtol=1e-5, atol=NEAR)
 
 
+def test_a_quantity_is_one_function_for_every_engine_and_cut(folder: Path) -> None:
+    import transformers
+
+    batch, start = make_batch(1), {"needs": (logprobs, cubes)}
+    model = transformers.Qwen2ForCausalLM.from_pretrained(folder / "dense").double()
+    with torch.no_grad():
+        logits = torch.cat([model(row[None]).logits[0] for row in batch.tokens_T.split(batch.lengths_B.tolist())])
+    expected = ((logits / 0.9).softmax(-1) ** 3).sum(-1).roll(1) * batch.loss_mask_T
+    trainer = make_trainer(folder / "dense", "fsdp2_train", **start)
+    scores = trainer.logprobs(batch).others["cubes_T"]
+    torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=NEAR)
+    metrics, weights = step(trainer, 1, cubes_loss), exported(trainer)
+    for found in found_by(case_own_quantity, folder).values():
+        torch.testing.assert_close(found["scores"].double(), expected, rtol=1e-5, atol=NEAR)
+        assert_same_metrics(found["metrics"], metrics)
+        assert_near(found["weights"], weights, NEAR)
+
+
 def test_reference_scores_and_hidden_states(folder: Path) -> None:
-    scorer = make_trainer(folder / "dense", "fsdp2_infer", returns_hidden=True)
+    scorer = make_trainer(folder / "dense", "fsdp2_infer", needs=(*BASIC, hidden_states))
     scores = scorer.logprobs(make_batch(1))
     for found in found_by(case_reference, folder).values():
         for tensor, expected in zip(found, [scores.logprobs_T, scores.entropy_T, scores.hidden_TH], strict=True):
@@ -504,7 +544,7 @@ def test_shared_prompts_are_computed_once_where_rows_can_follow_a_plan(folder: P
 
 
 def test_a_reference_computes_shared_prompts_once(folder: Path) -> None:
-    scorer = make_trainer(folder / "dense", "fsdp2_infer", returns_hidden=True)
+    scorer = make_trainer(folder / "dense", "fsdp2_infer", needs=(*BASIC, hidden_states))
     found = found_by(case_shared_prompts, folder)["infer"]
     expected = scorer.logprobs(make_groups(1)).hidden_TH
     torch.testing.assert_close(found["hidden"], expected, rtol=1e-5, atol=5e-6)

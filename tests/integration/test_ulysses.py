@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roll.algorithms.quantities import BASIC, hidden_states
 from roll.data.batch import Batch
 from roll.models import planned_attention, ulysses
 from roll.models.heads import ValueHead
@@ -88,12 +89,13 @@ def make_scorer(case: dict[str, Any]) -> TokenScorer:
     if case.get("recompute"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-    return TokenScorer(model, temperature=0.8, value_head=head, returns_hidden=case.get("hidden", False))
+    needs = (*BASIC, *[hidden_states][: case.get("hidden", False)])
+    return TokenScorer(model, temperature=0.8, value_head=head, needs=needs)
 
 
 def result_of(scorer: TokenScorer, batch: Batch, scores: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Scores and gradient; the loss looks at all of them."""
-    columns = {name: values for name, values in vars(scores).items() if values is not None}
+    columns = scores.columns
     loss = torch.zeros(())
     for values in columns.values():
         weighted = values * (batch.advantages_T if values.ndim == 1 else batch.advantages_T[:, None])

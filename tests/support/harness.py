@@ -23,6 +23,7 @@ from torch import Tensor
 
 from roll.algorithms.distillation import build_distill_loss
 from roll.algorithms.preferences import build_preference_loss
+from roll.algorithms.quantities import BASIC, Divergence, Quantity
 from roll.algorithms.reward_models import build_reward_loss
 from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
 from roll.configs.distill import DistillLossConfig
@@ -35,7 +36,6 @@ from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import RankInfo, StrategyContext
 from roll.distributed.strategy.training.checkpoint import MODEL
 from roll.distributed.strategy.training.pieces import gather
-from roll.models.comparison import ComparisonSpec
 from roll.models.lora import LoraSpec
 from tests.support.experts import chosen_experts, given_experts
 from tests.support.ranks import enter_rank, exported, exported_adapter, run_ranks
@@ -630,13 +630,13 @@ def make_context(layout: Layout, model_path: Path, rank: int) -> StrategyContext
         }
     )
     divergence = TASKS[layout.task].divergence
-    comparison = None
+    needs: tuple[Quantity, ...] = BASIC
     if divergence is not None:
         teacher = None if divergence.logits_topk else str(model_path.parent / "teacher")
-        comparison = ComparisonSpec(divergence, KD_TEMPERATURE, teacher, VOCABULARY if teacher else None)
+        needs += (Divergence(divergence, KD_TEMPERATURE, teacher, VOCABULARY if teacher else None),)
     return StrategyContext(
         worker=worker,
-        comparison=comparison,
+        needs=needs,
         role="actor_train",
         head="score" if TASKS[layout.task].scores else "lm",
         model_path=str(model_path),

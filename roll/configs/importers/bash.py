@@ -32,6 +32,8 @@ _UNDECIDED = re.compile(f"{_OPEN}([^{_BY}]*){_BY}([^{_CLOSE}]*){_CLOSE}")
 _EXPANSIONS = ("simple_expansion", "expansion", "command_substitution", "arithmetic_expansion")
 _WHOLE_ARRAY = re.compile(r"\"?\$(?:\{(?:(\w+)\[[@*]\]|([@*]))(?::(\d+)(?::(\d+))?)?\}|([@*]))\"?")
 _PARAMETER = re.compile(r"(#?)(!?)([A-Za-z_]\w*|\d+|[@*#?$!])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
+_ARGUMENT = re.compile(r"\$\{?[#1-9]")
+"""In a script's text: the arguments that it is started with, or how many these are."""
 _IN_PLACE = re.compile(r"(:?)([-=?+])(.*)", re.DOTALL)
 _FOLDER = re.compile(r"cd (?:-\S* )?(\S+)(?: *[12&]*>\S*(?: *2>&1)?)? *&& *pwd(?: -[PL])?")
 _SCRIPT = ("0", "BASH_SOURCE")
@@ -144,6 +146,7 @@ class Bash:
         self._wanted, self._script, self._given, self._find = wanted, script, dict(given or {}), find
         self._scope = _Scope({name: [value] for name, value in self._given.items()})
         self._depth = 0
+        self._in_function = False
 
     @property
     def commands(self) -> list[list[Word]]:
@@ -249,9 +252,16 @@ class Bash:
         first, sign, second = node.children[0], node.children[1].type, node.children[-1]
         status = self._run(first)
         runs = sign == "&&"
+        if status is runs and self._asks_for_arguments([first], [second]):
+            return not runs
         if status is None:
             return self._fork([[second], []], [first])
         return self._run(second) if status is runs else status
+
+    def _asks_for_arguments(self, condition: Sequence[Node], body: Sequence[Node]) -> bool:
+        """Tells whether a script ends where it has too few arguments: whoever starts it gives them."""
+        ends = any(_source(each) == "exit" for root in body for each in _walk(root) if each.type == "command_name")
+        return ends and not self._in_function and any(_ARGUMENT.search(_source(each)) for each in condition)
 
     def _if(self, node: Node) -> bool | None:
         branches: list[tuple[list[Node] | None, list[Node]]] = []
@@ -263,6 +273,8 @@ class Bash:
         asked: list[Node] = []
         for condition, body in branches:
             status = True if condition is None else self._run_all(condition)
+            if condition and self._asks_for_arguments(condition, body):
+                status = False
             if status is not False:
                 ways.append(body)
             if status:
@@ -416,12 +428,13 @@ class Bash:
             return None
         self._depth += 1
         before, self._scope.arguments = self._scope.arguments, arguments
+        outside, self._in_function = self._in_function, True
         try:
             return self._run(self._scope.functions[name])
         except _Return:
             return None
         finally:
-            self._scope.arguments = before
+            self._scope.arguments, self._in_function = before, outside
             self._depth -= 1
 
     def _read_file(self, path: str) -> None:
@@ -586,6 +599,8 @@ class Bash:
 
     def _named(self, name: str) -> str:
         value = self._value(name, None)
+        if not value and name.isdigit() and not self._in_function:
+            return _unread(f"{_ECHO}{name}")  # an argument of the script
         return f"${{oc.env:{name}}}" if value is None else value
 
     def _value(self, name: str, index: str | None) -> str | None:
@@ -652,12 +667,12 @@ class Bash:
             sign, operand = _source(node.children[0]), node.children[-1]
             if sign == "!":
                 return _not(self._test(operand))
-            text = self._text(operand)
+            text = self._tested(operand)
             if sign in ("-z", "-n") and not _unknown(text):
                 return (text == "") is (sign == "-z")
             return None
         if node.type != "binary_expression":
-            text = self._text(node)
+            text = self._tested(node)
             return None if _unknown(text) else text != ""
         left, right = node.children[0], node.children[-1]
         sign = _source(node.children[1])
@@ -670,8 +685,12 @@ class Bash:
             return _not(self._compare(left.children[-1], sign, right))
         return self._compare(left, sign, right)
 
+    def _tested(self, node: Node) -> str:
+        """The text of an operand, where an argument that the script is not given is empty."""
+        return _MISSING.sub("", self._text(node))
+
     def _compare(self, left: Node, sign: str, right: Node) -> bool | None:
-        one, other = self._text(left), self._text(right)
+        one, other = self._tested(left), self._tested(right)
         if _unknown(one) or _unknown(other):
             return None
         one, other = _plain(one), _plain(other)
@@ -747,6 +766,11 @@ def _unknown(text: str) -> bool:
 
 def _unread(command: str) -> str:
     return f"$({command})".replace(" ", _SPACE)
+
+
+_ECHO = f"echo {_DOLLAR}"
+_MISSING = re.compile(re.escape(_unread(_ECHO))[: -len(re.escape(")"))] + r"\d+\)")
+"""What stands for an argument of the script."""
 
 
 def _plain(text: str) -> str:

@@ -28,6 +28,7 @@ _UNREAD = {
 """By role: what is read elsewhere. ``router_replay`` stays: their files say it of both of the policy's roles."""
 
 GPUS_OF_A_NODE = 8
+ENGINE_OF_A_NODE = f"an engine stays on one node here, and has its {GPUS_OF_A_NODE} devices: see that the model fits"
 
 DOMAINS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gsm8k": ("gsm8k", ("openai/gsm8k",)),

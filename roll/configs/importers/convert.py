@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from roll.configs.importers import SYSTEMS, chatlearn, mindspeed, roll, verl, verl_supervised
-from roll.configs.importers.common import drop_nulls
+from roll.configs.importers.common import drop_nulls, leaves
 from roll.configs.importers.draft import Draft, Kind, Outcome, value_at
-from roll.configs.importers.reading import UnreadableError, read
+from roll.configs.importers.reading import Given, UnreadableError, read
 from roll.configs.importers.recognise import pictures_in, variant_of
 from roll.configs.importers.roll_distillation import read_students
 from roll.configs.importers.writing import annotate, shorten, text_of
@@ -31,6 +33,9 @@ DERIVE: dict[str, Callable[[Draft], type[PipelineConfig]]] = {
 }
 """By system: what its keys say together, and for which pipeline."""
 
+PREPARE: dict[str, Callable[[Given], None]] = {"roll": read_students, "mindspeed": mindspeed.prepare}
+"""By system: what is done to the files' contents before their keys are looked up."""
+
 _PATHS = (
     "pretrain",
     "reward_pretrain",
@@ -39,11 +44,17 @@ _PATHS = (
     "actor_train.data_args.template",
 )
 """Keys with the paths of another machine."""
+_PATH_ENDS = dict.fromkeys(SYSTEMS, (".args.model_path", ".pretrain")) | {
+    "verl": (".args.model_path", ".pretrain", ".custom.verifiers.0.args.path")
+}
+"""By system: endings of such keys. A function that scores is a file of theirs, or yours to write."""
 
 _OPEN = (".strategy_config.", ".env_config.")
 _UNKNOWN = ("no such key", "an option of ", "an argument of ")
 """Beginnings of what is expected instead of an option that is not known, in the sections that pass options on."""
 
+_VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")
+_UNSET = "/variable-that-is-not-set"
 _PRESET = re.compile(r"\$\{(deepspeed_zero\w*)\}")
 
 
@@ -90,8 +101,8 @@ def convert(
     """
     system = variant_of(system, files)
     given = read(system, files, overrides, variables)
-    if system == "roll":
-        read_students(given)
+    if prepare := PREPARE.get(system):
+        prepare(given)
     draft = Draft(system, given)
     schema = _derived(draft, files)
     draft.tell_unused()
@@ -106,8 +117,13 @@ def convert(
         values, text = _written(draft, schema, header)
         found = problems_of(text, schema, rules)
     problems = []
+    for key, value in leaves(values):
+        if _unset(str(value)):
+            draft.tell(Kind.TO_DO, key, value, note="set the variable before the run")
     for problem in found:
-        if problem.path in _PATHS or problem.path.endswith((".args.model_path", ".pretrain")):
+        if _UNSET in str(problem.seen):
+            continue
+        if problem.path in _PATHS or problem.path.endswith(_PATH_ENDS[system.removesuffix("_sft")]):
             draft.tell(Kind.TO_DO, problem.path, problem.seen, note="there is no such file or folder on this machine")
         elif problem.path.startswith("plugins.") or (
             problem.path.startswith("tools.use.") and problem.path.endswith(".tool")
@@ -115,8 +131,6 @@ def convert(
             draft.tell(Kind.TO_DO, problem.path, problem.seen, note="it cannot be imported on this machine")
         elif problem.expected.startswith("the package "):
             draft.tell(Kind.TO_DO, problem.path, problem.seen, note=f"it needs {problem.expected}: {problem.hint}")
-        elif "${oc.env:" in str(problem.seen):
-            draft.tell(Kind.TO_DO, problem.path, problem.seen, note="set the variable before the run")
         else:
             problems.append(problem)
     written = [
@@ -187,8 +201,11 @@ def _settle_unknown(draft: Draft, schema: type[PipelineConfig]) -> None:
 
 
 def _refuse_pictures(draft: Draft) -> None:
-    """Says of each key that asks for pictures, video or sound that there are none here, in place of all else."""
-    asking = dict(pictures_in(draft.given.values))
+    """Says of each key that asks for pictures, video or sound that there are none here, in place of all else.
+
+    A default that is written out asks for nothing.
+    """
+    asking = {key: value for key, value in pictures_in(draft.given.values) if not draft.is_usual(key, value)}
     draft.outcomes = [each for each in draft.outcomes if each.key not in asking or each.ours]
     for key, value in asking.items():
         draft.tell(Kind.IMPOSSIBLE, key, value, note="pictures, video and sound are not supported here yet")
@@ -200,11 +217,31 @@ def _takes_null(schema: type[PipelineConfig], key: str) -> bool:
 
 
 def problems_of(text: str, schema: type[PipelineConfig], checks: Sequence[Rule] = ()) -> list[ConfigProblem]:
-    """Problems of a configuration, read back as ``roll train`` would read it."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Problems of a configuration, read back as ``roll train`` would read it.
+
+    Variables of the environment that are not set stand for places: without them the rules would judge another model.
+    """
+    variables = {name: f"{_UNSET}/{name}" for name in _unset(text)}
+    with tempfile.TemporaryDirectory() as folder, _environment(variables):
         Path(folder, "imported.yaml").write_text(text, encoding="utf-8")
         try:
             load_config(schema, "imported", folder, extra_checks=checks)
         except ConfigErrors as errors:
             return errors.problems
     return []
+
+
+def _unset(text: str) -> set[str]:
+    """Variables of the environment that a text needs and that are not set."""
+    return {name for name in _VARIABLE.findall(text) if name not in os.environ}
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables of the environment for a while."""
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]

@@ -19,6 +19,8 @@ from roll.configs.problems import NOTHING
 
 _NAMES = ("file", "path", "dir", "name")
 """Parts of keys whose values are places and names, not numbers."""
+_ARGUMENT = re.compile(r"\$\(echo \$(\d+)\)")
+USUAL = "its default there, as if it were not given"
 _VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")
 
 
@@ -126,7 +128,9 @@ class Draft:
             named = any(word in key.rpartition(".")[2] for word in _NAMES)
             why = "a shell computes its value"
             give = f"{key}=…"
-            if value.by:
+            if argument := _ARGUMENT.fullmatch(value.text):
+                why = f"it is argument {argument[1]} of the script"
+            elif value.by:
                 names = " and ".join(value.by)
                 why = f"it depends on {names}, which nothing sets"
                 give = f"{' '.join(f'--set {name}=…' for name in value.by)}, or {give}"
@@ -140,6 +144,8 @@ class Draft:
             rest = found is not None and found[0].parts[-1] == "**"
             if isinstance(value, dict) and value and (found is None or found[0].how == table.SECTION or rest):
                 self._take_section(value, here)
+            elif found is None and self.is_usual(key := ".".join(here), value):
+                self.tell(Kind.DROPPED, key, value, note=USUAL)
             elif found is None:
                 self.unknown.append((".".join(here), value))
             elif found[0].how != table.SECTION:
@@ -156,9 +162,10 @@ class Draft:
                 self.tell(Kind.DROPPED, key, value, note=row.note)
             return
         if row.how == table.IMPOSSIBLE:
-            harmless = any(_same(value, each) for each in row.harmless)
+            usual = row.default is NOTHING and self.is_usual(key, value)
+            harmless = usual or any(_same(value, each) for each in row.harmless)
             if given is None or not harmless:
-                note = "it asks for what happens here anyway" if harmless else row.note
+                note = (USUAL if usual else "it asks for what happens here anyway") if harmless else row.note
                 self.tell(Kind.DROPPED if harmless else Kind.IMPOSSIBLE, key, value, note=note)
             return
         ours = fill(row.ours, found) or key
@@ -195,6 +202,11 @@ class Draft:
         if value is NOTHING:
             value = self._usual(key.split("."))
         return default if value is NOTHING else value
+
+    def is_usual(self, key: str, value: Any) -> bool:
+        """Tells whether a value says no more than the key's absence would: it is a default there."""
+        values = table.usual(self.system, key).values
+        return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values)
 
     def rule(self, key: str) -> str:
         """What the row of a key of theirs says of it; empty where there is none."""
@@ -240,8 +252,9 @@ class Draft:
         self.outcomes.append(Outcome(kind, key, seen, ours, value, note))
 
     def derive(self, keys: Sequence[str] | str, ours: str, value: Any, note: str = "") -> None:
-        """Gives a key of ours a value that follows from several of theirs."""
+        """Gives a key of ours a value that follows from several of theirs, in place of the default of one of them."""
         keys = [keys] if isinstance(keys, str) else keys
+        self.outcomes = [each for each in self.outcomes if (each.kind, each.ours) != (Kind.THEIRS, ours)]
         self.set(ours, value)
         given = [key for key in keys if self.has(key)] or list(keys[:1]) or ["its algorithm and data"]
         self.tell(Kind.DERIVED, ", ".join(given), NOTHING, ours, value, note)

@@ -21,6 +21,8 @@ _SECTIONS = {
     "rl_config": "mindspeed",
     "generate_config": "mindspeed",
 }
+_STAGES = {"sft": "sft", "reward": "orm"}
+"""Sections that MindSpeed RL's training on given samples has alone, and what their ``stage`` says."""
 _SUPERVISED = re.compile(r"\b(?:engine@engine|optim@optim)\b")
 """Entries of the defaults list of verl's ``sft_trainer_engine``."""
 _ROLL = ("roll.pipeline.", "roll.distributed.", "/config/deepspeed_zero", "/config/traj_envs", "/config/envs")
@@ -40,9 +42,16 @@ def system_of(file: Path) -> str | None:
     if not isinstance(content, dict):
         return None
     found = next((system for key, system in _SECTIONS.items() if key in content), None)
+    if found is None and any(_said(content, name, "stage") == stage for name, stage in _STAGES.items()):
+        return "mindspeed"
     if found is None and _SUPERVISED.search(str(content.get("defaults"))):
         return "verl_sft"
     return found or ("roll" if any(sign in text for sign in _ROLL) else None)
+
+
+def _said(content: dict[str, Any], section: str, key: str) -> Any:
+    inside = content.get(section)
+    return inside.get(key) if isinstance(inside, dict) else None
 
 
 def variant_of(system: str, files: Sequence[Path]) -> str:

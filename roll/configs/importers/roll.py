@@ -36,6 +36,8 @@ _VERIFIERS: dict[str, str] = {
 _LENGTHS = {"min_tokens": 100, "max_tokens": 400}
 """Within them their length reward rises from -0.5 to 0; they count the padding too, which is not copied."""
 _FILTER, _BOUNDS = {"type", "filter_args", "low", "high"}, {"threshold_down", "threshold_up", "std_threshold"}
+_THEIR_PROMPT = 1024
+"""Tokens of a prompt by default."""
 UNBOUNDED = 1.0e9
 """A bound on the norm of gradients that none reaches."""
 _SWANLAB = {"experiment_name": "name", "logdir": "log_dir"}
@@ -96,6 +98,11 @@ def derive(draft: Draft) -> type[PipelineConfig]:
 
 
 def _run(draft: Draft) -> None:
+    trained = [f"{role}.training_args" for role in ("actor_train", "critic", "student")]
+    if any(float(draft.theirs(f"{base}.warmup_{kind}") or 0) for base in trained for kind in ("steps", "ratio")):
+        draft.given.notes.append(
+            "a warm-up of W steps has the rate k / W in step k there, 0 in the first, and (k + 1) / (W + 1) here"
+        )
     if draft.theirs("rollout_mock.enable"):
         mode, folder = draft.theirs("rollout_mock.mode", "dump"), draft.theirs("rollout_mock.dump_dir")
         ours = "rollout_replay_dir" if mode in ("mock", "replay") else "rollout_dump_dir"
@@ -211,26 +218,56 @@ def _validation(draft: Draft) -> None:
 
 
 def _lengths(draft: Draft, agentic: bool) -> None:
+    if agentic:
+        _turn_lengths(draft)
+    else:
+        _answer_lengths(draft)
+    for role, _ in list(draft.roles()):
+        key = f"{role}.strategy_args.strategy_config.max_model_len"
+        limit = draft.theirs(key)
+        if limit and int(limit) < draft.get("sequence_length"):
+            words = f"the engine holds a whole sample of sequence_length {draft.get('sequence_length')}"
+            draft.tell(Kind.DROPPED, key, limit, note=words)
+        elif limit:
+            draft.keep(key, int(limit))
+
+
+def _answer_lengths(draft: Draft) -> None:
+    """RLVR: an answer has what prompts leave of a sequence, whatever its sampling arguments say."""
+    prompt, response = int(draft.theirs("prompt_length") or _THEIR_PROMPT), draft.theirs("response_length")
+    whole = int(draft.theirs("sequence_length") or prompt + int(response or _THEIR_PROMPT))
+    longest = max(1, whole - prompt)
+    if response is not None and int(response) == longest:
+        draft.keep("response_length", longest)
+    else:
+        note = "an answer may have what prompt_length leaves of sequence_length there"
+        draft.derive(["sequence_length", "prompt_length"], "response_length", longest, note)
+        if response is not None:
+            draft.tell(Kind.DROPPED, "response_length", response, note="sequence_length is read")
+    if draft.has("prompt_length"):
+        draft.keep("prompt_length", prompt)
+    else:
+        draft.derive("prompt_length", "prompt_length", prompt, "ROLL's default")
+    if draft.theirs("sequence_length") is None:
+        draft.derive(["prompt_length", "response_length"], "sequence_length", whole)
+    else:
+        draft.keep("sequence_length", whole)
+    for key in ("actor_infer.generating_args", "validation.generating_args"):
+        if draft.get(f"{key}.max_new_tokens") is not None:
+            draft.drop_ours(f"{key}.max_new_tokens", "every answer may have response_length there, whatever it says")
+
+
+def _turn_lengths(draft: Draft) -> None:
+    """Environments: a turn is as long as the longest that is asked for."""
     answers = [
         draft.get("actor_infer.generating_args.max_new_tokens"),
-        draft.get("validation.generating_args.max_new_tokens"),
-        *(
-            draft.theirs(f"custom_envs.{tag}.max_tokens_per_step")
-            for tag in (draft.theirs("custom_envs") or {})
-            if agentic
-        ),
-        *(draft.theirs(f"{manager}.generating_args.max_new_tokens") for manager in MANAGERS if agentic),
+        *(draft.theirs(f"custom_envs.{tag}.max_tokens_per_step") for tag in (draft.theirs("custom_envs") or {})),
+        *(draft.theirs(f"{manager}.generating_args.max_new_tokens") for manager in MANAGERS),
     ]
     asked = [int(each) for each in answers if isinstance(each, int)]
     response = draft.theirs("response_length")
-    if agentic or response is None:
-        longest = max([*asked, *([int(response)] if response and not asked else [])], default=1024)
-        draft.derive("response_length", "response_length", longest, "the longest answer of a turn")
-    else:
-        draft.keep("response_length", longest := int(response))
-        for key in ("actor_infer.generating_args", "validation.generating_args"):
-            if (draft.get(f"{key}.max_new_tokens") or 0) > longest:
-                draft.drop_ours(f"{key}.max_new_tokens", f"response_length {longest} bounds every answer")
+    longest = max([*asked, *([int(response)] if response and not asked else [])], default=1024)
+    draft.derive("response_length", "response_length", longest, "the longest answer of a turn")
     prompt, whole = draft.theirs("prompt_length"), draft.theirs("sequence_length")
     if whole is None:
         prompt = int(prompt or 1024)
@@ -244,14 +281,6 @@ def _lengths(draft: Draft, agentic: bool) -> None:
             prompt = None
     if prompt is not None:
         draft.keep("prompt_length", int(prompt))
-    for role, _ in list(draft.roles()):
-        key = f"{role}.strategy_args.strategy_config.max_model_len"
-        limit = draft.theirs(key)
-        if limit and int(limit) < draft.get("sequence_length"):
-            words = f"the engine holds a whole sample of sequence_length {draft.get('sequence_length')}"
-            draft.tell(Kind.DROPPED, key, limit, note=words)
-        elif limit:
-            draft.keep(key, int(limit))
 
 
 def _snake(name: str) -> str:

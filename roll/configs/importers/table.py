@@ -132,6 +132,34 @@ def spread(key: str) -> list[str]:
     return ["".join(chosen) for chosen in itertools.product(*parts)]
 
 
+@dataclass(frozen=True)
+class Usual:
+    """What releases of a system take where a key is not given."""
+
+    values: tuple[Any, ...]
+    releases: frozenset[str]
+    """Those that have the key."""
+
+
+@functools.cache
+def _usual(system: str) -> dict[str, Usual]:
+    found: dict[str, Usual] = {}
+    if (path := FOLDER / f"{system}_defaults.tsv").is_file():
+        with path.open(encoding="utf-8", newline="") as file:
+            for line in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
+                known = found.get(line["key"], Usual((), frozenset()))
+                value, releases = yaml.safe_load(line["value"]), frozenset(line["releases"].split())
+                found[line["key"]] = Usual((*known.values, value), known.releases | releases)
+    return found
+
+
+def usual(system: str, key: str) -> Usual:
+    """What is known of a key's defaults, from the sources of the releases; nothing for a key without a line."""
+    known, (_, _, rest) = _usual(system), key.partition(".")
+    names = (key, f"{_ROLE}.{rest}", f"rewards.<domain>.{rest.partition('.')[2]}")
+    return next((known[name] for name in names if name in known), Usual((), frozenset()))
+
+
 def _row(line: dict[str, str]) -> Row:
     ours, *beside = (line["ours"] or "").split("; ")
     how, _, harmless = (line["how"] or "").partition(" unless ")

@@ -61,6 +61,13 @@ def _switch(value: Any) -> Any:
     return value
 
 
+def _positive(value: Any) -> Any:
+    """A bound that null, -1 and 0 switch off."""
+    if value is None or value <= 0:
+        raise Omitted(f"{value} sets no bound")
+    return value
+
+
 def _steps(value: Any) -> Any:
     if isinstance(value, str):
         raise Untranslatable(f"{value}: a period is counted in steps")
@@ -69,14 +76,12 @@ def _steps(value: Any) -> Any:
 
 def _never(value: Any) -> Any:
     """A period in steps, -1 or 0 for never."""
-    if value == "after_each_epoch":
-        raise Omitted("an epoch has rows / global batch steps: write that number; until then the default holds")
     value = _steps(value)
     return value if value and value > 0 else None
 
 
 def _period(value: Any) -> Any:
-    """A period of evaluations, where 0 is never."""
+    """A period of evaluations or checkpoints, where 0 is after the last step alone."""
     if value == "after_each_epoch":
         raise Partial(0, "an epoch has rows / global batch steps: write that number; until then after the last step")
     return max(0, _steps(value) or 0)
@@ -133,6 +138,7 @@ TRANSFORMS: dict[str, Transform] = {
     "commas": _commas,
     "bf16-or-fp32": lambda value: "bf16" if value else "fp32",
     "above-zero": _switch,
+    "positive": _positive,
     "parts": _parts,
     "unless-true": _unless_true,
     "never": _never,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from roll.configs.importers.common import (
     drop_unread,
+    leaves,
     sequence_ranks,
     set_batch,
     set_budget,
@@ -16,7 +17,7 @@ from roll.configs.importers.common import (
 )
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.profiling import profiler_of_verl
-from roll.configs.importers.table import ROLES
+from roll.configs.importers.table import ROLES, usual
 from roll.configs.importers.transforms import TRANSFORMS, Omitted, Partial, Untranslatable
 from roll.configs.importers.verl_algorithm import set_algorithm, set_optimizer, set_rewards
 from roll.configs.importers.verl_async import (
@@ -45,7 +46,12 @@ PROJECTS = {"wandb": "project", "swanlab": "project", "trackio": "project", "mlf
 _SKIPPED = (
     (f"{ROLLOUT}.skip_rollout", f"{ROLLOUT}.skip_dump_dir"),
     (f"{ROLLOUT}.skip.enable", f"{ROLLOUT}.skip.dump_dir"),
+    *((f"skip.{name}.enable", f"skip.{name}.dump_dir") for name in ("rollout", "rollout_tq", "async_rollout")),
 )
+_ENGINES = (0, 8)
+"""The release since which engines train, in place of workers for FSDP and for Megatron."""
+_RECIPES = ("algorithm.filter_groups.", "data.gen_batch_size", "async_training.", "rollout.", f"{ACTOR}.use_rollout")
+"""Keys that recipes had before the releases did."""
 _NAMED = re.compile(r"[^\w.+-]+")
 _LINK = re.compile(r"(\$\{oc\.env:\w+\})")
 
@@ -77,7 +83,52 @@ def derive(draft: Draft) -> type[RLVRConfig]:
         trust_code(draft, ["critic.model.trust_remote_code"], ("critic",))
     tidy_engines(draft)
     profiler_of_verl(draft)
+    _tell_release(draft)
+    _tell_first_releases(draft)
     return RLVRConfig
+
+
+def _tell_release(draft: Draft) -> None:
+    """Notes what hangs on the release that a file is for, known by its keys: before engines train, or since."""
+    older, newer = releases_of(draft)
+    if older and newer:
+        draft.given.notes.append(
+            f"keys of releases up to 0.7 ({_some(older)}) beside keys of 0.8 and later ({_some(newer)}): no release of "
+            "verl reads all of them; here each is read as its own release does"
+        )
+    if draft.get("loss_agg_mode", "token-mean") == "token-mean" and (older or not newer):
+        which = f"as {_some(older)} says" if older else "if it is for one of these, which no key of the file tells"
+        draft.given.notes.append(
+            f"in releases up to 0.7, {which}, token-mean is a mean over the tokens of each micro-batch, these means "
+            "weighted by samples; since 0.8, and here, it is the mean over all tokens of an optimizer step"
+        )
+
+
+def _tell_first_releases(draft: Draft) -> None:
+    """Notes what releases before 0.3 do with a file that gives a coefficient of the KL, and no switch for it."""
+    switched = draft.has("algorithm.use_kl_in_reward") or draft.theirs(f"{ACTOR}.use_kl_loss")
+    if not switched and draft.has(key := "algorithm.kl_ctrl.kl_coef") and draft.theirs(key):
+        draft.given.notes.append(
+            f"releases before 0.3 take a KL of {key} = {draft.theirs(key):g} from the reward wherever use_kl_loss is "
+            "off, later ones only with algorithm.use_kl_in_reward: if the file is for one of the first, give "
+            "algorithm.use_kl_in_reward=true, actor_rollout_ref.actor.entropy_coeff=0.001, their default, and "
+            "know that their loss has no dual clip, and long prompts are left out"
+        )
+
+
+def releases_of(draft: Draft) -> tuple[list[str], list[str]]:
+    """The keys of a file that only releases before engines train have, and those of only later ones."""
+    older, newer = list[str](), ["model_engine"] if draft.has("model_engine") else []
+    for key, _ in leaves(draft.given.values):
+        releases = usual(draft.system, key).releases
+        since = {tuple(map(int, each.split("."))) >= _ENGINES for each in releases}
+        if len(since) == 1 and not key.startswith(_RECIPES):
+            (newer if True in since else older).append(key)
+    return older, newer
+
+
+def _some(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:3]) + (" …" if len(keys) > 3 else "")
 
 
 def _length(draft: Draft) -> None:
@@ -173,8 +224,10 @@ def _validation(draft: Draft) -> None:
         draft.remove("validation")
         return
     base, theirs = "validation.generating_args", f"{ROLLOUT}.val_kwargs"
-    samples = bool(draft.theirs(f"{theirs}.do_sample"))
-    draft.derive(f"{theirs}.do_sample", f"{base}.do_sample", samples)
+    said, warm = bool(draft.theirs(f"{theirs}.do_sample")), float(draft.theirs(f"{theirs}.temperature")) > 0
+    samples = warm and (said or draft.theirs(f"{ROLLOUT}.mode") != "sync")
+    note = "" if samples == said else "the temperature decides there, unless rollout.mode is sync"
+    draft.derive([f"{theirs}.do_sample", f"{theirs}.temperature"], f"{base}.do_sample", samples, note)
     draft.derive(f"{theirs}.n", f"{base}.num_return_sequences", int(draft.theirs(f"{theirs}.n")))
     for key, kind in (("temperature", float), ("top_p", float), ("top_k", int)) if samples else ():
         draft.derive(f"{theirs}.{key}", f"{base}.{key}", kind(draft.theirs(f"{theirs}.{key}")))

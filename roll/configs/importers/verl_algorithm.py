@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from roll.configs.devices import parse_device_mapping
-from roll.configs.importers.common import public_domains, to_do
+from roll.configs.importers.common import DOMAINS, public_domains, to_do
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.transforms import Untranslatable
 from roll.configs.importers.verl_rejections import NO_BOUND, filter_of, rejections
@@ -44,8 +44,10 @@ def set_algorithm(draft: Draft) -> None:
     if (tokens := draft.theirs(f"{ACTOR}.use_token_level_loss")) is not None:
         mode = "token-mean" if tokens else "seq-mean-token-sum"
         draft.derive(f"{ACTOR}.use_token_level_loss", "loss_agg_mode", mode)
-    if loss in ("gspo", "sapo"):
+    if loss in ("gspo", "sapo", "geo_mean"):
         note = "always there, whatever loss_agg_mode says"
+        if draft.theirs(f"{ACTOR}.use_kl_loss"):
+            note += ", by which the KL and the entropy are averaged there"
         draft.derive(f"{ACTOR}.policy_loss.loss_mode", "loss_agg_mode", "seq-mean-token-mean", note)
     if loss == "gspo":
         draft.derive(f"{ACTOR}.policy_loss.loss_mode", "importance_sampling", "seq", "one ratio per answer")
@@ -193,13 +195,16 @@ def set_optimizer(draft: Draft, theirs: str, role: str, updates: int = 1) -> Non
     """
     base = f"{role}.training_args"
     counted = f"{updates} optimizer steps to each that their schedule counts" if updates > 1 else ""
+    begins = (
+        f"{counted}; " * bool(counted) + "it begins with 0 there, which trains nothing, and with its first part here"
+    )
     steps = draft.theirs(f"{theirs}.lr_warmup_steps", -1)
     ratios = [f"{theirs}.lr_warmup_steps_ratio", f"{theirs}.warmup_steps_ratio"]
     ratio = next((value for key in ratios if (value := draft.theirs(key))), 0.0)
     if steps and int(steps) > 0:
-        draft.derive(f"{theirs}.lr_warmup_steps", f"{base}.warmup_steps", int(steps) * updates, counted)
+        draft.derive(f"{theirs}.lr_warmup_steps", f"{base}.warmup_steps", int(steps) * updates, begins)
     elif ratio:
-        draft.derive(ratios, f"{base}.warmup_ratio", float(ratio))
+        draft.derive(ratios, f"{base}.warmup_ratio", float(ratio), begins)
     styles = [f"{theirs}.{key}" for key in ("lr_scheduler_type", "lr_scheduler", "warmup_style", "lr_decay_style")]
     style = next((name for key in styles if (name := draft.theirs(key))), "constant")
     draft.translate(styles, f"{base}.lr_scheduler_type", "schedule", style)
@@ -235,7 +240,7 @@ def _reward_model(draft: Draft) -> str | None:
 def set_rewards(draft: Draft) -> None:
     """Reward domains: a function, a reward model, or those of public data; dynamic sampling; long answers."""
     where = next((key for key in _FUNCTIONS if draft.theirs(f"{key}.path")), None)
-    manager = draft.theirs("reward_model.reward_manager") or draft.theirs("reward.reward_manager.name") or "naive"
+    manager = next((name for key in _MANAGERS if (name := draft.theirs(key))), "naive")
     kwargs = next((key for key in _KWARGS if draft.has(key)), _KWARGS[0])
     own = {key: value for key, value in (draft.theirs(kwargs) or {}).items() if key not in _READ_KWARGS}
     if where is not None:
@@ -271,6 +276,7 @@ def set_rewards(draft: Draft) -> None:
             )
     else:
         public_domains(draft, "data.reward_fn_key")
+        _tell_scores(draft)
         _set_sandbox(draft)
     for key, value in own.items():
         draft.tell(Kind.IMPOSSIBLE, f"{kwargs}.{key}", value, note=f"the reward manager {manager} is not imported")
@@ -297,22 +303,34 @@ def set_rewards(draft: Draft) -> None:
             draft.derive("algorithm.filter_groups.max_num_gen_batches", "max_filtered_batches", most)
 
 
+def _tell_scores(draft: Draft) -> None:
+    """Notes that ``math_dapo.py`` scores a wrong answer with -1, where the files may have rows that it scores."""
+    sections = ("actor_train", "validation")
+    names = str([draft.get(f"{section}.data_args.file_name") for section in sections]).lower()
+    known = any(name in names for name in DOMAINS)
+    if "math" in draft.get("rewards", {}) and (not known or "dapo" in names or "aime" in names):
+        draft.given.notes.append(
+            "rows of math_dapo and aime score 1 or -1 there, 1 or 0 here: weight 2 of the verifier gives the same "
+            "distance, which counts beside overlong_buffer, a KL in the reward, and advantages that no standard "
+            "deviation divides"
+        )
+
+
 def _set_sandbox(draft: Draft) -> None:
     """A sandbox service runs the programs."""
-    base = next((key for key in _SANDBOXES if draft.theirs(f"{key}.url")), None)
-    if base is None or "code" not in draft.get("rewards", {}):
+    base = next((key for key in _SANDBOXES if draft.theirs(f"{key}.url")), _SANDBOXES[0])
+    where = f"{base}.url" if draft.theirs(f"{base}.url") else "reward_model.sandbox_fusion_url"
+    if not draft.theirs(where) or "code" not in draft.get("rewards", {}):
         return
-    arguments: dict[str, Any] = {"remote": {"url": draft.theirs(f"{base}.url")}}
+    arguments: dict[str, Any] = {"remote": {"url": draft.theirs(where)}}
     if (most := draft.theirs(f"{base}.max_concurrent")) is not None:
         arguments["remote"]["max_concurrency"] = int(most)
     arguments["limits"] = {"memory_mb": int(draft.theirs(f"{base}.memory_limit_mb") or _THEIR_MEMORY_MB)}
     draft.get("rewards.code.verifiers")[0]["args"] = arguments
-    for key in ("url", "max_concurrent", "memory_limit_mb"):
-        if draft.has(f"{base}.{key}"):
+    for key in (where, f"{base}.max_concurrent", f"{base}.memory_limit_mb"):
+        if draft.has(key):
             note = "args of the verifier code"
-            draft.tell(
-                Kind.DERIVED, f"{base}.{key}", draft.theirs(f"{base}.{key}"), "rewards.code.verifiers", note=note
-            )
+            draft.tell(Kind.DERIVED, key, draft.theirs(key), "rewards.code.verifiers", note=note)
 
 
 def _ranks_key(model: str) -> str:
@@ -333,7 +351,8 @@ def _set_devices_of(draft: Draft, model: str, size: int) -> None:
     draft.derive(key, ours, mapping, "on the devices of the trainer, by turns")
 
 
-_SANDBOXES = ("reward_model.sandbox_fusion", "reward.sandbox_fusion")
+_SANDBOXES = ("reward_model.sandbox_fusion", "reward.sandbox_fusion", "sandbox_fusion")
+_MANAGERS = ("reward_model.reward_manager", "reward.reward_manager.name", "reward_manager.name")
 _THEIR_MEMORY_MB = 1024
 _FUNCTIONS = ("custom_reward_function", "reward.custom_reward_function")
 

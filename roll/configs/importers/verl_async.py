@@ -5,7 +5,7 @@ from __future__ import annotations
 from roll.configs.importers.common import GPUS_OF_A_NODE, devices
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.verl_algorithm import CORRECTION, set_bypass
-from roll.configs.importers.verl_modes import APART, SHARED, batches_of_a_version, mode_of, set_mode
+from roll.configs.importers.verl_modes import APART, SHARED, mode_of, set_mode, shares_of_a_batch
 from roll.configs.importers.verl_roles import ACTOR, ROLLOUT
 
 _ASYNC = "async_training"
@@ -39,7 +39,7 @@ def updates_of_a_batch(draft: Draft) -> int:
     prompts = int(draft.get("rollout_batch_size", 1024)) * int(draft.theirs(f"{ROLLOUT}.n_agent", 1) or 1)
     if is_streaming(draft):
         prompts //= int(draft.theirs(f"{_ASYNC}.trigger_parameter_sync_step"))
-    prompts //= batches_of_a_version(draft)
+    prompts //= shares_of_a_batch(draft)
     passes = int(draft.theirs(f"{ACTOR}.ppo_epochs"))
     return max(1, prompts // int(draft.theirs(f"{ACTOR}.ppo_mini_batch_size"))) * passes
 

@@ -62,8 +62,11 @@ def _set_devices(draft: Draft, entries: dict[str, str]) -> None:
         first, count = 0, first
     elif nodes == own_nodes == 1 and gpus + own_gpus <= GPUS_OF_A_NODE:
         draft.derive(keys, "num_gpus_per_node", gpus + own_gpus, "the teachers' behind the policy's")
-    elif gpus == own_gpus:
-        draft.derive(keys, "num_nodes", nodes + own_nodes, "the teachers' behind the policy's")
+    elif gpus == own_gpus or (own_gpus < gpus and own_nodes == 1):
+        note = "the teachers' behind the policy's" + (
+            "" if gpus == own_gpus else f": {own_gpus} devices of the last node"
+        )
+        draft.derive(keys, "num_nodes", nodes + own_nodes, note)
     else:
         note = "nodes of two sizes: give num_nodes, num_gpus_per_node and the teachers' device_mapping"
         draft.tell(Kind.TO_DO, f"{BASE}.n_gpus_per_node", own_gpus, note=note)

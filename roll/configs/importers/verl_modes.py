@@ -8,6 +8,7 @@ from typing import Any
 
 from roll.configs.importers.common import leaves
 from roll.configs.importers.draft import Draft, Kind
+from roll.configs.importers.table import DROP
 from roll.configs.importers.verl_roles import ACTOR
 
 _SECTION = "trainer.v1"
@@ -15,7 +16,10 @@ _MODE = f"{_SECTION}.trainer_mode"
 _OLDEST, _SYNC, _AHEAD = "max_off_policy_threshold", "parameter_sync_step", "num_warmup_batches"
 SHARED, APART = "colocate_async", "separate_async"
 _READ = (_OLDEST, _SYNC, _AHEAD, "max_off_policy_strategy")
-_IN_STEPS = ("max_steps", "eval_steps", "save_steps", "critic_warmup")
+_THEIR_SYNC = 4
+"""Shares of a batch that devices apart train on before the generator is updated, by default."""
+_THEIR_OLDEST = 8
+"""Versions that an answer may span by default; null bounds nothing."""
 
 
 def mode_of(draft: Draft) -> str:
@@ -23,11 +27,11 @@ def mode_of(draft: Draft) -> str:
     return "sync" if draft.theirs("trainer.use_v1") is False else str(draft.theirs(_MODE) or "sync")
 
 
-def batches_of_a_version(draft: Draft) -> int:
-    """Batches that are trained on between two updates of the generator."""
-    if mode_of(draft) not in (SHARED, APART):
+def shares_of_a_batch(draft: Draft) -> int:
+    """Shares of a batch that are trained on one after another, after all of which the generator is updated."""
+    if mode_of(draft) != APART:
         return 1
-    return max(1, int(_found(draft, _SYNC)[1] or 1))
+    return max(1, int(_found(draft, _SYNC)[1] or _THEIR_SYNC))
 
 
 def set_mode(draft: Draft) -> None:
@@ -41,16 +45,17 @@ def set_mode(draft: Draft) -> None:
         note = f"there are sync, {SHARED} and {APART}"
         draft.tell(Kind.IMPOSSIBLE, _MODE, mode, "async_generation_ratio", note=note)
         return
-    if (count := batches_of_a_version(draft)) > 1:
-        _set_version(draft, count)
+    if (count := shares_of_a_batch(draft)) > 1:
+        _tell_shares(draft, count)
     (oldest_key, oldest), (ahead_key, ahead) = _found(draft, _OLDEST), _found(draft, _AHEAD)
     keys = [_MODE, *(key for key in (ahead_key, oldest_key) if key)]
-    steps = (1 if ahead is None else int(ahead)) / count
-    bound = math.inf if oldest is None else int(oldest)
+    steps = 1.0 if ahead is None else float(ahead)
+    unbounded = draft.has(f"{_SECTION}.sampler.{_OLDEST}") and oldest is None
+    bound = math.inf if unbounded else int(_THEIR_OLDEST if oldest is None else oldest)
     if min(steps, bound) <= 0:
         draft.derive(keys, "async_generation_ratio", 0.0, "no answer is older: generation and training take turns")
     else:
-        note = f"so many batches ahead as {_AHEAD}, a step being {count}; nothing is dropped for its age"
+        note = f"so many batches ahead as {_AHEAD}; nothing is dropped for its age"
         draft.derive(keys, "async_generation_ratio", float(min(steps, bound)), note)
         if bound >= 2 * math.ceil(steps) + 1:  # the lag of groups that a step may choose from
             draft.derive(keys, "rollout_window", 1.0, "a step takes the groups that finish first, here within a window")
@@ -58,19 +63,17 @@ def set_mode(draft: Draft) -> None:
     _tell_others(draft, mode)
 
 
-def _set_version(draft: Draft, count: int) -> None:
-    """Makes a step of the batches between two updates, and counts in such steps."""
+def _tell_shares(draft: Draft, count: int) -> None:
+    """A batch is ``parameter_sync_step`` mini-batches there, each an optimizer step, as a step's are here."""
     key = _found(draft, _SYNC)[0] or _MODE
-    prompts = int(draft.get("rollout_batch_size", 1024)) * count
-    draft.forget("rollout_batch_size")
-    note = f"{count} batches between two updates of the generator, which is a step"
-    draft.derive([key, "data.train_batch_size"], "rollout_batch_size", prompts, note)
-    for ours in _IN_STEPS:
-        if steps := draft.get(ours):
-            draft.set(ours, math.ceil(int(steps) / count))
-            draft.tell(Kind.DERIVED, key, count, ours, draft.get(ours), f"{steps} batches, {count} a step")
+    prompts, size = int(draft.get("rollout_batch_size", 1024)), int(draft.theirs(f"{ACTOR}.ppo_mini_batch_size"))
+    if prompts != count * size:
+        note = f"there train_batch_size, {prompts}, has to be parameter_sync_step × ppo_mini_batch_size, {count * size}"
+        draft.tell(Kind.IMPOSSIBLE, key, count, "rollout_batch_size", note=note)
     if (passes := int(draft.theirs(f"{ACTOR}.ppo_epochs"))) > 1:
-        note = f"each batch is gone over {passes} times there, and a step's {prompts} prompts as a whole here"
+        note = (
+            f"each share of a batch is gone over {passes} times there, and a step's {prompts} prompts as a whole here"
+        )
         draft.tell(Kind.IMPOSSIBLE, f"{ACTOR}.ppo_epochs", passes, "ppo_epochs", note=note)
 
 
@@ -79,8 +82,13 @@ def _tell_others(draft: Draft, mode: str) -> None:
     for key, value in _given(draft):
         own = key.removeprefix(f"{_SECTION}.").split(".")
         other = {SHARED, APART, "sync"} - {mode}
-        if own[-1] not in (*_READ, "trainer_mode") and own[0] not in other and draft.rule(key):
+        if own[-1] not in (*_READ, "trainer_mode") and own[0] not in other and _is_asked(draft, key, value):
             draft.tell(Kind.IMPOSSIBLE, key, value, note=f"nothing is known of it here: see what it does in {mode}")
+
+
+def _is_asked(draft: Draft, key: str, value: Any) -> bool:
+    """Tells whether a key asks for something that no rule drops, other than its default."""
+    return draft.rule(key) not in ("", DROP) and not draft.is_usual(key, value)
 
 
 def _found(draft: Draft, name: str) -> tuple[str, Any]:

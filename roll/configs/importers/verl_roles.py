@@ -6,7 +6,7 @@ from typing import Any
 
 from roll.configs.importers.common import devices
 from roll.configs.importers.draft import Draft, Kind
-from roll.configs.importers.table import DERIVE
+from roll.configs.importers.table import DERIVE, usual
 from roll.configs.importers.transforms import TRANSFORMS
 from roll.configs.importers.verl_algorithm import set_optimizer
 
@@ -37,6 +37,14 @@ FUSED = {
 _ALL_LAYERS = {part for parts in FUSED.values() for part in parts}
 ENGINES = {"dp": "fsdp2_train", "veomni": "fsdp2_train", "megatron": "megatron_train"}
 """Engines of training by the names that ``model_engine`` has for them."""
+_SHARED = (
+    ("ppo_epochs", f"{ACTOR}.ppo_epochs"),
+    ("ppo_mini_batch_size", f"{ACTOR}.ppo_mini_batch_size"),
+    ("grad_clip", f"{ACTOR}.grad_clip"),
+    ("loss_agg_mode", f"{ACTOR}.loss_agg_mode"),
+    ("loss_scale_factor", f"{ACTOR}.loss_scale_factor"),
+)
+"""The critic's keys, and those of the actor that hold for it too."""
 FIRE = {"first_token_temperature": 30.0, "first_token_top_k": 16}
 """Settings that their switch stands for."""
 
@@ -174,10 +182,19 @@ def _megatron(draft: Draft, role: str, theirs: str) -> None:
             f"{theirs}.megatron.sequence_parallel", f"{options}.sequence_parallel", True, "on there by default"
         )
     if role == "actor_train":
-        extra = f"{ACTOR}.megatron.override_transformer_config"
-        for key in draft.theirs(extra) or {}:
-            if draft.rule(f"{extra}.{key}") == DERIVE:
-                draft.carry(f"{extra}.{key}", f"{options}.{key}")
+        _transformer(draft, role, f"{ACTOR}.megatron.override_transformer_config")
+
+
+def _transformer(draft: Draft, role: str, extra: str) -> None:
+    """Fields of Megatron's own configuration."""
+    chosen = draft.theirs(f"{extra}.recompute_granularity") == "selective"
+    for key in draft.theirs(extra) or {}:
+        if draft.rule(f"{extra}.{key}") != DERIVE or (key == "recompute_modules" and not chosen):
+            continue
+        if draft.theirs(f"{extra}.{key}") == "flex":
+            draft.derive(f"{extra}.{key}", f"{role}.{OPTIONS}.{key}", "alltoall", "the same tokens, by other kernels")
+        else:
+            draft.carry(f"{extra}.{key}", f"{role}.{OPTIONS}.{key}")
 
 
 def set_engine(draft: Draft, role: str, theirs: str) -> None:
@@ -223,12 +240,18 @@ def set_critic(draft: Draft, updates: int) -> None:
     draft.derive("trainer.n_gpus_per_node", "critic.device_mapping", draft.get("actor_train.device_mapping"))
     for key in ("model_args", "strategy_args"):
         draft.set(f"critic.{key}", _copy(draft.get(f"actor_train.{key}", {})))
+    if trainer == "megatron_train":
+        _transformer(draft, "critic", f"{CRITIC}.megatron.override_transformer_config")
+    _tell_of_the_actor(draft)
     if (path := draft.theirs("critic.model.path")) and path != draft.get("pretrain"):
         draft.derive("critic.model.path", "reward_pretrain", path)
+    elif not path:
+        note = f"not given: there it is {usual('verl', 'critic.model.path').values[0]}, here it starts from the policy"
+        draft.tell(Kind.TO_DO, "critic.model.path", path, "reward_pretrain", note=note)
     if draft.has(key := "critic.model.enable_gradient_checkpointing"):
         draft.derive(key, "critic.model_args.disable_gradient_checkpointing", not draft.theirs(key))
-    if draft.has(key := "critic.model.use_remove_padding"):
-        draft.derive(key, "critic.use_sequence_packing", draft.theirs(key))
+    for name in ("use_rmpad", "use_remove_padding"):
+        draft.carry_set(f"critic.model.{name}", "critic.use_sequence_packing", bool)
     draft.carry_set("critic.ulysses_sequence_parallel_size", "critic.model_args.ulysses_size", int)
     draft.carry("critic.optim.lr", "critic.training_args.learning_rate", float)
     draft.carry("critic.optim.weight_decay", "critic.training_args.weight_decay", float)
@@ -236,6 +259,16 @@ def set_critic(draft: Draft, updates: int) -> None:
     draft.carry("critic.cliprange_value", "value_clip", float)
     if size := per_device(draft, "critic.forward_micro_batch_size"):
         draft.derive(f"critic.forward_micro_batch_size{PER_GPU}", "critic.infer_batch_size", size)
+
+
+def _tell_of_the_actor(draft: Draft) -> None:
+    """Tells of the critic's keys that differ from the actor's where one value holds for both here."""
+    for name, theirs in _SHARED:
+        key = f"{CRITIC}.{name}"
+        seen, held = draft.theirs(key), draft.theirs(theirs)
+        if draft.has(key) and seen is not None and seen != held:
+            draft.outcomes = [each for each in draft.outcomes if each.key != key]
+            draft.tell(Kind.IMPOSSIBLE, key, seen, note=f"{theirs}, {held}, holds for the critic too")
 
 
 def _copy(values: Any) -> Any:

@@ -25,7 +25,7 @@ from roll.configs.sft import SFTConfig
 
 _DATA, _MODEL = "actor_train.data_args", "actor_train.model_args"
 _OPTIONS = "actor_train.strategy_args.strategy_config"
-_BUDGET = 8192
+_BUDGET, _ENGINE_RATE = 8192, 1e-3
 
 
 def derive(draft: Draft) -> type[SFTConfig]:
@@ -145,6 +145,13 @@ def _optimizer(draft: Draft, engine: bool) -> None:
     for key, (newer, value) in () if engine else usual.items():
         if newer not in given:
             given.setdefault(key, value)
+    if engine and "lr" not in given:
+        draft.derive("optim.lr", "actor_train.training_args.learning_rate", _ENGINE_RATE, "the default with an engine")
+    if not engine:
+        draft.given.notes.append(
+            "fsdp_sft_trainer averages the loss over the tokens of each micro-batch, and these means evenly; here it "
+            "is the mean over all tokens of an optimizer step"
+        )
     set_optimizer(draft, "optim", "actor_train")
 
 

@@ -13,6 +13,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
+from roll.algorithms.quantities import BASIC, Quantity
 from roll.algorithms.types import LossFn, TokenScores
 from roll.configs.pipeline import PARTS
 from roll.configs.router_replay import ReplayMode
@@ -20,7 +21,6 @@ from roll.data.batch import Batch
 from roll.data.requests import Completion, GenerateRequest
 from roll.data.templates import ChatTemplate
 from roll.distributed.weights.contents import WeightBucket
-from roll.models.comparison import ComparisonSpec
 from roll.models.lora import LoraSpec
 from roll.utils.checksums import WrittenFile
 
@@ -71,21 +71,8 @@ class StrategyContext:
     head: Literal["lm", "value", "score"] = "lm"
     """``value``: a scalar head on the same trunk (critic). ``score``: one without bias, saved as a classifier's (reward
     model)."""
-    returns_hidden: bool = False
-    """A language model's scores hold its final hidden states (a reference, with ``kl_penalty: full``)."""
-    marks_hits: bool = False
-    """A language model's scores tell which tokens are its first choice (``TokenScores.hit_T``)."""
-    sums_squares: bool = False
-    """A language model's scores hold the sums of squared probabilities (``TokenScores.squares_T``)."""
-    keeps_output_layer: bool = False
-    """A trainer keeps a frozen copy of the output layer that it starts with, which turns a reference's hidden states
-    into the distribution that its KL is taken to."""
-    top_k: int = 0
-    """A language model's scores hold so many of the likeliest tokens in each place (a teacher)."""
-    num_ids: int | None = None
-    """With ``top_k``: ids from this on do not count, since the policy does not have them. ``None``: all count."""
-    comparison: ComparisonSpec | None = None
-    """A language model's scores of a batch with a teacher's columns hold the divergence from it."""
+    needs: tuple[Quantity, ...] = BASIC
+    """What a language model computes of each token's distribution, as the losses of the run ask for it."""
     lora: LoraSpec | None = None
     """The actor trains (and generates with) an adapter; only the adapter is exported after the start."""
     seed: int = 42

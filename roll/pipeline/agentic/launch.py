@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from roll.algorithms.losses import policy_needs
 from roll.configs.agentic import JUDGE_CLUSTER, MANAGERS, AgenticConfig
 from roll.configs.batches import describe_batches
 from roll.pipeline.agentic.env_roles import EnvRoles
@@ -18,7 +19,8 @@ def run_agentic(config: AgenticConfig, started: float | None = None) -> int:
     """Runs the agentic pipeline to its end and returns the exit code, see ``launch``."""
     players = dict.fromkeys(MANAGERS, EnvironmentWorker)
     workers: WorkerClasses = {**MODEL_WORKERS, **players, JUDGE_CLUSTER: JudgeWorker}
-    return launch(config, AGENTIC, _run, workers, notes=describe_batches(config), started=started)
+    needs, notes = policy_needs(config), describe_batches(config)
+    return launch(config, AGENTIC, _run, workers, needs=needs, notes=notes, started=started)
 
 
 def _run(config: AgenticConfig, run: Launched) -> None:

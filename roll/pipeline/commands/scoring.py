@@ -18,10 +18,12 @@ from roll.configs.rewards import RewardConfig
 from roll.data.answered import AnswerColumns, read_answered
 from roll.data.files.find import find_files
 from roll.data.files.rows import DataError, Problems
+from roll.data.prompts import Prompt
 from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, report
 from roll.pipeline.commands.figures import page
 from roll.pipeline.commands.progress import progress
 from roll.rewards.accuracy import Tally
+from roll.rewards.references import References
 from roll.rewards.scoring import Scoring, domain_of, parse_rewards
 from roll.rewards.types import RewardError, Verdict
 from roll.tracking.files import to_json, write_atomic
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from roll.rewards.judge_model import HostedModel
 
 SHOWN_ERRORS = 3
+_TRIAL_SECONDS = 10.0
+"""For the reference answers, which are tried before answers are scored."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,7 @@ def _check(job: Job, domains: Mapping[str, RewardConfig]) -> int:
         DataError: everything that is wrong in them.
     """
     problems, count = Problems(), 0
+    asked: list[tuple[str, Prompt]] = []
     taken = {path.resolve(): "a file of answers" for path in find_files(job.files, Problems())}
     for option, path in (("--output", job.output), ("--summary", job.summary)):
         if path is not None and (seen := "a folder" if path.is_dir() else taken.get(path.resolve())):
@@ -127,13 +132,28 @@ def _check(job: Job, domains: Mapping[str, RewardConfig]) -> int:
     for row in read_answered(job.files, job.columns, problems, without=job.score_key):
         count += 1
         try:
-            domain_of(domains, row.tag)
+            name = domain_of(domains, row.tag)
+            messages = row.messages or ({"role": "user", "content": row.prompt},)
+            tag = row.tag if row.tag in domains[name].tag_included else domains[name].tag_included[0]
+            asked.append((row.row.place, Prompt(row.group, str(tag), messages, row.truth, row.extra)))
         except ValueError as error:
             problems.add(row.row.place, str(error))
     problems.raise_any()
     if not count:
         raise DataError([f"{', '.join(job.files)}: no rows"])
+    _tell_unscorable(domains, asked)
     return count
+
+
+def _tell_unscorable(domains: Mapping[str, RewardConfig], asked: Sequence[tuple[str, Prompt]]) -> None:
+    """Names rows whose reference no answer can meet: their zeros say nothing of the answers."""
+    notes: list[str] = []
+    found = list(References(domains, _TRIAL_SECONDS, notes.append)(asked))
+    sys.stderr.writelines(f"{line}\n" for line in notes)
+    for place, reason in found[:SHOWN_ERRORS]:
+        sys.stderr.write(f"no answer can be right: {place}: {reason}\n")
+    if len(found) > SHOWN_ERRORS:
+        sys.stderr.write(f"… and {len(found) - SHOWN_ERRORS:,} more rows to which no answer can be right\n")
 
 
 async def _score(job: Job, domains: Mapping[str, RewardConfig], total: int) -> tuple[Tally, list[str]]:

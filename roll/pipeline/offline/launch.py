@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, TypeVar
 
+from roll.algorithms.quantities import Quantity, logprobs
 from roll.configs.batches import describe_batches
 from roll.configs.data import DataArguments
 from roll.configs.offline import OfflineConfig
@@ -21,8 +22,9 @@ from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
 from roll.pipeline.offline.training import first_samples, steps_per_epoch
 from roll.pipeline.programs import Program
 from roll.pipeline.prompt_roles import PromptRoles, prompt_workers
-from roll.pipeline.rlvr.datasets import Datasets, load_renderer, make_data
+from roll.pipeline.rlvr.datasets import TRIAL_SECONDS, Datasets, load_renderer, make_data, tell
 from roll.pipeline.start import Launched
+from roll.rewards.references import References
 
 ConfigT = TypeVar("ConfigT", bound=OfflineConfig)
 Load = Callable[[ConfigT, DataArguments, ChatRenderer, "Scoring | None"], Conversations]
@@ -50,11 +52,14 @@ def run_offline(
     build: Build[ConfigT],
     started: float | None,
     check: Callable[[ConfigT, Samples], None] | None = None,
+    *,
+    needs: tuple[Quantity, ...] = (logprobs,),
 ) -> int:
     """Runs a pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data.
 
     Args:
         check: raises ``ValueError`` where the run could not use what was read.
+        needs: what the loss takes from the trained model, but for the comparison with a teacher.
     """
     try:
         if config.data_generator is not None:
@@ -71,7 +76,7 @@ def run_offline(
     notes = [*describe_batches(config), *datasets.describe()]
     body = partial(_run, datasets=datasets, build=build)
     workers, data = prompt_workers(config), datasets.identities()
-    return launch(config, program, body, workers, notes=notes, started=started, data=data)
+    return launch(config, program, body, workers, needs=needs, notes=notes, started=started, data=data)
 
 
 def load_datasets(config: ConfigT, renderer: ChatRenderer, load: Load[ConfigT]) -> Samples:
@@ -84,7 +89,10 @@ def load_datasets(config: ConfigT, renderer: ChatRenderer, load: Load[ConfigT]) 
     validation = config.validation
     if validation is None:
         return Samples(train, None, None, None)
-    scoring = Scoring(tuple(config.domains), validation.solution) if config.rewards else None
+    scoring = None
+    if config.rewards:
+        references = References(config.rewards, TRIAL_SECONDS, tell, tell)
+        scoring = Scoring(tuple(config.domains), validation.solution, references)
     val = load(config, validation.data_args, renderer, scoring)
     held_out = first_samples(val.batch, config.val_batch_size)
     if config.actor_infer is None:

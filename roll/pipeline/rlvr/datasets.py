@@ -26,7 +26,7 @@ from roll.utils.foreign import describe_error
 from roll.utils.registry import import_path
 
 _RECIPE = "made_from.json"
-_TRIAL_SECONDS = 30.0
+TRIAL_SECONDS = 30.0
 """For the reference answers of a dataset."""
 
 
@@ -141,5 +141,5 @@ def _load(
         seed=config.seed,
         tools=tools,
         tag_renderers=tag_renderers(config, renderer),
-        check=References(config.rewards, _TRIAL_SECONDS, tell, tell),
+        check=References(config.rewards, TRIAL_SECONDS, tell, tell),
     )

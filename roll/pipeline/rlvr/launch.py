@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
+from roll.algorithms.losses import policy_needs
 from roll.algorithms.preferences import build_preference_loss
 from roll.configs.batches import describe_batches
 from roll.configs.rlvr import RLVRConfig
@@ -31,8 +32,9 @@ def run_rlvr(config: RLVRConfig, started: float | None = None) -> int:
         return EXIT_USAGE
     config = config if datasets.train is None else config.with_length(len(datasets.train))
     notes = [*describe_batches(config), *datasets.describe()]
-    body, workers = partial(_run, datasets=datasets), prompt_workers(config)
-    return launch(config, RLVR, body, workers, notes=notes, started=started, data=datasets.identities())
+    body, workers, needs = partial(_run, datasets=datasets), prompt_workers(config), policy_needs(config)
+    data = datasets.identities()
+    return launch(config, RLVR, body, workers, needs=needs, notes=notes, started=started, data=data)
 
 
 def _run(config: RLVRConfig, run: Launched, *, datasets: Datasets[PromptDataset]) -> None:

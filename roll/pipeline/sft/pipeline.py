@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-from roll.algorithms.losses import build_sft_loss
+from roll.algorithms.losses import SFT_NEEDS, build_sft_loss
 from roll.configs.sft import SFTConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
@@ -17,7 +17,7 @@ from roll.pipeline.programs import SFT
 
 def run_sft(config: SFTConfig, started: float | None = None) -> int:
     """Runs the SFT pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data."""
-    return run_offline(config, SFT, load_imitated, _build, started)
+    return run_offline(config, SFT, load_imitated, _build, started, needs=SFT_NEEDS)
 
 
 class SFTPipeline(OfflinePipeline):

@@ -67,9 +67,11 @@ def same(gold: Value, answer: Value) -> bool:
 
 
 def _stripped(value: Value) -> Value:
-    """``((1, 2))`` is ``(1, 2)``; ``x ∈ A`` is ``A``."""
+    """``((1, 2))`` is ``(1, 2)``; ``x ∈ A`` is ``A``; ``3/2 or 1.5`` is one number."""
     while isinstance(value, Group) and value.brackets == "()" and len(value.items) == 1:
         value = value.items[0]
+    if isinstance(value, Group) and value.joined == "or" and all(same(value.items[0], item) for item in value.items):
+        return value.items[0]
     if isinstance(value, Relation) and value.signs == ("in",) and _is_name(value.sides[0]) and value.sides[1]:
         return value.sides[1]
     return value
@@ -83,14 +85,26 @@ def _is_name(value: Value | None) -> bool:
     return isinstance(value, Word)
 
 
+def _is_of_names(value: Value) -> bool:
+    """Tells whether a value may be asked for: a sum or product of letters, a cosine of one, its absolute value."""
+    if isinstance(value, Term) and isinstance(value.expr, sympy.cos | sympy.sin | sympy.tan | sympy.Abs):
+        return bool(value.expr.args[0].is_Symbol)
+    if not isinstance(value, Term) or not isinstance(value.expr, sympy.Add | sympy.Mul):
+        return False
+    parts = [-part if part.could_extract_minus_sign() else part for part in value.expr.args if part != -1]
+    powers = [part.as_base_exp() for part in parts]
+    linear = isinstance(value.expr, sympy.Add) or all(exponent in (1, -1) for _, exponent in powers)
+    return linear and len(parts) > 1 and all(base.is_Symbol for base, _ in powers)
+
+
 def _unwrapped(value: Value) -> Value:
-    """The right side of ``x = 5`` and of ``3 + 4 = 7``; a chain must be true."""
+    """The right side of ``x = 5``, ``m + n = 5`` and of ``3 + 4 = 7``; a chain must be true."""
     if isinstance(value, Relation) and value.signs == ("=",) and value.sides[0] is None and value.sides[1]:
         return value.sides[1]
     if not isinstance(value, Relation) or set(value.signs) != {"="} or None in value.sides:
         return value
     sides = [side for side in value.sides if side is not None]
-    named = _is_name(sides[0])
+    named = _is_name(sides[0]) or _is_of_names(sides[0])
     if not named and not (isinstance(sides[0], Term) and not symbols_of(sides[0].expr)):
         return value
     rest = sides[1:] if named else sides

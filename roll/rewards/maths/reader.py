@@ -100,6 +100,9 @@ def readings(text: str, known: Collection[str] | None = ()) -> list[Value]:
     if everywhere:
         values.append(read(text[: everywhere.start()], known))
     if len(text) <= MAX_CHARS:
+        exact = _ROUNDED_TOO.fullmatch(text)
+        if exact and _is_exact(value := read(f"{exact[1]} {exact[2]}".strip(), known)):
+            values.append(value)
         if _EULER.search(text):
             values.append(read(_EULER.sub(r"\1 e \2 ", text), known))
         comma = _DECIMAL_COMMA.fullmatch(text.strip(" $"))
@@ -116,6 +119,17 @@ def same_text(one: str, other: str) -> bool:
 
 
 _BOLD_LETTER = re.compile(r"\\(?:mathbf|boldsymbol|bm|pmb)\s*\{\s*\(?([A-J])\)?\s*\}")
+
+
+def _is_exact(value: Value) -> bool:
+    """Tells whether a value is a number, or one that is given to a letter."""
+    if isinstance(value, Relation) and value.signs == ("=",) and value.sides[1] is not None:
+        return _is_exact(value.sides[1])
+    return isinstance(value, Quantity) or (isinstance(value, Term) and not value.expr.free_symbols)
+
+
+_ROUNDED_TOO = re.compile(r"(.*[^\s=])\s*(?:\\approx|≈)\s*-?\d+\.\d+((?:\s*[a-z]+)*)[\s$.]*")
+"""``\\pi \\approx 3.14``."""
 _EULER = re.compile(r"(?<![\w.])(?!1e)(\d+)e([+-]\d)(?!\d)")
 _EVERYWHERE = re.compile(
     r"[\s,;$]*(?:\\q?quad\s*)?(?:\(\s*)?(?:\\text\s*\{\s*,?\s*)?"

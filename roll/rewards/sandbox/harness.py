@@ -2,10 +2,11 @@
 
 It uses the standard library only. ``run_program`` runs the source as ``__main__``. With ``run_tests`` it lives in a
 process (the candidate) that answers calls of another (the tester), in which alone the tests are known. Only plain
-values cross: an object whose ``__eq__`` says yes to everything arrives as a reference that is equal to nothing. Which
-names of the tests are the program's is settled outside (``roll.rewards.code_names``). Every
-request has a random token that its answer repeats, so what a program writes into the pipe before it is asked, or beside
-an answer, ends its tests.
+values cross: an object whose ``__eq__`` says yes to everything arrives as a reference that is equal to nothing. What
+the tests lend the program (a function to call, an object of a class of theirs, an iterator) stays with them, and the
+program asks for its public parts alone: none leads to the tests' other names. Which names of the tests are the
+program's is settled outside (``roll.rewards.code_names``). Every request has a random token that its answer repeats, so
+what a program writes into the pipe before it is asked, or beside an answer, ends its tests.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 _REFERENCE = "ref"
+_LENT = "lent"
+_KNOWN = "known"
+"""Keys of what is no value: the candidate's own, the tester's, and what both have by its name."""
 _TEXTS = {"Decimal": "decimal", "Fraction": "fractions", "date": "datetime", "datetime": "datetime", "time": "datetime"}
 """Types that cross as the text of their values, with their modules."""
 _MAX_NODES = 100_000
@@ -100,12 +104,12 @@ def is_same_tree(one: Any, other: Any) -> bool:
     return _tree_values(one) == _tree_values(other)
 
 
-def encode(value: Any, refer: Callable[[Any], int] | None = None) -> Any:
+def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
     """A value as JSON: scalars and lists as they are, other built-in types as ``{type: …}``.
 
     Args:
         value: what to encode; a subclass of a container or of a number counts as its base.
-        refer: gives anything else a number, under which it can be asked for.
+        refer: gives anything else a number, under which it can be asked for, or encodes it otherwise.
 
     Raises:
         TypeError: it is of another type, and there is no ``refer``.
@@ -125,6 +129,8 @@ def encode(value: Any, refer: Callable[[Any], int] | None = None) -> Any:
         return {"bytes": bytes(value).hex()}
     if issubclass(cls, list):
         return [encode(item, refer) for item in value]
+    if issubclass(cls, tuple) and (fields := getattr(cls, "_fields", None)):
+        return {"namedtuple": [cls.__name__, list(fields), [encode(item, refer) for item in value]]}
     for kind in (tuple, set, frozenset):
         if issubclass(cls, kind):
             return {kind.__name__: [encode(item, refer) for item in value]}
@@ -132,15 +138,18 @@ def encode(value: Any, refer: Callable[[Any], int] | None = None) -> Any:
         return {"dict": [[encode(key, refer), encode(item, refer)] for key, item in value.items()]}
     if cls is Remote:
         return {_REFERENCE: value._reference}
+    if cls is Lent or cls is LentFunction:
+        return {_LENT: value._number}
     known = _encode_known(value, refer)
     if known is not None:
         return known
     if refer is None:
         raise TypeError(f"seen a value of type {type(value).__name__}, expected a plain one")
-    return {_REFERENCE: refer(value)}
+    found = refer(value)
+    return found if isinstance(found, dict) else {_REFERENCE: found}
 
 
-def _encode_known(value: Any, refer: Callable[[Any], int] | None) -> Any:
+def _encode_known(value: Any, refer: Callable[[Any], Any] | None) -> Any:
     """A value of a type that programs often return; ``None`` for any other."""
     kind, module = type(value).__name__, type(value).__module__
     if _TEXTS.get(kind) == module:
@@ -159,7 +168,7 @@ def _encode_known(value: Any, refer: Callable[[Any], int] | None) -> Any:
     return None
 
 
-def decode(data: Any, resolve: Callable[[int], Any] | None = None) -> Any:
+def decode(data: Any, resolve: Callable[[Any], Any] | None = None) -> Any:
     """The inverse of ``encode``; its result consists of plain types and of what ``resolve`` returns.
 
     Without ``resolve``, outside the sandbox, these are built-in types alone, and nodes are the list of their values.
@@ -182,17 +191,25 @@ def decode(data: Any, resolve: Callable[[int], Any] | None = None) -> Any:
         return bytes.fromhex(content)
     if kind == "dict":
         return {decode(key, resolve): decode(item, resolve) for key, item in content}
+    if kind == "namedtuple":
+        name, fields, items = content
+        plain = tuple(decode(item, resolve) for item in items)
+        return plain if resolve is None else __import__("collections").namedtuple(name, fields)(*plain)
     if kind in ("tuple", "set", "frozenset"):
         return getattr(builtins, kind)(decode(item, resolve) for item in content)
     if kind in _NODES:
         values = [decode(item, resolve) for item in content]
         return values if resolve is None else (list_node if kind == "ListNode" else tree_node)(values)
     if resolve is not None:
-        return resolve(int(content)) if kind == _REFERENCE else _decode_known(kind, content, resolve)
+        if kind in (_REFERENCE, _LENT):
+            return resolve(int(content) if kind == _REFERENCE else [content])
+        return _decode_known(kind, content, resolve)
     raise ValueError(f"seen the type {kind!r}, expected a plain one")
 
 
-def _decode_known(kind: str, content: Any, resolve: Callable[[int], Any]) -> Any:
+def _decode_known(kind: str, content: Any, resolve: Callable[[Any], Any]) -> Any:
+    if kind == _KNOWN:
+        return _of_python(*content)
     if kind in _TEXTS:
         known = getattr(__import__(_TEXTS[kind]), kind)
         return known.fromisoformat(content) if _TEXTS[kind] == "datetime" else known(content)
@@ -203,6 +220,14 @@ def _decode_known(kind: str, content: Any, resolve: Callable[[int], Any]) -> Any
     if kind == "deque":
         return __import__("collections").deque(decode(item, resolve) for item in content)
     raise ValueError(f"seen the type {kind!r}, expected a plain one")
+
+
+def _of_python(module: str, name: str) -> Any:
+    """What a module of Python's library has by a name, with a dot in the name of a type's method."""
+    found = __import__("importlib").import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
 
 
 # --- programs --------------------------------------------------------------------------------------------------------
@@ -249,6 +274,18 @@ def run_program(source: str, provided: dict[str, str] | None = None) -> None:
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
+_FUNCTIONS = {"function", "method", "builtin_function_or_method", "partial", "itemgetter", "attrgetter", "methodcaller"}
+_SPECIAL = {f"__{word}__" for word in ("eq", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "contains")}
+_SPECIAL |= {f"__{word}__" for word in ("len", "getitem", "setitem", "iter", "next", "str", "repr", "bool")}
+"""Of what the tests lend, beside its public attributes."""
+
+
+def _of_tests(value: Any) -> bool:
+    """Tells whether the class of a value, or the value as a class, is one of the tests."""
+    kind = value if isinstance(value, type) else type(value)
+    return getattr(kind, "__module__", None) == "tests"
+
+
 class CandidateError(Exception):
     """The candidate raised an exception of its own type."""
 
@@ -272,6 +309,10 @@ class Channel:
         """Classes that stand for the candidate's own exceptions."""
         self.named: list[str] = []
         """Functions and classes of the candidate that the tests name."""
+        self.lent: list[Any] = []
+        """What the tests lend the candidate."""
+        self.unsendable: str | None = None
+        """What they would have given it, and it could not get."""
 
     def send(self, message: Any) -> None:
         import json
@@ -299,10 +340,79 @@ class Channel:
         """
         token = os.urandom(16).hex()
         self.send({"token": token, **request})
-        answer = self.receive()
-        if not isinstance(answer, dict) or answer.get("token") != token:
-            raise CandidateGoneError("the program wrote into the pipe of its answers")
-        return answer
+        while True:
+            answer = self.receive()
+            if not isinstance(answer, dict) or answer.get("token") != token:
+                raise CandidateGoneError("the program wrote into the pipe of its answers")
+            if _LENT not in answer:
+                return answer
+            try:
+                reply = {"value": encode(self._use(answer), self._lend)}
+            except Exception as error:  # whatever a function of the tests raises
+                reply = {"raised": type(error).__name__, "text": str(error)}
+            self.send({"reply": token, **reply})
+
+    def lend(self, value: Any) -> Any:
+        """What a test gives the candidate and cannot cross, see ``_lend``; what cannot be lent is kept in mind.
+
+        Raises:
+            TypeError: it cannot be lent.
+        """
+        try:
+            return self._lend(value)
+        except TypeError:
+            self.unsendable = self.unsendable or f"a value of type {type(value).__name__}"
+            raise
+
+    def _lend(self, value: Any) -> Any:
+        """A number for the candidate to ask for it, or its name where Python has it.
+
+        Raises:
+            TypeError: it is neither a function, nor an iterator, nor of a class of the tests.
+        """
+        kind = type(value)
+        name = str(getattr(value, "__qualname__", ""))
+        home = getattr(value, "__module__", None) or getattr(getattr(value, "__objclass__", None), "__module__", None)
+        if value is NotImplemented:
+            return {_KNOWN: ["builtins", "NotImplemented"]}
+        if name and home in sys.modules and home != "tests":
+            try:
+                if _of_python(str(home), name) is value:
+                    return {_KNOWN: [home, name]}
+            except AttributeError:
+                pass
+        calls = kind.__name__ in _FUNCTIONS or (callable(value) and _of_tests(value))
+        iterates = hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools")
+        if not (calls or iterates or _of_tests(value)):
+            raise TypeError(f"seen a value of type {kind.__name__}, expected a plain one")
+        number = next((n for n, known in enumerate(self.lent) if known is value), len(self.lent))
+        self.lent[number:] = [value] if number == len(self.lent) else self.lent[number:]
+        return {_LENT: [number, calls, getattr(value, "__name__", None)]}
+
+    def resolve(self, reference: Any) -> Any:
+        """An object of the candidate, or what it gives back."""
+        return Remote(self, reference) if isinstance(reference, int) else self.lent[int(reference[0])]
+
+    def _use(self, asked: dict[str, Any]) -> Any:
+        """Does with something that was lent what the candidate asks for."""
+        target, do, name = self.lent[int(asked[_LENT])], asked["do"], str(asked.get("name"))
+        args = [decode(item, self.resolve) for item in asked["args"]]
+        if do == "call" and (type(target).__name__ in _FUNCTIONS or _of_tests(target)):
+            kwargs = {key: decode(item, self.resolve) for key, item in asked["kwargs"].items()}
+            return target(*args, **kwargs)
+        if do == "special" and name in ("__next__", "__iter__") and hasattr(type(target), "__next__"):
+            return getattr(target, name)()
+        if do == "special" and name == "__bool__":
+            return bool(target)
+        if do == "special" and name in ("__str__", "__repr__") and not _of_tests(target):
+            return f"<{type(target).__name__} of the tests>"
+        if do == "special" and not (_of_tests(target) and name in _SPECIAL and hasattr(type(target), name)):
+            raise TypeError(f"{type(target).__name__!r} object has no {name}")
+        if do == "special":
+            return getattr(type(target), name)(target, *args)
+        if not _of_tests(target) or name.startswith("_"):
+            raise AttributeError(name)
+        return setattr(target, name, *args) if do == "set" else getattr(target, name)
 
     def ask_checked(self, **request: Any) -> dict[str, Any]:
         """The answer to a request, whose ``value`` is encoded.
@@ -335,6 +445,44 @@ class Candidate:
         self._objects: list[Any] = []
         self._own: dict[str, Any] = {}
         """What the program defines."""
+        self._borrowed: dict[int, Any] = {}
+        self._token = ""
+        """Of the request that is being answered."""
+
+    def _resolve(self, reference: Any) -> Any:
+        """An object of the program's own by its number, or what the tests lend it."""
+        if isinstance(reference, int):
+            return self._objects[reference]
+        number, calls, name = reference[0]
+        if number not in self._borrowed:
+            self._borrowed[number] = (LentFunction if calls else Lent)(self, number, name)
+        return self._borrowed[number]
+
+    def borrow(self, number: int, do: str, *args: Any, name: str = "", kwargs: Any = ()) -> Any:
+        """Asks the tester for something that it has lent, and answers what it asks meanwhile."""
+        token = self._token
+        words = {key: encode(item, self._refer) for key, item in dict(kwargs).items()}
+        sent = [encode(item, self._refer) for item in args]
+        self._channel.send({"token": token, _LENT: number, "do": do, "name": name, "args": sent, "kwargs": words})
+        while True:
+            got = self._channel.receive()
+            if "reply" in got:
+                break
+            self._reply(got)
+        self._token = token
+        if "raised" in got:
+            kind: Any = getattr(builtins, str(got["raised"]), None) or self._own.get(str(got["raised"]))
+            known = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError)
+            raise (kind if known else CandidateError)(str(got.get("text")))
+        return decode(got["value"], self._resolve)
+
+    def _reply(self, request: dict[str, Any]) -> None:
+        self._token = request["token"]
+        try:
+            answer = self._answer(request)
+        except Exception as error:  # whatever a call of the candidate's raises
+            answer = {"raised": type(error).__name__, "text": str(error)}
+        self._channel.send({"token": request["token"], **answer})
 
     def _refer(self, value: Any) -> int:
         self._objects.append(value)
@@ -360,17 +508,21 @@ class Candidate:
             return {"value": encode(target, self._refer)}
         if request["do"] == "get":
             return {"value": encode(getattr(target, request["name"]), self._refer)}
+        if request["do"] == "await":
+            return {"value": encode(__import__("asyncio").run(_awaited(target)), self._refer)}
+        if request["do"] == "instance":
+            return {"value": isinstance(self._objects[request["of"]], target)}
         if request["do"] == "built-in":
             return {"value": encode(getattr(builtins, request["name"])(target), self._refer)}
-        args = [decode(item, self._objects.__getitem__) for item in request["args"]]
+        args = [decode(item, self._resolve) for item in request["args"]]
         if request["do"] == "special":
             return {"value": encode(getattr(type(target), request["name"])(target, *args), self._refer)}
         if request["do"] == "operator":
             return {"value": encode(self._operate(target, request["name"], args, request["named"]), self._refer)}
-        kwargs = {key: decode(item, self._objects.__getitem__) for key, item in request["kwargs"].items()}
-        value = target(*args, **kwargs)
+        kwargs = {key: decode(item, self._resolve) for key, item in request["kwargs"].items()}
+        value, printed = _call(target, args, kwargs, printing=request.get("prints", False))
         changed = [encode(item, self._refer) if isinstance(item, list | dict | set) else None for item in args]
-        return {"value": encode(value, self._refer), "args": changed}
+        return {"value": encode(value, self._refer), "args": changed, "printed": printed}
 
     def _operate(self, target: Any, name: str, args: list[Any], named: list[str]) -> Any:
         """An operator of a class that the tests name; ``None`` for another, and for one that equals anything."""
@@ -392,8 +544,8 @@ class Candidate:
         """Calls with plain values; lists are nodes where the function's annotations say so."""
         hints = dict(getattr(function, "__annotations__", None) or {})
         back = hints.pop("return", None)
-        values = [decode(item, self._objects.__getitem__) for item in args]
-        named = {key: decode(item, self._objects.__getitem__) for key, item in kwargs.items()}
+        values = [decode(item, self._resolve) for item in args]
+        named = {key: decode(item, self._resolve) for key, item in kwargs.items()}
         ordered = [*hints.values(), *[None] * len(values)]
         if _nodes_of(hints):
             values = [_as_nodes(value, hint) for value, hint in zip(values, ordered, strict=False)]
@@ -416,13 +568,62 @@ class Candidate:
             loaded = {"error": f"{type(error).__name__}: {error}"}
         self._channel.send({"token": self._channel.receive()["token"], **loaded})
         while "names" in loaded:
-            request = self._channel.receive()
-            try:
-                answer = self._answer(request)
-            except Exception as error:  # whatever a call of the candidate's raises
-                answer = {"raised": type(error).__name__, "text": str(error)}
-            self._channel.send({"token": request["token"], **answer})
+            self._reply(self._channel.receive())
         os._exit(1)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _call(target: Any, args: list[Any], kwargs: dict[str, Any], *, printing: bool) -> tuple[Any, str]:
+    """What a call returns, and what it prints where somebody reads that."""
+    if not printing:
+        return target(*args, **kwargs), ""
+    text, before = __import__("io").StringIO(), sys.stdout
+    sys.stdout = text
+    try:
+        return target(*args, **kwargs), text.getvalue()
+    finally:
+        sys.stdout = before
+
+
+class Lent:
+    """An object of the tests, seen from the program."""
+
+    def __init__(self, owner: Candidate, number: int, name: str | None) -> None:
+        vars(self).update(_owner=owner, _number=number)
+        if name is not None:
+            vars(self)["__name__"] = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._owner.borrow(self._number, "get", name=name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._owner.borrow(self._number, "set", value, name=name)
+
+    __hash__ = object.__hash__
+
+
+class LentFunction(Lent):
+    """One that can be called."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._owner.borrow(self._number, "call", *args, kwargs=kwargs)
+
+
+def _lent(name: str) -> Any:
+    return lambda self, *args: (
+        self is args[0]
+        if name == "__eq__" and self is args[0]
+        else self._owner.borrow(self._number, "special", *args, name=name)
+    )
+
+
+for _word in sorted(_SPECIAL):
+    setattr(Lent, _word, _lent(_word))
 
 
 def _nodes_of(hint: Any) -> str:
@@ -461,11 +662,14 @@ class Remote:
         return self._value(self._ask(do="read")["value"])
 
     def _value(self, data: Any) -> Any:
-        return decode(data, lambda reference: Remote(self._channel, reference))
+        return decode(data, self._channel.resolve)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        words = {key: encode(item) for key, item in kwargs.items()}
-        answer = self._ask(do="call", args=[encode(item) for item in args], kwargs=words)
+        lend, prints = self._channel.lend, sys.stdout is not sys.__stdout__
+        words = {key: encode(item, lend) for key, item in kwargs.items()}
+        answer = self._ask(do="call", args=[encode(item, lend) for item in args], kwargs=words, prints=prints)
+        if prints:
+            sys.stdout.write(str(answer.get("printed", "")))
         for mine, theirs in zip(args, answer.get("args", ()), strict=False):  # arguments that were changed in place
             self._update(mine, self._value(theirs))
         return self._value(answer["value"])
@@ -486,7 +690,8 @@ class Remote:
         return self._value(self._ask(do="get", name=name)["value"])
 
     def _special(self, name: str, *args: Any) -> Any:
-        return self._value(self._ask(do="special", name=name, args=[encode(item) for item in args])["value"])
+        sent = [encode(item, self._channel.lend) for item in args]
+        return self._value(self._ask(do="special", name=name, args=sent)["value"])
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._special("__setattr__", name, value)
@@ -516,6 +721,13 @@ class Remote:
 
     def __bool__(self) -> bool:
         return True
+
+    def __await__(self) -> Any:
+        return self._value(self._ask(do="await")["value"])
+        yield
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, Remote) and self._ask(do="instance", of=value._reference)["value"] is True
 
     def __enter__(self) -> Any:
         return self._special("__enter__")
@@ -617,6 +829,10 @@ class Tester:
         """Runs the tests in their order; a test that takes too long ends this process."""
         import signal
 
+        if "asyncio" in (*plan["imports"], *plan["python"]):
+            import asyncio
+
+            run, asyncio.run = asyncio.run, lambda main, **options: run(_awaited(main), **options)
         missing = self._missing_module(plan["imports"])
         if missing is not None:
             self.say(missing=missing)
@@ -642,6 +858,8 @@ class Tester:
                 self._channel.check()
             except Exception as error:  # whatever the test or what it calls raises
                 result = {"error": f"{type(error).__name__}: {error}"[:500]}
+                if self._channel.unsendable is not None:
+                    result["unsendable"] = self._channel.unsendable
             self.say(**result)
 
 

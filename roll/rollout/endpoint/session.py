@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from roll.agentic.tools.dialects.base import split_reasoning
 from roll.agentic.tools.types import AssistantTurn, ToolCall, ToolSchema, call_id
 from roll.configs.agent import AgentConfig
 from roll.data.arrays import IntArray
-from roll.data.renderer import CHARS_PER_TOKEN, ChatRenderer, Message, Tool
+from roll.data.renderer import CHARS_PER_TOKEN, ChatRenderer, Message, Tool, TooManyTokensError
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
 from roll.rollout.endpoint.errors import ApiError, too_long
 from roll.rollout.endpoint.history import History, Past, Said
@@ -53,7 +53,9 @@ COUNTS = (
 
 
 _LONG_TEXT = 50_000
-"""Characters whose tokens take some milliseconds."""
+"""Characters whose tokens, or whose comparison with what was said, take some milliseconds."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,8 @@ class Session:
         self._admit(wanted.n)
         self._check_text(len(messages))
         messages = named_results(messages)
-        past = self._history.recall(messages, tools)
+        length = len(_written(messages, tools))
+        past = await self._beside(length, partial(self._history.recall, messages, tools))
         prompt_ids = await self._prompt(messages, tools, past)
         schemas = [_schema(tool) for tool in tools]
         completions = await self._sample(prompt_ids, wanted)
@@ -238,34 +241,42 @@ class Session:
 
     async def _prompt(self, messages: Sequence[Message], tools: Sequence[Tool], past: Past) -> IntArray:
         """The conversation's ids: of what was sampled before, as they were sampled."""
-        renderer = self.policy.renderer
+        renderer, most = self.policy.renderer, self.policy.limits.sequence_length
         new = messages[past.known :]
         length = len(_written(new, tools if past.said is None else ()))
         self._check_text(length // CHARS_PER_TOKEN)
         try:
+            for arguments in _long_arguments(new):  # which a template takes as values
+                await self._beside(len(arguments), partial(renderer.check_length, arguments, most))
             if past.said is None:
-                return await self._beside(length, partial(renderer.prompt, messages, tools or None))
-            continued = partial(renderer.continuation, new, past.said.answer_ids, tools or None)
+                return await self._beside(length, partial(renderer.prompt, messages, tools or None, most=most))
+            continued = partial(renderer.continuation, new, past.said.answer_ids, tools or None, most=most)
             return np.concatenate([past.said.ids, await self._beside(length, continued)])
         except ApiError:
             raise
+        except TooManyTokensError as error:
+            raise self._too_long(f"more than {error.count}") from error
         except Exception as error:  # a template may raise anything
             message = f"messages: the model's chat template refuses them: {describe_error(error)}"
             raise ApiError(400, message, code="invalid_value", param="messages") from error
 
-    async def _beside(self, length: int, render: Callable[[], IntArray]) -> IntArray:
-        """Ids of a prompt; one of many characters is rendered in a thread, and the others of the worker go on."""
+    async def _beside(self, length: int, work: Callable[[], T]) -> T:
+        """What ``work`` gives; for many characters it is done in a thread, and the others of the worker go on."""
         if length < _LONG_TEXT:
-            return render()
-        ids = await asyncio.to_thread(render)
+            return work()
+        done = await asyncio.to_thread(work)
         self._admit(1)  # others may have begun meanwhile
-        return ids
+        return done
 
     async def _text_prompt(self, text: str) -> IntArray:
         renderer = self.policy.renderer
         said, rest = self._history.recall_text(text)
         self._check_text(len(rest) // CHARS_PER_TOKEN)
-        added = await self._beside(len(rest), partial(renderer.words, rest))
+        try:
+            words = partial(renderer.words, rest, most=self.policy.limits.sequence_length)
+            added = await self._beside(len(rest), words)
+        except TooManyTokensError as error:
+            raise self._too_long(f"more than {error.count}") from error
         return added if said is None else np.concatenate([said.ids, added])
 
     async def _sample(self, prompt_ids: IntArray, wanted: Wanted) -> list[Completion]:
@@ -408,6 +419,12 @@ def _written(messages: Sequence[Message], tools: Sequence[Tool]) -> str:
     """Messages and tools as far as a prompt tells them; templates may leave out the reasoning of earlier turns."""
     told = [{key: value for key, value in message.items() if key != "reasoning_content"} for message in messages]
     return json.dumps([told, tools], ensure_ascii=False)
+
+
+def _long_arguments(messages: Sequence[Message]) -> list[str]:
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    texts = [call["function"]["arguments"] for call in calls]
+    return [text for text in texts if isinstance(text, str) and len(text) > _LONG_TEXT]
 
 
 def _schema(tool: Tool) -> ToolSchema:

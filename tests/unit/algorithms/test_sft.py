@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.algorithms.losses import build_sft_loss
+from roll.algorithms.losses import SFT_NEEDS, build_sft_loss
 from roll.data.batch import Batch
 from roll.data.renderer import ChatRenderer
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
@@ -77,7 +77,7 @@ def test_the_step_is_that_of_float64_however_the_conversations_are_cut(model: Pa
     loss = oracle.loss(TALKS, per_row=mode != "token-mean")
     loss.backward()
     for name, cutting in CUTTINGS.items():
-        options = {"temperature": 1.0, "max_grad_norm": 1e9, "marks_hits": True, **cutting}
+        options = {"temperature": 1.0, "max_grad_norm": 1e9, "needs": SFT_NEEDS, **cutting}
         trainer = Probed(make_context(model, "fsdp2_train", **options))
         trainer.setup()
         scores = trainer.logprobs(batch)

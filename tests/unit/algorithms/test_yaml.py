@@ -19,7 +19,8 @@ from torch import Tensor
 from roll.algorithms.advantages import compute_advantages
 from roll.algorithms.gae import value_mask
 from roll.algorithms.kl import KlController
-from roll.algorithms.losses import build_policy_loss, build_value_loss
+from roll.algorithms.losses import build_policy_loss, build_value_loss, policy_needs
+from roll.algorithms.quantities import KlToReference, hidden_states, squares
 from roll.algorithms.rewards import apply_kl_penalty, shape_rewards, whiten_token_rewards
 from roll.algorithms.selection import drop_masked_episodes, select_for_policy
 from roll.algorithms.statistics import RunningStats
@@ -299,7 +300,8 @@ def sample_batch() -> tuple[Batch, TokenScores]:
 def run_properties(config: AgenticConfig, batch: Batch) -> list[float]:
     """What the loop and the engines are told."""
     nowhere = SimpleNamespace(name="", placement=SimpleNamespace(plan=SimpleNamespace(nodes=[], workers=lambda _: [])))
-    roles = Roles(config, {"actor_train": nowhere, "actor_infer": nowhere})  # type: ignore[dict-item]
+    clusters: Any = {"actor_train": nowhere, "actor_infer": nowhere}
+    roles = Roles(config, clusters, policy_needs(config))
     contexts = [roles._context(role, "") for role in ("actor_train", "reference")]
     recorders = SimpleNamespace(actor=Recorder(), critic=Recorder())
     shaped = batch.replace(advantages_T=torch.zeros(batch.num_tokens))
@@ -313,7 +315,8 @@ def run_properties(config: AgenticConfig, batch: Batch) -> list[float]:
         pipeline.kl_loss_controller.coef != config.kl_loss_coef,
         config.needs_greedy_baseline,
         recorders.actor.trained,
-        *(x for c in contexts for x in (c.max_grad_norm, c.l2, c.returns_hidden, c.keeps_output_layer, c.sums_squares)),
+        *(x for c in contexts for x in (c.max_grad_norm, c.l2)),
+        *(quantity in c.needs for c in contexts for quantity in (hidden_states, KlToReference(), squares)),
     ]
 
 

@@ -12,6 +12,7 @@ from roll.configs.batches import describe_batches
 from roll.configs.engines import cards
 from roll.configs.engines.megatron import MegatronConfig
 from roll.configs.env import EnvManagerConfig
+from roll.configs.generating import GeneratingArguments
 from roll.configs.loader import load_config
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.rlvr import RLVRConfig
@@ -932,3 +933,13 @@ def test_a_run_s_name_is_that_of_a_folder_below_the_output(problems, name):
 def test_numbers_are_finite(problems, value):
     found = problems(f"actor_train.training_args.learning_rate={value}")
     assert found["actor_train.training_args.learning_rate"].expected.endswith("finite")
+
+
+@pytest.mark.parametrize("text", ["", r"\n", r"\n\n", r"\t", r"\r\n"])
+def test_a_stop_string_is_neither_empty_nor_a_spelled_escape(text: str) -> None:
+    (problem,) = GeneratingArguments(stop_strings=["</s>", text]).problems()
+    assert problem.path == "stop_strings.1" and problem.seen == text
+
+
+def test_other_stop_strings_are_taken() -> None:
+    assert list(GeneratingArguments(stop_strings=["\n", "\\boxed", "\\\\", " "]).problems()) == []

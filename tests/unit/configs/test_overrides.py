@@ -99,6 +99,7 @@ def test_links_need_no_quotes_in_collections_and_colons_no_space() -> None:
         "`x`",
         "*x",
         "!x y",
+        "&x",
         "=",
         "{{ x }}",
         "{% if x %}",

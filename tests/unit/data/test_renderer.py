@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from roll.data.arrays import IntArray
-from roll.data.renderer import _SENTINEL, ChatRenderer, Message
+from roll.data.renderer import _SENTINEL, ChatRenderer, Message, TooManyTokensError
 from roll.data.templates import TEMPLATES, ChatTemplate
 from roll.models.tiny import make_tokenizer
 from tests.support.chat_families import family_tokenizer
@@ -368,3 +368,16 @@ def test_a_template_that_rewrites_earlier_turns_makes_a_row_for_each() -> None:
     with pytest.raises(ValueError, match="rewrites earlier turns, so the answers make 2 rows"):
         renderer.conversation(DIALOGUE)
     assert bracketed(renderer, *renderer.conversation(DIALOGUE, last_only=True)) == second
+
+
+@pytest.mark.parametrize("said", ["left right ", "<|im_end|>"])
+def test_a_text_of_far_too_many_tokens_is_counted_as_far_as_it_takes(said: str) -> None:
+    renderer = ChatRenderer(TOKENIZERS["qwen"])
+    messages: list[Message] = [{"role": "user", "content": said * 200_000}]
+    with pytest.raises(TooManyTokensError) as raised:
+        renderer.prompt(messages, most=10_000)
+    assert 15_000 < raised.value.count < 200_000
+    short: list[Message] = [{"role": "user", "content": said * 40}]
+    ids = renderer.prompt(short).tolist()
+    # Too long, but not by so much that the text need not be tokenised.
+    assert ChatRenderer(TOKENIZERS["qwen"]).prompt(short, most=len(ids) - 1).tolist() == ids

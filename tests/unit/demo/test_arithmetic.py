@@ -198,9 +198,11 @@ def test_only_the_operations_asked_for_are_drawn(tmp_path: Path) -> None:
         ({"held_out_share": float("nan")}, "held_out_share: seen nan"),
         ({"forget_rate": 1.5}, "forget_rate: seen 1.5"),
         ({"num_train": 0}, "num_train: seen 0"),
+        ({"max_operand": 10**30}, "max_operand: seen 1000000"),
+        ({"num_train": 10**9}, "num_train: seen 1,000,000,000, expected at most 1,620,000"),
         ({"num_val": -3}, "num_val: seen -3"),
         ({"num_demonstrations": 0}, "num_demonstrations: seen 0"),
-        ({"min_operand": 1, "max_operand": 30}, "num_demonstrations: seen 16000, expected at most"),
+        ({"min_operand": 1, "max_operand": 30}, "num_train: seen 8,192, expected at most 1,800"),
         ({"min_operand": 1, "max_operand": 30, "num_demonstrations": 9, "num_train": 9}, "num_val: seen 1024"),
     ],
 )

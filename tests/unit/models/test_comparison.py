@@ -12,12 +12,25 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, PreTrainedModel, Qwen2Config
 
 import roll.models.scoring as scoring
+from roll.algorithms.quantities import (
+    BASIC,
+    Distribution,
+    Divergence,
+    Given,
+    KlToReference,
+    OutputLayer,
+    Quantity,
+    TopTokens,
+    WholeVocabulary,
+    asked_of,
+    hidden_states,
+    logprobs,
+)
 from roll.configs.divergence import DivergenceConfig
 from roll.data.batch import Batch
 from roll.data.packing import packed_row, rectangle
-from roll.models.comparison import Comparison, ComparisonSpec, OutputLayer, TeacherView, WholeVocabulary
 from roll.models.scoring import TokenScorer, score_batch, score_input
-from roll.models.teacher_layer import make_comparison
+from roll.models.teacher_layer import load_teacher_layer
 
 SIZES: dict[str, Any] = {
     "intermediate_size": 24,
@@ -99,7 +112,9 @@ def expected_of_top(student: PreTrainedModel, teacher: PreTrainedModel, batch: B
 
 
 def asked(teacher: PreTrainedModel, batch: Batch, top_k: int | None) -> Batch:
-    scorer = TokenScorer(teacher, temperature=0.8, returns_hidden=top_k is None, top_k=top_k or 0, num_ids=37)
+    scorer = TokenScorer(
+        teacher, temperature=0.8, needs=(logprobs, hidden_states if top_k is None else TopTokens(top_k, 37))
+    )
     said = score_batch(scorer, batch, max_sequences=3)
     return batch.replace(
         teacher_hidden_TH=said.hidden_TH,
@@ -110,10 +125,9 @@ def asked(teacher: PreTrainedModel, batch: Batch, top_k: int | None) -> Batch:
 
 
 def beside(student: PreTrainedModel, teacher: Path | None, config: DivergenceConfig, num_ids: int) -> TokenScorer:
-    spec = ComparisonSpec(config, 0.8, None if teacher is None else str(teacher), num_ids)
-    scorer = TokenScorer(student, temperature=1.3)
-    scorer.comparison = make_comparison(spec, WholeVocabulary(), 1.3, 37, torch.float32)
-    return scorer
+    layer = None if teacher is None else load_teacher_layer(str(teacher), torch.float32).rows(0, 37)
+    divergence = Divergence(config, 0.8, None if teacher is None else str(teacher), num_ids, layer=layer)
+    return TokenScorer(student, temperature=1.3, needs=(*BASIC, divergence))
 
 
 @pytest.mark.parametrize("config", [KL, JSD], ids=["forward_kl", "js_divergence"])
@@ -156,7 +170,7 @@ def test_chunks_and_layouts_give_the_same_divergence_and_gradient(
         monkeypatch.setattr(scoring, "MAX_CHUNK_LOGITS", budget)
         student = make(STUDENT, 1)
         scorer = beside(student, None if top_k else tmp_path, config, 37)
-        found = score_input(scorer, lay_out(batch), batch.num_tokens, teacher=TeacherView.of(batch))
+        found = score_input(scorer, lay_out(batch), batch.num_tokens, Given.of(batch, scorer.needs))
         found.divergence_T.sum().backward()
         results.append((found.divergence_T.detach(), student.get_input_embeddings().weight.grad))
     for divergence, gradient in results[1:]:
@@ -165,22 +179,41 @@ def test_chunks_and_layouts_give_the_same_divergence_and_gradient(
 
 
 @pytest.mark.parametrize(
-    "view",
+    ("top_k", "columns"),
     [
-        TeacherView(torch.ones(3, 24), None, None, None),
-        TeacherView(None, torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2), torch.zeros(3)),
+        (None, [torch.ones(3, 24)]),
+        (2, [torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2), torch.zeros(3)]),
     ],
     ids=["hidden", "top"],
 )
-def test_what_a_teacher_says_comes_to_where_the_model_runs(view: TeacherView) -> None:
+def test_what_a_teacher_says_comes_to_where_the_model_runs(top_k: int | None, columns: list[Tensor]) -> None:
     """Inputs are placed by the parameters, which FSDP2 keeps in host memory with ``cpu_offload``; it moves no view."""
-    layer = None if view.hidden is None else OutputLayer(torch.empty(37, 24, device="meta"))
-    comparison = Comparison(ComparisonSpec(KL, 1.0), WholeVocabulary(), 1.0, layer)
-    found = comparison(torch.empty(3, 37, device="meta"), view)
+    config = DivergenceConfig(kd_objective="forward_kl", logits_topk=top_k)
+    divergence = Divergence(config, 1.0, "teacher", layer=OutputLayer(torch.empty(37, 24, device="meta")))
+    given = Given(dict(zip(divergence.reads, columns, strict=True)))
+    nothing = torch.empty(3, device="meta")
+    p = Distribution(
+        torch.empty(3, 37, device="meta"),
+        nothing,
+        nothing,
+        WholeVocabulary(),
+        temperature=1.0,
+        read=lambda hidden, layer: hidden,
+        given=given,
+    )
+    found = divergence(p)["divergence_T"]
     assert found.device.type == "meta" and found.shape == (3,)
 
 
-def test_a_model_without_a_comparison_says_so() -> None:
-    batch = asked(make(TEACHERS["same ids"], 2), make_batch(), 3)
-    with pytest.raises(ValueError, match="not told how to compare"):
-        score_batch(TokenScorer(make(STUDENT, 1)), batch)
+def test_a_model_without_the_teachers_layer_says_so() -> None:
+    batch = asked(make(TEACHERS["same ids"], 2), make_batch(), None)
+    with pytest.raises(ValueError, match="holds no output layer of it"):
+        score_batch(TokenScorer(make(STUDENT, 1), needs=(Divergence(KL, 1.0, "teacher"),)), batch)
+
+
+@pytest.mark.parametrize(("top_k", "asked"), [(None, hidden_states), (8, TopTokens(8, 30))])
+def test_a_teacher_computes_what_the_policy_asks_for(top_k: int | None, asked: Quantity) -> None:
+    config = DivergenceConfig(kd_objective="forward_kl", logits_topk=top_k)
+    needs = (*BASIC, KlToReference(), Divergence(config, 1.0, "teacher", 30))
+    assert asked_of("teacher", needs) == (logprobs, asked)
+    assert asked_of("critic", needs) == (logprobs,)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from roll.algorithms.quantities import OutputLayer
 from roll.data.batch import Batch
 from roll.models import scoring
-from roll.models.comparison import OutputLayer
 from roll.models.heads import OutputHead, trunk_of
 from roll.models.megatron.config import megatron_config
 from roll.models.scoring import TokenScorer, score_batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, PreTrainedModel, Qwen2Config
 
 import roll.models.scoring as scoring
+from roll.algorithms import quantities
+from roll.algorithms.quantities import BASIC, Given, KlToReference, OutputLayer, hidden_states, logprobs
+from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.data.packing import packed_row, rectangle
-from roll.models.comparison import OutputLayer
 from roll.models.heads import VALUE_HEAD_FILE, ValueHead, load_value_head
 from roll.models.loading import load_causal_lm, to_hf_weights
 from roll.models.scoring import TokenScorer, score_batch, score_input
@@ -84,7 +87,7 @@ def test_scores_equal_those_of_the_full_logits(name: str) -> None:
 
 def test_squares_are_those_of_the_full_logits() -> None:
     model, batch = make_model(), make_batch()
-    scores = score_batch(TokenScorer(model, temperature=0.7, sums_squares=True), batch)
+    scores = score_batch(TokenScorer(model, temperature=0.7, needs=(quantities.squares,)), batch)
     with torch.no_grad():
         logits = model(batch.tokens_T[batch.token_index([2])][None], use_cache=False).logits[0].double() / 0.7
     squares = torch.softmax(logits, -1).square().sum(-1)
@@ -148,7 +151,7 @@ def test_gradient_of_many_chunks_is_as_precise_in_bf16_as_that_of_one(monkeypatc
     def gradient(dtype: torch.dtype, number: int) -> Tensor:
         monkeypatch.setattr(scoring, "MAX_CHUNK_LOGITS", 1024 * (1024 // number))
         weight = weight_VH.bfloat16().to(dtype).requires_grad_()
-        scores = scoring.in_chunks(score, 1024, weight)(hidden_KH.bfloat16().to(dtype), target_K, None, None)
+        scores = scoring.in_chunks(score, 1024, hidden_KH.bfloat16().to(dtype), target_K, Given(), weight)
         for _ in range(2):  # what was added up is not counted again
             (found,) = torch.autograd.grad(scores["logprobs_T"].mean(), weight, retain_graph=True)
         return found.double()
@@ -190,15 +193,14 @@ def test_memory_does_not_grow_with_vocabulary_times_tokens(monkeypatch: pytest.M
     vocabulary, budget = 4000, 4000 * 64
     monkeypatch.setattr(scoring, "MAX_CHUNK_LOGITS", budget)
     model = make_model(Qwen2Config(**{**SMALL, "vocab_size": vocabulary}))
-    scorer = TokenScorer(model)
-    if full_kl:
-        scorer.reference_layer = OutputLayer(model.get_output_embeddings().weight.detach().clone())
+    kl = KlToReference(layer=OutputLayer(model.get_output_embeddings().weight.detach().clone()))
+    scorer = TokenScorer(model, needs=(*BASIC, *[kl][:full_kl]))
     peaks = []
     for num_tokens in (256, 1024):
         hidden_KH = torch.randn(num_tokens, 16, requires_grad=True)
-        ref_hidden_KH = torch.randn(num_tokens, 16) if full_kl else None
+        given = Given({"ref_hidden_TH": torch.randn(num_tokens, 16)} if full_kl else None)
         with PeakMemory() as memory:
-            scores = scorer._score(hidden_KH, torch.zeros(num_tokens, dtype=torch.int64), ref_hidden_KH)
+            scores = scorer._score(hidden_KH, torch.zeros(num_tokens, dtype=torch.int64), given)
             sum(column.sum() for column in scores.values()).backward()
         peaks.append(memory.peak)
     # All logits of the larger call would be 16 MB; some copies of one chunk (1 MB each) are held, whatever the number.
@@ -221,10 +223,10 @@ def full_kl(model: PreTrainedModel, reference: PreTrainedModel, batch: Batch, te
 
 def with_reference(model: PreTrainedModel, reference: PreTrainedModel, batch: Batch) -> tuple[TokenScorer, Batch]:
     """A scorer that knows the reference's output layer, and the batch with the reference's hidden states."""
-    hidden_TH = score_batch(TokenScorer(reference, returns_hidden=True), batch, max_sequences=3).hidden_TH
-    scorer = TokenScorer(model, temperature=0.7)
+    hidden_TH = score_batch(TokenScorer(reference, needs=(logprobs, hidden_states)), batch, max_sequences=3).hidden_TH
     layer = reference.get_output_embeddings()
-    scorer.reference_layer = OutputLayer(layer.weight.detach(), layer.bias)
+    kl = KlToReference(layer=OutputLayer(layer.weight.detach(), layer.bias))
+    scorer = TokenScorer(model, temperature=0.7, needs=(*BASIC, kl))
     return scorer, batch.replace(ref_hidden_TH=hidden_TH)
 
 
@@ -249,7 +251,7 @@ def test_gradient_of_the_kl_over_the_vocabulary_is_that_of_a_direct_one(
     model, reference = make_model(), make_model(seed=2)
     scorer, batch = with_reference(model, reference, make_batch())
     weights = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(0))
-    scores = score_input(scorer, rectangle(batch), batch.num_tokens, batch.ref_hidden_TH)
+    scores = score_input(scorer, rectangle(batch), batch.num_tokens, Given.of(batch, scorer.needs))
     (scores.kl_T * weights).sum().backward()
     twin = make_model().double()
     (full_kl(twin, reference, batch, 0.7) * weights).sum().backward()
@@ -259,16 +261,29 @@ def test_gradient_of_the_kl_over_the_vocabulary_is_that_of_a_direct_one(
 
 def test_hidden_states_are_kept_for_loss_tokens_alone() -> None:
     batch = make_batch()
-    hidden_TH = score_batch(TokenScorer(make_model(), returns_hidden=True), batch, packing=True).hidden_TH
+    hidden_TH = score_batch(TokenScorer(make_model(), needs=(logprobs, hidden_states)), batch, packing=True).hidden_TH
     assert hidden_TH.shape == (batch.num_tokens, 16) and hidden_TH.dtype == torch.float32
     assert torch.equal(hidden_TH.any(1), batch.loss_mask_T)
-    assert score_batch(TokenScorer(make_model(), returns_hidden=True), batch.select([])).hidden_TH.shape == (0, 16)
+    assert score_batch(
+        TokenScorer(make_model(), needs=(logprobs, hidden_states)), batch.select([])
+    ).hidden_TH.shape == (0, 16)
 
 
 def test_kl_without_the_references_output_layer_is_an_error() -> None:
     batch = make_batch()
     with pytest.raises(ValueError, match="kl_penalty 'full'"):
-        score_batch(TokenScorer(make_model()), batch.replace(ref_hidden_TH=torch.zeros(batch.num_tokens, 16)))
+        score_batch(
+            TokenScorer(make_model(), needs=(KlToReference(),)),
+            batch.replace(ref_hidden_TH=torch.zeros(batch.num_tokens, 16)),
+        )
+
+
+def test_columns_of_any_name_travel_and_are_put_together() -> None:
+    one, other = (TokenScores.of(logprobs_T=torch.tensor([x]), own_T=torch.tensor([2 * x])) for x in (1.0, 2.0))
+    assert one.others.keys() == {"own_T"} and pickle.loads(pickle.dumps(one)).columns == one.columns
+    places = [torch.tensor([2]), torch.tensor([0])]
+    whole = TokenScores.gathered(3, places, [one, other, one])  # the last is padding
+    assert whole.logprobs_T.tolist() == [2.0, 0.0, 1.0] and whole.others["own_T"].tolist() == [4.0, 0.0, 2.0]
 
 
 def test_empty_batch_scores_to_nothing() -> None:

@@ -172,6 +172,16 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         lambda folder, _: (folder / "adapter_config.json").write_text("{}") and None,
         r"seen a model and adapter_config\.json",
     ),
+    "a matrix of an adapter": (
+        "Llama",
+        with_more(f"base_model.model.{QUERY}.lora_A.weight", 4, 16),
+        rf"1 of its 22 tensors .*lost: base_model\.model\.{QUERY}\.lora_A\.weight; they are an adapter's",
+    ),
+    "an unknown activation": (
+        "Llama",
+        lambda folder, _: configure(folder, hidden_act="swishy"),
+        r"no model can be made of config\.json \(KeyError: 'swishy'\)",
+    ),
     "a padding token beyond": (
         "Llama",
         lambda folder, _: configure(folder, pad_token_id=32),
@@ -272,6 +282,13 @@ def test_a_tensor_in_two_files_is_refused(shards) -> None:
     save_file({**second, name: first[name] + 1}, files[1])
     with pytest.raises(ValueError, match=f"{name} is in {files[0].name} and in {files[1].name}, expected in one file"):
         WeightFiles(str(folder))
+
+
+def test_a_file_that_the_index_does_not_name_is_refused(shards) -> None:
+    folder, files, _ = shards
+    shutil.copy(files[0], folder / "model-00099-of-00099.safetensors")
+    with pytest.raises(ValueError, match=r"seen model-00099-of-00099\.safetensors, that \S+index\.json does not name"):
+        load_causal_lm(str(folder))
 
 
 def test_two_models_in_one_folder_are_refused(shards) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from roll.algorithms.alignment import NO_CHUNK
 from roll.algorithms.distillation import teacher_metrics
+from roll.algorithms.quantities import TopTokens, hidden_states, logprobs
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.data.prompts import Prompt
@@ -81,7 +82,7 @@ def test_the_answer_is_scored_behind_the_teachers_prompt(teacher: Imitator) -> N
         for question, solution in [QUESTIONS[group]]
     ]
     batch = rollouts(renderer)
-    scorer = TokenScorer(teacher.model.float(), returns_hidden=True, top_k=3)
+    scorer = TokenScorer(teacher.model.float(), needs=(logprobs, hidden_states, TopTokens(3)))
     wrapped = PrivilegedTeacher(Here(scorer), prompt)
     scores = wrapped.submit_logprobs(batch)()
     assert sorted(asked) == [4, 9], "once for a group"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
+from roll.algorithms.losses import policy_needs
+from roll.algorithms.quantities import BASIC, KlToReference, hidden_states, logprobs
 from roll.configs.loader import load_config
 from roll.configs.rlvr import RLVRConfig
 from roll.data.templates import ChatTemplate
@@ -40,7 +42,7 @@ def loaded(folder: Path, *words: str) -> RLVRConfig:
 
 def context(config: RLVRConfig, role: str) -> StrategyContext:
     roles = Roles.__new__(Roles)
-    roles.config, roles._teaching = config, cast(Any, SimpleNamespace(comparison=None))
+    roles.config, roles.needs = config, policy_needs(config)
     return roles._own_context(role, "policy")
 
 
@@ -52,6 +54,8 @@ def context(config: RLVRConfig, role: str) -> StrategyContext:
         ("actor_train", "tokenizer_path=own", "tokenizer_path", "own"),
         ("actor_infer", "tokenizer_path=own", "tokenizer_path", "own"),
         ("reference", "reference_pretrain=org/other", "model_path", "org/other"),
+        ("actor_train", "kl_penalty=full", "needs", (*BASIC, KlToReference())),
+        ("reference", "kl_penalty=full", "needs", (logprobs, hidden_states)),
         (
             "actor_infer",
             "actor_train.data_args.chat_template_kwargs={enable_thinking: false}",

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import transformers
 from safetensors.torch import load_file, save_file
 
+from roll.configs.distill import DistillConfig
 from roll.configs.loader import validate
 from roll.configs.problems import ConfigErrors
 from roll.configs.sft import SFTConfig
+from roll.models.adapter_files import ADAPTER_FILE
 from roll.models.tiny import make_tokenizer
+from roll.models.weight_files import INDEX
+from roll.pipeline.start import check_rows
 from roll.preflight.choices import CHECKS
-from roll.preflight.models import describe_adapter
+from roll.preflight.models import check_formats, check_tokenizer, describe_adapter
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -75,6 +81,10 @@ def add_token(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def void(_: object) -> None:
+    pass
+
+
 WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "output layer": (add_output_layer, "lm_head.weight differs from model.embed_tokens.weight"),
     "layers": (
@@ -87,6 +97,27 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "token": (add_token, "1 of the tokenizer's"),
     "configuration": (lambda folder: configure(folder, num_hidden_layers=1), "(1) must be equal to the number of"),
+    "activation": (lambda folder: configure(folder, hidden_act="swishy"), "no model can be made of config.json"),
+    "rotary positions": (
+        lambda folder: configure(folder, rope_parameters={"rope_type": "spiral", "factor": 2.0}),
+        "no model can be made of config.json",
+    ),
+    "generation": (
+        lambda folder: void((folder / "generation_config.json").write_text("[1]")),
+        "it holds [1]",
+    ),
+    "tokenizer": (
+        lambda folder: void((folder / "tokenizer.json").write_text("{}")),
+        "its tokenizer cannot be read (KeyError: 'added_tokens')",
+    ),
+    "index": (
+        lambda folder: void((folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": 3}}))),
+        "weight_map.lm_head.weight: seen 3, expected the name of a file",
+    ),
+    "format": (
+        lambda folder: void((folder / "model.safetensors").rename(folder / "pytorch_model.bin")),
+        "no model.safetensors in it, and no model.safetensors.index.json, but pytorch_model.bin;",
+    ),
     "end": (
         lambda folder: configure(folder, "generation_config.json", eos_token_id=[1, 999]),
         "generation_config.json: eos_token_id: seen [1, 999], expected below vocab_size",
@@ -112,9 +143,33 @@ def test_the_tokens_without_a_row_are_named_with_their_ids(folder: Path) -> None
     assert f"beyond the model's vocabulary (vocab_size {rows}): '<|new|>' ({rows});" in problems(folder)["pretrain"]
 
 
-def test_weights_that_are_not_here_are_no_problem(folder: Path) -> None:
+def test_a_teacher_has_a_row_for_each_token_of_the_policy(folder: Path) -> None:
+    teacher = folder.parent / "teacher"
+    shutil.copytree(folder, teacher)
+    configure(teacher, vocab_size=40)
+    values = settings(folder, "fsdp2_train") | {"teacher_pretrain": str(teacher), "sequence_length": 64}
+    section = {"strategy_args": {"strategy_name": "fsdp2_infer"}, "device_mapping": [0]}
+    made = validate(DistillConfig, values | {"teacher": section})
+    assert {found.path for found in check_tokenizer(made)} == {"pretrain"}
+    assert "vocabulary of teacher_pretrain" in next(check_tokenizer(made)).expected
+    with pytest.raises(ValueError, match=r"teacher, the model of teacher: \d+ of the tokenizer's"):
+        check_rows(made)
+
+
+def test_a_model_that_is_not_looked_at_before_a_run_has_a_row_for_each_token(folder: Path) -> None:
+    made = validate(SFTConfig, settings(folder, "fsdp2_train"))
+    check_rows(made)
+    add_token(folder)
+    with pytest.raises(ValueError, match=r"the model of actor_train: 1 of the tokenizer's"):
+        check_rows(made)
+
+
+def test_weights_that_are_not_here_are_no_problem_before_a_run(folder: Path) -> None:
+    made = validate(SFTConfig, settings(folder, "fsdp2_train"))
+    assert list(check_formats(made, needed=True)) == []
     (folder / "model.safetensors").unlink()
     assert problems(folder) == {}
+    assert [problem.path for problem in check_formats(made, needed=True)] == ["pretrain"]
 
 
 def test_what_all_linear_leaves_out_of_a_mixture_is_said(tmp_path: Path) -> None:
@@ -124,6 +179,42 @@ def test_what_all_linear_leaves_out_of_a_mixture_is_said(tmp_path: Path) -> None
     (line,) = describe_adapter(made)
     assert line.startswith("warning: actor_train.model_args.lora_target: all-linear leaves without adapter: ")
     assert "mlp.experts.gate_up_proj (2 tensors, 6,144 parameters)" in line
+
+
+@pytest.fixture
+def adapter(folder: Path) -> Path:
+    """One of rank 2 on ``q_proj`` and ``v_proj``."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    target = folder.parent / "adapter"
+    peft.get_peft_model(
+        model, peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    ).save_pretrained(str(target))
+    return target
+
+
+def test_an_adapter_to_start_from_has_the_matrices_that_are_trained(folder: Path, adapter: Path) -> None:
+    def found(targets: str) -> str:
+        args = {"lora_target": targets, "lora_rank": 2, "lora_alpha": 4, "adapter_name_or_path": str(adapter)}
+        return problems(folder, **args).get("actor_train.model_args.adapter_name_or_path", "")
+
+    assert found("q_proj,v_proj") == ""
+    assert "has base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight" in found("q_proj")
+    assert "lacks base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight" in found("q_proj,k_proj,v_proj")
+    tensors = load_file(adapter / ADAPTER_FILE)
+    name = next(name for name in tensors if ".lora_A." in name)
+    save_file({**tensors, name: tensors[name][:, 1:].contiguous()}, adapter / ADAPTER_FILE)
+    assert "seen shape (2, 15), expected (2, 16)" in found("q_proj,v_proj")
+    (adapter / ADAPTER_FILE).write_bytes(b"cut")
+    assert "expected a whole safetensors file" in found("q_proj,v_proj")
+
+
+def test_an_adapter_of_another_model_is_told(folder: Path, adapter: Path) -> None:
+    args = {"lora_target": "q_proj,v_proj", "lora_rank": 2, "lora_alpha": 4, "adapter_name_or_path": str(adapter)}
+    assert describe_adapter(validate(SFTConfig, settings(folder, "fsdp2_train", **args))) == []
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "org/other"}))
+    (line,) = describe_adapter(validate(SFTConfig, settings(folder, "fsdp2_train", **args)))
+    assert f"the adapter was made for org/other, pretrain is {folder}" in line
 
 
 def test_layers_of_gpt2_are_adapted_or_named(tmp_path: Path) -> None:

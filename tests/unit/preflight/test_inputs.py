@@ -14,14 +14,22 @@ import pytest
 
 from roll.__main__ import main
 from roll.configs.compose import compose_config
+from roll.configs.dpo import DPOConfig
 from roll.configs.loader import load_composed
 from roll.configs.rlvr import RLVRConfig
+from roll.configs.sft import SFTConfig
 from roll.configs.shipped import SHIPPED
+from roll.data.files.rows import DataError
+from roll.pipeline.dpo.pipeline import _load as load_pairs
+from roll.pipeline.offline.imitated import load_imitated
+from roll.pipeline.offline.launch import load_datasets
 from roll.preflight import inputs
 from roll.preflight.inputs import HEAD, check_data, check_hub, check_inputs
 from roll.preflight.machine import check_machine
+from roll.preflight.templates import policy_renderer
 
 Load = Callable[..., RLVRConfig]
+LOADERS = {"sft_math": load_imitated, "dpo_math": load_pairs}
 TRAIN, VAL = "actor_train.data_args", "validation.data_args"
 
 
@@ -273,3 +281,19 @@ def test_references_that_no_answer_can_equal_are_problems_of_their_rows(load: Lo
     _, [problem] = check_data(config)
     assert f"{tmp_path}/train.jsonl:2: rewards." in str(problem) and f"{tmp_path}/train.jsonl:3: " in str(problem)
     assert "seen nan, expected a number" in str(problem) and "seen 'six', expected a number" in str(problem)
+
+
+@pytest.mark.parametrize("name", ["sft_math", "dpo_math"])
+def test_references_of_held_out_questions_are_tried_where_answers_to_them_are_scored(name: str, tmp_path: Path) -> None:
+    answers = {"response": "2"} if name == "sft_math" else {"chosen": "2", "rejected": "3"}
+    file = tmp_path / "val.jsonl"
+    write(file, row(**answers), row(prompt="2+2=", solution="four", **answers), row(prompt="3+3=", **answers))
+    files = [f"{TRAIN}.file_name={tmp_path}/train.jsonl", f"{VAL}.file_name={file}", "data_generator=null"]
+    found = compose_config(name, SHIPPED, [*files, *(["warm_start.file_name=d.jsonl"] if name == "dpo_math" else [])])
+    schema = SFTConfig if name == "sft_math" else DPOConfig
+    config = load_composed(schema, name, found)
+    _, [problem] = check_data(config)
+    assert f"{file}:2: rewards.arithmetic.verifiers.0 (gsm8k)" in str(problem) and "seen 'four'" in str(problem)
+    assert f"{file}:1" not in str(problem) and f"{file}:3" not in str(problem)
+    with pytest.raises(DataError, match=r"val\.jsonl:2: rewards\.arithmetic"):
+        load_datasets(config.model_copy(update={"eval_only": True}), policy_renderer(config), LOADERS[name])

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from transformers import GemmaConfig, Qwen2Config, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GemmaConfig, Qwen2Config, Qwen2MoeConfig, Qwen3MoeConfig
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.loader import validate
@@ -54,10 +54,10 @@ FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Folders with a model's configuration, by name, and some that hold none."""
+    """Folders with a small model, by name, and some that hold none."""
     root = tmp_path_factory.mktemp("models")
     for name, config in MODELS.items():
-        config.save_pretrained(root / name)
+        AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
     for name, text in {"broken": "{", "nameless": "{}", "unheard": '{"model_type": "frobnicator"}'}.items():
         (root / name).mkdir()
         (root / name / "config.json").write_text(text)

@@ -417,3 +417,106 @@ CONSTANT = "def {0}(*x):\n    return 0\n"
 )  # fmt: skip
 def test_no_side_of_a_comparison_is_given_away(tests, program):
     assert scores([(tests, program)]) == [0.0]
+
+
+# --- what tests give the program
+
+NODE = "class N:\n    def __init__(self, v, nxt=None):\n        self.v, self.next = v, nxt\n"
+APPLY = "def apply(f, x):\n    return f(x)\n"
+LENT = {
+    "a function": ("def f(x):\n    return x + 1\nassert apply(f, 3) == 4", APPLY),
+    "a lambda": ("assert apply(lambda v: v + 1, 3) == 4", APPLY),
+    "a built-in": ("assert apply(len, 'abc') == 3 and apply(str.upper, 'a') == 'A'", APPLY),
+    "of a module": ("import math, operator\nassert apply(math.sqrt, 4) == 2 and apply(operator.neg, 1) == -1", APPLY),
+    "a getter": ("import operator\nassert apply(operator.itemgetter(1), (5, 6)) == 6", APPLY),
+    "a method of a list": (
+        "seen = []\nrun(seen.append)\nassert seen == [0, 1, 2]",
+        "def run(f):\n    for i in range(3):\n        f(i)\n",
+    ),
+    "a decorated function": (
+        "@deco\ndef h(x):\n    return x\nassert h(1) == 2",
+        "import functools\ndef deco(f):\n    @functools.wraps(f)\n"
+        "    def g(*a):\n        return f(*a) + 1\n    return g\n",
+    ),
+    "a function that calls the program": (
+        "def g(n):\n    return fact(g, n)\nassert g(20) == 2432902008176640000",
+        "def fact(f, n):\n    return n * f(n - 1) if n else 1\n",
+    ),
+    "a function that raises": (
+        "def bad():\n    raise KeyError('x')\nassert attempt(bad) == 'caught'",
+        "def attempt(f):\n    try:\n        f()\n    except KeyError:\n        return 'caught'\n",
+    ),
+    "an object": (f"{NODE}assert first(N(7)) == 7", "def first(n):\n    return n.v\n"),
+    "objects that are changed": (
+        f"{NODE}h = rev(N(1, N(2, N(3))))\nassert [h.v, h.next.v, h.next.next.v] == [3, 2, 1] and not h.next.next.next",
+        "def rev(head):\n    prev = None\n    while head:\n"
+        "        head.next, prev, head = prev, head, head.next\n    return prev\n",
+    ),
+    "objects in order": (
+        "class K:\n    def __init__(self, v): self.v = v\n    def __lt__(self, o): return self.v < o.v\n"
+        "a, b = K(2), K(1)\nassert srt([a, b])[0] is b",
+        "def srt(xs):\n    return sorted(xs)\n",
+    ),
+    "equal objects": (
+        "class Q:\n    def __init__(self, v): self.v = v\n    def __eq__(self, o): return self.v == o.v\n"
+        "assert same(Q(1), Q(1)) and not same(Q(1), Q(2))",
+        "def same(a, b):\n    return a == b\n",
+    ),
+    "a named tuple": (
+        "from collections import namedtuple\nP = namedtuple('P', 'x y')\nassert norm(P(3, 4)) == 28",
+        "def norm(p):\n    x, y = p\n    return p.x * p.x + p.y * p.y + p[0]\n",
+    ),
+    "an iterator": (
+        "assert total(iter([1, 2])) == 3 and total(x for x in [4]) == 4",
+        "def total(i):\n    return sum(i)\n",
+    ),
+    "a coroutine": ("import asyncio\nassert asyncio.run(f(2)) == 4", "async def f(x):\n    return x * 2\n"),
+    "coroutines": (
+        "import asyncio\nasync def t():\n    assert await asyncio.gather(f(1), f(2)) == [2, 4]\nasyncio.run(t())",
+        "async def f(x):\n    return x * 2\n",
+    ),
+    "what it prints": (
+        "import io, contextlib\nb = io.StringIO()\n"
+        "with contextlib.redirect_stdout(b):\n    f(3)\nassert b.getvalue() == '3\\n'",
+        "def f(x):\n    print(x)\n",
+    ),
+    "isinstance": (
+        "assert isinstance(make(), A) and not isinstance(3, A)",
+        "class A:\n    pass\ndef make():\n    return A()\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_what_tests_give_the_program_is_lent_to_it(group):
+    chosen = dict(list(LENT.items())[group::2])
+    found = scores([([test], program) for test, program in chosen.values()])
+    assert dict(zip(chosen, found, strict=True)) == dict.fromkeys(chosen, 1.0)
+    assert scores([([test], "def wrong(*_):\n    return None\n") for test, _ in chosen.values()]) == [0.0] * len(chosen)
+
+
+NOSY = {
+    "globals": "def apply(f, x):\n    return f.__globals__['expected']\n",
+    "behind the proxy": (
+        "def apply(f, x):\n    return f._owner.borrow(f._number, 'get', name='__globals__')['expected']\n"
+    ),
+    "code": "def apply(f, x):\n    return f._owner.borrow(f._number, 'special', name='__code__')\n",
+    "another's attribute": "def apply(f, x):\n    return f._owner.borrow(f._number, 'set', 3, name='__defaults__')\n",
+    "an object that equals all": (
+        "class E:\n    def __eq__(self, o):\n        return True\ndef apply(f, x):\n    return f(E())\n"
+    ),
+}
+
+
+def test_what_is_lent_leads_to_nothing_else_of_the_tests():
+    test = "expected = 3\nassert apply(lambda v: v, 3) == expected"
+    assert scores([([test], program) for program in NOSY.values()]) == [0.0] * len(NOSY)
+
+
+def test_what_cannot_be_lent_is_a_problem_of_the_row_and_never_one_that_a_program_can_make():
+    for value in ("re.compile('a')", "io.StringIO('a')"):
+        with pytest.raises(ValueError, match=r"tests: they give the program a value of type (Pattern|StringIO), which"):
+            scores([([f"import io, re\nassert f({value}) == 1"], "def f(p):\n    return 1\n")])
+    asks = "def f(o):\n    return o.pattern\n"
+    holder = "import re\nclass H:\n    pattern = re.compile('a')\nassert f(H()) == 1"
+    assert scores([([holder], asks)]) == [0.0]

@@ -120,3 +120,27 @@ def test_numbers_are_read_whole_and_exactly(verifier, response, truth):
 def test_the_last_number_of_prose_counts_where_nothing_hedges_it(response, number):
     flexible = FinalAnswerVerifier(FinalAnswerConfig(method="flexible"))
     assert flexible.check(Sample(QUESTION, response, 18, "tag")).answer == number
+
+
+@pytest.mark.parametrize(
+    ("text", "is_18"),
+    [
+        (r"$9 \times 2 = 18$", True),
+        ("9 x 2 = 18", True),
+        ("$18/hour", True),
+        ("The answer is $18 a day.", True),
+        ("It takes 18 minutes.", True),
+        ("Therefore, she needs 18 more stamps.", True),
+        ("18 people attended the party.", True),
+        ("18 miles per gallon", True),
+        ("18 half-dozens", False),
+        ("18 in base 8", False),
+        ("2x = 18", False),
+        ("Tom has 18 marbles more than Ann", False),
+        ("18 marbles, but he lost one", False),
+        ("if she sold all, 18", False),
+    ],
+)
+def test_units_and_sentences_around_a_final_number(verifier, text, is_18):
+    sample = Sample("", f"<answer>{text}</answer>", "18", "tag")
+    assert verifier.check(sample).correct is is_18

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -19,9 +18,16 @@ from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.generation.generator import Generator
 from roll.distributed.weights.buckets import pack_buckets
 from roll.distributed.weights.contents import WeightBucket
-from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIES, unusual_entry
+from roll.models.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    CLASSIFIES,
+    matrix_shapes_in,
+    read_adapter_config,
+    unusual_entry,
+)
 from roll.models.loading import load_config
-from roll.models.lora import LoraSpec
+from roll.models.lora import LoraSpec, adapted_names
 
 logger = logging.getLogger(__name__)
 
@@ -39,22 +45,15 @@ def base_of(model: str) -> tuple[str, LoraSpec | None]:
     file = Path(model).expanduser() / ADAPTER_CONFIG
     if not file.is_file():
         return model, None
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = read_adapter_config(file.parent)
     if config.get("task_type") == CLASSIFIES:
         raise ValueError(f"{file}: task_type is {CLASSIFIES}: a reward model, expected a model that generates")
     if unusual := unusual_entry(config):
         raise ValueError(f"{file}: {unusual}, expected an adapter without it")
-    spec = LoraSpec(
-        config["r"],
-        config["lora_alpha"],
-        _names(config["target_modules"]),
-        excluded=_names(config.get("exclude_modules") or ()),
-    )
-    return config["base_model_name_or_path"], spec
-
-
-def _names(given: str | Sequence[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
+    if (base := config.get("base_model_name_or_path")) is None:
+        raise ValueError(f"{file}: no base_model_name_or_path in it, expected the model that it adapts")
+    targets = adapted_names(matrix_shapes_in(file.parent))  # its configuration may say all-linear, or a pattern
+    return base, LoraSpec(config["r"], config["lora_alpha"], tuple(sorted(targets)))
 
 
 @contextmanager

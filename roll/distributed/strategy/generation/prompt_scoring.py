@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from roll.models.comparison import WholeVocabulary, top_tokens
+from roll.algorithms.quantities import TopTokens, WholeVocabulary, top_tokens
 
 if TYPE_CHECKING:
     from roll.distributed.strategy.base import StrategyContext
@@ -31,8 +31,9 @@ class PromptScoring:
     @classmethod
     def of(cls, context: StrategyContext, vocab_size: int) -> PromptScoring:
         """Returns the settings that a role's context asks for, of a model with so many tokens."""
-        num_ids = None if context.num_ids is None else min(context.num_ids, vocab_size)
-        return cls(context.temperature or 1.0, min(context.top_k, num_ids or vocab_size), num_ids)
+        top = next((each for each in context.needs if isinstance(each, TopTokens)), TopTokens(0))
+        num_ids = None if top.num_ids is None else min(top.num_ids, vocab_size)
+        return cls(context.temperature or 1.0, min(top.count, num_ids or vocab_size), num_ids)
 
     @property
     def width(self) -> int:

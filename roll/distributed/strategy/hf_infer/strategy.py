@@ -81,13 +81,7 @@ class HfInfer(Generator[WeightUpdate]):
         self._adapter = MergedAdapter(self._model, context.lora) if context.lora is not None else None
         self.vocab_size = self._model.config.get_text_config().vocab_size
         check_vocabulary(tokenizer, self.vocab_size)
-        self._scorer = TokenScorer(
-            self._model,
-            temperature=context.temperature,
-            returns_hidden=context.returns_hidden,
-            top_k=context.top_k,
-            num_ids=context.num_ids,
-        )
+        self._scorer = TokenScorer(self._model, temperature=context.temperature, needs=context.needs)
         self._batching = ContinuousBatching(
             self._model,
             stop_ids=stop_token_ids(self._model.generation_config, tokenizer, context.template),

@@ -6,16 +6,16 @@ over the vocabulary is needed. Axes: K loss tokens, H hidden units, V one rank's
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
-from roll.models.comparison import MASKED, Comparison, TeacherView, top_tokens
-from roll.models.scoring import TOP_COLUMNS, in_chunks
+from roll.algorithms.quantities import MASKED, Distribution, Given, OutputLayer, Quantity
+from roll.models.scoring import score_hidden
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,16 @@ class VocabularyShare:
         found: Tensor = _LogSoftmax.apply(logits_KV, self.group)
         return found
 
+    def at(self, logprobs_KV: Tensor, ids_K: Tensor) -> Tensor:
+        index_K = ids_K - self.start
+        here_K = (index_K >= 0) & (index_K < logprobs_KV.shape[1])
+        return self.total(logprobs_KV.gather(1, (index_K * here_K)[:, None]).squeeze(1) * here_K)
+
     def total(self, parts: Tensor) -> Tensor:
         return sum_over(parts, self.group)
+
+    def highest(self, parts: Tensor) -> Tensor:
+        return _reduced(parts.detach(), self.group, dist.ReduceOp.MAX)
 
     def top(self, logprobs_KV: Tensor, count: int) -> tuple[Tensor, Tensor]:
         values_KC, index_KC = logprobs_KV.topk(min(count, logprobs_KV.shape[1]), dim=-1)
@@ -54,95 +62,48 @@ class VocabularyShare:
 class TokenScorer:
     """Scores tokens from hidden states that all tensor-parallel ranks hold alike.
 
-    What else it tells of them is as in ``roll.models.scoring.TokenScorer``.
+    Args:
+        needs: what it computes of each token's distribution, see ``roll.algorithms.quantities``.
     """
 
-    def __init__(
-        self,
-        share: VocabularyShare,
-        temperature: float,
-        marks_hits: bool = False,
-        top_k: int = 0,
-        num_ids: int | None = None,
-        sums_squares: bool = False,
-    ) -> None:
+    def __init__(self, share: VocabularyShare, temperature: float, needs: Sequence[Quantity]) -> None:
         self.share = share
-        self.marks_hits = marks_hits
-        self.sums_squares = sums_squares
-        self.top_k = top_k
-        self.num_ids = num_ids
-        self.comparison: Comparison | None = None
-        """Comparison of the model with its teacher, where it has one."""
-        self.reference_weight_VH: Tensor | None = None
-        """The reference's output layer, where the KL to it is wanted."""
-        self._inverse_temperature = 1.0 / temperature if temperature > 0 else 1.0
+        self.needs = tuple(needs)
+        self._temperature = temperature if temperature > 0 else 1.0
 
     def __call__(
-        self,
-        weight_VH: Tensor,
-        hidden_KH: Tensor,
-        target_K: Tensor,
-        ref_hidden_KH: Tensor | None = None,
-        teacher: TeacherView | None = None,
+        self, weight_VH: Tensor, hidden_KH: Tensor, target_K: Tensor, given: Given | None = None
     ) -> dict[str, Tensor]:
-        """Scores of the tokens, in chunks whose logits are computed again in the backward pass.
+        """Columns of ``TokenScores``, in chunks whose logits are computed again in the backward pass.
 
-        Returns:
-            float32 [K] under their names in ``TokenScores``: log-probabilities, entropies, where wanted the hits or the
-            top tokens, with the reference's hidden states the KL to it, with a teacher the divergence from it.
-
-        Raises:
-            ValueError: ``ref_hidden_KH`` without the reference's output layer, ``teacher`` without a ``comparison``.
+        Args:
+            weight_VH: this rank's rows of the output layer.
+            given: what the batch says of the tokens.
         """
-        score = in_chunks(self._score_chunk, weight_VH.shape[0], weight_VH)
-        return score(hidden_KH, target_K, ref_hidden_KH, teacher)
+        return score_hidden(
+            self._distribution, self.needs, hidden_KH, target_K, given or Given(), len(weight_VH), weight_VH
+        )
 
-    def _score_chunk(
-        self,
-        hidden_KH: Tensor,
-        target_K: Tensor,
-        ref_hidden_KH: Tensor | None,
-        teacher: TeacherView | None,
-        weight_VH: Tensor | None,
-    ) -> dict[str, Tensor]:
+    def _distribution(
+        self, hidden_KH: Tensor, target_K: Tensor, given: Given, weight_VH: Tensor | None
+    ) -> Distribution:
         assert weight_VH is not None
-        group = self.share.group
-        logprobs_KV = self._log_softmax(weight_VH, _SameOnAll.apply(hidden_KH, group))
-        probabilities_KV = logprobs_KV.exp()
-        index_K = target_K - self.share.start
-        here_K = (index_K >= 0) & (index_K < weight_VH.shape[0])
-        target_logprobs_K = logprobs_KV.gather(1, (index_K * here_K)[:, None]).squeeze(1) * here_K
-        scores = {
-            "logprobs_T": _Sum.apply(target_logprobs_K, group),
-            "entropy_T": -_Sum.apply((probabilities_KV * logprobs_KV).sum(-1), group),
-        }
-        if self.marks_hits:
-            with torch.no_grad():
-                highest_K = _reduced(logprobs_KV.amax(-1), group, dist.ReduceOp.MAX)
-                scores["hit_T"] = (scores["logprobs_T"] >= highest_K).float()
-        if self.sums_squares:
-            scores["squares_T"] = _reduced(probabilities_KV.detach().square().sum(-1), group)
-        if ref_hidden_KH is not None:
-            if self.reference_weight_VH is None:
-                raise ValueError("kl_penalty 'full': this model holds no output layer of the reference to compare with")
-            ref_logprobs_KV = self._log_softmax(self.reference_weight_VH, ref_hidden_KH)
-            scores["kl_T"] = _Sum.apply((probabilities_KV * (logprobs_KV - ref_logprobs_KV)).sum(-1), group)
-        if teacher is not None:
-            if self.comparison is None:
-                raise ValueError("distillation: this model was not told how to compare itself with a teacher")
-            scores["divergence_T"] = self.comparison(logprobs_KV, teacher)
-        if self.top_k:
-            found = top_tokens(logprobs_KV, self.top_k, self.num_ids, self.share)
-            scores |= dict(zip(TOP_COLUMNS, found, strict=True))
-        return scores
+        return Distribution(
+            self._read(_SameOnAll.apply(hidden_KH, self.share.group), OutputLayer(weight_VH)),
+            target_K,
+            hidden_KH,
+            self.share,
+            temperature=self._temperature,
+            read=self._read,
+            given=given,
+        )
 
-    def _log_softmax(self, weight_VH: Tensor, hidden_KH: Tensor) -> Tensor:
+    def _read(self, hidden_KH: Tensor, layer: OutputLayer) -> Tensor:
         """Log-probabilities of this rank's tokens, float32; those of padding are about ``MASKED``."""
-        logits_KV = functional.linear(hidden_KH.to(weight_VH.dtype), weight_VH).float() * self._inverse_temperature
-        held = self.share.vocab_size - self.share.start
-        if held < weight_VH.shape[0]:
-            padding_V = torch.arange(weight_VH.shape[0], device=weight_VH.device) >= held
-            logits_KV = logits_KV.masked_fill(padding_V, MASKED)
+        logits_KV = layer(hidden_KH) * (1.0 / self._temperature)
+        width, held = logits_KV.shape[1], self.share.vocab_size - self.share.start
+        if held < width:
+            logits_KV = logits_KV.masked_fill(torch.arange(width, device=logits_KV.device) >= held, MASKED)
         return self.share.log_softmax(logits_KV)
 
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roll.algorithms.quantities import Given, OutputLayer, OutputLayers, moved, prepared
 from roll.algorithms.types import LossContext, LossFn, TokenScores, add_metrics
 from roll.configs.engines.megatron import MegatronConfig
 from roll.data.batch import Batch
@@ -51,9 +52,8 @@ from roll.distributed.strategy.training.pieces import Piece
 from roll.distributed.strategy.training.saving import SourceFolder, Tensors, model_tensors, open_source
 from roll.distributed.strategy.training.scorer import Limits, Scorer, join_group
 from roll.distributed.strategy.training.trainer import Trainer
-from roll.models.comparison import TeacherView
 from roll.models.loading import load_config, make_skeleton, resolve_dtype, save_config
-from roll.models.teacher_layer import make_comparison
+from roll.models.teacher_layer import load_teacher_layer
 
 
 class MegatronInfer(Scorer):
@@ -86,15 +86,18 @@ class MegatronInfer(Scorer):
         replays = context.router_replay != "disable"
         self._routing = ExpertRouting(self.model, self.options) if replays else None
         share = self.model.vocabulary()
-        self._scorer = TokenScorer(
-            share, context.temperature, context.marks_hits, context.top_k, context.num_ids, context.sums_squares
-        )
-        if context.comparison is not None and self.model.last is not None:
-            width = self.model.output_weight().shape[0]
-            found = make_comparison(context.comparison, share, context.temperature, width, self._model_dtype)
-            self._scorer.comparison = found.to(self.device)
-        if context.keeps_output_layer and self.model.last is not None:
-            self._scorer.reference_weight_VH = self.model.output_weight().detach().clone()
+        self._scorer = TokenScorer(share, context.temperature, context.needs)
+        if self.model.last is not None and self.model.value_head is None:
+            weight_VH = self.model.output_weight()
+            layers = OutputLayers(
+                own=lambda: OutputLayer(weight_VH.detach().clone()),
+                of=lambda path, trusts: (
+                    load_teacher_layer(path, self._model_dtype, trust_remote_code=trusts)
+                    .rows(share.start, len(weight_VH))
+                    .to(self.device)
+                ),
+            )
+            self._scorer.needs = prepared(context.needs, layers)
         return self.info
 
     def forward(self, micro_batch: Batch, limits: Limits) -> TokenScores:
@@ -120,10 +123,7 @@ class MegatronInfer(Scorer):
     def move(self, what: States, device: torch.device) -> None:
         if States.WEIGHTS in what:
             self._move_weights(device)
-            reference = self._scorer.reference_weight_VH
-            self._scorer.reference_weight_VH = None if reference is None else reference.to(device)
-            comparison = self._scorer.comparison
-            self._scorer.comparison = None if comparison is None else comparison.to(device)
+            self._scorer.needs = moved(self._scorer.needs, device)
 
     def _move_weights(self, device: torch.device) -> None:
         for chunk in self.model.chunks:
@@ -193,16 +193,11 @@ class MegatronInfer(Scorer):
         if (head := self.model.value_head) is not None:
             found = {"values_T": head(hidden_KH.float())}
         else:
-            reference = one.micro_batch.ref_hidden_TH
-            ref_hidden_KH = None if reference is None else reference.to(self.device)[one.token_K]
-            teacher = TeacherView.of(one.micro_batch)
-            view = None if teacher is None else teacher.take(one.token_K.to("cpu"), self.device)
-            found = self._scorer(self.model.output_weight(), hidden_KH, one.target_K, ref_hidden_KH, view)
-            if self.context.returns_hidden:
-                found["hidden_TH"] = hidden_KH.float()
+            given = Given.of(one.micro_batch, self._scorer.needs).take(one.token_K.to("cpu"), self.device)
+            found = self._scorer(self.model.output_weight(), hidden_KH, one.target_K, given)
         group = parallel_state.get_context_parallel_group()
         num_tokens = one.micro_batch.num_tokens
-        return TokenScores(
+        return TokenScores.of(
             **{
                 name: sum_over(values.new_zeros(num_tokens, *values.shape[1:]).index_put((one.token_K,), values), group)
                 for name, values in found.items()
@@ -217,7 +212,7 @@ class MegatronInfer(Scorer):
             return scores
         group = parallel_state.get_pipeline_model_parallel_group()
         last = parallel_state.get_pipeline_model_parallel_last_rank()
-        columns = [{name: c.contiguous() for name, c in vars(one).items() if c is not None} for one in scores]
+        columns = [{name: c.contiguous() for name, c in one.columns.items()} for one in scores]
         outlines = [[{name: (c.shape, c.dtype) for name, c in one.items()} for one in columns]]
         dist.broadcast_object_list(outlines, last, group=group)
         if not columns:
@@ -227,7 +222,7 @@ class MegatronInfer(Scorer):
             ]
         for column in itertools.chain.from_iterable(one.values() for one in columns):
             dist.broadcast(column, last, group=group)
-        return [TokenScores(**one) for one in columns]
+        return [TokenScores.of(**one) for one in columns]
 
 
 class MegatronTrain(MegatronInfer, Trainer):

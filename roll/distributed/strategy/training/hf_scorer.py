@@ -70,11 +70,7 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype, names: Sequence[st
         model,
         temperature=context.temperature,
         value_head=head,
-        returns_hidden=context.returns_hidden,
-        marks_hits=context.marks_hits,
-        sums_squares=context.sums_squares,
-        top_k=context.top_k,
-        num_ids=context.num_ids,
+        needs=context.needs,
         routes=context.router_replay != "disable",
     )
 

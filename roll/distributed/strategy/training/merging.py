@@ -32,7 +32,14 @@ from roll.distributed.strategy.training.pieces import Piece, Spread, TensorForm,
 from roll.distributed.strategy.training.saving import Contents, Tensors, model_tensors, write_contents
 from roll.distributed.strategy.training.stored_shards import SHARDS_FOLDER, StoredShards
 from roll.distributed.strategy.training.tensor_files import MAX_FILE_BYTES, Reader, StoredTensors
-from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIES, unusual_entry
+from roll.models.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    CLASSIFIES,
+    is_target,
+    read_adapter_config,
+    unusual_entry,
+)
 from roll.models.freezing import whole_name
 from roll.models.heads import SCORE_WEIGHT, VALUE_HEAD_FILE
 from roll.models.loading import (
@@ -211,13 +218,13 @@ def _adapter(export: Export, folder: Path, matrices: Mapping[str, Spread]) -> _D
     """An adapter by itself, or merged into its base."""
     if not export.merge:
         return _Draft({ADAPTER: [piece_of(name, _as(one, export.dtype)) for name, one in matrices.items()]}, folder)
-    config = _adapter_config(folder)
+    config = read_adapter_config(folder)
     classifies = config.get("task_type") == CLASSIFIES
     if unusual := unusual_entry(config):
         raise ValueError(f"{folder}: {unusual}, expected an adapter without it to merge")
     base = _base_of(export, config)
     skeleton, scale = _skeleton("lm", base, export.trust_remote_code), config["lora_alpha"] / config["r"]
-    layers = _layers(skeleton, matrices)
+    layers = _layers(skeleton, matrices, config)
     stored = _spreads(StoredTensors(base, WeightFiles(str(base)).files))
     if classifies:
         stored = _as_classifier(stored, matrices.get(SCORE_NAME), skeleton)
@@ -248,7 +255,7 @@ def _as_classifier(stored: Mapping[str, Spread], head: Spread | None, model: Pre
 
 def _adapter_names(export: Export, shards: Path, spreads: Mapping[str, Spread]) -> dict[str, Spread]:
     """Tensors that shards have of an adapter, and of a head beside it, under the names of a peft folder."""
-    config = _adapter_config(shards)
+    config = read_adapter_config(shards)
     matrices = {name.removeprefix(MODEL_PREFIX): one for name, one in spreads.items() if is_adapter(name)}
     if config.get("task_type") != CLASSIFIES:
         return {adapter_name(name): one for name, one in matrices.items()}
@@ -258,18 +265,17 @@ def _adapter_names(export: Export, shards: Path, spreads: Mapping[str, Spread]) 
     return {**named, SCORE_NAME: head}
 
 
-def _adapter_config(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    return config
-
-
 def _base_of(export: Export, config: Mapping[str, Any]) -> Path:
     """The folder of the model that is adapted."""
-    name = export.base or config["base_model_name_or_path"]
+    name = export.base or config.get("base_model_name_or_path")
+    if name is None:
+        raise ValueError(f"{export.model}: {ADAPTER_CONFIG} names no base_model_name_or_path; expected --base MODEL")
     return local_folder(name, "*.json", "*.safetensors", *TOKENIZER_FILES)
 
 
-def _layers(model: PreTrainedModel, matrices: Mapping[str, Spread]) -> dict[str, tuple[Spread, Spread, bool]]:
+def _layers(
+    model: PreTrainedModel, matrices: Mapping[str, Spread], config: Mapping[str, Any]
+) -> dict[str, tuple[Spread, Spread, bool]]:
     """A, B, and whether the weight is [inputs, outputs], by the name that it has in a model folder."""
     layers: dict[str, tuple[Spread, Spread, bool]] = {}
     modules = dict(model.named_modules())
@@ -283,6 +289,11 @@ def _layers(model: PreTrainedModel, matrices: Mapping[str, Spread]) -> dict[str,
         second = matrices.get(matrix_name(layer, "B"))
         if second is None:
             raise ValueError(f"{name}: no {matrix_name(layer, 'B')} beside it")
+        if not first.shape[0] == second.shape[1] == config["r"]:
+            seen = f"matrices of rank {first.shape[0]} and {second.shape[1]}"
+            raise ValueError(f"{layer}: seen {seen}, expected r = {config['r']} of {ADAPTER_CONFIG}")
+        if not is_target(config, layer):
+            raise ValueError(f"{layer}: seen in {ADAPTER_FILE}, expected in target_modules of {ADAPTER_CONFIG} too")
         turned = layer in modules and is_transposed(modules[layer])
         shape = torch.empty(_adapted_shape(first, second, turned), device="meta")
         (stored, tensor), *others = to_hf_weights(model, f"{layer}.weight", shape).items()

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import nn
 
+from roll.algorithms.quantities import Given, OutputLayer, OutputLayers, moved, prepared
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.data.packing import ModelInput, PackedSequences
@@ -32,7 +33,6 @@ from roll.distributed.strategy.training.saving import SourceFolder, Tensors, mod
 from roll.distributed.strategy.training.scorer import Limits, Scorer, join_group
 from roll.distributed.strategy.training.trainer import Trainer
 from roll.models import ulysses
-from roll.models.comparison import TeacherView, WholeVocabulary
 from roll.models.loading import load_config, resolve_dtype, save_config
 from roll.models.lora import adapter_dropout, adapter_off
 from roll.models.scoring import (
@@ -43,7 +43,7 @@ from roll.models.scoring import (
     score_input,
     shaping,
 )
-from roll.models.teacher_layer import make_comparison
+from roll.models.teacher_layer import load_teacher_layer
 
 W = TypeVar("W", bound=ModuleWeights)
 
@@ -76,11 +76,11 @@ class ModuleScorer(Scorer, Generic[W]):
 
     def _score(self, micro_batch: Batch, inputs: ModelInput) -> TokenScores:
         module, tokens, group = self._module, micro_batch.num_tokens, self._sequence_group
-        views = (micro_batch.ref_hidden_TH, TeacherView.of(micro_batch))
+        given = Given.of(micro_batch, self.weights.scorer.needs)
         with self._forward_context():
             if group is not None:
-                return ulysses.score_shared_input(module, inputs, tokens, group, *views)
-            return score_input(module, inputs, tokens, *views)
+                return ulysses.score_shared_input(module, inputs, tokens, group, given)
+            return score_input(module, inputs, tokens, given)
 
     def _check(self, micro_batch: Batch, inputs: ModelInput, scores: TokenScores) -> None:
         """Compares a micro-batch's scores with the model's own, until some tokens were compared (collective).
@@ -106,11 +106,8 @@ class ModuleScorer(Scorer, Generic[W]):
         return adapter_off(self.weights.scorer) if self.context.lora is not None else super().without_adapter()
 
     def move(self, what: States, device: torch.device) -> None:
-        scorer = self.weights.scorer
-        if States.WEIGHTS in what and scorer.reference_layer is not None:
-            scorer.reference_layer = scorer.reference_layer.to(device)
-        if States.WEIGHTS in what and scorer.comparison is not None:
-            scorer.comparison = scorer.comparison.to(device)
+        if States.WEIGHTS in what:
+            self.weights.scorer.needs = moved(self.weights.scorer.needs, device)
 
     @property
     @abstractmethod
@@ -156,13 +153,14 @@ class ModuleScorer(Scorer, Generic[W]):
             start_adapter(weights, context.seed)
             if context.lora.start is not None:
                 TrainedModule(weights).load(Path(context.lora.start))
-        if context.keeps_output_layer:
-            scorer.reference_layer = copy_output_layer(weights, compute)
-        if context.comparison is not None:
+
+        def layer_of(path: str, trusts: bool) -> OutputLayer:
             with raise_on_all_ranks():
-                width = scorer.model.config.get_text_config().vocab_size
-                found = make_comparison(context.comparison, WholeVocabulary(), context.temperature, width, compute)
-            scorer.comparison = found.to(weights.device)
+                layer = load_teacher_layer(path, compute, trust_remote_code=trusts)
+            return layer.rows(0, scorer.model.config.get_text_config().vocab_size).to(weights.device)
+
+        if scorer.head is not None:
+            scorer.needs = prepared(context.needs, OutputLayers(lambda: copy_output_layer(weights, compute), layer_of))
         return weights
 
     @abstractmethod

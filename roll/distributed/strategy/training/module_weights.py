@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from roll.algorithms.quantities import OutputLayer
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX, MODEL_PREFIX, adapter_tensors
 from roll.distributed.strategy.training.optim import MASTER
 from roll.distributed.strategy.training.pieces import Piece, Spread, everywhere, gather, own_rank, piece_of, world_size
 from roll.distributed.strategy.training.tensor_files import Reader
-from roll.models.comparison import OutputLayer
 from roll.models.freezing import whole_name
 from roll.models.heads import VALUE_HEAD_FILE, ValueHead, load_value_head
 from roll.models.loading import converts_weights, load_causal_lm, persistent_buffers, set_buffer, to_hf_weights

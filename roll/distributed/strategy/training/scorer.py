@@ -16,7 +16,7 @@ from roll.data.batch import Batch
 from roll.data.packing import take_micro_batch
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.training.agreement import all_gather
-from roll.models.scoring import gather_scores, split_batch
+from roll.models.scoring import split_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Scorer(ABC):
         rounds = int(self._gather_counts([len(groups)]).max())
         with torch.no_grad(), contextlib.nullcontext() if adapter else self.without_adapter():
             parts = self.forward_all(take_all(batch, groups, max(1, rounds)), limits)
-        return gather_scores(batch, groups, parts)
+        return TokenScores.gathered(batch.num_tokens, map(batch.token_index, groups), parts)
 
     def offload(self, what: States) -> None:
         """Moves states to host memory; using them before ``onload`` is an error. On a CPU nothing moves."""

@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 
 from roll.configs.compose import compose_config
+from roll.configs.dpo import DPOConfig
 from roll.configs.importers.convert import Imported, convert
 from roll.configs.importers.draft import Kind
+from roll.configs.importers.recognise import system_of
 from roll.configs.importers.report import report
 from roll.configs.loader import load_composed
+from roll.configs.reward_training import RewardTrainingConfig
 from roll.configs.rlvr import RLVRConfig
+from roll.configs.sft import SFTConfig
+from roll.preflight.choices import CHECKS
 
 FILE = Path(__file__).parent / "files" / "mindspeed.yaml"
 
@@ -38,6 +43,14 @@ def test_a_policy_and_its_reference(tmp_path: Path) -> None:
     assert [(entry.name, entry.weight) for entry in config.rewards["math"].verifiers] == [("math", 1), ("format", 0.5)]
     assert config.pretrain == "./weights/hf"
     assert {"actor_config.load", "megatron_training.data_path"} <= kinds(imported, Kind.TO_DO)
+
+
+def test_without_a_tokenizer_the_checkpoint_names_the_model(tmp_path: Path) -> None:
+    imported = convert("mindspeed", [FILE], ["megatron_training.tokenizer_name_or_path=null"])
+    config = loaded(imported, tmp_path)
+    told = [outcome for outcome in imported.outcomes if outcome.ours == "pretrain" and outcome.kind == Kind.TO_DO]
+    assert imported.exit_code == 0 and config.pretrain == "./weights/megatron"
+    assert [outcome.key for outcome in told] == ["actor_config.load"]
 
 
 def test_devices_on_several_nodes(tmp_path: Path) -> None:
@@ -100,3 +113,130 @@ def test_stages_that_overlap_within_a_step_change_no_result() -> None:
     imported = convert("mindspeed", [FILE], ["rl_config.blocking=false"])
     assert imported.exit_code == 0
     assert {each.kind for each in imported.outcomes if each.key == "rl_config.blocking"} == {Kind.DROPPED}
+
+
+DPO = """
+megatron_training:
+  stage: dpo
+  is_pairwise_dataset: true
+  dpo_loss_type: ipo
+  model: small
+  tokenizer_name_or_path: Qwen/Qwen3-30B-A3B
+  data_path: ./pairs
+  global_batch_size: 64
+  micro_batch_size: 2
+  train_iters: 1000
+  save_interval: 500
+  lr: 5.0e-8
+  min-lr: 5.0e-9
+  lr_decay_style: cosine
+  weight_decay: 0.0
+  tensor_model_parallel_size: 2
+  pipeline_model_parallel_size: 8
+  seq_length: 4096
+  qk_layernorm: true
+  load: ./weights
+  ref_model: ./weights
+  split: 90,10,0
+  eval_iters: 5
+"""
+
+
+def test_preferences_stay_preferences(tmp_path: Path) -> None:
+    (tmp_path / "dpo.yaml").write_text(DPO)
+    imported = convert("mindspeed", [tmp_path / "dpo.yaml"], checks=CHECKS)
+    assert imported.exit_code == 0, report(imported)
+    (tmp_path / "mine.yaml").write_text(imported.text)
+    config = load_composed(imported.schema, "mine", compose_config("mine", tmp_path, ()))
+    assert isinstance(config, DPOConfig)
+    assert (config.preference_loss, config.beta, config.precompute_reference) == ("ipo", 0.1, True)
+    assert (config.max_steps, config.save_steps, config.sequence_length) == (1000, 500, 4096)
+    assert (config.actor_train.global_train_batch_size, config.actor_train.num_devices) == (64, 16)
+    arguments = config.actor_train.training_args
+    assert arguments.learning_rate == 5e-8 and arguments.min_lr_ratio == pytest.approx(0.1)
+    assert config.actor_infer is None and "rollout_batch_size" not in imported.text
+    names = {"megatron_training.data_path", "megatron_training.split", "megatron_training.tensor_model_parallel_size"}
+    assert names <= kinds(imported, Kind.TO_DO)
+    other = convert("mindspeed", [tmp_path / "dpo.yaml"], ["megatron_training.ref_model=./other"], CHECKS)
+    assert kinds(other, Kind.IMPOSSIBLE) == {"megatron_training.ref_model"}
+
+
+def test_supervised_training_stays_supervised(tmp_path: Path) -> None:
+    text = DPO.replace("megatron_training:", "sft:").replace("stage: dpo", "stage: sft")
+    text = "\n".join(line for line in text.splitlines() if "ref_model" not in line and "dpo_loss" not in line)
+    (tmp_path / "sft.yaml").write_text(text.replace("is_pairwise_dataset", "is_instruction_dataset"))
+    imported = convert("mindspeed", [tmp_path / "sft.yaml"], checks=CHECKS)
+    assert imported.exit_code == 0, report(imported)
+    assert imported.schema is SFTConfig and system_of(tmp_path / "sft.yaml") == "mindspeed"
+    (tmp_path / "mine.yaml").write_text(imported.text)
+    config = load_composed(SFTConfig, "mine", compose_config("mine", tmp_path, ()))
+    assert config.actor_train.global_train_batch_size == 64 and config.loss_agg_mode == "token-mean"
+    assert "sft.split" in kinds(imported, Kind.TO_DO)
+
+
+def test_a_reward_model_stays_one(tmp_path: Path) -> None:
+    text = DPO.replace("megatron_training:", "reward:").replace("stage: dpo", "stage: orm")
+    text = "\n".join(line for line in text.splitlines() if "ref_model" not in line and "dpo_loss" not in line)
+    (tmp_path / "orm.yaml").write_text(text)
+    imported = convert("mindspeed", [tmp_path / "orm.yaml"], checks=CHECKS)
+    assert imported.exit_code == 0, report(imported)
+    assert imported.schema is RewardTrainingConfig and system_of(tmp_path / "orm.yaml") == "mindspeed"
+    (tmp_path / "mine.yaml").write_text(imported.text)
+    config = load_composed(RewardTrainingConfig, "mine", compose_config("mine", tmp_path, ()))
+    assert (config.reward_loss, config.actor_train.global_train_batch_size) == ("bradley_terry", 64)
+
+
+def test_a_stage_of_no_pipeline_here_is_no_grpo_in_silence() -> None:
+    imported = convert("mindspeed", [FILE], ["megatron_training.stage=prm"])
+    assert "megatron_training.stage" in kinds(imported, Kind.IMPOSSIBLE) and imported.exit_code == 1
+
+
+def test_dropout_that_nobody_switched_off_is_reported() -> None:
+    silent = convert("mindspeed", [FILE])
+    assert "megatron_training.hidden_dropout" in kinds(silent, Kind.TO_DO)
+    off = convert("mindspeed", [FILE], ["+actor_config.hidden_dropout=0", "+megatron_training.attention_dropout=0.0"])
+    assert not {"megatron_training.hidden_dropout", "actor_config.hidden_dropout"} & kinds(off, Kind.TO_DO)
+    on = convert("mindspeed", [FILE], ["+actor_config.hidden_dropout=0.2"])
+    assert "actor_config.hidden_dropout" in kinds(on, Kind.IMPOSSIBLE)
+
+
+def test_scores_of_another_scale_are_reported() -> None:
+    imported = convert(
+        "mindspeed", [FILE], ["rl_config.verifier_function=[base_acc]", "rl_config.verifier_weight=[1.0]"]
+    )
+    (note,) = (each.note for each in imported.outcomes if each.ours == "rewards.math")
+    assert "base_acc" in note and "<think>" in note
+
+
+def test_the_model_s_file_and_experts(tmp_path: Path) -> None:
+    text = FILE.read_text() + "model:\n  qwen25_7b: {num_experts: 8, hidden_dropout: 0.1, attention_dropout: 0.0}\n"
+    (tmp_path / "experts.yaml").write_text(text)
+    imported = convert("mindspeed", [tmp_path / "experts.yaml"])
+    assert "moe_aux_loss_coeff: 0.001" in imported.text
+    assert {"megatron_training.hidden_dropout"} == {key for key in kinds(imported, Kind.TO_DO) if "dropout" in key}
+    off = convert("mindspeed", [tmp_path / "experts.yaml"], ["+actor_config.moe_aux_loss_coeff=0"])
+    assert "moe_aux_loss_coeff" not in off.text
+    assert "moe_aux_loss_coeff" not in convert("mindspeed", [FILE]).text
+
+
+def test_what_a_critic_does_not_say_is_the_training_section_s(tmp_path: Path) -> None:
+    words = ["megatron_training.stage=ray_ppo", "+megatron_training.adam_beta2=0.9", "rl_config.adv_estimator=gae"]
+    words += ["+critic_config={lr: 5.0e-6, tensor_model_parallel_size: 4}", "+megatron_training.lr=1.0e-7"]
+    config = loaded(convert("mindspeed", [FILE], words), tmp_path)
+    assert config.critic is not None
+    arguments = config.critic.training_args
+    assert (arguments.learning_rate, arguments.adam_beta2, arguments.weight_decay) == (5e-6, 0.9, 0.01)
+    assert config.actor_train.training_args.adam_beta2 == 0.9
+
+
+def test_packed_rows_of_supervised_training_are_told(tmp_path: Path) -> None:
+    text = (
+        "sft: {stage: sft, data_path: ./pack, tokenizer_name_or_path: ./model, seq_length: 4096, train_iters: 5, "
+        "global_batch_size: 8, micro_batch_size: 2, lr: 1.0e-5, lr_warmup_fraction: 0.01, reset_position_ids: %s}"
+    )
+    for packed in ("true", "false"):
+        (tmp_path / "sft.yaml").write_text(text % packed)
+        result = convert("mindspeed", [tmp_path / "sft.yaml"])
+        assert ("sft.reset_position_ids" in kinds(result, Kind.TO_DO)) == (packed == "true")
+        warm = next(outcome for outcome in result.outcomes if outcome.key == "sft.lr_warmup_fraction")
+        assert "rate of 0" in warm.note

@@ -239,3 +239,12 @@ def test_a_runner_that_plays_turns_is_the_manager_itself(tmp_path: Path) -> None
     assert not kinds(imported, Kind.IMPOSSIBLE), report(imported)
     words[1] = "+custom_env.Boxes.agent_runner_cls=mine.Runner"
     assert kinds(convert("roll", [AGENTIC], words), Kind.IMPOSSIBLE) == {"custom_envs.Boxes.agent_runner_cls"}
+
+
+@pytest.mark.parametrize(
+    ("word", "told"), [("warmup_steps=20", True), ("warmup_ratio=0.1", True), ("warmup_steps=0", False)]
+)
+def test_a_warm_up_begins_otherwise_and_this_is_told(word: str, told: bool) -> None:
+    base = "actor_train.training_args"
+    imported = convert("roll", [RLVR], [f"+{base}.warmup_steps=0", f"+{base}.warmup_ratio=0", f"+{base}.{word}"])
+    assert any("rate k / W" in note for note in imported.notes) == told

@@ -41,6 +41,7 @@ SAMPLES: dict[str, Any] = {
     "commas": ["q_proj", "v_proj"],
     "bf16-or-fp32": True,
     "unless-true": False,
+    "positive": 20,
     "never": 20,
     "period": 20,
     "all": 20,

@@ -381,3 +381,19 @@ def test_a_loop_whose_do_stands_right_behind_its_values() -> None:
     loop = 'rates=(1e-3 1e-4)\nfor rate in "${rates[@]}";do\nif [ "$A" = b ];then\nX=1;fi'
     text = f"{loop}\n{RUN} a=${{rate}}\\\n  b=2\ndone"
     assert words(text) == ["a=1e-3", "b=2"]
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        'if [ "$#" -lt 2 ]; then\n  echo "Usage: $0 <processes> <folder>"\n  exit 1\nfi',
+        "[ $# -ge 2 ] || { echo usage; exit 1; }",
+        '[ -z "$1" ] && exit 1',
+        'if [[ -z "${1:-}" ]]; then exit 2; fi',
+    ],
+)
+def test_a_script_that_ends_without_its_arguments_is_read_as_with_them(check: str) -> None:
+    text = f'{check}\nprocesses=$1\nshift\n{RUN} a=1 trainer.n_gpus_per_node=$processes b=${{2:-3}} "$@"'
+    found = read_script(text, "verl")
+    assert found.overrides == ["a=1", "b=3"]
+    assert found.unread == {"trainer.n_gpus_per_node": Unread("$(echo $1)")}

@@ -146,7 +146,7 @@ def test_text_is_no_picture(values: dict[str, Any]) -> None:
     [
         ("roll", "pretrain=Qwen/Qwen2.5-VL-7B-Instruct"),
         ("roll", "+actor_train.data_args.image_max_pixels=1000"),
-        ("verl", "data.image_key=images"),
+        ("verl", "data.image_key=pictures"),
         ("verl", "data.val_files=/data/geo3k/test.parquet"),
         ("verl_sft", "model.partial_pretrain=Qwen/Qwen3-VL-8B-Instruct"),
         ("chatlearn", "models.policy.load=/models/Qwen2.5-VL-7B-Instruct"),
@@ -157,6 +157,17 @@ def test_pictures_are_refused_by_name(system: str, word: str) -> None:
     imported = convert(system, [GIVEN[system]], [word])
     told = {each.key for each in imported.outcomes if "pictures" in each.note and each.kind == Kind.IMPOSSIBLE}
     assert word.partition("=")[0].lstrip("+") in told and imported.exit_code == 1
+
+
+def test_a_default_that_is_written_out_asks_for_no_pictures() -> None:
+    words = ["data.image_key=images", "data.return_multi_modal_inputs=true", "+data.video_key=videos"]
+    imported = convert("verl", [GIVEN["verl"]], words)
+    assert imported.exit_code == 0
+    assert {each.key for each in imported.outcomes if each.kind == Kind.DROPPED} >= {"data.image_key", "data.video_key"}
+    model = "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct"
+    assert convert("verl", [GIVEN["verl"]], [*words, model]).exit_code == 1
+    assert convert("roll", [GIVEN["roll"]], ["+actor_train.data_args.video_fps=2.0"]).exit_code == 0
+    assert convert("roll", [GIVEN["roll"]], ["+actor_train.data_args.video_fps=4.0"]).exit_code == 1
 
 
 def test_the_report_begins_with_what_a_user_must_look_at() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from roll.configs.importers import chatlearn
 from roll.configs.importers.convert import Imported, convert
 from roll.configs.importers.draft import Kind, value_at
+from roll.configs.importers.table import DERIVE, rows
 from roll.preflight.choices import CHECKS
 
 FILES = Path(__file__).parent / "files"
@@ -146,6 +149,65 @@ def test_devices_of_chatlearn_that_only_a_shell_knows_are_asked_for(tmp_path: Pa
     script.write_text("#!/bin/bash\nsource common.sh\n" + start)
     read = yaml.safe_load(convert("chatlearn", [script]).text)
     assert read["actor_infer"]["device_mapping"] == "list(range(0,4))" == read["actor_train"]["device_mapping"]
+
+
+def test_devices_that_only_a_shell_knows_are_whole_nodes_that_hold_the_layout(tmp_path: Path) -> None:
+    content = yaml.safe_load((FILES / "chatlearn.yaml").read_text())
+    content["models"]["policy"] |= {"num_gpu": "${models.policy_trainer.num_gpu}", "tensor_model_parallel_size": 16}
+    content["models"]["ref_policy"]["num_gpu"] = "${models.policy_trainer.num_gpu}"
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(content))
+    script = tmp_path / "run.sh"
+    words = "runtime_args.train_backend=megatron models.policy_trainer.num_gpu=${num_device}"
+    sizes = {"tensor": 4, "pipeline": 2, "context": 3}
+    words += "".join(f" models.policy_trainer.{key}_model_parallel_size={size}" for key, size in sizes.items())
+    words = words.replace("context_model", "context")
+    start = f"python chatlearn/entrypoint.py grpo --config-file {tmp_path}/grpo.yaml {words}\n"
+    script.write_text(start)
+    assert values("chatlearn", script)[1]["actor_train"]["device_mapping"] == "list(range(0,48))"
+    count = '[ -z "$GPUS_PER_NODE" ] && export GPUS_PER_NODE=$(nvidia-smi -L | wc -l)\n'
+    script.write_text(f"{count}num_device=$((1 * $GPUS_PER_NODE))\n{start}")
+    imported, config = values("chatlearn", script)
+    assert config["actor_train"]["device_mapping"] == "list(range(0,48))" and config["num_nodes"] == 6
+    (told,) = (each for each in imported.outcomes if "GPUS_PER_NODE" in each.note)
+    assert told.kind == Kind.IMPOSSIBLE and told.key == "models.policy_trainer.num_gpu"
+    assert config["actor_infer"]["num_gpus_per_worker"] == 8  # an engine stays on a node
+    assert Kind.TO_DO in kind_of(imported, "models.policy.tensor_model_parallel_size")
+
+
+def test_one_length_of_chatlearn_for_prompt_and_answer_is_shared(tmp_path: Path) -> None:
+    content = yaml.safe_load((FILES / "chatlearn.yaml").read_text())
+    for key in ("max_prompt_tokens_length", "max_response_tokens_length"):
+        del content["models"]["policy"][key]
+    content["models"]["policy"]["seq_length"] = 2048
+    (tmp_path / "old.yaml").write_text(yaml.safe_dump(content))
+    imported, config = values("chatlearn", tmp_path / "old.yaml")
+    lengths = [config.get(key) for key in ("prompt_length", "response_length")]
+    assert lengths == [512, 1536] and config.get("sequence_length", 2048) == 2048
+    assert Kind.IMPOSSIBLE in kind_of(imported, "models.policy.seq_length")
+
+
+def test_agents_and_rollouts_of_several_episodes_of_chatlearn_are_reported_once() -> None:
+    words = ("+runtime_args.task_type=agent", "+runtime_args.raw_chat=true", "+runtime_args.use_partial_rollout=true")
+    words += ("+models.partial_rollout_manager={max_rollout_round: 2, rollout_ratio: [0.5, 0.5]}",)
+    imported, _ = values("chatlearn", FILES / "chatlearn.yaml", *words)
+    lost = {each.key for each in imported.outcomes if each.kind in (Kind.IMPOSSIBLE, Kind.UNKNOWN)}
+    assert lost == {"runtime_args.task_type", "runtime_args.use_partial_rollout"}
+    older, _ = values("chatlearn", FILES / "chatlearn.yaml", "+models.agent={num_cpu: 2, cpu_per_process: 1}")
+    lost = {each.key for each in older.outcomes if each.kind in (Kind.IMPOSSIBLE, Kind.UNKNOWN)}
+    assert lost == {"models.agent"}
+
+
+FROM_PARTS = re.compile(r"no_(load|save)_(optim|rng)|(clip_ratio|swanlab|profile)_\w+|\w+_token_size|mstx|export_type")
+"""Names of keys that the code puts together, and those of a profiler, of which one switch is read."""
+
+
+@pytest.mark.parametrize("system", ["chatlearn", "mindspeed"])
+def test_what_rows_leave_to_a_derivation_is_read_by_one(system: str) -> None:
+    folder = Path(chatlearn.__file__).parent
+    names = (f"{system}.py", "profiling.py", "verl_tools.py", "common.py")
+    code = "".join((folder / name).read_text() for name in names)
+    left = {row.name for row in rows(system) if row.how == DERIVE and row.name not in code}
+    assert [name for name in sorted(left) if not FROM_PARTS.fullmatch(name)] == []
 
 
 def test_what_chatlearn_does_not_say_has_its_defaults() -> None:

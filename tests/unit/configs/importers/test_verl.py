@@ -11,6 +11,7 @@ from roll.configs.importers.convert import Imported, convert
 from roll.configs.importers.draft import Kind
 from roll.configs.loader import load_composed
 from roll.configs.rlvr import RLVRConfig
+from roll.preflight.choices import CHECKS
 
 SCRIPT = Path(__file__).parent / "files" / "run_verl.sh"
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
@@ -20,7 +21,7 @@ def imported(folder: Path, *words: str, old: str = "", new: str = "") -> tuple[I
     """The script of this folder with further words, and what ``roll train`` would read."""
     script = folder / "run.sh"
     script.write_text(SCRIPT.read_text().replace(old, new) if old else SCRIPT.read_text())
-    result = convert("verl", [script], words)
+    result = convert("verl", [script], words, CHECKS)
     (folder / "mine.yaml").write_text(result.text)
     config = load_composed(RLVRConfig, "mine", compose_config("mine", folder, ()))
     assert isinstance(config, RLVRConfig)
@@ -31,7 +32,7 @@ def impossible(result: Imported) -> set[str]:
     return {outcome.key for outcome in result.outcomes if outcome.kind == Kind.IMPOSSIBLE}
 
 
-@pytest.mark.parametrize("loss", ["gspo", "sapo"])
+@pytest.mark.parametrize("loss", ["gspo", "sapo", "geo_mean"])
 def test_losses_of_whole_answers_average_each_answer_whatever_is_said(loss: str, tmp_path: Path) -> None:
     _, config = imported(tmp_path, f"{ACTOR}.policy_loss.loss_mode={loss}", f"{ACTOR}.loss_agg_mode=token-mean")
     assert config.loss_agg_mode == "seq-mean-token-mean"
@@ -167,3 +168,116 @@ def test_rollouts_that_later_runs_take_are_kept(words: tuple[str, ...], folder: 
     assert config.rollout_dump_dir == folder
     told = {each.ours for each in result.outcomes if each.kind == Kind.TO_DO}
     assert ("rollout_replay_dir" in told) == (folder is not None)
+
+
+OLDER, NEWER = (
+    ("reward_model.use_reward_loop=true", "critic.model.fsdp_config.param_offload=true"),
+    ("model_engine=dp",),
+)
+MEAN = "mean over the tokens of each micro-batch"
+
+
+@pytest.mark.parametrize(
+    ("words", "mixed", "mean"),
+    [
+        (OLDER, False, True),
+        (NEWER, False, False),
+        ((*OLDER, *NEWER), True, True),
+        (("critic.fsdp.param_offload=true", "trainer.use_legacy_worker_impl=auto"), True, True),
+        (("reward.num_workers=4",), False, False),
+        (("algorithm.filter_groups.enable=true", OLDER[0]), False, True),
+        ((), False, True),
+        ((f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",), False, False),
+    ],
+)
+def test_releases_are_told_apart_by_their_keys(words: tuple[str, ...], mixed: bool, mean: bool, tmp_path: Path) -> None:
+    result, _ = imported(tmp_path, *words)
+    assert (any("no release of verl reads all" in note for note in result.notes)) is mixed
+    assert (any(MEAN in note for note in result.notes)) is mean
+    if mixed:
+        note = next(note for note in result.notes if "no release" in note)
+        assert words[0].partition("=")[0] in note and words[-1].partition("=")[0] in note
+
+
+@pytest.mark.parametrize(
+    "word", ["ppo_epochs=2", "ppo_mini_batch_size=8", "grad_clip=0.5", "loss_agg_mode=seq-mean-token-mean"]
+)
+def test_what_a_critic_has_of_its_own_is_told(word: str, tmp_path: Path) -> None:
+    key, _, value = word.partition("=")
+    policy = (f"{ACTOR}.{key}={value}", "algorithm.adv_estimator=gae")
+    alike, _ = imported(tmp_path, f"critic.{word}", *policy)
+    assert not impossible(alike)
+    other, _ = imported(tmp_path, f"critic.{word}", policy[1])
+    assert impossible(other) == {f"critic.{key}"}
+
+
+def test_fields_of_megatron_that_a_critic_has_of_its_own(tmp_path: Path) -> None:
+    extra = "megatron.override_transformer_config"
+    words = [f"{ACTOR}.strategy=megatron", "algorithm.adv_estimator=gae", f"{ACTOR}.{extra}.recompute_granularity=full"]
+    words += [f"critic.{extra}.recompute_granularity=selective", f"critic.{extra}.apply_rope_fusion=true"]
+    words += [f"{ACTOR}.{extra}.recompute_modules=[core_attn]", f"critic.{extra}.key_of_nobody=1"]
+    result, config = imported(tmp_path, *words)
+    assert config.actor_train.strategy_args.strategy_config["recompute_granularity"] == "full"
+    assert config.critic is not None
+    assert config.critic.strategy_args.strategy_config["recompute_granularity"] == "selective"
+    unknown = {each.key for each in result.outcomes if each.kind == Kind.UNKNOWN}
+    assert any("key_of_nobody" in key for key in unknown)
+
+
+def test_a_variable_that_nothing_sets_leaves_the_model_open(tmp_path: Path) -> None:
+    words = [f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.tensor_model_parallel_size=8", "trainer.nnodes=2"]
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPT.read_text().replace("=Qwen/Qwen2-7B-Instruct", "=$MODEL_OF_NOBODY"))
+    result = convert("verl", [script], words, CHECKS)
+    assert not result.problems  # with the heads of the model that is taken where none is given there would be
+    told = {each.key: each.kind for each in result.outcomes}
+    assert told["pretrain"] == Kind.TO_DO
+
+
+@pytest.mark.parametrize(
+    ("words", "samples"),
+    [
+        (("temperature=1.0", "do_sample=False"), True),
+        (("temperature=0", "do_sample=True"), False),
+        (("temperature=1.0", "do_sample=False", "mode=sync"), False),
+    ],
+)
+def test_the_temperature_says_whether_held_out_answers_are_sampled(
+    words: tuple[str, ...], samples: bool, tmp_path: Path
+) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    given = [f"{rollout}.{word if word.startswith('mode') else f'val_kwargs.{word}'}" for word in words]
+    _, config = imported(tmp_path, *given)
+    assert config.validation is not None
+    assert config.validation.generating_args is not None
+    assert config.validation.generating_args.do_sample is samples
+
+
+def notes(result: Imported) -> str:
+    return " ".join(result.notes)
+
+
+def test_scores_of_minus_one_are_told_where_the_files_may_have_them(tmp_path: Path) -> None:
+    result, _ = imported(tmp_path, "data.train_files=dapo-math-17k.parquet", "data.val_files=aime-2024.parquet")
+    assert "1 or -1" in notes(result)
+    result, _ = imported(tmp_path, "data.train_files=gsm8k/train.parquet", "data.val_files=math/test.parquet")
+    assert "1 or -1" not in notes(result)
+
+
+def test_a_coefficient_without_its_switch_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "old.sh"
+    script.write_text("python3 -m verl.trainer.main_ppo algorithm.kl_ctrl.kl_coef=0.002 data.train_batch_size=64")
+    assert "kl_coef = 0.002 from the reward" in notes(convert("verl", [script]))
+    for word in ("algorithm.use_kl_in_reward=False", f"{ACTOR}.use_kl_loss=True", "algorithm.kl_ctrl.kl_coef=0"):
+        assert "releases before 0.3" not in notes(convert("verl", [script], [word])), word
+
+
+def test_the_first_name_of_packing(tmp_path: Path) -> None:
+    script = tmp_path / "old.sh"
+    script.write_text(
+        f"python3 -m verl.trainer.main_ppo {MODEL}.use_rmpad=True critic.model.use_rmpad=True "
+        "critic.model.path=Qwen/Qwen3-0.6B data.train_batch_size=64"
+    )
+    result = convert("verl", [script])
+    assert not any(outcome.key.endswith("use_rmpad") and outcome.kind == Kind.UNKNOWN for outcome in result.outcomes)
+    assert result.text.count("use_sequence_packing: true") == 2

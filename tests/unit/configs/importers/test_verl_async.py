@@ -195,7 +195,8 @@ def imported_mode(folder: Path, mode: str, *words: str) -> tuple[RLVRConfig, dic
 
 def test_the_newer_trainer_with_devices_apart(tmp_path: Path) -> None:
     own = "actor_rollout_ref.rollout"
-    config, kinds = imported_mode(tmp_path, "separate_async", f"{own}.nnodes=1", f"{own}.n_gpus_per_node=3")
+    words = (f"{own}.nnodes=1", f"{own}.n_gpus_per_node=3", f"{V1}.separate_async.parameter_sync_step=2")
+    config, kinds = imported_mode(tmp_path, "separate_async", *words)
     assert Kind.IMPOSSIBLE not in kinds.values() and kinds[f"{V1}.trainer_mode"] == Kind.DERIVED
     assert (config.async_generation_ratio, config.partial_rollout, config.rollout_window) == (1, True, 1)
     assert config.actor_infer.device_mapping == [5, 6, 7] and config.actor_train.device_mapping == [0, 1, 2, 3, 4]
@@ -203,14 +204,22 @@ def test_the_newer_trainer_with_devices_apart(tmp_path: Path) -> None:
     assert (config.max_steps, config.rollout_batch_size, config.eval_steps) == (30, 20, 6)
 
 
-def test_batches_between_two_updates_of_the_newer_trainer_are_a_step(tmp_path: Path) -> None:
-    words = ("actor_rollout_ref.rollout.n_gpus_per_node=3", f"{V1}.separate_async.parameter_sync_step=3")
+def test_mini_batches_between_two_updates_of_the_newer_trainer_are_a_step(tmp_path: Path) -> None:
+    words = ("actor_rollout_ref.rollout.n_gpus_per_node=3", f"{V1}.separate_async.parameter_sync_step=2")
     words += ("actor_rollout_ref.actor.optim.lr_warmup_steps=4", f"{V1}.colocate_async.parameter_sync_step=7")
     config, kinds = imported_mode(tmp_path, "separate_async", *words)
     assert Kind.IMPOSSIBLE not in kinds.values()
-    assert (config.max_steps, config.rollout_batch_size, config.eval_steps) == (10, 60, 2)
-    assert config.actor_train.global_train_batch_size == 40 and config.optimizer_steps_per_epoch == 6
-    assert config.actor_train.training_args.warmup_steps == 8  # 4 batches of 2 optimizer steps
+    assert (config.max_steps, config.rollout_batch_size, config.eval_steps) == (30, 20, 6)
+    assert config.actor_train.global_train_batch_size == 40 and config.optimizer_steps_per_epoch == 2
+    assert config.actor_train.training_args.warmup_steps == 4  # their schedule goes on with each mini-batch
+
+
+def test_a_batch_that_is_not_so_many_mini_batches_is_told(tmp_path: Path) -> None:
+    words = ("actor_rollout_ref.rollout.n_gpus_per_node=3", "data.train_batch_size=40")
+    _, kinds = imported_mode(tmp_path, "separate_async", *words)
+    assert Kind.IMPOSSIBLE not in kinds.values()  # 4 mini-batches by default
+    _, kinds = imported_mode(tmp_path, "separate_async", *words, f"{V1}.separate_async.parameter_sync_step=3")
+    assert kinds[f"{V1}.separate_async.parameter_sync_step"] == Kind.IMPOSSIBLE
 
 
 @pytest.mark.parametrize(
@@ -218,13 +227,13 @@ def test_batches_between_two_updates_of_the_newer_trainer_are_a_step(tmp_path: P
     [
         (["num_warmup_batches=2"], 2, 1),
         (["num_warmup_batches=0"], 0, 0),
-        (["num_warmup_batches=1", "parameter_sync_step=2"], 0.5, 1),
+        (["num_warmup_batches=1.5"], 1.5, 1),
     ],
 )
 def test_batches_before_the_first_step_of_the_newer_trainer_are_how_far_rollouts_are_ahead(
     words: list[str], ratio: float, window: float, tmp_path: Path
 ) -> None:
-    given = [f"{V1}.separate_async.{word}" for word in words]
+    given = [f"{V1}.separate_async.{word}" for word in (*words, "parameter_sync_step=2")]
     config, kinds = imported_mode(tmp_path, "separate_async", "actor_rollout_ref.rollout.n_gpus_per_node=3", *given)
     assert Kind.IMPOSSIBLE not in kinds.values()
     assert (config.async_generation_ratio, config.rollout_window) == (ratio, window)
@@ -243,5 +252,9 @@ def test_the_newer_trainer_on_shared_devices(oldest: int, ratio: int, window: in
 def test_what_a_mode_does_beyond_that_is_told(tmp_path: Path) -> None:
     config, kinds = imported_mode(tmp_path, "colocate_async", f"{V1}.sampler.custom_sampler.path=mine.py")
     assert kinds[f"{V1}.sampler.custom_sampler.path"] == Kind.IMPOSSIBLE
+    usual = ("sampler.custom_sampler.path=null", "sampler.sync_refill_failed_groups=false", "sampler.sampler_kwargs={}")
+    words = [f"{V1}.{word}" for word in (*usual, "separate_async.hybrid_rollout.enable_switch=true")]
+    config, kinds = imported_mode(tmp_path, "separate_async", *words, f"{V1}.separate_async.parameter_sync_step=2")
+    assert Kind.IMPOSSIBLE not in kinds.values() and Kind.UNKNOWN not in kinds.values()
     config, kinds = imported_mode(tmp_path, "separate_async", "trainer.use_v1=False")
     assert config.async_generation_ratio == 0 and kinds[f"{V1}.trainer_mode"] == Kind.DROPPED

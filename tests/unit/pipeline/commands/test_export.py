@@ -206,6 +206,27 @@ def test_an_adapter_that_adds_otherwise_is_refused(runs, tmp_path: Path, capsys,
     assert f"{key} is" in refused(capsys, folder, "-o", tmp_path / "out", "--merge-adapter")
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"r": 5}, "expected r = 5 of adapter_config.json"),
+        ({"r": "4"}, "r: seen '4', expected a whole number from 1"),
+        ({"lora_alpha": None}, "lora_alpha: seen None, expected a number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha: seen nan, expected a number"),
+        ({"target_modules": ["up_proj"]}, "expected in target_modules of adapter_config.json too"),
+        ({"target_modules": r".*\.1\..*"}, "model.layers.0.mlp.down_proj: seen in"),
+        ({"base_model_name_or_path": None}, "expected --base MODEL"),
+    ],
+)
+def test_a_configuration_that_is_not_the_adapters_is_refused(
+    runs, tmp_path: Path, capsys, change: dict[str, Any], reason: str
+) -> None:
+    folder = shutil.copytree(runs["adapter"][0] / "checkpoints" / "checkpoint-7" / "actor_train", tmp_path / "adapter")
+    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config | change))
+    assert reason in refused(capsys, folder, "-o", tmp_path / "out", "--merge-adapter")
+
+
 def test_a_folder_that_is_there_stays_unless_asked(model: str, tmp_path: Path, capsys) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()

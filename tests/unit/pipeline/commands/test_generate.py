@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from pyarrow import parquet
 
 from roll.__main__ import main
 from roll.data.renderer import ChatRenderer
-from roll.models.adapter_files import ADAPTER_FILE
+from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
 from roll.models.lora import write_adapter_config
 from roll.models.tiny import make_tokenizer
 from tests.support.contract import LORA, greedy_oracle, load, make_adapter
@@ -120,7 +121,8 @@ def test_a_length_that_no_prompt_has_is_refused(words: list[str], capsys) -> Non
     assert f"{words[0]}: --max-length: seen 0, expected at least 1" in capsys.readouterr().err
 
 
-def test_an_adapter_is_put_on_the_model_that_it_names(model, rows, tmp_path) -> None:
+@pytest.mark.parametrize("targets", [None, "all-linear", r".*_proj", ["model.layers.0.self_attn.q_proj"]])
+def test_an_adapter_is_put_on_the_model_that_it_names(model, rows, tmp_path, targets) -> None:
     from safetensors.torch import save_file
 
     tensors, merged = make_adapter(model, seed=3)
@@ -128,6 +130,8 @@ def test_an_adapter_is_put_on_the_model_that_it_names(model, rows, tmp_path) -> 
     folder.mkdir()
     save_file(tensors, folder / ADAPTER_FILE)
     write_adapter_config(folder, LORA, model, tensors)
+    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config | {"target_modules": targets or config["target_modules"]}))
     out = tmp_path / "out.jsonl"
     assert main(["generate", str(folder), rows("p.jsonl", [{"prompt": "one two"}]), "-o", str(out), *GREEDY]) == 0
     ids = np.array(make_tokenizer()("one two")["input_ids"])

@@ -117,6 +117,15 @@ def test_everything_that_is_wrong_is_told_at_once(rows, tmp_path, capsys) -> Non
     assert main(["score", rows("empty.jsonl", []), "--verifier", "math"]) == 2
 
 
+def test_references_that_no_answer_can_equal_are_told(rows, capsys) -> None:
+    wrong = [{**SUMS[0], "id": number, "solution": "about six"} for number in range(9)]
+    path = rows("sums.jsonl", [SUMS[0], *wrong])
+    main(["score", path, "--verifier", "gsm8k"])
+    told = [line for line in capsys.readouterr().err.splitlines() if "no answer can be right" in line or "more" in line]
+    assert told[0].startswith(f"no answer can be right: {path}:2: rewards.gsm8k.verifiers.0 (gsm8k): ")
+    assert "… and 6 more rows to which no answer can be right" in told
+
+
 def test_scores_do_not_take_the_place_of_the_answers(rows, capsys) -> None:
     file = rows("a.jsonl", SUMS)
     assert main(["score", file, "--verifier", "math", "-o", file]) == 2

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.distillation import build_distill_loss
+from roll.algorithms.quantities import Divergence, hidden_states, logprobs
 from roll.algorithms.types import LossContext
 from roll.configs.distill import DistillConfig
 from roll.data.renderer import ChatRenderer
-from roll.models.comparison import ComparisonSpec, WholeVocabulary
 from roll.models.scoring import TokenScorer, score_batch
-from roll.models.teacher_layer import make_comparison
+from roll.models.teacher_layer import load_teacher_layer
 from roll.models.tiny import make_tiny_model
 from roll.pipeline.offline.imitated import load_imitated
 from roll.pipeline.teaching import with_teacher
@@ -67,12 +67,11 @@ def test_the_loss_is_taken_on_answers_or_on_all(models: tuple[Path, Path], tmp_p
         }
     )
     batch = load_imitated(config, config.actor_train.data_args, ChatRenderer(student.tokenizer)).batch
-    said = score_batch(TokenScorer(teacher.model.float(), returns_hidden=True), batch)
-    scorer = TokenScorer(student.model.float())
-    spec = ComparisonSpec(config.divergence, 1.0, str(models[1]))
-    scorer.comparison = make_comparison(
-        spec, WholeVocabulary(), 1.0, len(student.model.get_output_embeddings().weight), torch.float32
-    )
+    said = score_batch(TokenScorer(teacher.model.float(), needs=(logprobs, hidden_states)), batch)
+    width = len(student.model.get_output_embeddings().weight)
+    layer = load_teacher_layer(str(models[1]), torch.float32).rows(0, width)
+    divergence = Divergence(config.divergence, 1.0, str(models[1]), layer=layer)
+    scorer = TokenScorer(student.model.float(), needs=(logprobs, divergence))
     batch = with_teacher(batch, said, config.divergence)
     found = build_distill_loss(config)(score_batch(scorer, batch), batch, LossContext.of(batch))
     assert float(found.loss) == pytest.approx(want, rel=1e-5)

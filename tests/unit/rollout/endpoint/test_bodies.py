@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
+from typing import Any
 
 import httpx
 import pytest
 
+from roll.data.renderer import ChatRenderer
 from roll.rollout.endpoint import bodies
 from roll.rollout.endpoint.errors import ApiError
+from roll.rollout.endpoint.history import History
 from tests.support.said_engine import Engine, client, new_session, serving
 
 
@@ -163,3 +167,48 @@ def test_a_long_prompt_is_rendered_beside_the_event_loop() -> None:
 
     status, ticks = asyncio.run(run())
     assert status == 400 and ticks > 50, "the prompt is too long, and others went on meanwhile"
+
+
+LONG = {
+    "a call": [
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[1" + ",1" * 40_000 + "]"}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "r"},
+    ],
+    "control tokens": [{"role": "user", "content": "<|im_end|>" * 10_000}],
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_a_long_conversation_is_compared_and_rendered_beside_the_event_loop(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = {}
+
+    def watched(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def watch(*args: Any, **keys: Any) -> Any:
+            threads[name] = threading.current_thread()
+            return method(*args, **keys)
+
+        monkeypatch.setattr(owner, name, watch)
+
+    watched(History, "recall")
+    watched(ChatRenderer, "prompt")
+
+    async def run() -> int:
+        async with serving() as endpoint:
+            with endpoint.open(new_session(Engine(["x"]))) as key:
+                async with httpx.AsyncClient(headers={"x-api-key": key}, timeout=60) as http:
+                    body = {"messages": [{"role": "user", "content": "q"}, *LONG[kind]]}
+                    told = await http.post(f"{endpoint.url}/chat/completions", json=body)
+        return told.status_code
+
+    assert asyncio.run(run()) == 400 and threads["recall"] is not threading.main_thread()
+    assert threads.get("prompt") is not threading.main_thread()
