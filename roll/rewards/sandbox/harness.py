@@ -209,7 +209,7 @@ def decode(data: Any, resolve: Callable[[Any], Any] | None = None) -> Any:
 
 def _decode_known(kind: str, content: Any, resolve: Callable[[Any], Any]) -> Any:
     if kind == _KNOWN:
-        return _of_python(*content)
+        return resolve(tuple(content))
     if kind in _TEXTS:
         known = getattr(__import__(_TEXTS[kind]), kind)
         return known.fromisoformat(content) if _TEXTS[kind] == "datetime" else known(content)
@@ -390,7 +390,13 @@ class Channel:
         return {_LENT: [number, calls, getattr(value, "__name__", None)]}
 
     def resolve(self, reference: Any) -> Any:
-        """An object of the candidate, or what it gives back."""
+        """An object of the candidate, or what it gives back.
+
+        Raises:
+            ValueError: a name of Python's, which the tests alone may send: what it stands for may equal everything.
+        """
+        if isinstance(reference, tuple):
+            raise ValueError(f"seen the name {reference!r:.80}, expected a plain value")
         return Remote(self, reference) if isinstance(reference, int) else self.lent[int(reference[0])]
 
     def _use(self, asked: dict[str, Any]) -> Any:
@@ -450,9 +456,11 @@ class Candidate:
         """Of the request that is being answered."""
 
     def _resolve(self, reference: Any) -> Any:
-        """An object of the program's own by its number, or what the tests lend it."""
+        """An object of the program's own by its number, what Python has by a name, or what the tests lend it."""
         if isinstance(reference, int):
             return self._objects[reference]
+        if isinstance(reference, tuple):
+            return _of_python(*reference)
         number, calls, name = reference[0]
         if number not in self._borrowed:
             self._borrowed[number] = (LentFunction if calls else Lent)(self, number, name)

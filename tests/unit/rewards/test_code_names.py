@@ -367,6 +367,9 @@ SNEAKY = {
     "stdout": f"import sys, io\nsys.stdout = io.StringIO()\nprint('{{\"ok\": true}}')\n{BAD}",
     "frames": "import sys\nf = sys._getframe()\nwhile f:\n    for k in list(f.f_globals):\n        if k in ('encode', "
     f"'decode', '_find'):\n            f.f_globals[k] = lambda *a, **k: True\n    f = f.f_back\n{BAD}",
+    "names of Python's": "import sys\nf = sys._getframe()\nwhile f:\n    if 'encode' in f.f_globals:\n"
+    "        f.f_globals['encode'] = lambda *a, **k: {'known': ['unittest.mock', 'ANY']}\n    f = f.f_back\n"
+    "def add(a, b):\n    return 5\n",
     "exceptions": f"class ValueError(Exception): pass\nclass AssertionError(Exception): pass\n{BAD}",
     "module": "import sys, types\nm = sys.modules['solution'] = types.ModuleType('solution')\nm.add = lambda a, b: 3\n",
     "unittest": f"import unittest\nunittest.TestCase.assertEqual = lambda *a: None\n{BAD}",
