@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import importlib
 import sys
 from collections.abc import Iterator
 
@@ -22,5 +23,7 @@ def process_groups_end_with_their_file() -> Iterator[None]:
     yield
     if state := sys.modules.get("megatron.core.parallel_state"):
         state.destroy_model_parallel()
+    if groups := sys.modules.get("deepspeed.utils.groups"):
+        importlib.reload(groups)  # it keeps the groups in its globals
     if (dist := sys.modules.get("torch.distributed")) and dist.is_initialized():
         dist.destroy_process_group()

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig
+from safetensors.torch import save_file
 
 from roll.distributed.strategy.generation.alone import base_of
 from roll.models.lora import LoraSpec
@@ -17,6 +19,9 @@ def save(folder: Path, **options: Any) -> str:
     """As peft writes it."""
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], base_model_name_or_path="base", **options)
     config.save_pretrained(str(folder))
+    layer = "base_model.model.model.layers.0.self_attn.q_proj.lora"
+    matrices = {f"{layer}_A.weight": torch.ones(4, 6), f"{layer}_B.weight": torch.ones(5, 4)}
+    save_file(matrices, folder / "adapter_model.safetensors")
     return str(folder)
 
 
