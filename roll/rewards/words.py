@@ -1,6 +1,7 @@
 """Words that keep a text from stating its number or letter: negations, doubts, bounds, words that take something back.
 
-Parts of regular expressions, for ``re.IGNORECASE``. Every verifier that reads sentences takes its words from here.
+Parts of regular expressions, for ``re.IGNORECASE``, that the verifiers which read sentences share. What stands right
+around a marked answer has patterns of its own (``roll.rewards.maths.marks``).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from roll.rewards.code_names import provided, resolve
+from roll.rewards.sandbox.harness import Channel, decode
 from tests.unit.rewards.forked_sandbox import forked
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -396,6 +397,12 @@ SNEAKY = {
 def test_sneaky_programs_earn_nothing(row):
     seen = scores([(ROWS[row], program) for program in SNEAKY.values()], limits={"wall_seconds": 1})
     assert {name: score for name, score in zip(SNEAKY, seen, strict=True) if score} == {}
+
+
+def test_a_program_cannot_name_what_python_has():
+    channel = Channel.__new__(Channel)
+    with pytest.raises(ValueError, match="expected a plain value"):
+        decode({"known": ["unittest.mock", "ANY"]}, channel.resolve)
 
 
 LISTS = "def check(candidate):\n    assert is_same_list(candidate(list_node([1, 2])), list_node([2, 1]))\n"

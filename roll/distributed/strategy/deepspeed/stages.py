@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from roll.distributed.strategy.base import States
 from roll.distributed.strategy.deepspeed.weights import EngineWeights, Fragment
 from roll.distributed.strategy.training.pieces import Region
-from roll.distributed.strategy.training.snapshots import moved
+from roll.distributed.strategy.training.snapshots import to_device
 from roll.models.scoring import TokenScorer
 
 
@@ -35,7 +35,7 @@ class ReplicatedWeights(EngineWeights):
 
     def move(self, what: States, device: torch.device, *, away: bool) -> None:
         if States.WEIGHTS in what:
-            self.scorer._apply(partial(moved, device=device))
+            self.scorer._apply(partial(to_device, device=device))
         if States.OPTIMIZER in what and self.trains:
             self._move_moments(device)
 
@@ -137,7 +137,7 @@ class PartitionedWeights(EngineWeights):
             self._move_moments(device)
             for partition in self.optimizer.fp32_partitioned_groups_flat:
                 if not self._is_part_of_the_model(partition):
-                    partition.data = moved(partition.data, device)
+                    partition.data = to_device(partition.data, device)
 
     @property
     def _movable(self) -> States:

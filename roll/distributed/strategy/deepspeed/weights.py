@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from roll.distributed.strategy.base import States
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 from roll.distributed.strategy.training.pieces import Region, Spread, everywhere, find_regions
-from roll.distributed.strategy.training.snapshots import moved
+from roll.distributed.strategy.training.snapshots import to_device
 from roll.models.scoring import TokenScorer
 
 ENGINE_STATES = {
@@ -170,7 +170,7 @@ class EngineWeights(ABC):
 
     def _move_moments(self, device: torch.device) -> None:
         for state in self.states.values():
-            state.update({kind: moved(state[kind], device) for kind in ADAM_STATE})
+            state.update({kind: to_device(state[kind], device) for kind in ADAM_STATE})
 
     def fill(self, name: str, kind: str, whole: Tensor) -> None:
         if kind == MASTER:

@@ -36,7 +36,7 @@ from roll.distributed.strategy.training.module_weights import buffer_pieces
 from roll.distributed.strategy.training.optim import make_adamw, set_rates
 from roll.distributed.strategy.training.saving import Contents
 from roll.distributed.strategy.training.scorer import Limits
-from roll.distributed.strategy.training.snapshots import moved
+from roll.distributed.strategy.training.snapshots import to_device
 from roll.distributed.strategy.training.stored_shards import SHARDS_FOLDER
 from roll.models.loading import load_config
 from roll.models.scoring import TokenScorer
@@ -175,7 +175,7 @@ class Fsdp2Train(ModuleTrainer[Weights], Fsdp2Infer):
         if States.OPTIMIZER in what and not self._config.cpu_offload:
             for name, share in self.weights.trained.items():
                 moments = self.weights.optimizer.state[share]
-                moments.update({kind: moved(moments[kind], device) for kind in self.weights.kinds(name)})
+                moments.update({kind: to_device(moments[kind], device) for kind in self.weights.kinds(name)})
 
 
 def _replicated(config: Fsdp2Config, world_size: int) -> bool:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from roll.distributed.strategy.training.hf_scorer import decoder_layers
 from roll.distributed.strategy.training.optim import MASTER, MOMENTS
 from roll.distributed.strategy.training.pieces import Part, Region, Spread, everywhere, find_regions
-from roll.distributed.strategy.training.snapshots import moved
+from roll.distributed.strategy.training.snapshots import to_device
 from roll.models.loading import resolve_dtype
 from roll.models.scoring import TokenScorer
 from roll.models.tensor_parallel import split_layers
@@ -162,7 +162,7 @@ class ReplicatedWeights(Weights):
     def move(self, device: torch.device) -> None:
         for parameter in self.local.values():
             parameter.grad = None
-        self.scorer._apply(partial(moved, device=device))
+        self.scorer._apply(partial(to_device, device=device))
         if self._flat_gradient.numel():
             self._allocate_gradients()
 
@@ -276,7 +276,7 @@ class ShardedWeights(Weights):
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
     def move(self, device: torch.device) -> None:
-        self.scorer._apply(partial(moved, device=device))
+        self.scorer._apply(partial(to_device, device=device))
         self.parameters = dict(self.scorer.named_parameters())
         for name, parameter in self.parameters.items():
             self.local[name].data = _local(parameter)

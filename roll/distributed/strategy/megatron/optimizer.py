@@ -19,7 +19,7 @@ from roll.configs.engines.megatron import MegatronConfig
 from roll.configs.training import TrainingArguments
 from roll.distributed.strategy.megatron.model import MegatronModel
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
-from roll.distributed.strategy.training.snapshots import moved
+from roll.distributed.strategy.training.snapshots import to_device
 
 
 def wrap_for_data_parallelism(model: MegatronModel, options: MegatronConfig) -> None:
@@ -173,11 +173,11 @@ class MegatronAdam:
         for part in self._parts:
             for state in part.optimizer.state.values():
                 for name in ADAM_STATE:
-                    state[name] = moved(state[name], device)
+                    state[name] = to_device(state[name], device)
             own = getattr(part, "shard_fp32_from_float16_groups", None) or getattr(part, "fp32_from_float16_groups", [])
             for share in itertools.chain.from_iterable(own):
                 if share is not None:
-                    share.data = moved(share.data, device)
+                    share.data = to_device(share.data, device)
 
     def _part_of(self, parameter: nn.Parameter) -> Any:
         """The optimizer that has the parameter: routed experts have one of their own."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor in host memory or on a GPU; complete when the current stream is.
 
     In host memory its room is pinned, which makes both ways several times as fast. PyTorch keeps such room for the next
@@ -17,7 +17,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     if isinstance(tensor, DTensor):
-        return DTensor(moved(tensor._local_tensor, device), tensor._spec, requires_grad=tensor.requires_grad)
+        return DTensor(to_device(tensor._local_tensor, device), tensor._spec, requires_grad=tensor.requires_grad)
     if device.type == "cpu" and tensor.is_cuda:
         return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor, non_blocking=True)
     return tensor.to(device, non_blocking=True)
