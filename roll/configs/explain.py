@@ -13,9 +13,9 @@ from pydantic.fields import FieldInfo
 from roll.configs.base import Config
 from roll.configs.engines import cards
 from roll.configs.env import ALIASES
-from roll.configs.importers import SYSTEMS
-from roll.configs.importers.table import ROLES, SECTION, Row, rows
 from roll.configs.schema import default_text, element_of, range_text, section_of, type_text
+from roll.extras.importers import SYSTEMS
+from roll.extras.importers.table import ROLES, SECTION, Row, rows
 
 Schemas = Mapping[str, type[Config]]
 """The pipelines' configurations, by the name of the pipeline."""

@@ -19,7 +19,6 @@ from roll.configs.dpo_rules import DPO_RULES
 from roll.configs.engine_rules import ENGINE_RULES
 from roll.configs.engines import cards
 from roll.configs.env import ALIASES, CustomEnvConfig
-from roll.configs.importers.table import advice
 from roll.configs.offline_rules import SFT_RULES
 from roll.configs.parsing import Advise, nearest_key, overlap, parse, rules_broken, section_problems
 from roll.configs.pipeline import PipelineConfig
@@ -32,6 +31,7 @@ from roll.configs.rlvr_rules import RLVR_RULES
 from roll.configs.rules import RULES, Rule, sections
 from roll.configs.schema import element_of, leaf_paths, section_of
 from roll.configs.sft import SFTConfig
+from roll.extras.importers.table import advice
 from roll.utils.registry import import_module
 
 ConfigT = TypeVar("ConfigT", bound=PipelineConfig)

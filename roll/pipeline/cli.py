@@ -115,8 +115,8 @@ def perform(
         The exit code, see ``main``.
     """
     # Imported here: --help answers at once, and neither torch nor Ray is loaded for a configuration that is wrong.
-    from roll.configs.importers.recognise import command_for, system_of
     from roll.configs.problems import ConfigErrors
+    from roll.extras.importers.recognise import command_for, system_of
     from roll.preflight.inputs import check_inputs
     from roll.preflight.machine import check_machine
     from roll.utils.collector import start_calmly

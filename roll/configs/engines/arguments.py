@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from roll.configs.importers.table import advice
 from roll.configs.problems import ConfigProblem
 from roll.configs.schema import did_you_mean
+from roll.extras.importers.table import advice
 
 PLAIN: dict[str, type | tuple[type, ...]] = {
     "bool": bool,

@@ -21,8 +21,8 @@ from roll.configs.explain import (
     engine_options,
     explain,
 )
-from roll.configs.importers import SYSTEMS
-from roll.configs.importers.table import ROLES
+from roll.extras.importers import SYSTEMS
+from roll.extras.importers.table import ROLES
 from roll.pipeline.cli import EXIT_USAGE
 from roll.pipeline.programs import PROGRAMS
 from roll.utils.registry import import_path

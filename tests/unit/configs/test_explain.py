@@ -9,9 +9,9 @@ import pytest
 
 from roll.__main__ import main
 from roll.configs.explain import all_keys, elsewhere, engine_options, explain
-from roll.configs.importers import SYSTEMS
-from roll.configs.importers.table import SECTION, rows
 from roll.configs.schema import leaf_paths
+from roll.extras.importers import SYSTEMS
+from roll.extras.importers.table import SECTION, rows
 from roll.pipeline.commands.explaining import schemas
 
 
