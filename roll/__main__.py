@@ -164,7 +164,7 @@ def _add_import(commands: Any) -> None:
 
 
 def _import(options: argparse.Namespace) -> int:
-    from roll.pipeline.importing import run
+    from roll.extras.importers.command import run
 
     sys.path.insert(0, os.getcwd())  # a user's own rewards
     return run(options.system, options.words, options.output, options.variables, options.everything)

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from roll.configs.problems import NOTHING
+from roll.configs.schema import ROLES
 from roll.extras.importers import table
 from roll.extras.importers.reading import Given
 from roll.extras.importers.table import Row, fill, find
@@ -303,7 +304,7 @@ class Draft:
 
     def roles(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """The model roles of ours that are there."""
-        for role in table.ROLES:
+        for role in ROLES:
             section = self.ours.get(role)
             if isinstance(section, dict):
                 yield role, section

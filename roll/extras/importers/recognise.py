@@ -10,8 +10,6 @@ from typing import Any
 import yaml
 
 from roll.extras.importers import SYSTEMS
-from roll.extras.importers.common import leaves
-from roll.extras.importers.shell import ENTRIES
 
 _SECTIONS = {
     "actor_rollout_ref": "verl",
@@ -31,6 +29,8 @@ _ROLL = ("roll.pipeline.", "roll.distributed.", "/config/deepspeed_zero", "/conf
 
 def system_of(file: Path) -> str | None:
     """A key of ``SYSTEMS``; ``None`` for a file of ours, or one that cannot be read."""
+    from roll.extras.importers.shell import ENTRIES  # with Hydra, which `roll explain` does without
+
     try:
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".sh":
@@ -95,6 +95,8 @@ _HARMLESS = ("freeze_vision_tower", "freeze_vision_model", "freeze_vision_projec
 
 def pictures_in(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Keys of any system that ask for pictures, video or sound, by their names and by the names of models and data."""
+    from roll.extras.importers.common import leaves
+
     for key, value in leaves(values):
         name = key.rpartition(".")[2].lower().replace("-", "_")
         if not value or name in _HARMLESS or key.partition(".")[0] in ("hydra", "system_envs"):

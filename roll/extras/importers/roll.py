@@ -12,6 +12,7 @@ from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import NOTHING
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import TRAINED
+from roll.configs.schema import ROLES
 from roll.extras.importers.common import devices_of, drop_unread, parallel_sizes, set_batch, tidy_engines, to_do
 from roll.extras.importers.draft import Draft, Kind, value_at
 from roll.extras.importers.profiling import profiler_of_roll
@@ -20,7 +21,6 @@ from roll.extras.importers.roll_engines import drop_adapter, set_engine, set_mod
 from roll.extras.importers.roll_environments import evaluate_alone, set_environments, tell_worker
 from roll.extras.importers.roll_judges import judge_arguments, set_asked_model
 from roll.extras.importers.roll_offline import offline_schema, set_offline
-from roll.extras.importers.table import ROLES
 
 TEMPLATES = ("native", "chatml", "qwen2", "qwen2_5", "llama3", "gemma", "plain")
 _VERIFIERS: dict[str, str] = {

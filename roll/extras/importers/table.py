@@ -14,12 +14,12 @@ from typing import Any
 import yaml
 
 from roll.configs.problems import NOTHING
+from roll.configs.schema import ROLES, ends_with, same_part
 from roll.extras.importers import SYSTEMS
 from roll.extras.importers.transforms import TRANSFORMS
 
 FOLDER = Path(__file__).parent / "tables"
 
-ROLES = ("actor_train", "actor_infer", "critic", "reference", "teacher")
 _ROLE, _REST = "<role>", "**"
 _MOST_MEANINGS = 3
 """A name with more of them, such as ``enable``, says nothing without the sections around it."""
@@ -230,6 +230,57 @@ def _alike(parts: Sequence[str], path: Sequence[str]) -> int:
     pairs = zip(reversed(parts), reversed(path), strict=False)
     same = (part == name or (part == _ROLE and name in ROLES) for part, name in pairs)
     return sum(1 for _ in itertools.takewhile(bool, same))
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """Key of another system that means one of ours, or has its name."""
+
+    system: str
+    """In print."""
+    row: Row
+
+    def means(self, name: str, places: Sequence[str]) -> bool:
+        """Tells whether the row writes the key ``name`` here, which stands at ``places``.
+
+        A row that stands for all below a section does not.
+        """
+        last = self.row.here.rpartition(".")[2]
+        if last in ("", "**") or (last != name and not last.startswith("<")):
+            return False
+        concrete = [place.replace(_ROLE, ROLES[0]).split(".") for place in places]
+        return self.row.here in places or any(_pattern(self.row.here).match(place) is not None for place in concrete)
+
+
+def called(path: Sequence[str]) -> list[Foreign]:
+    """Keys of other systems that are called so, by their last parts."""
+    return [each for each in _foreign() if _calls(each.row, path)]
+
+
+def meaning(name: str, places: Sequence[str]) -> list[Foreign]:
+    """Keys of other systems that mean the key ``name`` here, which stands at ``places``."""
+    return [each for each in _foreign() if each.means(name, places)]
+
+
+def key_names() -> set[str]:
+    """Last parts of the keys of all systems."""
+    return {each.row.name for each in _foreign() if not each.row.name.startswith("<")}
+
+
+@functools.cache
+def _foreign() -> tuple[Foreign, ...]:
+    return tuple(Foreign(title, row) for system, title in SYSTEMS.items() for row in rows(system))
+
+
+def _calls(row: Row, path: Sequence[str]) -> bool:
+    if (row.how == SECTION and not row.note) or not same_part(row.parts[-1].replace("**", "<"), path[-1]):
+        return False
+    return row.match(path) is not None or (row.parts[-1] == path[-1] and ends_with(row.key, path))
+
+
+@functools.cache
+def _pattern(target: str) -> Row:
+    return Row(target, None, "", (), "", (), "")
 
 
 def yaml_text(value: Any) -> str:

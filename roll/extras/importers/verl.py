@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from roll.configs.rlvr import RLVRConfig
+from roll.configs.schema import ROLES
 from roll.extras.importers.common import (
     drop_unread,
     leaves,
@@ -18,7 +19,7 @@ from roll.extras.importers.common import (
 )
 from roll.extras.importers.draft import Draft, Kind
 from roll.extras.importers.profiling import profiler_of_verl
-from roll.extras.importers.table import ROLES, usual
+from roll.extras.importers.table import usual
 from roll.extras.importers.transforms import TRANSFORMS, Omitted, Partial, Untranslatable
 from roll.extras.importers.verl_algorithm import set_algorithm, set_optimizer, set_rewards
 from roll.extras.importers.verl_async import (

@@ -14,10 +14,10 @@ from roll.configs.distill import DistillConfig
 from roll.configs.dpo import DPOConfig
 from roll.configs.engines import cards
 from roll.configs.rlvr import RLVRConfig
-from roll.configs.schema import locate
+from roll.configs.schema import ROLES, locate
 from roll.configs.sft import SFTConfig
 from roll.extras.importers import SYSTEMS
-from roll.extras.importers.table import IMPOSSIBLE, ROLES, advice, find, rows
+from roll.extras.importers.table import IMPOSSIBLE, advice, find, rows
 from roll.extras.importers.transforms import TRANSFORMS, Omitted, Partial, Untranslatable
 
 DOCUMENTED = [line.split() for line in (Path(__file__).parent / "documented.txt").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""``roll import``: a configuration of another system becomes one of ours."""
+"""Entry of the importers: the command ``roll import``, and what the core asks about files and keys of other systems."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from roll.extras.importers.recognise import command_for, system_of
+from roll.extras.importers.table import advice, called, key_names, meaning
 from roll.pipeline.cli import EXIT_USAGE
+
+__all__ = ["advice", "called", "command_for", "key_names", "meaning", "run", "system_of"]
 
 
 def run(

@@ -1,0 +1,28 @@
+"""The extras: parts that the core works without. It finds each here, by import path, and imports none itself."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A part of the package that the core calls but does not import, so that it can be left unread."""
+
+    entry: str
+    """Import path of the module that the core calls. What a registry names by path (verifiers, environments) needs no
+    other entry."""
+    page: str
+    """Its page in ``docs/``."""
+
+
+EXTRAS = {
+    "importers": Extra("roll.extras.importers.command", "migrating.md"),
+}
+
+
+def extra(name: str) -> ModuleType:
+    """The module through which an extra is called, imported at the first call."""
+    return importlib.import_module(EXTRAS[name].entry)
