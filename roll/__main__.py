@@ -120,7 +120,7 @@ def _add_plan(commands: Any) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from roll.pipeline.planning import plan
+    from roll.extras.plan.command import plan
 
     name, folder = locate(options.config, options.config_path)
     choices = {key: getattr(options, key) for key in ("devices", "json", "write", "output")}
@@ -139,7 +139,7 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from roll.preflight.doctor.command import doctor
+    from roll.extras.doctor.command import doctor
 
     trusts = options.trust_remote_code
     return doctor(options.address, options.model, Path(options.output_dir), json=options.json, trusts=trusts)
@@ -195,7 +195,7 @@ def _add_env_check(commands: Any) -> None:
 
 
 def _check_env(options: argparse.Namespace) -> int:
-    from roll.preflight.env_check.command import check
+    from roll.extras.env_check.command import check
 
     names = ("episodes", "max_steps", "timeout", "slow", "max_chars", "judge_says")
     effort = {name: getattr(options, name) for name in names if hasattr(options, name)}

@@ -18,11 +18,11 @@ from roll.configs.pipeline import PipelineConfig
 from roll.data.batch import Batch
 from roll.data.shared_prompts import SharedPrompts
 from roll.distributed.cluster.cluster import Cluster
+from roll.extras.plan.devices import known_gpu
+from roll.extras.plan.shapes import ModelShape
+from roll.extras.plan.timing import samples_flops, training_factor
+from roll.extras.plan.work import Role
 from roll.preflight.models import model_config
-from roll.preflight.plan.devices import known_gpu
-from roll.preflight.plan.shapes import ModelShape
-from roll.preflight.plan.timing import samples_flops, training_factor
-from roll.preflight.plan.work import Role
 from roll.tracking.monitor import Span
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from websockets.sync.server import ServerConnection, serve
 
 import roll.agentic.env as envs
 from roll.agentic.env.base import TextEnv
-from roll.preflight.env_check import assert_env_ok
+from roll.extras.env_check import assert_env_ok
 from tests.support.absence import hide
 
 SERVER = Path(__file__).resolve().parents[3] / "support" / "programs" / "openenv_server.py"
