@@ -15,15 +15,15 @@ from roll.extras.plan.work import Layout, Lengths, Role, layout_of
 
 MIB, GIB = 2**20, 2**30
 PROCESS_BYTES = 480 * 2**20
-"""Resident memory of a worker that has imported Ray, PyTorch and Transformers and computed something, on a CPU; this
+"""Resident memory of a process that has imported Ray, PyTorch and Transformers and computed something, on a CPU; this
 and the shares below are what ``benchmarks/plan_memory.py`` measures."""
 HEAP_SHARES, HEAP_BYTES = {"train": 0.6, "logprobs": 0.3}, 256 * 2**20
 """Freed memory that the C library keeps and what libraries take beside PyTorch, in parts of what a phase uses, and at
 most (``roll.utils.memory.KEPT_BYTES``). The shares are fitted to measurements."""
 TOKEN_BYTES = 1200
 """Of a tokenizer in memory, for each token of its vocabulary: measured with one of 49,152 (SmolLM2)."""
-WORKER_BYTES = 90 * 2**20
-"""Ray's own part of a worker that serves requests, beyond ``PROCESS_BYTES``: measured in a run."""
+WORKER_BYTES = PROCESS_BYTES + 130 * 2**20
+"""The same of a worker of a run, with Ray's threads, a process group and what it has received: measured in runs."""
 LIGHT_BYTES = 350 * 2**20
 """Of a worker without a model: environments, rewards; and of Ray's own processes, each. An estimate."""
 CONTEXT_BYTES = 700 * 2**20
@@ -190,8 +190,8 @@ def hf_generator_memory(role: Role, around: Surroundings) -> RoleMemory:
     weights = c * role.parameters + FLOAT * role.adapter
     if role.lora is not None:  # the base weights of adapted layers are kept beside the merged ones
         weights += c * shape.layers * sum(inputs * outputs for inputs, outputs in shape.adapted(role.lora[1]))
-    served = WORKER_BYTES + TOKEN_BYTES * shape.vocabulary if around.on_cpu and around.process else 0
-    states = {"weights": weights, "process": around.process + served}
+    tokenizer = TOKEN_BYTES * shape.vocabulary if around.on_cpu and around.process else 0
+    states = {"weights": weights, "process": around.process + tokenizer}
     running = min(around.max_running, around.requests)
     rows = max(running, LEAST_ROWS) if around.on_cpu else running
     slots, width = _blocks(rows, SLOT_BLOCK), _blocks(around.lengths.sequence, POSITION_BLOCK)

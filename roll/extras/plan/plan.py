@@ -29,7 +29,7 @@ from roll.extras.plan.memory import (
     CONTEXT_BYTES,
     LIGHT_BYTES,
     PHASES,
-    PROCESS_BYTES,
+    WORKER_BYTES,
     RoleMemory,
     Surroundings,
     external_generator_memory,
@@ -138,7 +138,7 @@ class Plan:
             shared = any(self.placement.shares_devices(slot.role, other) for other in self.roles if other != slot.role)
             waiting = sum(size for part, size in kept.items() if part in ("weights", "moments")) if shared else 0
             read = 4 * role.parameters if slot.rank == 0 else 0  # one rank reads the checkpoint as float32
-            total += PROCESS_BYTES + max(waiting * len(slot.devices), read)
+            total += WORKER_BYTES + max(waiting * len(slot.devices), read)
         return total
 
     def _active(self, phase: str) -> list[str]:
@@ -272,7 +272,7 @@ def _memory(config: PipelineConfig, role: Role, device: Device, samples: Samples
     generators = config.actor_infer.num_workers if config.actor_infer else 1
     sampling = role.worker.generating_args
     around = Surroundings(
-        process=PROCESS_BYTES if on_cpu else CONTEXT_BYTES,
+        process=WORKER_BYTES if on_cpu else CONTEXT_BYTES,
         lengths=lengths,
         on_cpu=on_cpu,
         bucket_bytes=config.model_update_buffer_size_mb * 2**20,
@@ -298,7 +298,7 @@ def _hosted_memory(config: PipelineConfig, hosted: Hosted, role: Role, device: D
     said = 0 if judge is None else judge.max_tokens or MAX_SAID
     longest = min(hosted.longest or samples.length + said, samples.length + said)
     around = Surroundings(
-        process=PROCESS_BYTES if on_cpu else CONTEXT_BYTES,
+        process=WORKER_BYTES if on_cpu else CONTEXT_BYTES,
         lengths=Lengths(longest, min(said, longest - 1)),
         on_cpu=on_cpu,
         max_running=judge.max_concurrency if judge else 1,
