@@ -22,8 +22,8 @@ from typing import Any
 
 from roll.configs.worker import WorkerConfig
 from roll.extras.plan.memory import PROCESS_BYTES, RoleMemory, Surroundings, hf_generator_memory, trainer_memory
-from roll.extras.plan.shapes import ModelShape
 from roll.extras.plan.work import Lengths, Role
+from roll.models.shapes import ModelShape
 
 MIB = 2**20
 TARGET = 0.15

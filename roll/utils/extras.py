@@ -19,7 +19,10 @@ class Extra:
 
 
 EXTRAS = {
+    "doctor": Extra("roll.extras.doctor.command", "planning.md"),
+    "env_check": Extra("roll.extras.env_check.command", "environments.md"),
     "importers": Extra("roll.extras.importers.command", "migrating.md"),
+    "plan": Extra("roll.extras.plan.command", "planning.md"),
 }
 
 

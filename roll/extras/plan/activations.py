@@ -8,8 +8,8 @@ activation, the other branch and their product. A matrix that is not trained nee
 
 from __future__ import annotations
 
-from roll.extras.plan.shapes import ModelShape
 from roll.extras.plan.work import Layout, MicroBatch, Role
+from roll.models.shapes import ModelShape
 
 FLOAT = 4
 CHUNK_LOGITS = 2**25

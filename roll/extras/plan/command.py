@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from roll.configs.pipeline import PipelineConfig
     from roll.configs.problems import ConfigProblem
     from roll.extras.plan.plan import Plan
-    from roll.extras.plan.shapes import ModelShape
+    from roll.models.shapes import ModelShape
 
 
 def plan(
@@ -92,7 +92,7 @@ def model_shapes(config: PipelineConfig) -> dict[str, ModelShape]:
     from roll.configs.val_infer import VAL_INFER
     from roll.extras.plan.hosted import hosted_models
     from roll.extras.plan.plan import model_workers
-    from roll.extras.plan.shapes import ModelShape
+    from roll.models.shapes import ModelShape
     from roll.preflight.models import model_config
 
     shapes: dict[str, ModelShape] = {}

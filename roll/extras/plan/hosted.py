@@ -15,8 +15,8 @@ from roll.configs.prompts import REWARD_CLUSTER, PromptsConfig
 from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
 from roll.extras.plan.memory import PHASES, RoleMemory
-from roll.extras.plan.shapes import ModelShape
 from roll.extras.plan.work import Role
+from roll.models.shapes import ModelShape
 from roll.rewards.classifiers import Adapter
 from roll.rewards.judge import JudgeConfig
 from roll.rewards.reward_model import RewardModelConfig

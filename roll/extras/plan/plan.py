@@ -36,9 +36,9 @@ from roll.extras.plan.memory import (
     hf_generator_memory,
     trainer_memory,
 )
-from roll.extras.plan.shapes import ModelShape
 from roll.extras.plan.timing import Duration, Samples
 from roll.extras.plan.work import Lengths, Role
+from roll.models.shapes import ModelShape
 from roll.preflight.choices import role_requests
 
 ACTIVE = {

@@ -6,13 +6,11 @@ import math
 from dataclasses import dataclass
 
 from roll.extras.plan.devices import Device
-from roll.extras.plan.shapes import ModelShape
 from roll.extras.plan.work import Lengths, Role
+from roll.models.shapes import forward_flops, samples_flops, training_factor
 
 DECODE_SHARE = 0.6
 """Of a device's bandwidth that sampling reaches."""
-FORWARD, BACKWARD = 2, 4
-"""Operations per parameter and token: a product and a sum forward, twice as many backward."""
 
 
 @dataclass(frozen=True)
@@ -44,36 +42,11 @@ class Duration:
     why: str
 
 
-def forward_flops(shape: ModelShape, tokens: int, length: int, loss_tokens: int) -> float:
-    """Operations of a forward pass over samples of one length."""
-    return samples_flops(shape, tokens, tokens * length, loss_tokens)
-
-
-def samples_flops(shape: ModelShape, tokens: float, squares: float, loss_tokens: float) -> float:
-    """Operations of a forward pass: matrices, causal attention (half of all pairs), and the output layer.
-
-    Args:
-        tokens: of all samples.
-        squares: sum of the squares of their lengths.
-        loss_tokens: for which the output layer is computed.
-    """
-    attention = FORWARD * 2 * shape.layers * shape.query * squares / 2
-    return FORWARD * tokens * shape.active + attention + FORWARD * loss_tokens * shape.embedding
-
-
-def training_factor(role: Role) -> int:
-    """Operations of forward and backward pass as a multiple of the forward pass's, without recomputation."""
-    times = FORWARD + BACKWARD
-    if role.lora is not None:  # no gradients of the frozen matrices
-        times -= FORWARD
-    return times // FORWARD
-
-
 def training_time(role: Role, samples: Samples, device: Device, devices: int) -> Duration:
     """Forward, backward, and where activations are computed again one more forward pass."""
     one = forward_flops(role.shape, samples.tokens, samples.length, samples.rows * samples.answer)
     share = shared_share(role, samples)
-    flops = samples.passes * one * share * (training_factor(role) + role.recomputes)
+    flops = samples.passes * one * share * (training_factor(role.lora is not None) + role.recomputes)
     found = _computed(flops, role, device, devices)
     return found if share == 1 else Duration(found.seconds, f"{found.why}; prompts are shared, {share:.0%} is computed")
 

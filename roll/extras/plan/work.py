@@ -10,7 +10,7 @@ from roll.configs.engines.deepspeed import DeepSpeedConfig
 from roll.configs.engines.fsdp2 import Fsdp2Config
 from roll.configs.engines.megatron import MegatronConfig
 from roll.configs.worker import WorkerConfig
-from roll.extras.plan.shapes import FORMAT_BYTES, ModelShape
+from roll.models.shapes import ModelShape, compute_bytes
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,7 @@ class Role:
     @property
     def compute_bytes(self) -> int:
         """Bytes of a number that the model computes with."""
-        own = self.worker.strategy_args.typed().own_dtype
-        name = own[1] if own else self.worker.model_args.dtype
-        return FORMAT_BYTES[name] if name else self.shape.stored_bytes
+        return compute_bytes(self.worker, self.shape)
 
     @property
     def recomputes(self) -> bool:

@@ -21,16 +21,17 @@ from roll.data.shared_prompts import computed_tokens, worth_sharing
 from roll.extras.plan import command as planning
 from roll.extras.plan import probe
 from roll.extras.plan.activations import BYTES_PER_CHUNK_LOGIT, CHUNK_LOGITS, kept_per_token
-from roll.extras.plan.devices import GPUS, cpu_of, parse_devices
+from roll.extras.plan.devices import cpu_of, parse_devices
 from roll.extras.plan.memory import Surroundings, hf_generator_memory, trainer_memory
-from roll.extras.plan.shapes import KNOWN, ModelShape
 from roll.extras.plan.timing import Samples, rollout_time, shared_share, training_time
 from roll.extras.plan.work import Layout, Lengths, Role
 from roll.models import scoring
 from roll.models.freezing import freeze
 from roll.models.lora import LoraSpec, inject_adapter
+from roll.models.shapes import KNOWN, ModelShape
 from roll.models.slot_cache import SlotCache
 from roll.models.tiny import make_tokenizer
+from roll.utils.gpus import GPUS
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

@@ -1,4 +1,4 @@
-"""Sizes of a decoder-only model, and what follows from them: parameters and multiplications."""
+"""Sizes of a decoder-only model, and what follows from them: parameters, bytes of a number, operations of a pass."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from roll.configs.worker import WorkerConfig
+
 KNOWN = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
 """Values of ``model_type`` whose parameters are counted exactly; others as a Llama of the same sizes."""
 _QK_NORM = ("qwen3", "qwen3_moe")
 _QKV_BIAS = ("qwen2", "qwen2_moe")
+FORWARD, BACKWARD = 2, 4
+"""Operations per parameter and token: a product and a sum forward, twice as many backward."""
 FORMAT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -160,3 +164,35 @@ class ModelShape:
     def kv_bytes(self, number_bytes: int) -> int:
         """Keys and values of one token in all layers, in bytes."""
         return 2 * self.layers * self.key * number_bytes
+
+
+def compute_bytes(worker: WorkerConfig, shape: ModelShape) -> int:
+    """Bytes of a number that a role's model computes with."""
+    own = worker.strategy_args.typed().own_dtype
+    name = own[1] if own else worker.model_args.dtype
+    return FORMAT_BYTES[name] if name else shape.stored_bytes
+
+
+def forward_flops(shape: ModelShape, tokens: int, length: int, loss_tokens: int) -> float:
+    """Operations of a forward pass over samples of one length."""
+    return samples_flops(shape, tokens, tokens * length, loss_tokens)
+
+
+def samples_flops(shape: ModelShape, tokens: float, squares: float, loss_tokens: float) -> float:
+    """Operations of a forward pass: matrices, causal attention (half of all pairs), and the output layer.
+
+    Args:
+        tokens: of all samples.
+        squares: sum of the squares of their lengths.
+        loss_tokens: for which the output layer is computed.
+    """
+    attention = FORWARD * 2 * shape.layers * shape.query * squares / 2
+    return FORWARD * tokens * shape.active + attention + FORWARD * loss_tokens * shape.embedding
+
+
+def training_factor(adapter: bool) -> int:
+    """Operations of forward and backward pass as a multiple of the forward pass's, without recomputation."""
+    times = FORWARD + BACKWARD
+    if adapter:  # no gradients of the frozen matrices
+        times -= FORWARD
+    return times // FORWARD
