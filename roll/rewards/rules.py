@@ -13,13 +13,13 @@ from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem, pattern_problems
+from roll.extras.maths.choices import ChoiceReader
+from roll.extras.maths.marks import denied
+from roll.extras.maths.prose import corrected, last_expression
+from roll.extras.maths.units import canonical_unit
+from roll.extras.maths.words import ALTERNATIVES, BOUNDS, NEGATIONS
 from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, all_boxed, last_box, last_boxed, last_group
-from roll.rewards.choices import ChoiceReader
-from roll.rewards.maths.marks import denied
-from roll.rewards.maths.prose import corrected, last_expression
-from roll.rewards.maths.units import canonical_unit
 from roll.rewards.types import ANSWER_CPU_S, RuleVerifier, Sample, Verdict
-from roll.rewards.words import ALTERNATIVES, BOUNDS, NEGATIONS
 
 MAX_NUMBER_CHARS = 1000
 """Longer numbers are no answers; Python refuses to convert more than 4300 digits."""

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from roll.configs.agent import AgentConfig
 from roll.distributed.cluster.reaper import MARK
-from roll.rollout.agents.cell import Cell
+from roll.extras.sandbox.cell import Cell
 from roll.rollout.agents.command import Ended, run_supervised
 from roll.rollout.agents.task import AgentError, AgentExitError, AgentTask, Workplace
 from roll.rollout.endpoint.reward import RewardRequest

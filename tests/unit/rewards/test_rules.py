@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roll.extras.maths.verifier import MathConfig, MathVerifier
 from roll.rewards import VERIFIERS, RewardError, Sample, Verdict
 from roll.rewards.answers import last_boxed
 from roll.rewards.custom import CustomConfig, CustomVerifier
-from roll.rewards.mathematics import MathConfig, MathVerifier
 from roll.rewards.rules import (
     FinalAnswerConfig,
     FinalAnswerVerifier,
