@@ -13,8 +13,8 @@ __all__ = ["VERIFIERS", "RewardError", "RuleVerifier", "Sample", "Verdict", "Ver
 
 VERIFIERS: Registry[type[Verifier]] = Registry("verifier")
 VERIFIERS.register("math", "roll.extras.maths.verifier:MathVerifier")
-VERIFIERS.register("gsm8k", "roll.rewards.rules:FinalAnswerVerifier")
-VERIFIERS.register("multiple_choice", "roll.rewards.rules:MultipleChoiceVerifier")
+VERIFIERS.register("gsm8k", "roll.extras.maths.final_numbers:FinalAnswerVerifier")
+VERIFIERS.register("multiple_choice", "roll.extras.maths.choices:MultipleChoiceVerifier")
 VERIFIERS.register("format", "roll.rewards.rules:FormatVerifier")
 VERIFIERS.register("length", "roll.rewards.rules:LengthVerifier")
 VERIFIERS.register("instruction", "roll.rewards.instructions:InstructionVerifier")

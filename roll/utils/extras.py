@@ -12,8 +12,8 @@ class Extra:
     """A part of the package that the core calls but does not import, so that it can be left unread."""
 
     entry: str
-    """Import path of the module that the core calls. What a registry names by path (verifiers, environments) needs no
-    other entry."""
+    """Import path of the module that the core calls; verifiers and environments are found by the paths that their
+    registries hold."""
     page: str
     """Its page in ``docs/``."""
 
@@ -22,7 +22,10 @@ EXTRAS = {
     "doctor": Extra("roll.extras.doctor.command", "planning.md"),
     "env_check": Extra("roll.extras.env_check.command", "environments.md"),
     "importers": Extra("roll.extras.importers.command", "migrating.md"),
+    "maths": Extra("roll.extras.maths.verifier", "rewards.md"),
     "plan": Extra("roll.extras.plan.command", "planning.md"),
+    "sandbox": Extra("roll.extras.sandbox.cell", "rewards.md"),
+    "worlds": Extra("roll.extras.worlds", "environments.md"),
 }
 
 

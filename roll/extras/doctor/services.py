@@ -29,7 +29,8 @@ def check_hub() -> Iterator[Finding]:
 
 def check_sandbox() -> Iterator[Finding]:
     """Checks whether programs of a policy can be isolated, which rewards and tools that run code need."""
-    from roll.extras.sandbox.pool import Sandbox, SandboxUnavailableError
+    from roll.extras.sandbox.pool import Sandbox
+    from roll.rewards.types import SandboxUnavailableError
 
     try:
         backend = Sandbox().backend

@@ -3,10 +3,18 @@ forms, and whatever else is said (a second letter, a negation, a doubt) makes it
 
 from __future__ import annotations
 
+import functools
 import re
+from typing import ClassVar
 
+from pydantic import Field
+
+from roll.configs.base import Config
+from roll.extras.maths.marks import denied
 from roll.extras.maths.prose import leads_to
 from roll.extras.maths.words import ALTERNATIVES, DOUBTS, FAULTS, NEGATIONS, RETRACTIONS
+from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, all_boxed, last_box, last_boxed, last_group
+from roll.rewards.types import ANSWER_CPU_S, RuleVerifier, Sample, Verdict
 
 _BEFORE = r"(?:\\[(\[]|[\s*_`$(\[{\"'“]){0,10}"
 _COMMAND = r"(?:\\(?:text|mathrm|mathbf|textbf|textrm|mathit|bf|rm|boxed)\s{0,3}\{?[\s({\[*]{0,5})?"
@@ -175,3 +183,64 @@ def _is_option(said: str, letter: str, prompt: str) -> bool:
         if _WORD.findall(option)[: len(words)] == words:
             return True
     return False
+
+
+class MultipleChoiceConfig(AnswerConfig):
+    """``args`` of ``multiple_choice``."""
+
+    num_choices: int = Field(default=10, ge=2, le=26, description="Choices are the letters from A; 10 is A to J.")
+
+
+class MultipleChoiceVerifier(RuleVerifier):
+    """A letter: in ``<answer>``, in ``\\boxed{}``, behind "answer:" or "answer is", or as all that the last line says.
+
+    The first of these marks that occurs decides. What it says is understood as a whole or is no answer: neither "A or
+    B" nor "B? No, C", nor two boxes with different letters.
+    """
+
+    config_class: ClassVar[type[Config]] = MultipleChoiceConfig
+    config: MultipleChoiceConfig
+    cpu_seconds = ANSWER_CPU_S
+    best = 1.0
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._reader = _choices(self.config.num_choices)
+
+    @classmethod
+    def check_row(cls, config: Config, sample: Sample) -> None:
+        assert isinstance(config, MultipleChoiceConfig)
+        truth = sample.ground_truth
+        if not isinstance(truth, str) or _choices(config.num_choices).whole(truth, sample.prompt) is None:
+            raise ValueError(f"ground_truth: seen {truth!r}, expected the letter of one of {config.num_choices}")
+
+    def check(self, sample: Sample) -> Verdict:
+        """Raises ``ValueError`` when the ground truth is no letter."""
+        self.check_row(self.config, sample)
+        expected = self._reader.whole(sample.ground_truth, sample.prompt)
+        answer = self.extract(sample.response, sample.prompt)
+        return Verdict(score=float(answer == expected), correct=answer == expected, answer=answer)
+
+    def extract(self, response: str, prompt: str = "") -> str | None:
+        """The chosen letter, upper case; ``None`` if there is none or more than one.
+
+        Args:
+            prompt: the question, for the words of its options.
+        """
+        if self.config.answer_pattern is not None:
+            marked = last_group(re.compile(self.config.answer_pattern, re.DOTALL), response)
+            return None if marked is None else self._reader.whole(marked, prompt)
+        said = after_thoughts(response)
+        box = last_box(said)
+        if box is not None and denied(box[0], box[2]):
+            return None
+        for found in ([match[1] for match in ANSWER_TAG.finditer(said)], all_boxed(said)):
+            letters = {self._reader.whole(last_boxed(marked) or marked, prompt) for marked in found}
+            if found:
+                return letters.pop() if len(letters) == 1 else None
+        return self._reader.in_prose(said, prompt)
+
+
+@functools.cache
+def _choices(number: int) -> ChoiceReader:
+    return ChoiceReader(chr(ord("A") + number - 1))

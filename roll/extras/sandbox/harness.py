@@ -5,8 +5,8 @@ process (the candidate) that answers calls of another (the tester), in which alo
 values cross: an object whose ``__eq__`` says yes to everything arrives as a reference that is equal to nothing. What
 the tests lend the program (a function to call, an object of a class of theirs, an iterator) stays with them, and the
 program asks for its public parts alone: none leads to the tests' other names. Which names of the tests are the
-program's is settled outside (``roll.extras.sandbox.code_names``). Every request has a random token that its answer repeats, so
-what a program writes into the pipe before it is asked, or beside an answer, ends its tests.
+program's is settled outside (``roll.extras.sandbox.code_names``). Every request has a random token that its answer
+repeats, so what a program writes into the pipe before it is asked, or beside an answer, ends its tests.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Environments beyond Sokoban and FrozenLake, and adapters of other libraries'; found through the registry of `roll.agentic.env`."""
+"""Environments beyond Sokoban and FrozenLake, and adapters to other libraries'; `roll.agentic.env` registers them."""

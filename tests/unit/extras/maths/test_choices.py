@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roll.rewards.rules import MultipleChoiceConfig, MultipleChoiceVerifier
+from roll.extras.maths.choices import MultipleChoiceConfig, MultipleChoiceVerifier
 from roll.rewards.types import Sample
 
 QUESTION = """Which of these cities is the capital of France?

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roll.rewards.rules import FinalAnswerConfig, FinalAnswerVerifier
+from roll.extras.maths.final_numbers import FinalAnswerConfig, FinalAnswerVerifier
 from roll.rewards.types import Sample
 
 QUESTION = "Anna sells 9 clips per day and a puppy. How many clips (or cookies) does she sell in two days? 多少个苹果"

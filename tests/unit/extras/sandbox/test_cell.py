@@ -12,7 +12,7 @@ import pytest
 
 from roll.configs.agent import AgentSandboxConfig
 from roll.extras.sandbox import cell
-from roll.extras.sandbox.pool import SandboxUnavailableError
+from roll.rewards.types import SandboxUnavailableError
 from roll.rollout.agents.task import AgentError
 from tests.support.said_engine import ASK, GOOD, Engine, marked, play, script
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from roll.extras.sandbox.code_tests import CallTest, CodeTest, ProgramTest, parse_tests
 from roll.extras.sandbox.harness import decode, encode
-from roll.extras.sandbox.pool import Sandbox, SandboxLimits, SandboxUnavailableError
+from roll.extras.sandbox.pool import Sandbox, SandboxLimits
 from roll.extras.sandbox.verifier import CodeConfig, CodeVerifier, extract_code, same_output, same_value
 from roll.rewards import VERIFIERS, Sample, Verdict
+from roll.rewards.types import SandboxUnavailableError
 from tests.unit.extras.sandbox.code_forms import FORMS
 
 LIMITS = {"wall_seconds": 5, "cpu_seconds": 5, "memory_mb": 256, "output_kb": 64}

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from roll.configs.parsing import rules_broken, section_problems
-from roll.extras.sandbox.pool import Sandbox, SandboxLimits, SandboxUnavailableError
+from roll.extras.sandbox.pool import Sandbox, SandboxLimits
 from roll.extras.sandbox.verifier import CodeConfig, CodeVerifier
 from roll.rewards import RewardError, Sample, Verdict
+from roll.rewards.types import SandboxUnavailableError
 
 ADD = "def add(a, b):\n    return a + b\n"
 SUBTRACT = ADD.replace("+", "-")

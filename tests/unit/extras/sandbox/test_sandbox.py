@@ -25,8 +25,8 @@ from roll.extras.sandbox.pool import (
     SandboxError,
     SandboxLimits,
     SandboxResult,
-    SandboxUnavailableError,
 )
+from roll.rewards.types import SandboxUnavailableError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
