@@ -136,8 +136,8 @@ class Sandbox:
             source: the program, loaded as a module named ``solution``.
             plan: ``setup`` (code before the tests), ``timeout`` (seconds of one test), ``tests``: each ``{"code": …}``
                 or ``{"call": name, "args": […], "kwargs": {…}}`` with encoded values, and what names in code mean:
-                ``program``, ``python`` and ``imports`` as in ``roll.extras.sandbox.code_names.Names``, ``asked`` (names,
-                one of which the program must define), and ``program_modules``, under which code imports the program.
+                ``program``, ``python`` and ``imports`` as in ``code_names.Names``, ``asked`` (names, one of which the
+                program must define), and ``program_modules``, under which code imports the program.
             provided: as for ``run_program``.
 
         Returns:

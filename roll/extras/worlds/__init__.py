@@ -1,1 +1,1 @@
-"""Environments beyond Sokoban and FrozenLake, and adapters to other libraries'; `roll.agentic.env` registers them."""
+"""Environments beyond Sokoban and FrozenLake, and adapters to other libraries; `roll.agentic.env` registers them."""
