@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from roll.agentic.env.base import stable_hash
-from roll.agentic.env.config import AdaptedEnvConfig
-from roll.agentic.env.game import AdaptedGame, Played
+from roll.agentic.env.game import AdaptedEnvConfig, AdaptedGame, Played
 from roll.configs.problems import ConfigProblem
 from roll.extras.worlds.renderers import find_renderer
 from roll.utils.registry import UnknownNameError
