@@ -16,7 +16,7 @@ from roll.agentic.env.actions import ActionParser
 from roll.agentic.env.base import stable_hash
 from roll.agentic.env.game import ActionEnvConfig, Game, Played
 from roll.configs.problems import ConfigProblem
-from roll.extras.worlds.renderers import Renderer, find_renderer
+from roll.extras.worlds.own_random import Renderer, find_renderer
 from roll.utils.registry import UnknownNameError
 
 _STYLE = re.compile(r"\x1b\[([0-9;]*)m")

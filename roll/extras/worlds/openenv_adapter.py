@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from roll.agentic.env.base import stable_hash
 from roll.agentic.env.game import AdaptedEnvConfig, AdaptedGame, Played
 from roll.configs.problems import ConfigProblem
-from roll.extras.worlds.renderers import find_renderer
+from roll.extras.worlds.own_random import find_renderer
 from roll.utils.registry import UnknownNameError
 
 if TYPE_CHECKING:
