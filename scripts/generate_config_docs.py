@@ -44,7 +44,7 @@ from roll.configs.warm_start import PromptWarmStartConfig, WarmStartConfig
 from roll.configs.worker import WorkerConfig
 from roll.extras.sandbox.remote import RemoteSandboxConfig
 from roll.rewards import VERIFIERS
-from roll.rewards.remote_classifier import RemoteClassifierConfig
+from roll.rewards.classifiers import RemoteClassifierConfig
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 

@@ -153,7 +153,7 @@ def _registered(key: str) -> Iterable[str]:
     """The names that a key takes beside a path of the user's."""
     from roll.configs.algorithm_names import ADV_ESTIMATORS, PG_VARIANTS
     from roll.configs.engines import strategy_names
-    from roll.tracking import TRACKERS
+    from roll.tracking.trackers import TRACKERS
 
     if key.endswith("strategy_args.strategy_name"):
         return strategy_names()

@@ -35,8 +35,7 @@ from roll.distributed.strategy import STRATEGIES
 from roll.preflight.models import MODEL_CHECKS
 from roll.preflight.templates import check_dialect
 from roll.rollout.schedule import Schedule
-from roll.tracking import TRACKERS
-from roll.tracking.trackers import tracker_options
+from roll.tracking.trackers import TRACKERS, tracker_options
 from roll.utils.foreign import describe_error
 from roll.utils.registry import UnknownNameError, import_path
 

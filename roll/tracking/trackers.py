@@ -16,10 +16,10 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
-from roll.tracking import TRACKERS
 from roll.tracking.files import to_plain
 from roll.tracking.redact import redact
 from roll.tracking.run import RunFolder
+from roll.utils.registry import Registry
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -63,6 +63,20 @@ class TrackerFactory(Protocol):
     """A tracker class: the context first, then its options as keywords."""
 
     def __call__(self, context: TrackerContext, /, **options: Any) -> Tracker: ...
+
+
+TRACKERS: Registry[TrackerFactory] = Registry("tracker")
+"""Names for ``track_with``; outside code is reached as ``package.module:Class``."""
+
+TRACKERS.register("tensorboard", "roll.tracking.trackers:TensorboardTracker")
+TRACKERS.register("wandb", "roll.tracking.services:WandbTracker")
+TRACKERS.register("mlflow", "roll.tracking.services:MlflowTracker")
+TRACKERS.register("swanlab", "roll.tracking.services:SwanlabTracker")
+TRACKERS.register("trackio", "roll.tracking.services:TrackioTracker")
+TRACKERS.register("stdout", "roll.tracking.trackers:StdoutTracker")
+
+SERVICES = ("wandb", "mlflow", "swanlab", "trackio")
+"""Trackers whose packages are extras of the same names."""
 
 
 class MultiTracker:
