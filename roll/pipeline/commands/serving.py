@@ -113,11 +113,15 @@ async def _serve(job: Job, policy: Policy, generate: GenerateFn) -> int:
         if not ended.done():
             ended.set_result(error)
 
+    def failed(failure: asyncio.Future[None]) -> None:
+        if not failure.cancelled():
+            end(failure.exception())
+
     def fresh() -> Session:
         number = next(numbers)
         episode = EpisodeSpec("serve", number, 0, env_seed=job.seed, sampling_seed=derive_seed(job.seed, number))
         session = OneRequest(config, policy, counted, params, episode)
-        session.failure.add_done_callback(lambda failure: failure.cancelled() or end(failure.exception()))
+        session.failure.add_done_callback(failed)
         return session
 
     endpoint = Endpoint(job.port, fresh)
