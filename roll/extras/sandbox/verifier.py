@@ -2,8 +2,8 @@
 
 The tests of a row, from ``data_args.response`` or another column, are inputs and outputs of a program, calls of a
 function, or code that asserts, in the forms of public datasets (``roll.extras.sandbox.code_tests``). Outputs that a
-program prints, and values that a function returns, are compared outside the sandbox, so nothing in it knows them. Code runs
-inside, in a process beside the program's (``roll.extras.sandbox.harness``), which only plain values reach: neither
+program prints, and values that a function returns, are compared outside the sandbox, so nothing in it knows them. Code
+runs inside, in a process beside the program's (``roll.extras.sandbox.harness``), which only plain values reach: neither
 ``os._exit(0)``, nor patched built-ins, nor an ``__eq__`` that always agrees passes a test. Which program of a response
 is tried is said in ``roll.extras.sandbox.code_blocks``.
 """
