@@ -139,12 +139,9 @@ def test_two_runs_share_nothing(sandbox):
     assert run(sandbox, "import os; print(os.listdir('/tmp'))").stdout == "[]\n"
 
 
-def test_runs_at_the_same_time_do_not_disturb_each_other(sandbox):
-    async def many() -> list[SandboxResult]:
-        calls = [sandbox.run_program("print(int(input()) ** 2)", str(i), LIMITS) for i in range(12)]
-        return await asyncio.gather(*calls)
-
-    assert [result.stdout for result in asyncio.run(many())] == [f"{i * i}\n" for i in range(12)]
+async def test_runs_at_the_same_time_do_not_disturb_each_other(sandbox):
+    calls = [sandbox.run_program("print(int(input()) ** 2)", str(i), LIMITS) for i in range(12)]
+    assert [result.stdout for result in await asyncio.gather(*calls)] == [f"{i * i}\n" for i in range(12)]
 
 
 @pytest.mark.parametrize(
@@ -593,16 +590,13 @@ def test_nothing_survives_the_end_of_the_one_who_waits(sandbox):
     # nothing_stays waits for the rest
 
 
-def test_cancelling_ends_the_run(sandbox):
-    async def cancelled() -> None:
-        task = asyncio.ensure_future(sandbox.run_program("import time\ntime.sleep(1000)", "", LIMITS))
-        await asyncio.sleep(0.5)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert (await sandbox.run_program("print(1)", "", LIMITS)).stdout == "1\n"
-
-    asyncio.run(cancelled())
+async def test_cancelling_ends_the_run(sandbox):
+    task = asyncio.ensure_future(sandbox.run_program("import time\ntime.sleep(1000)", "", LIMITS))
+    await asyncio.sleep(0.5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await sandbox.run_program("print(1)", "", LIMITS)).stdout == "1\n"
 
 
 # --- privileges -------------------------------------------------------------------------------------------------------

@@ -196,43 +196,37 @@ raise SystemExit("the end")
     assert len(str(caught.value)) < 1000
 
 
-def test_calls_after_the_end_are_refused(tmp_path: Path) -> None:
+async def test_calls_after_the_end_are_refused(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
 
-    async def run() -> None:
-        player = AgentPlayer(
-            AgentConfig(command=script(ASK + f"open({str(keys)!r}, 'w').write(os.environ['OPENAI_API_KEY'])")),
-            RENDERER,
-            0,
-        )
-        await play_with(player, Engine([GOOD]))
-        async with openai.AsyncOpenAI(base_url=player.endpoint.url, api_key=keys.read_text(), max_retries=0) as late:
-            with pytest.raises(openai.APIStatusError) as caught:
-                await late.models.list()
-        assert caught.value.status_code == 410
-        following = await play_with(player, Engine([GOOD]))
-        assert following.info["agent_turned_away"] == 1 and following.info["agent_refused"] == 0
-        await player.endpoint.stop()
-
-    asyncio.run(run())
+    player = AgentPlayer(
+        AgentConfig(command=script(ASK + f"open({str(keys)!r}, 'w').write(os.environ['OPENAI_API_KEY'])")),
+        RENDERER,
+        0,
+    )
+    await play_with(player, Engine([GOOD]))
+    async with openai.AsyncOpenAI(base_url=player.endpoint.url, api_key=keys.read_text(), max_retries=0) as late:
+        with pytest.raises(openai.APIStatusError) as caught:
+            await late.models.list()
+    assert caught.value.status_code == 410
+    following = await play_with(player, Engine([GOOD]))
+    assert following.info["agent_turned_away"] == 1 and following.info["agent_refused"] == 0
+    await player.endpoint.stop()
 
 
-def test_cancelling_an_episode_ends_its_program() -> None:
+async def test_cancelling_an_episode_ends_its_program() -> None:
     mark = f"agent-mark-{time.time_ns()}"
 
-    async def run() -> None:
-        engine = Engine([GOOD], seconds=1000)
-        player = AgentPlayer(AgentConfig(command=script(ASK + f"{mark!r}")), RENDERER, 0)
-        playing = asyncio.create_task(play_with(player, engine))
-        while not engine.requests:
-            await asyncio.sleep(0.02)
-        playing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await playing
-        assert engine.given_up == 1 and marked(mark) == []
-        await player.endpoint.stop()
-
-    asyncio.run(run())
+    engine = Engine([GOOD], seconds=1000)
+    player = AgentPlayer(AgentConfig(command=script(ASK + f"{mark!r}")), RENDERER, 0)
+    playing = asyncio.create_task(play_with(player, engine))
+    while not engine.requests:
+        await asyncio.sleep(0.02)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert engine.given_up == 1 and marked(mark) == []
+    await player.endpoint.stop()
 
 
 def test_what_the_engine_raises_ends_the_program_and_is_no_fault_of_it() -> None:
@@ -365,19 +359,16 @@ async def service() -> AsyncIterator[str]:
     await serving
 
 
-def test_a_running_service_is_a_program_too() -> None:
-    async def run() -> None:
-        async with service() as url:
-            player = AgentPlayer(AgentConfig(type="url", url=url), RENDERER, 0)
-            episode = await play_with(player, Engine([GOOD]))
-            assert episode.success
-            with pytest.raises(AgentError, match=r"status 502: upstream \*\*\*"):
-                await play_with(player, Engine(["fail"]))
-        with pytest.raises(AgentError, match="ConnectError"):
-            await play_with(player, Engine([GOOD]))
-        await player.endpoint.stop()
-
-    asyncio.run(run())
+async def test_a_running_service_is_a_program_too() -> None:
+    async with service() as url:
+        player = AgentPlayer(AgentConfig(type="url", url=url), RENDERER, 0)
+        episode = await play_with(player, Engine([GOOD]))
+        assert episode.success
+        with pytest.raises(AgentError, match=r"status 502: upstream \*\*\*"):
+            await play_with(player, Engine(["fail"]))
+    with pytest.raises(AgentError, match="ConnectError"):
+        await play_with(player, Engine([GOOD]))
+    await player.endpoint.stop()
 
 
 def test_a_worker_that_is_killed_leaves_nothing_of_its_programs_but_in_its_sessions_folder(tmp_path: Path) -> None:

@@ -332,10 +332,10 @@ def test_a_bad_request_is_refused_with_its_numbers(
         asyncio.run(shared_engine.generate(request))
 
 
-def test_abort_returns_what_was_sampled_and_leaves_the_others_alone(model_path: Callable[..., str]) -> None:
+async def test_abort_returns_what_was_sampled_and_leaves_the_others_alone(model_path: Callable[..., str]) -> None:
     long, other, waiting = requests_of(prompts(3), temperature=0, max_new_tokens=150)
 
-    async def run(engine: HfInfer) -> None:
+    with engine_of(model_path(), max_running_requests=2) as engine:
         tasks = [asyncio.create_task(engine.generate(r)) for r in (long, other, waiting)]
         await held_at(engine, 12)
         await engine.abort("0")
@@ -350,14 +350,11 @@ def test_abort_returns_what_was_sampled_and_leaves_the_others_alone(model_path: 
         engine._release("test")
         second = await tasks[1]
         assert second.token_ids.tolist() == greedy_oracle(load(model_path()), other.prompt_ids, 150)
-
-    with engine_of(model_path(), max_running_requests=2) as engine:
-        asyncio.run(run(engine))
         assert engine.stats()["running"] == 0
 
 
-def test_a_cancelled_caller_aborts_its_request(model_path: Callable[..., str]) -> None:
-    async def run(engine: HfInfer) -> None:
+async def test_a_cancelled_caller_aborts_its_request(model_path: Callable[..., str]) -> None:
+    with engine_of(model_path()) as engine:
         request = GenerateRequest("gone", prompts(1)[0], SamplingParams(max_new_tokens=200, seed=0))
         task = asyncio.create_task(engine.generate(request))
         await held_at(engine, 3)
@@ -372,14 +369,11 @@ def test_a_cancelled_caller_aborts_its_request(model_path: Callable[..., str]) -
         await resume(engine)
         await engine.generate(request)
 
-    with engine_of(model_path()) as engine:
-        asyncio.run(run(engine))
 
-
-def test_offload_keeps_requests_which_go_on_after_onload(model_path: Callable[..., str]) -> None:
+async def test_offload_keeps_requests_which_go_on_after_onload(model_path: Callable[..., str]) -> None:
     requests = requests_of(prompts(5), temperature=0, max_new_tokens=60)
 
-    async def run(engine: HfInfer) -> None:
+    with one_thread(), engine_of(model_path()) as engine:
         undisturbed = await burst(engine, requests)
         task = asyncio.create_task(burst(engine, requests))
         await held_at(engine, engine._batching.counters.generated_tokens + 20)
@@ -398,16 +392,13 @@ def test_offload_keeps_requests_which_go_on_after_onload(model_path: Callable[..
             assert completion.token_ids.tolist() == greedy_oracle(model, request.prompt_ids, 60)
             assert not on_cpu or completion.logprobs.tobytes() == before.logprobs.tobytes()
 
-    with one_thread(), engine_of(model_path()) as engine:
-        asyncio.run(run(engine))
-
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
-def test_new_weights_answer_the_requests_after_an_update(family: str, model_path: Callable[..., str]) -> None:
+async def test_new_weights_answer_the_requests_after_an_update(family: str, model_path: Callable[..., str]) -> None:
     """Qwen2 here has tied embeddings, Llama has not."""
     requests = requests_of(prompts(6), temperature=0, max_new_tokens=12)
 
-    async def run(engine: HfInfer) -> None:
+    with engine_of(model_path(family)) as engine:
         before = await burst(engine, requests)
         await engine.update_weights(buckets_of(model_path(family, 1)), 7)
         assert engine.weight_version == 7
@@ -420,15 +411,14 @@ def test_new_weights_answer_the_requests_after_an_update(family: str, model_path
                 expected = forward_logprobs(model, request.prompt_ids, completion.token_ids, 1.0)
                 np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
 
-    with engine_of(model_path(family)) as engine:
-        asyncio.run(run(engine))
-
 
 @pytest.mark.parametrize("recompute_kv", [True, False])
-def test_a_request_in_flight_goes_on_with_the_new_weights(recompute_kv: bool, model_path: Callable[..., str]) -> None:
+async def test_a_request_in_flight_goes_on_with_the_new_weights(
+    recompute_kv: bool, model_path: Callable[..., str]
+) -> None:
     request = GenerateRequest("x", prompts(1)[0], SamplingParams(temperature=0, max_new_tokens=100))
 
-    async def run(engine: HfInfer) -> None:
+    with engine_of(model_path()) as engine:
         task = asyncio.create_task(engine.generate(request))
         done = 12
         await held_at(engine, done)
@@ -442,9 +432,6 @@ def test_a_request_in_flight_goes_on_with_the_new_weights(recompute_kv: bool, mo
         history = np.concatenate([request.prompt_ids, completion.token_ids[:done]])
         fresh = greedy_oracle(load(model_path(seed=1)), history, 100 - done)
         assert (tokens[done:] == fresh) is recompute_kv  # without it, stale keys and values remain
-
-    with engine_of(model_path()) as engine:
-        asyncio.run(run(engine))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of a GPU depend on the batch's shape")
@@ -608,12 +595,12 @@ def test_an_update_that_fails_half_way_stops_the_engine_and_whoever_waits(
         asyncio.run(run(engine))
 
 
-def test_an_error_in_a_step_fails_every_pending_request_and_all_later_ones(
+async def test_an_error_in_a_step_fails_every_pending_request_and_all_later_ones(
     model_path: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = requests_of(prompts(5), max_new_tokens=200, seed=0)
 
-    async def run(engine: HfInfer) -> None:
+    with engine_of(model_path(), max_running_requests=3) as engine:
         tasks = [asyncio.create_task(engine.generate(r)) for r in requests]
         await held_at(engine, 10)
 
@@ -632,20 +619,14 @@ def test_an_error_in_a_step_fails_every_pending_request_and_all_later_ones(
             with pytest.raises(EngineStoppedError, match="failed earlier: MemoryError"):
                 await call
 
-    with engine_of(model_path(), max_running_requests=3) as engine:
-        asyncio.run(run(engine))
 
-
-def test_nan_weights_fail_the_requests(model_path: Callable[..., str]) -> None:
-    async def run(engine: HfInfer) -> None:
+async def test_nan_weights_fail_the_requests(model_path: Callable[..., str]) -> None:
+    with engine_of(model_path()) as engine:
         await engine.update_weights(
             buckets_of(model_path(), **{"model.norm.weight": torch.full((64,), torch.nan)}), version=1
         )
         with pytest.raises(EngineStoppedError, match="NaN logits"):
             await engine.generate(GenerateRequest("x", prompts(1)[0]))
-
-    with engine_of(model_path()) as engine:
-        asyncio.run(run(engine))
 
 
 def test_a_bounded_cache_makes_requests_wait_and_changes_no_token(model_path: Callable[..., str]) -> None:
