@@ -424,16 +424,17 @@ def test_rank_without_sequences_takes_part(folder: Path) -> None:
     assert_near(found["weights"], exported(trainer), NEAR)
 
 
-def test_l2_penalty_counts_every_weight_once(folder: Path) -> None:
-    found = found_by(case_l2, folder)
-    metrics, weights = expected_after(folder, "dense", 1, l2=0.01)
-    assert_same_metrics(found["metrics"], metrics)
-    assert_near(found["weights"], weights, NEAR)
-
-
-def test_output_layer_in_chunks(folder: Path) -> None:
-    found = found_by(case_chunks, folder)
-    metrics, weights = expected_after(folder, "dense", 1)
+@pytest.mark.parametrize(
+    ("case", "kind", "options"),
+    [
+        pytest.param(case_l2, "dense", {"l2": 0.01}, id="an L2 penalty counts every weight once"),
+        pytest.param(case_chunks, "dense", {}, id="the output layer in chunks"),
+        pytest.param(case_shared_expert, "moe", {}, id="a shared expert beside the dispatcher"),
+    ],
+)
+def test_a_step_is_that_of_fsdp2(folder: Path, case: Any, kind: str, options: dict[str, float]) -> None:
+    found = found_by(case, folder)
+    metrics, weights = expected_after(folder, kind, 1, **options)
     assert_same_metrics(found["metrics"], metrics)
     assert_near(found["weights"], weights, NEAR)
 
@@ -549,13 +550,6 @@ def test_a_reference_computes_shared_prompts_once(folder: Path) -> None:
     expected = scorer.logprobs(make_groups(1)).hidden_TH
     torch.testing.assert_close(found["hidden"], expected, rtol=1e-5, atol=5e-6)
     assert found["tokens"] < 0.8 * make_groups(1).num_tokens
-
-
-def test_shared_expert_beside_the_dispatcher(folder: Path) -> None:
-    found = found_by(case_shared_expert, folder)
-    metrics, weights = expected_after(folder, "moe", 1)
-    assert_same_metrics(found["metrics"], metrics)
-    assert_near(found["weights"], weights, NEAR)
 
 
 def test_frozen_routers_stay(folder: Path) -> None:

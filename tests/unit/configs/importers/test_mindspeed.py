@@ -161,29 +161,29 @@ def test_preferences_stay_preferences(tmp_path: Path) -> None:
     assert kinds(other, Kind.IMPOSSIBLE) == {"megatron_training.ref_model"}
 
 
-def test_supervised_training_stays_supervised(tmp_path: Path) -> None:
-    text = DPO.replace("megatron_training:", "sft:").replace("stage: dpo", "stage: sft")
+@pytest.mark.parametrize(
+    ("section", "stage", "schema", "keys"),
+    [
+        ("sft", "sft", SFTConfig, {"loss_agg_mode": "token-mean"}),
+        ("reward", "orm", RewardTrainingConfig, {"reward_loss": "bradley_terry"}),
+    ],
+)
+def test_other_stages_stay_what_they_are(
+    tmp_path: Path, section: str, stage: str, schema: type, keys: dict[str, str]
+) -> None:
+    text = DPO.replace("megatron_training:", f"{section}:").replace("stage: dpo", f"stage: {stage}")
     text = "\n".join(line for line in text.splitlines() if "ref_model" not in line and "dpo_loss" not in line)
-    (tmp_path / "sft.yaml").write_text(text.replace("is_pairwise_dataset", "is_instruction_dataset"))
-    imported = convert("mindspeed", [tmp_path / "sft.yaml"], checks=CHECKS)
+    if stage == "sft":
+        text = text.replace("is_pairwise_dataset", "is_instruction_dataset")
+    (tmp_path / "theirs.yaml").write_text(text)
+    imported = convert("mindspeed", [tmp_path / "theirs.yaml"], checks=CHECKS)
     assert imported.exit_code == 0, report(imported)
-    assert imported.schema is SFTConfig and system_of(tmp_path / "sft.yaml") == "mindspeed"
+    assert imported.schema is schema and system_of(tmp_path / "theirs.yaml") == "mindspeed"
     (tmp_path / "mine.yaml").write_text(imported.text)
-    config = load_composed(SFTConfig, "mine", compose_config("mine", tmp_path, ()))
-    assert config.actor_train.global_train_batch_size == 64 and config.loss_agg_mode == "token-mean"
-    assert "sft.split" in kinds(imported, Kind.TO_DO)
-
-
-def test_a_reward_model_stays_one(tmp_path: Path) -> None:
-    text = DPO.replace("megatron_training:", "reward:").replace("stage: dpo", "stage: orm")
-    text = "\n".join(line for line in text.splitlines() if "ref_model" not in line and "dpo_loss" not in line)
-    (tmp_path / "orm.yaml").write_text(text)
-    imported = convert("mindspeed", [tmp_path / "orm.yaml"], checks=CHECKS)
-    assert imported.exit_code == 0, report(imported)
-    assert imported.schema is RewardTrainingConfig and system_of(tmp_path / "orm.yaml") == "mindspeed"
-    (tmp_path / "mine.yaml").write_text(imported.text)
-    config = load_composed(RewardTrainingConfig, "mine", compose_config("mine", tmp_path, ()))
-    assert (config.reward_loss, config.actor_train.global_train_batch_size) == ("bradley_terry", 64)
+    config = load_composed(schema, "mine", compose_config("mine", tmp_path, ()))
+    assert config.actor_train.global_train_batch_size == 64
+    assert {key: getattr(config, key) for key in keys} == keys
+    assert ("sft.split" in kinds(imported, Kind.TO_DO)) == (stage == "sft")
 
 
 def test_a_stage_of_no_pipeline_here_is_no_grpo_in_silence() -> None:

@@ -18,8 +18,60 @@ def words(text: str) -> list[str]:
     return read_script(text, "verl").overrides
 
 
-def test_lines_that_go_on() -> None:
-    assert words(f"# a\n{RUN} \\\n  a.b=1 \\\n  d=3 $@\necho done=1") == ["a.b=1", "d=3"]
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        pytest.param(f"# a\n{RUN} \\\n  a.b=1 \\\n  d=3 $@\necho done=1", ["a.b=1", "d=3"], id="lines that go on"),
+        pytest.param(f"{RUN} \\\n  a.b=1 \\\n  d=3 \\\n", ["a.b=1", "d=3"], id="a last line that goes on"),
+        pytest.param(f"{RUN} a.b=1 d=3 \\", ["a.b=1", "d=3"], id="a script that ends in the middle of a line"),
+        pytest.param(
+            f'A=1\nB="x y"\nA=2\nexport C=${{A}}z\n{RUN} a=$A b="$B" c=$C d=${{D:-4}} e=$HOME/f g=$A$A\nA=3',
+            ["a=2", "b=x y", "c=2z", "d=4", "e=${oc.env:HOME}/f", "g=22"],
+            id="variables in order",
+        ),
+        pytest.param(
+            f'A=${{A:-"${{HOME}}/verl"}}\nB=${{B:-"${{A}}/data.parquet"}}\n{RUN} b="${{B}}" c=${{C:-16}}',
+            ["b=${oc.env:HOME}/verl/data.parquet", "c=16"],
+            id="variables in fallbacks",
+        ),
+        pytest.param(f"A=1\n{RUN} a='$A' b=\"'$A'\"", ["a=$A", "b='1'"], id="dollars in single quotes"),
+        pytest.param(
+            'A="a=1 \\\nb=2"\nD="-m verl.trainer.main_ppo"\npython3 ${D} $A c="$A"',
+            ["a=1", "b=2", "c=a=1 b=2"],
+            id="a value without quotes",
+        ),
+        pytest.param(f"A=3\n{RUN} a=$((A * (2 + 1))) b=$(($A - 5)) c=$((10 / 4))", ["a=9", "b=-2", "c=2"], id="sums"),
+        pytest.param(
+            f'A=(\n  a=1\n  b="x y"   # note\n)\nA+=(c=3)\nB=(d=4 e=5)\n{RUN} "${{A[@]}}" ${{B[@]}} "$@"',
+            ["a=1", "b=x y", "c=3", "d=4", "e=5"],
+            id="arrays",
+        ),
+        pytest.param(
+            f'N=1\nif [ -z "$M" ]; then echo "M is missing"; exit 1; fi\n[ -f "$M" ] || exit 2\n{RUN} a=$N m=$M',
+            ["a=1", "m=${oc.env:M}"],
+            id="branches that end the script",
+        ),
+        pytest.param(
+            f': "${{N:=4}}"\nA=(x y z)\n'
+            f'{RUN} a=$N b=${{#A[@]}} c=${{A[1]}} d=${{N:+set}} e=${{O:+set}} f="${{P:?no P}}"',
+            ["a=4", "b=3", "c=y", "d=set", "e=", "f=${oc.env:P}"],
+            id="forms of variables",
+        ),
+        pytest.param(f"for lr in 1e-6 5e-6; do\n  {RUN} lr=$lr\ndone", ["lr=1e-6"], id="the first round of a loop"),
+        pytest.param(
+            'rates=(1e-3 1e-4)\nfor rate in "${rates[@]}";do\nif [ "$A" = b ];then\nX=1;fi'
+            f"\n{RUN} a=${{rate}}\\\n  b=2\ndone",
+            ["a=1e-3", "b=2"],
+            id="a do right behind the values of a loop",
+        ),
+        pytest.param(
+            f"python - <<'PY'\nprint(\"it's\")\nPY\nbash <<EOF\n{RUN} a=1\nEOF\n", ["a=1"], id="a document that is run"
+        ),
+        pytest.param(f"cat > note.txt <<-END\n  don't\n  END\n{RUN} b=2", ["b=2"], id="a document that is no command"),
+    ],
+)
+def test_words_of_a_script(script: str, expected: list[str]) -> None:
+    assert words(script) == expected
 
 
 @pytest.mark.parametrize("line", ["a.b=1 \\\n  # c=2 \\\n  d=3", "a.b=1 \\ \n  d=3"])
@@ -29,48 +81,16 @@ def test_what_ends_a_command_unseen_is_noted(line: str) -> None:
     assert "ends the command" in found.notes[0]
 
 
-def test_the_last_line_may_ask_for_another() -> None:
-    assert words(f"{RUN} \\\n  a.b=1 \\\n  d=3 \\\n") == words(f"{RUN} a.b=1 d=3 \\") == ["a.b=1", "d=3"]
-
-
-def test_variables_are_followed_in_order() -> None:
-    text = f'A=1\nB="x y"\nA=2\nexport C=${{A}}z\n{RUN} a=$A b="$B" c=$C d=${{D:-4}} e=$HOME/f g=$A$A\nA=3'
-    assert words(text) == ["a=2", "b=x y", "c=2z", "d=4", "e=${oc.env:HOME}/f", "g=22"]
-
-
-def test_fallbacks_may_hold_variables() -> None:
-    text = f'A=${{A:-"${{HOME}}/verl"}}\nB=${{B:-"${{A}}/data.parquet"}}\n{RUN} b="${{B}}" c=${{C:-16}}'
-    assert words(text) == ["b=${oc.env:HOME}/verl/data.parquet", "c=16"]
-
-
-def test_single_quotes_keep_dollars() -> None:
-    assert words(f"A=1\n{RUN} a='$A' b=\"'$A'\"") == ["a=$A", "b='1'"]
-
-
-def test_a_value_without_quotes_is_several_words() -> None:
-    text = 'A="a=1 \\\nb=2"\nD="-m verl.trainer.main_ppo"\npython3 ${D} $A c="$A"'
-    assert words(text) == ["a=1", "b=2", "c=a=1 b=2"]
-
-
 def test_processes_of_torchrun_are_settings() -> None:
     run = "torchrun --nnodes=1 --nproc-per-node $N -m verl.trainer.fsdp_sft_trainer a=1 engine=fsdp optim=fsdp"
     found = read_script(f"N=4\n{run}", "verl_sft").overrides
     assert found == ["a=1", "engine.strategy=fsdp", "trainer.nnodes=1", "trainer.n_gpus_per_node=4"]
 
 
-def test_sums_are_of_whole_numbers() -> None:
-    assert words(f"A=3\n{RUN} a=$((A * (2 + 1))) b=$(($A - 5)) c=$((10 / 4))") == ["a=9", "b=-2", "c=2"]
-
-
 @pytest.mark.parametrize("sum", ["__import__('os').getpid()", "2 ** 10000", "1 / 0", "[1]"])
 def test_nothing_but_sums_is_computed(sum: str) -> None:
     found = read_script(f"{RUN} a=$(({sum}))", "verl")
     assert all(word.startswith("a=$((") for word in found.overrides)
-
-
-def test_arrays_become_words() -> None:
-    text = f'A=(\n  a=1\n  b="x y"   # note\n)\nA+=(c=3)\nB=(d=4 e=5)\n{RUN} "${{A[@]}}" ${{B[@]}} "$@"'
-    assert words(text) == ["a=1", "b=x y", "c=3", "d=4", "e=5"]
 
 
 def test_what_a_shell_computes_is_told(tmp_path: Path) -> None:
@@ -154,11 +174,6 @@ def test_variables_of_the_environment_decide() -> None:
     assert gpu.overrides == ["a=1", "b=2", "n=16", "d=gpu"] and not gpu.unread
     npu = read_script(command, "verl", variables={"DEVICE": "npu"})
     assert npu.overrides == ["a=1", "b=2", "c=3", "n=4", "d=npu"]
-
-
-def test_a_branch_that_ends_the_script_leaves_no_doubt() -> None:
-    text = f'N=1\nif [ -z "$M" ]; then echo "M is missing"; exit 1; fi\n[ -f "$M" ] || exit 2\n{RUN} a=$N m=$M'
-    assert words(text) == ["a=1", "m=${oc.env:M}"]
 
 
 def test_several_commands_of_which_a_shell_chooses_one() -> None:
@@ -310,11 +325,6 @@ def test_paths_of_the_script_itself_are_text() -> None:
     assert found.overrides == ["a=work/data", "b=Qwen3-8B", "c=Qwen3-8B", "d=Qwen", "e=Qwen", "f=work/scripts/x"]
 
 
-def test_forms_of_variables() -> None:
-    text = f': "${{N:=4}}"\nA=(x y z)\n{RUN} a=$N b=${{#A[@]}} c=${{A[1]}} d=${{N:+set}} e=${{O:+set}} f="${{P:?no P}}"'
-    assert words(text) == ["a=4", "b=3", "c=y", "d=set", "e=", "f=${oc.env:P}"]
-
-
 @pytest.mark.parametrize("start", ["eval $CMD", 'bash -c "$CMD"', 'ray job submit -- bash -lc "$CMD"', 'eval "$CMD"'])
 def test_a_command_in_a_variable(start: str) -> None:
     text = f'A="[\'x y\', \'z\']"\nCMD="{RUN} \\\n  a=\\"$A\\" b=1 \\$@"\necho "now: $CMD"\n{start}'
@@ -357,16 +367,6 @@ def test_cases_and_lists_are_chosen_by_the_variables_of_the_script() -> None:
     assert words(f"{CASES.replace(':-small', ':-big')}{RUN} a=$A d=$D") == ["a=10", "d=3"]
 
 
-def test_documents_are_no_commands() -> None:
-    text = f"python - <<'PY'\nprint(\"it's\")\nPY\nbash <<EOF\n{RUN} a=1\nEOF\n"
-    assert words(text) == ["a=1"]
-    assert words(f"cat > note.txt <<-END\n  don't\n  END\n{RUN} b=2") == ["b=2"]
-
-
-def test_the_first_round_of_a_loop_is_read() -> None:
-    assert words(f"for lr in 1e-6 5e-6; do\n  {RUN} lr=$lr\ndone") == ["lr=1e-6"]
-
-
 def test_the_time_is_no_part_of_a_name() -> None:
     found = read_script(f'N="run_$(date +%Y%m%d)"\n{RUN} x.experiment_name=$N x.dir=out/$N', "verl")
     assert found.overrides == ["x.experiment_name=run"] and list(found.unread) == ["x.dir"]
@@ -375,12 +375,6 @@ def test_the_time_is_no_part_of_a_name() -> None:
 def test_processes_that_only_a_shell_can_count() -> None:
     found = read_script("torchrun --nnodes=$(nproc) --nproc_per_node=4 -m verl.trainer.sft_trainer a=1", "verl_sft")
     assert list(found.unread) == ["trainer.nnodes"] and "trainer.n_gpus_per_node=4" in found.overrides
-
-
-def test_a_loop_whose_do_stands_right_behind_its_values() -> None:
-    loop = 'rates=(1e-3 1e-4)\nfor rate in "${rates[@]}";do\nif [ "$A" = b ];then\nX=1;fi'
-    text = f"{loop}\n{RUN} a=${{rate}}\\\n  b=2\ndone"
-    assert words(text) == ["a=1e-3", "b=2"]
 
 
 @pytest.mark.parametrize(

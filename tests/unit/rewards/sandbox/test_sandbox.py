@@ -134,11 +134,6 @@ asyncio.run(main())
     assert run(sandbox, source).stdout == "thread\nhere __main__\n"
 
 
-def test_two_runs_share_nothing(sandbox):
-    assert run(sandbox, "open('mark', 'w').write('x')").exit_code == 0
-    assert run(sandbox, "import os; print(os.listdir('/tmp'))").stdout == "[]\n"
-
-
 async def test_runs_at_the_same_time_do_not_disturb_each_other(sandbox):
     calls = [sandbox.run_program("print(int(input()) ** 2)", str(i), LIMITS) for i in range(12)]
     assert [result.stdout for result in await asyncio.gather(*calls)] == [f"{i * i}\n" for i in range(12)]
@@ -249,12 +244,50 @@ def test_one_mapping_of_several_processes_counts_once(sandbox):
     assert says(sandbox, SHARED, facts, memory_mb=128, processes=8) == ["[0, 0, 0, 0, 0]"]
 
 
-def test_memory_that_no_limit_counts_is_refused(sandbox):
-    source = """
-print(attempt(lambda: os.memfd_create("x")))
-print(libc.shmget(0, 1 << 20, 0o1600))
-"""
-    assert says(sandbox, source) == ["PermissionError", "-1"]
+PROGRAMS = {
+    "memory that no limit counts is refused": (
+        "print(attempt(lambda: os.memfd_create('x')))\nprint(libc.shmget(0, 1 << 20, 0o1600))",
+        ["PermissionError", "-1"],
+    ),
+    "open files are counted": (
+        "kept = []\n"
+        "print(attempt(lambda: [kept.append(os.open('/dev/null', 0)) for _ in range(1000)]), len(kept) < 64)",
+        ["OSError True"],
+    ),
+    "limits cannot be raised": (
+        """
+import resource
+for name in ("NPROC", "AS", "CPU", "FSIZE", "NOFILE", "CORE"):
+    number = getattr(resource, "RLIMIT_" + name)
+    print(attempt(lambda: resource.setrlimit(number, (resource.getrlimit(number)[0] + 1,) * 2)))
+""",
+        ["ValueError"] * 6,
+    ),
+    "passwords and accounts are not there": (
+        "for path in ('/etc/passwd', '/etc/shadow', '/etc/hosts', '/root/.ssh', '/root/.bashrc'):\n"
+        "    print(attempt(lambda: os.stat(path)))",
+        ["FileNotFoundError"] * 5,
+    ),
+    "names are not resolved": (
+        "import socket\nprint(attempt(lambda: socket.getaddrinfo('example.com', 80)))",
+        ["gaierror"],
+    ),
+    "the own folder can be deleted": (
+        "import shutil\nopen('x', 'w').write('x')\n"
+        "shutil.rmtree('/tmp', ignore_errors=True)\nprint(os.listdir('/tmp'))",
+        ["[]"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "lines"), PROGRAMS.values(), ids=PROGRAMS)
+def test_a_program_is_told_what_it_may(sandbox, source, lines):
+    assert says(sandbox, source) == lines
+
+
+def test_two_runs_share_nothing(sandbox):
+    assert run(sandbox, "open('mark', 'w').write('x')").exit_code == 0
+    assert run(sandbox, "import os; print(os.listdir('/tmp'))").stdout == "[]\n"
 
 
 def test_endless_computation_is_killed_by_its_cpu_time(sandbox):
@@ -303,23 +336,6 @@ def test_many_files(sandbox):
     assert says(sandbox, source) == ["OSError True"]
 
 
-def test_many_open_files(sandbox):
-    source = (
-        "kept = []\nprint(attempt(lambda: [kept.append(os.open('/dev/null', 0)) for _ in range(1000)]), len(kept) < 64)"
-    )
-    assert says(sandbox, source) == ["OSError True"]
-
-
-def test_limits_cannot_be_raised(sandbox):
-    source = """
-import resource
-for name in ("NPROC", "AS", "CPU", "FSIZE", "NOFILE", "CORE"):
-    number = getattr(resource, "RLIMIT_" + name)
-    print(attempt(lambda: resource.setrlimit(number, (resource.getrlimit(number)[0] + 1,) * 2)))
-"""
-    assert says(sandbox, source) == ["ValueError"] * 6
-
-
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -365,14 +381,6 @@ for path in facts:
     )
     assert home[0] in (f"{Path.home()} {list(first)}", f"{Path.home()} FileNotFoundError")
     assert home[1] in ("/etc ['ld.so.cache']", "/etc FileNotFoundError")
-
-
-def test_passwords_and_accounts_are_not_there(sandbox):
-    source = """
-for path in ("/etc/passwd", "/etc/shadow", "/etc/hosts", "/root/.ssh", "/root/.bashrc"):
-    print(attempt(lambda: os.stat(path)))
-"""
-    assert says(sandbox, source) == ["FileNotFoundError"] * 5
 
 
 def test_environment_is_empty(sandbox, monkeypatch):
@@ -488,11 +496,6 @@ print(attempt(lambda: socket.socket(socket.AF_UNIX).connect(abstract)))
 """
     assert says(sandbox, source, listeners)[1:] == ["OSError", "FileNotFoundError", "ConnectionRefusedError"]
     assert says(sandbox, source, listeners)[0] in ("ConnectionRefusedError", "OSError")
-
-
-def test_names_are_not_resolved(sandbox):
-    source = "import socket\nprint(attempt(lambda: socket.getaddrinfo('example.com', 80)))"
-    assert says(sandbox, source) == ["gaierror"]
 
 
 # --- other processes --------------------------------------------------------------------------------------------------
@@ -683,16 +686,6 @@ print(open("/dev/null", "w").write("x"), len(open("/dev/urandom", "rb").read(4))
 """
     devices = [name for name in ("full", "null", "random", "urandom", "zero") if os.path.exists(f"/dev/{name}")]
     assert says(sandbox, source) == [str(devices), "FileNotFoundError", "1 4"]
-
-
-def test_deleting_the_own_folder(sandbox):
-    source = """
-import shutil
-open("x", "w").write("x")
-shutil.rmtree("/tmp", ignore_errors=True)
-print(os.listdir("/tmp"))
-"""
-    assert says(sandbox, source) == ["[]"]
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

@@ -104,11 +104,17 @@ json.dump([task, dict(os.environ), os.getcwd(), os.listdir()], open({str(tmp_pat
         (ASK + "open(os.environ['ROLL_ANSWER'], 'wb').write(b'\\xff')", "ROLL_ANSWER is no UTF-8"),
         (ASK + "os.symlink('/etc/passwd', os.environ['ROLL_ANSWER'])", "ROLL_ANSWER cannot be read"),
         ("import os; os.kill(os.getppid(), 9); os.pause()", "ended with its supervisor killed"),
+        (
+            ASK.replace('messages=task["messages"]', 'messages=[{"role": "user", "content": "x" * 3000}]'),
+            "first prompt does not fit in sequence_length 2000",
+        ),
+        (ASK + "\nfor _ in range(160):\n    os.write(1, b'x' * 65536)\nraise SystemExit('the end')\n", "the end$"),
     ],
 )
 def test_a_program_that_fails_is_a_failure_and_no_reward(program: str, told: str) -> None:
-    with pytest.raises(AgentError, match=told):
+    with pytest.raises(AgentError, match=told) as caught:
         play(Engine([GOOD]), command=script(program))
+    assert len(str(caught.value)) < 1000
 
 
 def test_a_command_that_is_not_there_is_named() -> None:
@@ -161,12 +167,6 @@ def test_time_in_which_the_policy_answers_is_not_the_programs() -> None:
     assert episode.success and len(episode.turns) == 4
 
 
-def test_a_first_prompt_that_does_not_fit_is_named() -> None:
-    program = ASK.replace('messages=task["messages"]', 'messages=[{"role": "user", "content": "x" * 3000}]')
-    with pytest.raises(AgentError, match="first prompt does not fit in sequence_length 2000"):
-        play(Engine([GOOD]), command=script(program))
-
-
 def test_daemons_of_a_program_that_ended_are_gone_before_its_answer_is_judged() -> None:
     mark = f"agent-mark-{time.time_ns()}"
     daemon = f"""
@@ -180,20 +180,6 @@ os._exit(0)
 """
     episode = play(Engine([GOOD]), command=script(ASK + daemon))
     assert episode.success and marked(mark) == []
-
-
-def test_a_program_that_prints_without_end_is_read_and_forgotten() -> None:
-    program = (
-        ASK
-        + """
-for _ in range(160):
-    os.write(1, b"x" * 65536)
-raise SystemExit("the end")
-"""
-    )
-    with pytest.raises(AgentError, match=r"the end$") as caught:
-        play(Engine([GOOD]), command=script(program))
-    assert len(str(caught.value)) < 1000
 
 
 async def test_calls_after_the_end_are_refused(tmp_path: Path) -> None:
