@@ -170,7 +170,7 @@ def test_a_seed_gives_the_same_tokens_whenever_the_request_arrives(engine: Any) 
     assert len({tuple(c.token_ids) for c in asyncio.run(burst(engine, same_prompt))}) == 4
 
 
-def test_the_largest_seed_and_equal_prompts(engine: Any, oracle: PreTrainedModel) -> None:
+def test_equal_prompts_differ_with_the_largest_seeds_and_without_one(engine: Any, oracle: PreTrainedModel) -> None:
     (prompt,) = prompts(1, seed=8)
     params = [SamplingParams(max_new_tokens=20, seed=2**64 - 1 - i) for i in range(5)]
     several = asyncio.run(burst(engine, [GenerateRequest(str(i), prompt, p) for i, p in enumerate(params)]))
@@ -178,9 +178,6 @@ def test_the_largest_seed_and_equal_prompts(engine: Any, oracle: PreTrainedModel
     for completion in several:
         expected = forward_logprobs(oracle, prompt, completion.token_ids, 1.0)
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
-
-
-def test_requests_without_a_seed_differ(engine: Any) -> None:
     completions = asyncio.run(burst(engine, requests_of([prompts(1, seed=9)[0]] * 4, max_new_tokens=20)))
     assert len({tuple(c.token_ids) for c in completions}) == 4
 

@@ -530,6 +530,11 @@ def test_skipped_step_leaves_weights_and_schedule(model: Path) -> None:
     batch = make_batch()
     trainer.train_step(batch, policy_loss)
     assert_near(trainer.gradient, reference_step(model, batch)[1])
+    batch = make_batch()
+    metrics = make_trainer(model).train_step(
+        batch.replace(loss_mask_T=torch.zeros_like(batch.loss_mask_T)), policy_loss
+    )
+    assert metrics["actor/skipped_steps"] == 1
 
 
 def test_the_rows_of_an_episode_that_branched_count_as_one_sequence(model: Path) -> None:
@@ -548,14 +553,6 @@ def test_the_rows_of_an_episode_that_branched_count_as_one_sequence(model: Path)
     assert seen[0].max_length == pytest.approx(max(sampled_B[:2].sum(), sampled_B[2:].max()).item())
 
 
-def test_step_without_loss_tokens_is_skipped(model: Path) -> None:
-    batch = make_batch()
-    metrics = make_trainer(model).train_step(
-        batch.replace(loss_mask_T=torch.zeros_like(batch.loss_mask_T)), policy_loss
-    )
-    assert metrics["actor/skipped_steps"] == 1
-
-
 def test_l2_penalty_is_added_to_the_loss(model: Path) -> None:
     batch = make_batch()
     plain, penalised = make_trainer(model), make_trainer(model, l2=0.01)
@@ -567,7 +564,7 @@ def test_l2_penalty_is_added_to_the_loss(model: Path) -> None:
     assert_near(penalised.gradient, expected)
 
 
-def test_offloaded_states_must_come_back_before_use(model: Path) -> None:
+def test_offloaded_states_must_come_back_before_use_and_the_optimizer_can_start_again(model: Path) -> None:
     trainer = make_trainer(model)
     trainer.offload(States.OPTIMIZER)
     trainer.logprobs(make_batch())
@@ -575,6 +572,10 @@ def test_offloaded_states_must_come_back_before_use(model: Path) -> None:
         trainer.train_step(make_batch(), policy_loss)
     trainer.onload(States.ALL)
     assert trainer.train_step(make_batch(), policy_loss)["actor/skipped_steps"] == 0
+    trainer = make_trainer(model)
+    first = trainer.train_step(make_batch(), policy_loss)
+    trainer.reset_optimizer()
+    assert trainer.train_step(make_batch(), policy_loss)["actor/lr"] == first["actor/lr"]
 
 
 def test_moved_parameters_are_still_the_ones_that_are_trained(model: Path) -> None:
@@ -583,13 +584,6 @@ def test_moved_parameters_are_still_the_ones_that_are_trained(model: Path) -> No
     for each in (trainer, moved):
         each.train_step(make_batch(), policy_loss)
     assert_near(exported(moved), exported(trainer), 0.0)
-
-
-def test_optimizer_can_start_again(model: Path) -> None:
-    trainer = make_trainer(model)
-    first = trainer.train_step(make_batch(), policy_loss)
-    trainer.reset_optimizer()
-    assert trainer.train_step(make_batch(), policy_loss)["actor/lr"] == first["actor/lr"]
 
 
 def sft_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:

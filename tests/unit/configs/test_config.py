@@ -94,24 +94,18 @@ def test_environments_that_are_trained_on_have_a_teacher(load, problems):
     assert "it belongs to RLVR" in problems("teacher_prompt='{prompt}'")["teacher_prompt"].hint
 
 
-def test_values_defaults_and_interpolation(load):
+def test_values_defaults_interpolation_and_overrides(load, problems):
     config = load("actor_infer.generating_args.max_new_tokens=${response_length}", "response_length=99")
     assert config.actor_infer.generating_args.max_new_tokens == 99
     assert config.actor_train.training_args.learning_rate == 1e-3
     assert config.actor_train.device_mapping == [0, 1]
     assert config.exp_name == "mine"
     assert config.seed == 42
-
-
-def test_overrides_need_no_plus_and_may_name_keys_that_the_file_leaves_out(load):
     config = load(
         "critic.infer_batch_size=3", "+max_steps=5", "++seed=7", "actor_train.device_mapping=list(range(2,4))"
     )
     assert (config.critic.infer_batch_size, config.max_steps, config.seed) == (3, 5, 7)
     assert config.actor_train.device_mapping == [2, 3]
-
-
-def test_tilde_takes_a_key_back_to_its_default(load, problems):
     assert load("~rollout_batch_size", "~val_batch_size").rollout_batch_size == 128
     assert "nothing_here" in problems("~nothing_here")
 
@@ -161,8 +155,14 @@ def test_each_wrong_place_is_one_problem(problems, overrides, text, paths):
     assert set(problems(*overrides, text=MINIMAL + text)) == paths
 
 
-def test_a_variable_may_be_read_by_way_of_another(load):
+def test_a_top_level_variable_must_be_referred_to_also_by_way_of_another(load, problems):
     assert load(text=MINIMAL + "one: 3\ntwo: ${one}\nmax_steps: ${two}\n").max_steps == 3
+    text = MINIMAL + "my_steps: 12\nmax_steps: ${my_steps}\n"
+    assert load("my_steps=13", text=text).max_steps == 13
+    assert load("max_steps=14", text=text).max_steps == 14
+    found = problems("my_stps=13", text=text)
+    assert found["my_stps"].hint == "did you mean my_steps?"
+    assert "my_steps" in problems(text=MINIMAL + "my_steps: 12\n")
 
 
 def test_a_wrong_option_of_a_tracker_shows_no_value(problems):
@@ -194,8 +194,9 @@ def test_a_file_that_cannot_be_composed_is_one_clear_problem(tmp_path, content, 
         load_config(AgenticConfig, "bad", tmp_path)
 
 
-def test_braces_that_are_no_placeholders_pass(load):
+def test_braces_that_are_no_placeholders_pass_and_numbers_in_the_environment_become_text(load):
     assert load(r"custom_envs.Lake.agent_template='\\boxed{answer} {{x}} {observation}'")
+    assert load("system_envs.OMP_NUM_THREADS=1").system_envs == {"OMP_NUM_THREADS": "1"}
 
 
 def test_dropout_of_the_model_is_refused_in_every_role(problems):
@@ -208,15 +209,6 @@ def test_a_warm_up_beyond_the_run_is_told(load):
     args = "actor_train.training_args={per_device_train_batch_size:2,gradient_accumulation_steps:4,warmup_steps:10}"
     assert "warmup_steps 10 are not over" in describe_batches(load("max_steps=5", args))[-1]
     assert "warmup_steps" not in describe_batches(load("max_steps=50", args))[-1]
-
-
-def test_a_top_level_variable_must_be_referred_to(load, problems):
-    text = MINIMAL + "my_steps: 12\nmax_steps: ${my_steps}\n"
-    assert load("my_steps=13", text=text).max_steps == 13
-    assert load("max_steps=14", text=text).max_steps == 14
-    found = problems("my_stps=13", text=text)
-    assert found["my_stps"].hint == "did you mean my_steps?"
-    assert "my_steps" in problems(text=MINIMAL + "my_steps: 12\n")
 
 
 def test_library_entries_are_checked_though_only_chosen_ones_are_read():
@@ -232,14 +224,11 @@ def test_library_entries_are_checked_though_only_chosen_ones_are_read():
     assert found["custom_env.Smal.env_type"].seen is NOTHING
 
 
-def test_an_unknown_configuration_lists_those_there_are(tmp_path):
+def test_unknown_configurations_links_to_nowhere_and_open_values_are_problems(tmp_path, problems):
     with pytest.raises(ConfigErrors, match=r"agentic_frozen_lake.*did you mean agentic_sokoban\?"):
         load_config(AgenticConfig, "agentic_sokobann", CONFIGS)
     with pytest.raises(ConfigErrors, match="existing folder"):
         load_config(AgenticConfig, "any", tmp_path / "none")
-
-
-def test_a_link_to_nowhere_and_an_open_value_are_problems(problems):
     found = problems("seed=${nowhere}", "max_steps=???", "logging_steps=0")
     assert {"seed", "max_steps", "logging_steps"} <= set(found)
 
@@ -313,10 +302,6 @@ def test_muon_is_for_whole_matrices(problems, load, override, key, words):
     found = problems(*([muon] if key == "optimizer" else []), f"actor_train.{override}")
     assert words in found[f"actor_train.training_args.{key}"].expected
     assert load(muon).actor_train.training_args.optimizer == "muon"
-
-
-def test_numbers_in_environment_variables_become_text(load):
-    assert load("system_envs.OMP_NUM_THREADS=1").system_envs == {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize(
@@ -458,7 +443,9 @@ def test_the_critic_takes_the_actors_optimizer_steps(problems, load):
     assert "that of actor_train" in found["critic.training_args.gradient_accumulation_steps"].expected
 
 
-def test_a_hub_name_is_accepted_and_a_folder_without_a_model_is_not(load, problems, tmp_path):
+def test_hub_names_and_home_folders_are_accepted_and_folders_without_a_model_are_not(
+    load, problems, tmp_path, monkeypatch
+):
     assert load("pretrain=Qwen/Qwen2.5-0.5B-Instruct").pretrain
     (tmp_path / "model").mkdir()
     assert "config.json" in problems(f"pretrain={tmp_path}/model")["pretrain"].expected
@@ -466,6 +453,17 @@ def test_a_hub_name_is_accepted_and_a_folder_without_a_model_is_not(load, proble
     assert "no model_type" in problems(f"pretrain={tmp_path}/model")["pretrain"].hint
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2"}')
     assert load(f"pretrain={tmp_path}/model").pretrain
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("adapter", "checkpoint-3"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    assert "roll export ~/adapter" in problems("pretrain='~/adapter'")["pretrain"].hint
+    assert "did you mean" in problems("pretrain='~/adaptor'")["pretrain"].hint
+    assert load("resume_from_checkpoint='~/checkpoint-3'").resume_from_checkpoint == "~/checkpoint-3"
+    found = problems("pretrain=~nobody-here/m", "plugins=[~nobody-here/p.py]", "max_steps=0")
+    assert found.keys() == {"pretrain", "plugins", "max_steps"}
+    assert found["plugins"].seen == "~nobody-here/p.py" and "user of this machine" in found["pretrain"].expected
+    assert load("system_envs.X='~5 of them'").system_envs == {"X": "~5 of them"}
 
 
 def test_the_folder_of_a_run_is_answered_with_the_model_saved_in_it(problems, tmp_path):
@@ -479,23 +477,6 @@ def test_the_folder_of_a_run_is_answered_with_the_model_saved_in_it(problems, tm
     (run / "summary.json").write_text(f'{{"checkpoint": "{checkpoint}"}}')
     for folder in (run, checkpoint):
         assert problems(f"pretrain={folder}")["pretrain"].hint.endswith(f"is {checkpoint}/actor_train")
-
-
-def test_models_and_checkpoints_may_lie_in_the_home_folder(load, problems, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("adapter", "checkpoint-3"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    assert "roll export ~/adapter" in problems("pretrain='~/adapter'")["pretrain"].hint
-    assert "did you mean" in problems("pretrain='~/adaptor'")["pretrain"].hint
-    assert load("resume_from_checkpoint='~/checkpoint-3'").resume_from_checkpoint == "~/checkpoint-3"
-
-
-def test_the_home_of_a_user_who_is_not_there_is_told_with_its_key(problems, load):
-    found = problems("pretrain=~nobody-here/m", "plugins=[~nobody-here/p.py]", "max_steps=0")
-    assert found.keys() == {"pretrain", "plugins", "max_steps"}
-    assert found["plugins"].seen == "~nobody-here/p.py" and "user of this machine" in found["pretrain"].expected
-    assert load("system_envs.X='~5 of them'").system_envs == {"X": "~5 of them"}
 
 
 def test_a_workers_devices_must_lie_on_one_node(problems):
@@ -623,13 +604,10 @@ def test_groups_are_spread_evenly_and_workers_hold_them_all(groups, per_worker):
     assert manager.worker_config().num_workers == manager.num_workers
 
 
-def test_weights_spread_groups_and_are_told_in_words(load):
+def test_weights_spread_groups_and_sampling_arguments_fall_back_to_the_actors(load):
     config = load("val_env_manager.tag_weights=[3,1]")
     assert config.val_env_manager.groups_per_tag == {"Lake": 6, "Boxes": 2}
     assert "(6 Lake, 2 Boxes)" in describe_batches(config)[1]
-
-
-def test_sampling_arguments_fall_back_to_the_actors_and_get_their_bound(load):
     config = load("val_env_manager.generating_args.temperature=0.0", "actor_infer.generating_args.top_k=5")
     assert config.sampling(config.train_env_manager).top_k == 5
     assert config.sampling(config.train_env_manager).max_new_tokens == config.response_length
@@ -709,7 +687,7 @@ def test_rollouts_beside_training_need_importance_weights_and_new_weights_every_
         assert problems(f"async_generation_ratio={wrong}").keys() == {"async_generation_ratio"}
 
 
-def test_no_key_of_rollouts_beside_training_is_set_in_vain(load, problems):
+def test_no_key_of_rollouts_beside_training_is_set_in_vain_and_none_is_older_than_the_run(load, problems):
     """Steps of 4 groups."""
     found = problems("async_generation_ratio=0.24", WEIGHTED)
     assert found["async_generation_ratio"].expected == "0, or at least 0.25: one of the 4 groups of a step"
@@ -717,9 +695,6 @@ def test_no_key_of_rollouts_beside_training_is_set_in_vain(load, problems):
     load("async_generation_ratio=0.24", WEIGHTED, *more)
     found = problems("async_generation_ratio=1", WEIGHTED, *more, "rollout_window=0.5")
     assert found.keys() == {"rollout_window"} and "takes the first" in found["rollout_window"].expected
-
-
-def test_no_rollout_is_older_than_the_run(load):
     assert load("async_generation_ratio=3", WEIGHTED, "max_steps=2").max_lag == 1
 
 

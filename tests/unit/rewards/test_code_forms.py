@@ -78,14 +78,11 @@ def test_what_is_not_understood_is_an_error_of_the_row(tests, message):
         CodeVerifier.check_row(CodeConfig(), row)
 
 
-def test_rows_are_read_by_the_keys_of_the_configuration():
+def test_rows_are_read_by_the_keys_of_the_configuration_up_to_a_bound(monkeypatch):
     row = Sample(prompt="?", response="", ground_truth=None, data_source="code", extra_info={"cases": EURUS})
     CodeVerifier.check_row(CodeConfig(tests_key="cases"), row)
     with pytest.raises(ValueError, match="tests: seen None"):
         CodeVerifier.check_row(CodeConfig(), row)
-
-
-def test_compressed_tests_have_a_bound(monkeypatch):
     monkeypatch.setattr("roll.rewards.code_tests._MAX_BYTES", 1000)
     with pytest.raises(ValueError, match="compressed tests that cannot be read: more than"):
         parse_tests(private([{"input": "1" * 2000, "output": "2"}]))

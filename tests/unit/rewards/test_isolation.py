@@ -285,16 +285,13 @@ asyncio.run(main())
     assert gone(pid)
 
 
-def test_a_verifier_that_cannot_be_built_is_an_error_at_start():
+def test_a_verifier_that_cannot_be_built_or_imported_elsewhere_is_an_error_at_start():
     async def run(**args):
         async with pool_of(**args) as pool:
             await pool.start()
 
     with pytest.raises(RewardError, match="could not be set up: ValueError: told to fail"):
         asyncio.run(run(fail=True))
-
-
-def test_a_class_that_no_other_process_can_import_is_refused():
     with pytest.raises(ValueError, match=r"Nested.Inner, expected a class at the top of a module"):
         rule_spec(Nested.Inner, {})
 

@@ -311,14 +311,11 @@ def test_an_overlong_conversation_loses_its_beginning_and_is_counted(llama: Path
     assert caplog.text.count("lost its beginning: max_length is 40") == 1
 
 
-def test_without_a_begin_token_only_the_tail_is_read(qwen: Path):
+def test_without_a_begin_token_only_the_tail_is_read_and_at_most_as_many_tokens_as_the_model_takes(qwen: Path):
     sample = make_sample("why? " * 30, "So.")
     text = chatml(("user", sample.prompt), ("assistant", sample.response))
     expected = oracle(qwen, [text], keep=slice(-20, None))[0]
     assert [score_all(qwen, [sample], max_length=20)[0].score] == close_to(expected)
-
-
-def test_the_model_was_made_for_so_many_tokens(qwen: Path):
     sample = make_sample("why? " * 100, "So.")
     assert score_all(qwen, [sample])[0].parts["truncated"] == 1
     with pytest.raises(RewardError, match=r"max_length: seen a conversation of 5\d\d tokens, expected at most 256"):

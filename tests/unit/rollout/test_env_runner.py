@@ -166,27 +166,22 @@ def test_an_instant_environment_plays_in_the_callers_thread_and_lets_others_in_b
     assert order == ["a", "b"] * 3
 
 
-def test_a_class_says_for_itself_alone_that_it_is_instant() -> None:
+def test_a_class_says_that_it_is_instant_or_wants_a_thread_of_its_own() -> None:
     assert envs.is_instant("sokoban") and envs.is_instant("frozen_lake")
     assert not envs.is_instant("sokoban", {"dim_room": [10, 10], "num_boxes": 4, "max_steps": 20})
     assert not envs.is_instant("sokoban", {"num_boxes": "many"}), "it cannot even be made"
     assert not envs.is_instant("gymnasium")
     assert not envs.is_instant(f"{__name__}:SlowSokoban")
-
-
-def test_a_class_and_what_inherits_from_it_want_a_thread_of_their_own() -> None:
     assert envs.wants_own_thread("gymnasium") and not envs.wants_own_thread("sokoban")
     assert envs.wants_own_thread(f"{__name__}:ThreadBound")
 
 
-async def test_a_step_of_the_wrong_form_is_named_as_such() -> None:
+async def test_a_step_of_the_wrong_form_and_a_failed_construction_are_named() -> None:
     runner = EnvRunner(OddEnv, timeout=5)
     with pytest.raises(EnvProtocolError, match=r"OddEnv.step returned \('one', 0.0\) \(tuple\), expected \(obs"):
         await runner.step("short")
     runner.close()
 
-
-async def test_an_environment_that_cannot_be_built_is_a_crash() -> None:
     def make() -> OddEnv:
         raise FileNotFoundError("levels.txt")
 

@@ -112,14 +112,11 @@ def test_episodes_with_tools_are_compared_with_their_conversations(
     assert counts(play(family, *texts, check="ignore_strippable").info) == lenient
 
 
-def test_other_tokens_of_the_same_text_count_when_strict() -> None:
+def test_other_tokens_of_the_same_text_count_when_strict_and_some_episodes_are_not_compared() -> None:
     assert counts(play("qwen2_5", CALL, "another answer", letters=True).info) == {"compared": 1, "other_tokens": 1}
     assert counts(
         play("qwen2_5", CALL, "another answer", letters=True, check="ignore_strippable").info
     ) == {"compared": 1}  # fmt: skip
-
-
-def test_what_is_not_compared() -> None:
     assert COMPARED not in play("qwen3", CALL, "51", member=1).info, "one of a group is enough"
     assert COMPARED not in play("qwen3", CALL, "51", check="disable").info
     assert COMPARED not in play("qwen3", "51").info, "one turn has no history"

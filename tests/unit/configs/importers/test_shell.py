@@ -93,12 +93,16 @@ def test_nothing_but_sums_is_computed(sum: str) -> None:
     assert all(word.startswith("a=$((") for word in found.overrides)
 
 
-def test_what_a_shell_computes_is_told(tmp_path: Path) -> None:
+def test_what_a_shell_computes_is_never_run_and_told(tmp_path: Path) -> None:
     witness = tmp_path / "ran"
     found = read_script(f"{RUN} a=$(touch {witness}) b=`touch {witness}` c=1", "verl")
     assert found.overrides == ["c=1"]
     assert list(found.unread) == ["a", "b"]
     assert not witness.exists()
+    found = read_script(f'N="run_$(date +%Y%m%d)"\n{RUN} x.experiment_name=$N x.dir=out/$N', "verl")
+    assert found.overrides == ["x.experiment_name=run"] and list(found.unread) == ["x.dir"]
+    found = read_script("torchrun --nnodes=$(nproc) --nproc_per_node=4 -m verl.trainer.sft_trainer a=1", "verl_sft")
+    assert list(found.unread) == ["trainer.nnodes"] and "trainer.n_gpus_per_node=4" in found.overrides
 
 
 def test_the_named_configuration_is_found() -> None:
@@ -176,27 +180,21 @@ def test_variables_of_the_environment_decide() -> None:
     assert npu.overrides == ["a=1", "b=2", "c=3", "n=4", "d=npu"]
 
 
-def test_several_commands_of_which_a_shell_chooses_one() -> None:
+def test_of_several_commands_a_shell_chooses_one_and_of_several_values_the_last_decides() -> None:
     found = read_script(f"if [ $A ]; then\n  {RUN} a=1 n=2\nelse\n  {RUN} a=1 n=3\nfi", "verl")
     assert found.overrides == ["a=1"] and found.unread == {"n": Unread("2 or 3", ("A",))}
-
-
-def test_a_value_that_comes_later_decides() -> None:
     assert words(f"if [ $A ]; then N=1; else N=2; fi\n{RUN} n=$N n=3") == ["n=3"]
     later = read_script(f"if [ $A ]; then N=1; else N=2; fi\n{RUN} n=3 n=$N", "verl")
     assert later.overrides == [] and list(later.unread) == ["n"]
 
 
-def test_a_file_that_the_script_reads(tmp_path: Path) -> None:
+def test_variables_of_files_that_the_script_reads_and_those_that_it_sets_itself(tmp_path: Path) -> None:
     (tmp_path / "base.sh").write_text("export NUM=8\nif [ $NUM -gt 4 ]; then BIG=yes; fi\n")
     text = f"source scripts/base.sh\n{RUN} n=$NUM b=$BIG"
     found = read_script(text, "verl", find=lambda path: tmp_path / Path(path).name)
     assert found.overrides == ["n=8", "b=yes"]
     absent = read_script(text, "verl")
     assert absent.overrides == ["n=${oc.env:NUM}", "b=${oc.env:BIG}"] and "base.sh" in absent.notes[0]
-
-
-def test_a_variable_that_the_script_sets_itself_is_noted() -> None:
     found = read_script(f"N=4\n{RUN} n=$N", "verl", variables={"N": "8"})
     assert found.overrides == ["n=4"] and "--set N=8: the script itself sets N to 4" in found.notes
 
@@ -331,13 +329,10 @@ def test_a_command_in_a_variable(start: str) -> None:
     assert words(text) == ["a=['x y', 'z']", "b=1"]
 
 
-def test_functions_are_read_where_they_are_called() -> None:
+def test_functions_are_read_where_they_are_called_and_the_first_of_several_runs_counts() -> None:
     text = f'train() {{\n  local name="$1"\n  shift\n  {RUN} a=$name "$@"\n}}\nfunction set_b {{ B=2; }}\nset_b\n'
     assert words(f"{text}train one b=$B c=3") == ["a=one", "b=2", "c=3"]
     assert words(text) == ["a="], "a function that another file calls"
-
-
-def test_the_first_of_several_runs_is_read() -> None:
     found = read_script(f"run() {{\n  {RUN} a=$1\n}}\nrun 1\nrun 2", "verl")
     assert found.overrides == ["a=1"] and any("several runs" in note for note in found.notes)
 
@@ -365,16 +360,6 @@ def test_cases_and_lists_are_chosen_by_the_variables_of_the_script() -> None:
     found = read_script(f"{CASES}{RUN} a=$A b=$B d=$D", "verl")
     assert found.overrides == ["a=1", "b=2", "d=3"]
     assert words(f"{CASES.replace(':-small', ':-big')}{RUN} a=$A d=$D") == ["a=10", "d=3"]
-
-
-def test_the_time_is_no_part_of_a_name() -> None:
-    found = read_script(f'N="run_$(date +%Y%m%d)"\n{RUN} x.experiment_name=$N x.dir=out/$N', "verl")
-    assert found.overrides == ["x.experiment_name=run"] and list(found.unread) == ["x.dir"]
-
-
-def test_processes_that_only_a_shell_can_count() -> None:
-    found = read_script("torchrun --nnodes=$(nproc) --nproc_per_node=4 -m verl.trainer.sft_trainer a=1", "verl_sft")
-    assert list(found.unread) == ["trainer.nnodes"] and "trainer.n_gpus_per_node=4" in found.overrides
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_segments_that_were_never_released_are_used_again_once_their_reader_says
     assert not reader.read(lost.place, 0).size
 
 
-def test_the_smallest_segment_that_is_large_enough_is_taken() -> None:
+def test_the_smallest_segment_that_fits_is_taken_and_little_stays_after_an_update() -> None:
     pool = SegmentPool()
     sizes = 3 * 4096, 4096, 2 * 4096
     for segment in [pool.find(pool.allocate(size)) for size in sizes]:
@@ -173,9 +173,6 @@ def test_the_smallest_segment_that_is_large_enough_is_taken() -> None:
         pool.hand_over(segment, [])
     taken = [pool.find(pool.allocate(size)) for size in (4096, 4097, 4096)]
     assert [len(segment.array) for segment in taken if segment] == [4096, 2 * 4096, 3 * 4096]
-
-
-def test_little_shared_memory_stays_after_an_update() -> None:
     pool = SegmentPool()
     segments = [pool.find(pool.allocate(1000)) for _ in range(6)]
     for segment in segments:

@@ -129,9 +129,6 @@ def test_a_token_tells_its_bytes_where_it_is_part_of_a_character() -> None:
     tokens = whole.choices[0].logprobs.content
     said = bytes(byte for token in tokens for byte in token.bytes).decode()
     assert said.startswith("a\u2603\U0001f40d\u00e9") and any(token.token == "\ufffd" for token in tokens)
-
-
-def test_bytes_of_a_tokenizer_that_falls_back_on_them_and_of_one_that_hides_them() -> None:
     pieces = {"<unk>": 0, "<0xE2>": 1, "hidden": 2}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(pieces, "<unk>")), unk_token="<unk>")
     renderer = ChatRenderer(tokenizer, "qwen2_5")

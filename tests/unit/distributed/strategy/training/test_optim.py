@@ -37,20 +37,14 @@ def test_rates_follow_their_schedule(steps: int, keys: dict[str, Any], expected:
     assert rates(steps, **keys)[: len(expected)] == pytest.approx(expected)
 
 
-def test_cosine_is_half_a_cosine() -> None:
+def test_a_cosine_has_as_many_half_periods_as_asked_for() -> None:
     expected = [8 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 4))) for step in range(5)]
     assert rates(4, lr_scheduler_type="cosine", min_lr_ratio=0.1) == pytest.approx([*expected, 0.8])
-
-
-def test_a_constant_schedule_neither_ends_nor_has_cycles() -> None:
-    args = TrainingArguments(lr_scheduler_type="constant", lr_decay_steps=4, num_cycles=2)
-    assert [problem.path for problem in args.problems()] == ["lr_decay_steps", "num_cycles"]
-
-
-def test_a_cosine_of_one_and_a_half_periods_falls_rises_and_falls() -> None:
     expected = [4 * (1 + math.cos(math.pi * 3 * step / 6)) for step in range(7)]
     assert rates(6, lr_scheduler_type="cosine", num_cycles=1.5) == pytest.approx([*expected, expected[-1]])
     assert expected[2] == pytest.approx(0) and expected[4] == pytest.approx(8)
+    args = TrainingArguments(lr_scheduler_type="constant", lr_decay_steps=4, num_cycles=2)
+    assert [problem.path for problem in args.problems()] == ["lr_decay_steps", "num_cycles"]
 
 
 def test_inverse_square_root_is_that_of_transformers() -> None:
