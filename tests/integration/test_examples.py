@@ -19,7 +19,8 @@ from roll.models.tiny import make_tiny_model
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "custom_environment.py"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
+ENVIRONMENTS = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 CONFIG = """\
 custom_envs:
@@ -81,10 +82,10 @@ def test_the_guessing_game_takes_any_text_and_repeats_with_its_seed(example):
     assert numbers[:30] == numbers[30:] and len(set(numbers)) > 4
 
 
-def test_the_readme_shows_the_example_as_it_is():
+def test_the_page_of_environments_shows_the_example_as_it_is():
     source = EXAMPLE.read_text(encoding="utf-8")
     shown = source[source.index("class GuessNumber") : source.index("if __name__")].strip()
-    assert shown in README
+    assert shown in ENVIRONMENTS
 
 
 def test_the_readmes_own_data_and_reward_are_a_whole_configuration(tmp_path, monkeypatch, capsys):
@@ -103,7 +104,7 @@ def test_the_readmes_own_data_and_reward_are_a_whole_configuration(tmp_path, mon
     assert roll(["validate", "./mine.yaml"]) == 2
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_between_documents_lead_somewhere(document):
     links = re.findall(r"\]\((?!https?://)([^)#]+)", document.read_text(encoding="utf-8"))
     missing = [link for link in links if not (document.parent / link).exists() and not link.startswith("docs/images/")]
