@@ -213,16 +213,16 @@ def test_stage_gains_shows_a_chain_in_detail_and_several_side_by_side(tmp_path):
     one = gains(tmp_path / "chain0")
     assert one.returncode == 0, one.stderr
     assert one.stdout.splitlines()[2:] == [
-        "| `1-sft` | right answers | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
-        "| `2-rl` | right answers | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
-        "| `3-distill` | right answers | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
-        "| `4-reward` | pairs told apart | 50.0% → 100.0% |  | 2 | 1.0 |",
+        "| `1-sft` | correct responses | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
+        "| `2-rl` | correct responses | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
+        "| `3-distill` | correct responses | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
+        "| `4-reward` | pairs ranked correctly | 50.0% → 100.0% |  | 2 | 1.0 |",
     ]
     both = gains(tmp_path / "chain0", tmp_path / "chain1", "--picture", tmp_path / "gains.svg")
     assert both.returncode == 0, both.stderr
     head, _, first, *_ = both.stdout.splitlines()
     assert head == "| stage | held out | seed 0 | seed 1 | minutes |"
-    assert first == "| `1-sft` | right answers | 25.0% → 75.0% | 25.0% → 75.0% | 1.7 to 1.7 |"
+    assert first == "| `1-sft` | correct responses | 25.0% → 75.0% | 25.0% → 75.0% | 1.7 to 1.7 |"
     picture = (tmp_path / "gains.svg").read_text(encoding="utf-8")
     assert all(f">{name}<" in picture for name in ("rl 0", "distill 0", "rl 1", "distill 1"))
     assert picture.count("<polyline") == 4 and picture.count("<circle") == 2 * (4 + 2)
