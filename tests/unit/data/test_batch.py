@@ -129,9 +129,9 @@ def test_an_empty_share_goes_through_every_method() -> None:
 
 def test_a_wrong_shape_names_the_field() -> None:
     batch = make_batch([[1, 2, 3], [4]])
-    with pytest.raises(ValueError, match=r"Batch.loss_mask_T: shape \(3,\), expected \(4,\)"):
+    with pytest.raises(ValueError, match=r"Batch.loss_mask_T: got shape \(3,\), expected \(4\)"):
         batch.replace(loss_mask_T=torch.ones(3, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"Batch.group_B: shape \(4,\), expected \(2,\)"):
+    with pytest.raises(ValueError, match=r"Batch.group_B: got shape \(4,\), expected \(2\)"):
         batch.replace(group_B=torch.zeros(4, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"Batch.values_T: shape \(2, 2\), expected \(4,\)"):
         batch.replace(values_T=torch.zeros(2, 2))
