@@ -57,7 +57,6 @@ from roll.pipeline.tagged_teachers import TaggedTeachers
 from roll.pipeline.teaching import TEACHER_COLUMNS, with_teacher
 from roll.rollout.admission import Admission
 from roll.rollout.metrics import mean, overlap_metrics, sampled_tokens, step_metrics
-from roll.rollout.saved_groups import load_groups, save_groups
 from roll.rollout.schedule import step_record
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.trajectory import groups_to_batch
@@ -414,7 +413,7 @@ class RLPipeline(TrainingLoop):
             return write_models, state
 
         def write(path: Path) -> Callable[[], Iterable[WrittenFile]] | None:
-            save_groups(path / "resume", finished)
+            finished.save(path / "resume")
             return write_models(path)
 
         return write, state
@@ -424,7 +423,7 @@ class RLPipeline(TrainingLoop):
         if self.config.eval_only:
             return
         if self.config.overlaps:
-            self.rollouts.restore(self.admission, load_groups(path / "resume"))
+            self.rollouts.restore(self.admission, Collected.load(path / "resume"))
         if (replay := self.rollouts.replay) is not None:
             played = set(range(self.admission.next_draw)).difference(self.admission.again)
             self.rollouts.replay = replay = replay.without(played)

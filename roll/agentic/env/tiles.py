@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from PIL import Image, ImageDraw
 
-from roll.data.arrays import UInt8Array
+from roll.data.columns import UInt8Array
 
 UNITS = 24
 """Side of a tile in the units of its shapes."""

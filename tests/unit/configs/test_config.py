@@ -259,7 +259,7 @@ def test_unknown_configurations_links_to_nowhere_and_open_values_are_problems(tm
         ("actor_train=3", "actor_train", "section"),
         ("critic=[1]", "critic", "section, or null"),
         ("custom_envs.Lake.max_steps=0", "custom_envs.Lake.max_steps", "int, at least 1"),
-        ("train_env_manager.tags=Lake", "train_env_manager.tags", "list of str, at least 1 items write [Lake]"),
+        ("train_env_manager.tags=Lake", "train_env_manager.tags", "list of str, at least 1 long write [Lake]"),
         ("train_env_manager.tags=[Lake,3]", "train_env_manager.tags.1", "str"),
         ("system_envs.A=1.5", "system_envs.A", "str"),
         ("train_env_manager.num_env_groups=4", "train_env_manager.num_env_groups", "env_groups"),

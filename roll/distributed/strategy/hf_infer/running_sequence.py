@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from roll.data.arrays import ExpertArray, IntArray
-from roll.data.experts import unknown_experts
+from roll.data.columns import ExpertArray, IntArray, columns_of, unknown
 from roll.data.requests import Completion, FinishReason, GenerateRequest
 
 
@@ -79,5 +78,5 @@ class RunningSequence:
     def _all_experts(self) -> ExpertArray | None:
         if not self.experts:
             return None
-        rest = unknown_experts(self.length - self.num_routed, self.experts[0].shape[1])
+        rest = unknown(self.length - self.num_routed, self.experts[0].shape[1:], columns_of(Completion)["experts"])
         return np.concatenate([*self.experts, rest])
