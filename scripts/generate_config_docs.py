@@ -42,9 +42,9 @@ from roll.configs.user import UserConfig
 from roll.configs.val_infer import ValInferConfig
 from roll.configs.warm_start import PromptWarmStartConfig, WarmStartConfig
 from roll.configs.worker import WorkerConfig
+from roll.extras.sandbox.remote import RemoteSandboxConfig
 from roll.rewards import VERIFIERS
 from roll.rewards.remote_classifier import RemoteClassifierConfig
-from roll.rewards.sandbox.remote import RemoteSandboxConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

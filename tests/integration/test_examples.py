@@ -61,7 +61,7 @@ def example() -> ModuleType:
     return module
 
 
-def test_the_guessing_game_is_won_by_following_its_hints(example):
+def test_the_guessing_game_is_won_by_its_hints_takes_any_text_and_repeats_with_its_seed(example):
     env = example.GuessNumber()
     for seed in range(9):
         assert env.reset(seed=seed) == ("Guess.", {})
@@ -71,10 +71,6 @@ def test_the_guessing_game_is_won_by_following_its_hints(example):
             hint, reward, solved, truncated, info = env.step(f" {guess}\n")
             assert (reward, info["success"], info["action"], truncated) == (float(solved), solved, str(guess), False)
             low, high = (guess + 1, high) if hint == "Higher." else (low, guess - 1)
-
-
-def test_the_guessing_game_takes_any_text_and_repeats_with_its_seed(example):
-    env = example.GuessNumber()
     env.reset(seed=3)
     for text in ("", "ten", "0", "10", "²", "5 or 6"):
         assert env.step(text) == ("Not a number.", 0.0, False, False, {"action": None, "success": False})
@@ -176,7 +172,7 @@ def test_learning_curves_of_worlds_are_named_after_their_folders(tmp_path):
     assert [path.name for path in (tmp_path / "images").iterdir()] == ["worlds.svg"]
 
 
-def test_learning_curves_leaves_tracked_pictures_alone_unless_asked(tmp_path):
+def test_learning_curves_leaves_tracked_pictures_alone_and_refuses_a_run_that_did_not_finish(tmp_path):
     fake_run(tmp_path / "run", 0)
     tracked = [ROOT / "docs" / "images" / name for name in ("learning_curve.svg", "episode.gif")]
     before = [path.read_bytes() for path in tracked]
@@ -186,9 +182,6 @@ def test_learning_curves_leaves_tracked_pictures_alone_unless_asked(tmp_path):
     made = tmp_path / "run" / "renders" / "curves"
     assert sorted(path.name for path in made.iterdir()) == ["episode.gif", "learning_curve.svg"]
     assert str(made) in done.stderr
-
-
-def test_learning_curves_refuses_a_run_that_did_not_finish(tmp_path):
     fake_run(tmp_path / "run", 0, status="interrupted")
     done = draw(tmp_path / "run", "--out", tmp_path / "images")
     assert done.returncode == 1
