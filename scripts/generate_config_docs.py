@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md and docs/configuration/ from the configuration classes: ``make docs``, or with ``--check``."""
+"""Writes docs/configuration.md and docs/configuration/ from the classes: ``make docs``, or with ``--check``."""
 
 from __future__ import annotations
 
@@ -63,7 +63,11 @@ POLICY: list[Group] = [
     ("Evaluation workers", "`val_infer`", ValInferConfig),
     ("Teacher", "top level of an RL run or a distillation", TeacherConfig),
     ("On-policy distillation", "top level of an RL run", OnPolicyDistillationConfig),
-    ("Divergence from the teacher", "top level of a distillation; of an RL run with `opd_form: loss`", DivergenceConfig),
+    (
+        "Divergence from the teacher",
+        "top level of a distillation; of an RL run with `opd_form: loss`",
+        DivergenceConfig,
+    ),
 ]
 ALGORITHM: list[Group] = [
     ("Algorithm", "top level", AlgorithmConfig),

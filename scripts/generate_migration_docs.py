@@ -245,7 +245,12 @@ def render() -> dict[Path, str]:
 
 
 def _page(system: str) -> str:
-    lines = [f"# From {SYSTEMS[system]}", "", "<!-- Written by scripts/generate_migration_docs.py. Do not edit. -->", ""]
+    lines = [
+        f"# From {SYSTEMS[system]}",
+        "",
+        "<!-- Written by scripts/generate_migration_docs.py. Do not edit. -->",
+        "",
+    ]
     lines += ["How to convert a file: [migrating](../migrating.md).", "", "## Differences in meaning", ""]
     lines += [f"- {text}" for text in DIFFERENCES[system]]
     lines += ["", "## Keys", "", "| key | here | what becomes of it | note |", "|---|---|---|---|"]
