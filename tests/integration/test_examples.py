@@ -19,7 +19,13 @@ from roll.models.tiny import make_tiny_model
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "custom_environment.py"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
+ENVIRONMENTS = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 CONFIG = """\
 custom_envs:
@@ -77,10 +83,10 @@ def test_the_guessing_game_is_won_by_its_hints_takes_any_text_and_repeats_with_i
     assert numbers[:30] == numbers[30:] and len(set(numbers)) > 4
 
 
-def test_the_readme_shows_the_example_as_it_is():
+def test_the_page_of_environments_shows_the_example_as_it_is():
     source = EXAMPLE.read_text(encoding="utf-8")
     shown = source[source.index("class GuessNumber") : source.index("if __name__")].strip()
-    assert shown in README
+    assert shown in ENVIRONMENTS
 
 
 def test_the_readmes_own_data_and_reward_are_a_whole_configuration(tmp_path, monkeypatch, capsys):
@@ -99,7 +105,7 @@ def test_the_readmes_own_data_and_reward_are_a_whole_configuration(tmp_path, mon
     assert roll(["validate", "./mine.yaml"]) == 2
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_between_documents_lead_somewhere(document):
     links = re.findall(r"\]\((?!https?://)([^)#]+)", document.read_text(encoding="utf-8"))
     missing = [link for link in links if not (document.parent / link).exists() and not link.startswith("docs/images/")]
@@ -205,16 +211,16 @@ def test_stage_gains_shows_a_chain_in_detail_and_several_side_by_side(tmp_path):
     one = gains(tmp_path / "chain0")
     assert one.returncode == 0, one.stderr
     assert one.stdout.splitlines()[2:] == [
-        "| `1-sft` | right answers | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
-        "| `2-rl` | right answers | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
-        "| `3-distill` | right answers | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
-        "| `4-reward` | pairs told apart | 50.0% → 100.0% |  | 2 | 1.0 |",
+        "| `1-sft` | correct responses | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
+        "| `2-rl` | correct responses | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
+        "| `3-distill` | correct responses | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
+        "| `4-reward` | pairs ranked correctly | 50.0% → 100.0% |  | 2 | 1.0 |",
     ]
     both = gains(tmp_path / "chain0", tmp_path / "chain1", "--picture", tmp_path / "gains.svg")
     assert both.returncode == 0, both.stderr
     head, _, first, *_ = both.stdout.splitlines()
     assert head == "| stage | held out | seed 0 | seed 1 | minutes |"
-    assert first == "| `1-sft` | right answers | 25.0% → 75.0% | 25.0% → 75.0% | 1.7 to 1.7 |"
+    assert first == "| `1-sft` | correct responses | 25.0% → 75.0% | 25.0% → 75.0% | 1.7 to 1.7 |"
     picture = (tmp_path / "gains.svg").read_text(encoding="utf-8")
     assert all(f">{name}<" in picture for name in ("rl 0", "distill 0", "rl 1", "distill 1"))
     assert picture.count("<polyline") == 4 and picture.count("<circle") == 2 * (4 + 2)

@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from roll.__main__ import main
-from roll.configs.explain import all_keys, elsewhere, engine_options, explain
-from roll.configs.importers import SYSTEMS
-from roll.configs.importers.table import SECTION, rows
+from roll.configs.explain import all_keys, engine_options, explain
 from roll.configs.schema import leaf_paths
+from roll.extras.importers import SYSTEMS
+from roll.extras.importers.table import SECTION, meaning, rows
 from roll.pipeline.commands.explaining import schemas
 
 
@@ -64,7 +64,7 @@ def test_everything_that_the_documents_list_is_explained():
     others = {row.key for system in SYSTEMS for row in rows(system) if row.how != SECTION}
     assert [key for key in others if not explain(key, schemas(), engine_options())] == []
     lost = {row.here for row in rows("verl") if row.verdict == "renamed" and not row.here.endswith("**")} - {
-        each.row.here for key in all_keys(schemas(), engine_options()) for each in elsewhere(key)
+        each.row.here for key in all_keys(schemas(), engine_options()) for each in meaning(key.name, key.places)
     }
     assert all(name.startswith(("tracker_kwargs.", "pf_ppo.")) or "strategy_config." in name for name in lost), lost
 

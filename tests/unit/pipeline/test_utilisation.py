@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 from roll.configs.pipeline import PipelineConfig
 from roll.data.batch import Batch
 from roll.data.shared_prompts import computed_tokens
+from roll.models.shapes import ModelShape, samples_flops
 from roll.pipeline.utilisation import Utilisation, num_devices
-from roll.preflight.plan.devices import GPUS, known_gpu
-from roll.preflight.plan.shapes import ModelShape
-from roll.preflight.plan.timing import samples_flops
 from roll.tracking.monitor import PhaseTimer
+from roll.utils.gpus import GPUS, known_gpu
 from tests.support.sizes import sizes
 
 SIZES = {

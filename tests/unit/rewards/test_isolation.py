@@ -17,9 +17,9 @@ from typing import ClassVar
 import pytest
 
 from roll.configs.base import Config
+from roll.extras.maths.verifier import MathVerifier
 from roll.rewards import RewardError, RuleVerifier, Sample, Verdict
 from roll.rewards.isolation import MAX_ANSWER_CHARS, RulePool, rule_spec
-from roll.rewards.mathematics import MathVerifier
 from roll.rewards.rules import FormatConfig, FormatVerifier
 from roll.rewards.types import OverBudgetError
 

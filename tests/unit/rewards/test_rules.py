@@ -13,21 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roll.extras.maths.choices import MultipleChoiceConfig, MultipleChoiceVerifier
+from roll.extras.maths.final_numbers import FinalAnswerConfig, FinalAnswerVerifier, last_number, number_text
+from roll.extras.maths.verifier import MathConfig, MathVerifier
 from roll.rewards import VERIFIERS, RewardError, Sample, Verdict
 from roll.rewards.answers import last_boxed
 from roll.rewards.custom import CustomConfig, CustomVerifier
-from roll.rewards.mathematics import MathConfig, MathVerifier
 from roll.rewards.rules import (
-    FinalAnswerConfig,
-    FinalAnswerVerifier,
     FormatConfig,
     FormatVerifier,
     LengthConfig,
     LengthVerifier,
-    MultipleChoiceConfig,
-    MultipleChoiceVerifier,
-    last_number,
-    number_text,
 )
 from roll.rewards.types import RewardTimeoutError
 

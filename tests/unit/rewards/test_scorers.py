@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from roll.agentic.env.single_turn import SCORERS
-from roll.rewards.scorers import mathematical, same_words
+from roll.extras.worlds.scorers import mathematical, same_words
+from roll.extras.worlds.single_turn import SCORERS
 
 
 @pytest.mark.parametrize(

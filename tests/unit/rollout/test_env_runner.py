@@ -12,8 +12,8 @@ import pytest
 
 import roll.agentic.env as envs
 from roll.agentic.env.base import StepResult, TextEnv, step_result
-from roll.agentic.env.gym_adapter import GymnasiumEnv
 from roll.agentic.env.sokoban import SokobanEnv
+from roll.extras.worlds.gym_adapter import GymnasiumEnv
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_runner import EnvRunner, OneAtATime
 from roll.rollout.errors import EnvCrashError, EnvProtocolError, EnvTimeoutError

@@ -14,7 +14,7 @@ from roll.configs.env import CustomEnvConfig
 from roll.configs.judge import AskedModelConfig
 from roll.data.requests import Question
 from roll.distributed.strategy.base import States
-from roll.preflight.env_check import check_env
+from roll.extras.env_check import check_env
 from roll.rewards.types import RewardError
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.env_worker import EnvironmentWorker
