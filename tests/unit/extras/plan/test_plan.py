@@ -20,9 +20,15 @@ from roll.data.batch import Batch
 from roll.data.shared_prompts import computed_tokens, worth_sharing
 from roll.extras.plan import command as planning
 from roll.extras.plan import probe
-from roll.extras.plan.activations import BYTES_PER_CHUNK_LOGIT, CHUNK_LOGITS, kept_per_token
 from roll.extras.plan.devices import cpu_of, parse_devices
-from roll.extras.plan.memory import Surroundings, hf_generator_memory, trainer_memory
+from roll.extras.plan.memory import (
+    BYTES_PER_CHUNK_LOGIT,
+    CHUNK_LOGITS,
+    Surroundings,
+    hf_generator_memory,
+    kept_per_token,
+    trainer_memory,
+)
 from roll.extras.plan.timing import Samples, rollout_time, shared_share, training_time
 from roll.extras.plan.work import Layout, Lengths, Role
 from roll.models import scoring
