@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from roll.configs.agentic import AgenticConfig
-from roll.configs.algorithm_names import STATE_ESTIMATORS
 from roll.configs.env import EnvManagerConfig
 from roll.configs.generating import GeneratingArguments
 from roll.configs.pipeline import TINY
@@ -80,7 +79,7 @@ def check_filter(config: AgenticConfig) -> Iterator[ConfigProblem]:
 
 def check_samples(config: AgenticConfig) -> Iterator[ConfigProblem]:
     """Estimators that compare states need one state per sample."""
-    if config.adv_estimator not in STATE_ESTIMATORS:
+    if not config.estimator.by_state:
         return
     why = f"with adv_estimator {config.adv_estimator}, which compares the states that turns start from"
     involved = ("adv_estimator",)

@@ -65,9 +65,7 @@ class TrainInferFilterConfig(Config):
             expected = "true, since diff_enabled is false: one of them"
             yield self.problem("ratio_enabled", expected, "diff_enabled", "enabled")
         for key in ("ratio", "diff"):
-            low, high = getattr(self, f"{key}_low"), getattr(self, f"{key}_high")
-            if low > high:
-                yield self.problem(f"{key}_low", f"at most {key}_high = {high}", f"{key}_high")
+            yield from self.order_problems(f"{key}_low", f"{key}_high")
 
 
 class TrainInferCorrectionConfig(Config):

@@ -6,12 +6,9 @@ from collections.abc import Iterator
 
 from roll.configs.dpo import DPOConfig
 from roll.configs.offline_rules import OFFLINE_RULES
-from roll.configs.preference import LOGISTIC, OF_PAIRS
+from roll.configs.preference import PREFERENCE_LOSSES
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.rules import Rule
-
-_READ_BY = {"label": ("kto",), "chosen": OF_PAIRS, "rejected": OF_PAIRS, "margin": LOGISTIC}
-"""The losses that read a column."""
 
 
 def check_reference(config: DPOConfig) -> Iterator[ConfigProblem]:
@@ -40,7 +37,7 @@ def check_reference(config: DPOConfig) -> Iterator[ConfigProblem]:
 def check_columns(config: DPOConfig) -> Iterator[ConfigProblem]:
     """No column is named that the loss does not read, and a pair is of two."""
     columns, loss = config.preferences, config.preference_loss
-    for key, _ in columns.unread(_READ_BY, loss):
+    for key in columns.without(PREFERENCE_LOSSES[loss].columns):
         yield config.problem(f"preferences.{key}", f"nothing: {loss} does not read it", "preference_loss")
     if config.in_pairs and columns.chosen == columns.rejected:
         expected = "another column than preferences.chosen"

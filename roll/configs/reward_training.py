@@ -2,47 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.offline import OfflineConfig
-from roll.configs.preference import PairColumns
-from roll.configs.problems import ConfigProblem
+from roll.configs.preference import MarginColumns
 
 RewardLoss: TypeAlias = Literal["bradley_terry", "regression", "process"]
 
 
-class RewardLossConfig(Config):
-    """The loss of a reward model."""
-
-    reward_loss: RewardLoss = Field(
-        default="bradley_terry",
-        description="bradley_terry (pairs), regression (answers with scores) or process (answers in steps, each right "
-        "or wrong).",
-    )
-    center_coef: float = Field(
-        default=0.0,
-        ge=0,
-        description="Weight of the squared sum of a pair's scores, which keeps them around 0 (bradley_terry).",
-    )
-
-    def problems(self) -> Iterator[ConfigProblem]:
-        yield from super().problems()
-        if self.center_coef and self.reward_loss != "bradley_terry":
-            yield self.problem("center_coef", f"0 with {self.reward_loss}", "reward_loss")
-
-
-class RewardColumns(PairColumns):
-    """Columns of the dataset that hold a row's answers and what they are worth. They may be dotted paths."""
+class ScoreColumn(Config):
+    """The column of an answer's score."""
 
     score: str = Field(
         default="score",
         min_length=1,
         description="Column of the score of the answer in data_args.response, or at the end of messages (regression).",
     )
+
+
+class StepColumns(Config):
+    """The columns of an answer in steps."""
+
     steps: str = Field(
         default="steps",
         min_length=1,
@@ -53,6 +36,54 @@ class RewardColumns(PairColumns):
         default="step_labels",
         min_length=1,
         description="Column with a list of true and false, or of numbers from 0 to 1: which steps are right (process).",
+    )
+
+
+class RewardColumns(MarginColumns, ScoreColumn, StepColumns):
+    """Columns of the dataset that hold a row's answers and what they are worth. They may be dotted paths."""
+
+
+class BradleyTerry(Config):
+    """Pairs."""
+
+    columns: ClassVar[type[Config]] = MarginColumns
+
+    center_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the squared sum of a pair's scores, which keeps them around 0 (bradley_terry).",
+    )
+
+
+class Regression(Config):
+    """Answers with scores."""
+
+    columns: ClassVar[type[Config]] = ScoreColumn
+
+
+class Process(Config):
+    """Answers in steps."""
+
+    columns: ClassVar[type[Config]] = StepColumns
+
+
+REWARD_LOSSES: dict[str, type[BradleyTerry] | type[Regression] | type[Process]] = {
+    "bradley_terry": BradleyTerry,
+    "regression": Regression,
+    "process": Process,
+}
+"""By ``reward_loss``: the keys that it reads, and its columns."""
+
+
+class RewardLossConfig(BradleyTerry, Regression, Process):
+    """The loss of a reward model."""
+
+    choices: ClassVar = {"reward_loss": REWARD_LOSSES}
+
+    reward_loss: RewardLoss = Field(
+        default="bradley_terry",
+        description="bradley_terry (pairs), regression (answers with scores) or process (answers in steps, each right "
+        "or wrong).",
     )
 
 

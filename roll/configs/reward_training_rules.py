@@ -6,17 +6,8 @@ from collections.abc import Iterator
 
 from roll.configs.offline_rules import OFFLINE_RULES, datasets
 from roll.configs.problems import ConfigProblem
-from roll.configs.reward_training import RewardTrainingConfig
+from roll.configs.reward_training import REWARD_LOSSES, RewardTrainingConfig
 from roll.configs.rules import Rule
-
-_READ_BY = {
-    "chosen": ("bradley_terry",),
-    "rejected": ("bradley_terry",),
-    "margin": ("bradley_terry",),
-    "score": ("regression",),
-    "steps": ("process",),
-    "step_labels": ("process",),
-}
 
 
 def check_roles(config: RewardTrainingConfig) -> Iterator[ConfigProblem]:
@@ -31,7 +22,7 @@ def check_roles(config: RewardTrainingConfig) -> Iterator[ConfigProblem]:
 def check_columns(config: RewardTrainingConfig) -> Iterator[ConfigProblem]:
     """No column is named that the loss does not read; the answer's own is known where there is one."""
     loss = config.reward_loss
-    for key, _ in config.answers.unread(_READ_BY, loss):
+    for key in config.answers.without(REWARD_LOSSES[loss].columns):
         yield config.problem(f"answers.{key}", f"nothing: {loss} does not read it", "reward_loss")
     if loss == "regression":
         yield from [

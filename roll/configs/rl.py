@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from roll.configs.agent import AgentConfig
 from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.base import Config
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.rewards import RewardFilterConfig
 from roll.configs.strategy import StrategyArguments
@@ -21,7 +22,66 @@ DEFAULT_GENERATOR = "hf_infer"
 """The engine that answers, where nobody names one."""
 
 
-class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
+class AdditionalPromptsConfig(Config):
+    """Groups that a step starts beyond its need."""
+
+    switches: ClassVar[tuple[str, ...]] = ("is_use_additional_prompts",)
+
+    is_use_additional_prompts: bool = Field(
+        default=False, description="Start more groups than the step needs; those that finish late are given up."
+    )
+    max_additional_running_prompts: int = Field(
+        default=16, ge=0, description="Most groups started beyond the step's need (with is_use_additional_prompts)."
+    )
+
+    @property
+    def extra_groups(self) -> int:
+        """Groups that a training rollout starts beyond its need."""
+        return self.max_additional_running_prompts if self.is_use_additional_prompts else 0
+
+
+class OverlapConfig(Config):
+    """Rollouts that go on beside training: how far ahead, and what happens to requests in flight."""
+
+    switches: ClassVar[tuple[str, ...]] = ("async_generation_ratio",)
+
+    async_generation_ratio: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="How far rollouts run ahead of training, in batches: 0 is synchronous; 1 lets the groups of the "
+        "next step be played while this one trains; fractions let that share of a batch, at least one group.",
+    )
+    rollout_window: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="With async_generation_ratio: share of the groups under way, from the oldest on, that a step may "
+        "choose from. 0 takes groups strictly in order, so that a slow one holds up its step; 1 takes any that finish.",
+    )
+    partial_rollout: bool = Field(
+        default=True,
+        description="With async_generation_ratio: requests in flight go on under new weights. false: weights are "
+        "published when those are done, and new requests wait; each answer then has one version.",
+    )
+    kv_after_update: Literal["recompute", "keep"] = Field(
+        default="recompute",
+        description="With async_generation_ratio: keys and values of requests in flight are computed anew with new "
+        "weights, or stay those of the weights that sampled them.",
+    )
+    replay_schedule: str | None = Field(
+        default=None,
+        description="With async_generation_ratio: schedule.jsonl of a run that this one repeats, step by step and "
+        "token by token, on CPUs bit for bit. It must have the same configuration; a worker that dies ends it.",
+    )
+
+    @property
+    def overlaps(self) -> bool:
+        """Tells whether rollouts go on beside training."""
+        return self.async_generation_ratio > 0
+
+
+class RLConfig(OverlapConfig, AdditionalPromptsConfig, AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
     """The rollouts, the critic and the reference; pipelines add where their rollouts come from."""
 
     rollout_batch_size: int = Field(
@@ -35,12 +95,6 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
         ge=2,
         description="Most tokens of a whole held-out sample, which is never trained on; with it the evaluation's own "
         "max_new_tokens may be above response_length. null: sequence_length.",
-    )
-    is_use_additional_prompts: bool = Field(
-        default=False, description="Start more groups than the step needs; those that finish late are given up."
-    )
-    max_additional_running_prompts: int = Field(
-        default=16, ge=0, description="Most groups started beyond the step's need (with is_use_additional_prompts)."
     )
     max_filtered_batches: int = Field(
         default=5,
@@ -95,37 +149,8 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
         "the weights before each evaluation. null: actor_infer evaluates.",
     )
     critic: WorkerConfig | None = Field(default=None, description="The value model; needed by adv_estimator gae.")
-    async_generation_ratio: float = Field(
-        default=0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="How far rollouts run ahead of training, in batches: 0 is synchronous; 1 lets the groups of the "
-        "next step be played while this one trains; fractions let that share of a batch, at least one group.",
-    )
-    rollout_window: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="With async_generation_ratio: share of the groups under way, from the oldest on, that a step may "
-        "choose from. 0 takes groups strictly in order, so that a slow one holds up its step; 1 takes any that finish.",
-    )
     max_running_groups: int | None = Field(
         default=None, ge=1, description="Most training groups that are played at once. null: as many as may start."
-    )
-    partial_rollout: bool = Field(
-        default=True,
-        description="With async_generation_ratio: requests in flight go on under new weights. false: weights are "
-        "published when those are done, and new requests wait; each answer then has one version.",
-    )
-    kv_after_update: Literal["recompute", "keep"] = Field(
-        default="recompute",
-        description="With async_generation_ratio: keys and values of requests in flight are computed anew with new "
-        "weights, or stay those of the weights that sampled them.",
-    )
-    replay_schedule: str | None = Field(
-        default=None,
-        description="With async_generation_ratio: schedule.jsonl of a run that this one repeats, step by step and "
-        "token by token, on CPUs bit for bit. It must have the same configuration; a worker that dies ends it.",
     )
 
     tokenization_sanity_check: Literal["strict", "ignore_strippable", "disable"] = Field(
@@ -190,16 +215,6 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
         return self.rollout_batch_size
 
     @property
-    def extra_groups(self) -> int:
-        """Groups that a training rollout starts beyond its need."""
-        return self.max_additional_running_prompts if self.is_use_additional_prompts else 0
-
-    @property
-    def overlaps(self) -> bool:
-        """Tells whether rollouts go on beside training."""
-        return self.async_generation_ratio > 0
-
-    @property
     def learns_from_any_policy(self) -> bool:
         """Tells whether no loss asks which policy sampled what it learns from: there is no policy gradient."""
         return not self.estimates_advantages and self.divergence is not None
@@ -253,7 +268,7 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
 
     @property
     def uses_critic(self) -> bool:
-        chosen = self.adv_estimator == "gae" or (self.critic is not None and ":" in self.adv_estimator)
+        chosen = self.estimator.has_critic or (self.critic is not None and ":" in self.adv_estimator)
         return chosen and self.estimates_advantages
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from roll.configs.inert import check_inert
 from roll.configs.pipeline import TINY
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompts import REWARD_CLUSTER
@@ -82,24 +81,10 @@ def check_batches(config: RLConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(path, seen, expected, hint, involves=involved)
 
 
-_ONLY_BESIDE = {
-    "rollout_window": "0 with {} 0: rollouts are synchronous, in order",
-    "partial_rollout": "true with {} 0: nothing is in flight when weights come",
-    "kv_after_update": "recompute with {} 0: nothing is in flight when weights come",
-    "replay_schedule": "null with {} 0: synchronous runs repeat by themselves",
-}
-
-_WITHOUT_RATIO = ("kimi15", "vanilla")
-"""Policy losses that do not weigh the policy against the one that sampled."""
-
-
 def check_overlap(config: RLConfig) -> Iterator[ConfigProblem]:
     """Rollouts beside training: what was sampled with older weights is weighted, and nothing is set in vain."""
     ratio = "async_generation_ratio"
     if not config.overlaps:
-        for key, expected in _ONLY_BESIDE.items():
-            if (seen := getattr(config, key)) != type(config).model_fields[key].default:
-                yield ConfigProblem(key, seen, expected.format(ratio), involves=(ratio,))
         return
     if not config.groups_ahead:
         least = math.ceil(1e4 / config.groups_per_step) / 1e4
@@ -110,7 +95,7 @@ def check_overlap(config: RLConfig) -> Iterator[ConfigProblem]:
         involved = ("is_use_additional_prompts",)
         yield ConfigProblem("rollout_window", config.rollout_window, expected, involves=involved)
     weights = config.train_infer_correction.is_weight
-    has_ratio = config.bypasses_old_logprobs and config.policy_loss not in _WITHOUT_RATIO
+    has_ratio = config.bypasses_old_logprobs and config.variant.off_policy
     if not (weights.enabled or has_ratio or config.learns_from_any_policy):
         key = "train_infer_correction.is_weight.enabled"
         expected = f"true with {ratio} {config.async_generation_ratio:g}"
@@ -234,5 +219,4 @@ RL_RULES: tuple[Rule, ...] = (
     check_teachers,
     check_val_infer,
     check_scorers,
-    check_inert,
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from roll.configs.algorithm import AlgorithmConfig
-from roll.configs.algorithm_names import STATE_ESTIMATORS
 from roll.configs.pipeline import TINY
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompt_rules import TRAIN_DATA, VAL_DATA, check_datasets, check_templates, check_tiny_teacher
@@ -128,7 +127,7 @@ def check_answers(config: RLVRConfig) -> Iterator[ConfigProblem]:
 
 def check_estimator(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """Episodes of one turn have no states to compare."""
-    if config.adv_estimator in STATE_ESTIMATORS:
+    if config.estimator.by_state:
         expected = "an estimator of one-turn episodes, such as grpo, rloo or reinforce_plus_plus"
         yield ConfigProblem("adv_estimator", config.adv_estimator, expected)
 

@@ -3,31 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
 
-_ONLY_OF: dict[str, tuple[str, ...]] = {
-    "lr_decay_steps": ("linear", "cosine", "wsd"),
-    "num_cycles": ("cosine",),
-    "lr_wsd_decay_steps": ("wsd",),
-    "lr_wsd_decay_style": ("wsd",),
+
+class Muon(Config):
+    """Orthogonalised momentum."""
+
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Decay of Muon's running mean of the gradient.")
+
+
+class Falling(Config):
+    """Learning rates that fall to the end of the run, or sooner."""
+
+    lr_decay_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Optimizer steps, those of the warm-up included, after which min_lr_ratio is reached, and stays. "
+        "null: all of the run.",
+    )
+
+
+class Cosine(Falling):
+    """Half a cosine, or several."""
+
+    num_cycles: float = Field(
+        default=0.5, gt=0, description="Periods of the cosine: 0.5 falls once, 1.5 falls, rises and falls again."
+    )
+
+
+class Wsd(Falling):
+    """Warm-up, stable, decay."""
+
+    lr_wsd_decay_steps: int | None = Field(
+        default=None, ge=1, description="Optimizer steps of wsd's fall. null: a tenth of all, rounded up."
+    )
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = Field(
+        default="linear",
+        description="wsd's fall, r from 0 to 1: 1 - r, half a cosine, 2 / 2^r - 1, or 1 - sqrt(r).",
+    )
+
+
+SCHEDULES: dict[str, type[Config]] = {
+    "constant": Config,
+    "constant_with_warmup": Config,
+    "linear": Falling,
+    "cosine": Cosine,
+    "inverse_sqrt": Config,
+    "wsd": Wsd,
 }
-"""Keys that some schedules alone read."""
+"""By ``lr_scheduler_type``: the keys that it reads."""
 
 
-class TrainingArguments(Config):
+class TrainingArguments(Wsd, Cosine, Muon):
     """The optimizer, its schedule, and how many samples make one optimizer step."""
+
+    choices: ClassVar = {"optimizer": {"adamw": Config, "muon": Muon}, "lr_scheduler_type": SCHEDULES}
 
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw",
         description="What takes the steps. muon: orthogonalised momentum for the matrices of the decoder layers, with "
         "updates as large as AdamW's, and AdamW for everything else (embeddings, heads, norms, biases, experts).",
     )
-    muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Decay of Muon's running mean of the gradient.")
     learning_rate: float = Field(default=1e-6, gt=0, description="Peak learning rate, reached after the warm-up.")
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices.")
     weight_decay_end: float | None = Field(
@@ -66,24 +107,9 @@ class TrainingArguments(Config):
     min_lr_ratio: float = Field(
         default=0.0, ge=0, le=1, description="Least learning rate after the warm-up, as a share of the peak."
     )
-    lr_decay_steps: int | None = Field(
-        default=None,
-        ge=1,
-        description="Optimizer steps, those of the warm-up included, after which min_lr_ratio is reached, and stays. "
-        "null: all of the run.",
-    )
-    num_cycles: float = Field(
-        default=0.5, gt=0, description="Periods of the cosine: 0.5 falls once, 1.5 falls, rises and falls again."
-    )
-    lr_wsd_decay_steps: int | None = Field(
-        default=None, ge=1, description="Optimizer steps of wsd's fall. null: a tenth of all, rounded up."
-    )
-    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = Field(
-        default="linear",
-        description="wsd's fall, r from 0 to 1: 1 - r, half a cosine, 2 / 2^r - 1, or 1 - sqrt(r).",
-    )
 
     def problems(self) -> Iterator[ConfigProblem]:
+        yield from super().problems()
         if self.warmup_steps and self.warmup_ratio:
             expected = f"0 beside warmup_steps {self.warmup_steps}: one of the two"
             yield self.problem("warmup_ratio", expected, "warmup_steps")
@@ -92,11 +118,5 @@ class TrainingArguments(Config):
             yield self.problem("lr_scheduler_type", expected, "warmup_steps", "warmup_ratio")
         if self.warmup_init_ratio and not (self.warmup_steps or self.warmup_ratio):
             yield self.problem("warmup_init_ratio", "0 without a warm-up", "warmup_steps", "warmup_ratio")
-        schedule = self.lr_scheduler_type
-        for key, schedules in self.unread(_ONLY_OF, schedule):
-            expected = f"no such key with lr_scheduler_type {schedule}: read by {', '.join(schedules)}"
-            yield self.problem(key, expected, "lr_scheduler_type")
-        for key, _ in self.unread({"muon_momentum": ("muon",)}, self.optimizer):
-            yield self.problem(key, f"no such key with optimizer {self.optimizer}", "optimizer")
         if self.weight_decay_incr_style != "linear" and self.weight_decay_end is None:
             yield self.problem("weight_decay_incr_style", "nothing without weight_decay_end", "weight_decay_end")

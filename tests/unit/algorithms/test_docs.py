@@ -14,7 +14,6 @@ from roll.algorithms.reward_models import REWARD_LOSSES
 from roll.configs.algorithm import (
     AlgorithmConfig,
     KlPenalty,
-    LossAggMode,
     OverlongBufferConfig,
     PfPpoConfig,
     RewardNormalizationConfig,
@@ -27,6 +26,7 @@ from roll.configs.correction import (
 )
 from roll.configs.distill import DistillLossConfig
 from roll.configs.divergence import DivergenceConfig, KdObjective
+from roll.configs.policy_loss import LossAggMode
 from roll.configs.preference import PreferenceConfig, PreferenceLoss
 from roll.configs.reward_training import RewardLossConfig
 from roll.configs.teacher import OnPolicyDistillationConfig, OpdForm

@@ -15,8 +15,8 @@ from torch import Tensor
 from roll.algorithms.losses import build_policy_loss
 from roll.algorithms.policy_losses import POLICY_LOSSES, PolicyTokens
 from roll.algorithms.types import LossContext, TokenScores
-from roll.configs.algorithm import AlgorithmConfig, LossAggMode
-from roll.configs.algorithm_names import PG_VARIANTS
+from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.policy_loss import PG_VARIANTS, LossAggMode
 from roll.data.batch import Batch
 from tests.support.algorithms_batches import aggregate, assert_any_split_adds_up, context, gradient, make_batch, rows_of
 from tests.support.examples import examples
@@ -299,4 +299,4 @@ def test_a_loss_of_ones_own_is_reached_by_path_and_travels() -> None:
 
 
 def test_registered_names_are_those_that_the_configuration_accepts() -> None:
-    assert tuple(POLICY_LOSSES.names()) == PG_VARIANTS
+    assert tuple(POLICY_LOSSES.names()) == tuple(PG_VARIANTS)
