@@ -15,6 +15,8 @@ from pydantic.fields import FieldInfo
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
 
+ROLES = ("actor_train", "actor_infer", "critic", "reference", "teacher")
+"""Sections of model roles."""
 _SIMPLE = {int: "int", float: "float", str: "str", bool: "bool", type(None): "null", Any: "any value", object: "any"}
 
 
@@ -183,3 +185,16 @@ def name_problems(config: Config, key: str, known: Collection[str]) -> Iterator[
     if name not in known and ":" not in name:
         expected = f"one of {', '.join(known)} or package.module:function"
         yield config.problem(key, expected, hint=did_you_mean(name, known, cutoff=0.5))
+
+
+def same_part(part: str, name: str) -> bool:
+    """Tells whether a part of a key's path stands for a name: ``<role>`` for a model role, ``<…>`` for anything."""
+    return part == name or (part == "<role>" and name in ROLES) or (part.startswith("<") and part != "<role>")
+
+
+def ends_with(place: str, path: Sequence[str]) -> bool:
+    """Tells whether a dotted path ends as another does, which names at least the key itself."""
+    parts = place.split(".")
+    if len(path) > len(parts) or parts[-1] != path[-1]:
+        return False
+    return all(same_part(part, name) for part, name in zip(parts[-len(path) :], path, strict=True))
