@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from roll.configs.agentic import AgenticConfig
-from roll.configs.agentic_rules import AGENTIC_RULES
+from roll.configs.agentic import AGENTIC_RULES, AgenticConfig
 from roll.configs.base import Config
 from roll.configs.compose import Composed, compose_config
 from roll.configs.derive import derive

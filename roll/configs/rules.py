@@ -17,7 +17,6 @@ from roll.configs.generating import GeneratingArguments
 from roll.configs.model import ModelArguments
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import ConfigProblem
-from roll.configs.rl import RLConfig
 from roll.configs.schema import ROLES
 from roll.configs.training import TrainingArguments
 from roll.configs.worker import WorkerConfig
@@ -34,8 +33,8 @@ def sections(config: PipelineConfig) -> Iterator[tuple[str, WorkerConfig]]:
         worker = getattr(config, role, None)
         if worker is not None:
             yield role, worker
-    if isinstance(config, RLConfig):
-        yield from ((role, worker) for role, worker in config.teacher_roles.items() if role != "teacher")
+    teachers: dict[str, WorkerConfig] = getattr(config, "teacher_roles", {})
+    yield from ((role, worker) for role, worker in teachers.items() if role != "teacher")
 
 
 def check_lengths(config: PipelineConfig) -> Iterator[ConfigProblem]:
