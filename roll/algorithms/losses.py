@@ -22,8 +22,7 @@ from roll.algorithms.kl import k3, kl_divergence
 from roll.algorithms.policy_losses import POLICY_LOSSES, PolicyTokens
 from roll.algorithms.quantities import KlToReference, Quantity, entropy, hits, logprobs, squares
 from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
-from roll.configs.algorithm import AdvantageConfig, AlgorithmConfig, AlgorithmParts, KlTerm
-from roll.configs.correction import IsWeightConfig
+from roll.configs.algorithm import AdvantageConfig, AlgorithmConfig, AlgorithmParts, IsWeightConfig, KlTerm
 from roll.configs.policy_loss import LossAggMode, PolicyLossConfig, WithRatio
 from roll.data.batch import Batch
 

@@ -1,4 +1,4 @@
-"""The whole configuration of an agentic run."""
+"""An agentic run: its keys and their rules."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pydantic import Field
 
 from roll.configs.agent import AgentConfig
 from roll.configs.env import CustomEnvConfig, EnvManagerConfig
-from roll.configs.generating import GeneratingArguments
 from roll.configs.judge import AskedModelConfig
-from roll.configs.pipeline import TINY
+from roll.configs.pipeline import TINY, WarmStartConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.prompts import REWARD_CLUSTER
 from roll.configs.rewards import RewardFilterConfig
@@ -18,8 +17,7 @@ from roll.configs.rl import RLConfig
 from roll.configs.rules import Rule, check_sampling, too_many_tokens
 from roll.configs.schema import did_you_mean
 from roll.configs.tools import tool_tag_problems
-from roll.configs.warm_start import WarmStartConfig
-from roll.configs.worker import WorkerConfig
+from roll.configs.worker import GeneratingArguments, WorkerConfig
 
 MANAGERS = ("train_env_manager", "val_env_manager")
 JUDGE_CLUSTER = f"{REWARD_CLUSTER}judge"

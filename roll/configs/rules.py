@@ -13,13 +13,10 @@ from roll.configs.arguments import none_problems, plain_problems
 from roll.configs.data import DataArguments
 from roll.configs.engines import cards
 from roll.configs.engines.card import EngineCard
-from roll.configs.generating import GeneratingArguments
-from roll.configs.model import ModelArguments
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.schema import ROLES
-from roll.configs.training import TrainingArguments
-from roll.configs.worker import WorkerConfig
+from roll.configs.worker import GeneratingArguments, ModelArguments, TrainingArguments, WorkerConfig
 
 Rule = Callable[[Any], Iterable[ConfigProblem]]
 """Takes the configuration of the pipeline that it is a rule of."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from roll.configs.devices import parse_device_mapping
 from roll.configs.engine_rules import UNREAD
 from roll.configs.engines import card_of
 from roll.configs.problems import NOTHING
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import TRAINED
+from roll.configs.worker import parse_device_mapping
 from roll.extras.importers.draft import Draft, Kind
 
 _UNREAD = {

@@ -6,13 +6,13 @@ import re
 from typing import Any
 
 from roll.configs.agentic import MANAGERS, AgenticConfig
-from roll.configs.devices import parse_device_mapping
 from roll.configs.distill import DistillConfig
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import NOTHING
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import TRAINED
 from roll.configs.schema import ROLES
+from roll.configs.worker import parse_device_mapping
 from roll.extras.importers.common import devices_of, drop_unread, parallel_sizes, set_batch, tidy_engines, to_do
 from roll.extras.importers.draft import Draft, Kind, value_at
 from roll.extras.importers.profiling import profiler_of_roll

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from roll.configs.dpo import DPOConfig
-from roll.configs.offline import OfflineConfig
-from roll.configs.sft import SFTConfig
+from roll.configs.offline import OfflineConfig, SFTConfig
 from roll.extras.importers.common import drop_unread_of_roles, to_do
 from roll.extras.importers.draft import Draft
 

@@ -12,8 +12,7 @@ from roll.configs.agentic import JUDGE_CLUSTER, AgenticConfig
 from roll.configs.judge import AskedModelConfig
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.prompts import REWARD_CLUSTER, PromptsConfig
-from roll.configs.strategy import StrategyArguments
-from roll.configs.worker import WorkerConfig
+from roll.configs.worker import StrategyArguments, WorkerConfig
 from roll.extras.plan.memory import PHASES, RoleMemory
 from roll.extras.plan.work import Role
 from roll.models.shapes import ModelShape

@@ -12,15 +12,13 @@ from roll.algorithms.policy_losses import POLICY_LOSSES
 from roll.algorithms.preferences import PREFERENCE_LOSSES
 from roll.algorithms.reward_models import REWARD_LOSSES
 from roll.configs.algorithm import (
+    AggregationLevel,
     AlgorithmConfig,
+    IsWeightConfig,
     KlPenalty,
     OverlongBufferConfig,
     PfPpoConfig,
     RewardNormalizationConfig,
-)
-from roll.configs.correction import (
-    AggregationLevel,
-    IsWeightConfig,
     TrainInferCorrectionConfig,
     TrainInferFilterConfig,
 )

@@ -28,14 +28,15 @@ from roll.algorithms.types import LossContext, TokenScores
 from roll.configs.agentic import AgenticConfig
 from roll.configs.algorithm import (
     ADV_ESTIMATORS,
+    AggregationLevel,
     AlgorithmConfig,
     KlPenalty,
     NormType,
     PfPpoConfig,
     RewardNormalizationConfig,
+    TrainInferFilterConfig,
 )
 from roll.configs.base import Config
-from roll.configs.correction import AggregationLevel, TrainInferFilterConfig
 from roll.configs.loader import load_config
 from roll.configs.policy_loss import PG_VARIANTS, LossAggMode
 from roll.data.batch import Batch

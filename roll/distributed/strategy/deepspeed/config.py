@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from roll.configs.engines.deepspeed import AUTO, DeepSpeedConfig
 
 if TYPE_CHECKING:
-    from roll.configs.training import TrainingArguments
+    from roll.configs.worker import TrainingArguments
 
 BATCHES = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
 """A rank's micro-batches are the trainer's affair; DeepSpeed wants numbers."""
