@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md and docs/configuration/ from the configuration classes: ``make docs``, or with ``--check``."""
+"""Writes docs/configuration.md and docs/configuration/ from the configuration classes (``--check`` only compares)."""
 
 from __future__ import annotations
 

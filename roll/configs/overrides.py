@@ -1,4 +1,4 @@
-"""Words of the command line, ``key=value``, whose value means what it would mean in a YAML file; bounds of such files."""
+"""Words of the command line, ``key=value``: a value means what it would mean in a YAML file. Bounds of such files."""
 
 from __future__ import annotations
 
