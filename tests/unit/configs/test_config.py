@@ -12,14 +12,12 @@ from roll.configs.batches import describe_batches
 from roll.configs.engines import cards
 from roll.configs.engines.megatron import MegatronConfig
 from roll.configs.env import EnvManagerConfig
-from roll.configs.generating import GeneratingArguments
 from roll.configs.loader import load_config
+from roll.configs.offline import SFTConfig
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.rlvr import RLVRConfig
-from roll.configs.sft import SFTConfig
 from roll.configs.shipped import SHIPPED
-from roll.configs.strategy import StrategyArguments
-from roll.configs.worker import WorkerConfig
+from roll.configs.worker import GeneratingArguments, StrategyArguments, WorkerConfig
 from roll.pipeline.cli import report
 from roll.preflight.choices import CHECKS, describe_placement
 
