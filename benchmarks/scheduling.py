@@ -34,9 +34,8 @@ import numpy as np
 
 from roll.agentic.env.base import StepResult, TextEnv, step_result
 from roll.configs.env import CustomEnvConfig
-from roll.configs.strategy import StrategyArguments
-from roll.configs.worker import WorkerConfig
-from roll.data.arrays import IntArray
+from roll.configs.worker import StrategyArguments, WorkerConfig
+from roll.data.columns import IntArray
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.placement import create_placement, discover_nodes

@@ -1,4 +1,4 @@
-"""Writes docs/migrating.md from the importers' tables: ``python scripts/generate_migration_docs.py [--check]``."""
+"""Writes docs/migrating.md and docs/migrating/ from the importers' tables: ``make docs``, or with ``--check``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roll.configs.problems import NOTHING
 from roll.extras.importers import SYSTEMS
 from roll.extras.importers.table import SECTION, Row, rows, yaml_text
 
-TARGET = Path(__file__).resolve().parents[1] / "docs" / "migrating.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 INTRODUCTION = """\
 # From another system
@@ -228,23 +228,32 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
 """What a reader should know beyond single keys."""
 
 
-def render() -> str:
-    """The whole page."""
+def render() -> dict[Path, str]:
+    """Every page by its path."""
     counts = {system: Counter(row.verdict for row in rows(system)) for system in SYSTEMS}
     words = ("same", "renamed", "translated", "derived", "dropped", "impossible")
     figures = [
-        f"| {SYSTEMS[system]} | {' | '.join(str(found[word]) for word in words)} | {sum(found[w] for w in words)} |"
+        f"| [{SYSTEMS[system]}](migrating/{system}.md) | {' | '.join(str(found[word]) for word in words)} | "
+        f"{sum(found[word] for word in words)} |"
         for system, found in counts.items()
     ]
-    parts = [INTRODUCTION, FIGURES + "\n".join(figures) + "\n" + MEASURED]
-    parts += [_section(system) for system in SYSTEMS]
-    return "\n".join(parts)
+    overview = "\n".join([INTRODUCTION, FIGURES + "\n".join(figures) + "\n" + MEASURED])
+    return {
+        DOCS / "migrating.md": overview,
+        **{DOCS / "migrating" / f"{system}.md": _page(system) for system in SYSTEMS},
+    }
 
 
-def _section(system: str) -> str:
-    lines = [f"## {SYSTEMS[system]}", "", "Differences in meaning:", ""]
+def _page(system: str) -> str:
+    lines = [
+        f"# From {SYSTEMS[system]}",
+        "",
+        "<!-- Written by scripts/generate_migration_docs.py. Do not edit. -->",
+        "",
+    ]
+    lines += ["How to convert a file: [migrating](../migrating.md).", "", "## Differences in meaning", ""]
     lines += [f"- {text}" for text in DIFFERENCES[system]]
-    lines += ["", "| key | here | what becomes of it | note |", "|---|---|---|---|"]
+    lines += ["", "## Keys", "", "| key | here | what becomes of it | note |", "|---|---|---|---|"]
     lines += [_line(row) for row in rows(system) if row.how != SECTION or row.note]
     return "\n".join(lines) + "\n"
 
@@ -267,4 +276,4 @@ def _code(value: object) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(write_or_check(TARGET, render, __doc__))
+    sys.exit(write_or_check(render, __doc__))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from roll.utils.foreign import Fault
 
 if TYPE_CHECKING:
-    from roll.data.arrays import IntArray
+    from roll.data.columns import IntArray
     from roll.data.renderer import ChatRenderer, Message, Tool
 
 TokenCheck: TypeAlias = Literal["strict", "ignore_strippable", "disable"]

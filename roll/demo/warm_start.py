@@ -27,11 +27,10 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.data import DataArguments
 from roll.configs.distill import DistillConfig
 from roll.configs.dpo import DPOConfig
-from roll.configs.pipeline import PipelineConfig
+from roll.configs.pipeline import PipelineConfig, SupervisedStartConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.tools import ToolConfig, ToolsConfig
-from roll.configs.training import TrainingArguments
-from roll.configs.warm_start import SupervisedStartConfig
+from roll.configs.worker import TrainingArguments
 from roll.data.batch import Batch
 from roll.data.conversations import load_conversations
 from roll.data.renderer import ChatRenderer

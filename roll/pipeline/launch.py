@@ -18,7 +18,7 @@ from roll.configs.engines.card import kind_of
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import ConfigErrors
 from roll.configs.resuming import Rows
-from roll.configs.val_infer import VAL_INFER
+from roll.configs.rl import VAL_INFER
 from roll.configs.worker import WorkerConfig
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import ClusterError, PlacementError, RaySessionError

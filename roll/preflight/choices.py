@@ -18,6 +18,7 @@ from roll.configs.distill import DistillConfig
 from roll.configs.dpo import DPOConfig
 from roll.configs.engines import strategy_names
 from roll.configs.engines.card import task_of
+from roll.configs.offline import SFTConfig
 from roll.configs.pipeline import TINY, PipelineConfig
 from roll.configs.problems import ConfigProblem, Words
 from roll.configs.prompts import DataGeneratorConfig, PromptsConfig
@@ -26,7 +27,6 @@ from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import Rule, sections
 from roll.configs.schema import nearest
-from roll.configs.sft import SFTConfig
 from roll.configs.tools import AUTO_DIALECT
 from roll.configs.worker import WorkerConfig
 from roll.distributed.cluster.errors import PlacementError

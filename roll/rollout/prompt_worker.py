@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll.configs.agent import AgentConfig
+from roll.configs.rlvr import UserConfig
 from roll.configs.tools import ToolsConfig
-from roll.configs.user import UserConfig
 from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll.configs.strategy import StrategyArguments
+from roll.configs.worker import StrategyArguments
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.distributed.cluster.placement import create_placement, discover_nodes

@@ -17,9 +17,7 @@ import torch
 
 from roll.agentic.env.base import StepResult, TextEnv, step_result
 from roll.configs.env import CustomEnvConfig
-from roll.configs.model import ModelArguments
-from roll.configs.strategy import StrategyArguments
-from roll.configs.worker import WorkerConfig
+from roll.configs.worker import ModelArguments, StrategyArguments, WorkerConfig
 from roll.data.batch import Batch
 from roll.data.requests import SamplingParams
 from roll.demo.warm_start import ScriptedPlay

@@ -25,7 +25,7 @@ from roll.agentic.env.grid import (
     vocabulary_problems,
 )
 from roll.configs.problems import ConfigProblem
-from roll.data.arrays import UInt8Array
+from roll.data.columns import UInt8Array
 
 SYMBOLS = {"player": "P", "floor": "_", "hole": "O", "goal": "G", "player in hole": "X", "player on goal": "√"}
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from roll.configs.problems import ConfigErrors, ConfigProblem
-from roll.data.arrays import UInt8Array
+from roll.data.columns import UInt8Array
 
 if TYPE_CHECKING:
     from PIL import ImageDraw

@@ -26,7 +26,7 @@ from roll.agentic.env.grid import (
 )
 from roll.agentic.env.sokoban_boards import SYMBOLS, BackwardSearch, Board, BoardSpec, cell_kind, generate_board
 from roll.configs.problems import ConfigErrors, ConfigProblem
-from roll.data.arrays import UInt8Array
+from roll.data.columns import UInt8Array
 
 ACTIONS = ("Up", "Down", "Left", "Right")
 

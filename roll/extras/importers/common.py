@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from roll.configs.algorithm_names import SWITCHES
-from roll.configs.devices import parse_device_mapping
 from roll.configs.engine_rules import UNREAD
 from roll.configs.engines import card_of
-from roll.configs.inert import unread
 from roll.configs.problems import NOTHING
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import TRAINED
+from roll.configs.worker import parse_device_mapping
 from roll.extras.importers.draft import Draft, Kind
 
 _UNREAD = {
@@ -77,11 +75,6 @@ def drop_unread(draft: Draft) -> None:
     if draft.get("use_kl_loss") and not draft.get("kl_loss_coef"):
         draft.drop_ours("use_kl_loss", "its coefficient is 0")
     _old_logprobs(draft)
-    for key, switch in SWITCHES.items():
-        if key in draft.ours and not draft.get(switch):
-            draft.drop_ours(key, f"{switch} is off, nothing reads it")
-    if draft.get("dual_clip_loss") and draft.get("pg_variant", "ppo") not in ("ppo", "clip_cov"):
-        draft.drop_ours("dual_clip_loss", f"pg_variant {draft.get('pg_variant')} does not read it")
     unset = RLVRConfig.model_fields
 
     def given(key: str) -> Any:
@@ -89,11 +82,9 @@ def drop_unread(draft: Draft) -> None:
             return "topr"
         return draft.get(key, unset[key].default)
 
-    for key, expected, _ in list(unread(given)):
+    for key, expected, _ in list(RLVRConfig.unread(given)):
         if key in draft.ours:
             draft.drop_ours(key, expected.removeprefix("no such key "))
-    if draft.get("target_kl") is not None and not draft.get("add_token_level_kl"):
-        draft.drop_ours("target_kl", "it adapts the KL in the reward, which is off")
 
 
 def _old_logprobs(draft: Draft) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from roll.configs.dpo import DPOConfig
-from roll.configs.offline import OfflineConfig
+from roll.configs.offline import OfflineConfig, SFTConfig
 from roll.configs.pipeline import PARTS, PipelineConfig
 from roll.configs.reward_training import RewardTrainingConfig
 from roll.configs.rlvr import RLVRConfig
-from roll.configs.sft import SFTConfig
 from roll.extras.importers.common import (
     ENGINE_OF_A_NODE,
     GPUS_OF_A_NODE,

@@ -18,8 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from roll.configs.compose import apply_override
-from roll.configs.expansion import MAX_VALUES, values_of
-from roll.configs.overrides import Override, no_override, parse_overrides
+from roll.configs.overrides import MAX_VALUES, Override, no_override, parse_overrides, values_of
 from roll.configs.problems import ConfigProblem
 from roll.configs.shipped import SHIPPED
 from roll.extras.importers.bash import Bash, Word

@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 from roll.configs.agentic import MANAGERS, AgenticConfig
-from roll.configs.devices import parse_device_mapping
 from roll.configs.distill import DistillConfig
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import NOTHING
@@ -14,6 +13,7 @@ from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import TRAINED
 from roll.configs.schema import ROLES
 from roll.configs.shipped import SHIPPED
+from roll.configs.worker import parse_device_mapping
 from roll.extras.importers.common import (
     devices_of,
     drop_unread,

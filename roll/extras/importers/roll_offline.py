@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from roll.configs.distill import DistillConfig
 from roll.configs.dpo import DPOConfig
-from roll.configs.offline import OfflineConfig
-from roll.configs.sft import SFTConfig
+from roll.configs.offline import OfflineConfig, SFTConfig
 from roll.configs.worker import WorkerConfig
 from roll.extras.importers.common import drop_unread, drop_unread_of_roles, tidy_engines, to_do
 from roll.extras.importers.draft import Draft, Kind

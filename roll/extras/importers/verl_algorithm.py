@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from roll.configs.devices import parse_device_mapping
 from roll.configs.problems import NOTHING
+from roll.configs.worker import parse_device_mapping
 from roll.extras.importers.common import DOMAINS, public_domains, to_do
 from roll.extras.importers.draft import Draft, Kind
 from roll.extras.importers.transforms import Untranslatable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll.configs.sft import SFTConfig
+from roll.configs.offline import SFTConfig
 from roll.extras.importers.common import (
     devices,
     drop_unread_of_roles,

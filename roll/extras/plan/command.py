@@ -88,7 +88,7 @@ def model_shapes(config: PipelineConfig) -> dict[str, ModelShape]:
         ConfigErrors: a model whose ``config.json`` is neither on this machine nor given by the hub.
     """
     from roll.configs.problems import ConfigErrors
-    from roll.configs.val_infer import VAL_INFER
+    from roll.configs.rl import VAL_INFER
     from roll.extras.plan.plan import hosted_models, model_workers
     from roll.models.shapes import ModelShape
     from roll.preflight.models import model_config

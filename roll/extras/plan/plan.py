@@ -17,15 +17,12 @@ from roll.configs.engines.card import kind_of, task_of
 from roll.configs.engines.sglang import SglangConfig
 from roll.configs.engines.vllm import VllmConfig
 from roll.configs.judge import AskedModelConfig
-from roll.configs.model import ModelArguments
 from roll.configs.offline import OfflineConfig
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.prompts import REWARD_CLUSTER, PromptsConfig
-from roll.configs.rl import RLConfig
+from roll.configs.rl import VAL_INFER, RLConfig
 from roll.configs.rlvr import RLVRConfig
-from roll.configs.strategy import StrategyArguments
-from roll.configs.val_infer import VAL_INFER
-from roll.configs.worker import WorkerConfig
+from roll.configs.worker import ModelArguments, StrategyArguments, WorkerConfig
 from roll.distributed.cluster.resources import PlacementPlan, plan_placement, pretend_nodes
 from roll.extras.plan import timing
 from roll.extras.plan.devices import Device

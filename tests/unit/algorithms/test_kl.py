@@ -46,42 +46,36 @@ def test_gradients_flow_to_the_policy(kind: str) -> None:
     assert torch.autograd.gradcheck(lambda x: kl_divergence(x, ref, kind), (logprobs,))
 
 
-def test_k1_and_k3_estimate_the_true_divergence() -> None:
+def test_k1_and_k3_estimate_the_true_divergence_and_every_documented_name_is_registered() -> None:
     torch.manual_seed(0)
     p, q = torch.randn(2, 6, dtype=torch.float64).log_softmax(-1)
     true = (p.exp() * (p - q)).sum()
     for kind in ("k1", "k3"):  # their expectation under p, taken exactly
         assert (p.exp() * kl_divergence(p, q, kind)).sum().item() == pytest.approx(true.item(), rel=1e-9)
-
-
-def test_every_documented_name_is_registered() -> None:
     # "full" is no estimate from one token: the strategy computes it.
     assert {*KL_ESTIMATORS.names(), "full"} == set(KlPenalty.__args__)  # type: ignore[attr-defined]
 
 
-def test_a_fixed_coefficient_stays() -> None:
-    controller = KlController.from_config(AlgorithmConfig(init_kl_coef=0.3))
+def test_a_fixed_coefficient_stays_that_of_the_configuration_also_in_a_resumed_run() -> None:
+    controller = KlController.of(AlgorithmConfig(add_token_level_kl=True, init_kl_coef=0.3).kl.reward)
     controller.update(100.0, 10_000)
     assert controller.coef == 0.3
-
-
-def test_a_resumed_run_has_the_fixed_coefficient_that_its_configuration_says() -> None:
-    saved = KlController.from_config(AlgorithmConfig(init_kl_coef=0.3)).state_dict()
-    controller = KlController.from_config(AlgorithmConfig(init_kl_coef=0.1))
+    saved = KlController.of(AlgorithmConfig(add_token_level_kl=True, init_kl_coef=0.3).kl.reward).state_dict()
+    controller = KlController.of(AlgorithmConfig(add_token_level_kl=True, init_kl_coef=0.1).kl.reward)
     controller.load_state_dict(saved)
     assert controller.coef == 0.1
 
 
 def test_an_adaptive_coefficient_moves_towards_the_target_by_bounded_steps() -> None:
-    config = AlgorithmConfig(init_kl_coef=0.1, target_kl=2.0, kl_horizon=100, add_token_level_kl=True)
-    controller = KlController.from_config(config)
+    config = AlgorithmConfig(add_token_level_kl=True, init_kl_coef=0.1, target_kl=2.0, kl_horizon=100)
+    controller = KlController.of(config.kl.reward)
     controller.update(2.2, 50)  # 10 % above
     assert controller.coef == pytest.approx(0.1 * (1 + 0.1 * 0.5))
     controller.update(1000.0, 50)  # bounded at 20 %
     assert controller.coef == pytest.approx(0.105 * (1 + 0.2 * 0.5))
     controller.update(0.0, 50)
     assert controller.coef == pytest.approx(0.105 * 1.1 * 0.9)
-    restored = KlController.from_config(config)
+    restored = KlController.of(config.kl.reward)
     restored.load_state_dict(controller.state_dict())
     assert restored.coef == controller.coef
 
@@ -95,12 +89,12 @@ def test_a_step_of_more_sequences_than_the_horizon_moves_the_coefficient_by_a_fi
 
 def test_the_coefficient_of_the_loss_is_steered_by_its_own_target() -> None:
     config = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_target=2.0, kl_horizon=100)
-    controller = KlController.of_loss(config)
+    controller = KlController.of(config.kl.loss)
     controller.update(2.2, 50)
     assert controller.coef == pytest.approx(0.1 * (1 + 0.1 * 0.5))
-    fixed = KlController.from_config(config)
+    fixed = KlController.of(config.kl.reward)
     fixed.update(2.2, 50)
-    assert fixed.coef == config.init_kl_coef
+    assert config.kl.reward is None and fixed.coef == 0
 
 
 def test_mismatch_compares_the_two_engines_on_sampled_tokens() -> None:
@@ -113,9 +107,6 @@ def test_mismatch_compares_the_two_engines_on_sampled_tokens() -> None:
     assert metrics["mismatch/logprob_diff_mean"] == pytest.approx(sum(map(abs, d)) / len(d))
     assert metrics["mismatch/logprob_diff_max"] == pytest.approx(max(map(abs, d)))
     assert metrics["mismatch/k3"] == pytest.approx(sum(oracle("k3", x) for x in d) / len(d))
-
-
-def test_mismatch_of_equal_engines_is_zero_and_of_one_engine_unknown() -> None:
     batch = to_batch(random_episodes(7), history=False)
     assert set(mismatch_metrics(batch.replace(old_logprobs_T=batch.rollout_logprobs_T)).values()) == {0.0}
     assert mismatch_metrics(batch.replace(old_logprobs_T=None)) == {}

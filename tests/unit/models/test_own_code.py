@@ -15,9 +15,8 @@ from roll.__main__ import main
 from roll.algorithms.types import LossOutput
 from roll.configs.agentic import AgenticConfig
 from roll.configs.loader import validate
-from roll.configs.model import ModelArguments
 from roll.configs.problems import ConfigErrors
-from roll.configs.worker import WorkerConfig
+from roll.configs.worker import ModelArguments, WorkerConfig
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train

@@ -18,14 +18,10 @@ from roll.models.shapes import ModelShape, samples_flops
 from roll.pipeline.utilisation import Utilisation, num_devices
 from roll.tracking.monitor import PhaseTimer
 from roll.utils.gpus import GPUS, known_gpu
+from tests.support.sizes import sizes
 
 SIZES = {
-    "vocab_size": 509,
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **sizes(509, 96, 160, 3, 4, 2),
     "head_dim": 24,
 }
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
@@ -95,13 +91,15 @@ def test_tokens_of_rollouts_beside_training_are_those_of_the_time_since_the_batc
     assert metrics["tokens_per_s/rollout"] < 1000 / 0.05
 
 
-def test_a_peak_that_is_not_known_is_not_guessed_and_may_be_given() -> None:
+def test_a_peak_that_is_not_known_is_not_guessed_and_a_step_without_the_policy_has_no_operations() -> None:
     for name in (None, "NVIDIA Z1"):
         found = measured(PipelineConfig.model_validate({}), name)
         assert "tflops_per_device/train" in found and "mfu/train" not in found
     given = PipelineConfig.model_validate({"profiler": {"peak_tflops": 0.5}})
     found = measured(given, None)
     assert found["mfu/train"] == pytest.approx(found["tflops_per_device/train"] / 0.5)
+    found = measured(PipelineConfig.model_validate({}), None, counts=False)
+    assert "tflops_per_device/train" not in found and "tokens_per_s_per_device/train" in found
 
 
 @pytest.mark.parametrize(
@@ -115,11 +113,6 @@ def test_rows_that_nobody_has_scored_do_not_count(rows: torch.Tensor | None, tok
     rates = {name: found[name] * found["time/logprobs"] for name in found if name.startswith("tokens_per_s")}
     expected = {"tokens_per_s/logprobs": tokens, "tokens_per_s_per_device/logprobs": tokens / 2} if tokens else {}
     assert rates == pytest.approx(expected)
-
-
-def test_a_step_that_the_policy_sits_out_has_no_operations() -> None:
-    found = measured(PipelineConfig.model_validate({}), None, counts=False)
-    assert "tflops_per_device/train" not in found and "tokens_per_s_per_device/train" in found
 
 
 def test_an_adapter_needs_no_gradients_of_the_frozen_matrices() -> None:

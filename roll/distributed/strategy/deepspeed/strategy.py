@@ -26,7 +26,7 @@ from roll.distributed.strategy.training.optim import DECAYS, set_rates
 from roll.models.scoring import TokenScorer
 
 if TYPE_CHECKING:
-    from roll.configs.training import TrainingArguments
+    from roll.configs.worker import TrainingArguments
 
 
 BATCHES = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}

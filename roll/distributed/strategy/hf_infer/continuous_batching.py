@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll.data.arrays import ExpertArray, IntArray
-from roll.data.experts import unknown_experts
+from roll.data.columns import ExpertArray, IntArray, columns_of, unknown
+from roll.data.identity import identity, vocabulary_ids
 from roll.data.requests import Completion, FinishReason, GenerateRequest
 from roll.distributed.strategy.generation.generator import Counters
 from roll.models.routing import ExpertRouting
@@ -112,7 +112,7 @@ class RunningSequence:
     def _all_experts(self) -> ExpertArray | None:
         if not self.experts:
             return None
-        rest = unknown_experts(self.length - self.num_routed, self.experts[0].shape[1])
+        rest = unknown(self.length - self.num_routed, self.experts[0].shape[1:], columns_of(Completion)["experts"])
         return np.concatenate([*self.experts, rest])
 
 
@@ -246,7 +246,7 @@ class ContinuousBatching:
             if sequence.waits(self.weight_version):
                 held.append(self.waiting.popleft())
                 continue
-            key = sequence.history.tobytes()
+            key = identity(sequence.history)
             cost = 0 if key in groups else sequence.length - 1
             longest = max(longest, sequence.final_length)
             occupied = len(self.running) + num_admitted
@@ -279,7 +279,7 @@ class ContinuousBatching:
         width = max(max(lengths), min(_prefill_width(max(lengths)), self._max_width))
         tokens_GL = np.zeros((len(groups), width), dtype=np.int64)
         for row, group in enumerate(groups):
-            tokens_GL[row, : lengths[row]] = group[0].history[:-1]
+            tokens_GL[row, : lengths[row]] = vocabulary_ids(group[0].history[:-1])
         source_B = None
         if len(groups) < sum(sizes):
             source_B = torch.from_numpy(np.repeat(np.arange(len(groups)), sizes)).to(self._model.device)
@@ -348,7 +348,8 @@ class _RunningRows:
         self._num_sampled_B = np.array([len(s.tokens) for s in sequences], dtype=np.uint64)
         self.positions_B = np.array([s.length - 1 for s in sequences], dtype=np.int64)
         """Of the last tokens."""
-        self.last_B = np.array([s.tokens[-1] if s.tokens else s.request.prompt_ids[-1] for s in sequences], np.int64)
+        last = [s.tokens[-1] if s.tokens else s.request.prompt_ids[-1] for s in sequences]
+        self.last_B = vocabulary_ids(np.array(last, dtype=np.int64))
         self._sampler = SamplerRows.of([vars(s.request.params) for s in sequences], device)
         self._seen_BV: Tensor | None = None
         self._count_BV: Tensor | None = None
@@ -384,7 +385,7 @@ class _RunningRows:
         """Tokens of the prompts and of what was sampled."""
         seen_BV = torch.zeros(len(self._sequences), vocab_size, dtype=torch.bool, device=self._device)
         for row, sequence in enumerate(self._sequences):
-            seen_BV[row, torch.from_numpy(sequence.history).to(self._device)] = True
+            seen_BV[row, torch.from_numpy(vocabulary_ids(sequence.history)).to(self._device)] = True
         return seen_BV
 
     def _counted(self, vocab_size: int) -> Tensor:

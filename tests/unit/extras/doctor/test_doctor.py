@@ -26,7 +26,7 @@ def levels(findings: Iterator[Finding]) -> dict[str, str]:
     return {finding.name: finding.level for finding in findings}
 
 
-def test_a_fix_is_told_where_something_is_wrong_and_an_error_ends_with_1() -> None:
+def test_a_fix_is_told_where_something_is_wrong_and_a_check_that_fails_hides_no_other() -> None:
     findings = [judged("a", "fine", fix="do it"), judged("b", "slow", warning=True, fix="do it")]
     assert [finding.fix for finding in findings] == ["", "do it"] and exit_code(findings) == 0
     findings.append(judged("c", "broken", error=True, warning=True, fix="mend it"))
@@ -36,8 +36,6 @@ def test_a_fix_is_told_where_something_is_wrong_and_an_error_ends_with_1() -> No
     told = json.loads(as_json(findings))
     assert told["healthy"] is False and [each["level"] for each in told["findings"]] == ["ok", "warning", "error"]
 
-
-def test_a_check_that_fails_is_a_warning_and_hides_no_other() -> None:
     def broken() -> Iterator[Finding]:
         raise OSError("no such device")
 

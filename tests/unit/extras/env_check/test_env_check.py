@@ -181,12 +181,9 @@ def test_answers_are_tried_where_actions_have_no_names() -> None:
     assert "success-not-seen" in {finding.name for finding in check_env(Guess, answers=["hm"]).findings}
 
 
-def test_the_example_passes_and_notes_are_no_problems() -> None:
+def test_the_example_passes_notes_are_no_problems_and_a_class_without_a_path_is_refused() -> None:
     report = check_env("examples.custom_environment:GuessNumber")
     assert not report.problems() and "step-after-end" in {finding.name for finding in report.findings}
-
-
-def test_a_class_that_cannot_be_imported_is_refused() -> None:
     with pytest.raises(ConfigErrors, match="cannot import module 'nowhere'"):
         check_env(type("Inner", (zoo.Safe,), {"__module__": "nowhere"}))
 

@@ -14,10 +14,10 @@ from roll.configs.compose import compose_config
 from roll.configs.distill import DistillConfig
 from roll.configs.dpo import DPOConfig
 from roll.configs.loader import load_composed
+from roll.configs.offline import SFTConfig
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import ROLES
-from roll.configs.sft import SFTConfig
 from roll.extras.importers.convert import Imported, convert, report
 from roll.extras.importers.draft import Kind
 from roll.extras.importers.reading import UnreadableError
@@ -830,7 +830,7 @@ def test_a_file_of_roll_is_told_what_is_wrong_and_the_command(capsys: pytest.Cap
     assert "rewards.sums.model_args" in err and "roll import roll" in err
 
 
-def test_a_model_of_roll_has_one_configuration(tmp_path: Path) -> None:
+def test_a_model_of_roll_has_one_configuration_and_fsdp2_its_options(tmp_path: Path) -> None:
     options = "actor_infer.strategy_args.strategy_config"
     words = ["actor_train.model_args.model_config_kwargs.rope_theta=5000.0", f"{options}.max_num_seqs=8"]
     words += ["actor_infer.strategy_args.strategy_name=vllm", "checkpoint_config.async_upload=false"]
@@ -839,9 +839,6 @@ def test_a_model_of_roll_has_one_configuration(tmp_path: Path) -> None:
     config = loaded(imported, tmp_path)
     assert config.actor_infer.model_args.model_config_kwargs == {"rope_theta": 5000.0}
     assert config.max_running_requests == 8
-
-
-def test_fsdp2_of_roll(tmp_path: Path) -> None:
     options = "actor_train.strategy_args.strategy_config"
     words = ["actor_train.strategy_args.strategy_name=fsdp2_train", f"{options}={{fsdp_size: 1, reduce_dtype: bf16}}"]
     words += [f"{options}.offload_policy=false", "max_tokens_per_step=128"]

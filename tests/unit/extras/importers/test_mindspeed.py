@@ -9,9 +9,9 @@ import pytest
 from roll.configs.compose import compose_config
 from roll.configs.dpo import DPOConfig
 from roll.configs.loader import load_composed
+from roll.configs.offline import SFTConfig
 from roll.configs.reward_training import RewardTrainingConfig
 from roll.configs.rlvr import RLVRConfig
-from roll.configs.sft import SFTConfig
 from roll.extras.importers.convert import Imported, convert, report
 from roll.extras.importers.draft import Kind
 from roll.extras.importers.recognise import system_of
@@ -32,7 +32,7 @@ def kinds(imported: Imported, kind: Kind) -> set[str]:
     return {outcome.key for outcome in imported.outcomes if outcome.kind == kind}
 
 
-def test_a_policy_and_its_reference(tmp_path: Path) -> None:
+def test_a_policy_and_its_reference_their_model_and_their_devices(tmp_path: Path) -> None:
     imported = convert("mindspeed", [FILE])
     config = loaded(imported, tmp_path)
     assert imported.exit_code == 0, report(imported)
@@ -42,17 +42,11 @@ def test_a_policy_and_its_reference(tmp_path: Path) -> None:
     assert [(entry.name, entry.weight) for entry in config.rewards["math"].verifiers] == [("math", 1), ("format", 0.5)]
     assert config.pretrain == "./weights/hf"
     assert {"actor_config.load", "megatron_training.data_path"} <= kinds(imported, Kind.TO_DO)
-
-
-def test_without_a_tokenizer_the_checkpoint_names_the_model(tmp_path: Path) -> None:
     imported = convert("mindspeed", [FILE], ["megatron_training.tokenizer_name_or_path=null"])
     config = loaded(imported, tmp_path)
     told = [outcome for outcome in imported.outcomes if outcome.ours == "pretrain" and outcome.kind == Kind.TO_DO]
     assert imported.exit_code == 0 and config.pretrain == "./weights/megatron"
     assert [outcome.key for outcome in told] == ["actor_config.load"]
-
-
-def test_devices_on_several_nodes(tmp_path: Path) -> None:
     words = ["rl_config.actor_resource.num_npus=16", "rl_config.verifier_function=[acc_for_ppo]"]
     imported = convert("mindspeed", [FILE], words)
     config = loaded(imported, tmp_path)
@@ -107,11 +101,13 @@ def test_tools_that_cannot_be_read_are_told() -> None:
     assert file in kinds(convert("mindspeed", [FILE], [f"{switch}=true", f"{file}=/nowhere.yaml"]), Kind.IMPOSSIBLE)
 
 
-def test_stages_that_overlap_within_a_step_change_no_result() -> None:
+def test_stages_may_overlap_within_a_step_but_none_without_a_pipeline_becomes_grpo_in_silence() -> None:
     """Its driver waits for all of them before it updates the actor."""
     imported = convert("mindspeed", [FILE], ["rl_config.blocking=false"])
     assert imported.exit_code == 0
     assert {each.kind for each in imported.outcomes if each.key == "rl_config.blocking"} == {Kind.DROPPED}
+    imported = convert("mindspeed", [FILE], ["megatron_training.stage=prm"])
+    assert "megatron_training.stage" in kinds(imported, Kind.IMPOSSIBLE) and imported.exit_code == 1
 
 
 DPO = """
@@ -160,34 +156,29 @@ def test_preferences_stay_preferences(tmp_path: Path) -> None:
     assert kinds(other, Kind.IMPOSSIBLE) == {"megatron_training.ref_model"}
 
 
-def test_supervised_training_stays_supervised(tmp_path: Path) -> None:
-    text = DPO.replace("megatron_training:", "sft:").replace("stage: dpo", "stage: sft")
+@pytest.mark.parametrize(
+    ("section", "stage", "schema", "keys"),
+    [
+        ("sft", "sft", SFTConfig, {"loss_agg_mode": "token-mean"}),
+        ("reward", "orm", RewardTrainingConfig, {"reward_loss": "bradley_terry"}),
+    ],
+)
+def test_other_stages_stay_what_they_are(
+    tmp_path: Path, section: str, stage: str, schema: type, keys: dict[str, str]
+) -> None:
+    text = DPO.replace("megatron_training:", f"{section}:").replace("stage: dpo", f"stage: {stage}")
     text = "\n".join(line for line in text.splitlines() if "ref_model" not in line and "dpo_loss" not in line)
-    (tmp_path / "sft.yaml").write_text(text.replace("is_pairwise_dataset", "is_instruction_dataset"))
-    imported = convert("mindspeed", [tmp_path / "sft.yaml"], checks=CHECKS)
+    if stage == "sft":
+        text = text.replace("is_pairwise_dataset", "is_instruction_dataset")
+    (tmp_path / "theirs.yaml").write_text(text)
+    imported = convert("mindspeed", [tmp_path / "theirs.yaml"], checks=CHECKS)
     assert imported.exit_code == 0, report(imported)
-    assert imported.schema is SFTConfig and system_of(tmp_path / "sft.yaml") == "mindspeed"
+    assert imported.schema is schema and system_of(tmp_path / "theirs.yaml") == "mindspeed"
     (tmp_path / "mine.yaml").write_text(imported.text)
-    config = load_composed(SFTConfig, "mine", compose_config("mine", tmp_path, ()))
-    assert config.actor_train.global_train_batch_size == 64 and config.loss_agg_mode == "token-mean"
-    assert "sft.split" in kinds(imported, Kind.TO_DO)
-
-
-def test_a_reward_model_stays_one(tmp_path: Path) -> None:
-    text = DPO.replace("megatron_training:", "reward:").replace("stage: dpo", "stage: orm")
-    text = "\n".join(line for line in text.splitlines() if "ref_model" not in line and "dpo_loss" not in line)
-    (tmp_path / "orm.yaml").write_text(text)
-    imported = convert("mindspeed", [tmp_path / "orm.yaml"], checks=CHECKS)
-    assert imported.exit_code == 0, report(imported)
-    assert imported.schema is RewardTrainingConfig and system_of(tmp_path / "orm.yaml") == "mindspeed"
-    (tmp_path / "mine.yaml").write_text(imported.text)
-    config = load_composed(RewardTrainingConfig, "mine", compose_config("mine", tmp_path, ()))
-    assert (config.reward_loss, config.actor_train.global_train_batch_size) == ("bradley_terry", 64)
-
-
-def test_a_stage_of_no_pipeline_here_is_no_grpo_in_silence() -> None:
-    imported = convert("mindspeed", [FILE], ["megatron_training.stage=prm"])
-    assert "megatron_training.stage" in kinds(imported, Kind.IMPOSSIBLE) and imported.exit_code == 1
+    config = load_composed(schema, "mine", compose_config("mine", tmp_path, ()))
+    assert config.actor_train.global_train_batch_size == 64
+    assert {key: getattr(config, key) for key in keys} == keys
+    assert ("sft.split" in kinds(imported, Kind.TO_DO)) == (stage == "sft")
 
 
 def test_dropout_that_nobody_switched_off_is_reported() -> None:

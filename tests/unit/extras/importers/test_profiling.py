@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from roll.configs.profiling import ProfilerConfig
+from roll.configs.pipeline import ProfilerConfig
 from roll.extras.importers.convert import DERIVE, convert
 from roll.extras.importers.draft import Draft, Kind
 from roll.extras.importers.reading import Given, read
@@ -126,14 +126,11 @@ def test_trackers_of_verl(names: list[str], expected: Any, projects: dict[str, A
     assert draft.get("track_with") == expected and draft.get("tracker_kwargs") == projects
 
 
-def test_options_of_rolls_swanlab() -> None:
+def test_trackers_and_recordings_of_other_runs_of_roll() -> None:
     options = {"project": "p", "experiment_name": "e", "logdir": "here", "login_kwargs": {"api_key": "hunter2"}}
     draft = drafted("roll", {"track_with": "swanlab", "tracker_kwargs": options})
     assert draft.get("track_with") == "swanlab"
     assert draft.get("tracker_kwargs") == {"project": "p", "name": "e", "log_dir": "here"}
-
-
-def test_a_supervised_run_of_roll_is_recorded_too() -> None:
     path = GIVEN["roll"].with_name("sft.yaml")
     text = convert("roll", [path], ["profiler_timeline=true"]).text
     assert yaml.safe_load(text)["profiler"] == {"steps": [2], "stacks": True}

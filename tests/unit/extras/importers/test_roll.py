@@ -39,7 +39,7 @@ deepspeed_zero2:
 """
 
 
-def test_a_preset_that_leaves_the_data_type_to_the_model_asks_for_nothing(tmp_path: Path) -> None:
+def test_a_preset_may_leave_the_data_type_to_the_model_and_another_type_is_told(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "deepspeed_zero2.yaml").write_text(PRESET)
     (tmp_path / "config" / "traj_envs.yaml").write_text((RUNS.parent / "config" / "traj_envs.yaml").read_text())
@@ -49,9 +49,6 @@ def test_a_preset_that_leaves_the_data_type_to_the_model_asks_for_nothing(tmp_pa
     imported = convert("roll", [file])
     assert f"{OPTIONS}.fp16" in kinds(imported, Kind.DROPPED), report(imported)
     assert f"{OPTIONS}.fp16" not in kinds(imported, Kind.IMPOSSIBLE)
-
-
-def test_a_preset_in_another_data_type_than_the_model_is_told() -> None:
     words = [f"{OPTIONS}={{fp16: {{enabled: true}}}}"]
     assert f"{OPTIONS}.fp16" in kinds(convert("roll", [AGENTIC], words), Kind.IMPOSSIBLE)
 
@@ -109,7 +106,7 @@ def test_normalisations_that_nothing_reads_are_left_out(tmp_path: Path) -> None:
     assert {"reward_scale", "use_reward_norm"} <= kinds(imported, Kind.DROPPED)
 
 
-def test_a_single_teacher_judges_every_tag() -> None:
+def test_a_single_teacher_judges_every_tag_of_a_students_own_samples(tmp_path: Path) -> None:
     files, key = [RUNS / "opd.yaml"], "teacher.tag_included"
     tags = "[gsm8k, sums]"
     words = [f"++rewards={{one: {{worker_cls: a.MathRuleRewardWorker, tag_included: {tags}}}}}"]
@@ -117,20 +114,14 @@ def test_a_single_teacher_judges_every_tag() -> None:
     imported = convert("roll", files, [*words, f"+{key}=[sums]"])
     (told,) = [each for each in imported.outcomes if each.key == key]
     assert told.kind == Kind.IMPOSSIBLE and "gsm8k" in told.note
-
-
-def test_a_student_on_its_own_samples_is_no_distillation_of_given_answers(tmp_path: Path) -> None:
     words = ["+student_pretrain=Qwen/Qwen2.5-0.5B", "+is_pure_opd=true"]
     imported = convert("roll", [RUNS / "opd.yaml"], words)
     assert imported.schema is RLVRConfig
 
 
-def test_a_checkpoint_of_another_machine_is_left_to_the_user() -> None:
+def test_checkpoints_of_another_machine_and_rollout_loops_of_ones_own_are_told() -> None:
     imported = convert("roll", [RLVR], ["resume_from_checkpoint=/nowhere/checkpoint-50"], CHECKS)
     assert "resume_from_checkpoint" in kinds(imported, Kind.TO_DO) and not imported.problems
-
-
-def test_the_rollout_loop_of_roll_itself_needs_no_other() -> None:
     own = "roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop"
     key = "user_defined_rollout_loop_cls"
     assert key in kinds(convert("roll", [RLVR], [f"+{key}={own}"]), Kind.DROPPED)

@@ -18,8 +18,60 @@ def words(text: str) -> list[str]:
     return read_script(text, "verl").overrides
 
 
-def test_lines_that_go_on() -> None:
-    assert words(f"# a\n{RUN} \\\n  a.b=1 \\\n  d=3 $@\necho done=1") == ["a.b=1", "d=3"]
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        pytest.param(f"# a\n{RUN} \\\n  a.b=1 \\\n  d=3 $@\necho done=1", ["a.b=1", "d=3"], id="lines that go on"),
+        pytest.param(f"{RUN} \\\n  a.b=1 \\\n  d=3 \\\n", ["a.b=1", "d=3"], id="a last line that goes on"),
+        pytest.param(f"{RUN} a.b=1 d=3 \\", ["a.b=1", "d=3"], id="a script that ends in the middle of a line"),
+        pytest.param(
+            f'A=1\nB="x y"\nA=2\nexport C=${{A}}z\n{RUN} a=$A b="$B" c=$C d=${{D:-4}} e=$HOME/f g=$A$A\nA=3',
+            ["a=2", "b=x y", "c=2z", "d=4", "e=${oc.env:HOME}/f", "g=22"],
+            id="variables in order",
+        ),
+        pytest.param(
+            f'A=${{A:-"${{HOME}}/verl"}}\nB=${{B:-"${{A}}/data.parquet"}}\n{RUN} b="${{B}}" c=${{C:-16}}',
+            ["b=${oc.env:HOME}/verl/data.parquet", "c=16"],
+            id="variables in fallbacks",
+        ),
+        pytest.param(f"A=1\n{RUN} a='$A' b=\"'$A'\"", ["a=$A", "b='1'"], id="dollars in single quotes"),
+        pytest.param(
+            'A="a=1 \\\nb=2"\nD="-m verl.trainer.main_ppo"\npython3 ${D} $A c="$A"',
+            ["a=1", "b=2", "c=a=1 b=2"],
+            id="a value without quotes",
+        ),
+        pytest.param(f"A=3\n{RUN} a=$((A * (2 + 1))) b=$(($A - 5)) c=$((10 / 4))", ["a=9", "b=-2", "c=2"], id="sums"),
+        pytest.param(
+            f'A=(\n  a=1\n  b="x y"   # note\n)\nA+=(c=3)\nB=(d=4 e=5)\n{RUN} "${{A[@]}}" ${{B[@]}} "$@"',
+            ["a=1", "b=x y", "c=3", "d=4", "e=5"],
+            id="arrays",
+        ),
+        pytest.param(
+            f'N=1\nif [ -z "$M" ]; then echo "M is missing"; exit 1; fi\n[ -f "$M" ] || exit 2\n{RUN} a=$N m=$M',
+            ["a=1", "m=${oc.env:M}"],
+            id="branches that end the script",
+        ),
+        pytest.param(
+            f': "${{N:=4}}"\nA=(x y z)\n'
+            f'{RUN} a=$N b=${{#A[@]}} c=${{A[1]}} d=${{N:+set}} e=${{O:+set}} f="${{P:?no P}}"',
+            ["a=4", "b=3", "c=y", "d=set", "e=", "f=${oc.env:P}"],
+            id="forms of variables",
+        ),
+        pytest.param(f"for lr in 1e-6 5e-6; do\n  {RUN} lr=$lr\ndone", ["lr=1e-6"], id="the first round of a loop"),
+        pytest.param(
+            'rates=(1e-3 1e-4)\nfor rate in "${rates[@]}";do\nif [ "$A" = b ];then\nX=1;fi'
+            f"\n{RUN} a=${{rate}}\\\n  b=2\ndone",
+            ["a=1e-3", "b=2"],
+            id="a do right behind the values of a loop",
+        ),
+        pytest.param(
+            f"python - <<'PY'\nprint(\"it's\")\nPY\nbash <<EOF\n{RUN} a=1\nEOF\n", ["a=1"], id="a document that is run"
+        ),
+        pytest.param(f"cat > note.txt <<-END\n  don't\n  END\n{RUN} b=2", ["b=2"], id="a document that is no command"),
+    ],
+)
+def test_words_of_a_script(script: str, expected: list[str]) -> None:
+    assert words(script) == expected
 
 
 @pytest.mark.parametrize("line", ["a.b=1 \\\n  # c=2 \\\n  d=3", "a.b=1 \\ \n  d=3"])
@@ -29,37 +81,10 @@ def test_what_ends_a_command_unseen_is_noted(line: str) -> None:
     assert "ends the command" in found.notes[0]
 
 
-def test_the_last_line_may_ask_for_another() -> None:
-    assert words(f"{RUN} \\\n  a.b=1 \\\n  d=3 \\\n") == words(f"{RUN} a.b=1 d=3 \\") == ["a.b=1", "d=3"]
-
-
-def test_variables_are_followed_in_order() -> None:
-    text = f'A=1\nB="x y"\nA=2\nexport C=${{A}}z\n{RUN} a=$A b="$B" c=$C d=${{D:-4}} e=$HOME/f g=$A$A\nA=3'
-    assert words(text) == ["a=2", "b=x y", "c=2z", "d=4", "e=${oc.env:HOME}/f", "g=22"]
-
-
-def test_fallbacks_may_hold_variables() -> None:
-    text = f'A=${{A:-"${{HOME}}/verl"}}\nB=${{B:-"${{A}}/data.parquet"}}\n{RUN} b="${{B}}" c=${{C:-16}}'
-    assert words(text) == ["b=${oc.env:HOME}/verl/data.parquet", "c=16"]
-
-
-def test_single_quotes_keep_dollars() -> None:
-    assert words(f"A=1\n{RUN} a='$A' b=\"'$A'\"") == ["a=$A", "b='1'"]
-
-
-def test_a_value_without_quotes_is_several_words() -> None:
-    text = 'A="a=1 \\\nb=2"\nD="-m verl.trainer.main_ppo"\npython3 ${D} $A c="$A"'
-    assert words(text) == ["a=1", "b=2", "c=a=1 b=2"]
-
-
 def test_processes_of_torchrun_are_settings() -> None:
     run = "torchrun --nnodes=1 --nproc-per-node $N -m verl.trainer.fsdp_sft_trainer a=1 engine=fsdp optim=fsdp"
     found = read_script(f"N=4\n{run}", "verl_sft").overrides
     assert found == ["a=1", "engine.strategy=fsdp", "trainer.nnodes=1", "trainer.n_gpus_per_node=4"]
-
-
-def test_sums_are_of_whole_numbers() -> None:
-    assert words(f"A=3\n{RUN} a=$((A * (2 + 1))) b=$(($A - 5)) c=$((10 / 4))") == ["a=9", "b=-2", "c=2"]
 
 
 @pytest.mark.parametrize("sum", ["__import__('os').getpid()", "2 ** 10000", "1 / 0", "[1]"])
@@ -68,17 +93,16 @@ def test_nothing_but_sums_is_computed(sum: str) -> None:
     assert all(word.startswith("a=$((") for word in found.overrides)
 
 
-def test_arrays_become_words() -> None:
-    text = f'A=(\n  a=1\n  b="x y"   # note\n)\nA+=(c=3)\nB=(d=4 e=5)\n{RUN} "${{A[@]}}" ${{B[@]}} "$@"'
-    assert words(text) == ["a=1", "b=x y", "c=3", "d=4", "e=5"]
-
-
-def test_what_a_shell_computes_is_told(tmp_path: Path) -> None:
+def test_what_a_shell_computes_is_never_run_and_told(tmp_path: Path) -> None:
     witness = tmp_path / "ran"
     found = read_script(f"{RUN} a=$(touch {witness}) b=`touch {witness}` c=1", "verl")
     assert found.overrides == ["c=1"]
     assert list(found.unread) == ["a", "b"]
     assert not witness.exists()
+    found = read_script(f'N="run_$(date +%Y%m%d)"\n{RUN} x.experiment_name=$N x.dir=out/$N', "verl")
+    assert found.overrides == ["x.experiment_name=run"] and list(found.unread) == ["x.dir"]
+    found = read_script("torchrun --nnodes=$(nproc) --nproc_per_node=4 -m verl.trainer.sft_trainer a=1", "verl_sft")
+    assert list(found.unread) == ["trainer.nnodes"] and "trainer.n_gpus_per_node=4" in found.overrides
 
 
 def test_the_named_configuration_is_found() -> None:
@@ -156,32 +180,21 @@ def test_variables_of_the_environment_decide() -> None:
     assert npu.overrides == ["a=1", "b=2", "c=3", "n=4", "d=npu"]
 
 
-def test_a_branch_that_ends_the_script_leaves_no_doubt() -> None:
-    text = f'N=1\nif [ -z "$M" ]; then echo "M is missing"; exit 1; fi\n[ -f "$M" ] || exit 2\n{RUN} a=$N m=$M'
-    assert words(text) == ["a=1", "m=${oc.env:M}"]
-
-
-def test_several_commands_of_which_a_shell_chooses_one() -> None:
+def test_of_several_commands_a_shell_chooses_one_and_of_several_values_the_last_decides() -> None:
     found = read_script(f"if [ $A ]; then\n  {RUN} a=1 n=2\nelse\n  {RUN} a=1 n=3\nfi", "verl")
     assert found.overrides == ["a=1"] and found.unread == {"n": Unread("2 or 3", ("A",))}
-
-
-def test_a_value_that_comes_later_decides() -> None:
     assert words(f"if [ $A ]; then N=1; else N=2; fi\n{RUN} n=$N n=3") == ["n=3"]
     later = read_script(f"if [ $A ]; then N=1; else N=2; fi\n{RUN} n=3 n=$N", "verl")
     assert later.overrides == [] and list(later.unread) == ["n"]
 
 
-def test_a_file_that_the_script_reads(tmp_path: Path) -> None:
+def test_variables_of_files_that_the_script_reads_and_those_that_it_sets_itself(tmp_path: Path) -> None:
     (tmp_path / "base.sh").write_text("export NUM=8\nif [ $NUM -gt 4 ]; then BIG=yes; fi\n")
     text = f"source scripts/base.sh\n{RUN} n=$NUM b=$BIG"
     found = read_script(text, "verl", find=lambda path: tmp_path / Path(path).name)
     assert found.overrides == ["n=8", "b=yes"]
     absent = read_script(text, "verl")
     assert absent.overrides == ["n=${oc.env:NUM}", "b=${oc.env:BIG}"] and "base.sh" in absent.notes[0]
-
-
-def test_a_variable_that_the_script_sets_itself_is_noted() -> None:
     found = read_script(f"N=4\n{RUN} n=$N", "verl", variables={"N": "8"})
     assert found.overrides == ["n=4"] and "--set N=8: the script itself sets N to 4" in found.notes
 
@@ -310,24 +323,16 @@ def test_paths_of_the_script_itself_are_text() -> None:
     assert found.overrides == ["a=work/data", "b=Qwen3-8B", "c=Qwen3-8B", "d=Qwen", "e=Qwen", "f=work/scripts/x"]
 
 
-def test_forms_of_variables() -> None:
-    text = f': "${{N:=4}}"\nA=(x y z)\n{RUN} a=$N b=${{#A[@]}} c=${{A[1]}} d=${{N:+set}} e=${{O:+set}} f="${{P:?no P}}"'
-    assert words(text) == ["a=4", "b=3", "c=y", "d=set", "e=", "f=${oc.env:P}"]
-
-
 @pytest.mark.parametrize("start", ["eval $CMD", 'bash -c "$CMD"', 'ray job submit -- bash -lc "$CMD"', 'eval "$CMD"'])
 def test_a_command_in_a_variable(start: str) -> None:
     text = f'A="[\'x y\', \'z\']"\nCMD="{RUN} \\\n  a=\\"$A\\" b=1 \\$@"\necho "now: $CMD"\n{start}'
     assert words(text) == ["a=['x y', 'z']", "b=1"]
 
 
-def test_functions_are_read_where_they_are_called() -> None:
+def test_functions_are_read_where_they_are_called_and_the_first_of_several_runs_counts() -> None:
     text = f'train() {{\n  local name="$1"\n  shift\n  {RUN} a=$name "$@"\n}}\nfunction set_b {{ B=2; }}\nset_b\n'
     assert words(f"{text}train one b=$B c=3") == ["a=one", "b=2", "c=3"]
     assert words(text) == ["a="], "a function that another file calls"
-
-
-def test_the_first_of_several_runs_is_read() -> None:
     found = read_script(f"run() {{\n  {RUN} a=$1\n}}\nrun 1\nrun 2", "verl")
     assert found.overrides == ["a=1"] and any("several runs" in note for note in found.notes)
 
@@ -355,32 +360,6 @@ def test_cases_and_lists_are_chosen_by_the_variables_of_the_script() -> None:
     found = read_script(f"{CASES}{RUN} a=$A b=$B d=$D", "verl")
     assert found.overrides == ["a=1", "b=2", "d=3"]
     assert words(f"{CASES.replace(':-small', ':-big')}{RUN} a=$A d=$D") == ["a=10", "d=3"]
-
-
-def test_documents_are_no_commands() -> None:
-    text = f"python - <<'PY'\nprint(\"it's\")\nPY\nbash <<EOF\n{RUN} a=1\nEOF\n"
-    assert words(text) == ["a=1"]
-    assert words(f"cat > note.txt <<-END\n  don't\n  END\n{RUN} b=2") == ["b=2"]
-
-
-def test_the_first_round_of_a_loop_is_read() -> None:
-    assert words(f"for lr in 1e-6 5e-6; do\n  {RUN} lr=$lr\ndone") == ["lr=1e-6"]
-
-
-def test_the_time_is_no_part_of_a_name() -> None:
-    found = read_script(f'N="run_$(date +%Y%m%d)"\n{RUN} x.experiment_name=$N x.dir=out/$N', "verl")
-    assert found.overrides == ["x.experiment_name=run"] and list(found.unread) == ["x.dir"]
-
-
-def test_processes_that_only_a_shell_can_count() -> None:
-    found = read_script("torchrun --nnodes=$(nproc) --nproc_per_node=4 -m verl.trainer.sft_trainer a=1", "verl_sft")
-    assert list(found.unread) == ["trainer.nnodes"] and "trainer.n_gpus_per_node=4" in found.overrides
-
-
-def test_a_loop_whose_do_stands_right_behind_its_values() -> None:
-    loop = 'rates=(1e-3 1e-4)\nfor rate in "${rates[@]}";do\nif [ "$A" = b ];then\nX=1;fi'
-    text = f"{loop}\n{RUN} a=${{rate}}\\\n  b=2\ndone"
-    assert words(text) == ["a=1e-3", "b=2"]
 
 
 @pytest.mark.parametrize(

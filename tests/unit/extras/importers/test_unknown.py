@@ -83,7 +83,7 @@ def test_a_name_makes_no_key_harmless(key: str) -> None:
     assert unknown("roll", f"+{key}=text") == {key}
 
 
-def test_an_argument_that_no_engine_has_is_unknown() -> None:
+def test_an_argument_that_no_engine_has_is_unknown_and_braces_stand_for_several_keys() -> None:
     engine = "actor_rollout_ref.rollout.engine_kwargs.vllm"
     megatron = "actor_rollout_ref.actor.megatron.override_transformer_config"
     words = [f"{engine}.max-modle-len=3", f"{engine}.max-model-len=4096", f"{megatron}.apply_rope_fusion=true"]
@@ -92,9 +92,6 @@ def test_an_argument_that_no_engine_has_is_unknown() -> None:
     found = {each.key for each in imported.outcomes if each.kind == Kind.UNKNOWN}
     assert found == {f"{engine}.max-modle-len", f"{megatron}.key_of_nobody"} and imported.exit_code == 1
     assert "max_model_len: 4096" in imported.text
-
-
-def test_a_key_with_braces_stands_for_several() -> None:
     assert spread("a.{b,c}.{d,e.f}") == ["a.b.d", "a.b.e.f", "a.c.d", "a.c.e.f"]
     assert spread("a.<role>.b") == ["a.<role>.b"]
 

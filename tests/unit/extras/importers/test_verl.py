@@ -69,12 +69,9 @@ def test_a_schedule_there_counts_batches(tmp_path: Path) -> None:
     assert config.actor_train.training_args.warmup_ratio == 0.1
 
 
-def test_copies_of_a_prompt_are_its_group(tmp_path: Path) -> None:
+def test_groups_micro_batches_and_token_budgets(tmp_path: Path) -> None:
     _, config = imported(tmp_path, f"{ROLLOUT}.n_agent=5", f"{ROLLOUT}.n=1", f"{ACTOR}.ppo_mini_batch_size=40")
     assert (config.num_return_sequences_in_group, config.actor_train.global_train_batch_size) == (5, 40)
-
-
-def test_micro_batches_of_all_devices(tmp_path: Path) -> None:
     words = [f"{ACTOR}.use_dynamic_bsz=False", f"{ACTOR}.ppo_micro_batch_size=8"]
     words += [f"actor_rollout_ref.{part}.log_prob_micro_batch_size=16" for part in ("rollout", "ref")]
     _, config = imported(tmp_path, *words)
@@ -82,9 +79,6 @@ def test_micro_batches_of_all_devices(tmp_path: Path) -> None:
     assert (
         config.reference is not None and config.reference.infer_batch_size == config.actor_train.infer_batch_size == 4
     )
-
-
-def test_a_budget_is_of_the_devices_that_share_a_sequence(tmp_path: Path) -> None:
     words = [f"{ACTOR}.megatron.{kind}_parallel_size=2" for kind in ("tensor_model", "context")]
     words += [f"{ACTOR}.ppo_max_token_len_per_gpu=4096"]
     _, config = imported(tmp_path, *words, old="main_ppo \\", new="main_ppo --config-name=ppo_megatron_trainer \\")
@@ -97,15 +91,14 @@ def test_keys_of_somebodys_own_verl_are_told(key: str, tmp_path: Path) -> None:
     assert {each.key for each in result.outcomes if each.kind == Kind.UNKNOWN} == {key}
 
 
-def test_values_that_only_a_shell_can_tell_are_told(tmp_path: Path) -> None:
+def test_values_that_only_a_shell_can_tell_are_told_and_links_in_a_name_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, new = "trainer.nnodes=$NODES", "trainer.nnodes=$(nproc)"
     result, config = imported(tmp_path, old=old, new=new)
     assert impossible(result) == {"trainer.nnodes"} and result.exit_code == 1
     result, _ = imported(tmp_path, "trainer.nnodes=1", old=old, new=new)
     assert not impossible(result) and config.num_nodes == 1
-
-
-def test_links_in_a_name_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JOB", "j7")
     _, config = imported(tmp_path, old='"a run"', new='"a run-$JOB"')
     assert config.exp_name == "a_run-j7"

@@ -59,10 +59,13 @@ def test_a_version_of_the_weights_is_a_step(package: str, tmp_path: Path) -> Non
     assert told == ["4 fetches × 2 batches × 10 prompts between two updates of the generator, which is a step"]
 
 
-def test_their_defaults_are_those_of_the_trainer(tmp_path: Path) -> None:
+def test_their_defaults_are_those_of_the_trainer_and_without_a_number_of_prompts_epochs_count(tmp_path: Path) -> None:
     _, config, _ = imported(tmp_path, f"verl.experimental.{STREAMING}")
     assert (config.rollout_batch_size, config.max_steps, config.async_generation_ratio) == (40, 2, 0.1)
     assert config.train_infer_correction.bypass and config.rollout_window == 1 and config.partial_rollout
+    words = ("rollout.total_rollout_steps=null", "trainer.total_epochs=7", "trainer.test_freq=4")
+    _, config, _ = imported(tmp_path, f"verl.experimental.{STREAMING}", *words)
+    assert (config.total_epochs, config.eval_steps) == (7, 4)
 
 
 def test_a_threshold_below_a_group_takes_turns(tmp_path: Path) -> None:
@@ -71,12 +74,6 @@ def test_a_threshold_below_a_group_takes_turns(tmp_path: Path) -> None:
     assert not config.overlaps and config.rollout_window == 0 and config.partial_rollout
     assert kinds[f"{ASYNC}.staleness_threshold"] == Kind.DERIVED
     assert kinds[f"{ASYNC}.partial_rollout"] == Kind.DROPPED
-
-
-def test_without_a_number_of_prompts_the_epochs_count(tmp_path: Path) -> None:
-    words = ("rollout.total_rollout_steps=null", "trainer.total_epochs=7", "trainer.test_freq=4")
-    _, config, _ = imported(tmp_path, f"verl.experimental.{STREAMING}", *words)
-    assert (config.total_epochs, config.eval_steps) == (7, 4)
 
 
 @pytest.mark.parametrize(
@@ -144,10 +141,12 @@ def test_what_cannot_be_said_beside_the_samplers_probabilities_is_told(
     assert {each.key for each in result.outcomes if each.kind in (Kind.IMPOSSIBLE, Kind.UNKNOWN)} == told
 
 
-def test_a_configuration_that_a_script_names_tells_the_engine(tmp_path: Path) -> None:
+def test_a_configuration_that_a_script_names_tells_the_engine_and_a_word_for_a_number_is_told(tmp_path: Path) -> None:
     name = "--config-name=fully_async_ppo_megatron_trainer"
     _, config, _ = imported(tmp_path, f"verl.experimental.{STREAMING}", config=name)
     assert config.actor_train.strategy_args.strategy_name == "megatron_train"
+    _, config, kinds = imported(tmp_path, f"verl.experimental.{STREAMING}", f"{ASYNC}.require_batches=few")
+    assert kinds[f"{ASYNC}.require_batches"] == Kind.IMPOSSIBLE and config.rollout_batch_size == 40
 
 
 def test_the_penalty_of_long_answers_in_its_newest_place(tmp_path: Path) -> None:
@@ -157,11 +156,6 @@ def test_the_penalty_of_long_answers_in_its_newest_place(tmp_path: Path) -> None
     _, config, _ = imported(tmp_path, f"verl.experimental.{STREAMING}", *words)
     assert (config.overlong_buffer.enable, config.overlong_buffer.len) == (True, 128)
     assert config.overlong_buffer.penalty_factor == 0.5
-
-
-def test_a_word_for_a_number_is_told(tmp_path: Path) -> None:
-    _, config, kinds = imported(tmp_path, f"verl.experimental.{STREAMING}", f"{ASYNC}.require_batches=few")
-    assert kinds[f"{ASYNC}.require_batches"] == Kind.IMPOSSIBLE and config.rollout_batch_size == 40
 
 
 def test_devices_apart_without_such_a_trainer_are_told(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ CHOSEN = [
     *("B. Paris", "B) Paris", "(B) Paris", "B: Paris", "**B. Paris**", "**B) Paris**", "B - Paris", "B — Paris"),
     *("(B) Paris.",),
     *(r"\boxed{B}", r"\boxed{\text{B}}", r"$\boxed{\textbf{(B)}}$", r"\boxed{\mathrm{B}}", r"\boxed{(B)}"),
+    r"Answer: $\boxed{\text{B}}$",
     *(r"\boxed{\text{(B) } 42}",),
     *(r"\boxed{\textbf{(B)}\ 42}", r"\boxed{B. Paris}", r"\boxed{\text{B. Paris}}"),
     *(r"So $\boxed{B}$. And again: $\boxed{B}$", r"\fbox{B}"),

@@ -38,15 +38,9 @@ from roll.models.shapes import KNOWN, ModelShape
 from roll.models.slot_cache import SlotCache
 from roll.models.tiny import make_tokenizer
 from roll.utils.gpus import GPUS
+from tests.support.sizes import sizes
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SIZES: dict[str, Any] = sizes(96, 32, 48, 2, 4, 2)
 MIXTURE = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
@@ -57,12 +51,7 @@ MIXTURE = {
 }
 QWEN_7B = {
     "model_type": "qwen2",
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
+    **sizes(152064, 3584, 18944, 28, 28, 4),
     "max_position_embeddings": 32768,
     "tie_word_embeddings": False,
     "dtype": "bfloat16",

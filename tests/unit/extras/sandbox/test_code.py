@@ -459,12 +459,9 @@ def test_the_tests_of_evalplus_need_no_numpy(program, expected, right):
     assert score(program, f"{EVALPLUS}\n{check}\n", {"entry_point": "f"}).correct is right
 
 
-def test_what_the_stand_in_of_numpy_lacks_is_an_error():
+def test_what_the_stand_in_of_numpy_lacks_and_a_missing_column_are_errors():
     with pytest.raises(ValueError, match=r"'numpy\.linalg', which the programs' Python does not have"):
         score(ADD, ["import numpy as np\nassert np.linalg.norm(add(1, 2)) == 3"])
-
-
-def test_a_missing_column_is_named():
     with pytest.raises(ValueError, match=r"tests_key: seen 'cases', expected one of the columns \['other'\]"):
         score(ADD, ADD_TESTS, {"other": 1}, tests_key="cases")
 
@@ -584,11 +581,8 @@ def test_plain_values_cross_processes_unchanged(value):
 # --- configuration ----------------------------------------------------------------------------------------------------
 
 
-def test_it_is_registered():
+def test_it_is_registered_with_rules_between_its_keys():
     assert VERIFIERS.get("code") is CodeVerifier and CodeVerifier.config_class is CodeConfig
-
-
-def test_rules_between_keys():
     assert not list(CodeConfig().problems())
     (problem,) = CodeConfig(total_timeout=1).problems()
     assert str(problem) == "total_timeout: seen 1.0, expected at least limits.wall_seconds = 10.0"

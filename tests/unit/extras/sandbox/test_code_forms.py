@@ -78,14 +78,11 @@ def test_what_is_not_understood_is_an_error_of_the_row(tests, message):
         CodeVerifier.check_row(CodeConfig(), row)
 
 
-def test_rows_are_read_by_the_keys_of_the_configuration():
+def test_rows_are_read_by_the_keys_of_the_configuration_up_to_a_bound(monkeypatch):
     row = Sample(prompt="?", response="", ground_truth=None, data_source="code", extra_info={"cases": EURUS})
     CodeVerifier.check_row(CodeConfig(tests_key="cases"), row)
     with pytest.raises(ValueError, match="tests: seen None"):
         CodeVerifier.check_row(CodeConfig(), row)
-
-
-def test_compressed_tests_have_a_bound(monkeypatch):
     monkeypatch.setattr("roll.extras.sandbox.code_tests._MAX_BYTES", 1000)
     with pytest.raises(ValueError, match="compressed tests that cannot be read: more than"):
         parse_tests(private([{"input": "1" * 2000, "output": "2"}]))
@@ -101,23 +98,23 @@ def test_values_and_arguments_are_read_as_they_are_written():
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_wrapped_values_are_read_in_one_way_throughout(partial):
+async def test_wrapped_values_are_read_in_one_way_throughout(partial):
     tests = {"fn_name": "f", "inputs": [[1], [2], [3]], "outputs": [[1], [2], [3]]}
 
-    async def scores():
-        with forked(partial=partial) as score:
-            mixed = "def f(n):\n    return n if n == 1 else [n]\n"
-            return [await score(program, tests) for program in ("def f(n):\n    return n\n", mixed)]
+    with forked(partial=partial) as score:
+        mixed = "def f(n):\n    return n if n == 1 else [n]\n"
+        assert [await score(program, tests) for program in ("def f(n):\n    return n\n", mixed)] == [
+            1.0,
+            pytest.approx(2 / 3) if partial else 0.0,
+        ]
 
-    assert asyncio.run(scores()) == [1.0, pytest.approx(2 / 3) if partial else 0.0]
 
-
-def test_code_that_asks_nothing_is_no_test_of_its_own():
+async def test_code_that_asks_nothing_is_no_test_of_its_own():
     suite = parse_tests(["import math", "assert math.floor(add(1, 2)) == 3", "assert True"])
     assert [test.code for test in suite.tests] == ["assert math.floor(add(1, 2)) == 3\nassert True"]
 
-    async def scores():
-        with forked(partial=True) as score:
-            return [await score(program, ["assert True", "assert add(1, 2) == 3"]) for program in (ADD, "pass")]
-
-    assert asyncio.run(scores()) == [1.0, 0.0]
+    with forked(partial=True) as score:
+        assert [await score(program, ["assert True", "assert add(1, 2) == 3"]) for program in (ADD, "pass")] == [
+            1.0,
+            0.0,
+        ]

@@ -134,17 +134,9 @@ asyncio.run(main())
     assert run(sandbox, source).stdout == "thread\nhere __main__\n"
 
 
-def test_two_runs_share_nothing(sandbox):
-    assert run(sandbox, "open('mark', 'w').write('x')").exit_code == 0
-    assert run(sandbox, "import os; print(os.listdir('/tmp'))").stdout == "[]\n"
-
-
-def test_runs_at_the_same_time_do_not_disturb_each_other(sandbox):
-    async def many() -> list[SandboxResult]:
-        calls = [sandbox.run_program("print(int(input()) ** 2)", str(i), LIMITS) for i in range(12)]
-        return await asyncio.gather(*calls)
-
-    assert [result.stdout for result in asyncio.run(many())] == [f"{i * i}\n" for i in range(12)]
+async def test_runs_at_the_same_time_do_not_disturb_each_other(sandbox):
+    calls = [sandbox.run_program("print(int(input()) ** 2)", str(i), LIMITS) for i in range(12)]
+    assert [result.stdout for result in await asyncio.gather(*calls)] == [f"{i * i}\n" for i in range(12)]
 
 
 @pytest.mark.parametrize(
@@ -238,35 +230,67 @@ print([os.wait()[1] for _ in range(5)])
 """
 
 
-def test_shared_mappings_of_all_processes_count_against_the_limit(sandbox):
+def test_shared_mappings_of_all_processes_count_once_against_the_limit(sandbox):
     """Each process stays within its address space; together they hold four times as much as they may."""
     source = "import json, os, sys\nfacts = json.loads(sys.stdin.read())\n" + SHARED
     facts = json.dumps({"mb": 104, "one": False, "seconds": 30})
     result = run(sandbox, source, facts, memory_mb=128, processes=8, wall_seconds=20)
     assert result.memory_exceeded and not result.timed_out
     assert (result.exit_code, result.stdout) == (137, "") and result.wall_s < 15
-
-
-def test_one_mapping_of_several_processes_counts_once(sandbox):
     facts = {"mb": 80, "one": True, "seconds": 0.5}
     assert says(sandbox, SHARED, facts, memory_mb=128, processes=8) == ["[0, 0, 0, 0, 0]"]
 
 
-def test_memory_that_no_limit_counts_is_refused(sandbox):
-    source = """
-print(attempt(lambda: os.memfd_create("x")))
-print(libc.shmget(0, 1 << 20, 0o1600))
-"""
-    assert says(sandbox, source) == ["PermissionError", "-1"]
+PROGRAMS = {
+    "memory that no limit counts is refused": (
+        "print(attempt(lambda: os.memfd_create('x')))\nprint(libc.shmget(0, 1 << 20, 0o1600))",
+        ["PermissionError", "-1"],
+    ),
+    "open files are counted": (
+        "kept = []\n"
+        "print(attempt(lambda: [kept.append(os.open('/dev/null', 0)) for _ in range(1000)]), len(kept) < 64)",
+        ["OSError True"],
+    ),
+    "limits cannot be raised": (
+        """
+import resource
+for name in ("NPROC", "AS", "CPU", "FSIZE", "NOFILE", "CORE"):
+    number = getattr(resource, "RLIMIT_" + name)
+    print(attempt(lambda: resource.setrlimit(number, (resource.getrlimit(number)[0] + 1,) * 2)))
+""",
+        ["ValueError"] * 6,
+    ),
+    "passwords and accounts are not there": (
+        "for path in ('/etc/passwd', '/etc/shadow', '/etc/hosts', '/root/.ssh', '/root/.bashrc'):\n"
+        "    print(attempt(lambda: os.stat(path)))",
+        ["FileNotFoundError"] * 5,
+    ),
+    "names are not resolved": (
+        "import socket\nprint(attempt(lambda: socket.getaddrinfo('example.com', 80)))",
+        ["gaierror"],
+    ),
+    "the own folder can be deleted": (
+        "import shutil\nopen('x', 'w').write('x')\n"
+        "shutil.rmtree('/tmp', ignore_errors=True)\nprint(os.listdir('/tmp'))",
+        ["[]"],
+    ),
+}
 
 
-def test_endless_computation_is_killed_by_its_cpu_time(sandbox):
+@pytest.mark.parametrize(("source", "lines"), PROGRAMS.values(), ids=PROGRAMS)
+def test_a_program_is_told_what_it_may(sandbox, source, lines):
+    assert says(sandbox, source) == lines
+
+
+def test_two_runs_share_nothing(sandbox):
+    assert run(sandbox, "open('mark', 'w').write('x')").exit_code == 0
+    assert run(sandbox, "import os; print(os.listdir('/tmp'))").stdout == "[]\n"
+
+
+def test_endless_computation_is_killed_by_its_cpu_time_and_endless_sleep_by_the_clock(sandbox):
     source = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True:\n    pass"
     result = run(sandbox, source, cpu_seconds=1, wall_seconds=60)
     assert (result.exit_code, result.timed_out) == (137, False) and result.cpu_s >= 0.5
-
-
-def test_endless_sleep_is_killed_by_the_clock(sandbox):
     source = "import signal, time\nfor n in (1, 2, 3, 13, 14, 15):\n    signal.signal(n, signal.SIG_IGN)\n"
     result = run(sandbox, source + "print('asleep', flush=True)\ntime.sleep(1000)", wall_seconds=1)
     assert result.timed_out and result.wall_s < 3
@@ -304,23 +328,6 @@ def test_many_files(sandbox):
         pytest.skip("bubblewrap does not bound the number of files")
     source = "print(attempt(lambda: [open(str(n), 'w').close() for n in range(1000)]), len(os.listdir()) < 100)"
     assert says(sandbox, source) == ["OSError True"]
-
-
-def test_many_open_files(sandbox):
-    source = (
-        "kept = []\nprint(attempt(lambda: [kept.append(os.open('/dev/null', 0)) for _ in range(1000)]), len(kept) < 64)"
-    )
-    assert says(sandbox, source) == ["OSError True"]
-
-
-def test_limits_cannot_be_raised(sandbox):
-    source = """
-import resource
-for name in ("NPROC", "AS", "CPU", "FSIZE", "NOFILE", "CORE"):
-    number = getattr(resource, "RLIMIT_" + name)
-    print(attempt(lambda: resource.setrlimit(number, (resource.getrlimit(number)[0] + 1,) * 2)))
-"""
-    assert says(sandbox, source) == ["ValueError"] * 6
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -368,14 +375,6 @@ for path in facts:
     )
     assert home[0] in (f"{Path.home()} {list(first)}", f"{Path.home()} FileNotFoundError")
     assert home[1] in ("/etc ['ld.so.cache']", "/etc FileNotFoundError")
-
-
-def test_passwords_and_accounts_are_not_there(sandbox):
-    source = """
-for path in ("/etc/passwd", "/etc/shadow", "/etc/hosts", "/root/.ssh", "/root/.bashrc"):
-    print(attempt(lambda: os.stat(path)))
-"""
-    assert says(sandbox, source) == ["FileNotFoundError"] * 5
 
 
 def test_environment_is_empty(sandbox, monkeypatch):
@@ -493,11 +492,6 @@ print(attempt(lambda: socket.socket(socket.AF_UNIX).connect(abstract)))
     assert says(sandbox, source, listeners)[0] in ("ConnectionRefusedError", "OSError")
 
 
-def test_names_are_not_resolved(sandbox):
-    source = "import socket\nprint(attempt(lambda: socket.getaddrinfo('example.com', 80)))"
-    assert says(sandbox, source) == ["gaierror"]
-
-
 # --- other processes --------------------------------------------------------------------------------------------------
 
 
@@ -593,16 +587,13 @@ def test_nothing_survives_the_end_of_the_one_who_waits(sandbox):
     # nothing_stays waits for the rest
 
 
-def test_cancelling_ends_the_run(sandbox):
-    async def cancelled() -> None:
-        task = asyncio.ensure_future(sandbox.run_program("import time\ntime.sleep(1000)", "", LIMITS))
-        await asyncio.sleep(0.5)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert (await sandbox.run_program("print(1)", "", LIMITS)).stdout == "1\n"
-
-    asyncio.run(cancelled())
+async def test_cancelling_ends_the_run(sandbox):
+    task = asyncio.ensure_future(sandbox.run_program("import time\ntime.sleep(1000)", "", LIMITS))
+    await asyncio.sleep(0.5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await sandbox.run_program("print(1)", "", LIMITS)).stdout == "1\n"
 
 
 # --- privileges -------------------------------------------------------------------------------------------------------
@@ -691,16 +682,6 @@ print(open("/dev/null", "w").write("x"), len(open("/dev/urandom", "rb").read(4))
     assert says(sandbox, source) == [str(devices), "FileNotFoundError", "1 4"]
 
 
-def test_deleting_the_own_folder(sandbox):
-    source = """
-import shutil
-open("x", "w").write("x")
-shutil.rmtree("/tmp", ignore_errors=True)
-print(os.listdir("/tmp"))
-"""
-    assert says(sandbox, source) == ["[]"]
-
-
 # --- text -------------------------------------------------------------------------------------------------------------
 
 BREAKOUTS = [
@@ -725,14 +706,11 @@ def test_text_is_data(sandbox, text):
     assert not Path("/tmp/roll-sandbox-broken-out").exists()
 
 
-def test_lone_surrogates_and_invalid_bytes_go_through(sandbox):
+def test_input_may_be_no_text_large_and_unread(sandbox):
     echo = (
         "import sys\ndata = sys.stdin.buffer.read()\nprint(data.hex(), flush=True)\nsys.stdout.buffer.write(b'\\xff')"
     )
     assert run(sandbox, echo, "a\ud800").stdout == "61eda080\n\ufffd"
-
-
-def test_input_may_be_large_and_unread(sandbox):
     text = "x" * 3_000_000
     assert run(sandbox, "import sys\nprint(len(sys.stdin.read()))", text).stdout == "3000000\n"
     assert run(sandbox, "print('ignored')", text).stdout == "ignored\n"
@@ -741,16 +719,12 @@ def test_input_may_be_large_and_unread(sandbox):
 # --- the choice of a back end -----------------------------------------------------------------------------------------
 
 
-def test_without_isolation_it_refuses_and_says_why(monkeypatch):
+def test_without_isolation_it_refuses_unless_unsafe_is_asked_for(monkeypatch, caplog):
     monkeypatch.setattr(module, "_probe", lambda backend, view: "seen none" if backend != "unsafe" else None)
     with pytest.raises(SandboxUnavailableError, match=r"bubblewrap: seen none; namespaces: seen none.*allow_unsafe"):
         Sandbox()
     with pytest.raises(SandboxUnavailableError, match="expected allow_unsafe: true"):
         Sandbox(backend="unsafe")
-
-
-def test_unsafe_is_asked_for_and_warns(monkeypatch, caplog):
-    monkeypatch.setattr(module, "_probe", lambda backend, view: "seen none" if backend != "unsafe" else None)
     box = Sandbox(allow_unsafe=True)
     assert box.backend == "unsafe" and "WITHOUT isolation" in caplog.text and "namespaces: seen none" in caplog.text
     result = run(box, "import os\nopen('x', 'w')\nprint(os.listdir(), 'roll-sandbox' in os.getcwd())")

@@ -156,10 +156,7 @@ def test_what_no_house_has_is_refused() -> None:
         AdventureEnv().expert_actions()
 
 
-def test_the_instruction_names_every_action() -> None:
+def test_the_instruction_names_every_action_and_gymnasium_accepts_it() -> None:
     instruction = AdventureEnv().env_instruction
     assert all(re.search(rf"\b{name}\b", instruction) for name in ACTIONS)
-
-
-def test_gymnasium_accepts_it() -> None:
     check_env(AdventureEnv(), skip_render_check=True)

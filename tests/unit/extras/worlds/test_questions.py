@@ -59,7 +59,7 @@ def test_scorers(file: str, scorer: str, said: str, score: float) -> None:
     assert game.step(said)[4]["task_reward"] == score
 
 
-def test_all_rows_that_hold_no_question_are_told(tmp_path: Path) -> None:
+def test_all_rows_that_hold_no_question_are_told_and_there_is_one_source(tmp_path: Path, file: str) -> None:
     path = tmp_path / "questions.jsonl"
     path.write_text('{"prompt": "a", "answer": 1}\n{"prompt": ["a"], "answer": 1}\n{"prompt": "b"}\n', encoding="utf-8")
     with pytest.raises(DataError) as caught:
@@ -67,9 +67,6 @@ def test_all_rows_that_hold_no_question_are_told(tmp_path: Path) -> None:
     first, second = caught.value.problems
     assert ":2" in first and "expected a text or a number" in first
     assert ":3" in second and "no column 'answer'" in second
-
-
-def test_there_is_one_source_of_questions(file: str) -> None:
     with pytest.raises(ConfigErrors, match="one source of questions"):
         env(file, items=[{"prompt": "a", "answer": "b"}])
     with pytest.raises(ConfigErrors, match="a dataset"):

@@ -18,7 +18,7 @@ def closeness(given: str, answer: str) -> float:
     return 1.0 / (1 + abs(int(given) - int(answer)))
 
 
-def test_a_right_answer_pays_and_ends():
+def test_a_right_answer_pays_and_ends_and_a_wrong_one_pays_nothing():
     env = SingleTurnEnv(items=ITEMS[:1], reward_scale=0.5)
     assert env.reset(seed=0)[0] == "1+1="
     observation, reward, terminated, truncated, info = env.step(" 2\n")
@@ -26,9 +26,6 @@ def test_a_right_answer_pays_and_ends():
     assert info["success"] and info["action"] == " 2\n" and info["penalty"] == 0.0
     with pytest.raises(RuntimeError, match="reset"):
         env.step("2")
-
-
-def test_a_wrong_answer_pays_nothing():
     env = SingleTurnEnv(items=ITEMS[:1])
     env.reset(seed=0)
     _, reward, terminated, _, info = env.step("3")
@@ -46,30 +43,23 @@ def test_the_answer_is_cut_out_by_the_pattern_and_its_absence_costs_the_penalty(
     assert terminated and info["action"] is None and not info["action_is_valid"]
 
 
-def test_contains_looks_anywhere():
+def test_scorers_look_anywhere_or_are_found_by_path_like_generators():
     env = SingleTurnEnv(items=ITEMS[1:2], scorer="contains")
     env.reset(seed=0)
     assert env.step("It must be 5!")[4]["success"]
-
-
-def test_generator_and_scorer_are_found_by_path():
     env = SingleTurnEnv(generator=f"{__name__}:addition", scorer=f"{__name__}:closeness", success_score=0.5)
     assert env.reset(seed=41)[0] == "41+1="
     _, reward, _, _, info = env.step("43")
     assert reward == 0.5 and info["success"]
 
 
-def test_the_seed_picks_the_item_and_options_override_it():
+def test_the_seed_picks_the_item_with_a_key_of_its_own_and_options_override_it():
     env = SingleTurnEnv(items=ITEMS)
     prompts = [env.reset(seed=seed)[0] for seed in range(50)]
     assert set(prompts) == {item["prompt"] for item in ITEMS}
     assert prompts == [env.reset(seed=seed)[0] for seed in range(50)]
     assert env.reset(seed=0, options={"prompt": "9-1=", "answer": "8"})[0] == "9-1="
     assert env.step("8")[4]["success"]
-
-
-def test_prompts_have_keys_of_their_own():
-    env = SingleTurnEnv(items=ITEMS)
     keys = {env.reset(seed=seed)[1]["state_key"] for seed in range(50)}
     assert len(keys) == 3
     assert env.step("?")[4]["state_key"] not in keys
