@@ -20,9 +20,8 @@ from roll.configs.problems import ConfigErrors
 from roll.configs.resuming import Rows
 from roll.configs.rl import VAL_INFER
 from roll.configs.worker import WorkerConfig
-from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.cluster import Cluster, Placement, create_placement, discover_nodes
 from roll.distributed.cluster.errors import ClusterError, PlacementError, RaySessionError
-from roll.distributed.cluster.placement import Placement, create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import dead_daemons, ray_session
 from roll.distributed.cluster.resources import plan_placement
 from roll.distributed.cluster.worker import Worker

@@ -87,7 +87,7 @@ def run(job: Job) -> int:
         0; 1 when some prompt could not be answered, or the engine failed; 2 for a wrong command line, model or file;
         130 when it was interrupted: the same command goes on.
     """
-    from roll.distributed.strategy.engines import MissingEngineError
+    from roll.distributed.strategy import MissingEngineError
     from roll.distributed.strategy.generation.generator import EngineStoppedError
 
     totals = Totals()

@@ -18,11 +18,11 @@ __all__ = ["DIALECTS", "BaseDialect", "dialect", "parsers"]
 DIALECTS: Registry[Callable[[], BaseDialect]] = Registry("tool dialect")
 DIALECTS.register("hermes", "roll.agentic.tools.dialects.hermes:HermesDialect")
 DIALECTS.register("qwen3_coder", "roll.agentic.tools.dialects.tagged:Qwen3CoderDialect")
-DIALECTS.register("llama3_json", "roll.agentic.tools.dialects.llama:LlamaJsonDialect")
+DIALECTS.register("llama3_json", "roll.agentic.tools.dialects.hermes:LlamaJsonDialect")
 DIALECTS.register("llama_pythonic", "roll.agentic.tools.dialects.pythonic:PythonicDialect")
-DIALECTS.register("mistral", "roll.agentic.tools.dialects.mistral:MistralDialect")
+DIALECTS.register("mistral", "roll.agentic.tools.dialects.hermes:MistralDialect")
 DIALECTS.register("harmony", "roll.agentic.tools.dialects.harmony:HarmonyDialect")
-DIALECTS.register("deepseek", "roll.agentic.tools.dialects.deepseek:DeepSeekDialect")
+DIALECTS.register("deepseek", "roll.agentic.tools.dialects.hermes:DeepSeekDialect")
 DIALECTS.register("glm", "roll.agentic.tools.dialects.tagged:GlmDialect")
 
 

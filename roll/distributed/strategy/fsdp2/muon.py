@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll.distributed.strategy.training.hf_scorer import decoder_layers
+from roll.distributed.strategy.training.module_trainer import decoder_layers
 from roll.distributed.strategy.training.optim import DECAYS, MASTER, MOMENTUM, make_adamw
 from roll.distributed.strategy.training.pieces import gather, own_rank, piece_of, world_size
 

@@ -32,8 +32,7 @@ from roll.distributed.strategy.training.checkpoint import (
     restore_checkpoint,
     resume_folder,
 )
-from roll.distributed.strategy.training.hf_scorer import recompute_activations
-from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer
+from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer, recompute_activations
 from roll.distributed.strategy.training.module_weights import buffer_pieces
 from roll.distributed.strategy.training.optim import make_adamw, set_rates
 from roll.distributed.strategy.training.saving import Contents, to_device

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from roll.distributed.strategy.training.hf_scorer import decoder_layers
+from roll.distributed.strategy.training.module_trainer import decoder_layers
 from roll.distributed.strategy.training.optim import MASTER, MOMENTS
 from roll.distributed.strategy.training.pieces import Part, Region, Spread, everywhere, find_regions
 from roll.distributed.strategy.training.saving import to_device

@@ -14,13 +14,17 @@ import sys
 import types
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
+from roll.data.shared_prompts import AttentionPlan
 from roll.distributed.replaced import replaced
+from roll.models.planned_attention import attend_by_block
 
 MODULES = (
     "distributed",
@@ -206,3 +210,176 @@ def _with_cuda_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return call
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedRow:
+    """A row that holds common prompts once; it travels through Megatron's layers where ``PackedSeqParams`` does."""
+
+    plan: AttentionPlan
+    positions_C: Tensor
+    """int64: place of each token in its sequence, which its rotary embedding goes by."""
+    max_seqlen_q: int
+    """More than any position: Megatron makes so many rotary embeddings."""
+    qkv_format: str = "sbhd"
+    """States keep the axis of rows, and rotary embeddings are given for each token."""
+    cp_group: None = None
+
+    @property
+    def max_seqlen_kv(self) -> int:
+        return self.max_seqlen_q
+
+    def to(self, device: torch.device) -> PlannedRow:
+        """The same on ``device``."""
+        positions_C = self.positions_C.to(device, non_blocking=True)
+        return PlannedRow(self.plan.to(device), positions_C, self.max_seqlen_q)
+
+
+class RmsNorm(nn.Module):
+    """RMS normalisation whose weight's gradient Megatron sums over sequence-parallel ranks."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+class CoreAttention(nn.Module):
+    """Causal attention with PyTorch's kernels. Axes: S positions held here, B rows, N heads, G key heads, D width."""
+
+    def __init__(self, config: Any, pg_collection: Any = None, softmax_scale: float | None = None, **_: object) -> None:
+        super().__init__()
+        self._scale = softmax_scale
+        self._group = pg_collection.cp
+
+    def forward(
+        self,
+        query_SBND: Tensor,
+        key_SBGD: Tensor,
+        value_SBGD: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: Any = None,
+        **_: object,
+    ) -> Tensor:
+        """Attends within each row, by the plan of a row, or within each of a packed row's sequences.
+
+        A packed row's tensors have no axis B.
+
+        Returns:
+            [S, B, N * D], or [S, 1, N * D] of a packed row.
+        """
+        if isinstance(packed_seq_params, PlannedRow):
+            query, key, value = (x[:, 0] for x in (query_SBND, key_SBGD, value_SBGD))
+            return attend_by_block(query, key, value, packed_seq_params.plan, self._attend_block).flatten(1)[:, None]
+        group, size = self._group, self._group.size()
+        if packed_seq_params is None:
+            lengths = [query_SBND.shape[0] * size]
+        else:
+            lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+            query_SBND, key_SBGD, value_SBGD = (x.unsqueeze(1) for x in (query_SBND, key_SBGD, value_SBGD))
+        if size == 1:
+            pieces = zip(*(x.split(lengths) for x in (query_SBND, key_SBGD, value_SBGD)), strict=True)
+            attended = [self._attend(*piece) for piece in pieces]
+        else:
+            attended = self._attend_across(query_SBND, _gather(key_SBGD, group), _gather(value_SBGD, group), lengths)
+        return torch.cat(attended).flatten(2)
+
+    def _attend_across(self, query_SBND: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> list[Tensor]:
+        """As ``_attend`` for this rank's two chunks of each sequence, to keys and values of the whole group."""
+        size, rank = self._group.size(), self._group.rank()
+        # Keys and values come in the ranks' columns end to end.
+        gathered = torch.cat([held_columns(lengths, other, size) for other in range(size)])
+        order = gathered.argsort().to(key.device)
+        key, value = key[order], value[order]
+        attended = []
+        start = 0
+        queries = iter(query_SBND.split([length // (2 * size) for length in lengths for _ in range(2)]))
+        for length in lengths:
+            chunk = length // (2 * size)
+            for number in (rank, 2 * size - 1 - rank):
+                stop = start + (number + 1) * chunk
+                attended.append(self._attend(next(queries), key[start:stop], value[start:stop]))
+            start += length
+        return attended
+
+    def _attend_block(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
+        """See ``attend_by_block``. Kernels that take a mask want as many heads of keys as of queries."""
+        if (times := query.shape[1] // key.shape[1]) > 1:
+            key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, is_causal=visible is None, scale=self._scale
+        )
+        return attended.transpose(1, 2)
+
+    def _attend(self, query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor) -> Tensor:
+        """Attention of the last positions to all up to their own; shape of ``query``."""
+        queries, keys = query_SBND.shape[0], key_SBGD.shape[0]
+        mask = None
+        if queries != keys:
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=query_SBND.device).tril(keys - queries)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBND, key_SBGD, value_SBGD))
+        attended = functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self._scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return attended.permute(2, 0, 1, 3)
+
+
+def held_columns(lengths: list[int], rank: int, size: int) -> Tensor:
+    """Columns of a row that one context-parallel rank holds, in its order.
+
+    Each sequence is cut into ``2 * size`` chunks, of which rank r holds number r and ``2 * size - 1 - r``, so that all
+    have the same work under a causal mask. This is Megatron's and TransformerEngine's own order.
+
+    Args:
+        lengths: of the row's sequences; multiples of ``2 * size``.
+    """
+    if size == 1:
+        return torch.arange(sum(lengths))
+    columns, start = [], 0
+    for length in lengths:
+        chunk = length // (2 * size)
+        for number in (rank, 2 * size - 1 - rank):
+            columns.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
+        start += length
+    return torch.cat(columns)
+
+
+def layer_specs(config: Any, vp_stage: int | None) -> Any:
+    """Modules that the layers of a model chunk are made of."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.moe import moe_utils
+
+    engine = config.transformer_impl == "transformer_engine"
+    block = get_gpt_decoder_block_spec(config, engine, "RMSNorm", vp_stage=vp_stage)
+    if engine:
+        return block
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # megatron-core 0.16 asks whether it is None, but forgets to define it
+    block.layer_norm = RmsNorm
+    for spec in block.layer_specs:
+        layer = spec.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
+        attention = layer.self_attention.submodules
+        attention.core_attention = CoreAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RmsNorm
+    return block
+
+
+def _gather(x: Tensor, group: Any) -> Tensor:
+    """All ranks' positions; gradients go back to the rank that they belong to, summed."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    gathered: Tensor = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
+    return gathered

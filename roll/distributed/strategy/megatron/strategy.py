@@ -31,8 +31,8 @@ from roll.configs.engines.megatron import MegatronConfig
 from roll.data.batch import Batch
 from roll.data.packing import take_micro_batch
 from roll.data.shared_prompts import worth_sharing
+from roll.distributed.strategy import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.base import RankInfo, States
-from roll.distributed.strategy.engines import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.megatron import cpu
 from roll.distributed.strategy.megatron.adapter import adapter_off, add_adapter
 from roll.distributed.strategy.megatron.input import MegatronInput, Rounding, grid_shape, lay_out

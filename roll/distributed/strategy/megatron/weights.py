@@ -25,8 +25,7 @@ from roll.distributed.strategy.training.pieces import Piece, Region, Spread
 from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.loading import Head
 from roll.models.lora import SCORE_NAME, is_adapter
-from roll.models.megatron.convert import join, shard_group
-from roll.models.megatron.names import ParallelLayout
+from roll.models.megatron.names import ParallelLayout, join, shard_group
 
 Part: TypeAlias = Literal["trunk", "adapter", "head"]
 OwnPart: TypeAlias = Callable[[nn.Parameter], Tensor]

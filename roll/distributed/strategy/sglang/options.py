@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roll.configs.engines.sglang import interpreter_problem
-from roll.distributed.strategy.engines import MissingEngineError, require_engine
+from roll.distributed.strategy import MissingEngineError, require_engine
 
 SCORING = "ROLL_SGLANG_SCORING"
 """Environment variable of the engine's processes: the fields of a ``PromptScoring`` as JSON."""

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from roll.models.megatron.config import MegatronModelConfig, megatron_config, padded_vocab_size
-from roll.models.megatron.convert import join, load_shards
-from roll.models.megatron.names import ParallelLayout
+from roll.models.megatron.names import ParallelLayout, join, load_shards
 from tests.support.megatron_models import CONFIGS, checkpoint, make_model, parameter_names
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
