@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from roll.agentic.tools.dialects.spoken import dialect_for
+from roll.agentic.tools.dialects import dialect_for
 from roll.agentic.tools.mcp import McpServer
 from roll.agentic.tools.tool import Tool, ToolError, make_tool, text_of
 from roll.agentic.tools.types import AssistantTurn, ToolCall, ToolSchema

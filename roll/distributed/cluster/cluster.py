@@ -1,4 +1,4 @@
-"""A role's workers as one thing: start them, call them all, notice at once when one is gone and replace it."""
+"""A role's workers as one thing: seated by Ray, called all together, noticed when one is gone, and replaced."""
 
 from __future__ import annotations
 

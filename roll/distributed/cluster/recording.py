@@ -1,4 +1,4 @@
-"""Recording of what PyTorch does in one process from one call to another, as a trace, and of the process's memory."""
+"""What processes are doing: the stacks of all their threads, and recordings of PyTorch's work and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies by name, as the engines' cards list them. Listing them imports none."""
+"""Strategies by name, as the engines' cards list them (listing imports none), and help where an engine is optional."""
 
 from __future__ import annotations
 

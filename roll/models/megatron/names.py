@@ -1,4 +1,4 @@
-"""The map of parameter names between Hugging Face and Megatron-Core, and the part of a model that one rank holds.
+"""Parameters between Hugging Face and Megatron-Core: the map of names, and whole tensors to one rank's shards and back.
 
 Megatron-Core builds the same model from two sets of modules: its own (``local``) and TransformerEngine's (``te``),
 which fuses the normalisation into the linear layer after it. Experts come in three shapes: one module each

@@ -43,7 +43,7 @@ class Job:
 
 def run(job: Job) -> int:
     """Serves until SIGINT or SIGTERM; returns 2 for a model or a port that cannot be had."""
-    from roll.agentic.tools.dialects.spoken import dialect_for
+    from roll.agentic.tools.dialects import dialect_for
     from roll.data.renderer import ChatRenderer
     from roll.data.templates import ChatTemplate
     from roll.distributed.strategy.generation.alone import base_of, generator_of

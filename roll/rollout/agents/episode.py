@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from roll.agentic.tools.dialects.spoken import dialect_for
+from roll.agentic.tools.dialects import dialect_for
 from roll.configs.agent import AgentConfig
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from roll.configs.engines.megatron import CARD, MegatronConfig
 from roll.configs.problems import ConfigProblem
 from roll.distributed.strategy.base import RankInfo, StrategyContext
-from roll.distributed.strategy.megatron.cpu import PlannedRow, layer_specs
 from roll.distributed.strategy.megatron.fit import check_model_fit
 from roll.distributed.strategy.megatron.scores import VocabularyShare
+from roll.distributed.strategy.megatron.substitutes import PlannedRow, layer_specs
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX
 from roll.distributed.strategy.training.tensor_files import Reader

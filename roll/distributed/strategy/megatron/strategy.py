@@ -4,7 +4,7 @@ Parallelism is tensor, sequence, pipeline (virtual stages too), expert and conte
 the model get the same data; copies of the model (data parallelism) get shares of it. With TransformerEngine (GPUs) a
 model that computes in bf16 is built from its modules; otherwise from Megatron's own, with ``RmsNorm`` and
 ``CoreAttention`` of ``modules``, which are exact for packed sequences and context parallelism too. Without a GPU
-``cpu`` redirects what Megatron asks of CUDA. Grouped matrix products for experts need a GPU.
+``substitutes.py`` redirects what Megatron asks of CUDA. Grouped matrix products for experts need a GPU.
 
 Megatron's schedules run all micro-batches of a step. The last pipeline stage scores tokens and computes the loss; the
 scores and metrics then travel to the other stages.
@@ -33,7 +33,6 @@ from roll.data.packing import take_micro_batch
 from roll.data.shared_prompts import worth_sharing
 from roll.distributed.strategy import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.base import RankInfo, States
-from roll.distributed.strategy.megatron import cpu
 from roll.distributed.strategy.megatron.adapter import adapter_off, add_adapter
 from roll.distributed.strategy.megatron.input import MegatronInput, Rounding, grid_shape, lay_out
 from roll.distributed.strategy.megatron.model import (
@@ -44,6 +43,7 @@ from roll.distributed.strategy.megatron.model import (
 from roll.distributed.strategy.megatron.optimizer import MegatronAdam, wrap_for_data_parallelism
 from roll.distributed.strategy.megatron.routing import ExpertRouting
 from roll.distributed.strategy.megatron.scores import TokenScorer, sum_over
+from roll.distributed.strategy.megatron.substitutes import redirect_to_cpu
 from roll.distributed.strategy.megatron.weights import TrainedModel, WeightGatherer, adapter_pieces, saved_name
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import MODEL_PREFIX, TrainerState
@@ -67,7 +67,7 @@ class MegatronInfer(Scorer):
         require_engine("megatron.core", extra="megatron", strategy=context.worker.strategy_args.strategy_name)
         self.device = join_group(context, alone=True)
         ignore_renamed_collectives()
-        cpu.enable()
+        redirect_to_cpu()
         self.options = MegatronConfig.model_validate(context.worker.strategy_args.strategy_config)
         self.info = join_parallel_state(context, self.options)
         args = context.worker.model_args

@@ -1,4 +1,4 @@
-"""Base of the engines that train a Hugging Face module (FSDP2, DeepSpeed): its making, adapter and checkpoints."""
+"""Base of the engines that train a Hugging Face module (FSDP2, DeepSpeed): how it is made, adapter, checkpoints."""
 
 from __future__ import annotations
 

@@ -33,9 +33,9 @@ def start_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartGroups]:
     from megatron.core.transformer.moe import moe_utils
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from roll.distributed.strategy.megatron.cpu import enable
+    from roll.distributed.strategy.megatron.substitutes import redirect_to_cpu
 
-    enable()
+    redirect_to_cpu()
     # Without TransformerEngine, megatron-core 0.16.1 reads this name where it never set it.
     monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.distributed.strategy.megatron.cpu import CoreAttention
 from roll.distributed.strategy.megatron.input import Rounding, grid_shape, lay_out
+from roll.distributed.strategy.megatron.substitutes import CoreAttention
 from tests.support.harness import make_batch, make_groups
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 8

@@ -1,8 +1,14 @@
-"""Megatron-Core on machines without an accelerator.
+"""Substitutes for what Megatron-Core expects and may not find here: an accelerator, TransformerEngine's modules.
 
-Megatron names CUDA where it means "this process's device". Where there is none, ``enable`` gives Megatron's modules and
-nothing else in the process a ``torch`` of their own that answers with the CPU. With an accelerator it does nothing.
+Megatron names CUDA where it means "this process's device". Without one, ``redirect_to_cpu`` gives Megatron's modules,
+and nothing else in the process, a ``torch`` of their own that answers with the CPU. With an accelerator it does nothing.
 Known to be enough for megatron-core 0.16.
+
+``CoreAttention`` takes TransformerEngine's place on CPUs and GPUs and computes what Megatron's own module refuses:
+packed sequences and context parallelism. Both are exact. Packed sequences are attended to one by one (no mask over the
+whole row). With context parallelism each rank gathers the keys and values of its group, which costs memory for them in
+the length of the whole sequence; TransformerEngine passes them around a ring instead. In a row that holds common
+prompts once, tokens attend as its plan says.
 """
 
 from __future__ import annotations
@@ -41,7 +47,7 @@ MODULES = (
 FACTORIES = ("arange", "empty", "eye", "full", "ones", "rand", "randn", "tensor", "zeros")
 
 
-def enable() -> None:
+def redirect_to_cpu() -> None:
     """Imports Megatron, and redirects it to the CPU where there is no accelerator. May be called again at any time."""
     if torch.cuda.is_available():
         return

@@ -1,4 +1,4 @@
-"""Hermes and Qwen: a JSON object between tags, as many as there are calls."""
+"""Dialects whose calls are JSON: Hermes and Qwen (between tags), Llama 3 (the answer), Mistral, DeepSeek (markers)."""
 
 from __future__ import annotations
 
