@@ -1,7 +1,7 @@
 """Substitutes for what Megatron-Core expects and may not find here: an accelerator, TransformerEngine's modules.
 
 Megatron names CUDA where it means "this process's device". Without one, ``redirect_to_cpu`` gives Megatron's modules,
-and nothing else in the process, a ``torch`` of their own that answers with the CPU. With an accelerator it does nothing.
+and nothing else in the process, a ``torch`` of their own that answers with the CPU. With one it does nothing.
 Known to be enough for megatron-core 0.16.
 
 ``CoreAttention`` takes TransformerEngine's place on CPUs and GPUs and computes what Megatron's own module refuses:
