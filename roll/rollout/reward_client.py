@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from ray.exceptions import RayActorError
 
 from roll.rollout.router import EngineUnavailableError
+from roll.utils.foreign import Fault
 
 ItemT = TypeVar("ItemT")
 ToldT = TypeVar("ToldT")
@@ -60,16 +61,16 @@ class WorkerClient(Generic[ItemT, ToldT]):
                 task.add_done_callback(self._sending.discard)
 
     async def _send(self, worker: int, waiting: list[tuple[ItemT, asyncio.Future[ToldT]]]) -> None:
-        outcomes: Sequence[ToldT | Exception]
+        outcomes: Sequence[ToldT | Exception] = ()
         try:
-            outcomes = await getattr(self._workers[worker], self._method).remote([item for item, _ in waiting])
-        except RayActorError as error:
-            failure = EngineUnavailableError(f"worker {worker} of {self.name} died: {error}")
-            outcomes = [failure] * len(waiting)
-        except Exception as error:  # a bug in the worker: it belongs to all who wait for it
-            outcomes = [error] * len(waiting)
+            with Fault() as fault:  # its death, or a bug in it: that belongs to all who wait for it
+                outcomes = await getattr(self._workers[worker], self._method).remote([item for item, _ in waiting])
         finally:
             self._in_flight[worker] -= len(waiting)
+        if (error := fault.error) is not None:
+            died = isinstance(error, RayActorError)
+            failure = EngineUnavailableError(f"worker {worker} of {self.name} died: {error}") if died else error
+            outcomes = [failure] * len(waiting)
         for (_, future), outcome in zip(waiting, outcomes, strict=True):
             if future.done():  # its episode was cancelled
                 continue
