@@ -15,7 +15,7 @@ TORCHS_INDEX := https://download.pytorch.org/whl/cpu
 
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test quick contracts test-newest test-sglang check lint types imports docs bench clean
+.PHONY: demo test quick contracts test-newest test-sglang check lint types imports docs docs-site bench clean
 
 # PyTorch's CPU build is a tenth of the size, and what vLLM's asks for: the package index has it, or PyTorch's own has.
 $(STAMP): pyproject.toml $(PINS)
@@ -83,6 +83,12 @@ imports: $(ENGINES)
 docs: $(ENGINES)
 	$(BIN)/python scripts/generate_config_docs.py
 	$(BIN)/python scripts/generate_migration_docs.py
+
+# docs/ as a site in build/site: `python -m http.server -d build/site`. A broken link or anchor ends the build, and so does
+# a page that would load a script, style or font from another server.
+docs-site: $(ENGINES)
+	$(BIN)/zensical build --strict --clean
+	! grep -rnoE '<(script|img|iframe)[^>]* src="?(https?:)?//[^ >]*|<link[^>]* href="?(https?:)?//[^ >]*' build/site --include=*.html
 
 bench: $(ENGINES)
 	missed=0; for script in benchmarks/*.py; do $(BIN)/python $$script || missed=1; done; exit $$missed

@@ -33,8 +33,8 @@ import psutil
 
 from roll.agentic.env.base import StepResult
 from roll.agentic.env.sokoban import SokobanEnv
+from roll.extras.maths.final_numbers import FinalAnswerConfig, FinalAnswerVerifier
 from roll.rewards import Sample, Verdict, Verifier
-from roll.rewards.rules import FinalAnswerConfig, FinalAnswerVerifier
 from roll.tracking.files import read_json_lines, write_atomic
 
 RATIO, RATIO_WAITING, POINTS = 0.87, 0.65, 2.0

@@ -1,4 +1,4 @@
-"""The ``math`` verifier beside plain math-verify, on the labelled pairs of ``tests/unit/rewards/maths/pairs.jsonl``.
+"""The ``math`` verifier beside plain math-verify, on the labelled pairs of ``tests/unit/extras/maths/pairs.jsonl``.
 
 Prints how often each takes a wrong answer for a right one and the other way round, per kind of answer, and the mean
 time of a comparison. An answer stands in ``\\boxed{}``, but for whole responses (kind ``prose``).
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from roll.rewards.mathematics import MathConfig, MathVerifier
+from roll.extras.maths.verifier import MathConfig, MathVerifier
 from roll.rewards.types import Sample
 
 PAIRS = Path(__file__).parents[1] / "tests" / "unit" / "rewards" / "maths" / "pairs.jsonl"

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from roll.configs.worker import WorkerConfig
-from roll.preflight.plan.memory import PROCESS_BYTES, RoleMemory, Surroundings, hf_generator_memory, trainer_memory
-from roll.preflight.plan.shapes import ModelShape
-from roll.preflight.plan.work import Lengths, Role
+from roll.extras.plan.memory import PROCESS_BYTES, RoleMemory, Surroundings, hf_generator_memory, trainer_memory
+from roll.extras.plan.work import Lengths, Role
+from roll.models.shapes import ModelShape
 
 MIB = 2**20
 TARGET = 0.15

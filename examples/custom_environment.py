@@ -25,7 +25,7 @@ class GuessNumber(TextEnv):
         guess = action.strip() if action.strip() in tuple("123456789") else None
         hint = "Not a number." if guess is None else "Higher." if int(guess) < self.number else "Lower."
         solved = guess == str(self.number)
-        self.number = 0 if solved else self.number  # it pays once
+        self.number = 0 if solved else self.number  # rewarded only once
         return hint, float(solved), solved, False, {"action": guess, "success": solved}
 
 

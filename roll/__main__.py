@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from roll import __version__
-from roll.configs.importers import SYSTEMS
 from roll.configs.shipped import SHIPPED, config_groups
+from roll.extras.importers import SYSTEMS
 from roll.pipeline import completion
 from roll.pipeline.cli import EXIT_USAGE, finished, locate, perform, refuse
 from roll.pipeline.commands.arguments import add_command, add_commands
 from roll.pipeline.programs import configurations
+from roll.utils.extras import extra
 
 EXAMPLES = """\
 examples:
@@ -120,11 +121,9 @@ def _add_plan(commands: Any) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from roll.pipeline.planning import plan
-
     name, folder = locate(options.config, options.config_path)
     choices = {key: getattr(options, key) for key in ("devices", "json", "write", "output")}
-    return plan(name, folder, options.overrides, **choices)
+    return extra("plan").plan(name, folder, options.overrides, **choices)
 
 
 def _add_doctor(commands: Any) -> None:
@@ -139,10 +138,10 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from roll.preflight.doctor.command import doctor
-
     trusts = options.trust_remote_code
-    return doctor(options.address, options.model, Path(options.output_dir), json=options.json, trusts=trusts)
+    return extra("doctor").doctor(
+        options.address, options.model, Path(options.output_dir), json=options.json, trusts=trusts
+    )
 
 
 def _add_import(commands: Any) -> None:
@@ -164,10 +163,8 @@ def _add_import(commands: Any) -> None:
 
 
 def _import(options: argparse.Namespace) -> int:
-    from roll.pipeline.importing import run
-
     sys.path.insert(0, os.getcwd())  # a user's own rewards
-    return run(options.system, options.words, options.output, options.variables, options.everything)
+    return extra("importers").run(options.system, options.words, options.output, options.variables, options.everything)
 
 
 def _add_env_check(commands: Any) -> None:
@@ -195,11 +192,11 @@ def _add_env_check(commands: Any) -> None:
 
 
 def _check_env(options: argparse.Namespace) -> int:
-    from roll.preflight.env_check.command import check
-
     names = ("episodes", "max_steps", "timeout", "slow", "max_chars", "judge_says")
     effort = {name: getattr(options, name) for name in names if hasattr(options, name)}
-    return check(options.env_type, options.overrides, answers=options.answers, allow=options.allow, **effort)
+    return extra("env_check").check(
+        options.env_type, options.overrides, answers=options.answers, allow=options.allow, **effort
+    )
 
 
 def _add_template_check(commands: Any) -> None:

@@ -27,7 +27,14 @@ RUNS: dict[str, tuple[str, list[str]]] = {
     "sft_math": ("sft", []),
     "dpo_math": ("dpo", ["warm_start.max_steps=100", "warm_start.min_success=0.0"]),
     "rm_math": ("rm", []),
-    "distill_math": ("distill", ["warm_start.max_steps=20", "teacher_warm_start.max_steps=20"]),
+    "distill_math": (
+        "distill",
+        [
+            f"{section}.{key}"
+            for section in ("warm_start", "teacher_warm_start")
+            for key in ("max_steps=20", "min_success=0.0")
+        ],
+    ),
 }
 """Configuration, its pipeline's start script, and what makes it short."""
 MEASURED = ("time/", "tokens_per_s", "tflops", "mfu", "memory", "system/", "seconds")

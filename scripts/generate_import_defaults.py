@@ -1,4 +1,4 @@
-"""Writes the values that verl's keys have where they are not given, ``roll/configs/importers/tables/*_defaults.tsv``.
+"""Writes the values that verl's keys have where they are not given, ``roll/extras/importers/tables/*_defaults.tsv``.
 
 ``python scripts/generate_import_defaults.py 0.7.0=/tmp/verl-0.7.0 0.9.1=/tmp/verl-0.9.1``: releases, each an unpacked
 source distribution (``pip download --no-deps --no-binary verl verl==0.9.1``). Keys of all of these releases that the
@@ -16,9 +16,9 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from roll.configs.importers.common import leaves
-from roll.configs.importers.recognise import pictures_in
-from roll.configs.importers.table import DROP, FOLDER, find, yaml_text
+from roll.extras.importers.common import leaves
+from roll.extras.importers.recognise import pictures_in
+from roll.extras.importers.table import DROP, FOLDER, find, yaml_text
 
 CONFIGS = "verl/trainer/config"
 WHOLE = {"verl": ("_generated_ppo_trainer.yaml", "_generated_ppo_megatron_trainer.yaml"), "verl_sft": ()}

@@ -1,4 +1,4 @@
-"""Writes docs/migrating.md from the importers' tables: ``python scripts/generate_migration_docs.py [--check]``."""
+"""Writes docs/migrating.md and docs/migrating/ from the importers' tables: ``make docs``, or with ``--check``."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 
 from generated import write_or_check
 
-from roll.configs.importers import SYSTEMS
-from roll.configs.importers.table import SECTION, Row, rows, yaml_text
 from roll.configs.problems import NOTHING
+from roll.extras.importers import SYSTEMS
+from roll.extras.importers.table import SECTION, Row, rows, yaml_text
 
-TARGET = Path(__file__).resolve().parents[1] / "docs" / "migrating.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 INTRODUCTION = """\
 # From another system
 
-<!-- Written by scripts/generate_migration_docs.py from roll/configs/importers/tables. Do not edit. -->
+<!-- Written by scripts/generate_migration_docs.py from roll/extras/importers/tables. Do not edit. -->
 
 Start from the files that you have:
 
@@ -110,13 +110,13 @@ its forks `pranay-fleet/roll-fleet` `72347eda`, `kelly159951` `7b97eef8` and `29
 `50ef5e4f`, `3867dfdf`, `5cac7f89`, `860eebd2`, `d2c0bd69`, `712d9462`.
 
 Of ten runs of each of the two, what a step is (sequences and tokens per optimizer step, rates at steps 0, 10, 100 and
-last, the KL, bounds, averages, sampling, lengths, layout, periods) is compared in `tests/unit/configs/importers` with
+last, the KL, bounds, averages, sampling, lengths, layout, periods) is compared in `tests/unit/extras/importers` with
 figures that were worked out from the systems' own sources. Options that no engine or environment here has are left out,
 and told as impossible.
 
 ## Keys that a file does not give
 
-Their defaults are in `roll/configs/importers/tables/*_defaults.tsv`, for verl those of 0.6.1, 0.7.0, 0.8.0 and 0.9.1
+Their defaults are in `roll/extras/importers/tables/*_defaults.tsv`, for verl those of 0.6.1, 0.7.0, 0.8.0 and 0.9.1
 (`scripts/generate_import_defaults.py` reads its releases), for ROLL those of 0.3.0. Where a default of theirs changes
 results and ours is another, it is written out. A key that is written out with its default counts as not given: a file
 in which a whole configuration was dumped imports as the few keys do that differ.
@@ -228,23 +228,32 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
 """What a reader should know beyond single keys."""
 
 
-def render() -> str:
-    """The whole page."""
+def render() -> dict[Path, str]:
+    """Every page by its path."""
     counts = {system: Counter(row.verdict for row in rows(system)) for system in SYSTEMS}
     words = ("same", "renamed", "translated", "derived", "dropped", "impossible")
     figures = [
-        f"| {SYSTEMS[system]} | {' | '.join(str(found[word]) for word in words)} | {sum(found[w] for w in words)} |"
+        f"| [{SYSTEMS[system]}](migrating/{system}.md) | {' | '.join(str(found[word]) for word in words)} | "
+        f"{sum(found[word] for word in words)} |"
         for system, found in counts.items()
     ]
-    parts = [INTRODUCTION, FIGURES + "\n".join(figures) + "\n" + MEASURED]
-    parts += [_section(system) for system in SYSTEMS]
-    return "\n".join(parts)
+    overview = "\n".join([INTRODUCTION, FIGURES + "\n".join(figures) + "\n" + MEASURED])
+    return {
+        DOCS / "migrating.md": overview,
+        **{DOCS / "migrating" / f"{system}.md": _page(system) for system in SYSTEMS},
+    }
 
 
-def _section(system: str) -> str:
-    lines = [f"## {SYSTEMS[system]}", "", "Differences in meaning:", ""]
+def _page(system: str) -> str:
+    lines = [
+        f"# From {SYSTEMS[system]}",
+        "",
+        "<!-- Written by scripts/generate_migration_docs.py. Do not edit. -->",
+        "",
+    ]
+    lines += ["How to convert a file: [migrating](../migrating.md).", "", "## Differences in meaning", ""]
     lines += [f"- {text}" for text in DIFFERENCES[system]]
-    lines += ["", "| key | here | what becomes of it | note |", "|---|---|---|---|"]
+    lines += ["", "## Keys", "", "| key | here | what becomes of it | note |", "|---|---|---|---|"]
     lines += [_line(row) for row in rows(system) if row.how != SECTION or row.note]
     return "\n".join(lines) + "\n"
 
@@ -267,4 +276,4 @@ def _code(value: object) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(write_or_check(TARGET, render, __doc__))
+    sys.exit(write_or_check(render, __doc__))

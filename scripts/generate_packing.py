@@ -1,4 +1,4 @@
-"""Writes ``roll/models/packing.json``: the model families whose sequences may stand in one row, and what was measured.
+"""Writes ``roll/models/packing.json``: the model families whose sequences can share a row, and what was measured.
 
     PYTHONPATH=. python scripts/generate_packing.py [family ...]
 
@@ -51,8 +51,8 @@ def table(families: dict[str, Any], others: dict[str, str]) -> str:
     wrong = {name: reason.rpartition(" ")[2].rstrip(")") for name, reason in others.items() if "off by" in reason}
     unknown = [name for name in others if name not in wrong]
     rows = {
-        "right, packed and not": [f"`{name}`" for name in sorted(families)],
-        "wrong, by so many nats": [f"`{name}` {wrong[name]}" for name in sorted(wrong)],
+        "correct when packed": [f"`{name}`" for name in sorted(families)],
+        "wrong, by this many nats": [f"`{name}` {wrong[name]}" for name in sorted(wrong)],
         "not measured": [f"`{name}`" for name in sorted(unknown)],
     }
     lines = ["| `model_type` | |", "|---|---|", *(f"| {what} | {', '.join(each)} |" for what, each in rows.items())]

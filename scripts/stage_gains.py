@@ -23,7 +23,11 @@ from roll.report.curve import learning_curve_svg
 from roll.tracking.display import difference_interval
 from roll.tracking.files import write_atomic
 
-MEASURES = {"pairwise_accuracy": "pairs told apart", "accuracy": "right answers", "success": "right answers"}
+MEASURES = {
+    "pairwise_accuracy": "pairs ranked correctly",
+    "accuracy": "correct responses",
+    "success": "correct responses",
+}
 """What a summary may have of an evaluation, and what the table calls it; the first that is there counts."""
 
 

@@ -1,6 +1,8 @@
 """What holds for all tests."""
 
+import asyncio
 import importlib
+import inspect
 import sys
 from collections.abc import Iterator
 
@@ -15,6 +17,16 @@ start_calmly()
 settings.register_profile("roll", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", settings.get_profile("roll"), max_examples=8)  # --hypothesis-profile=quick
 settings.load_profile("roll")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine has an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(pyfuncitem.obj(**arguments))
+    return True
 
 
 @pytest.fixture(scope="module", autouse=True)

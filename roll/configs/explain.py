@@ -7,15 +7,15 @@ import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from roll.configs.base import Config
 from roll.configs.engines import cards
 from roll.configs.env import ALIASES
-from roll.configs.importers import SYSTEMS
-from roll.configs.importers.table import ROLES, SECTION, Row, rows
-from roll.configs.schema import default_text, element_of, range_text, section_of, type_text
+from roll.configs.schema import default_text, element_of, ends_with, range_text, section_of, type_text
+from roll.utils.extras import extra
 
 Schemas = Mapping[str, type[Config]]
 """The pipelines' configurations, by the name of the pipeline."""
@@ -59,14 +59,6 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Foreign:
-    """Key of another system that means one of ours, or has its name."""
-
-    system: str
-    row: Row
-
-
-@dataclass(frozen=True)
 class Passed:
     """An argument that is handed on to an engine as it is."""
 
@@ -81,7 +73,7 @@ class Explanation:
     """All that a word means."""
 
     keys: list[Key]
-    foreign: list[Foreign]
+    foreign: list[Any]
     """Keys of other systems that are called so."""
     passed: list[Passed]
     near: list[str]
@@ -106,23 +98,19 @@ def explain(word: str, schemas: Schemas, parts: Sequence[Part]) -> Explanation:
     known = all_keys(schemas, parts)
     named = [key for key in known if key.name == path[-1]]
     exact = [
-        key for key in named if any(_ends(place, path) and place.count(".") + 1 == len(path) for place in key.places)
+        key
+        for key in named
+        if any(ends_with(place, path) and place.count(".") + 1 == len(path) for place in key.places)
     ]
-    keys = exact or [key for key in named if any(_ends(place, path) for place in key.places)]
-    foreign = [Foreign(system, row) for system in SYSTEMS for row in rows(system) if _calls(row, path)]
+    keys = exact or [key for key in named if any(ends_with(place, path) for place in key.places)]
+    foreign = extra("importers").called(path)
     passes = not keys and (len(path) == 1 or "strategy_config" in path)
     passed = list(_passed_on(path[-1])) if passes else []
     if not keys:  # those that they mean
-        targets = {each.row.here for each in foreign if each.row.here}
-        keys = [key for key in known if any(_means(target, key) for target in targets)]
+        keys = [key for key in known if any(each.means(key.name, key.places) for each in foreign)]
     if keys or foreign or passed:
         return Explanation(keys, foreign, passed, [])
     return Explanation([], [], [], _alike(path, known))
-
-
-def elsewhere(key: Key) -> list[Foreign]:
-    """Keys of other systems that mean one of ours."""
-    return [Foreign(system, row) for system in SYSTEMS for row in rows(system) if _means(row.here, key)]
 
 
 @functools.cache
@@ -170,38 +158,6 @@ def _walk(
             yield from _walk(inner, f"{path}{part}.", (*above, section))
 
 
-def _same(part: str, name: str) -> bool:
-    return part == name or (part == "<role>" and name in ROLES) or (part.startswith("<") and part != "<role>")
-
-
-def _ends(place: str, path: Sequence[str]) -> bool:
-    """Tells whether a path ends as another does, which says at least the key's own name."""
-    parts = place.split(".")
-    if len(path) > len(parts) or parts[-1] != path[-1]:
-        return False
-    return all(_same(part, name) for part, name in zip(parts[-len(path) :], path, strict=True))
-
-
-def _calls(row: Row, path: Sequence[str]) -> bool:
-    if (row.how == SECTION and not row.note) or not _same(row.parts[-1].replace("**", "<"), path[-1]):
-        return False
-    return row.match(path) is not None or (row.parts[-1] == path[-1] and _ends(row.key, path))
-
-
-def _means(target: str, key: Key) -> bool:
-    """Tells whether the tables mean a key by what they write; not by what stands for all below a section."""
-    last = target.rpartition(".")[2]
-    if last == "**" or (last != key.name and not last.startswith("<")):
-        return False
-    concrete = [place.replace("<role>", ROLES[0]).split(".") for place in key.places]
-    return target in key.places or any(_pattern(target).match(place) is not None for place in concrete)
-
-
-@functools.cache
-def _pattern(target: str) -> Row:
-    return Row(target, None, "", (), "", (), "")
-
-
 def _passed_on(name: str) -> Iterator[Passed]:
     for source in (card.source for card in cards() if card.source is not None):
         if name in (arguments := source.signature(None).arguments):
@@ -209,7 +165,7 @@ def _passed_on(name: str) -> Iterator[Passed]:
 
 
 def _alike(path: Sequence[str], known: Sequence[Key]) -> list[str]:
-    theirs = {row.name for system in SYSTEMS for row in rows(system) if not row.name.startswith("<")}
+    theirs = extra("importers").key_names()
     names = [*dict.fromkeys([*(key.name for key in known), *sorted(theirs)])]
     wanted = path[-1].lower()
     near = difflib.get_close_matches(wanted, names, n=_NEAR, cutoff=0.6)

@@ -19,7 +19,6 @@ from roll.configs.dpo_rules import DPO_RULES
 from roll.configs.engine_rules import ENGINE_RULES
 from roll.configs.engines import cards
 from roll.configs.env import ALIASES, CustomEnvConfig
-from roll.configs.importers.table import advice
 from roll.configs.offline_rules import SFT_RULES
 from roll.configs.parsing import Advise, nearest_key, overlap, parse, rules_broken, section_problems
 from roll.configs.pipeline import PipelineConfig
@@ -32,6 +31,7 @@ from roll.configs.rlvr_rules import RLVR_RULES
 from roll.configs.rules import RULES, Rule, sections
 from roll.configs.schema import element_of, leaf_paths, section_of
 from roll.configs.sft import SFTConfig
+from roll.utils.extras import extra
 from roll.utils.registry import import_module
 
 ConfigT = TypeVar("ConfigT", bound=PipelineConfig)
@@ -156,7 +156,7 @@ def _adviser(schema: type[Config], variables: Sequence[str] | frozenset[str] = (
 
     def advise(section: type[Config], path: Sequence[str | int], value: Any) -> tuple[str, str | None]:
         elsewhere = _belongs(str(path[0]), schema) if len(path) == 1 else None
-        if hint := elsewhere or _elsewhere(schema, path) or advice([str(part) for part in path]):
+        if hint := elsewhere or _elsewhere(schema, path) or extra("importers").advice([str(part) for part in path]):
             return hint, None
         return nearest_key(section, path, value, variables if len(path) == 1 else ())
 

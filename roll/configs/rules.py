@@ -18,6 +18,7 @@ from roll.configs.model import ModelArguments
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.rl import RLConfig
+from roll.configs.schema import ROLES
 from roll.configs.training import TrainingArguments
 from roll.configs.worker import WorkerConfig
 
@@ -29,7 +30,7 @@ TRAINED = ("actor_train", "critic")
 
 def sections(config: PipelineConfig) -> Iterator[tuple[str, WorkerConfig]]:
     """The role sections that are present, used or not."""
-    for role in ("actor_train", "actor_infer", "critic", "reference", "teacher"):
+    for role in ROLES:
         worker = getattr(config, role, None)
         if worker is not None:
             yield role, worker

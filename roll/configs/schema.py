@@ -14,6 +14,8 @@ from pydantic.fields import FieldInfo
 
 from roll.configs.base import Config
 
+ROLES = ("actor_train", "actor_infer", "critic", "reference", "teacher")
+"""Sections of model roles."""
 _SIMPLE = {int: "int", float: "float", str: "str", bool: "bool", type(None): "null", Any: "any value", object: "any"}
 
 
@@ -174,3 +176,16 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """A hint at the most similar known name; empty where none is."""
     near = nearest(name, known, cutoff)
     return f"did you mean {near}?" if near else ""
+
+
+def same_part(part: str, name: str) -> bool:
+    """Tells whether a part of a key's path stands for a name: ``<role>`` for a model role, ``<…>`` for anything."""
+    return part == name or (part == "<role>" and name in ROLES) or (part.startswith("<") and part != "<role>")
+
+
+def ends_with(place: str, path: Sequence[str]) -> bool:
+    """Tells whether a dotted path ends as another does, which names at least the key itself."""
+    parts = place.split(".")
+    if len(path) > len(parts) or parts[-1] != path[-1]:
+        return False
+    return all(same_part(part, name) for part, name in zip(parts[-len(path) :], path, strict=True))

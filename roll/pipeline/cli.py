@@ -115,18 +115,19 @@ def perform(
         The exit code, see ``main``.
     """
     # Imported here: --help answers at once, and neither torch nor Ray is loaded for a configuration that is wrong.
-    from roll.configs.importers.recognise import command_for, system_of
     from roll.configs.problems import ConfigErrors
     from roll.preflight.inputs import check_inputs
     from roll.preflight.machine import check_machine
     from roll.utils.collector import start_calmly
+    from roll.utils.extras import extra
     from roll.utils.registry import import_path
 
     started = started or time.time()
     start_calmly()
     file = folder / (config_name if config_name.endswith(".sh") else f"{config_name.removesuffix('.yaml')}.yaml")
-    if system_of(file) not in (None, "roll"):
-        sys.stderr.write(f"{config_name}: {command_for(file)}\n")
+    importers = extra("importers")
+    if importers.system_of(file) not in (None, "roll"):
+        sys.stderr.write(f"{config_name}: {importers.command_for(file)}\n")
         return EXIT_USAGE
     try:
         config, program = read_config(config_name, folder, overrides, program)
@@ -137,7 +138,7 @@ def perform(
             raise ConfigErrors(problems)
     except ConfigErrors as errors:
         sys.stderr.write(report(errors, config_name))
-        if (advice := command_for(file)) is not None:  # of ROLL, most of whose keys are ours
+        if (advice := importers.command_for(file)) is not None:  # of ROLL, most of whose keys are ours
             sys.stderr.write(f"{config_name}: {advice}\n")
         return EXIT_USAGE
     if action == "print":

@@ -67,7 +67,7 @@ def generators(**_: Any) -> list[str]:
 
 def devices(**_: Any) -> list[str]:
     """Kinds of devices that a plan is made for."""
-    from roll.preflight.plan.devices import GPUS
+    from roll.utils.gpus import GPUS
 
     return ["CPU", *GPUS]
 

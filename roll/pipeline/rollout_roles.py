@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.rl import RLConfig
 from roll.pipeline.session import RunFailedError
-from roll.rewards.sandbox.pool import SandboxUnavailableError
-from roll.rewards.types import RewardError
+from roll.rewards.types import RewardError, SandboxUnavailableError
 from roll.rollout.endpoint.errors import PortTakenError
 from roll.rollout.plans import RolloutPlan
 from roll.rollout.schedule import Schedule

@@ -18,12 +18,10 @@ from roll.configs.pipeline import PipelineConfig
 from roll.data.batch import Batch
 from roll.data.shared_prompts import SharedPrompts
 from roll.distributed.cluster.cluster import Cluster
+from roll.models.shapes import ModelShape, compute_bytes, samples_flops, training_factor
 from roll.preflight.models import model_config
-from roll.preflight.plan.devices import known_gpu
-from roll.preflight.plan.shapes import ModelShape
-from roll.preflight.plan.timing import samples_flops, training_factor
-from roll.preflight.plan.work import Role
 from roll.tracking.monitor import Span
+from roll.utils.gpus import known_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +70,7 @@ class Utilisation:
                 are where prompts are shared. Without them all were.
         """
         span.tokens, span.devices = batch.num_tokens * passes, num_devices(self._trainer)
-        if self._role is None or not counts:
+        if self._shape is None or not counts:
             return
         squares = float(batch.lengths_B.double().square().sum())
         loss_tokens = int(batch.loss_mask_T.sum())
@@ -81,21 +79,18 @@ class Utilisation:
             saved, squares_of_all = _repeated_prompts(batch)
             squares -= squares_of_all * min(1.0, (1 - share) * tokens / saved if saved else 0.0)
             tokens *= share
-        one = samples_flops(self._role.shape, tokens, squares, loss_tokens)
-        span.flops, span.peak = passes * training_factor(self._role) * one, self._peak
+        one = samples_flops(self._shape, tokens, squares, loss_tokens)
+        factor = training_factor(adapter=bool(self._config.actor_train.model_args.lora_targets))
+        span.flops, span.peak = passes * factor * one, self._peak
 
     @cached_property
-    def _role(self) -> Role | None:
-        """The policy, if its sizes are known on this machine."""
-        config = self._config
-        sizes = model_config(config, "actor_train")
+    def _shape(self) -> ModelShape | None:
+        """Sizes of the policy, if they are known on this machine."""
+        sizes = model_config(self._config, "actor_train")
         try:
-            shape = None if sizes is None else ModelShape.of(sizes.to_dict())
+            return None if sizes is None else ModelShape.of(sizes.to_dict())
         except ValueError:
             return None
-        args = config.actor_train.model_args
-        lora = (args.lora_rank, args.lora_targets) if args.lora_targets else None
-        return None if shape is None else Role("actor_train", config.actor_train, shape, lora=lora)
 
     @cached_property
     def _peak(self) -> float | None:
@@ -104,11 +99,11 @@ class Utilisation:
             return given * 1e12
         name: str | None = self._trainer.call_rank(0, "device_name")
         device = None if name is None else known_gpu(name)
-        if device is None or self._role is None:
+        if device is None or self._shape is None:
             if name is not None:
                 logger.info("no mfu: the peak of %s is not known; profiler.peak_tflops says it", name)
             return None
-        return device.flops if self._role.compute_bytes == 2 else device.fp32_flops
+        return device.flops if compute_bytes(self._config.actor_train, self._shape) == 2 else device.fp32_flops
 
 
 def _computed_share(metrics: Mapping[str, float]) -> float:

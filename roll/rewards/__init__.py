@@ -12,13 +12,13 @@ from roll.utils.registry import Registry
 __all__ = ["VERIFIERS", "RewardError", "RuleVerifier", "Sample", "Verdict", "Verifier"]
 
 VERIFIERS: Registry[type[Verifier]] = Registry("verifier")
-VERIFIERS.register("math", "roll.rewards.mathematics:MathVerifier")
-VERIFIERS.register("gsm8k", "roll.rewards.rules:FinalAnswerVerifier")
-VERIFIERS.register("multiple_choice", "roll.rewards.rules:MultipleChoiceVerifier")
+VERIFIERS.register("math", "roll.extras.maths.verifier:MathVerifier")
+VERIFIERS.register("gsm8k", "roll.extras.maths.final_numbers:FinalAnswerVerifier")
+VERIFIERS.register("multiple_choice", "roll.extras.maths.choices:MultipleChoiceVerifier")
 VERIFIERS.register("format", "roll.rewards.rules:FormatVerifier")
 VERIFIERS.register("length", "roll.rewards.rules:LengthVerifier")
 VERIFIERS.register("instruction", "roll.rewards.instructions:InstructionVerifier")
-VERIFIERS.register("code", "roll.rewards.code:CodeVerifier")
+VERIFIERS.register("code", "roll.extras.sandbox.verifier:CodeVerifier")
 VERIFIERS.register("judge", "roll.rewards.judge:JudgeVerifier")
 VERIFIERS.register("reward_model", "roll.rewards.reward_model:RewardModelVerifier")
 VERIFIERS.register("custom", "roll.rewards.custom:CustomVerifier")

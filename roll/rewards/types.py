@@ -67,6 +67,10 @@ class RewardError(RuntimeError):
     """A verifier could not tell: it failed, timed out or returned no finite number. The sample has no reward."""
 
 
+class SandboxUnavailableError(RuntimeError):
+    """This machine has no way to isolate a program."""
+
+
 class RewardTimeoutError(RewardError):
     """It took too long."""
 

@@ -105,17 +105,14 @@ def test_an_adapter_that_does_not_fit_changes_nothing(lora_engine: Any, model_pa
     assert_greedy(greedy(lora_engine, prompt_list), merged, prompt_list, 16)
 
 
-def test_shutdown_fails_what_is_in_flight_and_what_comes_after(lora_engine: Any) -> None:
+async def test_shutdown_fails_what_is_in_flight_and_what_comes_after(lora_engine: Any) -> None:
     request = GenerateRequest("last", prompts(1, seed=35)[0], SamplingParams(max_new_tokens=900, temperature=2.0))
 
-    async def run() -> None:
-        await pause(lora_engine)
-        task = asyncio.create_task(lora_engine.generate(request))
-        await asyncio.sleep(0.1)
-        await asyncio.to_thread(lora_engine.shutdown)
-        with pytest.raises(EngineStoppedError):
-            await asyncio.wait_for(task, 20)
-        with pytest.raises(EngineStoppedError):
-            await lora_engine.generate(request)
-
-    asyncio.run(run())
+    await pause(lora_engine)
+    task = asyncio.create_task(lora_engine.generate(request))
+    await asyncio.sleep(0.1)
+    await asyncio.to_thread(lora_engine.shutdown)
+    with pytest.raises(EngineStoppedError):
+        await asyncio.wait_for(task, 20)
+    with pytest.raises(EngineStoppedError):
+        await lora_engine.generate(request)

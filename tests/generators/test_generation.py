@@ -170,7 +170,7 @@ def test_a_seed_gives_the_same_tokens_whenever_the_request_arrives(engine: Any) 
     assert len({tuple(c.token_ids) for c in asyncio.run(burst(engine, same_prompt))}) == 4
 
 
-def test_the_largest_seed_and_equal_prompts(engine: Any, oracle: PreTrainedModel) -> None:
+def test_equal_prompts_differ_with_the_largest_seeds_and_without_one(engine: Any, oracle: PreTrainedModel) -> None:
     (prompt,) = prompts(1, seed=8)
     params = [SamplingParams(max_new_tokens=20, seed=2**64 - 1 - i) for i in range(5)]
     several = asyncio.run(burst(engine, [GenerateRequest(str(i), prompt, p) for i, p in enumerate(params)]))
@@ -178,9 +178,6 @@ def test_the_largest_seed_and_equal_prompts(engine: Any, oracle: PreTrainedModel
     for completion in several:
         expected = forward_logprobs(oracle, prompt, completion.token_ids, 1.0)
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
-
-
-def test_requests_without_a_seed_differ(engine: Any) -> None:
     completions = asyncio.run(burst(engine, requests_of([prompts(1, seed=9)[0]] * 4, max_new_tokens=20)))
     assert len({tuple(c.token_ids) for c in completions}) == 4
 
@@ -259,18 +256,15 @@ def test_abort_gives_the_tokens_so_far(engine: Any, oracle: PreTrainedModel, end
     assert_greedy(others, oracle, [r.prompt_ids for r in other], 40)
 
 
-def test_abort_ends_a_request_even_before_its_first_token(engine: Any, endless: np.ndarray) -> None:
-    async def run() -> Any:
-        await pause(engine)
-        task = asyncio.create_task(engine.generate(GenerateRequest("a", endless)))
-        await asyncio.sleep(0)
-        await engine.abort("a")
-        try:
-            return await asyncio.wait_for(task, 10)
-        finally:
-            await resume(engine)
-
-    completion = asyncio.run(run())
+async def test_abort_ends_a_request_even_before_its_first_token(engine: Any, endless: np.ndarray) -> None:
+    await pause(engine)
+    task = asyncio.create_task(engine.generate(GenerateRequest("a", endless)))
+    await asyncio.sleep(0)
+    await engine.abort("a")
+    try:
+        completion = await asyncio.wait_for(task, 10)
+    finally:
+        await resume(engine)
     assert completion.finish_reason is FinishReason.ABORT
     assert len(completion.token_ids) == len(completion.logprobs) == 0
 
@@ -294,22 +288,19 @@ def test_a_cancelled_caller_aborts_its_request(engine: Any, endless: np.ndarray)
     asyncio.run(run())
 
 
-def test_requests_in_flight_wait_while_paused(engine: Any, oracle: PreTrainedModel, endless: np.ndarray) -> None:
+async def test_requests_in_flight_wait_while_paused(engine: Any, oracle: PreTrainedModel, endless: np.ndarray) -> None:
     prompt_list = [endless, *prompts(3, seed=13)]
     requests = requests_of(prompt_list, max_new_tokens=200, temperature=0.0)
 
-    async def run() -> Any:
-        tasks = [asyncio.create_task(engine.generate(request)) for request in requests[:1]]
-        await asyncio.sleep(0.05)
-        await pause(engine)
-        await pause(engine)  # twice is as good as once
-        tasks += [asyncio.create_task(engine.generate(request)) for request in requests[1:]]
-        await asyncio.sleep(0.4)
-        done = [task.done() for task in tasks]
-        await resume(engine)
-        return done, await asyncio.wait_for(asyncio.gather(*tasks), 60)
-
-    done, completions = asyncio.run(run())
+    tasks = [asyncio.create_task(engine.generate(request)) for request in requests[:1]]
+    await asyncio.sleep(0.05)
+    await pause(engine)
+    await pause(engine)  # twice is as good as once
+    tasks += [asyncio.create_task(engine.generate(request)) for request in requests[1:]]
+    await asyncio.sleep(0.4)
+    done = [task.done() for task in tasks]
+    await resume(engine)
+    completions = await asyncio.wait_for(asyncio.gather(*tasks), 60)
     assert not any(done)
     assert_greedy(completions, oracle, prompt_list, 200)
 
@@ -348,42 +339,38 @@ def test_bad_requests_are_refused_and_hurt_nobody(engine: Any, oracle: PreTraine
     assert_greedy(asyncio.run(run()), oracle, prompt_list, 40)
 
 
-def test_a_request_id_is_unique_among_those_in_flight(engine: Any, endless: np.ndarray) -> None:
+async def test_a_request_id_is_unique_among_those_in_flight(engine: Any, endless: np.ndarray) -> None:
     request = GenerateRequest("twin", endless, SamplingParams(max_new_tokens=LONG, temperature=0.0))
 
-    async def run() -> None:
-        first = asyncio.create_task(engine.generate(request))
-        await asyncio.sleep(0.05)
-        with pytest.raises(ValueError, match="'twin' is in flight"):
-            await engine.generate(request)
-        await engine.abort("twin")
-        await first
-
-    asyncio.run(run())
+    first = asyncio.create_task(engine.generate(request))
+    await asyncio.sleep(0.05)
+    with pytest.raises(ValueError, match="'twin' is in flight"):
+        await engine.generate(request)
+    await engine.abort("twin")
+    await first
 
 
-def test_requests_wait_while_the_weights_are_away(engine: Any, oracle: PreTrainedModel, endless: np.ndarray) -> None:
+async def test_requests_wait_while_the_weights_are_away(
+    engine: Any, oracle: PreTrainedModel, endless: np.ndarray
+) -> None:
     prompt_list = [endless, *prompts(2, seed=15)]
     requests = requests_of(prompt_list, max_new_tokens=150, temperature=0.0)
 
-    async def run() -> Any:
-        tasks = [asyncio.create_task(engine.generate(requests[0]))]
-        await asyncio.sleep(0.05)
-        engine.offload(States.OPTIMIZER)  # a generator has none
-        engine.offload(States.ALL)
-        tasks += [asyncio.create_task(engine.generate(request)) for request in requests[1:]]
-        await asyncio.sleep(0.3)
-        done = [task.done() for task in tasks]
-        engine.onload(States.WEIGHTS)  # enough for an update, not for a request
-        await asyncio.sleep(0.2)
-        done += [task.done() for task in tasks]
-        engine.onload(States.ALL)
-        engine.offload(States.CACHE)
-        done += [task.done() for task in tasks[:1]]
-        engine.onload(States.CACHE)
-        return done, await asyncio.wait_for(asyncio.gather(*tasks), 60)
-
-    done, completions = asyncio.run(run())
+    tasks = [asyncio.create_task(engine.generate(requests[0]))]
+    await asyncio.sleep(0.05)
+    engine.offload(States.OPTIMIZER)  # a generator has none
+    engine.offload(States.ALL)
+    tasks += [asyncio.create_task(engine.generate(request)) for request in requests[1:]]
+    await asyncio.sleep(0.3)
+    done = [task.done() for task in tasks]
+    engine.onload(States.WEIGHTS)  # enough for an update, not for a request
+    await asyncio.sleep(0.2)
+    done += [task.done() for task in tasks]
+    engine.onload(States.ALL)
+    engine.offload(States.CACHE)
+    done += [task.done() for task in tasks[:1]]
+    engine.onload(States.CACHE)
+    completions = await asyncio.wait_for(asyncio.gather(*tasks), 60)
     assert not any(done)
     assert_greedy(completions, oracle, prompt_list, 150)
 

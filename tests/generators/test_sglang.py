@@ -97,21 +97,18 @@ def test_a_model_that_does_not_divide_is_refused_before_the_engine_starts(model_
         STRATEGIES.get("sglang")(context_of("sglang", model_path("tied", 0), {**SGLANG, "tp_size": 2})).setup()
 
 
-def test_requests_fail_when_one_of_the_engines_processes_dies(sglang: Any) -> None:
+async def test_requests_fail_when_one_of_the_engines_processes_dies(sglang: Any) -> None:
     """The last test of this engine."""
     processes = engine_processes(os.getpid())
     victim = next(process for process in processes if "detokenizer" in title(process))
 
-    async def run() -> None:
-        requests = requests_of(prompts(2, seed=62), max_new_tokens=900, temperature=2.0)
-        tasks = [asyncio.create_task(sglang.generate(request)) for request in requests]
-        await first_token(sglang)
-        victim.send_signal(signal.SIGKILL)
-        for task in tasks:
-            with pytest.raises(EngineStoppedError, match=rf"detokenizer \(pid {victim.pid}\) ended with exit code -9"):
-                await asyncio.wait_for(task, 20)
-
-    asyncio.run(run())
+    requests = requests_of(prompts(2, seed=62), max_new_tokens=900, temperature=2.0)
+    tasks = [asyncio.create_task(sglang.generate(request)) for request in requests]
+    await first_token(sglang)
+    victim.send_signal(signal.SIGKILL)
+    for task in tasks:
+        with pytest.raises(EngineStoppedError, match=rf"detokenizer \(pid {victim.pid}\) ended with exit code -9"):
+            await asyncio.wait_for(task, 20)
     assert_gone(processes)
 
 

@@ -129,22 +129,21 @@ def test_weights_are_cast_to_the_engines_dtype(fresh: Any, new: PreTrainedModel,
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["stale", "recomputed"])
-def test_requests_in_flight_go_on(fresh: Any, old: PreTrainedModel, new: PreTrainedModel, recompute: bool) -> None:
+async def test_requests_in_flight_go_on(
+    fresh: Any, old: PreTrainedModel, new: PreTrainedModel, recompute: bool
+) -> None:
     prompt_list = prompts(30, seed=23, low=40, high=60)
     running = [p for p in prompt_list if len(greedy_oracle(old, p, 100)) == 100][:2]
     assert running
 
-    async def run() -> Any:
-        requests = requests_of(running, temperature=0.0, max_new_tokens=400)
-        tasks = [asyncio.create_task(fresh.generate(request)) for request in requests]
-        await first_token(fresh)
-        await fresh.update_weights(buckets_of(weights_of(new)), 5, recompute_kv=recompute)
-        later = await fresh.generate(
-            GenerateRequest("later", running[0], SamplingParams(temperature=0.0, max_new_tokens=16))
-        )
-        return await asyncio.wait_for(asyncio.gather(*tasks), 60), later
-
-    completions, later = asyncio.run(run())
+    requests = requests_of(running, temperature=0.0, max_new_tokens=400)
+    tasks = [asyncio.create_task(fresh.generate(request)) for request in requests]
+    await first_token(fresh)
+    await fresh.update_weights(buckets_of(weights_of(new)), 5, recompute_kv=recompute)
+    later = await fresh.generate(
+        GenerateRequest("later", running[0], SamplingParams(temperature=0.0, max_new_tokens=16))
+    )
+    completions = await asyncio.wait_for(asyncio.gather(*tasks), 60)
     assert_greedy([later], new, running[:1], 16)
     assert later.weight_version == 5
     for completion, prompt in zip(completions, running, strict=True):
@@ -160,61 +159,54 @@ def test_requests_in_flight_go_on(fresh: Any, old: PreTrainedModel, new: PreTrai
             np.testing.assert_allclose(completion.logprobs[switch:], expected, atol=1e-5)
 
 
-def test_a_prompt_that_waited_for_a_slot_is_computed_with_the_new_weights(fresh: Any, new: PreTrainedModel) -> None:
+async def test_a_prompt_that_waited_for_a_slot_is_computed_with_the_new_weights(
+    fresh: Any, new: PreTrainedModel
+) -> None:
     prompt, *others = prompts(1 + MAX_RUNNING, seed=25, low=150, high=200)
 
-    async def run() -> Completion:
-        await burst(fresh, requests_of([prompt], max_new_tokens=1))  # its keys and values may be found again
-        busy = requests_of(others, max_new_tokens=500, ignore_eos=True, seed=1)
-        running = asyncio.create_task(burst(fresh, busy))
-        await asyncio.sleep(0.05)
-        waiting = asyncio.create_task(fresh.generate(GenerateRequest("waits", prompt, SamplingParams(seed=1))))
-        await asyncio.sleep(0.05)
-        await fresh.update_weights(buckets_of(weights_of(new)), 7)
-        assert [len(completion.token_ids) for completion in await running] == [500] * MAX_RUNNING
-        return await waiting
-
-    completion = asyncio.run(run())
+    await burst(fresh, requests_of([prompt], max_new_tokens=1))  # its keys and values may be found again
+    busy = requests_of(others, max_new_tokens=500, ignore_eos=True, seed=1)
+    running = asyncio.create_task(burst(fresh, busy))
+    await asyncio.sleep(0.05)
+    waiting = asyncio.create_task(fresh.generate(GenerateRequest("waits", prompt, SamplingParams(seed=1))))
+    await asyncio.sleep(0.05)
+    await fresh.update_weights(buckets_of(weights_of(new)), 7)
+    assert [len(completion.token_ids) for completion in await running] == [500] * MAX_RUNNING
+    completion = await waiting
     assert set(completion.versions.tolist()) == {7}
     expected = forward_logprobs(new, prompt, completion.token_ids, 1.0)
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
-def test_a_request_that_an_update_lets_begin_anew_can_be_ended(fresh: Any, new: PreTrainedModel) -> None:
+async def test_a_request_that_an_update_lets_begin_anew_can_be_ended(fresh: Any, new: PreTrainedModel) -> None:
     prompt_list = prompts(3, seed=26, low=40)
     requests = requests_of(prompt_list, temperature=0.0, max_new_tokens=16)
 
-    async def run() -> list[Completion]:
-        await pause(fresh)
-        task = asyncio.create_task(burst(fresh, requests))
-        await asyncio.sleep(0.05)
-        await fresh.update_weights(buckets_of(weights_of(new)), 2)
-        await fresh.abort("0")
-        await fresh.update_weights(buckets_of(weights_of(new)), 3)
-        await fresh.abort("1")
-        await resume(fresh)
-        return await asyncio.wait_for(task, 60)
-
-    *ended, whole = asyncio.run(run())
+    await pause(fresh)
+    task = asyncio.create_task(burst(fresh, requests))
+    await asyncio.sleep(0.05)
+    await fresh.update_weights(buckets_of(weights_of(new)), 2)
+    await fresh.abort("0")
+    await fresh.update_weights(buckets_of(weights_of(new)), 3)
+    await fresh.abort("1")
+    await resume(fresh)
+    *ended, whole = await asyncio.wait_for(task, 60)
     assert [(len(c.token_ids), c.finish_reason) for c in ended] == [(0, FinishReason.ABORT)] * 2
     assert_greedy([whole], new, prompt_list[2:], 16)
     assert set(whole.versions.tolist()) == {3}
 
 
-def test_an_update_while_paused_leaves_the_engine_paused(fresh: Any, new: PreTrainedModel) -> None:
+async def test_an_update_while_paused_leaves_the_engine_paused(fresh: Any, new: PreTrainedModel) -> None:
     prompt_list = prompts(2, seed=24, low=40)
 
-    async def run() -> Any:
-        await pause(fresh)
-        task = asyncio.create_task(burst(fresh, requests_of(prompt_list, temperature=0.0, max_new_tokens=16)))
-        await asyncio.sleep(0.02)
-        await fresh.update_weights(buckets_of(weights_of(new)), 2)
-        await asyncio.sleep(0.2)
-        done = task.done()
-        await resume(fresh)
-        return done, await task
-
-    done, completions = asyncio.run(run())
+    await pause(fresh)
+    task = asyncio.create_task(burst(fresh, requests_of(prompt_list, temperature=0.0, max_new_tokens=16)))
+    await asyncio.sleep(0.02)
+    await fresh.update_weights(buckets_of(weights_of(new)), 2)
+    await asyncio.sleep(0.2)
+    done = task.done()
+    await resume(fresh)
+    completions = await task
     assert not done
     assert_greedy(completions, new, prompt_list, 16)
     assert {c.weight_version for c in completions} == {2}

@@ -38,13 +38,10 @@ if "vllm" not in os.environ.get("ROLL_GENERATORS", "vllm").split(","):
     pytest.skip("vllm: ROLL_GENERATORS leaves it out", allow_module_level=True)
 
 
-def test_importing_the_strategy_imports_no_engine() -> None:
+def test_the_strategy_imports_no_engine_and_names_the_extra_of_a_missing_one() -> None:
     modules = "roll.distributed.strategy.vllm.strategy, roll.distributed.strategy.vllm.worker"
     code = f"import sys, {modules}; print('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
-
-
-def test_a_missing_package_names_the_extra() -> None:
     with pytest.raises(MissingEngineError, match=r"pip install 'roll-rl\[nothing\]'"):
         require_engine("no_such_engine", extra="nothing", strategy="none")
 

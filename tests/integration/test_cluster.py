@@ -139,13 +139,10 @@ def test_overlapping_roles_see_the_same_device_and_their_own_variables(start: Ca
     assert env == [["", "1", None]] * 2
 
 
-def test_torch_gets_the_threads_of_its_share_unless_told_otherwise(start: Callable[..., Cluster]) -> None:
+def test_a_worker_has_the_threads_of_its_share_and_a_calm_collector(start: Callable[..., Cluster]) -> None:
     assert start("critic", system_envs={"OMP_NUM_THREADS": "1"}).call("torch_threads") == [1]
     cores = min(4, len(os.sched_getaffinity(0)))
     assert start("train").call("variables", "OMP_NUM_THREADS") == [[str(max(1, cores * 2 // 5))]] * 2
-
-
-def test_a_worker_imports_with_a_calm_collector(start: Callable[..., Cluster]) -> None:
     assert start("critic", system_envs={"OF_ITS_OWN": "1"}).call("calm") == [True]
 
 
@@ -178,9 +175,6 @@ def test_an_error_keeps_its_type_and_says_where(start: Callable[..., Cluster]) -
     assert "in train rank " in notes
     assert "call fail, step 7" in notes
     assert "raise KeyError(key)" in notes
-
-
-def test_an_error_in_the_constructor_is_told(start: Callable[..., Cluster]) -> None:
     with pytest.raises(WorkerDiedError, match="no such greeting"):
         start("train", init_kwargs={"greeting": "fail"})
 
@@ -284,12 +278,9 @@ def test_devices_that_are_taken_are_not_given_twice(placement: Placement) -> Non
     assert len(caught.value.problems) == 1
 
 
-def test_a_plan_for_pretended_nodes_is_refused_on_a_real_cluster(placement: Placement) -> None:
+def test_plans_for_other_nodes_or_too_many_devices_are_refused_before_anything_starts(placement: Placement) -> None:
     with pytest.raises(PlacementError, match="pretended-0"):
         create_placement(plan_placement([RoleRequest("role", (0,))], pretend_nodes(1, 8)))
-
-
-def test_too_few_devices_are_reported_before_anything_starts(placement: Placement) -> None:
     with pytest.raises(PlacementError, match=r"names device 8, but the cluster has 8 GPUs on 1 node \(ids 0–7\)"):
         plan_placement([RoleRequest("infer", (7, 8))], discover_nodes())
 

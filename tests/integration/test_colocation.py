@@ -93,10 +93,13 @@ def test_roles_on_the_same_devices_take_turns() -> None:
     assert first == second == expected
 
 
-def test_roles_apart_are_never_moved() -> None:
+def test_roles_apart_and_roles_in_host_memory_are_never_moved() -> None:
     manager, calls = recorded(actor_train=(0, 1), reference=(2,), actor_infer=(3, 4))
     for _ in range(2):
         assert not any(step(manager, calls).values())
+    manager, calls = recorded("cpu", actor_train=(0, 1), reference=(0, 1), actor_infer=(0, 1))
+    assert calls == []
+    assert not any(step(manager, calls).values())
 
 
 def test_a_reward_model_is_there_while_answers_are_sampled_and_leaves_for_training() -> None:
@@ -157,12 +160,6 @@ def test_rollouts_that_share_with_the_trainer_get_their_devices_back_for_an_eval
     assert calls == [], "the rollouts are parked"
     manager.load({"val_infer": ALL, "actor_infer": ALL})
     assert calls == [("offload", "actor_train", ALL), ("onload", "actor_infer", ALL)]
-
-
-def test_nothing_moves_where_host_memory_is_the_device() -> None:
-    manager, calls = recorded("cpu", actor_train=(0, 1), reference=(0, 1), actor_infer=(0, 1))
-    assert calls == []
-    assert not any(step(manager, calls).values())
 
 
 class Trainer(TrainWorker):

@@ -406,7 +406,9 @@ def test_a_save_beside_training_is_of_the_step_that_it_began_at(two_ranks: Path,
     assert_same_files(two_ranks / f"{name}-beside", two_ranks / f"{name}-checkpoint")
 
 
-def test_float32_weights_behind_bf16_survive_a_checkpoint(two_ranks: Path, model: Path) -> None:
+def test_float32_weights_survive_a_checkpoint_and_a_failed_write_is_an_error_on_every_rank(
+    two_ranks: Path, model: Path
+) -> None:
     master, restored = (tensors_of(two_ranks, f"bf16-{name}-0") for name in ("master", "restored"))
     assert_near(restored, master, 0.0)
     rounded = [name for name, weight in master.items() if torch.equal(weight.bfloat16().float(), weight)]
@@ -416,9 +418,6 @@ def test_float32_weights_behind_bf16_survive_a_checkpoint(two_ranks: Path, model
     assert {f"model.{name}" for name in stored} == set(master)
     for name, weight in stored.items():
         torch.testing.assert_close(weight, master[f"model.{name}"].bfloat16(), rtol=0, atol=0)
-
-
-def test_failed_write_is_an_error_on_every_rank(two_ranks: Path) -> None:
     for rank in range(2):
         assert "occupied" in (two_ranks / f"error{rank}").read_text()
 

@@ -19,7 +19,13 @@ from roll.models.tiny import make_tiny_model
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "custom_environment.py"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
+ENVIRONMENTS = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 CONFIG = """\
 custom_envs:
@@ -60,7 +66,7 @@ def example() -> ModuleType:
     return module
 
 
-def test_the_guessing_game_is_won_by_following_its_hints(example):
+def test_the_guessing_game_is_won_by_its_hints_takes_any_text_and_repeats_with_its_seed(example):
     env = example.GuessNumber()
     for seed in range(9):
         assert env.reset(seed=seed) == ("Guess.", {})
@@ -70,10 +76,6 @@ def test_the_guessing_game_is_won_by_following_its_hints(example):
             hint, reward, solved, truncated, info = env.step(f" {guess}\n")
             assert (reward, info["success"], info["action"], truncated) == (float(solved), solved, str(guess), False)
             low, high = (guess + 1, high) if hint == "Higher." else (low, guess - 1)
-
-
-def test_the_guessing_game_takes_any_text_and_repeats_with_its_seed(example):
-    env = example.GuessNumber()
     env.reset(seed=3)
     for text in ("", "ten", "0", "10", "²", "5 or 6"):
         assert env.step(text) == ("Not a number.", 0.0, False, False, {"action": None, "success": False})
@@ -81,10 +83,10 @@ def test_the_guessing_game_takes_any_text_and_repeats_with_its_seed(example):
     assert numbers[:30] == numbers[30:] and len(set(numbers)) > 4
 
 
-def test_the_readme_shows_the_example_as_it_is():
+def test_the_page_of_environments_shows_the_example_as_it_is():
     source = EXAMPLE.read_text(encoding="utf-8")
     shown = source[source.index("class GuessNumber") : source.index("if __name__")].strip()
-    assert shown in README
+    assert shown in ENVIRONMENTS
 
 
 def test_the_readmes_own_data_and_reward_are_a_whole_configuration(tmp_path, monkeypatch, capsys):
@@ -103,7 +105,7 @@ def test_the_readmes_own_data_and_reward_are_a_whole_configuration(tmp_path, mon
     assert roll(["validate", "./mine.yaml"]) == 2
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_between_documents_lead_somewhere(document):
     links = re.findall(r"\]\((?!https?://)([^)#]+)", document.read_text(encoding="utf-8"))
     missing = [link for link in links if not (document.parent / link).exists() and not link.startswith("docs/images/")]
@@ -175,7 +177,7 @@ def test_learning_curves_of_worlds_are_named_after_their_folders(tmp_path):
     assert [path.name for path in (tmp_path / "images").iterdir()] == ["worlds.svg"]
 
 
-def test_learning_curves_leaves_tracked_pictures_alone_unless_asked(tmp_path):
+def test_learning_curves_leaves_tracked_pictures_alone_and_refuses_a_run_that_did_not_finish(tmp_path):
     fake_run(tmp_path / "run", 0)
     tracked = [ROOT / "docs" / "images" / name for name in ("learning_curve.svg", "episode.gif")]
     before = [path.read_bytes() for path in tracked]
@@ -185,9 +187,6 @@ def test_learning_curves_leaves_tracked_pictures_alone_unless_asked(tmp_path):
     made = tmp_path / "run" / "renders" / "curves"
     assert sorted(path.name for path in made.iterdir()) == ["episode.gif", "learning_curve.svg"]
     assert str(made) in done.stderr
-
-
-def test_learning_curves_refuses_a_run_that_did_not_finish(tmp_path):
     fake_run(tmp_path / "run", 0, status="interrupted")
     done = draw(tmp_path / "run", "--out", tmp_path / "images")
     assert done.returncode == 1
@@ -212,16 +211,16 @@ def test_stage_gains_shows_a_chain_in_detail_and_several_side_by_side(tmp_path):
     one = gains(tmp_path / "chain0")
     assert one.returncode == 0, one.stderr
     assert one.stdout.splitlines()[2:] == [
-        "| `1-sft` | right answers | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
-        "| `2-rl` | right answers | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
-        "| `3-distill` | right answers | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
-        "| `4-reward` | pairs told apart | 50.0% → 100.0% |  | 2 | 1.0 |",
+        "| `1-sft` | correct responses | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
+        "| `2-rl` | correct responses | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
+        "| `3-distill` | correct responses | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
+        "| `4-reward` | pairs ranked correctly | 50.0% → 100.0% |  | 2 | 1.0 |",
     ]
     both = gains(tmp_path / "chain0", tmp_path / "chain1", "--picture", tmp_path / "gains.svg")
     assert both.returncode == 0, both.stderr
     head, _, first, *_ = both.stdout.splitlines()
     assert head == "| stage | held out | seed 0 | seed 1 | minutes |"
-    assert first == "| `1-sft` | right answers | 25.0% → 75.0% | 25.0% → 75.0% | 1.7 to 1.7 |"
+    assert first == "| `1-sft` | correct responses | 25.0% → 75.0% | 25.0% → 75.0% | 1.7 to 1.7 |"
     picture = (tmp_path / "gains.svg").read_text(encoding="utf-8")
     assert all(f">{name}<" in picture for name in ("rl 0", "distill 0", "rl 1", "distill 1"))
     assert picture.count("<polyline") == 4 and picture.count("<circle") == 2 * (4 + 2)

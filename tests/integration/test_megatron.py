@@ -424,21 +424,22 @@ def test_rank_without_sequences_takes_part(folder: Path) -> None:
     assert_near(found["weights"], exported(trainer), NEAR)
 
 
-def test_l2_penalty_counts_every_weight_once(folder: Path) -> None:
-    found = found_by(case_l2, folder)
-    metrics, weights = expected_after(folder, "dense", 1, l2=0.01)
+@pytest.mark.parametrize(
+    ("case", "kind", "options"),
+    [
+        pytest.param(case_l2, "dense", {"l2": 0.01}, id="an L2 penalty counts every weight once"),
+        pytest.param(case_chunks, "dense", {}, id="the output layer in chunks"),
+        pytest.param(case_shared_expert, "moe", {}, id="a shared expert beside the dispatcher"),
+    ],
+)
+def test_a_step_is_that_of_fsdp2(folder: Path, case: Any, kind: str, options: dict[str, float]) -> None:
+    found = found_by(case, folder)
+    metrics, weights = expected_after(folder, kind, 1, **options)
     assert_same_metrics(found["metrics"], metrics)
     assert_near(found["weights"], weights, NEAR)
 
 
-def test_output_layer_in_chunks(folder: Path) -> None:
-    found = found_by(case_chunks, folder)
-    metrics, weights = expected_after(folder, "dense", 1)
-    assert_same_metrics(found["metrics"], metrics)
-    assert_near(found["weights"], weights, NEAR)
-
-
-def test_checkpoint_continues_in_another_layout_and_engine(folder: Path) -> None:
+def test_checkpoint_continues_in_another_layout_and_engine_and_equals_one_saved_beside_training(folder: Path) -> None:
     found = found_by(case_checkpoint, folder)
     assert found["steps"] == 2
     _, weights = expected_after(folder, "dense", 1, 2)
@@ -447,9 +448,6 @@ def test_checkpoint_continues_in_another_layout_and_engine(folder: Path) -> None
     trainer.load(folder / "saved-dense")
     step(trainer, 2)
     assert_near(exported(trainer), weights, NEAR)
-
-
-def test_a_save_beside_training_is_of_the_step_that_it_began_at(folder: Path) -> None:
     assert found_by(case_checkpoint, folder)
     assert_same_files(folder / "saved-beside", folder / "saved-dense")
 
@@ -464,14 +462,11 @@ def test_checkpoint_with_experts_travels_both_ways(folder: Path) -> None:
     assert_near(exported(trainer), weights, NEAR)
 
 
-def test_bf16_continues_bit_for_bit(folder: Path) -> None:
+def test_bf16_continues_bit_for_bit_alone_and_in_stages_with_tied_embeddings(folder: Path) -> None:
     found = found_by(case_checkpoint_bf16, folder)
     assert found["equal"] and found["count"] > 40
     stored = StoredTensors(folder / "saved-bf16" / "resume" / "actor_train" / "optimizer")
     assert stored.get("model.norm.weight.master").dtype == torch.float32
-
-
-def test_stages_with_tied_embeddings_continue_bit_for_bit(folder: Path) -> None:
     found = found_by(case_checkpoint_of_stages, folder)
     assert found["equal"] and found["count"] > 40
     alone, stages = (
@@ -551,19 +546,9 @@ def test_a_reference_computes_shared_prompts_once(folder: Path) -> None:
     assert found["tokens"] < 0.8 * make_groups(1).num_tokens
 
 
-def test_shared_expert_beside_the_dispatcher(folder: Path) -> None:
-    found = found_by(case_shared_expert, folder)
-    metrics, weights = expected_after(folder, "moe", 1)
-    assert_same_metrics(found["metrics"], metrics)
-    assert_near(found["weights"], weights, NEAR)
-
-
-def test_frozen_routers_stay(folder: Path) -> None:
+def test_frozen_routers_stay_and_a_balancing_loss_adds_to_the_gradient_alone(folder: Path) -> None:
     names = found_by(case_frozen_router, folder)["same"]
     assert names == [f"model.layers.{layer}.mlp.gate.weight" for layer in range(4)]
-
-
-def test_balancing_loss_adds_to_the_gradient_alone(folder: Path) -> None:
     found = found_by(case_balancing_loss, folder)
     assert found["losses"][0] == pytest.approx(found["losses"][1], abs=1e-6)
     assert abs(found["norms"][0] - found["norms"][1]) > 1e-4

@@ -181,11 +181,8 @@ def test_ranks_that_share_sequences_score_and_learn_like_one(found: list[dict[st
     assert (found[0][name]["largest gradient"] > 0.001) == (name != "no loss tokens")
 
 
-def test_bf16_is_near_fp32(found: list[dict[str, Any]]) -> None:
+def test_sequences_of_a_packed_row_see_themselves_only_and_bf16_is_near_fp32(found: list[dict[str, Any]]) -> None:
     assert 0 < found[0]["bf16"] < 0.2
-
-
-def test_sequences_of_a_packed_row_see_themselves_only(found: list[dict[str, Any]]) -> None:
     assert [rank["neighbour"] for rank in found] == [0.0] * WORLD
 
 

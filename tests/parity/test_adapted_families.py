@@ -121,15 +121,12 @@ def test_a_layer_that_cannot_be_adapted_is_named(kind: str, target: str, reason:
         adapted_layers(outline("lm", config_of(kind)), (target,))
 
 
-def test_what_all_linear_leaves_out_is_counted() -> None:
+def test_what_all_linear_or_named_targets_leave_out_is_counted() -> None:
     found = left_out(outline("lm", config_of("DeepseekV3")), ("all-linear",))
     assert "mlp.experts.gate_up_proj (1 tensors, 4,096 parameters)" in found
     assert "mlp.experts.down_proj (1 tensors, 2,048 parameters)" in found
     assert "mlp.down_proj.weight (1 tensors, 1,536 parameters)" in found
     assert left_out(outline("lm", config_of("GPT2")), ("all-linear",)) == ""
-
-
-def test_experts_and_layers_beside_named_targets_are_told() -> None:
     config = transformers.Qwen3_5TextConfig(**SHAPE, layer_types=["linear_attention", "full_attention"])
     assert "q_proj is in 1 of 2 layers" in left_out(outline("lm", config), ("q_proj", "down_proj"))
     mixture = left_out(outline("lm", config_of("Qwen2Moe")), ("q_proj",))

@@ -179,13 +179,10 @@ def test_checkpoints_are_folders_that_peft_loads(folder: Path, model: Path, name
     assert set(load_file(adapter / ADAPTER_FILE)) == set(part(folder, "alone", "end"))
 
 
-def test_all_linear_means_all_but_the_output_layer(model: Path) -> None:
+def test_all_linear_means_all_but_the_output_layer_and_what_is_excluded(model: Path) -> None:
     trainer = make_trainer(ALONE, model, spec=replace(ADAPTER, targets=("all-linear",)))
     names = adapted_names(exported_adapter(trainer))
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-
-
-def test_excluded_layers_have_no_adapter(model: Path) -> None:
     spec = replace(ADAPTER, targets=("all-linear",), excluded=("o_proj", "gate_proj"))
     trainer = make_trainer(ALONE, model, spec=spec)
     assert adapted_names(exported_adapter(trainer)) == {"q_proj", "k_proj", "v_proj", "up_proj", "down_proj"}

@@ -105,7 +105,7 @@ TOOLS: Registry[ToolFactory] = Registry("tool")
 TOOLS.register("calculator", "roll.agentic.tools.calculator:calculator")
 TOOLS.register("search", "roll.agentic.tools.search:SearchTool")
 TOOLS.register("retrieval", "roll.agentic.tools.retrieval:RetrievalTool")
-TOOLS.register("python", "roll.rollout.python_tool:PythonTool")
+TOOLS.register("python", "roll.extras.sandbox.python_tool:PythonTool")
 
 
 def make_tool(name: str, target: str, args: Mapping[str, Any]) -> Tool:

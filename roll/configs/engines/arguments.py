@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from roll.configs.importers.table import advice
 from roll.configs.problems import ConfigProblem
 from roll.configs.schema import did_you_mean
+from roll.utils.extras import extra
 
 PLAIN: dict[str, type | tuple[type, ...]] = {
     "bool": bool,
@@ -182,4 +182,4 @@ def option_problems(
 
 def foreign_key_hint(key: str, known: Collection[str]) -> str:
     """The hint for a key that an engine does not have: where it belongs, or what it may be meant for."""
-    return advice([key]) or did_you_mean(key, sorted(known))
+    return extra("importers").advice([key]) or did_you_mean(key, sorted(known))

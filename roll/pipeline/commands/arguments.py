@@ -33,6 +33,7 @@ def add_commands(commands: Any) -> None:
     _add_generate(commands)
     _add_score(commands)
     _add_chat(commands)
+    _add_serve(commands)
     _add_export(commands)
     _add_explain(commands)
 
@@ -131,14 +132,57 @@ def _chat(options: argparse.Namespace) -> int:
     return run(options.model, worker, options.system, options.max_length, options.seed)
 
 
-def _add_sampling(parser: argparse.ArgumentParser, *, engines: bool = True) -> None:
+def _add_serve(commands: Any) -> None:
+    parser = add_command(
+        commands, "serve", "answer requests to OpenAI's and Anthropic's APIs with a saved model", _serve
+    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    words = parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="of actor_infer, such as model_args.dtype=bf16"
+    )
+    completion.completed_by(words, completion.generator_keys)
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="of 127.0.0.1; 0: any that is free (8000)")
+    parser.add_argument("--concurrency", type=int, default=128, metavar="N", help="answers at the same time (128)")
+    parser.add_argument("--dialect", default="auto", metavar="NAME", help="how the model writes tool calls (auto)")
+    _add_sampling(parser, system=False)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from roll.configs.problems import ConfigErrors
+    from roll.pipeline.cli import EXIT_USAGE, report
+    from roll.pipeline.commands.engine import generator_section
+    from roll.pipeline.commands.serving import Job, run
+
+    if not 0 <= options.port < 1 << 16:
+        options.parser.error(f"serve: --port: got {options.port}, expected 0 to 65535")
+    _refuse_below_one(options, "serve", {"--concurrency": options.concurrency, "--max-length": options.max_length})
+    try:
+        worker = generator_section(options.engine, _sampling(options), options.overrides)
+    except ConfigErrors as errors:
+        sys.stderr.write(report(errors, "roll serve"))
+        return EXIT_USAGE
+    job = Job(
+        options.model,
+        worker,
+        port=options.port,
+        dialect=options.dialect,
+        sequence_length=options.max_length,
+        answer_length=options.max_tokens,
+        max_running_requests=options.concurrency,
+        seed=options.seed,
+    )
+    return run(job)
+
+
+def _add_sampling(parser: argparse.ArgumentParser, *, engines: bool = True, system: bool = True) -> None:
     """Options of everything that samples; ``generating_args`` has the others."""
     if engines:
         engine = parser.add_argument("--engine", metavar="NAME", help="hf_infer, vllm or sglang (hf_infer)")
         completion.completed_by(engine, completion.generators)
-    parser.add_argument(
-        "--system", type=_text, metavar="TEXT", help="message of the system, where a conversation has none"
-    )
+    if system:
+        parser.add_argument(
+            "--system", type=_text, metavar="TEXT", help="message of the system, where a conversation has none"
+        )
     parser.add_argument("--temperature", type=float, help="0 is greedy (1)")
     parser.add_argument("--top-p", type=float, help="mass of the most likely tokens (1)")
     parser.add_argument("--top-k", type=int, help="most likely tokens; 0: all (0)")

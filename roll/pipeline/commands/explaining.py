@@ -7,24 +7,22 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 from roll.configs.base import Config
 from roll.configs.explain import (
     Explanation,
-    Foreign,
     Key,
     Part,
     Passed,
     all_keys,
-    elsewhere,
     engine_options,
     explain,
 )
-from roll.configs.importers import SYSTEMS
-from roll.configs.importers.table import ROLES
+from roll.configs.schema import ROLES
 from roll.pipeline.cli import EXIT_USAGE
 from roll.pipeline.programs import PROGRAMS
+from roll.utils.extras import extra
 from roll.utils.registry import import_path
 
 WIDTH = 110
@@ -69,7 +67,7 @@ def page(found: Explanation) -> str:
     if more:
         parts.append(f"and {len(more)} more: {', '.join(key.places[0] for key in more)}\n")
     parts += [_passed(each) for each in found.passed]
-    told = {(each.system, each.row.key) for key in shown for each in elsewhere(key)}
+    told = {(each.system, each.row.key) for key in shown for each in _elsewhere(key)}
     others = [each for each in found.foreign if (each.system, each.row.key) not in told]
     if others:
         parts.append("".join(_lines("called so", map(_theirs, others))))
@@ -86,7 +84,7 @@ def _key(key: Key) -> str:
     lines += _lines("meaning", [str(key.info.description)])
     lines += _lines("pipelines", ["all" if len(key.pipelines) == len(PROGRAMS) else ", ".join(key.pipelines)])
     lines += _lines("read by", [", ".join(key.readers)])
-    return "".join([*lines, *_lines("elsewhere", (_theirs(each, told=True) for each in elsewhere(key)))])
+    return "".join([*lines, *_lines("elsewhere", (_theirs(each, told=True) for each in _elsewhere(key)))])
 
 
 def _places(key: Key) -> Iterator[str]:
@@ -106,11 +104,16 @@ def _defaults(key: Key) -> Iterator[str]:
         yield default if len(key.defaults) == 1 else f"{default} ({', '.join(having)})"
 
 
-def _theirs(foreign: Foreign, *, told: bool = False) -> str:
+def _elsewhere(key: Key) -> list[Any]:
+    """Keys of other systems that mean it."""
+    return list(extra("importers").meaning(key.name, key.places))
+
+
+def _theirs(foreign: Any, *, told: bool = False) -> str:
     """A line about a key of another system; ``told``: the key here stands above it."""
     row = foreign.row
     became = row.verdict if told or row.here in ("", row.key) else f"{row.verdict}: {row.here}"
-    return f"{SYSTEMS[foreign.system]}: {row.key} ({became}){f'; {row.note}' if row.note else ''}"
+    return f"{foreign.system}: {row.key} ({became}){f'; {row.note}' if row.note else ''}"
 
 
 def _passed(argument: Passed) -> str:

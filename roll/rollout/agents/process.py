@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 
 from roll.configs.agent import AgentConfig
 from roll.distributed.cluster.reaper import MARK
-from roll.rollout.agents.cell import Cell
 from roll.rollout.agents.command import Ended, run_supervised
 from roll.rollout.agents.task import AgentError, AgentExitError, AgentTask, Workplace
 from roll.rollout.endpoint.reward import RewardRequest
+from roll.utils.extras import extra
 from roll.utils.foreign import describe_error
 
 MAX_ANSWER = 4_000_000
@@ -70,7 +70,7 @@ class _Command:
 
     def __init__(self, config: AgentConfig, command: Sequence[str]) -> None:
         self.argv = list(command)
-        self._cell = None if config.sandbox is None else Cell(config.sandbox, self.argv)
+        self._cell = None if config.sandbox is None else extra("sandbox").Cell(config.sandbox, self.argv)
         self._env = _environment(() if config.sandbox else _INHERITED_OUTSIDE) | dict(config.env)
 
     async def run(self, env: Mapping[str, str], cwd: str, folders: Sequence[Path], port: int | None = None) -> Ended:
@@ -78,7 +78,8 @@ class _Command:
         env = self._env | dict(env)
         if self._cell is None:
             return await run_supervised(self.argv, env, cwd)
-        return await self._cell.run(self.argv, env, cwd, [str(folder) for folder in folders], port)
+        ended: Ended = await self._cell.run(self.argv, env, cwd, [str(folder) for folder in folders], port)
+        return ended
 
 
 class ProcessProgram:

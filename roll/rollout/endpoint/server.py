@@ -1,7 +1,8 @@
 """The HTTP server: sessions by key, requests to their APIs, errors in the words of these.
 
-It runs in the event loop of the rollout worker, on loopback: programs run on the worker's machine. A key is a secret of
-32 random bytes that opens one episode's session, as a bearer token or as a part of the URL; nothing writes it to a log.
+It listens on loopback alone. In a run it is part of a rollout worker's event loop, and programs run on the worker's
+machine: a key is a secret of 32 random bytes that opens one episode's session, as a bearer token or as a part of the
+URL; nothing writes it to a log. ``roll serve`` gives each request a session of its own instead.
 """
 
 from __future__ import annotations
@@ -64,12 +65,14 @@ class Endpoint:
 
     Args:
         port: where to listen; 0 is any that is free.
+        fresh: makes a session for each request, whose key does not matter; ``None``: sessions are opened by key.
 
     Raises:
         PortTakenError: something else listens there.
     """
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, fresh: Callable[[], Session] | None = None) -> None:
+        self._fresh = fresh
         # asyncio sends without delay (TCP_NODELAY) only on sockets that say that they are TCP's.
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -93,6 +96,11 @@ class Endpoint:
         )
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def has_episodes(self) -> bool:
+        """Tells whether sessions are episodes, which take rewards and steps."""
+        return self._fresh is None
 
     @property
     def url(self) -> str:
@@ -130,11 +138,13 @@ class Endpoint:
             session.close()
 
     def session_of(self, request: Request) -> Session:
-        """The session whose key the request has.
+        """The session whose key the request has, or a new one where each request gets its own.
 
         Raises:
             ApiError: it has none, or that of an episode that has ended.
         """
+        if self._fresh is not None:
+            return self._fresh()
         key = request.path_params.get("key") or _header_key(request)
         digest = _digest(key)
         if (session := self._sessions.get(digest)) is not None:
@@ -188,11 +198,11 @@ def _application(endpoint: Endpoint) -> Starlette:
         with _refusing(session):
             return JSONResponse(await StepRequest.model_validate_json(await read_body(request, session)).take(session))
 
+    of_episodes = [("/v1/reward", ["POST"], reward), ("/v1/step", ["POST"], step)]
     paths: list[tuple[str, list[str], Callable[[Request], Awaitable[Response]]]] = [
         ("/v1/models", ["GET"], models),
         ("/v1/models/{model:path}", ["GET"], model),
-        ("/v1/reward", ["POST"], reward),
-        ("/v1/step", ["POST"], step),
+        *(of_episodes if endpoint.has_episodes else []),
         ("/v1/chat/completions", ["POST"], _handler(endpoint, ChatRequest)),
         ("/v1/completions", ["POST"], _handler(endpoint, CompletionRequest)),
         ("/v1/responses", ["POST"], _handler(endpoint, ResponseRequest)),

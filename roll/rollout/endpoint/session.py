@@ -290,9 +290,7 @@ class Session:
         self._running[task] += wanted.n
         requests = []
         for index in range(wanted.n):
-            number = self._asked[asked] if wanted.seed is None else wanted.seed
-            kind = "call" if wanted.seed is None else "seed"
-            seed = derive_seed(self._episode.sampling_seed, asked.hex(), kind, number, index)
+            seed = self._seed(asked, wanted, index)
             name = f"{self._episode.tag}-{self._episode.group_id}-{self._episode.member}-{first + index}"
             params = self._sampling(wanted, seed, self.policy.limits.sequence_length - len(prompt_ids))
             requests.append(asyncio.ensure_future(self._generate(GenerateRequest(name, prompt_ids, params))))
@@ -319,6 +317,11 @@ class Session:
         self.end = None
         self._cut_short = any(completion.finish_reason is FinishReason.LENGTH for completion in completions)
         return completions
+
+    def _seed(self, prompt: bytes, wanted: Wanted, index: int) -> int:
+        """Seed of one answer to a prompt, by its digest; asked again, the prompt gets another."""
+        kind, number = ("call", self._asked[prompt]) if wanted.seed is None else ("seed", wanted.seed)
+        return derive_seed(self._episode.sampling_seed, prompt.hex(), kind, number, index)
 
     def _admit(self, n: int) -> None:
         """Raises ``ApiError`` for more answers than there may be."""

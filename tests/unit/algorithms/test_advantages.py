@@ -421,14 +421,11 @@ def ones(batch: Batch, config: AlgorithmConfig) -> Batch:
     return batch.replace(advantages_T=torch.ones(batch.num_tokens), returns_T=torch.zeros(batch.num_tokens))
 
 
-def test_an_estimator_of_ones_own_is_reached_by_path_and_masked() -> None:
+def test_estimators_have_the_names_of_the_configuration_or_are_reached_by_path_and_masked() -> None:
+    assert tuple(ADVANTAGES.names()) == tuple(sorted(ADV_ESTIMATORS))
     batch = to_batch(random_episodes(2), history=False)
     out = compute_advantages(batch, AlgorithmConfig(adv_estimator=f"{__name__}:ones"))
     assert torch.equal(out.advantages_T, batch.loss_mask_T.float())
-
-
-def test_registered_names_are_those_that_the_configuration_accepts() -> None:
-    assert tuple(ADVANTAGES.names()) == tuple(sorted(ADV_ESTIMATORS))
 
 
 def test_rows_without_traj_are_episodes_of_their_own() -> None:

@@ -168,10 +168,7 @@ def test_what_the_algorithm_needs_of_a_run() -> None:
     assert not AlgorithmConfig(kl_penalty="full").uses_full_kl
 
 
-def test_every_key_is_described() -> None:
+def test_every_key_is_described_and_the_section_loads_without_torch() -> None:
     assert all(field.description for field in AlgorithmConfig.model_fields.values())
-
-
-def test_the_section_loads_without_torch() -> None:
     code = "import sys, roll.configs.algorithm; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

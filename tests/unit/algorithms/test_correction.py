@@ -209,7 +209,7 @@ def test_engines_that_agree_leave_everything_as_it_was(level: str) -> None:
     assert (out.weights_T[out.loss_mask_T] == 1).all() and metrics["mismatch/rejected_frac"] == 0
 
 
-def test_old_log_probabilities_are_wanted_and_missed_by_name() -> None:
+def test_log_probabilities_that_are_missing_or_not_finite_are_refused_by_name() -> None:
     batch = to_batch(random_episodes(3), history=False).replace(old_logprobs_T=None)
     for keys in ({"is_weight": {"enabled": True}}, {"filters": [{"enabled": True}]}):
         config = corrected(**keys)
@@ -217,9 +217,6 @@ def test_old_log_probabilities_are_wanted_and_missed_by_name() -> None:
         with pytest.raises(ValueError, match=r"train_infer_correction\..*old_logprobs_T"):
             select_for_policy(batch, config, seed=0)
     assert not corrected(filters=[{"enabled": False}]).wants_old_logprobs
-
-
-def test_log_probabilities_that_are_not_finite_are_refused() -> None:
     batch = to_batch(random_episodes(3, empty_masks=False), history=False)
     bad = batch.replace(rollout_logprobs_T=batch.rollout_logprobs_T - torch.inf)
     with pytest.raises(ValueError, match=r"rollout_logprobs_T: .* not finite"):

@@ -46,26 +46,20 @@ def test_gradients_flow_to_the_policy(kind: str) -> None:
     assert torch.autograd.gradcheck(lambda x: kl_divergence(x, ref, kind), (logprobs,))
 
 
-def test_k1_and_k3_estimate_the_true_divergence() -> None:
+def test_k1_and_k3_estimate_the_true_divergence_and_every_documented_name_is_registered() -> None:
     torch.manual_seed(0)
     p, q = torch.randn(2, 6, dtype=torch.float64).log_softmax(-1)
     true = (p.exp() * (p - q)).sum()
     for kind in ("k1", "k3"):  # their expectation under p, taken exactly
         assert (p.exp() * kl_divergence(p, q, kind)).sum().item() == pytest.approx(true.item(), rel=1e-9)
-
-
-def test_every_documented_name_is_registered() -> None:
     # "full" is no estimate from one token: the strategy computes it.
     assert {*KL_ESTIMATORS.names(), "full"} == set(KlPenalty.__args__)  # type: ignore[attr-defined]
 
 
-def test_a_fixed_coefficient_stays() -> None:
+def test_a_fixed_coefficient_stays_that_of_the_configuration_also_in_a_resumed_run() -> None:
     controller = KlController.from_config(AlgorithmConfig(init_kl_coef=0.3))
     controller.update(100.0, 10_000)
     assert controller.coef == 0.3
-
-
-def test_a_resumed_run_has_the_fixed_coefficient_that_its_configuration_says() -> None:
     saved = KlController.from_config(AlgorithmConfig(init_kl_coef=0.3)).state_dict()
     controller = KlController.from_config(AlgorithmConfig(init_kl_coef=0.1))
     controller.load_state_dict(saved)
@@ -113,9 +107,6 @@ def test_mismatch_compares_the_two_engines_on_sampled_tokens() -> None:
     assert metrics["mismatch/logprob_diff_mean"] == pytest.approx(sum(map(abs, d)) / len(d))
     assert metrics["mismatch/logprob_diff_max"] == pytest.approx(max(map(abs, d)))
     assert metrics["mismatch/k3"] == pytest.approx(sum(oracle("k3", x) for x in d) / len(d))
-
-
-def test_mismatch_of_equal_engines_is_zero_and_of_one_engine_unknown() -> None:
     batch = to_batch(random_episodes(7), history=False)
     assert set(mismatch_metrics(batch.replace(old_logprobs_T=batch.rollout_logprobs_T)).values()) == {0.0}
     assert mismatch_metrics(batch.replace(old_logprobs_T=None)) == {}

@@ -291,12 +291,9 @@ def halved(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tenso
     return -0.5 * tokens.advantage_M * tokens.logprobs_M, torch.zeros_like(tokens.row_M, dtype=torch.bool)
 
 
-def test_a_loss_of_ones_own_is_reached_by_path_and_travels() -> None:
+def test_losses_have_the_names_of_the_configuration_or_are_reached_by_path_and_travel() -> None:
     batch, scores = make_batch(2)
     loss_fn = pickle.loads(pickle.dumps(build_policy_loss(AlgorithmConfig(pg_variant=f"{__name__}:halved"))))
     got = loss_fn(scores, batch, context(batch)).loss.item()
     assert got == pytest.approx(0.5 * loss_of(batch, scores, pg_variant="vanilla"))
-
-
-def test_registered_names_are_those_that_the_configuration_accepts() -> None:
     assert tuple(POLICY_LOSSES.names()) == PG_VARIANTS

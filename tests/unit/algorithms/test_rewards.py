@@ -340,16 +340,13 @@ def test_the_greedy_score_is_normalised_like_those_it_is_compared_with() -> None
         shape_rewards(batch.replace(baseline_B=batch.baseline_B * torch.nan), AlgorithmConfig(), RunningStats())
 
 
-def test_rewards_are_whitened_over_sampled_tokens() -> None:
+def test_rewards_are_whitened_over_sampled_tokens_and_one_alone_becomes_zero() -> None:
     batch = to_batch(random_episodes(9, max_episodes=20), history=False)
     out = whiten_token_rewards(batch)
     values = batch.rewards_T[batch.loss_mask_T].double()
     expected = (values - values.mean()) / (values.var() + 1e-8).sqrt()
     torch.testing.assert_close(out.rewards_T[batch.loss_mask_T].double(), expected, rtol=1e-5, atol=1e-6)
     assert not out.rewards_T[~batch.loss_mask_T].any()
-
-
-def test_whitening_one_value_or_none_gives_zero() -> None:
     assert whiten(torch.tensor([3.0])).tolist() == [0.0]
     assert whiten(torch.zeros(0)).tolist() == []
 

@@ -267,13 +267,10 @@ def test_pf_ppo_draws_no_episode_that_was_taken_out_of_the_step() -> None:
     assert metrics["actor/pf_ppo_distinct_frac"] == len(drawn.unique()) / 4
 
 
-def test_pf_ppo_draws_evenly_where_every_score_is_zero() -> None:
+def test_pf_ppo_draws_evenly_where_every_score_is_zero_and_by_the_seed_alone() -> None:
     batch = to_batch([lone(0, i, 0.0) for i in range(50)], history=False)
     rows = pf_ppo_rows(batch, AlgorithmConfig(use_pf_ppo=True), torch.Generator().manual_seed(0))
     assert len(rows.unique()) > 20
-
-
-def test_the_seed_alone_decides_what_is_drawn() -> None:
     batch, _ = make_batch(0, max_episodes=20)
     config = AlgorithmConfig(**COVARIANCE, clip_cov_ratio=0.05, use_pf_ppo=True)
     first, again, other = (select_for_policy(batch, config, seed=seed)[0] for seed in (1, 1, 2))

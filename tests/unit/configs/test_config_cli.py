@@ -67,7 +67,7 @@ def test_print_config_is_resolved_has_no_secrets_and_can_be_read_back(capsys, tm
     assert again.model_dump(mode="json") == values
 
 
-def test_options_and_overrides_may_come_in_any_order(capsys):
+def test_options_and_overrides_may_come_in_any_order_and_help_gives_examples(capsys):
     assert (
         main(
             ["seed=3", "--print-config", "--config_path", str(CONFIGS), "max_steps=2", "--config-name=agentic_sokoban"]
@@ -76,9 +76,6 @@ def test_options_and_overrides_may_come_in_any_order(capsys):
     )
     values = yaml.safe_load(capsys.readouterr().out)
     assert (values["seed"], values["max_steps"]) == (3, 2)
-
-
-def test_help_names_the_configurations_and_gives_examples(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0

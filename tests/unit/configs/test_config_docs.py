@@ -1,5 +1,6 @@
-"""``docs/configuration.md`` follows the classes."""
+"""``docs/configuration.md`` and its sections follow the classes, and the site's menu has every page."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,13 @@ def test_the_configuration_reference_is_current():
 
 @pytest.mark.parametrize("schema", [AgenticConfig, RLVRConfig])
 def test_every_key_is_documented(schema):
-    text = (ROOT / "docs" / "configuration.md").read_text()
+    text = "".join(page.read_text() for page in (ROOT / "docs" / "configuration").glob("*.md"))
     for path, field in leaf_paths(schema):
         assert field.description, path
         assert f"| `{path.rpartition('.')[2]}` |" in text, path
+
+
+def test_every_page_is_in_the_menu_of_the_site():
+    named = re.findall(r'= "([\w/]+\.md)" }', (ROOT / "zensical.toml").read_text(encoding="utf-8"))
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(named) == sorted(pages)

@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from roll.__main__ import main
-from roll.configs.explain import all_keys, elsewhere, engine_options, explain
-from roll.configs.importers import SYSTEMS
-from roll.configs.importers.table import SECTION, rows
+from roll.configs.explain import all_keys, engine_options, explain
 from roll.configs.schema import leaf_paths
+from roll.extras.importers import SYSTEMS
+from roll.extras.importers.table import SECTION, meaning, rows
 from roll.pipeline.commands.explaining import schemas
 
 
@@ -20,7 +20,7 @@ def told(capsys: pytest.CaptureFixture[str], word: str) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_a_key_is_told_with_its_type_range_default_places_and_other_names(capsys):
+def test_a_key_is_told_with_its_type_range_default_places_other_names_and_readers(capsys):
     out = told(capsys, "training_args.learning_rate")
     assert "key <role>.training_args.learning_rate" in out
     assert "type float range more than 0 default 1e-06 meaning Peak learning rate" in out
@@ -28,6 +28,10 @@ def test_a_key_is_told_with_its_type_range_default_places_and_other_names(capsys
     assert "MindSpeed RL: actor_config.lr (renamed)" in out and "warm_start" not in out
     assert "one of: kl, k1, abs" in told(capsys, "kl_penalty")
     assert "tag_included, verifiers" in told(capsys, "rewards")
+    out = told(capsys, "tensor_parallel_size")
+    assert "read by vllm" in out and "read by fsdp2" in out
+    assert "handed on to vLLM" in told(capsys, "enable_chunked_prefill")
+    assert "read by math" in told(capsys, "strict_boxed")
 
 
 def test_a_key_of_another_system_leads_to_ours_or_to_the_reason(capsys):
@@ -41,23 +45,13 @@ def test_a_key_of_another_system_leads_to_ours_or_to_the_reason(capsys):
     assert "env_groups" in told(capsys, "num_env_groups")
 
 
-def test_options_of_engines_are_told_with_who_reads_them(capsys):
-    out = told(capsys, "tensor_parallel_size")
-    assert "read by vllm" in out and "read by fsdp2" in out
-    assert "handed on to vLLM" in told(capsys, "enable_chunked_prefill")
-    assert "read by math" in told(capsys, "strict_boxed")
-
-
-def test_keys_inside_lists_and_mappings_are_found_by_a_path(capsys):
+def test_keys_inside_lists_are_found_by_a_path_and_a_misspelt_one_is_told_the_nearest(capsys):
     for word in (
         "rewards.math.verifiers.0.weight",
         "verifiers.0.weight=2",
         "rewards.<domain>.verifiers.<number>.weight",
     ):
         assert "key rewards.<domain>.verifiers.<number>.weight" in told(capsys, word)
-
-
-def test_a_misspelt_key_is_told_the_nearest(capsys):
     assert main(["explain", "max_stepss"]) == 2
     assert "did you mean max_steps" in capsys.readouterr().err
     assert main(["explain", "qqqqqqqq"]) == 2
@@ -70,7 +64,7 @@ def test_everything_that_the_documents_list_is_explained():
     others = {row.key for system in SYSTEMS for row in rows(system) if row.how != SECTION}
     assert [key for key in others if not explain(key, schemas(), engine_options())] == []
     lost = {row.here for row in rows("verl") if row.verdict == "renamed" and not row.here.endswith("**")} - {
-        each.row.here for key in all_keys(schemas(), engine_options()) for each in elsewhere(key)
+        each.row.here for key in all_keys(schemas(), engine_options()) for each in meaning(key.name, key.places)
     }
     assert all(name.startswith(("tracker_kwargs.", "pf_ppo.")) or "strategy_config." in name for name in lost), lost
 

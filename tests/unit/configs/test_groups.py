@@ -56,13 +56,10 @@ def test_options_of_a_replaced_engine_go_and_those_of_the_same_engine_stay():
     assert other["actor_infer"] == before["actor_infer"]
 
 
-def test_a_role_that_the_configuration_lacks_stays_away_and_overrides_come_after():
+def test_a_role_that_the_configuration_lacks_stays_away_and_overrides_and_presets_come_after():
     values = composed("actor_train.strategy_args.strategy_config.tensor_model_parallel_size=2", "train=megatron")
     assert values["actor_train"]["strategy_args"]["strategy_config"] == {"tensor_model_parallel_size": 2}
     assert "critic" not in values and "reference" not in values
-
-
-def test_deepspeed_takes_each_of_its_presets():
     link = "actor_train.strategy_args.strategy_config=${deepspeed_zero3_cpuoffload}"
     zero = composed("train=deepspeed", link)["actor_train"]["strategy_args"]["strategy_config"]["zero_optimization"]
     assert (zero["stage"], zero["offload_param"]) == (3, {"device": "cpu"})

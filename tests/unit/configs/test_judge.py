@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from roll.configs.agentic import JUDGE_CLUSTER, AgenticConfig
-from roll.configs.importers.convert import convert
-from roll.configs.importers.draft import Kind
 from roll.configs.loader import load_config
 from roll.configs.problems import ConfigErrors
+from roll.extras.importers.convert import convert
+from roll.extras.importers.draft import Kind
+from roll.extras.plan.hosted import hosted_models
 from roll.preflight.choices import CHECKS
 from roll.preflight.models import trusted_code
-from roll.preflight.plan.hosted import hosted_models
 from tests.unit.configs.test_config import MINIMAL
 
 ASKING = "Lake: {env_type: 'tests.support.judged_env:JudgedEnv', env_manager_cls: traj}"

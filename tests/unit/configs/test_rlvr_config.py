@@ -180,16 +180,21 @@ def test_what_is_wrong_is_told_with_its_key(problems: Problems, overrides: list[
     assert message in found[key]
 
 
-def test_all_mistakes_are_told_at_once(problems: Problems) -> None:
+def test_all_mistakes_are_told_at_once_and_none_hides_another(problems: Problems) -> None:
     found = problems(
         f"{VERIFIER}=[{{name: nope}}]", f"{TRAIN}.file_name=null", "adv_estimator=gigpo", "rewards.choice.timeout=-1"
     )
     assert set(found) == {f"{VERIFIER}.0.name", f"{TRAIN}.file_name", "adv_estimator", "rewards.choice.timeout"}
-
-
-def test_a_wrong_mass_hides_no_greedy_rollout(problems: Problems) -> None:
     found = problems("actor_infer.generating_args.temperature=0", "actor_infer.generating_args.top_p=2")
     assert found.keys() == {"actor_infer.generating_args.temperature", "actor_infer.generating_args.top_p"}
+    found = problems("~rewards.maths.verifiers", "num_return_sequences_in_group=1",
+                     "actor_train.training_args.gradient_accumulation_steps=1",
+                     "actor_train.training_args.per_device_train_batch_size=1",
+                     "rewards.maths.query_filter_config={type:std_filter}",
+                     "rewards.choice.verifiers=[{name:mth}]")  # fmt: skip
+    assert set(found) == {
+        "rewards.maths.verifiers", "rewards.maths.query_filter_config.type", "rewards.choice.verifiers.0.name"
+    }  # fmt: skip
 
 
 def test_domains_clusters_and_sampling_follow_from_the_sections(load: Load) -> None:
@@ -210,18 +215,18 @@ def test_domains_clusters_and_sampling_follow_from_the_sections(load: Load) -> N
     ]
 
 
-def test_held_out_prompts_have_one_answer_sampled_as_in_training_unless_told_otherwise(load: Load) -> None:
+def test_held_out_data_has_the_columns_and_the_sampling_of_training_with_one_answer(load: Load) -> None:
     config = load("actor_infer.generating_args={temperature: 0.6, num_return_sequences: 4, max_new_tokens: 20}")
     assert (config.val_sampling.temperature, config.val_sampling.max_new_tokens) == (0.6, 20)
     assert config.num_val_samples == 1
+    config = load("~validation.data_args.prompt", "actor_train.data_args.response=answer")
+    assert config.validation is not None
+    assert (config.validation.data_args.prompt, config.validation.data_args.response) == ("question", "answer")
 
 
-def test_a_model_that_is_only_evaluated_needs_no_training_data_and_may_be_greedy(load: Load) -> None:
+def test_the_arithmetic_is_told_in_words_also_of_an_evaluation_alone(load: Load) -> None:
     config = load("eval_only=true", f"{TRAIN}.file_name=null", "actor_infer.generating_args.temperature=0")
     assert describe_batches(config) == ["each evaluation: at most 8 prompts × 1 answer = 8 samples"]
-
-
-def test_the_arithmetic_is_told_in_words(load: Load) -> None:
     config = load("validation.generating_args.num_return_sequences=2", "ppo_epochs=3")
     assert describe_batches(config) == [
         "each step: 16 prompts × 4 answers = 64 samples of at most 100 prompt + 50 answer tokens: at most 9,600 tokens",
@@ -230,17 +235,6 @@ def test_the_arithmetic_is_told_in_words(load: Load) -> None:
         "2 optimizer steps × 3 epochs = 6 per step, 60 in all; 4 micro-batches per device and optimizer step, "
         "16 samples",
     ]
-
-
-def test_a_domain_without_verifiers_hides_no_other_problem(problems: Problems) -> None:
-    found = problems("~rewards.maths.verifiers", "num_return_sequences_in_group=1",
-                     "actor_train.training_args.gradient_accumulation_steps=1",
-                     "actor_train.training_args.per_device_train_batch_size=1",
-                     "rewards.maths.query_filter_config={type:std_filter}",
-                     "rewards.choice.verifiers=[{name:mth}]")  # fmt: skip
-    assert set(found) == {
-        "rewards.maths.verifiers", "rewards.maths.query_filter_config.type", "rewards.choice.verifiers.0.name"
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -274,12 +268,11 @@ def test_agent_programs_that_cannot_be_run_are_refused(
     assert found.keys() == {key} and told in found[key]
 
 
-def test_an_agent_program_is_accepted(load: Load) -> None:
+def test_an_agent_program_is_accepted_and_what_is_wrong_with_one_is_told_at_once(
+    load: Load, problems: Problems
+) -> None:
     agent = load("agent={command: [python, agent.py], env: {COLOUR: blue}, max_calls: 3}").agent
     assert agent is not None and agent.command == ["python", "agent.py"] and agent.reward == "task"
-
-
-def test_what_is_wrong_with_an_agent_program_is_told_at_once(problems: Problems) -> None:
     found = problems("agent={timeout: 0, cwd: /no/where, verify: [judge], dialect: hermez, sandbox: {processes: 0}}")
     wrong = {"timeout", "sandbox.processes", "command", "cwd", "verify", "dialect"}
     assert found.keys() == {f"agent.{key}" for key in wrong}
@@ -312,12 +305,6 @@ def test_a_length_in_epochs_becomes_steps_when_the_data_is_known(load: Load) -> 
     assert (known.max_steps, known.total_epochs) == (30, None)
     assert config.with_length(1).max_steps == 1
     assert load("max_steps=7").with_length(1000).max_steps == 7
-
-
-def test_held_out_data_has_the_columns_of_the_training_data(load: Load) -> None:
-    config = load("~validation.data_args.prompt", "actor_train.data_args.response=answer")
-    assert config.validation is not None
-    assert (config.validation.data_args.prompt, config.validation.data_args.response) == ("question", "answer")
 
 
 ONLINE = (

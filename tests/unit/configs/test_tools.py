@@ -52,11 +52,8 @@ def test_wrong_tools_are_told_at_once() -> None:
     assert "missing a required argument: 'corpus'" in found["tools.use.find.args"]
 
 
-def test_a_tool_has_a_name_that_every_dialect_can_write() -> None:
+def test_a_tool_has_a_name_that_dialects_can_write_and_its_environment_keeps_the_conversation() -> None:
     assert "letters, digits" in problems("rlvr_tools", "+tools.use={two words: {tool: calculator}}")["tools.use"]
-
-
-def test_an_environment_with_tools_keeps_its_conversation() -> None:
     found = problems("agentic_sokoban", "+tools.use.calculator.tool=calculator")
     assert "traj with tools" in found["custom_envs.SimpleSokoban.env_manager_cls"]
     found = problems("agentic_sokoban", "+tools.use={calculator: {tool: calculator, tags: [Sokoban]}}")

@@ -274,7 +274,7 @@ def test_a_template_without_a_place_for_systems_or_tools_says_so() -> None:
     assert whole == found and LeftOut(renderer, "prompt").of([asks("?")], (), None) == ()
 
 
-def test_an_answer_of_which_nothing_is_written_cannot_be_learned() -> None:
+def test_templates_that_write_nothing_of_an_answer_or_fail_are_refused() -> None:
     mute = (
         "{% for m in messages %}<|im_start|>{{ m.content if not m.mute else '' }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>{% endif %}"
@@ -283,6 +283,9 @@ def test_an_answer_of_which_nothing_is_written_cannot_be_learned() -> None:
     assert len(renderer.rows([asks("?"), says("a")])) == 1
     with pytest.raises(ValueError, match="writes nothing of an answer"):
         renderer.rows([asks("?"), says("a", mute=True)])
+    careless = "{% for m in messages %}{{ m.role + m.note }}{% endfor %}"
+    with pytest.raises(TemplateError, match=r"TypeError: can only concatenate str"):
+        ChatRenderer(family_tokenizer("qwen2_5"), careless).history([{**asks("?"), "note": 3}])
 
 
 def test_a_developer_speaks_as_the_system_where_the_template_has_no_such_role() -> None:
@@ -320,21 +323,12 @@ def test_white_space_before_the_mark_is_the_templates() -> None:
     assert grown.tolist() == ids[: len(grown)].tolist()
 
 
-def test_a_part_of_a_conversation_alone_can_be_learned() -> None:
+def test_a_part_of_a_conversation_alone_can_be_learned_of_messages_as_they_are_read() -> None:
     renderer = renderer_of("qwen2_5")
     messages = CASES["several turns"]
     ((ids, mask),) = renderer.rows(messages, learned=[4])
     assert renderer.tokenizer.decode(ids[mask]) == "right<|im_end|>"
     assert renderer.tokenizer.decode(ids).endswith("right<|im_end|>")  # nothing behind it is of use
-
-
-def test_read_messages_are_what_the_renderer_takes() -> None:
     heard = read_messages([{"from": "human", "value": "?"}, {"from": "gpt", "value": "a"}], "talk")
     made = renderer_of("qwen2_5").rows([one.message for one in heard])
     assert made[0][0].tolist() == renderer_of("qwen2_5").rows([asks("?"), says("a")])[0][0].tolist()
-
-
-def test_a_mistake_of_the_templates_code_is_a_refusal() -> None:
-    careless = "{% for m in messages %}{{ m.role + m.note }}{% endfor %}"
-    with pytest.raises(TemplateError, match=r"TypeError: can only concatenate str"):
-        ChatRenderer(family_tokenizer("qwen2_5"), careless).history([{**asks("?"), "note": 3}])

@@ -44,14 +44,11 @@ def test_packs_hold_every_sequence_once_within_the_budget(lengths: torch.Tensor,
     assert len(loads) < 2 or loads[0] + loads[1] > max_tokens, "two rows that fit in one"
 
 
-def test_sorting_by_length_leaves_hardly_any_padding() -> None:
+def test_padding_waste_counts_padded_tokens_and_sorting_by_length_leaves_hardly_any() -> None:
     lengths = torch.randint(5, 400, (512,), generator=torch.Generator().manual_seed(0))
     budgeted = padding_waste(lengths, make_micro_batches(lengths, max_tokens=4096))
     unsorted = padding_waste(lengths, list(torch.arange(512).split(16)))
     assert budgeted < 0.05 < 0.4 < unsorted
-
-
-def test_padding_waste_counts_padded_tokens() -> None:
     assert padding_waste(torch.tensor([4, 2]), [torch.tensor([0, 1])]) == pytest.approx(2 / 8)
     assert padding_waste(torch.tensor([3, 3]), [torch.tensor([0, 1])], round_to=4) == pytest.approx(2 / 8)
     assert padding_waste(torch.tensor([], dtype=torch.int64), []) == 0
@@ -64,23 +61,17 @@ def test_sequence_over_the_budget_gets_its_own_micro_batch_and_a_warning(caplog:
     assert "50 tokens exceeds the budget of 10" in caplog.text
 
 
-def test_rectangle_pads_on_the_right() -> None:
+def test_rectangles_pad_on_the_right_packed_rows_restart_positions_and_no_first_token_is_learned() -> None:
     inputs = rectangle(make_batch(), round_to=3)
     assert inputs.position_ids_RC is None
     assert inputs.input_ids_RC.tolist() == [[11, 12, 13, 0, 0, 0], [21, 22, 0, 0, 0, 0], [31, 32, 33, 34, 0, 0]]
     assert inputs.input_ids_RC.flatten()[inputs.source_K].tolist() == [11, 12, 21, 32]
     assert inputs.target_K.tolist() == [12, 13, 22, 33]
     assert inputs.token_K.tolist() == [1, 2, 4, 7]
-
-
-def test_packed_row_restarts_positions() -> None:
     inputs = packed_row(make_batch())
     assert inputs.position_ids_RC is not None
     assert inputs.position_ids_RC.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 3]]
     assert inputs.input_ids_RC.flatten()[inputs.source_K].tolist() == [11, 12, 21, 32]
-
-
-def test_loss_on_a_first_token_is_refused() -> None:
     batch = make_batch()
     with pytest.raises(ValueError, match="first token"):
         rectangle(batch.replace(loss_mask_T=torch.ones(9).bool()))

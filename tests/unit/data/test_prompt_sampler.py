@@ -101,15 +101,12 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert len(orders) == 25
 
 
-def test_positions_of_a_prompt_are_spread_over_the_epochs() -> None:
+def test_positions_of_a_prompt_are_spread_over_the_epochs_and_domains_have_their_shares() -> None:
     """Each of 5 prompts comes first in about a fifth of 2,000 epochs; 4 standard deviations are 72."""
     sampler = PromptSampler(prompts(a=5), 0)
     first = Counter(sampler[5 * epoch].id for epoch in range(2000))
     assert len(first) == 5 and all(abs(count - 400) < 72 for count in first.values())
-
-
-def test_domains_have_their_shares() -> None:
-    """Over 10,000 draws; 4 standard deviations are below 200."""
+    # Over 10,000 draws; 4 standard deviations are below 200.
     for seed in range(3):
         sampler = PromptSampler(prompts(a=3, b=500, c=20), seed, True, SHARES)
         drawn = Counter(sampler[n].tag for n in range(10_000))

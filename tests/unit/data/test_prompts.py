@@ -62,7 +62,7 @@ def reasons(path: Path, **args: Any) -> list[str]:
     return [problem.removeprefix(f"{path}:") for problem in raised.value.problems]
 
 
-def test_a_row_becomes_a_prompt(tmp_path: Path) -> None:
+def test_rows_become_a_sequence_of_prompts(tmp_path: Path) -> None:
     path = dataset(tmp_path, {"id": "x", "level": 3, "sources": ["a"]}, {"id": 7, "solution": {"any": [1.5, None]}})
     first, second = load(path)
     assert (first.id, first.tag, first.ground_truth, first.prompt_ids) == ("x", "math", "2", None)
@@ -70,6 +70,9 @@ def test_a_row_becomes_a_prompt(tmp_path: Path) -> None:
     assert first.extra_info == {"level": 3, "sources": ["a"]}
     assert second.id == "7" and second.ground_truth == {"any": [1.5, None]}
     assert pickle.loads(pickle.dumps(first)) == first
+    prompts = load(dataset(tmp_path, {"id": "a"}, {"id": "b"}, {"id": "c"}))
+    assert len(prompts) == 3 and [p.id for p in prompts[1:]] == ["b", "c"] and prompts[-1].id == "c"
+    assert [p.id for p in pickle.loads(pickle.dumps(prompts))] == ["a", "b", "c"]
 
 
 def test_columns_have_other_names_and_rows_without_id_are_named_by_their_place(tmp_path: Path) -> None:
@@ -269,16 +272,13 @@ def test_the_filter_keeps_sources_and_difficulties(tmp_path: Path) -> None:
     assert (report.rows, report.filtered, report.prompts) == (12, 8, 4)
 
 
-def test_the_filter_reads_dotted_columns_and_numbers_in_text(tmp_path: Path) -> None:
+def test_the_filter_reads_dotted_columns_and_numbers_in_text_and_nothing_of_what_it_leaves_out(tmp_path: Path) -> None:
     path = dataset(tmp_path, {"meta": {"level": "1.5"}}, {"meta": {"level": 3}}, {"meta": {"level": "nan"}})
     rules = {"difficulty_column": "meta.level", "min_difficulty": 2}
     assert reasons(path, dataset_filter=rules) == ["3: column 'meta.level': 'nan', expected a number"]
     assert reasons(path, dataset_filter={"source": "x"})[0].startswith("1: no column 'source', the row has")
     path = dataset(tmp_path, {"meta": {"level": "1.5"}}, {"meta": {"level": 3}})
     assert len(load(path, dataset_filter=rules)) == 1
-
-
-def test_rows_that_are_filtered_out_may_be_of_another_shape(tmp_path: Path) -> None:
     path = dataset(tmp_path, {"source": "a"}, {"source": "b", "prompt": None, "tag": "unknown"})
     assert len(load(path, dataset_filter={"source": "a"}, allowed_tags={"math"})) == 1
 
@@ -376,14 +376,11 @@ def broken(data_args: DataArguments, seed: int) -> list[Any]:
     return [{"prompt": "fine", "tag": "math", "solution": None}, 3, {"prompt": "x", "extra": object()}]
 
 
-def test_a_dataset_class_takes_the_place_of_files() -> None:
+def test_a_dataset_class_takes_the_place_of_files_and_may_be_in_one(tmp_path: Path) -> None:
     name = f"{__name__}:addition"
     prompts = load(dataset_cls=name, default_tag="sums", seed=40)
     assert [(p.id, p.tag, p.ground_truth) for p in prompts] == [(f"{name}:{n}", "sums", 39 + n) for n in (1, 2, 3)]
     assert json.dumps(prompts[0].ground_truth) == "40" and prompts[2].messages[0]["content"] == "40+2="
-
-
-def test_a_dataset_class_may_be_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "rows.py").write_text(
         "def rows(data_args, seed):\n    return [{'prompt': 'x', 'solution': seed, 'tag': 't'}]\n"
     )
@@ -402,12 +399,6 @@ def test_mistakes_of_a_dataset_class_have_their_row() -> None:
     ]
     with pytest.raises(UnknownNameError, match=r"data_args\.dataset_cls .*did you mean 'addition'"):
         load(dataset_cls=f"{__name__}:adition")
-
-
-def test_a_dataset_is_a_sequence_of_prompts(tmp_path: Path) -> None:
-    prompts = load(dataset(tmp_path, {"id": "a"}, {"id": "b"}, {"id": "c"}))
-    assert len(prompts) == 3 and [p.id for p in prompts[1:]] == ["b", "c"] and prompts[-1].id == "c"
-    assert [p.id for p in pickle.loads(pickle.dumps(prompts))] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
@@ -435,16 +426,13 @@ def test_rules_between_the_keys(args: dict[str, Any], problem: str | None) -> No
     assert problem is None or re.search(problem, str(found[0]))
 
 
-def test_rules_of_the_filter() -> None:
+def test_rules_of_the_filter_and_of_the_columns() -> None:
     args = DataArguments(dataset_filter={"min_difficulty": 2, "max_difficulty": 1})
     (problem,) = args.dataset_filter.problems()
     assert str(problem) == "min_difficulty: seen 2.0, expected at most max_difficulty = 1.0"
     assert list(DataArguments(dataset_filter={"source": [""]}).dataset_filter.problems())
     with pytest.raises(ValueError, match="prompt_overflow"):
         DataArguments(prompt_overflow="middle")
-
-
-def test_loading_without_a_dataset_is_an_error() -> None:
     for args, message in (
         ({"prompt": "p"}, "data_args.file_name: seen null, expected files"),
         ({"file_name": "x.jsonl"}, "data_args.prompt: seen null"),

@@ -170,13 +170,10 @@ def test_sampled_ids_stay_although_the_tokenizer_would_merge_them() -> None:
     assert len(history) > len(whole(tokenizer, messages))
 
 
-def test_nothing_sampled_is_closed_too() -> None:
+def test_nothing_sampled_is_closed_too_and_words_like_the_placeholder_are_ordinary_words() -> None:
     renderer = ChatRenderer(TOKENIZERS["tiny"])
     added = renderer.continuation([{"role": "user", "content": "b"}], np.zeros(0, dtype=np.int64))
     assert str(TOKENIZERS["tiny"].decode(added)).startswith("<|im_end|>\n<|im_start|>user\n")
-
-
-def test_words_that_look_like_the_placeholder_are_ordinary_words() -> None:
     tokenizer = TOKENIZERS["tiny"]
     renderer = ChatRenderer(tokenizer)
     nasty = _SENTINEL
@@ -258,13 +255,15 @@ def test_a_conversation_can_grow_under_a_named_template(name: str) -> None:
     assert grown.tolist() == renderer.prompt(messages).tolist()
 
 
-def test_a_tokenizer_without_a_first_token_gets_none() -> None:
+def test_a_tokenizer_without_a_first_token_gets_none_and_decode_leaves_out_the_markers() -> None:
     tokenizer = make_tokenizer()
     assert tokenizer.bos_token is None
     assert tokenizer.decode(ChatRenderer(tokenizer, "llama3").prompt(TURNS)).startswith("<|start_header_id|>user")
+    tokenizer = TOKENIZERS["llama"]
+    assert ChatRenderer(tokenizer).decode(encode(tokenizer, " left , right <|eot_id|>")) == " left , right "
 
 
-def test_a_missing_template_is_told_at_once() -> None:
+def test_a_missing_template_or_one_without_the_assistants_words_is_told_at_once() -> None:
     bare = make_tokenizer()
     bare.chat_template = None
     with pytest.raises(ValueError, match=r"data_args.template is 'native', but the tokenizer has no chat template"):
@@ -273,19 +272,11 @@ def test_a_missing_template_is_told_at_once() -> None:
         ChatRenderer(TOKENIZERS["tiny"], "no/such/file")
     with pytest.raises(ValueError, match=r"'qwen3' is neither .* a named template \(chatml, .*did you mean 'qwen2'\?"):
         ChatRenderer(TOKENIZERS["tiny"], "qwen3")
-
-
-def test_a_template_without_the_assistants_words_cannot_be_continued() -> None:
     renderer = ChatRenderer(
         TOKENIZERS["tiny"], "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     )
     with pytest.raises(ValueError, match="drops the assistant's words"):
         renderer.continuation([{"role": "user", "content": "b"}], np.zeros(0, dtype=np.int64))
-
-
-def test_decode_leaves_out_the_markers() -> None:
-    tokenizer = TOKENIZERS["llama"]
-    assert ChatRenderer(tokenizer).decode(encode(tokenizer, " left , right <|eot_id|>")) == " left , right "
 
 
 def test_a_rendered_prompt_is_remembered_and_cannot_be_changed() -> None:

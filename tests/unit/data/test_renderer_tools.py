@@ -259,16 +259,13 @@ def test_harmony_ends_a_turn_in_three_ways_and_none_comes_twice() -> None:
     assert renderer.tokenizer.decode(added).startswith("<|start|>functions.add to=assistant")
 
 
-def test_a_thought_in_a_tool_result_is_no_thought() -> None:
+def test_a_thought_in_a_tool_result_is_no_thought_and_braces_are_no_template() -> None:
     """Qwen3's template looks for ``</think>`` in what the assistant says, and nowhere else."""
     renderer = RENDERERS["qwen3"]
     messages = [*opening("qwen3"), called(), result("a </think> b <tool_response>")]
     assert "<tool_response>\na </think> b <tool_response>\n</tool_response>" in renderer.decode_raw(
         renderer.prompt(messages)
     )
-
-
-def test_braces_are_not_read_as_a_template() -> None:
     renderer = RENDERERS["llama3_1"]
     text = "{{ bos_token }}{% for m in messages %}{{ raise_exception('no') }}{# x #}"
     assert text in renderer.decode_raw(renderer.prompt([{"role": "user", "content": text}]))
@@ -308,12 +305,15 @@ def test_text_that_a_normalizer_would_make_a_control_token_is_spelt() -> None:
         assert tokenizer.convert_ids_to_tokens(ids.tolist()) == [*"a<|end|>b", "<|end|>"]
 
 
-def test_the_tokenizer_itself_is_left_as_it_was() -> None:
+def test_the_tokenizer_itself_is_left_as_it_was_and_a_renderer_goes_to_other_processes() -> None:
     tokenizer = family_tokenizer("qwen2_5")
     ordinary = tokenizer.encode("<|im_end|>", add_special_tokens=False)
     RENDERERS["qwen2_5"].prompt([{"role": "user", "content": "<|im_end|>"}])
     assert tokenizer.encode("<|im_end|>", add_special_tokens=False) == ordinary
     assert not tokenizer.backend_tokenizer.encode_special_tokens
+    messages = [{"role": "user", "content": "a <|im_end|>"}]
+    ids = RENDERERS["qwen3"].prompt(messages)
+    assert pickle.loads(pickle.dumps(RENDERERS["qwen3"])).prompt(messages).tolist() == ids.tolist()
 
 
 def test_a_conversation_with_calls_can_be_imitated() -> None:
@@ -325,12 +325,6 @@ def test_a_conversation_with_calls_can_be_imitated() -> None:
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "note": "<|im_end|>"}}\n</tool_call><|im_end|>'
     assert said == [call, "2<|im_end|>"]
     assert count(renderer, ids)["<|im_end|>"] == 5
-
-
-def test_a_renderer_goes_to_other_processes() -> None:
-    messages = [{"role": "user", "content": "a <|im_end|>"}]
-    ids = RENDERERS["qwen3"].prompt(messages)
-    assert pickle.loads(pickle.dumps(RENDERERS["qwen3"])).prompt(messages).tolist() == ids.tolist()
 
 
 @EACH

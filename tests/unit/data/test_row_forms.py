@@ -6,7 +6,7 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pytest
@@ -26,12 +26,8 @@ from tests.support.chat_families import family_tokenizer
 RENDERER = ChatRenderer(family_tokenizer("qwen3"))
 Row = Mapping[str, Any]
 
-M, PR, PC, TALK = (
-    {"messages": "m"},
-    {"prompt": "q", "response": "r"},
-    {"prompt": "p", "response": "c"},
-    {"messages": "p", "response": "c"},
-)
+M, PR = {"messages": "m"}, {"prompt": "q", "response": "r"}
+PC, TALK = {"prompt": "p", "response": "c"}, {"messages": "p", "response": "c"}
 ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
 
 
@@ -59,199 +55,173 @@ PLAIN = [user(), says()]
 TWO = [user(), says(), user("2+2?"), says("4")]
 THINKS = [user(), says(reasoning_content="one and one")]
 USES = [user(), says("", tool_calls=[called()]), result(), says("two")]
+BOTH = (1, 3)
+"""Answers of ``TWO`` and ``USES``."""
 
-ACCEPTED: list[tuple[str, Row, dict[str, str], Sequence[Row], Sequence[int], Any]] = [
-    # name, row, keys, the same conversation, what of it is learned, tools
-    ("openai", {"m": PLAIN}, M, PLAIN, [1], None),
-    ("system", {"m": [SYSTEM, *PLAIN]}, M, [SYSTEM, *PLAIN], [2], None),
-    ("capitals", {"m": [{**user(), "role": "User"}, {**says(), "role": "ASSISTANT"}]}, M, PLAIN, [1], None),
-    ("developer", {"m": [{**SYSTEM, "role": "developer"}, *PLAIN]}, M, [SYSTEM, *PLAIN], [2], None),
-    ("json text", {"m": json.dumps(PLAIN)}, M, PLAIN, [1], None),
-    ("several turns", {"m": TWO}, M, TWO, [1, 3], None),
-    ("assistant first", {"m": [says("Hi."), *PLAIN]}, M, [says("Hi."), *PLAIN], [0, 2], None),
-    ("assistant alone", {"m": [says()]}, M, [says()], [0], None),
-    ("sharegpt", {"m": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]}, M, PLAIN, [1], None),
-    (
+
+class Form(NamedTuple):
+    """A row that is read as the conversation ``same``."""
+
+    name: str
+    row: Row
+    keys: dict[str, str] = M
+    same: Sequence[Row] = PLAIN
+    learned: Sequence[int] = (1,)
+    tools: Any = None
+
+
+def talk(name: str, messages: Any, **more: Any) -> Form:
+    """A row with nothing but its messages."""
+    return Form(name, {"m": messages}, **more)
+
+
+ACCEPTED = [
+    talk("openai", PLAIN),
+    talk("system", [SYSTEM, *PLAIN], same=[SYSTEM, *PLAIN], learned=[2]),
+    talk("capitals", [{**user(), "role": "User"}, {**says(), "role": "ASSISTANT"}]),
+    talk("developer", [{**SYSTEM, "role": "developer"}, *PLAIN], same=[SYSTEM, *PLAIN], learned=[2]),
+    talk("json text", json.dumps(PLAIN)),
+    talk("several turns", TWO, same=TWO, learned=BOTH),
+    talk("assistant first", [says("Hi."), *PLAIN], same=[says("Hi."), *PLAIN], learned=[0, 2]),
+    talk("assistant alone", [says()], same=[says()], learned=[0]),
+    talk("sharegpt", [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]),
+    talk(
         "sharegpt system",
-        {
-            "m": [
-                {"from": "system", "value": "Be brief."},
-                {"from": "user", "value": "1+1?"},
-                {"from": "chatgpt", "value": "2"},
-            ]
-        },
-        M,
-        [SYSTEM, *PLAIN],
-        [2],
-        None,
+        [
+            {"from": "system", "value": "Be brief."},
+            {"from": "user", "value": "1+1?"},
+            {"from": "chatgpt", "value": "2"},
+        ],
+        same=[SYSTEM, *PLAIN],
+        learned=[2],
     ),
-    (
+    talk(
         "sharegpt tools",
-        {
-            "m": [
-                {"from": "human", "value": "1+1?"},
-                {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
-                {"from": "observation", "value": "2"},
-                {"from": "gpt", "value": "two"},
-            ]
-        },
-        M,
-        USES,
-        [1, 3],
-        None,
+        [
+            {"from": "human", "value": "1+1?"},
+            {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+            {"from": "observation", "value": "2"},
+            {"from": "gpt", "value": "two"},
+        ],
+        same=USES,
+        learned=BOTH,
     ),
-    (
-        "roles of sharegpt",
-        {"m": [{"role": "human", "content": "1+1?"}, {"role": "model", "content": "2"}]},
-        M,
-        PLAIN,
-        [1],
-        None,
-    ),
-    ("from beside null role", {"m": [{"role": None, "from": "human", "value": "1+1?"}, says()]}, M, PLAIN, [1], None),
-    (
+    talk("roles of sharegpt", [{"role": "human", "content": "1+1?"}, {"role": "model", "content": "2"}]),
+    talk("from beside null role", [{"role": None, "from": "human", "value": "1+1?"}, says()]),
+    talk(
         "text parts",
-        {
-            "m": [
-                user([{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]),
-                says([{"type": "text", "text": "2"}]),
-            ]
-        },
-        M,
-        PLAIN,
-        [1],
-        None,
+        [user([{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]), says([{"type": "text", "text": "2"}])],
     ),
-    ("parts as strings", {"m": [user(["1+", "1?"]), says()]}, M, PLAIN, [1], None),
-    (
+    talk("parts as strings", [user(["1+", "1?"]), says()]),
+    talk(
         "responses parts",
-        {"m": [user([{"type": "input_text", "text": "1+1?"}]), says([{"type": "output_text", "text": "2"}])]},
-        M,
-        PLAIN,
-        [1],
-        None,
+        [user([{"type": "input_text", "text": "1+1?"}]), says([{"type": "output_text", "text": "2"}])],
     ),
-    (
-        "parts with nulls",
-        {"m": [user([{"type": "text", "text": "1+1?", "image_url": None}]), says()]},
-        M,
-        PLAIN,
-        [1],
-        None,
-    ),
-    (
+    talk("parts with nulls", [user([{"type": "text", "text": "1+1?", "image_url": None}]), says()]),
+    talk(
         "thinking part",
-        {"m": [user(), says([{"type": "thinking", "thinking": "one and one"}, {"type": "text", "text": "2"}])]},
-        M,
-        THINKS,
-        [1],
-        None,
+        [user(), says([{"type": "thinking", "thinking": "one and one"}, {"type": "text", "text": "2"}])],
+        same=THINKS,
     ),
-    ("reasoning_content", {"m": THINKS}, M, THINKS, [1], None),
-    ("reasoning", {"m": [user(), says(reasoning="one and one")]}, M, THINKS, [1], None),
-    ("thinking", {"m": [user(), says(thinking="one and one")]}, M, THINKS, [1], None),
-    ("null reasoning", {"m": [user(), says(reasoning_content=None, thinking="")]}, M, PLAIN, [1], None),
-    ("inline reasoning", {"m": [user(), says("<think>\none and one\n</think>\n\n2")]}, M, THINKS, [1], None),
-    ("tool calls", {"m": USES}, M, USES, [1, 3], None),
-    ("null content", {"m": [user(), says(None, tool_calls=[called()]), *USES[2:]]}, M, USES, [1, 3], None),
-    ("no content", {"m": [user(), {"role": "assistant", "tool_calls": [called()]}, *USES[2:]]}, M, USES, [1, 3], None),
-    ("arguments as text", {"m": [user(), says("", tool_calls=[called('{"a": 1}')]), *USES[2:]]}, M, USES, [1, 3], None),
-    (
+    talk("reasoning_content", THINKS, same=THINKS),
+    talk("reasoning", [user(), says(reasoning="one and one")], same=THINKS),
+    talk("thinking", [user(), says(thinking="one and one")], same=THINKS),
+    talk("null reasoning", [user(), says(reasoning_content=None, thinking="")]),
+    talk("inline reasoning", [user(), says("<think>\none and one\n</think>\n\n2")], same=THINKS),
+    talk("tool calls", USES, same=USES, learned=BOTH),
+    talk("null content", [user(), says(None, tool_calls=[called()]), *USES[2:]], same=USES, learned=BOTH),
+    talk("no content", [user(), {"role": "assistant", "tool_calls": [called()]}, *USES[2:]], same=USES, learned=BOTH),
+    talk("arguments as text", [user(), says("", tool_calls=[called('{"a": 1}')]), *USES[2:]], same=USES, learned=BOTH),
+    talk(
         "no arguments",
-        {"m": [user(), says("", tool_calls=[{"function": {"name": "add", "arguments": ""}}])]},
-        M,
-        [user(), says("", tool_calls=[called({})])],
-        [1],
-        None,
+        [user(), says("", tool_calls=[{"function": {"name": "add", "arguments": ""}}])],
+        same=[user(), says("", tool_calls=[called({})])],
     ),
-    (
+    talk(
         "bare calls",
-        {"m": [user(), says("", tool_calls=[{"name": "add", "arguments": {"a": 1}}]), *USES[2:]]},
-        M,
-        USES,
-        [1, 3],
-        None,
+        [user(), says("", tool_calls=[{"name": "add", "arguments": {"a": 1}}]), *USES[2:]],
+        same=USES,
+        learned=BOTH,
     ),
-    ("calls as text", {"m": [user(), says("", tool_calls=json.dumps([called()])), *USES[2:]]}, M, USES, [1, 3], None),
-    (
+    talk("calls as text", [user(), says("", tool_calls=json.dumps([called()])), *USES[2:]], same=USES, learned=BOTH),
+    talk(
         "function_call",
-        {
-            "m": [
-                user(),
-                says(None, function_call={"name": "add", "arguments": '{"a": 1}'}),
-                {"role": "function", "name": "add", "content": "2"},
-                says("two"),
-            ]
-        },
-        M,
-        USES,
-        [1, 3],
-        None,
+        [
+            user(),
+            says(None, function_call={"name": "add", "arguments": '{"a": 1}'}),
+            {"role": "function", "name": "add", "content": "2"},
+            says("two"),
+        ],
+        same=USES,
+        learned=BOTH,
     ),
-    ("null function_call", {"m": [user(), says(function_call=None)]}, M, PLAIN, [1], None),
-    ("empty tool_calls", {"m": [user(), says(tool_calls=[])]}, M, PLAIN, [1], None),
-    ("null tool_calls", {"m": [user(tool_calls=None), says(tool_calls=None)]}, M, PLAIN, [1], None),
-    ("last says by calls", {"m": USES[:2]}, M, USES[:2], [1], None),
-    (
+    talk("null function_call", [user(), says(function_call=None)]),
+    talk("empty tool_calls", [user(), says(tool_calls=[])]),
+    talk("null tool_calls", [user(tool_calls=None), says(tool_calls=None)]),
+    talk("last says by calls", USES[:2], same=USES[:2]),
+    talk(
         "numbered call",
-        {"m": [user(), says("", tool_calls=[called(id=7, index=0)]), result(tool_call_id=7), says("two")]},
-        M,
-        USES,
-        [1, 3],
-        None,
+        [user(), says("", tool_calls=[called(id=7, index=0)]), result(tool_call_id=7), says("two")],
+        same=USES,
+        learned=BOTH,
     ),
-    ("tools", {"m": USES, "tools": TOOLS}, M, USES, [1, 3], TOOLS),
-    ("bare tools", {"m": USES, "tools": [FUNCTION]}, M, USES, [1, 3], TOOLS),
-    ("tools as text", {"m": USES, "tools": json.dumps(TOOLS)}, M, USES, [1, 3], TOOLS),
-    ("tools as texts", {"m": USES, "tools": [json.dumps(TOOLS[0])]}, M, USES, [1, 3], TOOLS),
-    (
+    Form("tools", {"m": USES, "tools": TOOLS}, same=USES, learned=BOTH, tools=TOOLS),
+    Form("bare tools", {"m": USES, "tools": [FUNCTION]}, same=USES, learned=BOTH, tools=TOOLS),
+    Form("tools as text", {"m": USES, "tools": json.dumps(TOOLS)}, same=USES, learned=BOTH, tools=TOOLS),
+    Form("tools as texts", {"m": USES, "tools": [json.dumps(TOOLS[0])]}, same=USES, learned=BOTH, tools=TOOLS),
+    Form(
         "parameters as text",
         {"m": USES, "tools": [{**FUNCTION, "parameters": json.dumps(FUNCTION["parameters"])}]},
-        M,
-        USES,
-        [1, 3],
-        TOOLS,
+        same=USES,
+        learned=BOTH,
+        tools=TOOLS,
     ),
-    ("older functions", {"m": USES, "functions": [FUNCTION]}, M, USES, [1, 3], TOOLS),
-    ("tools of another name", {"m": USES, "f": TOOLS}, M | {"tools": "f"}, USES, [1, 3], TOOLS),
-    ("no tools", {"m": PLAIN, "tools": []}, M, PLAIN, [1], None),
-    ("null tools", {"m": PLAIN, "tools": None}, M, PLAIN, [1], None),
-    ("empty tools text", {"m": PLAIN, "tools": ""}, M, PLAIN, [1], None),
-    ("functions of another kind", {"m": PLAIN, "functions": ["sin", "cos"]}, M, PLAIN, [1], None),
-    ("weight", {"m": [user(), says(weight=0), user("2+2?"), says("4", weight=1)]}, M, TWO, [3], None),
-    ("weight 1.0", {"m": [user(weight=None), says(weight=1.0)]}, M, PLAIN, [1], None),
-    ("weight 0 of a user", {"m": [user(weight=0), says()]}, M, PLAIN, [1], None),
-    ("train", {"m": [user(train=False), says(train=True), user("2+2?"), says("4", train=False)]}, M, TWO, [1], None),
-    ("training", {"m": [user(), says(training=False), user("2+2?"), says("4")]}, M, TWO, [3], None),
-    ("loss", {"m": [user(), says(loss=False), user("2+2?"), says("4", loss=True)]}, M, TWO, [3], None),
-    ("empty answers", {"m": [user(), says(""), user("2+2?"), says("4")]}, M, [user(), says(""), *TWO[2:]], [3], None),
-    ("prompt and response", {"q": "1+1?", "r": "2"}, PR, PLAIN, [1], None),
-    ("alpaca", {"instruction": "1+1?", "input": "", "output": "2"}, ALPACA, PLAIN, [1], None),
-    (
+    Form("older functions", {"m": USES, "functions": [FUNCTION]}, same=USES, learned=BOTH, tools=TOOLS),
+    Form(
+        "tools of another name", {"m": USES, "f": TOOLS}, keys=M | {"tools": "f"}, same=USES, learned=BOTH, tools=TOOLS
+    ),
+    Form("no tools", {"m": PLAIN, "tools": []}),
+    Form("null tools", {"m": PLAIN, "tools": None}),
+    Form("empty tools text", {"m": PLAIN, "tools": ""}),
+    Form("functions of another kind", {"m": PLAIN, "functions": ["sin", "cos"]}),
+    talk("weight", [user(), says(weight=0), user("2+2?"), says("4", weight=1)], same=TWO, learned=[3]),
+    talk("weight 1.0", [user(weight=None), says(weight=1.0)]),
+    talk("weight 0 of a user", [user(weight=0), says()]),
+    talk("train", [user(train=False), says(train=True), user("2+2?"), says("4", train=False)], same=TWO),
+    talk("training", [user(), says(training=False), user("2+2?"), says("4")], same=TWO, learned=[3]),
+    talk("loss", [user(), says(loss=False), user("2+2?"), says("4", loss=True)], same=TWO, learned=[3]),
+    talk("empty answers", [user(), says(""), user("2+2?"), says("4")], same=[user(), says(""), *TWO[2:]], learned=[3]),
+    Form("prompt and response", {"q": "1+1?", "r": "2"}, keys=PR),
+    Form("alpaca", {"instruction": "1+1?", "input": "", "output": "2"}, keys=ALPACA),
+    Form(
         "alpaca with input",
         {"instruction": "Add.", "input": "1+1?", "output": "2"},
-        ALPACA,
-        [user("Add.\n1+1?"), says()],
-        [1],
-        None,
+        keys=ALPACA,
+        same=[user("Add.\n1+1?"), says()],
     ),
-    ("prompt and completion", {"p": "1+1?", "c": "2"}, PC, PLAIN, [1], None),
-    ("conversational", {"p": [user()], "c": [says()]}, PC, PLAIN, [1], None),
-    ("conversational, a message", {"p": [user()], "c": says()}, PC, PLAIN, [1], None),
-    ("conversation and text", {"p": [SYSTEM, user()], "c": "2"}, PC, [SYSTEM, *PLAIN], [2], None),
-    ("text and conversation", {"p": "1+1?", "c": [says()]}, PC, PLAIN, [1], None),
-    ("messages and completion", {"p": [user()], "c": [says()]}, TALK, PLAIN, [1], None),
-    ("completion alone is learned", {"p": TWO[:3], "c": "4"}, PC, TWO, [3], None),
-    ("completion with tools", {"p": [user()], "c": USES[1:]}, PC, USES, [1, 3], None),
-    ("whole messages beside a response", {"m": PLAIN, "r": "9"}, M | {"response": "r"}, PLAIN, [1], None),
-    ("system column", {"q": "1+1?", "r": "2", "s": "Be brief."}, PR | {"system": "s"}, [SYSTEM, *PLAIN], [2], None),
-    ("null system column", {"q": "1+1?", "r": "2", "s": None}, PR | {"system": "s"}, PLAIN, [1], None),
-    ("dotted", {"data": {"q": "1+1?", "r": "2"}}, {"prompt": "data.q", "response": "data.r"}, PLAIN, [1], None),
-    ("null id", {"id": None, "m": PLAIN}, M, PLAIN, [1], None),
-    ("float id", {"id": 1.5, "m": PLAIN}, M, PLAIN, [1], None),
-    ("nested id", {"id": {"a": 1}, "m": PLAIN}, M, PLAIN, [1], None),
-    ("nested column", {"m": PLAIN, "x": {"a": [{"b": None}]}}, M, PLAIN, [1], None),
-    ("unknown message keys", {"m": [user(score=0.5, at={"x": [1]}), says(model="y")]}, M, PLAIN, [1], None),
+    Form("prompt and completion", {"p": "1+1?", "c": "2"}, keys=PC),
+    Form("conversational", {"p": [user()], "c": [says()]}, keys=PC),
+    Form("conversational, a message", {"p": [user()], "c": says()}, keys=PC),
+    Form("conversation and text", {"p": [SYSTEM, user()], "c": "2"}, keys=PC, same=[SYSTEM, *PLAIN], learned=[2]),
+    Form("text and conversation", {"p": "1+1?", "c": [says()]}, keys=PC),
+    Form("messages and completion", {"p": [user()], "c": [says()]}, keys=TALK),
+    Form("completion alone is learned", {"p": TWO[:3], "c": "4"}, keys=PC, same=TWO, learned=[3]),
+    Form("completion with tools", {"p": [user()], "c": USES[1:]}, keys=PC, same=USES, learned=BOTH),
+    Form("whole messages beside a response", {"m": PLAIN, "r": "9"}, keys=M | {"response": "r"}),
+    Form(
+        "system column",
+        {"q": "1+1?", "r": "2", "s": "Be brief."},
+        keys=PR | {"system": "s"},
+        same=[SYSTEM, *PLAIN],
+        learned=[2],
+    ),
+    Form("null system column", {"q": "1+1?", "r": "2", "s": None}, keys=PR | {"system": "s"}),
+    Form("dotted", {"data": {"q": "1+1?", "r": "2"}}, keys={"prompt": "data.q", "response": "data.r"}),
+    Form("null id", {"id": None, "m": PLAIN}),
+    Form("float id", {"id": 1.5, "m": PLAIN}),
+    Form("nested id", {"id": {"a": 1}, "m": PLAIN}),
+    Form("nested column", {"m": PLAIN, "x": {"a": [{"b": None}]}}),
+    talk("unknown message keys", [user(score=0.5, at={"x": [1]}), says(model="y")]),
 ]
 
 REFUSED: list[tuple[Row, dict[str, str], str]] = [
@@ -329,11 +299,10 @@ def rows_of(data: Conversations) -> list[tuple[list[int], list[bool]]]:
     return [(tokens.tolist(), mask.tolist()) for tokens, mask in parts]
 
 
-@pytest.mark.parametrize("case", ACCEPTED, ids=[case[0] for case in ACCEPTED])
-def test_a_form_is_read_as_the_same_conversation_in_openais(tmp_path: Path, case: Any) -> None:
-    _, row, keys, messages, learned, tools = case
-    data = load(write(tmp_path / "data.jsonl", [row]), keys)
-    expected = RENDERER.rows(messages, learned, tools)
+@pytest.mark.parametrize("form", ACCEPTED, ids=[form.name for form in ACCEPTED])
+def test_a_form_is_read_as_the_same_conversation_in_openais(tmp_path: Path, form: Form) -> None:
+    data = load(write(tmp_path / "data.jsonl", [form.row]), form.keys)
+    expected = RENDERER.rows(form.same, form.learned, form.tools)
     assert rows_of(data) == [(ids.tolist(), mask.tolist()) for ids, mask in expected]
 
 
@@ -346,10 +315,6 @@ def test_what_is_not_understood_is_refused_with_its_line(tmp_path: Path, case: A
         load(path, keys)
     assert caught.value.count == 1
     assert caught.value.problems[0].startswith(f"{path}:2: {reason}"), caught.value.problems[0]
-
-
-def test_the_table_is_large() -> None:
-    assert len(ACCEPTED) + len(REFUSED) >= 100
 
 
 def test_parquet_gives_every_row_and_message_the_keys_of_all(tmp_path: Path) -> None:
@@ -414,6 +379,7 @@ def test_marks_blank_lines_and_other_line_ends_are_no_rows(tmp_path: Path) -> No
     assert len(load(path, M).batch.samples) == 2
     path.write_text(f'{{"m": {json.dumps(PLAIN)}, "n": NaN, "huge": {"9" * 5000}}}\n')
     assert len(load(path, M).batch.samples) == 1
+    assert len(ACCEPTED) + len(REFUSED) >= 100
 
 
 def pairs(path: Path, keys: Mapping[str, Any]) -> Conversations:

@@ -32,14 +32,11 @@ def before_scores(data: Conversations) -> list[str]:
     return [RENDERER.tokenizer.decode(tokens[:index]) for index in mask[: data.batch.lengths_B[0]].nonzero()[:, 0]]
 
 
-def test_a_score_stands_behind_the_whole_conversation(tmp_path: Path) -> None:
+def test_a_score_stands_behind_the_whole_conversation_or_behind_each_step(tmp_path: Path) -> None:
     data = load(tmp_path, [{"ask": "a?", "answer": "b", "score": -1.5}], in_steps=False)
     talk = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
     assert before_scores(data) == [RENDERER.tokenizer.apply_chat_template(talk, tokenize=False)]
     assert data.batch.returns_T[data.batch.loss_mask_T].tolist() == [-1.5]
-
-
-def test_each_step_has_a_score_and_the_last_has_that_of_the_whole(tmp_path: Path) -> None:
     data = load(tmp_path, [{"ask": "a?", "steps": ["x ", "y"], "step_labels": [True, 0.25]}], in_steps=True)
     head = "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n"
     assert before_scores(data) == [head + "x ", head + "x y<|im_end|>\n"]

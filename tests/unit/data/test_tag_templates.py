@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from roll.configs.data import DataArguments
-from roll.configs.importers.convert import convert
-from roll.configs.importers.draft import Kind
 from roll.configs.loader import load_config
 from roll.configs.problems import ConfigErrors
 from roll.configs.rlvr import RLVRConfig
@@ -18,11 +16,13 @@ from roll.data.prompts import DataError
 from roll.data.renderer import ChatRenderer
 from roll.data.templates import TEMPLATES, ChatTemplate
 from roll.distributed.strategy.generation.model_outline import stop_token_ids
+from roll.extras.importers.convert import convert
+from roll.extras.importers.draft import Kind
 from roll.models.tiny import make_tokenizer
 from roll.pipeline.rlvr.datasets import load_datasets
 from roll.preflight.choices import CHECKS
-from tests.unit.configs.importers.test_import import FILES
 from tests.unit.configs.test_rlvr_config import MINIMAL
+from tests.unit.extras.importers.test_import import FILES
 
 TOKENIZER = make_tokenizer()
 QUOTED = "{% for m in messages %}{{ m['content'] }}{{ '!' if loud }}{% endfor %}{{ '<eos>' if add_generation_prompt }}"

@@ -13,7 +13,7 @@ import pytest
 from roll.agentic.tools.calculator import calculator
 from roll.agentic.tools.dialects import dialect
 from roll.demo.products import write_dataset
-from roll.rollout.python_tool import PythonTool
+from roll.extras.sandbox.python_tool import PythonTool
 
 COUNTS: dict[str, Any] = {"num_train": 300, "num_val": 100, "num_demonstrations": 1000}
 

@@ -15,13 +15,16 @@ def model_of(kind: type = AutoModelForCausalLM, **config: object):
         return kind.from_config(Qwen2Config(**shape, num_attention_heads=2, num_key_value_heads=1, **config))
 
 
-def test_a_prefix_is_a_whole_name() -> None:
+def test_a_prefix_is_a_whole_name_and_something_is_left_to_train() -> None:
     frozen = frozen_parameters(model_of(), ["model.layers.1"])
     assert frozen and {name.split(".")[2] for name in frozen} == {"1"}
     assert frozen_parameters(model_of(), ["model.norm.weight"]) == {"model.norm.weight"}
     for unknown in ("model.layers.", "layers.1", "model.layer"):
         with pytest.raises(UnknownPartError, match="the nearest: model"):
             frozen_parameters(model_of(), [unknown])
+    with pytest.raises(UnknownPartError, match="something left to train"):
+        frozen_parameters(model_of(tie_word_embeddings=True), ["model"])
+    assert frozen_parameters(model_of(AutoModel), ["model"], head=True)
 
 
 def test_a_tied_parameter_is_frozen_by_each_of_its_names() -> None:
@@ -37,9 +40,3 @@ def test_a_trunk_has_the_names_of_the_whole_model() -> None:
     still = {name for name, parameter in trunk.named_parameters() if not parameter.requires_grad}
     assert {name.split(".")[0] for name in still} == {"layers", "norm"}
     assert not any(name.startswith("layers.1") for name in still)
-
-
-def test_something_is_left_to_train() -> None:
-    with pytest.raises(UnknownPartError, match="something left to train"):
-        frozen_parameters(model_of(tie_word_embeddings=True), ["model"])
-    assert frozen_parameters(model_of(AutoModel), ["model"], head=True)

@@ -54,13 +54,10 @@ def test_the_list_is_what_is_measured(family: str) -> None:
         assert problem.partition("(")[0] == OTHERS[family].partition("(")[0]
 
 
-def test_every_family_is_in_the_list_and_every_model_of_the_tests_is_known() -> None:
+def test_every_family_is_in_the_list_which_the_documentation_shows() -> None:
     assert KNOWN.keys() | OTHERS.keys() == set(FAMILIES)
     for family in ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"):  # those that Megatron has, too
         assert family in KNOWN
-
-
-def test_the_documentation_shows_the_list() -> None:
     page = (Path(__file__).parents[3] / "docs" / "strategies.md").read_text(encoding="utf-8")
     shown = page.partition("<!-- packing: begin -->")[2].partition("<!-- packing: end -->")[0]
     right, *others = [set(re.findall(r"`([\w.-]+)`", line)) for line in shown.strip().splitlines()[2:]]
@@ -84,21 +81,16 @@ def test_an_entry_that_changes_who_sees_whom_counts(name: str) -> None:
     assert told in packing_problem(config) and packing_problem(tiny_config(family)) == ""
 
 
-def test_a_window_and_a_mixture_of_layers_are_fine_where_they_were_measured() -> None:
+def test_windows_and_mixtures_of_layers_are_fine_where_they_were_measured_and_other_classes_unknown() -> None:
     mixed = {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2), "use_sliding_window": True}
     assert packing_problem(tiny_config("qwen2", **mixed, sliding_window=8)) == ""
     assert packing_problem(tiny_config("mistral", sliding_window=None)) == ""
 
-
-def test_a_class_that_is_not_of_transformers_is_unknown() -> None:
     class OtherConfig(PreTrainedConfig):
         model_type = "other"
 
     assert packing_problem(OtherConfig()) == "has not been measured"
     assert "code of its own" in packing_problem(tiny_config("llama"), own_code=True)
-
-
-def test_kinds_of_values() -> None:
     assert kinds([1, 0]) == ["number"] and kinds(8) == ["number"] and kinds(True) == [True] and kinds(None) == [None]
     assert kinds({"a": {"rope_type": "yarn"}, "b": {"rope_type": "default"}}) == ["default", "yarn"]
     assert "sliding_window" in watched(tiny_config("mistral"))
@@ -136,14 +128,11 @@ def test_validation_refuses_a_packed_role_with_its_reason(hybrid: Path, strategy
     assert told["reference.use_sequence_packing"].startswith("false: qwen3_5_text lets the sequences of a row see")
 
 
-def test_loading_refuses_it_where_the_configuration_was_not_at_hand(hybrid: Path) -> None:
+def test_loading_refuses_it_where_the_configuration_was_not_at_hand(hybrid: Path, tmp_path: Path) -> None:
     for kind, name in ((Fsdp2Train, "fsdp2_train"), (Fsdp2Infer, "fsdp2_infer")):
         context = make_context(hybrid, name, worker={"use_sequence_packing": True})
         with pytest.raises(ValueError, match=r"actor_train\.use_sequence_packing: true, expected false: q"):
             kind(context).setup()
-
-
-def test_so_does_a_generator_that_scores(tmp_path: Path) -> None:
     tiny_model(tiny_config("nemotron")).save_pretrained(tmp_path)
     context = make_context(
         tmp_path, "hf_infer", worker={"use_sequence_packing": True}, role="reference", sequence_length=64

@@ -162,15 +162,12 @@ def test_a_first_token_has_a_top_k_of_its_own_and_the_others_theirs() -> None:
         assert tuple(len(part.unique()) for part in tokens_B.split(200)) == expected
 
 
-def test_greedy_takes_the_maximum_and_reports_temperature_one() -> None:
+def test_greedy_takes_the_maximum_and_the_ends_of_the_unit_interval_pick_possible_tokens() -> None:
     torch.manual_seed(0)
     logits = torch.randn(20, 30)
     tokens_B, logprobs_B = sample(logits, rows_of(20, temperature=0.0), draws_uniform(20))
     assert torch.equal(tokens_B, logits.argmax(-1))
     torch.testing.assert_close(logprobs_B, torch.log_softmax(logits, -1).max(-1).values)
-
-
-def test_the_ends_of_the_unit_interval_pick_possible_tokens() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]] * 2)
     ends = torch.tensor([2.0**-24, 1 - 2.0**-24])
     for rows in (rows_of(2), rows_of(2, top_k=3)):

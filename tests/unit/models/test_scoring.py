@@ -259,7 +259,7 @@ def test_gradient_of_the_kl_over_the_vocabulary_is_that_of_a_direct_one(
         assert (found.grad.double() - expected.grad).norm() < 3e-5 * expected.grad.norm()
 
 
-def test_hidden_states_are_kept_for_loss_tokens_alone() -> None:
+def test_hidden_states_are_kept_for_loss_tokens_alone_and_kl_needs_the_references_output_layer() -> None:
     batch = make_batch()
     hidden_TH = score_batch(TokenScorer(make_model(), needs=(logprobs, hidden_states)), batch, packing=True).hidden_TH
     assert hidden_TH.shape == (batch.num_tokens, 16) and hidden_TH.dtype == torch.float32
@@ -267,10 +267,6 @@ def test_hidden_states_are_kept_for_loss_tokens_alone() -> None:
     assert score_batch(
         TokenScorer(make_model(), needs=(logprobs, hidden_states)), batch.select([])
     ).hidden_TH.shape == (0, 16)
-
-
-def test_kl_without_the_references_output_layer_is_an_error() -> None:
-    batch = make_batch()
     with pytest.raises(ValueError, match="kl_penalty 'full'"):
         score_batch(
             TokenScorer(make_model(), needs=(KlToReference(),)),
@@ -286,15 +282,14 @@ def test_columns_of_any_name_travel_and_are_put_together() -> None:
     assert whole.logprobs_T.tolist() == [2.0, 0.0, 1.0] and whole.others["own_T"].tolist() == [4.0, 0.0, 2.0]
 
 
-def test_empty_batch_scores_to_nothing() -> None:
+def test_without_loss_tokens_scores_are_zero_and_without_an_output_layer_there_are_none() -> None:
     scores = score_batch(TokenScorer(make_model()), make_batch().select([]))
     assert scores.logprobs_T.shape == (0,)
-
-
-def test_batch_without_loss_tokens_scores_to_zeros() -> None:
     batch = make_batch()
     batch = batch.replace(loss_mask_T=torch.zeros_like(batch.loss_mask_T))
     assert not score_batch(TokenScorer(make_model()), batch).logprobs_T.any()
+    with pytest.raises(ValueError, match="no output layer"):
+        TokenScorer(make_model().base_model)
 
 
 def test_value_of_a_token_comes_from_the_state_before_it() -> None:
@@ -316,21 +311,13 @@ def test_fresh_value_head_predicts_zero_and_a_saved_one_is_found(tmp_path: Path)
     assert load_value_head(4, tmp_path)(torch.ones(1, 4)).item() == 5
 
 
-def test_model_without_output_layer_is_refused() -> None:
-    with pytest.raises(ValueError, match="no output layer"):
-        TokenScorer(make_model().base_model)
-
-
-def test_trunk_and_causal_lm_load_from_one_folder(tmp_path: Path) -> None:
+def test_trunk_and_causal_lm_load_from_one_folder_with_other_entries_of_the_configuration(tmp_path: Path) -> None:
     model = make_model()
     model.save_pretrained(tmp_path)
     loaded, trunk = (load_causal_lm(str(tmp_path), dtype=torch.float32, trunk=trunk) for trunk in (False, True))
     for name, parameter in trunk.named_parameters():
         assert torch.equal(parameter, model.get_parameter(f"model.{name}"))
         assert torch.equal(parameter, loaded.get_parameter(f"model.{name}"))
-
-
-def test_model_config_entries_can_be_replaced(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path)
     model = load_causal_lm(str(tmp_path), config_kwargs={"rms_norm_eps": 0.5})
     assert model.config.rms_norm_eps == 0.5

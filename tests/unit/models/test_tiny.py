@@ -76,13 +76,10 @@ def test_a_tokenizer_alone_needs_no_torch(tmp_path: Path) -> None:
     assert "transformers" in loaded.stdout.split() and "torch" not in loaded.stdout.split()
 
 
-def test_what_games_say_often_is_one_token() -> None:
+def test_what_games_say_often_is_one_token_each_and_chat_markers_are_special() -> None:
     for text in domain_tokens():
         ids = TOKENIZER.encode(text, add_special_tokens=False)
         assert (len(ids), TOKENIZER.decode(ids, skip_special_tokens=True)) == (1, text)
-
-
-def test_tokens_are_distinct_and_chat_markers_special() -> None:
     assert len(domain_tokens()) == len(set(domain_tokens()))
     assert len(TOKENIZER) == len(TOKENIZER.get_vocab()) == 256 + 4 + len(domain_tokens())
     assert TOKENIZER.decode(TOKENIZER.encode(f"{TURN_START}a{TURN_END}{END}{PAD}"), skip_special_tokens=True) == "a"

@@ -255,12 +255,26 @@ def shards(model: PreTrainedModel, tmp_path: Path) -> tuple[Path, list[Path], di
     return tmp_path, sorted(tmp_path.glob("model-*.safetensors")), index["weight_map"]
 
 
-def test_a_file_of_the_index_that_is_not_there_is_named(shards) -> None:
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        pytest.param(Path.unlink, rf"1 of the \d+ files that {INDEX} names are not there: ", id="a file is missing"),
+        pytest.param(
+            lambda file: shutil.copy(file, file.parent / "model-00099-of-00099.safetensors"),
+            r"seen model-00099-of-00099\.safetensors, that \S+index\.json does not name",
+            id="a file too many",
+        ),
+        pytest.param(
+            lambda file: shutil.copy(file, file.parent / "model.safetensors"),
+            r"seen both model\.safetensors and \S+index\.json, expected one model",
+            id="two models",
+        ),
+    ],
+)
+def test_files_that_are_not_those_of_the_index_are_refused(shards, damage: Callable[[Path], Any], reason: str) -> None:
     folder, files, _ = shards
-    files[0].unlink()
-    with pytest.raises(
-        ValueError, match=rf"1 of the {len(files)} files that {INDEX} names are not there: {files[0].name}"
-    ):
+    damage(files[0])
+    with pytest.raises(ValueError, match=reason):
         load_causal_lm(str(folder))
 
 
@@ -281,20 +295,6 @@ def test_a_tensor_in_two_files_is_refused(shards) -> None:
     first, second = load_file(files[0]), load_file(files[1])
     save_file({**second, name: first[name] + 1}, files[1])
     with pytest.raises(ValueError, match=f"{name} is in {files[0].name} and in {files[1].name}, expected in one file"):
-        WeightFiles(str(folder))
-
-
-def test_a_file_that_the_index_does_not_name_is_refused(shards) -> None:
-    folder, files, _ = shards
-    shutil.copy(files[0], folder / "model-00099-of-00099.safetensors")
-    with pytest.raises(ValueError, match=r"seen model-00099-of-00099\.safetensors, that \S+index\.json does not name"):
-        load_causal_lm(str(folder))
-
-
-def test_two_models_in_one_folder_are_refused(shards) -> None:
-    folder, files, _ = shards
-    shutil.copy(files[0], folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"seen both model\.safetensors and \S+index\.json, expected one model"):
         WeightFiles(str(folder))
 
 

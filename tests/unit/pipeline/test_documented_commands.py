@@ -19,7 +19,7 @@ from roll.pipeline.cli import main as start_script
 from roll.pipeline.programs import PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[3]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TOOLS = {".", "eval", "export", "openssl", "python3", "ray"}
 """Commands of others, which are not checked."""
 BESIDE = ("eval", "generate", "score", "chat", "export")

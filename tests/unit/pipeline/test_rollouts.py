@@ -43,14 +43,13 @@ def taken(caplog: pytest.LogCaptureFixture, *groups: RolloutGroup) -> str:
     return caplog.text
 
 
-def test_failed_episodes_and_late_tools_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_episodes_and_late_tools_are_told_and_nothing_where_all_went_well(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     late = group(0, tool_calls=3, call_timeouts=2)
     told = taken(caplog, late, group(1, ("broken: no disk",), tool_calls=4, call_timeouts=1), group(2))
     assert "broken: no disk" in told
     assert "3 of 7 tool calls took longer than their timeout" in told
-
-
-def test_nothing_is_told_where_all_went_well(caplog: pytest.LogCaptureFixture) -> None:
     assert taken(caplog, group(0), group(1, tool_calls=2, call_timeouts=0)) == ""
 
 

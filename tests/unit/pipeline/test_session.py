@@ -104,15 +104,12 @@ def test_a_run_that_ends_well_but_cannot_say_so_fails(tmp_path: Path, monkeypatc
         monkeypatch.setattr(os, "fsync", no_room)
 
 
-def test_what_failed_is_kept_whatever_its_words_are(tmp_path: Path) -> None:
+def test_what_failed_is_kept_whatever_its_words_are_and_the_page_names_the_runs_logs(tmp_path: Path) -> None:
     config = RunConfig(output_dir=str(tmp_path), exp_name="words")
     with pytest.raises(ValueError, match="no rows"), RunSession(config, time.time()) as session:
         raise ValueError("no rows in caf\udce9.jsonl")
     assert "no rows in caf\\udce9.jsonl" in (session.folder.logs / "traceback.txt").read_text()
     assert "no rows" in (session.renders / "index.html").read_text()
-
-
-def test_the_page_of_a_run_names_its_own_logs(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     config = RunConfig(output_dir=str(tmp_path), exp_name="page", logging_dir=str(logs), track_with=[])
 

@@ -82,13 +82,10 @@ def test_rows_that_the_run_would_refuse_are_problems(load: Load, tmp_path: Path,
     assert reason in problem.hint
 
 
-def test_hundreds_of_equal_problems_are_counted(load: Load, tmp_path: Path) -> None:
+def test_only_the_head_of_each_file_is_read_and_equal_problems_are_counted(load: Load, tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", *[row(tag="geometry")] * 300)
     _, (problem,) = check_data(load())
     assert problem.hint.endswith("and 295 more")
-
-
-def test_only_the_head_of_each_file_is_read(load: Load, tmp_path: Path) -> None:
     lines = [row(prompt=f"{number}+1=") for number in range(HEAD)]
     write(tmp_path / "train.jsonl", *lines, "{broken")
     lines_said, problems = check_data(load())

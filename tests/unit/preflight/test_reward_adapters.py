@@ -44,7 +44,7 @@ def test_an_adapter_is_trained(problems: Any, strategy: str) -> None:
     assert problems(strategy) == {}
 
 
-def test_an_adapter_of_a_language_model_is_no_start(problems: Any, tmp_path: Path) -> None:
+def test_an_adapter_of_a_language_model_or_one_that_adds_otherwise_is_no_start(problems: Any, tmp_path: Path) -> None:
     key, spec = f"{KEY}.adapter_name_or_path", LoraSpec(8, 16, ("q_proj", "down_proj"))
     write_adapter_config(tmp_path, spec, "base", NAMES, scores=True)
     assert problems("fsdp2_train", adapter_name_or_path=str(tmp_path)) == {}
@@ -52,9 +52,6 @@ def test_an_adapter_of_a_language_model_is_no_start(problems: Any, tmp_path: Pat
     assert (
         "task_type SEQ_CLS task_type: CAUSAL_LM in" in problems("fsdp2_train", adapter_name_or_path=str(tmp_path))[key]
     )
-
-
-def test_an_adapter_that_adds_otherwise_is_no_start(problems: Any, tmp_path: Path) -> None:
     write_adapter_config(tmp_path, LoraSpec(8, 16, ("q_proj", "down_proj")), "base", NAMES, scores=True)
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"use_rslora": True}))

@@ -106,12 +106,9 @@ def test_runs_with_tools_say_what_their_template_does(
     assert [line.removeprefix("chat template: ") for line in told] == lines
 
 
-def test_runs_whose_conversations_do_not_grow_say_nothing() -> None:
+def test_runs_whose_conversations_grow_say_what_their_template_does_and_others_nothing() -> None:
     assert describe_template(load("rlvr_math")) == describe_template(load("sft_math")) == []
     assert describe_template(load("agentic_sokoban")) == []
     traj = load("agentic_sokoban", "custom_envs.SimpleSokoban.env_manager_cls=traj")
     assert describe_template(traj) == ["chat template: append-only, speaks the tool dialect hermes"]
-
-
-def test_a_template_that_writes_no_calls_leaves_their_dialect_to_the_model() -> None:
     assert describe_template(load("rlvr_tools")) == ["chat template: append-only, speaks the tool dialect hermes"]

@@ -48,9 +48,13 @@ def test_an_answer_is_shown_with_its_system_prompt_and_why_it_ended(tmp_path):
     assert re.findall(r'data-name="end">([^<]*)<', page) == ["stop", "cut at the length limit", "sequence is full"]
 
 
-def test_a_right_answer_of_megabytes_is_shortened_like_any_other_text(tmp_path):
+def test_an_answer_of_megabytes_is_shortened_and_one_that_cost_too_much_says_so(tmp_path):
     page = save_answers([answer(0, "seven", None, "assert f() == 7\n" * 100_000, False)], tmp_path, 1).read_text()
     assert "1,580,000 more characters" in page and len(page) < 100_000
+    dear = answer(0, "9^9^9", None, "4", False)
+    dear.info["over_budget"] = "math: took more than 1 s of CPU time"
+    page = save_answers([dear, answer(1, "4", "4", "4", True)], tmp_path, 1).read_text()
+    assert page.count("over budget: math: took more than 1 s of CPU time") == 1
 
 
 def test_the_index_links_the_pages_newest_first_and_each_once(tmp_path):
@@ -66,10 +70,3 @@ def test_the_index_links_the_pages_newest_first_and_each_once(tmp_path):
 def test_a_run_without_answers_has_no_section_for_them(tmp_path):
     assert listed_answers(tmp_path) == []
     assert "Answers" not in render_index(tmp_path).read_text()
-
-
-def test_an_answer_that_cost_too_much_to_judge_says_so(tmp_path):
-    dear = answer(0, "9^9^9", None, "4", False)
-    dear.info["over_budget"] = "math: took more than 1 s of CPU time"
-    page = save_answers([dear, answer(1, "4", "4", "4", True)], tmp_path, 1).read_text()
-    assert page.count("over budget: math: took more than 1 s of CPU time") == 1

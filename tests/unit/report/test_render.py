@@ -99,12 +99,16 @@ def test_where_nobody_looks_for_an_action_none_is_not_called_invalid() -> None:
     assert [scene.left for scene in _scenes(episode())] == ["Down", "no valid action", "solved"]
 
 
-def test_without_pictures_the_observation_is_shown() -> None:
+def test_without_pictures_boards_or_turns_the_words_are_shown() -> None:
     page = Page(render_episode_html(episode()))
     assert not [tag for tag, _ in page.elements if tag == "img"]
     assert all(SOKOBAN in frame for frame in page.frames)
     told = Page(render_episode_html(episode(frames=("a dark cave", "a lake", "the end"))))
     assert "a dark cave" in told.frames[0] and SOKOBAN not in told.frames[0]
+    math = episode(turns=(turn("What is 2 + 2?", "4", "4", 1.0),), final_observation="")
+    assert "What is 2 + 2?" in Page(render_episode_html(math)).frames[0]
+    empty = episode(turns=(), end=EpisodeEnd.CONTEXT_FULL, success=False)
+    assert "out of context after 0 turns" in Page(render_episode_html(empty)).frames[0]
 
 
 def test_a_very_long_text_is_cut_and_says_so() -> None:
@@ -135,13 +139,6 @@ def test_a_page_needs_nothing_from_outside() -> None:
     assert "default-src 'none'" in text
 
 
-def test_an_episode_without_a_board_or_a_turn_is_shown_too() -> None:
-    math = episode(turns=(turn("What is 2 + 2?", "4", "4", 1.0),), final_observation="")
-    assert "What is 2 + 2?" in Page(render_episode_html(math)).frames[0]
-    empty = episode(turns=(), end=EpisodeEnd.CONTEXT_FULL, success=False)
-    assert "out of context after 0 turns" in Page(render_episode_html(empty)).frames[0]
-
-
 # GIFs
 
 
@@ -159,15 +156,12 @@ def test_a_gif_has_a_picture_per_turn_and_holds_the_last(tmp_path: Path) -> None
     assert durations[-1] > durations[0] > 0
 
 
-def test_equal_turns_keep_their_pictures_and_times(tmp_path: Path) -> None:
+def test_equal_turns_keep_their_pictures_and_times_and_a_long_episode_has_few(tmp_path: Path) -> None:
     """GIF writers merge equal pictures; the time that they are shown must add up all the same."""
     path = tmp_path / "still.gif"
     render_episode_gif(episode(turns=(turn("no board", "a", "a"),) * 4, final_observation="no board"), path)
     with Image.open(path) as gif:
         assert gif.n_frames == 5
-
-
-def test_a_long_episode_is_shown_in_few_pictures(tmp_path: Path) -> None:
     render_episode_gif(episode(turns=(turn("a", "b", "c"),) * 300), tmp_path / "long.gif")
     with Image.open(tmp_path / "long.gif") as gif:
         assert MAX_PICTURES // 2 < gif.n_frames <= MAX_PICTURES + 1
@@ -192,15 +186,12 @@ def test_odd_observations_can_be_drawn(tmp_path: Path, observation: str) -> None
 # Choosing, saving, listing
 
 
-def test_solved_and_unsolved_episodes_of_different_groups_are_chosen() -> None:
+def test_solved_unsolved_and_recorded_episodes_of_different_groups_are_chosen() -> None:
     episodes = [episode(group, member, success=group < 2) for group in range(4) for member in range(3)]
     chosen = choose_episodes(episodes, 4)
     assert [(t.group_id, t.success) for t in chosen] == [(0, True), (2, False), (1, True), (3, False)]
     assert len(choose_episodes(episodes, 100)) == 12 and choose_episodes(episodes, 0) == []
     assert [t.member for t in choose_episodes([episode(0, m) for m in range(3)], 2)] == [0, 1]
-
-
-def test_of_a_tag_with_pictures_the_recorded_episodes_are_chosen() -> None:
     episodes = [episode(group, frames=FRAMES if group < 2 else ()) for group in range(4)]
     episodes.append(episode(9, tag="Text", success=False))
     assert [t.group_id for t in choose_episodes(episodes, 4)] == [0, 9, 1]

@@ -71,22 +71,19 @@ def test_what_a_judge_says_depends_on_its_question_alone(judge: str) -> None:
     assert verdicts(warm) == verdicts(warm.model_copy(update={"max_concurrency": 8}))
 
 
-def test_words_without_a_score_are_an_error_after_all_attempts(judge: str) -> None:
+async def test_words_without_a_score_are_an_error_after_all_attempts(judge: str) -> None:
     reward = RewardConfig(
         tag_included=["sums"],
         retries=0,
         verifiers=[{"name": "judge", "args": settings(judge, score_pattern="never(.)", temperature=1.0)}],
     )
 
-    async def run() -> None:
-        scorer = DomainScorer("sums", reward, host=HostedGenerator)
-        try:
-            with pytest.raises(RewardError, match="cut off by max_tokens"):
-                await scorer.score(SAMPLES[0])
-        finally:
-            await scorer.close()
-
-    asyncio.run(run())
+    scorer = DomainScorer("sums", reward, host=HostedGenerator)
+    try:
+        with pytest.raises(RewardError, match="cut off by max_tokens"):
+            await scorer.score(SAMPLES[0])
+    finally:
+        await scorer.close()
     with pytest.raises(ValueError, match="needs a reward worker that hosts models"):
         DomainScorer("sums", reward)
 

@@ -95,13 +95,10 @@ def test_the_score_is_the_share_or_all_or_nothing():
     assert verify("a z", *constraints, strict=True).score == 1.0
 
 
-def test_constraints_of_all_rows_add_to_those_of_the_row():
+def test_constraints_of_all_rows_add_to_those_of_the_row_also_of_columnar_files():
     verifier = InstructionVerifier(InstructionConfig(key="rules", constraints=[{"kind": "lowercase"}]))
     assert verifier.check(sample("a")).parts == {"lowercase": 1.0}
     assert verifier.check(sample("a", rules=[{"kind": "no_commas"}])).parts == {"lowercase": 1.0, "no_commas": 1.0}
-
-
-def test_rows_of_columnar_files_are_understood():
     row = {"kind": "num_words", "min": 1.0, "max": None, "keywords": None}
     assert verify("a", row).correct
     verifier = InstructionVerifier(InstructionConfig())

@@ -17,9 +17,9 @@ from typing import ClassVar
 import pytest
 
 from roll.configs.base import Config
+from roll.extras.maths.verifier import MathVerifier
 from roll.rewards import RewardError, RuleVerifier, Sample, Verdict
 from roll.rewards.isolation import MAX_ANSWER_CHARS, RulePool, rule_spec
-from roll.rewards.mathematics import MathVerifier
 from roll.rewards.rules import FormatConfig, FormatVerifier
 from roll.rewards.types import OverBudgetError
 
@@ -126,12 +126,11 @@ def test_samples_and_verdicts_cross_unchanged():
     assert [verdict.answer for verdict in verdicts] == [text[:MAX_ANSWER_CHARS] for text in texts]
 
 
-def test_texts_of_a_verdict_travel_bounded():
-    async def run():
-        async with pool_of() as pool:
-            return await pool.check(0, sample("notes x"), 10)
-
-    assert asyncio.run(run()) == Verdict(1.0, True, notes={"why": "x" * MAX_ANSWER_CHARS}, seeks_answer=False)
+async def test_texts_of_a_verdict_travel_bounded():
+    async with pool_of() as pool:
+        assert await pool.check(0, sample("notes x"), 10) == Verdict(
+            1.0, True, notes={"why": "x" * MAX_ANSWER_CHARS}, seeks_answer=False
+        )
 
 
 def test_a_slow_expression_is_killed_and_the_others_go_on():
@@ -157,27 +156,21 @@ def test_a_slow_expression_is_killed_and_the_others_go_on():
     assert all(gone(pid) for pid in before)
 
 
-def test_a_format_that_backtracks_without_end_is_over_budget():
-    async def run():
-        async with pool_of(FormatVerifier, **FormatConfig(pattern=r"(a|a)*b").model_dump()) as pool:
-            with pytest.raises(OverBudgetError, match=r"took more than 0.125 s of CPU time"):
-                await pool.check(0, sample("a" * 60), 0.5)
-            return await pool.check(0, sample("aab"), 5)
-
-    assert asyncio.run(run()).correct
+async def test_a_format_that_backtracks_without_end_is_over_budget():
+    async with pool_of(FormatVerifier, **FormatConfig(pattern=r"(a|a)*b").model_dump()) as pool:
+        with pytest.raises(OverBudgetError, match=r"took more than 0.125 s of CPU time"):
+            await pool.check(0, sample("a" * 60), 0.5)
+        assert (await pool.check(0, sample("aab"), 5)).correct
 
 
-def test_a_mathematical_bomb_is_answered():
+async def test_a_mathematical_bomb_is_answered():
     """It would else be a way to lose a sample that is going to score nothing."""
 
-    async def run():
-        async with pool_of(MathVerifier) as pool:
-            await pool.start()
-            for bomb in (r"\boxed{9^{9^{9^{9}}}}", "9**9**9**9", r"\boxed{" + "x^" * 40 + "}"):
-                assert not (await pool.check(0, sample(bomb), 10)).correct
-            return await pool.check(0, sample(r"\boxed{5}"), 10)
-
-    assert asyncio.run(run()) == Verdict(1.0, True, "5")
+    async with pool_of(MathVerifier) as pool:
+        await pool.start()
+        for bomb in (r"\boxed{9^{9^{9^{9}}}}", "9**9**9**9", r"\boxed{" + "x^" * 40 + "}"):
+            assert not (await pool.check(0, sample(bomb), 10)).correct
+        assert await pool.check(0, sample(r"\boxed{5}"), 10) == Verdict(1.0, True, "5")
 
 
 @pytest.mark.parametrize(
@@ -193,14 +186,11 @@ def test_a_mathematical_bomb_is_answered():
         ("parts", "a reply of [0-9]+ bytes, expected at most"),
     ],
 )
-def test_a_check_that_goes_wrong_is_an_error_and_the_next_one_works(response, message):
-    async def run():
-        async with pool_of() as pool:
-            with pytest.raises(RewardError, match=message):
-                await pool.check(0, sample(response), 10)
-            return await pool.check(0, sample("hi"), 10)
-
-    assert asyncio.run(run()).answer == "hi"
+async def test_a_check_that_goes_wrong_is_an_error_and_the_next_one_works(response, message):
+    async with pool_of() as pool:
+        with pytest.raises(RewardError, match=message):
+            await pool.check(0, sample(response), 10)
+        assert (await pool.check(0, sample("hi"), 10)).answer == "hi"
 
 
 def test_a_killed_child_is_replaced():
@@ -223,63 +213,51 @@ def test_a_killed_child_is_replaced():
     asyncio.run(quick())
 
 
-def test_what_a_check_prints_and_reads_is_not_the_protocol(capfd):
-    async def run():
-        async with pool_of() as pool:
-            return [await pool.check(0, sample(text), 10) for text in ("print", "hi")]
-
-    assert [verdict.answer for verdict in asyncio.run(run())] == ["print", "hi"]
+async def test_what_a_check_prints_and_reads_is_not_the_protocol(capfd):
+    async with pool_of() as pool:
+        assert [verdict.answer for verdict in [await pool.check(0, sample(text), 10) for text in ("print", "hi")]] == [
+            "print",
+            "hi",
+        ]
     assert "x" * 100_000 in capfd.readouterr().err
 
 
-def test_a_timeout_kills_what_the_check_started(tmp_path):
-    async def run():
-        async with pool_of() as pool:
-            await pool.start()
-            with pytest.raises(RewardError, match="took longer"):
-                await pool.check(0, sample(f"fork {tmp_path}/pid"), 1.0)
-
-    asyncio.run(run())
+async def test_a_timeout_kills_what_the_check_started(tmp_path):
+    async with pool_of() as pool:
+        await pool.start()
+        with pytest.raises(RewardError, match="took longer"):
+            await pool.check(0, sample(f"fork {tmp_path}/pid"), 1.0)
     assert gone(int((tmp_path / "pid").read_text()))
 
 
-def test_waiting_for_a_free_child_does_not_count():
-    async def run():
-        async with pool_of() as pool:
-            await pool.start()
-            return await asyncio.gather(*(pool.check(0, sample("sleep 0.4"), 1.0) for _ in range(4)))
-
-    assert len(asyncio.run(run())) == 4
-
-
-def test_a_cancelled_check_does_not_answer_the_next_sample():
-    async def run():
-        async with pool_of() as pool:
-            await pool.start()
-            task = asyncio.create_task(pool.check(0, sample("sleep 0.3"), 10))
-            await asyncio.sleep(0.1)
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-            return await pool.check(0, sample("hi"), 10)
-
-    assert asyncio.run(run()).answer == "hi"
-
-
-def test_closing_ends_the_children_and_the_checks():
-    async def run():
-        pool = RulePool([rule_spec(Echo, {})], 2)
+async def test_waiting_for_a_free_child_does_not_count():
+    async with pool_of() as pool:
         await pool.start()
-        pids = pool.pids
-        tasks = [asyncio.create_task(pool.check(0, sample("sleep 60"), 60)) for _ in range(4)]
-        await asyncio.sleep(0.2)
-        await pool.close()
-        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
-        with pytest.raises(RewardError, match="closed"):
-            await pool.check(0, sample("hi"), 1)
-        return pids, results, pool.pids
+        assert len(await asyncio.gather(*(pool.check(0, sample("sleep 0.4"), 1.0) for _ in range(4)))) == 4
 
-    pids, results, after = asyncio.run(run())
+
+async def test_a_cancelled_check_does_not_answer_the_next_sample():
+    async with pool_of() as pool:
+        await pool.start()
+        task = asyncio.create_task(pool.check(0, sample("sleep 0.3"), 10))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        assert (await pool.check(0, sample("hi"), 10)).answer == "hi"
+
+
+async def test_closing_ends_the_children_and_the_checks():
+    pool = RulePool([rule_spec(Echo, {})], 2)
+    await pool.start()
+    pids = pool.pids
+    tasks = [asyncio.create_task(pool.check(0, sample("sleep 60"), 60)) for _ in range(4)]
+    await asyncio.sleep(0.2)
+    await pool.close()
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+    with pytest.raises(RewardError, match="closed"):
+        await pool.check(0, sample("hi"), 1)
+    after = pool.pids
     assert all(isinstance(result, RewardError) for result in results)
     assert len(pids) == 2 and not after and all(gone(pid) for pid in pids)
 
@@ -307,25 +285,19 @@ asyncio.run(main())
     assert gone(pid)
 
 
-def test_a_verifier_that_cannot_be_built_is_an_error_at_start():
+def test_a_verifier_that_cannot_be_built_or_imported_elsewhere_is_an_error_at_start():
     async def run(**args):
         async with pool_of(**args) as pool:
             await pool.start()
 
     with pytest.raises(RewardError, match="could not be set up: ValueError: told to fail"):
         asyncio.run(run(fail=True))
-
-
-def test_a_class_that_no_other_process_can_import_is_refused():
     with pytest.raises(ValueError, match=r"Nested.Inner, expected a class at the top of a module"):
         rule_spec(Nested.Inner, {})
 
 
-def test_a_sample_that_is_no_json_is_an_error_of_the_caller():
-    async def run():
-        async with pool_of() as pool:
-            with pytest.raises(TypeError, match="JSON"):
-                await pool.check(0, sample("hi", extra_info={"x": object()}), 10)
-            return await pool.check(0, sample("hi"), 10)
-
-    assert asyncio.run(run()).answer == "hi"
+async def test_a_sample_that_is_no_json_is_an_error_of_the_caller():
+    async with pool_of() as pool:
+        with pytest.raises(TypeError, match="JSON"):
+            await pool.check(0, sample("hi", extra_info={"x": object()}), 10)
+        assert (await pool.check(0, sample("hi"), 10)).answer == "hi"

@@ -180,13 +180,10 @@ def test_further_fields_replace_and_null_leaves_out():
     assert server.bodies[0]["model"] == "other"
 
 
-def test_a_busy_endpoint_is_asked_again_when_it_says():
+def test_a_busy_endpoint_is_asked_again_when_it_says_also_by_a_date():
     with serving(Reply(429, "slow down", {"Retry-After": "0.3"}), says("Score: 10")) as server:
         assert score(server.url).score == 1.0
     assert 0.3 <= server.times[1] - server.times[0] < 10
-
-
-def test_retry_after_may_be_a_date():
     date = int(time.time()) + 2
     header = {"Retry-After": email.utils.formatdate(date, usegmt=True)}
     with serving(Reply(503, "", header), says("Score: 10")) as server:
@@ -200,14 +197,11 @@ def test_an_unreadable_retry_after_means_the_usual_wait(unreadable: str):
         assert score(server.url).score == 1.0
 
 
-def test_an_endpoint_that_asks_for_a_long_wait_is_given_up():
+def test_endpoints_that_fail_or_ask_for_a_long_wait_are_given_up():
     with serving(Reply(429, "quota", {"Retry-After": "3600"})) as server:
         with pytest.raises(RewardError, match=r"status 429.*'quota'.*attempt 1 of 3, Retry-After 3600 s, max_retry_w"):
             score(server.url)
         assert len(server.bodies) == 1
-
-
-def test_a_failing_endpoint_is_an_error_after_max_attempts():
     with serving(Reply(500, "out of memory " + "x" * 1000)) as server:
         with pytest.raises(RewardError, match=r"judge 'wise' at http://127.*status 500.*out of mem.*3 of 3") as caught:
             score(server.url)
@@ -297,15 +291,12 @@ def test_a_connection_that_breaks_is_tried_again():
         assert score(server.url).score == 0.5
 
 
-def test_no_more_than_max_concurrency_requests_are_in_flight():
+def test_no_more_than_max_concurrency_requests_are_in_flight_and_waiting_for_a_slot_does_not_count():
     reply = says("Score: 5")
     reply.delay = 0.15
     with serving(reply) as server:
         verdicts = score_all(server.url, [SAMPLE] * 12, max_concurrency=3)
     assert len(verdicts) == 12 and server.most_in_flight == 3
-
-
-def test_waiting_for_a_slot_does_not_count_as_the_endpoints_time():
     reply = says("Score: 5")
     reply.delay = 0.3
     with serving(reply) as server:
@@ -393,18 +384,15 @@ def message(sample: Sample, **args: Any) -> str:
     return str(server.bodies[0]["messages"][0]["content"])
 
 
-def test_the_default_prompt_shows_task_reference_and_answer():
+def test_the_default_prompt_shows_task_reference_answer_and_whole_conversations():
+    turns = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="})
+    text = message(Sample(prompt="1+1=", response="2", ground_truth={"sum": 2}, data_source="sums", messages=turns))
+    assert "[system] Be brief.\n[user] 1+1=\n" in text and text.count("1+1=") == 1 and '{"sum": 2}' in text
     text = message(SAMPLE)
     assert "1+1=" in text and "It is 2." in text and "</reference" in text
     assert "from 0 (wrong or useless) to 10" in text
     unreferenced = message(Sample(prompt="Sing.", response="La", ground_truth=None, data_source="songs"))
     assert "<reference" not in unreferenced and "None" not in unreferenced
-
-
-def test_a_conversation_is_shown_in_full():
-    turns = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="})
-    text = message(Sample(prompt="1+1=", response="2", ground_truth={"sum": 2}, data_source="sums", messages=turns))
-    assert "[system] Be brief.\n[user] 1+1=\n" in text and text.count("1+1=") == 1 and '{"sum": 2}' in text
 
 
 def test_an_answer_cannot_close_its_own_marks_nor_be_read_as_a_template():

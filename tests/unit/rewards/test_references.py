@@ -8,7 +8,7 @@ import pytest
 
 from roll.configs.rewards import RewardConfig
 from roll.data.prompts import Prompt
-from roll.rewards.mathematics import MathVerifier
+from roll.extras.maths.verifier import MathVerifier
 from roll.rewards.references import References
 
 DOMAINS = {

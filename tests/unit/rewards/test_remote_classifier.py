@@ -82,7 +82,7 @@ def test_scores_are_those_of_the_same_model_here(kind: str, qwen: Path, llama: P
             }
 
 
-def test_an_answer_that_cannot_be_used_is_asked_for_again_and_then_an_error(qwen: Path) -> None:
+def test_answers_that_cannot_be_used_are_errors_and_what_the_server_decides_is_no_key(qwen: Path) -> None:
     wrong = {"data": [{"index": 0, "probs": [0.5, 0.5]}]}
     with served(qwen, {"detail": "starting"}, wrong) as server:
         remote = {"url": f"http://127.0.0.1:{server.server_port}/classify", "retry_wait": 0.0, "max_attempts": 2}
@@ -90,8 +90,5 @@ def test_an_answer_that_cannot_be_used_is_asked_for_again_and_then_an_error(qwen
             score_all(qwen, SAMPLES[:1], remote=remote, device="auto")
         (verdict,) = score_all(qwen, SAMPLES[:1], remote=remote, device="auto")
         assert [verdict.score] == close_to([score_all(qwen, SAMPLES[:1])[0].score])
-
-
-def test_what_the_server_decides_is_no_key_here(qwen: Path) -> None:
     config = RewardModelConfig(model_path=str(qwen), remote={"url": "http://h:1"}, device="cpu", dtype="bf16")
     assert [problem.path for problem in config.problems()] == ["dtype", "device"]

@@ -206,40 +206,31 @@ def test_a_padding_token_that_ends_the_text_is_read_as_transformers_does_and_tol
     assert caplog.text.count("ends with the reward model's padding token") == 1
 
 
-def test_concurrent_calls_share_forward_passes(qwen: Path):
-    async def run() -> list[int]:
-        verifier = RewardModelVerifier(RewardModelConfig(model_path=str(qwen), device="cpu", batch_size=4))
-        sizes: list[int] = []
-        verifier.classifier.model.register_forward_hook(
-            lambda module, args, output: sizes.append(output.logits.shape[0])
-        )
-        await asyncio.gather(*map(verifier.score, SAMPLES))
-        await verifier.score(SAMPLES[0])
-        await verifier.close()
-        return sizes
-
-    assert asyncio.run(run()) == [4, 4, 3, 1]
+async def test_concurrent_calls_share_forward_passes(qwen: Path):
+    verifier = RewardModelVerifier(RewardModelConfig(model_path=str(qwen), device="cpu", batch_size=4))
+    sizes: list[int] = []
+    verifier.classifier.model.register_forward_hook(lambda module, args, output: sizes.append(output.logits.shape[0]))
+    await asyncio.gather(*map(verifier.score, SAMPLES))
+    await verifier.score(SAMPLES[0])
+    await verifier.close()
+    assert sizes == [4, 4, 3, 1]
 
 
-def test_one_failed_batch_fails_its_samples_only_and_cancelled_ones_leave_the_queue(qwen: Path):
-    async def run() -> tuple[list[Any], list[int]]:
-        verifier = RewardModelVerifier(RewardModelConfig(model_path=str(qwen), device="cpu", batch_size=2))
-        sizes: list[int] = []
+async def test_one_failed_batch_fails_its_samples_only_and_cancelled_ones_leave_the_queue(qwen: Path):
+    verifier = RewardModelVerifier(RewardModelConfig(model_path=str(qwen), device="cpu", batch_size=2))
+    sizes: list[int] = []
 
-        def break_the_first(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-            sizes.append(len(kwargs["input_ids"]))
-            if len(sizes) == 1:
-                raise torch.OutOfMemoryError("injected")
+    def break_the_first(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        sizes.append(len(kwargs["input_ids"]))
+        if len(sizes) == 1:
+            raise torch.OutOfMemoryError("injected")
 
-        verifier.classifier.model.register_forward_pre_hook(break_the_first, with_kwargs=True)
-        tasks = [asyncio.create_task(verifier.score(sample)) for sample in SAMPLES[:6]]
-        await asyncio.sleep(0)
-        tasks[4].cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        await verifier.close()
-        return results, sizes
-
-    results, sizes = asyncio.run(run())
+    verifier.classifier.model.register_forward_pre_hook(break_the_first, with_kwargs=True)
+    tasks = [asyncio.create_task(verifier.score(sample)) for sample in SAMPLES[:6]]
+    await asyncio.sleep(0)
+    tasks[4].cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    await verifier.close()
     assert [type(result) for result in results] == [
         torch.OutOfMemoryError,
         torch.OutOfMemoryError,
@@ -320,31 +311,25 @@ def test_an_overlong_conversation_loses_its_beginning_and_is_counted(llama: Path
     assert caplog.text.count("lost its beginning: max_length is 40") == 1
 
 
-def test_without_a_begin_token_only_the_tail_is_read(qwen: Path):
+def test_without_a_begin_token_only_the_tail_is_read_and_at_most_as_many_tokens_as_the_model_takes(qwen: Path):
     sample = make_sample("why? " * 30, "So.")
     text = chatml(("user", sample.prompt), ("assistant", sample.response))
     expected = oracle(qwen, [text], keep=slice(-20, None))[0]
     assert [score_all(qwen, [sample], max_length=20)[0].score] == close_to(expected)
-
-
-def test_the_model_was_made_for_so_many_tokens(qwen: Path):
     sample = make_sample("why? " * 100, "So.")
     assert score_all(qwen, [sample])[0].parts["truncated"] == 1
     with pytest.raises(RewardError, match=r"max_length: seen a conversation of 5\d\d tokens, expected at most 256"):
         score_all(qwen, [sample], overlong="error")
 
 
-def test_a_score_that_is_no_number_is_an_error(qwen: Path):
-    async def run() -> None:
+async def test_a_score_that_is_no_number_is_an_error(qwen: Path):
+    with pytest.raises(RewardError, match="seen the score nan, expected a number"):
         verifier = RewardModelVerifier(RewardModelConfig(model_path=str(qwen), device="cpu"))
         torch.nn.init.constant_(verifier.classifier.model.score.weight, float("nan"))
         try:
             await verifier.score(SAMPLES[0])
         finally:
             await verifier.close()
-
-    with pytest.raises(RewardError, match="seen the score nan, expected a number"):
-        asyncio.run(run())
 
 
 def test_a_template_that_refuses_a_conversation_is_an_error_of_the_sample(qwen: Path):

@@ -101,7 +101,7 @@ def score(sample: Sample, *verifiers: dict, **values: object) -> Verdict:
     return asyncio.run(run())
 
 
-def test_a_weighted_sum_of_rules_in_child_processes():
+async def test_a_weighted_sum_of_rules_in_child_processes():
     verifiers = [
         {"name": "math", "weight": 2.0},
         {"name": "format", "weight": 0.5, "args": {"penalty": -1}},
@@ -109,12 +109,9 @@ def test_a_weighted_sum_of_rules_in_child_processes():
     ]
     responses = ["<think>a</think><answer>10/2</answer>", "It is 5.", "", "😀" * 200_000]
 
-    async def run():
-        async with scorer_of(*verifiers, num_processes=2) as scorer:
-            await scorer.start()
-            return await asyncio.gather(*(scorer.score(sample(response)) for response in responses))
-
-    good, bare, empty, huge = asyncio.run(run())
+    async with scorer_of(*verifiers, num_processes=2) as scorer:
+        await scorer.start()
+        good, bare, empty, huge = await asyncio.gather(*(scorer.score(sample(response)) for response in responses))
     assert good == Verdict(2.25, True, "5", {"math/score": 1.0, "format/score": 1.0, "format_2/score": 1.0})
     assert bare == Verdict(1.5, True, "5", {"math/score": 1.0, "format/score": -1.0, "format_2/score": 0.0})
     assert empty == huge == Verdict(-0.5, False, None, {"math/score": 0, "format/score": -1, "format_2/score": 0})
@@ -253,20 +250,17 @@ def test_a_function_of_lists_gets_those_that_wait_together_and_a_bad_one_fails_a
     assert str(problem).startswith("verifiers.0.args.batch_size: seen 8, expected at most max_concurrency = 4")
 
 
-def test_a_worker_of_rewards_takes_its_models_off_the_device_and_back():
-    async def run() -> list[int]:
-        worker = RewardWorker("reward_maths", 0, 1, {})
-        await worker.offload(States.ALL)  # before its set-up: nothing is there
-        await worker.setup("maths", config(fake()))
-        verifier = worker.hosted._others[0]
-        seen = []
-        for move, what in (("offload", States.OPTIMIZER), ("offload", States.ALL), ("onload", States.WEIGHTS)):
-            await getattr(worker, move)(what)
-            seen.append(verifier.running)
-        await worker.close()
-        return seen
-
-    assert asyncio.run(run()) == [0, -1, 0]
+async def test_a_worker_of_rewards_takes_its_models_off_the_device_and_back():
+    worker = RewardWorker("reward_maths", 0, 1, {})
+    await worker.offload(States.ALL)  # before its set-up: nothing is there
+    await worker.setup("maths", config(fake()))
+    verifier = worker.hosted._others[0]
+    seen = []
+    for move, what in (("offload", States.OPTIMIZER), ("offload", States.ALL), ("onload", States.WEIGHTS)):
+        await getattr(worker, move)(what)
+        seen.append(verifier.running)
+    await worker.close()
+    assert seen == [0, -1, 0]
 
 
 def test_a_verifier_may_be_a_class_in_a_file(tmp_path):
@@ -283,14 +277,11 @@ def test_a_verifier_may_be_a_class_in_a_file(tmp_path):
     assert "has no 'Short'" in str(problem)
 
 
-def test_what_took_too_long_may_have_a_score_that_is_counted():
+async def test_what_took_too_long_may_have_a_score_that_is_counted():
     custom = {"name": "custom", "args": {"path": f"{__name__}:slow_score"}, "weight": 2.0}
 
-    async def run():
-        async with scorer_of(custom, fake(seconds=5), timeout=0.3, retries=0, timeout_score=-1.0) as scorer:
-            return await asyncio.gather(scorer.score(sample("abc")), scorer.score(sample("slow", seconds=60)))
-
-    quick, slow = asyncio.run(run())
+    async with scorer_of(custom, fake(seconds=5), timeout=0.3, retries=0, timeout_score=-1.0) as scorer:
+        quick, slow = await asyncio.gather(scorer.score(sample("abc")), scorer.score(sample("slow", seconds=60)))
     assert (quick.score, quick.correct) == (2 * 3.0 - 1.0, True)
     assert (quick.parts["custom/timeout"], quick.parts["Fake/timeout"]) == (0.0, 1.0)
     assert (slow.score, slow.correct, slow.parts["custom/timeout"]) == (2 * -1.0 - 1.0, False, 1.0)
@@ -316,12 +307,9 @@ def test_a_ground_truth_that_a_rule_cannot_use_is_an_error():
         score(sample("#### 5", truth=None), {"name": "gsm8k"})
 
 
-def test_context_reaches_the_constructors_that_name_it():
-    async def run():
-        async with scorer_of(fake(), context={"device": "cpu", "rank": 3}) as scorer:
-            return scorer._others[0]
-
-    verifier = asyncio.run(run())
+async def test_context_reaches_the_constructors_that_name_it():
+    async with scorer_of(fake(), context={"device": "cpu", "rank": 3}) as scorer:
+        verifier = scorer._others[0]
     assert verifier.device == "cpu" and verifier.closed
 
 

@@ -261,7 +261,7 @@ def derived(section: Mapping[str, Any]) -> RewardConfig:
     return RewardConfig.model_validate(derive({"rewards": {"chat": section}})["rewards"]["chat"])
 
 
-def test_a_worker_takes_as_many_devices_as_the_model_is_divided_over(qwen: Path) -> None:
+def test_a_worker_takes_as_many_devices_as_the_model_is_divided_over_and_no_fewer(qwen: Path) -> None:
     config = derived(domain(qwen, device_mapping=[0, 1, 2, 3], num_gpus_per_worker=None))
     assert config.num_gpus_per_worker == 2 and config.worker_config().num_workers == 2
     assert not list(check_rewards(config))
@@ -269,9 +269,6 @@ def test_a_worker_takes_as_many_devices_as_the_model_is_divided_over(qwen: Path)
     assert on_the_cpu.num_gpus_per_worker == 1 and not list(check_rewards(on_the_cpu))
     [wrong] = derived(domain(qwen, device_mapping=[0, 1, 2])).problems()
     assert (wrong.path, wrong.expected) == ("num_gpus_per_worker", "a divisor of 3, the devices of device_mapping")
-
-
-def test_a_model_on_more_devices_than_its_worker_has_is_told(qwen: Path) -> None:
     [wrong] = check_rewards(derived(domain(qwen, device_mapping=[0, 1], num_gpus_per_worker=1)))
     assert wrong.path == "verifiers.0.args.tensor_parallel_size" and wrong.seen == 2
     assert wrong.expected == "at most num_gpus_per_worker = 1, the devices of one worker"

@@ -36,58 +36,48 @@ def wait_until(condition: Any) -> None:
     raise AssertionError("it never happened")
 
 
-def test_quick_calls_of_many_environments_share_a_few_threads() -> None:
-    async def play() -> list[int]:
-        _, boxes = mailboxes(500)
-        idents = [await asyncio.gather(*(box.run("step", threading.get_ident, 5) for box in boxes)) for _ in range(4)]
-        for box in boxes:
-            box.close(nothing)
-        return [ident for some in idents for ident in some]
-
-    idents = asyncio.run(play())
+async def test_quick_calls_of_many_environments_share_a_few_threads() -> None:
+    _, boxes = mailboxes(500)
+    idents = [await asyncio.gather(*(box.run("step", threading.get_ident, 5) for box in boxes)) for _ in range(4)]
+    for box in boxes:
+        box.close(nothing)
+    idents = [ident for some in idents for ident in some]
     assert len(idents) == 2000 and threading.get_ident() not in idents
     assert len(set(idents)) < 10  # more than one where the machine is busy
 
 
-def test_calls_that_block_at_the_same_time_all_get_a_thread() -> None:
+async def test_calls_that_block_at_the_same_time_all_get_a_thread() -> None:
     barrier = threading.Barrier(64)
 
-    async def play() -> None:
-        _, boxes = mailboxes(64)
-        for _ in range(3):  # each goes on when all of them are in it
-            await asyncio.gather(*(box.run("step", lambda: barrier.wait(10), 20) for box in boxes))
-        for box in boxes:
-            box.close(nothing)
-
-    asyncio.run(play())
+    _, boxes = mailboxes(64)
+    for _ in range(3):  # each goes on when all of them are in it
+        await asyncio.gather(*(box.run("step", lambda: barrier.wait(10), 20) for box in boxes))
+    for box in boxes:
+        box.close(nothing)
 
 
-def test_a_call_that_hangs_delays_no_other_and_its_thread_serves_nobody_else(gate: threading.Event) -> None:
-    async def play() -> tuple[set[int], list[int]]:
-        _, (hung, *boxes) = mailboxes(20)
-        where: list[int] = []
+async def test_a_call_that_hangs_delays_no_other_and_its_thread_serves_nobody_else(gate: threading.Event) -> None:
+    _, (hung, *boxes) = mailboxes(20)
+    where: list[int] = []
 
-        def hang() -> None:
-            where.append(threading.get_ident())
-            gate.wait(30)
+    def hang() -> None:
+        where.append(threading.get_ident())
+        gate.wait(30)
 
-        hanging = asyncio.create_task(hung.run("step", hang, 0.3))
-        await asyncio.sleep(0)
-        others: set[int] = set()
-        while not hanging.done():
-            others.update(await asyncio.gather(*(box.run("step", threading.get_ident, 5) for box in boxes)))
-            await asyncio.sleep(0.01)
-        with pytest.raises(CallTimeoutError):
-            await hanging
-        gate.set()  # from here on the thread could go on
-        where.append(await hung.run("step", threading.get_ident, 5))
-        for _ in range(20):
-            others.update(await asyncio.gather(*(box.run("step", threading.get_ident, 5) for box in boxes)))
-        for box in (hung, *boxes):
-            box.close(nothing)
-        return others, where
-
-    others, where = asyncio.run(play())
+    hanging = asyncio.create_task(hung.run("step", hang, 0.3))
+    await asyncio.sleep(0)
+    others: set[int] = set()
+    while not hanging.done():
+        others.update(await asyncio.gather(*(box.run("step", threading.get_ident, 5) for box in boxes)))
+        await asyncio.sleep(0.01)
+    with pytest.raises(CallTimeoutError):
+        await hanging
+    gate.set()  # from here on the thread could go on
+    where.append(await hung.run("step", threading.get_ident, 5))
+    for _ in range(20):
+        others.update(await asyncio.gather(*(box.run("step", threading.get_ident, 5) for box in boxes)))
+    for box in (hung, *boxes):
+        box.close(nothing)
     assert len(others) > 0 and where[0] not in others
     assert where[1] == where[0], "calls of one environment stay in their order"
 
@@ -177,16 +167,12 @@ def test_calls_of_one_environment_run_in_their_order_one_at_a_time(own_thread: b
     wait_until(lambda: order == ["first", "second", "closed"])
 
 
-def test_an_environment_with_its_own_thread_stays_in_it() -> None:
-    async def play() -> list[list[int]]:
-        threads, alone = mailboxes(3, own_thread=True)
-        boxes = [*alone, threads.mailbox()]
-        rounds = [await asyncio.gather(*(box.run("step", threading.get_ident, 5) for box in boxes)) for _ in range(5)]
-        for box in boxes:
-            box.close(nothing)
-        return rounds
-
-    rounds = asyncio.run(play())
+async def test_an_environment_with_its_own_thread_stays_in_it() -> None:
+    threads, alone = mailboxes(3, own_thread=True)
+    boxes = [*alone, threads.mailbox()]
+    rounds = [await asyncio.gather(*(box.run("step", threading.get_ident, 5) for box in boxes)) for _ in range(5)]
+    for box in boxes:
+        box.close(nothing)
     assert len(set(rounds[0])) == 4
     assert all(idents[:3] == rounds[0][:3] for idents in rounds)
 
@@ -215,31 +201,28 @@ def test_the_threads_end_with_the_last_environment() -> None:
     wait_until(lambda: threading.active_count() <= before)
 
 
-def test_an_environment_that_was_slow_twice_is_given_a_thread_at_once(gate: threading.Event) -> None:
+async def test_an_environment_that_was_slow_twice_is_given_a_thread_at_once(gate: threading.Event) -> None:
     """Nobody looks for slow calls in between: the loop does not get to it."""
 
-    async def play() -> list[str]:
-        _, (slow, blocked) = mailboxes(2)
-        for _ in range(2):
-            assert not slow.is_slow("step")
-            await slow.run("step", lambda: time.sleep(2 * QUICK_S), 5)
-        assert slow.is_slow("step") and not slow.is_slow("reset")
-        order: list[str] = []
-        waiting = asyncio.gather(
-            blocked.run("step", lambda: (gate.wait(5), order.append("blocked")), 5),
-            slow.run("step", lambda: (order.append("slow"), gate.set()), 5),
-        )
-        await asyncio.sleep(0)
-        gate.wait(5)
-        await waiting
-        slow.close(nothing)
-        blocked.close(nothing)
-        return order
-
-    assert asyncio.run(play()) == ["slow", "blocked"]
+    _, (slow, blocked) = mailboxes(2)
+    for _ in range(2):
+        assert not slow.is_slow("step")
+        await slow.run("step", lambda: time.sleep(2 * QUICK_S), 5)
+    assert slow.is_slow("step") and not slow.is_slow("reset")
+    order: list[str] = []
+    waiting = asyncio.gather(
+        blocked.run("step", lambda: (gate.wait(5), order.append("blocked")), 5),
+        slow.run("step", lambda: (order.append("slow"), gate.set()), 5),
+    )
+    await asyncio.sleep(0)
+    gate.wait(5)
+    await waiting
+    slow.close(nothing)
+    blocked.close(nothing)
+    assert order == ["slow", "blocked"]
 
 
-def test_calls_that_wait_for_a_moment_each_wait_side_by_side() -> None:
+async def test_calls_that_wait_for_a_moment_each_wait_side_by_side() -> None:
     """None of them is in its thread for so long that it is found there."""
     idents: set[int] = set()
 
@@ -247,13 +230,10 @@ def test_calls_that_wait_for_a_moment_each_wait_side_by_side() -> None:
         time.sleep(5 * QUICK_S)
         idents.add(threading.get_ident())
 
-    async def play() -> None:
-        _, boxes = mailboxes(400)
-        await asyncio.gather(*(box.run("step", wait, 20) for box in boxes))
-        for box in boxes:
-            box.close(nothing)
-
-    asyncio.run(play())
+    _, boxes = mailboxes(400)
+    await asyncio.gather(*(box.run("step", wait, 20) for box in boxes))
+    for box in boxes:
+        box.close(nothing)
     assert len(idents) > 10
 
 

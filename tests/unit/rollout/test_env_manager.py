@@ -193,7 +193,7 @@ def test_the_loss_mask_covers_the_sampled_tokens_and_no_other(mode: str) -> None
     assert batch.tokens_T[int(batch.offsets_B[-1]) :].tolist() == final.tolist()
 
 
-def test_traj_mode_stops_when_the_next_prompt_leaves_no_room() -> None:
+def test_an_episode_stops_when_the_next_prompt_leaves_no_room() -> None:
     prompts = [len(turn.prompt_ids) for turn in play(manager("traj", max_steps=6), Policy("a")).turns]
     full = play(manager("traj", Limits(4000, prompts[3]), max_steps=6), Policy("a"))
     assert (len(full.turns), full.end, full.success) == (3, EpisodeEnd.CONTEXT_FULL, False)
@@ -201,9 +201,6 @@ def test_traj_mode_stops_when_the_next_prompt_leaves_no_room() -> None:
     one_more = play(manager("traj", Limits(4000, prompts[3] + 1), max_steps=6), Policy("a"))
     assert (len(one_more.turns), one_more.end) == (4, EpisodeEnd.CONTEXT_FULL)
     assert len(one_more.turns[-1].completion.token_ids) == 1  # cut to the room that was left
-
-
-def test_step_mode_stops_too_when_an_observation_does_not_fit() -> None:
     config: dict[str, Any] = {"max_steps": 6, "agent_template": "{observation}{observation}"}
     first = len(play(manager("step", **config), Policy("a")).turns[0].prompt_ids)
     trajectory = play(manager("step", Limits(4000, first + 10), **config), Policy("x" * 20))
@@ -282,12 +279,9 @@ def test_braces_in_what_the_environment_or_the_policy_says_are_left_alone(mode: 
     assert f"user\n2. {words} 1<|im_end|>" in shown(trajectory.turns[1])
 
 
-def test_an_empty_system_text_makes_no_system_message() -> None:
+def test_an_empty_system_text_makes_no_message_and_an_environment_without_info_will_do() -> None:
     trajectory = play(manager("traj", max_steps=1, agent_system_template=""), Policy("a"))
     assert shown(trajectory.turns[0]) == "<|im_start|>user\nseed 9<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_an_environment_without_info_will_do() -> None:
     trajectory = play(manager("step", max_steps=2), Policy("a"), make_env=BareEnv)
     turn = trajectory.turns[0]
     assert (turn.task_reward, turn.penalty, turn.action, turn.state_key) == (0.5, 0.0, None, "start")
@@ -313,7 +307,9 @@ class PictureEnv(EchoEnv):
         return np.full((30, 50, 3), 20 * self.num_steps, dtype=np.uint8)
 
 
-def test_only_a_recorded_episode_has_pictures_and_is_the_same_else() -> None:
+def test_only_a_recorded_episode_has_pictures_if_there_are_any_and_is_the_same_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     plain = play(manager("step", max_steps=3), Policy("a", "b"), make_env=PictureEnv)
     recorded = play(manager("step", max_steps=3), Policy("a", "b"), replace(SPEC, record=True), PictureEnv)
     assert plain.frames == () and len(recorded.frames) == 4
@@ -321,9 +317,6 @@ def test_only_a_recorded_episode_has_pictures_and_is_the_same_else() -> None:
     assert shades == [(shade, shade, shade) for shade in (0, 20, 40, 60)]
     assert [turn.prompt_ids.tolist() for turn in plain.turns] == [turn.prompt_ids.tolist() for turn in recorded.turns]
     assert replace(recorded, frames=(), turns=()) == replace(plain, turns=())
-
-
-def test_an_environment_without_pictures_or_with_broken_ones_plays_on(caplog: pytest.LogCaptureFixture) -> None:
     spec = replace(SPEC, record=True)
     assert play(manager("step", max_steps=2), Policy("a"), spec).frames == ()
     dark = play(manager("step", max_steps=3), Policy("a", "dark", "b"), spec, PictureEnv)
@@ -355,7 +348,7 @@ def test_a_plan_records_the_first_groups_alone() -> None:
     assert not GroupPlan(("Echo",), (2,), 3, 0, 0, "train").spec(0).record
 
 
-def test_requests_carry_the_sampling_of_the_tag() -> None:
+def test_requests_carry_the_sampling_of_the_tag_and_ids_of_their_own() -> None:
     params = SamplingParams(max_new_tokens=50, temperature=0.7, top_p=0.9, top_k=5, stop=("!",))
     policy = Policy("a")
     play(manager("step", params=params, max_steps=2), policy)
@@ -365,13 +358,14 @@ def test_requests_carry_the_sampling_of_the_tag() -> None:
         policy = Policy("a")
         play(manager("step", params=params, max_tokens_per_step=tokens, max_steps=1), policy)
         assert policy.requests[0].params.max_new_tokens == expected
-
-
-def test_greedy_takes_the_likeliest_token() -> None:
     policy = Policy("a")
     params = SamplingParams(temperature=0.7)
     play(manager("step", params=params, max_steps=1), policy, EpisodeSpec("Echo", 0, 0, 9, 77, greedy=True))
     assert policy.requests[0].params.temperature == 0.0
+    policy = Policy("a")
+    for member in range(2):
+        play(manager("step", max_steps=2), policy, EpisodeSpec("Echo", 4, member, 9, member))
+    assert len({request.request_id for request in policy.requests}) == 4
 
 
 def test_seeds_differ_between_turns_and_members_and_repeat_themselves() -> None:
@@ -385,21 +379,11 @@ def test_seeds_differ_between_turns_and_members_and_repeat_themselves() -> None:
     assert seeds(1) == one
 
 
-def test_request_ids_are_unique_among_members_and_turns() -> None:
-    policy = Policy("a")
-    for member in range(2):
-        play(manager("step", max_steps=2), policy, EpisodeSpec("Echo", 4, member, 9, member))
-    assert len({request.request_id for request in policy.requests}) == 4
-
-
-def test_an_aborted_request_and_a_crash_end_the_episode() -> None:
+def test_an_aborted_request_a_crash_and_a_refusing_template_end_the_episode() -> None:
     with pytest.raises(EpisodeAbortedError, match="request Echo-4-1-1 was aborted"):
         play(manager("step"), Policy("a", "abort"))
     with pytest.raises(EnvCrashError, match="environment step raised ZeroDivisionError"):
         play(manager("step"), Policy("a", "crash"))
-
-
-def test_a_conversation_that_the_template_refuses_is_a_failure_of_the_episode() -> None:
     fussy = "{% if messages[-1].content == 'b 1' %}{{ raise_exception('no b') }}{% endif %}"
     each = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     tag = CustomEnvConfig(env_type="echo", env_manager_cls="traj")

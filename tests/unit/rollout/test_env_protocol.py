@@ -179,13 +179,12 @@ def test_a_broken_answer_is_counted_with_its_place(name: str, tokenizer_path: st
     write_everything(group, folder)
 
 
-def test_a_first_observation_that_does_not_fit_costs_its_episode(tokenizer_path: str) -> None:
+def test_a_first_observation_that_does_not_fit_costs_its_episode_and_a_later_one_ends_it(
+    tokenizer_path: str, folder: RunFolder
+) -> None:
     group = play(tokenizer_path, reset=("x" * 1_000_000, {}))
     assert (len(group.trajectories), group.dropped) == (0, 2)
     assert "Maze: the first prompt has 1000" in group.errors[0] and "prompt_length is 200" in group.errors[0]
-
-
-def test_a_later_observation_that_does_not_fit_ends_its_episode(tokenizer_path: str, folder: RunFolder) -> None:
     group = play(tokenizer_path, step={"observation": "y" * 1_000_000})
     assert rollout_metrics([group], "eval")["eval/context_full"] == 1.0
     write_everything(group, folder)
@@ -201,7 +200,9 @@ def test_what_numpy_calls_text_numbers_and_truth_is_taken_as_plain_values(tokeni
     assert (turn.task_reward, turn.penalty, first.success, first.end) == (0.75, -0.25, True, "terminated")
 
 
-def test_other_entries_of_the_info_never_cost_an_episode(tokenizer_path: str, folder: RunFolder) -> None:
+def test_other_entries_of_the_info_never_cost_an_episode_nor_pass_for_counts(
+    tokenizer_path: str, folder: RunFolder
+) -> None:
     extras = {"note": SURROGATE, "log": "z" * 99_999, "huge": 10**5000, "low": -(10**5000), "odd": Unspeakable(), 5: 6}
     group = play(tokenizer_path, info=extras | {SURROGATE: 1, "nan": float("nan")})
     assert len(group.trajectories) == 2
@@ -209,11 +210,6 @@ def test_other_entries_of_the_info_never_cost_an_episode(tokenizer_path: str, fo
     assert info["note"] == r"left \ud800 right" and len(info["log"]) < 20_000 and info["huge"] == float("inf")
     assert info["5"] == 6 and "odd" not in info
     write_everything(group, folder)
-
-
-def test_entries_with_names_of_counts_of_rollouts_are_numbers_or_left_out(
-    tokenizer_path: str, folder: RunFolder
-) -> None:
     own = {"tool_calls": 2, "agent_name": "Ada", "agent_steps": 3, "agent_lives": float("inf"), "tokens_compared": "no"}
     group = play(tokenizer_path, info=own)
     write_everything(group, folder)

@@ -12,8 +12,8 @@ import pytest
 
 import roll.agentic.env as envs
 from roll.agentic.env.base import StepResult, TextEnv, step_result
-from roll.agentic.env.gym_adapter import GymnasiumEnv
 from roll.agentic.env.sokoban import SokobanEnv
+from roll.extras.worlds.gym_adapter import GymnasiumEnv
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_runner import EnvRunner, OneAtATime
 from roll.rollout.errors import EnvCrashError, EnvProtocolError, EnvTimeoutError
@@ -114,37 +114,31 @@ def test_no_call_runs_in_the_callers_thread_and_all_in_one_where_it_matters(own_
     wait_until(lambda: env.closed)
 
 
-def test_the_environment_is_built_where_it_is_played_and_once() -> None:
+async def test_the_environment_is_built_where_it_is_played_and_once() -> None:
     built: list[int] = []
 
     def make() -> OddEnv:
         built.append(threading.get_ident())
         return OddEnv()
 
-    async def play() -> list[int]:
-        runner = EnvRunner(make, timeout=5, own_thread=True)
-        assert built == []
-        threads = [await runner.call("peek", lambda env: threading.get_ident()) for _ in range(3)]
-        runner.close()
-        return threads
-
-    assert set(asyncio.run(play())) == set(built)
+    runner = EnvRunner(make, timeout=5, own_thread=True)
+    assert built == []
+    threads = [await runner.call("peek", lambda env: threading.get_ident()) for _ in range(3)]
+    runner.close()
+    assert set(threads) == set(built)
     assert len(built) == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"own_thread": True}, {"instant": True}], ids=["shared", "own", "instant"])
 @pytest.mark.parametrize("name", sorted(ERRORS))
-def test_whatever_a_step_raises_is_a_crash_that_says_so(name: str, options: dict[str, bool]) -> None:
-    async def play() -> EnvCrashError:
-        runner = EnvRunner(OddEnv, timeout=5, **options)
-        await runner.reset(0)
-        with pytest.raises(EnvCrashError) as caught:
-            await runner.step(name)
-        assert (await runner.step("left"))[0] == "left"  # the thread lives on
-        runner.close()
-        return caught.value
-
-    error = asyncio.run(play())
+async def test_whatever_a_step_raises_is_a_crash_that_says_so(name: str, options: dict[str, bool]) -> None:
+    runner = EnvRunner(OddEnv, timeout=5, **options)
+    await runner.reset(0)
+    with pytest.raises(EnvCrashError) as caught:
+        await runner.step(name)
+    assert (await runner.step("left"))[0] == "left"  # the thread lives on
+    runner.close()
+    error = caught.value
     assert str(error).startswith("environment step raised ")
     assert type(ERRORS[name]).__name__ in str(error)
     assert error.__cause__ is not None
@@ -172,75 +166,58 @@ def test_an_instant_environment_plays_in_the_callers_thread_and_lets_others_in_b
     assert order == ["a", "b"] * 3
 
 
-def test_a_class_says_for_itself_alone_that_it_is_instant() -> None:
+def test_a_class_says_that_it_is_instant_or_wants_a_thread_of_its_own() -> None:
     assert envs.is_instant("sokoban") and envs.is_instant("frozen_lake")
     assert not envs.is_instant("sokoban", {"dim_room": [10, 10], "num_boxes": 4, "max_steps": 20})
     assert not envs.is_instant("sokoban", {"num_boxes": "many"}), "it cannot even be made"
     assert not envs.is_instant("gymnasium")
     assert not envs.is_instant(f"{__name__}:SlowSokoban")
-
-
-def test_a_class_and_what_inherits_from_it_want_a_thread_of_their_own() -> None:
     assert envs.wants_own_thread("gymnasium") and not envs.wants_own_thread("sokoban")
     assert envs.wants_own_thread(f"{__name__}:ThreadBound")
 
 
-def test_a_step_of_the_wrong_form_is_named_as_such() -> None:
-    async def play() -> None:
-        runner = EnvRunner(OddEnv, timeout=5)
-        with pytest.raises(EnvProtocolError, match=r"OddEnv.step returned \('one', 0.0\) \(tuple\), expected \(obs"):
-            await runner.step("short")
-        runner.close()
+async def test_a_step_of_the_wrong_form_and_a_failed_construction_are_named() -> None:
+    runner = EnvRunner(OddEnv, timeout=5)
+    with pytest.raises(EnvProtocolError, match=r"OddEnv.step returned \('one', 0.0\) \(tuple\), expected \(obs"):
+        await runner.step("short")
+    runner.close()
 
-    asyncio.run(play())
-
-
-def test_an_environment_that_cannot_be_built_is_a_crash() -> None:
     def make() -> OddEnv:
         raise FileNotFoundError("levels.txt")
 
-    async def play() -> None:
-        runner = EnvRunner(make, timeout=5)
-        for _ in range(2):  # the second call tries again
-            with pytest.raises(EnvCrashError, match=r"environment reset raised FileNotFoundError: levels.txt"):
-                await runner.reset(0)
-        runner.close()
-
-    asyncio.run(play())
+    runner = EnvRunner(make, timeout=5)
+    for _ in range(2):  # the second call tries again
+        with pytest.raises(EnvCrashError, match=r"environment reset raised FileNotFoundError: levels.txt"):
+            await runner.reset(0)
+    runner.close()
 
 
 @pytest.mark.parametrize("own_thread", [False, True])
-def test_a_hung_environment_is_given_up_and_delays_no_other(gate: threading.Event, own_thread: bool) -> None:
-    async def play() -> float:
-        threads = CallThreads()
-        hung = EnvRunner(lambda: OddEnv(gate), timeout=1.0, threads=threads, own_thread=own_thread)
-        other = EnvRunner(OddEnv, timeout=5, threads=threads, own_thread=own_thread)
-        await asyncio.gather(hung.reset(0), other.reset(0))
-        hanging = asyncio.create_task(hung.step("hang"))
-        started = time.monotonic()
-        for _ in range(20):
-            await other.step("left")
-        spent = time.monotonic() - started
-        assert not hanging.done()
-        with pytest.raises(EnvTimeoutError, match=r"environment step took longer than step_timeout=1s"):
-            await hanging
-        hung.close()
-        other.close()
-        return spent
-
-    assert asyncio.run(play()) < 1.0
+async def test_a_hung_environment_is_given_up_and_delays_no_other(gate: threading.Event, own_thread: bool) -> None:
+    threads = CallThreads()
+    hung = EnvRunner(lambda: OddEnv(gate), timeout=1.0, threads=threads, own_thread=own_thread)
+    other = EnvRunner(OddEnv, timeout=5, threads=threads, own_thread=own_thread)
+    await asyncio.gather(hung.reset(0), other.reset(0))
+    hanging = asyncio.create_task(hung.step("hang"))
+    started = time.monotonic()
+    for _ in range(20):
+        await other.step("left")
+    spent = time.monotonic() - started
+    assert not hanging.done()
+    with pytest.raises(EnvTimeoutError, match=r"environment step took longer than step_timeout=1s"):
+        await hanging
+    hung.close()
+    other.close()
+    assert spent < 1.0
 
 
-def test_a_late_answer_to_a_call_given_up_is_dropped(gate: threading.Event) -> None:
-    async def play() -> None:
-        runner = EnvRunner(lambda: OddEnv(gate), timeout=0.1)
-        with pytest.raises(EnvTimeoutError):
-            await runner.step("hang")
-        gate.set()
-        assert (await runner.step("left"))[0] == "left"
-        runner.close()
-
-    asyncio.run(play())
+async def test_a_late_answer_to_a_call_given_up_is_dropped(gate: threading.Event) -> None:
+    runner = EnvRunner(lambda: OddEnv(gate), timeout=0.1)
+    with pytest.raises(EnvTimeoutError):
+        await runner.step("hang")
+    gate.set()
+    assert (await runner.step("left"))[0] == "left"
+    runner.close()
 
 
 def test_a_late_answer_to_a_loop_that_is_gone_harms_nobody(gate: threading.Event) -> None:
@@ -264,17 +241,14 @@ def test_a_late_answer_to_a_loop_that_is_gone_harms_nobody(gate: threading.Event
     assert failures == []
 
 
-def test_cancelling_the_caller_is_no_failure_of_the_environment(gate: threading.Event) -> None:
-    async def play() -> None:
-        runner = EnvRunner(lambda: OddEnv(gate), timeout=5)
-        hanging = asyncio.create_task(runner.step("hang"))
-        await asyncio.sleep(0.05)
-        hanging.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await hanging
-        runner.close()
-
-    asyncio.run(play())
+async def test_cancelling_the_caller_is_no_failure_of_the_environment(gate: threading.Event) -> None:
+    runner = EnvRunner(lambda: OddEnv(gate), timeout=5)
+    hanging = asyncio.create_task(runner.step("hang"))
+    await asyncio.sleep(0.05)
+    hanging.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await hanging
+    runner.close()
 
 
 def test_with_a_lock_one_call_runs_at_a_time() -> None:
@@ -302,32 +276,26 @@ def test_with_a_lock_one_call_runs_at_a_time() -> None:
     assert asyncio.run(play(None)) > 1
 
 
-def test_the_wait_for_a_turn_is_no_part_of_the_time_limit() -> None:
-    async def play() -> None:
-        lock, threads = OneAtATime(), CallThreads()
-        runners = [EnvRunner(OddEnv, timeout=1.0, lock=lock, threads=threads) for _ in range(6)]
-        await asyncio.gather(*(runner.call("nap", lambda env: time.sleep(0.25)) for runner in runners))
-        for runner in runners:
-            runner.close()
-
-    asyncio.run(play())
+async def test_the_wait_for_a_turn_is_no_part_of_the_time_limit() -> None:
+    lock, threads = OneAtATime(), CallThreads()
+    runners = [EnvRunner(OddEnv, timeout=1.0, lock=lock, threads=threads) for _ in range(6)]
+    await asyncio.gather(*(runner.call("nap", lambda env: time.sleep(0.25)) for runner in runners))
+    for runner in runners:
+        runner.close()
 
 
-def test_a_hung_environment_keeps_others_out_as_long_as_it_is_inside(gate: threading.Event) -> None:
-    async def play() -> None:
-        lock, threads = OneAtATime(), CallThreads()
-        hung = EnvRunner(lambda: OddEnv(gate), timeout=0.1, lock=lock, threads=threads)
-        other = EnvRunner(OddEnv, timeout=0.1, lock=lock, threads=threads)
-        for runner in (hung, other):
-            with pytest.raises(EnvTimeoutError):
-                await runner.step("hang")
-            runner.close()
-        gate.set()
-        third = EnvRunner(OddEnv, timeout=5, lock=lock, threads=threads)
-        assert (await third.step("left"))[0] == "left"
-        third.close()
-
-    asyncio.run(play())
+async def test_a_hung_environment_keeps_others_out_as_long_as_it_is_inside(gate: threading.Event) -> None:
+    lock, threads = OneAtATime(), CallThreads()
+    hung = EnvRunner(lambda: OddEnv(gate), timeout=0.1, lock=lock, threads=threads)
+    other = EnvRunner(OddEnv, timeout=0.1, lock=lock, threads=threads)
+    for runner in (hung, other):
+        with pytest.raises(EnvTimeoutError):
+            await runner.step("hang")
+        runner.close()
+    gate.set()
+    third = EnvRunner(OddEnv, timeout=5, lock=lock, threads=threads)
+    assert (await third.step("left"))[0] == "left"
+    third.close()
 
 
 @pytest.mark.parametrize("own_thread", [False, True])
@@ -347,7 +315,7 @@ def test_closing_ends_the_thread_after_its_work(own_thread: bool) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("the door is stuck"), SystemExit(3), asyncio.CancelledError()])
-def test_what_fails_while_an_instant_environment_is_closed_is_told_in_the_log(
+async def test_what_fails_while_an_instant_environment_is_closed_is_told_in_the_log(
     error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It would take the place of the failure for which the environment is thrown away, and end the run."""
@@ -356,14 +324,11 @@ def test_what_fails_while_an_instant_environment_is_closed_is_told_in_the_log(
         def close(self) -> None:
             raise error
 
-    async def play() -> None:
+    with pytest.raises(EnvCrashError, match="by nought"):
         runner = EnvRunner(Stuck, timeout=5, instant=True)
         try:
             await runner.reset(7)
             await runner.step("crash")
         finally:
             runner.close()
-
-    with pytest.raises(EnvCrashError, match="by nought"):
-        asyncio.run(play())
     assert f"environment close raised {type(error).__name__}" in caplog.text

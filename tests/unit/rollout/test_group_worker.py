@@ -41,49 +41,40 @@ async def fetched(player: Player, series: Series) -> tuple[list[int], list[int]]
     return [group.group_id for group in finished.groups], finished.failed
 
 
-def test_what_has_finished_is_fetched_once_and_failures_are_raised_when_asked_for() -> None:
-    async def play() -> None:
-        player = Player()
-        await player.start_groups(FIRST, specs(0, 1, 2))
-        waiting = asyncio.create_task(fetched(player, FIRST))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        player.go.set()
-        assert await waiting == ([0, 2], [1])
-        with pytest.raises(KeyError, match="1"):
-            await player.failure(FIRST, 1)
-        await player.start_groups(FIRST, specs(4))
-        assert await fetched(player, FIRST) == ([4], [])
-
-    asyncio.run(play())
+async def test_what_has_finished_is_fetched_once_and_failures_are_raised_when_asked_for() -> None:
+    player = Player()
+    await player.start_groups(FIRST, specs(0, 1, 2))
+    waiting = asyncio.create_task(fetched(player, FIRST))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    player.go.set()
+    assert await waiting == ([0, 2], [1])
+    with pytest.raises(KeyError, match="1"):
+        await player.failure(FIRST, 1)
+    await player.start_groups(FIRST, specs(4))
+    assert await fetched(player, FIRST) == ([4], [])
 
 
-def test_a_series_that_is_given_up_ends_and_what_arrives_late_for_it_is_not_played() -> None:
-    async def play() -> None:
-        player = Player()
-        await player.start_groups(FIRST, specs(0, 2))
-        waiting = asyncio.create_task(fetched(player, FIRST))
-        await asyncio.sleep(0)
-        await player.give_up(FIRST)
-        assert await waiting == ([], []), "who still waits is told at once"
-        assert player.cancelled == [0, 2]
-        await player.start_groups(FIRST, specs(4))  # sent before, on the way for longer
-        await player.start_groups(SECOND, specs(0))  # the same group again
-        player.go.set()
-        assert await fetched(player, FIRST) == ([], [])
-        assert await fetched(player, SECOND) == ([0], [])
-
-    asyncio.run(play())
+async def test_a_series_that_is_given_up_ends_and_what_arrives_late_for_it_is_not_played() -> None:
+    player = Player()
+    await player.start_groups(FIRST, specs(0, 2))
+    waiting = asyncio.create_task(fetched(player, FIRST))
+    await asyncio.sleep(0)
+    await player.give_up(FIRST)
+    assert await waiting == ([], []), "who still waits is told at once"
+    assert player.cancelled == [0, 2]
+    await player.start_groups(FIRST, specs(4))  # sent before, on the way for longer
+    await player.start_groups(SECOND, specs(0))  # the same group again
+    player.go.set()
+    assert await fetched(player, FIRST) == ([], [])
+    assert await fetched(player, SECOND) == ([0], [])
 
 
-def test_two_callers_do_not_meet() -> None:
-    async def play() -> None:
-        player, other = Player(), Series("another", 5)
-        await player.start_groups(FIRST, specs(0))
-        await player.start_groups(other, specs(0, 2))
-        await player.give_up(other)
-        player.go.set()
-        assert await fetched(player, FIRST) == ([0], [])
-        assert await fetched(player, Series("another", 6)) == ([], [])
-
-    asyncio.run(play())
+async def test_two_callers_do_not_meet() -> None:
+    player, other = Player(), Series("another", 5)
+    await player.start_groups(FIRST, specs(0))
+    await player.start_groups(other, specs(0, 2))
+    await player.give_up(other)
+    player.go.set()
+    assert await fetched(player, FIRST) == ([0], [])
+    assert await fetched(player, Series("another", 6)) == ([], [])

@@ -14,7 +14,7 @@ from roll.configs.env import CustomEnvConfig
 from roll.configs.judge import AskedModelConfig
 from roll.data.requests import Question
 from roll.distributed.strategy.base import States
-from roll.preflight.env_check import check_env
+from roll.extras.env_check import check_env
 from roll.rewards.types import RewardError
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.env_worker import EnvironmentWorker
@@ -34,7 +34,7 @@ class InstantlyAsking(JudgedEnv):
     instant = True
 
 
-def test_what_it_says_is_what_transformers_says(tmp_path: Path) -> None:
+async def test_what_it_says_is_what_transformers_says(tmp_path: Path) -> None:
     folder = digit_model(tmp_path)
     questions: list[Any] = [f"{i}+1=" for i in range(6)] + [
         TALK,
@@ -42,21 +42,18 @@ def test_what_it_says_is_what_transformers_says(tmp_path: Path) -> None:
         [{"role": "user", "content": "a", "seen": {1}}],
     ]
 
-    async def run() -> list[str | RewardError]:
-        worker = JudgeWorker("reward_judge", 0, 1, {})
-        await worker.offload(States.ALL)  # before its set-up: nothing is there
-        await worker.setup(AskedModelConfig(model=folder, max_tokens=WORDS, max_concurrency=3))
-        await worker.offload(States.WEIGHTS)
-        asked = asyncio.create_task(worker.ask(questions))
-        await asyncio.sleep(0.1)
-        assert not asked.done(), "the judge is away"
-        await worker.onload(States.WEIGHTS)
-        try:
-            return pickle.loads(pickle.dumps(await asked))
-        finally:
-            await worker.close()
-
-    *words, too_long, odd = asyncio.run(run())
+    worker = JudgeWorker("reward_judge", 0, 1, {})
+    await worker.offload(States.ALL)  # before its set-up: nothing is there
+    await worker.setup(AskedModelConfig(model=folder, max_tokens=WORDS, max_concurrency=3))
+    await worker.offload(States.WEIGHTS)
+    asked = asyncio.create_task(worker.ask(questions))
+    await asyncio.sleep(0.1)
+    assert not asked.done(), "the judge is away"
+    await worker.onload(States.WEIGHTS)
+    try:
+        *words, too_long, odd = pickle.loads(pickle.dumps(await asked))
+    finally:
+        await worker.close()
     expected = [[{"role": "user", "content": text}] for text in questions[:6]] + [TALK]
     assert words == [greedy_words(folder, messages) for messages in expected] and len(set(words)) > 1
     assert isinstance(too_long, RewardError) and "judge: " in str(too_long)

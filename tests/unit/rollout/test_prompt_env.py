@@ -128,13 +128,10 @@ def test_the_verifier_learns_all_that_is_known(reason: FinishReason, truncated: 
     assert trajectory.turns[0].action is None, "no answer was found"
 
 
-def test_a_prompt_that_was_cut_is_used_as_it_was_cut() -> None:
+def test_a_prompt_is_used_as_it_was_cut_and_ends_the_episode_where_it_does_not_fit() -> None:
     engine = Engine()
     play(replace(PROMPT, prompt_ids=np.array([7, 8, 9])), engine, Scorer(Verdict(1.0, True)))
     assert engine.requests[0].prompt_ids.tolist() == [7, 8, 9]
-
-
-def test_a_prompt_that_does_not_fit_and_a_verifier_that_fails_end_the_episode() -> None:
     with pytest.raises(PromptTooLongError, match="sums: the first prompt has"):
         play(PROMPT, Engine(), Scorer(Verdict(1.0, True)), Limits(prompt_length=8, sequence_length=80))
     with pytest.raises(RewardError, match="cannot tell"):

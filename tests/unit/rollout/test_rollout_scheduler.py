@@ -124,21 +124,15 @@ def test_a_group_id_decides_tag_and_seed() -> None:
     again = GroupPlan(tags=("A", "B"), slots_per_tag=(2, 1), group_size=4, redundancy=1, seed=8, name="train")
     seeds = [{plan.spec(group_id).env_seed for group_id in range(300)} for plan in (PLAN, other, again)]
     assert len(set.union(*seeds)) == 900
-
-
-def test_weights_decide_how_many_groups_of_each_tag_are_played() -> None:
+    options = {"tags": ("A",), "slots_per_tag": (1,), "group_size": 1, "redundancy": 0, "seed": 7, "name": "val"}
+    sampled, greedy = GroupPlan(**options), GroupPlan(**options, greedy=True)  # type: ignore[arg-type]
+    assert [greedy.spec(n).env_seed for n in range(9)] == [sampled.spec(n).env_seed for n in range(9)]
+    assert greedy.spec(0).greedy
     weighted = replace(PLAN, weights=(1.0, 3.0))
     tags = [weighted.spec(group_id).tag for group_id in range(200)]
     assert all(abs(tags[:n].count("A") - n / 4) < 1 for n in range(201))
     assert tags == [replace(weighted).spec(group_id).tag for group_id in range(200)]
     assert [weighted.spec(n).env_seed for n in range(9)] == [PLAN.spec(n).env_seed for n in range(9)]
-
-
-def test_greedy_validation_plays_the_boards_of_sampled_validation() -> None:
-    options = {"tags": ("A",), "slots_per_tag": (1,), "group_size": 1, "redundancy": 0, "seed": 7, "name": "val"}
-    sampled, greedy = GroupPlan(**options), GroupPlan(**options, greedy=True)  # type: ignore[arg-type]
-    assert [greedy.spec(n).env_seed for n in range(9)] == [sampled.spec(n).env_seed for n in range(9)]
-    assert greedy.spec(0).greedy
 
 
 def test_groups_come_in_order_from_all_workers_and_never_too_many_at_once(
@@ -206,7 +200,9 @@ def test_groups_that_lost_their_engine_are_played_again(
     assert isinstance(error, EngineUnavailableError)
 
 
-def test_what_cannot_be_recovered_ends_the_rollout(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
+def test_what_cannot_be_recovered_ends_the_rollout_and_a_hung_group_is_named(
+    scheduler: Callable[..., RolloutScheduler], folder: Path
+) -> None:
     def give_up(error: BaseException) -> None:
         raise error
 
@@ -216,9 +212,6 @@ def test_what_cannot_be_recovered_ends_the_rollout(scheduler: Callable[..., Roll
     (folder / "fail-1").touch()
     with pytest.raises(ValueError, match="no such level"):
         scheduler().collect(3)
-
-
-def test_a_hung_group_is_an_error_that_names_it(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
     (folder / "hang-2").touch()
     with pytest.raises(RpcTimeoutError, match=r"envs rank \d: run_group\(2\) gave no answer in [12]\.\d s"):
         scheduler(rpc_timeout=1.0).collect(3)

@@ -112,14 +112,11 @@ def test_episodes_with_tools_are_compared_with_their_conversations(
     assert counts(play(family, *texts, check="ignore_strippable").info) == lenient
 
 
-def test_other_tokens_of_the_same_text_count_when_strict() -> None:
+def test_other_tokens_of_the_same_text_count_when_strict_and_some_episodes_are_not_compared() -> None:
     assert counts(play("qwen2_5", CALL, "another answer", letters=True).info) == {"compared": 1, "other_tokens": 1}
     assert counts(
         play("qwen2_5", CALL, "another answer", letters=True, check="ignore_strippable").info
     ) == {"compared": 1}  # fmt: skip
-
-
-def test_what_is_not_compared() -> None:
     assert COMPARED not in play("qwen3", CALL, "51", member=1).info, "one of a group is enough"
     assert COMPARED not in play("qwen3", CALL, "51", check="disable").info
     assert COMPARED not in play("qwen3", "51").info, "one turn has no history"
@@ -139,22 +136,22 @@ def test_an_environment_is_a_conversation_too() -> None:
         assert counts(trajectory.info) == (expected or {"compared": 1, "reasoning": 1})
 
 
-def test_rows_of_agents_are_compared_as_the_program_has_sent_them() -> None:
+async def test_rows_of_agents_are_compared_as_the_program_has_sent_them() -> None:
     renderer = ChatRenderer(family_tokenizer("qwen3"))
     engine = Engine(renderer, f"{THOUGHT}right", f"{THOUGHT}left", "in short", "more", "plain")
     policy = Policy(renderer, dialect_for("auto", renderer), LIMITS)
 
-    async def run() -> dict[str, int]:
-        session = Session(AgentConfig(command=["true"]), policy, engine.generate, PARAMS, episode())
-        messages: list[dict[str, Any]] = [{"role": "user", "content": "q"}]
-        for _ in range(2):
-            (answer,) = await session.chat(messages, [], Wanted())
-            messages += [answer.turn.as_openai(), {"role": "user", "content": "more"}]
-        await session.chat([{"role": "user", "content": "in short: q"}], [], Wanted())  # a row of one turn
-        await session.complete("left", Wanted())
-        return TokenWatch(renderer, "strict").compare("sums", session.conversation_rows())
-
-    assert counts(asyncio.run(run())) == {"compared": 1, "reasoning": 1}
+    session = Session(AgentConfig(command=["true"]), policy, engine.generate, PARAMS, episode())
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "q"}]
+    for _ in range(2):
+        (answer,) = await session.chat(messages, [], Wanted())
+        messages += [answer.turn.as_openai(), {"role": "user", "content": "more"}]
+    await session.chat([{"role": "user", "content": "in short: q"}], [], Wanted())  # a row of one turn
+    await session.complete("left", Wanted())
+    assert counts(TokenWatch(renderer, "strict").compare("sums", session.conversation_rows())) == {
+        "compared": 1,
+        "reasoning": 1,
+    }
 
 
 def test_differences_are_shares_of_rows_and_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:

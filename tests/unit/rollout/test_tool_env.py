@@ -202,16 +202,13 @@ def test_tools_that_go_wrong_are_answered_and_counted(text: str, answer: str, co
     assert {name: trajectory.info[name] for name in expected} == expected
 
 
-def test_malformed_calls_are_told_and_cost_the_penalty() -> None:
+def test_malformed_calls_are_told_cost_the_penalty_and_do_not_fill_the_context() -> None:
     engine = Engine("<tool_call>{oops</tool_call>", '<tool_call>{"name": 3}</tool_call>', "<answer>51</answer>")
     trajectory = play(engine, malformed_call_penalty=-0.25)
     assert [turn.penalty for turn in trajectory.turns] == [-0.25, -0.25, 0.0]
     assert [turn.action for turn in trajectory.turns] == [None, None, "<answer>51</answer>"]
     assert trajectory.score == 0.5 and trajectory.info["malformed_calls"] == 2
     assert all(results(trajectory))
-
-
-def test_a_flood_of_malformed_calls_does_not_fill_the_context() -> None:
     trajectory = play(Engine("<tool_call>" * 12, "<answer>51</answer>"), max_parallel_calls=2)
     (told,) = results(trajectory)
     assert told.count("error: this tool call was not run") == 2
@@ -219,13 +216,10 @@ def test_a_flood_of_malformed_calls_does_not_fill_the_context() -> None:
     assert trajectory.info["malformed_calls"] == 12 and trajectory.success
 
 
-def test_after_the_last_turn_with_calls_the_answer_counts_as_it_is() -> None:
+def test_after_the_last_turn_with_calls_the_answer_counts_and_a_cut_episode_is_still_of_its_prompt() -> None:
     trajectory = play(Engine(*[call("calculator", expression="1")] * 3), max_turns=2)
     assert len(trajectory.turns) == 3 and trajectory.end == "terminated" and not trajectory.success
     assert trajectory.info["tool_calls"] == 2
-
-
-def test_an_episode_that_is_cut_short_is_still_of_its_prompt() -> None:
     params, limits = SamplingParams(max_new_tokens=400), Limits(prompt_length=2000, sequence_length=1800)
     engine = Engine(call("tell", what="y" * 300))
     trajectory = play(engine, PromptManager(RENDERER, params, limits))

@@ -113,59 +113,46 @@ def test_a_call_that_hangs_is_killed_with_all_that_it_has_started(tmp_path: Path
     assert counted == ("1", {"tool_calls": 1})
 
 
-def test_waiting_for_a_free_process_is_no_part_of_a_call() -> None:
-    async def play() -> list[str]:
-        async with opened(timeout=1.0, processes=1, max_parallel_calls=8) as box:
-            answers = await box.calls("act", *({"what": "sleep"} for _ in range(8)))
-            return [message["content"] for message in answers.messages]
-
-    assert asyncio.run(play()) == ["sleep"] * 8
+async def test_waiting_for_a_free_process_is_no_part_of_a_call() -> None:
+    async with opened(timeout=1.0, processes=1, max_parallel_calls=8) as box:
+        answers = await box.calls("act", *({"what": "sleep"} for _ in range(8)))
+        assert [message["content"] for message in answers.messages] == ["sleep"] * 8
 
 
-def test_state_is_an_episodes_own_and_must_be_json() -> None:
-    async def play() -> list[tuple[str, Counter[str]]]:
-        async with opened() as box:
-            mine: dict[str, Any] = {}
-            yours: dict[str, Any] = {}
-            said = [
-                await box.call("remember", states, word=word)
-                for states, word in ((mine, "a"), (yours, "b"), (mine, "c"), (mine, "object"), (mine, "d"))
-            ]
-            assert mine == {"remember": {"words": ["a", "c", "d"]}} and yours == {"remember": {"words": ["b"]}}
-            return said
-
-    said = asyncio.run(play())
+async def test_state_is_an_episodes_own_and_must_be_json() -> None:
+    async with opened() as box:
+        mine: dict[str, Any] = {}
+        yours: dict[str, Any] = {}
+        said = [
+            await box.call("remember", states, word=word)
+            for states, word in ((mine, "a"), (yours, "b"), (mine, "c"), (mine, "object"), (mine, "d"))
+        ]
+        assert mine == {"remember": {"words": ["a", "c", "d"]}} and yours == {"remember": {"words": ["b"]}}
     assert [text for text, _ in said[:3]] == ["a", "b", "a c"]
     assert said[3][0].startswith("error: its state is no JSON, which isolation: process needs: ")
     assert said[4] == ("a c d", {"tool_calls": 1})
 
 
 @pytest.mark.parametrize("size", [2 * 64 * 8 - 1, 2 * 64 * 8, 2 * 64 * 8 + 1, 10_000_000])
-def test_long_results_are_cut_as_they_are_without_a_process(size: int) -> None:
-    async def play() -> list[str]:
-        cut = []
-        for isolation in ("process", "none"):
-            async with opened(isolation=isolation, max_tool_response_tokens=8) as box:
-                cut.append((await box.call("act", what=str(size)))[0])
-        return cut
-
-    in_process, here = asyncio.run(play())
+async def test_long_results_are_cut_as_they_are_without_a_process(size: int) -> None:
+    cut = []
+    for isolation in ("process", "none"):
+        async with opened(isolation=isolation, max_tool_response_tokens=8) as box:
+            cut.append((await box.call("act", what=str(size)))[0])
+    in_process, here = cut
     assert in_process == here and "left out" in here
 
 
-def test_a_call_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
-    async def play() -> tuple[bool, str]:
-        async with opened(processes=1) as box:
-            path = tmp_path / "pids"
-            task = asyncio.create_task(box.call("act", what="hang", path=str(path)))
-            while not (path.exists() and len(path.read_text().split()) == 2):
-                await asyncio.sleep(0.02)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            first, _ = map(int, path.read_text().split())
-            return are_gone([first]), (await box.call("act", what="count"))[0]
-
-    assert asyncio.run(play()) == (True, "1")
+async def test_a_call_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+    async with opened(processes=1) as box:
+        path = tmp_path / "pids"
+        task = asyncio.create_task(box.call("act", what="hang", path=str(path)))
+        while not (path.exists() and len(path.read_text().split()) == 2):
+            await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        first, _ = map(int, path.read_text().split())
+        assert (are_gone([first]), (await box.call("act", what="count"))[0]) == (True, "1")
 
 
 def test_a_reply_that_comes_between_the_looks_at_the_pipe_and_at_the_process_counts(

@@ -103,20 +103,13 @@ def test_after_its_last_turn_the_answer_is_scored_without_the_user() -> None:
     assert SCORED[0].response == "9"
 
 
-def test_an_episode_that_is_given_up_as_the_user_answers_is_over() -> None:
+async def test_an_episode_that_is_given_up_as_the_user_answers_is_over() -> None:
     """``asyncio.wait_for`` of Python 3.11 forgets a cancellation that comes together with its result."""
 
     class Interrupted(Guide):
         async def respond(self, messages: Sequence[Mapping[str, str]], prompt: Prompt) -> tuple[str, float, bool]:
             asyncio.get_running_loop().call_soon(episode[0].cancel)
             return await super().respond(messages, prompt)
-
-    async def run() -> None:
-        env = UserEnv(PromptEnv(PROMPT, judge), Interrupted(), UserConfig(path=PATH))
-        manager = PromptManager(RENDERER, SamplingParams(max_new_tokens=400), LIMITS)
-        episode.append(asyncio.create_task(manager.run_episode(env, slow(engine), EPISODE)))
-        with pytest.raises(asyncio.CancelledError):
-            await episode[0]
 
     def slow(engine: Engine) -> Any:
         async def generate(request: Any) -> Any:
@@ -127,7 +120,11 @@ def test_an_episode_that_is_given_up_as_the_user_answers_is_over() -> None:
 
     episode: list[asyncio.Task[Any]] = []
     engine = Engine("7", "51")
-    asyncio.run(run())
+    env = UserEnv(PromptEnv(PROMPT, judge), Interrupted(), UserConfig(path=PATH))
+    manager = PromptManager(RENDERER, SamplingParams(max_new_tokens=400), LIMITS)
+    episode.append(asyncio.create_task(manager.run_episode(env, slow(engine), EPISODE)))
+    with pytest.raises(asyncio.CancelledError):
+        await episode[0]
     assert len(engine.log) == 1
 
 

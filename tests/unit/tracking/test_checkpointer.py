@@ -402,10 +402,9 @@ def test_random_states_come_back_through_a_checkpoint(tmp_path: Path) -> None:
     assert draw() == expected
 
 
-def test_find_damage_says_nothing_of_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_a_whole_checkpoint_has_no_damage_also_in_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert find_damage(Checkpointer(tmp_path).save(1, write_weights(), {})) is None
-
-
-def test_checkpoints_may_lie_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Checkpointer("~/saved").save(1, write_weights(), {}) == tmp_path / "saved" / "checkpoint-1"

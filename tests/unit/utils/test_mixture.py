@@ -22,13 +22,11 @@ def test_each_share_is_right_to_within_one_at_every_length(weights: list[float],
         assert all(abs(counts[k] - length * Fraction(str(w)) / total) < 1 for k, w in enumerate(weights))
 
 
-def test_whole_rounds_are_exact_and_tenths_are_tenths() -> None:
+def test_whole_rounds_are_exact_and_the_order_depends_on_the_seed_alone() -> None:
     mixture = Mixture([0.7, 0.1, 0.2])
     for start in range(0, 300, 10):
         assert Counter(mixture[start + n] for n in range(10)) == {0: 7, 1: 1, 2: 2}
 
-
-def test_the_order_depends_on_the_seed_alone() -> None:
     def order(seed: int) -> list[int]:
         mixture = Mixture([1, 1, 1], seed)
         return [mixture[n] for n in range(30)]

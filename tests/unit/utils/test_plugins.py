@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from pathlib import Path
@@ -30,7 +29,7 @@ class Own(RuleVerifier):
 """
 
 
-def test_a_plugin_is_imported_here_and_in_the_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_plugin_is_imported_here_and_in_the_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "verifier.py").write_text(_VERIFIER)
     (tmp_path / "plugin.py").write_text(_PLUGIN.replace("{folder}", str(tmp_path)))
     monkeypatch.setattr(VERIFIERS, "_entries", dict(VERIFIERS._entries))
@@ -41,15 +40,12 @@ def test_a_plugin_is_imported_here_and_in_the_children(tmp_path: Path, monkeypat
     monkeypatch.setenv(PLUGINS, variables[PLUGINS])
     config = RewardConfig.model_validate({"tag_included": ["tag"], "verifiers": [{"name": "of_a_plugin"}]})
 
-    async def run() -> float:
-        scorer = DomainScorer("own", config)
-        try:
-            sample = Sample(prompt="?", response="", ground_truth=None, data_source="tag")
-            return (await scorer.score(sample)).score
-        finally:
-            await scorer.close()
-
-    assert asyncio.run(run()) == 1.0
+    scorer = DomainScorer("own", config)
+    try:
+        sample = Sample(prompt="?", response="", ground_truth=None, data_source="tag")
+        assert (await scorer.score(sample)).score == 1.0
+    finally:
+        await scorer.close()
 
 
 def test_plugins_that_cannot_be_imported_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

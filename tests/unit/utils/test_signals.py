@@ -44,10 +44,14 @@ def test_within_deferred_blocks_a_signal_waits_for_the_end_of_the_outermost() ->
     assert steps == ["inner", "outer"]
 
 
-def test_an_error_in_a_deferred_block_is_not_replaced_by_the_signal() -> None:
+def test_an_error_in_a_deferred_block_stays_and_a_keyboard_interrupt_gets_the_signals_exit_code() -> None:
     with pytest.raises(ValueError, match="broken"), SignalGuard() as guard, guard.deferred():
         kill_self(signal.SIGTERM)
         raise ValueError("broken")
+    with pytest.raises(Interrupted) as caught, SignalGuard() as guard, guard.deferred():
+        kill_self(signal.SIGTERM)
+        raise KeyboardInterrupt  # as Ray does when the signal arrives in one of its calls
+    assert caught.value.exit_code == 143
 
 
 def test_one_signal_delivered_twice_counts_once() -> None:
@@ -56,13 +60,6 @@ def test_one_signal_delivered_twice_counts_once() -> None:
             kill_self(signal.SIGINT)
         finally:
             kill_self(signal.SIGINT)  # while the first one unwinds
-
-
-def test_a_plain_keyboard_interrupt_after_a_signal_gets_its_exit_code() -> None:
-    with pytest.raises(Interrupted) as caught, SignalGuard() as guard, guard.deferred():
-        kill_self(signal.SIGTERM)
-        raise KeyboardInterrupt  # as Ray does when the signal arrives in one of its calls
-    assert caught.value.exit_code == 143
 
 
 def test_a_failure_beside_the_main_thread_stops_it_and_is_raised_from_the_block() -> None:

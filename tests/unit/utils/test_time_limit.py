@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from roll.rewards.sandbox.pool import Sandbox
+from roll.extras.sandbox.pool import Sandbox
 from roll.utils.time_limit import time_limit, turn
 
 LIMIT = 0.2
@@ -32,66 +32,51 @@ async def work(slots: asyncio.Semaphore, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
 
-def test_a_wait_for_ones_turn_does_not_count() -> None:
-    async def run() -> None:
-        slots = asyncio.Semaphore(1)
-        async with taken(slots, 2 * LIMIT), time_limit(LIMIT) as limit:
-            await work(slots, 0)
-            assert not limit.expired()
-
-    asyncio.run(run())
+async def test_a_wait_for_ones_turn_does_not_count() -> None:
+    slots = asyncio.Semaphore(1)
+    async with taken(slots, 2 * LIMIT), time_limit(LIMIT) as limit:
+        await work(slots, 0)
+        assert not limit.expired()
 
 
 @pytest.mark.parametrize("before", [0.0, 0.8 * LIMIT])
-def test_work_before_and_after_the_wait_counts(before: float) -> None:
-    async def run() -> float:
-        slots, began = asyncio.Semaphore(1), time.monotonic()
-        async with taken(slots, 2 * LIMIT):
-            with pytest.raises(TimeoutError):
-                async with time_limit(LIMIT):
-                    await asyncio.sleep(before)
-                    await work(slots, 60)
-        return time.monotonic() - began
-
+async def test_work_before_and_after_the_wait_counts(before: float) -> None:
     waited = 2 * LIMIT - before
-    assert asyncio.run(run()) >= LIMIT + waited - 0.01
+    slots, began = asyncio.Semaphore(1), time.monotonic()
+    async with taken(slots, 2 * LIMIT):
+        with pytest.raises(TimeoutError):
+            async with time_limit(LIMIT):
+                await asyncio.sleep(before)
+                await work(slots, 60)
+    assert (time.monotonic() - began) >= LIMIT + waited - 0.01
 
 
-def test_tasks_inside_wait_for_each_other() -> None:
-    async def run() -> None:
-        slots = asyncio.Semaphore(1)
-        async with time_limit(3 * LIMIT):
-            await asyncio.gather(*(work(slots, LIMIT) for _ in range(4)))
-
-    asyncio.run(run())
+async def test_tasks_inside_wait_for_each_other() -> None:
+    slots = asyncio.Semaphore(1)
+    async with time_limit(3 * LIMIT):
+        await asyncio.gather(*(work(slots, LIMIT) for _ in range(4)))
 
 
-def test_without_a_limit_and_after_its_end_there_is_nothing_to_stop() -> None:
-    async def run() -> None:
-        slots = asyncio.Semaphore(1)
-        await work(slots, 0)
-        async with taken(slots, LIMIT):
-            async with time_limit(60):
-                late = asyncio.create_task(work(slots, 0))
-                await asyncio.sleep(0)
-            await late
-        async with taken(slots, LIMIT):
-            with pytest.raises(TimeoutError):
-                async with time_limit(LIMIT / 4):
-                    await asyncio.sleep(60)
-        assert not slots.locked()
-
-    asyncio.run(run())
+async def test_without_a_limit_and_after_its_end_there_is_nothing_to_stop() -> None:
+    slots = asyncio.Semaphore(1)
+    await work(slots, 0)
+    async with taken(slots, LIMIT):
+        async with time_limit(60):
+            late = asyncio.create_task(work(slots, 0))
+            await asyncio.sleep(0)
+        await late
+    async with taken(slots, LIMIT):
+        with pytest.raises(TimeoutError):
+            async with time_limit(LIMIT / 4):
+                await asyncio.sleep(60)
+    assert not slots.locked()
 
 
-def test_a_program_that_waits_for_a_sandbox_has_all_of_its_time() -> None:
-    async def run() -> str:
-        sandbox = Sandbox(allow_unsafe=True, max_parallel=1)
-        first = asyncio.create_task(sandbox.run_program("import time; time.sleep(2.5)"))
-        await asyncio.sleep(0)
-        async with time_limit(2):
-            result = await sandbox.run_program("print(17 * 3)")
-        await first
-        return result.stdout
-
-    assert asyncio.run(run()) == "51\n"
+async def test_a_program_that_waits_for_a_sandbox_has_all_of_its_time() -> None:
+    sandbox = Sandbox(allow_unsafe=True, max_parallel=1)
+    first = asyncio.create_task(sandbox.run_program("import time; time.sleep(2.5)"))
+    await asyncio.sleep(0)
+    async with time_limit(2):
+        result = await sandbox.run_program("print(17 * 3)")
+    await first
+    assert result.stdout == "51\n"

@@ -145,13 +145,10 @@ def test_seeds_give_different_lakes_and_the_same_seed_the_same():
     assert lakes == [FrozenLakeEnv(size=6).reset(seed=seed)[0] for seed in range(50)]
 
 
-def test_symbols_can_be_changed():
+def test_symbols_can_be_changed_and_too_few_steps_for_the_way_are_refused():
     env = FrozenLakeEnv(grid_lookup={0: "@"}, grid_vocab={"@": "you"})
     text, _ = env.reset(seed=0)
     assert text[0] == "@" and "@: you" in env.env_instruction
-
-
-def test_too_few_steps_for_the_way_are_refused():
     with pytest.raises(ValueError, match="max_steps: seen 10, expected at least 14"):
         FrozenLakeEnv(size=8)
 

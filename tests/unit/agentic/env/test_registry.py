@@ -69,20 +69,18 @@ def test_a_registered_environment_is_made_by_name_and_by_path():
     assert envs.path_of("guess-a-word") == path
 
 
-def test_a_registered_class_has_a_path_for_other_processes():
+def test_a_registered_class_has_a_path_for_other_processes_and_a_taken_name_is_refused():
     envs.register("guess-class", GuessEnv)
     assert envs.path_of("guess-class") == f"{__name__}:GuessEnv"
     assert envs.path_of("sokoban") == "roll.agentic.env.sokoban:SokobanEnv"
     envs.register("guess-local", lambda: GuessEnv("x"))
     with pytest.raises(ValueError, match="importable module"):
         envs.path_of("guess-local")
+    with pytest.raises(ValueError, match="'sokoban' is already registered"):
+        envs.register("sokoban", GuessEnv)
 
 
-def test_gymnasium_accepts_a_plain_subclass():
-    check_env(GuessEnv("apple"), skip_render_check=True)
-
-
-def test_every_action_name_is_an_action():
+def test_every_action_name_is_an_action_and_gymnasium_accepts_a_plain_subclass():
     configs = {"gymnasium": {"env_id": "CliffWalking-v1", "success_return": -13}}
     counts = {"sokoban": 4, "frozen_lake": 4, "gymnasium": 4, "adventure": 9, "hidden_word": 452}
     for env_type, count in counts.items():
@@ -92,11 +90,7 @@ def test_every_action_name_is_an_action():
             assert env.step(f"<answer>{name}</answer>")[4]["action"] == name
         assert len(env.action_names) == count
     assert GuessEnv("x").action_names == ()
-
-
-def test_a_taken_name_is_refused():
-    with pytest.raises(ValueError, match="'sokoban' is already registered"):
-        envs.register("sokoban", GuessEnv)
+    check_env(GuessEnv("apple"), skip_render_check=True)
 
 
 def test_an_unknown_name_suggests_the_right_one():

@@ -97,22 +97,16 @@ def test_a_box_goes_onto_a_target_and_off_again():
     assert observation.split("\n")[2] == "#_POX_#"
 
 
-def test_solving_pays_and_ends_the_episode():
+def test_solving_pays_and_ends_the_episode_also_at_the_step_limit():
     env = playing("######\n#____#\n#PXO_#\n#____#\n#____#\n######", reward_scale=0.1)
     observation, reward, terminated, truncated, info = env.step(answer("Right"))
     assert "√" in observation and terminated and not truncated and info["success"]
     assert reward == info["task_reward"] == pytest.approx(0.1 * (-0.1 + 1.0 + 10.0))
     with pytest.raises(RuntimeError, match="reset"):
         env.step(answer("Right"))
-
-
-def test_one_box_of_two_on_target_is_no_success():
     env = playing("######\n#PXO_#\n#____#\n#_X__#\n#_O__#\n######")
     _, _, terminated, _, info = env.step(answer("Right"))
     assert not terminated and not info["success"]
-
-
-def test_solving_at_the_step_limit_terminates_and_does_not_truncate():
     board = "######\n#____#\n#PXO_#\n#____#\n#____#\n######"
     assert playing(board, max_steps=1).step(answer("Right"))[2:4] == (True, False)
     assert playing(board, max_steps=1).step(answer("Up"))[2:4] == (False, True)
@@ -156,15 +150,12 @@ def test_an_invalid_action_keeps_the_state_costs_the_penalty_and_counts_a_step(t
         assert (terminated, truncated) == (False, last)
 
 
-def test_equal_states_have_equal_keys_and_different_states_different_ones():
+def test_equal_states_have_equal_keys_and_there_is_none_before_reset():
     env = playing("######\n#____#\n#_P__#\n#__X_#\n#__O_#\n######")
     start = env.step("nothing")[4]["state_key"]
     up = env.step(answer("Up"))[4]["state_key"]
     assert up != start
     assert env.step(answer("Down"))[4]["state_key"] == start
-
-
-def test_stepping_before_reset_is_refused():
     with pytest.raises(RuntimeError, match="reset"):
         SokobanEnv().step(answer("Up"))
 
@@ -242,14 +233,10 @@ def test_the_same_seed_gives_the_same_board_in_another_process():
     assert run("1").stdout == run("2").stdout == here
 
 
-def test_the_boards_of_seeds_do_not_change_between_versions():
+def test_seeds_give_different_boards_and_layouts_the_same_in_every_version():
     env = SokobanEnv(max_solution=4, num_walls=4)
     env.reset(seed=0)
     assert env.board.hash == "0927097a05cfef20"
-
-
-def test_seeds_give_different_boards_and_layouts():
-    env = SokobanEnv(max_solution=4, num_walls=4)
     boards = []
     for seed in range(1000):
         env.reset(seed=seed)
@@ -356,13 +343,10 @@ def drawn(text, player, boxes):
     return "\n".join("".join(symbol((r, c)) for c in range(len(rows[0]))) for r in range(len(rows)))
 
 
-def test_a_lost_board_has_no_expert_action():
+def test_a_lost_board_has_no_expert_action_and_is_given_up_within_a_second():
     env = playing("######\n#X___#\n#_P__#\n#__O_#\n#____#\n######")
     assert oracle_length("######\n#X___#\n#_P__#\n#__O_#\n#____#\n######") is None
     assert env.expert_actions() == [] and env.solution_length() is None
-
-
-def test_a_lost_board_with_four_boxes_is_given_up_within_a_second():
     env = playing(
         "##########\n#X_______#\n#_P__X___#\n#____O___#\n#__X_____#\n#__O__X__#\n#_____O__#\n#________#\n#_______O#\n##########"
     )
@@ -374,16 +358,13 @@ def test_a_lost_board_with_four_boxes_is_given_up_within_a_second():
 # ---- symbols
 
 
-def test_grid_vocab_alone_chooses_the_symbols():
+def test_grid_vocab_alone_or_grid_lookup_chooses_the_symbols():
     vocab = {"W": "wall", ".": "empty", "T": "target", "@": "player", "B": "box", "+": "player on target"}
     env = SokobanEnv(grid_vocab=vocab)
     env.reset(options={"board": "WWWWWW\nW....W\nW@BT.W\nW....W\nW....W\nWWWWWW"})
     observation, *_ = env.step(answer("Down"))
     assert observation == "WWWWWW\nW....W\nW.BT.W\nW@...W\nW....W\nWWWWWW"
     assert "@: player" in env.env_instruction and "√: box on target" in env.env_instruction
-
-
-def test_grid_lookup_chooses_the_symbols_and_grid_vocab_words_them():
     env = SokobanEnv(grid_lookup={0: "~", 4: "C"}, grid_vocab={"C": "a crate"})
     text, _ = env.reset(seed=0)
     assert text.startswith("~~~~~~\n~") and "C" in text and "X" not in text

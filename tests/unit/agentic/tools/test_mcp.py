@@ -54,72 +54,63 @@ def test_the_tools_of_a_server_are_called(way: str, request: pytest.FixtureReque
     assert seen["variable"]["required"] == ["name"]
 
 
-def test_the_example_is_a_server() -> None:
+async def test_the_example_is_a_server() -> None:
     config = McpServerConfig(command=["python", str(EXAMPLE)], timeout=60)
 
-    async def play() -> list[str]:
-        server = McpServer("sums", config)
-        try:
-            tool = (await server.tools())["calculator"]
-            assert tool.schema.parameters["required"] == ["expression"]
-            answers = [await tool.call({"expression": "12*34"}, {})]
-            with pytest.raises(ToolError, match="Error executing tool calculator"):
-                await tool.call({"expression": "12+34"}, {})
-            return answers
-        finally:
-            await server.close()
-
-    assert asyncio.run(play()) == ["408"]
+    server = McpServer("sums", config)
+    try:
+        tool = (await server.tools())["calculator"]
+        assert tool.schema.parameters["required"] == ["expression"]
+        answers = [await tool.call({"expression": "12*34"}, {})]
+        with pytest.raises(ToolError, match="Error executing tool calculator"):
+            await tool.call({"expression": "12+34"}, {})
+        assert answers == ["408"]
+    finally:
+        await server.close()
 
 
-def test_a_server_that_died_is_started_again_and_gets_its_variables() -> None:
-    async def play() -> list[Any]:
-        server = McpServer("sums", McpServerConfig(command=COMMAND, env={"CITY": "Bern"}, timeout=60))
-        try:
-            tools = await server.tools()
-            with pytest.raises(Exception, match=r"[Cc]losed"):
-                await tools["die"].call({}, {})
-            return [await tools["add"].call({"a": 1, "b": 2}, {}), await tools["variable"].call({"name": "CITY"}, {})]
-        finally:
-            await server.close()
-
-    assert asyncio.run(play()) == ["3", "Bern"]
-
-
-def test_an_error_that_answers_one_call_leaves_the_connection_to_the_others() -> None:
-    async def play() -> list[Any]:
-        server = McpServer("strict", McpServerConfig(command=STRICT, timeout=60))
-        try:
-            tools = await server.tools()
-            assert list(tools) == ["wait", "city"], "of both pages"
-            waiting = asyncio.ensure_future(tools["wait"].call({}, {}))
-            await asyncio.sleep(0.1)
-            with pytest.raises(ToolError, match="name: expected a city"):
-                await tools["city"].call({"name": 1}, {})
-            with pytest.raises(Exception, match="name: expected a city") as raised:
-                await tools["city"].call({"code": -32050}, {})
-            assert not isinstance(raised.value, ToolError), "not the policy's fault"
-            return await waiting
-        finally:
-            await server.close()
-
-    assert asyncio.run(play()) == "waited"
+async def test_a_server_that_died_is_started_again_and_gets_its_variables() -> None:
+    server = McpServer("sums", McpServerConfig(command=COMMAND, env={"CITY": "Bern"}, timeout=60))
+    try:
+        tools = await server.tools()
+        with pytest.raises(Exception, match=r"[Cc]losed"):
+            await tools["die"].call({}, {})
+        assert [await tools["add"].call({"a": 1, "b": 2}, {}), await tools["variable"].call({"name": "CITY"}, {})] == [
+            "3",
+            "Bern",
+        ]
+    finally:
+        await server.close()
 
 
-def test_a_server_that_went_away_is_named_by_the_cause() -> None:
-    async def play() -> None:
-        with served() as address:
-            server = McpServer("sums", McpServerConfig(url=address, timeout=60))
-            tools = await server.tools()
-        try:
-            for _ in range(2):
-                with pytest.raises(Exception, match=r"Connection closed|ConnectError: ") as raised:
-                    await tools["add"].call({"a": 1, "b": 2}, {})
-            assert "TaskGroup" not in str(raised.value)
-        finally:
-            await server.close()
+async def test_an_error_that_answers_one_call_leaves_the_connection_to_the_others() -> None:
+    server = McpServer("strict", McpServerConfig(command=STRICT, timeout=60))
+    try:
+        tools = await server.tools()
+        assert list(tools) == ["wait", "city"], "of both pages"
+        waiting = asyncio.ensure_future(tools["wait"].call({}, {}))
+        await asyncio.sleep(0.1)
+        with pytest.raises(ToolError, match="name: expected a city"):
+            await tools["city"].call({"name": 1}, {})
+        with pytest.raises(Exception, match="name: expected a city") as raised:
+            await tools["city"].call({"code": -32050}, {})
+        assert not isinstance(raised.value, ToolError), "not the policy's fault"
+        assert await waiting == "waited"
+    finally:
+        await server.close()
 
-    asyncio.run(play())
+
+async def test_a_server_that_went_away_is_named_by_the_cause() -> None:
+    with served() as address:
+        server = McpServer("sums", McpServerConfig(url=address, timeout=60))
+        tools = await server.tools()
+    try:
+        for _ in range(2):
+            with pytest.raises(Exception, match=r"Connection closed|ConnectError: ") as raised:
+                await tools["add"].call({"a": 1, "b": 2}, {})
+        assert "TaskGroup" not in str(raised.value)
+    finally:
+        await server.close()
 
 
 @pytest.mark.parametrize(
@@ -140,48 +131,38 @@ def test_a_server_that_is_none_says_so(config: dict[str, Any], words: str) -> No
 SILENT = McpServerConfig(command=["python", "-c", "import time; time.sleep(600)"], start_timeout=600)
 
 
-def test_a_connection_that_is_being_made_is_given_up_at_once() -> None:
-    async def play() -> BaseException:
-        server = McpServer("sums", SILENT)
-        waiting = asyncio.create_task(server.call("add", {}))
-        await asyncio.sleep(0.2)
-        await asyncio.wait_for(server.close(), 60)
-        (outcome,) = await asyncio.gather(waiting, return_exceptions=True)
-        assert isinstance(outcome, BaseException)
-        return outcome
-
-    outcome = asyncio.run(play())
+async def test_a_connection_that_is_being_made_is_given_up_at_once() -> None:
+    server = McpServer("sums", SILENT)
+    waiting = asyncio.create_task(server.call("add", {}))
+    await asyncio.sleep(0.2)
+    await asyncio.wait_for(server.close(), 60)
+    (outcome,) = await asyncio.gather(waiting, return_exceptions=True)
+    assert isinstance(outcome, BaseException)
     assert isinstance(outcome, ConnectionError) and "given up" in str(outcome)
 
 
 @pytest.mark.parametrize("config", [SILENT, McpServerConfig(command=COMMAND, timeout=60)], ids=["silent", "connected"])
-def test_a_connection_ends_as_cancelled_when_it_is_cancelled(config: McpServerConfig) -> None:
-    async def play() -> asyncio.Task[None]:
-        server = McpServer("sums", config)
-        waiting = asyncio.create_task(server.call("add", {"a": 1, "b": 2}))
-        if config is SILENT:
-            await asyncio.sleep(0.2)
-        else:
-            assert await waiting == "3"
-        (connection,) = (task for task in asyncio.all_tasks() if "_hold" in repr(task))
-        connection.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)  # nobody waits for ever
-        await asyncio.wait([connection])
-        return connection
-
-    assert asyncio.run(play()).cancelled()
+async def test_a_connection_ends_as_cancelled_when_it_is_cancelled(config: McpServerConfig) -> None:
+    server = McpServer("sums", config)
+    waiting = asyncio.create_task(server.call("add", {"a": 1, "b": 2}))
+    if config is SILENT:
+        await asyncio.sleep(0.2)
+    else:
+        assert await waiting == "3"
+    (connection,) = (task for task in asyncio.all_tasks() if "_hold" in repr(task))
+    connection.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)  # nobody waits for ever
+    await asyncio.wait([connection])
+    assert connection.cancelled()
 
 
-def test_a_call_that_is_given_up_leaves_the_connection_to_the_others() -> None:
-    async def play() -> list[Any]:
-        server = McpServer("sums", McpServerConfig(command=COMMAND, timeout=60))
-        first, second = (asyncio.create_task(server.call("add", {"a": n, "b": n})) for n in (1, 2))
-        await asyncio.sleep(0)
-        first.cancel()
-        try:
-            return await asyncio.gather(first, second, return_exceptions=True)
-        finally:
-            await server.close()
-
-    given_up, answered = asyncio.run(play())
+async def test_a_call_that_is_given_up_leaves_the_connection_to_the_others() -> None:
+    server = McpServer("sums", McpServerConfig(command=COMMAND, timeout=60))
+    first, second = (asyncio.create_task(server.call("add", {"a": n, "b": n})) for n in (1, 2))
+    await asyncio.sleep(0)
+    first.cancel()
+    try:
+        given_up, answered = await asyncio.gather(first, second, return_exceptions=True)
+    finally:
+        await server.close()
     assert isinstance(given_up, asyncio.CancelledError) and answered == "4"

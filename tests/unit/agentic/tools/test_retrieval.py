@@ -70,15 +70,12 @@ def test_an_answer_of_another_shape_says_so(server: Server, answer: Any) -> None
         RetrievalTool(server.url).call({"query": "rivers"}, {})
 
 
-def test_a_server_that_fails_is_no_empty_answer(server: Server) -> None:
+def test_a_server_that_fails_is_no_empty_answer_and_senseless_arguments_are_refused(server: Server) -> None:
     server.status = 503
     with pytest.raises(httpx.HTTPStatusError):
         RetrievalTool(server.url).call({"query": "rivers"}, {})
     with pytest.raises(ToolError, match="expected some words"):
         RetrievalTool(server.url).call({"query": " "}, {})
-
-
-def test_arguments_that_make_no_sense_are_told() -> None:
     with pytest.raises(ValueError, match="expected http"):
         RetrievalTool("ftp://a/b")
     with pytest.raises(ValueError, match="1 to 20"):

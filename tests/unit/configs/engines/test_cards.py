@@ -90,7 +90,9 @@ def terse(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     yield request.param
 
 
-def test_an_engine_with_a_card_is_checked_like_those_of_the_library(terse: str) -> None:
+def test_an_engine_with_a_card_is_checked_like_those_of_the_library_and_does_only_what_the_card_says(
+    terse: str,
+) -> None:
     assert card_of(terse) is CARD
     assert check(strategy_name=terse, strategy_config={"max_answer_tokens": 2})
     assert strategy_class(terse).__name__ == "Terse"
@@ -99,9 +101,6 @@ def test_an_engine_with_a_card_is_checked_like_those_of_the_library(terse: str) 
     assert "did you mean max_answer_tokens?" in found["strategy_config.min_answer_tokens"]
     found = problems(strategy_name=terse, strategy_config={"max_answer_tokens": 5000})
     assert "response_length = 1024" in found["strategy_config.max_answer_tokens"]
-
-
-def test_an_engine_plays_only_what_its_card_says(terse: str) -> None:
     values = {"actor_train": {"strategy_args": {"strategy_name": terse}}, "adv_estimator": "reinforce"}
     with pytest.raises(ConfigErrors) as caught:
         validate(AgenticConfig, values, CHECKS[AgenticConfig])
@@ -138,15 +137,13 @@ def test_options_are_checked_where_the_engine_is_not_installed(name: str, monkey
     assert card.signature({}).note.endswith(f" {version}, as none is installed here")
 
 
-def test_values_of_another_type_are_found_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_engine_types_are_checked_and_the_version_compared_with_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     hide(monkeypatch, ENGINE_PACKAGES)
     found = problems(strategy_name="sglang", strategy_config={"chunked_prefill_size": "many", "deepep_mode": "fast"})
     assert "int or None, according to SGLang" in found["strategy_config.chunked_prefill_size"]
     assert "'auto' or 'normal' or 'low_latency'" in found["strategy_config.deepep_mode"]
-
-
-def test_validation_says_which_version_options_were_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    hide(monkeypatch, ENGINE_PACKAGES)
     (line,) = describe_options(check(strategy_name="sglang", strategy_config={"chunked_prefill_size": 64}))
     assert "strategy_config: chunked_prefill_size: compared with SGLang 0." in line
     assert not describe_options(check(strategy_name="sglang", strategy_config={"tp_size": 1}))

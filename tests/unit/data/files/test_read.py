@@ -103,7 +103,9 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     assert read(WRITERS[name](tmp_path / name, ROWS)) == ROWS
 
 
-def test_files_are_read_in_order_and_globs_by_name(tmp_path: Path) -> None:
+def test_files_are_read_in_order_globs_by_name_relative_to_the_working_directory_and_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in (2, 0, 1):
         jsonl(tmp_path / f"part{number}.jsonl", [{"n": number}])
     jsonl(tmp_path / "deep" / "er" / "x.jsonl", [{"n": 9}])
@@ -112,9 +114,6 @@ def test_files_are_read_in_order_and_globs_by_name(tmp_path: Path) -> None:
     assert sorted(row["n"] for row in read(tmp_path / "**" / "*.jsonl")) == [0, 1, 2, 9]
     jsonl(tmp_path / "part[0].jsonl", [{"n": 7}])  # a file of that very name comes before the pattern
     assert read(tmp_path / "part[0].jsonl") == [{"n": 7}]
-
-
-def test_names_are_relative_to_the_working_directory_and_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jsonl(tmp_path / "a.jsonl", ROWS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))

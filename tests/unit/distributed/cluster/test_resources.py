@@ -34,6 +34,11 @@ def test_each_worker_takes_the_next_devices_of_its_mapping_on_one_node() -> None
     assert devices(plan, "train") == [(0, (0, 1)), (0, (2, 3)), (1, (6, 7))]
     assert len(plan.workers("train")) == 3
     assert plan.devices_on(1) == (6, 7)
+    plan = plan_placement(
+        [RoleRequest("actor_train", tuple(range(8))), RoleRequest("actor_infer", tuple(range(8)), 4)],
+        pretend_nodes(1, 8),
+    )
+    assert (len(plan.workers("actor_train")), len(plan.workers("actor_infer"))) == (8, 2)
 
 
 def test_overlapping_mappings_share_devices_and_apart_ones_do_not() -> None:
@@ -46,33 +51,19 @@ def test_overlapping_mappings_share_devices_and_apart_ones_do_not() -> None:
     assert not plan.shares_devices("train", "critic")
 
 
-def test_without_a_gpu_every_core_is_a_slot_and_there_are_at_least_two() -> None:
+def test_without_a_gpu_every_core_is_a_slot_unless_other_nodes_have_gpus() -> None:
     nodes = nodes_from_resources([("a", 0, 1), ("b", 0, 6), ("c", 0, 0)])
     assert [(node.kind, node.num_devices) for node in nodes] == [("cpu", 2), ("cpu", 6), ("cpu", 0)]
-
-
-def test_a_node_without_gpus_offers_no_device_where_others_have_some() -> None:
     nodes = nodes_from_resources([("head", 0, 8), ("worker", 4, 32)])
     plan = plan_placement([RoleRequest("train", (0, 1, 2, 3), 4)], nodes)
     assert [(node.kind, node.num_devices) for node in nodes] == [("cpu", 0), ("gpu", 4)]
     assert devices(plan, "train") == [(1, (0, 1, 2, 3))]
 
 
-def test_an_eight_gpu_configuration_can_be_planned_without_gpus() -> None:
-    plan = plan_placement(
-        [RoleRequest("actor_train", tuple(range(8))), RoleRequest("actor_infer", tuple(range(8)), 4)],
-        pretend_nodes(1, 8),
-    )
-    assert (len(plan.workers("actor_train")), len(plan.workers("actor_infer"))) == (8, 2)
-
-
-def test_roles_without_devices_spread_in_proportion_to_the_cores() -> None:
+def test_roles_without_devices_spread_by_cores_away_from_devices_in_use() -> None:
     nodes = [NodeInfo("small", "cpu", 4, 4), NodeInfo("large", "cpu", 12, 12)]
     plan = plan_placement([RoleRequest("env", None, world_size=16)], nodes)
     assert [len(plan.slots_on(node)) for node in (0, 1)] == [4, 12]
-
-
-def test_spreading_avoids_the_node_whose_devices_are_in_use() -> None:
     nodes = [NodeInfo("a", "cpu", 2, 2), NodeInfo("b", "cpu", 2, 2)]
     plan = plan_placement([RoleRequest("env", None, world_size=2), RoleRequest("train", (0, 1))], nodes)
     assert [slot.node for slot in plan.workers("env")] == [1, 1]
@@ -113,11 +104,8 @@ def test_all_problems_of_all_roles_are_reported_at_once() -> None:
     )
 
 
-def test_a_cluster_without_nodes_is_reported() -> None:
+def test_a_cluster_without_nodes_and_an_unknown_role_are_reported() -> None:
     assert "the cluster has no node" in problems_of([RoleRequest("env", None, world_size=1)], [])
-
-
-def test_an_unknown_role_is_named_with_the_known_ones() -> None:
     plan = plan_placement([RoleRequest("train", (0,))], pretend_nodes(1, 1))
     with pytest.raises(KeyError, match=r"'trian' has no place; placed roles: train"):
         plan.workers("trian")

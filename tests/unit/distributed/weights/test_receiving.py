@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
 
 import pytest
@@ -45,23 +44,20 @@ class Source:
             yield bucket
 
 
-def test_the_first_update_is_checked_as_a_whole_and_later_ones_are_loaded_as_they_come() -> None:
-    async def run() -> None:
-        stream = UpdateStream(check)
-        for _ in range(2):  # through host memory, always
-            source = Source(on_host())
-            buckets, names = await stream.open(aiter(source))
-            assert source.given == 3 and names == {name: f"engine.{name}" for name in SHAPES}
-            assert [bucket.outline.names async for bucket in buckets] == [("a",), ("b",), ("c",)]
-        source = Source(on_device())
+async def test_the_first_update_is_checked_as_a_whole_and_later_ones_are_loaded_as_they_come() -> None:
+    stream = UpdateStream(check)
+    for _ in range(2):  # through host memory, always
+        source = Source(on_host())
         buckets, names = await stream.open(aiter(source))
-        assert source.given == 1 and names["c"] == "engine.c"
-        for number in range(1, 4):
-            assert (await anext(buckets)).outline.names == (list(SHAPES)[number - 1],)
-            assert source.given == number, "none is asked for before it can be loaded"
-        assert await anext(buckets, None) is None
-
-    asyncio.run(run())
+        assert source.given == 3 and names == {name: f"engine.{name}" for name in SHAPES}
+        assert [bucket.outline.names async for bucket in buckets] == [("a",), ("b",), ("c",)]
+    source = Source(on_device())
+    buckets, names = await stream.open(aiter(source))
+    assert source.given == 1 and names["c"] == "engine.c"
+    for number in range(1, 4):
+        assert (await anext(buckets)).outline.names == (list(SHAPES)[number - 1],)
+        assert source.given == number, "none is asked for before it can be loaded"
+    assert await anext(buckets, None) is None
 
 
 @pytest.mark.parametrize(
@@ -73,30 +69,24 @@ def test_the_first_update_is_checked_as_a_whole_and_later_ones_are_loaded_as_the
         ({"a": (2, 3), "b": (4,), "c": (5, 1), "d": (1,)}, "d has shape"),
     ],
 )
-def test_an_update_from_a_device_that_is_not_like_the_first_is_refused(
+async def test_an_update_from_a_device_that_is_not_like_the_first_is_refused(
     shapes: dict[str, tuple[int, ...]], message: str
 ) -> None:
-    async def run() -> None:
+    with pytest.raises(WeightMismatchError, match=message):
         stream = UpdateStream(check)
         await stream.open(aiter(Source(on_host())))
         buckets, _ = await stream.open(aiter(Source(on_device(shapes))))
         async for _ in buckets:
             pass
 
-    with pytest.raises(WeightMismatchError, match=message):
-        asyncio.run(run())
 
-
-def test_a_first_update_that_is_refused_or_damaged_teaches_nothing() -> None:
-    async def run() -> None:
-        stream = UpdateStream(check)
-        with pytest.raises(WeightMismatchError, match="other names"):
-            await stream.open(aiter(Source(on_host({"a": (1,)}))))
-        damaged = on_host()
-        damaged[1].data[0] ^= 1
-        with pytest.raises(WeightChecksumError):
-            await stream.open(aiter(Source(damaged)))
-        _, names = await stream.open(aiter(Source(on_host())))
-        assert names.keys() == SHAPES.keys()
-
-    asyncio.run(run())
+async def test_a_first_update_that_is_refused_or_damaged_teaches_nothing() -> None:
+    stream = UpdateStream(check)
+    with pytest.raises(WeightMismatchError, match="other names"):
+        await stream.open(aiter(Source(on_host({"a": (1,)}))))
+    damaged = on_host()
+    damaged[1].data[0] ^= 1
+    with pytest.raises(WeightChecksumError):
+        await stream.open(aiter(Source(damaged)))
+    _, names = await stream.open(aiter(Source(on_host())))
+    assert names.keys() == SHAPES.keys()

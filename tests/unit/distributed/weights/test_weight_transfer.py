@@ -165,7 +165,7 @@ def test_segments_that_were_never_released_are_used_again_once_their_reader_says
     assert not reader.read(lost.place, 0).size
 
 
-def test_the_smallest_segment_that_is_large_enough_is_taken() -> None:
+def test_the_smallest_segment_that_fits_is_taken_and_little_stays_after_an_update() -> None:
     pool = SegmentPool()
     sizes = 3 * 4096, 4096, 2 * 4096
     for segment in [pool.find(pool.allocate(size)) for size in sizes]:
@@ -173,9 +173,6 @@ def test_the_smallest_segment_that_is_large_enough_is_taken() -> None:
         pool.hand_over(segment, [])
     taken = [pool.find(pool.allocate(size)) for size in (4096, 4097, 4096)]
     assert [len(segment.array) for segment in taken if segment] == [4096, 2 * 4096, 3 * 4096]
-
-
-def test_little_shared_memory_stays_after_an_update() -> None:
     pool = SegmentPool()
     segments = [pool.find(pool.allocate(1000)) for _ in range(6)]
     for segment in segments:
@@ -362,43 +359,37 @@ class Sender:
         return reply.digest
 
 
-def test_an_update_arrives_whole_in_few_segments() -> None:
+async def test_an_update_arrives_whole_in_few_segments() -> None:
     engine = Engine()
 
-    async def run() -> None:
-        sender = Sender(engine)
-        for version in range(3):
-            named = tensors(30, seed=version)
-            assert await sender.send_all(version, named) == sender.digest.hex()
-            assert engine.version == version
-            assert list(engine.weights) == [name for name, _ in named]
-            assert all(torch.equal(engine.weights[name], tensor) for name, tensor in named)
-            assert len(sender.pool.ids) <= 4, "more buckets under way than a pipeline needs"
-
-    asyncio.run(run())
+    sender = Sender(engine)
+    for version in range(3):
+        named = tensors(30, seed=version)
+        assert await sender.send_all(version, named) == sender.digest.hex()
+        assert engine.version == version
+        assert list(engine.weights) == [name for name, _ in named]
+        assert all(torch.equal(engine.weights[name], tensor) for name, tensor in named)
+        assert len(sender.pool.ids) <= 4, "more buckets under way than a pipeline needs"
 
 
-def test_an_engine_that_lives_in_the_buckets_makes_the_sender_alternate_between_two_sets() -> None:
+async def test_an_engine_that_lives_in_the_buckets_makes_the_sender_alternate_between_two_sets() -> None:
     engine = Engine(copies=False)
 
-    async def run() -> None:
-        sender = Sender(engine)
-        sets = []
-        for version in range(4):
-            named = tensors(10, seed=version)
-            assert await sender.send_all(version, named) == sender.digest.hex()
-            assert all(torch.equal(engine.weights[name], tensor) for name, tensor in named)
-            sets.append(set(sender.receiver._segments.holding))
-        assert sets[0] == sets[2] and sets[1] == sets[3] and not sets[0] & sets[1]
-        assert len(sender.pool.ids) == 20
-
-    asyncio.run(run())
+    sender = Sender(engine)
+    sets = []
+    for version in range(4):
+        named = tensors(10, seed=version)
+        assert await sender.send_all(version, named) == sender.digest.hex()
+        assert all(torch.equal(engine.weights[name], tensor) for name, tensor in named)
+        sets.append(set(sender.receiver._segments.holding))
+    assert sets[0] == sets[2] and sets[1] == sets[3] and not sets[0] & sets[1]
+    assert len(sender.pool.ids) == 20
 
 
-def test_buckets_that_come_out_of_order_are_loaded_in_order() -> None:
+async def test_buckets_that_come_out_of_order_are_loaded_in_order() -> None:
     engine = Engine()
 
-    async def run() -> None:
+    async with asyncio.timeout(20):
         sender = Sender(engine)
         await sender.open(0)
         named = tensors(5)
@@ -409,13 +400,11 @@ def test_buckets_that_come_out_of_order_are_loaded_in_order() -> None:
         assert (await closing).digest == sender.digest.hex()
         assert list(engine.weights) == [name for name, _ in named]
 
-    asyncio.run(asyncio.wait_for(run(), 20))
 
-
-def test_what_is_behind_a_refused_bucket_is_refused_too() -> None:
+async def test_what_is_behind_a_refused_bucket_is_refused_too() -> None:
     engine = Engine()
 
-    async def run() -> None:
+    async with asyncio.timeout(20):
         sender = Sender(engine)
         await sender.open(0)
         with packing_into(sender.pool.allocate):
@@ -429,26 +418,21 @@ def test_what_is_behind_a_refused_bucket_is_refused_too() -> None:
         assert engine.version == -1
         assert await sender.send_all(1, tensors(seed=1)) == sender.digest.hex()
 
-    asyncio.run(asyncio.wait_for(run(), 20))
 
-
-def test_outlines_are_told_once() -> None:
+async def test_outlines_are_told_once() -> None:
     engine = Engine()
 
-    async def run() -> None:
-        sender = Sender(engine)
-        assert await sender.send_all(0, tensors(8)) and sender.known == ()
-        assert await sender.send_all(1, tensors(8, seed=1)) and len(sender.known) == 8
-        assert await sender.send_all(2, [("other", torch.ones(3)), *tensors(7)]) == sender.digest.hex()
-        assert list(engine.weights) == ["other", *(f"w{i}" for i in range(7))]
-        await sender.open(3)
-        with packing_into(sender.pool.allocate):
-            (bucket,) = pack_buckets([("new", torch.ones(1))], 4096)
-        sender.known = (bucket.outline.key,)
-        with pytest.raises(RuntimeError, match="a bucket without its outline"):
-            await sender.send(bucket)
-
-    asyncio.run(run())
+    sender = Sender(engine)
+    assert await sender.send_all(0, tensors(8)) and sender.known == ()
+    assert await sender.send_all(1, tensors(8, seed=1)) and len(sender.known) == 8
+    assert await sender.send_all(2, [("other", torch.ones(3)), *tensors(7)]) == sender.digest.hex()
+    assert list(engine.weights) == ["other", *(f"w{i}" for i in range(7))]
+    await sender.open(3)
+    with packing_into(sender.pool.allocate):
+        (bucket,) = pack_buckets([("new", torch.ones(1))], 4096)
+    sender.known = (bucket.outline.key,)
+    with pytest.raises(RuntimeError, match="a bucket without its outline"):
+        await sender.send(bucket)
 
 
 def test_damage_is_found_where_it_is_looked_for() -> None:
@@ -482,27 +466,24 @@ def test_digests_tell_a_lost_a_swapped_and_a_renamed_bucket() -> None:
     assert len(digests) == len(sequences)
 
 
-def test_a_damaged_bucket_reaches_neither_the_engine_nor_the_next_update() -> None:
+async def test_a_damaged_bucket_reaches_neither_the_engine_nor_the_next_update() -> None:
     engine = Engine()
 
-    async def run() -> None:
-        sender = Sender(engine)
-        assert await sender.send_all(0, tensors())
-        await sender.open(1)
-        with packing_into(sender.pool.allocate):
-            first, second, *_ = pack_buckets(tensors(seed=1), 4096)
-        await sender.send(first)
-        segment = sender.pool.find(second.data)
-        assert segment is not None
-        segment.array[9] ^= 1
-        with pytest.raises(WeightChecksumError, match=r"1 tensors \(w1 …\)"):
-            await sender.send(second)
-        assert isinstance(engine.error, WeightChecksumError), "the engine is told"
-        assert engine.version == 0
-        assert await sender.send_all(2, tensors(seed=2)) == sender.digest.hex()
-        assert engine.version == 2
-
-    asyncio.run(run())
+    sender = Sender(engine)
+    assert await sender.send_all(0, tensors())
+    await sender.open(1)
+    with packing_into(sender.pool.allocate):
+        first, second, *_ = pack_buckets(tensors(seed=1), 4096)
+    await sender.send(first)
+    segment = sender.pool.find(second.data)
+    assert segment is not None
+    segment.array[9] ^= 1
+    with pytest.raises(WeightChecksumError, match=r"1 tensors \(w1 …\)"):
+        await sender.send(second)
+    assert isinstance(engine.error, WeightChecksumError), "the engine is told"
+    assert engine.version == 0
+    assert await sender.send_all(2, tensors(seed=2)) == sender.digest.hex()
+    assert engine.version == 2
 
 
 def test_an_engine_that_fails_or_stops_early_is_reported_and_not_waited_for() -> None:
@@ -517,20 +498,17 @@ def test_an_engine_that_fails_or_stops_early_is_reported_and_not_waited_for() ->
     asyncio.run(run(Engine(stop_at=1), RuntimeError, "stopped reading before the last bucket"))
 
 
-def test_an_update_that_was_never_closed_is_given_up_at_the_next() -> None:
+async def test_an_update_that_was_never_closed_is_given_up_at_the_next() -> None:
     engine = Engine()
 
-    async def run() -> None:
-        sender = Sender(engine)
-        await sender.open(0)
-        with packing_into(sender.pool.allocate):
-            bucket, *_ = pack_buckets(tensors(), 4096)
-        await sender.send(bucket)
-        await asyncio.sleep(0)
-        assert await sender.send_all(1, tensors(seed=1)) == sender.digest.hex()
-        assert engine.version == 1
-
-    asyncio.run(run())
+    sender = Sender(engine)
+    await sender.open(0)
+    with packing_into(sender.pool.allocate):
+        bucket, *_ = pack_buckets(tensors(), 4096)
+    await sender.send(bucket)
+    await asyncio.sleep(0)
+    assert await sender.send_all(1, tensors(seed=1)) == sender.digest.hex()
+    assert engine.version == 1
     assert isinstance(engine.error, asyncio.CancelledError)
 
 

@@ -12,25 +12,19 @@ from roll.models.megatron.config import megatron_config, padded_vocab_size, para
 from tests.support.megatron_models import CONFIGS, EXPERTS, LLAMA3, SHAPE
 
 
-def test_sizes_of_a_model_with_query_groups_and_wide_heads() -> None:
+def test_sizes_of_query_groups_wide_heads_and_layers_with_experts() -> None:
     config = megatron_config(CONFIGS["qwen3"])
     expected = {"num_query_groups": 2, "kv_channels": 24, "ffn_hidden_size": 48, "qk_layernorm": True}
     assert config.transformer.items() >= (expected | {"add_qkv_bias": False, "add_bias_linear": False}).items()
     assert config.model["vocab_size"] == config.vocab_size == 97
     assert (config.num_layers, config.num_experts, config.tied) == (3, 0, False)
     assert not any(key.startswith("moe") for key in config.transformer)
-
-
-def test_experts_and_their_layers() -> None:
     config = megatron_config(CONFIGS["qwen3 moe, second layer dense"])
     assert config.moe_layers == (True, False, True)
     expected = {"num_moe_experts": 4, "moe_layer_freq": [1, 0, 1], "moe_ffn_hidden_size": 24, "moe_router_topk": 2}
     assert config.transformer.items() >= (expected | {"moe_router_pre_softmax": False}).items()
     assert megatron_config(CONFIGS["qwen3 moe, not normalised"]).transformer["moe_router_pre_softmax"] is True
     assert megatron_config(CONFIGS["qwen2 moe, every other layer dense"]).moe_layers == (False, True, False)
-
-
-def test_a_moe_class_whose_layers_are_all_dense_has_no_experts() -> None:
     config = megatron_config(Qwen3MoeConfig(**SHAPE, **EXPERTS, mlp_only_layers=[0, 1, 2]))
     assert config.num_experts == 0
     assert "moe_layer_freq" not in config.transformer

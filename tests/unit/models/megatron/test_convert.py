@@ -156,16 +156,13 @@ def test_padding_is_zero_and_is_cut_off_again() -> None:
     assert dict(join(name, shards, config, ranks[0]))["model.embed_tokens.weight"].shape == (97, 32)
 
 
-def test_number_formats_stay() -> None:
+def test_number_formats_stay_and_a_missing_shard_is_an_error() -> None:
     case = CONFIGS["qwen3 moe"]
     weights = {name: weight.bfloat16() for name, weight in checkpoint(make_model(case)).items()}
     shards = load_shards(
         weights.__getitem__, parameter_names(megatron_config(case), WHOLE, "local"), megatron_config(case), WHOLE
     )
     assert {part.dtype for _, part in shards} == {torch.bfloat16}
-
-
-def test_a_missing_shard_is_an_error() -> None:
     config = megatron_config(CONFIGS["qwen2"])
     layout = with_tensor_rank(WHOLE, 0, 2)
     with pytest.raises(ValueError, match=r"'output_layer.weight': 1 shards, expected 2"):

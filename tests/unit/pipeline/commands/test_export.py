@@ -197,18 +197,12 @@ def test_what_cannot_be_exported_is_refused(runs, model: str, tmp_path: Path, ca
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize("change", [{"use_rslora": True}, {"alpha_pattern": {"q_proj": 3}}, {"bias": "all"}])
-def test_an_adapter_that_adds_otherwise_is_refused(runs, tmp_path: Path, capsys, change: dict[str, Any]) -> None:
-    folder = shutil.copytree(runs["adapter"][0] / "checkpoints" / "checkpoint-7" / "actor_train", tmp_path / "adapter")
-    config = json.loads((folder / ADAPTER_CONFIG).read_text())
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config | change))
-    (key,) = change
-    assert f"{key} is" in refused(capsys, folder, "-o", tmp_path / "out", "--merge-adapter")
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        ({"use_rslora": True}, "use_rslora is"),
+        ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern is"),
+        ({"bias": "all"}, "bias is"),
         ({"r": 5}, "expected r = 5 of adapter_config.json"),
         ({"r": "4"}, "r: seen '4', expected a whole number from 1"),
         ({"lora_alpha": None}, "lora_alpha: seen None, expected a number"),

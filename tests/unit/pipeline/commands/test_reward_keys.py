@@ -65,16 +65,13 @@ def scores(rows: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scor
     return score
 
 
-def test_a_function_in_a_file_with_arguments_and_a_score_that_is_enough(scores: Scores) -> None:
+def test_a_function_in_a_file_with_arguments_a_score_that_is_enough_and_more_to_tell(scores: Scores) -> None:
     own = "[{name: custom, args: {path: 'mine.py:plain'}}]"
     (found,) = scores(own, "ab")
     assert (found["score"], found["correct"]) == (2.0, True)
     more = "[{name: custom, weight: 3, args: {path: 'mine.py:plain', kwargs: {unit: 0.25}, success_score: 0.6}}]"
     (found,) = scores(more, "ab")
     assert (found["score"], found["correct"]) == (3 * 0.25 * 2, False)
-
-
-def test_numbers_and_texts_beside_the_score(scores: Scores) -> None:
     (found,) = scores("[{name: custom, args: {path: 'mine.py:plain'}}]", "ab")
     assert found["parts"] == {"custom/score": 2.0, "custom/level": 2.0}
     assert found["notes"] == {"custom/why": "a is 2 long"}
@@ -88,16 +85,13 @@ def test_a_function_of_lists(scores: Scores, size: int, together: set[float]) ->
     assert {each["parts"]["custom/together"] for each in found} == together
 
 
-def test_an_asynchronous_function_and_what_becomes_of_those_that_take_too_long(scores: Scores) -> None:
+def test_functions_that_take_too_long_fail_or_have_the_score_for_it(scores: Scores) -> None:
     awaited = "[{name: custom, args: {path: 'mine.py:awaited'}}]"
     limits = "timeout: 0.3, retries: 0,"
     good, late = scores(awaited, "ab", "slow", keys=limits, code=1)
     assert good["score"] == 1.0 and "longer than 0.3 s" in late["error"]
     good, late = scores(awaited, "ab", "slow", keys=f"{limits} timeout_score: -0.5,")
     assert (good["score"], late["score"], late["correct"]) == (1.0, -0.5, False)
-
-
-def test_a_plain_function_that_hangs_has_the_score_of_those_that_take_too_long(scores: Scores) -> None:
     keys = "timeout: 0.3, retries: 0, timeout_score: -0.5,"
     good, late = scores("[{name: custom, args: {path: 'mine.py:plain'}}]", "ab", "slow", keys=keys)
     assert (good["score"], late["score"], late["parts"]["custom/timeout"]) == (2.0, -0.5, 1.0)

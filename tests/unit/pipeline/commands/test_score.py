@@ -126,13 +126,10 @@ def test_references_that_no_answer_can_equal_are_told(rows, capsys) -> None:
     assert "… and 6 more rows to which no answer can be right" in told
 
 
-def test_scores_do_not_take_the_place_of_the_answers(rows, capsys) -> None:
+def test_scores_and_figures_take_the_place_of_no_other_file(rows, capsys, tmp_path) -> None:
     file = rows("a.jsonl", SUMS)
     assert main(["score", file, "--verifier", "math", "-o", file]) == 2
     assert "--output: seen" in capsys.readouterr().err and read(file) == SUMS
-
-
-def test_figures_take_the_place_of_no_other_file(rows, tmp_path, capsys) -> None:
     file, out = rows("a.jsonl", SUMS), tmp_path / "scores.jsonl"
     command = ["score", file, "--verifier", "math", "-o", str(out), "--summary"]
     for path, why in ((file, "a file of answers"), (str(out), "that of --output"), (str(tmp_path), "a folder")):

@@ -19,16 +19,11 @@ def crossed(rows: list[tuple[list[int], list[int]]], max_tokens: int = 9) -> lis
     return [(ids.tolist(), said.tolist()) for ids, said in pairs]
 
 
-def test_a_question_gets_the_next_answer_to_another_one() -> None:
+def test_a_question_gets_the_next_answer_to_another_one_cut_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     rows = [([1], [10, 11]), ([2, 2], [20]), ([2, 2], [21]), ([3], [30, 31, 32]), ([1], [12])]
     found = crossed(rows)
     assert [ids for ids, _ in found] == [[1, 20], [2, 2, 30, 31, 32], [2, 2, 30, 31, 32], [3, 12], [1, 20]]
     assert found[1][1] == [False, False, True, True, True]
-
-
-def test_a_crossed_row_loses_its_end_and_one_question_alone_has_its_own_answers(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
     assert crossed([([1, 1], [10]), ([2], [20, 21])], max_tokens=3) == [
         ([1, 1, 20], [False, False, True]),
         ([2, 10], [False, True]),

@@ -197,7 +197,7 @@ def keeps(limits: RewardFilterConfig, *scores: float) -> bool:
     return passes_filter(group(*map(answer, scores)), limits)
 
 
-def test_dynamic_sampling_keeps_groups_strictly_between_the_bounds() -> None:
+def test_dynamic_sampling_keeps_groups_with_scores_strictly_between_the_bounds() -> None:
     spread = RewardFilterConfig(type="std_filter", low=0.1, high=0.5)
     assert keeps(spread, 0.0, 0.5)
     assert not keeps(spread, 0.0, 0.2)  # the standard deviation, of all and not of a sample, is the lower bound
@@ -206,9 +206,6 @@ def test_dynamic_sampling_keeps_groups_strictly_between_the_bounds() -> None:
     assert keeps(centre, 0.0, 1.0)
     assert not keeps(centre, 0.0, 0.0) and not keeps(centre, 1.0, 1.0)
     assert keeps(RewardFilterConfig(type="mean_filter", low=0.0), 7.0, 8.0), "no upper bound"
-
-
-def test_dynamic_sampling_that_is_off_keeps_everything_and_else_never_a_group_without_scores() -> None:
     assert keeps(RewardFilterConfig(), 1.0, 1.0) and keeps(RewardFilterConfig())
     for kind in ("mean_filter", "std_filter"):
         assert not keeps(RewardFilterConfig.model_validate({"type": kind, "low": -1.0}))

@@ -133,7 +133,7 @@ def test_an_engine_that_fails_is_a_failure(tmp_path: Path) -> None:
 
 
 @needs_verifiers
-def test_another_python_writes_the_dataset_and_plays_it(tmp_path: Path) -> None:
+async def test_another_python_writes_the_dataset_and_plays_it(tmp_path: Path) -> None:
     command = [sys.executable, PROGRAM, toml(tmp_path)]
     written = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
     (tmp_path / "tasks.jsonl").write_text(written)
@@ -141,18 +141,15 @@ def test_another_python_writes_the_dataset_and_plays_it(tmp_path: Path) -> None:
     (row, *_) = load_prompts(args, renderer=None, prompt_length=None, allowed_tags=None, seed=0)
     assert row == prompts(toml(tmp_path))[0]
 
-    async def run() -> Session:
-        session = new_session(Engine(["1"]), reward="call")
-        async with serving() as endpoint:
-            with endpoint.open(session) as key:
-                (tmp_path / "task.json").write_text(json.dumps(AgentTask.of(row, endpoint.url, key).public()))
-                told = {"ROLL_TASK": str(tmp_path / "task.json"), "OPENAI_API_KEY": key, "PATH": "/usr/bin:/bin"}
-                told |= {"PYTHONPATH": str(ENVS), "HOME": str(tmp_path)}
-                program = await asyncio.create_subprocess_exec(sys.executable, PROGRAM, env=told, cwd=tmp_path)
-                assert await program.wait() == 0
-        return session
-
-    assert asyncio.run(run()).reward == 1.5
+    session = new_session(Engine(["1"]), reward="call")
+    async with serving() as endpoint:
+        with endpoint.open(session) as key:
+            (tmp_path / "task.json").write_text(json.dumps(AgentTask.of(row, endpoint.url, key).public()))
+            told = {"ROLL_TASK": str(tmp_path / "task.json"), "OPENAI_API_KEY": key, "PATH": "/usr/bin:/bin"}
+            told |= {"PYTHONPATH": str(ENVS), "HOME": str(tmp_path)}
+            program = await asyncio.create_subprocess_exec(sys.executable, PROGRAM, env=told, cwd=tmp_path)
+            assert await program.wait() == 0
+    assert session.reward == 1.5
 
 
 @needs_verifiers

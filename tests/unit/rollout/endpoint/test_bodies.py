@@ -17,50 +17,44 @@ from roll.rollout.endpoint.history import History
 from tests.support.said_engine import Engine, client, new_session, serving
 
 
-def test_what_a_session_sends_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_a_session_sends_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that begins many long requests cannot fill the memory of the worker; another's go on."""
     monkeypatch.setattr(bodies, "MAX_BODY", 1000)
 
-    async def run() -> None:
-        async with serving() as endpoint:
-            session, other = new_session(Engine(["x"])), new_session(Engine(["x"]))
-            port = int(endpoint.url.split(":")[2].split("/")[0])
+    async with serving() as endpoint:
+        session, other = new_session(Engine(["x"])), new_session(Engine(["x"]))
+        port = int(endpoint.url.split(":")[2].split("/")[0])
 
-            async def begin(key: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-                reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
-                writer.write(f"{head}Content-Length: 999\r\n\r\n".encode() + b" " * 400)
-                return reader, writer
+        async def begin(key: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+            writer.write(f"{head}Content-Length: 999\r\n\r\n".encode() + b" " * 400)
+            return reader, writer
 
-            async with asyncio.timeout(20):
-                with endpoint.open(session) as key:
-                    opened = [await begin(key), await begin(key)]
-                    while session.receiving < 800:
-                        await asyncio.sleep(0.001)
-                    reader, last = await begin(key)
-                    told = await reader.readuntil(b"}}")
-                    assert told.startswith(b"HTTP/1.1 429") and b'"rate_limit_exceeded"' in told
-                    async with client(endpoint, other) as policy:
-                        await policy.chat.completions.create(model="m", messages=[{"role": "user", "content": "q"}])
-                    for _, writer in [*opened, (reader, last)]:
-                        writer.close()
-                    while session.receiving:
-                        await asyncio.sleep(0.001)
-            assert session.counts["refused"] == 1 and len(other.turns) == 1
-
-    asyncio.run(run())
+        async with asyncio.timeout(20):
+            with endpoint.open(session) as key:
+                opened = [await begin(key), await begin(key)]
+                while session.receiving < 800:
+                    await asyncio.sleep(0.001)
+                reader, last = await begin(key)
+                told = await reader.readuntil(b"}}")
+                assert told.startswith(b"HTTP/1.1 429") and b'"rate_limit_exceeded"' in told
+                async with client(endpoint, other) as policy:
+                    await policy.chat.completions.create(model="m", messages=[{"role": "user", "content": "q"}])
+                for _, writer in [*opened, (reader, last)]:
+                    writer.close()
+                while session.receiving:
+                    await asyncio.sleep(0.001)
+        assert session.counts["refused"] == 1 and len(other.turns) == 1
 
 
-def test_a_body_that_is_no_object_says_so() -> None:
-    async def run() -> None:
-        async with serving() as endpoint:
-            with endpoint.open(new_session(Engine(["x"]))) as key:
-                async with httpx.AsyncClient(headers={"x-api-key": key}) as http:
-                    told = await http.post(f"{endpoint.url}/chat/completions", content=b"[]")
-        assert told.status_code == 400
-        assert told.json()["error"]["message"] == "the body: Input should be an object, seen []"
-
-    asyncio.run(run())
+async def test_a_body_that_is_no_object_says_so() -> None:
+    async with serving() as endpoint:
+        with endpoint.open(new_session(Engine(["x"]))) as key:
+            async with httpx.AsyncClient(headers={"x-api-key": key}) as http:
+                told = await http.post(f"{endpoint.url}/chat/completions", content=b"[]")
+    assert told.status_code == 400
+    assert told.json()["error"]["message"] == "the body: Input should be an object, seen []"
 
 
 USER = b'[{"role":"user","content":"q"}]'
@@ -83,16 +77,13 @@ HOSTILE = {
 
 @pytest.mark.parametrize("path", ["chat/completions", "messages"])
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_body_is_refused_in_the_providers_form_before_it_is_parsed(path: str, kind: str) -> None:
-    async def run() -> tuple[httpx.Response, int]:
-        async with serving() as endpoint:
-            session = new_session(Engine(["x"]))
-            with endpoint.open(session) as key:
-                async with httpx.AsyncClient(headers={"x-api-key": key}, timeout=60) as http:
-                    told = await http.post(f"{endpoint.url}/{path}", content=HOSTILE[kind])
-            return told, session.receiving
-
-    told, receiving = asyncio.run(run())
+async def test_a_hostile_body_is_refused_in_the_providers_form_before_it_is_parsed(path: str, kind: str) -> None:
+    async with serving() as endpoint:
+        session = new_session(Engine(["x"]))
+        with endpoint.open(session) as key:
+            async with httpx.AsyncClient(headers={"x-api-key": key}, timeout=60) as http:
+                told = await http.post(f"{endpoint.url}/{path}", content=HOSTILE[kind])
+        receiving = session.receiving
     assert told.status_code in (400, 413) and receiving == 0
     error = told.json()["error"]
     assert {"messages": {"type", "message"}}.get(path, {"message", "type", "param", "code"}) == error.keys()
@@ -119,23 +110,18 @@ def test_the_shape_of_a_text_does_not_depend_on_its_pieces() -> None:
             digits.feed(b"9")
 
 
-def test_a_body_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "BODY_SECONDS", 0.2)
 
-    async def run() -> bytes:
-        async with serving() as endpoint:
-            with endpoint.open(new_session(Engine(["x"]))) as key:
-                reader, writer = await asyncio.open_connection(
-                    "127.0.0.1", int(endpoint.url.split(":")[2].split("/")[0])
-                )
-                head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
-                writer.write(f"{head}Content-Length: 999\r\n\r\n".encode() + b"{")
-                async with asyncio.timeout(20):
-                    told = await reader.readuntil(b"}}")
-                writer.close()
-                return told
-
-    assert asyncio.run(run()).startswith(b"HTTP/1.1 408")
+    async with serving() as endpoint:
+        with endpoint.open(new_session(Engine(["x"]))) as key:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.url.split(":")[2].split("/")[0]))
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+            writer.write(f"{head}Content-Length: 999\r\n\r\n".encode() + b"{")
+            async with asyncio.timeout(20):
+                told = await reader.readuntil(b"}}")
+            writer.close()
+            assert told.startswith(b"HTTP/1.1 408")
 
 
 def test_headers_are_bounded() -> None:
@@ -151,21 +137,18 @@ def test_headers_are_bounded() -> None:
     assert asyncio.run(run()) in (b"", b"HTTP/1.1 400")
 
 
-def test_a_long_prompt_is_rendered_beside_the_event_loop() -> None:
-    async def run() -> tuple[int, float]:
-        async with serving() as endpoint:
-            session = new_session(Engine(["x"]))
-            with endpoint.open(session) as key:
-                async with httpx.AsyncClient(headers={"x-api-key": key}, timeout=60) as http:
-                    body = {"model": "m", "messages": [{"role": "user", "content": "a b " * 30_000}]}
-                    task = asyncio.create_task(http.post(f"{endpoint.url}/chat/completions", json=body))
-                    ticks = 0
-                    while not task.done():
-                        await asyncio.sleep(0)
-                        ticks += 1
-                    return (await task).status_code, ticks
-
-    status, ticks = asyncio.run(run())
+async def test_a_long_prompt_is_rendered_beside_the_event_loop() -> None:
+    async with serving() as endpoint:
+        session = new_session(Engine(["x"]))
+        with endpoint.open(session) as key:
+            async with httpx.AsyncClient(headers={"x-api-key": key}, timeout=60) as http:
+                body = {"model": "m", "messages": [{"role": "user", "content": "a b " * 30_000}]}
+                task = asyncio.create_task(http.post(f"{endpoint.url}/chat/completions", json=body))
+                ticks = 0
+                while not task.done():
+                    await asyncio.sleep(0)
+                    ticks += 1
+                status = (await task).status_code
     assert status == 400 and ticks > 50, "the prompt is too long, and others went on meanwhile"
 
 
@@ -185,7 +168,7 @@ LONG = {
 
 
 @pytest.mark.parametrize("kind", LONG)
-def test_a_long_conversation_is_compared_and_rendered_beside_the_event_loop(
+async def test_a_long_conversation_is_compared_and_rendered_beside_the_event_loop(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = {}
@@ -202,13 +185,10 @@ def test_a_long_conversation_is_compared_and_rendered_beside_the_event_loop(
     watched(History, "recall")
     watched(ChatRenderer, "prompt")
 
-    async def run() -> int:
-        async with serving() as endpoint:
-            with endpoint.open(new_session(Engine(["x"]))) as key:
-                async with httpx.AsyncClient(headers={"x-api-key": key}, timeout=60) as http:
-                    body = {"messages": [{"role": "user", "content": "q"}, *LONG[kind]]}
-                    told = await http.post(f"{endpoint.url}/chat/completions", json=body)
-        return told.status_code
-
-    assert asyncio.run(run()) == 400 and threads["recall"] is not threading.main_thread()
+    async with serving() as endpoint:
+        with endpoint.open(new_session(Engine(["x"]))) as key:
+            async with httpx.AsyncClient(headers={"x-api-key": key}, timeout=60) as http:
+                body = {"messages": [{"role": "user", "content": "q"}, *LONG[kind]]}
+                told = await http.post(f"{endpoint.url}/chat/completions", json=body)
+    assert told.status_code == 400 and threads["recall"] is not threading.main_thread()
     assert threads.get("prompt") is not threading.main_thread()

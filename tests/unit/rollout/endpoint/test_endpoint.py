@@ -129,9 +129,6 @@ def test_a_token_tells_its_bytes_where_it_is_part_of_a_character() -> None:
     tokens = whole.choices[0].logprobs.content
     said = bytes(byte for token in tokens for byte in token.bytes).decode()
     assert said.startswith("a\u2603\U0001f40d\u00e9") and any(token.token == "\ufffd" for token in tokens)
-
-
-def test_bytes_of_a_tokenizer_that_falls_back_on_them_and_of_one_that_hides_them() -> None:
     pieces = {"<unk>": 0, "<0xE2>": 1, "hidden": 2}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(pieces, "<unk>")), unk_token="<unk>")
     renderer = ChatRenderer(tokenizer, "qwen2_5")
@@ -261,31 +258,28 @@ def test_wrong_requests_are_answered_as_the_api_does() -> None:
     assert not session.turns and session.counts["refused"] == 16
 
 
-def test_a_key_opens_its_episode_alone_and_only_until_it_ends(caplog: pytest.LogCaptureFixture) -> None:
-    async def run() -> None:
-        async with serving() as endpoint, contextlib.AsyncExitStack() as stack:
-            sessions = [new_session(Engine(["x"])) for _ in range(2)]
-            with endpoint.open(sessions[0]) as mine, endpoint.open(sessions[1]) as other:
-                assert mine != other and len(mine) >= 43
-                by_path = endpoint.url.replace("/v1", f"/s/{mine}/v1")
-                policy = await stack.enter_async_context(new_client(by_path, "sk-whatever"))
-                await policy.chat.completions.create(model="m", messages=[USER])  # type: ignore[list-item]
-                assert [len(session.turns) for session in sessions] == [1, 0]
-                for key in ("sk-1", mine[:-1], mine + "x"):
-                    wrong = await stack.enter_async_context(new_client(endpoint.url, key))
-                    with pytest.raises(openai.AuthenticationError) as caught:
-                        await wrong.chat.completions.create(model="m", messages=[USER])  # type: ignore[list-item]
-                    assert refused(caught.value)[1] in ("invalid_api_key", "missing_api_key")
-            with pytest.raises(openai.APIStatusError) as ended:
-                await policy.chat.completions.create(model="m", messages=[USER])  # type: ignore[list-item]
-            assert refused(ended.value)[:2] == (410, "episode_ended")
-            assert (endpoint.count_turned_away(), endpoint.count_turned_away()) == (4, 0)
-            assert [len(session.turns) for session in sessions] == [1, 0]
-            assert mine not in caplog.text and other not in caplog.text
-
+async def test_a_key_opens_its_episode_alone_and_only_until_it_ends(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", logger="uvicorn")
     caplog.set_level("DEBUG", logger="roll")
-    asyncio.run(run())
+    async with serving() as endpoint, contextlib.AsyncExitStack() as stack:
+        sessions = [new_session(Engine(["x"])) for _ in range(2)]
+        with endpoint.open(sessions[0]) as mine, endpoint.open(sessions[1]) as other:
+            assert mine != other and len(mine) >= 43
+            by_path = endpoint.url.replace("/v1", f"/s/{mine}/v1")
+            policy = await stack.enter_async_context(new_client(by_path, "sk-whatever"))
+            await policy.chat.completions.create(model="m", messages=[USER])  # type: ignore[list-item]
+            assert [len(session.turns) for session in sessions] == [1, 0]
+            for key in ("sk-1", mine[:-1], mine + "x"):
+                wrong = await stack.enter_async_context(new_client(endpoint.url, key))
+                with pytest.raises(openai.AuthenticationError) as caught:
+                    await wrong.chat.completions.create(model="m", messages=[USER])  # type: ignore[list-item]
+                assert refused(caught.value)[1] in ("invalid_api_key", "missing_api_key")
+        with pytest.raises(openai.APIStatusError) as ended:
+            await policy.chat.completions.create(model="m", messages=[USER])  # type: ignore[list-item]
+        assert refused(ended.value)[:2] == (410, "episode_ended")
+        assert (endpoint.count_turned_away(), endpoint.count_turned_away()) == (4, 0)
+        assert [len(session.turns) for session in sessions] == [1, 0]
+        assert mine not in caplog.text and other not in caplog.text
 
 
 def test_more_than_a_session_may_have_at_once_is_refused_and_the_rest_goes_on() -> None:
@@ -352,22 +346,19 @@ def test_a_program_that_no_longer_waits_has_its_request_given_up() -> None:
     assert engine.given_up == 1 and not session.turns
 
 
-def test_requests_under_way_when_the_episode_ends_are_given_up() -> None:
+async def test_requests_under_way_when_the_episode_ends_are_given_up() -> None:
     engine = Engine(["x"], seconds=60)
 
-    async def run() -> None:
-        session = new_session(engine)
-        async with serving() as endpoint:
-            with endpoint.open(session) as key:
-                policy = new_client(endpoint.url, key)
-                asking = asyncio.create_task(refusal(policy))
-                while not engine.requests:
-                    await asyncio.sleep(0.01)
-            assert await asking == (410, "episode_ended", None)
-            await policy.close()
-        assert engine.given_up == 1 and not session.turns
-
-    asyncio.run(run())
+    session = new_session(engine)
+    async with serving() as endpoint:
+        with endpoint.open(session) as key:
+            policy = new_client(endpoint.url, key)
+            asking = asyncio.create_task(refusal(policy))
+            while not engine.requests:
+                await asyncio.sleep(0.01)
+        assert await asking == (410, "episode_ended", None)
+        await policy.close()
+    assert engine.given_up == 1 and not session.turns
 
 
 def test_an_engine_that_dies_ends_the_episode_with_its_error() -> None:
@@ -400,11 +391,8 @@ def test_sampling_is_the_runs_unless_requests_may_choose() -> None:
     assert one == again and len({one, two, none}) == 3
 
 
-def test_a_port_that_is_taken_is_named() -> None:
-    async def run() -> None:
-        async with serving() as endpoint:
-            port = int(endpoint.url.rpartition(":")[2].removesuffix("/v1"))
-            with pytest.raises(PortTakenError, match=f"agent.port: seen {port}, expected a free port of 127.0.0.1"):
-                Endpoint(port)
-
-    asyncio.run(run())
+async def test_a_port_that_is_taken_is_named() -> None:
+    async with serving() as endpoint:
+        port = int(endpoint.url.rpartition(":")[2].removesuffix("/v1"))
+        with pytest.raises(PortTakenError, match=f"agent.port: seen {port}, expected a free port of 127.0.0.1"):
+            Endpoint(port)

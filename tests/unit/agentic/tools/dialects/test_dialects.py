@@ -349,14 +349,11 @@ def test_a_malformed_call_leaves_its_neighbours_alone() -> None:
     assert len(turn.calls) == 2 and len(turn.errors) == 1
 
 
-def test_an_id_that_comes_twice_is_an_error() -> None:
+def test_an_id_that_comes_twice_is_an_error_and_no_id_of_the_models_own_is_given_again() -> None:
     call = {"name": "f", "arguments": {}, "id": "abcdef123"}
     turn = dialect("mistral").parse("[TOOL_CALLS]" + json.dumps([call, call, {"name": "g", "arguments": {}}]))
     assert [call.id for call in turn.calls] == ["abcdef123", "call00001"]
     assert "saw 'abcdef123' twice" in turn.errors[0].reason
-
-
-def test_an_id_of_the_models_own_is_not_given_again() -> None:
     taken = {"name": "f", "arguments": {}, "id": call_id(1)}
     turn = dialect("mistral").parse("[TOOL_CALLS]" + json.dumps([taken, {"name": "g", "arguments": {}}]))
     assert [call.id for call in turn.calls] == ["call00001", "call00002"] and not turn.errors
@@ -405,7 +402,7 @@ def test_reasoning_stands_apart_from_words() -> None:
     assert parse(inside) == AssistantTurn("4", reasoning="I could <tool_call>{}</tool_call>")
 
 
-def test_what_a_dialect_cannot_write_is_refused() -> None:
+def test_what_a_dialect_cannot_write_and_an_unknown_dialect_are_refused() -> None:
     turn = AssistantTurn("", (ToolCall("call00000", "get-weather", {}),))
     assert dialect("hermes").parse(dialect("hermes").format(turn)) == turn
     with pytest.raises(ValueError, match="llama_pythonic cannot write"):
@@ -414,6 +411,8 @@ def test_what_a_dialect_cannot_write_is_refused() -> None:
         dialect("llama_pythonic").format(AssistantTurn("", (ToolCall("call00000", "as", {}),)))
     with pytest.raises(ValueError, match="hermes cannot write"):
         dialect("hermes").format(AssistantTurn("<tool_call>"))
+    with pytest.raises(UnknownNameError, match=r"unknown tool dialect 'hermess'\. Did you mean 'hermes'"):
+        dialect("hermess")
 
 
 def test_errors_and_foreign_ids_are_not_written() -> None:
@@ -429,11 +428,6 @@ def test_a_long_call_is_shortened_in_its_answer() -> None:
     speaks = dialect("hermes")
     (error,) = speaks.parse('<tool_call>{"name": "' + "x" * 10_000).errors
     assert len(speaks.error_text(error)) < 500
-
-
-def test_an_unknown_dialect_is_named() -> None:
-    with pytest.raises(UnknownNameError, match=r"unknown tool dialect 'hermess'\. Did you mean 'hermes'"):
-        dialect("hermess")
 
 
 def test_turns_and_schemas_as_messages() -> None:

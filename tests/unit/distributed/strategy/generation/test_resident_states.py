@@ -8,25 +8,19 @@ from roll.distributed.strategy.generation.requests import ResidentStates
 BOTH = States.WEIGHTS | States.CACHE
 
 
-def test_the_cache_leaves_with_the_weights_and_comes_back_by_itself() -> None:
+def test_states_leave_and_come_back_once_the_cache_with_the_weights() -> None:
     states = ResidentStates()
     assert states.leave(States.WEIGHTS) == BOTH
     assert states.come_back(States.WEIGHTS) == States.WEIGHTS
     assert states.away == States.CACHE
     assert states.come_back(States.ALL) == States.CACHE
     assert not states.away
-
-
-def test_nothing_leaves_or_comes_back_twice() -> None:
     states = ResidentStates()
     assert states.leave(States.CACHE) == States.CACHE
     assert states.leave(States.ALL) == States.WEIGHTS
     assert not states.leave(States.ALL)
     assert states.come_back(States.ALL) == BOTH
     assert not states.come_back(States.ALL)
-
-
-def test_a_generator_has_no_gradients_and_no_optimizer() -> None:
     states = ResidentStates()
     assert not states.leave(States.GRADS | States.OPTIMIZER)
     assert not states.away

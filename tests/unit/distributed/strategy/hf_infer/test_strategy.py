@@ -236,18 +236,6 @@ def test_scores_of_a_batch_agree_with_the_sampled_logprobs(model_path: Callable[
     np.testing.assert_allclose(scores.logprobs_T[batch.loss_mask_T].numpy(), sampled, atol=1e-5)
 
 
-def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(shared_engine: HfInfer) -> None:
-    requests = [
-        GenerateRequest(str(i), p, SamplingParams(max_new_tokens=12, seed=1000 + i % 3, top_p=0.9 if i % 2 else 1.0))
-        for i, p in enumerate(prompts(24))
-    ]
-    together = asyncio.run(burst(shared_engine, requests))
-    apart = asyncio.run(staggered(shared_engine, requests))
-    alone = [asyncio.run(shared_engine.generate(request)) for request in requests]
-    assert [c.token_ids.tolist() for c in together] == [c.token_ids.tolist() for c in apart]
-    assert [c.token_ids.tolist() for c in together] == [c.token_ids.tolist() for c in alone]
-
-
 def test_requests_without_a_seed_differ_and_repeat_with_the_run_seed(model_path: Callable[..., str]) -> None:
     prompt = prompts(1)[0]
     requests = requests_of([prompt] * 4, max_new_tokens=12)
@@ -286,14 +274,6 @@ def test_samples_of_one_prompt_share_its_prefill(model_path: Callable[..., str])
         np.testing.assert_allclose(sample.logprobs, forward_logprobs(model, prompt, sample.token_ids, 1.0), atol=1e-5)
 
 
-def test_repetition_penalty_equals_that_of_transformers(shared_engine: HfInfer, model_path: Callable[..., str]) -> None:
-    model = load(model_path())
-    requests = requests_of(prompts(8), temperature=0, max_new_tokens=16, repetition_penalty=1.4)
-    for request, completion in zip(requests, asyncio.run(burst(shared_engine, requests)), strict=True):
-        expected = greedy_oracle(model, request.prompt_ids, 16, repetition_penalty=1.4)
-        assert completion.token_ids.tolist() == expected
-
-
 def test_a_completion_ends_with_the_token_that_completed_a_stop_string(
     shared_engine: HfInfer, model_path: Callable[..., str]
 ) -> None:
@@ -328,10 +308,8 @@ def test_every_stated_end_of_sequence_token_stops(model_path: Callable[..., str]
 
 def test_generation_ends_when_the_context_is_full(shared_engine: HfInfer) -> None:
     prompt = prompts(1, low=SEQUENCE_LENGTH - 5, high=SEQUENCE_LENGTH - 5)[0]
-    request = GenerateRequest("full", prompt, SamplingParams(max_new_tokens=50, seed=0))
-    completion = asyncio.run(shared_engine.generate(request))
-    assert len(completion.token_ids) == 5
-    assert completion.finish_reason is FinishReason.LENGTH
+    completion = asyncio.run(shared_engine.generate(GenerateRequest("full", prompt, SamplingParams(seed=0))))
+    assert (len(completion.token_ids), completion.finish_reason) == (5, FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -354,29 +332,10 @@ def test_a_bad_request_is_refused_with_its_numbers(
         asyncio.run(shared_engine.generate(request))
 
 
-def test_token_ids_outside_the_vocabulary_are_refused(shared_engine: HfInfer) -> None:
-    with pytest.raises(ValueError, match="from 1 to 999999"):
-        asyncio.run(shared_engine.generate(GenerateRequest("bad", np.array([1, 999999]))))
-
-
-def test_a_request_id_in_flight_is_refused(shared_engine: HfInfer) -> None:
-    request = GenerateRequest("twice", prompts(1)[0], SamplingParams(max_new_tokens=3))
-
-    async def run() -> None:
-        results = await asyncio.gather(
-            shared_engine.generate(request), shared_engine.generate(request), return_exceptions=True
-        )
-        assert isinstance(results[0], Completion)
-        assert isinstance(results[1], ValueError)
-        await shared_engine.generate(request)  # done, so the id is free again
-
-    asyncio.run(run())
-
-
-def test_abort_returns_what_was_sampled_and_leaves_the_others_alone(model_path: Callable[..., str]) -> None:
+async def test_abort_returns_what_was_sampled_and_leaves_the_others_alone(model_path: Callable[..., str]) -> None:
     long, other, waiting = requests_of(prompts(3), temperature=0, max_new_tokens=150)
 
-    async def run(engine: HfInfer) -> None:
+    with engine_of(model_path(), max_running_requests=2) as engine:
         tasks = [asyncio.create_task(engine.generate(r)) for r in (long, other, waiting)]
         await held_at(engine, 12)
         await engine.abort("0")
@@ -391,14 +350,11 @@ def test_abort_returns_what_was_sampled_and_leaves_the_others_alone(model_path: 
         engine._release("test")
         second = await tasks[1]
         assert second.token_ids.tolist() == greedy_oracle(load(model_path()), other.prompt_ids, 150)
-
-    with engine_of(model_path(), max_running_requests=2) as engine:
-        asyncio.run(run(engine))
         assert engine.stats()["running"] == 0
 
 
-def test_a_cancelled_caller_aborts_its_request(model_path: Callable[..., str]) -> None:
-    async def run(engine: HfInfer) -> None:
+async def test_a_cancelled_caller_aborts_its_request(model_path: Callable[..., str]) -> None:
+    with engine_of(model_path()) as engine:
         request = GenerateRequest("gone", prompts(1)[0], SamplingParams(max_new_tokens=200, seed=0))
         task = asyncio.create_task(engine.generate(request))
         await held_at(engine, 3)
@@ -413,36 +369,11 @@ def test_a_cancelled_caller_aborts_its_request(model_path: Callable[..., str]) -
         await resume(engine)
         await engine.generate(request)
 
-    with engine_of(model_path()) as engine:
-        asyncio.run(run(engine))
 
-
-def test_pause_stops_steps_and_resume_goes_on_with_the_same_tokens(model_path: Callable[..., str]) -> None:
-    request, late = requests_of(prompts(2), temperature=0, max_new_tokens=100)
-
-    async def run(engine: HfInfer) -> None:
-        task = asyncio.create_task(engine.generate(request))
-        await held_at(engine, 3)
-        await pause(engine)
-        engine._release("test")
-        steps = engine.stats()["steps"]
-        late_task = asyncio.create_task(engine.generate(late))
-        await asyncio.sleep(0.05)
-        assert engine.stats()["steps"] == steps
-        assert not task.done()
-        await resume(engine)
-        model = load(model_path())
-        for r, t in ((request, task), (late, late_task)):
-            assert (await t).token_ids.tolist() == greedy_oracle(model, r.prompt_ids, 100)
-
-    with engine_of(model_path()) as engine:
-        asyncio.run(run(engine))
-
-
-def test_offload_keeps_requests_which_go_on_after_onload(model_path: Callable[..., str]) -> None:
+async def test_offload_keeps_requests_which_go_on_after_onload(model_path: Callable[..., str]) -> None:
     requests = requests_of(prompts(5), temperature=0, max_new_tokens=60)
 
-    async def run(engine: HfInfer) -> None:
+    with one_thread(), engine_of(model_path()) as engine:
         undisturbed = await burst(engine, requests)
         task = asyncio.create_task(burst(engine, requests))
         await held_at(engine, engine._batching.counters.generated_tokens + 20)
@@ -461,16 +392,13 @@ def test_offload_keeps_requests_which_go_on_after_onload(model_path: Callable[..
             assert completion.token_ids.tolist() == greedy_oracle(model, request.prompt_ids, 60)
             assert not on_cpu or completion.logprobs.tobytes() == before.logprobs.tobytes()
 
-    with one_thread(), engine_of(model_path()) as engine:
-        asyncio.run(run(engine))
-
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
-def test_new_weights_answer_the_requests_after_an_update(family: str, model_path: Callable[..., str]) -> None:
+async def test_new_weights_answer_the_requests_after_an_update(family: str, model_path: Callable[..., str]) -> None:
     """Qwen2 here has tied embeddings, Llama has not."""
     requests = requests_of(prompts(6), temperature=0, max_new_tokens=12)
 
-    async def run(engine: HfInfer) -> None:
+    with engine_of(model_path(family)) as engine:
         before = await burst(engine, requests)
         await engine.update_weights(buckets_of(model_path(family, 1)), 7)
         assert engine.weight_version == 7
@@ -483,15 +411,14 @@ def test_new_weights_answer_the_requests_after_an_update(family: str, model_path
                 expected = forward_logprobs(model, request.prompt_ids, completion.token_ids, 1.0)
                 np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
 
-    with engine_of(model_path(family)) as engine:
-        asyncio.run(run(engine))
-
 
 @pytest.mark.parametrize("recompute_kv", [True, False])
-def test_a_request_in_flight_goes_on_with_the_new_weights(recompute_kv: bool, model_path: Callable[..., str]) -> None:
+async def test_a_request_in_flight_goes_on_with_the_new_weights(
+    recompute_kv: bool, model_path: Callable[..., str]
+) -> None:
     request = GenerateRequest("x", prompts(1)[0], SamplingParams(temperature=0, max_new_tokens=100))
 
-    async def run(engine: HfInfer) -> None:
+    with engine_of(model_path()) as engine:
         task = asyncio.create_task(engine.generate(request))
         done = 12
         await held_at(engine, done)
@@ -505,9 +432,6 @@ def test_a_request_in_flight_goes_on_with_the_new_weights(recompute_kv: bool, mo
         history = np.concatenate([request.prompt_ids, completion.token_ids[:done]])
         fresh = greedy_oracle(load(model_path(seed=1)), history, 100 - done)
         assert (tokens[done:] == fresh) is recompute_kv  # without it, stale keys and values remain
-
-    with engine_of(model_path()) as engine:
-        asyncio.run(run(engine))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of a GPU depend on the batch's shape")
@@ -671,12 +595,12 @@ def test_an_update_that_fails_half_way_stops_the_engine_and_whoever_waits(
         asyncio.run(run(engine))
 
 
-def test_an_error_in_a_step_fails_every_pending_request_and_all_later_ones(
+async def test_an_error_in_a_step_fails_every_pending_request_and_all_later_ones(
     model_path: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = requests_of(prompts(5), max_new_tokens=200, seed=0)
 
-    async def run(engine: HfInfer) -> None:
+    with engine_of(model_path(), max_running_requests=3) as engine:
         tasks = [asyncio.create_task(engine.generate(r)) for r in requests]
         await held_at(engine, 10)
 
@@ -695,34 +619,14 @@ def test_an_error_in_a_step_fails_every_pending_request_and_all_later_ones(
             with pytest.raises(EngineStoppedError, match="failed earlier: MemoryError"):
                 await call
 
-    with engine_of(model_path(), max_running_requests=3) as engine:
-        asyncio.run(run(engine))
 
-
-def test_nan_weights_fail_the_requests(model_path: Callable[..., str]) -> None:
-    async def run(engine: HfInfer) -> None:
+async def test_nan_weights_fail_the_requests(model_path: Callable[..., str]) -> None:
+    with engine_of(model_path()) as engine:
         await engine.update_weights(
             buckets_of(model_path(), **{"model.norm.weight": torch.full((64,), torch.nan)}), version=1
         )
         with pytest.raises(EngineStoppedError, match="NaN logits"):
             await engine.generate(GenerateRequest("x", prompts(1)[0]))
-
-    with engine_of(model_path()) as engine:
-        asyncio.run(run(engine))
-
-
-def test_shutdown_fails_the_requests_in_flight(model_path: Callable[..., str]) -> None:
-    async def run(engine: HfInfer) -> None:
-        task = asyncio.create_task(engine.generate(requests_of(prompts(1), max_new_tokens=200, seed=0)[0]))
-        await held_at(engine, 3)
-        await asyncio.to_thread(engine.shutdown)
-        with pytest.raises(EngineStoppedError, match="shut down"):
-            await task
-        with pytest.raises(EngineStoppedError, match="shut down"):
-            await engine.abort("0")
-
-    with engine_of(model_path()) as engine:
-        asyncio.run(run(engine))
 
 
 def test_a_bounded_cache_makes_requests_wait_and_changes_no_token(model_path: Callable[..., str]) -> None:

@@ -160,12 +160,17 @@ def fake_environment(tmp_path: Path) -> str:
     return str(python)
 
 
-def test_an_argument_that_sglang_does_not_have_names_the_nearest(fake_environment: str) -> None:
+def test_an_argument_that_sglang_does_not_have_or_that_is_set_elsewhere_is_named(fake_environment: str) -> None:
     options = {"python_executable": fake_environment, "tp_size": 1, "chunked_prefil_size": 64}
     (problem,) = CARD.option_problems(options)
     assert (problem.path, problem.seen) == ("chunked_prefil_size", 64)
     assert problem.hint == "did you mean chunked_prefill_size?"
     assert not list(CARD.option_problems({"python_executable": fake_environment, "chunked_prefill_size": 64}))
+    options = {"python_executable": fake_environment, "model_path": "/tmp", "dp_size": 2}
+    assert list(map(str, CARD.option_problems(options))) == [
+        'model_path: seen "/tmp", expected pretrain instead',
+        "dp_size: seen 2, expected more workers in device_mapping instead",
+    ]
 
 
 def test_arguments_are_those_of_the_sglang_that_is_installed(fake_environment: str) -> None:
@@ -176,14 +181,6 @@ def test_arguments_are_those_of_the_sglang_that_is_installed(fake_environment: s
     assert str(wrong) == """chunked_by: seen "lines", expected 'tokens' or 'pages'"""
     (other,) = CARD.option_problems(known | {"page_size": 16})
     assert (other.path, other.expected) == ("page_size", "an argument of SGLang's ServerArgs")
-
-
-def test_an_argument_that_is_set_elsewhere_says_where(fake_environment: str) -> None:
-    options = {"python_executable": fake_environment, "model_path": "/tmp", "dp_size": 2}
-    assert list(map(str, CARD.option_problems(options))) == [
-        'model_path: seen "/tmp", expected pretrain instead',
-        "dp_size: seen 2, expected more workers in device_mapping instead",
-    ]
 
 
 @pytest.mark.parametrize(("python", "message"), [("/no/python", "no such program"), (sys.executable, "not installed")])

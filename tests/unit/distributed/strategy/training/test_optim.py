@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,42 +13,38 @@ from transformers import get_inverse_sqrt_schedule
 from roll.configs.training import TrainingArguments
 from roll.distributed.strategy.training.optim import learning_rate, make_adamw, set_rates, weight_decay
 
+WARMUP, LINEAR = {"lr_scheduler_type": "constant_with_warmup"}, {"lr_scheduler_type": "linear"}
+
 
 def rates(total_steps: int, **kwargs: object) -> list[float]:
     args = TrainingArguments.model_validate({"learning_rate": 8.0, **kwargs})
     return [learning_rate(args, step, total_steps) for step in range(total_steps + 2)]
 
 
-def test_constant_is_level() -> None:
-    assert rates(3, lr_scheduler_type="constant") == [8.0] * 5
+@pytest.mark.parametrize(
+    ("steps", "keys", "expected"),
+    [
+        (3, {"lr_scheduler_type": "constant"}, [8.0] * 5),
+        (10, WARMUP | {"warmup_ratio": 0.25}, [2, 4, 6, 8, 8]),
+        (5, WARMUP | {"warmup_steps": 3}, [2, 4, 6, 8, 8, 8, 8]),
+        (5, WARMUP | {"warmup_steps": 3, "warmup_init_ratio": 0.5}, [5, 6, 7, 8, 8, 8, 8]),
+        (6, LINEAR | {"warmup_steps": 1, "min_lr_ratio": 0.0}, [4, 8, 6.4, 4.8, 3.2, 1.6, 0, 0]),
+        (4, LINEAR | {"min_lr_ratio": 0.5}, [8, 7, 6, 5, 4, 4]),
+        (6, LINEAR | {"lr_decay_steps": 4}, [8, 6, 4, 2, 0, 0, 0, 0]),
+    ],
+)
+def test_rates_follow_their_schedule(steps: int, keys: dict[str, Any], expected: list[float]) -> None:
+    assert rates(steps, **keys)[: len(expected)] == pytest.approx(expected)
 
 
-def test_warmup_rises_in_equal_parts_to_a_level() -> None:
-    assert rates(5, lr_scheduler_type="constant_with_warmup", warmup_steps=3) == [2, 4, 6, 8, 8, 8, 8]
-
-
-def test_linear_falls_to_the_minimum_after_the_last_step() -> None:
-    assert rates(6, lr_scheduler_type="linear", warmup_steps=1, min_lr_ratio=0.0) == pytest.approx(
-        [4, 8, 6.4, 4.8, 3.2, 1.6, 0, 0]
-    )
-    assert rates(4, lr_scheduler_type="linear", min_lr_ratio=0.5) == [8, 7, 6, 5, 4, 4]
-
-
-def test_cosine_is_half_a_cosine() -> None:
+def test_a_cosine_has_as_many_half_periods_as_asked_for() -> None:
     expected = [8 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 4))) for step in range(5)]
     assert rates(4, lr_scheduler_type="cosine", min_lr_ratio=0.1) == pytest.approx([*expected, 0.8])
-
-
-def test_a_schedule_may_end_before_the_run_and_stays_there() -> None:
-    assert rates(6, lr_scheduler_type="linear", lr_decay_steps=4) == [8, 6, 4, 2, 0, 0, 0, 0]
-    args = TrainingArguments(lr_scheduler_type="constant", lr_decay_steps=4, num_cycles=2)
-    assert [problem.path for problem in args.problems()] == ["lr_decay_steps", "num_cycles"]
-
-
-def test_a_cosine_of_one_and_a_half_periods_falls_rises_and_falls() -> None:
     expected = [4 * (1 + math.cos(math.pi * 3 * step / 6)) for step in range(7)]
     assert rates(6, lr_scheduler_type="cosine", num_cycles=1.5) == pytest.approx([*expected, expected[-1]])
     assert expected[2] == pytest.approx(0) and expected[4] == pytest.approx(8)
+    args = TrainingArguments(lr_scheduler_type="constant", lr_decay_steps=4, num_cycles=2)
+    assert [problem.path for problem in args.problems()] == ["lr_decay_steps", "num_cycles"]
 
 
 def test_inverse_square_root_is_that_of_transformers() -> None:
@@ -75,11 +72,6 @@ def test_wsd_is_level_and_falls_at_the_end() -> None:
     assert rates(20, lr_scheduler_type="wsd")[17:21] == pytest.approx([8, 8, 4, 0]), "a tenth"
 
 
-def test_a_warm_up_may_begin_above_zero() -> None:
-    keys = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3, "warmup_init_ratio": 0.5}
-    assert rates(5, **keys) == [5, 6, 7, 8, 8, 8, 8]
-
-
 def test_weight_decay_goes_to_its_end() -> None:
     def decays(**keys: object) -> list[float]:
         args = TrainingArguments.model_validate({"weight_decay": 0.1, **keys})
@@ -91,25 +83,13 @@ def test_weight_decay_goes_to_its_end() -> None:
     assert decays(weight_decay_end=0.5, weight_decay_incr_style="cosine") == pytest.approx(rising)
 
 
-def test_a_changed_weight_decay_is_that_of_the_next_step_on_matrices_alone() -> None:
+@pytest.mark.parametrize("changed", [False, True])
+def test_only_matrices_decay_by_the_given_or_by_a_changed_weight_decay(changed: bool) -> None:
     local = {"matrix": nn.Parameter(torch.ones(2, 2)), "norm": nn.Parameter(torch.ones(3))}
-    optimizer = make_adamw(local, local, TrainingArguments())
-    set_rates(optimizer.param_groups, 0.1, 0.5)
-    for parameter in local.values():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    assert torch.allclose(local["matrix"], torch.full((2, 2), 0.95))
-    assert torch.equal(local["norm"], torch.ones(3))
-
-
-def test_warmup_ratio_counts_all_optimizer_steps() -> None:
-    assert rates(10, lr_scheduler_type="constant_with_warmup", warmup_ratio=0.25)[:4] == [2, 4, 6, 8]
-
-
-def test_norms_and_biases_do_not_decay() -> None:
-    local = {"matrix": nn.Parameter(torch.ones(2, 2)), "norm": nn.Parameter(torch.ones(3))}
-    args = TrainingArguments(learning_rate=0.1, weight_decay=0.5)
+    args = TrainingArguments() if changed else TrainingArguments(learning_rate=0.1, weight_decay=0.5)
     optimizer = make_adamw(local, local, args)
+    if changed:
+        set_rates(optimizer.param_groups, 0.1, 0.5)
     for parameter in local.values():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

@@ -1,0 +1,185 @@
+"""The environment under trial, and the episodes that all probes play again."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator
+
+import roll.agentic.env as envs
+from roll.agentic.env.base import TextEnv
+from roll.extras.env_check.findings import Finding
+from roll.extras.env_check.plays import Episode, Moment, Play, Subject, shown
+from roll.extras.env_check.texts import FORMATS, NONSENSE, guesses
+from roll.rollout.env_runner import EnvRunner
+from roll.rollout.errors import EnvError
+from roll.utils.foreign import describe_error
+from roll.utils.seeding import derive_seed
+
+_MANY_S = 2.0
+"""An episode that takes longer makes the check play fewer of them."""
+_EXPERT_SHARES = (0.95, 0.5, 0.0)
+"""By episode, in turn: how often ``expert_actions()`` is followed."""
+
+
+class StopCheckError(Exception):
+    """There is no use in going on."""
+
+
+class Trial:
+    """An environment under trial: the episodes that all probes play again, and what was measured."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.episodes: list[Episode] = []
+        """Played by script, each in a new environment."""
+        self.idle: list[Episode] = []
+        """In which only nonsense was said."""
+        self.tricked: list[Moment] = []
+        """Answers to tricks."""
+        self.seconds: dict[str, list[float]] = {}
+        self.answers: list[str] = []
+        """Texts that scripted play says."""
+        self.names: list[str] = []
+        """Bare answers: of ``answers``, without their tags."""
+        self.form = ""
+        """Form in which an action is named, a member of ``FORMATS``; empty without ``action_names``."""
+        self.instruction = ""
+        self.expert_fault: str | None = None
+
+    @property
+    def moments(self) -> list[Moment]:
+        """All answers to texts, those to tricks left out."""
+        return [moment for episode in (*self.episodes, *self.idle) for moment in episode.moments[1:]]
+
+    @property
+    def observations(self) -> list[str]:
+        played = [moment for episode in (*self.episodes, *self.idle) for moment in episode.moments]
+        return [moment.observation for moment in (*played, *self.tricked)]
+
+    @property
+    def is_slow(self) -> bool:
+        return any(statistics.median(seconds) > self.subject.slow for seconds in self.seconds.values())
+
+    @property
+    def most_seconds(self) -> float:
+        """Generous time for playing all episodes once more."""
+        return 10 * sum(sum(seconds) for seconds in self.seconds.values()) + self.subject.timeout
+
+
+async def travels(trial: Trial) -> AsyncIterator[Finding]:
+    """The class path and the configuration reach another process."""
+    subject = trial.subject
+    try:
+        envs.path_of(subject.env_type)
+    except ValueError as error:
+        yield Finding("cannot-travel", str(error))
+    try:
+        pickle.dumps(dict(subject.env_config))
+    except Exception as error:  # whatever an object's own methods raise
+        yield Finding("cannot-travel", f"env_config cannot be pickled: {describe_error(error)}")
+
+
+async def can_be_made(trial: Trial) -> AsyncIterator[Finding]:
+    """The constructor takes the configuration."""
+    subject = trial.subject
+    runner = subject.runner()
+    try:
+        trial.names, trial.instruction = await runner.call("constructor", _introduction)
+        unpicklable = await runner.call("constructor", _pickle_error)
+    except EnvError as error:
+        yield Finding("cannot-be-made", str(error))
+        raise StopCheckError from error
+    finally:
+        runner.close()
+    if unpicklable is not None:
+        yield Finding("instance-not-picklable", unpicklable)
+
+
+def _introduction(env: TextEnv) -> tuple[list[str], str]:
+    return [str(name) for name in env.action_names], str(env.env_instruction)
+
+
+def _pickle_error(env: TextEnv) -> str | None:
+    try:
+        pickle.dumps(env)
+    except Exception as error:  # whatever an object's own methods raise
+        return describe_error(error)
+    return None
+
+
+async def plays(trial: Trial) -> AsyncIterator[Finding]:
+    """Episodes by script come to an end and keep the protocol."""
+    subject = trial.subject
+    if trial.names:
+        trial.form = FORMATS[0]
+        understood: list[str | None] = []
+        for form in FORMATS:
+            episode = await said(trial, subject.seeds[0], form.format(trial.names[0]))
+            if episode.failure is not None:
+                yield Finding(episode.failure.finding, episode.failure.words)
+                raise StopCheckError
+            understood.append(episode.moments[-1].info.get("action"))
+        if trial.names[0] in understood:
+            trial.form = FORMATS[understood.index(trial.names[0])]
+        else:
+            action = trial.form.format(trial.names[0])
+            yield Finding("actions-not-understood", f"info['action'] was {understood[0]!r} after {action}")
+    trial.answers = list(subject.answers) or [trial.form.format(name) for name in trial.names]
+    started = time.perf_counter()
+    for index, seed in enumerate(subject.seeds):
+        share = _EXPERT_SHARES[index % len(_EXPERT_SHARES)]
+        trial.episodes.append(await _scripted(trial, seed, share))
+        if trial.episodes[-1].failure is None:
+            nonsense = itertools.islice(itertools.cycle(NONSENSE), subject.max_steps)
+            trial.idle.append(await said(trial, seed, *nonsense))
+        failure = trial.episodes[-1].failure or trial.idle[-1].failure
+        if failure is not None:
+            yield Finding(failure.finding, failure.words)
+            raise StopCheckError
+        if index and time.perf_counter() - started > _MANY_S * (index + 1):
+            break
+    if trial.expert_fault is not None:
+        yield Finding("expert-wrong", trial.expert_fault)
+
+
+async def _scripted(trial: Trial, seed: int, share: float) -> Episode:
+    subject = trial.subject
+    rng = random.Random(derive_seed(seed, "play"))  # an environment may draw from Random(seed) itself
+    play = Play(subject.runner(), seed, trial.seconds)
+    await play.reset()
+    deck: list[str] = []
+    while not play.is_over and len(play.texts) < subject.max_steps:
+        if not trial.answers:
+            trial.answers = guesses(play.moments[0].observation, trial.instruction)
+        expert = await _expert(trial, play.runner) if trial.form and rng.random() < share else []
+        if not trial.form and not deck:  # answers are tried once each, moves are made again
+            deck = rng.sample(trial.answers, len(trial.answers))
+        choices = [trial.form.format(name) for name in expert] or trial.answers
+        await play.step(deck.pop() if deck else rng.choice(choices))
+    play.runner.close()
+    return play.episode()
+
+
+async def _expert(trial: Trial, runner: EnvRunner) -> list[str]:
+    """Actions of the environment's own expert; none where it fails, which is told."""
+    try:
+        names = await runner.call("expert_actions", lambda env: list(getattr(env, "expert_actions", list)()))
+    except EnvError as error:
+        trial.expert_fault = str(error)
+        return []
+    odd = [name for name in names if name not in trial.names]
+    if odd:
+        trial.expert_fault = f"expert_actions returned {shown(odd[0])}, which is not in action_names"
+    return [] if odd else names
+
+
+async def said(trial: Trial, seed: int, *texts: str) -> Episode:
+    """A new episode in a new environment, as far as these texts bring it."""
+    play = Play(trial.subject.runner(), seed)
+    episode = await play.finish(texts)
+    play.runner.close()
+    return episode

@@ -1,0 +1,283 @@
+"""Steps that the importers of all systems share: batches, roles that nothing reads, switches, devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from roll.configs.algorithm_names import SWITCHES
+from roll.configs.devices import parse_device_mapping
+from roll.configs.engine_rules import UNREAD
+from roll.configs.engines import card_of
+from roll.configs.inert import unread
+from roll.configs.problems import NOTHING
+from roll.configs.rlvr import RLVRConfig
+from roll.configs.rules import TRAINED
+from roll.extras.importers.draft import Draft, Kind
+
+_UNREAD = {
+    role: (*sections, *(key for key in UNREAD.get(role, ((), ""))[0] if key != "router_replay"))
+    for role, sections in {
+        "actor_infer": ("training_args", "data_args"),
+        "actor_train": ("generating_args",),
+        "reference": ("training_args", "data_args", "generating_args"),
+        "teacher": ("training_args", "data_args", "generating_args"),
+        "critic": ("data_args", "generating_args"),
+    }.items()
+}
+"""By role: what is read elsewhere. ``router_replay`` stays: their files say it of both of the policy's roles."""
+
+GPUS_OF_A_NODE = 8
+ENGINE_OF_A_NODE = f"an engine stays on one node here, and has its {GPUS_OF_A_NODE} devices: see that the model fits"
+
+DOMAINS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "gsm8k": ("gsm8k", ("openai/gsm8k",)),
+    "math": (
+        "math",
+        (
+            "lighteval/MATH",
+            "DigitalLearningGmbH/MATH-lighteval",
+            "HuggingFaceH4/MATH-500",
+            "math_dapo",
+            "math",
+            "math_dapo_reasoning",
+            "aime_2024",
+            "aime_2025",
+            "aime24",
+            "aime25",
+            "numina_aops_forum",
+            "numina_synthetic_math",
+            "numina_amc_aime",
+            "numina_synthetic_amc",
+            "numina_cn_k12",
+            "numina_olympiads",
+        ),
+    ),
+    "code": ("code", ("codecontests", "apps", "codeforces", "taco")),
+}
+"""The data sources that verl scores by itself: our verifier, and their names in the data."""
+
+
+def drop_unread(draft: Draft) -> None:
+    """Takes out roles and keys that nothing reads, and switches' keys without their switch."""
+    if draft.get("adv_estimator", "gae") != "gae" and "critic" in draft.ours:
+        draft.drop_ours("critic", f"adv_estimator {draft.get('adv_estimator')} has no critic")
+        draft.drop_ours("reward_pretrain", "there is no critic")
+    uses_kl = draft.get("add_token_level_kl") or (draft.get("use_kl_loss") and draft.get("kl_loss_coef", 0) > 0)
+    if not uses_kl and "reference" in draft.ours:
+        draft.drop_ours("reference", "no KL term is switched on")
+    if draft.get("reference_pretrain") == draft.get("pretrain"):
+        draft.drop_ours("reference_pretrain", "it is pretrain")
+    elif not uses_kl:
+        draft.drop_ours("reference_pretrain", "no KL term is switched on")
+    own_reference = draft.get("reference_pretrain") is not None
+    if draft.get("actor_train.model_args.lora_target") and "reference" in draft.ours and not own_reference:
+        draft.drop_ours("reference", "with an adapter the reference is the actor without it")
+    drop_unread_of_roles(draft)
+    if draft.get("use_kl_loss") and not draft.get("kl_loss_coef"):
+        draft.drop_ours("use_kl_loss", "its coefficient is 0")
+    _old_logprobs(draft)
+    for key, switch in SWITCHES.items():
+        if key in draft.ours and not draft.get(switch):
+            draft.drop_ours(key, f"{switch} is off, nothing reads it")
+    if draft.get("dual_clip_loss") and draft.get("pg_variant", "ppo") not in ("ppo", "clip_cov"):
+        draft.drop_ours("dual_clip_loss", f"pg_variant {draft.get('pg_variant')} does not read it")
+    unset = RLVRConfig.model_fields
+
+    def given(key: str) -> Any:
+        if key == "pg_variant" and draft.get("use_topr_loss"):
+            return "topr"
+        return draft.get(key, unset[key].default)
+
+    for key, expected, _ in list(unread(given)):
+        if key in draft.ours:
+            draft.drop_ours(key, expected.removeprefix("no such key "))
+    if draft.get("target_kl") is not None and not draft.get("add_token_level_kl"):
+        draft.drop_ours("target_kl", "it adapts the KL in the reward, which is off")
+
+
+def _old_logprobs(draft: Draft) -> None:
+    """``force_disable_old_logprobs_recompute`` beside what reads old log-probabilities, or trains a sample twice."""
+    key, correction = "force_disable_old_logprobs_recompute", draft.get("train_infer_correction", {}) or {}
+    if not draft.get(key):
+        return
+    filters = any(each.get("enabled") for each in correction.get("filters") or [])
+    weight = correction.get("is_weight") or {}
+    weighted = weight.get("enabled") and weight.get("detach", True)
+    if filters or weighted or correction.get("bypass") or draft.get("add_token_level_kl"):
+        draft.drop_ours(key, "the correction, or the KL in the reward, reads log-probabilities of the training engine")
+    elif (epochs := draft.get("ppo_epochs", 1)) > 1:
+        draft.remove(key)
+        note = f"with ppo_epochs {epochs} later passes compare with the first one's log-probabilities, not kept here"
+        draft.retell(key, Kind.IMPOSSIBLE, note)
+    else:
+        draft.drop_ours("enable_old_logprobs_recompute", f"{key} goes before it")
+
+
+def drop_unread_of_roles(draft: Draft) -> None:
+    """Takes out the keys of model roles that these do not read."""
+    for role, section in list(draft.roles()):
+        for key in _UNREAD[role]:
+            if key in section:
+                draft.drop_ours(f"{role}.{key}", f"{role} does not read it")
+        key = f"{role}.model_args.freeze_module_prefix"
+        if (role not in TRAINED or not draft.get(key)) and draft.get(key, NOTHING) is not NOTHING:
+            draft.drop_ours(key, "nothing is frozen" if role in TRAINED else f"{role} trains nothing")
+
+
+def tidy_engines(draft: Draft) -> None:
+    """Makes every role's options such as its engine takes: sizes of 1 that mean nothing, null sections, kernels."""
+    names = {role: draft.get(f"{role}.strategy_args.strategy_name", "") for role, _ in draft.roles()}
+    megatron = any(name.startswith("megatron") for name in names.values())
+    for role, name in names.items():
+        base = f"{role}.strategy_args.strategy_config"
+        if megatron and draft.get(f"{role}.model_args.trust_remote_code"):
+            note = "Megatron computes models in code of its own; with fsdp2_train give it to every role"
+            draft.drop_ours(f"{role}.model_args.trust_remote_code", note)
+        if draft.get(base, {}) is None:
+            draft.remove(base)
+        if draft.get(f"{base}.sequence_parallel") and draft.get(f"{base}.tensor_model_parallel_size", 1) == 1:
+            draft.drop_ours(f"{base}.sequence_parallel", "it has no meaning with a tensor-parallel size of 1")
+        if draft.get(f"{base}.pipeline_model_parallel_size", 1) == 1 or draft.get(
+            f"{base}.virtual_pipeline_model_parallel_size", 2
+        ) in (1, None):
+            draft.drop_ours(f"{base}.virtual_pipeline_model_parallel_size", "there is one chunk of layers per stage")
+        if name in ("vllm", "sglang"):
+            draft.drop_ours(f"{role}.model_args.attn_implementation", f"{name} has kernels of its own")
+            draft.drop_ours(f"{role}.model_args.disable_gradient_checkpointing", f"{role} has no backward pass")
+
+
+def parallel_sizes(draft: Draft, role: str) -> int:
+    """Devices that hold one copy of a role's model and share its sequences."""
+    card, size = card_of(draft.get(f"{role}.strategy_args.strategy_name", "")), 1
+    for key in card.options().parallel_sizes if card else ():
+        size *= draft.get(f"{role}.strategy_args.strategy_config.{key}", 1) or 1
+    return int(size * (draft.get(f"{role}.model_args.ulysses_size", 1) or 1))
+
+
+def sequence_ranks(draft: Draft, role: str) -> int:
+    """Devices among which one sequence of a role is divided, each with a share of its tokens."""
+    if draft.get(f"{role}.strategy_args.strategy_name", "").startswith("megatron"):
+        return int(draft.get(f"{role}.strategy_args.strategy_config.context_parallel_size", 1) or 1)
+    return int(draft.get(f"{role}.model_args.ulysses_size", 1) or 1)
+
+
+def devices_of(draft: Draft, role: str) -> int:
+    """Devices of a role of ours."""
+    try:
+        mapping = parse_device_mapping(draft.get(f"{role}.device_mapping"))
+    except ValueError:
+        return 1
+    return len(mapping) if mapping else draft.get(f"{role}.world_size") or 1
+
+
+def set_batch(
+    draft: Draft, role: str, samples: int, per_device: int | None, keys: list[str], per_step: int | None = None
+) -> None:
+    """Sets how many samples make an optimizer step: passes per device and their size.
+
+    Args:
+        role: that is trained.
+        samples: of one optimizer step.
+        per_device: samples of one pass; all of a device's, if not given.
+        keys: of theirs that say it.
+        per_step: samples of a rollout, which the optimizer steps must divide.
+    """
+    ranks = max(1, devices_of(draft, role) // parallel_sizes(draft, role))
+    wanted = samples
+    if per_step:
+        samples = _nearest_divisor(per_step, samples, ranks)
+    share = max(1, samples // ranks)
+    size = _largest_divisor(share, min(per_device or share, share))
+    base = f"{role}.training_args"
+    note = f"{samples} samples = {size} per device × {share // size} accumulated × {ranks} data-parallel"
+    if samples != wanted:
+        note += f"; {wanted} would not divide the {per_step} samples of a step"
+    draft.derive(keys, f"{base}.per_device_train_batch_size", size)
+    draft.derive(keys, f"{base}.gradient_accumulation_steps", share // size, note)
+
+
+def _largest_divisor(number: int, at_most: int) -> int:
+    return next(n for n in range(max(1, min(at_most, number)), 0, -1) if number % n == 0)
+
+
+def _nearest_divisor(number: int, near: int, multiple_of: int) -> int:
+    """The divisor of a number that is nearest to another, in whole shares of so many ranks where that can be."""
+    fits = [n for n in range(1, number + 1) if number % n == 0 and n % multiple_of == 0]
+    return min(fits, key=lambda n: abs(n - near)) if fits else near
+
+
+def to_do(draft: Draft, key: str, note: str, seen: Any = None, ours: str = "") -> None:
+    """Notes something outside of the configuration that the user has to see to."""
+    draft.tell(Kind.TO_DO, key, seen, ours, note=note)
+
+
+def set_budget(draft: Draft, role: str, phase: str, tokens: int, keys: list[str]) -> None:
+    """Micro-batches by tokens; a budget holds the longest sample."""
+    whole = int(draft.get("sequence_length", 0))
+    draft.derive(keys, f"{role}.use_dynamic_batching_in_{phase}", True)
+    note = f"at least sequence_length {whole}" if tokens < whole else ""
+    draft.derive(keys, f"{role}.max_tokens_per_microbatch_in_{phase}", max(tokens, whole), note)
+
+
+def use_wandb(draft: Draft, section: str, switch: str, names: Mapping[str, str]) -> None:
+    """Tracks with Weights & Biases, by its options under the names that a section of theirs has for them."""
+    draft.derive(f"{section}.{switch}", "track_with", "wandb")
+    for key, ours in names.items():
+        draft.carry_set(f"{section}.{key}", f"tracker_kwargs.{ours}")
+
+
+def trust_code(
+    draft: Draft, keys: list[str], roles: tuple[str, ...] = ("actor_train", "actor_infer", "reference")
+) -> None:
+    """Lets code that comes with a model run where their files ask for it.
+
+    Args:
+        draft: the configuration, all its roles there.
+        keys: of theirs, of which one asks.
+        roles: of ours that load that model.
+    """
+    asked = [key for key in keys if draft.theirs(key)]
+    for role, _ in list(draft.roles()) if asked else ():
+        if role in roles:
+            note = "Python files that come with the model run: read them"
+            draft.derive(asked, f"{role}.model_args.trust_remote_code", True, note)
+
+
+def drop_nulls(draft: Draft, takes_null: Callable[[str], bool]) -> None:
+    """Takes out what is null where null is no value here: it asks for the default."""
+    for key, _ in list(leaves(draft.ours)):
+        if draft.get(key, 0) is None and not takes_null(key):
+            draft.remove(key)
+            draft.retell(key, Kind.DROPPED, "null asks for the default")
+
+
+def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys that hold no further ones, dotted, with their values."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def devices(first: int, count: int) -> str:
+    """A ``device_mapping`` of devices in a row."""
+    return f"list(range({first},{first + count}))"
+
+
+def verl_columns(draft: Draft) -> None:
+    """The columns of data that verl's preparation scripts write, which others took over."""
+    data = "actor_train.data_args"
+    for key, column in (("messages", "prompt"), ("tag", "data_source"), ("response", "reward_model.ground_truth")):
+        draft.derive([], f"{data}.{key}", column, "the column that its data has")
+
+
+def public_domains(draft: Draft, key: str) -> None:
+    """Reward domains of the public data sources: those that the names of the files speak of, else all."""
+    files = [draft.get(f"{section}.data_args.file_name") for section in ("actor_train", "validation")]
+    names = str(files).lower()
+    for domain in [name for name in DOMAINS if name in names] or DOMAINS:
+        verifier, tags = DOMAINS[domain]
+        value = {"tag_included": list(tags), "verifiers": [{"name": verifier}]}
+        draft.derive(key, f"rewards.{domain}", value, "the data sources that it scores by itself")

@@ -1,0 +1,247 @@
+"""From files of another system to a configuration of ours: the whole way."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll.configs.loader import load_config
+from roll.configs.pipeline import PipelineConfig
+from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
+from roll.configs.rules import Rule
+from roll.configs.schema import locate, type_text
+from roll.extras.importers import SYSTEMS, chatlearn, mindspeed, roll, verl, verl_supervised
+from roll.extras.importers.common import drop_nulls, leaves
+from roll.extras.importers.draft import Draft, Kind, Outcome, value_at
+from roll.extras.importers.reading import Given, UnreadableError, read
+from roll.extras.importers.recognise import pictures_in, variant_of
+from roll.extras.importers.roll_distillation import read_students
+from roll.extras.importers.writing import annotate, shorten, text_of
+
+DERIVE: dict[str, Callable[[Draft], type[PipelineConfig]]] = {
+    "roll": roll.derive,
+    "verl": verl.derive,
+    "verl_sft": verl_supervised.derive,
+    "chatlearn": chatlearn.derive,
+    "mindspeed": mindspeed.derive,
+}
+"""By system: what its keys say together, and for which pipeline."""
+
+PREPARE: dict[str, Callable[[Given], None]] = {"roll": read_students, "mindspeed": mindspeed.prepare}
+"""By system: what is done to the files' contents before their keys are looked up."""
+
+_PATHS = (
+    "pretrain",
+    "reward_pretrain",
+    "teacher_pretrain",
+    "resume_from_checkpoint",
+    "actor_train.data_args.template",
+)
+"""Keys with the paths of another machine."""
+_PATH_ENDS = dict.fromkeys(SYSTEMS, (".args.model_path", ".pretrain")) | {
+    "verl": (".args.model_path", ".pretrain", ".custom.verifiers.0.args.path")
+}
+"""By system: endings of such keys. A function that scores is a file of theirs, or yours to write."""
+
+_OPEN = (".strategy_config.", ".env_config.")
+_UNKNOWN = ("no such key", "an option of ", "an argument of ")
+"""Beginnings of what is expected instead of an option that is not known, in the sections that pass options on."""
+
+_VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")
+_UNSET = "/variable-that-is-not-set"
+_PRESET = re.compile(r"\$\{(deepspeed_zero\w*)\}")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A configuration that was another system's."""
+
+    text: str
+    """YAML."""
+    schema: type[PipelineConfig]
+    outcomes: tuple[Outcome, ...]
+    problems: tuple[ConfigProblem, ...]
+    """Problems that keep it from being valid."""
+    notes: tuple[str, ...]
+    """Findings from reading the files."""
+
+    @property
+    def exit_code(self) -> int:
+        """1 when something that changes results, or may change them, could not be carried over."""
+        return int(bool(self.problems) or any(each.kind in (Kind.IMPOSSIBLE, Kind.UNKNOWN) for each in self.outcomes))
+
+
+def convert(
+    system: str,
+    files: Sequence[Path],
+    overrides: Sequence[str] = (),
+    checks: Mapping[type[PipelineConfig], Sequence[Rule]] | None = None,
+    name: str = "imported",
+    variables: Mapping[str, str] | None = None,
+) -> Imported:
+    """Reads the files of a system and writes the configuration of ours that asks for the same.
+
+    Args:
+        system: a key of ``SYSTEMS``.
+        files: YAML files and launch scripts, each over those before it.
+        overrides: ``key=value`` texts with their keys.
+        checks: further rules that the result is checked against, by pipeline.
+        name: of the configuration, where the files give it none.
+        variables: of a launch script's environment.
+
+    Raises:
+        UnreadableError: a file that is missing, no YAML, or a script without the system's command; a value that the
+            system itself would not take.
+    """
+    system = variant_of(system, files)
+    given = read(system, files, overrides, variables)
+    if prepare := PREPARE.get(system):
+        prepare(given)
+    draft = Draft(system, given)
+    schema = _derived(draft, files)
+    draft.tell_unused()
+    _settle_unknown(draft, schema)
+    _refuse_pictures(draft)
+    drop_nulls(draft, lambda key: _takes_null(schema, key))
+    draft.ours.setdefault("exp_name", name)
+    header = f"Imported from {SYSTEMS[system]}: {' '.join(file.name for file in files)}"
+    values, text = _written(draft, schema, header)
+    found = problems_of(text, schema, rules := (checks or {}).get(schema, ()))
+    if _leave_out(draft, found):
+        values, text = _written(draft, schema, header)
+        found = problems_of(text, schema, rules)
+    problems = []
+    for key, value in leaves(values):
+        if _unset(str(value)):
+            draft.tell(Kind.TO_DO, key, value, note="set the variable before the run")
+    for problem in found:
+        if _UNSET in str(problem.seen):
+            continue
+        if problem.path in _PATHS or problem.path.endswith(_PATH_ENDS[system.removesuffix("_sft")]):
+            draft.tell(Kind.TO_DO, problem.path, problem.seen, note="there is no such file or folder on this machine")
+        elif problem.path.startswith("plugins.") or (
+            problem.path.startswith("tools.use.") and problem.path.endswith(".tool")
+        ):
+            draft.tell(Kind.TO_DO, problem.path, problem.seen, note="it cannot be imported on this machine")
+        elif problem.expected.startswith("the package "):
+            draft.tell(Kind.TO_DO, problem.path, problem.seen, note=f"it needs {problem.expected}: {problem.hint}")
+        else:
+            problems.append(problem)
+    written = [
+        each for each in draft.outcomes if each.kind != Kind.THEIRS or value_at(values, each.ours) is not NOTHING
+    ]
+    text = annotate(text, [*_comments(written), *((each.path, f"TODO: {each}") for each in problems)])
+    return Imported(text, schema, tuple(written), tuple(problems), tuple(given.notes))
+
+
+def _comments(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
+    """What is lost and what is left to do, for the place in the result; without values, which may be secret."""
+    words = {Kind.IMPOSSIBLE: "lost", Kind.UNKNOWN: "lost", Kind.TO_DO: "TODO"}
+    for each in outcomes:
+        if word := words.get(each.kind):
+            note = each.note or ("unknown to the importer" if each.kind == Kind.UNKNOWN else "")
+            yield each.ours or each.key, f"{word}: {each.key}{f': {note}' if note else ''}"
+
+
+def _derived(draft: Draft, files: Sequence[Path]) -> type[PipelineConfig]:
+    """Takes all keys, and returns the pipeline; a value of another kind than its key has there is told."""
+    try:
+        draft.take_all()
+        return DERIVE[draft.system](draft)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        names, told = " ".join(map(str, files)), f"{type(error).__name__}: {error}, near {draft.last_read}"
+        raise UnreadableError(
+            f"{names}: a value is of another kind than {SYSTEMS[draft.system]} takes: {told}"
+        ) from error
+
+
+def _written(draft: Draft, schema: type[PipelineConfig], header: str) -> tuple[dict[str, Any], str]:
+    """Returns what differs from the defaults, as values and as text."""
+    values = shorten(schema, draft.ours)
+    if presets := sorted(set(_PRESET.findall(str(values)))):
+        values["defaults"] = [*(f"{preset}@_here_" for preset in presets), "_self_"]
+    return values, text_of(values, [header])
+
+
+def _leave_out(draft: Draft, problems: Sequence[ConfigProblem]) -> bool:
+    """Takes out options that an engine or an environment does not have here, and says so; whether there were some."""
+    lost = [
+        problem
+        for problem in problems
+        if any(part in problem.path for part in _OPEN)
+        and problem.expected.startswith(_UNKNOWN)
+        and draft.get(problem.path) is not None
+    ]
+    for problem in lost:
+        what = "no such key here" if problem.expected.startswith("no such key") else f"it is not {problem.expected}"
+        note = f"{what}; {problem.hint}" if problem.hint else what
+        known = ".env_config." in problem.path or "belongs to" in note
+        kind = Kind.IMPOSSIBLE if known else Kind.UNKNOWN
+        draft.retell(problem.path, kind, note, draft.remove(problem.path))
+    return bool(lost)
+
+
+def _settle_unknown(draft: Draft, schema: type[PipelineConfig]) -> None:
+    """Keys without a row: some are ours; values that links read stand where these are; the rest is not known."""
+    for key, value in draft.unknown:
+        if draft.system == "roll" and locate(schema, key.split(".")) is not None:
+            draft.keep(key, value)
+        elif draft.given.is_read_by_a_link(key):
+            draft.tell(Kind.DROPPED, key, value, note="its value stands where links read it")
+        elif key.rpartition(".")[2] == "_target_":
+            draft.tell(Kind.DROPPED, key, value, note="it names a class of the other library")
+        else:
+            draft.tell(Kind.UNKNOWN, key, value)
+
+
+def _refuse_pictures(draft: Draft) -> None:
+    """Says of each key that asks for pictures, video or sound that there are none here, in place of all else.
+
+    A default that is written out asks for nothing.
+    """
+    asking = {key: value for key, value in pictures_in(draft.given.values) if not draft.is_usual(key, value)}
+    draft.outcomes = [each for each in draft.outcomes if each.key not in asking or each.ours]
+    for key, value in asking.items():
+        draft.tell(Kind.IMPOSSIBLE, key, value, note="pictures, video and sound are not supported here yet")
+
+
+def _takes_null(schema: type[PipelineConfig], key: str) -> bool:
+    found = locate(schema, key.split("."))
+    return found is not None and ".strategy_config." not in key and "null" in type_text(found[0], found[1])
+
+
+def problems_of(text: str, schema: type[PipelineConfig], checks: Sequence[Rule] = ()) -> list[ConfigProblem]:
+    """Problems of a configuration, read back as ``roll train`` would read it.
+
+    Variables of the environment that are not set stand for places: without them the rules would judge another model.
+    """
+    variables = {name: f"{_UNSET}/{name}" for name in _unset(text)}
+    with tempfile.TemporaryDirectory() as folder, _environment(variables):
+        Path(folder, "imported.yaml").write_text(text, encoding="utf-8")
+        try:
+            load_config(schema, "imported", folder, extra_checks=checks)
+        except ConfigErrors as errors:
+            return errors.problems
+    return []
+
+
+def _unset(text: str) -> set[str]:
+    """Variables of the environment that a text needs and that are not set."""
+    return {name for name in _VARIABLE.findall(text) if name not in os.environ}
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables of the environment for a while."""
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]

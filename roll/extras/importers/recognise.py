@@ -1,0 +1,107 @@
+"""Tells whose configuration a file is, by its sections, and whether it trains on pictures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from roll.extras.importers import SYSTEMS
+
+_SECTIONS = {
+    "actor_rollout_ref": "verl",
+    "optim": "verl_sft",
+    "runtime_args": "chatlearn",
+    "megatron_training": "mindspeed",
+    "rl_config": "mindspeed",
+    "generate_config": "mindspeed",
+}
+_STAGES = {"sft": "sft", "reward": "orm"}
+"""Sections that MindSpeed RL's training on given samples has alone, and what their ``stage`` says."""
+_SUPERVISED = re.compile(r"\b(?:engine@engine|optim@optim)\b")
+"""Entries of the defaults list of verl's ``sft_trainer_engine``."""
+_ROLL = ("roll.pipeline.", "roll.distributed.", "/config/deepspeed_zero", "/config/traj_envs", "/config/envs")
+"""Parts of values that only ROLL's own files have."""
+
+
+def system_of(file: Path) -> str | None:
+    """A key of ``SYSTEMS``; ``None`` for a file of ours, or one that cannot be read."""
+    from roll.extras.importers.shell import ENTRIES  # with Hydra, which `roll explain` does without
+
+    try:
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".sh":
+            words = [word.strip("\"'{}()") for word in text.replace("=", " ").split()]
+            return next((name for name in SYSTEMS if any(ENTRIES[name][0].search(word) for word in words)), None)
+        content = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
+        return None
+    if not isinstance(content, dict):
+        return None
+    found = next((system for key, system in _SECTIONS.items() if key in content), None)
+    if found is None and any(_said(content, name, "stage") == stage for name, stage in _STAGES.items()):
+        return "mindspeed"
+    if found is None and _SUPERVISED.search(str(content.get("defaults"))):
+        return "verl_sft"
+    return found or ("roll" if any(sign in text for sign in _ROLL) else None)
+
+
+def _said(content: dict[str, Any], section: str, key: str) -> Any:
+    inside = content.get(section)
+    return inside.get(key) if isinstance(inside, dict) else None
+
+
+def variant_of(system: str, files: Sequence[Path]) -> str:
+    """The table that files of a system are read by: verl's supervised training has one of its own."""
+    supervised = system == "verl" and any(system_of(file) == "verl_sft" for file in files)
+    return "verl_sft" if supervised else system
+
+
+def command_for(file: Path) -> str | None:
+    """Hint for a user of another system's file; ``None`` for a file of ours."""
+    system = system_of(file)
+    if system is None:
+        return None
+    return f"it is a configuration of {SYSTEMS[system]}: roll import {system} {file} -o mine.yaml"
+
+
+_SEEN_OR_HEARD = r"(?<![a-z])(?:images?|videos?|audios?|vision|vqa|multi_?modal|vlm?)(?![a-z])"
+_SIGNS = (
+    (re.compile(r"(?:(?:^|_)(?:images?|videos?|audio|mm|multi_?modal)(?:_|$))|^processor(?:_|$)"), re.compile("")),
+    (
+        re.compile(r"(?:^|_)(?:path|pretrain|model|load|tokenizer)(?:_|$)|^model_(?:name|type)"),
+        re.compile(
+            _SEEN_OR_HEARD
+            + r"|(?<![a-z])omni(?![a-z])|internvl|smolvlm|llava|mllama|pixtral|paligemma|idefics|ui-?tars"
+            r"|minicpm-?[ov](?![a-z])|glm-?\d(?:\.\d)?v(?![a-z])"
+        ),
+    ),
+    (
+        re.compile(r"(?:^|_)(?:files?|file_name|data_path|dataset|tags?|tag_included|additional_keys)(?:_|$)"),
+        re.compile(_SEEN_OR_HEARD + r"|(?<![a-z])(?:geo(?:metry)?3k|mm(?=[_-])|mathvista|virl39k|mmk12|deepeyes|coco)"),
+    ),
+    (
+        re.compile(r"(?:_cls|_func|^class_path|^class_name|^render_mode|^freeze_module_prefix)$"),
+        re.compile(_SEEN_OR_HEARD + r"|detection|rgb|visual"),
+    ),
+)
+"""Names of keys, and what their values say where pictures, video or sound are meant: anything, for the first."""
+_HARMLESS = ("freeze_vision_tower", "freeze_vision_model", "freeze_vision_projection", "image_patch_size")
+"""Keys that verl's files have with their defaults, whatever is trained."""
+
+
+def pictures_in(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Keys of any system that ask for pictures, video or sound, by their names and by the names of models and data."""
+    from roll.extras.importers.common import leaves
+
+    for key, value in leaves(values):
+        name = key.rpartition(".")[2].lower().replace("-", "_")
+        if not value or name in _HARMLESS or key.partition(".")[0] in ("hydra", "system_envs"):
+            continue
+        texts = [str(each) for each in (value if isinstance(value, list) else [value])]
+        last = " ".join("/".join(text.split("/")[-2:]) for text in texts).lower()
+        if any(named.search(name) and said.search(last) for named, said in _SIGNS):
+            yield key, value

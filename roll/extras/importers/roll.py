@@ -1,0 +1,396 @@
+"""ROLL's configurations: what several of its keys say together."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from roll.configs.agentic import MANAGERS, AgenticConfig
+from roll.configs.devices import parse_device_mapping
+from roll.configs.distill import DistillConfig
+from roll.configs.pipeline import PipelineConfig
+from roll.configs.problems import NOTHING
+from roll.configs.rlvr import RLVRConfig
+from roll.configs.rules import TRAINED
+from roll.configs.schema import ROLES
+from roll.extras.importers.common import devices_of, drop_unread, parallel_sizes, set_batch, tidy_engines, to_do
+from roll.extras.importers.draft import Draft, Kind, value_at
+from roll.extras.importers.profiling import profiler_of_roll
+from roll.extras.importers.roll_distillation import is_distillation, set_distillation, set_teacher, set_teachers
+from roll.extras.importers.roll_engines import drop_adapter, set_engine, set_model_kwargs
+from roll.extras.importers.roll_environments import evaluate_alone, set_environments, tell_worker
+from roll.extras.importers.roll_judges import judge_arguments, set_asked_model
+from roll.extras.importers.roll_offline import offline_schema, set_offline
+
+TEMPLATES = ("native", "chatml", "qwen2", "qwen2_5", "llama3", "gemma", "plain")
+_VERIFIERS: dict[str, str] = {
+    "MathRuleRewardWorker": "math",
+    "GeneralValRuleRewardWorker": "math",
+    "CodeSandboxRewardWorker": "code",
+    "GeneralRuleRewardWorker": "instruction",
+    "CrossThinkQARuleRewardWorker": "multiple_choice",
+    "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice",
+    "LLMJudgeRewardWorker": "judge",
+}
+"""Verifiers by the name of the worker class whose place they take."""
+_LENGTHS = {"min_tokens": 100, "max_tokens": 400}
+"""Within them their length reward rises from -0.5 to 0; they count the padding too, which is not copied."""
+_FILTER, _BOUNDS = {"type", "filter_args", "low", "high"}, {"threshold_down", "threshold_up", "std_threshold"}
+_THEIR_PROMPT = 1024
+"""Tokens of a prompt by default."""
+UNBOUNDED = 1.0e9
+"""A bound on the norm of gradients that none reaches."""
+_SWANLAB = {"experiment_name": "name", "logdir": "log_dir"}
+_SECRETS = ("key", "token", "secret", "password", "login")
+
+
+def derive(draft: Draft) -> type[PipelineConfig]:
+    """Everything that no row of the table says by itself; returns whose configuration it is."""
+    _run(draft)
+    if is_distillation(draft):
+        _roles(draft)
+        set_distillation(draft)
+        _validation(draft)
+        drop_unread(draft)
+        tidy_engines(draft)
+        profiler_of_roll(draft)
+        _nodes(draft)
+        _clipping(draft, 0.0)
+        return DistillConfig
+    if (schema := offline_schema(draft)) is not None:
+        _roles(draft)
+        _template(draft)
+        _validation(draft)
+        set_offline(draft, schema)
+        tidy_engines(draft)
+        profiler_of_roll(draft)
+        _nodes(draft)
+        _clipping(draft, 1.0)
+        return schema
+    agentic = any(draft.has(key) for key in ("custom_envs", *MANAGERS))
+    rollouts_alone = not any(draft.has(f"actor_train.{key}") for key in ("strategy_args", "device_mapping"))
+    _roles(draft)
+    set_teachers(draft, _roles)
+    set_teacher(draft)
+    _data(draft, agentic)
+    _validation(draft)
+    _lengths(draft, agentic)
+    for name in draft.theirs("rewards", {}) or {}:
+        _reward(draft, str(name))
+    if agentic:
+        set_environments(draft)
+        set_asked_model(draft)
+    if draft.get("async_generation_ratio") and not draft.get("train_infer_correction.is_weight.enabled"):
+        draft.derive(
+            "async_generation_ratio", "train_infer_correction.is_weight.enabled", True, "old samples have weights"
+        )
+    _normalisation(draft)
+    drop_unread(draft)
+    _loss(draft)
+    _clipping(draft, 1.0)
+    tidy_engines(draft)
+    profiler_of_roll(draft)
+    _batches(draft, agentic)
+    _nodes(draft)
+    if agentic and rollouts_alone:
+        evaluate_alone(draft)
+    return AgenticConfig if any(key in draft.ours for key in ("custom_envs", "train_env_manager")) else RLVRConfig
+
+
+def _run(draft: Draft) -> None:
+    trained = [f"{role}.training_args" for role in ("actor_train", "critic", "student")]
+    if any(float(draft.theirs(f"{base}.warmup_{kind}") or 0) for base in trained for kind in ("steps", "ratio")):
+        draft.given.notes.append(
+            "a warm-up of W steps has the rate k / W in step k there, 0 in the first, and (k + 1) / (W + 1) here"
+        )
+    if draft.theirs("rollout_mock.enable"):
+        mode, folder = draft.theirs("rollout_mock.mode", "dump"), draft.theirs("rollout_mock.dump_dir")
+        ours = "rollout_replay_dir" if mode in ("mock", "replay") else "rollout_dump_dir"
+        draft.derive(["rollout_mock.dump_dir", "rollout_mock.mode", "rollout_mock.enable"], ours, folder)
+        if ours == "rollout_replay_dir":
+            to_do(
+                draft, "rollout_mock.dump_dir", "its dumps are not read: write them anew with rollout_dump_dir", folder
+            )
+    if draft.has("system_envs.USE_MODELSCOPE") or draft.theirs("model_download_type"):
+        key = "system_envs.USE_MODELSCOPE" if draft.has("system_envs.USE_MODELSCOPE") else "model_download_type"
+        to_do(draft, key, "models come from the Hugging Face hub: see that pretrain is a name there, or a folder")
+    if draft.has("track_with") and draft.get("track_with") is None:
+        value = draft.theirs("track_with")
+        draft.outcomes = [each for each in draft.outcomes if each.key != "track_with"]
+        draft.derive("track_with", "track_with", "stdout")
+        to_do(draft, "track_with", f"no tracker {value} here: package.module:Class names your own", value)
+    for key, value in (draft.theirs("tracker_kwargs") or {}).items():
+        path = f"tracker_kwargs.{key}"
+        if draft.get("track_with") == "stdout":
+            draft.tell(
+                Kind.DROPPED,
+                path,
+                "…" if any(secret in str(key) for secret in _SECRETS) else value,
+                note="stdout takes no options",
+            )
+            continue
+        if any(secret in str(key) for secret in _SECRETS):
+            if value:
+                to_do(draft, path, "a secret is not written out: put it into the environment, as WANDB_API_KEY")
+        elif value is not None and draft.get("track_with") == "swanlab" and key in _SWANLAB:
+            draft.derive(path, f"tracker_kwargs.{_SWANLAB[key]}", value)
+        elif value is not None:
+            draft.keep(path, value)
+
+
+def _roles(draft: Draft) -> None:
+    for role in ROLES:
+        if not isinstance(draft.theirs(role), dict):
+            continue
+        tell_worker(draft, role, "the role's own class does it")
+        if model := draft.theirs(theirs := f"{role}.model_args.model_name_or_path"):
+            key = {"critic": "reward_pretrain", "teacher": "teacher_pretrain"}.get(role, "pretrain")
+            if role == "reference" and draft.get(key) not in (None, model):
+                key = "reference_pretrain"
+            if not draft.get(key):
+                draft.derive(theirs, key, model)
+            elif draft.get(key) != model:
+                words = f"{role} starts from {key}, {draft.get(key)}"
+                draft.tell(Kind.IMPOSSIBLE, theirs, model, note=words)
+            else:
+                draft.tell(Kind.DROPPED, theirs, model, note=f"it is {key}")
+        set_engine(draft, role)
+        set_model_kwargs(draft, role)
+        if role == "actor_infer":
+            drop_adapter(draft)
+        if role in TRAINED and draft.get(f"{role}.model_args.dtype") == "fp16":
+            draft.set(f"{role}.model_args.dtype", "bf16")
+            draft.retell(f"{role}.model_args.dtype", Kind.IMPOSSIBLE, "nothing is trained in fp16: bf16 is taken")
+
+
+def _is_template(template: Any) -> bool:
+    return template in TEMPLATES or "{" in str(template) or "/" in str(template)
+
+
+def _template(draft: Draft) -> None:
+    for tag, own in (draft.theirs("tag_to_template") or {}).items():
+        taken = own if _is_template(own) else "native"
+        note = "" if taken == own else f"{own}: the tokenizer's own"
+        draft.derive(f"tag_to_template.{tag}", f"actor_train.data_args.tag_templates.{tag}", taken, note)
+    template = draft.theirs("actor_train.data_args.template") or draft.theirs("global_template")
+    if template and _is_template(template):
+        draft.keep("actor_train.data_args.template", template)
+    elif template:
+        key = "actor_train.data_args.template"
+        draft.derive(key, key, "native", f"{template}: the tokenizer's own")
+
+
+def _data(draft: Draft, agentic: bool) -> None:
+    _template(draft)
+    if agentic:
+        for key in ("file_name", "prompt", "messages", "response", "tag", "id", "preprocessing_num_workers"):
+            draft.drop_ours(f"actor_train.data_args.{key}", "the environments are the data")
+        return
+    data = "actor_train.data_args"
+    if draft.get(f"{data}.file_name") and not draft.get(f"{data}.messages") and not draft.get(f"{data}.prompt"):
+        draft.derive(f"{data}.messages", f"{data}.messages", "messages", "the column that ROLL looks for first")
+    if draft.get(f"{data}.messages") and draft.get(f"{data}.prompt"):
+        draft.drop_ours(f"{data}.prompt", "messages is read")
+    if draft.get(f"{data}.file_name"):
+        column = draft.theirs(f"{data}.response") or "ground_truth"
+        draft.derive(f"{data}.response", f"{data}.response", column, "the column that rewards compare with")
+        draft.derive("prompt_length", f"{data}.prompt_overflow", "drop", "a prompt that is too long is left out")
+    shares = draft.get(f"{data}.domain_interleave_probs")
+    if isinstance(shares, dict):
+        total = sum(float(share) for share in shares.values()) or 1.0
+        total = 1.0 if abs(total - 1) < 1e-6 else total
+        known = {name: float(share) / total for name, share in shares.items() if float(share) > 0}
+        draft.set(f"{data}.domain_interleave_probs", known)
+
+
+def _validation(draft: Draft) -> None:
+    data = draft.theirs("validation.data_args")
+    if not isinstance(data, dict) or not data.get("file_name"):
+        if draft.has("validation"):
+            draft.remove("validation")
+            draft.tell(Kind.DROPPED, "validation", "a section", note="it names no file")
+        return
+    own = {key: data[key] for key in ("file_name", "prompt", "messages", "response", "tag", "id") if data.get(key)}
+    if "messages" in own:
+        own.pop("prompt", None)
+    for key, value in own.items():
+        draft.keep(f"validation.data_args.{key}", value)
+
+
+def _lengths(draft: Draft, agentic: bool) -> None:
+    if agentic:
+        _turn_lengths(draft)
+    else:
+        _answer_lengths(draft)
+    for role, _ in list(draft.roles()):
+        key = f"{role}.strategy_args.strategy_config.max_model_len"
+        limit = draft.theirs(key)
+        if limit and int(limit) < draft.get("sequence_length"):
+            words = f"the engine holds a whole sample of sequence_length {draft.get('sequence_length')}"
+            draft.tell(Kind.DROPPED, key, limit, note=words)
+        elif limit:
+            draft.keep(key, int(limit))
+
+
+def _answer_lengths(draft: Draft) -> None:
+    """RLVR: an answer has what prompts leave of a sequence, whatever its sampling arguments say."""
+    prompt, response = int(draft.theirs("prompt_length") or _THEIR_PROMPT), draft.theirs("response_length")
+    whole = int(draft.theirs("sequence_length") or prompt + int(response or _THEIR_PROMPT))
+    longest = max(1, whole - prompt)
+    if response is not None and int(response) == longest:
+        draft.keep("response_length", longest)
+    else:
+        note = "an answer may have what prompt_length leaves of sequence_length there"
+        draft.derive(["sequence_length", "prompt_length"], "response_length", longest, note)
+        if response is not None:
+            draft.tell(Kind.DROPPED, "response_length", response, note="sequence_length is read")
+    if draft.has("prompt_length"):
+        draft.keep("prompt_length", prompt)
+    else:
+        draft.derive("prompt_length", "prompt_length", prompt, "ROLL's default")
+    if draft.theirs("sequence_length") is None:
+        draft.derive(["prompt_length", "response_length"], "sequence_length", whole)
+    else:
+        draft.keep("sequence_length", whole)
+    for key in ("actor_infer.generating_args", "validation.generating_args"):
+        if draft.get(f"{key}.max_new_tokens") is not None:
+            draft.drop_ours(f"{key}.max_new_tokens", "every answer may have response_length there, whatever it says")
+
+
+def _turn_lengths(draft: Draft) -> None:
+    """Environments: a turn is as long as the longest that is asked for."""
+    answers = [
+        draft.get("actor_infer.generating_args.max_new_tokens"),
+        *(draft.theirs(f"custom_envs.{tag}.max_tokens_per_step") for tag in (draft.theirs("custom_envs") or {})),
+        *(draft.theirs(f"{manager}.generating_args.max_new_tokens") for manager in MANAGERS),
+    ]
+    asked = [int(each) for each in answers if isinstance(each, int)]
+    response = draft.theirs("response_length")
+    longest = max([*asked, *([int(response)] if response and not asked else [])], default=1024)
+    draft.derive("response_length", "response_length", longest, "the longest answer of a turn")
+    prompt, whole = draft.theirs("prompt_length"), draft.theirs("sequence_length")
+    if whole is None:
+        prompt = int(prompt or 1024)
+        draft.derive(["prompt_length", "response_length"], "sequence_length", prompt + longest)
+    else:
+        draft.keep("sequence_length", int(whole))
+        room = max(1, int(whole) - longest)
+        if prompt is None or int(prompt) > room:
+            note = "what is left of sequence_length"
+            draft.derive(["sequence_length", "prompt_length"], "prompt_length", room, note)
+            prompt = None
+    if prompt is not None:
+        draft.keep("prompt_length", int(prompt))
+
+
+def _snake(name: str) -> str:
+    """The name of a file for a class."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def _reward(draft: Draft, name: str) -> None:
+    base = f"rewards.{name}"
+    domain: dict[str, Any] = draft.theirs(base) or {}
+    draft.set(f"{base}.tag_included", domain.get("tag_included") or [name])
+    draft.tell(Kind.KEPT, f"{base}.tag_included", domain.get("tag_included"), f"{base}.tag_included")
+    worker = str(domain.get("worker_cls") or "")
+    verifier = _VERIFIERS.get(worker.rpartition(".")[2])
+    if verifier is None:
+        note = "no verifier takes its place: write the function that args.path of the verifier custom names"
+        draft.tell(Kind.IMPOSSIBLE, f"{base}.worker_cls", worker or None, note=note)
+        verifier = "custom"
+    entry: dict[str, Any] = {"name": verifier}
+    if verifier == "custom":
+        entry["args"] = {"path": f"{_snake(worker.rpartition('.')[2] or name)}.py:score"}
+    if verifier == "judge":
+        entry["args"] = judge_arguments(draft, base, domain)
+    elif verifier == "code":
+        entry["args"] = {"tests_key": "test_cases"}
+        if domain.get("code_url") and domain.get("use_local") is False:
+            entry["args"]["remote"] = {"url": domain["code_url"]}
+    verifiers = [entry]
+    if domain.get("format_pattern"):
+        verifiers.append({"name": "format", "args": {"pattern": domain["format_pattern"]}})
+    if coefficient := domain.get("response_length_penalty_coef"):
+        key = f"{base}.response_length_penalty_coef"
+        if worker.endswith("CrossThinkQARuleRewardWorker"):
+            verifiers.append({"name": "length", "weight": float(coefficient), "args": dict(_LENGTHS)})
+            draft.tell(Kind.DERIVED, key, coefficient, f"{base}.verifiers", note="the verifier length, in tokens")
+        else:
+            draft.tell(Kind.DROPPED, key, coefficient, note="only CrossThinkQARuleRewardWorker reads it there")
+    draft.derive(f"{base}.worker_cls", f"{base}.verifiers", verifiers, f"the verifier {verifier}")
+    if domain.get("world_size") and verifier != "judge":
+        draft.derive(f"{base}.world_size", f"{base}.world_size", domain["world_size"])
+    chosen = domain.get("query_filter_config") or {}
+    limits = chosen.get("filter_args") or {}
+    for key in [*(chosen.keys() - _FILTER), *(f"filter_args.{key}" for key in limits.keys() - _BOUNDS)]:
+        draft.tell(Kind.UNKNOWN, f"{base}.query_filter_config.{key}", value_at(chosen, key))
+    bounds = {"type": chosen.get("type", "no_filter")}
+    bounds["low"] = limits.get("threshold_down", limits.get("std_threshold", chosen.get("low")))
+    bounds["high"] = limits.get("threshold_up", chosen.get("high"))
+    if bounds["type"] != "no_filter":
+        given = {key: value for key, value in bounds.items() if value is not None}
+        draft.derive(f"{base}.query_filter_config", f"{base}.query_filter_config", given)
+    for key in ("model_args", "data_args", "strategy_args", "generating_args", "device_mapping"):
+        if domain.get(key) and verifier == "judge":
+            draft.tell(Kind.DERIVED, f"{base}.{key}", NOTHING, f"{base}.verifiers", note="of the judge")
+        elif domain.get(key):
+            draft.tell(Kind.DROPPED, f"{base}.{key}", "a section", note="rules load no model")
+
+
+def _normalisation(draft: Draft) -> None:
+    """At most one normalisation of the rewards; what is newer goes before."""
+    if draft.get("use_reward_norm") and not draft.get("use_reward_scaling"):
+        draft.drop_ours("use_reward_norm", "read with use_reward_scaling")
+    if draft.get("reward_shift") and draft.get("reward_scale"):
+        draft.drop_ours("reward_scale", "reward_shift goes before it")
+    if draft.get("norm_mean_type") is None and draft.get("norm_std_type") is None:
+        return
+    if draft.get("reward_normalization.method", "identity") != "identity":
+        draft.drop_ours("reward_normalization", "norm_mean_type and norm_std_type are read")
+
+
+def _loss(draft: Draft) -> None:
+    """What ROLL's losses have as constants, and keys have here."""
+    if draft.get("dual_clip_loss"):
+        bound = round(1 + 2 * float(draft.theirs("pg_clip", 0.2)), 6)
+        draft.derive(["dual_clip_loss", "pg_clip"], "dual_clip_c", bound, "1 + 2 × pg_clip there")
+    if draft.get("use_kl_loss"):
+        key = "kl_loss_penalty" if draft.get("add_token_level_kl") else "kl_penalty"
+        if key == "kl_penalty" and draft.get(key) is not None:
+            draft.drop_ours(key, "of the KL in the reward, which is off")
+        if key == "kl_penalty" or draft.get("kl_penalty", "k1") != "k3":
+            draft.derive("use_kl_loss", key, "k3", "the KL loss is always k3 there")
+
+
+def _clipping(draft: Draft, usual: float) -> None:
+    """Gradients that are not clipped, where the bound is 0 or null, or 0 is the pipeline's default."""
+    if not draft.theirs("max_grad_norm", usual):
+        draft.derive("max_grad_norm", "max_grad_norm", UNBOUNDED, "0 there: gradients are not clipped")
+
+
+def _batches(draft: Draft, agentic: bool) -> None:
+    samples = int(draft.get("rollout_batch_size", 128))
+    if not agentic:
+        samples *= int(draft.get("num_return_sequences_in_group", 1))
+    for role in ("actor_train", "critic"):
+        if role not in draft.ours:
+            continue
+        arguments = f"{role}.training_args"
+        per_device = int(draft.get(f"{arguments}.per_device_train_batch_size", 8))
+        ranks = max(1, devices_of(draft, role) // parallel_sizes(draft, role))
+        wanted = per_device * int(draft.get(f"{arguments}.gradient_accumulation_steps", 1)) * ranks
+        if samples % wanted:
+            keys = [f"{arguments}.gradient_accumulation_steps"]
+            set_batch(draft, role, min(wanted, samples), per_device, keys, samples)
+    if draft.ours.get("actor_infer", {}).get("generating_args", {}).get("num_return_sequences", 1) != 1:
+        draft.remove("actor_infer.generating_args.num_return_sequences")
+
+
+def _nodes(draft: Draft) -> None:
+    sections = [*(section for _, section in draft.roles()), *draft.ours.get("rewards", {}).values()]
+    sections += [*draft.ours.get("teachers", {}).values(), draft.ours.get("judge", {})]
+    devices = [each for section in sections for each in parse_device_mapping(section.get("device_mapping")) or []]
+    per_node = int(draft.get("num_gpus_per_node", 8))
+    if devices and max(devices) >= per_node:
+        draft.derive("num_nodes", "num_nodes", max(devices) // per_node + 1, "the largest device that a role has")

@@ -1,0 +1,288 @@
+"""The tables of other systems' keys, one file of tab-separated values each, and the rows that a key is found in."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from roll.configs.problems import NOTHING
+from roll.configs.schema import ROLES, ends_with, same_part
+from roll.extras.importers import SYSTEMS
+from roll.extras.importers.transforms import TRANSFORMS
+
+FOLDER = Path(__file__).parent / "tables"
+
+_ROLE, _REST = "<role>", "**"
+_MOST_MEANINGS = 3
+"""A name with more of them, such as ``enable``, says nothing without the sections around it."""
+
+SECTION, DERIVE, DROP, IMPOSSIBLE = "section", "derive", "drop", "impossible"
+_VERBS = (SECTION, DERIVE, DROP, IMPOSSIBLE)
+_CHOICE = re.compile(r"\{([^{}]*)\}")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key here that a row sets beside its own, e.g. ``use_pg_clip_range: true``."""
+
+    key: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """Rule for what becomes of a key of another system."""
+
+    key: str
+    """Dotted. A part ``<role>`` stands for a model role, ``<…>`` for any name, a last ``**`` for all keys below.
+
+    ``**`` is for sections whose keys are anybody's, e.g. arguments of an engine: it would hide what is not known."""
+    default: Any
+    """Value that it has there when it is not given, where its absence would mean something else here; ``NOTHING``."""
+    ours: str
+    """The key here, with the same parts in angle brackets; empty: none, or several that are derived."""
+    beside: tuple[Setting, ...]
+    """Settings that the key here is read with."""
+    how: str
+    """``""``: the value as it is. ``section``: its keys have rows. ``derive``: several keys are read together.
+    ``drop``: it would change nothing here. ``impossible``: it would change results. Else a name in ``TRANSFORMS``."""
+    harmless: tuple[Any, ...]
+    """Values of an impossible key that ask for what happens here anyway."""
+    note: str
+    """Difference in meaning, or the reason."""
+
+    @functools.cached_property
+    def parts(self) -> list[str]:
+        return self.key.split(".")
+
+    @functools.cached_property
+    def name(self) -> str:
+        """The key's last part that is a name."""
+        return [part for part in self.parts if part != _REST][-1]
+
+    def match(self, path: Sequence[str]) -> dict[str, str] | None:
+        """Names that parts in angle brackets stand for, if the row is about this path; ``**`` is the rest, dotted."""
+        parts, found = self.parts, dict[str, str]()
+        if parts[-1] == _REST:
+            if len(path) < len(parts):
+                return None
+            found[_REST], path = ".".join(path[len(parts) - 1 :]), path[: len(parts) - 1]
+            parts = parts[:-1]
+        if len(path) != len(parts):
+            return None
+        for part, name in zip(parts, path, strict=True):
+            if part == _ROLE and name not in ROLES:
+                return None
+            if part.startswith("<"):
+                found[part] = name
+            elif part != name:
+                return None
+        return found
+
+    @property
+    def verdict(self) -> str:
+        """One word for what becomes of the key: same, renamed, translated, derived, dropped, impossible or section."""
+        if self.how == "":
+            return "same" if self.ours in ("", self.key) and not self.beside else "renamed"
+        known = {SECTION: "section", DERIVE: "derived", DROP: "dropped", IMPOSSIBLE: "impossible"}
+        return known.get(self.how, "translated")
+
+    @property
+    def here(self) -> str:
+        """The key here, also where it is the same; empty as ``ours``."""
+        return self.ours or (self.key if self.verdict == "same" else "")
+
+    @property
+    def advice(self) -> str:
+        """The hint for a configuration that has the key where it is not known."""
+        if not self.ours:
+            return f"remove it: {self.note}" if self.how == DROP and self.note else self.note
+        key = self.ours.removeprefix(f"{_ROLE}.")
+        words = f"use {key} of the role" if key != self.ours else f"use {key}"
+        words += "".join(f" with {setting.key}: {yaml_text(setting.value)}" for setting in self.beside)
+        return f"{words}; {self.note}" if self.note else words
+
+
+def fill(template: str, found: dict[str, str]) -> str:
+    """The key here, its parts in angle brackets replaced by what they stand for."""
+    for part, name in found.items():
+        template = template.replace(part, name)
+    return template
+
+
+@functools.cache
+def rows(system: str) -> tuple[Row, ...]:
+    """The table of a system, in the order of its file."""
+    with (FOLDER / f"{system}.tsv").open(encoding="utf-8", newline="") as file:
+        lines = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        return tuple(_row({**line, "key": key}) for line in lines for key in spread(line["key"]))
+
+
+def spread(key: str) -> list[str]:
+    """Keys that one with braces stands for, as in a shell: ``a.{b,c}`` is ``a.b`` and ``a.c``."""
+    parts = [part.split(",") if number % 2 else [part] for number, part in enumerate(_CHOICE.split(key))]
+    return ["".join(chosen) for chosen in itertools.product(*parts)]
+
+
+@dataclass(frozen=True)
+class Usual:
+    """What releases of a system take where a key is not given."""
+
+    values: tuple[Any, ...]
+    releases: frozenset[str]
+    """Those that have the key."""
+
+
+@functools.cache
+def _usual(system: str) -> dict[str, Usual]:
+    found: dict[str, Usual] = {}
+    if (path := FOLDER / f"{system}_defaults.tsv").is_file():
+        with path.open(encoding="utf-8", newline="") as file:
+            for line in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
+                known = found.get(line["key"], Usual((), frozenset()))
+                value, releases = yaml.safe_load(line["value"]), frozenset(line["releases"].split())
+                found[line["key"]] = Usual((*known.values, value), known.releases | releases)
+    return found
+
+
+def usual(system: str, key: str) -> Usual:
+    """What is known of a key's defaults, from the sources of the releases; nothing for a key without a line."""
+    known, (_, _, rest) = _usual(system), key.partition(".")
+    names = (key, f"{_ROLE}.{rest}", f"rewards.<domain>.{rest.partition('.')[2]}")
+    return next((known[name] for name in names if name in known), Usual((), frozenset()))
+
+
+def _row(line: dict[str, str]) -> Row:
+    ours, *beside = (line["ours"] or "").split("; ")
+    how, _, harmless = (line["how"] or "").partition(" unless ")
+    if how not in (*_VERBS, *TRANSFORMS, ""):
+        raise ValueError(f"{line['key']}: how is {how!r}, not one of {', '.join([*_VERBS, *TRANSFORMS])}")
+    return Row(
+        key=line["key"],
+        default=yaml.safe_load(line["default"]) if line["default"] else NOTHING,
+        ours=ours,
+        beside=tuple(Setting(key, yaml.safe_load(value)) for key, _, value in (each.partition("=") for each in beside)),
+        how=how,
+        harmless=tuple(yaml.safe_load(f"[{harmless}]")),
+        note=line["note"] or "",
+    )
+
+
+@functools.cache
+def _by_precision(system: str) -> tuple[dict[str, Row], tuple[Row, ...]]:
+    """Rows about one key, and those with angle brackets or ``**``: the fewest brackets and the most names first."""
+    exact = {row.key: row for row in rows(system) if "<" not in row.key and row.parts[-1] != _REST}
+    others = (row for row in rows(system) if row.key not in exact)
+    return exact, tuple(sorted(others, key=lambda row: (row.parts[-1] == _REST, row.key.count("<"), -len(row.parts))))
+
+
+def find(system: str, path: Sequence[str]) -> tuple[Row, dict[str, str]] | None:
+    """The row about a key, and what its parts in angle brackets stand for."""
+    exact, others = _by_precision(system)
+    if (row := exact.get(".".join(path))) is not None:
+        return row, {}
+    for row in others:
+        if (found := row.match(path)) is not None:
+            return row, found
+    return None
+
+
+@functools.cache
+def _by_name() -> dict[str, list[Row]]:
+    known: dict[str, list[Row]] = {}
+    for system in SYSTEMS:
+        for row in rows(system):
+            if row.parts[-1] != _REST and (row.how != SECTION or row.note):
+                known.setdefault(row.name, []).append(row)
+    return known
+
+
+def advice(path: Sequence[str]) -> str | None:
+    """The hint for an unknown key; ``None`` where no system is known to call one so.
+
+    Of several rows with its name, that counts whose last parts are the most alike; then the order of ``SYSTEMS``.
+    """
+    candidates = [row for row in _by_name().get(path[-1], ()) if row.advice and row.ours.split(".") != list(path)]
+    if not candidates:
+        return None
+    best = max(candidates, key=lambda row: (_alike(row.parts, path), bool(row.ours)))
+    meanings = {row.ours.rpartition(".")[2] for row in candidates if row.ours}
+    if len(meanings) > _MOST_MEANINGS and _alike(best.parts, path) == 1:
+        return None
+    role = path[0] if path[0] in ROLES and len(path) > 1 else None
+    words = best.advice
+    if role is not None and re.search(r"\b(actor_train|actor_infer|reference|critic)\.", words):
+        head, _, rest = words.removeprefix("use ").partition(".")
+        words = f"use {rest} of the role" if head in ROLES and ";" not in rest else words
+    return words
+
+
+def _alike(parts: Sequence[str], path: Sequence[str]) -> int:
+    """Last parts that are the same."""
+    pairs = zip(reversed(parts), reversed(path), strict=False)
+    same = (part == name or (part == _ROLE and name in ROLES) for part, name in pairs)
+    return sum(1 for _ in itertools.takewhile(bool, same))
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """Key of another system that means one of ours, or has its name."""
+
+    system: str
+    """In print."""
+    row: Row
+
+    def means(self, name: str, places: Sequence[str]) -> bool:
+        """Tells whether the row writes the key ``name`` here, which stands at ``places``.
+
+        A row that stands for all below a section does not.
+        """
+        last = self.row.here.rpartition(".")[2]
+        if last in ("", "**") or (last != name and not last.startswith("<")):
+            return False
+        concrete = [place.replace(_ROLE, ROLES[0]).split(".") for place in places]
+        return self.row.here in places or any(_pattern(self.row.here).match(place) is not None for place in concrete)
+
+
+def called(path: Sequence[str]) -> list[Foreign]:
+    """Keys of other systems that are called so, by their last parts."""
+    return [each for each in _foreign() if _calls(each.row, path)]
+
+
+def meaning(name: str, places: Sequence[str]) -> list[Foreign]:
+    """Keys of other systems that mean the key ``name`` here, which stands at ``places``."""
+    return [each for each in _foreign() if each.means(name, places)]
+
+
+def key_names() -> set[str]:
+    """Last parts of the keys of all systems."""
+    return {each.row.name for each in _foreign() if not each.row.name.startswith("<")}
+
+
+@functools.cache
+def _foreign() -> tuple[Foreign, ...]:
+    return tuple(Foreign(title, row) for system, title in SYSTEMS.items() for row in rows(system))
+
+
+def _calls(row: Row, path: Sequence[str]) -> bool:
+    if (row.how == SECTION and not row.note) or not same_part(row.parts[-1].replace("**", "<"), path[-1]):
+        return False
+    return row.match(path) is not None or (row.parts[-1] == path[-1] and ends_with(row.key, path))
+
+
+@functools.cache
+def _pattern(target: str) -> Row:
+    return Row(target, None, "", (), "", (), "")
+
+
+def yaml_text(value: Any) -> str:
+    """A value as one line of YAML."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")

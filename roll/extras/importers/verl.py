@@ -1,0 +1,272 @@
+"""verl's configurations: what several of its keys say together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from roll.configs.rlvr import RLVRConfig
+from roll.configs.schema import ROLES
+from roll.extras.importers.common import (
+    drop_unread,
+    leaves,
+    sequence_ranks,
+    set_batch,
+    set_budget,
+    tidy_engines,
+    to_do,
+    trust_code,
+)
+from roll.extras.importers.draft import Draft, Kind
+from roll.extras.importers.profiling import profiler_of_verl
+from roll.extras.importers.table import usual
+from roll.extras.importers.transforms import TRANSFORMS, Omitted, Partial, Untranslatable
+from roll.extras.importers.verl_algorithm import set_algorithm, set_optimizer, set_rewards
+from roll.extras.importers.verl_async import (
+    is_streaming,
+    key_of_evaluations,
+    set_asynchronous,
+    set_versions,
+    updates_of_a_batch,
+)
+from roll.extras.importers.verl_distillation import set_distillation
+from roll.extras.importers.verl_roles import (
+    ACTOR,
+    CRITIC,
+    PER_GPU,
+    REF,
+    ROLLOUT,
+    per_device,
+    set_critic,
+    set_roles,
+)
+from roll.extras.importers.verl_tools import set_tools
+
+PROJECTS = {"wandb": "project", "swanlab": "project", "trackio": "project", "mlflow": "experiment_name"}
+"""By tracker: its name for a project."""
+_SKIPPED = (
+    (f"{ROLLOUT}.skip_rollout", f"{ROLLOUT}.skip_dump_dir"),
+    (f"{ROLLOUT}.skip.enable", f"{ROLLOUT}.skip.dump_dir"),
+    *((f"skip.{name}.enable", f"skip.{name}.dump_dir") for name in ("rollout", "rollout_tq", "async_rollout")),
+)
+_ENGINES = (0, 8)
+"""The release since which engines train, in place of workers for FSDP and for Megatron."""
+_RECIPES = ("algorithm.filter_groups.", "data.gen_batch_size", "async_training.", "rollout.", f"{ACTOR}.use_rollout")
+"""Keys that recipes had before the releases did."""
+_NAMED = re.compile(r"[^\w.+-]+")
+_LINK = re.compile(r"(\$\{oc\.env:\w+\})")
+
+
+def derive(draft: Draft) -> type[RLVRConfig]:
+    """Everything that no row of the table says by itself; returns whose configuration it is."""
+    _length(draft)
+    set_run(draft, f"{ACTOR}.checkpoint", ("actor_rollout_ref.model.external_lib", "critic.model.external_lib"))
+    _data(draft)
+    _skipped_rollouts(draft)
+    set_roles(draft)
+    set_algorithm(draft)
+    set_asynchronous(draft)
+    updates = updates_of_a_batch(draft)
+    set_optimizer(draft, f"{ACTOR}.optim", "actor_train", updates)
+    set_rewards(draft)
+    set_tools(draft)
+    set_distillation(draft)
+    _validation(draft)
+    if draft.get("adv_estimator") == "gae":
+        set_critic(draft, updates)
+    _batches(draft)
+    drop_unread(draft)
+    policy = ["data.trust_remote_code", "actor_rollout_ref.model.trust_remote_code"]
+    if draft.get("reward_pretrain") is None:
+        trust_code(draft, policy, ROLES)
+    else:
+        trust_code(draft, policy)
+        trust_code(draft, ["critic.model.trust_remote_code"], ("critic",))
+    tidy_engines(draft)
+    profiler_of_verl(draft)
+    _tell_release(draft)
+    _tell_first_releases(draft)
+    return RLVRConfig
+
+
+def _tell_release(draft: Draft) -> None:
+    """Notes what hangs on the release that a file is for, known by its keys: before engines train, or since."""
+    older, newer = releases_of(draft)
+    if older and newer:
+        draft.given.notes.append(
+            f"keys of releases up to 0.7 ({_some(older)}) beside keys of 0.8 and later ({_some(newer)}): no release of "
+            "verl reads all of them; here each is read as its own release does"
+        )
+    if draft.get("loss_agg_mode", "token-mean") == "token-mean" and (older or not newer):
+        which = f"as {_some(older)} says" if older else "if it is for one of these, which no key of the file tells"
+        draft.given.notes.append(
+            f"in releases up to 0.7, {which}, token-mean is a mean over the tokens of each micro-batch, these means "
+            "weighted by samples; since 0.8, and here, it is the mean over all tokens of an optimizer step"
+        )
+
+
+def _tell_first_releases(draft: Draft) -> None:
+    """Notes what releases before 0.3 do with a file that gives a coefficient of the KL, and no switch for it."""
+    switched = draft.has("algorithm.use_kl_in_reward") or draft.theirs(f"{ACTOR}.use_kl_loss")
+    if not switched and draft.has(key := "algorithm.kl_ctrl.kl_coef") and draft.theirs(key):
+        draft.given.notes.append(
+            f"releases before 0.3 take a KL of {key} = {draft.theirs(key):g} from the reward wherever use_kl_loss is "
+            "off, later ones only with algorithm.use_kl_in_reward: if the file is for one of the first, give "
+            "algorithm.use_kl_in_reward=true, actor_rollout_ref.actor.entropy_coeff=0.001, their default, and "
+            "know that their loss has no dual clip, and long prompts are left out"
+        )
+
+
+def releases_of(draft: Draft) -> tuple[list[str], list[str]]:
+    """The keys of a file that only releases before engines train have, and those of only later ones."""
+    older, newer = list[str](), ["model_engine"] if draft.has("model_engine") else []
+    for key, _ in leaves(draft.given.values):
+        releases = usual(draft.system, key).releases
+        since = {tuple(map(int, each.split("."))) >= _ENGINES for each in releases}
+        if len(since) == 1 and not key.startswith(_RECIPES):
+            (newer if True in since else older).append(key)
+    return older, newer
+
+
+def _some(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:3]) + (" …" if len(keys) > 3 else "")
+
+
+def _length(draft: Draft) -> None:
+    steps, epochs = draft.theirs("trainer.total_training_steps"), draft.theirs("trainer.total_epochs")
+    if is_streaming(draft):
+        set_versions(draft)
+    elif steps:
+        draft.derive(["trainer.total_training_steps", "trainer.total_epochs"], "max_steps", int(steps))
+    else:
+        draft.derive("trainer.total_epochs", "total_epochs", int(epochs))
+    frequency = draft.theirs(key := key_of_evaluations(draft)) or 0
+    if not isinstance(frequency, str) and int(frequency) <= 0:
+        draft.derive(key, "val_after_train", False)
+    if kept := draft.theirs("trainer.max_actor_ckpt_to_keep"):
+        draft.derive("trainer.max_actor_ckpt_to_keep", "max_ckpt_to_keep", int(kept))
+    elif draft.theirs("trainer.remove_previous_ckpt_in_save"):
+        draft.derive("trainer.remove_previous_ckpt_in_save", "max_ckpt_to_keep", 1)
+
+
+def set_run(draft: Draft, checkpoint: str, libraries: Sequence[str]) -> None:
+    """Name, trackers, plugins and checkpoints, which all of verl's trainers read alike.
+
+    Args:
+        checkpoint: their section of what is saved.
+        libraries: their keys of packages that are imported first.
+    """
+    if name := draft.theirs("trainer.experiment_name"):
+        parts = _LINK.split(str(name))  # links stay as they are
+        clean = "".join(part if part.startswith("${") else _NAMED.sub("_", part) for part in parts)
+        draft.derive("trainer.experiment_name", "exp_name", clean.strip("_") or "verl")
+    if (saved := draft.get("checkpoint_config.save_contents")) and not draft.get("checkpoint_config.load_contents"):
+        draft.derive(f"{checkpoint}.save_contents", "checkpoint_config.load_contents", saved, "as it is saved")
+    try:
+        draft.derive("trainer.logger", "track_with", TRANSFORMS["trackers"](draft.theirs("trainer.logger")))
+    except Partial as some:
+        draft.derive("trainer.logger", "track_with", some.value, str(some))
+    except Omitted as why:
+        draft.derive("trainer.logger", "track_with", "stdout", str(why))
+    named = {key: draft.theirs(key) for key in libraries}
+    if plugins := list(dict.fromkeys(lib for libs in named.values() for lib in _listed(libs))):
+        draft.derive([key for key, libs in named.items() if libs], "plugins", plugins)
+    trackers = draft.get("track_with")
+    for name in _listed(trackers):
+        if ours := PROJECTS.get(name):
+            key = f"tracker_kwargs.{name}.{ours}" if isinstance(trackers, list) else f"tracker_kwargs.{ours}"
+            draft.derive("trainer.project_name", key, str(draft.theirs("trainer.project_name")))
+    draft.carry_set("trainer.default_local_dir", "checkpoint_config.output_dir")
+    if draft.get("resume_from_checkpoint") == "resume_path":
+        path = draft.theirs("trainer.resume_from_path")
+        draft.derive("trainer.resume_from_path", "resume_from_checkpoint", path)
+        to_do(draft, "trainer.resume_from_path", "checkpoints of verl are not read: give one of this library", path)
+
+
+def _listed(names: object) -> list[str]:
+    return [str(name) for name in (names if isinstance(names, list) else [names]) if name]
+
+
+def _data(draft: Draft) -> None:
+    data = "actor_train.data_args"
+    draft.derive("data.reward_fn_key", f"{data}.response", "reward_model.ground_truth", "where verl's rows have it")
+    drop = draft.theirs("data.filter_overlong_prompts")
+    truncation = draft.theirs("data.truncation")
+    try:
+        overflow = "drop" if drop else TRANSFORMS["truncation"](truncation)
+        draft.derive(["data.filter_overlong_prompts", "data.truncation"], f"{data}.prompt_overflow", overflow)
+    except Untranslatable as error:
+        draft.tell(Kind.IMPOSSIBLE, "data.truncation", truncation, note=str(error))
+    if draft.has("data.seed"):
+        draft.carry("data.seed", "seed", int)
+    whole = int(draft.get("prompt_length", 512)) + int(draft.get("response_length", 512))
+    draft.derive(["data.max_prompt_length", "data.max_response_length"], "sequence_length", whole)
+    if not draft.get("actor_train.data_args.dataset_filter.num_samples", 1):
+        draft.remove("actor_train.data_args.dataset_filter.num_samples")
+
+
+def _skipped_rollouts(draft: Draft) -> None:
+    """Rollouts that a first run keeps, and that later ones take in place of generating."""
+    for switch, folder in _SKIPPED:
+        if not draft.theirs(switch):
+            continue
+        where = str(draft.theirs(folder) or draft.theirs(_SKIPPED[0][1]))
+        if draft.get("rollout_dump_dir"):
+            where = str(draft.get("rollout_dump_dir"))
+            draft.tell(Kind.DERIVED, switch, True, "rollout_dump_dir", where)
+        else:
+            draft.derive([switch, folder], "rollout_dump_dir", where)
+        note = f"theirs are not read: once {where} has every step, give rollout_replay_dir in place of rollout_dump_dir"
+        to_do(draft, switch, note, True, "rollout_replay_dir")
+
+
+def _validation(draft: Draft) -> None:
+    if not draft.get("validation.data_args.file_name"):
+        draft.remove("validation")
+        return
+    base, theirs = "validation.generating_args", f"{ROLLOUT}.val_kwargs"
+    said, warm = bool(draft.theirs(f"{theirs}.do_sample")), float(draft.theirs(f"{theirs}.temperature")) > 0
+    samples = warm and (said or draft.theirs(f"{ROLLOUT}.mode") != "sync")
+    note = "" if samples == said else "the temperature decides there, unless rollout.mode is sync"
+    draft.derive([f"{theirs}.do_sample", f"{theirs}.temperature"], f"{base}.do_sample", samples, note)
+    draft.derive(f"{theirs}.n", f"{base}.num_return_sequences", int(draft.theirs(f"{theirs}.n")))
+    for key, kind in (("temperature", float), ("top_p", float), ("top_k", int)) if samples else ():
+        draft.derive(f"{theirs}.{key}", f"{base}.{key}", kind(draft.theirs(f"{theirs}.{key}")))
+    most = draft.theirs("data.val_max_samples", -1)
+    words = "all of the held-out prompts"
+    bound = int(most) if most and int(most) > 0 else None
+    draft.derive("data.val_max_samples", "val_batch_size", bound, "" if bound else words)
+
+
+def _batches(draft: Draft) -> None:
+    answers = counted = int(draft.get("num_return_sequences_in_group", 1))
+    if (copies := int(draft.theirs(f"{ROLLOUT}.n_agent", 1) or 1)) > 1:  # which ppo_mini_batch_size does not count
+        answers *= copies
+        draft.derive([f"{ROLLOUT}.n_agent", f"{ROLLOUT}.n"], "num_return_sequences_in_group", answers)
+    per_step = int(draft.get("rollout_batch_size", 1024)) * answers
+    samples = int(draft.theirs(f"{ACTOR}.ppo_mini_batch_size")) * counted
+    for role, theirs in (("actor_train", ACTOR), ("critic", CRITIC)):
+        if role not in draft.ours:
+            continue
+        dynamic = draft.theirs(f"{theirs}.use_dynamic_bsz", draft.theirs(f"{ACTOR}.use_dynamic_bsz"))
+        size = f"{theirs}.ppo_micro_batch_size"
+        micro = None if dynamic else per_device(draft, size)
+        keys = [f"{theirs}.ppo_mini_batch_size", f"{size}{PER_GPU}", size]
+        set_batch(draft, role, samples, micro, keys, per_step)
+        if dynamic:
+            key = f"{theirs}.ppo_max_token_len_per_gpu"
+            tokens = int(draft.theirs(key, 16384)) * sequence_ranks(draft, role)
+            set_budget(draft, role, "train", tokens, [f"{theirs}.use_dynamic_bsz", key])
+    scoring = {"actor_train": (ROLLOUT, "log_prob"), "reference": (REF, "log_prob"), "critic": (CRITIC, "forward")}
+    for role, (theirs, word) in scoring.items():
+        if role not in draft.ours:
+            continue
+        switch, key = f"{theirs}.{word}_use_dynamic_bsz", f"{theirs}.{word}_max_token_len_per_gpu"
+        dynamic = draft.theirs(switch, draft.theirs(f"{ACTOR}.use_dynamic_bsz"))
+        if dynamic:
+            budget = draft.theirs(key) or draft.theirs(f"{ACTOR}.ppo_max_token_len_per_gpu")
+            set_budget(draft, role, "infer", int(budget) * sequence_ranks(draft, role), [switch, key])
+        elif role != "critic" and (share := per_device(draft, size := f"{theirs}.log_prob_micro_batch_size")):
+            draft.derive([f"{size}{PER_GPU}", size], f"{role}.infer_batch_size", share)
+    if (packs := draft.get("actor_train.use_sequence_packing")) is not None and "reference" in draft.ours:
+        draft.set("reference.use_sequence_packing", packs)

@@ -1,0 +1,354 @@
+"""A configuration on a kind of device: what every role takes, phase by phase, and how long a step is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from roll.configs.agentic import AgenticConfig
+from roll.configs.distill import DistillConfig
+from roll.configs.dpo import DPOConfig
+from roll.configs.engines.card import kind_of, task_of
+from roll.configs.engines.sglang import SglangConfig
+from roll.configs.engines.vllm import VllmConfig
+from roll.configs.model import ModelArguments
+from roll.configs.offline import OfflineConfig
+from roll.configs.pipeline import PipelineConfig
+from roll.configs.prompts import REWARD_CLUSTER
+from roll.configs.rl import RLConfig
+from roll.configs.rlvr import RLVRConfig
+from roll.configs.val_infer import VAL_INFER
+from roll.configs.worker import WorkerConfig
+from roll.distributed.cluster.resources import PlacementPlan, plan_placement, pretend_nodes
+from roll.extras.plan import timing
+from roll.extras.plan.devices import Device
+from roll.extras.plan.hosted import Hosted, hosted_models, together
+from roll.extras.plan.memory import (
+    CONTEXT_BYTES,
+    LIGHT_BYTES,
+    PHASES,
+    WORKER_BYTES,
+    RoleMemory,
+    Surroundings,
+    external_generator_memory,
+    hf_generator_memory,
+    trainer_memory,
+)
+from roll.extras.plan.timing import Duration, Samples
+from roll.extras.plan.work import Lengths, Role
+from roll.models.shapes import ModelShape
+from roll.preflight.choices import role_requests
+
+ACTIVE = {
+    "load": ("actor_train", "actor_infer", "critic", "reference", "teacher", VAL_INFER),
+    "sync": ("actor_train", "actor_infer", VAL_INFER),
+    "rollout": ("actor_infer", VAL_INFER),
+    "logprobs": ("actor_train", "critic", "reference", "teacher"),
+    "train": ("actor_train", "critic"),
+}
+"""Roles that work in a phase."""
+MAX_SAID = 512
+"""Tokens of a judge that has no bound."""
+BESIDE = ("load", "rollout")
+"""Phases in which the models of rewards are there."""
+TOGETHER = ("sync", "rollout")
+"""Phases in which roles that share a GPU are on it at the same time; in the others they take turns."""
+_NOTHING = RoleMemory({}, {})
+LONGEST_STEP, LONGEST_RUN = 1800.0, 14 * 86_400.0
+"""Seconds beyond which a time is not reasonable."""
+RAY_PROCESSES = 3
+"""Of a machine: the scheduler with its object store, the agent, and on the first one the control service."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A GPU, or a machine whose devices are CPU slots, in the phase in which it is fullest."""
+
+    name: str
+    capacity: int
+    needed: int
+    phase: str
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.capacity
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of a configuration."""
+
+    config: PipelineConfig
+    device: Device
+    roles: Mapping[str, Role]
+    memory: Mapping[str, RoleMemory]
+    """Of one worker."""
+    placement: PlacementPlan
+    samples: Samples
+    times: Mapping[str, Duration]
+
+    @property
+    def phases(self) -> list[str]:
+        """Those that the run has, in order."""
+        return [phase for phase in PHASES if any(phase in memory.phases for memory in self.memory.values())]
+
+    @cached_property
+    def places(self) -> list[Place]:
+        """All places that the roles use."""
+        on_cpu = self.device.kind == "cpu"
+        return list(self._machines() if on_cpu else self._gpus())
+
+    @property
+    def fits(self) -> bool:
+        return all(place.fits for place in self.places)
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step: roles apart work side by side where rollouts go on beside training, else one after the other."""
+        seconds = {phase: duration.seconds for phase, duration in self.times.items()}
+        rest = sum(seconds.values()) - seconds.get("rollout", 0.0)
+        overlaps = isinstance(self.config, RLConfig) and self.config.overlaps
+        return max(seconds.get("rollout", 0.0), rest) if overlaps else sum(seconds.values())
+
+    @property
+    def run_seconds(self) -> float | None:
+        """Of all steps, without evaluations; ``None`` where passes over the data say how many there are."""
+        config = self.config
+        passes = getattr(config, "total_epochs", None) or getattr(config, "num_train_epochs", None)
+        return None if passes else config.max_steps * self.step_seconds
+
+    @property
+    def is_practical(self) -> bool:
+        """Tells whether somebody would wait for it."""
+        return self.step_seconds <= LONGEST_STEP and (self.run_seconds or 0.0) <= LONGEST_RUN
+
+    def host_memory(self, node: int) -> int:
+        """Bytes of a machine's own memory that the run takes: processes, and on GPUs what waits there for its turn."""
+        if self.device.kind == "cpu":
+            return next((place.needed for place in self.places if place.name == f"node {node}"), 0)
+        slots = self.placement.slots_on(node)
+        light = LIGHT_BYTES * (RAY_PROCESSES + sum(slot.role not in self.roles for slot in slots))
+        total = light
+        for slot in slots:
+            if (role := self.roles.get(slot.role)) is None:
+                continue
+            kept = self.memory[slot.role].resident
+            shared = any(self.placement.shares_devices(slot.role, other) for other in self.roles if other != slot.role)
+            waiting = sum(size for part, size in kept.items() if part in ("weights", "moments")) if shared else 0
+            read = 4 * role.parameters if slot.rank == 0 else 0  # one rank reads the checkpoint as float32
+            total += WORKER_BYTES + max(waiting * len(slot.devices), read)
+        return total
+
+    def _active(self, phase: str) -> list[str]:
+        rewards = [name for name in self.roles if name.startswith(REWARD_CLUSTER)] if phase in BESIDE else []
+        working = [name for name in self.roles if kind_of(name) in ACTIVE[phase]]
+        return [name for name in (*working, *rewards) if phase in self.memory.get(name, _NOTHING).phases]
+
+    def _machines(self) -> Iterator[Place]:
+        """On a CPU nothing moves: what a role keeps stays beside what others do."""
+        for node, _ in enumerate(self.placement.nodes):
+            workers = Counter(slot.role for slot in self.placement.slots_on(node))
+            light = LIGHT_BYTES * (RAY_PROCESSES + sum(n for role, n in workers.items() if role not in self.roles))
+            totals = {
+                phase: light + sum(number * self._on_cpu(role, phase) for role, number in workers.items())
+                for phase in self.phases
+            }
+            if totals:
+                phase = max(totals, key=totals.__getitem__)
+                yield Place(f"node {node}", self.device.memory, totals[phase], phase)
+
+    def _on_cpu(self, role: str, phase: str) -> int:
+        if role not in self.roles:
+            return 0
+        active = role in self._active(phase)
+        memory = self.memory[role]
+        return memory.total(phase) if active else sum(memory.resident.values())
+
+    def _gpus(self) -> Iterator[Place]:
+        """On GPUs, what another role needs the room of waits in host memory."""
+        for node, _ in enumerate(self.placement.nodes):
+            for device in self.placement.devices_on(node):
+                here = [name for name in self.roles if device in self.placement.devices(name)]
+                contexts = CONTEXT_BYTES * len(here)
+                totals = dict[str, int]()
+                for phase in self.phases:
+                    own = [
+                        self.memory[name].total(phase) - CONTEXT_BYTES for name in self._active(phase) if name in here
+                    ]
+                    if own:
+                        totals[phase] = contexts + (sum(own) if phase in TOGETHER else max(own))
+                if totals:
+                    phase = max(totals, key=totals.__getitem__)
+                    yield Place(f"GPU {device}", self.device.memory, totals[phase], phase)
+
+
+def make_plan(config: PipelineConfig, device: Device, shapes: Mapping[str, ModelShape]) -> Plan:
+    """Computes a plan.
+
+    Args:
+        config: that has been checked.
+        device: kind of all devices.
+        shapes: of the models, by role; those of rewards by ``Hosted.key``.
+    """
+    samples = _samples(config)
+    workers = model_workers(config)
+    roles = {name: _role(config, name, worker, shapes[name]) for name, worker in workers.items()}
+    memory = {name: _memory(config, role, device, samples) for name, role in roles.items()}
+    for hosted in hosted_models(config):
+        role = hosted.role(shapes[hosted.key])
+        found = _hosted_memory(config, hosted, role, device, samples)
+        name = hosted.cluster
+        if name not in roles or role.parameters > roles[name].parameters:
+            roles[name] = role
+        memory[name] = together(memory[name], found) if name in memory else found
+    nodes = pretend_nodes(config.num_nodes, config.num_gpus_per_node)
+    placement = plan_placement(role_requests(config), nodes)
+    times = dict(_times(config, roles, device, samples))
+    return Plan(config, device, roles, memory, placement, samples, times)
+
+
+def model_workers(config: PipelineConfig) -> dict[str, WorkerConfig]:
+    """The sections of all roles that hold a model; those of rewards are ``hosted_models``."""
+    evaluator = {name: worker for name, worker in config.clusters.items() if name == VAL_INFER}
+    return {**config.roles, **evaluator}
+
+
+def _role(config: PipelineConfig, name: str, worker: WorkerConfig, shape: ModelShape) -> Role:
+    args = config.actor_train.model_args
+    adapted = config.uses_lora and name in ("actor_train", "actor_infer", VAL_INFER)
+    lora = (args.lora_rank, _adapted_layers(args, shape)) if adapted else None
+    head = "value" if name == "critic" else "score" if config.trains_scores and name == "actor_train" else "lm"
+    return Role(name, worker, shape, head, task_of(name) == "trains", lora)  # type: ignore[arg-type]
+
+
+def _adapted_layers(args: ModelArguments, shape: ModelShape) -> tuple[str, ...]:
+    """Names of the linear maps that get an adapter."""
+    if not args.lora_excluded:
+        return args.lora_targets
+    return tuple(name for name in shape.linear_sizes if name not in args.lora_excluded)
+
+
+def _samples(config: PipelineConfig) -> Samples:
+    """Samples of a step, each as long as it may be."""
+    if isinstance(config, OfflineConfig):
+        rows = config.actor_train.global_train_batch_size * config.sequences_per_sample
+        return Samples(rows, 1, config.sequence_length - 1)
+    assert isinstance(config, RLConfig)
+    if isinstance(config, RLVRConfig):
+        answer = config.train_sampling.max_new_tokens or config.response_length
+        prompt = min(config.prompt_length, config.sequence_length - answer)
+        if config.tools is not None:  # every turn may be as long, up to the whole
+            answer = config.sequence_length - prompt
+        group = config.num_return_sequences_in_group
+        return Samples(config.samples_per_step, prompt, answer, group, config.ppo_epochs)
+    assert isinstance(config, AgenticConfig)
+    envs = list(config.played_envs(config.train_env_manager).values())
+    turns = max((env.max_steps for env in envs), default=1)
+    grow = any(env.env_manager_cls != "step" for env in envs)
+    answer = min(config.sequence_length - 1, config.response_length * (turns if grow else 1))
+    prompt = max(1, min(config.prompt_length, config.sequence_length - answer))
+    rows = config.rollout_batch_size * (1 if grow else turns)
+    return Samples(rows, prompt, answer, 1, config.ppo_epochs)
+
+
+def _read_by(config: PipelineConfig, role: str, samples: Samples) -> Samples:
+    """Samples as a role reads them: a teacher with prompts of its own reads longer rows, one of several those of its
+    tags, which are taken to be equally frequent."""
+    if isinstance(config, RLVRConfig) and config.teacher_prompt is not None and role == "teacher":
+        return replace(samples, prompt=config.sequence_length - samples.answer)
+    if isinstance(config, RLConfig) and role.startswith("teachers."):
+        teacher = config.teachers[role.removeprefix("teachers.")]
+        own = [tag for tag in config.trained_tags if teacher.judges(tag)]
+        return replace(samples, rows=-(-samples.rows * len(own) // len(config.trained_tags)))
+    return samples
+
+
+def _memory(config: PipelineConfig, role: Role, device: Device, samples: Samples) -> RoleMemory:
+    on_cpu, samples = device.kind == "cpu", _read_by(config, role.name, samples)
+    per_sample = config.sequences_per_sample if isinstance(config, OfflineConfig | RLConfig) else 1
+    lengths = Lengths(samples.length, samples.answer, per_sample)
+    generators = config.actor_infer.num_workers if config.actor_infer else 1
+    sampling = role.worker.generating_args
+    around = Surroundings(
+        process=WORKER_BYTES if on_cpu else CONTEXT_BYTES,
+        lengths=lengths,
+        on_cpu=on_cpu,
+        bucket_bytes=config.model_update_buffer_size_mb * 2**20,
+        max_running=config.max_running_requests,
+        requests=max(1, -(-samples.rows // generators)),
+        group=samples.group,
+        entropy=isinstance(config, RLConfig) and config.entropy_loss_coef > 0,
+        exports=role.name == "actor_train" and config.actor_infer is not None,
+        scores=not isinstance(config, OfflineConfig) or task_of(role.name) == "scores",
+        truncates=sampling.top_p < 1 or sampling.top_k > 0,
+        device_bytes=device.memory,
+    )
+    if task_of(role.name) == "generates":
+        return _generator_memory(role, around)
+    if isinstance(role.worker.strategy_args.typed(), VllmConfig | SglangConfig):
+        return _generator_memory(role, around).that_works_in("logprobs", as_in="rollout")
+    return trainer_memory(role, around)
+
+
+def _hosted_memory(config: PipelineConfig, hosted: Hosted, role: Role, device: Device, samples: Samples) -> RoleMemory:
+    """One model of one worker of rewards. It reads conversations as long as the policy's, in tokens of its own."""
+    on_cpu, judge = device.kind == "cpu", hosted.judge
+    said = 0 if judge is None else judge.max_tokens or MAX_SAID
+    longest = min(hosted.longest or samples.length + said, samples.length + said)
+    around = Surroundings(
+        process=WORKER_BYTES if on_cpu else CONTEXT_BYTES,
+        lengths=Lengths(longest, min(said, longest - 1)),
+        on_cpu=on_cpu,
+        max_running=judge.max_concurrency if judge else 1,
+        requests=max(1, -(-samples.rows // hosted.num_workers)),
+        device_bytes=device.memory,
+    )
+    if judge is None:
+        memory = trainer_memory(role, around).that_works_in("rollout", as_in="logprobs")
+        return memory.of_ranks(hosted.ranks) if on_cpu and hosted.ranks > 1 else memory  # on GPUs, of each
+    return _generator_memory(role, around).that_works_in("rollout", as_in="rollout")
+
+
+def _generator_memory(role: Role, around: Surroundings) -> RoleMemory:
+    options = role.worker.strategy_args.typed()
+    if isinstance(options, VllmConfig):
+        return external_generator_memory(role, around, options.gpu_memory_utilization)
+    if isinstance(options, SglangConfig):
+        return external_generator_memory(role, around, options.mem_fraction_static)
+    return hf_generator_memory(role, around)
+
+
+def _times(
+    config: PipelineConfig, roles: Mapping[str, Role], device: Device, samples: Samples
+) -> Iterator[tuple[str, Duration]]:
+    actor, generator = roles["actor_train"], roles.get("actor_infer")
+    if isinstance(config, RLConfig) and generator is not None:
+        yield "sync", timing.sync_time(actor, device)
+        worker = generator.worker
+        yield (
+            "rollout",
+            timing.rollout_time(
+                generator, samples, device, worker.num_workers, worker.num_gpus_per_worker, config.max_running_requests
+            ),
+        )
+    for name in _scoring_roles(config, roles):
+        role = roles[name]
+        read = _read_by(config, name, samples)
+        yield f"logprobs of {name}", timing.scoring_time(role, read, device, role.worker.num_devices)
+    for name in ("actor_train", "critic"):
+        if name in roles:
+            role = roles[name]
+            yield f"train {name}", timing.training_time(role, samples, device, role.worker.num_devices)
+
+
+def _scoring_roles(config: PipelineConfig, roles: Mapping[str, Role]) -> list[str]:
+    """Roles that score a step's samples; the actor does where its old log-probabilities are needed."""
+    if not isinstance(config, RLConfig):
+        ahead = isinstance(config, DPOConfig) and config.precompute_reference
+        ahead |= isinstance(config, DistillConfig) and config.teacher_logprobs is not None
+        return [] if ahead else [name for name in roles if task_of(name) == "scores"]
+    several = config.optimizer_steps_per_epoch * config.ppo_epochs > 1
+    needs_old = not config.leaves_rollouts_unscored and (several or config.wants_old_logprobs)
+    return [name for name in roles if kind_of(name) in ACTIVE["logprobs"] and (name != "actor_train" or needs_old)]

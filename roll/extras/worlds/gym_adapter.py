@@ -1,0 +1,211 @@
+"""Plays gymnasium environments as text: any observations, actions that are discrete or text."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import gymnasium
+from gymnasium.envs.registration import EnvSpec, load_env_creator
+from gymnasium.spaces import Discrete, Space, Text
+from pydantic import Field
+
+from roll.agentic.env.actions import ActionParser
+from roll.agentic.env.base import stable_hash
+from roll.agentic.env.config import ActionEnvConfig
+from roll.agentic.env.game import Game, Played
+from roll.configs.problems import ConfigProblem
+from roll.extras.worlds.colours import tell_colours
+from roll.extras.worlds.renderers import Renderer, find_renderer
+from roll.utils.registry import UnknownNameError
+
+
+def find_spec(env_id: str) -> EnvSpec:
+    """The registered environment that ``gymnasium.make`` would build; of ``module:Name`` the module is imported first.
+
+    Raises:
+        gymnasium.error.Error: no such environment.
+        ImportError: no such module.
+    """
+    module, _, name = env_id.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    return gymnasium.spec(name)
+
+
+class GymnasiumConfig(ActionEnvConfig):
+    """Keys of ``env_config`` for ``env_type: gymnasium``."""
+
+    env_id: str = Field(description="Name for gymnasium.make; module:Name imports the module first.")
+    env_kwargs: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for gymnasium.make.")
+    action_names: list[str] | None = Field(
+        None, description="One name per action, in the order of their numbers; null uses the numbers."
+    )
+    renderer: str | None = Field(
+        None,
+        description="Text of an observation: ansi (the environment's own, colours in brackets), values (its numbers), "
+        "package.module:function or folder/file.py:function. null: ansi where there is, else text or a number as it "
+        "is.",
+    )
+    success_key: str | None = Field(None, description="Key of the environment's info that is true on success.")
+    success_return: float | None = Field(
+        None, description="An episode that terminates with at least this sum of rewards (before reward_scale) succeeds."
+    )
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        """Names that do not exist, and rules between keys."""
+        yield from super().problems()
+        try:
+            find_spec(self.env_id)
+        except (gymnasium.error.Error, ImportError) as error:
+            yield self.problem("env_id", "an environment of gymnasium", hint=str(error))
+        try:
+            self.find_renderer()
+        except UnknownNameError as error:
+            expected = "ansi, values, package.module:function or folder/file.py:function"
+            yield self.problem("renderer", expected, hint=str(error))
+        if self.success_key is None and self.success_return is None:
+            yield self.problem("success_return", "a number, or success_key, to define success", "success_key")
+
+    def find_renderer(self) -> Renderer | None:
+        """The function that ``renderer`` names; ``None`` where it names the environment's own text, or nothing."""
+        return None if self.renderer in (None, "ansi") else find_renderer(self.renderer)
+
+
+class GymnasiumEnv(Game):
+    """Translates both ways; the inner environment never sees a text without an action.
+
+    Equal texts count as equal states: ``state_key`` is the hash of the observation.
+
+    Raises:
+        ValueError: actions are neither discrete nor text, ``action_names`` has the wrong length, there is no ansi text,
+            or observations are neither text nor discrete and ``renderer`` is not given.
+    """
+
+    config: GymnasiumConfig
+    config_class = GymnasiumConfig
+    num_seeds = 2**31
+    own_thread = True  # whatever environment it is
+
+    def __init__(self, **env_config: Any) -> None:
+        super().__init__(**env_config)
+        config = self.config
+        self._inner = _make_inner(config)
+        self._renderer = config.find_renderer()
+        if self._renderer is None and self._inner.render_mode != "ansi":
+            self._renderer = _plain_renderer(config, self._inner.observation_space)
+        self._actions = _actions(config, self._inner.action_space)
+        self.action_names = tuple(self._actions or ())
+        self._parser = ActionParser(self.action_names, config.action_pattern)
+        self._return = 0.0
+        if config.env_instruction is None:
+            names = self.action_names
+            wanted = f"one of the actions {', '.join(names)}" if names else "an action"
+            self.env_instruction = (
+                f"You act in the environment {config.env_id}. Answer with {wanted}, "
+                f"like this: <answer>{names[0] if names else '…'}</answer>"
+            )
+
+    def begin(self, seed: int, options: dict[str, Any]) -> None:
+        """Starts an episode of the inner environment, seeded alike."""
+        observation, _ = self._inner.reset(seed=seed, options=options or None)
+        self._text = self._describe(observation)
+        self._return = 0.0
+
+    def play(self, text: str) -> Played:
+        """Plays the action that the text names; a text without one is not played."""
+        name, before = self._named(text), self._text
+        if name is None:
+            return Played(None, 0.0, False, False, False)
+        played = name if self._actions is None else self._actions[name]
+        observation, reward, terminated, truncated, info = cast(Any, self._inner.step(played))
+        self._return += reward
+        self._text = self._describe(observation)
+        success = self._succeeded(terminated, info)
+        effective = terminated or self._text != before
+        return Played(name, self.config.reward_scale * reward, effective, terminated, success, truncated)
+
+    def render(self) -> Any:
+        """The inner environment's own picture, where it has one."""
+        return self._inner.render() if self._inner.render_mode == "rgb_array" else None
+
+    def close(self) -> None:
+        """Closes the inner environment."""
+        self._inner.close()
+
+    def _named(self, text: str) -> str | None:
+        """The action in a text, if the inner environment takes it."""
+        if self._actions is not None:
+            return self._parser.parse(text)
+        answer = self._parser.answer(text)
+        return answer if answer is not None and self._inner.action_space.contains(answer) else None
+
+    def _succeeded(self, terminated: bool, info: Mapping[str, Any]) -> bool:
+        if self.config.success_key is not None:
+            return bool(info.get(self.config.success_key, False))
+        return terminated and self.config.success_return is not None and self._return >= self.config.success_return
+
+    def _describe(self, observation: Any) -> str:
+        if self._renderer is not None:
+            return self._renderer(observation)
+        return tell_colours(str(self._inner.render())).strip("\n")
+
+    def state_key(self) -> str:
+        return stable_hash(self._text.encode())
+
+
+def _make_inner(config: GymnasiumConfig) -> gymnasium.Env[Any, Any]:
+    kwargs = dict(config.env_kwargs)
+    modes = _render_modes(config.env_id)
+    if config.renderer == "ansi":
+        kwargs["render_mode"] = "ansi"
+    elif config.renderer is None and "ansi" in modes:
+        kwargs.setdefault("render_mode", "ansi")
+    elif "rgb_array" in modes:
+        kwargs.setdefault("render_mode", "rgb_array")
+    inner = cast("gymnasium.Env[Any, Any]", gymnasium.make(config.env_id, **kwargs))
+    modes = inner.metadata.get("render_modes", [])
+    if config.renderer == "ansi" and "ansi" not in modes:
+        raise ValueError(
+            f"renderer: got 'ansi', but {config.env_id} renders only {modes}; expected values or a function"
+        )
+    return inner
+
+
+def _plain_renderer(config: GymnasiumConfig, space: Space[Any]) -> Renderer:
+    """Text or a number as it is.
+
+    Raises:
+        ValueError: observations are something else.
+    """
+    if isinstance(space, Text | Discrete):
+        return find_renderer("values")
+    raise ValueError(
+        f"renderer: got nothing, but the observations of {config.env_id} are {space}, neither text nor discrete; "
+        "expected values, package.module:function or folder/file.py:function, observation to text"
+    )
+
+
+def _actions(config: GymnasiumConfig, space: Space[Any]) -> dict[str, int] | None:
+    """Numbers of the actions by name; ``None`` where they are texts.
+
+    Raises:
+        ValueError: they are neither discrete nor text, or ``action_names`` does not fit.
+    """
+    if isinstance(space, Text) and config.action_names is None:
+        return None
+    if not isinstance(space, Discrete):
+        raise ValueError(f"env_id: {config.env_id} has the action space {space}, expected Discrete or Text")
+    names = config.action_names or [str(space.start + index) for index in range(space.n)]
+    if len(names) != space.n:
+        raise ValueError(f"action_names: got {len(names)} names, expected {space.n} for {config.env_id}")
+    return {name: int(space.start) + index for index, name in enumerate(names)}
+
+
+def _render_modes(env_id: str) -> Sequence[str]:
+    """The ways in which the class can show itself; none where it is not known before it is built."""
+    entry = find_spec(env_id).entry_point
+    creator = load_env_creator(entry) if isinstance(entry, str) else entry
+    metadata = getattr(creator, "metadata", None) or {}
+    return metadata.get("render_modes") or ()

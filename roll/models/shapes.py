@@ -1,0 +1,198 @@
+"""Sizes of a decoder-only model, and what follows from them: parameters, bytes of a number, operations of a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roll.configs.worker import WorkerConfig
+
+KNOWN = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
+"""Values of ``model_type`` whose parameters are counted exactly; others as a Llama of the same sizes."""
+_QK_NORM = ("qwen3", "qwen3_moe")
+_QKV_BIAS = ("qwen2", "qwen2_moe")
+FORWARD, BACKWARD = 2, 4
+"""Operations per parameter and token: a product and a sum forward, twice as many backward."""
+FORMAT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder of attention and gated feed-forward layers."""
+
+    kind: str
+    """``model_type`` of its ``config.json``."""
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    inner: int
+    """Width of a dense feed-forward layer."""
+    tied: bool
+    """The output layer is the embedding."""
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+    experts: int = 0
+    """Of a mixture layer; 0 in a dense model."""
+    experts_per_token: int = 0
+    expert_inner: int = 0
+    shared_inner: int = 0
+    """Width of the expert that takes every token."""
+    mixture_layers: int = 0
+    stored_bytes: int = 4
+    """Bytes of a number in the checkpoint."""
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> ModelShape:
+        """The shape in a ``config.json`` (its text part).
+
+        Raises:
+            ValueError: it names no sizes of a decoder.
+        """
+        needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        if absent := [key for key in needed if not isinstance(config.get(key), int)]:
+            raise ValueError(f"config.json: no {', '.join(absent)}, expected the sizes of a decoder-only model")
+        kind, heads, layers = str(config.get("model_type", "")), config["num_attention_heads"], config[needed[2]]
+        experts = config.get("num_experts") or config.get("num_local_experts") or 0
+        dense = len(config.get("mlp_only_layers") or ())
+        step = config.get("decoder_sparse_step") or 1
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+        return ModelShape(
+            kind=kind,
+            vocabulary=config["vocab_size"],
+            hidden=config["hidden_size"],
+            layers=layers,
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_size=config.get("head_dim") or config["hidden_size"] // heads,
+            inner=config["intermediate_size"],
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=bool(config.get("qkv_bias", kind in _QKV_BIAS)) or bool(config.get("attention_bias")),
+            o_bias=bool(config.get("attention_bias")) and kind != "qwen2",
+            qk_norm=kind in _QK_NORM,
+            experts=experts,
+            experts_per_token=config.get("num_experts_per_tok") or 0,
+            expert_inner=config.get("moe_intermediate_size") or config["intermediate_size"],
+            shared_inner=config.get("shared_expert_intermediate_size") or 0 if kind == "qwen2_moe" else 0,
+            mixture_layers=max(0, layers // step - dense) if experts else 0,
+            stored_bytes=FORMAT_BYTES.get(dtype, 4),
+        )
+
+    @property
+    def exact(self) -> bool:
+        """Tells whether the parameters of this architecture are counted exactly."""
+        return self.kind in KNOWN
+
+    @property
+    def query(self) -> int:
+        """Width of all queries of a token."""
+        return self.heads * self.head_size
+
+    @property
+    def key(self) -> int:
+        """Width of all keys of a token, and of all values."""
+        return self.kv_heads * self.head_size
+
+    @property
+    def linear_sizes(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the linear maps of a dense layer."""
+        h, q, k, i = self.hidden, self.query, self.key, self.inner
+        attention = {"q_proj": (h, q), "k_proj": (h, k), "v_proj": (h, k), "o_proj": (q, h)}
+        return attention | {"gate_proj": (h, i), "up_proj": (h, i), "down_proj": (i, h)}
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, the largest matrix."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def attention(self) -> int:
+        """Parameters of a layer's attention and of its norms."""
+        h, q, k = self.hidden, self.query, self.key
+        biases = (q + 2 * k) * self.qkv_bias + h * self.o_bias
+        return 2 * h * q + 2 * h * k + biases + 2 * self.head_size * self.qk_norm + 2 * h
+
+    @property
+    def mixture(self) -> int:
+        """Parameters of a mixture layer's feed-forward part."""
+        shared = 3 * self.hidden * self.shared_inner + (self.hidden if self.shared_inner else 0)
+        return self.hidden * self.experts + 3 * self.hidden * self.expert_inner * self.experts + shared
+
+    @property
+    def layer(self) -> int:
+        """Parameters of the largest layer."""
+        dense = 3 * self.hidden * self.inner
+        return self.attention + (self.mixture if self.mixture_layers else dense)
+
+    @property
+    def trunk(self) -> int:
+        """Parameters without an output layer of its own: what a critic has below its head."""
+        dense = (self.layers - self.mixture_layers) * 3 * self.hidden * self.inner
+        layers = self.layers * self.attention + dense + self.mixture_layers * self.mixture
+        return self.embedding + layers + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All of a language model's."""
+        return self.trunk + (0 if self.tied else self.embedding)
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token is multiplied with: without the embedding, which is looked up, and idle experts."""
+        idle = max(0, self.experts - self.experts_per_token) * 3 * self.hidden * self.expert_inner
+        return self.trunk - self.embedding - self.mixture_layers * idle
+
+    @property
+    def token_inner(self) -> int:
+        """Width of all that a token passes through in a feed-forward part."""
+        if not self.mixture_layers:
+            return self.inner
+        return self.experts_per_token * self.expert_inner + self.shared_inner
+
+    def adapted(self, targets: Sequence[str]) -> list[tuple[int, int]]:
+        """Inputs and outputs of a layer's linear maps that get an adapter; ``all-linear`` are all of them."""
+        return [size for name, size in self.linear_sizes.items() if name in targets or "all-linear" in targets]
+
+    def adapter(self, rank: int, targets: Sequence[str]) -> int:
+        """Parameters of a LoRA adapter on these linear maps."""
+        return self.layers * sum(rank * (inputs + outputs) for inputs, outputs in self.adapted(targets))
+
+    def kv_bytes(self, number_bytes: int) -> int:
+        """Keys and values of one token in all layers, in bytes."""
+        return 2 * self.layers * self.key * number_bytes
+
+
+def compute_bytes(worker: WorkerConfig, shape: ModelShape) -> int:
+    """Bytes of a number that a role's model computes with."""
+    own = worker.strategy_args.typed().own_dtype
+    name = own[1] if own else worker.model_args.dtype
+    return FORMAT_BYTES[name] if name else shape.stored_bytes
+
+
+def forward_flops(shape: ModelShape, tokens: int, length: int, loss_tokens: int) -> float:
+    """Operations of a forward pass over samples of one length."""
+    return samples_flops(shape, tokens, tokens * length, loss_tokens)
+
+
+def samples_flops(shape: ModelShape, tokens: float, squares: float, loss_tokens: float) -> float:
+    """Operations of a forward pass: matrices, causal attention (half of all pairs), and the output layer.
+
+    Args:
+        tokens: of all samples.
+        squares: sum of the squares of their lengths.
+        loss_tokens: for which the output layer is computed.
+    """
+    attention = FORWARD * 2 * shape.layers * shape.query * squares / 2
+    return FORWARD * tokens * shape.active + attention + FORWARD * loss_tokens * shape.embedding
+
+
+def training_factor(adapter: bool) -> int:
+    """Operations of forward and backward pass as a multiple of the forward pass's, without recomputation."""
+    times = FORWARD + BACKWARD
+    if adapter:  # no gradients of the frozen matrices
+        times -= FORWARD
+    return times // FORWARD

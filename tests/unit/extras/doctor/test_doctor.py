@@ -1,0 +1,186 @@
+"""What ``roll doctor`` says of machines as they are, and of made-up ones."""
+
+from __future__ import annotations
+
+import json
+import resource
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from roll.__main__ import main
+from roll.extras.doctor import limits, packages, services, storage
+from roll.extras.doctor.findings import Finding, as_json, examine, exit_code, judged, page
+from roll.extras.doctor.nodes import NodeReport, compare
+from roll.models.tiny import make_tokenizer
+
+GIB = 2**30
+
+
+def levels(findings: Iterator[Finding]) -> dict[str, str]:
+    return {finding.name: finding.level for finding in findings}
+
+
+def test_a_fix_is_told_where_something_is_wrong_and_a_check_that_fails_hides_no_other() -> None:
+    findings = [judged("a", "fine", fix="do it"), judged("b", "slow", warning=True, fix="do it")]
+    assert [finding.fix for finding in findings] == ["", "do it"] and exit_code(findings) == 0
+    findings.append(judged("c", "broken", error=True, warning=True, fix="mend it"))
+    assert exit_code(findings) == 1
+    assert "error    c  broken\n            fix: mend it" in page(findings)
+    assert page(findings).endswith("1 errors, 1 warnings, 1 ok\n")
+    told = json.loads(as_json(findings))
+    assert told["healthy"] is False and [each["level"] for each in told["findings"]] == ["ok", "warning", "error"]
+
+    def broken() -> Iterator[Finding]:
+        raise OSError("no such device")
+
+    (found,) = examine("disk", broken)
+    assert (found.level, found.name) == ("warning", "disk") and "no such device" in found.seen
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_limits_of_a_control_group_go_before_the_machine(tmp_path: Path, version: int) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n")
+    files = (
+        {"memory.max": f"{8 * GIB}", "cpu.max": "150000 100000"}
+        if version == 2
+        else {
+            "memory/memory.limit_in_bytes": f"{8 * GIB}",
+            "cpu/cpu.cfs_quota_us": "150000",
+            "cpu/cpu.cfs_period_us": "100000",
+        }
+    )
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert limits.memory_bytes(meminfo, tmp_path) == 8 * GIB
+    assert limits.cgroup_cores(tmp_path) == 1.5
+    (memory,) = limits.check_memory(meminfo, tmp_path)
+    assert memory.seen == "8.0 GiB, the control group's limit; 8.0 GiB available"
+
+
+def test_without_limits_the_machine_is_what_there_is(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 67108864 kB\n")
+    (tmp_path / "memory.max").write_text("max")
+    (tmp_path / "cpu.max").write_text("max 100000")
+    assert limits.memory_bytes(meminfo, tmp_path) == 64 * GIB and limits.cgroup_cores(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("found", "level"),
+    [
+        (limits.judge_shm(64 * 2**20, 64 * 2**20, 64 * GIB), "error"),
+        (limits.judge_shm(GIB, GIB, 64 * GIB), "warning"),
+        (limits.judge_shm(GIB, GIB, 4 * GIB), "ok"),
+        (limits.judge_files(256), "error"),
+        (limits.judge_files(4096), "warning"),
+        (limits.judge_files(resource.RLIM_INFINITY), "ok"),
+        (limits.judge_processes(2048), "warning"),
+        (limits.judge_locked(65536, rdma=True), "warning"),
+        (limits.judge_locked(65536, rdma=False), "ok"),
+    ],
+)
+def test_bounds(found: Finding, level: str) -> None:
+    assert found.level == level and bool(found.fix) == (level != "ok")
+
+
+def test_ports_that_are_taken_are_named() -> None:
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        assert not limits._can_bind(server.server_port)
+    assert "ports" in levels(limits.check_ports())
+
+
+def test_versions_against_what_is_asked_for() -> None:
+    texts = ["torch>=2.11", "ray>=99", "absent>=1", 'wandb>=0.20; extra == "wandb"', 'peft<0.1; extra == "lora"']
+    requirements = [Requirement(text) for text in texts]
+    found = levels(packages.check_requirements(requirements, {"torch": "2.13.0+cpu", "ray": "2.60.0", "peft": "0.21"}))
+    assert found == {"ray": "error", "absent": "error", "peft": "warning", "packages": "ok"}
+    assert levels(packages.check_python("3.10.1", ">=3.11,<3.14")) == {"python": "error"}
+
+
+def test_a_version_that_no_file_of_constraints_has_is_named() -> None:
+    requirements = [Requirement("pytest"), Requirement("absent")]
+    seen = packages.compare_tested(["pytest==0.0.1\nabsent==3", "pytest==0.0.2"], requirements).seen
+    assert seen.startswith("not tested: pytest ") and seen.endswith("(tested: 0.0.1, 0.0.2)")
+    pins = ["pytest==0.0.1", f"pytest=={version('pytest')}"]
+    assert "not tested" not in packages.compare_tested(pins, requirements).seen
+
+
+def test_the_disk_is_tried_where_the_output_will_be_and_left_as_it_was(tmp_path: Path) -> None:
+    found = list(storage.check_disk(tmp_path / "output" / "run"))
+    assert [finding.name for finding in found] == ["disk room", "disk speed"]
+    assert str(tmp_path) in found[0].seen and not list(tmp_path.iterdir())
+
+
+class _Hub(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_the_hub_is_asked_and_its_token_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    with HTTPServer(("127.0.0.1", 0), _Hub) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://me:hf_hidden@127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        (found,) = services.check_hub()
+        server.shutdown()
+    assert (found.level, found.seen) == ("ok", "127.0.0.1: answers 200, with a token")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert [finding.level for finding in services.check_hub()] == ["ok"]
+
+
+def test_machines_are_compared_with_the_driver() -> None:
+    driver = {"roll": "1", "ray": "2", "torch": "3"}
+    reports = [
+        NodeReport("near", driver, 0.01, 0.001, []),
+        NodeReport("late", driver | {"torch": "4"}, -45.0, 0.001, []),
+        NodeReport("old", driver | {"ray": "1"}, 5.0, 0.001, []),
+        NodeReport("far", driver, 20.0, 19.5, []),
+    ]
+    found = levels(compare(driver, reports))
+    assert [found[f"versions on {name}"] for name in ("near", "late", "old")] == ["ok", "warning", "error"]
+    clocks = [found[f"clock of {name}"] for name in ("near", "late", "old", "far")]
+    assert clocks == ["ok", "error", "warning", "ok"]
+
+
+def test_the_command_examines_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("WANDB_API_KEY", "very-secret-value")
+    make_tokenizer().save_pretrained(tmp_path)
+    code = main(["doctor", "--json", "--output-dir", str(tmp_path), "--model", str(tmp_path)])
+    told = capsys.readouterr().out
+    names = {each["name"]: each["level"] for each in json.loads(told)["findings"]}
+    assert code == int("error" in names.values())
+    assert {"python", "packages", "gpus", "memory", "cores", "disk speed", "sandbox", "hub", "template"} <= set(names)
+    assert "very-secret-value" not in told
+
+
+def test_a_model_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
+    assert levels(services.check_chat_template(str(tmp_path / "none"))) == {"template": "error"}
+
+
+@pytest.mark.slow
+def test_every_machine_of_a_cluster_is_examined(tmp_path: Path) -> None:
+    from roll.distributed.cluster.ray_session import ray_session
+    from roll.extras.doctor.nodes import check_cluster
+
+    with ray_session({"num_cpus": 2}) as session:
+        found = list(check_cluster(session.address, tmp_path))
+    assert [each.seen for each in found if each.name == "cluster"] == ["1 of 1 machines examined"]
+    clock = next(each for each in found if each.name.startswith("clock of"))
+    assert clock.level == "ok" and "+0.0" in clock.seen.replace("-0.0", "+0.0")
+    assert any(each.node and each.name == "disk room" for each in found)

@@ -1,0 +1,276 @@
+"""verl's runs as other people's scripts spell them: what becomes of sizes, adapters and losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roll.configs.compose import compose_config
+from roll.configs.loader import load_composed
+from roll.configs.rlvr import RLVRConfig
+from roll.extras.importers.convert import Imported, convert
+from roll.extras.importers.draft import Kind
+from roll.preflight.choices import CHECKS
+
+SCRIPT = Path(__file__).parent / "files" / "run_verl.sh"
+ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
+
+
+def imported(folder: Path, *words: str, old: str = "", new: str = "") -> tuple[Imported, RLVRConfig]:
+    """The script of this folder with further words, and what ``roll train`` would read."""
+    script = folder / "run.sh"
+    script.write_text(SCRIPT.read_text().replace(old, new) if old else SCRIPT.read_text())
+    result = convert("verl", [script], words, CHECKS)
+    (folder / "mine.yaml").write_text(result.text)
+    config = load_composed(RLVRConfig, "mine", compose_config("mine", folder, ()))
+    assert isinstance(config, RLVRConfig)
+    return result, config
+
+
+def impossible(result: Imported) -> set[str]:
+    return {outcome.key for outcome in result.outcomes if outcome.kind == Kind.IMPOSSIBLE}
+
+
+@pytest.mark.parametrize("loss", ["gspo", "sapo", "geo_mean"])
+def test_losses_of_whole_answers_average_each_answer_whatever_is_said(loss: str, tmp_path: Path) -> None:
+    _, config = imported(tmp_path, f"{ACTOR}.policy_loss.loss_mode={loss}", f"{ACTOR}.loss_agg_mode=token-mean")
+    assert config.loss_agg_mode == "seq-mean-token-mean"
+
+
+def test_an_adapter_of_megatron(tmp_path: Path) -> None:
+    words = [f"{MODEL}.lora.{word}" for word in ("rank=32", "alpha=64", "lora_A_init_method=kaiming")]
+    layers = f"{MODEL}.lora.target_modules=[linear_qkv,linear_fc2]"
+    megatron = {"old": "main_ppo \\", "new": "main_ppo --config-name=ppo_megatron_trainer \\"}
+    result, config = imported(tmp_path, *words, layers, **megatron)
+    model = config.actor_train.model_args
+    assert not impossible(result)
+    assert (model.lora_rank, model.lora_alpha) == (32, 64)
+    assert model.lora_target == "q_proj,k_proj,v_proj,down_proj"
+    _, config = imported(tmp_path, f"{MODEL}.lora.rank=8", **megatron)
+    assert (config.actor_train.model_args.lora_alpha, config.actor_train.model_args.lora_target) == (32, "all-linear")
+
+
+def test_a_schedule_there_counts_batches(tmp_path: Path) -> None:
+    words = [
+        f"{ACTOR}.optim.{word}" for word in ("lr_warmup_steps=10", "lr_scheduler_type=cosine", "lr_decay_steps=50")
+    ]
+    _, config = imported(tmp_path, *words, f"{ACTOR}.ppo_epochs=3")
+    training = config.actor_train.training_args
+    assert config.optimizer_steps_per_epoch == 2
+    assert (training.warmup_steps, training.lr_decay_steps) == (60, 300)
+    words = [
+        "algorithm.adv_estimator=gae",
+        "critic.optim.lr_warmup_steps=4",
+        f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1",
+    ]
+    _, config = imported(tmp_path, *words)
+    assert config.critic is not None and config.critic.training_args.warmup_steps == 8
+    assert config.actor_train.training_args.warmup_ratio == 0.1
+
+
+def test_groups_micro_batches_and_token_budgets(tmp_path: Path) -> None:
+    _, config = imported(tmp_path, f"{ROLLOUT}.n_agent=5", f"{ROLLOUT}.n=1", f"{ACTOR}.ppo_mini_batch_size=40")
+    assert (config.num_return_sequences_in_group, config.actor_train.global_train_batch_size) == (5, 40)
+    words = [f"{ACTOR}.use_dynamic_bsz=False", f"{ACTOR}.ppo_micro_batch_size=8"]
+    words += [f"actor_rollout_ref.{part}.log_prob_micro_batch_size=16" for part in ("rollout", "ref")]
+    _, config = imported(tmp_path, *words)
+    assert config.actor_train.training_args.per_device_train_batch_size == 2
+    assert (
+        config.reference is not None and config.reference.infer_batch_size == config.actor_train.infer_batch_size == 4
+    )
+    words = [f"{ACTOR}.megatron.{kind}_parallel_size=2" for kind in ("tensor_model", "context")]
+    words += [f"{ACTOR}.ppo_max_token_len_per_gpu=4096"]
+    _, config = imported(tmp_path, *words, old="main_ppo \\", new="main_ppo --config-name=ppo_megatron_trainer \\")
+    assert config.actor_train.max_tokens_per_microbatch_in_train == 8192
+
+
+@pytest.mark.parametrize("key", [f"{MODEL}.vla", f"{ROLLOUT}.use_tree_search", f"{ACTOR}.policy_loss.own_share"])
+def test_keys_of_somebodys_own_verl_are_told(key: str, tmp_path: Path) -> None:
+    result, _ = imported(tmp_path, f"{key}=1")
+    assert {each.key for each in result.outcomes if each.kind == Kind.UNKNOWN} == {key}
+
+
+def test_values_that_only_a_shell_can_tell_are_told_and_links_in_a_name_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = "trainer.nnodes=$NODES", "trainer.nnodes=$(nproc)"
+    result, config = imported(tmp_path, old=old, new=new)
+    assert impossible(result) == {"trainer.nnodes"} and result.exit_code == 1
+    result, _ = imported(tmp_path, "trainer.nnodes=1", old=old, new=new)
+    assert not impossible(result) and config.num_nodes == 1
+    monkeypatch.setenv("JOB", "j7")
+    _, config = imported(tmp_path, old='"a run"', new='"a run-$JOB"')
+    assert config.exp_name == "a_run-j7"
+
+
+@pytest.mark.parametrize("low", [1.5, 10])
+def test_a_lower_bound_that_no_ratio_reaches(low: float, tmp_path: Path) -> None:
+    words = [f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_low={low}", f"{ACTOR}.clip_ratio_high=0.2"]
+    result, config = imported(tmp_path, *words)
+    assert not impossible(result)
+    assert (config.cispo_epsilon_low, config.cispo_epsilon_high, config.pg_clip_low) == (1.0, 0.2, 1.0)
+
+
+def test_a_sum_of_tokens_is_divided_by_the_width_of_answers(tmp_path: Path) -> None:
+    word = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
+    _, config = imported(tmp_path, word)
+    assert config.loss_agg_norm == config.response_length
+    _, config = imported(tmp_path, word, f"{ACTOR}.loss_scale_factor=100")
+    assert config.loss_agg_norm == 100
+
+
+def test_weights_and_masks_of_a_release_between(tmp_path: Path) -> None:
+    key = "algorithm.rollout_is"
+    words = [f"{key}=true", f"{key}_threshold=2.0", f"{key}_level=sequence"]
+    result, config = imported(tmp_path, *words)
+    weight = config.train_infer_correction.is_weight
+    assert (weight.enabled, weight.weight_type, weight.upper_bound) == (True, "sequence", 2.0)
+    assert not config.train_infer_correction.filters and not impossible(result)
+    words = [f"{key}_threshold=4.0", f"{key}_mode=mask", f"{key}_veto_threshold=1e-4"]
+    _, config = imported(tmp_path, *words)
+    mask, veto = config.train_infer_correction.filters
+    assert (mask.agg_type, mask.ratio_low, mask.ratio_high) == ("token", 0.25, 4.0)
+    assert (veto.ratio_low, veto.whole_rows) == (1e-4, True)
+    assert not config.train_infer_correction.is_weight.enabled
+
+
+@pytest.mark.parametrize(("bound", "told"), [("3.0", True), ("10000.0", False)])
+def test_the_cut_of_the_weights_of_dppo_is_told(bound: str, told: bool, tmp_path: Path) -> None:
+    words = [f"{ACTOR}.policy_loss.loss_mode=dppo_tv", f"{ACTOR}.clip_ratio_c={bound}"]
+    result, _ = imported(tmp_path, *words)
+    assert (f"{ACTOR}.clip_ratio_c" in impossible(result)) is told
+
+
+def test_a_text_where_a_number_belongs_is_told(tmp_path: Path) -> None:
+    result, config = imported(tmp_path, f"{ROLLOUT}.n=many")
+    assert impossible(result) == {f"{ROLLOUT}.n"} and config.num_return_sequences_in_group == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "folder"),
+    [
+        (("skip_rollout=true", "skip_dump_dir=kept"), "kept"),
+        (("skip_rollout=true",), "/tmp/rollout_dump"),
+        (("skip.enable=true", "skip.dump_dir=kept"), "kept"),
+        (("skip_rollout=false", "skip_dump_dir=kept"), None),
+    ],
+)
+def test_rollouts_that_later_runs_take_are_kept(words: tuple[str, ...], folder: str | None, tmp_path: Path) -> None:
+    result, config = imported(tmp_path, *(f"+{ROLLOUT}.{word}" for word in words))
+    assert config.rollout_dump_dir == folder
+    told = {each.ours for each in result.outcomes if each.kind == Kind.TO_DO}
+    assert ("rollout_replay_dir" in told) == (folder is not None)
+
+
+OLDER, NEWER = (
+    ("reward_model.use_reward_loop=true", "critic.model.fsdp_config.param_offload=true"),
+    ("model_engine=dp",),
+)
+MEAN = "mean over the tokens of each micro-batch"
+
+
+@pytest.mark.parametrize(
+    ("words", "mixed", "mean"),
+    [
+        (OLDER, False, True),
+        (NEWER, False, False),
+        ((*OLDER, *NEWER), True, True),
+        (("critic.fsdp.param_offload=true", "trainer.use_legacy_worker_impl=auto"), True, True),
+        (("reward.num_workers=4",), False, False),
+        (("algorithm.filter_groups.enable=true", OLDER[0]), False, True),
+        ((), False, True),
+        ((f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",), False, False),
+    ],
+)
+def test_releases_are_told_apart_by_their_keys(words: tuple[str, ...], mixed: bool, mean: bool, tmp_path: Path) -> None:
+    result, _ = imported(tmp_path, *words)
+    assert (any("no release of verl reads all" in note for note in result.notes)) is mixed
+    assert (any(MEAN in note for note in result.notes)) is mean
+    if mixed:
+        note = next(note for note in result.notes if "no release" in note)
+        assert words[0].partition("=")[0] in note and words[-1].partition("=")[0] in note
+
+
+@pytest.mark.parametrize(
+    "word", ["ppo_epochs=2", "ppo_mini_batch_size=8", "grad_clip=0.5", "loss_agg_mode=seq-mean-token-mean"]
+)
+def test_what_a_critic_has_of_its_own_is_told(word: str, tmp_path: Path) -> None:
+    key, _, value = word.partition("=")
+    policy = (f"{ACTOR}.{key}={value}", "algorithm.adv_estimator=gae")
+    alike, _ = imported(tmp_path, f"critic.{word}", *policy)
+    assert not impossible(alike)
+    other, _ = imported(tmp_path, f"critic.{word}", policy[1])
+    assert impossible(other) == {f"critic.{key}"}
+
+
+def test_fields_of_megatron_that_a_critic_has_of_its_own(tmp_path: Path) -> None:
+    extra = "megatron.override_transformer_config"
+    words = [f"{ACTOR}.strategy=megatron", "algorithm.adv_estimator=gae", f"{ACTOR}.{extra}.recompute_granularity=full"]
+    words += [f"critic.{extra}.recompute_granularity=selective", f"critic.{extra}.apply_rope_fusion=true"]
+    words += [f"{ACTOR}.{extra}.recompute_modules=[core_attn]", f"critic.{extra}.key_of_nobody=1"]
+    result, config = imported(tmp_path, *words)
+    assert config.actor_train.strategy_args.strategy_config["recompute_granularity"] == "full"
+    assert config.critic is not None
+    assert config.critic.strategy_args.strategy_config["recompute_granularity"] == "selective"
+    unknown = {each.key for each in result.outcomes if each.kind == Kind.UNKNOWN}
+    assert any("key_of_nobody" in key for key in unknown)
+
+
+def test_a_variable_that_nothing_sets_leaves_the_model_open(tmp_path: Path) -> None:
+    words = [f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.tensor_model_parallel_size=8", "trainer.nnodes=2"]
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPT.read_text().replace("=Qwen/Qwen2-7B-Instruct", "=$MODEL_OF_NOBODY"))
+    result = convert("verl", [script], words, CHECKS)
+    assert not result.problems  # with the heads of the model that is taken where none is given there would be
+    told = {each.key: each.kind for each in result.outcomes}
+    assert told["pretrain"] == Kind.TO_DO
+
+
+@pytest.mark.parametrize(
+    ("words", "samples"),
+    [
+        (("temperature=1.0", "do_sample=False"), True),
+        (("temperature=0", "do_sample=True"), False),
+        (("temperature=1.0", "do_sample=False", "mode=sync"), False),
+    ],
+)
+def test_the_temperature_says_whether_held_out_answers_are_sampled(
+    words: tuple[str, ...], samples: bool, tmp_path: Path
+) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    given = [f"{rollout}.{word if word.startswith('mode') else f'val_kwargs.{word}'}" for word in words]
+    _, config = imported(tmp_path, *given)
+    assert config.validation is not None
+    assert config.validation.generating_args is not None
+    assert config.validation.generating_args.do_sample is samples
+
+
+def notes(result: Imported) -> str:
+    return " ".join(result.notes)
+
+
+def test_scores_of_minus_one_are_told_where_the_files_may_have_them(tmp_path: Path) -> None:
+    result, _ = imported(tmp_path, "data.train_files=dapo-math-17k.parquet", "data.val_files=aime-2024.parquet")
+    assert "1 or -1" in notes(result)
+    result, _ = imported(tmp_path, "data.train_files=gsm8k/train.parquet", "data.val_files=math/test.parquet")
+    assert "1 or -1" not in notes(result)
+
+
+def test_a_coefficient_without_its_switch_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "old.sh"
+    script.write_text("python3 -m verl.trainer.main_ppo algorithm.kl_ctrl.kl_coef=0.002 data.train_batch_size=64")
+    assert "kl_coef = 0.002 from the reward" in notes(convert("verl", [script]))
+    for word in ("algorithm.use_kl_in_reward=False", f"{ACTOR}.use_kl_loss=True", "algorithm.kl_ctrl.kl_coef=0"):
+        assert "releases before 0.3" not in notes(convert("verl", [script], [word])), word
+
+
+def test_the_first_name_of_packing(tmp_path: Path) -> None:
+    script = tmp_path / "old.sh"
+    script.write_text(
+        f"python3 -m verl.trainer.main_ppo {MODEL}.use_rmpad=True critic.model.use_rmpad=True "
+        "critic.model.path=Qwen/Qwen3-0.6B data.train_batch_size=64"
+    )
+    result = convert("verl", [script])
+    assert not any(outcome.key.endswith("use_rmpad") and outcome.kind == Kind.UNKNOWN for outcome in result.outcomes)
+    assert result.text.count("use_sequence_packing: true") == 2

@@ -1,0 +1,234 @@
+"""Letters that a response chooses, as models write them, and what only looks like a choice."""
+
+from __future__ import annotations
+
+import pytest
+
+from roll.extras.maths.choices import MultipleChoiceConfig, MultipleChoiceVerifier
+from roll.rewards.types import Sample
+
+QUESTION = """Which of these cities is the capital of France?
+A) Not London
+B) Paris
+C) It is not possible to say, or none of A and B
+D) Berlin
+E. 5 cm"""
+
+CHOSEN = [
+    *("B", "b", "(b)", "(B)", "B.", "B)", "[B]", "**B**", "`B`", "$B$", '"B"', "{B}", "*B*", "_B_", "B:", "B!"),
+    *("(B).", "**(B)**"),
+    *("B. Paris", "B) Paris", "(B) Paris", "B: Paris", "**B. Paris**", "**B) Paris**", "B - Paris", "B — Paris"),
+    *("(B) Paris.",),
+    *(r"\boxed{B}", r"\boxed{\text{B}}", r"$\boxed{\textbf{(B)}}$", r"\boxed{\mathrm{B}}", r"\boxed{(B)}"),
+    r"Answer: $\boxed{\text{B}}$",
+    *(r"\boxed{\text{(B) } 42}",),
+    *(r"\boxed{\textbf{(B)}\ 42}", r"\boxed{B. Paris}", r"\boxed{\text{B. Paris}}"),
+    *(r"So $\boxed{B}$. And again: $\boxed{B}$", r"\fbox{B}"),
+    *("<answer>B</answer>", "<answer>b</answer>", "<answer>(B)</answer>", "<answer> B. Paris </answer>"),
+    *("<answer>Option B</answer>",),
+    *("<answer>The answer is B.</answer>", r"<answer>\boxed{B}</answer>", "A or D? <answer>B) Paris</answer>"),
+    *("<think>A? D? Answer: A</think>B", "<think>Answer: A</think><answer>(B)</answer>"),
+    *("Answer: B", "answer: B", "ANSWER: B", "**Answer:** B", "**Answer: B**", "Answer: (B)", "Answer: **B**"),
+    *("Answer:\n\nB", "Answer: b"),
+    *("Answer:\n**B. Paris**", "Final Answer: B", "### Final answer\n\nB", "Correct answer: B"),
+    *("Correct option: (B) Paris", "Answer - see below\nB"),
+    *("The answer is B", "The answer is B.", "The answer is (B).", "The answer is **B**.", "The answer is: B"),
+    *("The answer is: option B",),
+    *("The correct answer is B.", "The correct option is **B) Paris**.", "the best answer is (B) Paris."),
+    *("The final answer is $B$.",),
+    *("So the answer is B.", "Therefore, the correct answer is (B).", "Thus, the answer is option B."),
+    *("Hence the answer is B. Paris",),
+    *("The answer must be B.", "The answer should be B.", "The answer would be B.", "The answer is therefore B."),
+    *("My answer is B.",),
+    *("The right choice is B.", "The most appropriate answer is B.", "The answer to this question is B."),
+    *("The correct answer choice is B.",),
+    *("I choose B.", "I would choose (B).", "I'd go with option B.", "I'll pick B", "We select B.", "It is B."),
+    *("It's B.", "It must be (B)."),
+    *("So (B).", "So B.", "Therefore, B.", "Thus (B).", "Hence, option B.", "Option B", "Option (B) Paris"),
+    *("Choice B.", "=> B", "→ B", "- B"),
+    *("The answer is B because Paris is the capital.", "The answer is B, since A and D are not in France."),
+    "B, because A is wrong.",
+    *("The answer is B, not A.", "The answer is B, not A or D.", "The answer is B rather than C.", "Answer: B (not A)"),
+    *("B is correct.", "(B) is the correct answer.", "Option B is the best choice."),
+    *("B is the right answer because it is the capital.",),
+    *("Answer: A\nI was wrong above.\nAnswer: B", "A is wrong.\nSo (B)."),
+    *("Let me think about A.\n\nThe answer is B.", "Answer: B\n\nA is wrong"),
+    "The answer is B.\n\nExplanation: Paris is the capital of France, A and D are not.",
+    *("The answer is (B) Paris. A city.",),
+    *("答案是B", "答案：B", "正确答案是 B。", "选B", "故选：B", "The answer is B) Paris, the capital."),
+    *("Answer: B. Paris is the capital.", "Answer - B"),
+    *("Only B is correct.", "Therefore B is the answer.", "答案选B", "Answer: (B) none of these"),
+    *("Let's go with B.", "Correct: B", "故本题选B。", "应选 B", "La respuesta correcta es B.", "Resposta correta: B"),
+    *(r"The answer is \(\text{B}\).", "Thus the correct statement is B."),
+    *("The answer is not A, so the answer is B.", "Die richtige Antwort ist B.", "La réponse est B.", "Ответ: B"),
+]  # fmt: skip
+
+NO_CHOICE = [
+    *("B" + " " * 5000 + "C", "Answer: B" + " " * 5000 + "or C", "Answer: B" + "\n" * 5000 + "No, C"),
+    *("A or B", "A and B", "A, B", "A/B", "A B", "B & C", "A; B", "AB", "(A)(B)", "(A) (B)", "A|B", "A\tB", "BB"),
+    *("B B",),
+    *("Answer: A or B", "Answer: A, B", "Answer: B; A", "answer: B; A", "Answer: B, A", "Answer: B A"),
+    *("Answer: B/A", "Answer: B and C"),
+    *("Answer: B or maybe C", "Answer: B (or C)", "Answer: B. Or C.", "Answer: B? no, C", "Answer: B? C?"),
+    *("Answer: B?", "Answer: B & C"),
+    *("Answer: not B", "Answer: B is wrong", "Answer: B is incorrect", "Answer: B is not correct"),
+    *("Answer: all but B", "Answer: B isn't it"),
+    *("The answer is not B", "The answer is not (B).", "The answer isn't B.", "The answer is B or C."),
+    *("The answer is either A or B.", "B? no, C"),
+    *("The answer is B is wrong.", "The answer is B and C.", "The answer is neither A nor B."),
+    *("The answer is anything but B.", "Is the answer B?"),
+    *("The answer is B? No, C.", "The answer is B. No, C.", "The answer is B. Wait, C."),
+    *("The answer is B. Actually it is C.", "B. No, C."),
+    *("The wrong answer is B.", "An incorrect option: B", "I doubt that the answer is B."),
+    *("It can't be that the answer is B.", "If the answer is B"),
+    *("All but B", "All except (B)", "Everything but B.", "Not B", "not (B)", "It is not (B)."),
+    *("It is definitely not (B)", "Never (B)", "Unlike (B)"),
+    *("B is wrong", "B is wrong.", "(B) is wrong", "(B) looks wrong.", "B? maybe", "Maybe B", "Maybe (B)"),
+    *("B or C?", "Either (B) or nothing"),
+    *("I would eliminate (B).", "I ruled out (B)", "(B) is tempting but wrong", "Anything other than (B)"),
+    *("(A) is wrong, (B)", "Both A and B"),
+    *(r"\boxed{A, C}", r"\boxed{A}, \boxed{B}", r"\boxed{A} \boxed{B}", r"\boxed{A} and also $\boxed{B}$"),
+    *(r"\boxed{A} or \boxed{B}",),
+    *(r"\boxed{AB}", r"\boxed{\text{A or B}}", r"\boxed{\text{not B}}", r"\boxed{B?}", r"\boxed{\text{B is wrong}}"),
+    *(r"\boxed{(A)(B)}", r"\boxed{}"),
+    *("<answer>A and B</answer> Answer: C", "<answer>A</answer><answer>B</answer>", "<answer>B or C</answer>"),
+    *("<answer>B; A</answer>",),
+    *("<answer>not B</answer>", "<answer>B? no, C</answer>", "<answer>all but B</answer>"),
+    *("<answer>B is wrong</answer>", "<answer>Paris</answer>"),
+    *("<answer>B. Paris or D. Berlin</answer>", "<answer>B) Paris, C</answer>", "<answer>(B) and (C)</answer>"),
+    *("<answer></answer>",),
+    *("A dog", "Answer: A dog", "I think so", "Answer: Because", "K", "", "答案", "Answer:" + " " * 200_000 + "B"),
+    *("Answer: Bravo", "B+", "C#"),
+    *("A, B, C or D", "Options: A B C D", "Answer: ABCD", "Answer: A B C D E", "I am sure", "Answer: I am not sure"),
+    *("Answer: A lot", "B1"),
+    *("Answer: B (and A)", "Answer: B, possibly C", "Answer: B - but C could be", "Answer: B\nOr C"),
+    *("A) London\nB) Paris", r"\boxed{B} is wrong", r"The answer is not \boxed{B}", "Die Antwort ist nicht B."),
+    *("Answer: B, unless it is C", "不是B", "A或B"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def verifier() -> MultipleChoiceVerifier:
+    return MultipleChoiceVerifier(MultipleChoiceConfig())
+
+
+@pytest.mark.parametrize("response", CHOSEN)
+def test_a_choice_is_read_as_models_write_it(verifier, response):
+    assert verifier.check(Sample(QUESTION, response, "B", "tag")).answer == "B"
+
+
+@pytest.mark.parametrize("response", NO_CHOICE)
+def test_several_letters_and_doubts_are_no_choice(verifier, response):
+    found = verifier.check(Sample(QUESTION, response, "B", "tag"))
+    assert found.answer is None and not found.correct
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("The answer is A) Not London.", "A"),
+        ("Answer: C. It is not possible to say, or none of A and B", "C"),
+        ("<answer>C) It is not possible to say</answer>", "C"),
+        ("Answer: E. 5 cm", "E"),
+        ("The answer is A because it is.", "A"),
+        ("Answer: A. No.\nAnswer: C", "C"),
+        ("The answer is: option D", "D"),
+        ("<think>Answer: A</think><answer>(J)</answer>", "J"),
+    ],
+)
+def test_the_words_of_an_option_may_say_anything(verifier, response, letter):
+    assert verifier.check(Sample(QUESTION, response, letter, "tag")).correct
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("The correct answer is **B**.", "B"),
+        ("Therefore, option B is correct.", "B"),
+        ("So the best choice here would be (B), because mitochondria produce ATP.", "B"),
+        ("B. Mitochondria", "B"),
+        ("I'd go with B.", "B"),
+        ("My answer: B", "B"),
+        ("Answer: (B) Mitochondria", "B"),
+        ("Hence the answer is B, not A.", "B"),
+        ("A is wrong because ribosomes make proteins. C and D are wrong too. So the answer is B.", "B"),
+        ("Option A is incorrect. Option B is correct.", "B"),
+        ("After eliminating A, C and D, we are left with B.", "B"),
+        ("The only option that fits is B.", "B"),
+        ("This corresponds to option B.", "B"),
+        ("This matches choice (B).", "B"),
+        ("Thus, B is the right answer.", "B"),
+        ("答案选B。", "B"),
+        ("所以正确选项是 B。", "B"),
+        ("La respuesta correcta es la B.", "B"),
+        ("La bonne réponse est la B.", "B"),
+        ("Die richtige Antwort ist B.", "B"),
+        ("**Final answer: B**", "B"),
+        ("Looking at the options, B describes it best.", "B"),
+        ("Among the options, (B) is the one that satisfies all the conditions.", "B"),
+        ("Given all this, the statement that must be true is C.", "C"),
+        ("Therefore, the answer should be option C: 12 m/s.", "C"),
+        ("C is the correct answer because the reaction is exothermic.", "C"),
+        ("Choice C it is.", "C"),
+        ("So I will choose option C.", "C"),
+        ("The most likely diagnosis is **C. Appendicitis**.", "C"),
+        ("Only option C is consistent with the passage.", "C"),
+        ("This is exactly what option C states.", "C"),
+        ("Hence, statement C is true.", "C"),
+        ("Correct option: C", "C"),
+        ("The correct choice is therefore (C).", "C"),
+        ("→ C", "C"),
+        ("**C)** 12 m/s", "C"),
+        ("Option (C) is the right one.", "C"),
+        ("That makes C the correct answer.", "C"),
+        ("因此本题选C", "C"),
+        ("Donc la réponse est C.", "C"),
+        ("Por tanto, la opción correcta es la C.", "C"),
+        ("We conclude that (C) is true.", "C"),
+        ("The answer is not B.", "not B"),
+        ("B is tempting, but the answer is C.", "not B"),
+        ("The answer is either B or C.", "not B"),
+        ("B or C", "not B"),
+        ("I would rule out B.", "not B"),
+        ("Option B is incorrect.", "not B"),
+        ("It can't be B.", "not B"),
+        ("The answer could be B.", "not B"),
+        ("If the question were about plants, the answer would be B.", "not B"),
+        ("The answer is B? No, C.", "not B"),
+        ("B describes ribosomes, which is wrong.", "not B"),
+        ("Options A and B are both correct.", "not B"),
+        ("All of the options except B are correct.", "not B"),
+        ("The correct answer is C; B is a common mistake.", "not B"),
+        ("We are left with B and C.", "not B"),
+        ("Not A, so maybe B.", "not B"),
+        ("Many students choose B.", "not B"),
+        ("Answer: B or D", "not B"),
+        ("Vitamin B", "not B"),
+        ("I don't know, but I'd guess it's not B.", "not B"),
+        ("The answer is C rather than B.", "not B"),
+        ("B is false, hence A.", "not B"),
+        ("C seems plausible, but D is better.", "not C"),
+        ("The answer is not among A, B or C.", "not C"),
+        ("Neither B nor C is correct.", "not C"),
+        ("C is the least likely.", "not C"),
+        ("Option C can be eliminated.", "not C"),
+        ("The temperature rises by 10 degrees C.", "not C"),
+        ("The best answer is D, although C is close.", "not C"),
+        ("At first I thought C, then I realised it is D.", "not C"),
+        ("C or D?", "not C"),
+        ("Both B and C are true.", "not C"),
+        ("The incorrect statement would be C, hence we pick A.", "not C"),
+        ("I am torn between C and D.", "not C"),
+        ("Everything except C.", "not C"),
+        ("Only C is false.", "not C"),
+        ("Suppose the answer is C.", "not C"),
+        ("Unless C holds, the answer is A.", "not C"),
+        ("Line C is parallel to line D.", "not C"),
+        ("The answer is C, I mean D.", "not C"),
+        ("Wait, it's not C.", "not C"),
+        ("C would be right if x were negative.", "not C"),
+    ],
+)
+def test_letters_in_sentences_are_a_choice_where_words_state_them(verifier, response, letter):
+    chosen = verifier.extract(response)
+    assert chosen == letter or (letter.startswith("not") and chosen != letter[-1])

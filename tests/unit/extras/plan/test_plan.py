@@ -1,0 +1,391 @@
+"""What ``roll plan`` computes, beside what PyTorch and the engines do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from roll.__main__ import main
+from roll.configs.shipped import SHIPPED
+from roll.configs.worker import WorkerConfig
+from roll.data.batch import Batch
+from roll.data.shared_prompts import computed_tokens, worth_sharing
+from roll.extras.plan import command as planning
+from roll.extras.plan import probe
+from roll.extras.plan.activations import BYTES_PER_CHUNK_LOGIT, CHUNK_LOGITS, kept_per_token
+from roll.extras.plan.devices import cpu_of, parse_devices
+from roll.extras.plan.memory import Surroundings, hf_generator_memory, trainer_memory
+from roll.extras.plan.timing import Samples, rollout_time, shared_share, training_time
+from roll.extras.plan.work import Layout, Lengths, Role
+from roll.models import scoring
+from roll.models.freezing import freeze
+from roll.models.lora import LoraSpec, inject_adapter
+from roll.models.shapes import KNOWN, ModelShape
+from roll.models.slot_cache import SlotCache
+from roll.models.tiny import make_tokenizer
+from roll.utils.gpus import GPUS
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MIXTURE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+}
+QWEN_7B = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+def make_role(config: dict[str, Any], lora: tuple[str, ...] = (), trained: bool = True, **section: Any) -> Role:
+    worker = WorkerConfig.model_validate(section)
+    return Role("actor_train", worker, ModelShape.of(config), "lm", trained, (8, lora) if lora else None)
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_those_of_the_model(kind: str, tied: bool) -> None:
+    mixture = MIXTURE if kind.endswith("_moe") else {}
+    config = AutoConfig.for_model(kind, **SIZES, **mixture, tie_word_embeddings=tied, pad_token_id=None)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = ModelShape.of(config.to_dict())
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.trunk == sum(parameter.numel() for parameter in model.base_model.parameters())
+    assert shape.exact and shape.active < shape.parameters
+
+
+def test_a_shape_without_sizes_is_refused() -> None:
+    with pytest.raises(ValueError, match="no vocab_size, hidden_size"):
+        ModelShape.of({"model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 1, "intermediate_size": 4})
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj")])
+def test_an_adapter_has_the_parameters_of_peft(targets: tuple[str, ...]) -> None:
+    config = AutoConfig.for_model("qwen2", **SIZES)
+    model = AutoModelForCausalLM.from_config(config)
+    inject_adapter(model, LoraSpec(8, 16, targets))
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert ModelShape.of(config.to_dict()).adapter(8, targets) == trained
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("frozen", ["model.embed_tokens,model.layers.1", "lm_head", "model.layers"])
+def test_frozen_parts_have_no_gradients_and_no_moments(frozen: str, tied: bool) -> None:
+    config = AutoConfig.for_model("qwen2", **SIZES, tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_config(config)
+    freeze(model, frozen.split(","))
+    expected = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    role = make_role(config.to_dict(), model_args={"freeze_module_prefix": frozen})
+    assert role.updated == expected
+    assert trainer_memory(role, AROUND).resident["moments"] == 8 * expected
+
+
+def saved_bytes(kind: str, layers: int, tokens: int, dtype: torch.dtype, autocast: bool, lora: tuple[str, ...]) -> int:
+    """Memory that autograd keeps of a forward pass, beside parameters; copies of weights in autocast included."""
+    config = AutoConfig.for_model(kind, **(SIZES | {"num_hidden_layers": layers}))
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    if lora:
+        inject_adapter(model, LoraSpec(8, 16, lora))
+    weights = {parameter.data_ptr() for parameter in model.parameters()}
+    found: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage.nbytes(), tensor  # held, so that no other takes its place
+        return tensor
+
+    ids = torch.zeros(4, tokens // 4, dtype=torch.int64)
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model.base_model(input_ids=ids, use_cache=False)
+    return sum(size for size, _ in found.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "autocast", "lora"),
+    [
+        ("qwen2", "fp32", False, ()),
+        ("qwen3", "fp32", False, ()),
+        ("qwen3", "bf16", False, ()),
+        ("qwen2", "bf16", False, ()),
+        ("qwen2", "bf16", True, ()),
+        ("qwen2", "fp32", False, ("all-linear",)),
+        ("qwen2", "fp32", False, ("q_proj", "v_proj")),
+        ("qwen2", "bf16", False, ("all-linear",)),
+        ("qwen2", "bf16", False, ("q_proj", "v_proj")),
+    ],
+)
+def test_activations_are_what_autograd_keeps(kind: str, dtype: str, autocast: bool, lora: tuple[str, ...]) -> None:
+    tokens, stored = 512, torch.bfloat16 if dtype == "bf16" and not autocast else torch.float32
+    two, three = (saved_bytes(kind, layers, tokens, stored, autocast, lora) for layers in (2, 3))
+    config = AutoConfig.for_model(kind, **SIZES)
+    role = make_role(config.to_dict(), lora, model_args={"dtype": dtype})
+    copies = 2 * role.shape.layer if autocast else 0
+    assert (three - two - copies) / tokens == pytest.approx(kept_per_token(role, Layout(autocast=autocast)), rel=2e-3)
+
+
+def test_the_output_layer_is_cut_as_the_scorer_cuts_it() -> None:
+    assert CHUNK_LOGITS == scoring.MAX_CHUNK_LOGITS
+    assert BYTES_PER_CHUNK_LOGIT == scoring.BYTES_PER_CHUNK_LOGIT
+
+
+def test_the_cache_is_as_large_as_hf_infer_makes_it() -> None:
+    shape = ModelShape.of(SIZES | {"model_type": "qwen2"})
+    cache = SlotCache(shape.layers)
+    cache.reserve(37, 150)
+    cache.plan_prefill(0, None)
+    states = torch.zeros(1, shape.kv_heads, 4, shape.head_size)
+    for layer in range(shape.layers):
+        cache.update(states, states, layer)
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    role = replace(make_role(SIZES | {"model_type": "qwen2"}), name="actor_infer")
+    memory = hf_generator_memory(role, Surroundings(0, Lengths(150, 8), max_running=37, requests=64))
+    assert memory.resident["kv cache"] == held
+
+
+AROUND = Surroundings(process=0, lengths=Lengths(1024, 512))
+
+
+def trained(**section: Any) -> dict[str, int]:
+    return trainer_memory(make_role(QWEN_7B, **section), AROUND).phases["train"]
+
+
+def test_what_saves_memory_saves_it_in_its_part() -> None:
+    args: dict[str, Any] = {"disable_gradient_checkpointing": True}
+    plain = trained(model_args=args, world_size=4, strategy_args={"strategy_config": {"fsdp_size": 1}})
+    sharded = trained(model_args=args, world_size=4)
+    recomputed = trained(world_size=4)
+    lora = trained(model_args=args | {"lora_target": "all-linear"}, lora=("all-linear",))
+    larger = trained(model_args=args, world_size=4, training_args={"per_device_train_batch_size": 2})
+    assert sharded["moments"] * 4 == plain["moments"] == 8 * ModelShape.of(QWEN_7B).parameters
+    assert recomputed["activations"] < sharded["activations"] / 5 and recomputed["moments"] == sharded["moments"]
+    assert lora["moments"] < plain["moments"] / 100 and lora["weights"] < plain["weights"]
+    assert larger["activations"] == 2 * sharded["activations"]
+
+
+def test_times_follow_from_counts_and_rates() -> None:
+    role, device = make_role(QWEN_7B), GPUS["H100"]
+    samples = Samples(rows=64, prompt=512, answer=512, group=8)
+    train = training_time(role, samples, device, 8)
+    parameters, tokens = role.shape.parameters, samples.tokens
+    assert train.seconds == pytest.approx(8 * parameters * tokens / (8 * 989e12 * 0.4), rel=0.2)  # one forward more
+    assert training_time(role, samples, device, 16).seconds == pytest.approx(train.seconds / 2)
+    slow = rollout_time(role, samples, replace(device, bandwidth=device.bandwidth / 2), 8, 1, 128)
+    fast = rollout_time(role, samples, device, 8, 1, 128)
+    assert fast.seconds < slow.seconds < 2.01 * fast.seconds and "bandwidth" in fast.why
+    least = 512 * 2 * (parameters - role.shape.embedding) / (0.6 * 3350e9)  # every token reads all weights
+    assert least < fast.seconds < 1.5 * least
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["H100,memory", "H100,memory=-1", "H100,memory=inf", "H100,link=nan", "H100,tflops=1e400", "H100,colour=3", "X9"],
+)
+def test_devices_that_cannot_be_understood_are_named(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--devices: seen .*, expected"):
+        parse_devices(text)
+    assert parse_devices("h100,memory=94,efficiency=0.5").memory == 94 * 2**30
+
+
+@pytest.fixture
+def seven_billion(tmp_path: Path) -> str:
+    """A folder with nothing but a configuration."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B | {"architectures": ["Qwen2ForCausalLM"]}))
+    return f"pretrain={tmp_path}"
+
+
+def test_a_plan_that_fits(seven_billion: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "rlvr_math", seven_billion, "actor_train.model_args.dtype=bf16", "--devices", "H200"]) == 0
+    told = capsys.readouterr().out
+    assert "it fits" in told and "GPU 0 and 1 like it" in told and "512 samples" in told and "GiB" in told
+
+
+def test_models_of_rewards_count(seven_billion: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    (small / "config.json").write_text(json.dumps(QWEN_7B | {"num_hidden_layers": 4, "num_labels": 1}))
+    other = seven_billion.partition("=")[2]
+    scorer = {"name": "reward_model", "args": {"model_path": str(small), "batch_size": 8, "max_length": 512}}
+    args = {"judge_model_type": "inference", "judge_model_name": other, "judge_prompt": "{{ response }}"}
+    judge = {"name": "judge", "args": args}
+    served = {"name": "reward_model", "args": {**scorer["args"], "remote": {"url": "http://10.0.0.5:8000"}}}
+    file = tmp_path / "mine.yaml"
+    words = [seven_billion, "actor_train.model_args.dtype=bf16", "--devices", "H200", "--json"]
+    shipped = yaml.safe_load((SHIPPED / "rlvr_math.yaml").read_text())
+
+    def planned(*verifiers: dict[str, Any], devices: Sequence[int] = (1,)) -> dict[str, Any]:
+        domain = {"tag_included": ["arithmetic"], "verifiers": list(verifiers), "device_mapping": list(devices)}
+        file.write_text(yaml.safe_dump({**shipped, "rewards": {"arithmetic": domain}}))
+        code, told = main(["plan", str(file), *words]), capsys.readouterr()
+        assert code in (0, 1), told.err
+        return json.loads(told.out)
+
+    plain, scored, both = planned(served), planned(scorer), planned(scorer, judge)
+    assert "reward_arithmetic" not in plain["memory_bytes"]
+    weights = {name: ModelShape.of(QWEN_7B | {"num_hidden_layers": layers}) for name, layers in (("s", 4), ("j", 28))}
+    held = 2 * (weights["s"].trunk + QWEN_7B["hidden_size"] + 1)
+    assert scored["memory_bytes"]["reward_arithmetic"]["load"]["weights"] == held
+    half = planned(scorer | {"args": scorer["args"] | {"tensor_parallel_size": 2}}, devices=[0, 1])
+    layers = 4 * weights["s"].layer
+    assert half["memory_bytes"]["reward_arithmetic"]["load"]["weights"] == held - 2 * layers + layers
+    own = both["memory_bytes"]["reward_arithmetic"]
+    assert own["load"]["weights"] == held + 2 * weights["j"].parameters and own["rollout"]["kv cache"] > 0
+    assert own["rollout"]["process"] == scored["memory_bytes"]["reward_arithmetic"]["rollout"]["process"]
+    fullest = [{place["name"]: place["needed"] for place in plan["places"]} for plan in (plain, both)]
+    assert set(own) == {"load", "rollout"} and fullest[1]["GPU 1"] > fullest[0]["GPU 1"]
+    assert fullest[1]["GPU 0"] == fullest[0]["GPU 0"]
+    with pytest.raises(AssertionError, match=r"rewards\.arithmetic\.verifiers\.0\.args\.judge_model_name"):
+        planned(judge | {"args": args | {"judge_model_name": "nobody/nothing"}})
+
+
+@pytest.mark.parametrize("strategy", ["hf_infer", "vllm"])
+def test_a_teacher_works_beside_the_roles_that_score(strategy: str, seven_billion: str, capsys: Any) -> None:
+    make_tokenizer().save_pretrained(seven_billion.partition("=")[2])
+    words = [seven_billion, f"teacher_{seven_billion}", f"teacher.strategy_args.strategy_name={strategy}"]
+    words += ["teacher.device_mapping=[1]", "teacher.model_args.dtype=bf16", "--devices", "H200", "--json"]
+    words += ["actor_train.model_args.dtype=bf16", "actor_infer.model_args.dtype=bf16"]
+    assert main(["plan", "rlvr_distill", *words]) in (0, 1)
+    told = json.loads(capsys.readouterr().out)
+    own, held = told["memory_bytes"]["teacher"], 2 * ModelShape.of(QWEN_7B).parameters
+    assert set(own) == {"load", "logprobs"} and own["load"]["weights"] == own["logprobs"]["weights"] == held
+    assert (own["logprobs"].get("kv cache", 0) > 0) == (strategy == "vllm")
+    assert told["seconds"]["logprobs of teacher"] > 0
+
+
+def test_several_teachers_are_planned(seven_billion: str, capsys: Any) -> None:
+    folder = seven_billion.partition("=")[2]
+    make_tokenizer().save_pretrained(folder)
+    words = [seven_billion, "teacher=null", "teacher_pretrain=null", "--devices", "H200", "--json"]
+    words += [f"{role}.model_args.dtype=bf16" for role in ("actor_train", "actor_infer")]
+    words += ["rewards.arithmetic.tag_included=[arithmetic,other]"]
+    strategy = "strategy_args: {strategy_name: hf_infer}, model_args: {dtype: bf16}"
+    each = [
+        f"{name}: {{pretrain: '{folder}', tag_included: [{tag}], device_mapping: [{device}], {strategy}}}"
+        for name, tag, device in (("a", "arithmetic", 0), ("b", "other", 1))
+    ]
+    code = main(["plan", "rlvr_distill", *words, f"teachers={{{', '.join(each)}}}"])
+    out = capsys.readouterr()
+    assert code in (0, 1), out.err
+    told, held = json.loads(out.out), 2 * ModelShape.of(QWEN_7B).parameters
+    for name in ("teachers.a", "teachers.b"):
+        own = told["memory_bytes"][name]
+        assert set(own) == {"load", "logprobs"} and own["logprobs"]["weights"] == held
+        assert told["seconds"][f"logprobs of {name}"] > 0
+    needed = {place["name"]: place["needed"] for place in told["places"]}
+    assert needed["GPU 1"] > held
+    one = [seven_billion, f"teacher_{seven_billion}", "teacher.device_mapping=[1]", "teacher.model_args.dtype=bf16"]
+    seconds, room = [], ["teacher.infer_batch_size=1", "sequence_length=4096", "--devices", "H200", "--json"]
+    for more in ([], ["teacher_prompt='{prompt} {answer}'"]):
+        assert main(["plan", "rlvr_distill", *one, *more, *room]) in (0, 1)
+        seconds.append(json.loads(capsys.readouterr().out)["seconds"]["logprobs of teacher"])
+    assert seconds[1] > 10 * seconds[0], "it reads what fits into sequence_length"
+    assert told["seconds"]["logprobs of teachers.a"] == pytest.approx(seconds[0] / 2, rel=0.05), "half of the rows"
+
+
+def test_advice_is_what_the_plan_with_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "rlvr_math", "--devices", "A100,memory=1.5", "--json"]
+    assert main(command) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert not told["fits"] and told["advice"]
+    last = told["advice"][-1]
+    code = main([*command, *last["overrides"]])
+    again = json.loads(capsys.readouterr().out)
+    assert max(place["needed"] for place in again["places"]) == last["needed"] and code == int(not last["fits"])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["rlvr_math", "--devices", "X9"], "expected one of CPU"),
+        (["rlvr_math", "-o", "file"], "--write"),
+        (["rlvr_math", "max_stepz=3"], "did you mean max_steps?"),
+        (["rlvr_math", "pretrain=nobody/nothing", "--devices", "H100"], "a folder with nothing but its config.json"),
+    ],
+)
+def test_a_wrong_command_line_is_told(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    assert expected in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_silent_hub_is_asked_once_and_its_cache_counts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("roll.preflight.inputs.ask_hub", lambda what, seconds: asked.append(what))
+    planning._hub_answers.cache_clear()
+    assert main(["plan", "rlvr_math_qwen2.5_0.5b", "pretrain=nobody/has-it", "--devices", "H100"]) == 2
+    planning._hub_answers.cache_clear()
+    said = " ".join(capsys.readouterr().err.split())
+    assert len(asked) == 1 and "1 problem" in said and "nothing but its config.json" in said
+
+
+def test_the_rates_of_a_busy_machine_are_the_best_of_several_tries_and_it_is_said_to_be_busy() -> None:
+    quiet = cpu_of([(60e9, 9e9), (67e9, 10e9), (66e9, 8e9)], load=0.2, count=2)
+    assert (quiet.flops, quiet.bandwidth) == (67e9, 10e9) and "60 to 67 GFLOP/s" in quiet.tried
+    assert "load" not in quiet.tried
+    assert "load 9.1 on 2 cores" in cpu_of([(60e9, 9e9), (67e9, 10e9)], load=9.1, count=2).tried
+    assert "others work here" in cpu_of([(8e9, 9e9), (67e9, 10e9)], load=0.2, count=2).tried
+
+
+def test_tries_are_timed_by_the_processor_and_not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "SECONDS", 0.01)
+    tries = probe.rates()
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: pytest.fail("the clock"))
+    assert len(tries) == len(probe.rates()) == probe.TRIES
+    assert all(flops > 1e8 and bandwidth > 1e7 for flops, bandwidth in tries)
+
+
+@pytest.mark.parametrize(("rows", "group"), [(8, 8), (16, 8), (4, 8), (8, 1), (6, 4)])
+def test_operations_of_shared_prompts_are_those_of_the_rows_that_trainers_make(rows: int, group: int) -> None:
+    role = make_role(QWEN_7B, training_args={"per_device_train_batch_size": rows})
+    samples = Samples(64, 200, 56, group)
+    own = torch.arange(rows * 56).view(rows, 56) + 1000
+    prompts = torch.arange(rows).div(group, rounding_mode="floor")[:, None].expand(-1, 200)
+    tokens = torch.cat([prompts, own], dim=1).flatten()
+    batch = Batch(torch.full((rows,), 256), tokens, torch.zeros(rows * 256, dtype=torch.bool))
+    batch = batch.replace(loss_mask_T=batch.positions_T >= 200)
+    shared = worth_sharing(batch)
+    computed = computed_tokens([batch], sharing=True)
+    share = shared_share(role, samples)
+    assert (share < 1) == shared and computed_tokens([batch], sharing=False) == rows * 256
+    # Of a large model nearly all operations are products of single tokens; the output layer counts for loss tokens.
+    assert share == pytest.approx(computed / (rows * 256), abs=0.02)
+    assert shared_share(make_role(QWEN_7B, share_prompts=False), samples) == 1
+
+
+def test_a_time_that_nobody_waits_for_is_said_with_what_takes_it(
+    seven_billion: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "rlvr_math", seven_billion, "--devices", "CPU,memory=4000,tflops=0.01"]
+    assert main(words) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("it fits, but its time is not reasonable: a step takes") and "train actor_train" in last

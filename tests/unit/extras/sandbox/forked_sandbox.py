@@ -1,0 +1,79 @@
+"""A sandbox without isolation or start-up, for tables of programs that do no harm: a forked process for each run."""
+
+from __future__ import annotations
+
+import marshal
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from roll.extras.sandbox import harness
+from roll.extras.sandbox.pool import Sandbox, SandboxLimits, SandboxResult
+from roll.extras.sandbox.verifier import CodeConfig, CodeVerifier
+from roll.rewards import Sample
+
+
+class ForkedSandbox(Sandbox):
+    """Takes the place of ``Sandbox``; outputs are not bounded, and time by the tester's own limit alone."""
+
+    def __init__(self, **_: Any) -> None:
+        self.runs = 0
+
+    async def _run(
+        self, mode: str, source: str, stdin: bytes, limits: SandboxLimits, provided: Mapping[str, str] | None
+    ) -> SandboxResult:
+        self.runs += 1
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out:
+            given.write(stdin)
+            given.seek(0)
+            child = os.fork()
+            if child == 0:
+                _become(mode, source, given.fileno(), out.fileno(), limits, dict(provided or {}))
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            out.seek(0)
+            text = out.read().decode()
+        return SandboxResult(text, "", code, False, False, False, None, 0.0)
+
+
+def _become(mode: str, source: str, given: int, out: int, limits: SandboxLimits, provided: dict[str, str]) -> None:
+    """The child: the streams of a new process, then what runs in the sandbox."""
+    import faulthandler
+    import sys
+
+    faulthandler.disable()
+    code = 1
+    try:
+        for descriptor, target in ((given, 0), (out, 1), (os.open(os.devnull, os.O_WRONLY), 2)):
+            os.dup2(descriptor, target)
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", newline="\n"), open(2, "w")  # noqa: SIM115
+        if mode == "tests":
+            harness.run_tests(source, limits.output_kb << 10, marshal.loads, provided)
+        harness.run_program(source, provided)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        pass
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+@contextmanager
+def forked(**args: Any):
+    """The verifier of code on such a sandbox, as a function of a row and a program to the score."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("roll.extras.sandbox.verifier.Sandbox", ForkedSandbox)
+        limits = SandboxLimits(**{"wall_seconds": 3, **args.pop("limits", {})})
+        verifier = CodeVerifier(CodeConfig(limits=limits, **args))
+
+    async def score(code: str, tests: Any, extra: Mapping[str, Any] | None = None) -> float:
+        response = f"```python\n{code}\n```"
+        sample = Sample(prompt="?", response=response, ground_truth=tests, data_source="code", extra_info=extra or {})
+        return (await verifier.score(sample)).score
+
+    yield score

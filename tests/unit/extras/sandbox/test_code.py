@@ -1,0 +1,588 @@
+"""The code verifier: formats of tests, comparison, and programs that want a score they did not earn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll.extras.sandbox.code_tests import CallTest, CodeTest, ProgramTest, parse_tests
+from roll.extras.sandbox.harness import decode, encode
+from roll.extras.sandbox.pool import Sandbox, SandboxLimits
+from roll.extras.sandbox.verifier import CodeConfig, CodeVerifier, extract_code, same_output, same_value
+from roll.rewards import VERIFIERS, Sample, Verdict
+from roll.rewards.types import SandboxUnavailableError
+from tests.unit.extras.sandbox.code_forms import FORMS
+
+LIMITS = {"wall_seconds": 5, "cpu_seconds": 5, "memory_mb": 256, "output_kb": 64}
+ADD = "def add(a, b):\n    return a + b\n"
+ADD_TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def isolation():
+    try:
+        Sandbox()
+    except SandboxUnavailableError as error:
+        pytest.skip(f"nothing isolates programs here: {error}")
+
+
+def score(code: str | None, tests: object, extra: dict | None = None, **args) -> Verdict:
+    response = "No idea." if code is None else f"Here it is:\n```python\n{code}\n```\nDone."
+    sample = Sample(prompt="?", response=response, ground_truth=tests, data_source="code", extra_info=extra or {})
+    verifier = CodeVerifier(CodeConfig(**{"limits": SandboxLimits(**LIMITS), **args}))
+    return asyncio.run(verifier.score(sample))
+
+
+# --- honest programs --------------------------------------------------------------------------------------------------
+
+PROGRAM = "a, b = map(int, input().split())\nprint(a + b)"
+PROGRAM_TESTS = [{"input": "1 2\n", "output": "3\n"}, {"stdin": "5 -7", "stdout": "-2"}]
+CALLS = {"fn_name": "add", "inputs": [[1, 2], [[1], [2]], ["a", "b"]], "outputs": [3, [1, 2], "ab"]}
+HUMAN_EVAL = {
+    "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate([1], [2]) == [1, 2]\n",
+    "entry_point": "add",
+}
+
+
+@pytest.mark.parametrize(
+    ("code", "tests"),
+    [
+        (PROGRAM, PROGRAM_TESTS),
+        (PROGRAM, json.dumps(PROGRAM_TESTS)),
+        (PROGRAM, {"inputs": ["1 2", ["3 4"]], "outputs": ["3", ["7"]]}),
+        (ADD, CALLS),
+        ("class Solution:\n    def add(self, a, b):\n        return a + b\n", CALLS),
+        (ADD, ADD_TESTS),
+        (ADD, HUMAN_EVAL),
+        (ADD, json.dumps(HUMAN_EVAL)),
+        (ADD, "assert add(2, 2) == 4"),
+        (ADD, ["import math", "assert add(2, 2) == math.sqrt(16)"]),
+        (ADD, {"test": HUMAN_EVAL["test"] + "check(add)"}),
+    ],
+)
+def test_right_programs_score_in_every_format(code, tests):
+    verdict = score(code, tests)
+    assert (verdict.score, verdict.correct, verdict.answer) == (1.0, True, code.strip())
+    assert verdict.parts == {"tests_passed": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("code", "tests"),
+    [
+        (PROGRAM.replace("+", "-"), PROGRAM_TESTS),
+        (ADD.replace("+", "-"), CALLS),
+        (ADD.replace("+", "-"), ADD_TESTS),
+        (ADD.replace("+", "-"), HUMAN_EVAL),
+        ("def other(): pass", CALLS),
+        ("def other(): pass", ADD_TESTS),
+        ("def add(:", ADD_TESTS),
+        ("def add(:", PROGRAM_TESTS),
+        ("raise ValueError", ADD_TESTS),
+    ],
+)
+def test_wrong_programs_do_not(code, tests):
+    verdict = score(code, tests)
+    assert (verdict.score, verdict.correct) == (0.0, False) and verdict.answer is not None
+
+
+def test_no_program_is_no_answer():
+    verdict = score(None, ADD_TESTS)
+    assert (verdict.score, verdict.correct, verdict.answer) == (0.0, False, None)
+
+
+def test_the_score_can_be_the_share_of_tests():
+    tests = {"fn_name": "f", "inputs": [[n] for n in range(4)], "outputs": [0, 1, 2, 30]}
+    verdict = score("def f(n):\n    return n", tests, partial=True)
+    assert (verdict.score, verdict.correct) == (0.75, False)
+    verdict = score("def f(n):\n    return n", tests)
+    assert (verdict.score, verdict.correct) == (0.0, False)
+
+
+@pytest.mark.parametrize("ending", ["while True: pass", "os._exit(0)", "sys.exit(0)", "os.kill(os.getpid(), 9)"])
+def test_a_test_that_ends_the_program_costs_that_test_only(ending):
+    code = f"import os, sys\ndef f(n):\n    if n == 1:\n        {ending}\n    return n"
+    tests = {"fn_name": "f", "inputs": [[0], [1], [2], [3]], "outputs": [0, 1, 2, 3]}
+    limits = SandboxLimits(**{**LIMITS, "wall_seconds": 2})
+    assert score(code, tests, partial=True, limits=limits).score == 0.75
+    assert score(code, [f"assert f({n}) == {n}" for n in range(4)], partial=True, limits=limits).score == 0.75
+
+
+def test_tests_can_be_limited_and_in_another_column():
+    assert score(ADD, None, {"cases": [*ADD_TESTS, "assert add(1, 1) == 3"]}, tests_key="cases", max_tests=2).correct
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("LiveCodeBench, functional, private", "unittest (BigCodeBench)", "KodCode", "lists of nodes"),
+        *("a large value", "a large output", "names without imports, in a program"),
+    ],
+)
+def test_forms_of_public_datasets_in_the_sandbox(name):
+    form = next(form for form in FORMS if form.name == name)
+    args = {"limits": SandboxLimits(**{**LIMITS, **form.args.get("limits", {})})}
+    assert score(form.right[0], form.tests, form.extra, **args).score == 1.0
+    assert score(form.wrong[0], form.tests, form.extra, **args).score == 0.0
+
+
+def test_an_open_block_counts_where_the_response_was_not_cut_off():
+    verifier = CodeVerifier(CodeConfig(limits=SandboxLimits(**LIMITS)))
+    for truncated, expected in ((False, 1.0), (True, 0.0)):
+        sample = Sample("?", f"```python\n{ADD}", ADD_TESTS, "code", truncated=truncated)
+        assert asyncio.run(verifier.score(sample)).score == expected
+
+
+def test_total_time_is_bounded():
+    tests = [{"input": str(n), "output": "1"} for n in range(50)]
+    limits = SandboxLimits(**{**LIMITS, "wall_seconds": 0.5})
+    verdict = score("import time\ntime.sleep(9)", tests, partial=True, limits=limits, total_timeout=1.2)
+    assert verdict.score == 0.0
+
+
+def test_columns_with_setup_and_entry_point():
+    extra = {"test_setup_code": "offset = 10", "entry_point": "add"}
+    assert score(ADD, ["assert add(1, 2) + offset == 13"], extra).correct
+    assert score(ADD, HUMAN_EVAL["test"], extra).correct
+
+
+@pytest.mark.parametrize(
+    ("code", "tests"),
+    [
+        ("def f(x):\n    x.sort()", ["a = [3, 1]\nf(a)\nassert a == [1, 3]"]),
+        ("def f(n):\n    yield from range(n)", ["assert list(f(3)) == [0, 1, 2]"]),
+        ("def f(x):\n    raise ValueError('no')",
+         ["try:\n    f(1)\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'no'"]),
+        ("class Box:\n    def __init__(self, n):\n        self.n = n\n    def get(self):\n        return self.n\n"
+         "def total(boxes):\n    return sum(box.n for box in boxes)",
+         ["assert total([Box(1), Box(2)]) == 3", "b = Box(5)\nassert b.get() == 5 and b.n == 5"]),
+        ("def f():\n    return (1, {2: [3.5]}, {4}, b'5', None, 6j, 2**80)",
+         ["assert f() == (1, {2: [3.5]}, {4}, b'5', None, 6j, 2**80)", "assert isinstance(f(), tuple)"]),
+        ("from collections import Counter\ndef f(s):\n    return Counter(s)", ["assert f('aab') == {'a': 2, 'b': 1}"]),
+        ("def f(x):\n    return x / 3",
+         ["assert math.isclose(f(1), 1 / 3)", "import math\nassert math.floor(f(7)) == 2"]),
+        ("def f(x, *, by=2):\n    return x * by", ["assert f(2, by=5) == 10", "assert f('é\\n') == 'é\\né\\n'"]),
+        ("def f(n):\n    print('noise', n)\n    return n", ["assert f(1) == 1"]),
+        ("def f(n):\n    return n\nif __name__ == '__main__':\n    print(f(int(input())))", ["assert f(1) == 1"]),
+    ],
+)  # fmt: skip
+def test_assertions_see_values_objects_and_exceptions_of_the_program(code, tests):
+    assert score(code, tests, partial=True).score == 1.0
+
+
+# --- dishonest programs -----------------------------------------------------------------------------------------------
+
+_WRITE_ANSWERS = """
+import json, os, sys, time
+def write(text):
+    for descriptor in range(3, 64):
+        try:
+            os.write(descriptor, text)
+        except OSError:
+            pass
+def token():
+    frame = sys._getframe()
+    while frame is not None:
+        for value in frame.f_locals.values():
+            if isinstance(value, dict) and "token" in value:
+                return value["token"]
+        frame = frame.f_back
+"""
+FORGERIES = {
+    # The answers to come, written before the questions: a load, then a value for whatever is asked.
+    "written_at_load": _WRITE_ANSWERS
+    + """
+write(b'{"names": {"add": 0}}\\n' + b'{"value": 3, "args": []}\\n{"value": [1, 2], "args": []}\\n' * 4)
+time.sleep(100)
+""",
+    "written_in_the_call": _WRITE_ANSWERS
+    + """
+def add(a, b):
+    write(json.dumps({"value": a + b, "args": []}).encode() + b"\\n")
+    time.sleep(100)
+""",
+    "written_in_the_call_with_its_token_and_gone": _WRITE_ANSWERS
+    + """
+def add(a, b):
+    write(json.dumps({"value": a + b, "args": [], "token": token()}).encode() + b"\\n")
+    os._exit(0)
+""",
+    "written_in_the_call_beside_what_it_returns": _WRITE_ANSWERS
+    + """
+def add(a, b):
+    write(json.dumps({"value": a + b, "args": [], "token": token()}).encode() + b"\\n")
+    return None
+""",
+    "exit": "import sys; sys.exit(0)",
+    "hard_exit": "import os; os._exit(0)",
+    "exit_in_the_call": "import os\ndef add(a, b): os._exit(0)",
+    "exit_by_exception": "def add(a, b): raise SystemExit(0)",
+    "equal_to_everything": """
+class Any:
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+def add(a, b): return Any()
+""",
+    "equal_number": """
+class Any(int):
+    def __eq__(self, other): return True
+def add(a, b): return Any(12345)
+""",
+    "equal_text": """
+class Any(str):
+    def __eq__(self, other): return True
+    __hash__ = str.__hash__
+def add(a, b): return Any("x")
+""",
+    "equal_list": """
+class Any(list):
+    def __eq__(self, other): return True
+def add(a, b): return Any()
+""",
+    "patched_builtins": """
+import builtins
+builtins.AssertionError = type("A", (Exception,), {})
+builtins.compile = lambda *a, **k: "pass"
+builtins.exec = lambda *a: None
+abs = len = all = isinstance = lambda *a: True
+def add(a, b): return -1
+""",
+    "patched_json": """
+import json
+json.dumps = lambda *a, **k: '{"ok": true}'
+def add(a, b): return -1
+""",
+    "patched_main": """
+import sys, __main__
+for value in list(vars(__main__).values()):
+    if isinstance(value, type):
+        for key in ("say", "_run", "run"):
+            if hasattr(value, key):
+                setattr(value, key, lambda *a, **k: {"ok": True})
+def add(a, b): return -1
+""",
+    "prints_a_verdict": """
+import os
+print('{"load": null}\\n{"ok": true}\\n{"ok": true}', flush=True)
+os._exit(0)
+""",
+    "writes_to_all_descriptors": """
+import os
+for n in range(64):
+    try:
+        os.write(n, b'{"load": null}\\n{"ok": true}\\n{"value": 3}\\n{"ok": true}\\n')
+    except OSError:
+        pass
+def add(a, b): return -1
+""",
+    "forges_answers": """
+import os
+for n in range(3, 64):
+    try:
+        os.write(n, b'{"names": {"add": 0}}\\n' + b'{"value": {"ok": true}}\\n' * 9)
+    except OSError:
+        pass
+def add(a, b): return -1
+""",
+    "kills_the_tester": "import os\nos.kill(os.getppid(), 9)\ndef add(a, b): return -1",
+    "stops_the_tester": "import os\nos.kill(os.getppid(), 19)\ndef add(a, b): return -1",
+    "alarms_the_tester": "import os\nos.kill(os.getppid(), 14)\ndef add(a, b): return -1",
+    "kills_all": "import os\ndef add(a, b): os.kill(-1, 9)",
+    "looks_for_expected_values": """
+import gc, sys
+def add(a, b):
+    words = ["".join(("ass", "ert add")), "".join(("candi", "date(1"))]  # not to find itself
+    seen = [sys.argv]
+    frame = sys._getframe()
+    while frame:
+        seen += [frame.f_locals, frame.f_globals]
+        frame = frame.f_back
+    for kept in seen + gc.get_objects():
+        items = kept.values() if type(kept) is dict else kept if type(kept) in (list, tuple) else ()
+        for item in list(items):
+            if isinstance(item, str) and item not in words and any(word in item for word in words):
+                return a + b
+    return -1
+""",
+    "reads_the_plan": """
+import os
+def add(a, b):
+    text = b""
+    for n in range(3):
+        try:
+            os.lseek(n, 0, 0)
+            text += os.read(n, 10000)
+        except OSError:
+            pass
+    for root in ("/proc/self/fd", f"/proc/{os.getppid()}/fd", "/dev/fd"):
+        try:
+            for name in os.listdir(root):
+                text += open(f"{root}/{name}", "rb").read()
+        except OSError:
+            pass
+    return a + b if text else -1
+""",
+    "clears_the_arguments": """
+def add(a, b):
+    if isinstance(a, list):
+        a.clear()
+    return []
+""",
+    "huge_value": "def add(a, b): return 'x' * 10**6",
+    "deep_value": """
+def add(a, b):
+    x = []
+    for _ in range(100000):
+        x = [x]
+    return x
+""",
+    "endless_iterator": """
+def add(a, b):
+    while True:
+        yield a + b
+""",
+    "module_instead": """
+import types
+math = types.SimpleNamespace(isclose=lambda *a: True)
+def add(a, b): return -1
+""",
+    "never_returns": "import time\ndef add(a, b): time.sleep(1000)",
+    "hangs_at_load": "import time; time.sleep(1000)",
+    "leaves_a_child": "import os\nif os.fork(): os._exit(0)\ndef add(a, b): return -1",
+}
+KINDS = {
+    "assertions": [*ADD_TESTS, "assert math.isclose(add(1, 1), 2)"],
+    "calls": {"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [1, 2]]},
+    "check": HUMAN_EVAL,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_forgeries_score_nothing(forgery, kind):
+    verdict = score(
+        FORGERIES[forgery], KINDS[kind], partial=True, limits=SandboxLimits(**{**LIMITS, "wall_seconds": 0.5})
+    )
+    assert (verdict.score, verdict.correct) == (0.0, False)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os\nos._exit(0)",
+        "import sys\nsys.exit(0)",
+        "print('3')\nimport os\nos._exit(1)",
+        "import glob\nfor path in glob.glob('/tmp/**', recursive=True):\n    print(open(path).read())",
+        "import sys\nprint(sys.stdin.read())",
+        "while True: print(3)",
+    ],
+)
+def test_programs_cannot_read_or_claim_the_expected_output(code):
+    assert score(code, PROGRAM_TESTS, partial=True).score == 0.0
+
+
+# --- malformed rows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        (None, "tests: seen None"),
+        ([], r"tests: seen \[\]"),
+        (7, "tests: seen 7"),
+        ([{"input": "1"}], "expected one of stdout and output"),
+        ([{"input": "1", "stdin": "1", "output": "2"}], "expected one of stdin and input"),
+        ([{"input": 1, "output": "2"}], r"tests\[0\].input: seen 1, expected text"),
+        ([{"input": "1", "output": "2"}, "assert True"], "expected tests of one kind"),
+        ({"inputs": [[1]], "outputs": []}, "lists of one length"),
+        ({"inputs": [], "outputs": []}, "at least 1"),
+        ({"fn_name": "f", "inputs": [1], "outputs": [2]}, r"tests.inputs\[0\].inputs: seen 1, expected the list"),
+        ({"fn_name": "f(); g", "inputs": [[1]], "outputs": [2]}, r"tests.fn_name: seen 'f\(\); g'"),
+        ({"wrong": 1}, "seen the key 'wrong', which is not understood"),
+        (["assert f(1 ="], "seen code that does not parse"),
+        ("{'not': json}", "tests|seen code"),
+        ({"test": 3}, "tests.test: seen 3, expected a list of tests"),
+        ("", "asks nothing of the program and passes for any"),
+        ([""], "asks nothing of the program"),
+        ({"test": HUMAN_EVAL["test"]}, r"asks nothing .* check\(candidate\) with its entry_point"),
+        ({"test": "METADATA = {'author': None}\n" + HUMAN_EVAL["test"]}, "asks nothing of the program"),
+        (["import math", "assert 1 == 1"], "asks nothing of the program"),
+    ],
+)
+def test_malformed_tests_are_errors_and_no_zero(tests, message):
+    if tests == "{'not': json}":  # valid Python: a test that can only fail with NameError
+        assert isinstance(parse_tests(tests).tests[0], CodeTest)
+        return
+    with pytest.raises(ValueError, match=message):
+        score(ADD, tests)
+
+
+def test_tests_that_need_a_missing_module_are_an_error():
+    with pytest.raises(ValueError, match=r"'no_such_module\.part', which the programs' Python does not have"):
+        score(ADD, ["import no_such_module.part\nassert add(1, 2) == 3"])
+
+
+EVALPLUS = """import numpy as np
+
+def is_floats(x):
+    if isinstance(x, np.ndarray):
+        return x.dtype == np.float64 or x.dtype == np.float32
+    return isinstance(x, float) or isinstance(x, (list, tuple)) and all(isinstance(i, float) for i in x)
+
+def assertion(out, exp, atol):
+    if atol == 0 and is_floats(exp):
+        atol = 1e-6
+    if out != exp and atol != 0:
+        assert np.allclose(out, exp, rtol=1e-07, atol=atol)
+    else:
+        assert out == exp
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "expected", "right"),
+    [
+        ("def f(x): return [x / 3, x]", [0.3333333, 1.0], True),
+        ("def f(x): return [x / 3, x]", [0.3334, 1.0], False),
+        ("def f(x): return [x / 3]", [0.3333333, 1.0], False),
+        ("def f(x): return 5.0", float("inf"), False),
+        ("def f(x): return None", 5.0, False),
+    ],
+)
+def test_the_tests_of_evalplus_need_no_numpy(program, expected, right):
+    calls = f"assertion(f(1.0), {expected!r}, 0)".replace("inf", "np.inf")
+    check = f"def check(candidate):\n    assertion(candidate(1.0), {expected!r}, 0)".replace("inf", "np.inf")
+    assert score(program, f"{EVALPLUS}\n{calls}\n").correct is right
+    assert score(program, f"{EVALPLUS}\n{check}\n", {"entry_point": "f"}).correct is right
+
+
+def test_what_the_stand_in_of_numpy_lacks_and_a_missing_column_are_errors():
+    with pytest.raises(ValueError, match=r"'numpy\.linalg', which the programs' Python does not have"):
+        score(ADD, ["import numpy as np\nassert np.linalg.norm(add(1, 2)) == 3"])
+    with pytest.raises(ValueError, match=r"tests_key: seen 'cases', expected one of the columns \['other'\]"):
+        score(ADD, ADD_TESTS, {"other": 1}, tests_key="cases")
+
+
+def test_parsed_tests():
+    assert parse_tests(PROGRAM_TESTS).tests == (ProgramTest("1 2\n", "3\n"), ProgramTest("5 -7", "-2"))
+    assert parse_tests(CALLS).tests[0] == CallTest("add", [1, 2], 3)
+    assert parse_tests(HUMAN_EVAL).tests[0].code.endswith("check(add)\n")
+    assert parse_tests({"test": "assert f() == 1"}, entry_point="f").tests == (CodeTest("assert f() == 1"),)
+
+
+# --- where the program is ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "where", "code"),
+    [
+        ("```python\na\n```", "fence", "a\n"),
+        ("```python\na\n```\nthen\n```py\nb\n```", "fence", "b\n"),
+        ("```\na\n```", "fence", "a\n"),
+        ("```python\na\n```\n```bash\nls\n```", "fence", "a\n"),
+        ("```python\na\n```\n```python\nunfinished", "fence", "a\n"),
+        ("```python\nunfinished", "fence", None),
+        ("```python\n\n```", "fence", None),
+        ("```python\nx = '''\n``` inside\n'''\n```", "fence", "x = '''\n``` inside\n'''\n"),
+        ("<think>```python\na\n```</think>none", "fence", None),
+        ("<think>x</think>```python\na\n```", "fence", "a\n"),
+        ("a", "fence", None),
+        ("<answer>a</answer>", "answer", "a"),
+        ("<answer>a</answer> or <answer>\n```python\nb\n```\n</answer>", "answer", "b\n"),
+        ("<answer>a", "answer", None),
+        ("a", "answer", None),
+        (" a ", "whole", "a"),
+        ("", "whole", None),
+    ],
+)  # fmt: skip
+def test_where_the_program_is(response, where, code):
+    assert extract_code(response, where) == code
+
+
+# --- comparison -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "tolerance", "same"),
+    [
+        ("1 2\n3\n", "1 2\n3", 0, True),
+        ("1 2 \r\n\n", "1 2", 0, True),
+        ("1  2", "1 2", 0, False),
+        ("1\n\n2", "1\n2", 0, False),
+        ("", "", 0, True),
+        ("1", "", 0, False),
+        ("0.33333", "0.333333", 1e-4, True),
+        ("0.33333", "0.333333", 0, False),
+        ("1.0", "1", 1e-9, True),
+        ("1000001", "1000000", 1e-5, True),
+        ("nan", "1", 1.0, False),
+        ("inf", "1e999", 1.0, False),
+        ("1e999", "1", 1.0, False),
+        ("1_0", "10", 1e-9, False),
+        ("YES 1.0", "YES 1", 1e-9, True),
+        ("1 1", "1", 1e-9, False),
+    ],
+)  # fmt: skip
+def test_outputs_are_compared_by_lines(given, expected, tolerance, same):
+    assert same_output(given, expected, tolerance) is same
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "same"),
+    [
+        ((1, (2,)), [1, [2]], True),
+        ({1: 2}, {"1": 2}, True),
+        (True, 1, False),
+        (1, True, False),
+        (1, 1.0, True),
+        ("1", 1, False),
+        (None, None, True),
+        ({1}, [1], False),
+        ([1, 2], [1], False),
+        ({"a": 1}, {"a": 1, "b": 2}, False),
+        (10**400, 1.0, False),
+        (0.1 + 0.2, 0.3, True),
+        (10**12 + 1.0, 10**12, False),
+        (0.333, 1 / 3, False),
+        ({1, 2}, {2, 1}, True),
+    ],
+)  # fmt: skip
+def test_values_are_compared_as_json(given, expected, same):
+    assert same_value(given, expected) is same
+
+
+def test_values_can_have_a_tolerance():
+    assert same_value([0.1 + 0.2, {"a": 1e9 + 1}], [0.3, {"a": 1e9}], 1e-6)
+    assert not same_value(10**400, 1.0, 1e-6) and not same_value(float("nan"), 1.0, 10.0)
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers(), inner)
+        | st.sets(st.integers())
+        | st.frozensets(st.text())
+    ),
+    max_leaves=10,
+)
+
+
+@given(PLAIN)
+def test_plain_values_cross_processes_unchanged(value):
+    back = decode(json.loads(json.dumps(encode(value))))
+    assert back == value and type(back) is type(value)
+
+
+# --- configuration ----------------------------------------------------------------------------------------------------
+
+
+def test_it_is_registered_with_rules_between_its_keys():
+    assert VERIFIERS.get("code") is CodeVerifier and CodeVerifier.config_class is CodeConfig
+    assert not list(CodeConfig().problems())
+    (problem,) = CodeConfig(total_timeout=1).problems()
+    assert str(problem) == "total_timeout: seen 1.0, expected at least limits.wall_seconds = 10.0"

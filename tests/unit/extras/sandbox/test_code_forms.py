@@ -1,0 +1,120 @@
+"""The forms of tests that public datasets have: right programs score in each, wrong ones in none."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import pickle
+import zlib
+
+import pytest
+
+from roll.extras.sandbox.code_tests import CallTest, parse_tests
+from roll.extras.sandbox.verifier import CodeConfig, CodeVerifier
+from roll.rewards import Sample
+from tests.unit.extras.sandbox.code_forms import ADD, EURUS, FORMS, IO, LCB_COLUMN, private
+from tests.unit.extras.sandbox.forked_sandbox import forked
+
+
+async def _wrong_scores(forms, wrong):
+    """Where a right program does not score, or a wrong one does."""
+    failures = []
+    for form in forms:
+        with forked(**form.args) as score:
+            for wanted, programs in ((1.0, form.right), (0.0, form.wrong[wrong])):
+                for program in programs:
+                    seen = await score(program, form.tests, form.extra)
+                    failures += [] if seen == wanted else [(form.name, program, seen)]
+    return failures
+
+
+def test_right_programs_score_in_every_form_and_wrong_ones_in_none():
+    assert len({form.name for form in FORMS}) == len(FORMS) > 100
+    assert asyncio.run(_wrong_scores(FORMS, slice(1))) == []
+
+
+@pytest.mark.slow
+def test_further_wrong_programs_score_in_no_form():
+    assert asyncio.run(_wrong_scores(FORMS, slice(1, None))) == []
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        ([{"input": "1", "output": "2", "checker": "int main() {}"}], r"tests\[0\]: seen the key 'checker'"),
+        ({**IO, "weights": [1, 2]}, "seen the key 'weights', which is not understood"),
+        ([{"input": "1", "output": "2"}, {"input": "1", "output": "2", "tolerance": 1}], r"tests\[1\]: seen the key"),
+        ([{"type": "interactive", "input": "1", "output": "2"}], "seen the type 'interactive', expected one of stdin"),
+        ([{"testtype": "special", "input": "1", "output": "2"}], "seen the type 'special'"),
+        ({"language": "cpp", "test_cases": [{"input": "1", "output": "2"}]}, "language: seen 'cpp', expected python"),
+        (LCB_COLUMN, r"tests\[0\]: seen a call without the name of its function"),
+        ({"fn_name": "f", "inputs": [[1]], "outputs": [1, 2]}, "seen 1 inputs and 2 outputs"),
+        ({"fn_name": "f", "inputs": [], "outputs": []}, "seen 0 inputs and 0 outputs, .* at least 1"),
+        ({"fn_name": "f", "inputs": ["not json"], "outputs": ["1"]}, "expected one JSON value a line"),
+        ({"fn_name": 3, "inputs": [[1]], "outputs": [1]}, "fn_name: seen 3"),
+        ({"inputs": [[1]], "outputs": [[2]]}, "seen 1, expected text, or fn_name beside it"),
+        ([{"input": "1", "output": "2"}, {"fn_name": "f", "input": [1], "output": 2}], "expected tests of one kind"),
+        ([{"input": "1", "output": "2"}, "assert f(1) == 2"], "expected tests of one kind"),
+        ([{"input": "1", "output": "2", "test": "assert f(1) == 2"}], "expected either code or input and output"),
+        ([{"type": "assert", "input": "1", "output": "2"}], "seen input and output in a test of code"),
+        ([["1", "2"]], r"tests\[0\]: seen \['1', '2'\], expected an object"),
+        ([{}], "expected the keys input and output, or code"),
+        ({"test_cases": []}, "expected a list of tests"),
+        ({"type": "function_call", "test_cases": "hello"}, "expected tests as JSON"),
+        ("assert 'x' in {response}", "code about the text of the response"),
+        ("def test_it(tmp_path):\n    assert f(tmp_path) == 2", "test_it needs tmp_path: fixtures"),
+        ({"test": "assert f(1) == 2", "entry_point": "f("}, "entry_point: seen 'f\\('"),
+        (base64.b64encode(zlib.compress(pickle.dumps([1, 2]))).decode(), "compressed tests .* a pickle with"),
+        (base64.b64encode(zlib.compress(pickle.dumps(print))).decode(), "compressed tests .* a pickle with"),
+        (private(LCB_COLUMN)[:-40], "compressed tests that cannot be read"),
+    ],
+)
+def test_what_is_not_understood_is_an_error_of_the_row(tests, message):
+    with pytest.raises(ValueError, match=message):
+        parse_tests(tests)
+    row = Sample(prompt="?", response="", ground_truth=json.loads(json.dumps(tests)), data_source="code")
+    with pytest.raises(ValueError, match=message):
+        CodeVerifier.check_row(CodeConfig(), row)
+
+
+def test_rows_are_read_by_the_keys_of_the_configuration_up_to_a_bound(monkeypatch):
+    row = Sample(prompt="?", response="", ground_truth=None, data_source="code", extra_info={"cases": EURUS})
+    CodeVerifier.check_row(CodeConfig(tests_key="cases"), row)
+    with pytest.raises(ValueError, match="tests: seen None"):
+        CodeVerifier.check_row(CodeConfig(), row)
+    monkeypatch.setattr("roll.extras.sandbox.code_tests._MAX_BYTES", 1000)
+    with pytest.raises(ValueError, match="compressed tests that cannot be read: more than"):
+        parse_tests(private([{"input": "1" * 2000, "output": "2"}]))
+
+
+def test_values_and_arguments_are_read_as_they_are_written():
+    assert parse_tests(EURUS).tests[0] == CallTest("add", [1, 2], [3]) and parse_tests(EURUS).wrapped
+    lines = {"fn_name": "f", "inputs": ['[1, 2]\n"x"'], "outputs": ['{"a": null}']}
+    assert parse_tests(lines).tests == (CallTest("f", [[1, 2], "x"], {"a": None}),)
+    named = parse_tests([{"input": "nums = [3, 3], target = 6", "output": "[0, 1]"}], entry_point="Solution().twoSum")
+    assert named.tests == (CallTest("twoSum", [], [0, 1], {"nums": [3, 3], "target": 6}),)
+    assert not parse_tests([{**LCB_COLUMN[0], "output": "[3]", "fn_name": "f"}]).wrapped
+
+
+@pytest.mark.parametrize("partial", [False, True])
+async def test_wrapped_values_are_read_in_one_way_throughout(partial):
+    tests = {"fn_name": "f", "inputs": [[1], [2], [3]], "outputs": [[1], [2], [3]]}
+
+    with forked(partial=partial) as score:
+        mixed = "def f(n):\n    return n if n == 1 else [n]\n"
+        assert [await score(program, tests) for program in ("def f(n):\n    return n\n", mixed)] == [
+            1.0,
+            pytest.approx(2 / 3) if partial else 0.0,
+        ]
+
+
+async def test_code_that_asks_nothing_is_no_test_of_its_own():
+    suite = parse_tests(["import math", "assert math.floor(add(1, 2)) == 3", "assert True"])
+    assert [test.code for test in suite.tests] == ["assert math.floor(add(1, 2)) == 3\nassert True"]
+
+    with forked(partial=True) as score:
+        assert [await score(program, ["assert True", "assert add(1, 2) == 3"]) for program in (ADD, "pass")] == [
+            1.0,
+            0.0,
+        ]

@@ -1,0 +1,240 @@
+"""Programs on a sandbox service: a real HTTP server on loopback that runs them in this library's own sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from roll.configs.parsing import rules_broken, section_problems
+from roll.extras.sandbox.pool import Sandbox, SandboxLimits
+from roll.extras.sandbox.verifier import CodeConfig, CodeVerifier
+from roll.rewards import RewardError, Sample, Verdict
+from roll.rewards.types import SandboxUnavailableError
+
+ADD = "def add(a, b):\n    return a + b\n"
+SUBTRACT = ADD.replace("+", "-")
+CALLS = {"fn_name": "add", "inputs": [[1, 2], ["a", "b"]], "outputs": [3, "ab"]}
+ASSERTIONS = ["assert add(1, 2) == 3", "assert add(0, 5) == 5"]
+PROGRAM = "a, b = map(int, input().split())\nprint(a + b)"
+PROGRAMS = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 -7", "output": "-2"}]
+KEY = "sk-remote-very-secret"
+
+
+class Service(ThreadingHTTPServer):
+    """Speaks SandboxFusion's interface; ``faults`` are answered first, as status and body."""
+
+    daemon_threads = True
+
+    def __init__(self, faults: list[tuple[int, str]]) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.faults = faults
+        self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.authorizations: list[str | None] = []
+        self.lock = threading.Lock()
+        self.running = self.most = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Service
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        with self.server.lock:
+            self.server.requests.append((self.path, body))
+            self.server.authorizations.append(self.headers["authorization"])
+            fault = self.server.faults.pop(0) if self.server.faults else None
+            self.server.running += 1
+            self.server.most = max(self.server.most, self.server.running)
+        status, content = fault or (200, json.dumps(self.answer(body)))
+        with self.server.lock:
+            self.server.running -= 1
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content.encode())))
+        self.end_headers()
+        self.wfile.write(content.encode())
+
+    @staticmethod
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        limits = SandboxLimits(wall_seconds=body["run_timeout"], memory_mb=body["memory_limit_MB"])
+        done = asyncio.run(Sandbox().run_program(body["code"], body["stdin"], limits))
+        run = {
+            "status": "TimeLimitExceeded" if done.timed_out else "Finished",
+            "execution_time": done.wall_s,
+            "return_code": None if done.timed_out else done.exit_code,
+            "stdout": done.stdout,
+            "stderr": done.stderr,
+        }
+        good = run["status"] == "Finished" and done.exit_code == 0
+        return {"status": "Success" if good else "Failed", "message": "", "compile_result": None, "run_result": run}
+
+    def log_message(self, *args: Any) -> None:
+        """Keeps the test's output clean."""
+
+
+@contextmanager
+def serving(*faults: tuple[int, str]) -> Iterator[Service]:
+    try:
+        Sandbox()
+    except SandboxUnavailableError as error:
+        pytest.skip(f"nothing isolates programs here: {error}")
+    service = Service(list(faults))
+    thread = threading.Thread(target=service.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield service
+    finally:
+        service.shutdown()
+        thread.join()
+        service.server_close()
+
+
+def score_all(url: str, codes: list[str], tests: object, remote: dict[str, Any] | None = None, **args: Any):
+    config = CodeConfig(
+        remote={"url": url, "retry_wait": 0.01, **(remote or {})},
+        **{"limits": SandboxLimits(wall_seconds=3, memory_mb=256), **args},
+    )
+    assert not list(rules_broken(config))
+
+    async def run() -> list[Verdict]:
+        verifier = CodeVerifier(config)
+        samples = [Sample("?", f"```python\n{code}\n```", tests, "code") for code in codes]
+        try:
+            return await asyncio.gather(*map(verifier.score, samples))
+        finally:
+            await verifier.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "tests"),
+    [(PROGRAM, PROGRAM.replace("+", "-"), PROGRAMS), (ADD, SUBTRACT, CALLS), (ADD, SUBTRACT, ASSERTIONS)],
+    ids=["programs", "calls", "assertions"],
+)
+def test_programs_score_as_in_the_local_sandbox(good: str, bad: str, tests: object) -> None:
+    with serving() as service:
+        right, wrong = score_all(service.url, [good, bad], tests, partial=True)
+    assert (right.score, right.correct) == (1.0, True)
+    assert right.parts == {"tests_passed": 1.0, "request_retries": 0.0}
+    assert not wrong.correct and wrong.score < 1
+    path, body = service.requests[0]
+    assert path == "/run_code" and body["language"] == "python"
+    assert (body["memory_limit_MB"], body["run_timeout"] <= 8) == (256, True)
+
+
+@pytest.mark.parametrize(
+    "forgery",
+    [
+        "import os\nos._exit(0)",
+        "def add(a, b):\n    import os\n    os._exit(0)",
+        "import builtins\nbuiltins.compile = lambda *a, **k: None\ndef add(a, b):\n    return 0",
+        "class Yes:\n    def __eq__(self, other):\n        return True\ndef add(a, b):\n    return Yes()",
+        "import sys, json\nfor n in (1, 2, 3):\n    sys.stdout.write(json.dumps({'ok': True}) + '\\n')",
+        "while True:\n    pass",
+    ],
+)
+def test_what_did_not_pass_the_tests_scores_nothing(forgery: str) -> None:
+    with serving() as service:
+        [verdict] = score_all(service.url, [forgery], ASSERTIONS, limits=SandboxLimits(wall_seconds=1, memory_mb=256))
+    assert (verdict.score, verdict.parts["tests_passed"]) == (0.0, 0.0)
+
+
+def test_a_test_that_takes_too_long_costs_that_test_only() -> None:
+    code = "def add(a, b):\n    while a == 1:\n        pass\n    return a + b"
+    with serving() as service:
+        limits = SandboxLimits(wall_seconds=1, memory_mb=256)
+        [verdict] = score_all(service.url, [code], ASSERTIONS, partial=True, limits=limits)
+    assert verdict.score == 0.5
+
+
+_ERROR = json.dumps({"status": "SandboxError", "message": "no pod is free"})
+
+
+def test_programs_may_do_without_imports() -> None:
+    with serving() as service:
+        program = "print(Counter(sys.stdin.readline().split())['a'])"
+        assert score_all(service.url, [program], [{"input": "a b a", "output": "2"}])[0].correct
+        function = "def f(x: List[int]) -> int:\n    return math.floor(sum(x))"
+        assert score_all(service.url, [function], ["assert f([1, 2]) == 3"])[0].correct
+
+
+def test_failures_of_the_service_are_tried_again_and_counted() -> None:
+    with serving((503, "busy"), (200, "<html>"), (200, _ERROR)) as service:
+        [verdict] = score_all(service.url, [PROGRAM], PROGRAMS, {"max_attempts": 4})
+    assert verdict.correct and verdict.parts["request_retries"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (
+            (200, _ERROR),
+            r"sandbox at http://127.*/run_code: status 'SandboxError': 'no pod is free' \(attempt 2 of 2\)",
+        ),
+        ((200, '{"status": "Success"}'), "expected the status of a run as JSON, seen"),
+        ((404, "not here"), "status 404, expected 200: 'not here'"),
+    ],
+)
+def test_a_service_that_does_not_run_the_program_is_an_error_and_no_zero(fault: tuple[int, str], message: str) -> None:
+    with serving(fault, fault) as service, pytest.raises(RewardError, match=message):
+        score_all(service.url, [PROGRAM], PROGRAMS, {"max_attempts": 2})
+
+
+def test_a_key_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("SANDBOX_KEY", KEY)
+    caplog.set_level(logging.DEBUG)
+    refused = pytest.raises(RewardError, match="<redacted> is unknown")
+    with serving((401, f"{KEY} is unknown")) as service, refused as caught:
+        score_all(service.url, [PROGRAM], PROGRAMS, {"api_key_env": "SANDBOX_KEY"})
+    assert service.authorizations == [f"Bearer {KEY}"]
+    assert KEY not in str(caught.value) and KEY not in caplog.text
+    with pytest.raises(ValueError, match=r"remote\.api_key_env: the environment variable NO_SUCH_KEY is not set"):
+        score_all("http://localhost:9", [PROGRAM], PROGRAMS, {"api_key_env": "NO_SUCH_KEY"})
+
+
+def test_no_more_than_max_concurrency_programs_run() -> None:
+    code = "import time\ntime.sleep(0.2)\nprint(3)"
+    with serving() as service:
+        verdicts = score_all(service.url, [code] * 5, PROGRAMS[:1], {"max_concurrency": 2})
+    assert [verdict.score for verdict in verdicts] == [1.0] * 5 and service.most == 2
+
+
+def test_a_silent_service_times_out() -> None:
+    class Silent(Handler):
+        def do_POST(self) -> None:
+            time.sleep(2)
+
+    with serving() as service:
+        service.RequestHandlerClass = Silent  # type: ignore[misc]
+        limits = SandboxLimits(wall_seconds=0.2, memory_mb=256)
+        with pytest.raises(RewardError, match=r"no answer within request_timeout = 0\.1 \+ 0\.2 seconds"):
+            score_all(service.url, [PROGRAM], PROGRAMS, {"request_timeout": 0.1, "max_attempts": 1}, limits=limits)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"remote": {"url": "sandbox"}}, r"remote.url: seen .sandbox., expected http\(s\)://host"),
+        ({"remote": {"url": "http://me:secret@host/run_code"}}, "remote.url: seen a login in it"),
+        ({"backend": "namespaces"}, "backend: seen .namespaces., expected no such key with remote"),
+        ({"limits": {"cpu_seconds": 3}}, r"limits.cpu_seconds: seen 3.0, expected no such key with remote.*told wall_"),
+    ],
+)
+def test_what_the_service_does_not_read_is_refused(args: dict[str, Any], message: str) -> None:
+    [problem] = section_problems(CodeConfig, {"remote": {"url": "http://host:8080"}, **args})
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(str(problem))
+    assert "secret" not in str(problem)

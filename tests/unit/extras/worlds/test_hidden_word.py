@@ -1,0 +1,137 @@
+"""The word game: marks, what may be hidden, rewards, the expert."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from gymnasium.utils.env_checker import check_env
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll.extras.worlds.hidden_word import HiddenWordEnv, marks
+from roll.extras.worlds.hidden_word_list import WORDS
+
+LETTERS = st.text("abc", min_size=5, max_size=5)
+
+
+def answer(word: str) -> str:
+    return f"<answer>{word}</answer>"
+
+
+@pytest.mark.parametrize(
+    ("guess", "word", "expected"),
+    [
+        ("crane", "crane", "+++++"),
+        ("erase", "creek", "o+..o"),
+        ("geese", "creek", ".o+.."),
+        ("allow", "lemon", ".o.+."),
+        ("aabbb", "bbaaa", "oooo."),
+    ],
+)
+def test_marks(guess: str, word: str, expected: str) -> None:
+    assert marks(guess, word) == expected
+
+
+@given(LETTERS, LETTERS)
+def test_a_letter_is_marked_as_often_as_both_words_have_it(guess: str, word: str) -> None:
+    marked = marks(guess, word)
+    for letter in set(guess):
+        told = [mark for mark, tried in zip(marked, guess, strict=True) if tried == letter]
+        assert sum(mark != "." for mark in told) == min(guess.count(letter), word.count(letter))
+        assert "o" not in told[told.index(".") :] if "." in told else True  # the first ones are marked
+    assert [mark == "+" for mark in marked] == [left == right for left, right in zip(guess, word, strict=True)]
+
+
+def test_the_words_are_of_five_letters_in_order_and_distinct() -> None:
+    assert list(WORDS) == sorted(set(WORDS))
+    assert all(len(word) == 5 and word.isascii() and word.islower() and word.isalpha() for word in WORDS)
+
+
+@pytest.mark.parametrize("history", [True, False])
+def test_the_observation_tells_the_guesses(history: bool) -> None:
+    env = HiddenWordEnv(words=["crane", "creek", "erase"], show_history=history)
+    seed = next(seed for seed in range(100) if env.reset(seed=seed) and env.expert_actions() and env._word == "creek")
+    assert env.reset(seed=seed)[0] == "No guess yet."
+    assert env.step(answer("Erase"))[0] == "erase o+..o"
+    text, reward, terminated, truncated, info = env.step(answer("creek"))
+    assert text == ("erase o+..o\ncreek +++++" if history else "creek +++++")
+    assert (reward, terminated, truncated, info["success"], info["action"]) == (1.0, True, False, True, "creek")
+
+
+def test_what_is_no_listed_word_tells_nothing_and_costs_a_guess() -> None:
+    env = HiddenWordEnv(max_steps=3, format_penalty=-0.25, reward_scale=2.0)
+    text, start = env.reset(seed=0)
+    for said, last in ((answer("zzzzz"), False), ("crane", False), (answer("crane crane"), True)):
+        after, reward, terminated, truncated, info = env.step(said)
+        assert (after, info["state_key"], info["action"]) == (text, start["state_key"], None)
+        assert (reward, terminated, truncated) == (-0.5, False, last)
+    with pytest.raises(RuntimeError, match="reset"):
+        env.step(answer("crane"))
+
+
+def test_each_place_is_paid_once_and_a_repeated_guess_tells_nothing_new() -> None:
+    env = HiddenWordEnv(words=["abcd", "abxx", "xbcx"], letter_reward=0.1, step_penalty=-0.01, solved_reward=1.0)
+    seed = next(seed for seed in range(100) if env.reset(seed=seed) and env._word == "abcd")
+    env.reset(seed=seed)
+    steps = [env.step(answer(word)) for word in ("abxx", "abxx", "xbcx", "abcd")]
+    assert [step[1] for step in steps] == pytest.approx([0.19, -0.01, 0.09, 1.09])
+    assert [step[4]["action_is_effective"] for step in steps] == [True, False, True, True]
+
+
+def test_the_splits_share_no_hidden_word_and_all_words_may_be_guessed() -> None:
+    hidden = {}
+    for split in ("train", "eval", "all"):
+        env = HiddenWordEnv(split=split)
+        assert env.action_names == WORDS
+        hidden[split] = set()
+        for seed in range(2000):
+            env.reset(seed=seed)
+            hidden[split].add(env._word)
+    assert not hidden["train"] & hidden["eval"]
+    assert (
+        hidden["all"] & hidden["train"]
+        and hidden["all"] & hidden["eval"]
+        and 0.1 < len(hidden["eval"]) / len(WORDS) < 0.3
+    )
+
+
+def test_the_expert_names_what_fits_and_wins_nearly_always() -> None:
+    env, rng, wins = HiddenWordEnv(), random.Random(0), 0
+    for seed in range(200):
+        env.reset(seed=seed)
+        left = len(env.expert_actions())
+        ended = False
+        while not ended:
+            fits = env.expert_actions()
+            assert env._word in fits and len(fits) <= left
+            left = len(fits)
+            _, _, solved, truncated, _ = env.step(answer(rng.choice(fits)))
+            ended = solved or truncated
+        wins += solved
+        assert not solved or env.expert_actions() == []
+    assert wins > 170
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["crane", "cran"], "words of 4 and 5 letters"),
+        (["Crane", "creek"], 'seen "Crane", expected words of one length, letters a to z'),
+        (["crane", "crane"], "expected every word once"),
+        (["crane"], "words: seen"),
+    ],
+)
+def test_words_that_cannot_be_played_are_refused(words: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        HiddenWordEnv(words=words)
+
+
+def test_a_split_without_words_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"holdout_fraction: seen 0\.01, expected at least one of 2 words"):
+        HiddenWordEnv(words=["crane", "creek"], split="eval", holdout_fraction=0.01)
+
+
+@pytest.mark.parametrize("history", [True, False])
+def test_gymnasium_accepts_it(history: bool) -> None:
+    check_env(HiddenWordEnv(show_history=history), skip_render_check=True)

@@ -1,0 +1,202 @@
+"""The shop: the catalogue and its search, commands as text and as calls of tools, what is paid, the expert."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from roll.configs.env import CustomEnvConfig
+from roll.data.renderer import ChatRenderer
+from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
+from roll.extras.worlds.catalogue import Catalogue, Goal, Product, catalogue
+from roll.extras.worlds.shop import ShopEnv
+from roll.models.tiny import make_tokenizer
+from roll.rollout.env_manager import EpisodeSpec, Limits, TrajEnvManager
+from roll.rollout.env_runner import EnvRunner
+
+SMALL = {"kinds": ["hat", "mug"], "attributes": {"colour": ["blue", "red"], "size": ["large", "small"]}, "num_shown": 1}
+PRODUCTS = [
+    Product("mug", ("red", "large"), 20),
+    Product("mug", ("red", "small"), 5),
+    Product("mug", ("blue", "small"), 7),
+    Product("hat", ("red", "small"), 9),
+]
+
+
+def answer(command: str) -> str:
+    return f"<answer>{command}</answer>"
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def in_shop(goal: Goal, **config: object) -> ShopEnv:
+    """An episode with this goal among ``PRODUCTS``."""
+    env = ShopEnv(**{**SMALL, "num_results": 3, **config})
+    env.catalogue = Catalogue(env.config.shelves(), PRODUCTS)
+    env.reset(seed=0)
+    env._goal = goal
+    return env
+
+
+def test_a_visit_is_told_and_paid() -> None:
+    env = in_shop(Goal("mug", ("red", "small"), 8), step_penalty=-0.01, goal_reward=2.0, reward_scale=0.5)
+    wanted = "Wanted: red mug, small, at most 8 francs."
+    assert env.observation() == wanted and env.expert_actions() == ["search red mug"]
+    text, reward, *_, info = env.step(answer(" Search  RED mug "))
+    assert text == f"{wanted}\n1. red mug, 20 francs\n2. red mug, 5 francs\n3. blue mug, 7 francs"
+    assert (info["action"], info["action_is_effective"], reward) == ("search red mug", True, -0.005)
+    assert env.expert_actions() == ["view 2"], "the first one costs too much"
+    text, *_ = env.step(answer("view 2"))
+    assert text.split("\n")[2] == "2. red mug, 5 francs, small" and env.expert_actions() == ["buy 2"]
+    text, reward, terminated, truncated, info = env.step(answer("buy 2"))
+    assert text == f"{wanted}\nYou bought: red mug, 5 francs, small."
+    assert reward == pytest.approx(0.5 * (2.0 - 0.01)) and info["success"] and (terminated, truncated) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("number", "score"),
+    [(1, 2 / 4), (2, 1.0), (3, 3 / 4)],  # red and large and dear; right; blue
+)
+def test_what_is_bought_is_paid_by_the_demands_that_it_meets(number: int, score: float) -> None:
+    env = in_shop(Goal("mug", ("red", "small"), 8))
+    env.step(answer("search red mug"))
+    _, reward, terminated, _, info = env.step(answer(f"buy {number}"))
+    assert terminated and reward == pytest.approx(score) and info["success"] == (score == 1)
+
+
+def test_another_kind_of_product_earns_nothing() -> None:
+    env = in_shop(Goal("mug", ("red", "small"), 9))
+    env.step(answer("search hat"))
+    assert env.step(answer("buy 1"))[1:3] == (0.0, True)
+
+
+@pytest.mark.parametrize("said", ["view 1", "buy 1", "buy 99"])
+def test_what_is_not_listed_cannot_be_had(said: str) -> None:
+    env = in_shop(Goal("mug", ("red", "small"), 8))
+    before, key = env.observation(), env.state_key()
+    text, reward, terminated, _, info = env.step(answer(said))
+    assert text == f"{before}\nThere is no result {said.split()[1]}."
+    assert (reward, terminated, info["action"], info["action_is_effective"]) == (0.0, False, said, False)
+    assert info["state_key"] == key
+
+
+@pytest.mark.parametrize("said", ["", "buy 1", answer("buy"), answer("buy one"), answer("search"), answer("steal 1")])
+def test_what_is_no_command_costs_the_penalty(said: str) -> None:
+    env = in_shop(Goal("mug", ("red", "small"), 8), format_penalty=-0.25)
+    before = env.observation()
+    text, reward, _, _, info = env.step(said)
+    assert (text, reward, info["action"], info["action_is_effective"]) == (before, -0.25, None, False)
+
+
+def test_the_search_ranks_by_words_and_says_when_there_is_nothing() -> None:
+    env = in_shop(Goal("mug", ("red", "small"), 8))
+    assert env.catalogue.search("red mug") == (0, 1, 2) and env.catalogue.search("a blue one, please") == (2,)
+    assert env.catalogue.search("small") == (), "a detail, which titles do not say"
+    assert env.step(answer("search umbrella"))[0].endswith("\nNothing found.")
+
+
+def test_every_wish_can_be_met_by_the_expert_who_looks_at_details() -> None:
+    env, views = ShopEnv(), 0
+    for seed in range(150):
+        env.reset(seed=seed)
+        rng, terminated = random.Random(seed + 1), False
+        while not terminated:
+            chosen = rng.choice(env.expert_actions())
+            views += chosen.startswith("view")
+            _, _, terminated, truncated, info = env.step(answer(chosen))
+            assert not truncated and info["action"] == chosen
+        assert info["success"]
+    assert views > 150
+
+
+def test_the_splits_want_different_products() -> None:
+    wanted = {}
+    for split in ("train", "eval", "all"):
+        env = ShopEnv(split=split)
+        wanted[split] = {(goal.kind, goal.values) for goal in env._goals}
+    assert not wanted["train"] & wanted["eval"] and wanted["train"] | wanted["eval"] == wanted["all"]
+    assert 0.1 < len(wanted["eval"]) / len(wanted["all"]) < 0.3
+
+
+def test_another_process_has_the_same_catalogue_and_finds_the_same() -> None:
+    code = (
+        "from roll.extras.worlds.shop import ShopEnv\n"
+        "env = ShopEnv()\n"
+        "print([env.catalogue.search(name) for name in ('wool', 'red mug', 'small oak chair')], env.reset(seed=7)[0])"
+    )
+    said = {
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout
+        for env in ({"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)},)
+    }
+    env = ShopEnv()
+    found = [env.catalogue.search(name) for name in ("wool", "red mug", "small oak chair")]
+    assert said == {f"{found} {env.reset(seed=7)[0]}\n"}
+    assert catalogue(env.config.shelves()) is env.catalogue, "made once in a process"
+
+
+def test_commands_are_calls_of_tools_where_a_dialect_is_given() -> None:
+    env = in_shop(Goal("mug", ("red", "small"), 8), dialect="hermes")
+    _, info = env.reset(seed=0)
+    assert [tool["function"]["name"] for tool in info["tools"]] == ["search", "view", "buy"]
+    env._goal = Goal("mug", ("red", "small"), 8)
+    text, *_, info = env.step(call("search", query="red mug"))
+    assert info["action"] == "search red mug"
+    assert info["messages"] == [{"role": "tool", "tool_call_id": "call00000", "name": "search", "content": text}]
+    *_, info = env.step(call("view", number=2) + call("buy", number=1))
+    assert [message["content"][:14] for message in info["messages"]] == ["Wanted: red mu", "error: not run"]
+    for said in (call("view", place=1), call("steal", number=1), '<tool_call>{"name"', "I would buy it."):
+        _, reward, terminated, _, info = env.step(said)
+        assert (reward, terminated, info["action"]) == (-0.5, False, None)
+        assert ("messages" in info) == ("tool_call" in said)
+    assert env.step(call("buy", number=2))[4]["success"]
+
+
+def test_a_conversation_with_tools_is_played_by_the_manager() -> None:
+    tokenizer = make_tokenizer()
+    said = [call("search", query="red mug"), "Hm.", call("buy", number=2)]
+
+    async def policy(request: GenerateRequest) -> Completion:
+        turn = int(request.request_id.rpartition("-")[2])
+        ids = np.asarray(tokenizer.encode(said[turn] + "<|im_end|>"), dtype=np.int64)
+        return Completion(
+            request.request_id, ids, np.zeros(len(ids), np.float32), FinishReason.STOP, np.zeros(len(ids), np.int64)
+        )
+
+    config = CustomEnvConfig(env_type="shop", env_manager_cls="traj", max_steps=5)
+    limits = Limits(prompt_length=4000, sequence_length=8000)
+    manager = TrajEnvManager(config, ChatRenderer(tokenizer), SamplingParams(max_new_tokens=200), limits)
+    env = ShopEnv(dialect="hermes")
+    runner = EnvRunner(lambda: env, timeout=30, instant=True)
+    played = asyncio.run(manager.run_episode(runner, policy, EpisodeSpec("Shop", 0, 0, env_seed=3, sampling_seed=1)))
+    shown = [str(tokenizer.decode(turn.prompt_ids)) for turn in played.turns]
+    assert '"name": "search"' in shown[0] and shown[0].count("Wanted: ") == 1
+    assert "<tool_response>\nWanted: " in shown[1], "the answer of the first call"
+    assert shown[2].startswith(shown[1]) and "<tool_response>" not in shown[2].removeprefix(shown[1])
+    assert [turn.action for turn in played.turns] == ["search red mug", None, "buy 2"]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"kinds": ["mug", "Hat"]}, "words of at least two letters a to z"),
+        ({"kinds": ["mug", "red"]}, "every word once, in kinds and attributes"),
+        ({"num_shown": 4}, "num_shown: seen 4, expected at most 3, the attributes"),
+        ({"dialect": "hermas"}, "hermes"),
+    ],
+)
+def test_what_cannot_be_sold_is_refused(config: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ShopEnv(**config)
+
+
+def test_gymnasium_accepts_it() -> None:
+    check_env(ShopEnv(), skip_render_check=True)

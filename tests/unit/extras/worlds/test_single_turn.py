@@ -1,0 +1,93 @@
+"""The environment of one turn."""
+
+from __future__ import annotations
+
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from roll.extras.worlds.single_turn import SingleTurnEnv
+
+ITEMS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+3=", "answer": "5"}, {"prompt": "4+4=", "answer": 8}]
+
+
+def addition(seed: int) -> tuple[str, str]:
+    return f"{seed}+1=", str(seed + 1)
+
+
+def closeness(given: str, answer: str) -> float:
+    return 1.0 / (1 + abs(int(given) - int(answer)))
+
+
+def test_a_right_answer_pays_and_ends_and_a_wrong_one_pays_nothing():
+    env = SingleTurnEnv(items=ITEMS[:1], reward_scale=0.5)
+    assert env.reset(seed=0)[0] == "1+1="
+    observation, reward, terminated, truncated, info = env.step(" 2\n")
+    assert (observation, reward, terminated, truncated) == ("", 0.5, True, False)
+    assert info["success"] and info["action"] == " 2\n" and info["penalty"] == 0.0
+    with pytest.raises(RuntimeError, match="reset"):
+        env.step("2")
+    env = SingleTurnEnv(items=ITEMS[:1])
+    env.reset(seed=0)
+    _, reward, terminated, _, info = env.step("3")
+    assert reward == 0.0 and terminated and not info["success"] and info["action_is_valid"]
+
+
+def test_the_answer_is_cut_out_by_the_pattern_and_its_absence_costs_the_penalty():
+    env = SingleTurnEnv(items=ITEMS[:1], answer_pattern=r"<answer>(.*?)</answer>", format_penalty=-0.25)
+    env.reset(seed=0)
+    _, reward, _, _, info = env.step("It is <answer> 2 </answer>")
+    assert reward == 1.0 and info["action"] == "2"
+    env.reset(seed=0)
+    _, reward, terminated, _, info = env.step("2")
+    assert (reward, info["penalty"], info["task_reward"]) == (-0.25, -0.25, 0.0)
+    assert terminated and info["action"] is None and not info["action_is_valid"]
+
+
+def test_scorers_look_anywhere_or_are_found_by_path_like_generators():
+    env = SingleTurnEnv(items=ITEMS[1:2], scorer="contains")
+    env.reset(seed=0)
+    assert env.step("It must be 5!")[4]["success"]
+    env = SingleTurnEnv(generator=f"{__name__}:addition", scorer=f"{__name__}:closeness", success_score=0.5)
+    assert env.reset(seed=41)[0] == "41+1="
+    _, reward, _, _, info = env.step("43")
+    assert reward == 0.5 and info["success"]
+
+
+def test_the_seed_picks_the_item_with_a_key_of_its_own_and_options_override_it():
+    env = SingleTurnEnv(items=ITEMS)
+    prompts = [env.reset(seed=seed)[0] for seed in range(50)]
+    assert set(prompts) == {item["prompt"] for item in ITEMS}
+    assert prompts == [env.reset(seed=seed)[0] for seed in range(50)]
+    assert env.reset(seed=0, options={"prompt": "9-1=", "answer": "8"})[0] == "9-1="
+    assert env.step("8")[4]["success"]
+    keys = {env.reset(seed=seed)[1]["state_key"] for seed in range(50)}
+    assert len(keys) == 3
+    assert env.step("?")[4]["state_key"] not in keys
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, r"items: seen \[\], expected at least one, or a generator"),
+        ({"scorer": "exakt"}, "scorer: .*unknown scorer 'exakt'. Did you mean 'exact'"),
+        ({"generator": "no_such_module:f"}, "generator: .*no_such_module"),
+        ({"items": ITEMS, "generator": f"{__name__}:addition"}, "generator: seen .* beside items"),
+        ({"answer_pattern": "("}, "answer_pattern: seen"),
+        ({"items": [{"prompt": "x"}]}, "items.0.answer: seen nothing"),
+    ],
+)
+def test_wrong_configurations_are_named(config, message):
+    with pytest.raises(ValueError, match=message):
+        SingleTurnEnv(**config)
+
+
+@pytest.mark.parametrize("scorer", ["exact", "contains", "words", "math"])
+def test_nothing_is_right_where_the_answer_is_blank(scorer):
+    env = SingleTurnEnv(items=[{"prompt": "x", "answer": " "}], scorer=scorer)
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match="seen ' ', expected"):
+        env.step("")
+
+
+def test_gymnasium_accepts_it():
+    check_env(SingleTurnEnv(items=ITEMS), skip_render_check=True)
