@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from roll.data.asked import CONVERSATION
+from roll.data.questions import CONVERSATION
 from roll.data.requests import FinishReason
 from roll.report.page import render_page
 from roll.rollout.types import EpisodeEnd, Trajectory

@@ -14,7 +14,7 @@ from roll.extras.env_check.elsewhere import ElsewhereError, replay_elsewhere
 from roll.extras.env_check.findings import Finding
 from roll.extras.env_check.plays import Play, ThreadHopper, difference, replay
 from roll.extras.env_check.trial import StopCheckError, Trial
-from roll.rollout.env_protocol import frame
+from roll.rollout.env_runner import frame
 from roll.rollout.errors import EnvError
 
 _COPIES = 4
