@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md and docs/configuration/ from the configuration classes (``--check`` only compares)."""
+"""Writes docs/configuration.md and docs/configuration/ from the classes: ``make docs``, or with ``--check``."""
 
 from __future__ import annotations
 

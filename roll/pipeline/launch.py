@@ -38,11 +38,9 @@ from roll.preflight.choices import role_requests
 from roll.preflight.models import describe_adapter, trusted_code
 from roll.preflight.templates import describe_template
 from roll.tracking.display import NOTED
-from roll.tracking.manifest import CheckpointError
-from roll.utils.collector import calm_collector
-from roll.utils.memory import keep_freed_memory
-from roll.utils.plugins import plugin_variables
-from roll.utils.registry import UnknownNameError, import_path
+from roll.tracking.files import CheckpointError
+from roll.utils.memory import calm_collector, keep_freed_memory
+from roll.utils.registry import UnknownNameError, import_path, plugin_variables
 from roll.utils.signals import Interrupted, SignalGuard
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunFailedError
 from roll.rollout.admission import Admission
 from roll.rollout.metrics import overlap_metrics
-from roll.rollout.saved_groups import load_groups, save_groups
 from roll.rollout.schedule import step_record
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import Collected
@@ -95,7 +94,7 @@ class Overlap:
     @staticmethod
     def save(path: Path, finished: Collected) -> None:
         if finished.groups or finished.rejected:
-            save_groups(path / "resume", finished)
+            finished.save(path / "resume")
 
     def restore(self, path: Path, done_steps: int) -> None:
         """Takes up the groups of a checkpoint, and leaves out of a replay what was played before it.
@@ -103,7 +102,7 @@ class Overlap:
         Raises:
             RunFailedError: the replay needs weights that are gone.
         """
-        self._rollouts.restore(self._admission, load_groups(path / "resume"))
+        self._rollouts.restore(self._admission, Collected.load(path / "resume"))
         if (replay := self._rollouts.replay) is None:
             return
         played = set(range(self._admission.next_draw)).difference(self._admission.again)

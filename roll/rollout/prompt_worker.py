@@ -29,7 +29,7 @@ from roll.rollout.tool_env import with_tools
 from roll.rollout.types import Trajectory
 from roll.rollout.user_env import User, UserEnv, load_user
 from roll.rollout.worker import RolloutWorker
-from roll.utils.collector import calm_collector
+from roll.utils.memory import calm_collector
 from roll.utils.seeding import derive_seed
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.weights.buckets import unpack_bucket
-from roll.distributed.weights.routes import Route, plan_routes
+from roll.distributed.weights.sender import Route, plan_routes
 from roll.distributed.weights.sync import WeightSync
 from roll.models.tiny import make_tiny_model
 from roll.pipeline.model_cluster import ModelCluster

@@ -17,6 +17,7 @@ from roll.extras.importers.common import (
     drop_unread,
     drop_unread_of_roles,
     parallel_sizes,
+    profiler_of_mindspeed,
     set_batch,
     set_budget,
     tidy_engines,
@@ -24,7 +25,6 @@ from roll.extras.importers.common import (
     use_wandb,
 )
 from roll.extras.importers.draft import Draft, Kind
-from roll.extras.importers.profiling import profiler_of_mindspeed
 from roll.extras.importers.reading import Given
 from roll.extras.importers.verl_tools import read_tools, set_form
 

@@ -23,8 +23,8 @@ from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.distributed.strategy.generation.alone import generator_of
 from roll.distributed.strategy.generation.model_outline import ModelOutline
 from roll.distributed.strategy.vllm.arguments import engine_arguments
+from roll.models.heads import load_teacher_layer
 from roll.models.loading import load_causal_lm, load_config
-from roll.models.teacher_layer import load_teacher_layer
 from roll.models.tokenizer import check_same_ids, load_tokenizer
 from roll.preflight.choices import CHECKS
 from roll.preflight.models import trusted_code

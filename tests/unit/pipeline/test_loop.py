@@ -30,7 +30,7 @@ from roll.pipeline.session import RunSession
 from roll.rollout.admission import Admission
 from roll.rollout.types import Collected, RolloutGroup
 from roll.tracking.checkpointer import Checkpointer
-from roll.tracking.manifest import CheckpointError, write_manifest
+from roll.tracking.files import CheckpointError, write_manifest
 from roll.utils.signals import SignalGuard
 
 

@@ -29,7 +29,7 @@ from roll.configs.worker import ModelArguments, StrategyArguments, WorkerConfig
 from roll.data.batch import Batch
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import States, StrategyContext
-from roll.distributed.strategy.generation.requests import EngineStoppedError
+from roll.distributed.strategy.generation.generator import EngineStoppedError
 from roll.distributed.strategy.hf_infer.strategy import HfInfer
 from roll.distributed.weights.buckets import WeightChecksumError, WeightMismatchError
 from roll.distributed.weights.contents import WeightBucket
