@@ -30,19 +30,19 @@ class RewardNormalizationConfig(Config):
     )
     method: Literal["asym_clip", "identity", "mean", "mean_std"] = Field(
         default="identity",
-        description="`identity` changes nothing, `mean` gives score - mean, `mean_std` (score - mean) / (std + 1e-6), "
-        "`asym_clip` clips the latter to [-1, 3].",
+        description="`identity` changes nothing, `mean` is score - mean, `mean_std` (score - mean) / (std + 1e-6), "
+        "`asym_clip` the latter clipped to [-1, 3].",
     )
 
 
 class OverlongBufferConfig(Config):
     """Soft punishment of answers that come close to the length limit (DAPO)."""
 
-    enable: bool = Field(default=False, description="Lower the score of answers that reach into the buffer.")
+    enable: bool = Field(default=False, description="Lower the score of responses that reach into the buffer.")
     len: int = Field(
         default=0, ge=0, description="Tokens before the limit in which the penalty grows from 0 to `penalty_factor`."
     )
-    penalty_factor: float = Field(default=1.0, ge=0, description="Penalty of an answer as long as the limit.")
+    penalty_factor: float = Field(default=1.0, ge=0, description="Penalty of a response as long as the limit.")
     max_length: int | None = Field(
         default=None, ge=1, description="The limit, in sampled tokens of a turn; null is `response_length`."
     )
@@ -77,8 +77,8 @@ class AlgorithmConfig(Config):
     )
     gdpo_reward_keys: list[str] = Field(
         [],
-        description="Rewards that `gdpo` normalises apart: `<verifier>/score` and `<verifier>/<part>` of the domain's "
-        "verifiers (RLVR), or numbers of the environment's last info (agentic).",
+        description="Rewards that `gdpo` normalises separately: `<verifier>/score` and `<verifier>/<part>` of the "
+        "domain's verifiers (RLVR), or numbers of the environment's last info (agentic).",
     )
     gdpo_reward_weights: list[float] | None = Field(
         None, description="Their weights in the advantage, in the same order; null: 1 each."
@@ -88,8 +88,8 @@ class AlgorithmConfig(Config):
     step_reward_gamma: float = Field(0.95, ge=0, le=1, description="Discount from one turn of an episode to the next.")
     turn_level_gae: bool = Field(
         False,
-        description="GAE over turns, not tokens: the value is read at a turn's first sampled token, all tokens of a "
-        "turn share one advantage, and `step_reward_gamma` discounts.",
+        description="GAE over turns instead of tokens: the value is taken at a turn's first sampled token, all tokens "
+        "of a turn have the same advantage, and `step_reward_gamma` discounts.",
     )
     episode_reward_weight: float = Field(
         1.0, ge=0, description="Weight of the episode-level advantage in `step_reinforce` and `gigpo`."
@@ -97,7 +97,9 @@ class AlgorithmConfig(Config):
     step_reward_weight: float = Field(
         1.0, ge=0, description="Weight of the step-level advantage in `step_reinforce` and `gigpo`."
     )
-    whiten_advantages: bool = Field(False, description="Advantages to mean 0 and variance 1 over all sampled tokens.")
+    whiten_advantages: bool = Field(
+        False, description="Normalise advantages to mean 0 and variance 1 over all sampled tokens."
+    )
     advantage_clip: float | None = Field(
         None, gt=0, description="Advantages are clipped to [-x, x], after whitening; null is off."
     )
@@ -110,12 +112,12 @@ class AlgorithmConfig(Config):
     norm_mean_type: NormType | None = Field(
         None,
         description="Subtract from episode scores the mean of the `batch`, the rollout `group`, or all scores so far "
-        "(`running`); null is off. Newer name of `reward_norm` with `reward_shift`.",
+        "(`running`); null is off. Alternative to `reward_norm` with `reward_shift`.",
     )
     norm_std_type: NormType | None = Field(
         None,
         description="Divide episode scores by the standard deviation of the `batch`, the rollout `group`, or all "
-        "scores so far (`running`); null is off. Newer name of `reward_norm` with `reward_scale`.",
+        "scores so far (`running`); null is off. Alternative to `reward_norm` with `reward_scale`.",
     )
     reward_norm: NormType | None = Field(
         None,
@@ -130,46 +132,49 @@ class AlgorithmConfig(Config):
         None, gt=0, description="Episode scores are clipped to [-x, x], after normalisation; null is off."
     )
     overlong_buffer: OverlongBufferConfig = Field(
-        default_factory=OverlongBufferConfig, description="Penalty of overlong answers, added to episode scores."
+        default_factory=OverlongBufferConfig, description="Penalty for overlong responses, added to episode scores."
     )
     add_len_reward: bool = Field(
         False,
-        description="Add Kimi k1.5's length reward to episode scores: of a group's successes the shorter gain, of all "
-        "its episodes the longer lose.",
+        description="Add Kimi k1.5's length reward to episode scores: in a group, shorter successes gain and longer "
+        "episodes lose.",
     )
     len_reward_coef: float = Field(1.0, ge=0, description="Coefficient of the length reward.")
     whiten_rewards: bool = Field(
-        False, description="Token rewards to mean 0 and variance 1 over all sampled tokens, before advantages."
+        False,
+        description="Normalise token rewards to mean 0 and variance 1 over all sampled tokens, before advantages.",
     )
 
     # KL to the reference model
     kl_penalty: KlPenalty = Field(
         "kl",
         description="KL estimator: `kl` (= `k1`) log ratio, `abs` its absolute value, `mse` (= `k2`) half its square, "
-        "`low_var_kl` (= `k3`) ratio - 1 - log ratio; with a `+` behind it, the gradient is that of `k2`. `full` is no "
-        "estimate: it sums over the vocabulary, and the reference sends its final hidden states for it.",
+        "`low_var_kl` (= `k3`) ratio - 1 - log ratio; with a `+` appended, the gradient is that of `k2`. `full` "
+        "is exact: it sums over the vocabulary, for which the reference returns its final hidden states.",
     )
-    kl_loss_penalty: KlPenalty | None = Field(
-        None, description="KL estimator of the loss, where it is another than the reward's. null: `kl_penalty`."
-    )
+    kl_loss_penalty: KlPenalty | None = Field(None, description="KL estimator of the loss. null: `kl_penalty`.")
     add_token_level_kl: bool = Field(False, description="Subtract KL to the reference from each token's reward.")
-    init_kl_coef: float = Field(0.2, ge=0, description="Coefficient of the KL in the reward (its start if adaptive).")
+    init_kl_coef: float = Field(
+        0.2, ge=0, description="Coefficient of the KL in the reward (the initial one if adaptive)."
+    )
     target_kl: float | None = Field(
-        None, gt=0, description="KL that the coefficient is steered to; null keeps the coefficient fixed."
+        None, gt=0, description="Target KL of the adaptive coefficient; null keeps the coefficient fixed."
     )
     kl_horizon: int = Field(
         10000, ge=1, description="Sequences over which the adaptive coefficient changes by at most 20 %."
     )
     use_kl_loss: bool = Field(False, description="Add KL to the reference to the policy loss.")
-    kl_loss_coef: float = Field(0.0, ge=0, description="Coefficient of the KL loss (its start if adaptive).")
+    kl_loss_coef: float = Field(0.0, ge=0, description="Coefficient of the KL loss (the initial one if adaptive).")
     kl_loss_target: float | None = Field(
-        None, gt=0, description="KL that `kl_loss_coef` is steered to, as `target_kl` steers the reward's; null: fixed."
+        None,
+        gt=0,
+        description="Target KL to which `kl_loss_coef` adapts, as the reward's does with `target_kl`; null: fixed.",
     )
 
     # Policy loss
     rl_loss_coef: float = Field(1.0, ge=0, description="Coefficient of the policy-gradient term.")
     pg_variant: str = Field("ppo", description=f"Policy loss: {', '.join(PG_VARIANTS)}, or `package.module:function`.")
-    use_topr_loss: bool = Field(False, description="Older spelling of `pg_variant: topr`.")
+    use_topr_loss: bool = Field(False, description="Alias of `pg_variant: topr`.")
     importance_sampling: Literal["token", "segment", "seq"] = Field(
         "token",
         description="Probability ratio of each `token`, of the turn (`segment`) or of the sequence (`seq`): the "
@@ -179,7 +184,7 @@ class AlgorithmConfig(Config):
     use_pg_clip_range: bool = Field(False, description="Use `pg_clip_low` and `pg_clip_high` instead of `pg_clip`.")
     pg_clip_low: float = Field(0.2, gt=0, le=1, description="Lower clip range: the ratio stays above 1 - x.")
     pg_clip_high: float = Field(0.2, gt=0, description="Upper clip range: the ratio stays below 1 + x.")
-    dual_clip_loss: bool = Field(False, description="Bound the loss of negative advantages by `dual_clip_c`.")
+    dual_clip_loss: bool = Field(False, description="Limit the loss of negative advantages by `dual_clip_c`.")
     dual_clip_c: float = Field(3.0, gt=1, description="Dual clip: the loss is at most -c * advantage.")
     pg_loss_cap: float | None = Field(
         None, gt=0, description="The loss of a token (`ppo`, `clip_cov`) is at most this; null is off."
@@ -191,16 +196,18 @@ class AlgorithmConfig(Config):
     cispo_epsilon_low: float = Field(0.1, ge=0, le=1, description="CISPO keeps the ratio at or above 1 - x.")
     cispo_epsilon_high: float = Field(0.1, ge=0, description="CISPO keeps the ratio at or below 1 + x.")
     cispo_use_unified_mask: bool = Field(
-        False, description="CISPO drops the tokens that PPO would clip: beyond a bound, on the side that gains."
+        False,
+        description="CISPO drops the tokens that PPO would clip: beyond a bound, on the side that increases "
+        "the objective.",
     )
     kimi15_tau: float = Field(0.1, ge=0, description="Kimi k1.5's coefficient of the squared log ratio.")
     sapo_tau_pos: float = Field(1.0, gt=0, description="SAPO's gate steepness for positive advantages.")
     sapo_tau_neg: float = Field(1.05, gt=0, description="SAPO's gate steepness for the other tokens.")
-    clip_cov_ratio: float = Field(0.0002, gt=0, le=1, description="Share of tokens that Clip-Cov takes out.")
+    clip_cov_ratio: float = Field(0.0002, gt=0, le=1, description="Share of tokens that Clip-Cov drops.")
     clip_cov_lb: float = Field(1.0, description="Clip-Cov picks among tokens whose covariance is above this …")
     clip_cov_ub: float = Field(5.0, description="… and below this.")
     kl_cov_ratio: float = Field(
-        0.0002, gt=0, le=1, description="Share of tokens, those of the largest covariance, that KL-Cov holds back."
+        0.0002, gt=0, le=1, description="Share of tokens, those with the largest covariance, that get KL-Cov's penalty."
     )
     ppo_kl_coef: float = Field(
         0.1, ge=0, description="KL-Cov's coefficient of the absolute log ratio to the old policy on those tokens."
@@ -213,7 +220,7 @@ class AlgorithmConfig(Config):
         0.0, ge=0, description="Coefficient of a supervised loss on samples whose episode score is positive."
     )
     loss_agg_mode: LossAggMode = Field(
-        "seq-mean-token-mean", description="How token losses become one number, over the whole optimizer step."
+        "seq-mean-token-mean", description="How token losses are aggregated over the whole optimizer step."
     )
     loss_agg_norm: float | None = Field(
         None,
@@ -223,24 +230,23 @@ class AlgorithmConfig(Config):
     )
     difficulty_loss_weight: bool = Field(
         False,
-        description="Weigh samples from 0.5 (the batch's easiest group, by mean score) to 1.5 (its hardest) in the "
+        description="Weight samples from 0.5 (the batch's easiest group, by mean score) to 1.5 (its hardest) in the "
         "policy-gradient term.",
     )
     length_loss_weight: bool = Field(
         False,
-        description="Weigh samples from 1.5 (fewest sampled tokens in the batch) to 0.5 (most) in the policy-gradient "
-        "term.",
+        description="Weight samples from 1.5 (fewest sampled tokens in the batch) to 0.5 (most) in the "
+        "policy-gradient term.",
     )
     max_len_mask: bool = Field(
         False,
-        description="Mask samples that the length limit cut off: the last answer hit its limit, or the episode ended "
-        "because its context was full.",
+        description="Mask samples that the length limit cut off: the last response hit its limit, or the episode "
+        "ended because its context was full.",
     )
     mask_type: Literal["all", "loss"] = Field(
         "loss",
-        description="What `max_len_mask`, `difficulty_mask` and `error_max_len_clip` take a sample out of: `loss` the "
-        "policy's loss alone; `all` the whole step, with all samples of its episode: reward statistics, baselines, "
-        "the critic.",
+        description="Scope of `max_len_mask`, `difficulty_mask` and `error_max_len_clip`: `loss` is only the policy's "
+        "loss; `all` is the whole step, with all samples of the episode: reward statistics, baselines, the critic.",
     )
     difficulty_mask: bool = Field(
         False,
@@ -254,24 +260,24 @@ class AlgorithmConfig(Config):
         description="Mask failed samples (score at most 0) of more than `error_max_len_threshold` sampled tokens in "
         "the policy's loss.",
     )
-    error_max_len_threshold: int = Field(9999999999, ge=0, description="Longest failed sample that is kept.")
+    error_max_len_threshold: int = Field(9999999999, ge=0, description="Longest failed sample that is not masked.")
     train_infer_correction: TrainInferCorrectionConfig = Field(
         default_factory=TrainInferCorrectionConfig,
         description="Correction of the mismatch between the training and the generating engine.",
     )
     use_pf_ppo: bool = Field(
-        False, description="PF-PPO: the policy learns from samples that are redrawn, with replacement, by their score."
+        False, description="PF-PPO: the policy trains on samples that are resampled, with replacement, by score."
     )
-    pf_ppo: PfPpoConfig = Field(default_factory=PfPpoConfig, description="How PF-PPO redraws.")
+    pf_ppo: PfPpoConfig = Field(default_factory=PfPpoConfig, description="How PF-PPO resamples.")
     enable_old_logprobs_recompute: bool = Field(
         False,
-        description="Recompute the old log-probabilities of all rows with the training engine; else rows that only the "
-        "first optimizer step of a rollout trains go without, as their old policy is the one that trains.",
+        description="Compute the old log-probs of all rows with the training engine. false: rows that only the first "
+        "optimizer step of a rollout trains have none, because their old policy is the current one.",
     )
     force_disable_old_logprobs_recompute: bool = Field(
         False,
-        description="Never score rollouts with the training engine before they are trained: in every optimizer step, "
-        "also the later ones of a rollout, the old policy is the one that trains, so ratios are 1 and clips idle.",
+        description="Never compute log-probs with the training engine before training: in every optimizer step of a "
+        "rollout the old policy is the current one, so ratios are 1 and clips have no effect.",
     )
 
     # Value loss

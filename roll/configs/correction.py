@@ -26,15 +26,15 @@ class IsWeightConfig(Config):
         default="token",
         description=f"The weight is the exponential of the log ratio, training to generating engine, {_LEVELS}.",
     )
-    upper_bound: float | None = Field(default=1.2, gt=0, description="Weights are cut to this; null: not cut.")
+    upper_bound: float | None = Field(default=1.2, gt=0, description="Weights are cut to this; null: no limit.")
     batch_normalize: bool = Field(
         default=False,
-        description="Divide the weights, once cut, by their mean over the batch (each token, turn or sequence once).",
+        description="Divide the cut weights by their mean over the batch (each token, turn or sequence once).",
     )
     detach: bool = Field(
         default=True,
-        description="The weight is a constant, from the old log-probabilities. false: from the policy being trained, "
-        "and gradients flow through it.",
+        description="The weight is a constant, from the old log-probs. false: from the policy being trained, and "
+        "gradients flow through it.",
     )
 
 
@@ -46,17 +46,17 @@ class TrainInferFilterConfig(Config):
         default="token", description=f"What is compared with the bounds: the value {_LEVELS}."
     )
     ratio_enabled: bool = Field(default=True, description="Bound the probability ratio, training to generating engine.")
-    ratio_low: float = Field(default=0.8, ge=0, description="Smallest ratio that is kept.")
-    ratio_high: float = Field(default=1.2, ge=0, description="Largest ratio that is kept.")
+    ratio_low: float = Field(default=0.8, ge=0, description="Smallest accepted ratio.")
+    ratio_high: float = Field(default=1.2, ge=0, description="Largest accepted ratio.")
     diff_enabled: bool = Field(
         default=False, description="Bound the difference of probabilities, training minus generating."
     )
-    diff_low: float = Field(default=-0.2, description="Smallest difference that is kept.")
-    diff_high: float = Field(default=0.2, description="Largest difference that is kept.")
+    diff_low: float = Field(default=-0.2, description="Smallest accepted difference.")
+    diff_high: float = Field(default=0.2, description="Largest accepted difference.")
     whole_rows: bool = Field(
         default=False,
-        description="A row with a token outside the bounds takes no part at all: with agg_type token and only a small "
-        "ratio_low, a veto of answers that hold a token which the trainer finds next to impossible.",
+        description="Reject a row if any of its tokens is outside the bounds: with agg_type token and only a small "
+        "ratio_low, a veto of responses with a token that the trainer finds nearly impossible.",
     )
 
     def problems(self) -> Iterator[ConfigProblem]:
@@ -75,13 +75,12 @@ class TrainInferCorrectionConfig(Config):
 
     bypass: bool = Field(
         default=False,
-        description="The old policy of the loss is the one that sampled, by the log-probabilities of the generating "
-        "engine: the trainer does not score rollouts before it trains on them, and the loss's own clip bounds the "
-        "mismatch too.",
+        description="The old policy of the loss is the one that sampled, by the generating engine's log-probs: the "
+        "trainer computes none before it trains on rollouts, and the loss's own clip also limits the mismatch.",
     )
     is_weight: IsWeightConfig = Field(default_factory=IsWeightConfig, description="Importance weights.")
     filters: list[TrainInferFilterConfig] = Field(
-        default_factory=list, description="Rejections; a token must pass all that are enabled."
+        default_factory=list, description="Rejections; a token must pass all enabled ones."
     )
 
     def problems(self) -> Iterator[ConfigProblem]:

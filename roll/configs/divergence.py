@@ -38,8 +38,8 @@ class DivergenceConfig(Config):
     logits_topk: int | None = Field(
         default=None,
         ge=1,
-        description="Compare so many of the teacher's likeliest tokens, and the mass of all others as one. null: the "
-        "whole vocabulary, for which the teacher sends its final hidden states.",
+        description="Compare this many of the teacher's most likely tokens, and the mass of all others as one. null: "
+        "the whole vocabulary, for which the teacher returns its final hidden states.",
     )
 
     def problems(self) -> Iterator[ConfigProblem]:

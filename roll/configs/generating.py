@@ -21,7 +21,9 @@ class GeneratingArguments(Config):
         default=None, ge=1, description="Most tokens sampled in one turn. null means response_length."
     )
     temperature: float = Field(
-        default=1.0, ge=0, description="Softmax temperature; 0 is greedy. Training scores use the same temperature."
+        default=1.0,
+        ge=0,
+        description="Softmax temperature; 0 is greedy. Training computes log-probs at the same temperature.",
     )
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="Sample only from the most likely tokens of this total mass."
@@ -31,50 +33,55 @@ class GeneratingArguments(Config):
         default=0.0,
         ge=0,
         le=1,
-        description="Sample only from tokens of at least this share of the likeliest one's probability; 0 is off.",
+        description="Sample only from tokens with at least this share of the most likely token's probability; 0 is "
+        "off.",
     )
     first_token_temperature: float | None = Field(
         default=None,
         gt=0,
-        description="Temperature of an answer's first token alone, so that answers begin differently (FIRE, Chen et "
-        "al. 2024); its log-probability is that of this temperature. null: `temperature`.",
+        description="Temperature of only the first token of a response, so that responses differ from the start "
+        "(FIRE, Chen et al. 2024); its log-prob is computed at this temperature. null: `temperature`.",
     )
     first_token_top_k: int | None = Field(
         default=None,
         ge=-1,
-        description="`top_k` of an answer's first token alone: FIRE draws it hot, among a few. null: `top_k`.",
+        description="`top_k` of only the first token of a response: FIRE samples it at a high temperature among a "
+        "few. null: `top_k`.",
     )
     ignore_eos: bool = Field(
         default=False,
-        description="Answers go on to max_new_tokens or a stop string, whatever token ends a turn: for measuring.",
+        description="Responses continue to max_new_tokens or a stop string, past any token that ends a turn: for "
+        "benchmarks.",
     )
-    num_beams: int = Field(default=1, ge=1, le=1, description="Accepted for compatibility; beam search is no sampling.")
+    num_beams: int = Field(
+        default=1, ge=1, le=1, description="Accepted for compatibility; must be 1, beam search is not sampling."
+    )
     num_return_sequences: int = Field(
         default=1,
         ge=1,
-        description="Answers to each prompt (validation.generating_args). Training takes num_return_sequences_in_group "
-        "(RLVR) or group_size (agentic), and this is 1 or the same.",
+        description="Responses per prompt (validation.generating_args). Training uses num_return_sequences_in_group "
+        "(RLVR) or group_size (agentic); there this must be 1 or the same.",
     )
     repetition_penalty: float = Field(
         default=1.0,
         gt=0,
-        description="Makes tokens that were already seen less likely (CTRL, Keskar et al. 2019); 1 is off.",
+        description="Makes tokens that already occurred less likely (CTRL, Keskar et al. 2019); 1 is off.",
     )
     presence_penalty: float = Field(
         default=0.0,
         ge=-2,
         le=2,
-        description="Taken off the logit of a token that the answer has already, for new subjects; 0 is off.",
+        description="Subtracted from the logit of a token that already occurs in the response; 0 is off.",
     )
     frequency_penalty: float = Field(
         default=0.0,
         ge=-2,
         le=2,
-        description="Taken off the logit of a token for each time that the answer has it; 0 is off.",
+        description="Subtracted from the logit of a token for each time that it occurs in the response; 0 is off.",
     )
     do_sample: bool = Field(default=True, description="false is greedy decoding, the same as temperature 0.")
     stop_strings: list[str] = Field(
-        default_factory=list, description="A completion ends once its text contains one of these."
+        default_factory=list, description="A response ends once its text contains one of these, which stays in it."
     )
 
     @property

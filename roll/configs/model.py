@@ -35,16 +35,16 @@ class ModelArguments(Config):
         return self.lora_alpha or 2 * self.lora_rank
 
     dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
-        default=None, description="Number format of the weights. null takes the one the checkpoint names."
+        default=None, description="Number format of the weights. null: that of the checkpoint."
     )
     disable_gradient_checkpointing: bool = Field(
         default=False,
-        description="Keep all activations for the backward pass instead of computing them again: faster, more memory.",
+        description="Keep all activations for the backward pass instead of recomputing them: faster, more memory.",
     )
     attn_implementation: Literal["sdpa", "eager", "fa2", "auto"] = Field(
         default="auto",
-        description="Attention kernel. auto lets Transformers choose; fa2 is FlashAttention 2. Megatron takes that of "
-        "TransformerEngine where it is installed (fa2: flash, eager: unfused); vllm and sglang have their own.",
+        description="Attention kernel. auto lets Transformers choose; fa2 is FlashAttention 2. Megatron uses "
+        "TransformerEngine's if it is installed (fa2: flash, eager: unfused); vllm and sglang have their own.",
     )
     lora_rank: int = Field(default=8, ge=1, description="Rank of the LoRA matrices, with lora_target.")
     lora_alpha: int | None = Field(
@@ -54,27 +54,27 @@ class ModelArguments(Config):
     lora_target: str | None = Field(
         default=None,
         description="Layers that get a LoRA adapter (Hu et al. 2021), the rest is frozen: names separated by commas, "
-        "all-linear (all linear layers but the output layer; not the routed experts of a mixture, which are no such "
-        "layers), or null for full training. Read from actor_train, and holds for every copy of the actor.",
+        "all-linear (all linear layers but the output layer; not the routed experts of a mixture, which are not "
+        "linear layers), or null for full training. Set it on actor_train; it applies to every copy of the actor.",
     )
     lora_exclude: str | None = Field(
-        default=None, description="Layers that all-linear leaves out: names separated by commas."
+        default=None, description="Layers that all-linear omits: names separated by commas."
     )
     adapter_name_or_path: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder of an adapter, as peft saves one, that actor_train starts from. null: a new one.",
+        description="Folder of a peft adapter from which actor_train starts. null: a new one.",
     )
     freeze_module_prefix: str | None = Field(
         default=None,
         description="Parts of the model that are not trained: names of modules or parameters as in the checkpoint "
-        "(model.embed_tokens, model.layers.0), separated by commas. They take no gradient and have no optimizer state; "
-        "checkpoints and the generator's weights stay whole. Of actor_train and critic, without an adapter.",
+        "(model.embed_tokens, model.layers.0), separated by commas. They have no gradient and no optimizer state; "
+        "checkpoints and the generator's weights stay complete. For actor_train and critic, without an adapter.",
     )
     ulysses_size: int = Field(
         default=1,
         ge=1,
-        description="Workers that share every sequence in attention, each a part of the heads (Ulysses sequence "
+        description="Workers that share every sequence in attention, each with part of the heads (Ulysses sequence "
         "parallelism; fsdp2 and deepspeed strategies). Must divide the workers and the attention heads.",
     )
     use_liger_kernel: bool = Field(
@@ -82,12 +82,12 @@ class ModelArguments(Config):
     )
     trust_remote_code: bool = Field(
         default=False,
-        description="Run Python files that come with the model (auto_map in its config.json): they can do whatever the "
-        "run may. Only for files that you have read; a warning at the start names role and folder. Each role says it "
-        "for itself; actor_train's holds for the policy's tokenizer too. Megatron has model code of its own.",
+        description="Run Python files that come with the model (auto_map in its config.json): they can do anything "
+        "that the run can. Only for files that you have read; a warning at the start names role and folder. Set "
+        "it for each role; actor_train's also applies to the policy's tokenizer. Megatron has its own model code.",
     )
     model_config_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Entries written over the checkpoint's own config.json before loading."
+        default_factory=dict, description="Entries that override the checkpoint's config.json before loading."
     )
 
     def problems(self) -> Iterator[ConfigProblem]:

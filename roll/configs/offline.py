@@ -12,9 +12,7 @@ from roll.configs.prompts import PromptsConfig, ValidationConfig
 class HeldOutConfig(ValidationConfig):
     """The held-out samples; with ``actor_infer``, their last questions are also answered."""
 
-    num_answers: int = Field(
-        default=64, ge=1, description="Most held-out questions that are answered at an evaluation."
-    )
+    num_answers: int = Field(default=64, ge=1, description="Most held-out questions answered in an evaluation.")
     solution: str = Field(
         default="solution", min_length=1, description="Column with the reference answer that rewards compare with."
     )
@@ -24,12 +22,12 @@ class OfflineConfig(PromptsConfig):
     """Samples that are there before the run, how often they are met, and how the result is measured."""
 
     num_train_epochs: int | None = Field(
-        default=None, ge=1, description="Passes over the training data; takes the place of max_steps."
+        default=None, ge=1, description="Passes over the training data; replaces max_steps."
     )
     sample_overflow: Literal["error", "truncate", "drop"] = Field(
         default="error",
-        description="A conversation of more than sequence_length tokens stops the run, loses its end or is left out "
-        "(with the other side of its pair, if it has one).",
+        description="A conversation of more than sequence_length tokens stops the run (error), loses its end "
+        "(truncate) or is dropped (with the other side of its pair, if it has one).",
     )
     validation: HeldOutConfig | None = Field(default=None, description="Held-out samples; null: no evaluation.")
 

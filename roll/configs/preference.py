@@ -36,14 +36,14 @@ class PairColumns(Config):
     chosen: str = Field(
         default="chosen",
         min_length=1,
-        description="Column of the better answer: its text, or, where data_args.messages is the same column, the whole "
+        description="Column of the better response: its text, or, if data_args.messages is the same column, the whole "
         "conversation.",
     )
-    rejected: str = Field(default="rejected", min_length=1, description="Column of the worse answer, likewise.")
+    rejected: str = Field(default="rejected", min_length=1, description="Column of the worse response, likewise.")
     margin: str | None = Field(
         default=None,
         min_length=1,
-        description="Column of numbers, 0 or more: by how much the chosen answer is better. It is added to "
+        description="Column of numbers, 0 or more: by how much the chosen response is better. It is added to "
         "target_margin (sigmoid, simpo), and a reward model's scores should differ by it. null: 0.",
     )
 
@@ -54,7 +54,7 @@ class AnswerColumns(PairColumns):
     label: str = Field(
         default="label",
         min_length=1,
-        description="Column that says whether the answer in data_args.response, or the conversation in messages, is "
+        description="Column that says whether the response in data_args.response, or the conversation in messages, is "
         "good: true or false (kto).",
     )
 
@@ -64,8 +64,8 @@ class PreferenceConfig(Config):
 
     preference_loss: PreferenceLoss = Field(
         default="sigmoid",
-        description="sigmoid (DPO), ipo, hinge (SLiC), simpo and orpo (no reference), or kto (answers that are good or "
-        "bad by themselves, not in pairs).",
+        description="sigmoid (DPO), ipo, hinge (SLiC), simpo and orpo (no reference), or kto (single responses, good "
+        "or bad, not in pairs).",
     )
     beta: float = Field(
         default=0.1,
@@ -74,25 +74,27 @@ class PreferenceConfig(Config):
         "(2 to 10 there). orpo: weight of the odds ratio.",
     )
     length_normalized: bool = Field(
-        default=False, description="Rewards per token of the answer (sigmoid, ipo, hinge); simpo and orpo always."
+        default=False, description="Rewards per token of the response (sigmoid, ipo, hinge); simpo and orpo always."
     )
     target_margin: float = Field(
-        default=0.0, ge=0, description="How far the chosen answer's reward should lead (sigmoid, simpo)."
+        default=0.0,
+        ge=0,
+        description="How far the chosen response's reward should exceed the rejected one's (sigmoid, simpo).",
     )
     label_smoothing: float = Field(
         default=0.0,
         ge=0,
         lt=0.5,
-        description="Share of pairs that are taken to be the wrong way round (sigmoid, simpo).",
+        description="Share of pairs assumed to be labelled the wrong way round (sigmoid, simpo).",
     )
     nll_coef: float = Field(
         default=0.0,
         ge=0,
-        description="Weight of the chosen answers' negative log-likelihood, the mean over answers of their mean over "
-        "tokens; orpo needs it (1 in its paper).",
+        description="Weight of the chosen responses' negative log-likelihood, the mean over responses of their means "
+        "over tokens; orpo needs it (1 in its paper).",
     )
-    desirable_weight: float = Field(default=1.0, gt=0, description="Weight of the good answers (kto).")
-    undesirable_weight: float = Field(default=1.0, gt=0, description="Weight of the bad answers (kto).")
+    desirable_weight: float = Field(default=1.0, gt=0, description="Weight of good responses (kto).")
+    undesirable_weight: float = Field(default=1.0, gt=0, description="Weight of bad responses (kto).")
 
     @property
     def compares_with_reference(self) -> bool:

@@ -15,13 +15,13 @@ class ProfilerConfig(Config):
 
     steps: list[int] = Field(
         default_factory=list,
-        description="Steps that PyTorch's profiler records, a Chrome trace of each role and rank. A recorded step is "
+        description="Steps recorded by PyTorch's profiler as a Chrome trace per role and rank. A recorded step is "
         "slower.",
     )
     roles: list[str] = Field(
         default_factory=list,
-        description="Roles that are recorded, such as actor_train; empty: all that have a model. Engines with "
-        "processes of their own (vllm, sglang) are seen by Nsight alone.",
+        description="Recorded roles, such as actor_train; empty: all that have a model. Engines with separate "
+        "processes (vllm, sglang) are recorded only by Nsight.",
     )
     ranks: list[int] | None = Field(default_factory=lambda: [0], description="Ranks of each role. null: all of them.")
     shapes: bool = Field(default=False, description="Record the shapes of operators' inputs.")
@@ -36,14 +36,15 @@ class ProfilerConfig(Config):
     )
     nsight: dict[str, str] | None = Field(
         default=None,
-        description="Run the roles and ranks under Nsight Systems, by Ray; nsys must be on the PATH of their machines. "
-        "Options of `nsys profile`; {} is CUDA, cuDNN, cuBLAS and NVTX. The processes are recorded whole.",
+        description="Run the roles and ranks under Nsight Systems, by Ray; nsys must be on the PATH of their "
+        "machines. Options of `nsys profile`; {} is CUDA, cuDNN, cuBLAS and NVTX. Processes are recorded from "
+        "start to end.",
     )
     peak_tflops: float | None = Field(
         default=None,
         gt=0,
-        description="TFLOP/s that a trainer's device reaches at most in its number format, for mfu/train. null: as its "
-        "data sheet says; on devices that are not known there is no such metric.",
+        description="Peak TFLOP/s of a trainer's device in its number format, for mfu/train. null: from its data "
+        "sheet; unknown devices have no such metric.",
     )
 
     def profiled(self, role: str, world_size: int) -> list[int]:

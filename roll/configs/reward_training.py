@@ -20,8 +20,8 @@ class RewardLossConfig(Config):
 
     reward_loss: RewardLoss = Field(
         default="bradley_terry",
-        description="bradley_terry (pairs), regression (answers with scores) or process (answers in steps, each right "
-        "or wrong).",
+        description="bradley_terry (pairs), regression (responses with scores) or process (responses in steps, each "
+        "right or wrong).",
     )
     center_coef: float = Field(
         default=0.0,
@@ -41,12 +41,13 @@ class RewardColumns(PairColumns):
     score: str = Field(
         default="score",
         min_length=1,
-        description="Column of the score of the answer in data_args.response, or at the end of messages (regression).",
+        description="Column of the score of the response in data_args.response, or at the end of messages "
+        "(regression).",
     )
     steps: str = Field(
         default="steps",
         min_length=1,
-        description="Column with the answer as a list of texts, which are its steps and joined the whole answer "
+        description="Column with the response as a list of texts, its steps, which joined are the whole response "
         "(process).",
     )
     step_labels: str = Field(
@@ -60,7 +61,7 @@ class RewardTrainingConfig(RewardLossConfig, OfflineConfig):
     """Everything that ``examples/start_rm_pipeline.py`` reads."""
 
     answers: RewardColumns = Field(
-        default_factory=RewardColumns, description="Columns of the answers and what they are worth."
+        default_factory=RewardColumns, description="Columns of the responses and their labels."
     )
 
     @property

@@ -16,7 +16,7 @@ class RouterReplayConfig(Config):
 
     mode: ReplayMode = Field(
         default="disable",
-        description="Experts that each token goes through when the policy is trained. disable: its routers choose anew "
-        "in every pass; R2: those chosen when the trainer scored the rollout; R3: those that the generator chose, in "
-        "scoring and training. The weights of the experts are always the trainer's own.",
+        description="Experts of each token when the policy is trained. disable: the routers choose in every pass; R2: "
+        "those chosen when the trainer computed the old log-probs; R3: those that the generator chose, for old "
+        "log-probs and training. The weights of the experts are always the trainer's.",
     )

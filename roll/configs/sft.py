@@ -14,10 +14,10 @@ class SFTConfig(OfflineConfig):
 
     train_on: Literal["all", "last"] = Field(
         default="all",
-        description="The answers of a conversation that are imitated: all of the assistant's, or its last.",
+        description="Which responses of a conversation are trained on: all of the assistant's, or its last.",
     )
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean"] = Field(
         default="token-mean",
-        description="The loss of an optimizer step: the mean over all tokens to imitate, or over conversations of the "
-        "mean over theirs.",
+        description="The loss of an optimizer step: the mean over all trained tokens, or the mean over conversations "
+        "of their means.",
     )

@@ -25,7 +25,7 @@ class StrategyArguments(Config):
         "class or of an engine's card.",
     )
     strategy_config: dict[str, Any] = Field(
-        default_factory=dict, description="Options of that engine, see the tables of the strategies below."
+        default_factory=dict, description="Options of that engine, see the engine options."
     )
 
     @property

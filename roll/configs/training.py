@@ -24,17 +24,17 @@ class TrainingArguments(Config):
 
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw",
-        description="What takes the steps. muon: orthogonalised momentum for the matrices of the decoder layers, with "
+        description="The optimizer. muon: orthogonalised momentum for the matrices of the decoder layers, with "
         "updates as large as AdamW's, and AdamW for everything else (embeddings, heads, norms, biases, experts).",
     )
     muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Decay of Muon's running mean of the gradient.")
     learning_rate: float = Field(default=1e-6, gt=0, description="Peak learning rate, reached after the warm-up.")
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices.")
     weight_decay_end: float | None = Field(
-        default=None, ge=0, description="Weight decay that is reached at the run's end; null: it is constant."
+        default=None, ge=0, description="Weight decay at the end of the run; null: constant."
     )
     weight_decay_incr_style: Literal["linear", "cosine"] = Field(
-        default="linear", description="Course from weight_decay to weight_decay_end: a line, or half a cosine."
+        default="linear", description="Shape from weight_decay to weight_decay_end: linear, or half a cosine."
     )
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the gradient's running mean.")
     adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="Decay of the squared gradient's running mean.")
@@ -55,32 +55,33 @@ class TrainingArguments(Config):
         description="The warm-up as a share of all optimizer steps; used when warmup_steps is 0.",
     )
     warmup_init_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="Learning rate that the warm-up rises from, as a share of the peak."
+        default=0.0, ge=0, le=1, description="Learning rate at the start of the warm-up, as a share of the peak."
     )
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt", "wsd"] = Field(
         default="linear",
-        description="Course after the warm-up: level (constant has no warm-up at all), a straight line or half a "
-        "cosine down to min_lr_ratio; inverse_sqrt falls as 1 / sqrt(steps since the start), in units of the warm-up; "
-        "wsd (warm-up, stable, decay; Hu et al. 2024) is level and falls in the last lr_wsd_decay_steps.",
+        description="Shape after the warm-up: constant (which has no warm-up) and constant_with_warmup stay at the "
+        "peak; linear and cosine (half a period) fall to min_lr_ratio; inverse_sqrt falls as 1 / sqrt(steps since "
+        "the start), in units of the warm-up; wsd (warm-up, stable, decay; Hu et al. 2024) is constant and falls "
+        "in the last lr_wsd_decay_steps.",
     )
     min_lr_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="Least learning rate after the warm-up, as a share of the peak."
+        default=0.0, ge=0, le=1, description="Lowest learning rate after the warm-up, as a share of the peak."
     )
     lr_decay_steps: int | None = Field(
         default=None,
         ge=1,
-        description="Optimizer steps, those of the warm-up included, after which min_lr_ratio is reached, and stays. "
-        "null: all of the run.",
+        description="Optimizer steps, including the warm-up, after which min_lr_ratio is reached and kept. null: all "
+        "of the run.",
     )
     num_cycles: float = Field(
         default=0.5, gt=0, description="Periods of the cosine: 0.5 falls once, 1.5 falls, rises and falls again."
     )
     lr_wsd_decay_steps: int | None = Field(
-        default=None, ge=1, description="Optimizer steps of wsd's fall. null: a tenth of all, rounded up."
+        default=None, ge=1, description="Optimizer steps of wsd's decay. null: a tenth of all, rounded up."
     )
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = Field(
         default="linear",
-        description="wsd's fall, r from 0 to 1: 1 - r, half a cosine, 2 / 2^r - 1, or 1 - sqrt(r).",
+        description="wsd's decay, r from 0 to 1: 1 - r, half a cosine, 2 / 2^r - 1, or 1 - sqrt(r).",
     )
 
     def problems(self) -> Iterator[ConfigProblem]:

@@ -16,14 +16,16 @@ class UserConfig(Config):
     path: str = Field(
         min_length=1,
         description="package.module:Class or folder/file.py:Class with `async respond(messages, prompt)`, which "
-        "returns what the user says, the reward of the policy's last turn, and whether the conversation is over.",
+        "returns the user's message, the reward of the policy's last turn, and whether the conversation is over.",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of its constructor.")
     max_turns: int = Field(
-        default=4, ge=1, description="Most turns of the user after the prompt; what the policy says then is the answer."
+        default=4,
+        ge=1,
+        description="Most messages of the user after the prompt; the next assistant message is the answer.",
     )
-    timeout: float = Field(default=30.0, gt=0, description="Seconds that one turn of the user may take.")
-    retries: int = Field(default=1, ge=0, description="New attempts at an episode whose user failed.")
+    timeout: float = Field(default=30.0, gt=0, description="Seconds for one message of the user.")
+    retries: int = Field(default=1, ge=0, description="Retries of an episode whose user failed.")
 
     def placed(self) -> UserConfig:
         """The section with a path that is the same in every folder."""

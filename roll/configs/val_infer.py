@@ -17,8 +17,8 @@ class ValInferConfig(Config):
 
     device_mapping: DeviceMapping = Field(
         default=None,
-        description="Their devices, none of them actor_infer's; a role that does nothing during an evaluation, such as "
-        "actor_train, may share them. null: one CPU process, outside the device plan.",
+        description="Their devices, none of them actor_infer's; they can be those of a role that is idle during an "
+        "evaluation, such as actor_train. null: one CPU process, outside the device plan.",
     )
     worker_cls: str | None = Field(
         default=None, description="package.module:Class of the process. null: that of actor_infer."

@@ -13,9 +13,9 @@ from roll.configs.problems import ConfigProblem
 class SupervisedStartConfig(Config):
     """Supervised start: how long to imitate demonstrations before reinforcement learning begins."""
 
-    min_success: float = Field(default=0.15, ge=0, le=1, description="Training goes on until success reaches this …")
+    min_success: float = Field(default=0.15, ge=0, le=1, description="Training continues until success reaches this …")
     max_success: float = Field(
-        default=0.40, ge=0, le=1, description="… and a start beyond this is an error: nothing to learn."
+        default=0.40, ge=0, le=1, description="… and starting above this is an error: nothing to learn."
     )
     learning_rate: float = Field(default=2e-3, gt=0, description="Peak learning rate.")
     batch_size: int = Field(default=32, ge=1, description="Samples per optimizer step.")
@@ -31,9 +31,9 @@ class SupervisedStartConfig(Config):
 class WarmStartConfig(SupervisedStartConfig):
     """Supervised start of the tiny model on generated demonstrations, before any reinforcement learning."""
 
-    demonstrations: int = Field(default=2000, ge=1, description="Turns of generated play to learn from.")
+    demonstrations: int = Field(default=2000, ge=1, description="Turns of scripted play to imitate.")
     expert_share: float = Field(
-        default=0.5, ge=0, le=1, description="Share of them played by the solver; the others are random but valid."
+        default=0.5, ge=0, le=1, description="Share of them chosen by the solver; the others are random but valid."
     )
     min_valid: float = Field(default=0.90, ge=0, le=1, description="Least share of turns with a valid action.")
 
@@ -47,10 +47,10 @@ class PromptWarmStartConfig(SupervisedStartConfig):
     prompt: str = Field(default="prompt", min_length=1, description="Column of the prompt.")
     response: str = Field(default="response", min_length=1, description="Column of the response.")
     messages: str | None = Field(
-        default=None, min_length=1, description="Column of whole conversations, in place of prompt and response."
+        default=None, min_length=1, description="Column of whole conversations, instead of prompt and response."
     )
     tools: list[str] = Field(
         default_factory=list,
-        description="Tools that the demonstrations' prompts tell of where an agent program has them, as in "
-        "tools.use.<name>.tool. Without them they are those of the section tools.",
+        description="Tools described in the demonstrations' prompts if an agent program provides them, as in "
+        "tools.use.<name>.tool. Default: those of the section tools.",
     )

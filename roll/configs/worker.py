@@ -33,11 +33,11 @@ class WorkerConfig(Config):
 
     model_args: ModelArguments = Field(default_factory=ModelArguments, description="How the model is loaded.")
     training_args: TrainingArguments = Field(
-        default_factory=TrainingArguments, description="Optimizer and schedule; read by the trained roles."
+        default_factory=TrainingArguments, description="Optimizer and schedule; read by trained roles."
     )
     data_args: DataArguments = Field(default_factory=DataArguments, description="How messages become prompts.")
     generating_args: GeneratingArguments = Field(
-        default_factory=GeneratingArguments, description="How completions are sampled; read from actor_infer."
+        default_factory=GeneratingArguments, description="How responses are sampled; read from actor_infer."
     )
     strategy_args: StrategyArguments = Field(
         default_factory=StrategyArguments, description="The engine and its options."
@@ -50,17 +50,17 @@ class WorkerConfig(Config):
     )
     device_mapping: DeviceMapping = Field(
         default=None,
-        description="Devices of the role, counted over all nodes: GPUs, or CPU slots where there is none. Roles whose "
+        description="Devices of the role, counted over all nodes: GPUs, or CPU slots if there is none. Roles whose "
         "mappings overlap share devices. null: one CPU process per worker, outside the device plan.",
     )
     num_gpus_per_worker: int = Field(
         default=1,
         ge=1,
-        description="Devices of one worker; more than 1 only for engines that split one model themselves. null or no "
-        "such key: the tensor-parallel size of vllm or sglang.",
+        description="Devices of one worker; more than 1 only for engines that split one model themselves. null or "
+        "missing: the tensor-parallel size of vllm or sglang.",
     )
     model_update_frequency: int = Field(
-        default=1, ge=1, description="Steps between two transfers of the trained weights (read from actor_train)."
+        default=1, ge=1, description="Steps between two weight updates (read from actor_train)."
     )
     infer_batch_size: int = Field(
         default=16, ge=1, description="Sequences per forward pass when only log-probs are computed."
@@ -84,26 +84,28 @@ class WorkerConfig(Config):
         default=False, description="Form micro-batches by token count instead of infer_batch_size."
     )
     max_tokens_per_microbatch_in_infer: int = Field(
-        default=0, ge=0, description="Token budget of a scoring micro-batch; needed with dynamic batching."
+        default=0, ge=0, description="Token budget of a micro-batch for log-probs; needed with dynamic batching."
     )
     sequence_length_round_in_infer: int = Field(
-        default=1, ge=1, description="Padded lengths of scoring micro-batches are rounded up to a multiple of this."
+        default=1,
+        ge=1,
+        description="Padded lengths of micro-batches for log-probs are rounded up to a multiple of this.",
     )
     use_sequence_packing: bool = Field(
         default=False,
-        description="Lay the sequences of a micro-batch end to end in one row instead of padding them: of models that "
-        "are known to keep them apart.",
+        description="Concatenate the sequences of a micro-batch in one row instead of padding them; for models that "
+        "are known to keep them separate.",
     )
     router_replay: RouterReplayConfig = Field(
         default_factory=RouterReplayConfig,
-        description="Experts that a mixture of experts takes again (read from actor_train).",
+        description="Replays the experts of a mixture of experts (read from actor_train).",
     )
     share_prompts: bool = Field(
         default=True,
-        description="Sequences that begin with the same prompt compute it once, where that leaves at most 90% of the "
-        "tokens: with full attention, in fsdp2 and deepspeed strategies with sdpa, and in megatron strategies without "
-        "TransformerEngine, context parallelism and moe_aux_loss_coeff. Off, with a warning, for models that are not "
-        "known to keep sequences apart. The gradient is the same.",
+        description="Sequences that begin with the same prompt compute it once, if that leaves at most 90% of the "
+        "tokens: with full attention, in fsdp2 and deepspeed strategies with sdpa, and in megatron strategies "
+        "without TransformerEngine, context parallelism and moe_aux_loss_coeff. Off, with a warning, for models "
+        "that are not known to keep sequences separate. The gradient is the same.",
     )
 
     @property

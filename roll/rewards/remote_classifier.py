@@ -22,7 +22,7 @@ class RemoteClassifierConfig(RemoteConfig):
         description="Which one it is: `vllm serve … --runner pooling`, or SGLang's `launch_server … --is-embedding`.",
     )
     model_name: str | None = Field(
-        default=None, description="Name that the server knows the model by. null: none is sent, it has one."
+        default=None, description="The model's name on the server. null: none is sent, it has one model."
     )
 
 

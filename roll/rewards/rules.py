@@ -63,8 +63,8 @@ class FormatVerifier(RuleVerifier):
 class LengthConfig(Config):
     """``args`` of ``length``."""
 
-    min_tokens: int = Field(ge=0, description="Answers of at most so many tokens get the whole penalty.")
-    max_tokens: int = Field(ge=1, description="Answers of so many tokens or more get none.")
+    min_tokens: int = Field(ge=0, description="Responses of at most this many tokens get the whole penalty.")
+    max_tokens: int = Field(ge=1, description="Responses of this many tokens or more get none.")
     penalty: float = Field(
         default=-0.5, allow_inf_nan=False, description="Score of the shortest; that of the longest is 0."
     )

@@ -14,7 +14,7 @@ class HfInferConfig(EngineOptions):
     """Options of `hf_infer`, generation and scoring with plain Transformers."""
 
     max_prefill_tokens: int = Field(
-        default=8192, ge=1, description="Most prompt tokens that one forward pass takes in; longer queues are split."
+        default=8192, ge=1, description="Most prompt tokens in one forward pass; longer queues are split."
     )
 
 

@@ -35,7 +35,7 @@ class QuestionsConfig(Config):
     file_name: str | list[str] = Field(
         min_length=1, description="json, jsonl, csv, parquet or arrow files, a folder of them, globs."
     )
-    prompt: str = Field("prompt", min_length=1, description="Column of the question; dotted where it lies deeper.")
+    prompt: str = Field("prompt", min_length=1, description="Column of the question; dotted if nested.")
     answer: str = Field("answer", min_length=1, description="Column of the answer: a text or a number.")
 
     @property
