@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from roll.data.batch import Batch, from_arrays, unset_value
+from roll.data.batch import Batch, from_arrays
+from roll.data.columns import UNKNOWN, Column, columns_of
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,12 @@ class TokenScores:
     """float32 [T, K] their log-probabilities."""
     tail_T: Tensor | None = None
     """float32 log of the probability of all other tokens together."""
-    chunk_T: Tensor | None = None
+    chunk_T: Annotated[Tensor | None, Column(unset=UNKNOWN)] = None
     """int64 the chunk of text (``roll.algorithms.alignment``) of which the log-probability is an equal part, of a
     teacher with another tokenizer."""
     hidden_TH: Tensor | None = None
     """float32 [T, H] final hidden state that predicts the token (a reference's); 0 where the loss mask is 0."""
-    experts_TE: Tensor | None = None
+    experts_TE: Annotated[Tensor | None, Column(unset=UNKNOWN)] = None
     """int16 [T, E] the experts that each token itself went through, layer by layer; -1 where that is not known."""
     others: Mapping[str, Tensor] = field(default_factory=dict)
     """Columns of quantities (``roll.algorithms.quantities``) that have no field here, by name."""
@@ -65,11 +66,12 @@ class TokenScores:
         """
         columns: dict[str, Tensor] = {}
         for part, place in zip_longest(parts, places):
-            for name, column in part.columns.items():
+            for name, values in part.columns.items():
                 if name not in columns:
-                    columns[name] = torch.full((num_tokens, *column.shape[1:]), unset_value(name), dtype=column.dtype)
+                    unset = columns_of(cls).get(name, Column()).unset
+                    columns[name] = torch.full((num_tokens, *values.shape[1:]), unset, dtype=values.dtype)
                 if place is not None and len(place):
-                    columns[name][place] = column.cpu()
+                    columns[name][place] = values.cpu()
         return cls.of(**columns)
 
     @property

@@ -18,7 +18,7 @@ _OF_COMMANDS = ("env", "cwd", "template", "sandbox", "verify")
 
 
 class AgentSandboxConfig(Config):
-    """Limits of a command in the sandbox: what it may use and see."""
+    """Limits of a command in the sandbox."""
 
     memory_mb: int = Field(default=2048, ge=64, description="Memory of all its processes together.")
     cpu_seconds: int = Field(default=600, ge=1, description="CPU time of each process.")
@@ -37,7 +37,7 @@ class AgentSandboxConfig(Config):
 
 
 class AgentConfig(Config):
-    """The agent program, what it may ask of the policy, and where its reward comes from."""
+    """The agent program, its limits, and the source of its reward."""
 
     type: Literal["process", "python", "url"] = Field(
         default="process",

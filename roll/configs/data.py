@@ -63,7 +63,7 @@ class DatasetFilterConfig(Config):
 
 
 class DataArguments(Config):
-    """The dataset of prompts and the chat template. Columns may be dotted paths, `reward_model.ground_truth`."""
+    """The dataset and the chat template. Columns can be dotted paths, `reward_model.ground_truth`."""
 
     template: str = Field(
         default="native",

@@ -10,16 +10,14 @@ from pydantic import Field
 from roll.configs.base import Config
 from roll.configs.data import DataArguments
 from roll.configs.engines import strategy_names
-from roll.configs.model import ModelArguments
 from roll.configs.problems import ConfigProblem
 from roll.configs.rewards import RewardWorkers
 from roll.configs.rl import DEFAULT_GENERATOR
-from roll.configs.strategy import StrategyArguments
-from roll.configs.worker import WorkerConfig
+from roll.configs.worker import ModelArguments, StrategyArguments, WorkerConfig
 
 
 class JudgeEngine(Config):
-    """Engine that samples a judge on the run's own devices."""
+    """Engine of a judge on the run's own devices."""
 
     strategy_args: StrategyArguments = Field(
         default_factory=lambda: StrategyArguments(strategy_name=DEFAULT_GENERATOR),
@@ -54,7 +52,7 @@ class JudgeEngine(Config):
 
 
 class AskedModelConfig(RewardWorkers):
-    """The model that environments ask (``TextEnv.ask``), beside the policy."""
+    """A model that environments can call (``TextEnv.ask``)."""
 
     model: str = Field(min_length=1, description="A folder in Hugging Face format, or an org/name on the hub.")
     engine: JudgeEngine = Field(default_factory=JudgeEngine, description="The engine, one in each worker.")

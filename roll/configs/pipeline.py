@@ -1,4 +1,4 @@
-"""Keys of every pipeline: the run itself (names, folders, steps, lengths, machines) and the policy's roles."""
+"""Every run: names, folders, steps, lengths, machines, recordings, and the policy's roles."""
 
 from __future__ import annotations
 
@@ -10,15 +10,68 @@ from pydantic import Field
 from roll.configs.base import Config
 from roll.configs.divergence import DivergenceConfig
 from roll.configs.problems import ConfigProblem
-from roll.configs.profiling import ProfilerConfig
 from roll.configs.worker import EnvironmentVariables, WorkerConfig
+
+
+class ProfilerConfig(Config):
+    """Recordings of single steps in the run's folder profile/; off by default."""
+
+    steps: list[int] = Field(
+        default_factory=list,
+        description="Steps recorded by PyTorch's profiler as a Chrome trace per role and rank. A recorded step is "
+        "slower.",
+    )
+    roles: list[str] = Field(
+        default_factory=list,
+        description="Recorded roles, such as actor_train; empty: all that have a model. Engines with separate "
+        "processes (vllm, sglang) are recorded only by Nsight.",
+    )
+    ranks: list[int] | None = Field(default_factory=lambda: [0], description="Ranks of each role. null: all of them.")
+    shapes: bool = Field(default=False, description="Record the shapes of operators' inputs.")
+    stacks: bool = Field(default=False, description="Record where in the program operators are called; slow.")
+    memory: bool = Field(
+        default=False,
+        description="Record the resident memory of the process as a counter of the trace, and on GPUs a snapshot of "
+        "all memory with its history (a file for pytorch.org/memory_viz).",
+    )
+    ray_timeline: bool = Field(
+        default=False, description="Write Ray's timeline of all calls (ray_timeline.json) when the run ends."
+    )
+    nsight: dict[str, str] | None = Field(
+        default=None,
+        description="Run the roles and ranks under Nsight Systems, by Ray; nsys must be on the PATH of their "
+        "machines. Options of `nsys profile`; {} is CUDA, cuDNN, cuBLAS and NVTX. Processes are recorded from "
+        "start to end.",
+    )
+    peak_tflops: float | None = Field(
+        default=None,
+        gt=0,
+        description="Peak TFLOP/s of a trainer's device in its number format, for mfu/train. null: from its data "
+        "sheet; unknown devices have no such metric.",
+    )
+
+    def profiled(self, role: str, world_size: int) -> list[int]:
+        """The ranks of a role that are recorded."""
+        if self.roles and role not in self.roles:
+            return []
+        return [rank for rank in range(world_size) if self.ranks is None or rank in self.ranks]
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        for key in ("steps", "ranks"):
+            least = 1 if key == "steps" else 0
+            numbers = getattr(self, key)
+            if numbers is not None and (min(numbers, default=least) < least or len(set(numbers)) < len(numbers)):
+                yield self.problem(key, f"numbers of at least {least}, each once")
+        if self.nsight is not None and self.nsight.keys() & {"o", "output"}:
+            yield self.problem("nsight", "options without o and output: reports are in the run's folder")
+
 
 TINY = "tiny"
 """The value of ``pretrain`` that makes a small model on the spot."""
 
 
 class RayInitConfig(Config):
-    """Ray cluster that the run joins, or settings of one that it starts."""
+    """The Ray cluster that the run joins, or settings of the one that it starts."""
 
     address: str | None = Field(
         default=None,
@@ -232,7 +285,7 @@ class RunConfig(Config):
 
 
 class PipelineConfig(RunConfig):
-    """The policy and the roles that train and serve it; pipelines add what they train it on."""
+    """The policy and its roles; pipelines add their data."""
 
     pretrain: str = Field(
         default=TINY,
@@ -379,3 +432,49 @@ class PipelineConfig(RunConfig):
         if self.actor_infer is not None and least > self.sequence_length:
             expected = f"at least {least} = prompt_length {self.prompt_length} + response_length {self.response_length}"
             yield self.problem("sequence_length", expected, "prompt_length", "response_length")
+
+
+class SupervisedStartConfig(Config):
+    """Supervised start: how long to imitate demonstrations before reinforcement learning begins."""
+
+    min_success: float = Field(default=0.15, ge=0, le=1, description="Training continues until success reaches this …")
+    max_success: float = Field(
+        default=0.40, ge=0, le=1, description="… and starting above this is an error: nothing to learn."
+    )
+    learning_rate: float = Field(default=2e-3, gt=0, description="Peak learning rate.")
+    batch_size: int = Field(default=32, ge=1, description="Samples per optimizer step.")
+    max_steps: int = Field(default=220, ge=1, description="Most optimizer steps.")
+    eval_steps: int = Field(default=20, ge=1, description="Optimizer steps between two measurements of success.")
+    eval_episodes: int = Field(default=256, ge=1, description="Episodes of one measurement.")
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        if self.min_success >= self.max_success:
+            yield self.problem("min_success", f"less than max_success = {self.max_success}", "max_success")
+
+
+class WarmStartConfig(SupervisedStartConfig):
+    """Supervised start of the tiny model on generated demonstrations, before RL."""
+
+    demonstrations: int = Field(default=2000, ge=1, description="Turns of scripted play to imitate.")
+    expert_share: float = Field(
+        default=0.5, ge=0, le=1, description="Share of them chosen by the solver; the others are random but valid."
+    )
+    min_valid: float = Field(default=0.90, ge=0, le=1, description="Least share of turns with a valid action.")
+
+
+class PromptWarmStartConfig(SupervisedStartConfig):
+    """Supervised start of the tiny model on demonstrations from a file."""
+
+    file_name: str = Field(
+        default="", description="JSON lines with a prompt and a response to imitate; needed when pretrain is tiny."
+    )
+    prompt: str = Field(default="prompt", min_length=1, description="Column of the prompt.")
+    response: str = Field(default="response", min_length=1, description="Column of the response.")
+    messages: str | None = Field(
+        default=None, min_length=1, description="Column of whole conversations, instead of prompt and response."
+    )
+    tools: list[str] = Field(
+        default_factory=list,
+        description="Tools described in the demonstrations' prompts if an agent program provides them, as in "
+        "tools.use.<name>.tool. Default: those of the section tools.",
+    )

@@ -8,9 +8,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from roll.configs.base import Config
-from roll.configs.devices import DeviceMapping
 from roll.configs.problems import ConfigProblem
-from roll.configs.worker import EnvironmentVariables, WorkerConfig
+from roll.configs.worker import DeviceMapping, EnvironmentVariables, WorkerConfig
 
 
 class VerifierConfig(Config):
@@ -27,7 +26,7 @@ class VerifierConfig(Config):
 
 
 class RewardFilterConfig(Config):
-    """Filter for the groups that are worth training on, by their scores, or by a function of yours."""
+    """Filter for groups worth training on, by their rewards or by your own function."""
 
     type: Literal["no_filter", "mean_filter", "std_filter"] = Field(
         default="no_filter",

@@ -9,9 +9,8 @@ from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.divergence import DivergenceConfig
-from roll.configs.pipeline import TINY
+from roll.configs.pipeline import TINY, PromptWarmStartConfig
 from roll.configs.problems import NOTHING, ConfigProblem
-from roll.configs.warm_start import PromptWarmStartConfig
 from roll.configs.worker import WorkerConfig
 
 OpdForm: TypeAlias = Literal["advantage", "reward", "loss"]
@@ -21,7 +20,7 @@ _COMPARES = {key: field.default for key, field in DivergenceConfig.model_fields.
 
 
 class TeacherConfig(Config):
-    """A frozen model that others learn from."""
+    """A frozen model that the policy learns from."""
 
     teacher: WorkerConfig | None = Field(
         default=None,
@@ -67,7 +66,7 @@ class TinyTeacherConfig(TeacherConfig):
 
 
 class TaggedTeacherConfig(WorkerConfig):
-    """One of several teachers: a role such as ``teacher``, its model, and whose samples it judges."""
+    """One of several teachers: a role like ``teacher``, its model, and the samples that it scores."""
 
     pretrain: str = Field(
         min_length=1, description="The teacher: a folder in Hugging Face format, or an org/name on the hub."
@@ -85,7 +84,7 @@ class TaggedTeacherConfig(WorkerConfig):
 
 
 class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
-    """Use of a teacher's opinion of the policy's own samples."""
+    """Use of a teacher's log-probs on the policy's own samples."""
 
     teachers: dict[str, TaggedTeacherConfig] = Field(
         default_factory=dict,

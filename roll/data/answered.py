@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from roll.data.asked import ANSWERS, PROMPTS, asked, asked_in
 from roll.data.files.read import read_rows
 from roll.data.files.rows import Problems, Row
+from roll.data.identity import conversation_digest
 from roll.data.prompt_rows import Message, RowError, check_encodable, finite, lookup
 
 TURNS = "turns"
@@ -98,7 +98,7 @@ def _answered(row: Row, columns: AnswerColumns) -> Answered:
         truth=_truth(values, columns.truth),
         tag=_tag(values.get(columns.tag)),
         extra={name: value for name, value in values.items() if name not in used},
-        group=str(values["id"]) if "id" in values else _digest(messages) if messages else row.name,
+        group=str(values["id"]) if "id" in values else conversation_digest(messages) if messages else row.name,
     )
 
 
@@ -135,11 +135,6 @@ def _truth(values: Mapping[str, Any], column: str | None) -> Any:
 
 def _tag(value: Any) -> str | None:
     return None if value is None else str(value)
-
-
-def _digest(messages: Sequence[Message]) -> str:
-    text = "\x1e".join(f"{message['role']}\x1f{message['content']}" for message in messages)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _episode(row: Row, columns: AnswerColumns) -> Answered:

@@ -17,13 +17,12 @@ import heapq
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from roll.data.experts import UNKNOWN
+from roll.data.columns import UNKNOWN, Column, columns_of, is_per_token, suffix
 
 Columns = TypeVar("Columns")
 
@@ -67,7 +66,7 @@ class Batch:
     """float32: log-probabilities as the generation engine reported them."""
     rollout_versions_T: Tensor | None = None
     """int64: the weight version that sampled each token; 0 where the mask is 0."""
-    experts_TE: Tensor | None = None
+    experts_TE: Annotated[Tensor | None, Column(unset=UNKNOWN)] = None
     """int16 [T, E]: the experts that each token itself is to go through, layer by layer (``router_replay``); -1 where
     the router chooses."""
     old_logprobs_T: Tensor | None = None
@@ -125,14 +124,10 @@ class Batch:
             if value is None:
                 continue
             expected = num_tokens if is_per_token(f.name) else len(self.lengths_B)
-            wide = f.name.endswith(("_TH", "_TK", "_TE", "_BK"))
-            if value.ndim == 2 and wide and len(value) == expected:
-                continue
-            if value.shape != (expected,):
-                width = {"_TH": " hidden size", "_TK": " tokens", "_TE": " experts", "_BK": " rewards"}.get(
-                    f.name[-3:], ""
-                )
-                raise ValueError(f"Batch.{f.name}: shape {tuple(value.shape)}, expected ({expected},{width})")
+            shape = (len(value),) if isinstance(value, tuple) else tuple(value.shape)
+            if shape[:1] != (expected,) or len(shape) != len(suffix(f.name)):
+                axes = ", ".join([str(expected), *suffix(f.name)[1:]])
+                raise ValueError(f"Batch.{f.name}: got shape {shape}, expected ({axes})")
 
     @property
     def num_sequences(self) -> int:
@@ -172,9 +167,9 @@ class Batch:
         """int64: position of each token within its sequence."""
         return torch.arange(self.num_tokens) - torch.repeat_interleave(self.offsets_B, self.lengths_B)
 
-    def replace(self, **columns: Tensor | None) -> Batch:
+    def replace(self, **columns: Any) -> Batch:
         """A copy with the given fields exchanged."""
-        return dataclasses.replace(self, **columns)  # type: ignore[arg-type]
+        return dataclasses.replace(self, **columns)
 
     @property
     def rows_with_loss(self) -> Tensor:
@@ -200,11 +195,13 @@ class Batch:
         """The given sequences, in the given order."""
         rows = torch.as_tensor(rows, dtype=torch.int64)
         token_index = self.token_index(rows)
-        columns: dict[str, Tensor] = {}
+        columns: dict[str, Any] = {}
         for f in fields(self):
-            column = getattr(self, f.name)
-            if column is not None:
-                columns[f.name] = column.index_select(0, token_index if is_per_token(f.name) else rows)
+            values = getattr(self, f.name)
+            if isinstance(values, tuple):
+                columns[f.name] = tuple(values[row] for row in rows.tolist())
+            elif values is not None:
+                columns[f.name] = values.index_select(0, token_index if is_per_token(f.name) else rows)
         return Batch(**columns)
 
     def token_index(self, rows: Tensor | Sequence[int]) -> Tensor:
@@ -278,24 +275,28 @@ class Batch:
         return from_arrays, (Batch, to_arrays(self))
 
 
-def to_arrays(columns: Any) -> dict[str, np.ndarray]:
-    """The tensors of a dataclass that are set, as NumPy arrays that share their memory."""
-    return {f.name: v.numpy() for f in fields(columns) if (v := getattr(columns, f.name)) is not None}
+def placeholder(batch: Batch) -> Batch:
+    """One sequence of two tokens without loss, with the columns that the batch has."""
+    blank: dict[str, Any] = {"lengths_B": torch.tensor([2])}
+    for name, declared in columns_of(Batch).items():
+        values = getattr(batch, name)
+        if isinstance(values, tuple):
+            blank[name] = ((),)
+        elif values is not None and name not in blank:
+            shape = (2 if is_per_token(name) else 1, *values.shape[1:])
+            blank[name] = torch.full(shape, declared.unset, dtype=values.dtype)
+    return Batch(**blank)
 
 
-def from_arrays(make: Callable[..., Columns], arrays: dict[str, np.ndarray]) -> Columns:
+def to_arrays(columns: Any) -> dict[str, Any]:
+    """The columns of a dataclass that are set: tensors as NumPy arrays that share their memory, items as they are."""
+    found = {f.name: v for f in fields(columns) if (v := getattr(columns, f.name)) is not None}
+    return {name: v if isinstance(v, tuple) else v.numpy() for name, v in found.items()}
+
+
+def from_arrays(make: Callable[..., Columns], arrays: dict[str, Any]) -> Columns:
     """Its inverse. Columns are never written in place, so views of read-only memory will do."""
     with warnings.catch_warnings():
         # Arrays out of Ray's object store are read-only.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return make(**{name: torch.from_numpy(array) for name, array in arrays.items()})
-
-
-def is_per_token(name: str) -> bool:
-    """Tells a column of tokens from one of rows, by its name."""
-    return name.endswith(("_T", "_TH", "_TK", "_TE"))
-
-
-def unset_value(name: str) -> int:
-    """Value of a column where nothing is known."""
-    return UNKNOWN if name in ("experts_TE", "chunk_T") else 0
+        return make(**{name: v if isinstance(v, tuple) else torch.from_numpy(v) for name, v in arrays.items()})

@@ -14,8 +14,8 @@ from jinja2 import TemplateError
 
 from roll.configs.data import DataArguments
 from roll.configs.resuming import Rows
-from roll.data.arrays import BoolArray, IntArray
 from roll.data.batch import Batch
+from roll.data.columns import BoolArray, IntArray
 from roll.data.files.rows import DataError, Row
 from roll.data.left_out import LeftOut
 from roll.data.prompt_rows import (

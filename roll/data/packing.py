@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from roll.data.batch import Batch, is_per_token, unset_value
-from roll.data.experts import UNKNOWN
+from roll.data.batch import Batch, placeholder
+from roll.data.columns import UNKNOWN
+from roll.data.identity import vocabulary_ids
 from roll.data.shared_prompts import AttentionPlan, shared_row
 
 logger = logging.getLogger(__name__)
@@ -159,13 +160,7 @@ def take_micro_batch(batch: Batch, groups: Sequence[Tensor], index: int) -> Batc
     """
     if index < len(groups):
         return batch.select(groups[index])
-    columns = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    blank = {
-        name: torch.full((2 if is_per_token(name) else 1, *column.shape[1:]), unset_value(name), dtype=column.dtype)
-        for name, column in columns.items()
-        if column is not None
-    }
-    return Batch(**(blank | {"lengths_B": torch.tensor([2])}))
+    return placeholder(batch)
 
 
 def rectangle(batch: Batch, round_to: int = 1) -> ModelInput:
@@ -205,7 +200,7 @@ def _model_input(
     if bool((batch.positions_T[token_K] == 0).any()):
         raise ValueError("loss_mask_T: True on the first token of a sequence, which no token predicts; expected False")
     return ModelInput(
-        input_ids_RC,
+        vocabulary_ids(input_ids_RC),
         position_ids_RC,
         cell_T[token_K] - 1,
         batch.tokens_T[token_K],

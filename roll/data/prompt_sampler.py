@@ -9,7 +9,7 @@ import numpy as np
 
 from roll.configs.data import probability_problems
 from roll.configs.problems import ConfigErrors
-from roll.data.arrays import IntArray
+from roll.data.columns import IntArray
 from roll.data.prompts import Prompt
 from roll.utils.seeding import derive_seed
 

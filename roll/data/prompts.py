@@ -16,7 +16,7 @@ import numpy as np
 from roll.configs.data import DataArguments
 from roll.configs.problems import ConfigErrors
 from roll.configs.resuming import Rows
-from roll.data.arrays import IntArray
+from roll.data.columns import IntArray
 from roll.data.files.rows import DataError, Problems, Row
 from roll.data.left_out import LeftOut
 from roll.data.prompt_rows import (

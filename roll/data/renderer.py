@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from roll.data.arrays import BoolArray, IntArray
+from roll.data.columns import BoolArray, IntArray
 from roll.data.control_text import ControlText
 from roll.data.templates import ChatTemplate, read_template
 from roll.data.tool_messages import (

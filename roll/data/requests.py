@@ -5,14 +5,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import numpy as np
 
-from roll.data.arrays import ExpertArray, FloatArray, IntArray
+from roll.data.columns import UNKNOWN, Axis, Column, ExpertArray, FloatArray, IntArray
 
 if TYPE_CHECKING:
-    from roll.configs.generating import GeneratingArguments
+    from roll.configs.worker import GeneratingArguments
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Weight versions of a completion's tokens, in order: (version, how many tokens it sampled)."""
@@ -56,7 +56,7 @@ class SamplingParams:
     """Taken off the logit of a token for each time it was sampled; 0 is off."""
     stop: tuple[str, ...] = ()
     """Generation ends once the decoded text contains one of these; the tokens that completed it are kept."""
-    seed: int | None = None
+    seed: Annotated[int | None, Column()] = None
     """Same seed, prompt and weights give the same tokens, whatever else is in the batch."""
 
 
@@ -66,9 +66,9 @@ class GenerateRequest:
 
     request_id: str
     """Unique among the requests in flight."""
-    prompt_ids: IntArray
+    prompt_ids: Annotated[IntArray, Column(Axis.PROMPT, np.int64)]
     """Token ids, shape [prompt_len]; never re-tokenised."""
-    params: SamplingParams = field(default_factory=SamplingParams)
+    params: Annotated[SamplingParams, Column(Axis.SHARED)] = field(default_factory=SamplingParams)
     recorded: Runs = ()
     """The versions that sampled the tokens in the run that is repeated (``replay_schedule``): the engine samples a
     token when it has its version. Tokens beyond them are sampled with any."""
@@ -79,15 +79,15 @@ class Completion:
     """Answer that the engine sampled for one request."""
 
     request_id: str
-    token_ids: IntArray
+    token_ids: Annotated[IntArray, Column(Axis.SAMPLED, np.int64)]
     """Sampled ids, shape [n], the end-of-sequence token included."""
-    logprobs: FloatArray
+    logprobs: Annotated[FloatArray, Column(Axis.SAMPLED, np.float32, batch="rollout_logprobs_T")]
     """log p of each sampled id, shape [n], under the temperature-scaled full distribution (before top-p and top-k);
     under temperature 0, that of temperature 1."""
     finish_reason: FinishReason
-    versions: IntArray
+    versions: Annotated[IntArray, Column(Axis.SAMPLED, np.int64, batch="rollout_versions_T")]
     """The weight version that sampled each id, shape [n], ascending: an update may come in the middle."""
-    experts: ExpertArray | None = None
+    experts: Annotated[ExpertArray | None, Column(Axis.TOKEN, np.int16, batch="experts_TE", unset=UNKNOWN)] = None
     """The experts that the prompt's and the sampled tokens went through, shape [prompt_len + n, E], layer by layer; -1
     where that is not known, as of the last token, which nothing was predicted from. ``None`` unless they are asked for
     (``router_replay: R3``)."""

@@ -16,7 +16,7 @@ import torch
 
 from roll.configs.data import DataArguments
 from roll.configs.reward_training import RewardColumns
-from roll.data.arrays import BoolArray, IntArray
+from roll.data.columns import BoolArray, IntArray
 from roll.data.conversations import (
     Conversations,
     Encode,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from roll.data.batch import Batch
+from roll.data.identity import common_beginning, identity
 
 WORTH_SHARING = 0.9
 """Prompts are shared where the row then has at most this share of the sequences' tokens."""
@@ -82,7 +83,7 @@ class SharedPrompts:
         first_rows: list[int] = []
         owners = []
         for row, (offset, cut) in enumerate(zip(offsets, cuts, strict=True)):
-            index = known.setdefault(tokens[offset : offset + cut].tobytes(), len(known))
+            index = known.setdefault(identity(tokens[offset : offset + cut]), len(known))
             if index == len(first_rows):
                 first_rows.append(row)
             owners.append(index)
@@ -189,10 +190,11 @@ def _cuts(batch: Batch) -> Tensor:
 
 def _common_prefix(batch: Batch, pair: Tensor) -> int:
     """Number of tokens that two rows begin with alike."""
-    length = int(batch.lengths_B[pair].min())
-    first, second = (batch.tokens_T[offset : offset + length] for offset in batch.offsets_B[pair].tolist())
-    differs = (first != second).nonzero()
-    return int(differs[0]) if len(differs) else length
+    first, second = (
+        batch.tokens_T[offset : offset + length]
+        for offset, length in zip(batch.offsets_B[pair].tolist(), batch.lengths_B[pair].tolist(), strict=True)
+    )
+    return common_beginning(first, second)
 
 
 def _plan(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from roll.data.arrays import IntArray
+from roll.data.columns import IntArray
 from roll.data.files.rows import Problems
 from roll.data.prompt_rows import RowError, lookup
 from roll.data.prompts import Prompt

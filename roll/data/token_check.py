@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from roll.data.arrays import IntArray
+    from roll.data.columns import IntArray
     from roll.data.renderer import ChatRenderer, Message, Tool
 
 TokenCheck: TypeAlias = Literal["strict", "ignore_strippable", "disable"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from roll.data.experts import UNKNOWN
+from roll.data.columns import UNKNOWN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

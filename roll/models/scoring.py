@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from roll.algorithms.quantities import BASIC, Comparison, Distribution, Given, Quantity, WholeVocabulary
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
+from roll.data.identity import vocabulary_ids
 from roll.data.packing import (
     ModelInput,
     PackedSequences,
@@ -348,7 +349,7 @@ def compare_with_own_forward(
     has_experts = any(expert_sizes(scorer.model.config.get_text_config()))
     worst, compared = [0.0, 0.0, 0.0], 0
     for tokens, loss_K in _checked_rows(micro_batch):
-        row = micro_batch.tokens_T[tokens]
+        row = vocabulary_ids(micro_batch.tokens_T[tokens])
         experts_NE = None if inputs.experts_NE is None else inputs.experts_NE[inputs.cell_T[tokens]].to(device)
         places = ((loss_K - 1).clamp(min=0).to(device), row[loss_K].to(device))
         own = module(row[None].to(device), None, *places, experts_NE=experts_NE, by_own_forward=True)

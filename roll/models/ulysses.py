@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from roll.algorithms.quantities import Given
 from roll.algorithms.types import TokenScores
-from roll.data.experts import UNKNOWN
+from roll.data.columns import UNKNOWN
 from roll.data.packing import ModelInput, PackedSequences
 from roll.data.shared_prompts import AttentionPlan
 from roll.models import planned_attention

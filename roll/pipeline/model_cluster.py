@@ -15,7 +15,8 @@ from torch import Tensor
 
 from roll.algorithms.quantities import columns_read
 from roll.algorithms.types import TokenScores, is_maximum
-from roll.data.batch import Batch, is_per_token
+from roll.data.batch import Batch
+from roll.data.columns import is_per_token
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.strategy.base import Metrics, RankInfo, States, StrategyContext
 from roll.models.loading import load_config

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.types import TokenScores
-from roll.data.arrays import IntArray
 from roll.data.batch import Batch
+from roll.data.columns import IntArray
 from roll.pipeline.model_cluster import Scorer
 
 

@@ -19,7 +19,6 @@ from roll.pipeline.session import RunFailedError, RunSession
 from roll.report.trajectories import answer_row, trajectory_record, write_trajectories
 from roll.rollout.admission import Admission
 from roll.rollout.metrics import rollout_metrics, spread_metrics
-from roll.rollout.saved_groups import load_groups, save_groups
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import Collected, RolloutGroup, Trajectory
 from roll.tracking.display import NOTED
@@ -249,7 +248,7 @@ def keep_episodes(session: RunSession, step: int, groups: Sequence[RolloutGroup]
 def write_rollouts(folder: str, step: int, collected: Collected) -> None:
     """Keeps a step's groups, those that were turned down too: ``episodes.jsonl`` to read, the rest to take again."""
     path = _of_step(folder, step)
-    save_groups(path, collected)
+    collected.save(path)
     write_atomic(path / "episodes.jsonl", training_lines(collected.groups, collected.rejected))
 
 
@@ -287,7 +286,7 @@ def read_rollouts(folder: str, step: int) -> Collected:
     Raises:
         RunFailedError: there is nothing.
     """
-    collected = load_groups(_of_step(folder, step))
+    collected = Collected.load(_of_step(folder, step))
     if not (collected.groups or collected.rejected):
         raise RunFailedError(
             f"rollout_replay_dir: no rollouts of step {step} in {folder}; write it with rollout_dump_dir"

@@ -16,7 +16,7 @@ import ray
 
 from roll.algorithms.types import LossFn, TokenScores
 from roll.data.batch import Batch
-from roll.data.flat_requests import FlatCompletions
+from roll.data.columns import Records
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.cluster.worker import Worker
 from roll.distributed.strategy import strategy_class
@@ -33,12 +33,11 @@ from roll.distributed.weights.buckets import host_bytes, with_checksum
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import Message, Payload, Reply
 from roll.distributed.weights.receiver import WeightReceiver
-from roll.distributed.weights.routes import Link
-from roll.distributed.weights.sender import Delivery, WeightOrder, WeightSender
+from roll.distributed.weights.sender import Delivery, Link, WeightOrder, WeightSender
 from roll.rollout.router import GenerationError, Outcomes
 from roll.utils.checksums import WrittenFile
-from roll.utils.collector import end_start
 from roll.utils.idle import IdleClock
+from roll.utils.memory import end_start
 
 _POLL_S = 1.0
 
@@ -207,7 +206,7 @@ class InferWorker(Worker):
         end_start()
 
     async def submit(self, client_id: str, requests: Iterable[GenerateRequest]) -> None:
-        """Takes requests, which come as ``FlatRequests``; their results are fetched by ``poll``."""
+        """Takes requests, which come as ``Records``; their results are fetched by ``poll``."""
         self._waiting += [(client_id, request) for request in requests]
         self._admit()
 
@@ -217,7 +216,7 @@ class InferWorker(Worker):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(arrived.wait(), _POLL_S)
         arrived.clear()
-        return Outcomes(FlatCompletions.of(self._completions.pop(client_id, [])), self._errors.pop(client_id, []))
+        return Outcomes(Records.of(Completion, self._completions.pop(client_id, [])), self._errors.pop(client_id, []))
 
     async def abort(self, request_id: str, submitted: None = None) -> None:
         """Stops the request; whoever made it no longer waits for a result.

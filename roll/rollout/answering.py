@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jinja2 import TemplateError
 
-from roll.data.arrays import IntArray
 from roll.data.asked import Asked
+from roll.data.columns import IntArray
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, GenerateFn, GenerateRequest, SamplingParams
 from roll.utils.seeding import derive_seed

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from roll.data.arrays import IntArray
+from roll.data.columns import IntArray
 from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.utils.seeding import derive_seed

@@ -13,7 +13,7 @@ import numpy as np
 
 from roll.agentic.env.base import StepResult
 from roll.configs.env import CustomEnvConfig
-from roll.data.arrays import IntArray
+from roll.data.columns import IntArray
 from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import FinishReason, GenerateFn, GenerateRequest, Runs, SamplingParams
 from roll.rollout.errors import EnvError, PromptTooLongError, ReplayError

@@ -28,7 +28,7 @@ from roll.rollout.tool_box import ToolBox
 from roll.rollout.tool_env import with_tools
 from roll.rollout.types import Trajectory
 from roll.rollout.worker import RolloutWorker
-from roll.utils.collector import calm_collector
+from roll.utils.memory import calm_collector
 
 if TYPE_CHECKING:
     from roll.rollout.agents.episode import AgentPlayer

@@ -1,158 +1,178 @@
-"""Finished groups as one value: three arrays for all their turns, and lists of the rest.
+"""Finished groups as one value on their way to the driver: an array for each column of theirs, lists of the rest.
 
-A conversation is there once: the prompts of its earlier turns are its beginnings, and so are the experts that these
-went through.
+A conversation is there once: the prompts of its earlier turns are its beginnings, and what a column tells of each of
+its tokens is that of its earliest turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypeAlias
 
 import numpy as np
 
-from roll.data.arrays import ExpertArray, FloatArray, IntArray
-from roll.data.experts import continued, join_experts
-from roll.data.flat_requests import join
+from roll.data.columns import Axis, IntArray, Records, columns_along, columns_of, continued, join
+from roll.data.identity import identity
 from roll.data.requests import Completion
 from roll.rollout.types import RolloutGroup, Trajectory, Turn
 
-_Episode: TypeAlias = tuple[Trajectory, list[tuple[Any, ...]]]
-"""An episode without its turns, and of each turn where its tokens lie in the group's and what else there is."""
+Range: TypeAlias = tuple[int, int]
+
+_PER_TOKEN = columns_along(Completion, Axis.TOKEN)
 
 
 @dataclass(frozen=True)
 class FlatGroups:
     """Groups on their way to the driver."""
 
-    groups: list[tuple[RolloutGroup, list[_Episode], _Episode | None]]
-    """Without their episodes; these; and the baseline."""
-    num_tokens: list[tuple[int, int, int]]
-    """Of each group, how many of them were sampled, and its rows of ``experts``."""
-    token_ids: IntArray
+    groups: Records[RolloutGroup]
+    """Without their episodes."""
+    members: list[tuple[int, bool]]
+    """Number of trajectories of each, and whether a baseline follows them."""
+    episodes: Records[Trajectory]
+    """Without their turns."""
+    num_turns: list[int]
+    turns: Records[Turn]
+    """Without what the model was given, and what it answered."""
+    completions: Records[Completion]
+    """Of each turn, without tokens and what is told of each."""
+    places: list[tuple[int, int, int]]
+    """Where each turn's row, answer and end lie in its group's tokens."""
+    num_tokens: list[int]
+    """Of each group."""
+    tokens: IntArray
     """Prompts and answers, one group after the other."""
-    logprobs: FloatArray
-    """Of the sampled tokens."""
-    versions: IntArray
-    """Of the sampled tokens."""
-    experts: ExpertArray | None
-    """Of the tokens that a turn adds to its row, from the last before them on."""
+    per_token: dict[str, tuple[np.ndarray, list[Range | None]]]
+    """Columns along tokens, by name, and which rows of them each turn adds to its row."""
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup]) -> FlatGroups:
-        tokens: list[IntArray] = []
-        completions: list[Completion] = []
-        experts: list[ExpertArray] = []
-        flat, num_tokens = [], []
+        members = [(len(group.trajectories), group.baseline is not None) for group in groups]
+        episodes: list[Trajectory] = []
+        num_tokens = []
+        layout = _Layout()
         for group in groups:
-            writer = _Writer(tokens, completions, experts)
-            episodes = [writer.add(trajectory) for trajectory in group.trajectories]
-            baseline = None if group.baseline is None else writer.add(group.baseline)
-            flat.append((replace(group, trajectories=(), baseline=None), episodes, baseline))
-            num_tokens.append((writer.length, writer.num_sampled, writer.num_routed))
+            layout.length = 0
+            of_group = [*group.trajectories] if group.baseline is None else [*group.trajectories, group.baseline]
+            for trajectory in of_group:
+                layout.add(trajectory)
+            num_tokens.append(layout.length)
+            episodes += of_group
+        turns = [turn for trajectory in episodes for turn in trajectory.turns]
+        completions = [turn.completion for turn in turns]
+        declared = columns_of(Completion)
         return cls(
-            groups=flat,
+            groups=Records.of(RolloutGroup, groups, leave=("trajectories", "baseline")),
+            members=members,
+            episodes=Records.of(Trajectory, episodes, leave=("turns",)),
+            num_turns=[len(trajectory.turns) for trajectory in episodes],
+            turns=Records.of(Turn, turns, leave=("prompt_ids", "completion")),
+            completions=Records.of(Completion, completions, leave=("token_ids", *_PER_TOKEN)),
+            places=layout.places,
             num_tokens=num_tokens,
-            token_ids=join(tokens, np.int64),
-            logprobs=join([completion.logprobs for completion in completions], np.float32),
-            versions=join([completion.versions for completion in completions], np.int64),
-            experts=join_experts(experts)[0],
+            tokens=join(layout.tokens, declared["token_ids"]),
+            per_token={
+                name: (join(layout.per_token[name], declared[name]), layout.added[name])
+                for name in _PER_TOKEN
+                if layout.per_token[name]
+            },
         )
 
     def __iter__(self) -> Iterator[RolloutGroup]:
-        first = first_sampled = first_routed = 0
-        for (group, episodes, baseline), (length, num_sampled, num_routed) in zip(
-            self.groups, self.num_tokens, strict=True
-        ):
-            end, end_sampled, end_routed = first + length, first_sampled + num_sampled, first_routed + num_routed
-            sampled = slice(first_sampled, end_sampled)
+        prompts, answers, per_token = self._token_columns()
+        completions = self.completions.read(token_ids=answers, **per_token)
+        turns = self.turns.read(prompt_ids=prompts, completion=completions)
+        episodes = self.episodes.read(turns=(tuple(islice(turns, count)) for count in self.num_turns))
+        trajectories, baselines = [], []
+        for count, has_baseline in self.members:
+            trajectories.append(tuple(islice(episodes, count)))
+            baselines.append(next(episodes) if has_baseline else None)
+        return self.groups.read(trajectories=trajectories, baseline=baselines)
+
+    def _token_columns(self) -> tuple[list[IntArray], list[IntArray], dict[str, list[np.ndarray | None]]]:
+        """Of each turn the prompt, the answer, and the columns along both."""
+        prompts: list[IntArray] = []
+        answers: list[IntArray] = []
+        rows: list[tuple[int, int, int]] = []
+        """Group, start and length of each turn's row up to its end."""
+        turns, counts = iter(self.places), iter(self.num_turns)
+        first = 0
+        for number, ((count, has_baseline), length) in enumerate(zip(self.members, self.num_tokens, strict=True)):
             # Copied: a group that is kept for long must not keep the others.
-            reader = _Reader(
-                self.token_ids[first:end].copy(),
-                self.logprobs[sampled].copy(),
-                self.versions[sampled].copy(),
-                None if self.experts is None else self.experts[first_routed:end_routed].copy(),
-            )
-            yield replace(
-                group,
-                trajectories=tuple(map(reader.episode, episodes)),
-                baseline=None if baseline is None else reader.episode(baseline),
-            )
-            first, first_sampled, first_routed = end, end_sampled, end_routed
+            tokens = self.tokens[first : first + length].copy()
+            first += length
+            for start, middle, end in islice(turns, sum(islice(counts, count + has_baseline))):
+                prompts.append(tokens[start:middle])
+                answers.append(tokens[middle:end])
+                rows.append((number, start, end - start))
+        per_token: dict[str, list[np.ndarray | None]] = dict.fromkeys(_PER_TOKEN, [None] * len(rows))
+        per_token |= {name: [*_grown(name, rows, *self.per_token[name])] for name in self.per_token}
+        return prompts, answers, per_token
 
 
-class _Writer:
-    """Adds the arrays of one group."""
+class _Layout:
+    """Lays the tokens of episodes end to end, row by row, so that what a row's turns share is there once."""
 
-    def __init__(self, tokens: list[IntArray], completions: list[Completion], experts: list[ExpertArray]) -> None:
-        self._tokens, self._completions, self._experts = tokens, completions, experts
-        self.length = self.num_sampled = self.num_routed = 0
+    def __init__(self) -> None:
+        self.tokens: list[IntArray] = []
+        self.places: list[tuple[int, int, int]] = []
+        self.per_token: dict[str, list[np.ndarray]] = {name: [] for name in _PER_TOKEN}
+        self.added: dict[str, list[Range | None]] = {name: [] for name in _PER_TOKEN}
+        self.length = 0
+        """Tokens of the group so far."""
+        self._num_added = dict.fromkeys(_PER_TOKEN, 0)
 
-    def add(self, trajectory: Trajectory) -> _Episode:
-        turns: list[tuple[Any, ...]] = [()] * len(trajectory.turns)
-        start, known, told = self.length, b"", False
-        # Row by row, so that what a row's turns share lies together.
-        for number in sorted(range(len(turns)), key=lambda number: trajectory.turns[number].row):
-            turn = trajectory.turns[number]
-            prompt = np.asarray(turn.prompt_ids, dtype=np.int64)
-            answer = np.asarray(turn.completion.token_ids, dtype=np.int64)
-            if not known or prompt[: self.length - start].tobytes() != known:
-                start, told = self.length, False
-            routed = self._add_experts(turn.completion.experts, after=self.length - start - 1 if told else 0)
-            told = routed is not None
-            self._tokens += (prompt[self.length - start :], answer)
-            self._completions.append(turn.completion)
-            self.length = start + len(prompt) + len(answer)
-            self.num_sampled += len(answer)
-            known = prompt.tobytes() + answer.tobytes() if trajectory.history else b""
-            first = self.num_sampled - len(answer)
-            sampling = (turn.completion.request_id, turn.completion.finish_reason)
-            rest = (turn.text, turn.observation, turn.action, turn.task_reward, turn.penalty, turn.state_key, turn.row)
-            turns[number] = (start, start + len(prompt), self.length, first, routed, sampling, rest)
-        return replace(trajectory, turns=()), turns
+    def add(self, trajectory: Trajectory) -> None:
+        turns = trajectory.turns
+        order: Sequence[int] = range(len(turns))
+        if any(turn.row for turn in turns):
+            order = sorted(order, key=lambda number: turns[number].row)
+        base = len(self.places)
+        self.places += [(0, 0, 0)] * len(turns)
+        for ranges in self.added.values():
+            ranges += [None] * len(turns)
+        start, known, told = self.length, b"", dict.fromkeys(_PER_TOKEN, False)
+        for number in order:
+            prompt = np.asarray(turns[number].prompt_ids, dtype=np.int64)
+            completion = turns[number].completion
+            answer = np.asarray(completion.token_ids, dtype=np.int64)
+            if not known or identity(prompt[: self.length - start]) != known:
+                start, told = self.length, dict.fromkeys(_PER_TOKEN, False)
+            for name in _PER_TOKEN:
+                values = getattr(completion, name)
+                # What a turn could not know of its last token, which nothing was predicted from, the next turn does.
+                after = self.length - start - 1 if told[name] else 0
+                self.added[name][base + number] = self._add(name, values, after)
+                told[name] = values is not None
+            self.tokens += (prompt[self.length - start :], answer)
+            middle = start + len(prompt)
+            self.length = middle + len(answer)
+            self.places[base + number] = (start, middle, self.length)
+            known = identity(prompt) + identity(answer) if trajectory.history else b""
 
-    def _add_experts(self, experts: ExpertArray | None, after: int) -> tuple[int, int] | None:
-        """Adds those after so many tokens of the row; where they lie."""
-        if experts is None:
+    def _add(self, name: str, values: np.ndarray | None, after: int) -> Range | None:
+        if values is None:
             return None
-        self._experts.append(experts[after:])
-        first, self.num_routed = self.num_routed, self.num_routed + len(experts) - after
-        return first, self.num_routed
+        self.per_token[name].append(values[after:])
+        first = self._num_added[name]
+        self._num_added[name] += len(values) - after
+        return first, self._num_added[name]
 
 
-class _Reader:
-    """Takes episodes out of the arrays of one group."""
-
-    def __init__(
-        self, token_ids: IntArray, logprobs: FloatArray, versions: IntArray, experts: ExpertArray | None
-    ) -> None:
-        self._token_ids, self._logprobs, self._versions, self._experts = token_ids, logprobs, versions, experts
-        self._rows: dict[int, ExpertArray] = {}
-        """The experts of each row so far, by its start."""
-
-    def episode(self, flat: _Episode) -> Trajectory:
-        trajectory, places = flat
-        turns = []
-        for start, middle, end, first, routed, (request_id, reason), rest in places:
-            sampled = slice(first, first + end - middle)
-            completion = Completion(
-                request_id,
-                self._token_ids[middle:end],
-                self._logprobs[sampled],
-                reason,
-                self._versions[sampled],
-                self._row_experts(start, end - start, routed),
-            )
-            turns.append(Turn(self._token_ids[start:middle], completion, *rest))
-        return replace(trajectory, turns=tuple(turns))
-
-    def _row_experts(self, start: int, length: int, routed: tuple[int, int] | None) -> ExpertArray | None:
-        if routed is None or self._experts is None:
-            return None
-        added = self._experts[slice(*routed)]
-        earlier = self._rows.get(start)
+def _grown(
+    name: str, rows: Sequence[tuple[int, int, int]], values: np.ndarray, added: Sequence[Range | None]
+) -> Iterator[np.ndarray | None]:
+    """The column of each turn, for all tokens of its row so far."""
+    known: dict[tuple[int, int], np.ndarray] = {}
+    for (group, start, length), place in zip(rows, added, strict=True):
+        if place is None:
+            yield None
+            continue
+        own = values[slice(*place)].copy()
+        earlier = known.get((group, start))
         if earlier is not None:
-            added = np.concatenate([earlier[: length - len(added)], added])
-        self._rows[start] = continued(earlier, added)
-        return self._rows[start]
+            own = np.concatenate([earlier[: length - len(own)], own])
+        known[group, start] = continued(earlier, own, columns_of(Completion)[name])
+        yield known[group, start]

@@ -8,8 +8,8 @@ from typing import Any
 
 from roll.agentic.env.base import StepResult, step_result
 from roll.configs.env import CustomEnvConfig
-from roll.data.arrays import IntArray
 from roll.data.asked import CONVERSATION
+from roll.data.columns import IntArray
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams

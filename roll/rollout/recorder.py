@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
+from roll.data.identity import identity
 from roll.rollout.types import Turn
 
 
@@ -25,12 +24,12 @@ class Recorder:
 
     def add(self, turn: Turn) -> Turn:
         """Adds a turn; returns it with the ``row`` that it continues, the longest one where several would do."""
-        prompt = np.asarray(turn.prompt_ids, dtype=np.int64).tobytes()
+        prompt = identity(turn.prompt_ids)
         row, longest = len(self._rows), -1
         for number, ids in enumerate(self._rows):
             if len(ids) > longest and prompt.startswith(ids):
                 row, longest = number, len(ids)
-        ids = prompt + np.asarray(turn.completion.token_ids, dtype=np.int64).tobytes()
+        ids = prompt + identity(turn.completion.token_ids)
         if row == len(self._rows):
             self._rows.append(ids)
         else:

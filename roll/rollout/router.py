@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayError
 
-from roll.data.flat_requests import FlatCompletions, FlatRequests
+from roll.data.columns import Records
 from roll.data.requests import Completion, GenerateFn, GenerateRequest
 
 
@@ -27,7 +27,7 @@ class GenerationError(RuntimeError):
 class Outcomes:
     """Outcome of some requests."""
 
-    completions: FlatCompletions
+    completions: Records[Completion]
     errors: list[tuple[str, GenerationError]]
     """By request id."""
 
@@ -100,7 +100,8 @@ class GenerationClient:
             requests = {wire_id: outbox[wire_id] for wire_id in outbox if wire_id in self._pending[engine]}
             if not requests:  # or all have been given up in the same tick
                 continue
-            self._submitted[engine] = self._engines[engine].submit.remote(self.client_id, FlatRequests.of(requests))
+            records = Records.of(GenerateRequest, [*requests.values()], request_id=[*requests])
+            self._submitted[engine] = self._engines[engine].submit.remote(self.client_id, records)
             poller = self._pollers[engine]
             if poller is None or poller.done():
                 self._pollers[engine] = asyncio.get_running_loop().create_task(self._poll(engine))

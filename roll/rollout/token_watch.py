@@ -10,7 +10,7 @@ from typing import get_args
 
 import numpy as np
 
-from roll.data.arrays import IntArray
+from roll.data.columns import IntArray
 from roll.data.renderer import ChatRenderer, Message, Tool
 from roll.data.token_check import TokenCheck, TokenDifference, compare_tokens, first_difference
 from roll.rollout.types import Turn

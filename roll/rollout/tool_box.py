@@ -17,7 +17,7 @@ from roll.agentic.tools.tool import Tool, ToolError, make_tool, text_of
 from roll.agentic.tools.types import AssistantTurn, ToolCall, ToolSchema
 from roll.configs.schema import nearest
 from roll.configs.tools import McpServerConfig, ToolConfig, ToolsConfig
-from roll.data.arrays import IntArray
+from roll.data.columns import IntArray
 from roll.data.renderer import CHARS_PER_TOKEN, ChatRenderer, Message
 from roll.rollout.call_threads import CallThreads, CallTimeoutError
 from roll.rollout.errors import contained

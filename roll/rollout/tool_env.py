@@ -8,7 +8,7 @@ from typing import Any
 
 from roll.agentic.env.base import StepResult
 from roll.agentic.tools.types import AssistantTurn, ToolSchema
-from roll.data.arrays import IntArray
+from roll.data.columns import IntArray
 from roll.data.requests import Completion, GenerateFn, GenerateRequest
 from roll.rollout.env_manager import SAID, TOOL_TURNS, AsyncEnv
 from roll.rollout.errors import EnvError

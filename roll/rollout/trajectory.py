@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
-from roll.data.arrays import ExpertArray
 from roll.data.batch import Batch
-from roll.data.experts import continued, unknown_experts
-from roll.data.requests import FinishReason
+from roll.data.columns import (
+    Axis,
+    Column,
+    Item,
+    columns_of,
+    continued,
+    distinct,
+    unknown,
+)
+from roll.data.requests import Completion, FinishReason
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 from roll.utils.seeding import derive_seed
 
@@ -25,18 +34,18 @@ class _Columns:
     """New part of the prompt and answer of each turn, one after the other."""
     num_tokens: list[int] = field(default_factory=list)
     """Of each of ``tokens``."""
-    logprobs: list[np.ndarray] = field(default_factory=list)
-    """Those of each answer."""
-    versions: list[np.ndarray] = field(default_factory=list)
-    """Those of each answer."""
-    experts: list[ExpertArray | None] = field(default_factory=list)
-    """Those of each row."""
+    sampled: list[Turn] = field(default_factory=list)
+    """Of each of ``turns``."""
+    num_turns: list[int] = field(default_factory=list)
+    """Of each row."""
+    trajectories: list[Trajectory] = field(default_factory=list)
+    """Of each row."""
     turns: list[int] = field(default_factory=list)
     """Each turn's number in its episode."""
     rewards: list[float] = field(default_factory=list)
     """Of each turn."""
     lengths: list[int] = field(default_factory=list)
-    rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    rows: list[tuple[int, int, int, int]] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     parts: list[list[float]] = field(default_factory=list)
     baselines: list[float] = field(default_factory=list)
@@ -77,7 +86,7 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str], parts: 
             trajectory_index += 1
     if not columns.lengths:
         raise ValueError("no trajectory to train on: every episode of this step was dropped")
-    group_B, traj_B, turn_B, state_B, tag_B = torch.from_numpy(np.array(columns.rows, dtype=np.int64)).unbind(1)
+    traj_B, turn_B, state_B, tag_B = torch.from_numpy(np.array(columns.rows, dtype=np.int64)).unbind(1)
     parts_2 = np.array(columns.num_tokens, dtype=np.int64).reshape(-1, 2)
     mask_T = np.repeat(np.tile([False, True], len(parts_2)), parts_2.ravel())
     last_tokens = parts_2.sum(1).cumsum() - 1
@@ -89,7 +98,6 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str], parts: 
         loss_mask_T=torch.from_numpy(mask_T),
         turn_T=torch.from_numpy(np.repeat(np.array(columns.turns, dtype=np.int64), parts_2.sum(1))),
         rewards_T=torch.from_numpy(rewards_T),
-        group_B=group_B.contiguous(),
         traj_B=traj_B.contiguous(),
         turn_B=turn_B.contiguous(),
         state_B=state_B.contiguous(),
@@ -99,9 +107,7 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str], parts: 
         baseline_B=torch.tensor(columns.baselines, dtype=torch.float32) if has_baselines else None,
         truncated_B=torch.tensor(columns.truncated),
         share_B=torch.tensor(columns.shares, dtype=torch.float64) if min(columns.shares) < 1 else None,
-        rollout_logprobs_T=_spread(columns.logprobs, mask_T, np.float32),
-        rollout_versions_T=_spread(columns.versions, mask_T, np.int64),
-        experts_TE=_experts(columns),
+        **_declared(columns, mask_T),
     )
 
 
@@ -133,7 +139,8 @@ def _append(columns: _Columns, trajectory: Trajectory, traj: int, tag: int) -> i
         state = columns.states.get(key)
         if state is None:
             state = columns.states[key] = derive_seed(key)
-        columns.rows.append((trajectory.group_id, traj, row, state, tag))
+        columns.trajectories.append(trajectory)
+        columns.rows.append((traj, row, state, tag))
         columns.scores.append(score)
         cut_off = last.completion.finish_reason is FinishReason.LENGTH
         columns.truncated.append(cut_off or trajectory.end is EpisodeEnd.CONTEXT_FULL)
@@ -146,23 +153,19 @@ def _append_row(columns: _Columns, turns: Sequence[tuple[int, Turn]]) -> int:
     The last turn's prompt holds all that came before it, so only the new part of each is added.
     """
     length = num_sampled = 0
-    experts = None
     for number, turn in turns:
         completion = turn.completion
         prompt, answer = turn.prompt_ids[length:], completion.token_ids
         n, m = len(prompt), len(answer)
         columns.tokens += (prompt, answer)
         columns.num_tokens += (n, m)
-        columns.logprobs.append(completion.logprobs)
-        columns.versions.append(completion.versions)
         columns.turns.append(number)
+        columns.sampled.append(turn)
         columns.rewards.append(turn.reward)
-        if completion.experts is not None:
-            experts = continued(experts, completion.experts)
         length += n + m
         num_sampled += m
     columns.lengths.append(length)
-    columns.experts.append(experts)
+    columns.num_turns.append(len(turns))
     return num_sampled
 
 
@@ -170,20 +173,56 @@ def _join(parts: list[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts))
 
 
-def _experts(columns: _Columns) -> torch.Tensor | None:
-    """The experts of all rows, if any row has some."""
-    width = next((experts.shape[1] for experts in columns.experts if experts is not None), None)
-    if width is None:
-        return None
-    parts = []
-    for experts, length in zip(columns.experts, columns.lengths, strict=True):
-        told = unknown_experts(0, width) if experts is None else experts
-        parts += [told, unknown_experts(length - len(told), width)]
-    return _join(parts)
+def _declared(columns: _Columns, mask_T: np.ndarray) -> dict[str, Any]:
+    """The columns of the batch that episodes, turns and completions declare (``roll.data.columns``)."""
+    completions = [turn.completion for turn in columns.sampled]
+    ends = [end - 1 for end in itertools.accumulate(columns.num_turns)]
+    found: dict[str, Any] = {}
+    for kind in (Trajectory, Turn, Completion):
+        for name, declared in columns_of(kind).items():
+            if declared.batch is not None and declared.axis is Axis.ROW:
+                records: list[Any] = completions if kind is Completion else columns.sampled
+                records = columns.trajectories if kind is Trajectory else [records[end] for end in ends]
+                values = np.array([getattr(record, name) for record in records], dtype=declared.dtype)
+                found[declared.batch] = torch.from_numpy(values)
+    for name, declared in columns_of(Completion).items():
+        entries = [getattr(completion, name) for completion in completions] if declared.batch else []
+        if declared.batch is None or declared.axis is Axis.ROW or all(entry is None for entry in entries):
+            continue
+        if declared.axis is Axis.SAMPLED:
+            found[declared.batch] = _spread(entries, columns, mask_T, declared)
+        elif declared.axis is Axis.TOKEN:
+            found[declared.batch] = _of_rows(entries, columns, declared)
+        elif declared.axis is Axis.ITEM:
+            rest, known = iter(entries), dict[str, Item]()
+            rows = (itertools.chain(*itertools.islice(rest, count)) for count in columns.num_turns)
+            found[declared.batch] = tuple(distinct(row, known) for row in rows)
+    return found
 
 
-def _spread(answers: list[np.ndarray], mask_T: np.ndarray, kind: type[np.generic]) -> torch.Tensor:
-    """Values of the answers where the mask is, zero elsewhere."""
-    values_T = np.zeros(len(mask_T), dtype=kind)
-    values_T[mask_T] = np.concatenate(answers)
+def _spread(
+    answers: Sequence[np.ndarray | None], columns: _Columns, mask_T: np.ndarray, declared: Column
+) -> torch.Tensor:
+    """Values of the answers where the mask is, unset elsewhere."""
+    if any(values is None for values in answers):
+        lengths = (len(turn.completion.token_ids) for turn in columns.sampled)
+        answers = [
+            unknown(n, (), declared) if values is None else values for n, values in zip(lengths, answers, strict=True)
+        ]
+    values_T = np.full(len(mask_T), declared.unset, dtype=declared.dtype)
+    values_T[mask_T] = np.concatenate(answers)  # type: ignore[arg-type]
     return torch.from_numpy(values_T)
+
+
+def _of_rows(entries: Sequence[np.ndarray | None], columns: _Columns, declared: Column) -> torch.Tensor:
+    """A column along the tokens of each row, unset where no turn of the row knows anything."""
+    width = next(entry.shape[1:] for entry in entries if entry is not None)
+    parts: list[np.ndarray] = []
+    rest = iter(entries)
+    for count, length in zip(columns.num_turns, columns.lengths, strict=True):
+        known = None
+        for entry in itertools.islice(rest, count):
+            known = known if entry is None else continued(known, entry, declared)
+        told = unknown(0, width, declared) if known is None else known
+        parts += [told, unknown(length - len(told), width, declared)]
+    return _join(parts)

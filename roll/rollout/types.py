@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
 
-from roll.data.arrays import IntArray
+import numpy as np
+
+from roll.data import columns
+from roll.data.columns import Axis, Column, IntArray
 from roll.data.requests import Completion
 
 VALID_UNKNOWN = "valid_unknown"
@@ -39,7 +43,7 @@ class EpisodeEnd(enum.StrEnum):
 class Turn:
     """One exchange: what the policy saw, what it said, what the environment answered."""
 
-    prompt_ids: IntArray
+    prompt_ids: Annotated[IntArray, Column(Axis.PROMPT, np.int64)]
     """Everything the policy saw, shape [prompt_len]."""
     completion: Completion
     text: str
@@ -70,7 +74,7 @@ class Trajectory:
 
     tag: str
     """Environment tag (a key of ``custom_envs``)."""
-    group_id: int
+    group_id: Annotated[int, Column(dtype=np.int64, batch="group_B")]
     """Running number of the group; members share environment configuration and seed."""
     member: int
     """Index within the group."""
@@ -125,3 +129,12 @@ class Collected:
     """In the order of their ids."""
     rejected: list[RolloutGroup]
     """Finished since the last batch, but turned down by ``accept``; in the order of their ids."""
+
+    def save(self, folder: Path) -> None:
+        """Writes the groups into ``folder``, which is made: ``rollouts.safetensors`` and ``rollouts.json``."""
+        columns.save(folder, "rollouts", self)
+
+    @classmethod
+    def load(cls, folder: Path) -> Collected:
+        """Groups that ``save`` has written, equal in every field; none where it has written nothing."""
+        return columns.load(folder, "rollouts", cls) or cls([], [])

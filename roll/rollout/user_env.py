@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from roll.agentic.env.base import StepResult
-from roll.configs.user import UserConfig
+from roll.configs.rlvr import UserConfig
 from roll.data.prompts import Prompt
 from roll.rollout.env_manager import TOOL_TURNS
 from roll.rollout.errors import EnvError, contained

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SglangConfig(PassedOnOptions):
-    """Options of `sglang`: arguments of its `ServerArgs`. Others than these are passed on.
+    """Options of `sglang`: arguments of its `ServerArgs`. Other arguments are passed on.
 
     The model, its dtype, the seed, the number of running requests and LoRA come from elsewhere.
     """

@@ -21,7 +21,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class VllmConfig(PassedOnOptions):
-    """Options of `vllm`: arguments of its `AsyncEngineArgs`. Others than these are passed on.
+    """Options of `vllm`: arguments of its `AsyncEngineArgs`. Other arguments are passed on.
 
     The model, its dtype, the seed, the number of running requests and LoRA come from elsewhere.
     """

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from roll.data.batch import Batch
+from roll.data.identity import identity
 from roll.pipeline.model_cluster import ModelCluster
 from roll.pipeline.offline.kept import digest_of, kept, weight_files
 from roll.pipeline.roles import Roles
@@ -94,7 +95,7 @@ def cross(batch: Batch, max_tokens: int) -> Batch:
     """Each row's question with the answer of the next row that asks another; behind the last row comes the first."""
     tokens, masks = (column.split(batch.lengths_B.tolist()) for column in (batch.tokens_T, batch.loss_mask_T))
     cuts = [int(mask.to(torch.uint8).argmax()) for mask in masks]
-    asked = [ids[:cut].numpy().tobytes() for ids, cut in zip(tokens, cuts, strict=True)]
+    asked = [identity(ids[:cut]) for ids, cut in zip(tokens, cuts, strict=True)]
     if len(set(asked)) == 1:
         logger.warning(
             "preference_loss kto: seen %d answers to one question, expected answers to several: what a question is "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import tempfile
@@ -12,18 +11,14 @@ from pathlib import Path
 from torch import Tensor
 
 from roll.data.batch import Batch
+from roll.data.identity import digest
 
 logger = logging.getLogger(__name__)
 
 
 def digest_of(batch: Batch, more: Iterable[str] = ()) -> str:
     """Of the tokens, of what of them is an answer, and of further texts."""
-    digest = hashlib.blake2b(digest_size=8)
-    for column in (batch.lengths_B, batch.tokens_T, batch.loss_mask_T):
-        digest.update(column.numpy().tobytes())
-    for text in more:
-        digest.update(text.encode())
-    return digest.hexdigest()
+    return digest(batch.lengths_B, batch.tokens_T, batch.loss_mask_T, *more, size=8).hex()
 
 
 def weight_files(folder: Path) -> list[str]:

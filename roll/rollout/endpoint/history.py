@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll.data.arrays import IntArray
+from roll.data.columns import IntArray
 from roll.data.renderer import Message, Tool
 
 _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from roll.data.arrays import IntArray
+from roll.data.columns import IntArray
 from roll.data.renderer import ChatRenderer
 from roll.rollout.endpoint.errors import ApiError, as_openai, unsupported
 from roll.rollout.endpoint.session import Answer, Session, Wanted

@@ -9,7 +9,6 @@ verbatim by what has been said since. What the program has changed is rendered a
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import time
 from collections import Counter
@@ -25,7 +24,8 @@ from roll.agentic.tools.dialects import BaseDialect
 from roll.agentic.tools.dialects.base import split_reasoning
 from roll.agentic.tools.types import AssistantTurn, ToolCall, ToolSchema, call_id
 from roll.configs.agent import AgentConfig
-from roll.data.arrays import IntArray
+from roll.data.columns import IntArray
+from roll.data.identity import digest, identity
 from roll.data.renderer import CHARS_PER_TOKEN, ChatRenderer, Message, Tool, TooManyTokensError
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
 from roll.rollout.endpoint.errors import ApiError, too_long
@@ -281,7 +281,7 @@ class Session:
 
     async def _sample(self, prompt_ids: IntArray, wanted: Wanted) -> list[Completion]:
         self._check_room(len(prompt_ids))
-        digest = hashlib.blake2b(np.asarray(prompt_ids, dtype=np.int64).tobytes(), digest_size=16).digest()
+        asked = digest(identity(prompt_ids))
         task = asyncio.current_task()
         assert task is not None
         first, self._started = self._started, self._started + wanted.n
@@ -290,11 +290,11 @@ class Session:
         self._running[task] += wanted.n
         requests = []
         for index in range(wanted.n):
-            seed = self._seed(digest, wanted, index)
+            seed = self._seed(asked, wanted, index)
             name = f"{self._episode.tag}-{self._episode.group_id}-{self._episode.member}-{first + index}"
             params = self._sampling(wanted, seed, self.policy.limits.sequence_length - len(prompt_ids))
             requests.append(asyncio.ensure_future(self._generate(GenerateRequest(name, prompt_ids, params))))
-        self._asked[digest] += 1
+        self._asked[asked] += 1
         try:
             completions = list(await asyncio.gather(*requests))
             if any(completion.finish_reason is FinishReason.ABORT for completion in completions):
@@ -406,7 +406,7 @@ class Session:
                 action=", ".join(call.name for call in turn.calls) or None,
                 task_reward=0.0,
                 penalty=0.0,
-                state_key=hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).hexdigest(),
+                state_key=digest(identity(prompt_ids), size=8).hex(),
             )
         )
         return recorded.row

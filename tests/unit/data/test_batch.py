@@ -129,17 +129,17 @@ def test_an_empty_share_goes_through_every_method() -> None:
 
 def test_a_wrong_shape_names_the_field() -> None:
     batch = make_batch([[1, 2, 3], [4]])
-    with pytest.raises(ValueError, match=r"Batch.loss_mask_T: shape \(3,\), expected \(4,\)"):
+    with pytest.raises(ValueError, match=r"Batch.loss_mask_T: got shape \(3,\), expected \(4\)"):
         batch.replace(loss_mask_T=torch.ones(3, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"Batch.group_B: shape \(4,\), expected \(2,\)"):
+    with pytest.raises(ValueError, match=r"Batch.group_B: got shape \(4,\), expected \(2\)"):
         batch.replace(group_B=torch.zeros(4, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"Batch.values_T: shape \(2, 2\), expected \(4,\)"):
+    with pytest.raises(ValueError, match=r"Batch.values_T: got shape \(2, 2\), expected \(4\)"):
         batch.replace(values_T=torch.zeros(2, 2))
     for wrong in (torch.zeros(3, 2), torch.zeros(4, 2, 2), torch.zeros(4)):
         shape = ", ".join(map(str, wrong.shape))
         if wrong.shape == (4,):
             continue
-        with pytest.raises(ValueError, match=rf"Batch.ref_hidden_TH: shape \({shape}\), expected \(4, hidden size\)"):
+        with pytest.raises(ValueError, match=rf"Batch.ref_hidden_TH: got shape \({shape}\), expected \(4, H\)"):
             batch.replace(ref_hidden_TH=wrong)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from roll.data.arrays import IntArray
+from roll.data.columns import IntArray
 from roll.data.renderer import _SENTINEL, ChatRenderer, Message, TooManyTokensError
 from roll.data.templates import TEMPLATES, ChatTemplate
 from roll.models.tiny import make_tokenizer

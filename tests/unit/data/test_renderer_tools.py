@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from roll.agentic.tools.dialects import dialect
 from roll.agentic.tools.types import AssistantTurn, ToolCall, ToolSchema
-from roll.data.arrays import IntArray
+from roll.data.columns import IntArray
 from roll.data.renderer import ChatRenderer, Message, Tool
 from roll.models.tiny import make_tokenizer
 from tests.support.chat_families import FAMILIES, family_tokenizer

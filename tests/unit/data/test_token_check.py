@@ -7,7 +7,7 @@ import pytest
 
 from roll.agentic.tools.dialects import dialect
 from roll.agentic.tools.types import AssistantTurn, ToolSchema, call_id
-from roll.data.arrays import IntArray
+from roll.data.columns import IntArray
 from roll.data.renderer import ChatRenderer, Message, Tool
 from roll.data.token_check import compare_tokens, first_difference
 from tests.support.chat_families import FAMILIES, family_tokenizer

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from roll.data.arrays import ExpertArray
-from roll.data.flat_requests import FlatCompletions
+from roll.data.columns import ExpertArray, Records
+from roll.data.requests import Completion
 from roll.rollout.flat_groups import FlatGroups
-from roll.rollout.saved_groups import load_groups, save_groups
 from roll.rollout.trajectory import groups_to_batch
 from roll.rollout.types import Collected, RolloutGroup, Trajectory, Turn
 from tests.unit.rollout.test_trajectory import make_trajectory, make_turn
@@ -71,10 +70,10 @@ def test_groups_arrive_with_the_experts_of_their_rows_each_token_once(tmp_path: 
         RolloutGroup(1, "A", (conversation(0),)),
     ]
     sent = FlatGroups.of(groups)
-    assert len(sent.experts) == 3 * (4 + 4) + 4 + 7, "a turn adds its own, and that of the token before"
+    assert len(sent.per_token["experts"][0]) == 3 * (4 + 4) + 4 + 7, "a turn adds its own, and that of the token before"
     arrived = list(pickle.loads(pickle.dumps(sent)))
-    save_groups(tmp_path, Collected(arrived, []))
-    for found in (arrived, load_groups(tmp_path).groups):
+    Collected(arrived, []).save(tmp_path)
+    for found in (arrived, Collected.load(tmp_path).groups):
         for group, other in zip(groups, found, strict=True):
             batch, same = (groups_to_batch([each], ["A"]) for each in (group, other))
             assert batch.experts_TE.tolist() == same.experts_TE.tolist()
@@ -86,7 +85,7 @@ def test_groups_arrive_with_the_experts_of_their_rows_each_token_once(tmp_path: 
 def test_completions_arrive_with_theirs() -> None:
     first, second = (turn.completion for turn in conversation().turns)
     plain = make_turn([1], [2]).completion
-    found = list(pickle.loads(pickle.dumps(FlatCompletions.of([first, plain, second]))))
+    found = list(pickle.loads(pickle.dumps(Records.of(Completion, [first, plain, second]))))
     assert found[1].experts is None
     for sent, got in ((first, found[0]), (second, found[2])):
         np.testing.assert_array_equal(got.experts, sent.experts)

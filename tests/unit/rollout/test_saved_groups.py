@@ -23,7 +23,6 @@ from roll.rollout.admission import Admission
 from roll.rollout.env_manager import ENV_MANAGERS, EpisodeSpec, Limits
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.prompt_env import PromptEnv, PromptManager
-from roll.rollout.saved_groups import load_groups, save_groups
 from roll.rollout.schedule import Schedule, step_record
 from roll.rollout.types import Collected, RolloutGroup, Trajectory
 
@@ -125,17 +124,17 @@ def test_a_saved_group_is_equal_in_every_field(kind: str, tmp_path: Path) -> Non
     assert any(trajectory.frames for trajectory in groups[1].trajectories) == (kind != "prompt")
     nothing = RolloutGroup(9, "A", (), dropped=3)
     finished = Collected(groups[:2], [groups[2], nothing])
-    save_groups(tmp_path / "resume", finished)
-    loaded = load_groups(tmp_path / "resume")
+    finished.save(tmp_path / "resume")
+    loaded = Collected.load(tmp_path / "resume")
     assert_equal(finished, loaded)
     assert sorted(path.name for path in (tmp_path / "resume").iterdir()) == ["rollouts.json", "rollouts.safetensors"]
-    save_groups(tmp_path / "again", loaded)
+    loaded.save(tmp_path / "again")
     for path in (tmp_path / "resume").iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
 
 
 def test_nothing_is_loaded_where_nothing_was_saved(tmp_path: Path) -> None:
-    assert load_groups(tmp_path / "resume") == Collected([], [])
+    assert Collected.load(tmp_path / "resume") == Collected([], [])
 
 
 def test_a_step_is_recorded_with_the_token_at_which_each_version_begins(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from roll.data.batch import Batch
+from roll.data.identity import vocabulary_ids
 from roll.data.packing import packed_row, rectangle, row_with_shared_prompts
 from roll.data.shared_prompts import AttentionPlan, SharedPrompts, worth_sharing
 from roll.distributed.strategy.megatron.modules import PlannedRow, held_columns
@@ -165,7 +166,7 @@ def _pack(micro_batch: Batch, rounding: Rounding, columns: int) -> tuple[Tensor,
     start_B = torch.tensor([0, *lengths[:-1]]).cumsum(0)
     cell_T = start_B[micro_batch.rows_T] + micro_batch.positions_T
     row = torch.zeros(columns, dtype=torch.int64)
-    row[cell_T] = micro_batch.tokens_T
+    row[cell_T] = vocabulary_ids(micro_batch.tokens_T)
     if rest := columns - sum(lengths):
         lengths.append(rest)
     return row[None], cell_T, lengths

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll.configs.engines.megatron import MegatronConfig
-from roll.data.experts import UNKNOWN
+from roll.data.columns import UNKNOWN
 from roll.data.packing import experts_of_cells
 from roll.distributed.strategy.megatron.input import MegatronInput
 from roll.distributed.strategy.megatron.model import MegatronModel
