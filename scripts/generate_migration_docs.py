@@ -110,8 +110,8 @@ its forks `pranay-fleet/roll-fleet` `72347eda`, `kelly159951` `7b97eef8` and `29
 `50ef5e4f`, `3867dfdf`, `5cac7f89`, `860eebd2`, `d2c0bd69`, `712d9462`.
 
 For ten runs each of ROLL and verl, the contents of a step (sequences and tokens per optimizer step, learning rates at
-steps 0, 10, 100 and last, KL, bounds, averages, sampling, lengths, layout, intervals) are compared in `tests/unit/extras/importers` with
-figures derived from the systems' own sources. Options that no engine or environment here has are omitted and reported
+steps 0, 10, 100 and last, KL, bounds, averages, sampling, lengths, layout, intervals) are compared with figures
+derived from the systems' own sources, in `tests/unit/extras/importers`. Options that no engine or environment here has are omitted and reported
 as impossible.
 
 ## Keys that are not in a file

@@ -56,9 +56,9 @@ from roll.pipeline.tagged_teachers import TaggedTeachers
 from roll.pipeline.teaching import TEACHER_COLUMNS, with_teacher
 from roll.rollout.admission import Admission
 from roll.rollout.metrics import mean, overlap_metrics, sampled_tokens, step_metrics
+from roll.rollout.rows import groups_to_batch
 from roll.rollout.schedule import step_record
 from roll.rollout.scheduler import RolloutScheduler
-from roll.rollout.trajectory import groups_to_batch
 from roll.rollout.types import Collected, RolloutGroup
 from roll.tracking.checkpointer import Write
 from roll.utils.checksums import WrittenFile

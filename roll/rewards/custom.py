@@ -16,7 +16,7 @@ from roll.configs.arguments import argument_problems
 from roll.configs.base import Config
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.rewards.types import Batching, RewardError, RewardTimeoutError, RuleVerifier, Sample, Verdict
-from roll.utils.foreign import describe_error
+from roll.utils.foreign import Fault, describe_error
 from roll.utils.registry import UnknownNameError, import_path
 
 BATCH_SIZE = 16
@@ -146,14 +146,14 @@ class CustomVerifier(RuleVerifier):
         return list(await asyncio.gather(*(self._check_within(sample, timeout) for sample in samples)))
 
     async def _check_within(self, sample: Sample, timeout: float) -> Verdict | RewardError:
-        try:
+        with Fault() as fault:
             async with asyncio.timeout(timeout) as limit:
                 result = await self._call(sample)
-        except Exception as error:  # the function's own, whatever it is: this sample has no reward
-            if limit.expired():
-                return RewardTimeoutError(f"took longer than {timeout:g} s")
-            return RewardError(describe_error(error))
-        return self._verdict_or_error(result)
+        if fault.error is None:
+            return self._verdict_or_error(result)
+        if limit.expired():
+            return RewardTimeoutError(f"took longer than {timeout:g} s")
+        return RewardError(describe_error(fault.error))
 
     def _verdict_or_error(self, result: Any) -> Verdict | RewardError:
         try:
