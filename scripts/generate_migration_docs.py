@@ -111,8 +111,8 @@ its forks `pranay-fleet/roll-fleet` `72347eda`, `kelly159951` `7b97eef8` and `29
 
 For ten runs each of ROLL and verl, the contents of a step (sequences and tokens per optimizer step, learning rates at
 steps 0, 10, 100 and last, KL, bounds, averages, sampling, lengths, layout, intervals) are compared with figures
-derived from the systems' own sources, in `tests/unit/extras/importers`. Options that no engine or environment here has are omitted and reported
-as impossible.
+derived from the systems' own sources, in `tests/unit/extras/importers`. Options that no engine or environment here has
+are omitted and reported as impossible.
 
 ## Keys that are not in a file
 
