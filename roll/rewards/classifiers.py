@@ -44,7 +44,7 @@ class RemoteClassifierConfig(RemoteConfig):
         description="Which one it is: `vllm serve … --runner pooling`, or SGLang's `launch_server … --is-embedding`.",
     )
     model_name: str | None = Field(
-        default=None, description="Name that the server knows the model by. null: none is sent, it has one."
+        default=None, description="The model's name on the server. null: none is sent, it has one model."
     )
 
 
@@ -56,14 +56,14 @@ class RewardModelConfig(Config):
 
     model_path: str = Field(
         min_length=1,
-        description="Folder in Hugging Face format with weights, classification head and tokenizer, or that of a LoRA "
-        "adapter with a head, as peft keeps it, whose base is where it says; with remote, config.json and the "
-        "tokenizer are read alone.",
+        description="Folder in Hugging Face format with weights, classification head and tokenizer, or a peft LoRA "
+        "adapter with a head, whose base is the one it names; with remote, only config.json and the tokenizer are "
+        "read.",
     )
     remote: RemoteClassifierConfig | None = Field(
         default=None,
-        description="A server of vLLM's or SGLang's that holds the model. null: each reward worker holds it, on the "
-        "domain's device_mapping.",
+        description="A vLLM or SGLang server that holds the model. null: each reward worker holds it, on the domain's "
+        "device_mapping.",
     )
     template: str = Field(
         default="native",
@@ -74,17 +74,18 @@ class RewardModelConfig(Config):
         default=None, description="Number format of the weights. null: what the model's config.json says."
     )
     trust_remote_code: bool = Field(
-        default=False, description="Run Python files that come with the model, as in model_args; only if you know them."
+        default=False,
+        description="Run Python files that come with the model, as in model_args; only if you have read them.",
     )
-    device: str = Field(default="auto", description="cpu, cuda, cuda:1 …; `auto`: cuda where one is visible, else cpu.")
+    device: str = Field(default="auto", description="cpu, cuda, cuda:1 …; `auto`: cuda if one is visible, else cpu.")
     tensor_parallel_size: int = Field(
         default=1,
         ge=1,
-        description="Devices of a reward worker that the model is divided over; num_gpus_per_worker follows from it. "
+        description="Devices of a reward worker over which the model is split; num_gpus_per_worker follows from it. "
         "Without device_mapping: processes on the CPU.",
     )
     attn_implementation: str | None = Field(
-        default=None, description="sdpa, eager, flash_attention_2 …; null: the library's choice."
+        default=None, description="sdpa, eager, flash_attention_2 …; null: the library's default."
     )
     label: int | str | None = Field(
         default=None, description="Which output is the score: its index, or its name in label2id. null: the only one."
@@ -92,13 +93,13 @@ class RewardModelConfig(Config):
     probability: bool = Field(default=False, description="Take the label's probability (softmax), not its logit.")
     scale: float = Field(default=1.0, gt=0, description="score = scale · output + shift.")
     shift: float = Field(default=0.0, description="score = scale · output + shift.")
-    sigmoid: bool = Field(default=False, description="Then put the score through the logistic function.")
+    sigmoid: bool = Field(default=False, description="Then apply the logistic function.")
     correct_threshold: float | None = Field(
         default=None,
         description="Lowest score that counts as solved. null: 0.5 with sigmoid or probability, else 0.",
     )
     max_length: int | None = Field(
-        default=None, ge=1, description="Tokens that the reward model reads. null: as many as it was made for."
+        default=None, ge=1, description="Tokens that the reward model reads. null: the model's maximum."
     )
     overlong: Literal["left", "error"] = Field(
         default="left",
@@ -106,7 +107,7 @@ class RewardModelConfig(Config):
     )
     batch_size: int = Field(default=16, ge=1, description="Samples of one forward pass.")
     batch_wait: float = Field(
-        default=0.005, ge=0, le=10, description="Seconds that a batch which is not full waits for more samples."
+        default=0.005, ge=0, le=10, description="Seconds that an incomplete batch waits for more samples."
     )
 
     def problems(self) -> Iterator[ConfigProblem]:

@@ -33,14 +33,14 @@ class CustomConfig(Config):
     path: str = Field(
         min_length=1,
         description="package.module:function or folder/file.py:function, called as `compute_score(data_source=…, "
-        "solution_str=…, ground_truth=…, extra_info=…)`; an `async def` is awaited, several side by side. Returns a "
-        "number, or a mapping with `score`, optionally `correct` (or `acc`) and `answer` (or `pred`); further numbers "
-        "become metrics, everything else is kept as text beside the answer.",
+        "solution_str=…, ground_truth=…, extra_info=…)`; an `async def` is awaited, several at once. Returns a "
+        "number, or a mapping with `score`, optionally `correct` (or `acc`) and `answer` (or `pred`); further "
+        "numbers become metrics, everything else is stored as text with the response.",
     )
     batch: bool = Field(
         default=False,
         description="The function takes lists, `compute_score(data_sources=…, solution_strs=…, ground_truths=…, "
-        "extra_infos=…)`, and returns a list of as many results.",
+        "extra_infos=…)`, and returns a list of the same length.",
     )
     batch_size: int | None = Field(
         default=None,
@@ -49,7 +49,7 @@ class CustomConfig(Config):
         f"under way. null: {BATCH_SIZE}.",
     )
     batch_wait: float = Field(
-        default=0.02, ge=0, le=10, description="Seconds that a batch which is not full waits for more samples."
+        default=0.02, ge=0, le=10, description="Seconds that an incomplete batch waits for more samples."
     )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments.")
     success_score: float = Field(

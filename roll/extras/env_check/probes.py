@@ -36,7 +36,7 @@ from roll.extras.env_check.trial import (
     travels,
     tricks,
 )
-from roll.rollout.env_protocol import frame
+from roll.rollout.env_runner import frame
 from roll.rollout.errors import EnvError
 from roll.utils.foreign import Fault
 

@@ -16,8 +16,7 @@ import roll.agentic.env as envs
 from roll.agentic.env.base import TextEnv
 from roll.extras.env_check.findings import Finding
 from roll.rollout.call_threads import CallThreads, Mailbox
-from roll.rollout.env_protocol import checked_reset, checked_step
-from roll.rollout.env_runner import EnvRunner
+from roll.rollout.env_runner import EnvRunner, checked_reset, checked_step
 from roll.rollout.errors import EnvCrashError, EnvError, EnvTimeoutError
 from roll.utils.foreign import Fault, describe_error
 from roll.utils.seeding import derive_seed

@@ -12,7 +12,7 @@ from roll.pipeline.programs import AGENTIC
 from roll.pipeline.rl import set_losses
 from roll.pipeline.start import Launched
 from roll.rollout.env_worker import EnvironmentWorker
-from roll.rollout.judge_worker import JudgeWorker
+from roll.rollout.reward_worker import JudgeWorker
 
 
 def run_agentic(config: AgenticConfig, started: float | None = None) -> int:

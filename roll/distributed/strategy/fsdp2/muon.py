@@ -1,8 +1,9 @@
 """Muon: orthogonalised momentum for the matrices of the decoder layers, AdamW for everything else.
 
-``torch.optim.Muon`` takes what it is given for the matrix, so a shard of a matrix would be orthogonalised as if it were
-one. Here momentum stays in shares, and each matrix is made whole on one rank, which orthogonalises it for all: the
-ranks share the work, and none can differ from another by rounding.
+``torch.optim.Muon`` takes DTensors, but sums its 16-bit products over the ranks: an update on two ranks differs from
+that on one by up to 4 %, a matrix costs 11 to 16 collective calls, and all ranks compute all of it (PyTorch 2.13).
+Here momentum stays in shares, of replicas and in host memory too, and each matrix is made whole on one rank, which
+orthogonalises it for all: the ranks share the work, and none can differ from another by rounding.
 """
 
 from __future__ import annotations
