@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -36,8 +38,43 @@ from roll.distributed.weights.receiver import WeightReceiver
 from roll.distributed.weights.sender import Delivery, Link, WeightOrder, WeightSender
 from roll.rollout.router import GenerationError, Outcomes
 from roll.utils.checksums import WrittenFile
-from roll.utils.idle import IdleClock
 from roll.utils.memory import end_start
+
+
+class IdleClock:
+    """Sums up the seconds in which no work was under way; pieces of work may overlap. For one thread or event loop.
+
+    Args:
+        now: seconds of a clock that never goes back.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._under_way = 0
+        self._idle_s = 0.0
+        """Up to ``_idle_since``."""
+        self._idle_since = now()
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Something is under way for as long as the block takes."""
+        if not self._under_way:
+            self._idle_s += self._now() - self._idle_since
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle_since = self._now()
+
+    def take(self) -> float:
+        """Idle seconds since the last call, or since the start."""
+        now = self._now()
+        idle_s = self._idle_s + (0.0 if self._under_way else now - self._idle_since)
+        self._idle_s, self._idle_since = 0.0, now
+        return idle_s
+
 
 _POLL_S = 1.0
 

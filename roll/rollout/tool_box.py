@@ -30,7 +30,7 @@ from roll.rollout.errors import EnvError, contained
 from roll.rollout.tool_process import ProcessTool, ToolProcessError
 from roll.rollout.types import Frame
 from roll.utils.foreign import Fault, describe_error
-from roll.utils.time_limit import time_limit
+from roll.utils.threads import time_limit
 
 logger = logging.getLogger(__name__)
 

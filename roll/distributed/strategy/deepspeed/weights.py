@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from roll.distributed.strategy.base import States
+from roll.distributed.strategy.training.checkpoint import to_device
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 from roll.distributed.strategy.training.pieces import Region, Spread, everywhere, find_regions
-from roll.distributed.strategy.training.saving import to_device
 from roll.models.scoring import TokenScorer
 
 ENGINE_STATES = {

@@ -28,14 +28,15 @@ from roll.distributed.strategy.fsdp2.weights import ReplicatedWeights, ShardedWe
 from roll.distributed.strategy.training.checkpoint import (
     SHARDS_FOLDER,
     UNTRAINED,
+    Contents,
     TrainerState,
     restore_checkpoint,
     resume_folder,
+    to_device,
 )
 from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer, recompute_activations
 from roll.distributed.strategy.training.module_weights import buffer_pieces
 from roll.distributed.strategy.training.optim import make_adamw, set_rates
-from roll.distributed.strategy.training.saving import Contents, to_device
 from roll.distributed.strategy.training.scorer import Limits
 from roll.models.loading import load_config
 from roll.models.scoring import TokenScorer

@@ -46,9 +46,15 @@ from roll.distributed.strategy.megatron.scores import TokenScorer, sum_over
 from roll.distributed.strategy.megatron.substitutes import redirect_to_cpu
 from roll.distributed.strategy.megatron.weights import TrainedModel, WeightGatherer, adapter_pieces, saved_name
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
-from roll.distributed.strategy.training.checkpoint import MODEL_PREFIX, TrainerState
+from roll.distributed.strategy.training.checkpoint import (
+    MODEL_PREFIX,
+    SourceFolder,
+    Tensors,
+    TrainerState,
+    model_tensors,
+    open_source,
+)
 from roll.distributed.strategy.training.pieces import Piece
-from roll.distributed.strategy.training.saving import SourceFolder, Tensors, model_tensors, open_source
 from roll.distributed.strategy.training.scorer import Limits, Scorer, join_group
 from roll.distributed.strategy.training.trainer import Trainer
 from roll.models.heads import load_teacher_layer

@@ -26,12 +26,15 @@ from roll.distributed.strategy.training.checkpoint import (
     SHARDS_FOLDER,
     UNTRAINED,
     VALUE_HEAD,
+    Contents,
     StoredShards,
+    Tensors,
+    model_tensors,
+    write_contents,
 )
 from roll.distributed.strategy.training.module_weights import hf_piece
 from roll.distributed.strategy.training.optim import MASTER, MOMENTS
 from roll.distributed.strategy.training.pieces import Piece, Spread, TensorForm, everywhere, piece_of
-from roll.distributed.strategy.training.saving import Contents, Tensors, model_tensors, write_contents
 from roll.distributed.strategy.training.tensor_files import MAX_FILE_BYTES, Reader, StoredTensors
 from roll.models.adapter_files import (
     ADAPTER_CONFIG,

@@ -20,6 +20,7 @@ from roll.data.packing import ModelInput, PackedSequences
 from roll.distributed.strategy import require_engine
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
+from roll.distributed.strategy.training.checkpoint import SourceFolder, Tensors, model_tensors, open_source
 from roll.distributed.strategy.training.module_weights import (
     ModuleWeights,
     TrainedModule,
@@ -32,7 +33,6 @@ from roll.distributed.strategy.training.module_weights import (
     start_adapter,
 )
 from roll.distributed.strategy.training.pieces import Piece
-from roll.distributed.strategy.training.saving import SourceFolder, Tensors, model_tensors, open_source
 from roll.distributed.strategy.training.scorer import Limits, Scorer, join_group
 from roll.distributed.strategy.training.trainer import Trainer
 from roll.models import planned_attention, ulysses

@@ -34,23 +34,21 @@ from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import (
     ADAPTER,
     MODEL,
-    Trained,
-    TrainerState,
-    model_folder,
-    restore_checkpoint,
-    resume_folder,
-)
-from roll.distributed.strategy.training.optim import learning_rate, weight_decay
-from roll.distributed.strategy.training.pieces import Piece, TensorForm, gather, own_rank
-from roll.distributed.strategy.training.saving import (
     BackgroundSaves,
     Contents,
     SourceFolder,
     Tensors,
+    Trained,
+    TrainerState,
+    model_folder,
     optimizer_tensors,
+    restore_checkpoint,
     resume_contents,
+    resume_folder,
     write_contents,
 )
+from roll.distributed.strategy.training.optim import learning_rate, weight_decay
+from roll.distributed.strategy.training.pieces import Piece, TensorForm, gather, own_rank
 from roll.distributed.strategy.training.scorer import Limits, Scorer, take_all
 from roll.distributed.weights.buckets import allocate, as_tensor, pack
 from roll.distributed.weights.contents import BucketOutline, WeightBucket, aligned, outline_of

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from roll.distributed.strategy.training.checkpoint import BackgroundSaves, Contents, Snapshots
 from roll.distributed.strategy.training.pieces import Spread, everywhere, piece_of
-from roll.distributed.strategy.training.saving import BackgroundSaves, Contents, Snapshots
 from roll.distributed.strategy.training.tensor_files import StoredTensors
 
 
