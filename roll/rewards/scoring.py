@@ -1,4 +1,4 @@
-"""The domains of a ``rewards`` section in one process, without Ray: for given responses, and to try reference answers."""
+"""The domains of a ``rewards`` section in one process, without Ray: scores of given responses, tries of references."""
 
 from __future__ import annotations
 

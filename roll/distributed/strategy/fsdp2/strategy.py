@@ -23,8 +23,15 @@ from roll.configs.engines.fsdp2 import Fsdp2Config
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.fsdp2.muon import Muon
-from roll.distributed.strategy.fsdp2.shards import ShardCopies, load_shards, save_shards, shards_of
-from roll.distributed.strategy.fsdp2.weights import ReplicatedWeights, ShardedWeights, Weights
+from roll.distributed.strategy.fsdp2.weights import (
+    ReplicatedWeights,
+    ShardCopies,
+    ShardedWeights,
+    Weights,
+    load_shards,
+    save_shards,
+    shards_of,
+)
 from roll.distributed.strategy.training.checkpoint import (
     SHARDS_FOLDER,
     UNTRAINED,

@@ -46,6 +46,7 @@ from roll.distributed.weights.receiver import on_device
 from roll.models.lora import adapted_names
 from roll.models.tokenizer import locate_model
 
+
 def require_sglang(python: str | None) -> None:
     """Checks that SGLang is installed for an interpreter (``None``: this one), without starting it.
 
