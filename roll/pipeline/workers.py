@@ -35,10 +35,10 @@ from roll.distributed.weights.buckets import host_bytes, with_checksum
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import Message, Payload, Reply
 from roll.distributed.weights.receiver import WeightReceiver
-from roll.distributed.weights.sender import Delivery, Link, WeightOrder, WeightSender
+from roll.distributed.weights.sender import Link, TransferRequest, TransferResult, WeightSender
 from roll.rollout.router import GenerationError, Outcomes
 from roll.utils.checksums import WrittenFile
-from roll.utils.memory import end_start
+from roll.utils.memory import freeze_startup_objects
 
 
 class IdleClock:
@@ -99,7 +99,7 @@ class ScoreWorker(Worker):
         self.context = context
         info = self.strategy.setup()
         self._loaded = True
-        end_start()
+        freeze_startup_objects()
         return info
 
     def offload(self, what: States) -> None:
@@ -157,7 +157,7 @@ class TrainWorker(ScoreWorker):
         with self.idle.work():
             return [self.strategy.train_step(batch.select(rows), self.loss_fn) for rows in optimizer_steps]
 
-    def send_weights(self, order: WeightOrder) -> Delivery | None:
+    def send_weights(self, order: TransferRequest) -> TransferResult | None:
         """Exports and sends; every rank must take part. Returns what this one delivered, if it serves any receiver.
 
         Raises:
@@ -176,17 +176,17 @@ class TrainWorker(ScoreWorker):
                     pass
         return None
 
-    def resend_weights(self, order: WeightOrder) -> Delivery:
+    def resend_weights(self, order: TransferRequest) -> TransferResult:
         """Sends the buckets that the last update of this kind has kept; for the rank that keeps them alone."""
         kept: Iterator[WeightBucket] = (ray.get(ref) for ref in self._kept[order.role, order.payload])
         return self._send(order, map(with_checksum, kept) if order.check else kept)
 
-    def _send(self, order: WeightOrder, buckets: Iterable[WeightBucket]) -> Delivery:
+    def _send(self, order: TransferRequest, buckets: Iterable[WeightBucket]) -> TransferResult:
         if self._sender is None:
             self._sender = WeightSender(self.context.rank, self.node_ip())
         return self._sender.send(order, buckets)
 
-    def _keeping(self, order: WeightOrder, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
+    def _keeping(self, order: TransferRequest, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
         """Keeps a copy in Ray's object store, which moves to disk what does not fit into memory."""
         kept = self._kept[order.role, order.payload] = []
         for bucket in buckets:
@@ -240,7 +240,7 @@ class InferWorker(Worker):
         self._completions: defaultdict[str, list[Completion]] = defaultdict(list)
         self._errors: defaultdict[str, list[tuple[str, GenerationError]]] = defaultdict(list)
         self._arrived: dict[str, asyncio.Event] = {}
-        end_start()
+        freeze_startup_objects()
 
     async def submit(self, client_id: str, requests: Iterable[GenerateRequest]) -> None:
         """Takes requests, which come as ``Records``; their results are fetched by ``poll``."""

@@ -29,7 +29,7 @@ from roll.distributed.weights import sync
 from roll.distributed.weights.buckets import unpack_bucket
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import BucketMessage, Close, Message, Reply, WeightTransferError
-from roll.distributed.weights.sender import Delivery, Link, Route, WeightOrder
+from roll.distributed.weights.sender import Link, Route, TransferRequest, TransferResult
 from roll.distributed.weights.sync import WeightSync
 from roll.models.lora import LoraSpec
 from roll.pipeline.model_cluster import ModelCluster
@@ -62,7 +62,7 @@ class Trainer(TrainWorker):
     def num_segments(self) -> int:
         return len(self._sender._pool.ids) if self._sender else 0
 
-    def _send(self, order: WeightOrder, buckets: Iterable[WeightBucket]) -> Delivery:
+    def _send(self, order: TransferRequest, buckets: Iterable[WeightBucket]) -> TransferResult:
         return super()._send(order, self._spoiled(buckets))
 
     def _spoiled(self, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from roll.distributed.strategy.training.module_trainer import decoder_layers
 from roll.distributed.strategy.training.optim import DECAYS, MASTER, MOMENTUM, make_adamw
-from roll.distributed.strategy.training.pieces import gather, own_rank, piece_of, world_size
+from roll.distributed.strategy.training.pieces import gather, own_rank, weight_shard, world_size
 
 if TYPE_CHECKING:
     from roll.configs.worker import TrainingArguments
@@ -113,7 +113,7 @@ class Muon(torch.optim.Optimizer):
         spread = self._weights.spread(name, MASTER, torch.bfloat16)
         shape = spread.own().shape
         spread = replace(spread, own=lambda: acting.view(shape))
-        return gather([piece_of(name, spread, self._weights.shape(name))], [owner])
+        return gather([weight_shard(name, spread, self._weights.shape(name))], [owner])
 
     def _apply(self, name: str, update: Tensor) -> None:
         share, (group, *_) = self._weights.local[name], self.param_groups

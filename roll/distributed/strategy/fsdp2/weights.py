@@ -25,7 +25,7 @@ from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import to_device
 from roll.distributed.strategy.training.module_trainer import decoder_layers
 from roll.distributed.strategy.training.optim import MASTER, MOMENTS
-from roll.distributed.strategy.training.pieces import Part, Region, Spread, everywhere, find_regions
+from roll.distributed.strategy.training.pieces import Part, ShardLayout, Slice, everywhere, find_regions
 from roll.models.loading import resolve_dtype
 from roll.models.lora import is_adapter
 from roll.models.scoring import TokenScorer
@@ -91,16 +91,16 @@ class Weights(ABC):
     def move(self, device: torch.device) -> None:
         """Moves the parameters; the optimizer's shares follow."""
 
-    def spread(self, name: str, kind: str, dtype: torch.dtype) -> Spread:
+    def spread(self, name: str, kind: str, dtype: torch.dtype) -> ShardLayout:
         share = self.local[name]
 
         def own() -> Tensor:
             return self._kept(name, kind).view(self._unpacked(name, share.shape))
 
-        return Spread(self._unpacked(name, self.shape(name)), dtype, share.device, self._regions(name), own)
+        return ShardLayout(self._unpacked(name, self.shape(name)), dtype, share.device, self._regions(name), own)
 
     @abstractmethod
-    def _regions(self, name: str) -> Sequence[Region]:
+    def _regions(self, name: str) -> Sequence[Slice]:
         """Regions of a parameter, whose shape is ``_unpacked``, and the ranks that have them (collective)."""
 
     def _unpacked(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
@@ -157,7 +157,7 @@ class ReplicatedWeights(Weights):
     def drop_gradients(self) -> None:
         self._flat_gradient.zero_()
 
-    def _regions(self, name: str) -> Sequence[Region]:
+    def _regions(self, name: str) -> Sequence[Slice]:
         return everywhere(self.shape(name))
 
     def share(self, name: str, whole: Tensor) -> Tensor:
@@ -235,11 +235,11 @@ class ShardedWeights(Weights):
         for name, parameter in self.parameters.items():
             parameter.grad = self.local[name].grad = None
 
-    def _regions(self, name: str) -> Sequence[Region]:
+    def _regions(self, name: str) -> Sequence[Slice]:
         return self._shards[name]
 
     @cached_property
-    def _shards(self) -> dict[str, Sequence[Region]]:
+    def _shards(self) -> dict[str, Sequence[Slice]]:
         """Regions of the parameters, and the ranks that have them."""
         return find_regions({name: self._part(name) for name in self.parameters})
 

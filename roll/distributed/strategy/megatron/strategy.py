@@ -42,7 +42,7 @@ from roll.distributed.strategy.megatron.model import (
 )
 from roll.distributed.strategy.megatron.optimizer import MegatronAdam, wrap_for_data_parallelism
 from roll.distributed.strategy.megatron.routing import ExpertRouting
-from roll.distributed.strategy.megatron.scores import TokenScorer, sum_over
+from roll.distributed.strategy.megatron.scores import VocabularyScorer, sum_over
 from roll.distributed.strategy.megatron.substitutes import redirect_to_cpu
 from roll.distributed.strategy.megatron.weights import TrainedModel, WeightGatherer, adapter_pieces, saved_name
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
@@ -54,7 +54,7 @@ from roll.distributed.strategy.training.checkpoint import (
     model_tensors,
     open_source,
 )
-from roll.distributed.strategy.training.pieces import Piece
+from roll.distributed.strategy.training.pieces import WeightShard
 from roll.distributed.strategy.training.scorer import Limits, Scorer, join_group
 from roll.distributed.strategy.training.trainer import Trainer
 from roll.models.heads import load_teacher_layer
@@ -91,7 +91,7 @@ class MegatronInfer(Scorer):
         replays = context.router_replay != "disable"
         self._routing = ExpertRouting(self.model, self.options) if replays else None
         share = self.model.vocabulary()
-        self._scorer = TokenScorer(share, context.temperature, context.needs)
+        self._scorer = VocabularyScorer(share, context.temperature, context.needs)
         if self.model.last is not None and self.model.value_head is None:
             weight_VH = self.model.output_weight()
             layers = OutputLayers(
@@ -325,10 +325,10 @@ class MegatronTrain(MegatronInfer, Trainer):
     def drop_gradients(self) -> None:
         self._optimizer.drop_gradients()
 
-    def find_weights(self) -> list[Piece]:
+    def find_weights(self) -> list[WeightShard]:
         return self._gatherer.pieces("trunk", self._model_dtype)
 
-    def find_adapter(self) -> list[Piece]:
+    def find_adapter(self) -> list[WeightShard]:
         return super().find_adapter() if self.context.lora is None else adapter_pieces(self._gatherer)
 
     @property

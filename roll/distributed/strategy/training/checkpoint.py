@@ -30,14 +30,14 @@ from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.optim import MASTER
 from roll.distributed.strategy.training.pieces import (
-    Piece,
     Read,
-    Region,
-    Spread,
+    ShardLayout,
+    Slice,
     TensorForm,
+    WeightShard,
     gather,
     own_rank,
-    piece_of,
+    weight_shard,
     world_size,
 )
 from roll.distributed.strategy.training.tensor_files import (
@@ -106,7 +106,7 @@ class StoredShards:
         whole = torch.empty(form.shape, dtype=form.dtype)
         for offsets, sizes, path in parts:
             with safe_open(path, framework="pt") as file:
-                Region(tuple(offsets), tuple(sizes), ()).cut(whole).copy_(file.get_tensor(name))
+                Slice(tuple(offsets), tuple(sizes), ()).cut(whole).copy_(file.get_tensor(name))
         return whole
 
 
@@ -163,7 +163,7 @@ class Trained(Protocol):
     def kinds(self) -> Sequence[str]:
         """Of the optimizer's state."""
 
-    def tensors(self, kind: str) -> Sequence[Piece]:
+    def tensors(self, kind: str) -> Sequence[WeightShard]:
         """All of a kind, in float32; a parameter may have none of it."""
 
     def fill(self, kind: str, read: Reader) -> None:
@@ -317,7 +317,7 @@ def _memory_of(tensor: Tensor) -> tuple[Hashable, ...]:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-Tensors: TypeAlias = Mapping[str, Sequence[Piece]]
+Tensors: TypeAlias = Mapping[str, Sequence[WeightShard]]
 """Tensors in the files of a folder, by the stems."""
 
 
@@ -327,7 +327,7 @@ class SourceFolder:
 
     names: Sequence[str]
     """Of its tensors."""
-    kept: Sequence[Piece]
+    kept: Sequence[WeightShard]
     """What the model does not compute with and a saved language model has as it was, such as a vision tower."""
 
 
@@ -352,10 +352,10 @@ def open_source(context: StrategyContext) -> SourceFolder:
         what = "saved again as they are" if forms else f"left out of what is saved of the {context.role}"
         logger.info("%s: %d tensors are not trained, and %s: %s", path, len(kept), what, shown(kept))
 
-    def piece(name: str, form: TensorForm) -> Piece:
-        region = Region((0,) * len(form.shape), form.shape, (0,))
-        spread = Spread(form.shape, form.dtype, torch.device("cpu"), [region], lambda: _read(fit, name))
-        return piece_of(name, spread)
+    def piece(name: str, form: TensorForm) -> WeightShard:
+        region = Slice((0,) * len(form.shape), form.shape, (0,))
+        spread = ShardLayout(form.shape, form.dtype, torch.device("cpu"), [region], lambda: _read(fit, name))
+        return weight_shard(name, spread)
 
     return SourceFolder(names, [piece(name, form) for name, form in forms.items()])
 
@@ -404,14 +404,14 @@ class Contents:
             for stem, pieces in self.pieces.items()
         }
 
-    def targets(self) -> Iterator[tuple[Piece, PlannedFile]]:
+    def targets(self) -> Iterator[tuple[WeightShard, PlannedFile]]:
         """Every piece and where it belongs, in the order in which they are gathered."""
         for stem, files in self.files.items():
             file_of = {id(piece): file for file in files for piece in file.pieces}
             yield from ((piece, file_of[id(piece)]) for piece in self.pieces[stem])
 
 
-def model_tensors(trunk: Sequence[Piece], head: Sequence[Piece], kind: Head, prefix: str) -> Tensors:
+def model_tensors(trunk: Sequence[WeightShard], head: Sequence[WeightShard], kind: Head, prefix: str) -> Tensors:
     """A model's tensors, by the stems of their files, in the number format of a Hugging Face checkpoint.
 
     Args:
@@ -427,7 +427,7 @@ def model_tensors(trunk: Sequence[Piece], head: Sequence[Piece], kind: Head, pre
 
 
 def resume_contents(
-    path: Path, optimizer: Sequence[Piece], state: TrainerState, device: torch.device | None
+    path: Path, optimizer: Sequence[WeightShard], state: TrainerState, device: torch.device | None
 ) -> Contents:
     """Contents of the folder that resumes training.
 
@@ -503,7 +503,7 @@ class BackgroundSaves:
         return self._running
 
 
-def optimizer_tensors(trained: Trained, *, masters: bool) -> list[Piece]:
+def optimizer_tensors(trained: Trained, *, masters: bool) -> list[WeightShard]:
     """``<parameter>.<kind>`` for each moment, and ``.master`` where the model is stored in fewer bits."""
     kinds = (*trained.kinds, MASTER) if masters else trained.kinds
     return [
@@ -538,15 +538,15 @@ def _hand_over(
             writer.add(target, tensor)
 
 
-def _rng_states(device: torch.device) -> list[Piece]:
+def _rng_states(device: torch.device) -> list[WeightShard]:
     """Every rank's generator states."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
 
-    def piece(kind: str, state: Tensor, rank: int) -> Piece:
-        region = Region((0,), tuple(state.shape), (rank,))
-        spread = Spread(tuple(state.shape), state.dtype, torch.device("cpu"), [region], lambda: state)
-        return piece_of(f"{kind}.{rank}", spread)
+    def piece(kind: str, state: Tensor, rank: int) -> WeightShard:
+        region = Slice((0,), tuple(state.shape), (rank,))
+        spread = ShardLayout(tuple(state.shape), state.dtype, torch.device("cpu"), [region], lambda: state)
+        return weight_shard(f"{kind}.{rank}", spread)
 
     return [piece(kind, state, rank) for kind, state in states.items() for rank in range(world_size())]

@@ -32,7 +32,7 @@ from roll.distributed.strategy.training.module_weights import (
     load_model,
     start_adapter,
 )
-from roll.distributed.strategy.training.pieces import Piece
+from roll.distributed.strategy.training.pieces import WeightShard
 from roll.distributed.strategy.training.scorer import Limits, Scorer, join_group
 from roll.distributed.strategy.training.trainer import Trainer
 from roll.models import planned_attention, ulysses
@@ -301,10 +301,10 @@ class ModuleTrainer(ModuleScorer[W], Trainer):
 
     _trained = True
 
-    def find_weights(self) -> list[Piece]:
+    def find_weights(self) -> list[WeightShard]:
         return hf_pieces(self.weights, self._model_dtype)
 
-    def find_adapter(self) -> list[Piece]:
+    def find_adapter(self) -> list[WeightShard]:
         return super().find_adapter() if self.context.lora is None else adapter_pieces(self.weights)
 
     @property
