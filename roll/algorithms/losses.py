@@ -15,9 +15,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from roll.algorithms.advantages import value_mask
 from roll.algorithms.checks import require_columns, require_scores
 from roll.algorithms.correction import MISMATCH, Levels, importance_weights
-from roll.algorithms.gae import value_mask
 from roll.algorithms.kl import k3, kl_divergence
 from roll.algorithms.policy_losses import POLICY_LOSSES, PolicyTokens
 from roll.algorithms.quantities import KlToReference, Quantity, entropy, hits, logprobs, squares

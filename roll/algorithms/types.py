@@ -33,7 +33,7 @@ class TokenScores:
     """float32 sum of the squared probabilities of the distribution that the token was drawn from; 0 where the loss mask
     is 0."""
     divergence_T: Tensor | None = None
-    """float32 divergence (nats) of the model from its teacher, see ``roll.algorithms.divergences``; 0 where the loss
+    """float32 divergence (nats) of the model from its teacher, see ``roll.algorithms.quantities``; 0 where the loss
     mask is 0."""
     top_ids_TK: Tensor | None = None
     """int32 [T, K] the likeliest tokens (a teacher's), descending."""
@@ -42,7 +42,7 @@ class TokenScores:
     tail_T: Tensor | None = None
     """float32 log of the probability of all other tokens together."""
     chunk_T: Annotated[Tensor | None, Column(unset=UNKNOWN)] = None
-    """int64 the chunk of text (``roll.algorithms.alignment``) of which the log-probability is an equal part, of a
+    """int64 the chunk of text (``roll.algorithms.distillation``) of which the log-probability is an equal part, of a
     teacher with another tokenizer."""
     hidden_TH: Tensor | None = None
     """float32 [T, H] final hidden state that predicts the token (a reference's); 0 where the loss mask is 0."""

@@ -80,7 +80,7 @@ class Batch:
     """float32: log-probabilities under the teacher of a distillation."""
     teacher_chunk_T: Tensor | None = None
     """int64: the chunk of the row's text of which a teacher's log-probability is an equal part, -1 where it has none;
-    ``None``: the teacher has the policy's tokens (``roll.algorithms.alignment``)."""
+    ``None``: the teacher has the policy's tokens (``roll.algorithms.distillation``)."""
     teacher_hidden_TH: Tensor | None = None
     """float32: the teacher's final hidden state in front of each token to learn, as ``ref_hidden_TH``."""
     teacher_ids_TK: Tensor | None = None

@@ -36,12 +36,11 @@ from roll.data.conversations import load_conversations
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest
 from roll.models.tiny import RECIPE_VERSION, make_tiny_model
-from roll.pipeline.agentic.env_roles import EnvRoles
+from roll.pipeline.agentic import EnvRoles
 from roll.pipeline.offline.training import OfflineTraining
-from roll.pipeline.prompt_roles import PromptRoles
-from roll.pipeline.rlvr.datasets import load_renderer
+from roll.pipeline.prompts import PromptRoles, load_renderer
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollout_roles import RolloutRoles
+from roll.pipeline.rollout_workers import RolloutRoles
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.pipeline.start import Start
 from roll.rollout.env_runner import EnvRunner

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roll.algorithms.advantages import value_mask
 from roll.algorithms.correction import MISMATCH, replay_metrics
-from roll.algorithms.gae import value_mask
 from roll.algorithms.losses import build_policy_loss, build_value_loss
-from roll.algorithms.pairing import telling_pairs
-from roll.algorithms.selection import select_for_policy
+from roll.algorithms.selection import select_for_policy, telling_pairs
 from roll.algorithms.shaping import Shaping
 from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
@@ -27,12 +26,11 @@ from roll.pipeline.loop import TrainingLoop, mean_metrics
 from roll.pipeline.model_cluster import plan_optimizer_steps, rows_trained_later, steps_with_tokens
 from roll.pipeline.overlap import Overlap
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollout_roles import RolloutRoles
+from roll.pipeline.rollout_workers import RolloutRoles
 from roll.pipeline.rollouts import GroupRules, StepRollouts
 from roll.pipeline.session import RunFailedError
 from roll.pipeline.start import Launched
-from roll.pipeline.tagged_teachers import TaggedTeachers
-from roll.pipeline.teaching import TEACHER_COLUMNS
+from roll.pipeline.teachers import TEACHER_COLUMNS, TaggedTeachers
 from roll.rollout.metrics import step_metrics
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.trajectory import groups_to_batch

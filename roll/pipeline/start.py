@@ -14,7 +14,7 @@ from roll.models.loading import load_config
 from roll.models.tokenizer import check_same_ids, check_vocabulary, policy_tokenizer
 from roll.pipeline.programs import Program
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollout_roles import RolloutRoles
+from roll.pipeline.rollout_workers import RolloutRoles
 from roll.pipeline.session import RunSession
 from roll.utils.registry import import_path
 from roll.utils.signals import SignalGuard

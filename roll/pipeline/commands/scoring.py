@@ -20,8 +20,7 @@ from roll.data.files.find import find_files
 from roll.data.files.rows import DataError, Problems
 from roll.data.prompts import Prompt
 from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, report
-from roll.pipeline.commands.figures import page
-from roll.pipeline.commands.progress import progress
+from roll.pipeline.commands.progress import page, progress
 from roll.rewards.accuracy import Tally
 from roll.rewards.references import References
 from roll.rewards.scoring import Scoring, domain_of, parse_rewards

@@ -12,8 +12,7 @@ from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.loop import TrainingLoop, mean_metrics
 from roll.pipeline.offline.training import OfflineTraining, Prepare
-from roll.pipeline.prompt_roles import PromptRoles
-from roll.pipeline.rlvr.metrics import accuracy_metrics, check_error_rates
+from roll.pipeline.prompts import PromptRoles, accuracy_metrics, check_error_rates
 from roll.pipeline.rollouts import MAX_SHOWN, collect, keep_episodes
 from roll.pipeline.start import Launched
 from roll.report.page import save_answers

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from roll.algorithms.advantages import value_mask
 from roll.algorithms.correction import mismatch_metrics
-from roll.algorithms.gae import value_mask
 from roll.algorithms.losses import build_policy_loss, build_sft_loss, build_value_loss, entropy_coef
 from roll.algorithms.types import LossContext, TokenScores, add_metrics
 from roll.configs.algorithm import AlgorithmConfig

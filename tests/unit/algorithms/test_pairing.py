@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from roll.algorithms.pairing import best_and_worst, telling_pairs
 from roll.algorithms.preferences import build_preference_loss
+from roll.algorithms.selection import best_and_worst, telling_pairs
 from roll.algorithms.types import LossContext, TokenScores
 from roll.configs.preference import PreferenceConfig
 from roll.data.batch import Batch

@@ -16,14 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.algorithms.advantages import compute_advantages
-from roll.algorithms.gae import value_mask
+from roll.algorithms.advantages import compute_advantages, value_mask
 from roll.algorithms.kl import KlController
 from roll.algorithms.losses import build_policy_loss, build_value_loss, policy_needs
 from roll.algorithms.quantities import KlToReference, hidden_states, squares
-from roll.algorithms.rewards import apply_kl_penalty, shape_rewards, whiten_token_rewards
 from roll.algorithms.selection import drop_masked_episodes, select_for_policy
-from roll.algorithms.shaping import Shaping
+from roll.algorithms.shaping import Shaping, apply_kl_penalty, shape_rewards, whiten_token_rewards
 from roll.algorithms.statistics import RunningStats
 from roll.algorithms.types import LossContext, TokenScores
 from roll.configs.agentic import AgenticConfig

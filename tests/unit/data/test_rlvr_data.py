@@ -13,9 +13,8 @@ from roll.configs.rlvr import RLVRConfig
 from roll.data.prompts import DataError
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.models.tiny import make_tiny_model
-from roll.pipeline.prompt_roles import PromptRoles
-from roll.pipeline.rlvr.datasets import load_datasets, load_renderer, make_data
-from roll.pipeline.rlvr.launch import run_rlvr
+from roll.pipeline.prompts import PromptRoles, load_datasets, load_renderer, make_data
+from roll.pipeline.rlvr import run_rlvr
 
 CALLS: list[dict[str, Any]] = []
 

@@ -47,7 +47,7 @@ print(*sys.modules)
 DRIVER = """
 import sys
 import roll.demo.warm_start
-import roll.pipeline.agentic.launch, roll.pipeline.rlvr.launch, roll.pipeline.sft.pipeline
+import roll.pipeline.agentic, roll.pipeline.rlvr, roll.pipeline.offline.sft
 print(*sys.modules)
 """
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from roll.distributed.cluster.errors import WorkerDiedError
-from roll.pipeline.replicas import RestartBudget
-from roll.pipeline.rollout_roles import RolloutRoles
+from roll.pipeline.roles import RestartBudget
+from roll.pipeline.rollout_workers import RolloutRoles
 from roll.utils.signals import SignalGuard
 
 

@@ -20,9 +20,8 @@ from roll.configs.offline import SFTConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.shipped import SHIPPED
 from roll.data.files.rows import DataError
-from roll.pipeline.dpo.pipeline import _load as load_pairs
-from roll.pipeline.offline.imitated import load_imitated
-from roll.pipeline.offline.launch import load_datasets
+from roll.pipeline.offline.dpo import _load as load_pairs
+from roll.pipeline.offline.launch import load_datasets, load_imitated
 from roll.preflight import inputs
 from roll.preflight.inputs import HEAD, check_data, check_hub, check_inputs
 from roll.preflight.machine import check_machine

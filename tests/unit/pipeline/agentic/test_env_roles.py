@@ -11,7 +11,7 @@ import pytest
 
 from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.loader import load_config
-from roll.pipeline.agentic.env_roles import EnvRoles
+from roll.pipeline.agentic import EnvRoles
 from roll.pipeline.session import RunFailedError
 from roll.pipeline.start import Start
 from roll.rollout.env_worker import EnvironmentWorker

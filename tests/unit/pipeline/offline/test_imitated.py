@@ -17,8 +17,8 @@ from roll.data.renderer import ChatRenderer
 from roll.models.heads import load_teacher_layer
 from roll.models.scoring import TokenScorer, score_batch
 from roll.models.tiny import make_tiny_model
-from roll.pipeline.offline.imitated import load_imitated
-from roll.pipeline.teaching import with_teacher
+from roll.pipeline.offline.launch import load_imitated
+from roll.pipeline.teachers import with_teacher
 from tests.support.imitation import Imitator
 
 TALKS = [

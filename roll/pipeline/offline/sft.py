@@ -9,8 +9,7 @@ from roll.algorithms.losses import SFT_NEEDS, build_sft_loss
 from roll.configs.offline import SFTConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
-from roll.pipeline.offline.imitated import load_imitated
-from roll.pipeline.offline.launch import run_offline
+from roll.pipeline.offline.launch import load_imitated, run_offline
 from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
 from roll.pipeline.programs import SFT
 
