@@ -1,11 +1,12 @@
 """Advantage estimators: rewards (and values) in, ``advantages_T`` and ``returns_T`` out.
 
-An estimator is a function ``(batch, config) -> batch`` in ``ADVANTAGES``, or anybody's by ``package.module:function``.
-``config`` holds the keys of this estimator; a function of the user's own gets all keys. Scores of episodes are sums of ``rewards_T``, one per episode, however many rows or tokens it has: a long episode weighs
-a group's mean no more than a short one.
+An estimator is a function ``(batch, config) -> batch`` in ``ADVANTAGES``, or anybody's by ``package.module:function``;
+``config`` holds the keys of this estimator, and all keys for a function of the user's own. Scores of episodes are sums
+of ``rewards_T``, one per episode, however many rows or tokens it has: a long episode weighs a group's mean no more than
+a short one.
 
-Axes: B rows, T tokens, M sampled tokens in episode order, K turns, J episodes, N tokens or turns, C cells (the tokens of a
-group's episodes at the same place).
+Axes: B rows, T tokens, M sampled tokens in episode order, K turns, J episodes, N tokens or turns, C cells (the tokens
+of a group's episodes at the same place).
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ def divergence_addends(teacher: Tensor, student: Tensor, config: DivergenceConfi
     - ``forward_kl``: KL(t || s); Hinton, Vinyals and Dean (2015).
     - ``reverse_kl``: KL(s || t); Gu et al. (2024), MiniLLM.
     - ``js_divergence``: b KL(t || m) + (1 - b) KL(s || m), m = b t + (1 - b) s; Agarwal et al. (2024), GKD.
-    - ``skewed_forward_kl``: KL(t || a t + (1 - a) s), ``skewed_reverse_kl``: KL(s || a s + (1 - a) t); Ko et al. (2024).
+    - ``skewed_forward_kl``: KL(t || a t + (1 - a) s), ``skewed_reverse_kl``: KL(s || a s + (1 - a) t); Ko et al.
+      (2024).
 
     Args:
         teacher: Log-probabilities, finite.

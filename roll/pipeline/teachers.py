@@ -1,4 +1,4 @@
-"""Teachers: their scores of rollouts and datasets, also by tag, with another tokenizer, or with prompts of their own."""
+"""Teachers: scores of rollouts and datasets, also by tag, with another tokenizer, or with prompts of their own."""
 
 from __future__ import annotations
 
