@@ -47,8 +47,8 @@ from roll.pipeline.workers import InferWorker
 from roll.rollout.env_manager import Limits, StepEnvManager
 from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext
 from roll.rollout.plans import GroupPlan
+from roll.rollout.rows import groups_to_batch
 from roll.rollout.scheduler import RolloutScheduler
-from roll.rollout.trajectory import groups_to_batch
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 from roll.tracking.monitor import peak_memory_mb
 from roll.utils.memory import calm_collector

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from roll.configs.data import DataArguments
-from roll.data.asked import asked_in
 from roll.data.files.read import read_rows
 from roll.data.files.rows import DataError, Problems, Row
 from roll.data.prompt_rows import RowError, finite
+from roll.data.questions import asked_in
 
 
 def best_and_worst(args: DataArguments, seed: int) -> Iterator[dict[str, Any]]:

@@ -45,9 +45,9 @@ from roll.pipeline.session import RunFailedError, RunSession
 from roll.pipeline.start import Start
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.metrics import rollout_metrics
+from roll.rollout.rows import groups_to_batch
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.tool_box import told_tools
-from roll.rollout.trajectory import groups_to_batch
 from roll.rollout.types import RolloutGroup
 from roll.utils.seeding import derive_seed
 

@@ -24,8 +24,8 @@ from roll.pipeline.start import Launched
 from roll.report.render import save_renders
 from roll.rollout.env_manager import Limits
 from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext
-from roll.rollout.judge_worker import JudgeWorker
 from roll.rollout.plans import GroupPlan
+from roll.rollout.reward_worker import JudgeWorker
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import RolloutGroup
 from roll.utils.seeding import derive_seed

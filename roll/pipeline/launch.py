@@ -42,6 +42,7 @@ from roll.preflight.models import describe_adapter, trusted_code
 from roll.preflight.templates import describe_template
 from roll.tracking.display import NOTED
 from roll.tracking.files import CheckpointError
+from roll.utils.foreign import Fault
 from roll.utils.memory import calm_collector, keep_freed_memory
 from roll.utils.registry import UnknownNameError, import_path, plugin_variables
 from roll.utils.signals import Interrupted, SignalGuard
@@ -75,7 +76,7 @@ def _aside(clusters: Mapping[str, Cluster], path: Path) -> None:
 
 def write_stacks(clusters: Mapping[str, Cluster], path: Path, why: str) -> None:
     """Appends the stacks of all threads of the driver and of every worker; an error in it is logged."""
-    try:
+    with Fault() as fault:  # Ray may be gone; what is being explained matters more
         workers = [
             (f"{name} rank {rank}", process)
             for name, cluster in clusters.items()
@@ -88,8 +89,8 @@ def write_stacks(clusters: Mapping[str, Cluster], path: Path, why: str) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.write("\n\n".join(parts) + "\n\n")
         logger.info("what every process was doing: %s", path)
-    except Exception:  # Ray may be gone; what is being explained matters more
-        logger.exception("the stacks of all processes could not be written")
+    if fault.error is not None:
+        logger.error("the stacks of all processes could not be written", exc_info=fault.error)
 
 
 logger = logging.getLogger(__name__)

@@ -32,8 +32,8 @@ from roll.pipeline.session import RunFailedError
 from roll.pipeline.start import Launched
 from roll.pipeline.teachers import TEACHER_COLUMNS, TaggedTeachers
 from roll.rollout.metrics import step_metrics
+from roll.rollout.rows import groups_to_batch
 from roll.rollout.scheduler import RolloutScheduler
-from roll.rollout.trajectory import groups_to_batch
 from roll.tracking.checkpointer import Write
 from roll.utils.checksums import WrittenFile
 from roll.utils.seeding import derive_seed

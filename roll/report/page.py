@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from roll.data.asked import CONVERSATION
+from roll.data.questions import CONVERSATION
 from roll.data.requests import FinishReason
 from roll.rollout.types import EpisodeEnd, Trajectory
 from roll.tracking.files import read_json_lines, to_json, write_atomic

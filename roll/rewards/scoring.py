@@ -10,7 +10,7 @@ from typing import Any
 from roll.configs.parsing import parse, section_problems
 from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig
-from roll.data.answered import Answer, Answered
+from roll.data.questions import Answer, Answered
 from roll.rewards.scorer import DomainScorer, check_rewards
 from roll.rewards.types import RewardError, Sample, Verdict
 

@@ -1,23 +1,220 @@
-"""Runs one environment in threads, unless it is instant, so that a slow or hung one delays no other."""
+"""Runs one environment in threads, unless it is instant, and checks that it returns what ``TextEnv`` promises.
+
+A slow or hung environment delays no other. A user's code may return anything; what gets past here are plain values:
+text that every tokenizer and every file takes, finite numbers, truth values.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
+import reprlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from typing import Any, TypeVar
+
+import numpy as np
 
 from roll.agentic.env.base import StepResult, TextEnv
 from roll.rewards.types import RewardError
 from roll.rollout.call_threads import CallThreads, CallTimeoutError
-from roll.rollout.env_protocol import checked_frame, checked_reset, checked_step
-from roll.rollout.errors import EnvCrashError, EnvError, EnvTimeoutError, as_runtime_error
-from roll.rollout.judge_worker import Asking
+from roll.rollout.env_manager import SAID, TOOL_TURNS
+from roll.rollout.errors import EnvCrashError, EnvError, EnvProtocolError, EnvTimeoutError, as_runtime_error
+from roll.rollout.reward_worker import Asking
 from roll.rollout.types import Frame
-from roll.utils.foreign import describe_error
+from roll.utils.foreign import Fault, clean_text, describe_error
+
+MAX_TEXT = 4_000_000
+"""Bytes of an observation: more than any context holds, few enough to tokenize."""
+
+MAX_REWARD = 1e30
+"""Rewards are float32 in a batch, and their squares are summed."""
+
+MAX_EXTRA_TEXT = 10_000
+"""Characters kept of each text in ``info`` that only people read."""
+
+MAX_PICTURE = 480
+"""Pixels of a picture's longer side."""
+
+_MAX_INTEGER = 2**63
+_COLORS = 128
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Names what is checked: ``Maze.step`` of the class ``Maze``."""
+
+    name: str
+
+    def fail(self, field: str, seen: object, expected: str) -> EnvProtocolError:
+        return EnvProtocolError(f"{self.name} returned {field} {_shown(seen)}, expected {expected}")
+
+    def text(self, field: str, value: object) -> str:
+        if not isinstance(value, str):
+            raise self.fail(field, value, "text")
+        plain = str.__str__(value)  # a subclass, such as NumPy's, becomes the plain type
+        try:
+            size = len(plain.encode("utf-8"))
+        except UnicodeEncodeError as error:
+            raise self.fail(field, value, "text without lone surrogates") from error
+        if size > MAX_TEXT:
+            raise EnvProtocolError(f"{self.name} returned {field} of {size:,} bytes, expected at most {MAX_TEXT:,}")
+        return plain
+
+    def optional_text(self, field: str, value: object) -> str | None:
+        return None if value is None else self.text(field, value)
+
+    def number(self, field: str, value: Any) -> float:
+        expected = f"a finite number (at most {MAX_REWARD:g})"
+        if isinstance(value, str | bytes):
+            raise self.fail(field, value, expected)
+        try:
+            number = float(value)
+        except Exception as error:  # a user's object may raise anything
+            raise self.fail(field, value, expected) from error
+        if not abs(number) <= MAX_REWARD:  # so written, NaN fails too
+            raise self.fail(field, value, expected)
+        return number
+
+    def flag(self, field: str, value: object) -> bool:
+        if isinstance(value, bool | np.bool_ | int | np.integer) and value in (0, 1):
+            return bool(value)
+        raise self.fail(field, value, "True or False")
+
+    def key(self, field: str, value: object) -> str:
+        try:
+            name = str(value)
+        except Exception as error:  # a user's object may raise anything
+            raise self.fail(field, value, "a value with a text") from error
+        return self.text(field, name)
+
+    def parts(self, value: object, *names: str) -> tuple[Any, ...]:
+        if not isinstance(value, tuple | list) or len(value) != len(names):
+            raise EnvProtocolError(f"{self.name} returned {_shown(value)}, expected ({', '.join(names)})")
+        return tuple(value)
+
+    def info(self, env: TextEnv, value: object) -> dict[str, Any]:
+        """The info with what a manager reads of it checked, and the environment's instruction in it."""
+        if not isinstance(value, Mapping):
+            raise self.fail("info", value, "a dictionary")
+        info: dict[str, Any] = {
+            "env_instruction": env.env_instruction,
+            **{clean_text(str(key)): value[key] for key in value},
+        }
+        for ours in (TOOL_TURNS, SAID):  # what rollouts note there is none of the environment's
+            info.pop(ours, None)
+        for name, check in _INFO_FIELDS.items():
+            if name in info:
+                info[name] = check(self, f"info[{name!r}]", info[name])
+        return {key: item if key in _INFO_FIELDS else _extra(item) for key, item in info.items()}
+
+
+_INFO_FIELDS: Mapping[str, Callable[[_Call, str, Any], Any]] = {
+    "action": _Call.optional_text,
+    "success": _Call.flag,
+    "task_reward": _Call.number,
+    "penalty": _Call.number,
+    "state_key": _Call.key,
+    "env_instruction": _Call.text,
+}
+
+
+def checked_reset(env: TextEnv, seed: int) -> tuple[str, dict[str, Any]]:
+    """Resets the environment; info has its ``env_instruction`` too.
+
+    Raises:
+        EnvProtocolError: it returned something else than (observation, info).
+    """
+    call = _Call(f"{type(env).__name__}.reset")
+    observation, info = call.parts(env.reset(seed=seed), "observation", "info")
+    return call.text("observation", observation), call.info(env, info)
+
+
+def checked_step(env: TextEnv, text: str) -> StepResult:
+    """Steps the environment; info has its ``env_instruction`` here too.
+
+    Raises:
+        EnvProtocolError: it returned something else than ``StepResult``.
+    """
+    call = _Call(f"{type(env).__name__}.step")
+    names = ("observation", "reward", "terminated", "truncated", "info")
+    observation, reward, terminated, truncated, info = call.parts(env.step(text), *names)
+    return (
+        call.text("observation", observation),
+        call.number("reward", reward),
+        call.flag("terminated", terminated),
+        call.flag("truncated", truncated),
+        call.info(env, info),
+    )
+
+
+def checked_frame(env: TextEnv) -> Frame | None:
+    """Shows the current state to a person, see ``frame``.
+
+    A picture never costs an episode: one that cannot be made is told in the log.
+    """
+    with Fault() as fault:
+        return frame(env)
+    assert fault.error is not None, "else it has returned"
+    _warn_once(f"{type(env).__name__}.render: no picture: {describe_error(fault.error)}")
+    return None
+
+
+def frame(env: TextEnv) -> Frame | None:
+    """The current state as a PNG or a text; ``None`` where ``render`` shows nothing.
+
+    Raises:
+        ValueError: it is no picture.
+        Exception: whatever ``render`` raised.
+    """
+    view = env.render()
+    if view is None or isinstance(view, str):
+        return None if view is None else str(_extra(view))
+    pixels = np.asarray(view.convert("RGB") if hasattr(view, "convert") else view)  # Pillow's images convert
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] not in (3, 4) or not pixels.size:
+        raise ValueError(f"got shape {pixels.shape} of {pixels.dtype}, expected [height, width, 3] of uint8")
+    return _png(pixels[..., :3].tobytes(), pixels.shape[:2])
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
+
+
+@lru_cache(maxsize=32)
+def _png(pixels: bytes, size: tuple[int, int]) -> bytes:
+    """A small PNG. Equal pictures are encoded once: an action without an effect, members of a group."""
+    from PIL import Image
+
+    height, width = size
+    image = Image.frombytes("RGB", (width, height), pixels)
+    image.thumbnail((MAX_PICTURE, MAX_PICTURE))
+    buffer = io.BytesIO()
+    image.quantize(_COLORS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _extra(value: Any) -> Any:
+    """Makes a value that only people read harmless to files; it never fails an episode."""
+    if isinstance(value, str):
+        plain = clean_text(str.__str__(value))
+        return plain if len(plain) <= MAX_EXTRA_TEXT else plain[:MAX_EXTRA_TEXT] + "…"
+    if isinstance(value, int) and abs(value) >= _MAX_INTEGER:  # Python refuses to write very long ones
+        return float("inf") if value > 0 else float("-inf")
+    return value
+
+
+def _shown(value: object) -> str:
+    """A value and its type, short."""
+    kind = type(value).__name__
+    with Fault():  # reprlib catches most of what a __repr__ may raise
+        return f"{reprlib.repr(value)} ({kind})"
+    return f"something of type {kind}"
+
 
 logger = logging.getLogger(__name__)
 

@@ -15,17 +15,14 @@ from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import GenerateFn, Question, SamplingParams
 from roll.data.templates import ChatTemplate
-from roll.data.token_check import TokenCheck
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_manager import ENV_MANAGERS, EnvManager, EpisodeSpec, Limits
 from roll.rollout.env_runner import EnvRunner, OneAtATime
 from roll.rollout.errors import EnvError
-from roll.rollout.judge_worker import Asking
 from roll.rollout.plans import GroupSpec
-from roll.rollout.reward_client import WorkerClient
-from roll.rollout.token_watch import TokenWatch
-from roll.rollout.tool_box import ToolBox
-from roll.rollout.tool_env import with_tools
+from roll.rollout.reward_worker import Asking, WorkerClient
+from roll.rollout.tokenization_audit import TokenCheck, TokenWatch
+from roll.rollout.tool_box import ToolBox, with_tools
 from roll.rollout.types import Trajectory
 from roll.rollout.worker import RolloutWorker
 from roll.utils.memory import calm_collector

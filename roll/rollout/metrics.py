@@ -10,8 +10,8 @@ import torch
 from roll.data.batch import Batch
 from roll.data.requests import FinishReason
 from roll.rollout.admission import Admission
-from roll.rollout.token_watch import COMPARED, REASONS, TOKENS, key_of
-from roll.rollout.tool_env import COUNTS
+from roll.rollout.tokenization_audit import COMPARED, REASONS, TOKENS, key_of
+from roll.rollout.tool_box import COUNTS
 from roll.rollout.types import AGENT, Collected, EpisodeEnd, RolloutGroup, Trajectory
 
 

@@ -14,20 +14,17 @@ from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import GenerateFn, SamplingParams
 from roll.data.templates import ChatTemplate
-from roll.data.token_check import TokenCheck
 from roll.rewards.types import RewardError, Sample, Verdict
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_manager import EpisodeSpec, Limits
 from roll.rollout.errors import EnvError
 from roll.rollout.plans import GroupSpec
-from roll.rollout.prompt_env import PromptEnv, PromptManager, ScoreFn
-from roll.rollout.reward_client import WorkerClient
+from roll.rollout.prompt_env import PromptEnv, PromptManager, ScoreFn, User, UserEnv, load_user
+from roll.rollout.reward_worker import WorkerClient
 from roll.rollout.router import GenerationClient
-from roll.rollout.token_watch import TokenWatch
-from roll.rollout.tool_box import ToolBox
-from roll.rollout.tool_env import with_tools
+from roll.rollout.tokenization_audit import TokenCheck, TokenWatch
+from roll.rollout.tool_box import ToolBox, with_tools
 from roll.rollout.types import Trajectory
-from roll.rollout.user_env import User, UserEnv, load_user
 from roll.rollout.worker import RolloutWorker
 from roll.utils.memory import calm_collector
 from roll.utils.seeding import derive_seed

@@ -1,20 +1,30 @@
-"""The Ray worker of a reward domain."""
+"""The Ray workers of reward domains and of the judge, the models they host, and how episodes reach them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
-from roll.configs.judge import JudgeEngine
+from ray.exceptions import RayActorError
+
+from roll.configs.judge import AskedModelConfig, JudgeEngine
 from roll.configs.rewards import RewardConfig
+from roll.data.requests import Completion, GenerateRequest, Question, SamplingParams
 from roll.distributed.cluster.worker import Worker
+from roll.distributed.strategy.base import States
+from roll.distributed.strategy.generation.alone import generator_of
 from roll.rewards.scorer import DomainScorer
 from roll.rewards.types import RewardError, Sample, Verdict
+from roll.rollout.router import EngineUnavailableError
+from roll.utils.foreign import Fault
 
 if TYPE_CHECKING:
-    from roll.distributed.strategy.base import States  # brings torch, which rules need not
-    from roll.rewards.judge_model import HostedModel
+    from roll.distributed.strategy.base import States
+    from roll.rewards.judge_model import HostedJudge, HostedModel
 
 
 class Hosted(Protocol):
@@ -54,7 +64,6 @@ class RewardWorker(HostingWorker):
         """Builds the domain's verifiers."""
 
         def host(model: str, engine: JudgeEngine, most: int) -> HostedModel:
-            from roll.rollout.hosted_model import HostedGenerator
 
             return HostedGenerator(model, engine, most, devices=config.num_gpus_per_worker)
 
@@ -75,3 +84,174 @@ class RewardWorker(HostingWorker):
     async def take_retries(self) -> int:
         """New attempts of verifiers since the last call."""
         return self.hosted.take_retries()
+
+
+class HostedGenerator:
+    """``roll.rewards.judge_model.HostedModel`` on one of the run's engines.
+
+    Args:
+        model: a folder in Hugging Face format, or a name on the hub.
+        engine: see ``JudgeEngine``.
+
+    Raises:
+        ValueError: the model cannot be loaded, or an option does not fit it.
+        MissingEngineError: the engine's package is not installed.
+    """
+
+    def __init__(self, model: str, engine: JudgeEngine, most: int, *, devices: int = 1) -> None:
+        self._open = ExitStack()
+        started = generator_of(
+            model,
+            engine.worker(devices),
+            sequence_length=engine.max_length,
+            max_running_requests=most,
+            seed=0,  # every request brings its own
+        )
+        with ThreadPoolExecutor(max_workers=1) as beside:  # the caller may be in an event loop; engines run their own
+            self._engine: Any = beside.submit(self._open.enter_context, started).result()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See ``Generator.generate``."""
+        completion: Completion = await self._engine.generate(request)
+        return completion
+
+    async def offload(self) -> None:
+        """Takes weights and cache off the device; requests wait."""
+        await asyncio.to_thread(self._engine.offload, States.WEIGHTS | States.CACHE)
+
+    async def onload(self) -> None:
+        """Takes them back."""
+        await asyncio.to_thread(self._engine.onload, States.WEIGHTS | States.CACHE)
+
+    async def close(self) -> None:
+        """Ends the engine."""
+        await asyncio.to_thread(self._open.close)
+
+
+AskFn: TypeAlias = Callable[[Question], Awaitable[str]]
+
+
+class JudgeWorker(HostingWorker):
+    """Answers questions of environments. ``judge.worker_cls`` may name a subclass."""
+
+    hosted: HostedModel
+
+    async def setup(self, config: AskedModelConfig) -> None:
+        """Loads the model."""
+        self._judge = await asyncio.to_thread(_judge, config)  # an engine brings loops of its own
+        self.hosted = self._judge.model
+
+    async def ask(self, questions: Sequence[Question]) -> list[str | RewardError]:
+        """Answers side by side; a question that cannot be asked comes back as an error."""
+        return list(await asyncio.gather(*map(self._ask, questions)))
+
+    async def _ask(self, question: Question) -> str | RewardError:
+        try:
+            words, _ = await self._judge.ask(question)
+        except RewardError as error:
+            return RewardError(str(error))  # without its causes, which may not survive the way between processes
+        return words
+
+
+def _judge(config: AskedModelConfig) -> HostedJudge:
+    from roll.rewards.judge_model import HostedJudge
+
+    host = partial(HostedGenerator, devices=config.num_gpus_per_worker)
+    sampling = SamplingParams(max_new_tokens=config.max_tokens, temperature=config.temperature)
+    return HostedJudge(config.model, config.engine, sampling, config.max_concurrency, host)
+
+
+class Asking:
+    """``TextEnv.ask`` of one environment: waits in its thread for what an event loop does.
+
+    Args:
+        ask: sends a question to the judge; it runs in the event loop of the next ``listen``.
+    """
+
+    def __init__(self, ask: AskFn) -> None:
+        self._ask = ask
+        self.failure: Exception | None = None
+        """Exception that asking has raised, whatever the environment made of it: its answer is worth nothing then."""
+
+    def listen(self) -> None:
+        """Answers from the running event loop from now on."""
+        self._loop = asyncio.get_running_loop()
+
+    def __call__(self, question: Question) -> str:
+        async def asked() -> str:
+            return await self._ask(question)
+
+        try:
+            return asyncio.run_coroutine_threadsafe(asked(), self._loop).result()
+        except Exception as error:
+            self.failure = error
+            raise
+
+
+ItemT = TypeVar("ItemT")
+ToldT = TypeVar("ToldT")
+
+
+class WorkerClient(Generic[ItemT, ToldT]):
+    """``send(item)`` for many concurrent episodes, over few remote calls.
+
+    An item goes to the worker with the fewest in flight. Those that arrive in the same tick of the event loop travel
+    in one call to each worker, and come back together.
+
+    Args:
+        name: of the workers, for messages.
+        method: of the workers, from a list of items to a list of what is told of each, or an exception.
+    """
+
+    def __init__(self, name: str, workers: Sequence[Any], method: str) -> None:
+        self.name = name
+        self._method = method
+        self._workers = list(workers)
+        self._in_flight = [0] * len(self._workers)
+        self._outbox: list[tuple[ItemT, asyncio.Future[ToldT]]] = []
+        self._sending: set[asyncio.Task[None]] = set()
+
+    async def send(self, item: ItemT) -> ToldT:
+        """Sends one item; returns what a worker tells of it.
+
+        Raises:
+            EngineUnavailableError: the worker died.
+            Exception: what it tells in place of an answer: a ``RewardError`` where it cannot judge or say anything.
+        """
+        future: asyncio.Future[ToldT] = asyncio.get_running_loop().create_future()
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append((item, future))
+        return await future
+
+    def _flush(self) -> None:
+        waiting, self._outbox = [entry for entry in self._outbox if not entry[1].done()], []
+        shares: list[list[tuple[ItemT, asyncio.Future[ToldT]]]] = [[] for _ in self._workers]
+        for entry in waiting:
+            worker = self._in_flight.index(min(self._in_flight))
+            self._in_flight[worker] += 1
+            shares[worker].append(entry)
+        for worker, share in enumerate(shares):
+            if share:
+                task = asyncio.get_running_loop().create_task(self._send(worker, share))
+                self._sending.add(task)  # the event loop itself only holds a weak reference
+                task.add_done_callback(self._sending.discard)
+
+    async def _send(self, worker: int, waiting: list[tuple[ItemT, asyncio.Future[ToldT]]]) -> None:
+        outcomes: Sequence[ToldT | Exception] = ()
+        try:
+            with Fault() as fault:  # its death, or a bug in it: that belongs to all who wait for it
+                outcomes = await getattr(self._workers[worker], self._method).remote([item for item, _ in waiting])
+        finally:
+            self._in_flight[worker] -= len(waiting)
+        if (error := fault.error) is not None:
+            died = isinstance(error, RayActorError)
+            failure = EngineUnavailableError(f"worker {worker} of {self.name} died: {error}") if died else error
+            outcomes = [failure] * len(waiting)
+        for (_, future), outcome in zip(waiting, outcomes, strict=True):
+            if future.done():  # its episode was cancelled
+                continue
+            if isinstance(outcome, Exception):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)

@@ -1,4 +1,7 @@
-"""Runs the calls of a turn: side by side, each within its time, results cut to a number of tokens."""
+"""Tools of an episode: the calls of a turn run at the same time, each within its time; other turns act as before.
+
+Results are cut to a number of tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from roll.agentic.env.base import StepResult
 from roll.agentic.tools.dialects.spoken import dialect_for
 from roll.agentic.tools.mcp import McpServer
 from roll.agentic.tools.tool import Tool, ToolError, make_tool, text_of
@@ -19,10 +23,13 @@ from roll.configs.schema import nearest
 from roll.configs.tools import McpServerConfig, ToolConfig, ToolsConfig
 from roll.data.columns import IntArray
 from roll.data.renderer import CHARS_PER_TOKEN, ChatRenderer, Message
+from roll.data.requests import Completion, GenerateFn, GenerateRequest
 from roll.rollout.call_threads import CallThreads, CallTimeoutError
-from roll.rollout.errors import contained
+from roll.rollout.env_manager import SAID, TOOL_TURNS, AsyncEnv
+from roll.rollout.errors import EnvError, contained
 from roll.rollout.tool_process import ProcessTool, ToolProcessError
-from roll.utils.foreign import describe_error
+from roll.rollout.types import Frame
+from roll.utils.foreign import Fault, describe_error
 from roll.utils.time_limit import time_limit
 
 logger = logging.getLogger(__name__)
@@ -112,22 +119,23 @@ class ToolBox:
         tool, entry = self._tools[call.name]
         state = states.setdefault(call.name, {})
         for attempt in range(1 + entry.retries):
-            try:
+            with Fault() as fault:
                 return text_of(await self._run(tool, entry, dict(call.arguments), state))
-            except ToolError as error:
+            error = fault.error
+            assert error is not None, "else it has returned"
+            if isinstance(error, ToolError):
                 counts["failed_calls"] += 1
                 return f"error: {text_of(str(error))}"
-            except CallTimeoutError:
+            if isinstance(error, CallTimeoutError):
                 counts["failed_calls"] += 1
                 counts["call_timeouts"] += 1
                 logger.warning("tool %s took longer than %g s", call.name, entry.timeout)
                 return f"error: {call.name} took longer than {entry.timeout:g} s"
-            except Exception as error:  # a user's tool may raise anything
-                words = text_of(str(error)) if isinstance(error, ToolProcessError) else describe_error(error)
-                logger.warning("tool %s raised %s", call.name, words)
-                if attempt == entry.retries:
-                    counts["failed_calls"] += 1
-                    return f"error: {words}"
+            words = text_of(str(error)) if isinstance(error, ToolProcessError) else describe_error(error)
+            logger.warning("tool %s raised %s", call.name, words)
+            if attempt == entry.retries:
+                counts["failed_calls"] += 1
+                return f"error: {words}"
         raise AssertionError("unreachable")
 
     async def _run(
@@ -223,3 +231,95 @@ async def make_tools(config: ToolsConfig, opened: contextlib.AsyncExitStack) -> 
 
 def _told(tools: Mapping[str, _Entry], tag: str) -> list[ToolSchema]:
     return [tool.schema for tool, entry in tools.values() if entry.tags is None or tag in entry.tags]
+
+
+COUNTS = ("tool_calls", "failed_calls", "call_timeouts", "malformed_calls")
+"""Keys of a step's ``info``: what the episode has called so far."""
+
+
+class ToolEnv:
+    """An environment or a prompt with tools (an ``AsyncEnv``), for one episode."""
+
+    def __init__(self, env: AsyncEnv, box: ToolBox, schemas: Sequence[ToolSchema]) -> None:
+        self._env = env
+        self._box = box
+        self._schemas = schemas
+        self._names = [schema.name for schema in schemas]
+        self._states: dict[str, dict[str, Any]] = {}
+        self._counts: Counter[str] = Counter()
+        self._turns = 0
+        self._ids: IntArray | None = None
+        self._info: dict[str, Any] = {}
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """Tools as the chat template is told of them."""
+        return [schema.as_openai() for schema in self._schemas]
+
+    def watch(self, generate: GenerateFn) -> GenerateFn:
+        """The same ``generate``, noting the ids: calls are read with the special tokens, which texts lack."""
+
+        async def watched(request: GenerateRequest) -> Completion:
+            completion = await generate(request)
+            self._ids = completion.token_ids
+            return completion
+
+        return watched
+
+    async def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        observation, self._info = await self._env.reset(seed)
+        return observation, self._info | {"tools": self.tools}
+
+    async def step(self, text: str) -> StepResult:
+        """Answers a turn; ``info["messages"]`` is what the tools say, where they were called."""
+        assert self._ids is not None, "watch"
+        turn = self._box.parse(self._ids, self._schemas)
+        penalty = self._box.config.malformed_call_penalty * len(turn.errors)
+        if (turn.calls or turn.errors) and self._turns < self._box.config.max_turns:
+            self._turns += 1
+            return await self._answer(turn, text, penalty)
+        said = {SAID: self._box.message(turn, text), "tools": self.tools}
+        self._counts["malformed_calls"] += len(turn.errors)
+        observation, reward, terminated, truncated, info = await self._env.step(text)
+        self._info = info
+        info = info | self._counts_so_far() | {"penalty": float(info.get("penalty", 0.0)) + penalty}
+        info.setdefault("task_reward", float(reward) - float(self._info.get("penalty", 0.0)))
+        return observation, float(reward) + penalty, terminated, truncated, info | said
+
+    async def render(self) -> Frame | None:
+        return await self._env.render()
+
+    async def _answer(self, turn: AssistantTurn, text: str, penalty: float) -> StepResult:
+        answers = await self._box.answer(turn, self._names, self._states)
+        self._counts.update(answers.counts)
+        info = {
+            **self._info,
+            **self._counts_so_far(),
+            "messages": answers.messages,
+            SAID: self._box.message(turn, text),
+            "tools": self.tools,
+            "action": ", ".join(call.name for call in turn.calls) or None,
+            "task_reward": 0.0,
+            "penalty": penalty,
+            "success": False,
+        }
+        return "\n".join(message["content"] for message in answers.messages), penalty, False, False, info
+
+    def _counts_so_far(self) -> dict[str, int]:
+        return {name: self._counts[name] for name in COUNTS} | {TOOL_TURNS: self._turns}
+
+
+async def with_tools(env: AsyncEnv, tag: str, box: ToolBox | None, generate: GenerateFn) -> tuple[AsyncEnv, GenerateFn]:
+    """An episode's environment and its way to the engine, with the tools that its tag has.
+
+    Raises:
+        EnvError: a tool cannot be made, or a server of tools not be reached.
+    """
+    if box is None or not box.config.reaches(tag):
+        return env, generate
+    try:
+        schemas = await box.schemas(tag)
+    except ValueError as error:
+        raise EnvError(str(error)) from error
+    tools = ToolEnv(env, box, schemas)
+    return tools, tools.watch(generate)

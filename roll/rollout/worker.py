@@ -11,7 +11,7 @@ from typing import Any
 from roll.data.requests import GenerateFn
 from roll.rollout.env_manager import EpisodeSpec
 from roll.rollout.errors import EnvError
-from roll.rollout.group_worker import GroupWorker
+from roll.rollout.group_calls import GroupWorker
 from roll.rollout.plans import GroupSpec
 from roll.rollout.router import GenerationClient
 from roll.rollout.types import RolloutGroup, Trajectory

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from roll.pipeline.rollouts import read_rollouts
-from roll.rollout.trajectory import groups_to_batch
+from roll.rollout.rows import groups_to_batch
 from tests.integration.conftest import TWO_RANKS, Offline, Rlvr, Run, assert_as_expected, packed, rows, write
 from tests.support.foreign import save_foreign_model
 from tests.support.imitation import Imitator, learnt, row, talk

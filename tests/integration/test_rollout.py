@@ -31,8 +31,8 @@ from roll.pipeline.workers import InferWorker
 from roll.rollout.env_manager import Limits
 from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext
 from roll.rollout.plans import GroupPlan, GroupSpec
+from roll.rollout.rows import groups_to_batch
 from roll.rollout.scheduler import RolloutScheduler
-from roll.rollout.trajectory import groups_to_batch
 from roll.rollout.types import EpisodeEnd, RolloutGroup
 
 BOARD = {"min_solution": 1, "max_solution": 4, "num_walls": 4, "max_steps": 4}

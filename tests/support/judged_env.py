@@ -10,7 +10,7 @@ from typing import Any
 from roll.agentic.env.base import StepResult, TextEnv, step_result
 from roll.data.requests import Question
 from roll.rewards.types import RewardError
-from roll.rollout.judge_worker import JudgeWorker
+from roll.rollout.reward_worker import JudgeWorker
 
 
 class JudgedEnv(TextEnv):

@@ -26,8 +26,8 @@ from roll.distributed.strategy import STRATEGIES
 from roll.models.tiny import make_tiny_model, make_tokenizer
 from roll.rollout.env_manager import EpisodeSpec, Limits, TrajEnvManager
 from roll.rollout.env_runner import EnvRunner
-from roll.rollout.flat_groups import FlatGroups
-from roll.rollout.trajectory import groups_to_batch
+from roll.rollout.group_calls import FlatGroups
+from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import Collected, RolloutGroup, Trajectory
 from tests.support.trainers import make_context
 

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import roll.agentic.env as envs
 from roll.agentic.env.base import TextEnv
 from roll.rollout.call_threads import CallThreads, Mailbox
-from roll.rollout.env_protocol import checked_reset, checked_step
-from roll.rollout.env_runner import EnvRunner
+from roll.rollout.env_runner import EnvRunner, checked_reset, checked_step
 from roll.rollout.errors import EnvCrashError, EnvError, EnvTimeoutError
 from roll.utils.seeding import derive_seed
 

@@ -239,7 +239,7 @@ def _add_score(commands: Any) -> None:
 
 def _score(options: argparse.Namespace) -> int:
     from roll.configs.problems import ConfigErrors
-    from roll.data.answered import AnswerColumns
+    from roll.data.questions import AnswerColumns
     from roll.pipeline.cli import EXIT_USAGE, report
     from roll.pipeline.commands.scoring import Job, rewards_of, run
 

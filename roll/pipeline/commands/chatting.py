@@ -15,7 +15,7 @@ from roll.tracking.files import CheckpointError
 from roll.tracking.saved import find_saved
 
 if TYPE_CHECKING:
-    from roll.rollout.conversation import Conversation, StreamingEngine
+    from roll.rollout.answering import Conversation, StreamingEngine
 
 HELP = "/reset begins anew, /quit ends (so does the end of the input), Ctrl-C stops an answer\n"
 
@@ -27,7 +27,7 @@ def run(path: str, worker: WorkerConfig, system: str | None, sequence_length: in
     from roll.data.templates import ChatTemplate
     from roll.distributed.strategy.generation.alone import base_of, generator_of
     from roll.models.tokenizer import load_tokenizer
-    from roll.rollout.conversation import Conversation
+    from roll.rollout.answering import Conversation
 
     try:
         model = find_saved(path).model

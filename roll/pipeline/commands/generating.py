@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.configs.worker import WorkerConfig
-from roll.data.asked import Asked, read_asked
-from roll.data.files.find import find_files
+from roll.data.files.read import find_files
 from roll.data.files.rows import DataError, Problems, Row
+from roll.data.questions import Asked, read_asked
 from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from roll.pipeline.commands.progress import progress
 from roll.tracking.files import CheckpointError, to_json, write_atomic

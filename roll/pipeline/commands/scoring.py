@@ -15,10 +15,10 @@ from roll.configs.compose import compose_config, mapping_of
 from roll.configs.loader import plugin_problems
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig
-from roll.data.answered import AnswerColumns, read_answered
-from roll.data.files.find import find_files
+from roll.data.files.read import find_files
 from roll.data.files.rows import DataError, Problems
 from roll.data.prompts import Prompt
+from roll.data.questions import AnswerColumns, read_answered
 from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, report
 from roll.pipeline.commands.progress import page, progress
 from roll.rewards.accuracy import Tally
@@ -206,6 +206,6 @@ def _record(verdict: Verdict | RewardError) -> dict[str, Any]:
 
 def _host(model: str, engine: JudgeEngine, most: int) -> HostedModel:
     """Hosts a judge in this process."""
-    from roll.rollout.hosted_model import HostedGenerator
+    from roll.rollout.reward_worker import HostedGenerator
 
     return HostedGenerator(model, engine, most)

@@ -18,7 +18,7 @@ from roll.configs.agent import AgentConfig
 from roll.distributed.cluster.reaper import MARK
 from roll.rollout.agents.command import Ended, run_supervised
 from roll.rollout.agents.task import AgentError, AgentExitError, AgentTask, Workplace
-from roll.rollout.endpoint.reward import RewardRequest
+from roll.rollout.endpoint.step import RewardRequest
 from roll.utils.extras import extra
 from roll.utils.foreign import describe_error
 

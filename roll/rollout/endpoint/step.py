@@ -1,4 +1,4 @@
-"""``/v1/step``: an episode's program acts in its environment, where the episode has one."""
+"""``/v1/step`` and ``/v1/reward``: an episode's program acts in its environment, or says what its reward is."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from roll.agentic.env.base import StepResult
 from roll.rollout.endpoint.errors import ApiError
 from roll.rollout.endpoint.session import Session
 from roll.rollout.env_manager import AsyncEnv
+from roll.rollout.env_runner import MAX_REWARD
 from roll.rollout.types import EpisodeEnd
 
 
@@ -102,3 +103,18 @@ class StepRequest(BaseModel):
             session.fail(error)
             raise ApiError(500, "the environment failed; the episode is over", code="environment_failed") from error
         return {"observation": observation, "reward": reward, "terminated": terminated, "truncated": truncated}
+
+
+class RewardRequest(BaseModel):
+    reward: float = Field(ge=-MAX_REWARD, le=MAX_REWARD)
+    success: bool | None = None
+
+    def post(self, session: Session) -> None:
+        """Notes the reward; the last one counts.
+
+        Raises:
+            ApiError: the reward of this run comes from somewhere else.
+        """
+        if session.config.reward != "call":
+            raise ApiError(403, "rewards are not the program's: agent.reward is not call", code="reward_not_allowed")
+        session.reward, session.success = self.reward, self.success

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from roll.data.answered import Answer, AnswerColumns, read_answered
 from roll.data.files.rows import DataError, Problems
+from roll.data.questions import Answer, AnswerColumns, read_answered
 
 
 def test_an_episodes_question_is_the_whole_conversation(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from jinja2 import TemplateError
 
 from roll.data.left_out import LeftOut
-from roll.data.message_forms import read_messages
+from roll.data.prompt_rows import read_messages
 from roll.data.renderer import ChatRenderer, Message
 from roll.data.templates import ChatTemplate
 from tests.support.chat_families import FAMILIES, family_tokenizer

@@ -33,16 +33,17 @@ def completions() -> list[Completion]:
     ]
 
 
-def test_requests_arrive_as_they_were() -> None:
+def test_requests_arrive_as_they_were_also_none() -> None:
     flat = pickle.loads(pickle.dumps(Records.of(GenerateRequest, requests())))
     assert len(flat.values["params"].values) == 2, "what differs in the seed alone is sent once"
     for sent, got in zip(requests(), flat, strict=True):
         np.testing.assert_array_equal(got.prompt_ids, sent.prompt_ids)
         assert got.prompt_ids.dtype == np.int64
         assert replace(got, prompt_ids=None) == replace(sent, prompt_ids=None)  # type: ignore[arg-type]
+    assert list(Records.of(GenerateRequest, [])) == [] and list(Records.of(Completion, [])) == []
 
 
-def test_completions_arrive_as_they_were() -> None:
+def test_completions_arrive_as_they_were_beside_an_empty_one_of_another_kind() -> None:
     flat = pickle.loads(pickle.dumps(Records.of(Completion, completions())))
     for sent, got in zip(completions(), flat, strict=True):
         assert (got.request_id, got.finish_reason) == (sent.request_id, sent.finish_reason)
@@ -50,13 +51,6 @@ def test_completions_arrive_as_they_were() -> None:
             np.testing.assert_array_equal(getattr(got, name), getattr(sent, name))
             assert getattr(got, name).dtype == getattr(sent, name).dtype
             assert getattr(got, name).base is None, "one that is kept does not keep the others"
-
-
-def test_there_may_be_none() -> None:
-    assert list(Records.of(GenerateRequest, [])) == [] and list(Records.of(Completion, [])) == []
-
-
-def test_an_empty_answer_of_another_kind_leaves_the_others_as_they_are() -> None:
     strange = Completion("s", np.array([]), np.array([]), FinishReason.ABORT, np.array([]))
     first, second = Records.of(Completion, [strange, completions()[0]])
     assert len(first.token_ids) == 0

@@ -9,7 +9,7 @@ from roll.agentic.tools.dialects import dialect
 from roll.agentic.tools.types import AssistantTurn, ToolSchema, call_id
 from roll.data.columns import IntArray
 from roll.data.renderer import ChatRenderer, Message, Tool
-from roll.data.token_check import compare_tokens, first_difference
+from roll.rollout.tokenization_audit import compare_tokens, first_difference
 from tests.support.chat_families import FAMILIES, family_tokenizer
 
 ADD = ToolSchema("add", "Adds.", {"type": "object", "properties": {"a": {"type": "integer"}}}).as_openai()

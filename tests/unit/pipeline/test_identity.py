@@ -25,8 +25,8 @@ from roll.models.tiny import make_tiny_model, make_tokenizer
 from roll.pipeline.offline.column_cache import digest_of
 from roll.pipeline.offline.dpo import cross
 from roll.rollout.endpoint.session import Wanted
-from roll.rollout.flat_groups import FlatGroups
-from roll.rollout.recorder import Recorder
+from roll.rollout.group_calls import FlatGroups
+from roll.rollout.rows import Recorder
 from roll.rollout.types import RolloutGroup
 from tests.support.said_engine import Engine, new_session
 from tests.unit.rollout.test_trajectory import make_trajectory, make_turn

@@ -12,7 +12,7 @@ from roll.configs.rewards import RewardConfig
 from roll.rewards.judge import JudgeConfig, JudgeVerifier
 from roll.rewards.scorer import DomainScorer, check_rewards
 from roll.rewards.types import RewardError, Sample
-from roll.rollout.hosted_model import HostedGenerator
+from roll.rollout.reward_worker import HostedGenerator
 from tests.support.judges import WORDS, digit_model, greedy_words
 
 PROMPT = "{{ prompt }}|{{ response }}"

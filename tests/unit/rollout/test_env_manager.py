@@ -28,11 +28,10 @@ from roll.rollout.env_manager import (
     StepEnvManager,
     TrajEnvManager,
 )
-from roll.rollout.env_protocol import checked_frame
-from roll.rollout.env_runner import EnvRunner
+from roll.rollout.env_runner import EnvRunner, checked_frame
 from roll.rollout.errors import EnvCrashError, EnvError, PromptTooLongError
 from roll.rollout.plans import GroupPlan
-from roll.rollout.trajectory import groups_to_batch
+from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 
 TOKENIZER = make_tokenizer()

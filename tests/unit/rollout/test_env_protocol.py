@@ -20,12 +20,12 @@ from roll.models.tiny import make_tiny_model
 from roll.report.render import render_index, save_renders
 from roll.report.trajectories import write_trajectories
 from roll.rollout.env_manager import Limits
-from roll.rollout.env_protocol import MAX_TEXT, checked_reset, checked_step
+from roll.rollout.env_runner import MAX_TEXT, checked_reset, checked_step
 from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext
 from roll.rollout.errors import EnvProtocolError
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.plans import GroupSpec
-from roll.rollout.trajectory import groups_to_batch
+from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import RolloutGroup
 from roll.tracking.files import read_json_lines
 from roll.tracking.run import RunFolder

@@ -10,8 +10,8 @@ import numpy as np
 
 from roll.data.columns import ExpertArray, Records
 from roll.data.requests import Completion
-from roll.rollout.flat_groups import FlatGroups
-from roll.rollout.trajectory import groups_to_batch
+from roll.rollout.group_calls import FlatGroups
+from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import Collected, RolloutGroup, Trajectory, Turn
 from tests.unit.rollout.test_trajectory import make_trajectory, make_turn
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from roll.rollout.flat_groups import FlatGroups
+from roll.rollout.group_calls import FlatGroups
 from roll.rollout.types import RolloutGroup, Trajectory
 from tests.unit.rollout.test_trajectory import conversation, make_trajectory, make_turn
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from roll.rollout.group_worker import GroupWorker, Series
+from roll.rollout.group_calls import GroupWorker, Series
 from roll.rollout.plans import GroupSpec
 from roll.rollout.types import RolloutGroup
 

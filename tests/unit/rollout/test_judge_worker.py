@@ -19,7 +19,7 @@ from roll.rewards.types import RewardError
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.env_worker import EnvironmentWorker
 from roll.rollout.errors import EnvCrashError, EnvTimeoutError
-from roll.rollout.judge_worker import AskFn, Asking, JudgeWorker
+from roll.rollout.reward_worker import AskFn, Asking, JudgeWorker
 from roll.rollout.router import EngineUnavailableError
 from tests.support.judged_env import JudgedEnv
 from tests.support.judges import WORDS, digit_model, greedy_words

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll.data.asked import asked_in
 from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import Prompt
+from roll.data.questions import asked_in
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.models.tiny import make_tiny_model, make_tokenizer
@@ -23,7 +23,7 @@ from roll.rollout.errors import PromptTooLongError
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.prompt_env import PromptEnv, PromptManager
 from roll.rollout.prompt_worker import PromptPlan, PromptSpec, PromptWorker, PromptWorkerContext
-from roll.rollout.trajectory import groups_to_batch
+from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import RolloutGroup, Trajectory
 
 TOKENIZER = make_tokenizer()

@@ -13,8 +13,7 @@ import ray
 from roll.configs.rewards import RewardConfig
 from roll.distributed.cluster.ray_session import ray_session
 from roll.rewards.types import RewardError, Sample, Verdict, Verifier
-from roll.rollout.reward_client import WorkerClient
-from roll.rollout.reward_worker import RewardWorker
+from roll.rollout.reward_worker import RewardWorker, WorkerClient
 from roll.rollout.router import EngineUnavailableError
 
 

@@ -20,7 +20,7 @@ from roll.distributed.cluster.placement import create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.rollout.admission import Admission
-from roll.rollout.group_worker import GroupWorker
+from roll.rollout.group_calls import GroupWorker
 from roll.rollout.plans import GroupPlan, GroupSpec
 from roll.rollout.router import EngineUnavailableError
 from roll.rollout.schedule import Schedule, StepDraws

@@ -18,7 +18,6 @@ from roll.configs.tools import ToolsConfig
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
-from roll.data.token_check import TokenCheck
 from roll.rewards.types import Sample, Verdict
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.endpoint.session import Policy, Session, Wanted
@@ -26,9 +25,8 @@ from roll.rollout.env_manager import EpisodeSpec, Limits, TrajEnvManager
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.prompt_env import PromptEnv, PromptManager
-from roll.rollout.token_watch import COMPARED, TokenWatch
-from roll.rollout.tool_box import ToolBox
-from roll.rollout.tool_env import with_tools
+from roll.rollout.tokenization_audit import COMPARED, TokenCheck, TokenWatch
+from roll.rollout.tool_box import ToolBox, with_tools
 from roll.rollout.types import RolloutGroup, Trajectory
 from tests.support.chat_families import family_tokenizer
 
@@ -160,7 +158,7 @@ def test_differences_are_shares_of_rows_and_a_warning_once(caplog: pytest.LogCap
     manager = TrajEnvManager(config, renderer, PARAMS, LIMITS)
     manager.watch = TokenWatch(renderer, "strict")
     played = []
-    with caplog.at_level(logging.WARNING, "roll.rollout.token_watch"):
+    with caplog.at_level(logging.WARNING, "roll.rollout.tokenization_audit"):
         for _ in range(2):
             runner = EnvRunner(lambda: make("frozen_lake"), 5.0, instant=True)
             engine = Engine(renderer, f"{THOUGHT}Up", f"{THOUGHT}Up")

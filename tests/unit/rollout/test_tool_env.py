@@ -24,9 +24,8 @@ from roll.rollout.env_manager import AsyncEnv, EnvManager, EpisodeSpec, Limits, 
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.prompt_env import PromptEnv, PromptManager
-from roll.rollout.tool_box import ToolBox, told_tools
-from roll.rollout.tool_env import with_tools
-from roll.rollout.trajectory import groups_to_batch
+from roll.rollout.rows import groups_to_batch
+from roll.rollout.tool_box import ToolBox, told_tools, with_tools
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
 
 TOKENIZER = make_tokenizer()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from roll.data.batch import Batch
 from roll.data.requests import Completion, FinishReason
 from roll.rollout.metrics import rollout_metrics
-from roll.rollout.trajectory import groups_to_batch
+from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 from roll.utils.seeding import derive_seed
 

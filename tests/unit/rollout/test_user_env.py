@@ -18,10 +18,9 @@ from roll.data.requests import SamplingParams
 from roll.preflight.choices import CHECKS
 from roll.rewards.types import Sample, Verdict
 from roll.rollout.errors import EnvError
-from roll.rollout.prompt_env import PromptEnv, PromptManager
+from roll.rollout.prompt_env import PromptEnv, PromptManager, UserEnv, UserError, load_user
 from roll.rollout.prompt_worker import PromptWorker, PromptWorkerContext
 from roll.rollout.types import RolloutGroup
-from roll.rollout.user_env import UserEnv, UserError, load_user
 from tests.unit.configs.test_rlvr_config import MINIMAL
 from tests.unit.rollout.test_prompt_env import spec, tokenizer_path
 from tests.unit.rollout.test_tool_env import EPISODE, LIMITS, PROMPT, RENDERER, TOKENIZER, Engine

@@ -12,7 +12,7 @@ from PIL import Image
 import roll.agentic.env as envs
 from roll.agentic.env import frozen_lake, sokoban, sokoban_boards
 from roll.agentic.env.grid import draw_grid
-from roll.rollout.env_protocol import checked_frame
+from roll.rollout.env_runner import checked_frame
 
 CORRIDOR = {"env_id": "tests.support.third_party_envs:Corridor-v0", "success_return": 1}
 

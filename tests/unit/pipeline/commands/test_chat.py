@@ -15,8 +15,8 @@ from roll.data.requests import SamplingParams
 from roll.distributed.strategy.generation.alone import generator_of
 from roll.models.tiny import make_tokenizer
 from roll.pipeline.commands.engine import generator_section
-from roll.rollout import conversation
-from roll.rollout.conversation import Conversation
+from roll.rollout import answering as conversation
+from roll.rollout.answering import Conversation
 from tests.support.contract import greedy_oracle, load
 
 pytestmark = pytest.mark.usefixtures("one_thread")

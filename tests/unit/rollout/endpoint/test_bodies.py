@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from roll.data.renderer import ChatRenderer
-from roll.rollout.endpoint import bodies
+from roll.rollout.endpoint import server as bodies
 from roll.rollout.endpoint.errors import ApiError
-from roll.rollout.endpoint.history import History
+from roll.rollout.endpoint.session import History
 from tests.support.said_engine import Engine, client, new_session, serving
 
 

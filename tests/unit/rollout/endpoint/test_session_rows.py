@@ -15,7 +15,7 @@ from roll.configs.agent import AgentConfig
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest
 from roll.rollout.endpoint.session import Policy, Session, Wanted
-from roll.rollout.trajectory import groups_to_batch
+from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
 from tests.support.chat_families import family_tokenizer
 from tests.support.examples import examples

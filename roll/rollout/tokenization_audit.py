@@ -1,14 +1,25 @@
-"""Compares a conversation that has grown by samples with the same conversation tokenised at once."""
+"""``tokenization_sanity_check``: a conversation that has grown by samples against the same one tokenised at once."""
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+
+import numpy as np
+
+from roll.data.columns import IntArray
+from roll.data.renderer import ChatRenderer, Message, Tool
+from roll.rollout.types import Turn
+from roll.utils.foreign import Fault
 
 if TYPE_CHECKING:
     from roll.data.columns import IntArray
     from roll.data.renderer import ChatRenderer, Message, Tool
+
 
 TokenCheck: TypeAlias = Literal["strict", "ignore_strippable", "disable"]
 """Differences that count: every one, those of the text beyond white space, or none."""
@@ -38,9 +49,9 @@ def compare_tokens(
     """
     if check == "disable":
         return None
-    try:
+    with Fault() as fault:  # a template may raise anything
         whole = renderer.history(messages, tools)
-    except Exception:  # a template may raise anything
+    if fault.error is not None:
         return "refused"
     if ids.tolist() == whole[: len(ids)].tolist():
         return None
@@ -57,10 +68,10 @@ def first_difference(
 
     Where the template refuses the conversation, the end of the row and why.
     """
-    try:
+    with Fault() as fault:  # a template may raise anything
         whole = renderer.history(messages, tools)
-    except Exception as error:  # a template may raise anything
-        return str(renderer.tokenizer.decode(ids[-_BEHIND:].tolist())), f"(refused: {error})"
+    if fault.error is not None:
+        return str(renderer.tokenizer.decode(ids[-_BEHIND:].tolist())), f"(refused: {fault.error})"
     same = next((at for at, (a, b) in enumerate(zip(ids, whole, strict=False)) if a != b), min(len(ids), len(whole)))
     around = slice(max(0, same - _BEFORE), same + _BEHIND)
     return str(renderer.tokenizer.decode(ids[around].tolist())), str(renderer.tokenizer.decode(whole[around].tolist()))
@@ -82,3 +93,68 @@ def _reason(grown: str, whole: str, ends: Sequence[str]) -> TokenDifference:
     rest = bare_whole[len(bare) :]
     same = bare_whole.startswith(bare) and (not rest or rest.startswith(tuple(ends)))
     return "reasoning" if same else "rewritten"
+
+
+TOKENS = "tokens_"
+"""Start of the keys of ``Trajectory.info`` that count compared rows."""
+COMPARED = f"{TOKENS}compared"
+REASONS: tuple[TokenDifference, ...] = get_args(TokenDifference)
+
+logger = logging.getLogger(__name__)
+
+
+def key_of(reason: TokenDifference) -> str:
+    """The key of ``Trajectory.info`` that counts the rows which differ so."""
+    return f"{TOKENS}{reason.replace(' ', '_')}"
+
+
+@dataclass
+class Conversation:
+    """The messages of a row that grows."""
+
+    messages: list[Message] = field(default_factory=list)
+    tools: Sequence[Tool] | None = None
+
+
+class TokenWatch:
+    """Compares rows of one process; says each reason once and counts it always."""
+
+    def __init__(self, renderer: ChatRenderer, check: TokenCheck) -> None:
+        self._renderer = renderer
+        self._check = check
+        self._said: set[TokenDifference] = set()
+
+    def watches(self, member: int) -> bool:
+        """Tells whether episodes of that member are compared: those of each group's first, which cost as much as one
+        more tokenisation of their conversation."""
+        return self._check != "disable" and member == 0
+
+    def compare(self, name: str, rows: Iterable[tuple[Conversation, Sequence[Turn]]]) -> dict[str, int]:
+        """Counts for ``Trajectory.info``; none where no row has several turns."""
+        counts: Counter[str] = Counter()
+        for conversation, turns in rows:
+            if len(turns) < 2:
+                continue
+            counts[COMPARED] += 1
+            ids = np.concatenate([turns[-1].prompt_ids, turns[-1].completion.token_ids])
+            messages, tools = conversation.messages, conversation.tools
+            reason = compare_tokens(self._renderer, messages, ids, tools, self._check)
+            if reason is not None:
+                counts[key_of(reason)] += 1
+                self._say(name, reason, ids, conversation)
+        return {key: counts[key] for key in (COMPARED, *map(key_of, REASONS))} if counts else {}
+
+    def _say(self, name: str, reason: TokenDifference, ids: IntArray, conversation: Conversation) -> None:
+        if reason in self._said:
+            return
+        self._said.add(reason)
+        trained, history = first_difference(self._renderer, conversation.messages, ids, conversation.tools)
+        logger.warning(
+            "tokenization_sanity_check: %s: what is trained differs from the conversation tokenised at once (%s): it "
+            "has %r, the conversation %r; sampled tokens stay as they are, further differences of this kind are "
+            "counted alone",
+            name,
+            reason,
+            trained,
+            history,
+        )

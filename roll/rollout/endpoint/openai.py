@@ -1,4 +1,8 @@
-"""``/v1/responses``: OpenAI's newer API, whose requests are items and may name the answer that they go on from."""
+"""OpenAI's APIs: ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/responses``.
+
+Completions go on with a text or with token ids; requests of the newest API are items and may name the answer that they
+go on from.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,136 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import numpy as np
 from pydantic import BaseModel, Field, PrivateAttr
 
 from roll.data.renderer import ChatRenderer, Message, Tool
 from roll.rollout.endpoint.errors import ApiError, unsupported
-from roll.rollout.endpoint.messages import Part, Several, join_text
-from roll.rollout.endpoint.sampling import ApiRequest, event
+from roll.rollout.endpoint.messages import (
+    ChatMessage,
+    Part,
+    Several,
+    ToolParam,
+    join_text,
+    openai_message,
+    plain_messages,
+    plain_tools,
+)
+from roll.rollout.endpoint.sampling import DONE, ApiRequest, SamplingRequest, bytes_of, event, head, texts_of, usage
 from roll.rollout.endpoint.session import Answer, Session, Wanted
+
+
+class ChatRequest(SamplingRequest):
+    messages: Several[ChatMessage] = Field(min_length=1)
+    tools: Several[ToolParam] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    response_format: dict[str, Any] | None = None
+
+    async def ask(self, session: Session) -> list[Answer]:
+        if self.tool_choice not in (None, "auto", "none"):
+            raise unsupported("tool_choice", self.tool_choice, "auto or none: the policy is not forced to call")
+        if (self.response_format or {}).get("type", "text") != "text":
+            raise unsupported("response_format", self.response_format, "text: answers are not constrained")
+        if self.top_logprobs:
+            raise unsupported("top_logprobs", self.top_logprobs, "0: the sampled token's alone is known")
+        wanted = self.wanted(self.max_completion_tokens or self.max_tokens)
+        tools = [] if self.tool_choice == "none" else plain_tools(self.tools)
+        return await session.chat(plain_messages(self.messages), tools, wanted)
+
+    def whole(self, answers: Sequence[Answer], renderer: ChatRenderer) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                "message": openai_message(answer.turn),
+                "finish_reason": answer.finish_reason,
+                "logprobs": self._logprobs(answer, renderer),
+            }
+            for index, answer in enumerate(answers)
+        ]
+        return {**head("chat.completion", "chatcmpl", self.model), "choices": choices, "usage": usage(answers)}
+
+    def events(self, answers: Sequence[Answer], renderer: ChatRenderer) -> Iterator[str]:
+        """The answer as a stream: for each choice all that it says, then why it ended."""
+        top = head("chat.completion.chunk", "chatcmpl", self.model)
+        for index, answer in enumerate(answers):
+            delta = openai_message(answer.turn)
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta.get("tool_calls", ()))]
+            if not delta["tool_calls"]:
+                del delta["tool_calls"]
+            said = {"index": index, "delta": delta, "logprobs": self._logprobs(answer, renderer), "finish_reason": None}
+            yield event({**top, "choices": [said]})
+            yield event({**top, "choices": [{"index": index, "delta": {}, "finish_reason": answer.finish_reason}]})
+        if self.wants_usage:
+            yield event({**top, "choices": [], "usage": usage(answers)})
+        yield DONE
+
+    def _logprobs(self, answer: Answer, renderer: ChatRenderer) -> dict[str, Any] | None:
+        if not self.logprobs:
+            return None
+        ids, values = answer.completion.token_ids, answer.completion.logprobs.tolist()
+        tokens = [
+            {"token": text, "logprob": value, "bytes": bytes_of(renderer, token, text), "top_logprobs": []}
+            for token, text, value in zip(ids.tolist(), texts_of(renderer, ids), values, strict=True)
+        ]
+        return {"content": tokens, "refusal": None}
+
+
+class CompletionRequest(SamplingRequest):
+    prompt: str | Several[int] | Several[str] | Several[Several[int]]
+    max_tokens: int | None = Field(default=16, ge=1)
+    logprobs: int | None = Field(default=None, ge=0, le=5)
+
+    async def ask(self, session: Session) -> list[Answer]:
+        if self.logprobs is not None and self.logprobs > 1:
+            raise unsupported("logprobs", self.logprobs, "0 or 1: the sampled token's alone is known")
+        wanted, prompt = self.wanted(self.max_tokens), self.prompt
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            if len(prompt) > 1:
+                raise unsupported("prompt", f"{len(prompt)} prompts", "one; send a request for each")
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            return await session.complete(prompt, wanted)
+        tokens, vocabulary = cast("list[int]", prompt), len(session.policy.renderer.tokenizer)
+        if not all(0 <= token < vocabulary for token in tokens):
+            message = f"prompt: seen a token id outside 0 to {vocabulary - 1}"
+            raise ApiError(400, message, code="invalid_value", param="prompt")
+        return await session.complete(np.array(tokens, dtype=np.int64), wanted)
+
+    def whole(self, answers: Sequence[Answer], renderer: ChatRenderer) -> dict[str, Any]:
+        choices = [self._choice(index, answer, renderer) for index, answer in enumerate(answers)]
+        return {**head("text_completion", "cmpl", self.model), "choices": choices, "usage": usage(answers)}
+
+    def events(self, answers: Sequence[Answer], renderer: ChatRenderer) -> Iterator[str]:
+        """The answer as a stream, one chunk for each choice."""
+        top = head("text_completion", "cmpl", self.model)
+        for index, answer in enumerate(answers):
+            yield event({**top, "choices": [self._choice(index, answer, renderer)]})
+        if self.wants_usage:
+            yield event({**top, "choices": [], "usage": usage(answers)})
+        yield DONE
+
+    def _choice(self, index: int, answer: Answer, renderer: ChatRenderer) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "text": answer.turn.content,
+            "finish_reason": answer.finish_reason,
+            "logprobs": None,
+        }
+        if self.logprobs is not None:
+            texts, values = texts_of(renderer, answer.completion.token_ids), answer.completion.logprobs.tolist()
+            choice["logprobs"] = {
+                "tokens": texts,
+                "token_logprobs": values,
+                "top_logprobs": [{text: value} for text, value in zip(texts, values, strict=True)],
+                "text_offset": [0, *itertools.accumulate(map(len, texts))][:-1],
+            }
+        return choice
+
 
 _ELSEWHERE = {
     "background": "the answer comes with the response",
