@@ -354,11 +354,11 @@ def roll_pipeline(config: RLVRConfig) -> Iterator[Roll]:
     from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER
     from roll.pipeline.launch import MODEL_WORKERS
     from roll.pipeline.programs import RLVR
-    from roll.pipeline.prompts import PromptRoles, load_datasets, load_renderer
+    from roll.pipeline.prompts import PromptRolloutWorkers, load_datasets, load_renderer
     from roll.pipeline.rl import set_losses
     from roll.pipeline.rlvr import RLVRPipeline
     from roll.pipeline.roles import Roles
-    from roll.pipeline.start import Launched, Start
+    from roll.pipeline.start import RunContext, Start
     from roll.rollout.prompt_worker import PromptWorker
     from roll.rollout.reward_worker import RewardWorker
 
@@ -366,8 +366,8 @@ def roll_pipeline(config: RLVRConfig) -> Iterator[Roll]:
     datasets = load_datasets(config, load_renderer(config))
     with started(config, workers) as (session, signals, clusters):
         roles = Roles(config, clusters)
-        run = Launched(RLVR, session, signals, clusters, roles, Start(config.pretrain))
-        prompts = PromptRoles(config, run, datasets.train, datasets.val)
+        run = RunContext(RLVR, session, signals, clusters, roles, Start(config.pretrain))
+        prompts = PromptRolloutWorkers(config, run, datasets.train, datasets.val)
         prompts.begin_setup()
         roles.setup(config.pretrain, config.total_optimizer_steps)
         set_losses(roles, config)

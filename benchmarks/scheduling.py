@@ -44,14 +44,14 @@ from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.strategy.base import StrategyContext
 from roll.models.tiny import make_tiny_model
 from roll.pipeline.workers import InferWorker
-from roll.rollout.env_manager import Limits, StepEnvManager
+from roll.rollout.env_manager import LengthLimits, StepEnvManager
 from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext
 from roll.rollout.plans import GroupPlan
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 from roll.tracking.monitor import peak_memory_mb
-from roll.utils.memory import calm_collector
+from roll.utils.memory import relax_gc
 
 DRIVER_US_PER_GROUP, WORKER_US_PER_TURN, BATCH_S = 300, 100, 1.5
 MEMBERS, TURNS, EPISODES = 8, 8, 16_384
@@ -176,7 +176,7 @@ def context(folder: Path) -> EnvWorkerContext:
         tokenizer_path=str(folder / "tiny"),
         template="native",
         params=SamplingParams(max_new_tokens=16),
-        limits=Limits(prompt_length=64, sequence_length=128),
+        limits=LengthLimits(prompt_length=64, sequence_length=128),
         retries=0,
     )
 
@@ -305,7 +305,7 @@ def main() -> int:
         infer.call("setup", StrategyContext(WorkerConfig(strategy_args=strategy), "infer", ""))
         envs.call("setup", context(Path(folder)))
         envs.call("set_engines", infer.handles)
-        calm_collector()  # as a run's driver does
+        relax_gc()  # as a run's driver does
         measure(Bench(envs, infer), report, args.groups, args.envs, args.rounds)
         for cluster in clusters:
             cluster.shutdown()

@@ -256,14 +256,14 @@ BASIC: tuple[Quantity, ...] = (logprobs, entropy)
 """What a language model computes where nobody asks for anything else."""
 
 
-def hits(p: Distribution) -> dict[str, Tensor]:
+def top1(p: Distribution) -> dict[str, Tensor]:
     """Marks the tokens that are the model's first choice."""
-    return {"hit_T": (p.logprobs_K.detach() >= p.highest(p.all_logprobs_KV)).float()}
+    return {"top1_T": (p.logprobs_K.detach() >= p.highest(p.all_logprobs_KV)).float()}
 
 
-def squares(p: Distribution) -> dict[str, Tensor]:
+def prob_square_sum(p: Distribution) -> dict[str, Tensor]:
     """Sums of squared probabilities, without gradient."""
-    return {"squares_T": p.total(p.probabilities_KV.detach().square())}
+    return {"prob_square_sum_T": p.total(p.probabilities_KV.detach().square())}
 
 
 def hidden_states(p: Distribution) -> dict[str, Tensor]:

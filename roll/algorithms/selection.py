@@ -317,7 +317,7 @@ def best_and_worst(batch: Batch) -> tuple[Batch, dict[str, float]]:
     return found, {"dpo/pair_frac": float(tells_P.double().mean()), "dpo/score_gap": float(gap_P.double().mean())}
 
 
-def telling_pairs(batch: Batch) -> Tensor:
+def informative_pairs(batch: Batch) -> Tensor:
     """int64 [pairs, 2]: the rows of each pair that has something to tell, see ``best_and_worst``."""
     pairs_P2 = batch.samples
     tokens_B = torch.bincount(batch.rows_T[batch.loss_mask_T], minlength=batch.num_sequences)

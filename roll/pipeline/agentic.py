@@ -17,12 +17,12 @@ from roll.distributed.strategy.base import Metrics
 from roll.pipeline.launch import MODEL_WORKERS, WorkerClasses, launch
 from roll.pipeline.programs import AGENTIC
 from roll.pipeline.rl import RLPipeline, set_losses
-from roll.pipeline.rollout_workers import RolloutRoles
+from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.pipeline.rollouts import keep_episodes, passes_filter, play_held_out
 from roll.pipeline.session import RunFailedError
-from roll.pipeline.start import Launched
+from roll.pipeline.start import RunContext
 from roll.report.render import save_renders
-from roll.rollout.env_manager import Limits
+from roll.rollout.env_manager import LengthLimits
 from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext
 from roll.rollout.plans import GroupPlan
 from roll.rollout.reward_worker import JudgeWorker
@@ -31,10 +31,10 @@ from roll.rollout.types import RolloutGroup
 from roll.utils.seeding import derive_seed
 
 
-class EnvRoles(RolloutRoles):
+class AgenticRolloutWorkers(RolloutWorkers):
     """Training and validation environments, and the judge that they ask."""
 
-    def __init__(self, config: AgenticConfig, run: Launched) -> None:
+    def __init__(self, config: AgenticConfig, run: RunContext) -> None:
         tokenizer_path = config.tokenizer_path or run.start.model_path
         self._managers = {name: getattr(config, name) for name in MANAGERS}
         contexts: dict[str, tuple[Any, ...]] = {
@@ -107,7 +107,7 @@ def _worker_context(config: AgenticConfig, manager: EnvManagerConfig, tokenizer_
         tokenizer_path=tokenizer_path,
         template=ChatTemplate.of(config.actor_train.data_args),
         params=sampling_params(config.sampling(manager)),
-        limits=Limits(*config.lengths(held_out=manager is not config.train_env_manager)),
+        limits=LengthLimits(*config.lengths(held_out=manager is not config.train_env_manager)),
         retries=manager.env_retries,
         tools=config.tools and config.tools.placed(),
         token_check=config.tokenization_sanity_check if manager is config.train_env_manager else "disable",
@@ -119,7 +119,7 @@ class AgenticPipeline(RLPipeline):
     """Trains a policy on environments (see ``RLPipeline``)."""
 
     config: AgenticConfig
-    players: EnvRoles
+    rollout_workers: AgenticRolloutWorkers
     filter_hint = (
         "the environments are too easy or too hard for the policy: loosen train_env_manager.query_filter_config, or "
         "change them"
@@ -134,7 +134,7 @@ class AgenticPipeline(RLPipeline):
 
     def evaluate(self, name: str, step: int) -> Metrics:
         """Plays the validation episodes, see ``play_held_out``."""
-        manager, envs = self.config.val_env_manager, self.players
+        manager, envs = self.config.val_env_manager, self.rollout_workers
         greedy = None if self.config.sampling(manager).is_greedy else envs.val_greedy
         num_groups = self.config.val_batch_size // manager.group_size
         groups, metrics = play_held_out(self.session, name, step, num_groups, envs.val, greedy, self.check_groups)
@@ -161,14 +161,14 @@ class AgenticPipeline(RLPipeline):
 
 def run_agentic(config: AgenticConfig, started: float | None = None) -> int:
     """Runs the agentic pipeline to its end and returns the exit code, see ``launch``."""
-    players = dict.fromkeys(MANAGERS, EnvironmentWorker)
-    workers: WorkerClasses = {**MODEL_WORKERS, **players, JUDGE_CLUSTER: JudgeWorker}
+    rollout_workers = dict.fromkeys(MANAGERS, EnvironmentWorker)
+    workers: WorkerClasses = {**MODEL_WORKERS, **rollout_workers, JUDGE_CLUSTER: JudgeWorker}
     needs, notes = policy_needs(config), describe_batches(config)
     return launch(config, AGENTIC, _run, workers, needs=needs, notes=notes, started=started)
 
 
-def _run(config: AgenticConfig, run: Launched) -> None:
-    envs = EnvRoles(config, run)
+def _run(config: AgenticConfig, run: RunContext) -> None:
+    envs = AgenticRolloutWorkers(config, run)
     envs.probe()
     envs.begin_setup()
     with run.set_up(config, envs):

@@ -35,7 +35,7 @@ from roll.pipeline.profiling import nsight_options
 from roll.pipeline.programs import Program
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunFailedError, RunSession
-from roll.pipeline.start import Launched, start_of
+from roll.pipeline.start import RunContext, start_of
 from roll.pipeline.workers import InferWorker, ScoreWorker, TrainWorker
 from roll.preflight.choices import role_requests
 from roll.preflight.models import describe_adapter, trusted_code
@@ -43,7 +43,7 @@ from roll.preflight.templates import describe_template
 from roll.tracking.display import NOTED
 from roll.tracking.files import CheckpointError
 from roll.utils.foreign import Fault
-from roll.utils.memory import calm_collector, keep_freed_memory
+from roll.utils.memory import keep_freed_memory, relax_gc
 from roll.utils.registry import UnknownNameError, import_path, plugin_variables
 from roll.utils.signals import Interrupted, SignalGuard
 
@@ -119,7 +119,7 @@ EXPECTED_ERRORS = (
 """Errors that a user can cause or must be told without a traceback; anything else is a bug and shows one."""
 
 
-Body = Callable[[ConfigT, Launched], None]
+Body = Callable[[ConfigT, RunContext], None]
 
 
 def launch(
@@ -172,10 +172,10 @@ def launch(
                 clusters = stack.enter_context(start_clusters(config, session, workers))
                 for line in template.result():
                     session.display.note(line)
-                calm_collector()  # finished groups wait in this process
+                relax_gc()  # finished groups wait in this process
                 keep_freed_memory()
                 roles = Roles(config, clusters, needs)
-                body(config, Launched(program, session, signals, clusters, roles, start.result()))
+                body(config, RunContext(program, session, signals, clusters, roles, start.result()))
     except Interrupted as stop:
         return stop.exit_code
     except ConfigErrors as errors:

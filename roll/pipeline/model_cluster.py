@@ -197,7 +197,7 @@ class ModelCluster:
         return self.cluster.call(method, *args)
 
 
-class WithoutAdapter:
+class BaseModelReference:
     """The reference of a LoRA run: the actor as it was before its adapter."""
 
     def __init__(self, actor: ModelCluster) -> None:

@@ -26,12 +26,12 @@ from roll.distributed.cluster.errors import WorkerDiedError
 from roll.distributed.cluster.worker import Worker
 from roll.models.tokenizer import policy_tokenizer
 from roll.pipeline.launch import MODEL_WORKERS
-from roll.pipeline.rollout_workers import RolloutRoles
+from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.pipeline.session import RunFailedError
-from roll.pipeline.start import Launched
+from roll.pipeline.start import RunContext
 from roll.rewards.accuracy import Judged, figures_at_k
 from roll.rewards.references import References
-from roll.rollout.env_manager import Limits
+from roll.rollout.env_manager import LengthLimits
 from roll.rollout.metrics import mean
 from roll.rollout.prompt_worker import PromptPlan, PromptWorker, PromptWorkerContext
 from roll.rollout.reward_worker import RewardWorker
@@ -42,7 +42,7 @@ from roll.utils.foreign import describe_error
 from roll.utils.registry import import_path
 
 
-class PromptRoles(RolloutRoles):
+class PromptRolloutWorkers(RolloutWorkers):
     """Rollout workers and reward domains.
 
     Args:
@@ -50,7 +50,7 @@ class PromptRoles(RolloutRoles):
     """
 
     def __init__(
-        self, config: PromptsConfig, run: Launched, train: Sequence[Prompt] | None, val: Sequence[Prompt] | None
+        self, config: PromptsConfig, run: RunContext, train: Sequence[Prompt] | None, val: Sequence[Prompt] | None
     ) -> None:
         tokenizer_path = config.tokenizer_path or run.start.model_path
         self._rewards = {name: run.clusters[f"{REWARD_CLUSTER}{name}"] for name in config.rewards}
@@ -149,7 +149,7 @@ def _worker_context(config: PromptsConfig, tokenizer_path: str) -> PromptWorkerC
         tokenizer_path=tokenizer_path,
         template=ChatTemplate.of(config.actor_train.data_args),
         params=params,
-        limits={use: Limits(*config.lengths(held_out=use == "val")) for use in params},
+        limits={use: LengthLimits(*config.lengths(held_out=use == "val")) for use in params},
         domains=config.domains,
         spread=config.is_num_return_sequences_expand,
         tools=config.tools.placed() if isinstance(config, RLVRConfig) and config.tools else None,

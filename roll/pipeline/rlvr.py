@@ -19,7 +19,7 @@ from roll.pipeline.launch import launch
 from roll.pipeline.programs import RLVR
 from roll.pipeline.prompts import (
     Datasets,
-    PromptRoles,
+    PromptRolloutWorkers,
     accuracy_metrics,
     check_error_rates,
     load_datasets,
@@ -31,7 +31,7 @@ from roll.pipeline.prompts import (
 )
 from roll.pipeline.rl import RLPipeline, set_losses
 from roll.pipeline.rollouts import MAX_SHOWN, keep_episodes, passes_filter, play_held_out
-from roll.pipeline.start import Launched
+from roll.pipeline.start import RunContext
 from roll.pipeline.teachers import PrivilegedTeacher
 from roll.report.page import save_answers
 from roll.rewards.scorer import best_reward
@@ -42,7 +42,7 @@ class RLVRPipeline(RLPipeline):
     """Trains a policy on prompts whose answers can be verified (see ``RLPipeline``)."""
 
     config: RLVRConfig
-    players: PromptRoles
+    rollout_workers: PromptRolloutWorkers
     filter_hint = (
         "the prompts are too easy or too hard for the policy: loosen rewards.*.query_filter_config, or change the data"
     )
@@ -62,8 +62,8 @@ class RLVRPipeline(RLPipeline):
     def more_metrics(self, collected: Collected) -> Metrics:
         finished = [*collected.groups, *collected.rejected]
         self._tell_over_budget(finished)
-        epoch = self.players.epoch_of(1 + max(group.group_id for group in finished))
-        return reward_metrics(finished, self.config) | self.players.take_retries() | {"rollout/epoch": epoch}
+        epoch = self.rollout_workers.epoch_of(1 + max(group.group_id for group in finished))
+        return reward_metrics(finished, self.config) | self.rollout_workers.take_retries() | {"rollout/epoch": epoch}
 
     def _tell_over_budget(self, groups: Sequence[RolloutGroup]) -> None:
         reasons = [t.info[OVER_BUDGET] for group in groups for t in group.trajectories if OVER_BUDGET in t.info]
@@ -77,7 +77,7 @@ class RLVRPipeline(RLPipeline):
 
     def evaluate(self, name: str, step: int) -> Metrics:
         """Answers the held-out prompts, see ``play_held_out``."""
-        prompts = self.players
+        prompts = self.rollout_workers
         if prompts.val is None:
             return {}
         greedy = None if self.config.val_sampling.is_greedy else prompts.val_greedy
@@ -122,8 +122,8 @@ def run_rlvr(config: RLVRConfig, started: float | None = None) -> int:
     return launch(config, RLVR, body, workers, needs=needs, notes=notes, started=started, data=data)
 
 
-def _run(config: RLVRConfig, run: Launched, *, datasets: Datasets[PromptDataset]) -> None:
-    roles, prompts = run.roles, PromptRoles(config, run, datasets.train, datasets.val)
+def _run(config: RLVRConfig, run: RunContext, *, datasets: Datasets[PromptDataset]) -> None:
+    roles, prompts = run.roles, PromptRolloutWorkers(config, run, datasets.train, datasets.val)
     prompts.begin_setup()
     with run.set_up(config, prompts):
         if (writer := teacher_prompts(config, load_renderer(config))) is not None:

@@ -26,7 +26,7 @@ from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.weights.sync import WeightSync
 from roll.models.lora import LoraSpec
 from roll.models.tokenizer import policy_tokenizer
-from roll.pipeline.model_cluster import ModelCluster, Scorer, WithoutAdapter
+from roll.pipeline.model_cluster import BaseModelReference, ModelCluster, Scorer
 from roll.pipeline.offload_manager import OffloadManager
 from roll.pipeline.teachers import TaggedTeachers, aligned, shared_ids, with_teacher
 from roll.utils.checksums import WrittenFile
@@ -208,11 +208,11 @@ class Roles:
         self.evaluator = replicas.get(VAL_INFER)
         """Answers in evaluations; ``None``: the generator does."""
         self.critic = ModelCluster(clusters["critic"], self.offload_manager, by_work) if "critic" in clusters else None
-        self.reference: ModelCluster | WithoutAdapter | None = None
+        self.reference: ModelCluster | BaseModelReference | None = None
         if "reference" in clusters:
             self.reference = ModelCluster(clusters["reference"], self.offload_manager, by_work)
         elif config.uses_reference and config.uses_lora:
-            self.reference = WithoutAdapter(self.actor)
+            self.reference = BaseModelReference(self.actor)
         self._teachers = {
             name: ModelCluster(clusters[name], self.offload_manager, by_work)
             for name in self.clusters
@@ -347,7 +347,7 @@ class Roles:
         others = {"ref_logprobs_T": self.reference, "teacher_logprobs_T": self.teacher, "values_T": self.critic}
         if 0 < len(old_rows) < batch.num_sequences:
             batch = batch.replace(
-                fresh_B=torch.ones(batch.num_sequences, dtype=torch.bool).index_fill(0, old_rows, False)
+                on_policy_B=torch.ones(batch.num_sequences, dtype=torch.bool).index_fill(0, old_rows, False)
             )
         kl = config.kl
         if not kl.over_vocabulary:
@@ -455,7 +455,7 @@ def _with_scores(
             columns["ref_hidden_TH"] = scores.hidden_TH
         elif name == "old_logprobs_T":
             columns["kl_T"] = scores.kl_T
-            columns["squares_T"] = scores.squares_T
+            columns["prob_square_sum_T"] = scores.prob_square_sum_T
             if scores.experts_TE is not None:
                 columns["experts_TE"] = scores.experts_TE
     return batch.replace(**columns)

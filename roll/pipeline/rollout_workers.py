@@ -20,10 +20,10 @@ from roll.rollout.scheduler import RolloutScheduler
 from roll.utils.registry import UnknownNameError
 
 if TYPE_CHECKING:
-    from roll.pipeline.start import Launched
+    from roll.pipeline.start import RunContext
 
 
-class RolloutRoles(ABC):
+class RolloutWorkers(ABC):
     """Workers that play episodes, and whatever they need beside the engines.
 
     Args:
@@ -33,7 +33,7 @@ class RolloutRoles(ABC):
     train: RolloutScheduler
     """Plays the groups that are trained on, in a run that does."""
 
-    def __init__(self, config: PipelineConfig, run: Launched, contexts: Mapping[str, tuple[Any, ...]]) -> None:
+    def __init__(self, config: PipelineConfig, run: RunContext, contexts: Mapping[str, tuple[Any, ...]]) -> None:
         self._config = config
         self._clusters = {name: run.clusters[name] for name in contexts}
         self._contexts = contexts

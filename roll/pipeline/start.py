@@ -14,7 +14,7 @@ from roll.models.loading import load_config
 from roll.models.tokenizer import check_same_ids, check_vocabulary, policy_tokenizer
 from roll.pipeline.programs import Program
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollout_workers import RolloutRoles
+from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.pipeline.session import RunSession
 from roll.utils.registry import import_path
 from roll.utils.signals import SignalGuard
@@ -63,7 +63,7 @@ def check_rows(config: PipelineConfig) -> None:
 
 
 @dataclass(frozen=True)
-class Launched:
+class RunContext:
     """A run whose workers are up."""
 
     program: Program
@@ -74,7 +74,7 @@ class Launched:
     start: Start
 
     @contextmanager
-    def set_up(self, config: PipelineConfig, rollouts: RolloutRoles | None) -> Iterator[tuple[str, str | None]]:
+    def set_up(self, config: PipelineConfig, rollouts: RolloutWorkers | None) -> Iterator[tuple[str, str | None]]:
         """Loads the models, for the block to do the rest, and waits for the workers of the rollouts.
 
         Yields:
@@ -89,7 +89,7 @@ class Launched:
             if rollouts is not None:
                 rollouts.wait_ready()
 
-    def _teacher_weights(self, config: PipelineConfig, rollouts: RolloutRoles | None) -> str | None:
+    def _teacher_weights(self, config: PipelineConfig, rollouts: RolloutWorkers | None) -> str | None:
         """The folder or hub name of the teacher; with ``teacher_pretrain: tiny`` it is taught on the run's own workers.
 
         Returns:

@@ -37,7 +37,7 @@ from roll.distributed.weights.sender import Delivery, Link, WeightOrder, WeightS
 from roll.rollout.router import GenerationError, Outcomes
 from roll.utils.checksums import WrittenFile
 from roll.utils.idle import IdleClock
-from roll.utils.memory import end_start
+from roll.utils.memory import freeze_startup_objects
 
 _POLL_S = 1.0
 
@@ -62,7 +62,7 @@ class ScoreWorker(Worker):
         self.context = context
         info = self.strategy.setup()
         self._loaded = True
-        end_start()
+        freeze_startup_objects()
         return info
 
     def offload(self, what: States) -> None:
@@ -203,7 +203,7 @@ class InferWorker(Worker):
         self._completions: defaultdict[str, list[Completion]] = defaultdict(list)
         self._errors: defaultdict[str, list[tuple[str, GenerationError]]] = defaultdict(list)
         self._arrived: dict[str, asyncio.Event] = {}
-        end_start()
+        freeze_startup_objects()
 
     async def submit(self, client_id: str, requests: Iterable[GenerateRequest]) -> None:
         """Takes requests, which come as ``Records``; their results are fetched by ``poll``."""

@@ -16,7 +16,7 @@ from roll.data.renderer import ChatRenderer
 from roll.data.requests import GenerateFn, Question, SamplingParams
 from roll.data.templates import ChatTemplate
 from roll.rollout.call_threads import CallThreads
-from roll.rollout.env_manager import ENV_MANAGERS, EnvManager, EpisodeSpec, Limits
+from roll.rollout.env_manager import ENV_MANAGERS, EnvManager, EpisodeSpec, LengthLimits
 from roll.rollout.env_runner import EnvRunner, OneAtATime
 from roll.rollout.errors import EnvError
 from roll.rollout.plans import GroupSpec
@@ -25,7 +25,7 @@ from roll.rollout.tokenization_audit import TokenCheck, TokenWatch
 from roll.rollout.tool_box import ToolBox, with_tools
 from roll.rollout.types import Trajectory
 from roll.rollout.worker import RolloutWorker
-from roll.utils.memory import calm_collector
+from roll.utils.memory import relax_gc
 
 if TYPE_CHECKING:
     from roll.rollout.agents.episode import AgentPlayer
@@ -40,7 +40,7 @@ class EnvWorkerContext:
     tokenizer_path: str
     template: str | ChatTemplate
     params: SamplingParams
-    limits: Limits
+    limits: LengthLimits
     retries: int
     """Attempts at a failed episode before it is dropped, after the first."""
     tools: ToolsConfig | None = None
@@ -78,7 +78,7 @@ class EnvironmentWorker(RolloutWorker):
         self._agents = {
             tag: self._agent(config, renderer) for tag, config in context.envs.items() if config.agent is not None
         }
-        calm_collector()
+        relax_gc()
 
     def _agent(self, config: CustomEnvConfig, renderer: ChatRenderer) -> AgentPlayer:
         from roll.rollout.agents.episode import AgentPlayer  # brings the HTTP server

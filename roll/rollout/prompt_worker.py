@@ -16,7 +16,7 @@ from roll.data.requests import GenerateFn, SamplingParams
 from roll.data.templates import ChatTemplate
 from roll.rewards.types import RewardError, Sample, Verdict
 from roll.rollout.call_threads import CallThreads
-from roll.rollout.env_manager import EpisodeSpec, Limits
+from roll.rollout.env_manager import EpisodeSpec, LengthLimits
 from roll.rollout.errors import EnvError
 from roll.rollout.plans import GroupSpec
 from roll.rollout.prompt_env import PromptEnv, PromptManager, ScoreFn, User, UserEnv, load_user
@@ -26,7 +26,7 @@ from roll.rollout.tokenization_audit import TokenCheck, TokenWatch
 from roll.rollout.tool_box import ToolBox, with_tools
 from roll.rollout.types import Trajectory
 from roll.rollout.worker import RolloutWorker
-from roll.utils.memory import calm_collector
+from roll.utils.memory import relax_gc
 from roll.utils.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class PromptWorkerContext:
     template: str | ChatTemplate
     params: Mapping[str, SamplingParams]
     """By what answers are for, ``train`` or ``val``; so are ``limits``."""
-    limits: Mapping[str, Limits]
+    limits: Mapping[str, LengthLimits]
     domains: Mapping[str, str]
     """The reward domain of each tag; answers to prompts of other tags are not scored."""
     spread: bool
@@ -129,7 +129,7 @@ class PromptWorker(RolloutWorker):
 
             self.retries = context.agent.retries
             self._agent = AgentPlayer(context.agent, renderer, self.rank, watch)
-        calm_collector()
+        relax_gc()
 
     async def set_engines(self, engines: Sequence[Any], evaluators: Sequence[Any] | None = None) -> None:
         """See ``RolloutWorker``; ``evaluators`` answer the held-out prompts, if others than ``engines`` do."""

@@ -49,7 +49,7 @@ def start_calmly() -> None:
     gc.set_threshold(_ALLOCATIONS, *_USUAL[1:])
 
 
-def calm_collector() -> None:
+def relax_gc() -> None:
     """Makes the collector look seldom, and never at what is there now: imported modules are most of a process.
 
     By default it looks after every 700 new objects. In a worker with thousands of episodes in flight that takes as much
@@ -59,7 +59,7 @@ def calm_collector() -> None:
     start_calmly()
 
 
-def end_start() -> None:
+def freeze_startup_objects() -> None:
     """Makes the collector look as often as usual, so that no tensor waits long for it, but not at a loaded model."""
     _spare_what_is_here()
     gc.set_threshold(*_USUAL)

@@ -9,7 +9,7 @@ from roll.algorithms.distillation import build_distill_loss
 from roll.configs.distill import DistillConfig
 from roll.models.loading import load_config
 from roll.pipeline.offline.column_cache import check_writable
-from roll.pipeline.offline.launch import Samples, load_imitated, run_offline
+from roll.pipeline.offline.launch import Samples, load_sft_data, run_offline
 from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
 from roll.pipeline.programs import DISTILL
 from roll.pipeline.teachers import DatasetTeacher, require_kept
@@ -17,7 +17,7 @@ from roll.pipeline.teachers import DatasetTeacher, require_kept
 
 def run_distill(config: DistillConfig, started: float | None = None) -> int:
     """Runs the distillation pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data."""
-    return run_offline(config, DISTILL, load_imitated, _build, started, _check)
+    return run_offline(config, DISTILL, load_sft_data, _build, started, _check)
 
 
 class DistillPipeline(OfflinePipeline):

@@ -25,13 +25,13 @@ from roll.pipeline.programs import Program
 from roll.pipeline.prompts import (
     TRIAL_SECONDS,
     Datasets,
-    PromptRoles,
+    PromptRolloutWorkers,
     load_renderer,
     make_data,
     prompt_workers,
     tell,
 )
-from roll.pipeline.start import Launched
+from roll.pipeline.start import RunContext
 from roll.rewards.references import References
 
 ConfigT = TypeVar("ConfigT", bound=OfflineConfig)
@@ -115,10 +115,10 @@ def load_datasets(config: ConfigT, renderer: ChatRenderer, load: Load[ConfigT]) 
     return Samples(train, val, held_out, questions)
 
 
-def _run(config: ConfigT, run: Launched, *, datasets: Samples, build: Build[ConfigT]) -> None:
+def _run(config: ConfigT, run: RunContext, *, datasets: Samples, build: Build[ConfigT]) -> None:
     prompts = None
     if datasets.questions is not None:
-        prompts = PromptRoles(config, run, None, datasets.questions)
+        prompts = PromptRolloutWorkers(config, run, None, datasets.questions)
         prompts.begin_setup()
     train = None if datasets.train is None else datasets.train.batch
     with run.set_up(config, prompts) as (model_path, teacher_path):
@@ -127,7 +127,7 @@ def _run(config: ConfigT, run: Launched, *, datasets: Samples, build: Build[Conf
         pipeline.run()
 
 
-def load_imitated(
+def load_sft_data(
     config: SFTConfig | DistillConfig, data: DataArguments, renderer: ChatRenderer, scoring: Scoring | None = None
 ) -> Conversations:
     """Reads conversations; what is learnt of them is as ``train_on`` and ``distill_on_prompt`` say.

@@ -13,7 +13,7 @@ from roll.configs.rlvr import RLVRConfig
 from roll.data.prompts import DataError
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.models.tiny import make_tiny_model
-from roll.pipeline.prompts import PromptRoles, load_datasets, load_renderer, make_data
+from roll.pipeline.prompts import PromptRolloutWorkers, load_datasets, load_renderer, make_data
 from roll.pipeline.rlvr import run_rlvr
 
 CALLS: list[dict[str, Any]] = []
@@ -133,6 +133,6 @@ class Rewards:
 
 
 def test_a_reward_worker_that_died_after_its_last_answer_does_not_end_the_step() -> None:
-    roles = PromptRoles.__new__(PromptRoles)
+    roles = PromptRolloutWorkers.__new__(PromptRolloutWorkers)
     roles._rewards = {"alive": Rewards([2, 3]), "dead": Rewards(None)}  # type: ignore[dict-item]
     assert roles.take_retries() == {"reward/alive/retries": 5, "reward/dead/retries": 0}

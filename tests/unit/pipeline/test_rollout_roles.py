@@ -9,7 +9,7 @@ import pytest
 
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.pipeline.roles import RestartBudget
-from roll.pipeline.rollout_workers import RolloutRoles
+from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.utils.signals import SignalGuard
 
 
@@ -35,7 +35,7 @@ class Workers:
         assert method == "setup"
 
 
-class Connected(RolloutRoles):
+class Connected(RolloutWorkers):
     connections = 0
 
     def connect(self) -> None:
