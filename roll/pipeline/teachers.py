@@ -23,7 +23,7 @@ from roll.models.aligned_text import Retokenizer
 from roll.models.loading import load_config
 from roll.models.tokenizer import load_tokenizer
 from roll.pipeline.model_cluster import ModelCluster, Scorer
-from roll.pipeline.offline.column_cache import digest_of, kept, read_kept, weight_files
+from roll.pipeline.offline.column_cache import cached_columns, digest_of, read_cached, weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -218,7 +218,7 @@ _ON_DISK = {"ids": "teacher_ids_TK", "logprobs": "teacher_top_TK", "tail": "teac
 """Columns of a file, one entry per token to learn, and what they are in a batch."""
 
 
-def require_kept(config: DistillConfig, batch: Batch) -> Path:
+def require_cached(config: DistillConfig, batch: Batch) -> Path:
     """The file of what a teacher has written about a dataset.
 
     Raises:
@@ -272,11 +272,11 @@ class DatasetTeacher:
         if config.teacher_logprobs is None:
             return self.score(batch)
         if self._model is None:
-            found = read_kept(require_kept(config, batch), list(_ON_DISK), _WHAT)
+            found = read_cached(require_cached(config, batch), list(_ON_DISK), _WHAT)
             assert found is not None
         else:
             file = _file(config, batch)
-            found = dict(kept(file, list(_ON_DISK), _WHAT, lambda: self._computed(batch), self._identity))
+            found = dict(cached_columns(file, list(_ON_DISK), _WHAT, lambda: self._computed(batch), self._identity))
         return self._placed(batch, found)
 
     @property

@@ -12,7 +12,7 @@ from roll.pipeline.offline.column_cache import check_writable
 from roll.pipeline.offline.launch import Samples, load_sft_data, run_offline
 from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
 from roll.pipeline.programs import DISTILL
-from roll.pipeline.teachers import DatasetTeacher, require_kept
+from roll.pipeline.teachers import DatasetTeacher, require_cached
 
 
 def run_distill(config: DistillConfig, started: float | None = None) -> int:
@@ -40,7 +40,7 @@ def _check(config: DistillConfig, samples: Samples) -> None:
     else:
         for batch in (samples.held_out, None if samples.train is None else samples.train.batch):
             if batch is not None:
-                require_kept(config, batch)
+                require_cached(config, batch)
 
 
 def _build(config: DistillConfig, parts: Parts) -> DistillPipeline | None:

@@ -22,7 +22,7 @@ from roll.data.preferences import load_preferences
 from roll.data.renderer import ChatRenderer
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.model_cluster import ModelCluster
-from roll.pipeline.offline.column_cache import check_writable, digest_of, kept, weight_files
+from roll.pipeline.offline.column_cache import cached_columns, check_writable, digest_of, weight_files
 from roll.pipeline.offline.launch import Samples, run_offline
 from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
 from roll.pipeline.offline.training import Prepare
@@ -73,7 +73,7 @@ class ReferenceScores:
             assert scores_T is not None
             return {_COLUMN: scores_T}
 
-        return batch.replace(**kept(file, [_COLUMN], "log-probabilities of a reference", compute))
+        return batch.replace(**cached_columns(file, [_COLUMN], "log-probabilities of a reference", compute))
 
 
 class Anchors:
