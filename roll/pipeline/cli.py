@@ -22,6 +22,7 @@ from roll.pipeline.programs import (
     SFT,
     Program,
     configurations,
+    key_names,
     program_of,
 )
 
@@ -216,10 +217,8 @@ def refuse(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     """Ends with code 2 where words of the command line are left over; one may be a key, given as ``--max_steps=3``."""
     if not words:
         return
-    from roll.pipeline.commands.explaining import names
-
     key, equals, value = words[0].lstrip("-").partition("=")
-    hint = f"; a key of the configuration is given as {key}={value if equals else '…'}" if key in names() else ""
+    hint = f"; a key of the configuration is given as {key}={value if equals else '…'}" if key in key_names() else ""
     parser.error(f"unrecognized arguments: {' '.join(words)}{hint}")
 
 

@@ -81,9 +81,9 @@ def environments(**_: Any) -> list[str]:
 
 def explained(**_: Any) -> Iterator[str]:
     """Keys by any of their parts: whole ones, and the names that begin as the word does."""
-    from roll.pipeline.commands.explaining import names
+    from roll.pipeline.programs import key_names
 
-    for place in names():
+    for place in key_names():
         yield place
         yield place.rpartition(".")[2]
 

@@ -7,20 +7,18 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.rl import RLConfig
 from roll.pipeline.session import RunFailedError
+from roll.pipeline.start import RunContext
 from roll.rewards.types import RewardError, SandboxUnavailableError
 from roll.rollout.endpoint.errors import PortTakenError
 from roll.rollout.plans import RolloutPlan
 from roll.rollout.schedule import Schedule
 from roll.rollout.scheduler import RolloutScheduler
 from roll.utils.registry import UnknownNameError
-
-if TYPE_CHECKING:
-    from roll.pipeline.start import RunContext
 
 
 class RolloutWorkers(ABC):
