@@ -23,10 +23,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from roll.algorithms.checks import require_columns, require_finite, require_scores
 from roll.algorithms.losses import SampledTokens
 from roll.algorithms.statistics import sums
-from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
+from roll.algorithms.types import (
+    LossContext,
+    LossFn,
+    LossOutput,
+    TokenScores,
+    require_columns,
+    require_finite,
+    require_scores,
+)
 from roll.configs.distill import DistillLossConfig
 from roll.configs.teacher import TeacherTerm
 from roll.data.batch import Batch

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.advantages import value_mask
-from roll.algorithms.checks import require_columns, require_scores
 from roll.algorithms.correction import MISMATCH, Levels, importance_weights
 from roll.algorithms.kl import k3, kl_divergence
 from roll.algorithms.policy_losses import POLICY_LOSSES, PolicyTokens
 from roll.algorithms.quantities import KlToReference, Quantity, entropy, logprobs, prob_square_sum, top1
-from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
+from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores, require_columns, require_scores
 from roll.configs.algorithm import AdvantageConfig, AlgorithmConfig, AlgorithmParts, IsWeightConfig, KlTerm
 from roll.configs.policy_loss import LossAggMode, PolicyLossConfig, WithRatio
 from roll.data.batch import Batch

@@ -13,10 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from roll.algorithms.checks import require_columns, require_finite
 from roll.algorithms.correction import Levels, batch_weights, engine_logprobs, passes_filter
 from roll.algorithms.episodes import find_episodes
 from roll.algorithms.statistics import group_moments, mean, sums
+from roll.algorithms.types import require_columns, require_finite
 from roll.configs.algorithm import AlgorithmParts, SelectionConfig
 from roll.configs.policy_loss import ClipCov, KlCov, PolicyVariant
 from roll.data.batch import Batch

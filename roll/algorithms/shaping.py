@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.advantages import advantage_metrics, compute_advantages
-from roll.algorithms.checks import require_columns, require_finite, require_rewards
 from roll.algorithms.correction import mismatch_metrics
 from roll.algorithms.distillation import (
     clip_metrics,
@@ -32,6 +31,7 @@ from roll.algorithms.episodes import Episodes, find_episodes
 from roll.algorithms.kl import KlController, kl_divergence
 from roll.algorithms.selection import drop_masked_episodes
 from roll.algorithms.statistics import STD_EPS, RunningStats, group_moments, mean, sums, whiten
+from roll.algorithms.types import require_columns, require_finite, require_rewards
 from roll.configs.algorithm import AlgorithmParts, KlPenalty, Normalisation, Overlong, RewardShaping, Scope
 from roll.data.batch import Batch
 

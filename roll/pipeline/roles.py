@@ -26,8 +26,7 @@ from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.weights.sync import WeightSync
 from roll.models.lora import LoraSpec
 from roll.models.tokenizer import policy_tokenizer
-from roll.pipeline.model_cluster import BaseModelReference, ModelCluster, Scorer
-from roll.pipeline.offload_manager import OffloadManager
+from roll.pipeline.model_cluster import BaseModelReference, ModelCluster, OffloadManager, Scorer
 from roll.pipeline.teachers import TaggedTeachers, aligned, shared_ids, with_teacher
 from roll.utils.checksums import WrittenFile
 
