@@ -1,4 +1,4 @@
-"""A model role as the pipeline sees it: scores and trains whole batches, and takes turns with roles on the same devices.
+"""A model role as the pipeline sees it: scores and trains whole batches, takes turns with roles on the same devices.
 
 Nothing is moved on devices without memory of their own (CPU slots): host memory is where things would go.
 """
