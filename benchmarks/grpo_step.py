@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from roll.configs.rlvr import RLVRConfig
     from roll.data.batch import Batch
     from roll.distributed.cluster.cluster import Cluster
-    from roll.pipeline.rlvr.pipeline import RLVRPipeline
+    from roll.pipeline.rlvr import RLVRPipeline
     from roll.pipeline.session import RunSession
     from roll.utils.signals import SignalGuard
 
@@ -350,16 +350,15 @@ def started(config: Any, workers: Mapping[str, Any]) -> Iterator[tuple[RunSessio
 
 @contextmanager
 def roll_pipeline(config: RLVRConfig) -> Iterator[Roll]:
-    """Starts Ray, the workers and the pipeline, as ``roll.pipeline.rlvr.launch`` does."""
+    """Starts Ray, the workers and the pipeline, as ``roll.pipeline.rlvr`` does."""
     from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER
     from roll.pipeline.launch import MODEL_WORKERS
     from roll.pipeline.programs import RLVR
-    from roll.pipeline.prompt_roles import PromptRoles
+    from roll.pipeline.prompts import PromptRolloutWorkers, load_datasets, load_renderer
     from roll.pipeline.rl import set_losses
-    from roll.pipeline.rlvr.datasets import load_datasets, load_renderer
-    from roll.pipeline.rlvr.pipeline import RLVRPipeline
+    from roll.pipeline.rlvr import RLVRPipeline
     from roll.pipeline.roles import Roles
-    from roll.pipeline.start import Launched, Start
+    from roll.pipeline.start import RunContext, Start
     from roll.rollout.prompt_worker import PromptWorker
     from roll.rollout.reward_worker import RewardWorker
 
@@ -367,8 +366,8 @@ def roll_pipeline(config: RLVRConfig) -> Iterator[Roll]:
     datasets = load_datasets(config, load_renderer(config))
     with started(config, workers) as (session, signals, clusters):
         roles = Roles(config, clusters)
-        run = Launched(RLVR, session, signals, clusters, roles, Start(config.pretrain))
-        prompts = PromptRoles(config, run, datasets.train, datasets.val)
+        run = RunContext(RLVR, session, signals, clusters, roles, Start(config.pretrain))
+        prompts = PromptRolloutWorkers(config, run, datasets.train, datasets.val)
         prompts.begin_setup()
         roles.setup(config.pretrain, config.total_optimizer_steps)
         set_losses(roles, config)

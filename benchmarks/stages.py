@@ -174,10 +174,10 @@ def training_of(stage: str, config: OfflineConfig, pairs: list[Pair]) -> Iterato
     from roll.configs.distill import DistillConfig, DistillLossConfig
     from roll.configs.preference import PreferenceConfig
     from roll.configs.reward_training import RewardLossConfig
-    from roll.pipeline.distill.teacher import Teacher
     from roll.pipeline.launch import MODEL_WORKERS
     from roll.pipeline.offline.training import OfflineTraining
     from roll.pipeline.roles import Roles
+    from roll.pipeline.teachers import DatasetTeacher
 
     batch = as_batch(pairs, stage)
     losses: dict[str, tuple[Any, Any]] = {
@@ -192,7 +192,7 @@ def training_of(stage: str, config: OfflineConfig, pairs: list[Pair]) -> Iterato
         if stage == "dpo":
             batch = batch.replace(ref_logprobs_T=roles.actor.logprobs(batch).logprobs_T)
         if isinstance(config, DistillConfig):
-            teacher = Teacher(config, roles, config.teacher_pretrain, VOCABULARY)
+            teacher = DatasetTeacher(config, roles.teacher, config.teacher_pretrain, VOCABULARY)
 
             def prepare(batch: Batch, rows: Tensor) -> Batch:
                 return teacher.score(batch)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from roll.algorithms.checks import require_columns, require_finite
 from roll.algorithms.kl import EXPONENT_BOUND, k3
 from roll.algorithms.statistics import sums
+from roll.algorithms.types import require_columns, require_finite
 from roll.configs.algorithm import (
     AggregationLevel,
     IsWeightConfig,

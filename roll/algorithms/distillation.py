@@ -1,24 +1,102 @@
 """Distillation from a teacher: its opinion of sampled tokens as advantages or rewards, and the loss on given answers.
 
 On the policy's own samples the teacher's term of a token is ``log q - log p``, q the teacher and p the policy that
-sampled it: the negative of the unbiased estimate (k1) of the reverse KL(p || q). On answers that were there before, the
-loss is a divergence over the vocabulary, which the model computes (``TokenScores.divergence_T``).
+sampled it: the negative of the unbiased estimate (k1) of the reverse KL(p || q). On a fixed dataset the loss is a
+divergence over the vocabulary, which the model computes (``TokenScores.divergence_T``).
+
+With another tokenizer, the two are compared by chunks: the shortest spans of text that begin and end in both. The
+likelihood of a chunk is the product of those of its tokens, in either tokenization (Minixhofer, Vulić and Ponti 2025,
+*Universal Cross-Tokenizer Distillation via Approximate Likelihood Matching*; spans of equal text also in GOLD of
+Hugging Face 2025, which extends Boizard et al. 2024, *Towards Cross-Tokenizer Distillation: the Universal Logit
+Distillation Loss*). Where both are the same, every token is a chunk. A chunk has a number that is unique within its
+row; -1 is none.
+
+Axes: T tokens of the policy, S of the teacher.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from roll.algorithms.alignment import NO_CHUNK, chunk_means
-from roll.algorithms.checks import require_columns, require_finite, require_scores
 from roll.algorithms.losses import SampledTokens
-from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
+from roll.algorithms.statistics import sums
+from roll.algorithms.types import (
+    LossContext,
+    LossFn,
+    LossOutput,
+    TokenScores,
+    require_columns,
+    require_finite,
+    require_scores,
+)
 from roll.configs.distill import DistillLossConfig
 from roll.configs.teacher import TeacherTerm
 from roll.data.batch import Batch
+
+WITHIN = -1
+"""In place of where a token ends: within a character."""
+NO_CHUNK = -1
+
+
+def common_chunks(own: Sequence[int], other: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Numbers of the chunks that the tokens on both sides belong to, ascending from 0.
+
+    Args:
+        own: where in the text each token ends, in characters, ascending; ``WITHIN`` where it ends in none's place.
+        other: the same of the other tokenization.
+
+    Returns:
+        For each token of either side its chunk; ``NO_CHUNK`` for those after the last end that both have.
+    """
+    common = sorted(set(own) & set(other) - {WITHIN})
+    return _numbered(own, common), _numbered(other, common)
+
+
+def _numbered(ends: Sequence[int], common: Sequence[int]) -> list[int]:
+    last = {end: index for index, end in enumerate(ends)}  # a token without text belongs to the chunk before it
+    cuts = [last[end] for end in common]
+    numbers = (bisect_left(cuts, index) for index in range(len(ends)))
+    return [number if number < len(cuts) else NO_CHUNK for number in numbers]
+
+
+def shared_logprobs(logprobs_S: Tensor, theirs: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor]) -> Tensor:
+    """The log-probability that one side gives to each chunk, in equal parts for the tokens of the other side.
+
+    Args:
+        logprobs_S: of the tokens of one side.
+        theirs: [S] int64 rows and chunks of these tokens.
+        own: [T] the same of the other side's; every chunk is on both sides.
+
+    Returns:
+        float64 [T]; 0 for tokens without a chunk.
+    """
+    keys_S, keys_T = (_keys(*side) for side in (theirs, own))
+    chunks, index = torch.unique(torch.cat([keys_S, keys_T]), return_inverse=True)
+    totals = sums(logprobs_S.double(), index[: len(keys_S)], len(chunks))
+    counts = sums(torch.ones(len(keys_T), dtype=torch.float64), index[len(keys_S) :], len(chunks))
+    shares_T = (totals / counts)[index[len(keys_S) :]]
+    return shares_T.where(own[1] != NO_CHUNK, 0.0)
+
+
+def chunk_means(values_T: Tensor, rows_T: Tensor, chunk_T: Tensor) -> Tensor:
+    """Each value replaced by the mean over its token's chunk, which leaves the sum of a chunk what it is.
+
+    Returns:
+        float64 [T]; 0 for tokens without a chunk.
+    """
+    chunks, index = torch.unique(_keys(rows_T, chunk_T), return_inverse=True)
+    counts = torch.bincount(index, minlength=len(chunks))
+    return (sums(values_T.double(), index, len(chunks)) / counts)[index].where(chunk_T != NO_CHUNK, 0.0)
+
+
+def _keys(rows: Tensor, chunks: Tensor) -> Tensor:
+    """One number for a chunk of a row."""
+    return rows * 2**32 + chunks
 
 
 def teacher_rewards(batch: Batch, term: TeacherTerm) -> Batch:
@@ -127,7 +205,7 @@ def _gap(batch: Batch, least: float | None = None) -> Tensor:
     Of a teacher with another tokenizer, it is that of a chunk of text, spread evenly over the policy's tokens in it.
     """
     (teacher_T,) = require_columns(batch, "distillation from a teacher", "teacher_logprobs_T")
-    fresh_T = None if batch.fresh_B is None else batch.fresh_B[batch.rows_T]
+    fresh_T = None if batch.on_policy_B is None else batch.on_policy_B[batch.rows_T]
     require_finite(batch, "teacher_logprobs_T", "old_logprobs_T", "rollout_logprobs_T")
     policy_T = batch.old_logprobs_T
     if policy_T is None or fresh_T is not None:  # all rows, or some, were not scored again

@@ -15,13 +15,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from roll.algorithms.checks import require_columns, require_scores
+from roll.algorithms.advantages import value_mask
 from roll.algorithms.correction import MISMATCH, Levels, importance_weights
-from roll.algorithms.gae import value_mask
 from roll.algorithms.kl import k3, kl_divergence
 from roll.algorithms.policy_losses import POLICY_LOSSES, PolicyTokens
-from roll.algorithms.quantities import KlToReference, Quantity, entropy, hits, logprobs, squares
-from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
+from roll.algorithms.quantities import KlToReference, Quantity, entropy, logprobs, prob_square_sum, top1
+from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores, require_columns, require_scores
 from roll.configs.algorithm import AdvantageConfig, AlgorithmConfig, AlgorithmParts, IsWeightConfig, KlTerm
 from roll.configs.policy_loss import LossAggMode, PolicyLossConfig, WithRatio
 from roll.data.batch import Batch
@@ -57,7 +56,7 @@ class SampledTokens:
             mode: ``token-mean``: sum / tokens. ``token-sum``: sum / norm. ``seq-mean-token-sum``: sum / sequences.
                 ``seq-mean-token-mean``: mean over sequences of their mean. ``seq-mean-token-sum-norm``: sum /
                 (sequences * longest). A sequence is a row of the batch, or all rows of an episode that branched
-                (``share_B``).
+                (``sample_weight_B``).
             like: Scores; gives device and dtype.
             norm: Divisor of ``token-sum`` (else 1), and of ``seq-mean-token-sum-norm`` in place of the longest.
 
@@ -76,8 +75,8 @@ class SampledTokens:
             loss_M = mean_M
         elif mode == "seq-mean-token-mean":
             count_B = torch.bincount(row_M, minlength=batch.num_sequences)
-            if batch.share_B is not None:
-                count_B = count_B / batch.share_B  # those of the whole sequence
+            if batch.sample_weight_B is not None:
+                count_B = count_B / batch.sample_weight_B  # those of the whole sequence
             loss_M = 1.0 / (ctx.num_sequences * count_B[row_M].to(like.dtype))
         elif mode == "token-sum":
             loss_M = torch.full_like(mean_M, 1.0 / (norm or 1.0))
@@ -115,7 +114,7 @@ def policy_loss(
     D is the divergence from a teacher (``opd_form: loss``).
 
     PG is the loss that ``pg_variant`` names in ``POLICY_LOSSES``, times ``weights_T`` where the batch has them.
-    Without ``old_logprobs_T``, and in the rows of ``fresh_B``, the old policy is the current one (the first step on
+    Without ``old_logprobs_T``, and in the rows of ``on_policy_B``, the old policy is the current one (the first step on
     fresh samples): ratios are 1 and PPO's gradient is that of REINFORCE.
 
     Args:
@@ -134,8 +133,8 @@ def policy_loss(
     tokens = SampledTokens.of(batch, batch.loss_mask_T, config.loss_agg_mode, ctx, logprobs_T, config.loss_agg_norm)
     logprobs_M = tokens.take(logprobs_T)
     old_M = logprobs_M.detach() if batch.old_logprobs_T is None else tokens.take(batch.old_logprobs_T)
-    if batch.fresh_B is not None:
-        old_M = torch.where(tokens.take_rows(batch.fresh_B), logprobs_M.detach(), old_M)
+    if batch.on_policy_B is not None:
+        old_M = torch.where(tokens.take_rows(batch.on_policy_B), logprobs_M.detach(), old_M)
     by_turn = isinstance(variant, WithRatio) and variant.importance_sampling == "segment"
     policy = PolicyTokens(
         logprobs_M,
@@ -194,7 +193,7 @@ def policy_needs(config: AlgorithmConfig) -> tuple[Quantity, ...]:
     """What the policy's loss, the KL in rewards and the advantages take from the trained model."""
     needs: list[Quantity] = [logprobs, entropy]
     if config.estimator.sums_squares:
-        needs.append(squares)
+        needs.append(prob_square_sum)
     if config.uses_full_kl:
         needs.append(KlToReference())
     return tuple(needs)
@@ -234,7 +233,7 @@ def build_value_loss(config: AlgorithmConfig) -> LossFn:
     return partial(value_loss, critic=parts.advantage, policy=parts.policy_loss)
 
 
-SFT_NEEDS: tuple[Quantity, ...] = (logprobs, hits)
+SFT_NEEDS: tuple[Quantity, ...] = (logprobs, top1)
 """What ``sft_loss`` takes from the trained model."""
 
 
@@ -243,15 +242,15 @@ def sft_loss(
 ) -> LossOutput:
     """Mean negative log-likelihood (nats) of the tokens with loss mask 1, over tokens or first over each row's.
 
-    With ``hit_T`` among the scores, ``sft/token_accuracy`` is the share of these tokens that are the model's first
+    With ``top1_T`` among the scores, ``sft/token_accuracy`` is the share of these tokens that are the model's first
     choice.
     """
     logprobs_T = require_scores(scores.logprobs_T, "sft_loss", "logprobs_T")
     tokens = SampledTokens.of(batch, batch.loss_mask_T, loss_agg_mode, ctx, logprobs_T)
     loss = -tokens.loss(tokens.take(logprobs_T))
     metrics: dict[str, Tensor | float] = {"sft/loss": loss.detach()}
-    if scores.hit_T is not None:
-        metrics["sft/token_accuracy"] = tokens.mean(tokens.take(scores.hit_T))
+    if scores.top1_T is not None:
+        metrics["sft/token_accuracy"] = tokens.mean(tokens.take(scores.top1_T))
     return LossOutput(loss, metrics)
 
 

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from roll.algorithms.checks import require_columns, require_scores
 from roll.algorithms.kl import k3
 from roll.algorithms.statistics import sums
-from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
+from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores, require_columns, require_scores
 from roll.configs.preference import PreferenceConfig
 from roll.data.batch import Batch
 from roll.utils.registry import Registry

@@ -8,6 +8,7 @@ Axes: T tokens of a batch, K of them to score, H hidden units, V logits on this 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
@@ -17,9 +18,49 @@ from typing import ClassVar, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from roll.algorithms.divergences import divergence_addends
 from roll.configs.divergence import DivergenceConfig
 from roll.data.batch import Batch
+
+
+def divergence_addends(teacher: Tensor, student: Tensor, config: DivergenceConfig) -> Tensor:
+    """Addends, in nats, that sum over all outcomes (a vocabulary, or top tokens and the rest) to the divergence.
+
+    So outcomes may lie on several devices. With t and s the teacher's and the student's probabilities:
+
+    - ``forward_kl``: KL(t || s); Hinton, Vinyals and Dean (2015).
+    - ``reverse_kl``: KL(s || t); Gu et al. (2024), MiniLLM.
+    - ``js_divergence``: b KL(t || m) + (1 - b) KL(s || m), m = b t + (1 - b) s; Agarwal et al. (2024), GKD.
+    - ``skewed_forward_kl``: KL(t || a t + (1 - a) s), ``skewed_reverse_kl``: KL(s || a s + (1 - a) t); Ko et al.
+      (2024).
+
+    Args:
+        teacher: Log-probabilities, finite.
+        student: The same of the student, of the same shape; gradients flow through it.
+        config: Reads ``kd_objective``, ``jsd_beta``, ``skew_lambda``.
+    """
+    match config.kd_objective:
+        case "forward_kl":
+            return _kl_addends(teacher, student)
+        case "reverse_kl":
+            return _kl_addends(student, teacher)
+        case "js_divergence":
+            beta = config.jsd_beta
+            middle = _mixture(teacher, student, beta)
+            return beta * _kl_addends(teacher, middle) + (1 - beta) * _kl_addends(student, middle)
+        case "skewed_forward_kl":
+            return _kl_addends(teacher, _mixture(teacher, student, config.skew_lambda))
+        case "skewed_reverse_kl":
+            return _kl_addends(student, _mixture(student, teacher, config.skew_lambda))
+
+
+def _kl_addends(p: Tensor, q: Tensor) -> Tensor:
+    return p.exp() * (p - q)
+
+
+def _mixture(p: Tensor, q: Tensor, share: float) -> Tensor:
+    """Log-probabilities of ``share`` p and the rest q."""
+    return q if share == 0 else torch.logaddexp(p + math.log(share), q + math.log1p(-share))
+
 
 MASKED = -1e30
 """Logit of an id that does not count. Finite, so that 0 times it is 0."""
@@ -215,14 +256,14 @@ BASIC: tuple[Quantity, ...] = (logprobs, entropy)
 """What a language model computes where nobody asks for anything else."""
 
 
-def hits(p: Distribution) -> dict[str, Tensor]:
+def top1(p: Distribution) -> dict[str, Tensor]:
     """Marks the tokens that are the model's first choice."""
-    return {"hit_T": (p.logprobs_K.detach() >= p.highest(p.all_logprobs_KV)).float()}
+    return {"top1_T": (p.logprobs_K.detach() >= p.highest(p.all_logprobs_KV)).float()}
 
 
-def squares(p: Distribution) -> dict[str, Tensor]:
+def prob_square_sum(p: Distribution) -> dict[str, Tensor]:
     """Sums of squared probabilities, without gradient."""
-    return {"squares_T": p.total(p.probabilities_KV.detach().square())}
+    return {"prob_square_sum_T": p.total(p.probabilities_KV.detach().square())}
 
 
 def hidden_states(p: Distribution) -> dict[str, Tensor]:
@@ -306,7 +347,7 @@ class KlToReference(Comparison):
 
 @dataclass(frozen=True)
 class Divergence(Comparison):
-    """Divergence from a teacher, see ``roll.algorithms.divergences``."""
+    """Divergence from a teacher, see ``roll.algorithms.quantities``."""
 
     width = 2
     role = "teacher"

@@ -13,10 +13,9 @@ from functools import partial
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from roll.algorithms.checks import require_columns, require_scores
 from roll.algorithms.preferences import pairs_in_order
 from roll.algorithms.statistics import sums
-from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
+from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores, require_columns, require_scores
 from roll.configs.reward_training import RewardLossConfig
 from roll.data.batch import Batch
 

@@ -1,4 +1,4 @@
-"""Values between a strategy and a loss: scores in, one scalar share out."""
+"""Values between a strategy and a loss (scores in, one scalar share out), and checks of what a batch has for it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from typing import Annotated, Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,13 +28,13 @@ class TokenScores:
     kl_T: Tensor | None = None
     """float32 KL (nats) of the model's distribution to the reference's, over the vocabulary; 0 where the loss mask
     is 0."""
-    hit_T: Tensor | None = None
+    top1_T: Tensor | None = None
     """float32 1 where the model finds no token likelier than this one, else 0; 0 where the loss mask is 0."""
-    squares_T: Tensor | None = None
+    prob_square_sum_T: Tensor | None = None
     """float32 sum of the squared probabilities of the distribution that the token was drawn from; 0 where the loss mask
     is 0."""
     divergence_T: Tensor | None = None
-    """float32 divergence (nats) of the model from its teacher, see ``roll.algorithms.divergences``; 0 where the loss
+    """float32 divergence (nats) of the model from its teacher, see ``roll.algorithms.quantities``; 0 where the loss
     mask is 0."""
     top_ids_TK: Tensor | None = None
     """int32 [T, K] the likeliest tokens (a teacher's), descending."""
@@ -42,7 +43,7 @@ class TokenScores:
     tail_T: Tensor | None = None
     """float32 log of the probability of all other tokens together."""
     chunk_T: Annotated[Tensor | None, Column(unset=UNKNOWN)] = None
-    """int64 the chunk of text (``roll.algorithms.alignment``) of which the log-probability is an equal part, of a
+    """int64 the chunk of text (``roll.algorithms.distillation``) of which the log-probability is an equal part, of a
     teacher with another tokenizer."""
     hidden_TH: Tensor | None = None
     """float32 [T, H] final hidden state that predicts the token (a reference's); 0 where the loss mask is 0."""
@@ -92,8 +93,8 @@ class LossContext:
     num_tokens: float
     """Tokens with loss_mask 1."""
     num_sequences: float
-    """Sequences with at least one such token. A row counts by its ``share_B``, so that the rows of one episode are one
-    sequence."""
+    """Sequences with at least one such token. A row counts by its ``sample_weight_B``, so that the rows of one
+    episode are one sequence."""
     max_length: float
     """Longest count of loss tokens in a sequence (the normaliser of seq-mean-token-sum-norm)."""
     optimizer_step: int = 0
@@ -132,3 +133,58 @@ def add_metrics(totals: dict[str, Tensor | float], metrics: Mapping[str, Tensor 
 
 
 LossFn: TypeAlias = Callable[[TokenScores, Batch, LossContext], LossOutput]
+
+
+def require_columns(batch: Batch, user: str, *names: str) -> tuple[Tensor, ...]:
+    """The named columns of the batch.
+
+    Args:
+        user: Who needs them, with its configuration key, for the message.
+
+    Raises:
+        ValueError: a column is not set.
+    """
+    if missing := [name for name in names if getattr(batch, name) is None]:
+        raise ValueError(f"{user} needs Batch.{', Batch.'.join(missing)}, which is not set")
+    return tuple(getattr(batch, name) for name in names)
+
+
+def require_scores(column_T: Tensor | None, user: str, name: str) -> Tensor:
+    """A column of ``TokenScores``; raises ``ValueError`` if it was not computed."""
+    if column_T is None:
+        raise ValueError(f"{user} needs TokenScores.{name}, which the strategy did not compute")
+    return column_T
+
+
+def require_finite(batch: Batch, *names: str) -> None:
+    """Raises ``ValueError`` if a column holds NaN or infinity, and says where. Columns that are unset pass."""
+    for name in names:
+        column = getattr(batch, name)
+        if column is None:
+            continue
+        if np.isfinite(column.numpy()).all():  # ten times faster than torch.isfinite(...).all()
+            continue
+        bad = (~torch.isfinite(column)).nonzero().squeeze(1)
+        if name.endswith("_B"):
+            place = f"in sequence {int(bad[0])}"
+        else:
+            row = int(batch.rows_T[bad[0]])
+            place = f"at token {int(bad[0] - batch.offsets_B[row])} of sequence {row}"
+        raise ValueError(
+            f"Batch.{name}: {len(bad)} of {len(column)} values are not finite, the first is "
+            f"{float(column[bad[0]])} {place}; expected finite numbers"
+        )
+
+
+def require_rewards(batch: Batch, user: str) -> Tensor:
+    """The rewards; raises ``ValueError`` unless they are present, finite and only on sampled tokens."""
+    (rewards_T,) = require_columns(batch, user, "rewards_T")
+    require_finite(batch, "rewards_T")
+    stray = ((rewards_T != 0) & ~batch.loss_mask_T).nonzero().squeeze(1)
+    if len(stray):
+        row = int(batch.rows_T[stray[0]])
+        raise ValueError(
+            f"Batch.rewards_T: {len(stray)} rewards on tokens with loss_mask 0 (the first in sequence {row}); "
+            "expected rewards on sampled tokens only, where the estimators can see them"
+        )
+    return rewards_T

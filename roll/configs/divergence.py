@@ -1,4 +1,4 @@
-"""Divergence of a model from its teacher, over the vocabulary: the keys of ``roll.algorithms.divergences``."""
+"""Divergence of a model from its teacher, over the vocabulary: the keys of ``roll.algorithms.quantities``."""
 
 from __future__ import annotations
 

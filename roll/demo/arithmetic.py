@@ -6,8 +6,8 @@ is the carry or the borrow for the next column and then the digit, so 2-7 is 15:
     347+285=   <think>7+5+0=12 4+8+1=13 3+2+1=06</think><answer>632</answer>
     632-347=   <think>2-7-0=15 3-4-1=18 6-3-1=02</think><answer>285</answer>
 
-The teacher of the demonstrations is forgetful: it writes 0 for most of the carries and borrows that one column owes to
-the next. Who imitates it masters the single steps and prefers a wrong one, so reinforcement learning has a habit to
+The demonstrations omit most carries: they have 0 for most of the carries and borrows that one column owes to the next.
+A policy that imitates them masters the single steps and prefers a wrong one, so reinforcement learning has a habit to
 change: to sharpen the imitation is not enough.
 """
 
@@ -154,18 +154,18 @@ def write_dataset(
 ) -> None:
     """Writes ``train.jsonl``, ``val.jsonl`` and ``demonstrations.jsonl``; equal arguments give equal bytes.
 
-    With ``num_worked`` there is ``worked.jsonl`` too, whose teacher forgets nothing.
+    With ``num_worked`` there is ``worked.jsonl`` too, without omissions.
 
     Problems within a file are distinct. A pair of operands in ``val.jsonl`` occurs in neither of the other files, under
     no operation and in no order. Existing files are replaced when all three are complete.
 
     Args:
         folder: made if it is not there.
-        seed: draws the problems and the teacher's mistakes; the split does not depend on it.
+        seed: draws the problems and the omissions; the split does not depend on it.
         max_operand: largest operand; with as many digits as ``min_operand`` all prompts are equally long.
         operations: ``+``, ``-`` or both, drawn evenly; a difference has the larger operand first.
         held_out_share: part of all operand pairs from which ``val.jsonl`` is drawn.
-        forget_rate: probability that the teacher writes 0 for a carry or borrow that is due.
+        forget_rate: probability of a written 0 for a carry or borrow that is due.
         num_train, num_val, num_demonstrations, num_worked: rows of the files.
 
     Raises:
@@ -190,7 +190,7 @@ def write_dataset(
         return list(found)[:count]
 
     rng = random.Random(derive_seed(seed, TAG, "teacher"))
-    taught = [
+    demonstrations = [
         (problem, {column for column in range(problem.num_columns) if rng.random() < forget_rate})
         for problem in draw("demonstrations", num_demonstrations, held_out=False)
     ]
@@ -201,7 +201,7 @@ def write_dataset(
             _row("val", index, problem) | {"response": worked_solution(problem)}
             for index, problem in enumerate(draw("val", num_val, held_out=True))
         ),
-        DEMONSTRATIONS: (_demonstration(index, *item) for index, item in enumerate(taught)),
+        DEMONSTRATIONS: (_demonstration(index, *item) for index, item in enumerate(demonstrations)),
     }
     if num_worked:
         worked = draw("worked", num_worked, held_out=False)

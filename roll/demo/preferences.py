@@ -1,6 +1,6 @@
 """Preferences between sums: the data of the demonstrations of DPO and of reward models.
 
-The better answer carries what one column owes to the next; the worse one forgets some of it, as the teacher of
+The better answer carries what one column owes to the next; the worse one forgets some of it, as
 ``roll.demo.arithmetic`` does, and so comes to a wrong result. A policy that is rewarded for what tells these two apart
 need not calculate: every carry looks good. So the worse answers may have other mistakes too.
 """

@@ -1,6 +1,6 @@
 """Products of numbers, which a small policy cannot compute and a tool can: the data of the tool demonstrations.
 
-The teacher of the demonstrations calls the calculator now and then. Otherwise it guesses, or writes a call that nobody
+The author of the demonstrations calls the calculator now and then. Otherwise it guesses, or writes a call that nobody
 can read::
 
     347*285=   [calculator(expression="347*285")]   (tool: 98895)   <answer>98895</answer>
@@ -71,9 +71,9 @@ def write_dataset(
 
     Args:
         folder: made if it is not there.
-        seed: draws the problems and what the teacher does.
+        seed: draws the problems and the behaviour in the demonstrations.
         held_out_share: part of all operand pairs from which ``val.jsonl`` is drawn.
-        call_rate: how often the teacher calls the tool as it should.
+        call_rate: share of demonstrations that call the tool as they should.
         slip_rate: how often it writes a call that cannot be read, or a program that prints nothing.
         num_train, num_val, num_demonstrations: rows of the files.
 
@@ -98,16 +98,16 @@ def write_dataset(
                 found.append((x, y))
         return found
 
-    if tool not in _TEACHERS:
-        raise ValueError(f"tool: seen {tool!r}, expected one of {', '.join(_TEACHERS)}")
-    rng, teach = random.Random(derive_seed(seed, TAG, "teacher")), _TEACHERS[tool]
+    if tool not in _AUTHORS:
+        raise ValueError(f"tool: seen {tool!r}, expected one of {', '.join(_AUTHORS)}")
+    rng, write = random.Random(derive_seed(seed, TAG, "teacher")), _AUTHORS[tool]
     write_together(
         folder,
         {
             TRAIN: (_row("train", *item) for item in enumerate(draw("train", num_train, held_out=False))),
             VAL: (_row("val", *item) for item in enumerate(draw("val", num_val, held_out=True))),
             DEMONSTRATIONS: (
-                {"id": f"{TAG}-demonstration-{index}", "messages": teach(rng, x, y, call_rate, slip_rate)}
+                {"id": f"{TAG}-demonstration-{index}", "messages": write(rng, x, y, call_rate, slip_rate)}
                 for index, (x, y) in enumerate(draw("demonstrations", num_demonstrations, held_out=False))
             ),
         },
@@ -142,7 +142,7 @@ def _with_python(rng: random.Random, x: int, y: int, call_rate: float, slip_rate
     return [_asked(x, y), guess]
 
 
-_TEACHERS = {"calculator": _with_calculator, "python": _with_python}
+_AUTHORS = {"calculator": _with_calculator, "python": _with_python}
 
 
 def _asked(x: int, y: int) -> Message:

@@ -36,12 +36,11 @@ from roll.data.conversations import load_conversations
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest
 from roll.models.tiny import RECIPE_VERSION, make_tiny_model
-from roll.pipeline.agentic.env_roles import EnvRoles
+from roll.pipeline.agentic import AgenticRolloutWorkers
 from roll.pipeline.offline.training import OfflineTraining
-from roll.pipeline.prompt_roles import PromptRoles
-from roll.pipeline.rlvr.datasets import load_renderer
+from roll.pipeline.prompts import PromptRolloutWorkers, load_renderer
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollout_roles import RolloutRoles
+from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.pipeline.start import Start
 from roll.rollout.env_runner import EnvRunner
@@ -83,7 +82,7 @@ logger = logging.getLogger(__name__)
 
 REPORT = "warm_start.json"
 
-RolesT = TypeVar("RolesT", bound=RolloutRoles)
+RolesT = TypeVar("RolesT", bound=RolloutWorkers)
 
 
 class WarmStartError(RunFailedError):
@@ -212,7 +211,7 @@ class WarmStart(Untaught, Generic[RolesT]):
             )
 
 
-class PlayStart(WarmStart[EnvRoles]):
+class PlayStart(WarmStart[AgenticRolloutWorkers]):
     """Imitates scripted play in the training environments, part optimal and part random."""
 
     config: AgenticConfig
@@ -229,7 +228,7 @@ class PlayStart(WarmStart[EnvRoles]):
     def min_valid(self) -> float:
         return self.config.warm_start.min_valid
 
-    def demonstrations(self, rollouts: EnvRoles) -> Batch:
+    def demonstrations(self, rollouts: AgenticRolloutWorkers) -> Batch:
         """Scripted turns; each episode starts from a board of its own.
 
         Raises:
@@ -251,11 +250,11 @@ class PlayStart(WarmStart[EnvRoles]):
             turns += sum(len(trajectory.turns) for group in played for trajectory in group.trajectories)
         return groups_to_batch(groups, list(self.config.custom_envs))
 
-    def measurement(self, rollouts: EnvRoles) -> RolloutScheduler:
+    def measurement(self, rollouts: AgenticRolloutWorkers) -> RolloutScheduler:
         return rollouts.scheduler("train_env_manager", "warm start measurement", group_size=1, redundancy=0)
 
 
-class AnswersStart(WarmStart[PromptRoles]):
+class AnswersStart(WarmStart[PromptRolloutWorkers]):
     """Imitates a file's answers. The right format is part of a right answer."""
 
     config: RLVRConfig | DistillConfig | DPOConfig
@@ -270,7 +269,7 @@ class AnswersStart(WarmStart[PromptRoles]):
             **({} if tools is None else {"tools": tools.model_dump(mode="json")}),
         }
 
-    def demonstrations(self, rollouts: PromptRoles) -> Batch:
+    def demonstrations(self, rollouts: PromptRolloutWorkers) -> Batch:
         """The file's rows, as SFT reads them.
 
         Raises:
@@ -292,7 +291,7 @@ class AnswersStart(WarmStart[PromptRoles]):
             tools=tools,
         ).batch
 
-    def measurement(self, rollouts: PromptRoles) -> RolloutScheduler:
+    def measurement(self, rollouts: PromptRolloutWorkers) -> RolloutScheduler:
         """One sampled answer to each of some training prompts."""
         return rollouts.measuring(self.settings.eval_episodes, derive_seed(self.config.seed, "warm start measurement"))
 
@@ -309,7 +308,7 @@ class TaughtStart(AnswersStart):
     def recipe(self) -> Mapping[str, Any]:
         return super().recipe() if self._taught else {}
 
-    def weights(self, session: RunSession, roles: Roles, rollouts: PromptRoles) -> str:
+    def weights(self, session: RunSession, roles: Roles, rollouts: PromptRolloutWorkers) -> str:
         return super().weights(session, roles, rollouts) if self._taught else self.model_path
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from roll.algorithms.alignment import NO_CHUNK, WITHIN, common_chunks
+from roll.algorithms.distillation import NO_CHUNK, WITHIN, common_chunks
 from roll.data.batch import Batch
 from roll.data.control_text import ControlText
 from roll.data.renderer import turn_ends

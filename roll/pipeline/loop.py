@@ -18,10 +18,9 @@ from roll.configs.pipeline import PipelineConfig
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import ClusterError, RpcTimeoutError, WorkerDiedError
 from roll.distributed.strategy.base import Metrics
-from roll.pipeline.profiling import StepProfiler
+from roll.pipeline.profiling import StepProfiler, Utilisation
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunFailedError, RunSession
-from roll.pipeline.utilisation import Utilisation
 from roll.tracking.checkpointer import Checkpointer, Write, restore_rng_state, rng_state
 from roll.tracking.files import CheckpointError
 from roll.utils.signals import SignalGuard

@@ -1,15 +1,30 @@
-"""Recordings of single steps, see ``roll.configs.pipeline``."""
+"""What steps cost: recordings of single ones, tokens per second, and model FLOPs relative to the peak (MFU).
+
+Model FLOPs are those that the mathematics asks for: a forward and a backward pass over the tokens, without what
+recomputation and padding add (Chowdhery et al. 2022, PaLM, appendix B), and of prompts that sequences share once. They
+are counted as `roll plan` does.
+"""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
-from roll.configs.pipeline import ProfilerConfig
+from torch import Tensor
+
+from roll.configs.pipeline import PipelineConfig, ProfilerConfig
+from roll.data.batch import Batch
+from roll.data.shared_prompts import SharedPrompts
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.recording import RecordingOptions
+from roll.models.shapes import ModelShape, compute_bytes, samples_flops, training_factor
+from roll.preflight.models import model_config
+from roll.tracking.monitor import Span
+from roll.utils.gpus import known_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -69,3 +84,104 @@ def nsight_options(config: ProfilerConfig, role: str, world_size: int, folder: P
     given = config.nsight or NSIGHT_DEFAULTS
     # %p: of each process that it starts. Ray puts the file below its own folder, unless the path is whole.
     return {rank: {**given, "o": f"{folder}/{role}-{rank}-%p"} for rank in config.profiled(role, world_size)}
+
+
+class Utilisation:
+    """Notes on the spans of a step what was worked on, and on how many devices."""
+
+    def __init__(self, config: PipelineConfig, trainer: Cluster, generator: Cluster | None = None) -> None:
+        self._config = config
+        self._trainer = trainer
+        self._generator = generator
+        self._last_batch: float | None = None
+        """``time.perf_counter`` when the last of the rollouts that go on beside training had its batch."""
+
+    def generated(self, span: Span, tokens: int, *, beside: bool = False) -> None:
+        """A rollout of so many sampled tokens.
+
+        Args:
+            beside: rollouts go on beside training, so that what counts is the time since the batch before.
+        """
+        span.tokens = tokens
+        if beside:
+            span.since, self._last_batch = self._last_batch, time.perf_counter()
+        if self._generator is not None:
+            span.devices = num_devices(self._generator)
+
+    def scored(self, span: Span, batch: Batch, rows: Tensor | None) -> None:
+        """Rows of a batch that a model has scored, which may be none; ``None``: all."""
+        span.tokens = batch.num_tokens if rows is None else int(batch.lengths_B[rows].sum())
+        span.devices = num_devices(self._trainer) if span.tokens else 0
+
+    def trained(
+        self,
+        span: Span,
+        batch: Batch,
+        passes: int = 1,
+        *,
+        counts: bool = True,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """A batch that was trained on.
+
+        Args:
+            counts: False where the policy took no optimizer step.
+            metrics: of the policy's optimizer steps, which say how many of the tokens were computed: fewer than there
+                are where prompts are shared. Without them all were.
+        """
+        span.tokens, span.devices = batch.num_tokens * passes, num_devices(self._trainer)
+        if self._shape is None or not counts:
+            return
+        squares = float(batch.lengths_B.double().square().sum())
+        loss_tokens = int(batch.loss_mask_T.sum())
+        tokens = float(batch.num_tokens)
+        if (share := _computed_share(metrics or {})) < 1:
+            saved, squares_of_all = _repeated_prompts(batch)
+            squares -= squares_of_all * min(1.0, (1 - share) * tokens / saved if saved else 0.0)
+            tokens *= share
+        one = samples_flops(self._shape, tokens, squares, loss_tokens)
+        factor = training_factor(adapter=bool(self._config.actor_train.model_args.lora_targets))
+        span.flops, span.peak = passes * factor * one, self._peak
+
+    @cached_property
+    def _shape(self) -> ModelShape | None:
+        """Sizes of the policy, if they are known on this machine."""
+        sizes = model_config(self._config, "actor_train")
+        try:
+            return None if sizes is None else ModelShape.of(sizes.to_dict())
+        except ValueError:
+            return None
+
+    @cached_property
+    def _peak(self) -> float | None:
+        """FLOP/s of a device at most; ``None`` where it is not known."""
+        if (given := self._config.profiler.peak_tflops) is not None:
+            return given * 1e12
+        name: str | None = self._trainer.call_rank(0, "device_name")
+        device = None if name is None else known_gpu(name)
+        if device is None or self._shape is None:
+            if name is not None:
+                logger.info("no mfu: the peak of %s is not known; profiler.peak_tflops says it", name)
+            return None
+        return device.flops if compute_bytes(self._config.actor_train, self._shape) == 2 else device.fp32_flops
+
+
+def _computed_share(metrics: Mapping[str, float]) -> float:
+    """Tokens that the policy computed, in parts of those that there are."""
+    for name, computed in metrics.items():
+        area = name.removesuffix("/computed_tokens")
+        if area not in (name, "critic") and (present := metrics.get(f"{area}/num_tokens")):
+            return computed / present
+    return 1.0
+
+
+def _repeated_prompts(batch: Batch) -> tuple[float, float]:
+    """Tokens of prompts that another row begins with too, and the sum of the squares of their lengths."""
+    shared = SharedPrompts.find(batch)
+    every, once = shared.lengths_G[shared.prompt_B].double(), shared.lengths_G.double()
+    return float(every.sum() - once.sum()), float(every.square().sum() - once.square().sum())
+
+
+def num_devices(cluster: Cluster) -> int:
+    """Devices that the workers of a role have, each counted once."""
+    return len({device for slot in cluster.slots for device in slot.devices})

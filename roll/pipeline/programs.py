@@ -34,7 +34,7 @@ class Program(NamedTuple):
 
 AGENTIC = Program(
     "roll.configs.agentic:AgenticConfig",
-    "roll.pipeline.agentic.launch:run_agentic",
+    "roll.pipeline.agentic:run_agentic",
     "Trains a language model in text environments.",
     "agentic_sokoban",
     "start_agentic_pipeline.py",
@@ -43,7 +43,7 @@ AGENTIC = Program(
 )
 RLVR = Program(
     "roll.configs.rlvr:RLVRConfig",
-    "roll.pipeline.rlvr.launch:run_rlvr",
+    "roll.pipeline.rlvr:run_rlvr",
     "Trains a language model on prompts whose answers can be verified.",
     "rlvr_math",
     "start_rlvr_pipeline.py",
@@ -52,7 +52,7 @@ RLVR = Program(
 )
 SFT = Program(
     "roll.configs.offline:SFTConfig",
-    "roll.pipeline.sft.pipeline:run_sft",
+    "roll.pipeline.offline.sft:run_sft",
     "Trains a language model to imitate conversations.",
     "sft_math",
     "start_sft_pipeline.py",
@@ -61,7 +61,7 @@ SFT = Program(
 )
 DPO = Program(
     "roll.configs.dpo:DPOConfig",
-    "roll.pipeline.dpo.pipeline:run_dpo",
+    "roll.pipeline.offline.dpo:run_dpo",
     "Trains a language model on preferences: answers that are better or worse.",
     "dpo_math",
     "start_dpo_pipeline.py",
@@ -70,7 +70,7 @@ DPO = Program(
 )
 DISTILL = Program(
     "roll.configs.distill:DistillConfig",
-    "roll.pipeline.distill.pipeline:run_distill",
+    "roll.pipeline.offline.distill:run_distill",
     "Trains a language model to give the probabilities that a teacher gives.",
     "distill_math",
     "start_distill_pipeline.py",
@@ -79,7 +79,7 @@ DISTILL = Program(
 )
 REWARD_MODEL = Program(
     "roll.configs.reward_training:RewardTrainingConfig",
-    "roll.pipeline.reward_model.pipeline:run_reward_model",
+    "roll.pipeline.offline.reward_model:run_reward_model",
     "Trains a reward model on answers that were compared or scored.",
     "rm_math",
     "start_rm_pipeline.py",
@@ -129,7 +129,7 @@ def schemas() -> dict[str, type[Config]]:
 
 
 def key_names() -> list[str]:
-    """Every key of pipelines and engines, for completion."""
+    """Every key of pipelines and engines."""
     from roll.configs.explain import all_keys, engine_options
 
     return [place for key in all_keys(schemas(), engine_options()) for place in key.places]

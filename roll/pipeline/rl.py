@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roll.algorithms.advantages import value_mask
 from roll.algorithms.correction import MISMATCH, replay_metrics
-from roll.algorithms.gae import value_mask
 from roll.algorithms.losses import build_policy_loss, build_value_loss
-from roll.algorithms.pairing import telling_pairs
-from roll.algorithms.selection import select_for_policy
+from roll.algorithms.selection import informative_pairs, select_for_policy
 from roll.algorithms.shaping import Shaping
 from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
@@ -27,12 +26,11 @@ from roll.pipeline.loop import TrainingLoop, mean_metrics
 from roll.pipeline.model_cluster import plan_optimizer_steps, rows_trained_later, steps_with_tokens
 from roll.pipeline.overlap import Overlap
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollout_roles import RolloutRoles
+from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.pipeline.rollouts import GroupRules, StepRollouts
 from roll.pipeline.session import RunFailedError
-from roll.pipeline.start import Launched
-from roll.pipeline.tagged_teachers import TaggedTeachers
-from roll.pipeline.teaching import TEACHER_COLUMNS
+from roll.pipeline.start import RunContext
+from roll.pipeline.teachers import TEACHER_COLUMNS, TaggedTeachers
 from roll.rollout.metrics import step_metrics
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.scheduler import RolloutScheduler
@@ -42,24 +40,24 @@ from roll.utils.seeding import derive_seed
 
 
 class RLPipeline(GroupRules, TrainingLoop):
-    """Trains a policy. Subclasses bring the rollouts, which ``players`` play, and their rules."""
+    """Trains a policy. Subclasses bring the rollouts, which ``rollout_workers`` play, and their rules."""
 
     config: RLConfig
 
-    def __init__(self, config: RLConfig, run: Launched, players: RolloutRoles) -> None:
+    def __init__(self, config: RLConfig, run: RunContext, rollout_workers: RolloutWorkers) -> None:
         super().__init__(config, run.session, run.roles, run.signals)
-        self.players = players
+        self.rollout_workers = rollout_workers
         self.parts = config.parts
         self.shaping = Shaping(self.parts)
         self.taken = StepRollouts(config, run.session, self)
         self.overlap: Overlap | None = None
         if config.overlaps and not config.eval_only:
-            self.overlap = Overlap(config, run.roles, players.train, self.taken.admission, run.session.folder)
+            self.overlap = Overlap(config, run.roles, rollout_workers.train, self.taken.admission, run.session.folder)
 
     @property
     def rollouts(self) -> RolloutScheduler:
         """Plays the training groups."""
-        return self.players.train
+        return self.rollout_workers.train
 
     def run(self) -> None:
         try:
@@ -148,7 +146,7 @@ class RLPipeline(GroupRules, TrainingLoop):
 
     def plan_training(self, batch: Batch, step: int) -> list[Tensor]:
         """The rows of each optimizer step; a batch that fell short makes fewer steps, not smaller ones."""
-        samples = batch.samples if batch.pair_B is None else telling_pairs(batch)
+        samples = batch.samples if batch.pair_B is None else informative_pairs(batch)
         full, taken = self.config.groups_per_step, len(self.taken.admission.taken)
         drawn = plan_optimizer_steps(
             len(samples),

@@ -290,7 +290,7 @@ def remarks_on(
     Args:
         num_groups: groups of a full batch.
         most_tokens: of an answer, by tag.
-        compares: a group teaches by the difference of its scores, and nobody replaces those without.
+        compares: only differences of scores within a group count, and groups without any are not replaced.
     """
     finished = [*collected.groups, *collected.rejected]
     found = spread_metrics(finished, "of")

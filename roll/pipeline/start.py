@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from roll.configs.engines.card import kind_of
 from roll.configs.pipeline import TINY, PipelineConfig
@@ -14,10 +14,15 @@ from roll.models.loading import load_config
 from roll.models.tokenizer import check_same_ids, check_vocabulary, policy_tokenizer
 from roll.pipeline.programs import Program
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollout_roles import RolloutRoles
 from roll.pipeline.session import RunSession
 from roll.utils.registry import import_path
 from roll.utils.signals import SignalGuard
+
+
+class SetUp(Protocol):
+    """Workers that get ready while models load."""
+
+    def wait_ready(self) -> None: ...
 
 
 class Start:
@@ -63,7 +68,7 @@ def check_rows(config: PipelineConfig) -> None:
 
 
 @dataclass(frozen=True)
-class Launched:
+class RunContext:
     """A run whose workers are up."""
 
     program: Program
@@ -74,7 +79,7 @@ class Launched:
     start: Start
 
     @contextmanager
-    def set_up(self, config: PipelineConfig, rollouts: RolloutRoles | None) -> Iterator[tuple[str, str | None]]:
+    def set_up(self, config: PipelineConfig, rollouts: SetUp | None) -> Iterator[tuple[str, str | None]]:
         """Loads the models, for the block to do the rest, and waits for the workers of the rollouts.
 
         Yields:
@@ -89,7 +94,7 @@ class Launched:
             if rollouts is not None:
                 rollouts.wait_ready()
 
-    def _teacher_weights(self, config: PipelineConfig, rollouts: RolloutRoles | None) -> str | None:
+    def _teacher_weights(self, config: PipelineConfig, rollouts: SetUp | None) -> str | None:
         """The folder or hub name of the teacher; with ``teacher_pretrain: tiny`` it is taught on the run's own workers.
 
         Returns:

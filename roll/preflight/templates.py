@@ -53,7 +53,7 @@ def _contradictions(config: PipelineConfig, report: TemplateReport) -> list[str]
     named = {f"{key}.dialect": agent.dialect for key, agent in config.agents.items()}
     if config.tools is not None:
         named["tools.dialect"] = config.tools.dialect
-    # A template that tells of tools and writes no calls leaves their notation to whoever has taught the model.
+    # A template that tells of tools and writes no calls leaves their notation to the training of the model.
     silent = any(finding.name == "no-calls" for finding in report.findings)
     return [
         f"warning: {key}: seen {name}, expected {report.dialect}, in which the chat template has tools called"

@@ -55,7 +55,7 @@ class EpisodeSpec:
 
 
 @dataclass(frozen=True)
-class Limits:
+class LengthLimits:
     """Token budgets of an episode."""
 
     prompt_length: int
@@ -84,7 +84,9 @@ class EnvManager(ABC):
     watch: TokenWatch | None = None
     """Compares what is trained with its conversation; ``None``: nobody does."""
 
-    def __init__(self, config: CustomEnvConfig, renderer: ChatRenderer, params: SamplingParams, limits: Limits) -> None:
+    def __init__(
+        self, config: CustomEnvConfig, renderer: ChatRenderer, params: SamplingParams, limits: LengthLimits
+    ) -> None:
         self.config = config
         self.renderer = renderer
         max_new_tokens = min(params.max_new_tokens, config.max_tokens_per_step or params.max_new_tokens)

@@ -16,7 +16,7 @@ from roll.data.renderer import ChatRenderer
 from roll.data.requests import GenerateFn, Question, SamplingParams
 from roll.data.templates import ChatTemplate
 from roll.rollout.call_threads import CallThreads
-from roll.rollout.env_manager import ENV_MANAGERS, EnvManager, EpisodeSpec, Limits
+from roll.rollout.env_manager import ENV_MANAGERS, EnvManager, EpisodeSpec, LengthLimits
 from roll.rollout.env_runner import EnvRunner, OneAtATime
 from roll.rollout.errors import EnvError
 from roll.rollout.plans import GroupSpec
@@ -40,7 +40,7 @@ class EnvWorkerContext:
     tokenizer_path: str
     template: str | ChatTemplate
     params: SamplingParams
-    limits: Limits
+    limits: LengthLimits
     retries: int
     """Attempts at a failed episode before it is dropped, after the first."""
     tools: ToolsConfig | None = None

@@ -16,7 +16,7 @@ from roll.data.requests import GenerateFn, SamplingParams
 from roll.data.templates import ChatTemplate
 from roll.rewards.types import RewardError, Sample, Verdict
 from roll.rollout.call_threads import CallThreads
-from roll.rollout.env_manager import EpisodeSpec, Limits
+from roll.rollout.env_manager import EpisodeSpec, LengthLimits
 from roll.rollout.errors import EnvError
 from roll.rollout.plans import GroupSpec
 from roll.rollout.prompt_env import PromptEnv, PromptManager, ScoreFn, User, UserEnv, load_user
@@ -80,7 +80,7 @@ class PromptWorkerContext:
     template: str | ChatTemplate
     params: Mapping[str, SamplingParams]
     """By what answers are for, ``train`` or ``val``; so are ``limits``."""
-    limits: Mapping[str, Limits]
+    limits: Mapping[str, LengthLimits]
     domains: Mapping[str, str]
     """The reward domain of each tag; answers to prompts of other tags are not scored."""
     spread: bool

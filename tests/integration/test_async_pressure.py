@@ -111,7 +111,7 @@ def test_a_trainer_that_dies_ends_the_run_which_goes_on_from_its_last_cut(rlvr: 
 
 TAKING_TURNS = """
 import sys
-from roll.pipeline.offload_manager import OffloadManager
+from roll.pipeline.model_cluster import OffloadManager
 OffloadManager.__init__.__defaults__ = (("cpu", "gpu"),)  # CPU slots have memory of their own
 from roll.pipeline.cli import RLVR, main
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from roll.distributed.cluster.errors import PlacementError, RpcTimeoutError, Wor
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement, pretend_nodes
 from roll.distributed.cluster.worker import Worker
-from roll.pipeline.stalls import explained
+from roll.pipeline.launch import explained
 
 ROLES = [
     RoleRequest("train", (2, 3, 4, 5), 2),

@@ -22,8 +22,7 @@ from roll.distributed.cluster.resources import NodeInfo, RoleRequest, plan_place
 from roll.distributed.cluster.worker import Worker
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.weights.sync import WeightSync
-from roll.pipeline.model_cluster import ModelCluster
-from roll.pipeline.offload_manager import OffloadManager
+from roll.pipeline.model_cluster import ModelCluster, OffloadManager
 from roll.pipeline.workers import InferWorker, TrainWorker
 
 WEIGHTS, ALL = States.WEIGHTS, States.ALL

@@ -8,17 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
 
 from roll.configs.base import Config
 from roll.configs.engines.arguments import EngineSource, Signature, option_problems
 from roll.configs.problems import ConfigProblem
-
-if TYPE_CHECKING:
-    from roll.configs.pipeline import PipelineConfig
-    from roll.configs.worker import WorkerConfig
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 
@@ -179,18 +175,23 @@ class EngineCard:
         """Arguments of the engine that is installed, else of the version that is pinned; none without a source."""
         return self.source.signature(self.installed_at(options)) if self.source else Signature({})
 
-    def rules(self, role: str, worker: WorkerConfig, config: PipelineConfig) -> Iterator[ConfigProblem]:
-        """Rules between the engine's options and other keys, whole keys."""
+    def rules(self, role: str, worker: Any, config: Any) -> Iterator[ConfigProblem]:
+        """Rules between the engine's options and other keys, whole keys.
+
+        Args:
+            worker: the role's ``WorkerConfig``, which imports the cards.
+            config: the run's ``PipelineConfig``.
+        """
         return iter(())
 
-    def package_problem(self, worker: WorkerConfig) -> ConfigProblem | None:
+    def package_problem(self, worker: Any) -> ConfigProblem | None:
         """The reason why the engine cannot be imported on this machine."""
         if self.package is None or self.package.installed:
             return None
         name = worker.strategy_args.strategy_name
         return missing_package("strategy_args.strategy_name", name, self.package.module, self.package.extra)
 
-    def gpu_only(self, worker: WorkerConfig) -> Iterator[ConfigProblem]:
+    def gpu_only(self, worker: Any) -> Iterator[ConfigProblem]:
         """Options whose kernels need a GPU."""
         return iter(())
 

@@ -12,7 +12,7 @@ from typing import Any
 from roll.configs.compose import compose_config
 from roll.configs.problems import ConfigErrors
 from roll.pipeline.cli import EXIT_USAGE, perform, report
-from roll.pipeline.commands.figures import page
+from roll.pipeline.commands.progress import page
 from roll.tracking.checkpointer import Checkpointer
 from roll.tracking.files import CheckpointError, read_json_lines
 from roll.tracking.redact import REDACTED

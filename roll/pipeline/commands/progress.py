@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -53,3 +53,16 @@ def progress(what: str, total: int, done: int = 0) -> Iterator[Callable[[str], N
         yield advance
     finally:
         ended.set()
+
+
+def page(figures: Mapping[str, float | None]) -> str:
+    """The figures as text, a standard error beside its mean."""
+    width = max(map(len, figures))
+    lines = []
+    for name, value in figures.items():
+        if name.endswith("_error") or value is None:
+            continue
+        beside = figures.get(f"{name}_error")
+        shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+        lines.append(f"{name:<{width}}  {shown}{'' if beside is None else f' ± {beside:.4f}'}\n")
+    return "".join(lines)

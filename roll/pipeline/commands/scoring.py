@@ -20,8 +20,7 @@ from roll.data.files.rows import DataError, Problems
 from roll.data.prompts import Prompt
 from roll.data.questions import AnswerColumns, read_answered
 from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, report
-from roll.pipeline.commands.figures import page
-from roll.pipeline.commands.progress import progress
+from roll.pipeline.commands.progress import page, progress
 from roll.rewards.accuracy import Tally
 from roll.rewards.scoring import References, Scoring, domain_of, parse_rewards
 from roll.rewards.types import RewardError, Verdict

@@ -11,9 +11,10 @@ from typing import TypeAlias, TypeVar
 from roll.algorithms.quantities import Quantity, logprobs
 from roll.configs.batches import describe_batches
 from roll.configs.data import DataArguments
-from roll.configs.offline import OfflineConfig
+from roll.configs.distill import DistillConfig
+from roll.configs.offline import OfflineConfig, SFTConfig
 from roll.data.batch import Batch
-from roll.data.conversations import Conversations, Scoring
+from roll.data.conversations import Conversations, Scoring, load_conversations
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.pipeline.cli import EXIT_USAGE
@@ -21,9 +22,16 @@ from roll.pipeline.launch import launch
 from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
 from roll.pipeline.offline.training import first_samples, steps_per_epoch
 from roll.pipeline.programs import Program
-from roll.pipeline.prompt_roles import PromptRoles, prompt_workers
-from roll.pipeline.rlvr.datasets import TRIAL_SECONDS, Datasets, load_renderer, make_data, tell
-from roll.pipeline.start import Launched
+from roll.pipeline.prompts import (
+    TRIAL_SECONDS,
+    Datasets,
+    PromptRolloutWorkers,
+    load_renderer,
+    make_data,
+    prompt_workers,
+    tell,
+)
+from roll.pipeline.start import RunContext
 from roll.rewards.scoring import References
 
 ConfigT = TypeVar("ConfigT", bound=OfflineConfig)
@@ -107,13 +115,33 @@ def load_datasets(config: ConfigT, renderer: ChatRenderer, load: Load[ConfigT]) 
     return Samples(train, val, held_out, questions)
 
 
-def _run(config: ConfigT, run: Launched, *, datasets: Samples, build: Build[ConfigT]) -> None:
+def _run(config: ConfigT, run: RunContext, *, datasets: Samples, build: Build[ConfigT]) -> None:
     prompts = None
     if datasets.questions is not None:
-        prompts = PromptRoles(config, run, None, datasets.questions)
+        prompts = PromptRolloutWorkers(config, run, None, datasets.questions)
         prompts.begin_setup()
     train = None if datasets.train is None else datasets.train.batch
     with run.set_up(config, prompts) as (model_path, teacher_path):
         pipeline = build(config, Parts(run, train, datasets.held_out, prompts, model_path, teacher_path))
     if pipeline is not None:
         pipeline.run()
+
+
+def load_sft_data(
+    config: SFTConfig | DistillConfig, data: DataArguments, renderer: ChatRenderer, scoring: Scoring | None = None
+) -> Conversations:
+    """Reads conversations; what is learnt of them is as ``train_on`` and ``distill_on_prompt`` say.
+
+    Raises:
+        DataError: everything that is wrong in the files.
+    """
+    return load_conversations(
+        data,
+        renderer=renderer,
+        max_tokens=config.sequence_length,
+        overflow=config.sample_overflow,
+        last_only=config.train_on == "last",
+        whole=isinstance(config, DistillConfig) and config.distill_on_prompt,
+        scoring=scoring,
+        seed=config.seed,
+    )

@@ -12,10 +12,9 @@ from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.loop import TrainingLoop, mean_metrics
 from roll.pipeline.offline.training import OfflineTraining, Prepare
-from roll.pipeline.prompt_roles import PromptRoles
-from roll.pipeline.rlvr.metrics import accuracy_metrics, check_error_rates
+from roll.pipeline.prompts import PromptRolloutWorkers, accuracy_metrics, check_error_rates
 from roll.pipeline.rollouts import MAX_SHOWN, collect, keep_episodes
-from roll.pipeline.start import Launched
+from roll.pipeline.start import RunContext
 from roll.report.page import save_answers
 from roll.rollout.metrics import rollout_metrics
 from roll.utils.seeding import derive_seed
@@ -28,13 +27,13 @@ _OF_REWARDS = ("success", "reward", "task_reward", "penalty", "valid_rate")
 class Parts:
     """Parts that a pipeline is made of."""
 
-    run: Launched
+    run: RunContext
     """Its roles are set up with the starting weights."""
     train: Batch | None
     """``None`` with ``eval_only``."""
     held_out: Batch | None
     """Samples that are measured, if there are any."""
-    prompts: PromptRoles | None
+    prompts: PromptRolloutWorkers | None
     """Has held-out questions answered, if something generates."""
     model_path: str
     """Folder of the starting weights."""
@@ -127,7 +126,7 @@ class OfflinePipeline(TrainingLoop):
             self.session.display.note(f"evaluation {name} (step {step}): {', '.join(words)}")
         return metrics
 
-    def _answer(self, prompts: PromptRoles, step: int) -> Metrics:
+    def _answer(self, prompts: PromptRolloutWorkers, step: int) -> Metrics:
         assert prompts.val is not None, "a generator comes with held-out data"
         config = self.config
         scored = bool(config.rewards)

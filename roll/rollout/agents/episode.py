@@ -27,7 +27,7 @@ from roll.rollout.call_threads import CallThreads
 from roll.rollout.endpoint.server import Endpoint
 from roll.rollout.endpoint.session import Policy, Session
 from roll.rollout.endpoint.step import Steps
-from roll.rollout.env_manager import AsyncEnv, EpisodeSpec, Limits
+from roll.rollout.env_manager import AsyncEnv, EpisodeSpec, LengthLimits
 from roll.rollout.errors import contained
 from roll.rollout.tokenization_audit import TokenWatch
 from roll.rollout.types import AGENT, VALID_UNKNOWN, EpisodeEnd, Trajectory, Turn
@@ -148,7 +148,7 @@ class AgentPlayer:
         prompt: Prompt,
         generate: GenerateFn,
         params: SamplingParams,
-        limits: Limits,
+        limits: LengthLimits,
         episode: EpisodeSpec,
         *,
         max_steps: int | None = None,

@@ -11,9 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.algorithms.advantages import ADVANTAGES, advantage_metrics, compute_advantages
+from roll.algorithms.advantages import ADVANTAGES, advantage_metrics, compute_advantages, value_mask
 from roll.algorithms.episodes import find_episodes, reverse_recurrence
-from roll.algorithms.gae import value_mask
 from roll.configs.algorithm import ADV_ESTIMATORS, AlgorithmConfig
 from roll.data.batch import Batch
 from tests.support.algorithms_batches import Episode, Token, Turn, assert_close, by_token, random_episodes, to_batch

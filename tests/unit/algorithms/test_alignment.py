@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from roll.algorithms.alignment import NO_CHUNK, WITHIN, chunk_means, common_chunks, shared_logprobs
+from roll.algorithms.distillation import NO_CHUNK, WITHIN, chunk_means, common_chunks, shared_logprobs
 
 
 def brute_force(own: list[int], other: list[int]) -> list[list[int]]:

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.algorithms.advantages import ADVANTAGES, compute_advantages
-from roll.algorithms.gae import value_mask
+from roll.algorithms.advantages import ADVANTAGES, compute_advantages, value_mask
 from roll.algorithms.losses import build_policy_loss, build_sft_loss, build_value_loss
 from roll.algorithms.selection import select_for_policy
 from roll.algorithms.types import LossFn, TokenScores

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from roll.algorithms.divergences import divergence_addends
+from roll.algorithms.quantities import divergence_addends
 from roll.configs.divergence import DivergenceConfig
 
 SETTINGS: dict[str, dict[str, Any]] = {

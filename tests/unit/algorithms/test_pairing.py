@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from roll.algorithms.pairing import best_and_worst, telling_pairs
 from roll.algorithms.preferences import build_preference_loss
+from roll.algorithms.selection import best_and_worst, informative_pairs
 from roll.algorithms.types import LossContext, TokenScores
 from roll.configs.preference import PreferenceConfig
 from roll.data.batch import Batch
@@ -39,7 +39,7 @@ def test_the_best_and_the_worst_of_each_group_are_a_pair() -> None:
     assert answers == [[4, 4], [4, 4], [6], [5, 5], [6, 7], [7], [4], [7, 8, 9]]
     assert batch.pair_B is not None and batch.pair_B.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert batch.preferred_B is not None and batch.preferred_B.tolist() == [True, False] * 4
-    assert telling_pairs(batch).tolist() == [[2, 3], [6, 7]]
+    assert informative_pairs(batch).tolist() == [[2, 3], [6, 7]]
     assert metrics == {"dpo/pair_frac": 0.5, "dpo/score_gap": pytest.approx((1 + 0.75 + 0 + 1) / 4)}
 
 
@@ -49,7 +49,7 @@ def test_a_step_on_the_pairs_is_dpo_in_float64() -> None:
     generator = torch.Generator().manual_seed(0)
     policy_T = -torch.rand(whole.num_tokens, generator=generator, dtype=torch.float64)
     batch, _ = best_and_worst(whole.replace(rollout_logprobs_T=policy_T))  # travels with its rows
-    batch = batch.select(telling_pairs(batch).flatten())
+    batch = batch.select(informative_pairs(batch).flatten())
     assert batch.rollout_logprobs_T is not None
     logprobs_T = batch.rollout_logprobs_T.clone().requires_grad_()
     beta = 0.3

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.algorithms.rewards import apply_kl_penalty, shape_rewards, whiten_token_rewards
+from roll.algorithms.shaping import apply_kl_penalty, shape_rewards, whiten_token_rewards
 from roll.algorithms.statistics import RunningStats, whiten
 from roll.configs.algorithm import AlgorithmConfig
 from roll.data.batch import Batch

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from roll.algorithms.advantages import compute_advantages
 from roll.algorithms.losses import build_policy_loss
-from roll.algorithms.rewards import shape_rewards
 from roll.algorithms.selection import (
     covariance_outliers,
     drop_masked_episodes,
@@ -21,6 +20,7 @@ from roll.algorithms.selection import (
     pf_ppo_rows,
     select_for_policy,
 )
+from roll.algorithms.shaping import shape_rewards
 from roll.algorithms.statistics import RunningStats
 from roll.configs.algorithm import AlgorithmConfig
 from roll.data.batch import Batch

@@ -81,8 +81,8 @@ def test_the_step_is_that_of_float64_however_the_conversations_are_cut(model: Pa
         trainer = Probed(make_context(model, "fsdp2_train", **options))
         trainer.setup()
         scores = trainer.logprobs(batch)
-        assert scores.hit_T is not None
-        assert float(scores.hit_T[batch.loss_mask_T].mean()) == pytest.approx(oracle.accuracy(TALKS)), name
+        assert scores.top1_T is not None
+        assert float(scores.top1_T[batch.loss_mask_T].mean()) == pytest.approx(oracle.accuracy(TALKS)), name
         metrics = trainer.train_step(batch, build_sft_loss(mode))
         assert metrics["sft/loss"] == pytest.approx(loss.item(), rel=2e-6), name
         assert metrics["sft/token_accuracy"] == pytest.approx(oracle.accuracy(TALKS)), name

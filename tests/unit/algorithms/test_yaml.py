@@ -16,14 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.algorithms.advantages import compute_advantages
-from roll.algorithms.gae import value_mask
+from roll.algorithms.advantages import compute_advantages, value_mask
 from roll.algorithms.kl import KlController
 from roll.algorithms.losses import build_policy_loss, build_value_loss, policy_needs
-from roll.algorithms.quantities import KlToReference, hidden_states, squares
-from roll.algorithms.rewards import apply_kl_penalty, shape_rewards, whiten_token_rewards
+from roll.algorithms.quantities import KlToReference, hidden_states, prob_square_sum
 from roll.algorithms.selection import drop_masked_episodes, select_for_policy
-from roll.algorithms.shaping import Shaping
+from roll.algorithms.shaping import Shaping, apply_kl_penalty, shape_rewards, whiten_token_rewards
 from roll.algorithms.statistics import RunningStats
 from roll.algorithms.types import LossContext, TokenScores
 from roll.configs.agentic import AgenticConfig
@@ -320,7 +318,7 @@ def run_properties(config: AgenticConfig, batch: Batch) -> list[float]:
         config.estimator.greedy_baseline,
         recorders.actor.trained,
         *(x for c in contexts for x in (c.max_grad_norm, c.l2)),
-        *(quantity in c.needs for c in contexts for quantity in (hidden_states, KlToReference(), squares)),
+        *(quantity in c.needs for c in contexts for quantity in (hidden_states, KlToReference(), prob_square_sum)),
     ]
 
 

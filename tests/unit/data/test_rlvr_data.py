@@ -13,9 +13,8 @@ from roll.configs.rlvr import RLVRConfig
 from roll.data.prompts import DataError
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.models.tiny import make_tiny_model
-from roll.pipeline.prompt_roles import PromptRoles
-from roll.pipeline.rlvr.datasets import load_datasets, load_renderer, make_data
-from roll.pipeline.rlvr.launch import run_rlvr
+from roll.pipeline.prompts import PromptRolloutWorkers, load_datasets, load_renderer, make_data
+from roll.pipeline.rlvr import run_rlvr
 
 CALLS: list[dict[str, Any]] = []
 
@@ -134,6 +133,6 @@ class Rewards:
 
 
 def test_a_reward_worker_that_died_after_its_last_answer_does_not_end_the_step() -> None:
-    roles = PromptRoles.__new__(PromptRoles)
+    roles = PromptRolloutWorkers.__new__(PromptRolloutWorkers)
     roles._rewards = {"alive": Rewards([2, 3]), "dead": Rewards(None)}  # type: ignore[dict-item]
     assert roles.take_retries() == {"reward/alive/retries": 5, "reward/dead/retries": 0}

@@ -19,7 +19,7 @@ from roll.distributed.strategy.generation.model_outline import stop_token_ids
 from roll.extras.importers.convert import convert
 from roll.extras.importers.draft import Kind
 from roll.models.tiny import make_tokenizer
-from roll.pipeline.rlvr.datasets import load_datasets
+from roll.pipeline.prompts import load_datasets
 from roll.preflight.choices import CHECKS
 from tests.unit.configs.test_rlvr_config import MINIMAL
 from tests.unit.extras.importers.test_import import FILES

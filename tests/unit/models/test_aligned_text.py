@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from roll.algorithms.alignment import NO_CHUNK
+from roll.algorithms.distillation import NO_CHUNK
 from roll.data.batch import Batch
 from roll.models.aligned_text import Retokenizer
 from roll.models.tiny import make_tokenizer

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.algorithms.alignment import NO_CHUNK
-from roll.algorithms.distillation import teacher_metrics
+from roll.algorithms.distillation import NO_CHUNK, teacher_metrics
 from roll.algorithms.quantities import TopTokens, hidden_states, logprobs
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
@@ -19,7 +18,7 @@ from roll.data.renderer import ChatRenderer
 from roll.data.teacher_prompts import TeacherPrompts
 from roll.models.scoring import TokenScorer, score_batch
 from roll.models.tiny import make_tiny_model
-from roll.pipeline.privileged_teacher import PrivilegedTeacher
+from roll.pipeline.teachers import PrivilegedTeacher
 from tests.support.imitation import Imitator
 
 QUESTIONS = {4: ("3+4=", "7"), 9: ("Up?", "it is Down, not Left")}

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from roll.distributed.cluster.errors import WorkerDiedError
-from roll.pipeline.replicas import RestartBudget
-from roll.pipeline.rollout_roles import RolloutRoles
+from roll.pipeline.roles import RestartBudget
+from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.utils.signals import SignalGuard
 
 
@@ -35,7 +35,7 @@ class Workers:
         assert method == "setup"
 
 
-class Connected(RolloutRoles):
+class Connected(RolloutWorkers):
     connections = 0
 
     def connect(self) -> None:

@@ -38,6 +38,7 @@ def group(number: int, errors: tuple[str, ...] = (), **info: int) -> RolloutGrou
 
 def taken(caplog: pytest.LogCaptureFixture, *groups: RolloutGroup) -> str:
     scheduler: Any = SimpleNamespace(take=lambda *_, **options: Collected(list(groups), []))
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
         take(SESSION, scheduler, Admission(len(groups)), 1, "train on")
     return caplog.text

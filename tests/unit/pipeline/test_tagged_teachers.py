@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from roll.algorithms.alignment import NO_CHUNK
-from roll.algorithms.distillation import teacher_metrics, teacher_term
+from roll.algorithms.distillation import NO_CHUNK, teacher_metrics, teacher_term
 from roll.algorithms.types import TokenScores
 from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
 from roll.models.scoring import TokenScorer, score_batch
-from roll.pipeline.tagged_teachers import TaggedTeachers
+from roll.pipeline.teachers import TaggedTeachers
 from tests.support.sizes import sizes
 
 SIZES = Qwen2Config(

@@ -15,7 +15,7 @@ from roll.configs.pipeline import PipelineConfig
 from roll.data.batch import Batch
 from roll.data.shared_prompts import computed_tokens
 from roll.models.shapes import ModelShape, samples_flops
-from roll.pipeline.utilisation import Utilisation, num_devices
+from roll.pipeline.profiling import Utilisation, num_devices
 from roll.tracking.monitor import PhaseTimer
 from roll.utils.gpus import GPUS, known_gpu
 from tests.support.sizes import sizes

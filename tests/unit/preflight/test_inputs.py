@@ -20,16 +20,15 @@ from roll.configs.offline import SFTConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.shipped import SHIPPED
 from roll.data.files.rows import DataError
-from roll.pipeline.dpo.pipeline import _load as load_pairs
-from roll.pipeline.offline.imitated import load_imitated
-from roll.pipeline.offline.launch import load_datasets
+from roll.pipeline.offline.dpo import _load as load_pairs
+from roll.pipeline.offline.launch import load_datasets, load_sft_data
 from roll.preflight import inputs
 from roll.preflight.inputs import HEAD, check_data, check_hub, check_inputs
 from roll.preflight.machine import check_machine
 from roll.preflight.templates import policy_renderer
 
 Load = Callable[..., RLVRConfig]
-LOADERS = {"sft_math": load_imitated, "dpo_math": load_pairs}
+LOADERS = {"sft_math": load_sft_data, "dpo_math": load_pairs}
 TRAIN, VAL = "actor_train.data_args", "validation.data_args"
 
 

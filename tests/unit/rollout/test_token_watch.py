@@ -21,7 +21,7 @@ from roll.data.requests import Completion, FinishReason, GenerateRequest, Sampli
 from roll.rewards.types import Sample, Verdict
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.endpoint.session import Policy, Session, Wanted
-from roll.rollout.env_manager import EpisodeSpec, Limits, TrajEnvManager
+from roll.rollout.env_manager import EpisodeSpec, LengthLimits, TrajEnvManager
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.prompt_env import PromptEnv, PromptManager
@@ -30,7 +30,7 @@ from roll.rollout.tool_box import ToolBox, with_tools
 from roll.rollout.types import RolloutGroup, Trajectory
 from tests.support.chat_families import family_tokenizer
 
-LIMITS = Limits(prompt_length=4000, sequence_length=6000)
+LIMITS = LengthLimits(prompt_length=4000, sequence_length=6000)
 PARAMS = SamplingParams(max_new_tokens=400)
 ASKED = ({"role": "user", "content": "17*3="},)
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "17*3"}}\n</tool_call>'

@@ -44,7 +44,7 @@ from roll.distributed.strategy.training.checkpoint import (
 from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer, recompute_activations
 from roll.distributed.strategy.training.module_weights import buffer_pieces
 from roll.distributed.strategy.training.optim import make_adamw, set_rates
-from roll.distributed.strategy.training.scorer import Limits
+from roll.distributed.strategy.training.scorer import MicroBatchLimits
 from roll.models.loading import load_config
 from roll.models.scoring import TokenScorer
 
@@ -98,7 +98,7 @@ class Fsdp2Infer(ModuleScorer[Weights]):
         self._tensor_size = config.tensor_parallel_size
         return self._set_up(config.param_dtype, alone=not _replicated(config, context.world_size))
 
-    def forward_all(self, micro_batches: list[Batch], limits: Limits) -> list[TokenScores]:
+    def forward_all(self, micro_batches: list[Batch], limits: MicroBatchLimits) -> list[TokenScores]:
         scores = super().forward_all(micro_batches, limits)
         self.weights.after_scoring()
         return scores
@@ -155,7 +155,7 @@ class Fsdp2Train(ModuleTrainer[Weights], Fsdp2Infer):
             weights.optimizer = make_adamw(weights.trained, weights.parameters, args)
         self._state = TrainerState(total_optimizer_steps=self.context.total_optimizer_steps)
 
-    def forward(self, micro_batch: Batch, limits: Limits) -> TokenScores:
+    def forward(self, micro_batch: Batch, limits: MicroBatchLimits) -> TokenScores:
         offloads = self._config.activation_offload and torch.is_grad_enabled()
         with OffloadedActivations() if offloads else contextlib.nullcontext():
             return super().forward(micro_batch, limits)

@@ -30,7 +30,7 @@ PromptScores: TypeAlias = tuple["Sequence[float]", "Sequence[int]", "Sequence[fl
 
 
 class ScoringGenerator(Generator[PlanT]):
-    """A generator that is a ``ScoreStrategy`` too: a teacher or a reference that is served."""
+    """A generator that is a ``ScoreStrategy`` too, for frozen models that are served."""
 
     @property
     def scoring(self) -> PromptScoring:

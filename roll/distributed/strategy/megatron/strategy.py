@@ -55,7 +55,7 @@ from roll.distributed.strategy.training.checkpoint import (
     open_source,
 )
 from roll.distributed.strategy.training.pieces import WeightShard
-from roll.distributed.strategy.training.scorer import Limits, Scorer, join_group
+from roll.distributed.strategy.training.scorer import MicroBatchLimits, Scorer, join_group
 from roll.distributed.strategy.training.trainer import Trainer
 from roll.models.heads import load_teacher_layer
 from roll.models.loading import load_config, make_skeleton, resolve_dtype, save_config
@@ -105,10 +105,10 @@ class MegatronInfer(Scorer):
             self._scorer.needs = prepared(context.needs, layers)
         return self.info
 
-    def forward(self, micro_batch: Batch, limits: Limits) -> TokenScores:
+    def forward(self, micro_batch: Batch, limits: MicroBatchLimits) -> TokenScores:
         return self.forward_all([micro_batch], limits)[0]
 
-    def forward_all(self, micro_batches: list[Batch], limits: Limits) -> list[TokenScores]:
+    def forward_all(self, micro_batches: list[Batch], limits: MicroBatchLimits) -> list[TokenScores]:
         inputs = self._lay_out(micro_batches, limits)
 
         def finish(one: MegatronInput, hidden: Tensor, *, non_loss_data: bool) -> TokenScores:
@@ -160,7 +160,7 @@ class MegatronInfer(Scorer):
         )
         return reports
 
-    def _lay_out(self, micro_batches: list[Batch], limits: Limits) -> list[MegatronInput]:
+    def _lay_out(self, micro_batches: list[Batch], limits: MicroBatchLimits) -> list[MegatronInput]:
         """The micro-batches on this rank: of one shape where Megatron needs that, and as many as it can schedule."""
         from megatron.core import parallel_state
 
@@ -253,7 +253,7 @@ class MegatronTrain(MegatronInfer, Trainer):
         self._state = TrainerState(total_optimizer_steps=self.context.total_optimizer_steps)
 
     def accumulate(
-        self, micro_batches: list[Batch], limits: Limits, loss_fn: LossFn, context: LossContext
+        self, micro_batches: list[Batch], limits: MicroBatchLimits, loss_fn: LossFn, context: LossContext
     ) -> dict[str, float | Tensor]:
         from megatron.core import parallel_state
 

@@ -24,7 +24,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-import torch.multiprocessing  # teaches ForkingPickler tensors
+import torch.multiprocessing  # makes ForkingPickler know tensors
 from torch import Tensor
 
 from roll.configs.engines.sglang import CARD, SglangConfig, interpreter_problem

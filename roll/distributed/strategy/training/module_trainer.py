@@ -33,7 +33,7 @@ from roll.distributed.strategy.training.module_weights import (
     start_adapter,
 )
 from roll.distributed.strategy.training.pieces import WeightShard
-from roll.distributed.strategy.training.scorer import Limits, Scorer, join_group
+from roll.distributed.strategy.training.scorer import MicroBatchLimits, Scorer, join_group
 from roll.distributed.strategy.training.trainer import Trainer
 from roll.models import planned_attention, ulysses
 from roll.models.freezing import freeze
@@ -186,7 +186,7 @@ class ModuleScorer(Scorer, Generic[W]):
             raise RuntimeError(f"{self.context.role}: setup() has not been called")
         return self._weights
 
-    def forward(self, micro_batch: Batch, limits: Limits) -> TokenScores:
+    def forward(self, micro_batch: Batch, limits: MicroBatchLimits) -> TokenScores:
         inputs = layout(micro_batch, round_to=limits.round_to, packing=limits.packing, sharing=limits.sharing)
         if self.weights.scorer.is_checked:
             return self._score(micro_batch, inputs)

@@ -20,7 +20,7 @@ from roll.models.scoring import split_batch
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class MicroBatchLimits:
     """Bounds of a micro-batch, and its layout."""
 
     max_sequences: int | None
@@ -58,10 +58,10 @@ class Scorer(ABC):
         """Frees what would outlive the object, such as an engine's process groups. The object is not used again."""
 
     @abstractmethod
-    def forward(self, micro_batch: Batch, limits: Limits) -> TokenScores:
+    def forward(self, micro_batch: Batch, limits: MicroBatchLimits) -> TokenScores:
         """Scores of one micro-batch, flat [T], on the device; with gradient where it is enabled (collective)."""
 
-    def forward_all(self, micro_batches: list[Batch], limits: Limits) -> list[TokenScores]:
+    def forward_all(self, micro_batches: list[Batch], limits: MicroBatchLimits) -> list[TokenScores]:
         """Scores of all micro-batches without gradient (collective; engines with a schedule of their own override)."""
         return [self.forward(micro_batch, limits) for micro_batch in micro_batches]
 
@@ -105,12 +105,12 @@ class Scorer(ABC):
             torch.cuda.synchronize()
         self._resident |= what
 
-    def limits(self, phase: str) -> Limits:
+    def limits(self, phase: str) -> MicroBatchLimits:
         """The layout of micro-batches; ``phase`` is ``train`` or ``infer``."""
         worker = self.context.worker
         dynamic = getattr(worker, f"use_dynamic_batching_in_{phase}")
         per_pass = worker.infer_batch_size if phase == "infer" else worker.training_args.per_device_train_batch_size
-        return Limits(
+        return MicroBatchLimits(
             max_sequences=None if dynamic else per_pass,
             max_tokens=getattr(worker, f"max_tokens_per_microbatch_in_{phase}") if dynamic else None,
             round_to=getattr(worker, f"sequence_length_round_in_{phase}"),

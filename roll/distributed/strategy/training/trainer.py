@@ -49,7 +49,7 @@ from roll.distributed.strategy.training.checkpoint import (
 )
 from roll.distributed.strategy.training.optim import learning_rate, weight_decay
 from roll.distributed.strategy.training.pieces import TensorForm, WeightShard, gather, own_rank
-from roll.distributed.strategy.training.scorer import Limits, Scorer, take_all
+from roll.distributed.strategy.training.scorer import MicroBatchLimits, Scorer, take_all
 from roll.distributed.weights.buckets import allocate, as_tensor, pack
 from roll.distributed.weights.contents import BucketOutline, WeightBucket, aligned, outline_of
 from roll.distributed.weights.messages import Payload
@@ -375,7 +375,7 @@ class Trainer(Scorer):
         return metrics | {f"time/{self.area}_train_step": time.perf_counter() - start}
 
     def accumulate(
-        self, micro_batches: list[Batch], limits: Limits, loss_fn: LossFn, context: LossContext
+        self, micro_batches: list[Batch], limits: MicroBatchLimits, loss_fn: LossFn, context: LossContext
     ) -> dict[str, float | Tensor]:
         """Forward and backward passes of a step (engines with a schedule of their own override).
 
@@ -422,12 +422,12 @@ class Trainer(Scorer):
     def _count(self, batch: Batch, num_micro_batches: int) -> tuple[LossContext, int, float]:
         """The loss's denominators, the micro-batches to run, and the tokens of the step, over all ranks."""
         loss_tokens_B = torch.zeros(batch.num_sequences).index_add_(0, batch.rows_T, batch.loss_mask_T.float())
-        share_B = torch.ones(batch.num_sequences) if batch.share_B is None else batch.share_B
-        longest = float((loss_tokens_B / share_B).max()) if batch.num_sequences else 0.0
+        sample_weight_B = torch.ones(batch.num_sequences) if batch.sample_weight_B is None else batch.sample_weight_B
+        longest = float((loss_tokens_B / sample_weight_B).max()) if batch.num_sequences else 0.0
         counts = self._gather_counts(
             [
                 float(loss_tokens_B.sum()),
-                float(share_B[loss_tokens_B > 0].sum()),
+                float(sample_weight_B[loss_tokens_B > 0].sum()),
                 float(batch.num_tokens),
                 longest,
                 float(num_micro_batches),

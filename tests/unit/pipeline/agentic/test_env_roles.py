@@ -11,7 +11,7 @@ import pytest
 
 from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.loader import load_config
-from roll.pipeline.agentic.env_roles import EnvRoles
+from roll.pipeline.agentic import AgenticRolloutWorkers
 from roll.pipeline.session import RunFailedError
 from roll.pipeline.start import Start
 from roll.rollout.env_worker import EnvironmentWorker
@@ -35,12 +35,12 @@ class Local:
         return refs
 
 
-def roles(*overrides: str) -> EnvRoles:
+def roles(*overrides: str) -> AgenticRolloutWorkers:
     config = load_config(AgenticConfig, "small", CONFIGS, overrides)
     clusters = {name: Local() for name in MANAGERS}
     models, start = SimpleNamespace(on_replaced=[]), Start("/no/model")
     run: Any = SimpleNamespace(clusters=clusters, roles=models, start=start, signals=SignalGuard())
-    return EnvRoles(config, run)
+    return AgenticRolloutWorkers(config, run)
 
 
 def test_every_environment_is_tried_before_anything_is_set_up() -> None:

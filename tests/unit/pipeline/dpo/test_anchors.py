@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from roll.data.batch import Batch
-from roll.pipeline.dpo.reference import cross
+from roll.pipeline.offline.dpo import cross
 
 
 def crossed(rows: list[tuple[list[int], list[int]]], max_tokens: int = 9) -> list[tuple[list[int], list[bool]]]:

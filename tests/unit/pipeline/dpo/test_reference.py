@@ -13,7 +13,7 @@ import torch
 
 from roll.data.batch import Batch
 from roll.models.scoring import TokenScores
-from roll.pipeline.dpo.reference import ReferenceScores
+from roll.pipeline.offline.dpo import ReferenceScores
 from roll.pipeline.roles import Roles
 
 

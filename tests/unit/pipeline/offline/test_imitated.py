@@ -17,8 +17,8 @@ from roll.data.renderer import ChatRenderer
 from roll.models.heads import load_teacher_layer
 from roll.models.scoring import TokenScorer, score_batch
 from roll.models.tiny import make_tiny_model
-from roll.pipeline.offline.imitated import load_imitated
-from roll.pipeline.teaching import with_teacher
+from roll.pipeline.offline.launch import load_sft_data
+from roll.pipeline.teachers import with_teacher
 from tests.support.imitation import Imitator
 
 TALKS = [
@@ -66,7 +66,7 @@ def test_the_loss_is_taken_on_answers_or_on_all(models: tuple[Path, Path], tmp_p
             "actor_train": {"data_args": {"file_name": str(tmp_path / "talks.jsonl"), "messages": "talk"}},
         }
     )
-    batch = load_imitated(config, config.actor_train.data_args, ChatRenderer(student.tokenizer)).batch
+    batch = load_sft_data(config, config.actor_train.data_args, ChatRenderer(student.tokenizer)).batch
     said = score_batch(TokenScorer(teacher.model.float(), needs=(logprobs, hidden_states)), batch)
     width = len(student.model.get_output_embeddings().weight)
     layer = load_teacher_layer(str(models[1]), torch.float32).rows(0, width)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from roll.configs.rewards import RewardFilterConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.data.requests import Completion, FinishReason
-from roll.pipeline.rlvr.metrics import (
+from roll.pipeline.prompts import (
     RewardFailureError,
     accuracy_metrics,
     check_error_rates,

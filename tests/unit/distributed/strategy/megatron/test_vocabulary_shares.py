@@ -20,9 +20,9 @@ from roll.algorithms.quantities import (
     TopTokens,
     WholeVocabulary,
     entropy,
-    hits,
     logprobs,
-    squares,
+    prob_square_sum,
+    top1,
 )
 from roll.configs.divergence import DivergenceConfig
 from roll.distributed.strategy.megatron.scores import VocabularyScorer, VocabularyShare
@@ -43,7 +43,7 @@ def divergence(start: int, count: int) -> Divergence:
 
 
 def needs(shared: int, start: int, count: int) -> list[Quantity]:
-    return [logprobs, entropy, hits, squares, TopTokens(2, shared), divergence(start, count)]
+    return [logprobs, entropy, top1, prob_square_sum, TopTokens(2, shared), divergence(start, count)]
 
 
 def scores(shared: int) -> dict[str, Tensor]:

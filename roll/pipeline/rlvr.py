@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from functools import partial
 
-from roll.algorithms.pairing import best_and_worst
+from roll.algorithms.losses import policy_needs
+from roll.algorithms.preferences import build_preference_loss
+from roll.algorithms.selection import best_and_worst
+from roll.configs.batches import describe_batches
 from roll.configs.rlvr import RLVRConfig
 from roll.data.batch import Batch
+from roll.data.prompts import PromptDataset
 from roll.distributed.strategy.base import Metrics
-from roll.pipeline.prompt_roles import PromptRoles
-from roll.pipeline.rl import RLPipeline
-from roll.pipeline.rlvr.metrics import accuracy_metrics, check_error_rates, reward_metrics
+from roll.pipeline.cli import EXIT_USAGE
+from roll.pipeline.launch import launch
+from roll.pipeline.programs import RLVR
+from roll.pipeline.prompts import (
+    Datasets,
+    PromptRolloutWorkers,
+    accuracy_metrics,
+    check_error_rates,
+    load_datasets,
+    load_renderer,
+    make_data,
+    prompt_workers,
+    reward_metrics,
+    teacher_prompts,
+)
+from roll.pipeline.rl import RLPipeline, set_losses
 from roll.pipeline.rollouts import MAX_SHOWN, keep_episodes, passes_filter, play_held_out
+from roll.pipeline.start import RunContext
+from roll.pipeline.teachers import PrivilegedTeacher
 from roll.report.page import save_answers
 from roll.rewards.scorer import best_reward
 from roll.rollout.types import OVER_BUDGET, Collected, RolloutGroup
@@ -21,7 +42,7 @@ class RLVRPipeline(RLPipeline):
     """Trains a policy on prompts whose answers can be verified (see ``RLPipeline``)."""
 
     config: RLVRConfig
-    players: PromptRoles
+    rollout_workers: PromptRolloutWorkers
     filter_hint = (
         "the prompts are too easy or too hard for the policy: loosen rewards.*.query_filter_config, or change the data"
     )
@@ -41,8 +62,8 @@ class RLVRPipeline(RLPipeline):
     def more_metrics(self, collected: Collected) -> Metrics:
         finished = [*collected.groups, *collected.rejected]
         self._tell_over_budget(finished)
-        epoch = self.players.epoch_of(1 + max(group.group_id for group in finished))
-        return reward_metrics(finished, self.config) | self.players.take_retries() | {"rollout/epoch": epoch}
+        epoch = self.rollout_workers.epoch_of(1 + max(group.group_id for group in finished))
+        return reward_metrics(finished, self.config) | self.rollout_workers.take_retries() | {"rollout/epoch": epoch}
 
     def _tell_over_budget(self, groups: Sequence[RolloutGroup]) -> None:
         reasons = [t.info[OVER_BUDGET] for group in groups for t in group.trajectories if OVER_BUDGET in t.info]
@@ -56,7 +77,7 @@ class RLVRPipeline(RLPipeline):
 
     def evaluate(self, name: str, step: int) -> Metrics:
         """Answers the held-out prompts, see ``play_held_out``."""
-        prompts = self.players
+        prompts = self.rollout_workers
         if prompts.val is None:
             return {}
         greedy = None if self.config.val_sampling.is_greedy else prompts.val_greedy
@@ -83,3 +104,33 @@ class RLVRPipeline(RLPipeline):
             f"{found}{metrics['eval/episodes']:.0f} responses to {len(groups)} prompts"
         )
         return metrics
+
+
+def run_rlvr(config: RLVRConfig, started: float | None = None) -> int:
+    """Runs the RLVR pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data."""
+    try:
+        if config.data_generator is not None:
+            make_data(config.data_generator)
+        datasets = load_datasets(config, load_renderer(config))
+    except (OSError, ValueError) as error:  # a DataError is a ValueError
+        sys.stderr.write(f"{error}\n")
+        return EXIT_USAGE
+    config = config if datasets.train is None else config.with_length(len(datasets.train))
+    notes = [*describe_batches(config), *datasets.describe()]
+    body, workers, needs = partial(_run, datasets=datasets), prompt_workers(config), policy_needs(config)
+    data = datasets.identities()
+    return launch(config, RLVR, body, workers, needs=needs, notes=notes, started=started, data=data)
+
+
+def _run(config: RLVRConfig, run: RunContext, *, datasets: Datasets[PromptDataset]) -> None:
+    roles, prompts = run.roles, PromptRolloutWorkers(config, run, datasets.train, datasets.val)
+    prompts.begin_setup()
+    with run.set_up(config, prompts):
+        if (writer := teacher_prompts(config, load_renderer(config))) is not None:
+            assert roles.teacher is not None, "a rule"
+            roles.teacher = PrivilegedTeacher(roles.teacher, lambda group: writer.ids(prompts.drawn(group)))
+        if config.online_dpo is None:
+            set_losses(roles, config)
+        else:
+            roles.actor.call("set_loss", build_preference_loss, config.online_dpo)
+    RLVRPipeline(config, run, prompts).run()

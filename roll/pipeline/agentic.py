@@ -1,29 +1,40 @@
-"""The environment managers of a run: their clusters and the schedulers that collect from them."""
+"""The agentic pipeline: rollouts come from environments, played by environment workers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from roll.agentic.env import path_of
+from roll.algorithms.losses import policy_needs
 from roll.configs.agentic import JUDGE_CLUSTER, MANAGERS, AgenticConfig
+from roll.configs.batches import describe_batches
 from roll.configs.env import EnvManagerConfig
 from roll.data.requests import sampling_params
 from roll.data.templates import ChatTemplate
-from roll.pipeline.rollout_roles import RolloutRoles
+from roll.distributed.strategy.base import Metrics
+from roll.pipeline.launch import MODEL_WORKERS, WorkerClasses, launch
+from roll.pipeline.programs import AGENTIC
+from roll.pipeline.rl import RLPipeline, set_losses
+from roll.pipeline.rollout_workers import RolloutWorkers
+from roll.pipeline.rollouts import keep_episodes, passes_filter, play_held_out
 from roll.pipeline.session import RunFailedError
-from roll.pipeline.start import Launched
-from roll.rollout.env_manager import Limits
-from roll.rollout.env_worker import EnvWorkerContext
+from roll.pipeline.start import RunContext
+from roll.report.render import save_renders
+from roll.rollout.env_manager import LengthLimits
+from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext
 from roll.rollout.plans import GroupPlan
+from roll.rollout.reward_worker import JudgeWorker
 from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.types import RolloutGroup
 from roll.utils.seeding import derive_seed
 
 
-class EnvRoles(RolloutRoles):
+class AgenticRolloutWorkers(RolloutWorkers):
     """Training and validation environments, and the judge that they ask."""
 
-    def __init__(self, config: AgenticConfig, run: Launched) -> None:
+    def __init__(self, config: AgenticConfig, run: RunContext) -> None:
         tokenizer_path = config.tokenizer_path or run.start.model_path
         self._managers = {name: getattr(config, name) for name in MANAGERS}
         contexts: dict[str, tuple[Any, ...]] = {
@@ -96,9 +107,70 @@ def _worker_context(config: AgenticConfig, manager: EnvManagerConfig, tokenizer_
         tokenizer_path=tokenizer_path,
         template=ChatTemplate.of(config.actor_train.data_args),
         params=sampling_params(config.sampling(manager)),
-        limits=Limits(*config.lengths(held_out=manager is not config.train_env_manager)),
+        limits=LengthLimits(*config.lengths(held_out=manager is not config.train_env_manager)),
         retries=manager.env_retries,
         tools=config.tools and config.tools.placed(),
         token_check=config.tokenization_sanity_check if manager is config.train_env_manager else "disable",
         trust_remote_code=config.trusts("actor_train"),
     )
+
+
+class AgenticPipeline(RLPipeline):
+    """Trains a policy on environments (see ``RLPipeline``)."""
+
+    config: AgenticConfig
+    rollout_workers: AgenticRolloutWorkers
+    filter_hint = (
+        "the environments are too easy or too hard for the policy: loosen train_env_manager.query_filter_config, or "
+        "change them"
+    )
+
+    def wants(self, group: RolloutGroup) -> bool:
+        return passes_filter(group, self.config.train_env_manager.query_filter_config)
+
+    def most_tokens(self, tag: str) -> int:
+        sampled = self.config.sampling(self.config.train_env_manager).max_new_tokens or self.config.response_length
+        return min(sampled, self.config.custom_envs[tag].max_tokens_per_step or sampled)
+
+    def evaluate(self, name: str, step: int) -> Metrics:
+        """Plays the validation episodes, see ``play_held_out``."""
+        manager, envs = self.config.val_env_manager, self.rollout_workers
+        greedy = None if self.config.sampling(manager).is_greedy else envs.val_greedy
+        num_groups = self.config.val_batch_size // manager.group_size
+        groups, metrics = play_held_out(self.session, name, step, num_groups, envs.val, greedy, self.check_groups)
+        metrics["eval/attained"] = self.attained(groups)
+        if name != "step":
+            self.session.summary["eval"][name] = {
+                "success": metrics["eval/success"],
+                "success_greedy": metrics["eval_greedy/success"],
+                "valid_rate": metrics.get("eval/valid_rate"),
+                "reward": metrics["eval/reward"],
+                "episodes": int(metrics["eval/episodes"]),
+                "distinct_starts": len({t.turns[0].state_key for group in groups for t in group.trajectories}),
+            }
+        episodes = keep_episodes(self.session, step, groups)
+        self.session.aside(partial(save_renders, episodes, self.session.renders, step, self.config.num_renders))
+        valid = metrics.get("eval/valid_rate")  # of agent programs nobody knows
+        self.session.display.note(
+            f"evaluation {name} (step {step}): success {metrics['eval/success']:.1%}, "
+            + ("" if valid is None else f"valid actions {valid:.1%} ")
+            + f"on {metrics['eval/episodes']:.0f} held-out episodes"
+        )
+        return metrics
+
+
+def run_agentic(config: AgenticConfig, started: float | None = None) -> int:
+    """Runs the agentic pipeline to its end and returns the exit code, see ``launch``."""
+    rollout_workers = dict.fromkeys(MANAGERS, EnvironmentWorker)
+    workers: WorkerClasses = {**MODEL_WORKERS, **rollout_workers, JUDGE_CLUSTER: JudgeWorker}
+    needs, notes = policy_needs(config), describe_batches(config)
+    return launch(config, AGENTIC, _run, workers, needs=needs, notes=notes, started=started)
+
+
+def _run(config: AgenticConfig, run: RunContext) -> None:
+    envs = AgenticRolloutWorkers(config, run)
+    envs.probe()
+    envs.begin_setup()
+    with run.set_up(config, envs):
+        set_losses(run.roles, config)
+    AgenticPipeline(config, run, envs).run()

@@ -8,17 +8,16 @@ from typing import ClassVar
 from roll.algorithms.distillation import build_distill_loss
 from roll.configs.distill import DistillConfig
 from roll.models.loading import load_config
-from roll.pipeline.distill.teacher import Teacher, require_kept
-from roll.pipeline.offline.imitated import load_imitated
-from roll.pipeline.offline.kept import check_writable
-from roll.pipeline.offline.launch import Samples, run_offline
+from roll.pipeline.offline.column_cache import check_writable
+from roll.pipeline.offline.launch import Samples, load_sft_data, run_offline
 from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
 from roll.pipeline.programs import DISTILL
+from roll.pipeline.teachers import DatasetTeacher, require_cached
 
 
 def run_distill(config: DistillConfig, started: float | None = None) -> int:
     """Runs the distillation pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data."""
-    return run_offline(config, DISTILL, load_imitated, _build, started, _check)
+    return run_offline(config, DISTILL, load_sft_data, _build, started, _check)
 
 
 class DistillPipeline(OfflinePipeline):
@@ -41,14 +40,14 @@ def _check(config: DistillConfig, samples: Samples) -> None:
     else:
         for batch in (samples.held_out, None if samples.train is None else samples.train.batch):
             if batch is not None:
-                require_kept(config, batch)
+                require_cached(config, batch)
 
 
 def _build(config: DistillConfig, parts: Parts) -> DistillPipeline | None:
     vocab_size = (
         load_config(parts.model_path, trust_remote_code=config.trusts("actor_train")).get_text_config().vocab_size
     )
-    teacher = Teacher(config, parts.run.roles, parts.teacher_path, vocab_size)
+    teacher = DatasetTeacher(config, parts.run.roles.teacher, parts.teacher_path, vocab_size)
     if parts.held_out is not None:
         parts = replace(parts, held_out=teacher.ahead(parts.held_out))
     on_disk = config.teacher_logprobs is not None

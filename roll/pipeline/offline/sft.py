@@ -9,15 +9,14 @@ from roll.algorithms.losses import SFT_NEEDS, build_sft_loss
 from roll.configs.offline import SFTConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
-from roll.pipeline.offline.imitated import load_imitated
-from roll.pipeline.offline.launch import run_offline
+from roll.pipeline.offline.launch import load_sft_data, run_offline
 from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
 from roll.pipeline.programs import SFT
 
 
 def run_sft(config: SFTConfig, started: float | None = None) -> int:
     """Runs the SFT pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data."""
-    return run_offline(config, SFT, load_imitated, _build, started, needs=SFT_NEEDS)
+    return run_offline(config, SFT, load_sft_data, _build, started, needs=SFT_NEEDS)
 
 
 class SFTPipeline(OfflinePipeline):
@@ -41,8 +40,8 @@ class SFTPipeline(OfflinePipeline):
         assert scores.logprobs_T is not None, "a language model scores"
         loss = -float(scores.logprobs_T[said_T].double().mean())
         metrics = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0)), "eval/tokens": float(said_T.sum())}
-        if scores.hit_T is not None:  # an engine of one's own may not tell
-            metrics["eval/token_accuracy"] = float(scores.hit_T[said_T].double().mean())
+        if scores.top1_T is not None:  # an engine of one's own may not tell
+            metrics["eval/token_accuracy"] = float(scores.top1_T[said_T].double().mean())
         return metrics
 
 

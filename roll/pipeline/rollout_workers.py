@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.rl import RLConfig
 from roll.pipeline.session import RunFailedError
+from roll.pipeline.start import RunContext
 from roll.rewards.types import RewardError, SandboxUnavailableError
 from roll.rollout.endpoint.errors import PortTakenError
 from roll.rollout.plans import RolloutPlan
@@ -19,11 +20,8 @@ from roll.rollout.schedule import Schedule
 from roll.rollout.scheduler import RolloutScheduler
 from roll.utils.registry import UnknownNameError
 
-if TYPE_CHECKING:
-    from roll.pipeline.start import Launched
 
-
-class RolloutRoles(ABC):
+class RolloutWorkers(ABC):
     """Workers that play episodes, and whatever they need beside the engines.
 
     Args:
@@ -33,7 +31,7 @@ class RolloutRoles(ABC):
     train: RolloutScheduler
     """Plays the groups that are trained on, in a run that does."""
 
-    def __init__(self, config: PipelineConfig, run: Launched, contexts: Mapping[str, tuple[Any, ...]]) -> None:
+    def __init__(self, config: PipelineConfig, run: RunContext, contexts: Mapping[str, tuple[Any, ...]]) -> None:
         self._config = config
         self._clusters = {name: run.clusters[name] for name in contexts}
         self._contexts = contexts

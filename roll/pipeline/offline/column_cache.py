@@ -45,7 +45,7 @@ def check_writable(folder: str, key: str) -> None:
         raise ValueError(f"{key}: seen {folder}, expected a folder that can be written ({error.strerror})") from error
 
 
-def read_kept(
+def read_cached(
     file: Path, names: Sequence[str], what: str, about: Mapping[str, str] | None = None
 ) -> dict[str, Tensor] | None:
     """The columns of a file; ``None`` where there is none.
@@ -74,23 +74,23 @@ def read_kept(
     return found
 
 
-def kept(
+def cached_columns(
     file: Path,
     names: Sequence[str],
     what: str,
     compute: Callable[[], Mapping[str, Tensor]],
     about: Mapping[str, str] | None = None,
 ) -> Mapping[str, Tensor]:
-    """The columns of a file, which are computed and written where there is none (arguments as ``read_kept``).
+    """The columns of a file, which are computed and written where there is none (arguments as ``read_cached``).
 
     Raises:
-        ValueError: as ``read_kept``.
+        ValueError: as ``read_cached``.
         OSError: it cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    if (found := read_kept(file, names, what, about)) is not None:
+    if (found := read_cached(file, names, what, about)) is not None:
         return found
     computed = compute()
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from roll.data.batch import Batch
-from roll.pipeline.offline.kept import check_writable, digest_of, kept, read_kept, weight_files
+from roll.pipeline.offline.column_cache import cached_columns, check_writable, digest_of, read_cached, weight_files
 
 BATCH = Batch(torch.tensor([2, 1]), torch.tensor([5, 6, 7]), torch.tensor([False, True, False]))
 
@@ -26,7 +26,7 @@ def test_two_runs_that_keep_the_same_at_the_same_time_do_not_disturb_each_other(
     def keep() -> Mapping[str, torch.Tensor]:
         nonlocal process
         process = next(processes)
-        return kept(file, ["a"], "numbers", lambda: {"a": torch.full((2,), float(process))})
+        return cached_columns(file, ["a"], "numbers", lambda: {"a": torch.full((2,), float(process))})
 
     def save_beside_another(*args: Any, **options: Any) -> None:
         save_file(*args, **options)
@@ -45,7 +45,7 @@ def test_a_file_that_cannot_be_written_is_told_with_its_name(tmp_path: Path, mon
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(OSError, match=r"a.safetensors: the log-probabilities cannot be kept .*No space left"):
-        kept(tmp_path / "a.safetensors", ["x"], "log-probabilities", lambda: {"x": torch.zeros(2)})
+        cached_columns(tmp_path / "a.safetensors", ["x"], "log-probabilities", lambda: {"x": torch.zeros(2)})
     assert not list(tmp_path.iterdir())
 
 
@@ -56,17 +56,17 @@ def test_they_are_computed_once(tmp_path: Path) -> None:
         calls.append(1)
         return {"a": torch.tensor([1.5, 2.5])}
 
-    found = [kept(file, ["a"], "numbers", compute, {"by": "me"}) for _ in range(2)]
+    found = [cached_columns(file, ["a"], "numbers", compute, {"by": "me"}) for _ in range(2)]
     assert torch.equal(found[0]["a"], found[1]["a"]) and len(calls) == 1
     assert [path.name for path in file.parent.iterdir()] == ["x.safetensors"]
-    assert read_kept(tmp_path / "y.safetensors", ["a"], "numbers") is None
+    assert read_cached(tmp_path / "y.safetensors", ["a"], "numbers") is None
     with pytest.raises(ValueError, match="by: seen 'me', expected 'you'"):
-        kept(file, ["a"], "numbers", compute, {"by": "you"})
+        cached_columns(file, ["a"], "numbers", compute, {"by": "you"})
     with pytest.raises(ValueError, match="no numbers"):
-        read_kept(file, ["b"], "numbers")
+        read_cached(file, ["b"], "numbers")
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match="delete it"):
-        read_kept(file, ["a"], "numbers")
+        read_cached(file, ["a"], "numbers")
 
 
 def test_a_folder_that_cannot_be_written_is_told_with_its_key(tmp_path: Path) -> None:

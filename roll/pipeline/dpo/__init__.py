@@ -1,1 +1,0 @@
-"""Preferences: answers that are better or worse."""

@@ -1,1 +1,0 @@
-"""Reward models: scores for answers, learnt from comparisons, scores or labelled steps."""

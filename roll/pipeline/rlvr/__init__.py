@@ -1,1 +1,0 @@
-"""The RLVR pipeline: prompts from datasets, rewards that can be verified."""

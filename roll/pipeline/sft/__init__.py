@@ -1,1 +1,0 @@
-"""Supervised fine-tuning: conversations to imitate."""
