@@ -50,7 +50,7 @@ from roll.rollout.endpoint.server import Endpoint
 from roll.rollout.endpoint.session import Policy, Session
 from roll.rollout.env_manager import EpisodeSpec, Limits
 from roll.rollout.router import GenerationClient
-from roll.utils.collector import calm_collector
+from roll.utils.memory import calm_collector
 
 MOST_LOST, HELD_TO = 0.15, 256
 NEW_TOKENS = 16

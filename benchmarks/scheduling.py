@@ -34,8 +34,7 @@ import numpy as np
 
 from roll.agentic.env.base import StepResult, TextEnv, step_result
 from roll.configs.env import CustomEnvConfig
-from roll.configs.strategy import StrategyArguments
-from roll.configs.worker import WorkerConfig
+from roll.configs.worker import StrategyArguments, WorkerConfig
 from roll.data.columns import IntArray
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.cluster.cluster import Cluster
@@ -52,7 +51,7 @@ from roll.rollout.rows import groups_to_batch
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 from roll.tracking.monitor import peak_memory_mb
-from roll.utils.collector import calm_collector
+from roll.utils.memory import calm_collector
 
 DRIVER_US_PER_GROUP, WORKER_US_PER_TURN, BATCH_S = 300, 100, 1.5
 MEMBERS, TURNS, EPISODES = 8, 8, 16_384

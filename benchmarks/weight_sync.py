@@ -50,21 +50,20 @@ from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.fsdp2.weights import ReplicatedWeights
-from roll.distributed.strategy.training.export import PlannedBucket, export, plan_buckets
 from roll.distributed.strategy.training.module_weights import hf_pieces
+from roll.distributed.strategy.training.trainer import PlannedBucket, export, plan_buckets
 from roll.distributed.weights import sync
 from roll.distributed.weights.buckets import WeightUpdate, packing_into, unpack_bucket
 from roll.distributed.weights.contents import BucketOutline, WeightBucket
 from roll.distributed.weights.messages import BucketMessage, Payload
-from roll.distributed.weights.receiver import WeightReceiver
-from roll.distributed.weights.routes import Link, Route
+from roll.distributed.weights.receiver import WeightReceiver, tensors_of
 from roll.distributed.weights.segments import SegmentPool, SharedMemory
-from roll.distributed.weights.update_stream import tensors_of
+from roll.distributed.weights.sender import Link, Route
 from roll.models.scoring import TokenScorer
 from roll.models.tiny import make_tokenizer
 from roll.pipeline.model_cluster import ModelCluster
 from roll.pipeline.workers import InferWorker, TrainWorker
-from roll.utils.collector import end_start
+from roll.utils.memory import end_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Qwen2Config

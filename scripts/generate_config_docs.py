@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md and docs/configuration/ from the configuration classes: ``make docs``, or with ``--check``."""
+"""Writes docs/configuration.md and docs/configuration/ from the classes: ``make docs``, or with ``--check``."""
 
 from __future__ import annotations
 
@@ -10,38 +10,50 @@ from pydantic.fields import FieldInfo
 
 from roll.configs.agent import AgentConfig, AgentSandboxConfig
 from roll.configs.agentic import AgenticConfig
-from roll.configs.algorithm import AlgorithmConfig, OverlongBufferConfig, PfPpoConfig, RewardNormalizationConfig
+from roll.configs.algorithm import (
+    AlgorithmConfig,
+    IsWeightConfig,
+    OverlongBufferConfig,
+    PfPpoConfig,
+    RewardNormalizationConfig,
+    TrainInferCorrectionConfig,
+    TrainInferFilterConfig,
+)
 from roll.configs.base import Config
-from roll.configs.correction import IsWeightConfig, TrainInferCorrectionConfig, TrainInferFilterConfig
 from roll.configs.data import DataArguments, DatasetFilterConfig
 from roll.configs.distill import DistillConfig, DistillLossConfig
 from roll.configs.divergence import DivergenceConfig
 from roll.configs.dpo import DPOConfig
 from roll.configs.engines import cards
 from roll.configs.env import ALIASES, CustomEnvConfig, EnvManagerConfig
-from roll.configs.generating import GeneratingArguments
 from roll.configs.judge import AskedModelConfig, JudgeEngine
-from roll.configs.model import ModelArguments
-from roll.configs.offline import HeldOutConfig, OfflineConfig
-from roll.configs.pipeline import CheckpointConfig, PipelineConfig, RayInitConfig, RunConfig
+from roll.configs.offline import HeldOutConfig, OfflineConfig, SFTConfig
+from roll.configs.pipeline import (
+    CheckpointConfig,
+    PipelineConfig,
+    ProfilerConfig,
+    PromptWarmStartConfig,
+    RayInitConfig,
+    RunConfig,
+    WarmStartConfig,
+)
 from roll.configs.preference import AnswerColumns, PairColumns, PreferenceConfig
-from roll.configs.profiling import ProfilerConfig
 from roll.configs.prompts import DataGeneratorConfig, PromptsConfig, RolloutWorkersConfig, ValidationConfig
 from roll.configs.reward_training import RewardColumns, RewardLossConfig, RewardTrainingConfig
 from roll.configs.rewards import RewardConfig, RewardFilterConfig, VerifierConfig
-from roll.configs.rl import RLConfig
-from roll.configs.rlvr import RLVRConfig
-from roll.configs.router_replay import RouterReplayConfig
+from roll.configs.rl import RLConfig, ValInferConfig
+from roll.configs.rlvr import RLVRConfig, UserConfig
 from roll.configs.schema import default_text, range_text, type_text
-from roll.configs.sft import SFTConfig
-from roll.configs.strategy import StrategyArguments
 from roll.configs.teacher import OnPolicyDistillationConfig, TaggedTeacherConfig, TeacherConfig
 from roll.configs.tools import McpServerConfig, ToolConfig, ToolsConfig
-from roll.configs.training import TrainingArguments
-from roll.configs.user import UserConfig
-from roll.configs.val_infer import ValInferConfig
-from roll.configs.warm_start import PromptWarmStartConfig, WarmStartConfig
-from roll.configs.worker import WorkerConfig
+from roll.configs.worker import (
+    GeneratingArguments,
+    ModelArguments,
+    RouterReplayConfig,
+    StrategyArguments,
+    TrainingArguments,
+    WorkerConfig,
+)
 from roll.extras.sandbox.remote import RemoteSandboxConfig
 from roll.rewards import VERIFIERS
 from roll.rewards.remote_classifier import RemoteClassifierConfig

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from roll.utils.collector import start_calmly
+from roll.utils.memory import start_calmly
 
 start_calmly()
 

@@ -1,6 +1,7 @@
 """Advantage estimators: rewards (and values) in, ``advantages_T`` and ``returns_T`` out.
 
 An estimator is a function ``(batch, config) -> batch`` in ``ADVANTAGES``, or anybody's by ``package.module:function``.
+``config`` holds the keys of this estimator; a function of the user's own gets all keys.
 Scores of episodes are sums of ``rewards_T``, one per episode, however many rows or tokens it has: a long episode weighs
 a group's mean no more than a short one.
 
@@ -10,7 +11,7 @@ Axes: B rows, T tokens, M sampled tokens in episode order, K turns, J episodes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,16 +22,16 @@ from roll.algorithms.episodes import Episodes, find_episodes, reverse_recurrence
 from roll.algorithms.gae import gae, value_mask
 from roll.algorithms.statistics import STD_EPS, group_mean, group_moments, group_normalised, sums, whiten
 from roll.algorithms.token_baselines import optimal_token_baseline, tir_optimal_token_baseline
-from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.algorithm import AdvantageConfig, Estimator, Gdpo, Grpo, OfStates
 from roll.data.batch import Batch
 from roll.utils.registry import Registry
 
-AdvantageFn: TypeAlias = Callable[[Batch, AlgorithmConfig], Batch]
+AdvantageFn: TypeAlias = Callable[[Batch, Any], Batch]
 
 ADVANTAGES: Registry[AdvantageFn] = Registry("advantage estimator")
 
 
-def compute_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
+def compute_advantages(batch: Batch, config: AdvantageConfig) -> Batch:
     """Sets ``advantages_T`` and ``returns_T``: estimate, whiten, clip.
 
     Whitening takes its mean and variance over all sampled tokens of the batch, also where the tokens of a turn share
@@ -46,7 +47,7 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
     estimator = ADVANTAGES.get(config.adv_estimator)
     require_rewards(batch, user)
     require_finite(batch, "values_T")
-    batch = estimator(batch, config)
+    batch = estimator(batch, config.estimator)
     estimated_T, _ = require_columns(batch, "the step after " + user, "advantages_T", "returns_T")
     require_finite(batch, "advantages_T", "returns_T")
     advantages_T = estimated_T.clone()
@@ -58,7 +59,7 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
     return batch.replace(advantages_T=advantages_T.masked_fill_(~batch.loss_mask_T, 0.0))
 
 
-def grpo(batch: Batch, config: AlgorithmConfig) -> Batch:
+def grpo(batch: Batch, config: Grpo) -> Batch:
     """Group-relative scores ``(R - mean) / (std + 1e-6)``, the same for all tokens of an episode (Shao et al. 2024).
 
     The standard deviation is unbiased. A group of one has mean 0 and standard deviation 1. Without
@@ -72,7 +73,7 @@ def grpo(batch: Batch, config: AlgorithmConfig) -> Batch:
     return _with_scores(batch, episodes, advantage_J, score_J)
 
 
-def grpo_passk(batch: Batch, config: AlgorithmConfig) -> Batch:
+def grpo_passk(batch: Batch, config: Grpo) -> Batch:
     """Only the group's best episode learns, by its lead over the second best (Tang et al. 2025).
 
     ``(R_best - R_second) / (std + 1e-6)``, undivided without ``norm_adv_by_std_in_grpo``; 0 when two share the first
@@ -93,7 +94,7 @@ def grpo_passk(batch: Batch, config: AlgorithmConfig) -> Batch:
     return _with_scores(batch, episodes, advantage_J, score_J)
 
 
-def rloo(batch: Batch, config: AlgorithmConfig) -> Batch:
+def rloo(batch: Batch, config: Estimator) -> Batch:
     """Scores against the mean of the group's *other* episodes (Kool et al. 2019; Ahmadian et al. 2024).
 
     ``(n R - sum of the group's R) / (n - 1)``; a group of one keeps its score. Needs ``group_B``.
@@ -105,7 +106,7 @@ def rloo(batch: Batch, config: AlgorithmConfig) -> Batch:
     return _with_scores(batch, episodes, advantage_J, score_J)
 
 
-def opo(batch: Batch, config: AlgorithmConfig) -> Batch:
+def opo(batch: Batch, config: Estimator) -> Batch:
     """Scores against the length-weighted mean of the group, the baseline of least variance (Hao et al. 2025).
 
     ``R - sum(length * R) / sum(length)`` with lengths in sampled tokens; a group of one keeps its score. Needs
@@ -125,7 +126,7 @@ def opo(batch: Batch, config: AlgorithmConfig) -> Batch:
     return _with_scores(batch, episodes, score_J - baseline_J, score_J)
 
 
-def gpg(batch: Batch, config: AlgorithmConfig) -> Batch:
+def gpg(batch: Batch, config: Estimator) -> Batch:
     """Group policy gradient (Chu et al. 2025): ``(episodes / episodes with R != 0) * (R - mean)``.
 
     The factor, one for the batch, makes up for episodes whose score of 0 says nothing. A group of one has mean 0.
@@ -136,7 +137,7 @@ def gpg(batch: Batch, config: AlgorithmConfig) -> Batch:
     return _with_scores(batch, episodes, scale * (score_J - group_mean(score_J, group_J)), score_J)
 
 
-def maxrl(batch: Batch, config: AlgorithmConfig) -> Batch:
+def maxrl(batch: Batch, config: Estimator) -> Batch:
     """Maximum likelihood RL (Tajwar et al. 2026): ``(R - mean) / mean``, which weighs rare successes more.
 
     For scores of 0 and 1 the gradient is that of the log-likelihood of success, truncated at the order of the group's
@@ -158,13 +159,13 @@ def maxrl(batch: Batch, config: AlgorithmConfig) -> Batch:
     return _with_scores(batch, episodes, torch.where(count_J > 1, relative_J, score_J), score_J)
 
 
-def reinforce(batch: Batch, config: AlgorithmConfig) -> Batch:
+def reinforce(batch: Batch, config: Estimator) -> Batch:
     """Discounted reward-to-go: by ``gamma`` from token to token, by ``step_reward_gamma`` from turn to turn."""
     episodes, returns_M = reward_to_go(batch, config.gamma, config.step_reward_gamma)
     return episodes.with_estimates(batch, returns_M, returns_M)
 
 
-def reinforce_plus_plus(batch: Batch, config: AlgorithmConfig) -> Batch:
+def reinforce_plus_plus(batch: Batch, config: Estimator) -> Batch:
     """REINFORCE++ (Hu 2025): the reward-to-go ``G_t = r_t + gamma G_{t+1}``, whitened over all sampled tokens.
 
     ``t + 1`` is the next sampled token of the episode, in whichever turn or row. Returns are G before whitening.
@@ -173,7 +174,7 @@ def reinforce_plus_plus(batch: Batch, config: AlgorithmConfig) -> Batch:
     return episodes.with_estimates(batch, whiten(returns_M), returns_M)
 
 
-def reinforce_plus_plus_baseline(batch: Batch, config: AlgorithmConfig) -> Batch:
+def reinforce_plus_plus_baseline(batch: Batch, config: Estimator) -> Batch:
     """REINFORCE++ with a group baseline (Hu 2025): ``R - mean`` on every token, then whitened over all sampled tokens.
 
     A group of one has mean 0. Needs ``group_B``.
@@ -182,7 +183,7 @@ def reinforce_plus_plus_baseline(batch: Batch, config: AlgorithmConfig) -> Batch
     return _whitened(batch, episodes, score_J - group_mean(score_J, group_J), score_J)
 
 
-def gdpo(batch: Batch, config: AlgorithmConfig) -> Batch:
+def gdpo(batch: Batch, config: Gdpo) -> Batch:
     """Group reward-decoupled normalisation (GDPO, Liu et al. 2026): several rewards, each compared for itself.
 
     ``sum_k weight_k (r_k - mean_k) / (std_k + 1e-6)`` with mean and (unbiased) standard deviation of each reward over
@@ -197,7 +198,7 @@ def gdpo(batch: Batch, config: AlgorithmConfig) -> Batch:
     return _whitened(batch, episodes, normalised_JP @ weight_P, parts_JP @ weight_P)
 
 
-def remax(batch: Batch, config: AlgorithmConfig) -> Batch:
+def remax(batch: Batch, config: Estimator) -> Batch:
     """ReMax (Li et al. 2024): the undiscounted reward-to-go less the score of the group's greedy episode.
 
     The sum runs over the sampled tokens of the episode, in whichever turn or row. Returns are the reward-to-go. Needs
@@ -210,7 +211,7 @@ def remax(batch: Batch, config: AlgorithmConfig) -> Batch:
     return episodes.with_estimates(batch, returns_M - baseline_M, returns_M)
 
 
-def step_reinforce(batch: Batch, config: AlgorithmConfig) -> Batch:
+def step_reinforce(batch: Batch, config: OfStates) -> Batch:
     """Returns of single turns against what the group got from the same state, without a critic.
 
     ``step_reward_weight * (G - mean of G over the group's turns in the same state) * n / (n - 1)
@@ -226,7 +227,7 @@ def step_reinforce(batch: Batch, config: AlgorithmConfig) -> Batch:
     return _with_turn_columns(batch, episodes, _weighted(step_K, episode_J, episodes, config), return_K)
 
 
-def gigpo(batch: Batch, config: AlgorithmConfig) -> Batch:
+def gigpo(batch: Batch, config: OfStates) -> Batch:
     """Group-in-group policy optimisation (Feng et al. 2025): like ``step_reinforce``, but both parts normalised.
 
     ``episode_reward_weight * grpo(R) + step_reward_weight * (G - mean) / (std + 1e-6)`` over the group's turns in the
@@ -261,7 +262,7 @@ for _estimator in (
     ADVANTAGES.register(_estimator.__name__, _estimator)
 
 
-def advantage_metrics(batch: Batch, config: AlgorithmConfig) -> dict[str, float]:
+def advantage_metrics(batch: Batch, config: AdvantageConfig) -> dict[str, float]:
     """Mean, spread and extreme of the advantages over sampled tokens; with a critic, how well it explains the returns.
 
     ``critic/explained_variance`` is 1 - var(return - value) / var(return): 1 is perfect, 0 no better than a constant.
@@ -286,7 +287,7 @@ def advantage_metrics(batch: Batch, config: AlgorithmConfig) -> dict[str, float]
     return metrics
 
 
-def _step_returns(batch: Batch, config: AlgorithmConfig) -> tuple[Episodes, Tensor, Tensor, Tensor, Tensor]:
+def _step_returns(batch: Batch, config: Estimator) -> tuple[Episodes, Tensor, Tensor, Tensor, Tensor]:
     """Episodes, discounted returns [K], states within groups [K], groups [J] and scores [J]."""
     user = f"adv_estimator {config.adv_estimator!r}"
     group_B, state_B = require_columns(batch, user, "group_B", "state_B")
@@ -306,14 +307,14 @@ def _step_returns(batch: Batch, config: AlgorithmConfig) -> tuple[Episodes, Tens
     return episodes, return_K, state_in_group_K, episodes.of_episode(group_B), episodes.sum_episodes(reward_K)
 
 
-def _grouped_scores(batch: Batch, config: AlgorithmConfig) -> tuple[Episodes, Tensor, Tensor]:
+def _grouped_scores(batch: Batch, config: Estimator) -> tuple[Episodes, Tensor, Tensor]:
     """Episodes, their scores [J] and their groups [J]."""
     (group_B,) = require_columns(batch, f"adv_estimator {config.adv_estimator!r}", "group_B")
     episodes, reward_K = turn_rewards(batch)
     return episodes, episodes.sum_episodes(reward_K), episodes.of_episode(group_B)
 
 
-def _weighted(step_K: Tensor, episode_J: Tensor, episodes: Episodes, config: AlgorithmConfig) -> Tensor:
+def _weighted(step_K: Tensor, episode_J: Tensor, episodes: Episodes, config: OfStates) -> Tensor:
     episode_K = episode_J[episodes.episode_K]
     return config.step_reward_weight * step_K + config.episode_reward_weight * episode_K
 

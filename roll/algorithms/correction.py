@@ -13,7 +13,7 @@ from torch import Tensor
 from roll.algorithms.checks import require_columns, require_finite
 from roll.algorithms.kl import EXPONENT_BOUND, k3
 from roll.algorithms.statistics import sums
-from roll.configs.correction import (
+from roll.configs.algorithm import (
     AggregationLevel,
     IsWeightConfig,
     TrainInferCorrectionConfig,

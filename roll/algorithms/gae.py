@@ -10,11 +10,11 @@ from torch import Tensor
 
 from roll.algorithms.checks import require_columns
 from roll.algorithms.episodes import find_episodes, reverse_recurrence, turn_rewards
-from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.algorithm import AdvantageConfig, Gae
 from roll.data.batch import Batch
 
 
-def gae(batch: Batch, config: AlgorithmConfig) -> Batch:
+def gae(batch: Batch, config: Gae) -> Batch:
     """Generalised advantage estimation (Schulman et al. 2016) with a critic; returns are advantage + value.
 
     Over tokens: the next state is that of the next sampled token of the episode, in whichever turn or row, so ``gamma``
@@ -31,7 +31,7 @@ def gae(batch: Batch, config: AlgorithmConfig) -> Batch:
     return episodes.with_estimates(batch, advantage_M, advantage_M + value_M)
 
 
-def _turn_gae(batch: Batch, config: AlgorithmConfig) -> Batch:
+def _turn_gae(batch: Batch, config: Gae) -> Batch:
     """GAE with turns as steps: V at a turn's first sampled token, discount ``step_reward_gamma``.
 
     All tokens of a turn share its advantage; the value target stands on the first alone (``value_mask``).
@@ -45,7 +45,7 @@ def _turn_gae(batch: Batch, config: AlgorithmConfig) -> Batch:
     return episodes.with_estimates(batch, advantage_K[episodes.turn_M], target_M)
 
 
-def value_mask(batch: Batch, config: AlgorithmConfig) -> Tensor:
+def value_mask(batch: Batch, config: AdvantageConfig) -> Tensor:
     """bool [T]: the tokens whose value the critic learns (all sampled ones, or each turn's first).
 
     The critic's train step should be given ``batch.with_loss_mask(value_mask(batch, config))``, so that the

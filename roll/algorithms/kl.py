@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.algorithm import KlTerm
 from roll.utils.registry import Registry
 
 EXPONENT_BOUND = 20.0
@@ -96,14 +96,9 @@ class KlController:
         self.horizon = horizon
 
     @classmethod
-    def from_config(cls, config: AlgorithmConfig) -> KlController:
-        """Of the KL in the reward."""
-        return cls(config.init_kl_coef, config.target_kl, config.kl_horizon)
-
-    @classmethod
-    def of_loss(cls, config: AlgorithmConfig) -> KlController:
-        """Of the KL in the loss."""
-        return cls(config.kl_loss_coef, config.kl_loss_target, config.kl_horizon)
+    def of(cls, term: KlTerm | None) -> KlController:
+        """Of one of the two KLs; with a coefficient of 0 where it is off."""
+        return cls(0.0) if term is None else cls(term.coef, term.target, term.horizon)
 
     def update(self, kl: float, num_sequences: int) -> None:
         """Adapts the coefficient to the KL that ``num_sequences`` sequences had on average; no-op when fixed."""

@@ -22,8 +22,8 @@ from roll.algorithms.kl import k3, kl_divergence
 from roll.algorithms.policy_losses import POLICY_LOSSES, PolicyTokens
 from roll.algorithms.quantities import KlToReference, Quantity, entropy, hits, logprobs, squares
 from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
-from roll.configs.algorithm import AlgorithmConfig, LossAggMode
-from roll.configs.correction import IsWeightConfig
+from roll.configs.algorithm import AdvantageConfig, AlgorithmConfig, AlgorithmParts, IsWeightConfig, KlTerm
+from roll.configs.policy_loss import LossAggMode, PolicyLossConfig, WithRatio
 from roll.data.batch import Batch
 
 
@@ -107,7 +107,7 @@ def policy_loss(
     scores: TokenScores,
     batch: Batch,
     ctx: LossContext,
-    config: AlgorithmConfig,
+    parts: AlgorithmParts,
     total_optimizer_steps: int | None = None,
 ) -> LossOutput:
     """``rl_loss_coef * PG + kl_loss_coef * KL + sft_loss_coef * SFT - entropy_coef * entropy + opd_kl_coef * D``.
@@ -128,6 +128,7 @@ def policy_loss(
     Raises:
         ValueError: a column or score is missing, or the optimizer step has no loss token.
     """
+    config, variant = parts.policy_loss, parts.policy_loss.variant
     (advantages_T,) = require_columns(batch, "policy_loss", "advantages_T")
     logprobs_T = require_scores(scores.logprobs_T, "policy_loss", "logprobs_T")
     tokens = SampledTokens.of(batch, batch.loss_mask_T, config.loss_agg_mode, ctx, logprobs_T, config.loss_agg_norm)
@@ -135,18 +136,19 @@ def policy_loss(
     old_M = logprobs_M.detach() if batch.old_logprobs_T is None else tokens.take(batch.old_logprobs_T)
     if batch.fresh_B is not None:
         old_M = torch.where(tokens.take_rows(batch.fresh_B), logprobs_M.detach(), old_M)
+    by_turn = isinstance(variant, WithRatio) and variant.importance_sampling == "segment"
     policy = PolicyTokens(
         logprobs_M,
         old_M,
         tokens.take(advantages_T).to(logprobs_M.dtype),
         tokens.row_M,
         None if batch.marked_T is None else tokens.take(batch.marked_T),
-        _levels(batch, tokens, logprobs_M.device).segment_M if config.importance_sampling == "segment" else None,
+        _levels(batch, tokens, logprobs_M.device).segment_M if by_turn else None,
     )
-    pg_M, clipped_M = POLICY_LOSSES.get(config.policy_loss)(policy, config)
+    pg_M, clipped_M = POLICY_LOSSES.get(config.loss_name)(policy, variant)
     if batch.weights_T is not None:
         pg_M = pg_M * tokens.take(batch.weights_T)
-    is_weight = config.train_infer_correction.is_weight
+    is_weight = parts.correction.is_weight
     if is_weight.enabled and not is_weight.detach:
         pg_M = pg_M * _live_importance_weights(batch, tokens, logprobs_M, is_weight)
 
@@ -156,9 +158,9 @@ def policy_loss(
         "actor/pg_loss": pg_loss.detach(),
         "actor/clip_frac": tokens.mean(clipped_M.to(logprobs_M.dtype)),
         "actor/approx_kl": tokens.mean(k3(-policy.log_ratio_M.detach())),
-        "actor/ratio_mean": tokens.mean(policy.ratio(config)),
+        "actor/ratio_mean": tokens.mean(policy.ratio(variant)),
     }
-    for name, coef, term in _auxiliary_terms(scores, batch, ctx, config, tokens, logprobs_M, total_optimizer_steps):
+    for name, coef, term in _auxiliary_terms(scores, batch, ctx, parts, tokens, logprobs_M, total_optimizer_steps):
         loss = loss + coef * term
         metrics[name] = term.detach()
     if scores.entropy_T is not None:
@@ -185,49 +187,51 @@ def build_policy_loss(config: AlgorithmConfig, total_optimizer_steps: int | None
     """
     if config.entropy_loss_coef_end is not None and total_optimizer_steps is None:
         raise ValueError("entropy_loss_coef_end is set; build_policy_loss then needs total_optimizer_steps")
-    return partial(policy_loss, config=config, total_optimizer_steps=total_optimizer_steps)
+    return partial(policy_loss, parts=config.parts, total_optimizer_steps=total_optimizer_steps)
 
 
 def policy_needs(config: AlgorithmConfig) -> tuple[Quantity, ...]:
     """What the policy's loss, the KL in rewards and the advantages take from the trained model."""
     needs: list[Quantity] = [logprobs, entropy]
-    if config.sums_squares:
+    if config.estimator.sums_squares:
         needs.append(squares)
     if config.uses_full_kl:
         needs.append(KlToReference())
     return tuple(needs)
 
 
-def value_loss(scores: TokenScores, batch: Batch, ctx: LossContext, config: AlgorithmConfig) -> LossOutput:
+def value_loss(
+    scores: TokenScores, batch: Batch, ctx: LossContext, critic: AdvantageConfig, policy: PolicyLossConfig
+) -> LossOutput:
     """``value_loss_coef * 0.5 * max((v - R)^2, (clip(v, old - c, old + c) - R)^2)``, aggregated like the policy's loss.
 
     Args:
         scores: ``values_T``.
         batch: One micro-batch with ``returns_T``; ``values_T`` (before the update) with ``value_clip``. With
             ``turn_level_gae`` only each turn's first sampled token has a target (``advantages.value_mask``).
-        config: Reads ``value_clip``, ``value_loss_coef``, ``loss_agg_mode``, ``turn_level_gae``.
     """
     (returns_T,) = require_columns(batch, "value_loss", "returns_T")
     values_T = require_scores(scores.values_T, "value_loss", "values_T")
-    mode, norm = config.loss_agg_mode, config.loss_agg_norm
-    tokens = SampledTokens.of(batch, value_mask(batch, config), mode, ctx, values_T, norm)
+    mode, norm = policy.loss_agg_mode, policy.loss_agg_norm
+    tokens = SampledTokens.of(batch, value_mask(batch, critic), mode, ctx, values_T, norm)
     value_M, return_M = tokens.take(values_T), tokens.take(returns_T)
     error_M = (value_M - return_M).square()
     metrics: dict[str, Tensor | float] = {"critic/value_error": tokens.mean(error_M)}
-    if config.value_clip is not None:
+    if critic.value_clip is not None:
         (old_T,) = require_columns(batch, "value_clip", "values_T")
         old_M = tokens.take(old_T)
-        near_M = old_M + (value_M - old_M).clamp(-config.value_clip, config.value_clip)
+        near_M = old_M + (value_M - old_M).clamp(-critic.value_clip, critic.value_clip)
         clipped_error_M = (near_M - return_M).square()
         metrics["critic/clip_frac"] = tokens.mean((clipped_error_M > error_M).to(value_M.dtype))
         error_M = torch.maximum(error_M, clipped_error_M)
-    loss = config.value_loss_coef * 0.5 * tokens.loss(error_M)
+    loss = critic.value_loss_coef * 0.5 * tokens.loss(error_M)
     return LossOutput(loss, {"critic/value_loss": loss.detach(), **metrics})
 
 
 def build_value_loss(config: AlgorithmConfig) -> LossFn:
     """``value_loss`` with its settings; travels between processes."""
-    return partial(value_loss, config=config)
+    parts = config.parts
+    return partial(value_loss, critic=parts.advantage, policy=parts.policy_loss)
 
 
 SFT_NEEDS: tuple[Quantity, ...] = (logprobs, hits)
@@ -256,7 +260,7 @@ def build_sft_loss(loss_agg_mode: LossAggMode = "token-mean") -> LossFn:
     return partial(sft_loss, loss_agg_mode=loss_agg_mode)
 
 
-def entropy_coef(config: AlgorithmConfig, optimizer_step: int, total_optimizer_steps: int | None) -> float:
+def entropy_coef(config: PolicyLossConfig, optimizer_step: int, total_optimizer_steps: int | None) -> float:
     """The entropy coefficient: constant, or linear from ``entropy_loss_coef`` (first step) to its end (last step)."""
     if config.entropy_loss_coef_end is None or total_optimizer_steps is None:
         return config.entropy_loss_coef
@@ -279,23 +283,23 @@ def _auxiliary_terms(
     scores: TokenScores,
     batch: Batch,
     ctx: LossContext,
-    config: AlgorithmConfig,
+    parts: AlgorithmParts,
     tokens: SampledTokens,
     logprobs_M: Tensor,
     total_optimizer_steps: int | None,
 ) -> list[tuple[str, float, Tensor]]:
     """The terms beside the policy gradient that are switched on: metric name, coefficient, scalar."""
-    terms = []
-    if config.use_kl_loss:
-        kl_M = _kl_to_reference(scores, batch, config, tokens, logprobs_M)
-        terms.append(("actor/kl_loss", config.kl_loss_coef, tokens.loss(kl_M)))
+    terms, config = [], parts.policy_loss
+    if (kl := parts.kl.loss) is not None:
+        kl_M = _kl_to_reference(scores, batch, kl, tokens, logprobs_M)
+        terms.append(("actor/kl_loss", kl.coef, tokens.loss(kl_M)))
     if config.sft_loss_coef:
         (scores_B,) = require_columns(batch, "sft_loss_coef", "scores_B")
         positive_M = tokens.take_rows(scores_B > 0)
         terms.append(("actor/sft_loss", config.sft_loss_coef, tokens.loss(-logprobs_M * positive_M)))
-    if config.teacher_loss_coef:
+    if parts.teacher_coef:
         divergence_T = require_scores(scores.divergence_T, "opd_form 'loss'", "divergence_T")
-        terms.append(("actor/distill_loss", config.teacher_loss_coef, tokens.loss(tokens.take(divergence_T))))
+        terms.append(("actor/distill_loss", parts.teacher_coef, tokens.loss(tokens.take(divergence_T))))
     if coef := entropy_coef(config, ctx.optimizer_step, total_optimizer_steps):
         entropy_T = require_scores(scores.entropy_T, "entropy_loss_coef", "entropy_T")
         terms.append(("actor/entropy_loss", coef, -tokens.loss(tokens.take(entropy_T))))
@@ -303,10 +307,10 @@ def _auxiliary_terms(
 
 
 def _kl_to_reference(
-    scores: TokenScores, batch: Batch, config: AlgorithmConfig, tokens: SampledTokens, logprobs_M: Tensor
+    scores: TokenScores, batch: Batch, kl: KlTerm, tokens: SampledTokens, logprobs_M: Tensor
 ) -> Tensor:
-    """[M]: the estimate of ``loss_kl_penalty``, or the KL over the vocabulary as the strategy computed it."""
-    if config.loss_kl_penalty == "full":
+    """[M]: the estimate, or the KL over the vocabulary as the strategy computed it."""
+    if kl.penalty == "full":
         return tokens.take(require_scores(scores.kl_T, "kl_penalty 'full' in use_kl_loss", "kl_T"))
     (reference_T,) = require_columns(batch, "use_kl_loss", "ref_logprobs_T")
-    return kl_divergence(logprobs_M, tokens.take(reference_T), config.loss_kl_penalty)
+    return kl_divergence(logprobs_M, tokens.take(reference_T), kl.penalty)

@@ -1,8 +1,9 @@
 """The policy-gradient losses: what one sampled token costs, before weights, aggregation and the other terms.
 
 A loss is a pure function ``(tokens, config) -> (loss_M, clipped_M)`` in ``POLICY_LOSSES``, or anybody's by
-``package.module:function``. It divides by no count of the batch: ``roll.algorithms.losses`` aggregates. It may use a
-token's own row, which a micro-batch always holds whole, but no other row.
+``package.module:function``; ``config`` holds the keys of this loss, and all keys for a function of the user's own. It
+divides by no count of the batch: ``roll.algorithms.losses`` aggregates. It may use a token's own row, which a
+micro-batch always holds whole, but no other row.
 
 Axes: B rows, M sampled tokens of the micro-batch, in batch order.
 """
@@ -11,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from roll.algorithms.kl import EXPONENT_BOUND
 from roll.algorithms.statistics import sums
-from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.policy_loss import Cispo, Kimi15, KlCov, PolicyVariant, Ppo, Sapo, Tis, Topr, WithRatio
 from roll.utils.registry import Registry
 
 SEQUENCE_EXPONENT_BOUND = 10.0
@@ -46,13 +47,13 @@ class PolicyTokens:
         """Log ratio of each token, clamped to [-20, 20]."""
         return (self.logprobs_M - self.old_M).clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
 
-    def ratio(self, config: AlgorithmConfig) -> Tensor:
-        """[M]: probability ratio by ``importance_sampling``, per token or shared by the tokens of a turn or a row.
+    def ratio(self, config: PolicyVariant) -> Tensor:
+        """[M]: probability ratio, per token or by ``importance_sampling`` shared by the tokens of a turn or a row.
 
         A shared one is that of the mean log ratio, at most 10; each token's gradient is that of its own log p
         (GSPO-token). So a row's mean loss has the gradient of the sequence's loss.
         """
-        if config.importance_sampling == "token":
+        if not isinstance(config, WithRatio) or config.importance_sampling == "token":
             return self.log_ratio_M.exp()
         unit_M = self.row_M if config.importance_sampling == "seq" else self.segment_M
         assert unit_M is not None
@@ -70,30 +71,23 @@ def _mean_of(values_M: Tensor, unit_M: Tensor) -> Tensor:
     return (sums(values_M, unit_M, len(count_N)) / count_N.clamp(min=1))[unit_M]
 
 
-PolicyLossFn: TypeAlias = Callable[[PolicyTokens, AlgorithmConfig], tuple[Tensor, Tensor]]
+PolicyLossFn: TypeAlias = Callable[[PolicyTokens, Any], tuple[Tensor, Tensor]]
 """Gives each token's loss and where a clip bounds it (bool, for the metric alone)."""
 
 POLICY_LOSSES: Registry[PolicyLossFn] = Registry("policy loss")
 
 
-def clip_range(config: AlgorithmConfig) -> tuple[float, float]:
-    """Distances below and above 1 that the ratio may go."""
-    if config.use_pg_clip_range:
-        return config.pg_clip_low, config.pg_clip_high
-    return config.pg_clip, config.pg_clip
-
-
-def vanilla(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def vanilla(tokens: PolicyTokens, config: PolicyVariant) -> tuple[Tensor, Tensor]:
     """``-A log p``: the policy gradient as it is, without correction for old samples (Williams 1992)."""
     return -tokens.advantage_M * tokens.logprobs_M, _nowhere(tokens)
 
 
-def ppo(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def ppo(tokens: PolicyTokens, config: Ppo) -> tuple[Tensor, Tensor]:
     """The clipped surrogate (Schulman et al. 2017), with dual clip (Ye et al. 2020) if ``dual_clip_loss``.
 
     With ``importance_sampling: seq`` this is GSPO (Zheng et al. 2025).
     """
-    low, high = clip_range(config)
+    low, high = config.clip_range
     ratio_M = tokens.ratio(config)
     free_M = -tokens.advantage_M * ratio_M
     bounded_M = -tokens.advantage_M * ratio_M.clamp(1 - low, 1 + high)
@@ -108,21 +102,21 @@ def ppo(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     return loss_M, clipped_M
 
 
-def dppo_tv(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def dppo_tv(tokens: PolicyTokens, config: PolicyVariant) -> tuple[Tensor, Tensor]:
     """DPPO (Qi et al. 2026) with the total variation of "this token or another": ``|p - p_old|``."""
     return _dppo(tokens, config, (tokens.logprobs_M.detach().exp() - tokens.old_M.exp()).abs())
 
 
-def dppo_kl(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def dppo_kl(tokens: PolicyTokens, config: PolicyVariant) -> tuple[Tensor, Tensor]:
     """DPPO (Qi et al. 2026) with the KL of "this token or another", of the old policy to the new."""
     new_M, old_M = tokens.logprobs_M.detach(), tokens.old_M
     other_M = _log_of_another(old_M) - _log_of_another(new_M)
     return _dppo(tokens, config, old_M.exp() * (old_M - new_M) - torch.expm1(old_M) * other_M)
 
 
-def _dppo(tokens: PolicyTokens, config: AlgorithmConfig, divergence_M: Tensor) -> tuple[Tensor, Tensor]:
+def _dppo(tokens: PolicyTokens, config: PolicyVariant, divergence_M: Tensor) -> tuple[Tensor, Tensor]:
     """``-A * ratio``, and 0 for tokens that have gone too far the way that they would go on, by the clip range."""
-    low, high = clip_range(config)
+    low, high = config.clip_range
     ratio_M = tokens.ratio(config)
     too_far_M = torch.where(
         tokens.advantage_M > 0, (ratio_M > 1) & (divergence_M > high), (ratio_M < 1) & (divergence_M > low)
@@ -135,7 +129,7 @@ def _log_of_another(logprobs_M: Tensor) -> Tensor:
     return torch.log(-torch.expm1(logprobs_M.clamp(max=-1e-7)))
 
 
-def kl_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def kl_cov(tokens: PolicyTokens, config: KlCov) -> tuple[Tensor, Tensor]:
     """KL-Cov (Cui et al. 2025): ``-A * ratio``, and ``+ ppo_kl_coef * |log ratio|`` on the marked tokens.
 
     Raises:
@@ -147,7 +141,7 @@ def kl_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tenso
     return -tokens.advantage_M * tokens.ratio(config) + stay_M, _nowhere(tokens)
 
 
-def topr(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def topr(tokens: PolicyTokens, config: Topr) -> tuple[Tensor, Tensor]:
     """Tapered off-policy REINFORCE (Le Roux et al. 2025): good tokens at full weight, bad ones by min(ratio, 1)."""
     ratio_M = tokens.ratio(config).detach()
     good_M = tokens.advantage_M > 0
@@ -155,14 +149,14 @@ def topr(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]
     return -weight_M * tokens.advantage_M * tokens.logprobs_M, ~good_M & (ratio_M > 1)
 
 
-def tis(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def tis(tokens: PolicyTokens, config: Tis) -> tuple[Tensor, Tensor]:
     """REINFORCE with truncated importance sampling (Ionides 2008): the ratio is a constant weight within bounds."""
     ratio_M = tokens.ratio(config).detach()
     weight_M = ratio_M.clamp(config.tis_lower_bound, config.tis_upper_bound)
     return -weight_M * tokens.advantage_M * tokens.logprobs_M, weight_M != ratio_M
 
 
-def cispo(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def cispo(tokens: PolicyTokens, config: Cispo) -> tuple[Tensor, Tensor]:
     """CISPO (MiniMax 2025): as ``tis`` with bounds around 1, so that every token keeps a gradient.
 
     With ``cispo_use_unified_mask`` tokens that PPO's clip would stop get none.
@@ -176,19 +170,19 @@ def cispo(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor
     return -weight_M * tokens.advantage_M * tokens.logprobs_M, weight_M != ratio_M
 
 
-def kimi15(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def kimi15(tokens: PolicyTokens, config: Kimi15) -> tuple[Tensor, Tensor]:
     """Kimi k1.5 (Kimi Team 2025): ``-A log p + tau / 2 * (log ratio)^2``, which keeps near the old policy."""
     stay_M = 0.5 * config.kimi15_tau * tokens.log_ratio_M.square()
     return -tokens.advantage_M * tokens.logprobs_M + stay_M, _nowhere(tokens)
 
 
-def gmpo(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def gmpo(tokens: PolicyTokens, config: PolicyVariant) -> tuple[Tensor, Tensor]:
     """Geometric-mean policy optimisation (Zhao et al. 2025): ``-A * geometric mean of the row's clipped ratios``.
 
     A is the mean of the row's advantages. Clipping is pessimistic per token and in the log: to [-low, high] of the log
     ratio. Every token of a row has the row's loss.
     """
-    low, high = clip_range(config)
+    low, high = config.clip_range
     advantage_M = tokens.row_mean(tokens.advantage_M)
     log_ratio_M = tokens.log_ratio_M
     bounded_M = log_ratio_M.clamp(-low, high)
@@ -196,7 +190,7 @@ def gmpo(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]
     return -advantage_M * tokens.row_mean(kept_M).exp(), kept_M != log_ratio_M
 
 
-def sapo(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def sapo(tokens: PolicyTokens, config: Sapo) -> tuple[Tensor, Tensor]:
     """Soft adaptive policy optimisation (Gao et al. 2025): ``-A * 4 / tau * sigmoid(tau * (ratio - 1))``.
 
     The gate fades a token's gradient out instead of cutting it; tau is larger for bad tokens.

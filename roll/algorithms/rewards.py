@@ -11,9 +11,6 @@ Axes: B rows, T tokens, M sampled tokens in episode order, K turns, J episodes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
-
 import torch
 from torch import Tensor
 
@@ -21,55 +18,15 @@ from roll.algorithms.checks import require_columns, require_finite, require_rewa
 from roll.algorithms.episodes import Episodes, find_episodes
 from roll.algorithms.kl import kl_divergence
 from roll.algorithms.statistics import STD_EPS, RunningStats, group_moments, mean, sums, whiten
-from roll.configs.algorithm import AlgorithmConfig, KlPenalty
+from roll.configs.algorithm import KlPenalty, Normalisation, Overlong, RewardShaping, Scope
 from roll.data.batch import Batch
 
-Scope: TypeAlias = Literal["batch", "group", "tag", "running"]
 
-ASYM_CLIP = (-1.0, 3.0)
-"""Bounds of ``asym_clip``: rare successes may stand out, failures may not drag as far the other way."""
-
-_SCOPE_OF_GROUPING: dict[str, Scope] = {"state": "group", "batch": "batch", "inductive": "tag"}
-
-
-@dataclass(frozen=True)
-class ScoreNormaliser:
-    """Scopes of the mean that is subtracted and of the standard deviation that is divided by; ``None``: neither.
-
-    The divisor is ``std + 1e-6``, or 1 where the scores do not differ.
-    """
-
-    mean_over: Scope | None = None
-    std_over: Scope | None = None
-    bounds: tuple[float, float] | None = None
-    """Clip after normalising."""
-
-    @classmethod
-    def from_config(cls, config: AlgorithmConfig) -> ScoreNormaliser:
-        """The one normalisation that the configuration asks for (``AlgorithmConfig.problems`` rejects two)."""
-        if config.use_reward_scaling:
-            return cls("running" if config.use_reward_norm else None, "running")
-        if config.norm_mean_type is not None or config.norm_std_type is not None:
-            return cls(config.norm_mean_type, config.norm_std_type)
-        if config.reward_norm is not None:
-            over: Scope = config.reward_norm
-            return cls(None if config.reward_scale else over, None if config.reward_shift else over)
-        chosen = config.reward_normalization
-        if chosen.method == "identity":
-            return cls()
-        over = _SCOPE_OF_GROUPING[chosen.grouping]
-        spread = None if chosen.method == "mean" else over
-        return cls(over, spread, ASYM_CLIP if chosen.method == "asym_clip" else None)
-
-
-def shape_rewards(batch: Batch, config: AlgorithmConfig, running: RunningStats) -> tuple[Batch, dict[str, float]]:
+def shape_rewards(batch: Batch, shaping: RewardShaping, running: RunningStats) -> tuple[Batch, dict[str, float]]:
     """Adds length terms to episode scores, normalises and clips them, and moves ``rewards_T`` accordingly.
 
     Args:
         batch: With ``rewards_T``, and ``group_B`` or ``tag_B`` if the configuration groups by them.
-        config: Reads ``overlong_buffer``, ``add_len_reward``, ``len_reward_coef``, ``reward_normalization``,
-            ``norm_mean_type``, ``norm_std_type``, ``reward_norm``, ``reward_shift``, ``reward_scale``,
-            ``use_reward_scaling``, ``use_reward_norm`` and ``reward_clip``.
         running: Statistics of the scores so far; takes in this batch first if the configuration uses them.
 
     Returns:
@@ -85,15 +42,15 @@ def shape_rewards(batch: Batch, config: AlgorithmConfig, running: RunningStats) 
     episodes = find_episodes(batch)
     rewards_M = episodes.gather(rewards_T)
     given_J = episodes.sum_episodes(episodes.sum_turns(rewards_M))
-    rewards_M, length_metrics = _add_length_terms(rewards_M, given_J, batch, episodes, config)
+    rewards_M, length_metrics = _add_length_terms(rewards_M, given_J, batch, episodes, shaping)
     score_J = episodes.sum_episodes(episodes.sum_turns(rewards_M))
-    normaliser = ScoreNormaliser.from_config(config)
+    normaliser = shaping.normalisation
     if "running" in (normaliser.mean_over, normaliser.std_over):
         running.update(score_J)
 
     mean_J, divisor_J = _location_and_scale(score_J, normaliser, batch, episodes, running)
     normalised_J = (score_J - mean_J) / divisor_J
-    bounds = _tighter(normaliser.bounds, config.reward_clip)
+    bounds = _tighter(normaliser.bounds, shaping.clip)
     shaped_J = normalised_J.clamp(*bounds)
     rewards_M = rewards_M / divisor_J[episodes.episode_M]
     rewards_M[episodes.last_token_J] += shaped_J - score_J / divisor_J
@@ -110,19 +67,18 @@ def shape_rewards(batch: Batch, config: AlgorithmConfig, running: RunningStats) 
     return batch.replace(rewards_T=episodes.scatter(rewards_M, batch.tokens_T)), metrics
 
 
-def overlong_penalties(lengths: Tensor, config: AlgorithmConfig) -> Tensor:
+def overlong_penalties(lengths: Tensor, overlong: Overlong) -> Tensor:
     """float64: ``min(0, -(n - (max - len)) / len * penalty_factor)`` for lengths n (DAPO, Yu et al. 2025).
 
     Raises:
         ValueError: neither ``overlong_buffer.max_length`` nor the run says how long an answer may be.
     """
-    buffer, limit = config.overlong_buffer, config.overlong_max_length
-    if limit is None or buffer.len < 1:
+    limit, buffer = overlong.limit, overlong.buffer
+    if limit is None or buffer < 1:
         raise ValueError(
-            f"overlong_buffer: seen max_length {limit} and len {buffer.len}, expected a limit and at least 1 token "
-            "before it"
+            f"overlong_buffer: got max_length {limit} and len {buffer}, expected a limit and at least 1 token before it"
         )
-    return -(lengths.double() - (limit - buffer.len)).clamp(min=0) / buffer.len * buffer.penalty_factor
+    return -(lengths.double() - (limit - buffer)).clamp(min=0) / buffer * overlong.factor
 
 
 def length_rewards(length_J: Tensor, score_J: Tensor, group_J: Tensor) -> Tensor:
@@ -143,21 +99,21 @@ def length_rewards(length_J: Tensor, score_J: Tensor, group_J: Tensor) -> Tensor
 
 
 def _add_length_terms(
-    rewards_M: Tensor, score_J: Tensor, batch: Batch, episodes: Episodes, config: AlgorithmConfig
+    rewards_M: Tensor, score_J: Tensor, batch: Batch, episodes: Episodes, shaping: RewardShaping
 ) -> tuple[Tensor, dict[str, float]]:
     """Rewards with the overlong penalty of each turn on its last token, the length reward on that of the episode."""
     metrics: dict[str, float] = {}
     length_K = episodes.last_K - episodes.first_K + 1
-    if config.overlong_buffer.enable:
-        penalty_K = overlong_penalties(length_K, config)
+    if shaping.overlong is not None:
+        penalty_K = overlong_penalties(length_K, shaping.overlong)
         rewards_M = rewards_M.index_add(0, episodes.last_K, penalty_K)
         penalty_J = episodes.sum_episodes(penalty_K)
         metrics["reward/overlong_penalty"] = mean(penalty_J)
         metrics["reward/overlong_frac"] = mean((penalty_J < 0).double())
-    if config.add_len_reward:
+    if shaping.length_coef is not None:
         (group_B,) = require_columns(batch, "add_len_reward", "group_B")
         length_J = episodes.sum_episodes(length_K)
-        reward_J = config.len_reward_coef * length_rewards(length_J, score_J, episodes.of_episode(group_B))
+        reward_J = shaping.length_coef * length_rewards(length_J, score_J, episodes.of_episode(group_B))
         rewards_M = rewards_M.index_add(0, episodes.last_token_J, reward_J)
         metrics["reward/len_reward"] = mean(reward_J)
     return rewards_M, metrics
@@ -177,7 +133,7 @@ def _to_rows(values_J: Tensor, batch: Batch, episodes: Episodes) -> Tensor:
 
 
 def _location_and_scale(
-    score_J: Tensor, normaliser: ScoreNormaliser, batch: Batch, episodes: Episodes, running: RunningStats
+    score_J: Tensor, normaliser: Normalisation, batch: Batch, episodes: Episodes, running: RunningStats
 ) -> tuple[Tensor, Tensor]:
     """Centre to subtract from each score and scale to divide it by; float64 [J] each."""
 
@@ -198,13 +154,12 @@ def _location_and_scale(
     return mean_J, torch.where(std_J > 0, std_J + STD_EPS, torch.ones_like(std_J))
 
 
-def apply_kl_penalty(batch: Batch, config: AlgorithmConfig, coef: float) -> tuple[Batch, dict[str, float]]:
+def apply_kl_penalty(batch: Batch, penalty: KlPenalty, coef: float) -> tuple[Batch, dict[str, float]]:
     """Subtracts ``coef`` times the KL to the reference from each sampled token's reward (``add_token_level_kl``).
 
     Args:
         batch: With ``rewards_T``, and ``ref_logprobs_T`` and ``old_logprobs_T`` (else ``rollout_logprobs_T``); with
-            ``kl_penalty: full``, ``kl_T``.
-        config: Reads ``kl_penalty``.
+            ``full``, ``kl_T``.
 
     Returns:
         The batch with new rewards, and metrics ``reward/kl`` (mean over sequences of their mean over sampled tokens:
@@ -212,7 +167,7 @@ def apply_kl_penalty(batch: Batch, config: AlgorithmConfig, coef: float) -> tupl
     """
     (rewards_T,) = require_columns(batch, "add_token_level_kl", "rewards_T")
     require_finite(batch, "rewards_T")
-    kl_T = _old_kl(batch, config.kl_penalty)
+    kl_T = _old_kl(batch, penalty)
     batch = batch.replace(rewards_T=(rewards_T.double() - coef * kl_T).float())
     return batch, {"reward/kl": _sequence_mean(kl_T, batch), "reward/kl_coef": coef}
 

@@ -17,21 +17,20 @@ from roll.algorithms.checks import require_columns, require_finite
 from roll.algorithms.correction import Levels, batch_weights, engine_logprobs, passes_filter
 from roll.algorithms.episodes import find_episodes
 from roll.algorithms.statistics import group_moments, mean, sums
-from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.algorithm import AlgorithmParts, SelectionConfig
+from roll.configs.policy_loss import ClipCov, KlCov, PolicyVariant
 from roll.data.batch import Batch
 
 RESAMPLE_EPS = 1e-8
 """Added to the weights that PF-PPO draws rows by, so that they never add up to 0."""
 
 
-def select_for_policy(batch: Batch, config: AlgorithmConfig, seed: int) -> tuple[Batch, dict[str, float]]:
+def select_for_policy(batch: Batch, parts: AlgorithmParts, seed: int) -> tuple[Batch, dict[str, float]]:
     """The batch as the policy's loss should see it; the same batch if nothing is switched on.
 
     Args:
         batch: With ``advantages_T`` and what the chosen options need (their functions say).
-        config: Reads ``train_infer_correction``, ``max_len_mask``, ``difficulty_mask``, ``error_max_len_clip``,
-            ``mask_type``, ``difficulty_loss_weight``, ``length_loss_weight``, ``pg_variant`` (``clip_cov`` and
-            ``kl_cov``), ``use_pf_ppo`` and what belongs to them.
+        parts: Reads ``selection`` and ``correction``, and the loss where that is ``clip_cov`` or ``kl_cov``.
         seed: Of the draws of ``clip_cov`` and PF-PPO.
 
     Returns:
@@ -43,10 +42,12 @@ def select_for_policy(batch: Batch, config: AlgorithmConfig, seed: int) -> tuple
     """
     require_finite(batch, "advantages_T", "old_logprobs_T", "ref_logprobs_T", "scores_B")  # what the losses read
     generator = torch.Generator().manual_seed(seed)
-    weights_T, metrics = _token_weights(batch, config, generator)
-    if config.policy_loss == "kl_cov":
+    config, variant = parts.selection, parts.policy_loss.variant
+    weights_T, metrics = _token_weights(batch, parts, variant, generator)
+    if parts.policy_loss.loss_name == "kl_cov":
+        assert isinstance(variant, KlCov)
         marked_T = torch.zeros_like(batch.loss_mask_T)
-        marked_T[batch.loss_mask_T] = largest_covariances(batch, config)
+        marked_T[batch.loss_mask_T] = largest_covariances(batch, variant)
         metrics["actor/kl_cov_frac"] = mean(marked_T[batch.loss_mask_T])
         batch = batch.replace(marked_T=marked_T)
     rows = None
@@ -54,13 +55,13 @@ def select_for_policy(batch: Batch, config: AlgorithmConfig, seed: int) -> tuple
         rows = pf_ppo_rows(batch, config, generator)
         drawn = rows[batch.rows_with_loss]
         metrics["actor/pf_ppo_distinct_frac"] = len(drawn.unique()) / max(len(drawn), 1)
-    keep_T, keep_metrics = _kept_tokens(batch, config)
+    keep_T, keep_metrics = _kept_tokens(batch, parts)
     batch = batch.replace(weights_T=weights_T).with_loss_mask(batch.loss_mask_T & keep_T)
     metrics |= keep_metrics
     return batch if rows is None else batch.select(rows), metrics
 
 
-def drop_masked_episodes(batch: Batch, config: AlgorithmConfig) -> tuple[Batch, dict[str, float]]:
+def drop_masked_episodes(batch: Batch, config: SelectionConfig) -> tuple[Batch, dict[str, float]]:
     """With ``mask_type: all``, takes episodes out of the whole step, before reward shaping; else the same batch.
 
     An episode goes, with all of its rows, if any of them is masked: nothing of it counts as sampled any more, and its
@@ -80,12 +81,12 @@ def drop_masked_episodes(batch: Batch, config: AlgorithmConfig) -> tuple[Batch, 
 
 
 def _token_weights(
-    batch: Batch, config: AlgorithmConfig, generator: torch.Generator
+    batch: Batch, parts: AlgorithmParts, variant: PolicyVariant, generator: torch.Generator
 ) -> tuple[Tensor | None, dict[str, float]]:
     """Product of all weights that are switched on, float32 [T] (``None`` if none is), and metrics."""
-    mask_T, metrics = batch.loss_mask_T, {}
+    mask_T, metrics, config = batch.loss_mask_T, {}, parts.selection
     factors: list[Tensor] = []  # float64 [M]
-    is_weight = config.train_infer_correction.is_weight
+    is_weight = parts.correction.is_weight
     if is_weight.enabled and is_weight.detach:
         cut_M, weight_M = batch_weights(batch, is_weight)
         capped_M = cut_M == (torch.inf if is_weight.upper_bound is None else is_weight.upper_bound)
@@ -96,8 +97,9 @@ def _token_weights(
         factors.append(difficulty_weights(batch)[batch.rows_T[mask_T]])
     if config.length_loss_weight:
         factors.append(length_weights(batch)[batch.rows_T[mask_T]])
-    if config.policy_loss == "clip_cov":
-        outlier_M = covariance_outliers(batch, config, generator)
+    if parts.policy_loss.loss_name == "clip_cov":
+        assert isinstance(variant, ClipCov)
+        outlier_M = covariance_outliers(batch, variant, generator)
         metrics["actor/clip_cov_frac"] = mean(outlier_M)
         factors.append((~outlier_M).double())
     if not factors:
@@ -108,11 +110,11 @@ def _token_weights(
     return weights_T, metrics
 
 
-def _kept_tokens(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, dict[str, float]]:
+def _kept_tokens(batch: Batch, parts: AlgorithmParts) -> tuple[Tensor, dict[str, float]]:
     """bool [T], True where nothing was sampled; and the share of sampled tokens that each kind of mask takes out."""
-    mask_T, metrics = batch.loss_mask_T, {}
+    mask_T, metrics, config = batch.loss_mask_T, {}, parts.selection
     keep_T = torch.ones_like(mask_T)
-    if filters := [f for f in config.train_infer_correction.filters if f.enabled]:
+    if filters := [f for f in parts.correction.filters if f.enabled]:
         trained_M, generated_M = engine_logprobs(batch, "train_infer_correction.filters")
         levels = Levels.of(batch, mask_T.nonzero().squeeze(1))
         keep_M = torch.stack([passes_filter(trained_M, generated_M, levels, f) for f in filters]).all(0)
@@ -125,7 +127,7 @@ def _kept_tokens(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, dict[st
     return keep_T, metrics
 
 
-def _kept_rows(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, dict[str, float]]:
+def _kept_rows(batch: Batch, config: SelectionConfig) -> tuple[Tensor, dict[str, float]]:
     """bool [B]: the samples that no mask takes out; and the share of sampled tokens that each kind of mask does."""
     mask_T, metrics = batch.loss_mask_T, {}
     all_keep_B = torch.ones(batch.num_sequences, dtype=torch.bool)
@@ -156,7 +158,7 @@ def length_weights(batch: Batch) -> Tensor:
     return 1.5 - _position(length_B, length_B > 0)
 
 
-def rows_not_cut_off(batch: Batch, config: AlgorithmConfig) -> Tensor:
+def rows_not_cut_off(batch: Batch, config: SelectionConfig) -> Tensor:
     """bool [B]: rows that ended by themselves, not at a length limit (DAPO's overlong filtering, Yu et al. 2025).
 
     Needs ``truncated_B``.
@@ -165,7 +167,7 @@ def rows_not_cut_off(batch: Batch, config: AlgorithmConfig) -> Tensor:
     return ~truncated_B
 
 
-def rows_of_medium_difficulty(batch: Batch, config: AlgorithmConfig) -> Tensor:
+def rows_of_medium_difficulty(batch: Batch, config: SelectionConfig) -> Tensor:
     """bool [B]: rows whose group's mean score lies strictly between ``difficulty_low_threshold`` and ``…_high_…``.
 
     At or below the low one a group is too hard to learn from, at or above the high one too easy. Needs ``group_B`` and
@@ -175,7 +177,7 @@ def rows_of_medium_difficulty(batch: Batch, config: AlgorithmConfig) -> Tensor:
     return (mean_B > config.difficulty_low_threshold) & (mean_B < config.difficulty_high_threshold)
 
 
-def rows_without_long_errors(batch: Batch, config: AlgorithmConfig) -> Tensor:
+def rows_without_long_errors(batch: Batch, config: SelectionConfig) -> Tensor:
     """bool [B]: all rows but those of failed episodes (score at most 0) that are longer than allowed.
 
     Length counts the row's sampled tokens, the limit is ``error_max_len_threshold``. Needs ``scores_B``.
@@ -184,7 +186,7 @@ def rows_without_long_errors(batch: Batch, config: AlgorithmConfig) -> Tensor:
     return (scores_B > 0) | (_sampled_lengths(batch) <= config.error_max_len_threshold)
 
 
-def covariance_outliers(batch: Batch, config: AlgorithmConfig, generator: torch.Generator) -> Tensor:
+def covariance_outliers(batch: Batch, config: ClipCov, generator: torch.Generator) -> Tensor:
     """bool [M]: the tokens that Clip-Cov takes out of the policy gradient (Cui et al. 2025).
 
     ``max(1, floor(clip_cov_ratio * M))`` tokens, drawn from those with ``clip_cov_lb < cov < clip_cov_ub``, where
@@ -201,7 +203,7 @@ def covariance_outliers(batch: Batch, config: AlgorithmConfig, generator: torch.
     return outlier_M
 
 
-def largest_covariances(batch: Batch, config: AlgorithmConfig) -> Tensor:
+def largest_covariances(batch: Batch, config: KlCov) -> Tensor:
     """bool [M]: the ``max(1, floor(kl_cov_ratio * M))`` tokens of the largest covariance (KL-Cov, Cui et al. 2025).
 
     The covariance is that of ``covariance_outliers``.
@@ -222,7 +224,7 @@ def _covariances(batch: Batch, variant: str) -> Tensor:
     return (advantage_M - advantage_M.mean()) * (logprobs_M - logprobs_M.mean())
 
 
-def pf_ppo_rows(batch: Batch, config: AlgorithmConfig, generator: torch.Generator) -> Tensor:
+def pf_ppo_rows(batch: Batch, config: SelectionConfig, generator: torch.Generator) -> Tensor:
     """int64 [B]: rows drawn with replacement by what their score is worth (PF-PPO, Shen and Zhang 2024).
 
     The weight of score s is ``|s| ** weight_pow`` (``pow``), 1 for the batch's highest and lowest scores and else 0

@@ -12,11 +12,11 @@ from roll.algorithms.checks import require_columns, require_finite
 from roll.algorithms.correction import batch_weights
 from roll.algorithms.episodes import Episodes, reward_to_go
 from roll.algorithms.statistics import sums
-from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.algorithm import Estimator
 from roll.data.batch import Batch
 
 
-def optimal_token_baseline(batch: Batch, config: AlgorithmConfig) -> Batch:
+def optimal_token_baseline(batch: Batch, config: Estimator) -> Batch:
     """Optimal token baseline (Li et al. 2026): ``A_t = G_t - sum(W_t G_t) / sum(W_t)`` over the group's episodes.
 
     ``G`` is the undiscounted reward-to-go, ``t`` counts the episode's sampled tokens, whatever lies between them.
@@ -28,7 +28,7 @@ def optimal_token_baseline(batch: Batch, config: AlgorithmConfig) -> Batch:
     return _with_token_baseline(batch, config, lone_tail=False)
 
 
-def tir_optimal_token_baseline(batch: Batch, config: AlgorithmConfig) -> Batch:
+def tir_optimal_token_baseline(batch: Batch, config: Estimator) -> Batch:
     """The form for several turns (tool-integrated reasoning): where an episode is the longest of its group it keeps G.
 
     Otherwise as ``optimal_token_baseline``.
@@ -36,7 +36,7 @@ def tir_optimal_token_baseline(batch: Batch, config: AlgorithmConfig) -> Batch:
     return _with_token_baseline(batch, config, lone_tail=True)
 
 
-def _with_token_baseline(batch: Batch, config: AlgorithmConfig, *, lone_tail: bool) -> Batch:
+def _with_token_baseline(batch: Batch, config: Estimator, *, lone_tail: bool) -> Batch:
     user, names = f"adv_estimator {config.adv_estimator!r}", ("group_B", "old_logprobs_T", "squares_T")
     group_B, *_ = require_columns(batch, user, *names)
     require_finite(batch, "old_logprobs_T", "squares_T")
@@ -46,7 +46,7 @@ def _with_token_baseline(batch: Batch, config: AlgorithmConfig, *, lone_tail: bo
     return episodes.with_estimates(batch, return_M - baseline_M, return_M)
 
 
-def _energies(batch: Batch, episodes: Episodes, config: AlgorithmConfig) -> Tensor:
+def _energies(batch: Batch, episodes: Episodes, config: Estimator) -> Tensor:
     """[M]: squared norm of the gradient of log p with respect to the logits, ``|1_token - p|²``, weighted."""
     assert batch.old_logprobs_T is not None and batch.squares_T is not None
     probability_M = episodes.gather(batch.old_logprobs_T).exp()

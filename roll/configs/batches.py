@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.env import EnvManagerConfig
-from roll.configs.inert import describe_unread
 from roll.configs.offline import OfflineConfig
-from roll.configs.pipeline import PipelineConfig
+from roll.configs.pipeline import TINY, PipelineConfig
 from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.worker import WorkerConfig
@@ -149,3 +148,16 @@ def _micro_batches(worker: WorkerConfig, noun: str) -> str:
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
+
+
+def describe_unread(config: PipelineConfig) -> Iterator[str]:
+    """What is given for the tiny model alone, where models of another kind take its place, in a sentence each."""
+    models = config.models
+    taught = {"warm_start": "pretrain", "teacher_warm_start": "teacher_pretrain"}
+    for key, chooser in taught.items():
+        model = models.get(chooser)
+        if model not in (None, TINY) and config.given(key):
+            yield f"{key}: nothing reads it, since {chooser} is {model}: only tiny is taught before the run"
+    sizes = [key for key in ("tiny_num_heads", "tiny_hidden_size", "tiny_num_layers") if config.given(key)]
+    if sizes and TINY not in models.values():
+        yield f"{', '.join(sizes)}: nothing reads them, since no model is tiny"

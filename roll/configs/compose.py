@@ -17,8 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from roll.configs.expansion import check_expansion
-from roll.configs.overrides import Override, parse_overrides
+from roll.configs.overrides import Override, check_expansion, parse_overrides
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.schema import did_you_mean
 from roll.configs.shipped import SHIPPED, config_groups, config_names

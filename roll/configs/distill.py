@@ -1,4 +1,4 @@
-"""The whole configuration of a distillation: answers that are there before, and what a teacher makes of each token."""
+"""A distillation: a fixed dataset, and what a teacher makes of each token. Its keys and their rules."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.divergence import DivergenceConfig
-from roll.configs.offline import OfflineConfig
-from roll.configs.problems import ConfigProblem
+from roll.configs.offline import OFFLINE_RULES, OfflineConfig, check_responses
+from roll.configs.pipeline import PromptWarmStartConfig
+from roll.configs.problems import NOTHING, ConfigProblem
+from roll.configs.prompts import check_tiny_teacher
+from roll.configs.rules import Rule
 from roll.configs.teacher import TinyTeacherConfig
-from roll.configs.warm_start import PromptWarmStartConfig
 from roll.configs.worker import WorkerConfig
 
 
@@ -93,3 +95,15 @@ class DistillConfig(DistillLossConfig, DivergenceConfig, TinyTeacherConfig, Offl
             yield self.problem("logits_topk", expected, "teacher_logprobs")
         if self.precompute_only and self.teacher is None:
             yield self.problem("precompute_only", "false without a section teacher", "teacher")
+
+
+def check_teacher(config: DistillConfig) -> list[ConfigProblem]:
+    """There is something to learn from."""
+    if config.teacher is None and config.teacher_logprobs is None:
+        expected = "a section with a scoring strategy, or teacher_logprobs"
+        hint = "a configuration of SFT is run by examples/start_sft_pipeline.py, or by `roll train`"
+        return [ConfigProblem("teacher", NOTHING, expected, hint, involves=("teacher_pretrain", "teacher_logprobs"))]
+    return []
+
+
+DISTILL_RULES: tuple[Rule, ...] = (*OFFLINE_RULES, check_responses, check_teacher, check_tiny_teacher)

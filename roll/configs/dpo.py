@@ -1,12 +1,16 @@
-"""The whole configuration of a run on preferences (DPO and its relatives)."""
+"""A run on preferences (DPO and its relatives): its keys and their rules."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pydantic import Field
 
-from roll.configs.offline import OfflineConfig
-from roll.configs.preference import AnswerColumns, PreferenceConfig
-from roll.configs.warm_start import PromptWarmStartConfig
+from roll.configs.offline import OFFLINE_RULES, OfflineConfig
+from roll.configs.pipeline import PromptWarmStartConfig
+from roll.configs.preference import PREFERENCE_LOSSES, AnswerColumns, PreferenceConfig
+from roll.configs.problems import NOTHING, ConfigProblem
+from roll.configs.rules import Rule
 from roll.configs.worker import WorkerConfig
 
 
@@ -52,3 +56,39 @@ class DPOConfig(PreferenceConfig, OfflineConfig):
         """The model roles that this run starts, by name."""
         own = {} if self.reference is None or not self.uses_reference else {"reference": self.reference}
         return {**super().roles, **own}
+
+
+def check_reference(config: DPOConfig) -> Iterator[ConfigProblem]:
+    """The reference is there where the loss asks for it, in one form, and nowhere else."""
+    loss, lora = config.preference_loss, ("actor_train.model_args.lora_target",)
+    if not config.uses_reference:
+        expected = f"{{}} with {loss}, which compares the policy with no reference"
+        if config.reference is not None:
+            words = expected.format("no section")
+            yield ConfigProblem("reference", "a section", words, involves=("preference_loss",))
+        if config.precompute_reference:
+            words = expected.format("false")
+            yield ConfigProblem("precompute_reference", True, words, involves=("preference_loss",))
+    elif config.uses_lora and config.reference is not None:
+        expected = "no section: with lora_target the reference is the policy without its adapter"
+        yield ConfigProblem("reference", "a section", expected, involves=lora)
+    elif config.reference is None and not config.uses_lora and not config.precompute_reference:
+        expected = f"a section with a scoring strategy, or precompute_reference: true, with {loss}"
+        involved = ("preference_loss", "precompute_reference", *lora)
+        yield ConfigProblem("reference", NOTHING, expected, involves=involved)
+    if config.reference_dir is not None and not config.precompute_reference:
+        expected = "null, or precompute_reference: true, whose folder it is"
+        yield ConfigProblem("reference_dir", config.reference_dir, expected, involves=("precompute_reference",))
+
+
+def check_columns(config: DPOConfig) -> Iterator[ConfigProblem]:
+    """No column is named that the loss does not read, and a pair is of two."""
+    columns, loss = config.preferences, config.preference_loss
+    for key in columns.without(PREFERENCE_LOSSES[loss].columns):
+        yield config.problem(f"preferences.{key}", f"nothing: {loss} does not read it", "preference_loss")
+    if config.in_pairs and columns.chosen == columns.rejected:
+        expected = "another column than preferences.chosen"
+        yield ConfigProblem("preferences.rejected", columns.rejected, expected, involves=("preferences.chosen",))
+
+
+DPO_RULES: tuple[Rule, ...] = (*OFFLINE_RULES, check_reference, check_columns)

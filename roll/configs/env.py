@@ -12,11 +12,10 @@ from pydantic import Field, model_validator
 
 from roll.configs.agent import AgentConfig
 from roll.configs.base import Config
-from roll.configs.generating import GeneratingArguments
 from roll.configs.problems import ConfigProblem
 from roll.configs.rewards import RewardFilterConfig
 from roll.configs.schema import nearest
-from roll.configs.worker import EnvironmentVariables, WorkerConfig
+from roll.configs.worker import EnvironmentVariables, GeneratingArguments, WorkerConfig
 from roll.utils.mixture import Mixture
 
 PLACEHOLDERS = (

@@ -10,12 +10,10 @@ from pydantic import Field
 from roll.configs.base import Config
 from roll.configs.data import DataArguments
 from roll.configs.engines import strategy_names
-from roll.configs.model import ModelArguments
 from roll.configs.problems import ConfigProblem
 from roll.configs.rewards import RewardWorkers
 from roll.configs.rl import DEFAULT_GENERATOR
-from roll.configs.strategy import StrategyArguments
-from roll.configs.worker import WorkerConfig
+from roll.configs.worker import ModelArguments, StrategyArguments, WorkerConfig
 
 
 class JudgeEngine(Config):

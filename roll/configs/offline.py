@@ -1,12 +1,17 @@
-"""Keys that the pipelines share which train on a fixed set of samples: SFT, preferences, reward models."""
+"""Training on a fixed dataset (SFT, preferences, reward models): shared keys and rules, and those of SFT."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
-from roll.configs.prompts import PromptsConfig, ValidationConfig
+from roll.configs.data import DataArguments
+from roll.configs.pipeline import TINY, PromptWarmStartConfig
+from roll.configs.problems import NOTHING, ConfigProblem
+from roll.configs.prompts import TRAIN_DATA, VAL_DATA, PromptsConfig, ValidationConfig, check_datasets, check_templates
+from roll.configs.rules import Rule, sections, too_many_tokens
 
 
 class HeldOutConfig(ValidationConfig):
@@ -41,3 +46,97 @@ class OfflineConfig(PromptsConfig):
     @property
     def sequences_per_sample(self) -> int:
         return 1
+
+
+def datasets(config: OfflineConfig) -> Iterator[tuple[str, DataArguments]]:
+    """The datasets that the configuration speaks of, by key."""
+    yield TRAIN_DATA, config.actor_train.data_args
+    if config.validation is not None:
+        yield VAL_DATA, config.validation.data_args
+
+
+def check_data_keys(config: OfflineConfig) -> Iterator[ConfigProblem]:
+    """No key is set that only prompts have."""
+    expected = "no such key in this pipeline"
+    unread = {
+        "prompt_overflow": f"{expected}: sample_overflow is about the whole conversation",
+        "domain_interleave_probs": f"{expected}: each {config.sample} comes once per epoch",
+        "preprocessing_num_workers": expected,
+        "tag_templates": f"{expected}: all samples have one template",
+    }
+    default = DataArguments()
+    for path, data in datasets(config):
+        for key, words in unread.items():
+            if (seen := getattr(data, key)) != getattr(default, key):
+                yield ConfigProblem(f"{path}.{key}", seen, words)
+
+
+def check_answers(config: OfflineConfig) -> Iterator[ConfigProblem]:
+    """Answers are scored and sampled only where something generates."""
+    if config.actor_infer is None:
+        expected = "no section without actor_infer: nothing is answered that could be scored"
+        for name in sorted(config.rewards):
+            yield ConfigProblem(f"rewards.{name}", "a section", expected, involves=("actor_infer",))
+    elif config.validation is None:
+        expected = "a section with held-out questions, which actor_infer answers; or no actor_infer"
+        yield ConfigProblem("validation", NOTHING, expected, involves=("actor_infer",))
+    elif own := config.validation.generating_args:
+        yield from too_many_tokens(config, {"validation.generating_args.max_new_tokens": own.max_new_tokens})
+
+
+def check_budgets(config: OfflineConfig) -> Iterator[ConfigProblem]:
+    """A token budget holds all sequences of the longest sample, which are never cut apart."""
+    count = config.sequences_per_sample
+    for role, worker in sections(config):
+        for phase in ("train", "infer"):
+            budget = getattr(worker, key := f"max_tokens_per_microbatch_in_{phase}")
+            if config.sequence_length <= budget < count * config.sequence_length:
+                least = f"{count} × sequence_length = {count * config.sequence_length}"
+                expected = f"at least {least}, so that one {config.sample} fits"
+                yield ConfigProblem(f"{role}.{key}", budget, expected, involves=("sequence_length",))
+
+
+def check_responses(config: OfflineConfig) -> Iterator[ConfigProblem]:
+    """The column of the answer to imitate is known."""
+    for path, data in datasets(config):
+        if data.has_dataset and data.prompt is not None and data.response is None:
+            yield ConfigProblem(f"{path}.response", None, "the column of the answer to imitate")
+
+
+def check_starts(config: OfflineConfig) -> Iterator[ConfigProblem]:
+    """A warm start teaches a tiny model, and measures what it has learnt by its answers."""
+    for section, key in (("warm_start", "pretrain"), ("teacher_warm_start", "teacher_pretrain")):
+        start: PromptWarmStartConfig | None = getattr(config, section, None)
+        if start is None or not start.file_name:
+            continue
+        path = f"{section}.file_name"
+        if getattr(config, key) != TINY:
+            yield ConfigProblem(path, start.file_name, "nothing: only a tiny model is taught", involves=(key,))
+        if config.actor_infer is None or not config.rewards:
+            expected = "nothing without actor_infer and rewards: answers tell how far the start has come"
+            yield ConfigProblem(path, start.file_name, expected, involves=("actor_infer", "rewards"))
+
+
+OFFLINE_RULES: tuple[Rule, ...] = (
+    check_datasets,
+    check_templates,
+    check_data_keys,
+    check_answers,
+    check_budgets,
+    check_starts,
+)
+SFT_RULES: tuple[Rule, ...] = (*OFFLINE_RULES, check_responses)
+
+
+class SFTConfig(OfflineConfig):
+    """Everything that ``examples/start_sft_pipeline.py`` reads."""
+
+    train_on: Literal["all", "last"] = Field(
+        default="all",
+        description="The answers of a conversation that are imitated: all of the assistant's, or its last.",
+    )
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean"] = Field(
+        default="token-mean",
+        description="The loss of an optimizer step: the mean over all tokens to imitate, or over conversations of the "
+        "mean over theirs.",
+    )

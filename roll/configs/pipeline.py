@@ -1,4 +1,4 @@
-"""Keys of every pipeline: the run itself (names, folders, steps, lengths, machines) and the policy's roles."""
+"""Every run: names, folders, steps, lengths, machines, recordings, and the policy's roles."""
 
 from __future__ import annotations
 
@@ -10,8 +10,60 @@ from pydantic import Field
 from roll.configs.base import Config
 from roll.configs.divergence import DivergenceConfig
 from roll.configs.problems import ConfigProblem
-from roll.configs.profiling import ProfilerConfig
 from roll.configs.worker import EnvironmentVariables, WorkerConfig
+
+
+class ProfilerConfig(Config):
+    """Recordings of single steps in the folder profile/ of the run; nothing is recorded unless asked."""
+
+    steps: list[int] = Field(
+        default_factory=list,
+        description="Steps that PyTorch's profiler records, a Chrome trace of each role and rank. A recorded step is "
+        "slower.",
+    )
+    roles: list[str] = Field(
+        default_factory=list,
+        description="Roles that are recorded, such as actor_train; empty: all that have a model. Engines with "
+        "processes of their own (vllm, sglang) are seen by Nsight alone.",
+    )
+    ranks: list[int] | None = Field(default_factory=lambda: [0], description="Ranks of each role. null: all of them.")
+    shapes: bool = Field(default=False, description="Record the shapes of operators' inputs.")
+    stacks: bool = Field(default=False, description="Record where in the program operators are called; slow.")
+    memory: bool = Field(
+        default=False,
+        description="Record the resident memory of the process as a counter of the trace, and on GPUs a snapshot of "
+        "all memory with its history (a file for pytorch.org/memory_viz).",
+    )
+    ray_timeline: bool = Field(
+        default=False, description="Write Ray's timeline of all calls (ray_timeline.json) when the run ends."
+    )
+    nsight: dict[str, str] | None = Field(
+        default=None,
+        description="Run the roles and ranks under Nsight Systems, by Ray; nsys must be on the PATH of their machines. "
+        "Options of `nsys profile`; {} is CUDA, cuDNN, cuBLAS and NVTX. The processes are recorded whole.",
+    )
+    peak_tflops: float | None = Field(
+        default=None,
+        gt=0,
+        description="TFLOP/s that a trainer's device reaches at most in its number format, for mfu/train. null: as its "
+        "data sheet says; on devices that are not known there is no such metric.",
+    )
+
+    def profiled(self, role: str, world_size: int) -> list[int]:
+        """The ranks of a role that are recorded."""
+        if self.roles and role not in self.roles:
+            return []
+        return [rank for rank in range(world_size) if self.ranks is None or rank in self.ranks]
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        for key in ("steps", "ranks"):
+            least = 1 if key == "steps" else 0
+            numbers = getattr(self, key)
+            if numbers is not None and (min(numbers, default=least) < least or len(set(numbers)) < len(numbers)):
+                yield self.problem(key, f"numbers of at least {least}, each once")
+        if self.nsight is not None and self.nsight.keys() & {"o", "output"}:
+            yield self.problem("nsight", "options without o and output: reports are in the run's folder")
+
 
 TINY = "tiny"
 """The value of ``pretrain`` that makes a small model on the spot."""
@@ -381,3 +433,49 @@ class PipelineConfig(RunConfig):
         if self.actor_infer is not None and least > self.sequence_length:
             expected = f"at least {least} = prompt_length {self.prompt_length} + response_length {self.response_length}"
             yield self.problem("sequence_length", expected, "prompt_length", "response_length")
+
+
+class SupervisedStartConfig(Config):
+    """Supervised start: how long to imitate demonstrations before reinforcement learning begins."""
+
+    min_success: float = Field(default=0.15, ge=0, le=1, description="Training goes on until success reaches this …")
+    max_success: float = Field(
+        default=0.40, ge=0, le=1, description="… and a start beyond this is an error: nothing to learn."
+    )
+    learning_rate: float = Field(default=2e-3, gt=0, description="Peak learning rate.")
+    batch_size: int = Field(default=32, ge=1, description="Samples per optimizer step.")
+    max_steps: int = Field(default=220, ge=1, description="Most optimizer steps.")
+    eval_steps: int = Field(default=20, ge=1, description="Optimizer steps between two measurements of success.")
+    eval_episodes: int = Field(default=256, ge=1, description="Episodes of one measurement.")
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        if self.min_success >= self.max_success:
+            yield self.problem("min_success", f"less than max_success = {self.max_success}", "max_success")
+
+
+class WarmStartConfig(SupervisedStartConfig):
+    """Supervised start of the tiny model on generated demonstrations, before any reinforcement learning."""
+
+    demonstrations: int = Field(default=2000, ge=1, description="Turns of generated play to learn from.")
+    expert_share: float = Field(
+        default=0.5, ge=0, le=1, description="Share of them played by the solver; the others are random but valid."
+    )
+    min_valid: float = Field(default=0.90, ge=0, le=1, description="Least share of turns with a valid action.")
+
+
+class PromptWarmStartConfig(SupervisedStartConfig):
+    """Supervised start of the tiny model on demonstrations from a file."""
+
+    file_name: str = Field(
+        default="", description="JSON lines with a prompt and a response to imitate; needed when pretrain is tiny."
+    )
+    prompt: str = Field(default="prompt", min_length=1, description="Column of the prompt.")
+    response: str = Field(default="response", min_length=1, description="Column of the response.")
+    messages: str | None = Field(
+        default=None, min_length=1, description="Column of whole conversations, in place of prompt and response."
+    )
+    tools: list[str] = Field(
+        default_factory=list,
+        description="Tools that the demonstrations' prompts tell of where an agent program has them, as in "
+        "tools.use.<name>.tool. Without them they are those of the section tools.",
+    )

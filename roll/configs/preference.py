@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -11,23 +11,6 @@ from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
 
 PreferenceLoss: TypeAlias = Literal["sigmoid", "ipo", "hinge", "simpo", "orpo", "kto"]
-
-WITHOUT_REFERENCE = ("simpo", "orpo")
-"""Losses that compare the policy with nothing."""
-LOGISTIC = ("sigmoid", "simpo")
-"""Losses that smooth labels and take a margin."""
-_OF_REWARDS = ("sigmoid", "ipo", "hinge")
-OF_PAIRS = (*_OF_REWARDS, *WITHOUT_REFERENCE)
-"""Losses that compare a chosen with a rejected answer."""
-_READ_BY: dict[str, tuple[str, ...]] = {
-    "length_normalized": _OF_REWARDS,
-    "target_margin": LOGISTIC,
-    "label_smoothing": LOGISTIC,
-    "nll_coef": OF_PAIRS,
-    "desirable_weight": ("kto",),
-    "undesirable_weight": ("kto",),
-}
-"""The losses that read a key; ``beta`` is read by all."""
 
 
 class PairColumns(Config):
@@ -40,6 +23,11 @@ class PairColumns(Config):
         "conversation.",
     )
     rejected: str = Field(default="rejected", min_length=1, description="Column of the worse answer, likewise.")
+
+
+class MarginColumns(PairColumns):
+    """These, and by how much one is better."""
+
     margin: str | None = Field(
         default=None,
         min_length=1,
@@ -48,8 +36,8 @@ class PairColumns(Config):
     )
 
 
-class AnswerColumns(PairColumns):
-    """Columns of the dataset that hold a row's answers. They may be dotted paths."""
+class LabelColumn(Config):
+    """The column that says what a single answer is worth."""
 
     label: str = Field(
         default="label",
@@ -59,8 +47,79 @@ class AnswerColumns(PairColumns):
     )
 
 
-class PreferenceConfig(Config):
+class AnswerColumns(MarginColumns, LabelColumn):
+    """Columns of the dataset that hold a row's answers. They may be dotted paths."""
+
+
+class OfPairs(Config):
+    """Losses that compare a chosen with a rejected answer; ``orpo`` has no more keys."""
+
+    columns: ClassVar[type[Config]] = PairColumns
+    with_reference: ClassVar[bool] = False
+
+    nll_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the chosen answers' negative log-likelihood, the mean over answers of their mean over "
+        "tokens; orpo needs it (1 in its paper).",
+    )
+
+
+class OfRewards(OfPairs):
+    """Losses of the rewards that two answers have by the policy and its reference: ``ipo``, ``hinge``."""
+
+    with_reference = True
+
+    length_normalized: bool = Field(
+        default=False, description="Rewards per token of the answer (sigmoid, ipo, hinge); simpo and orpo always."
+    )
+
+
+class Logistic(OfPairs):
+    """Losses that smooth labels and take a margin: ``simpo``."""
+
+    columns: ClassVar[type[Config]] = MarginColumns
+
+    target_margin: float = Field(
+        default=0.0, ge=0, description="How far the chosen answer's reward should lead (sigmoid, simpo)."
+    )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=0.5,
+        description="Share of pairs that are taken to be the wrong way round (sigmoid, simpo).",
+    )
+
+
+class Sigmoid(OfRewards, Logistic):
+    """DPO."""
+
+
+class Kto(Config):
+    """Answers that are good or bad by themselves."""
+
+    columns: ClassVar[type[Config]] = LabelColumn
+    with_reference: ClassVar[bool] = True
+
+    desirable_weight: float = Field(default=1.0, gt=0, description="Weight of the good answers (kto).")
+    undesirable_weight: float = Field(default=1.0, gt=0, description="Weight of the bad answers (kto).")
+
+
+PREFERENCE_LOSSES: dict[str, type[OfPairs] | type[Kto]] = {
+    "sigmoid": Sigmoid,
+    "ipo": OfRewards,
+    "hinge": OfRewards,
+    "simpo": Logistic,
+    "orpo": OfPairs,
+    "kto": Kto,
+}
+"""By ``preference_loss``: the keys that the loss reads; ``beta`` is read by all."""
+
+
+class PreferenceConfig(Sigmoid, Kto):
     """The loss of chosen and rejected answers."""
+
+    choices: ClassVar = {"preference_loss": PREFERENCE_LOSSES}
 
     preference_loss: PreferenceLoss = Field(
         default="sigmoid",
@@ -73,31 +132,11 @@ class PreferenceConfig(Config):
         description="Scale of the rewards: the larger, the closer to the reference. simpo: scale of the mean log-prob "
         "(2 to 10 there). orpo: weight of the odds ratio.",
     )
-    length_normalized: bool = Field(
-        default=False, description="Rewards per token of the answer (sigmoid, ipo, hinge); simpo and orpo always."
-    )
-    target_margin: float = Field(
-        default=0.0, ge=0, description="How far the chosen answer's reward should lead (sigmoid, simpo)."
-    )
-    label_smoothing: float = Field(
-        default=0.0,
-        ge=0,
-        lt=0.5,
-        description="Share of pairs that are taken to be the wrong way round (sigmoid, simpo).",
-    )
-    nll_coef: float = Field(
-        default=0.0,
-        ge=0,
-        description="Weight of the chosen answers' negative log-likelihood, the mean over answers of their mean over "
-        "tokens; orpo needs it (1 in its paper).",
-    )
-    desirable_weight: float = Field(default=1.0, gt=0, description="Weight of the good answers (kto).")
-    undesirable_weight: float = Field(default=1.0, gt=0, description="Weight of the bad answers (kto).")
 
     @property
     def compares_with_reference(self) -> bool:
         """The loss asks for the reference's log-probabilities."""
-        return self.preference_loss not in WITHOUT_REFERENCE
+        return PREFERENCE_LOSSES[self.preference_loss].with_reference
 
     @property
     def in_pairs(self) -> bool:
@@ -106,10 +145,5 @@ class PreferenceConfig(Config):
 
     def problems(self) -> Iterator[ConfigProblem]:
         yield from super().problems()
-        loss = self.preference_loss
-        for key, losses in self.unread(_READ_BY, loss):
-            default = str(type(self).model_fields[key].default).lower()
-            expected = f"{default} with {loss}: it is read with {', '.join(losses)}"
-            yield self.problem(key, expected, "preference_loss")
-        if loss == "orpo" and not self.nll_coef:
+        if self.preference_loss == "orpo" and not self.nll_coef:
             yield self.problem("nll_coef", "more than 0 with orpo (its paper: 1)", "preference_loss")

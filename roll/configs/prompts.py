@@ -1,4 +1,4 @@
-"""Prompts that the policy answers and verifiers score: what RLVR trains on, and what SFT may be measured with."""
+"""Prompts that the policy answers and verifiers score: keys and rules of RLVR, and of evaluations of the others."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.data import DataArguments
-from roll.configs.generating import GeneratingArguments
-from roll.configs.pipeline import PipelineConfig
-from roll.configs.problems import ConfigProblem
+from roll.configs.pipeline import TINY, PipelineConfig
+from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.rewards import RewardConfig
-from roll.configs.worker import EnvironmentVariables, WorkerConfig
+from roll.configs.teacher import TinyTeacherConfig
+from roll.configs.worker import EnvironmentVariables, GeneratingArguments, WorkerConfig
 
 ROLLOUT_CLUSTER = "rollout"
 """Name of the rollout workers' cluster."""
@@ -121,3 +121,34 @@ class PromptsConfig(PipelineConfig):
                     yield self.problem(key, expected, other, seen=reward.tag_included)
         if self.eval_only and self.validation is None:
             yield self.problem("eval_only", "false, or a validation section", "validation")
+
+
+TRAIN_DATA, VAL_DATA = "actor_train.data_args", "validation.data_args"
+
+
+def check_datasets(config: PromptsConfig) -> Iterator[ConfigProblem]:
+    """There is something to train on and to evaluate on."""
+    datasets = {} if config.eval_only else {TRAIN_DATA: config.actor_train.data_args}
+    if config.validation is not None:
+        datasets[VAL_DATA] = config.validation.data_args
+    for path, data in datasets.items():
+        if not data.has_dataset and data.file_name is None:
+            yield ConfigProblem(f"{path}.file_name", NOTHING, "a file, several, a glob, or dataset_cls")
+
+
+def check_templates(config: PromptsConfig) -> Iterator[ConfigProblem]:
+    """Held-out data is rendered like that of training."""
+    if config.validation is None:
+        return
+    for key, unset in (("template", "native"), ("chat_template_kwargs", {}), ("tag_templates", {})):
+        trained = getattr(config.actor_train.data_args, key)
+        if (held_out := getattr(config.validation.data_args, key)) not in (unset, trained):
+            expected = f"the same as {TRAIN_DATA}.{key} = {trained}, or nothing"
+            yield ConfigProblem(f"{VAL_DATA}.{key}", held_out, expected, involves=(f"{TRAIN_DATA}.{key}",))
+
+
+def check_tiny_teacher(config: TinyTeacherConfig) -> Iterator[ConfigProblem]:
+    """A teacher that is made on the spot has something to imitate."""
+    if config.teacher_pretrain == TINY and not config.teacher_warm_start.file_name:
+        expected = "demonstrations to teach a tiny teacher with"
+        yield ConfigProblem("teacher_warm_start.file_name", NOTHING, expected, involves=("teacher_pretrain",))

@@ -8,9 +8,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from roll.configs.base import Config
-from roll.configs.devices import DeviceMapping
 from roll.configs.problems import ConfigProblem
-from roll.configs.worker import EnvironmentVariables, WorkerConfig
+from roll.configs.worker import DeviceMapping, EnvironmentVariables, WorkerConfig
 
 
 class VerifierConfig(Config):

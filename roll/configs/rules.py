@@ -13,14 +13,10 @@ from roll.configs.arguments import none_problems, plain_problems
 from roll.configs.data import DataArguments
 from roll.configs.engines import cards
 from roll.configs.engines.card import EngineCard
-from roll.configs.generating import GeneratingArguments
-from roll.configs.model import ModelArguments
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import ConfigProblem
-from roll.configs.rl import RLConfig
 from roll.configs.schema import ROLES
-from roll.configs.training import TrainingArguments
-from roll.configs.worker import WorkerConfig
+from roll.configs.worker import GeneratingArguments, ModelArguments, TrainingArguments, WorkerConfig
 
 Rule = Callable[[Any], Iterable[ConfigProblem]]
 """Takes the configuration of the pipeline that it is a rule of."""
@@ -34,8 +30,8 @@ def sections(config: PipelineConfig) -> Iterator[tuple[str, WorkerConfig]]:
         worker = getattr(config, role, None)
         if worker is not None:
             yield role, worker
-    if isinstance(config, RLConfig):
-        yield from ((role, worker) for role, worker in config.teacher_roles.items() if role != "teacher")
+    teachers: dict[str, WorkerConfig] = getattr(config, "teacher_roles", {})
+    yield from ((role, worker) for role, worker in teachers.items() if role != "teacher")
 
 
 def check_lengths(config: PipelineConfig) -> Iterator[ConfigProblem]:

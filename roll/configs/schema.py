@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -13,6 +13,7 @@ import annotated_types
 from pydantic.fields import FieldInfo
 
 from roll.configs.base import Config
+from roll.configs.problems import ConfigProblem
 
 ROLES = ("actor_train", "actor_infer", "critic", "reference", "teacher")
 """Sections of model roles."""
@@ -176,6 +177,14 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """A hint at the most similar known name; empty where none is."""
     near = nearest(name, known, cutoff)
     return f"did you mean {near}?" if near else ""
+
+
+def name_problems(config: Config, key: str, known: Collection[str]) -> Iterator[ConfigProblem]:
+    """A name that is neither known nor the path of a function."""
+    name = getattr(config, key)
+    if name not in known and ":" not in name:
+        expected = f"one of {', '.join(known)} or package.module:function"
+        yield config.problem(key, expected, hint=did_you_mean(name, known, cutoff=0.5))
 
 
 def same_part(part: str, name: str) -> bool:

@@ -9,9 +9,8 @@ from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.divergence import DivergenceConfig
-from roll.configs.pipeline import TINY
+from roll.configs.pipeline import TINY, PromptWarmStartConfig
 from roll.configs.problems import NOTHING, ConfigProblem
-from roll.configs.warm_start import PromptWarmStartConfig
 from roll.configs.worker import WorkerConfig
 
 OpdForm: TypeAlias = Literal["advantage", "reward", "loss"]

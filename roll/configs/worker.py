@@ -1,22 +1,443 @@
-"""A role's section: ``actor_train``, ``actor_infer``, ``critic``, ``reference``."""
+"""A role (``actor_train``, ``critic``, …): its devices, engine, model, optimizer and sampling."""
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from roll.configs.base import Config
 from roll.configs.data import DataArguments
-from roll.configs.devices import DeviceMapping
-from roll.configs.generating import GeneratingArguments
-from roll.configs.model import ModelArguments
+from roll.configs.engines import card_of, strategy_names
+from roll.configs.engines.card import EngineCard, EngineOptions
 from roll.configs.problems import ConfigProblem
-from roll.configs.router_replay import RouterReplayConfig
 from roll.configs.schema import Described
-from roll.configs.strategy import StrategyArguments
-from roll.configs.training import TrainingArguments
+
+MAX_EXPRESSION_CHARACTERS = 1000
+MAX_DEVICES = 1_000_000
+SYNTAX = "a list of device ids, or an expression such as list(range(0,8)) + [12, 13]"
+
+
+def parse_device_mapping(value: object) -> list[int] | None:
+    """Turns what a YAML file says about devices into a list of ids.
+
+    The grammar: ``sum = term ('+' term)*``, ``term = '[' ids ']' | 'list(' range ')' | range | '(' sum ')'``,
+    ``range = 'range(' integer {',' integer} ')'``.
+
+    Raises:
+        ValueError: anything else, an id that is negative, or an id that occurs twice.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        value = _parse_expression(value)
+    if not isinstance(value, list) or any(type(device) is not int for device in value):
+        raise ValueError(SYNTAX)
+    if not value:
+        raise ValueError("at least one device id; null for a role without devices")
+    if min(value) < 0:
+        raise ValueError(f"device ids of at least 0, not {min(value)}")
+    if len(set(value)) != len(value):
+        twice = next(device for device in value if value.count(device) > 1)
+        raise ValueError(f"every device id once; {twice} occurs {value.count(twice)} times")
+    return value
+
+
+DeviceMapping = Annotated[
+    list[int] | None,
+    BeforeValidator(parse_device_mapping),
+    Described("list of int, an expression such as `list(range(0,8))`, or null"),
+]
+
+
+def _parse_expression(text: str) -> list[int]:
+    if len(text) > MAX_EXPRESSION_CHARACTERS:
+        raise ValueError(f"an expression of at most {MAX_EXPRESSION_CHARACTERS} characters, not {len(text)}")
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+        return _sum(tree.body)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(SYNTAX) from error
+
+
+def _sum(node: ast.expr) -> list[int]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _sum(node.left) + _sum(node.right)
+    if isinstance(node, ast.List):
+        return [_integer(element) for element in node.elts]
+    if isinstance(node, ast.Call) and not node.keywords and isinstance(node.func, ast.Name):
+        if node.func.id == "list" and len(node.args) == 1:
+            return _sum(node.args[0])
+        if node.func.id == "range" and 1 <= len(node.args) <= 3:
+            return _range([_integer(argument) for argument in node.args])
+    raise ValueError(SYNTAX)
+
+
+def _range(arguments: list[int]) -> list[int]:
+    if len(arguments) == 3 and arguments[2] == 0:
+        raise ValueError("a range with a step other than 0")
+    devices = range(*arguments)
+    if len(devices) > MAX_DEVICES:
+        raise ValueError(f"a range of at most {MAX_DEVICES} devices")
+    return list(devices)
+
+
+def _integer(node: ast.expr) -> int:
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_integer(node.operand)
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    raise ValueError(SYNTAX)
+
+
+_ESCAPES = re.compile(r"(\\[nrt])+")
+"""Line breaks and tabs as they are spelled, which YAML reads between double quotes alone."""
+
+
+class GeneratingArguments(Config):
+    """Sampling parameters of every request."""
+
+    max_new_tokens: int | None = Field(
+        default=None, ge=1, description="Most tokens sampled in one turn. null means response_length."
+    )
+    temperature: float = Field(
+        default=1.0, ge=0, description="Softmax temperature; 0 is greedy. Training scores use the same temperature."
+    )
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Sample only from the most likely tokens of this total mass."
+    )
+    top_k: int = Field(default=0, ge=-1, description="Sample only from the k most likely tokens; 0 or -1 keeps all.")
+    min_p: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Sample only from tokens of at least this share of the likeliest one's probability; 0 is off.",
+    )
+    first_token_temperature: float | None = Field(
+        default=None,
+        gt=0,
+        description="Temperature of an answer's first token alone, so that answers begin differently (FIRE, Chen et "
+        "al. 2024); its log-probability is that of this temperature. null: `temperature`.",
+    )
+    first_token_top_k: int | None = Field(
+        default=None,
+        ge=-1,
+        description="`top_k` of an answer's first token alone: FIRE draws it hot, among a few. null: `top_k`.",
+    )
+    ignore_eos: bool = Field(
+        default=False,
+        description="Answers go on to max_new_tokens or a stop string, whatever token ends a turn: for measuring.",
+    )
+    num_beams: int = Field(default=1, ge=1, le=1, description="Accepted for compatibility; beam search is no sampling.")
+    num_return_sequences: int = Field(
+        default=1,
+        ge=1,
+        description="Answers to each prompt (validation.generating_args). Training takes num_return_sequences_in_group "
+        "(RLVR) or group_size (agentic), and this is 1 or the same.",
+    )
+    repetition_penalty: float = Field(
+        default=1.0,
+        gt=0,
+        description="Makes tokens that were already seen less likely (CTRL, Keskar et al. 2019); 1 is off.",
+    )
+    presence_penalty: float = Field(
+        default=0.0,
+        ge=-2,
+        le=2,
+        description="Taken off the logit of a token that the answer has already, for new subjects; 0 is off.",
+    )
+    frequency_penalty: float = Field(
+        default=0.0,
+        ge=-2,
+        le=2,
+        description="Taken off the logit of a token for each time that the answer has it; 0 is off.",
+    )
+    do_sample: bool = Field(default=True, description="false is greedy decoding, the same as temperature 0.")
+    stop_strings: list[str] = Field(
+        default_factory=list, description="A completion ends once its text contains one of these."
+    )
+
+    @property
+    def is_greedy(self) -> bool:
+        """The most likely token is taken: equal prompts get equal answers."""
+        return not self.do_sample or self.temperature == 0
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        key = "temperature" if self.do_sample else "do_sample"
+        for index, text in enumerate(self.stop_strings):
+            if not text or _ESCAPES.fullmatch(text):
+                words = "a text that is not empty" if not text else "no spelled escape"
+                hint = f'in double quotes it is the character: ["{text}"]' if text else "every answer would end with it"
+                yield self.problem(f"stop_strings.{index}", words, seen=text, hint=hint)
+        for name in ("first_token_temperature", "first_token_top_k"):
+            if self.is_greedy and getattr(self, name) is not None:
+                yield self.problem(name, f"null with {key} {getattr(self, key)}: greedy", key)
+
+
+class Muon(Config):
+    """Orthogonalised momentum."""
+
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Decay of Muon's running mean of the gradient.")
+
+
+class Falling(Config):
+    """Learning rates that fall to the end of the run, or sooner."""
+
+    lr_decay_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Optimizer steps, those of the warm-up included, after which min_lr_ratio is reached, and stays. "
+        "null: all of the run.",
+    )
+
+
+class Cosine(Falling):
+    """Half a cosine, or several."""
+
+    num_cycles: float = Field(
+        default=0.5, gt=0, description="Periods of the cosine: 0.5 falls once, 1.5 falls, rises and falls again."
+    )
+
+
+class Wsd(Falling):
+    """Warm-up, stable, decay."""
+
+    lr_wsd_decay_steps: int | None = Field(
+        default=None, ge=1, description="Optimizer steps of wsd's fall. null: a tenth of all, rounded up."
+    )
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = Field(
+        default="linear",
+        description="wsd's fall, r from 0 to 1: 1 - r, half a cosine, 2 / 2^r - 1, or 1 - sqrt(r).",
+    )
+
+
+SCHEDULES: dict[str, type[Config]] = {
+    "constant": Config,
+    "constant_with_warmup": Config,
+    "linear": Falling,
+    "cosine": Cosine,
+    "inverse_sqrt": Config,
+    "wsd": Wsd,
+}
+"""By ``lr_scheduler_type``: the keys that it reads."""
+
+
+class TrainingArguments(Wsd, Cosine, Muon):
+    """The optimizer, its schedule, and how many samples make one optimizer step."""
+
+    choices: ClassVar = {"optimizer": {"adamw": Config, "muon": Muon}, "lr_scheduler_type": SCHEDULES}
+
+    optimizer: Literal["adamw", "muon"] = Field(
+        default="adamw",
+        description="What takes the steps. muon: orthogonalised momentum for the matrices of the decoder layers, with "
+        "updates as large as AdamW's, and AdamW for everything else (embeddings, heads, norms, biases, experts).",
+    )
+    learning_rate: float = Field(default=1e-6, gt=0, description="Peak learning rate, reached after the warm-up.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices.")
+    weight_decay_end: float | None = Field(
+        default=None, ge=0, description="Weight decay that is reached at the run's end; null: it is constant."
+    )
+    weight_decay_incr_style: Literal["linear", "cosine"] = Field(
+        default="linear", description="Course from weight_decay to weight_decay_end: a line, or half a cosine."
+    )
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the gradient's running mean.")
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="Decay of the squared gradient's running mean.")
+    adam_epsilon: float = Field(default=1e-8, gt=0, description="Added to AdamW's denominator.")
+    per_device_train_batch_size: int = Field(
+        default=1, ge=1, description="Samples of one forward and backward pass on one data-parallel rank."
+    )
+    gradient_accumulation_steps: int = Field(
+        default=1, ge=1, description="Passes whose gradients are summed before one optimizer step."
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Optimizer steps during which the learning rate rises linearly from 0."
+    )
+    warmup_ratio: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="The warm-up as a share of all optimizer steps; used when warmup_steps is 0.",
+    )
+    warmup_init_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="Learning rate that the warm-up rises from, as a share of the peak."
+    )
+    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt", "wsd"] = Field(
+        default="linear",
+        description="Course after the warm-up: level (constant has no warm-up at all), a straight line or half a "
+        "cosine down to min_lr_ratio; inverse_sqrt falls as 1 / sqrt(steps since the start), in units of the warm-up; "
+        "wsd (warm-up, stable, decay; Hu et al. 2024) is level and falls in the last lr_wsd_decay_steps.",
+    )
+    min_lr_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="Least learning rate after the warm-up, as a share of the peak."
+    )
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from super().problems()
+        if self.warmup_steps and self.warmup_ratio:
+            expected = f"0 beside warmup_steps {self.warmup_steps}: one of the two"
+            yield self.problem("warmup_ratio", expected, "warmup_steps")
+        if self.lr_scheduler_type == "constant" and (self.warmup_steps or self.warmup_ratio):
+            expected = "constant_with_warmup, since there is a warm-up"
+            yield self.problem("lr_scheduler_type", expected, "warmup_steps", "warmup_ratio")
+        if self.warmup_init_ratio and not (self.warmup_steps or self.warmup_ratio):
+            yield self.problem("warmup_init_ratio", "0 without a warm-up", "warmup_steps", "warmup_ratio")
+        if self.weight_decay_incr_style != "linear" and self.weight_decay_end is None:
+            yield self.problem("weight_decay_incr_style", "nothing without weight_decay_end", "weight_decay_end")
+
+
+class ModelArguments(Config):
+    """Loading and running of the weights."""
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """The names in ``lora_target``; none without LoRA."""
+        return tuple(name.strip() for name in (self.lora_target or "").split(",") if name.strip())
+
+    @property
+    def lora_excluded(self) -> tuple[str, ...]:
+        """The names in ``lora_exclude``."""
+        return tuple(name.strip() for name in (self.lora_exclude or "").split(",") if name.strip())
+
+    @property
+    def frozen_prefixes(self) -> tuple[str, ...]:
+        """The names in ``freeze_module_prefix``."""
+        return tuple(name.strip() for name in (self.freeze_module_prefix or "").split(",") if name.strip())
+
+    @property
+    def adapter_alpha(self) -> int:
+        """``lora_alpha``, given or not."""
+        return self.lora_alpha or 2 * self.lora_rank
+
+    dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
+        default=None, description="Number format of the weights. null takes the one the checkpoint names."
+    )
+    disable_gradient_checkpointing: bool = Field(
+        default=False,
+        description="Keep all activations for the backward pass instead of computing them again: faster, more memory.",
+    )
+    attn_implementation: Literal["sdpa", "eager", "fa2", "auto"] = Field(
+        default="auto",
+        description="Attention kernel. auto lets Transformers choose; fa2 is FlashAttention 2. Megatron takes that of "
+        "TransformerEngine where it is installed (fa2: flash, eager: unfused); vllm and sglang have their own.",
+    )
+    lora_rank: int = Field(default=8, ge=1, description="Rank of the LoRA matrices, with lora_target.")
+    lora_alpha: int | None = Field(
+        default=None, ge=1, description="The adapter's output is scaled by lora_alpha / lora_rank. null: 2 × lora_rank."
+    )
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout before the LoRA matrices in training.")
+    lora_target: str | None = Field(
+        default=None,
+        description="Layers that get a LoRA adapter (Hu et al. 2021), the rest is frozen: names separated by commas, "
+        "all-linear (all linear layers but the output layer; not the routed experts of a mixture, which are no such "
+        "layers), or null for full training. Read from actor_train, and holds for every copy of the actor.",
+    )
+    lora_exclude: str | None = Field(
+        default=None, description="Layers that all-linear leaves out: names separated by commas."
+    )
+    adapter_name_or_path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of an adapter, as peft saves one, that actor_train starts from. null: a new one.",
+    )
+    freeze_module_prefix: str | None = Field(
+        default=None,
+        description="Parts of the model that are not trained: names of modules or parameters as in the checkpoint "
+        "(model.embed_tokens, model.layers.0), separated by commas. They take no gradient and have no optimizer state; "
+        "checkpoints and the generator's weights stay whole. Of actor_train and critic, without an adapter.",
+    )
+    ulysses_size: int = Field(
+        default=1,
+        ge=1,
+        description="Workers that share every sequence in attention, each a part of the heads (Ulysses sequence "
+        "parallelism; fsdp2 and deepspeed strategies). Must divide the workers and the attention heads.",
+    )
+    use_liger_kernel: bool = Field(
+        default=False, description="Fused kernels of liger-kernel, on GPUs (fsdp2 and deepspeed strategies)."
+    )
+    trust_remote_code: bool = Field(
+        default=False,
+        description="Run Python files that come with the model (auto_map in its config.json): they can do whatever the "
+        "run may. Only for files that you have read; a warning at the start names role and folder. Each role says it "
+        "for itself; actor_train's holds for the policy's tokenizer too. Megatron has model code of its own.",
+    )
+    model_config_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Entries written over the checkpoint's own config.json before loading."
+    )
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        expected = "no dropout: models are trained as they generate, without"
+        yield from [
+            ConfigProblem(f"model_config_kwargs.{key}", value, expected)
+            for key, value in self.model_config_kwargs.items()
+            if value and ("dropout" in key or key.endswith("pdrop"))
+        ]
+        if self.lora_target is not None and self.freeze_module_prefix is not None:
+            expected = "null beside lora_target, which freezes all but the adapter"
+            yield self.problem("freeze_module_prefix", expected, "lora_target")
+        if self.lora_targets:
+            if self.lora_exclude is not None and "all-linear" not in self.lora_targets:
+                expected = "null where lora_target names its layers: it leaves some of all-linear out"
+                yield self.problem("lora_exclude", expected, "lora_target")
+            return
+        if self.lora_target is not None:
+            yield self.problem("lora_target", "names of layers, all-linear, or null")
+            return
+        unset = ModelArguments()
+        yield from [
+            self.problem(key, "lora_target (all-linear …) beside it, or no such key", "lora_target")
+            for key in ("lora_rank", "lora_alpha", "lora_dropout", "lora_exclude", "adapter_name_or_path")
+            if getattr(self, key) != getattr(unset, key)
+        ]
+
+
+def _names(task: str) -> str:
+    return f"{task.capitalize()}: {', '.join(strategy_names(task))}. "
+
+
+class StrategyArguments(Config):
+    """The engine and its options."""
+
+    strategy_name: str = Field(
+        default="fsdp2_train",
+        min_length=1,
+        description=f"{_names('trains')}{_names('generates')}{_names('scores')}Or package.module:Name of a strategy's "
+        "class or of an engine's card.",
+    )
+    strategy_config: dict[str, Any] = Field(
+        default_factory=dict, description="Options of that engine, see the tables of the strategies below."
+    )
+
+    @property
+    def card(self) -> EngineCard | None:
+        """The engine's; ``None`` for a strategy of another package that has none."""
+        return card_of(self.strategy_name)
+
+    def typed(self) -> EngineOptions:
+        """The options as the engine's own class; those of an engine without a card are its own to check.
+
+        Raises:
+            pydantic.ValidationError: a key or value that the engine does not know.
+        """
+        if self.card is None:
+            return EngineOptions()
+        return self.card.options.model_validate(self.strategy_config, strict=True)
+
+
+ReplayMode = Literal["disable", "R2", "R3"]
+
+
+class RouterReplayConfig(Config):
+    """Replay of a router's choice."""
+
+    mode: ReplayMode = Field(
+        default="disable",
+        description="Experts that each token goes through when the policy is trained. disable: its routers choose anew "
+        "in every pass; R2: those chosen when the trainer scored the rollout; R3: those that the generator chose, in "
+        "scoring and training. The weights of the experts are always the trainer's own.",
+    )
 
 
 def _number_to_text(value: object) -> object:

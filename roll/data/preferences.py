@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from roll.configs.data import DataArguments
-from roll.configs.preference import PairColumns
+from roll.configs.preference import MarginColumns
 from roll.data.conversations import (
     Conversations,
     Encode,
@@ -57,7 +57,7 @@ class _Judged:
 
 def load_preferences(
     args: DataArguments,
-    columns: PairColumns,
+    columns: MarginColumns,
     *,
     label: str | None,
     encode: Encode,
@@ -114,7 +114,7 @@ def load_preferences(
 
 def check_preferences(
     reading: Reading,
-    columns: PairColumns,
+    columns: MarginColumns,
     label: str | None,
     scoring: Scoring | None,
     encode: Encode | None = None,
@@ -128,7 +128,7 @@ def check_preferences(
     return reading.checked(row.answers[0].question.tag for row in rows)
 
 
-def _read(reading: Reading, columns: PairColumns, label: str | None, scoring: Scoring | None) -> Iterator[_Judged]:
+def _read(reading: Reading, columns: MarginColumns, label: str | None, scoring: Scoring | None) -> Iterator[_Judged]:
     """The rows that the filter keeps."""
     args = reading.args
     own = [columns.chosen, columns.rejected, columns.margin or columns.chosen] if label is None else [label]
@@ -151,7 +151,7 @@ def _read(reading: Reading, columns: PairColumns, label: str | None, scoring: Sc
     return reading.each(read)
 
 
-def row_pair(values: Mapping[str, Any], args: DataArguments, columns: PairColumns) -> tuple[Talk, Talk]:
+def row_pair(values: Mapping[str, Any], args: DataArguments, columns: MarginColumns) -> tuple[Talk, Talk]:
     """The conversations with the chosen and with the rejected answer at their ends.
 
     Raises:

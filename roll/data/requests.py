@@ -12,7 +12,7 @@ import numpy as np
 from roll.data.columns import UNKNOWN, Axis, Column, ExpertArray, FloatArray, IntArray
 
 if TYPE_CHECKING:
-    from roll.configs.generating import GeneratingArguments
+    from roll.configs.worker import GeneratingArguments
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Weight versions of a completion's tokens, in order: (version, how many tokens it sampled)."""

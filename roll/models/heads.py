@@ -1,4 +1,4 @@
-"""What sits on a language model's trunk: its way to logits, or a scalar head of critics and reward models."""
+"""What sits on a language model's trunk: its way to logits, a scalar head, a teacher's output layer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from roll.algorithms.quantities import OutputLayer
+from roll.models.loading import make_skeleton
+from roll.models.weight_files import WeightFiles
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 SCORE_WEIGHT = "score.weight"
@@ -212,3 +217,35 @@ def _replaced(places: list[tuple[nn.Module, str]], by: _StandIn) -> Iterator[Non
     finally:
         for (owner, name), part in zip(places, parts, strict=True):
             owner._modules[name] = part
+
+
+def load_teacher_layer(path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> OutputLayer:
+    """The output layer of a model (a folder in Hugging Face format, or a hub name) in host memory.
+
+    Raises:
+        ValueError: it is not a linear map of the hidden states, or its weights are not in the files.
+    """
+    with torch.device("meta"):
+        model = make_skeleton("lm", path, dtype=dtype, trust_remote_code=trust_remote_code)
+    layer = model.get_output_embeddings()
+    if not isinstance(layer, nn.Linear):
+        raise ValueError(f"teacher {path!r}: the output layer is a {type(layer).__name__}, expected Linear")
+    head = OutputHead(model)
+    if head.others:
+        raise ValueError(
+            f"teacher {path!r}: {type(model).__name__} has other weights in its head than its output layer's"
+        )
+    files = WeightFiles(path)
+    names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is layer.weight]
+    error = None
+    for name in names:  # tied weights are in the files once
+        try:
+            weight_VH = files.read(name)
+            break
+        except ValueError as missing:
+            error = missing
+    else:
+        raise ValueError(f"teacher {path!r}: its output layer is not in its files") from error
+    bias = [name for name, p in model.named_parameters() if p is layer.bias]
+    bias_V = files.read(bias[0]).to(dtype) if bias else None
+    return OutputLayer(weight_VH.to(dtype), bias_V, head)

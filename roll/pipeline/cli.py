@@ -118,8 +118,8 @@ def perform(
     from roll.configs.problems import ConfigErrors
     from roll.preflight.inputs import check_inputs
     from roll.preflight.machine import check_machine
-    from roll.utils.collector import start_calmly
     from roll.utils.extras import extra
+    from roll.utils.memory import start_calmly
     from roll.utils.registry import import_path
 
     started = started or time.time()

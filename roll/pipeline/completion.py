@@ -151,8 +151,9 @@ def _engine_keys(strategy: Any, above: str) -> Iterator[tuple[str, Any]]:
 
 def _registered(key: str) -> Iterable[str]:
     """The names that a key takes beside a path of the user's."""
-    from roll.configs.algorithm_names import ADV_ESTIMATORS, PG_VARIANTS
+    from roll.configs.algorithm import ADV_ESTIMATORS
     from roll.configs.engines import strategy_names
+    from roll.configs.policy_loss import PG_VARIANTS
     from roll.tracking import TRACKERS
 
     if key.endswith("strategy_args.strategy_name"):
@@ -161,5 +162,9 @@ def _registered(key: str) -> Iterable[str]:
         return verifiers()
     if key.endswith(".env_type"):
         return environments()
-    known = {"adv_estimator": ADV_ESTIMATORS, "pg_variant": PG_VARIANTS, "track_with": TRACKERS.names()}
+    known: dict[str, Iterable[str]] = {
+        "adv_estimator": ADV_ESTIMATORS,
+        "pg_variant": PG_VARIANTS,
+        "track_with": TRACKERS.names(),
+    }
     return known.get(key, ())

@@ -18,7 +18,7 @@ from roll.configs.engines.card import kind_of
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import ConfigErrors
 from roll.configs.resuming import Rows
-from roll.configs.val_infer import VAL_INFER
+from roll.configs.rl import VAL_INFER
 from roll.configs.worker import WorkerConfig
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import ClusterError, PlacementError, RaySessionError
@@ -38,11 +38,9 @@ from roll.preflight.choices import role_requests
 from roll.preflight.models import describe_adapter, trusted_code
 from roll.preflight.templates import describe_template
 from roll.tracking.display import NOTED
-from roll.tracking.manifest import CheckpointError
-from roll.utils.collector import calm_collector
-from roll.utils.memory import keep_freed_memory
-from roll.utils.plugins import plugin_variables
-from roll.utils.registry import UnknownNameError, import_path
+from roll.tracking.files import CheckpointError
+from roll.utils.memory import calm_collector, keep_freed_memory
+from roll.utils.registry import UnknownNameError, import_path, plugin_variables
 from roll.utils.signals import Interrupted, SignalGuard
 
 logger = logging.getLogger(__name__)

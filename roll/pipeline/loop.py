@@ -22,9 +22,8 @@ from roll.pipeline.profiling import StepProfiler
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.pipeline.utilisation import Utilisation
-from roll.tracking.checkpointer import Checkpointer, Write
-from roll.tracking.manifest import CheckpointError
-from roll.tracking.rng import restore_rng_state, rng_state
+from roll.tracking.checkpointer import Checkpointer, Write, restore_rng_state, rng_state
+from roll.tracking.files import CheckpointError
 from roll.utils.signals import SignalGuard
 
 logger = logging.getLogger(__name__)

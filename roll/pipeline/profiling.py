@@ -1,4 +1,4 @@
-"""Recordings of single steps, see ``roll.configs.profiling``."""
+"""Recordings of single steps, see ``roll.configs.pipeline``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from roll.configs.profiling import ProfilerConfig
+from roll.configs.pipeline import ProfilerConfig
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.recording import RecordingOptions
 

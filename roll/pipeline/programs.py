@@ -45,7 +45,7 @@ RLVR = Program(
     ("rewards",),
 )
 SFT = Program(
-    "roll.configs.sft:SFTConfig",
+    "roll.configs.offline:SFTConfig",
     "roll.pipeline.sft.pipeline:run_sft",
     "Trains a language model to imitate conversations.",
     "sft_math",

@@ -51,7 +51,7 @@ class PromptRoles(RolloutRoles):
                 num_slots=config.groups_per_step + config.groups_ahead,
                 seed=config.seed,
                 sampling="train",
-                baseline=config.needs_greedy_baseline,
+                baseline=config.estimator.greedy_baseline,
             )
             self.train = self.make_scheduler(plan, ROLLOUT_CLUSTER, trains=True)
         self.num_val_prompts = 0

@@ -32,7 +32,6 @@ from roll.algorithms.pairing import telling_pairs
 from roll.algorithms.rewards import apply_kl_penalty, mean_kl, shape_rewards, whiten_token_rewards
 from roll.algorithms.selection import drop_masked_episodes, select_for_policy
 from roll.algorithms.statistics import RunningStats
-from roll.configs.algorithm_names import ADV_ESTIMATORS, ALONE
 from roll.configs.divergence import DivergenceConfig
 from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
@@ -80,8 +79,9 @@ class RLPipeline(TrainingLoop):
         super().__init__(config, run.session, run.roles, run.signals)
         self.players = players
         self.score_stats = RunningStats()
-        self.kl_controller = KlController.from_config(config)
-        self.kl_loss_controller = KlController.of_loss(config)
+        self.parts = config.parts
+        self.kl_controller = KlController.of(self.parts.kl.reward)
+        self.kl_loss_controller = KlController.of(self.parts.kl.loss)
         self.admission = Admission(
             config.groups_per_step,
             config.groups_ahead,
@@ -193,7 +193,7 @@ class RLPipeline(TrainingLoop):
         config, finished = self.config, [*collected.groups, *collected.rejected]
         self.sampled_tokens = sampled_tokens(finished)
         short = len(collected.groups) < config.groups_per_step
-        compares = not config.filters_groups and config.adv_estimator in set(ADV_ESTIMATORS).difference(ALONE)
+        compares = not config.filters_groups and config.estimator.compares
         for kind, text in remarks_on(step, collected, config.groups_per_step, self.most_tokens, compares=compares):
             self.remarks.make(kind, text)
         self.looks_learned = (
@@ -302,7 +302,7 @@ class RLPipeline(TrainingLoop):
         config = self.config
         if config.leaves_rollouts_unscored:
             return torch.empty(0, dtype=torch.int64)
-        if config.wants_old_logprobs or (len(steps) > 1 and config.mixes_rows):
+        if config.wants_old_logprobs or (len(steps) > 1 and config.mixes_all_rows):
             return torch.arange(batch.num_sequences)
         return rows_trained_later(steps)
 
@@ -335,7 +335,8 @@ class RLPipeline(TrainingLoop):
             )
         batch = _with_scores(batch, actor, old_rows)
         # Hidden states are large: they travel on to the trainer only if its loss reads them.
-        in_loss = config.use_kl_loss and config.loss_kl_penalty == "full"
+        kl = self.parts.kl.loss
+        in_loss = kl is not None and kl.penalty == "full"
         return batch if in_loss else batch.replace(ref_hidden_TH=None)
 
     def shape(self, batch: Batch) -> tuple[Batch, Metrics]:
@@ -344,13 +345,13 @@ class RLPipeline(TrainingLoop):
         bypass = self.config.bypasses_old_logprobs  # both columns are then the sampler's
         metrics = {} if bypass else mismatch_metrics(scored)
         if self.config.overlaps and not bypass:
-            metrics |= mismatch_by_lag(scored, self.admission.step - 1, self.config.train_infer_correction)
-        batch, mask_metrics = drop_masked_episodes(batch, self.config)
+            metrics |= mismatch_by_lag(scored, self.admission.step - 1, self.parts.correction)
+        batch, mask_metrics = drop_masked_episodes(batch, self.parts.selection)
         metrics |= mask_metrics
-        batch, reward_metrics = shape_rewards(batch, self.config, score_stats)
+        batch, reward_metrics = shape_rewards(batch, self.parts.reward, score_stats)
         metrics |= reward_metrics
-        if self.config.add_token_level_kl:
-            batch, kl_metrics = apply_kl_penalty(batch, self.config, self.kl_controller.coef)
+        if (kl := self.parts.kl.reward) is not None:
+            batch, kl_metrics = apply_kl_penalty(batch, kl.penalty, self.kl_controller.coef)
             metrics |= kl_metrics
         taught = None if self.roles.teacher is None else self.config.opd_form
         if taught is not None:
@@ -361,21 +362,25 @@ class RLPipeline(TrainingLoop):
                 metrics |= self.roles.teacher.metrics(batch)
         if taught == "reward":
             batch = teacher_rewards(batch, self.config)
-        if self.config.whiten_rewards:
+        if self.parts.reward.whiten:
             batch = whiten_token_rewards(batch)
-        batch = compute_advantages(batch, self.config) if self.config.estimates_advantages else no_advantages(batch)
+        batch = (
+            compute_advantages(batch, self.parts.advantage)
+            if self.config.estimates_advantages
+            else no_advantages(batch)
+        )
         if taught == "advantage":
             batch = teacher_advantages(batch, self.config)
-        metrics |= advantage_metrics(batch, self.config)
+        metrics |= advantage_metrics(batch, self.parts.advantage)
         self.score_stats = score_stats
-        if self.config.add_token_level_kl:
+        if kl is not None:
             self.kl_controller.update(metrics["reward/kl"], len(batch.rows_with_loss))
         return batch, metrics
 
     def train(self, batch: Batch, steps: list[Tensor], step: int) -> Metrics:
         """Takes the optimizer steps of the actor and the critic, side by side where they have devices of their own."""
         policy_batch, selection_metrics = select_for_policy(
-            batch, self.config, seed=derive_seed(self.config.seed, "selection", step)
+            batch, self.parts, seed=derive_seed(self.config.seed, "selection", step)
         )
         # Masks may leave nothing of a step, e.g. when its groups are solved: that is no failed step.
         policy_steps = steps_with_tokens(policy_batch, steps) if step > self.config.critic_warmup else []
@@ -383,7 +388,7 @@ class RLPipeline(TrainingLoop):
             selection_metrics |= self._steer_kl_loss(batch)
         actor_refs = self.roles.actor.submit_train(policy_batch, policy_steps) if policy_steps else []
         unread = dict.fromkeys(("ref_hidden_TH", "experts_TE", *TEACHER_COLUMNS))
-        value_batch = batch.replace(**unread).with_loss_mask(value_mask(batch, self.config))
+        value_batch = batch.replace(**unread).with_loss_mask(value_mask(batch, self.parts.advantage))
         value_steps = steps_with_tokens(value_batch, steps)
         critic = self.roles.critic if value_steps else None
         critic_refs = critic.submit_train(value_batch, value_steps) if critic else []
@@ -397,8 +402,9 @@ class RLPipeline(TrainingLoop):
 
     def _steer_kl_loss(self, batch: Batch) -> Metrics:
         """Trains this step with the coefficient as it is, and adapts it to the KL before the step."""
-        config, controller = self.config, self.kl_loss_controller
-        kl = mean_kl(_with_old_policy(batch), config.loss_kl_penalty)
+        config, controller, term = self.config, self.kl_loss_controller, self.parts.kl.loss
+        assert term is not None
+        kl = mean_kl(_with_old_policy(batch), term.penalty)
         metrics = {"actor/kl": kl, "actor/kl_loss_coef": controller.coef}
         current = config.model_copy(update={"kl_loss_coef": controller.coef})
         self.roles.actor.call("set_loss", build_policy_loss, current, config.total_optimizer_steps)

@@ -8,13 +8,10 @@ from pathlib import Path
 
 from roll.algorithms.quantities import BASIC, Divergence, Quantity, asked_of
 from roll.configs.engines.card import kind_of, task_of
-from roll.configs.model import ModelArguments
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.prompts import REWARD_CLUSTER
-from roll.configs.rl import RLConfig
-from roll.configs.router_replay import ReplayMode
-from roll.configs.training import TrainingArguments
-from roll.configs.val_infer import VAL_INFER
+from roll.configs.rl import VAL_INFER, RLConfig
+from roll.configs.worker import ModelArguments, ReplayMode, TrainingArguments
 from roll.data.templates import ChatTemplate
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.strategy.base import States, StrategyContext

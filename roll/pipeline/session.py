@@ -17,12 +17,10 @@ from roll.configs.pipeline import RunConfig
 from roll.configs.problems import ConfigErrors
 from roll.configs.resuming import Change, Record, Rows, compare
 from roll.report.render import render_index
-from roll.tracking.checkpointer import Checkpointer
+from roll.tracking.checkpointer import Checkpointer, PostSaveHook
 from roll.tracking.display import Display, closing_line
-from roll.tracking.files import write_atomic
-from roll.tracking.manifest import CheckpointError
+from roll.tracking.files import CheckpointError, write_atomic
 from roll.tracking.monitor import PhaseTimer, Span, peak_memory_mb
-from roll.tracking.post_save import PostSaveHook
 from roll.tracking.redact import redact
 from roll.tracking.run import RunFolder
 from roll.tracking.trackers import AnswerRow, MultiTracker, TrackerContext

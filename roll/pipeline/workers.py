@@ -33,12 +33,11 @@ from roll.distributed.weights.buckets import host_bytes, with_checksum
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import Message, Payload, Reply
 from roll.distributed.weights.receiver import WeightReceiver
-from roll.distributed.weights.routes import Link
-from roll.distributed.weights.sender import Delivery, WeightOrder, WeightSender
+from roll.distributed.weights.sender import Delivery, Link, WeightOrder, WeightSender
 from roll.rollout.router import GenerationError, Outcomes
 from roll.utils.checksums import WrittenFile
-from roll.utils.collector import end_start
 from roll.utils.idle import IdleClock
+from roll.utils.memory import end_start
 
 _POLL_S = 1.0
 

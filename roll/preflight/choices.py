@@ -1,8 +1,9 @@
-"""Checks of a configuration that need to know the plug-ins, the files and the devices. Nothing heavy is imported."""
+"""Checks of a configuration that need the plug-ins, the user's functions, the files and the devices; nothing heavy."""
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,7 @@ from roll.configs.distill import DistillConfig
 from roll.configs.dpo import DPOConfig
 from roll.configs.engines import strategy_names
 from roll.configs.engines.card import task_of
+from roll.configs.offline import SFTConfig
 from roll.configs.pipeline import TINY, PipelineConfig
 from roll.configs.problems import ConfigProblem, Words
 from roll.configs.prompts import DataGeneratorConfig, PromptsConfig
@@ -25,7 +27,6 @@ from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import Rule, sections
 from roll.configs.schema import nearest
-from roll.configs.sft import SFTConfig
 from roll.configs.tools import AUTO_DIALECT
 from roll.configs.worker import WorkerConfig
 from roll.distributed.cluster.errors import PlacementError
@@ -412,3 +413,26 @@ def _exists(module: str) -> bool:
             return False
         folders = [folder for folder in found if folder.is_dir()]
     return True
+
+
+_ARGUMENTS = {"adv_estimator": ("batch", "config"), "pg_variant": ("tokens", "config"), "path": ("group",)}
+"""What a function is given, in this order, by the last word of its key."""
+
+
+def check_functions(config: RLConfig) -> Iterator[ConfigProblem]:
+    """Imports every function given by path and compares its signature with the call."""
+    for key, path in config.functions.items():
+        names = _ARGUMENTS[key.rpartition(".")[2]]
+        expected = f"a function of {', '.join(names)}"
+        try:
+            function = import_path(path, key)
+            if not callable(function):
+                yield ConfigProblem(key, path, expected, f"it is {type(function).__name__}")
+            else:
+                inspect.signature(function).bind(*names)
+        except UnknownNameError as error:
+            yield ConfigProblem(key, path, "package.module:name that can be imported", str(error))
+        except TypeError as error:
+            yield ConfigProblem(key, path, expected, str(error))
+        except ValueError:  # built-in functions have no signature to look at
+            yield ConfigProblem(key, path, expected, "it is built in and tells no arguments")

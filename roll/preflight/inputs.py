@@ -18,7 +18,7 @@ from roll.configs.problems import ConfigProblem
 from roll.configs.prompts import PromptsConfig
 from roll.configs.reward_training import RewardTrainingConfig
 from roll.configs.rl import RLConfig
-from roll.preflight.functions import check_functions
+from roll.preflight.choices import check_functions
 from roll.preflight.models import has_tokenizer
 from roll.preflight.templates import policy_renderer
 

@@ -17,7 +17,7 @@ from roll.configs.problems import ConfigProblem
 from roll.configs.rl import RLConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy import STRATEGIES, strategy_class
-from roll.preflight.functions import check_functions
+from roll.preflight.choices import check_functions
 from roll.preflight.models import check_formats
 from roll.tracking import SERVICES
 from roll.utils.registry import UnknownNameError, import_path

@@ -34,7 +34,7 @@ from roll.models.tokenizer import (
     special_ids_beyond,
 )
 from roll.models.weight_files import INDEX, SINGLE, no_weights, other_weights, shown
-from roll.tracking.manifest import CheckpointError
+from roll.tracking.files import CheckpointError
 from roll.tracking.saved import find_saved
 from roll.utils.registry import import_path
 

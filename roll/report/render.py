@@ -12,10 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from roll.report.answers import listed_answers
 from roll.report.curve import learning_curve_svg
 from roll.report.gif import render_episode_gif
-from roll.report.page import render_page, shortened
+from roll.report.page import listed_answers, render_page, shortened
 from roll.rollout.types import EpisodeEnd, Frame, Trajectory
 from roll.tracking.files import read_json_lines, to_json, write_atomic
 

@@ -17,7 +17,7 @@ VERIFIERS.register("gsm8k", "roll.extras.maths.final_numbers:FinalAnswerVerifier
 VERIFIERS.register("multiple_choice", "roll.extras.maths.choices:MultipleChoiceVerifier")
 VERIFIERS.register("format", "roll.rewards.rules:FormatVerifier")
 VERIFIERS.register("length", "roll.rewards.rules:LengthVerifier")
-VERIFIERS.register("instruction", "roll.rewards.instructions:InstructionVerifier")
+VERIFIERS.register("instruction", "roll.rewards.rules:InstructionVerifier")
 VERIFIERS.register("code", "roll.extras.sandbox.verifier:CodeVerifier")
 VERIFIERS.register("judge", "roll.rewards.judge:JudgeVerifier")
 VERIFIERS.register("reward_model", "roll.rewards.reward_model:RewardModelVerifier")

@@ -25,7 +25,7 @@ from roll.rollout.tokenization_audit import TokenCheck, TokenWatch
 from roll.rollout.tool_box import ToolBox, with_tools
 from roll.rollout.types import Trajectory
 from roll.rollout.worker import RolloutWorker
-from roll.utils.collector import calm_collector
+from roll.utils.memory import calm_collector
 
 if TYPE_CHECKING:
     from roll.rollout.agents.episode import AgentPlayer

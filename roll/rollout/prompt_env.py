@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from roll.agentic.env.base import StepResult, step_result
 from roll.configs.env import CustomEnvConfig
-from roll.configs.user import UserConfig
+from roll.configs.rlvr import UserConfig
 from roll.data.columns import IntArray
 from roll.data.prompts import Prompt
 from roll.data.questions import CONVERSATION

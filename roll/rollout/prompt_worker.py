@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll.configs.agent import AgentConfig
+from roll.configs.rlvr import UserConfig
 from roll.configs.tools import ToolsConfig
-from roll.configs.user import UserConfig
 from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
@@ -26,7 +26,7 @@ from roll.rollout.tokenization_audit import TokenCheck, TokenWatch
 from roll.rollout.tool_box import ToolBox, with_tools
 from roll.rollout.types import Trajectory
 from roll.rollout.worker import RolloutWorker
-from roll.utils.collector import calm_collector
+from roll.utils.memory import calm_collector
 from roll.utils.seeding import derive_seed
 
 if TYPE_CHECKING:

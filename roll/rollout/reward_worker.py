@@ -1,4 +1,4 @@
-"""The Ray workers of reward domains and of the judge, the models that they host, and the way to them from an episode."""
+"""The Ray workers of reward domains and of the judge, the models that they host, and the clients of both."""
 
 from __future__ import annotations
 

@@ -7,30 +7,116 @@ were. Nothing is read back when it is saved: a checkpoint is read and compared w
 
 from __future__ import annotations
 
+import base64
 import errno
 import json
 import logging
 import os
+import random
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from roll.tracking.manifest import (
+import numpy as np
+
+from roll.tracking.files import (
     MANIFEST_FILE,
     CheckpointError,
     find_damage,
     read_manifest,
     sync_folder,
+    to_plain,
     write_manifest,
 )
-from roll.tracking.post_save import PostSaveHook
 from roll.utils.checksums import WrittenFile
+from roll.utils.children import ending
 from roll.utils.threads import in_background
+
+FOLDER_VARIABLE, STEP_VARIABLE = "ROLL_CHECKPOINT", "ROLL_STEP"
+KEY = "checkpoint_config.post_save_hook"
+_TOLD_BYTES = 2000
+
+
+class PostSaveHook:
+    """Runs a program, without a shell, once a checkpoint is whole.
+
+    It finds the folder in ``ROLL_CHECKPOINT`` and as its last argument, the step in ``ROLL_STEP``.
+
+    Args:
+        command: program and arguments; none: nothing is run.
+        timeout: seconds, after which it is killed with all that it has started.
+    """
+
+    def __init__(self, command: Sequence[str], timeout: float = 3600.0, *, required: bool = False) -> None:
+        self._command = tuple(command)
+        self._timeout = timeout
+        self.required = required
+        self.runs = 0
+        self.failures = 0
+        self.exit_code: int | None = None
+        """Of the last run, as ``subprocess`` has it; ``None`` where it could not be started."""
+
+    def metrics(self) -> dict[str, float]:
+        """Counts so far; none before the first run."""
+        counts = {"checkpoint/hook_runs": float(self.runs), "checkpoint/hook_failures": float(self.failures)}
+        return counts if self.runs else {}
+
+    def run(self, checkpoint: Path, step: int) -> str | None:
+        """Runs it and waits for its end.
+
+        Returns:
+            What went wrong.
+        """
+        if not self._command:
+            return None
+        self.runs += 1
+        started = time.monotonic()
+        if (problem := self._failure(checkpoint.resolve(), step)) is None:
+            logger.info("%s after %s: %.1f s", KEY, checkpoint.name, time.monotonic() - started)
+            return None
+        self.failures += 1
+        problem = f"{KEY} after {checkpoint.name} {problem}"
+        if not self.required:
+            logger.warning("%s", problem)
+        return problem
+
+    def _failure(self, checkpoint: Path, step: int) -> str | None:
+        """Runs the command; says what went wrong, in words."""
+        variables = {FOLDER_VARIABLE: str(checkpoint), STEP_VARIABLE: str(step)}
+        with tempfile.TemporaryFile() as said:  # no pipe: what it leaves running may hold one open
+            try:
+                process = subprocess.Popen(
+                    [*self._command, str(checkpoint)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=said,
+                    stderr=subprocess.STDOUT,
+                    env=os.environ | variables,
+                    start_new_session=True,  # Ctrl-C is the run's affair, and a kill takes all
+                )
+            except OSError as error:
+                self.exit_code = None
+                return f"could not be started: {error}"
+            try:
+                self.exit_code = process.wait(self._timeout)
+                problem = f"ended with {ending(self.exit_code)}"
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                self.exit_code = process.wait()
+                problem = f"took longer than {self._timeout:g} s and was killed"
+            if self.exit_code == 0:
+                return None
+            said.seek(max(0, said.seek(0, os.SEEK_END) - _TOLD_BYTES))
+            return f"{problem}: {said.read().decode(errors='replace').strip()}".rstrip(": ")
+
 
 logger = logging.getLogger(__name__)
 
@@ -300,3 +386,27 @@ def _is_disk_full(error: BaseException | None) -> bool:
 
 def _mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of Python's and numpy's global generators, and of torch's where torch is loaded."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "numpy": to_plain(np.random.get_state(legacy=False)),
+    }
+    if (torch := sys.modules.get("torch")) is not None:
+        state["torch"] = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode("ascii")
+    return state
+
+
+def restore_rng_state(state: Mapping[str, Any]) -> None:
+    """Sets what ``rng_state`` saved."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(state["numpy"])
+    if "torch" in state:
+        import torch
+
+        saved = np.frombuffer(base64.b64decode(state["torch"]), dtype=np.uint8).copy()
+        torch.set_rng_state(torch.from_numpy(saved))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roll.tracking.checkpointer import Checkpointer
-from roll.tracking.manifest import MANIFEST_FILE, CheckpointError
+from roll.tracking.files import MANIFEST_FILE, CheckpointError
 
 CONFIG_FILE = "config.yaml"
 POLICY = "actor_train"

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, TypeAlias, cast
 
 from roll.utils.foreign import describe_error
-from roll.utils.plugins import load_inherited_plugins
+from roll.utils.registry import load_inherited_plugins
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""One registry class for every kind of plug-in."""
+"""One registry class for every kind of plug-in, and the user's packages that register theirs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Generic, TypeVar, cast
@@ -141,3 +142,20 @@ def _is_path(name: str) -> bool:
     if not (module_name and attr.isidentifier()):
         return False
     return module_name.endswith(".py") or all(part.isidentifier() for part in module_name.split("."))
+
+
+PLUGINS = "ROLL_PLUGINS"
+"""Environment variable with the modules that a process of a run, and those that it starts, import first."""
+
+
+def plugin_variables(names: Sequence[str]) -> dict[str, str]:
+    """Environment variables of processes that import these plug-ins."""
+    places = [str(Path(name).expanduser().resolve()) if name.endswith(".py") else name for name in names]
+    return {PLUGINS: os.pathsep.join(places)} if places else {}
+
+
+def load_inherited_plugins() -> None:
+    """Imports what the process that started this one has asked for; raises what their code raises."""
+    for name in os.environ.get(PLUGINS, "").split(os.pathsep):
+        if name:
+            import_module(name)

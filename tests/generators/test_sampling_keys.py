@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll.configs.generating import GeneratingArguments
 from roll.configs.loader import load_config
 from roll.configs.rlvr import RLVRConfig
+from roll.configs.worker import GeneratingArguments
 from roll.data.requests import GenerateRequest, SamplingParams, sampling_params
 from roll.distributed.strategy.sglang.strategy import SglangStrategy
 from roll.distributed.strategy.vllm.strategy import FIRST_TEMPERATURE, FIRST_TOP_K, VllmStrategy

@@ -17,7 +17,7 @@ import pytest
 from roll.configs.engines.sglang import CARD, OWNED_OPTIONS, SglangConfig
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.generation.requests import EngineStoppedError
+from roll.distributed.strategy.generation.generator import EngineStoppedError
 from roll.distributed.strategy.sglang import cpu
 from roll.distributed.weights.contents import WeightBucket
 from roll.models.tiny import make_tokenizer

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from roll.algorithms.losses import build_sft_loss
-from roll.configs.model import ModelArguments
-from roll.configs.strategy import StrategyArguments
-from roll.configs.worker import WorkerConfig
+from roll.configs.worker import ModelArguments, StrategyArguments, WorkerConfig
 from roll.data.batch import Batch
 from roll.data.packing import PackedSequences
 from roll.data.requests import GenerateRequest, SamplingParams

@@ -13,7 +13,7 @@ from roll.algorithms.losses import build_sft_loss
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import StrategyContext
-from roll.distributed.strategy.fsdp2 import activation_offload
+from roll.distributed.strategy.fsdp2 import strategy
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.models.lora import LoraSpec
 from roll.models.tiny import make_tiny_model
@@ -67,7 +67,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_option_does_not_change_the_gradient(
     model_path: Path, option: str, lora: LoraSpec | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activation_offload, "MIN_BYTES", 0)
+    monkeypatch.setattr(strategy, "MIN_BYTES", 0)
     expected = gradient(model_path, {}, {}, lora)
     if option == "liger":
         pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")

@@ -18,6 +18,7 @@ from roll.models.lora import LoraSpec
 from tests.support.harness import TEMPERATURE, Layout, make_context, policy_loss
 from tests.support.layouts_deepspeed import zero
 from tests.support.ranks import enter_rank, run_ranks
+from tests.support.sizes import sizes
 
 PACKAGES = packages()
 
@@ -69,12 +70,7 @@ def make_model(path: Path) -> Path:
 
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        **sizes(VOCABULARY, 512, 2048, 8, 8, 4),
         max_position_embeddings=64,
         tie_word_embeddings=True,
         eos_token_id=1,

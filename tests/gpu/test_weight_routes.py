@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll.configs.strategy import StrategyArguments
+from roll.configs.worker import StrategyArguments
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.distributed.cluster.placement import create_placement, discover_nodes
@@ -21,7 +21,7 @@ from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.weights.buckets import unpack_bucket
-from roll.distributed.weights.routes import Route, plan_routes
+from roll.distributed.weights.sender import Route, plan_routes
 from roll.distributed.weights.sync import WeightSync
 from roll.models.tiny import make_tiny_model
 from roll.pipeline.model_cluster import ModelCluster

@@ -42,6 +42,7 @@ from tests.support.ranks import (
     whole,
     write,
 )
+from tests.support.sizes import sizes
 from tests.support.trainers import VOCABULARY, make_batch, shares
 from tests.support.trainers import make_context as context_of
 
@@ -76,12 +77,7 @@ def make_model(path: Path) -> Path:
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=33,
-        intermediate_size=47,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
+        **sizes(VOCABULARY, 33, 47, 2, 3, 1),
         head_dim=10,
         tie_word_embeddings=False,
         initializer_range=0.1,

@@ -38,6 +38,7 @@ from tests.support.ranks import (
     run_ranks,
     write,
 )
+from tests.support.sizes import sizes
 from tests.support.trainers import TEMPERATURE, VOCABULARY, make_batch, shares
 from tests.support.trainers import make_context as context_of
 
@@ -74,12 +75,7 @@ def make_model(path: Path, *, tied: bool = True, **kwargs: Any) -> Path:
 
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **sizes(VOCABULARY, 32, 48, 2, 4, 2),
         tie_word_embeddings=tied,
         initializer_range=0.1,
         **kwargs,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from roll.configs.pipeline import PARTS
-from roll.distributed.strategy.fsdp2 import activation_offload
+from roll.distributed.strategy.fsdp2 import strategy
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
 from roll.distributed.strategy.training.checkpoint import restore_checkpoint
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
@@ -207,7 +207,7 @@ def test_missing_shards_are_refused(folder: Path, small: Path, tmp_path: Path) -
 
 
 def test_offloaded_activations_change_nothing(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation_offload, "MIN_BYTES", 0)
+    monkeypatch.setattr(strategy, "MIN_BYTES", 0)
     results = []
     for offload in (False, True):
         args = {"model_args": {"disable_gradient_checkpointing": False}}

@@ -29,6 +29,7 @@ from roll.distributed.strategy.training.tensor_files import StoredTensors
 from roll.models import scoring
 from tests.support.harness import make_groups
 from tests.support.ranks import assert_near, assert_same_files, enter_rank, exported, recorded_warnings, run_ranks
+from tests.support.sizes import sizes
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -46,12 +47,7 @@ def make_model(path: Path, kind: str) -> Path:
     import transformers
 
     shape: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        **sizes(VOCABULARY, HIDDEN, 48, 4, 4, 2),
         "max_position_embeddings": 64,
         "tie_word_embeddings": kind == "dense",
         "initializer_range": 0.1,

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from roll.tracking.manifest import find_damage
+from roll.tracking.files import find_damage
 from tests.integration.conftest import Launch, RayCluster, Run, assert_same_tensors
 
 

@@ -16,7 +16,7 @@ import pytest
 from roll.__main__ import main as roll
 from roll.models.tiny import make_tiny_model, make_tokenizer
 from roll.rewards.types import Sample
-from roll.tracking.manifest import find_damage
+from roll.tracking.files import find_damage
 from tests.integration.conftest import (
     AUTHENTICATED,
     ROOT,

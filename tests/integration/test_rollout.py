@@ -17,12 +17,10 @@ import torch
 
 from roll.agentic.env.base import StepResult, TextEnv, step_result
 from roll.configs.env import CustomEnvConfig
-from roll.configs.model import ModelArguments
-from roll.configs.strategy import StrategyArguments
-from roll.configs.worker import WorkerConfig
+from roll.configs.worker import ModelArguments, StrategyArguments, WorkerConfig
 from roll.data.batch import Batch
 from roll.data.requests import SamplingParams
-from roll.demo.scripted_play import ScriptedPlay
+from roll.demo.warm_start import ScriptedPlay
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.placement import create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session

@@ -17,6 +17,7 @@ from roll.models import planned_attention, ulysses
 from roll.models.heads import ValueHead
 from roll.models.scoring import TokenScorer, layout, score_input
 from tests.support.ranks import enter_rank, leave_rank, run_ranks
+from tests.support.sizes import sizes
 
 WORLD = 4
 RECTANGLE: dict[str, Any] = {"round_to": 3}
@@ -43,12 +44,7 @@ def make_model(kind: str = "Qwen2", value: bool = False, **kwargs: Any) -> Any:
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=37,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **sizes(37, 32, 48, 2, 4, 2),
         head_dim=8,
         initializer_range=0.2,
         sliding_window=4 if kind != "Qwen2" else None,

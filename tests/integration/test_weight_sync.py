@@ -30,8 +30,7 @@ from roll.distributed.weights import sync
 from roll.distributed.weights.buckets import unpack_bucket
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import BucketMessage, Close, Message, Reply, WeightTransferError
-from roll.distributed.weights.routes import Link, Route
-from roll.distributed.weights.sender import Delivery, WeightOrder
+from roll.distributed.weights.sender import Delivery, Link, Route, WeightOrder
 from roll.distributed.weights.sync import WeightSync
 from roll.models.lora import LoraSpec
 from roll.pipeline.model_cluster import ModelCluster

@@ -23,8 +23,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from roll.configs.strategy import StrategyArguments
-from roll.configs.worker import WorkerConfig
+from roll.configs.worker import StrategyArguments, WorkerConfig
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.generation.generator import Generator

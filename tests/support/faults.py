@@ -23,7 +23,7 @@ from roll.data.requests import GenerateRequest
 from roll.distributed.strategy.base import Metrics, States
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import BucketMessage, Message, Open, Payload, Reply
-from roll.distributed.weights.routes import Link
+from roll.distributed.weights.sender import Link
 from roll.pipeline.workers import InferWorker, TrainWorker
 from roll.rewards.types import RewardError, Sample, Verdict
 from roll.rollout.env_worker import EnvironmentWorker

@@ -39,6 +39,7 @@ from roll.distributed.strategy.training.pieces import gather
 from roll.models.lora import LoraSpec
 from tests.support.experts import chosen_experts, given_experts
 from tests.support.ranks import enter_rank, exported, exported_adapter, run_ranks
+from tests.support.sizes import sizes
 
 TEMPERATURE = 0.8
 ENTROPY_COEF = 0.01
@@ -134,12 +135,7 @@ def make_model(path: Path, kind: str) -> Path:
     import transformers
 
     shape = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        **sizes(VOCABULARY, 32, 48, 4, 4, 2),
         "max_position_embeddings": 64,
         "tie_word_embeddings": kind == "qwen2",
         "initializer_range": 0.1,

@@ -20,8 +20,15 @@ from transformers import (
 
 from roll.models.loading import to_hf_weights
 from roll.models.megatron.config import MegatronModelConfig
-from roll.models.megatron.layout import ParallelLayout
-from roll.models.megatron.names import EMBEDDING, FINAL_NORM, OUTPUT, Entry, ExpertModules, layer_entries
+from roll.models.megatron.names import (
+    EMBEDDING,
+    FINAL_NORM,
+    OUTPUT,
+    Entry,
+    ExpertModules,
+    ParallelLayout,
+    layer_entries,
+)
 
 ModuleSet = Literal["local", "te"]
 

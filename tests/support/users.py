@@ -1,4 +1,4 @@
-"""A user who answers a policy (``roll.configs.user``)."""
+"""A user who answers a policy (``roll.configs.rlvr``)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gymnasium.spaces import Text
@@ -11,9 +11,19 @@ from pydantic import Field
 
 from roll.agentic.env.actions import ActionParser
 from roll.agentic.env.base import PICTURES, Split, in_split, stable_hash
-from roll.agentic.env.config import ActionEnvConfig
-from roll.agentic.env.game import Game, Played
-from roll.agentic.env.grid import Vocabulary, build_vocabulary, vocabulary_problems
+from roll.agentic.env.game import ActionEnvConfig, Game, Played
+from roll.agentic.env.grid import (
+    PLAYER,
+    UNITS,
+    Circle,
+    Polygon,
+    Rect,
+    Shape,
+    Vocabulary,
+    build_vocabulary,
+    draw_grid,
+    vocabulary_problems,
+)
 from roll.configs.problems import ConfigProblem
 from roll.data.columns import UInt8Array
 
@@ -105,9 +115,6 @@ class FrozenLakeEnv(Game):
 
     def render(self) -> UInt8Array:
         """The lake as a picture, shape [height, width, 3]."""
-        from roll.agentic.env.frozen_lake_tiles import TILES  # Pillow, which play does not need
-        from roll.agentic.env.tiles import draw_grid
-
         cells = range(self.config.size)
         return draw_grid([[self._kind((row, column)) for column in cells] for row in cells], TILES)
 
@@ -183,3 +190,23 @@ def _instruction(vocabulary: Vocabulary) -> str:
         f"The lake's symbols are {vocabulary.legend}. "
         f"Answer with one of the moves {', '.join(ACTIONS)}, like this: <answer>Right</answer>"
     )
+
+
+_ICE: tuple[Shape, ...] = (
+    Rect(0, 0, UNITS, UNITS, "#b5d8ec"),
+    Rect(0.5, 0.5, 23, 23, "#d6ecf8", 1.5),
+    Polygon(((4, 10), (10, 4), (12, 4), (4, 12)), "#eef8fd"),
+    Polygon(((13, 20), (20, 13), (20, 15), (15, 20)), "#eef8fd"),
+)
+_HOLE = (*_ICE, Circle(12, 12, 9, "#6f9fbe"), Circle(12, 12.8, 7.8, "#16324a"))
+_GOAL = (*_ICE, Rect(7, 3.5, 2, 17.5, "#6b4a2b", 1), Polygon(((9, 4), (20, 8), (9, 12)), "#d9574a"))
+
+TILES: Mapping[str, tuple[Shape, ...]] = {
+    "player": (*_ICE, *PLAYER),
+    "floor": _ICE,
+    "hole": _HOLE,
+    "goal": _GOAL,
+    "player in hole": (*_HOLE, Circle(12, 13, 4.9, "#f3c79b"), Rect(5, 14, 14, 6, "#16324a", 3)),
+    "player on goal": (*_GOAL, *PLAYER),
+}
+"""The kinds of cell that ``frozen_lake.SYMBOLS`` lists -> their shapes."""

@@ -104,7 +104,7 @@ ToolFactory = Callable[..., Any]
 TOOLS: Registry[ToolFactory] = Registry("tool")
 TOOLS.register("calculator", "roll.agentic.tools.calculator:calculator")
 TOOLS.register("search", "roll.agentic.tools.search:SearchTool")
-TOOLS.register("retrieval", "roll.agentic.tools.retrieval:RetrievalTool")
+TOOLS.register("retrieval", "roll.agentic.tools.search:RetrievalTool")
 TOOLS.register("python", "roll.extras.sandbox.python_tool:PythonTool")
 
 

@@ -26,7 +26,7 @@ _START, _EVENTS = '"baseTimeNanoseconds": ', '"traceEvents": ['
 
 @dataclass(frozen=True)
 class RecordingOptions:
-    """Options of a recording, see ``roll.configs.profiling``."""
+    """Options of a recording, see ``roll.configs.pipeline``."""
 
     shapes: bool = False
     stacks: bool = False

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 from roll.algorithms.quantities import BASIC, Quantity
 from roll.algorithms.types import LossFn, TokenScores
 from roll.configs.pipeline import PARTS
-from roll.configs.router_replay import ReplayMode
+from roll.configs.worker import ReplayMode
 from roll.data.batch import Batch
 from roll.data.requests import Completion, GenerateRequest
 from roll.data.templates import ChatTemplate

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from roll.distributed.weights.contents import BucketOutline, WeightBucket, aligned, outline_of
 from roll.models.loading import checkpoint_shapes, to_hf_weights
-from roll.utils.collector import paused_collector
+from roll.utils.memory import paused_collector
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -69,7 +69,7 @@ class DeviceMemory:
     """The bytes are in a block of a GPU that both processes use."""
 
     handle: tuple[Any, ...]
-    """Of ``device_memory.share``."""
+    """Of ``share_on_gpu``."""
 
 
 @dataclass(frozen=True)

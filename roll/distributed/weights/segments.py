@@ -1,4 +1,4 @@
-"""Host memory that processes of one machine share, reused from bucket to bucket.
+"""Memory that a sender and its receivers share: of the host, reused from bucket to bucket, or of a GPU.
 
 Fresh pages cost several times as much as the copy into them, so a segment goes back to its pool when no reader needs
 it any more: at once with an engine that copies what it loads, at the next update with one whose model it became. On
@@ -15,8 +15,11 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
+from torch import Tensor
 
 _numbers = itertools.count()
 
@@ -188,3 +191,41 @@ def _remove(fd: int, path: str) -> None:
 def _address(array: object) -> int:
     assert isinstance(array, np.ndarray)
     return int(array.__array_interface__["data"][0])
+
+
+_VARYING = (3, 7, 8, 9, 11, 12, 13, 14)
+"""Positions of the arguments of ``rebuild_cuda_tensor`` that differ between blocks of bytes, but for the device."""
+
+Handle: TypeAlias = tuple[Any, ...]
+"""Length, then what CUDA and PyTorch need to open the memory: numbers, bytes and truth values."""
+
+
+def share_on_gpu(data: Tensor) -> Handle:
+    """Handle for one receiver to open ``data``, uint8 [num_bytes]. Once per receiver: each gives its share back."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    _, arguments = reduce_tensor(data)
+    return (len(data), *(arguments[position] for position in _VARYING))
+
+
+def open_on_gpu(handle: Handle, device: int) -> Tensor:
+    """The sender's bytes; their memory is kept for as long as anything here refers to it.
+
+    Args:
+        device: index of the GPU among those that this process sees.
+    """
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+    from torch.storage import TypedStorage
+
+    num_bytes, offset, memory, size, start, *counter_and_event = handle
+    place = (TypedStorage, torch.uint8, device, memory, size, start)
+    needs_grad = False
+    tensor: Tensor = rebuild_cuda_tensor(
+        Tensor, torch.Size([num_bytes]), (1,), offset, *place, needs_grad, *counter_and_event
+    )
+    return tensor
+
+
+def collect_on_gpu() -> None:
+    """Frees the blocks that all receivers have given back."""
+    torch.cuda.ipc_collect()

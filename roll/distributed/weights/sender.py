@@ -1,19 +1,21 @@
-"""The sending end of an update: every bucket once to every receiver, by the route that suits it."""
+"""The sending end of an update: routes by where both ends sit, and every bucket once to every receiver."""
 
 from __future__ import annotations
 
+import enum
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from torch import Tensor
 
 from roll.distributed.cluster.cluster import death_reason
 from roll.distributed.cluster.errors import RpcTimeoutError
-from roll.distributed.weights import device_memory
+from roll.distributed.cluster.resources import PlacementPlan, WorkerSlot
 from roll.distributed.weights.buckets import as_tensor, host_bytes, packing_into
 from roll.distributed.weights.collective import BroadcastGroup, invite
 from roll.distributed.weights.contents import WeightBucket
@@ -31,8 +33,82 @@ from roll.distributed.weights.messages import (
     UpdateDigest,
     WeightTransferError,
 )
-from roll.distributed.weights.routes import Receiver, Route
-from roll.distributed.weights.segments import Segment, SegmentPool
+from roll.distributed.weights.segments import Segment, SegmentPool, collect_on_gpu, share_on_gpu
+
+
+class Route(enum.Enum):
+    """A way for bytes."""
+
+    SHARED_MEMORY = "shared memory"
+    """Same node, and one of the two computes on the CPU: host memory that both processes map."""
+    CUDA_IPC = "CUDA IPC"
+    """Same GPU: the receiver opens the sender's device memory."""
+    COLLECTIVE = "collective"
+    """Other nodes or other GPUs: a broadcast, by nccl between GPUs and by gloo otherwise."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way from a sender to one receiver."""
+
+    route: Route
+    device: int | None
+    """Index of the GPU that the receiver gets the bytes on, among those it sees; ``None`` for host memory."""
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """A worker that takes weights."""
+
+    role: str
+    rank: int
+    link: Link
+    handle: Any
+    """Its Ray actor, with a method ``receive_weights(message, link) -> Reply``."""
+
+
+def plan_routes(
+    plan: PlacementPlan, trainers: Sequence[WorkerSlot], receivers: Sequence[WorkerSlot]
+) -> dict[int, dict[int, Link]]:
+    """The nearest trainer for every receiver: on its device, else on its node, else any.
+
+    One serves all receivers of a node that it reaches alike; those on nodes without a trainer are left to one that
+    serves others already, so that few ranks must hold whole tensors.
+
+    Returns:
+        For the rank of every trainer that sends, its links by the ranks of its receivers.
+    """
+    routes: dict[int, dict[int, Link]] = {}
+    far = []
+    for receiver in receivers:
+        near = [trainer for trainer in trainers if trainer.node == receiver.node]
+        if not near:
+            far.append(receiver)
+            continue
+        links = {trainer.rank: plan_link(plan, trainer, receiver) for trainer in near}
+        same_device = [rank for rank, link in links.items() if link.route is Route.CUDA_IPC]
+        rank = min(same_device or links)
+        routes.setdefault(rank, {})[receiver.rank] = links[rank]
+    first = min(routes, default=trainers[0].rank)
+    sender = next(trainer for trainer in trainers if trainer.rank == first)
+    for receiver in far:
+        routes.setdefault(first, {})[receiver.rank] = plan_link(plan, sender, receiver)
+    return routes
+
+
+def plan_link(plan: PlacementPlan, sender: WorkerSlot, receiver: WorkerSlot) -> Link:
+    """The fastest way between two workers."""
+    same_node = sender.node == receiver.node
+    if not (_has_gpu(plan, sender) and _has_gpu(plan, receiver)):
+        return Link(Route.SHARED_MEMORY if same_node else Route.COLLECTIVE, None)
+    if same_node and sender.devices[0] in receiver.devices:
+        return Link(Route.CUDA_IPC, receiver.devices.index(sender.devices[0]))
+    return Link(Route.COLLECTIVE, 0)
+
+
+def _has_gpu(plan: PlacementPlan, slot: WorkerSlot) -> bool:
+    return bool(slot.devices) and plan.nodes[slot.node].kind == "gpu"
+
 
 _DEATH_NOTICE_S = 5.0
 _UNDER_WAY = 2
@@ -126,7 +202,7 @@ class WeightSender:
         finally:
             self._pool.trim()
             if any(receiver.link.route is Route.CUDA_IPC for receiver in order.receivers[self._rank]):
-                device_memory.collect()
+                collect_on_gpu()
         received = {rank: reply.digest or "" for rank, reply in replies.items() if rank not in transfer.lost}
         return Delivery(digest.hex(), received, transfer.lost, num_bytes, time.perf_counter() - started)
 
@@ -147,7 +223,7 @@ class WeightSender:
                     place = segment.place
                 case Route.CUDA_IPC:
                     assert on_gpu is not None
-                    place = DeviceMemory(device_memory.share(on_gpu))
+                    place = DeviceMemory(share_on_gpu(on_gpu))
                 case Route.COLLECTIVE:
                     outgoing = as_tensor(host_bytes(bucket)) if receiver.link.device is None else on_gpu
                     place = Broadcast()

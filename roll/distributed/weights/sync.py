@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.distributed.weights.messages import Payload, WeightTransferError
-from roll.distributed.weights.routes import Link, Receiver, plan_routes
-from roll.distributed.weights.sender import Delivery, WeightOrder
+from roll.distributed.weights.sender import Delivery, Link, Receiver, WeightOrder, plan_routes
 
 logger = logging.getLogger(__name__)
 

@@ -1,14 +1,22 @@
-"""All checks of one machine, side by side."""
+"""What a run needs of one machine: memory, cores, limits of the shell, ports, the disk, GPUs; and all checks of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from roll.extras.doctor import accelerators, limits, packages, services, storage
-from roll.extras.doctor.findings import Check, Finding, examine
+from roll.extras.doctor import packages, services
+from roll.extras.doctor.findings import Check, Finding, examine, judged
 
 
 def machine_findings(output_dir: Path, more: Mapping[str, Check] | None = None) -> list[Finding]:
@@ -19,11 +27,260 @@ def machine_findings(output_dir: Path, more: Mapping[str, Check] | None = None) 
     """
     checks: dict[str, Check] = {
         "packages": packages.check_packages,
-        "gpus": accelerators.check_accelerators,
-        "limits": limits.check_limits,
-        "disk": partial(storage.check_disk, output_dir),
+        "gpus": check_accelerators,
+        "limits": check_limits,
+        "disk": partial(check_disk, output_dir),
         "sandbox": services.check_sandbox,
         **(more or {}),
     }
     with ThreadPoolExecutor(len(checks)) as pool:
         return [finding for found in pool.map(examine, checks, checks.values()) for finding in found]
+
+
+GIB = 2**30
+LEAST_SHM, GOOD_SHM_SHARE, GOOD_SHM = GIB // 4, 8, 8 * GIB
+"""A local Ray cluster takes an eighth of the memory for objects, between 256 MiB and 8 GiB."""
+LEAST_FILES, GOOD_FILES = 1024, 8192
+LEAST_PROCESSES, GOOD_PROCESSES = 1024, 8192
+RAY_PORTS = {6379: "ray start --port", 8265: "ray start --dashboard-port", 10001: "ray start --ray-client-server-port"}
+SOCKETS = 64
+"""Ports that a run with a few dozen workers opens on a machine."""
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def check_limits() -> Iterator[Finding]:
+    """All of them."""
+    yield from check_memory(Path("/proc/meminfo"), _CGROUP)
+    yield from check_cores(_CGROUP)
+    shm = Path("/dev/shm")
+    if shm.is_dir():
+        yield judge_shm(shutil.disk_usage(shm).total, shutil.disk_usage(shm).free, memory_bytes())
+    yield judge_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield judge_processes(resource.getrlimit(resource.RLIMIT_NPROC)[0])
+    yield judge_locked(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], rdma=Path("/sys/class/infiniband").is_dir())
+    yield from check_ports()
+
+
+def memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
+    """Memory that the processes of this container may use together; of the machine, where there is no limit."""
+    total = _meminfo(meminfo).get("MemTotal", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    limit = cgroup_memory(cgroup)
+    return total if limit is None else min(total, limit)
+
+
+def cgroup_memory(cgroup: Path = _CGROUP) -> int | None:
+    """The control group's limit in bytes (version 2, else 1)."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        text = _text(cgroup / name)
+        if text.isdecimal() and int(text) < 2**60:
+            return int(text)
+    return None
+
+
+def cgroup_cores(cgroup: Path = _CGROUP) -> float | None:
+    """The control group's share of the machine, in cores (version 2, else 1)."""
+    quota, _, period = _text(cgroup / "cpu.max").partition(" ")
+    if not period:
+        quota, period = _text(cgroup / "cpu/cpu.cfs_quota_us"), _text(cgroup / "cpu/cpu.cfs_period_us")
+    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None
+
+
+def cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_memory(meminfo: Path, cgroup: Path) -> Iterator[Finding]:
+    known, limit = _meminfo(meminfo), cgroup_memory(cgroup)
+    usable = memory_bytes(meminfo, cgroup)
+    free = known.get("MemAvailable", usable)
+    limited = "" if limit is None or limit >= known.get("MemTotal", limit) else ", the control group's limit"
+    seen = f"{usable / GIB:.1f} GiB{limited}; {min(free, usable) / GIB:.1f} GiB available"
+    fix = "End what fills it, or raise the container's limit; roll plan says what a configuration takes."
+    yield judged("memory", seen, error=usable < GIB, warning=min(free, usable) < 4 * GIB, fix=fix)
+
+
+def check_cores(cgroup: Path) -> Iterator[Finding]:
+    own, share = cores(), cgroup_cores(cgroup)
+    seen = f"{own}" if share is None else f"{own}, of which the control group may use {share:g} at a time"
+    fix = f"ray_init.num_cpus={max(1, int(share or own))}: Ray counts {own} and would start threads for all of them."
+    yield judged("cores", seen, warning=share is not None and share < own, fix=fix)
+
+
+def judge_shm(total: int, free: int, memory: int) -> Finding:
+    """Shared memory, through which Ray's objects and weights travel. Arguments in bytes."""
+    good = min(GOOD_SHM, max(LEAST_SHM, memory // GOOD_SHM_SHARE))
+    seen = f"{total / GIB:.1f} GiB, {free / GIB:.1f} GiB free (expected {good / GIB:.1f} GiB)"
+    fix = f"docker run --shm-size={-(-good // GIB)}g …; in Kubernetes an emptyDir of medium Memory at /dev/shm."
+    return judged("/dev/shm", seen, error=free < LEAST_SHM, warning=free < good, fix=fix)
+
+
+def judge_files(limit: int) -> Finding:
+    """Open files: Ray and the environments hold a socket each."""
+    return _judge_limit("ulimit -n", limit, LEAST_FILES, GOOD_FILES, "ulimit -n 65536")
+
+
+def judge_processes(limit: int) -> Finding:
+    """Processes and threads of the user."""
+    return _judge_limit("ulimit -u", limit, LEAST_PROCESSES, GOOD_PROCESSES, f"ulimit -u {GOOD_PROCESSES}")
+
+
+def _judge_limit(name: str, limit: int, least: int, good: int, fix: str) -> Finding:
+    unlimited = limit == resource.RLIM_INFINITY
+    seen = f"{'unlimited' if unlimited else limit} (expected {good})"
+    return judged(name, seen, error=not unlimited and limit < least, warning=not unlimited and limit < good, fix=fix)
+
+
+def judge_locked(limit: int, *, rdma: bool) -> Finding:
+    """Locked memory, which RDMA registers its buffers in."""
+    needed = " (InfiniBand or RoCE is there: expected unlimited)" if rdma else " (only RDMA needs more)"
+    fix = "ulimit -l unlimited; in a container --ulimit memlock=-1"
+    bounded = limit != resource.RLIM_INFINITY
+    shown = "unlimited" if not bounded else f"{limit // 1024} KiB"
+    return judged("ulimit -l", shown + needed, warning=rdma and bounded, fix=fix)
+
+
+def check_ports() -> Iterator[Finding]:
+    """Ports of loopback: enough of them, and those that a Ray head takes unless told otherwise."""
+    with ExitStack() as stack:
+        try:
+            for _ in range(SOCKETS):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", 0))
+        except OSError as error:
+            fix = "Widen net.ipv4.ip_local_port_range, or end what holds so many sockets."
+            yield Finding("error", "ports", f"fewer than {SOCKETS} can be bound on loopback: {error}", fix)
+            return
+    taken = [port for port in RAY_PORTS if not _can_bind(port)]
+    if taken:
+        options = ", ".join(f"{RAY_PORTS[port]} (not {port})" for port in taken)
+        seen = f"{', '.join(map(str, taken))} taken, which a Ray head would use here"
+        yield Finding("warning", "ports", seen, f"If a cluster's head is to run on this machine: {options}.")
+    else:
+        yield Finding("ok", "ports", f"{SOCKETS} at once on loopback; Ray's own are free")
+
+
+def _can_bind(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _meminfo(path: Path) -> dict[str, int]:
+    """Entries in bytes."""
+    rows = (line.split() for line in _text(path).splitlines())
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) > 2 and row[1].isdecimal()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+PROBE_BYTES, PROBE_SECONDS = 32 * 2**20, 1.0
+"""Most that is written to find the speed, and how long at most."""
+LEAST_ROOM, GOOD_ROOM = GIB, 20 * GIB
+SLOW = 50e6
+"""Bytes per second below which checkpoints take longer than steps."""
+
+
+def check_disk(folder: Path) -> Iterator[Finding]:
+    """Writes a file of at most 32 MiB beside where the output will be, and removes it.
+
+    Args:
+        folder: ``output_dir``; where it is not there yet, its nearest parent is tried.
+    """
+    place = folder.expanduser().absolute()
+    while not place.is_dir():
+        place = place.parent
+    room = shutil.disk_usage(place).free
+    seen = f"{room / GIB:.1f} GiB free in {place} (expected {GOOD_ROOM // GIB} GiB)"
+    fix = "output_dir or checkpoint_config.output_dir on a larger disk; max_ckpt_to_keep=2"
+    yield judged("disk room", seen, error=room < LEAST_ROOM, warning=room < GOOD_ROOM, fix=fix)
+    try:
+        speed = write_speed(place)
+    except OSError as error:
+        yield Finding("error", "disk", f"cannot write in {place}: {error.strerror}", "output_dir=<a folder of yours>")
+        return
+    fix = "checkpoint_config.output_dir on a faster disk, or async_save=true"
+    yield judged("disk speed", f"{speed / 1e6:.0f} MB/s written in {place}", warning=speed < SLOW, fix=fix)
+
+
+def write_speed(folder: Path) -> float:
+    """Bytes per second of a file that is written and forced to the disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    data, written = os.urandom(4 * 2**20), 0
+    with tempfile.TemporaryFile(dir=folder) as file:
+        start = time.perf_counter()
+        while written < PROBE_BYTES and (not written or time.perf_counter() - start < PROBE_SECONDS):
+            written += file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        return written / (time.perf_counter() - start)
+
+
+_QUERY = ("--query-gpu=name,driver_version", "--format=csv,noheader")
+
+
+def check_accelerators() -> Iterator[Finding]:
+    """Checks what PyTorch and the driver say, and whether they agree."""
+    import torch
+
+    drivers = driver_lines()
+    count = torch.cuda.device_count()
+    build = f"PyTorch {torch.__version__}, built for {_built_for()}"
+    if not count:
+        seen = f"PyTorch sees none, the driver lists {len(drivers)}; {build}" if drivers else f"none; {build}"
+        fix = "Install the PyTorch of this driver's CUDA (pytorch.org/get-started), or unset CUDA_VISIBLE_DEVICES."
+        yield judged("gpus", f"{seen}; devices are CPU slots", error=bool(drivers), fix=fix)
+        return
+    names = [torch.cuda.get_device_name(device) for device in range(count)]
+    yield Finding("ok", "gpus", f"{count}: {', '.join(sorted(set(names)))}; {build}")
+    if drivers:
+        yield Finding("ok", "driver", drivers[0].rpartition(",")[2].strip())
+    fix = "Give a run GPUs of one kind: ranks wait for the slowest."
+    yield judged("kinds of gpus", str(len(set(names))), warning=len(set(names)) > 1, fix=fix)
+    yield from _check_memory(count)
+    if not torch.distributed.is_nccl_available():
+        fix = "Install a PyTorch with NCCL; without it, weights and gradients of several GPUs cannot travel."
+        yield judged("nccl", "not in this PyTorch", error=count > 1, warning=True, fix=fix)
+    else:
+        yield Finding("ok", "nccl", ".".join(map(str, torch.cuda.nccl.version())))
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        yield Finding("warning", "bf16", "not in hardware", "actor_train.model_args.dtype=fp32, and so for every role")
+
+
+def driver_lines() -> list[str]:
+    """Name and driver version of every GPU that the driver lists; none without ``nvidia-smi``."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    try:
+        told = subprocess.run([program, *_QUERY], capture_output=True, text=True, timeout=5, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line for line in told.splitlines() if line.strip()]
+
+
+def _check_memory(count: int) -> Iterator[Finding]:
+    from torch import cuda
+
+    shares = [cuda.mem_get_info(device) for device in range(count)]
+    busy = [str(device) for device, (free, total) in enumerate(shares) if free < 0.9 * total]
+    seen = f"{min(free for free, _ in shares) / GIB:.1f} of {shares[0][1] / GIB:.1f} GiB free at least"
+    fix = f"End the other processes on GPU {', '.join(busy)} (nvidia-smi), or leave it out by CUDA_VISIBLE_DEVICES."
+    yield judged("gpu memory", seen, warning=bool(busy), fix=fix)
+
+
+def _built_for() -> str:
+    from torch import version
+
+    return f"CUDA {version.cuda}" if version.cuda else f"ROCm {version.hip}" if version.hip else "CPUs alone"

@@ -11,6 +11,7 @@ from roll.extras.importers.common import (
     GPUS_OF_A_NODE,
     devices,
     drop_unread,
+    profiler_of_chatlearn,
     public_domains,
     set_batch,
     set_budget,
@@ -21,7 +22,6 @@ from roll.extras.importers.common import (
     verl_columns,
 )
 from roll.extras.importers.draft import Draft, Kind
-from roll.extras.importers.profiling import profiler_of_chatlearn
 
 TRAINER, REF, POLICY, RUN = "models.policy_trainer", "models.ref_policy", "models.policy", "runtime_args"
 _OPTIONS = "strategy_args.strategy_config"

@@ -29,9 +29,8 @@ def run(
         0; 1 when something that changes results could not be carried over, or the result needs an edit; 2 for files
         that cannot be read, or written.
     """
-    from roll.extras.importers.convert import convert
+    from roll.extras.importers.convert import convert, report
     from roll.extras.importers.reading import UnreadableError
-    from roll.extras.importers.report import report
     from roll.preflight.choices import CHECKS
 
     files = [Path(word).expanduser() for word in words if "=" not in word]

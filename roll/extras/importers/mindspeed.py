@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from roll.configs.dpo import DPOConfig
-from roll.configs.offline import OfflineConfig
+from roll.configs.offline import OfflineConfig, SFTConfig
 from roll.configs.pipeline import PARTS, PipelineConfig
 from roll.configs.reward_training import RewardTrainingConfig
 from roll.configs.rlvr import RLVRConfig
-from roll.configs.sft import SFTConfig
 from roll.extras.importers.common import (
     ENGINE_OF_A_NODE,
     GPUS_OF_A_NODE,
@@ -18,6 +17,7 @@ from roll.extras.importers.common import (
     drop_unread,
     drop_unread_of_roles,
     parallel_sizes,
+    profiler_of_mindspeed,
     set_batch,
     set_budget,
     tidy_engines,
@@ -25,7 +25,6 @@ from roll.extras.importers.common import (
     use_wandb,
 )
 from roll.extras.importers.draft import Draft, Kind
-from roll.extras.importers.profiling import profiler_of_mindspeed
 from roll.extras.importers.reading import Given
 from roll.extras.importers.verl_tools import read_tools, set_form
 

@@ -29,7 +29,7 @@ _ROLL = ("roll.pipeline.", "roll.distributed.", "/config/deepspeed_zero", "/conf
 
 def system_of(file: Path) -> str | None:
     """A key of ``SYSTEMS``; ``None`` for a file of ours, or one that cannot be read."""
-    from roll.extras.importers.shell import ENTRIES  # with Hydra, which `roll explain` does without
+    from roll.extras.importers.reading import ENTRIES  # with Hydra, which `roll explain` does without
 
     try:
         text = file.read_text(encoding="utf-8")

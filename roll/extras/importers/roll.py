@@ -1,4 +1,4 @@
-"""ROLL's configurations: what several of its keys say together."""
+"""ROLL's configurations: what several of its keys say together, of engines and judges too."""
 
 from __future__ import annotations
 
@@ -6,21 +6,193 @@ import re
 from typing import Any
 
 from roll.configs.agentic import MANAGERS, AgenticConfig
-from roll.configs.devices import parse_device_mapping
 from roll.configs.distill import DistillConfig
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import NOTHING
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import TRAINED
 from roll.configs.schema import ROLES
-from roll.extras.importers.common import devices_of, drop_unread, parallel_sizes, set_batch, tidy_engines, to_do
+from roll.configs.shipped import SHIPPED
+from roll.configs.worker import parse_device_mapping
+from roll.extras.importers.common import (
+    devices_of,
+    drop_unread,
+    parallel_sizes,
+    profiler_of_roll,
+    set_batch,
+    tidy_engines,
+    to_do,
+)
 from roll.extras.importers.draft import Draft, Kind, value_at
-from roll.extras.importers.profiling import profiler_of_roll
-from roll.extras.importers.roll_distillation import is_distillation, set_distillation, set_teacher, set_teachers
-from roll.extras.importers.roll_engines import drop_adapter, set_engine, set_model_kwargs
 from roll.extras.importers.roll_environments import evaluate_alone, set_environments, tell_worker
-from roll.extras.importers.roll_judges import judge_arguments, set_asked_model
-from roll.extras.importers.roll_offline import offline_schema, set_offline
+from roll.extras.importers.roll_offline import (
+    is_distillation,
+    offline_schema,
+    set_distillation,
+    set_offline,
+    set_teacher,
+    set_teachers,
+)
+
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float": "fp32"}
+"""Data types by the names of PyTorch and of the engines."""
+
+
+def set_model_kwargs(draft: Draft, role: str) -> None:
+    """The generator and the reference hold the actor's model: entries of its config.json hold for them too."""
+    key = "model_args.model_config_kwargs"
+    kwargs = draft.get(f"actor_train.{key}")
+    if kwargs and role in ("actor_infer", "reference") and draft.get(f"{role}.{key}") != kwargs:
+        draft.derive(f"actor_train.{key}", f"{role}.{key}", dict(kwargs), "one model")
+
+
+def drop_adapter(draft: Draft) -> None:
+    """The generator's adapter is the one that is trained; theirs is told the names of its layers once more."""
+    if draft.get("actor_train.model_args.lora_target"):
+        for key in ("target", "rank", "alpha"):
+            draft.drop_ours(f"actor_infer.model_args.lora_{key}", "it generates with the adapter of actor_train")
+
+
+def set_engine(draft: Draft, role: str) -> None:
+    """A role's engine and its options: presets of DeepSpeed, sizes of an engine, data types."""
+    base = f"{role}.strategy_args.strategy_config"
+    link = draft.link(base)
+    preset = str(link)[2:-1] if isinstance(link, str) and link.startswith("${") else ""
+    if preset == "deepspeed_zero1":
+        preset = "deepspeed_zero"
+    if preset.startswith("deepspeed_zero") and (SHIPPED / f"{preset}.yaml").is_file():
+        draft.forget(base)
+        draft.set(base, f"${{{preset}}}")
+        draft.tell(Kind.KEPT, base, link, base, link)
+    name = draft.get(f"{role}.strategy_args.strategy_name", "")
+    if draft.theirs(f"{base}.save_only_model"):
+        draft.derive(f"{base}.save_only_model", "checkpoint_config.save_contents", ["model"])
+    if role in TRAINED and not draft.has("max_grad_norm"):
+        draft.carry(f"{base}.max_grad_norm", "max_grad_norm")
+    _precision(draft, role)
+    if (reduced := draft.theirs(f"{base}.reduce_dtype")) is not None:
+        reduced = _SHORT.get(str(reduced), reduced)
+        if reduced == "fp32" or draft.get(f"{base}.fsdp_size") != 1:
+            draft.derive(f"{base}.reduce_dtype", f"{base}.reduce_dtype", reduced)
+    if name in ("vllm", "sglang"):
+        _engine_precision(draft, role)
+        split = draft.get(f"{base}.tensor_parallel_size") or draft.get(f"{base}.tp_size")
+        size = int(split or draft.theirs(f"{role}.num_gpus_per_worker") or 1)
+        key, ours = f"{base}.cuda_graph_sizes", f"{base}.cudagraph_capture_sizes"
+        draft.carry(key, ours, note="its name in vLLM now")
+        limit = draft.theirs(f"{base}.max_num_seqs")
+        if limit and name == "vllm" and draft.get("max_running_requests") is None:
+            draft.derive(f"{base}.max_num_seqs", "max_running_requests", int(limit))
+        if size > 1:
+            draft.derive(f"{role}.num_gpus_per_worker", f"{role}.num_gpus_per_worker", size)
+    elif draft.theirs(f"{role}.num_gpus_per_worker", 1) != 1:
+        words = f"{name or 'a trainer'} runs one process per device"
+        draft.tell(Kind.DROPPED, f"{role}.num_gpus_per_worker", draft.theirs(f"{role}.num_gpus_per_worker"), note=words)
+
+
+def _engine_precision(draft: Draft, role: str) -> None:
+    """The data type that an option of the engine asks for, beside ``model_args.dtype``."""
+    key, ours = f"{role}.strategy_args.strategy_config.dtype", f"{role}.model_args.dtype"
+    asked = draft.remove(key)
+    if asked is NOTHING:
+        return
+    short, given = _SHORT.get(str(asked), asked), draft.get(ours)
+    if short == "auto" or short == given:
+        draft.retell(key, Kind.DROPPED, f"{ours} says it", asked)
+    elif given is None:
+        draft.forget(key)
+        draft.derive(key, ours, short)
+    else:
+        draft.retell(key, Kind.IMPOSSIBLE, f"{ours} is {given}", asked)
+
+
+def _precision(draft: Draft, role: str) -> None:
+    """The data type that the trainers' own switches ask for, beside ``model_args.dtype``."""
+    base, ours = f"{role}.strategy_args.strategy_config", f"{role}.model_args.dtype"
+    for dtype in ("bf16", "fp16"):
+        key = f"{base}.{dtype}"
+        asked = draft.theirs(key)
+        if isinstance(asked, dict):  # DeepSpeed's
+            asked = asked.get("enabled")
+        if asked is None:
+            continue
+        if asked == "auto":
+            draft.tell(Kind.DROPPED, key, asked, note=f"{ours} says it")
+            continue
+        given = draft.get(ours)
+        if asked and given is None:
+            draft.derive(key, ours, dtype)
+        elif bool(asked) != (given == dtype):
+            draft.tell(Kind.IMPOSSIBLE, key, asked, note=f"{ours} is {given or 'that of the model'}")
+        else:
+            draft.tell(Kind.DROPPED, key, asked, note=f"{ours} says it")
+
+
+JUDGE_URL = "http://127.0.0.1:8000/v1"
+
+
+def set_asked_model(draft: Draft) -> None:
+    """The model that environments ask."""
+    reward = draft.theirs("reward")
+    if not isinstance(reward, dict):
+        return
+    model = (reward.get("model_args") or {}).get("model_name_or_path") or draft.get("reward_pretrain")
+    engine = _judge_engine(draft, "reward", reward, "judge")
+    draft.carry_set("reward.num_gpus_per_worker", "judge.num_gpus_per_worker")
+    draft.derive("reward", "judge.model", model or draft.get("pretrain"), "the model that environments ask")
+    draft.set("judge.engine", engine)
+    for key, value in _sampling(reward).items():
+        draft.set(f"judge.{key}", value)
+    for key in ("model_args", "strategy_args", "generating_args", "device_mapping"):
+        if reward.get(key):
+            draft.tell(Kind.DERIVED, f"reward.{key}", NOTHING, "judge", note="of the judge")
+    to_do(draft, "reward", "the class of an environment that asks says asks = True, and calls self.ask", ours="judge")
+
+
+def judge_arguments(draft: Draft, base: str, domain: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the verifier ``judge``: an endpoint, or a model on the domain's devices."""
+    own = (domain.get("model_args") or {}).get("model_name_or_path")
+    hosted = domain.get("judge_model_type") != "api" and own
+    model = own if hosted else domain.get("judge_model_name") or own
+    arguments: dict[str, Any] = {"judge_model_name": model or "judge"}
+    if hosted:
+        arguments |= {"judge_model_type": "inference", "engine": _judge_engine(draft, base, domain)}
+    else:
+        arguments["judge_api_url"] = domain.get("judge_api_url") or JUDGE_URL
+    arguments |= _sampling(domain)
+    if domain.get("judge_api_key") and not hosted:
+        arguments["judge_api_key_env"] = "JUDGE_API_KEY"
+        to_do(draft, f"{base}.judge_api_key", "put it into the environment as JUDGE_API_KEY")
+    if not hosted and not domain.get("judge_api_url"):
+        note = f"serve {model} at {JUDGE_URL}, for example with vllm serve, on devices that the run does not use"
+        to_do(draft, f"{base}.judge_model_type", note, domain.get("judge_model_type"))
+    if domain.get("judge_prompt"):
+        to_do(draft, f"{base}.judge_prompt", "its text is not copied: the judge's own is used unless you write one")
+    return arguments
+
+
+def _judge_engine(draft: Draft, base: str, domain: dict[str, Any], ours: str = "") -> dict[str, Any]:
+    """Engine that samples a judge on the run's own devices: theirs, else plain Transformers."""
+    strategy = dict(domain.get("strategy_args") or {})
+    if strategy.get("strategy_name") not in ("vllm", "sglang"):
+        strategy = {"strategy_name": "hf_infer"}
+    elif (size := (strategy.get("strategy_config") or {}).get("tensor_parallel_size", 1)) > 1:
+        draft.derive(f"{base}.strategy_args", f"{ours or base}.num_gpus_per_worker", size)
+    engine: dict[str, Any] = {"strategy_args": {key: value for key, value in strategy.items() if value is not None}}
+    model = domain.get("model_args") or {}
+    if model.get("dtype"):
+        engine["model_args"] = {"dtype": model["dtype"]}
+    if mapping := domain.get("device_mapping"):
+        draft.derive(f"{base}.device_mapping", f"{ours or base}.device_mapping", mapping)
+    return engine
+
+
+def _sampling(given: dict[str, Any]) -> dict[str, Any]:
+    """Length and temperature of a judge's answers."""
+    sampling = given.get("generating_args") or {}
+    known = {"temperature": "temperature", "max_tokens": "max_new_tokens"}
+    return {ours: sampling[theirs] for ours, theirs in known.items() if sampling.get(theirs) is not None}
+
 
 TEMPLATES = ("native", "chatml", "qwen2", "qwen2_5", "llama3", "gemma", "plain")
 _VERIFIERS: dict[str, str] = {

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll.configs.sft import SFTConfig
+from roll.configs.offline import SFTConfig
 from roll.extras.importers.common import (
     devices,
     drop_unread_of_roles,
     parallel_sizes,
+    profiler_of_verl_supervised,
     sequence_ranks,
     set_batch,
     set_budget,
@@ -17,7 +18,6 @@ from roll.extras.importers.common import (
     trust_code,
 )
 from roll.extras.importers.draft import Draft, Kind
-from roll.extras.importers.profiling import profiler_of_verl_supervised
 from roll.extras.importers.transforms import TRANSFORMS
 from roll.extras.importers.verl import set_run
 from roll.extras.importers.verl_algorithm import set_optimizer

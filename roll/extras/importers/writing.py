@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from roll.configs.base import Config
 from roll.configs.engines import card_of
 from roll.configs.schema import element_of, section_of
-from roll.configs.strategy import StrategyArguments
+from roll.configs.worker import StrategyArguments
 
 WIDTH = 110
 

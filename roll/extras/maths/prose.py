@@ -10,10 +10,19 @@ from __future__ import annotations
 
 import re
 
-from roll.extras.maths.marks import CORRECTED, TAKEN_BACK, denied
 from roll.extras.maths.phrases import meaning
 from roll.extras.maths.units import MULTIPLIERS, canonical_unit, changes_number, is_unit
-from roll.extras.maths.words import ALTERNATIVES, BOUNDS, DOUBTS, FAULTS, NEGATIONS, RETRACTIONS
+from roll.extras.maths.words import (
+    ALTERNATIVES,
+    BOUNDS,
+    CORRECTED,
+    DOUBTS,
+    FAULTS,
+    NEGATIONS,
+    RETRACTIONS,
+    TAKEN_BACK,
+    denied,
+)
 
 MAX_SEARCHED_CHARS = 4000
 """Only this much of a response's end is searched for an expression that nothing marks as the answer."""

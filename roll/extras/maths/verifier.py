@@ -12,8 +12,8 @@ from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
-from roll.extras.maths.marks import denied, is_part
 from roll.extras.maths.prose import corrected, last_expression, said_in
+from roll.extras.maths.words import denied, is_part
 from roll.rewards.answers import (
     ANSWER_TAG,
     AnswerConfig,

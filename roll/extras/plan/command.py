@@ -38,10 +38,9 @@ def plan(
         0 where it fits, 1 where it does not, 2 for a wrong configuration or command line.
     """
     from roll.configs.problems import ConfigErrors
-    from roll.extras.plan.advice import advise
     from roll.extras.plan.devices import parse_devices, this_device
     from roll.extras.plan.launchers import launcher
-    from roll.extras.plan.page import page, values
+    from roll.extras.plan.page import advise, page, values
     from roll.extras.plan.plan import make_plan
 
     if output is not None and write is None:
@@ -89,9 +88,8 @@ def model_shapes(config: PipelineConfig) -> dict[str, ModelShape]:
         ConfigErrors: a model whose ``config.json`` is neither on this machine nor given by the hub.
     """
     from roll.configs.problems import ConfigErrors
-    from roll.configs.val_infer import VAL_INFER
-    from roll.extras.plan.hosted import hosted_models
-    from roll.extras.plan.plan import model_workers
+    from roll.configs.rl import VAL_INFER
+    from roll.extras.plan.plan import hosted_models, model_workers
     from roll.models.shapes import ModelShape
     from roll.preflight.models import model_config
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from roll.extras.doctor.limits import cores, memory_bytes
+from roll.extras.doctor.machine import cores, memory_bytes
 from roll.extras.plan import probe
 from roll.utils.gpus import GB, GIB, GPUS, TERA, Device, known_gpu
 

@@ -21,9 +21,8 @@ from typing import Any
 
 from roll.configs.agent import AgentSandboxConfig
 from roll.extras.sandbox.inner import INSIDE_UID
-from roll.extras.sandbox.memory import uses_more
 from roll.extras.sandbox.pool import Sandbox
-from roll.extras.sandbox.run import INNER, memory_file, view_of
+from roll.extras.sandbox.run import INNER, memory_file, uses_more, view_of
 from roll.rollout.agents.command import Ended, Running, started
 from roll.rollout.agents.task import AgentError
 

@@ -5,8 +5,7 @@ function, or code that asserts, in the forms of public datasets (``roll.extras.s
 program prints, and values that a function returns, are compared outside the sandbox, so nothing in it knows them. Code
 runs inside, in a process beside the program's (``roll.extras.sandbox.harness``), which only plain values reach: neither
 ``os._exit(0)``, nor patched built-ins, nor an ``__eq__`` that always agrees passes a test. Which program of a response
-is tried is said in ``roll.extras.sandbox.code_blocks``.
-"""
+is tried is said in ``roll.extras.sandbox.code_blocks``."""
 
 from __future__ import annotations
 

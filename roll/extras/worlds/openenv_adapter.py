@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from roll.agentic.env.base import stable_hash
-from roll.agentic.env.config import AdaptedEnvConfig
-from roll.agentic.env.game import AdaptedGame, Played
+from roll.agentic.env.game import AdaptedEnvConfig, AdaptedGame, Played
 from roll.configs.problems import ConfigProblem
-from roll.extras.worlds.renderers import find_renderer
+from roll.extras.worlds.own_random import find_renderer
 from roll.utils.registry import UnknownNameError
 
 if TYPE_CHECKING:

@@ -1,22 +1,96 @@
-"""One prompt, one answer, one score."""
+"""One prompt, one answer, one score: the environment, its questions of a dataset, its scorers."""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, cast
 
 from gymnasium.spaces import Text
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from roll.agentic.env.actions import ActionParser
 from roll.agentic.env.base import stable_hash
-from roll.agentic.env.config import EnvConfig
-from roll.agentic.env.game import Game, Played
+from roll.agentic.env.game import EnvConfig, Game, Played
+from roll.configs.base import Config
+from roll.configs.data import DataArguments
 from roll.configs.problems import ConfigProblem, pattern_problems
-from roll.extras.worlds.questions import Item, Questions, QuestionsConfig, read_questions
+from roll.data.prompt_rows import RowError, lookup
+from roll.data.reading import Reading
+from roll.rewards.answers import ANSWER_TAG, after_thoughts, last_boxed, last_group
+from roll.rewards.types import Sample
 from roll.utils.registry import Registry, UnknownNameError, import_path
+
+_KEPT = 8
+"""Datasets that a process keeps."""
+
+
+class Item(BaseModel):
+    """A prompt and its answer."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+
+    prompt: str
+    answer: str
+
+
+class QuestionsConfig(Config):
+    """Files of questions, and where a row has what."""
+
+    file_name: str | list[str] = Field(
+        min_length=1, description="json, jsonl, csv, parquet or arrow files, a folder of them, globs."
+    )
+    prompt: str = Field("prompt", min_length=1, description="Column of the question; dotted where it lies deeper.")
+    answer: str = Field("answer", min_length=1, description="Column of the answer: a text or a number.")
+
+    @property
+    def file_names(self) -> tuple[str, ...]:
+        return (self.file_name,) if isinstance(self.file_name, str) else tuple(self.file_name)
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        if not all(self.file_names):
+            yield self.problem("file_name", "a file or folder")
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Questions in the order of their files."""
+
+    items: Sequence[Item]
+
+    @cached_property
+    def charset(self) -> frozenset[str]:
+        """Every character that a question may hold, and those that print."""
+        return frozenset(string.printable).union(*(item.prompt for item in self.items))
+
+
+def read_questions(config: QuestionsConfig) -> Questions:
+    """The questions of the files, the same object each time.
+
+    Raises:
+        DataError: all files and rows that cannot be read, or that there is no row.
+    """
+    return _read(config.file_names, config.prompt, config.answer)
+
+
+@lru_cache(maxsize=_KEPT)
+def _read(files: tuple[str, ...], prompt: str, answer: str) -> Questions:
+    reading = Reading(DataArguments(file_name=list(files)), seed=0)  # which draws nothing here
+    items = list(reading.each(lambda row: Item(prompt=_text(row.values, prompt), answer=_text(row.values, answer))))
+    reading.require(items)
+    return Questions(items)
+
+
+def _text(values: Mapping[str, Any], column: str) -> str:
+    value = lookup(values, column)
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise RowError(f"{column}: seen {value!r:.60}, expected a text or a number")
+    return str(value)
+
 
 Scorer = Callable[[str, str], float]
 """``(what the model answered, the item's answer) -> score``; 1 is right, 0 is wrong."""
@@ -47,8 +121,8 @@ def _reference(answer: str) -> str:
 SCORERS: Registry[Scorer] = Registry("scorer")
 SCORERS.register("exact", _exact)
 SCORERS.register("contains", _contains)
-SCORERS.register("math", "roll.extras.worlds.scorers:mathematical")
-SCORERS.register("words", "roll.extras.worlds.scorers:same_words")
+SCORERS.register("math", "roll.extras.worlds.single_turn:mathematical")
+SCORERS.register("words", "roll.extras.worlds.single_turn:same_words")
 
 
 class SingleTurnConfig(EnvConfig):
@@ -140,3 +214,45 @@ class SingleTurnEnv(Game):
     def _show(self, phase: str, text: str) -> None:
         self._text = text
         self._key = stable_hash("\x1f".join((phase, self._item.prompt, self._item.answer)).encode())
+
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_PUNCTUATION = re.compile(
+    # A sign, a point or a stroke before a digit is a part of the number; so are those of C++ and C#.
+    rf"((?<![a-z])[-+](?=\d)|[./:^,](?=\d)|(?<=\d)%|(?<=\w)[+#]+)|[{re.escape(string.punctuation)}]"
+)
+
+
+def mathematical(given: str, answer: str) -> float:
+    """1.0 if the answer is mathematically the reference, else 0.0, as the verifier ``math`` finds and reads them.
+
+    Raises:
+        ValueError: the reference is no expression.
+    """
+    from roll.extras.maths.verifier import MathConfig, MathVerifier  # with SymPy
+
+    sample = Sample(prompt="", response=given, ground_truth=answer, data_source="")
+    return MathVerifier(MathConfig()).check(sample).score
+
+
+def same_words(given: str, answer: str) -> float:
+    """1.0 if both are the same words, else 0.0: exact match of SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250).
+
+    Case, punctuation, articles and spaces do not count, but for the signs of numbers: 1.5 is not 15. The answer stands
+    in ``<answer>`` or ``\\boxed{}``, the last of them, or is the whole text after ``</think>``. A reference that is
+    nothing else, such as "A", must be there itself.
+
+    Raises:
+        ValueError: the reference is blank.
+    """
+    if not answer.strip():
+        raise ValueError(f"answer: seen {answer!r}, expected some words")
+    said = after_thoughts(given)
+    found = last_group(ANSWER_TAG, said) or last_boxed(said) or said
+    words = _words(answer)
+    return float(_words(found) == words if words else found.strip().lower() == answer.strip().lower())
+
+
+def _words(text: str) -> list[str]:
+    return _ARTICLES.sub(" ", _PUNCTUATION.sub(r"\1", _THOUSANDS.sub("", text.lower()))).split()

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pydantic import Field
 
 from roll.agentic.env.base import stable_hash
-from roll.agentic.env.config import AdaptedEnvConfig
-from roll.agentic.env.game import AdaptedGame, Played
+from roll.agentic.env.game import AdaptedEnvConfig, AdaptedGame, Played
 from roll.configs.problems import ConfigProblem
 from roll.extras.worlds.own_random import OwnRandom
 from roll.utils.registry import Registry, UnknownNameError

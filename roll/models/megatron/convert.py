@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from roll.models.megatron.config import MegatronModelConfig, padded_vocab_size
-from roll.models.megatron.layout import ParallelLayout
-from roll.models.megatron.names import Form, source
+from roll.models.megatron.names import Form, ParallelLayout, source
 
 ShardGroup = Literal["replicated", "tensor", "expert_tensor"]
 

@@ -32,7 +32,7 @@ class EnvRoles(RolloutRoles):
         if config.judge is not None:
             contexts[JUDGE_CLUSTER] = (config.judge,)
         super().__init__(config, run, contexts)
-        baseline = config.needs_greedy_baseline
+        baseline = config.estimator.greedy_baseline
         self.train = self.scheduler("train_env_manager", "train", trains=True, baseline=baseline)
         # Twice as many as are shown, so that there are solved and unsolved ones to choose from.
         self.val = self.scheduler("val_env_manager", "val", num_recorded=2 * config.num_renders)

@@ -12,14 +12,11 @@ from roll.configs.base import Config
 from roll.configs.compose import apply_override
 from roll.configs.data import DataArguments
 from roll.configs.engines import strategy_names
-from roll.configs.generating import GeneratingArguments
-from roll.configs.model import ModelArguments
 from roll.configs.overrides import parse_overrides
 from roll.configs.parsing import section_problems
 from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.configs.rl import DEFAULT_GENERATOR
-from roll.configs.strategy import StrategyArguments
-from roll.configs.worker import WorkerConfig
+from roll.configs.worker import GeneratingArguments, ModelArguments, StrategyArguments, WorkerConfig
 
 MAX_NEW_TOKENS = 512
 """Of an answer, where nobody says."""

@@ -14,8 +14,7 @@ from roll.configs.problems import ConfigErrors
 from roll.pipeline.cli import EXIT_USAGE, perform, report
 from roll.pipeline.commands.figures import page
 from roll.tracking.checkpointer import Checkpointer
-from roll.tracking.files import read_json_lines
-from roll.tracking.manifest import CheckpointError
+from roll.tracking.files import CheckpointError, read_json_lines
 from roll.tracking.redact import REDACTED
 from roll.tracking.saved import CONFIG_FILE, Saved, find_saved
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
-from roll.tracking.manifest import CheckpointError, find_damage
+from roll.tracking.files import CheckpointError, find_damage
 from roll.tracking.saved import CONFIG_FILE, POLICY, Saved, find_saved
 
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]i?)?B?", re.IGNORECASE)

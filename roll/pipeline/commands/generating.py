@@ -19,11 +19,10 @@ from roll.data.files.rows import DataError, Problems, Row
 from roll.data.questions import Asked, read_asked
 from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from roll.pipeline.commands.progress import progress
-from roll.tracking.files import to_json, write_atomic
-from roll.tracking.manifest import CheckpointError
+from roll.tracking.files import CheckpointError, to_json, write_atomic
 from roll.tracking.saved import find_saved
 from roll.utils.checksums import checksum_of
-from roll.utils.ordered import in_order
+from roll.utils.threads import in_order
 
 if TYPE_CHECKING:
     from roll.data.requests import Completion
@@ -89,7 +88,7 @@ def run(job: Job) -> int:
         130 when it was interrupted: the same command goes on.
     """
     from roll.distributed.strategy.engines import MissingEngineError
-    from roll.distributed.strategy.generation.requests import EngineStoppedError
+    from roll.distributed.strategy.generation.generator import EngineStoppedError
 
     totals = Totals()
     started = time.monotonic()

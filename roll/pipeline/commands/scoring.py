@@ -27,8 +27,8 @@ from roll.rewards.references import References
 from roll.rewards.scoring import Scoring, domain_of, parse_rewards
 from roll.rewards.types import RewardError, Verdict
 from roll.tracking.files import to_json, write_atomic
-from roll.utils.ordered import in_order
-from roll.utils.plugins import plugin_variables
+from roll.utils.registry import plugin_variables
+from roll.utils.threads import in_order
 
 if TYPE_CHECKING:
     from roll.configs.judge import JudgeEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from roll.configs.data import DataArguments
 from roll.configs.distill import DistillConfig
-from roll.configs.sft import SFTConfig
+from roll.configs.offline import SFTConfig
 from roll.data.conversations import Conversations, Scoring, load_conversations
 from roll.data.renderer import ChatRenderer
 

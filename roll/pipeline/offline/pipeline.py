@@ -16,7 +16,7 @@ from roll.pipeline.prompt_roles import PromptRoles
 from roll.pipeline.rlvr.metrics import accuracy_metrics, check_error_rates
 from roll.pipeline.rollouts import MAX_SHOWN, collect, keep_episodes
 from roll.pipeline.start import Launched
-from roll.report.answers import save_answers
+from roll.report.page import save_answers
 from roll.rollout.metrics import rollout_metrics
 from roll.utils.seeding import derive_seed
 

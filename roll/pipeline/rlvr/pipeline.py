@@ -12,7 +12,7 @@ from roll.pipeline.prompt_roles import PromptRoles
 from roll.pipeline.rl import RLPipeline
 from roll.pipeline.rlvr.metrics import accuracy_metrics, check_error_rates, reward_metrics
 from roll.pipeline.rollouts import MAX_SHOWN, keep_episodes, passes_filter, play_held_out
-from roll.report.answers import save_answers
+from roll.report.page import save_answers
 from roll.rewards.scorer import best_reward
 from roll.rollout.types import OVER_BUDGET, Collected, RolloutGroup
 

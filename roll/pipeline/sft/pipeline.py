@@ -6,7 +6,7 @@ import math
 from typing import ClassVar
 
 from roll.algorithms.losses import SFT_NEEDS, build_sft_loss
-from roll.configs.sft import SFTConfig
+from roll.configs.offline import SFTConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.offline.imitated import load_imitated

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from roll.configs.strategy import StrategyArguments
+from roll.configs.worker import StrategyArguments
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.hf_infer.strategy import HfInfer

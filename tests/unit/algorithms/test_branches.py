@@ -14,7 +14,8 @@ from roll.algorithms.gae import value_mask
 from roll.algorithms.losses import build_policy_loss, build_sft_loss, build_value_loss
 from roll.algorithms.selection import select_for_policy
 from roll.algorithms.types import LossFn, TokenScores
-from roll.configs.algorithm import AlgorithmConfig, LossAggMode
+from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.policy_loss import LossAggMode
 from roll.data.batch import Batch
 from tests.support.algorithms_batches import (
     assert_any_split_adds_up,
@@ -97,7 +98,7 @@ def test_masked_tokens_leave_the_branches_the_weight_of_one_row(mode: LossAggMod
     rejecting = {"filters": [{"enabled": True, "agg_type": "token", "ratio_enabled": True, "ratio_high": 1.0}]}
     config = AlgorithmConfig.model_validate({"loss_agg_mode": mode, "train_infer_correction": rejecting})
     whole, branched = (
-        select_for_policy(batch.replace(advantages_T=torch.cos(batch.tokens_T) * batch.loss_mask_T), config, 0)[0]
+        select_for_policy(batch.replace(advantages_T=torch.cos(batch.tokens_T) * batch.loss_mask_T), config.parts, 0)[0]
         for batch in whole_and_branched(seed)
     )
     assert_same_gradient(build_policy_loss(config), whole, branched)

@@ -9,9 +9,9 @@ from typing import Any
 import pydantic
 import pytest
 
-from roll.configs.algorithm import AlgorithmConfig
-from roll.configs.algorithm_names import ADV_ESTIMATORS, PG_VARIANTS
+from roll.configs.algorithm import ADV_ESTIMATORS, AlgorithmConfig
 from roll.configs.parsing import rules_broken
+from roll.configs.policy_loss import PG_VARIANTS
 from roll.configs.rl import RLConfig
 
 
@@ -29,8 +29,12 @@ def test_known_and_foreign_estimators_are_accepted(estimator: str) -> None:
     ("keys", "key", "hint"),
     [
         ({"adv_estimator": "gpro"}, "adv_estimator", "did you mean grpo"),
-        ({"adv_estimator": "grpo", "turn_level_gae": True}, "turn_level_gae", "expected false"),
-        ({"adv_estimator": "rloo", "norm_adv_by_std_in_grpo": False}, "norm_adv_by_std_in_grpo", "expected true"),
+        ({"adv_estimator": "grpo", "turn_level_gae": True}, "turn_level_gae", "read with gae"),
+        (
+            {"adv_estimator": "rloo", "norm_adv_by_std_in_grpo": False},
+            "norm_adv_by_std_in_grpo",
+            "read with grpo, grpo_passk",
+        ),
         ({"adv_estimator": "grpo", "critic_warmup": 3}, "critic_warmup", "has no critic"),
         ({"use_reward_norm": True}, "use_reward_norm", "use_reward_scaling"),
         ({"reward_norm": "batch", "reward_shift": True, "reward_scale": True}, "reward_scale", "beside reward_shift"),
@@ -89,8 +93,8 @@ def test_known_and_foreign_estimators_are_accepted(estimator: str) -> None:
         ({"pg_variant": "tis", "use_topr_loss": True}, "pg_variant", "use_topr_loss"),
         ({"pg_variant": "vanilla", "importance_sampling": "seq"}, "importance_sampling", "vanilla"),
         ({"use_topr_loss": True, "dual_clip_loss": True}, "dual_clip_loss", "topr"),
-        ({"tis_lower_bound": 1.5}, "tis_lower_bound", "at most tis_upper_bound"),
-        ({"clip_cov_lb": 6.0}, "clip_cov_lb", "at most clip_cov_ub"),
+        ({"pg_variant": "tis", "tis_lower_bound": 1.5}, "tis_lower_bound", "at most tis_upper_bound"),
+        ({"pg_variant": "clip_cov", "clip_cov_lb": 6.0}, "clip_cov_lb", "at most clip_cov_ub"),
         (
             {"difficulty_low_threshold": 2.0, "difficulty_mask": True},
             "difficulty_low_threshold",
@@ -161,8 +165,8 @@ def test_the_overlong_limit_is_that_of_a_turn_unless_it_is_given() -> None:
 
 
 def test_what_the_algorithm_needs_of_a_run() -> None:
-    assert AlgorithmConfig(adv_estimator="remax").needs_greedy_baseline
-    assert not AlgorithmConfig(adv_estimator="rloo").needs_greedy_baseline
+    assert AlgorithmConfig(adv_estimator="remax").estimator.greedy_baseline
+    assert not AlgorithmConfig(adv_estimator="rloo").estimator.greedy_baseline
     assert AlgorithmConfig(kl_penalty="full", add_token_level_kl=True).uses_full_kl
     assert AlgorithmConfig(kl_penalty="full", use_kl_loss=True, kl_loss_coef=0.1).uses_full_kl
     assert not AlgorithmConfig(kl_penalty="full").uses_full_kl

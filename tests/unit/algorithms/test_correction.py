@@ -63,7 +63,7 @@ def test_importance_weights_are_their_definition(seed: int, history: bool, level
     episodes = random_episodes(seed)
     config = corrected(is_weight={"enabled": True, "weight_type": level, "upper_bound": bound})
     batch = to_batch(episodes, history, seed).replace(advantages_T=None)
-    out, metrics = select_for_policy(batch, config, seed=0)
+    out, metrics = select_for_policy(batch, config.parts, seed=0)
     log_ratios = at_level(episodes, history, level, lambda t: t.old_logprob - t.rollout_logprob)
     expected = {i: min(math.exp(d), bound or math.inf) for i, d in log_ratios.items()}
     got = by_token(out, out.weights_T)
@@ -83,8 +83,8 @@ def test_normalised_weights_have_mean_one_over_what_they_are_of(seed: int, histo
     if not batch.loss_mask_T.any():
         return
     keys = {"enabled": True, "weight_type": level}
-    plain, _ = select_for_policy(batch, corrected(is_weight=keys), seed=0)
-    scaled, _ = select_for_policy(batch, corrected(is_weight={**keys, "batch_normalize": True}), seed=0)
+    plain, _ = select_for_policy(batch, corrected(is_weight=keys).parts, seed=0)
+    scaled, _ = select_for_policy(batch, corrected(is_weight={**keys, "batch_normalize": True}).parts, seed=0)
     weights = by_token(plain, plain.weights_T)
     units: list[list[Token]] = []
     for episode in episodes:
@@ -116,7 +116,7 @@ def test_a_veto_rejects_the_rows_of_impossible_tokens(seed: int, history: bool) 
     episodes = random_episodes(seed)
     batch = to_batch(episodes, history, seed)
     veto = {"enabled": True, "ratio_low": 0.4, "ratio_high": 1e9, "whole_rows": True}
-    out, _ = select_for_policy(batch, corrected(filters=[veto]), seed=0)
+    out, _ = select_for_policy(batch, corrected(filters=[veto]).parts, seed=0)
     rows = [e.turns if history else [turn] for e in episodes for turn in (e.turns[:1] if history else e.turns)]
     expected = set()
     for row in rows:
@@ -140,7 +140,7 @@ def test_filters_keep_what_lies_within_all_their_bounds(
         {"enabled": False, "ratio_low": 1.0, "ratio_high": 1.0},
     ]
     batch = to_batch(episodes, history, seed)
-    out, metrics = select_for_policy(batch, corrected(filters=filters), seed=0)
+    out, metrics = select_for_policy(batch, corrected(filters=filters).parts, seed=0)
     ratios = {
         name: at_level(episodes, history, name, lambda t: t.old_logprob - t.rollout_logprob) for name in (level, other)
     }
@@ -168,7 +168,7 @@ def test_weights_with_gradient_are_computed_in_the_loss(seed: int, level: str, p
     config = corrected(is_weight=is_weight)
     config.pg_variant = "vanilla"
     assert not config.wants_old_logprobs
-    assert select_for_policy(batch, config, seed=0)[0].weights_T is None
+    assert select_for_policy(batch, config.parts, seed=0)[0].weights_T is None
     loss_fn = build_policy_loss(config)
     losses = {}
     for row in rows_of(batch, batch.loss_mask_T):
@@ -191,7 +191,7 @@ def test_detached_weights_are_constants_and_the_others_are_not() -> None:
     for detach in (True, False):
         config = corrected(is_weight={"enabled": True, "upper_bound": None, "detach": detach})
         config.pg_variant = "vanilla"
-        chosen, _ = select_for_policy(batch, config, seed=0)
+        chosen, _ = select_for_policy(batch, config.parts, seed=0)
         out, exact = gradient(build_policy_loss(config), scores, chosen, context(chosen))
         gradients.append((out.loss.item(), exact[0]))
     assert gradients[0][0] == pytest.approx(gradients[1][0], rel=1e-6)  # weights_T is float32
@@ -204,7 +204,7 @@ def test_engines_that_agree_leave_everything_as_it_was(level: str) -> None:
     batch = batch.replace(rollout_logprobs_T=batch.old_logprobs_T)
     keys = {"agg_type": level, "enabled": True, "diff_enabled": True}
     config = corrected(is_weight={"enabled": True, "weight_type": level}, filters=[keys])
-    out, metrics = select_for_policy(batch, config, seed=0)
+    out, metrics = select_for_policy(batch, config.parts, seed=0)
     assert torch.equal(out.loss_mask_T, batch.loss_mask_T)
     assert (out.weights_T[out.loss_mask_T] == 1).all() and metrics["mismatch/rejected_frac"] == 0
 
@@ -215,12 +215,12 @@ def test_log_probabilities_that_are_missing_or_not_finite_are_refused_by_name() 
         config = corrected(**keys)
         assert config.wants_old_logprobs
         with pytest.raises(ValueError, match=r"train_infer_correction\..*old_logprobs_T"):
-            select_for_policy(batch, config, seed=0)
+            select_for_policy(batch, config.parts, seed=0)
     assert not corrected(filters=[{"enabled": False}]).wants_old_logprobs
     batch = to_batch(random_episodes(3, empty_masks=False), history=False)
     bad = batch.replace(rollout_logprobs_T=batch.rollout_logprobs_T - torch.inf)
     with pytest.raises(ValueError, match=r"rollout_logprobs_T: .* not finite"):
-        select_for_policy(bad, corrected(is_weight={"enabled": True}), seed=0)
+        select_for_policy(bad, corrected(is_weight={"enabled": True}).parts, seed=0)
 
 
 def test_mismatch_is_zero_between_equal_engines_and_absent_without_both() -> None:
@@ -264,7 +264,7 @@ def test_the_loss_on_rows_that_several_versions_sampled_is_that_of_decoupled_ppo
     batch = batch.replace(rollout_logprobs_T=sampled_by(batch, seed))
     config = corrected(is_weight={"enabled": True, "upper_bound": bound})
     config.pg_variant, config.dual_clip_loss, config.pg_clip = "ppo", False, 0.2
-    chosen, _ = select_for_policy(batch, config, seed=0)
+    chosen, _ = select_for_policy(batch, config.parts, seed=0)
     loss_fn = build_policy_loss(config)
     out, slopes = gradient(loss_fn, scores, chosen, context(chosen))
 

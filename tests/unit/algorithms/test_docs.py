@@ -12,21 +12,19 @@ from roll.algorithms.policy_losses import POLICY_LOSSES
 from roll.algorithms.preferences import PREFERENCE_LOSSES
 from roll.algorithms.reward_models import REWARD_LOSSES
 from roll.configs.algorithm import (
+    AggregationLevel,
     AlgorithmConfig,
+    IsWeightConfig,
     KlPenalty,
-    LossAggMode,
     OverlongBufferConfig,
     PfPpoConfig,
     RewardNormalizationConfig,
-)
-from roll.configs.correction import (
-    AggregationLevel,
-    IsWeightConfig,
     TrainInferCorrectionConfig,
     TrainInferFilterConfig,
 )
 from roll.configs.distill import DistillLossConfig
 from roll.configs.divergence import DivergenceConfig, KdObjective
+from roll.configs.policy_loss import LossAggMode
 from roll.configs.preference import PreferenceConfig, PreferenceLoss
 from roll.configs.reward_training import RewardLossConfig
 from roll.configs.teacher import OnPolicyDistillationConfig, OpdForm

@@ -57,25 +57,25 @@ def test_k1_and_k3_estimate_the_true_divergence_and_every_documented_name_is_reg
 
 
 def test_a_fixed_coefficient_stays_that_of_the_configuration_also_in_a_resumed_run() -> None:
-    controller = KlController.from_config(AlgorithmConfig(init_kl_coef=0.3))
+    controller = KlController.of(AlgorithmConfig(add_token_level_kl=True, init_kl_coef=0.3).kl.reward)
     controller.update(100.0, 10_000)
     assert controller.coef == 0.3
-    saved = KlController.from_config(AlgorithmConfig(init_kl_coef=0.3)).state_dict()
-    controller = KlController.from_config(AlgorithmConfig(init_kl_coef=0.1))
+    saved = KlController.of(AlgorithmConfig(add_token_level_kl=True, init_kl_coef=0.3).kl.reward).state_dict()
+    controller = KlController.of(AlgorithmConfig(add_token_level_kl=True, init_kl_coef=0.1).kl.reward)
     controller.load_state_dict(saved)
     assert controller.coef == 0.1
 
 
 def test_an_adaptive_coefficient_moves_towards_the_target_by_bounded_steps() -> None:
-    config = AlgorithmConfig(init_kl_coef=0.1, target_kl=2.0, kl_horizon=100, add_token_level_kl=True)
-    controller = KlController.from_config(config)
+    config = AlgorithmConfig(add_token_level_kl=True, init_kl_coef=0.1, target_kl=2.0, kl_horizon=100)
+    controller = KlController.of(config.kl.reward)
     controller.update(2.2, 50)  # 10 % above
     assert controller.coef == pytest.approx(0.1 * (1 + 0.1 * 0.5))
     controller.update(1000.0, 50)  # bounded at 20 %
     assert controller.coef == pytest.approx(0.105 * (1 + 0.2 * 0.5))
     controller.update(0.0, 50)
     assert controller.coef == pytest.approx(0.105 * 1.1 * 0.9)
-    restored = KlController.from_config(config)
+    restored = KlController.of(config.kl.reward)
     restored.load_state_dict(controller.state_dict())
     assert restored.coef == controller.coef
 
@@ -89,12 +89,12 @@ def test_a_step_of_more_sequences_than_the_horizon_moves_the_coefficient_by_a_fi
 
 def test_the_coefficient_of_the_loss_is_steered_by_its_own_target() -> None:
     config = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_target=2.0, kl_horizon=100)
-    controller = KlController.of_loss(config)
+    controller = KlController.of(config.kl.loss)
     controller.update(2.2, 50)
     assert controller.coef == pytest.approx(0.1 * (1 + 0.1 * 0.5))
-    fixed = KlController.from_config(config)
+    fixed = KlController.of(config.kl.reward)
     fixed.update(2.2, 50)
-    assert fixed.coef == config.init_kl_coef
+    assert config.kl.reward is None and fixed.coef == 0
 
 
 def test_mismatch_compares_the_two_engines_on_sampled_tokens() -> None:

@@ -17,7 +17,8 @@ from roll.algorithms.correction import mismatch_metrics
 from roll.algorithms.gae import value_mask
 from roll.algorithms.losses import build_policy_loss, build_sft_loss, build_value_loss, entropy_coef
 from roll.algorithms.types import LossContext, TokenScores, add_metrics
-from roll.configs.algorithm import AlgorithmConfig, LossAggMode
+from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.policy_loss import LossAggMode
 from roll.data.batch import Batch
 from tests.support.algorithms_batches import (
     aggregate,

@@ -15,8 +15,8 @@ from torch import Tensor
 from roll.algorithms.losses import build_policy_loss
 from roll.algorithms.policy_losses import POLICY_LOSSES, PolicyTokens
 from roll.algorithms.types import LossContext, TokenScores
-from roll.configs.algorithm import AlgorithmConfig, LossAggMode
-from roll.configs.algorithm_names import PG_VARIANTS
+from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.policy_loss import PG_VARIANTS, LossAggMode
 from roll.data.batch import Batch
 from tests.support.algorithms_batches import aggregate, assert_any_split_adds_up, context, gradient, make_batch, rows_of
 from tests.support.examples import examples
@@ -296,4 +296,4 @@ def test_losses_have_the_names_of_the_configuration_or_are_reached_by_path_and_t
     loss_fn = pickle.loads(pickle.dumps(build_policy_loss(AlgorithmConfig(pg_variant=f"{__name__}:halved"))))
     got = loss_fn(scores, batch, context(batch)).loss.item()
     assert got == pytest.approx(0.5 * loss_of(batch, scores, pg_variant="vanilla"))
-    assert tuple(POLICY_LOSSES.names()) == PG_VARIANTS
+    assert tuple(POLICY_LOSSES.names()) == tuple(PG_VARIANTS)

@@ -36,7 +36,7 @@ def lone_turns(scores: list[float], groups: list[int] | None = None, tags: list[
 def shaped(batch: Batch, **keys: Any) -> list[float]:
     config = AlgorithmConfig(**keys)
     assert not list(config.problems())
-    return shape_rewards(batch, config, RunningStats())[0].rewards_T.tolist()
+    return shape_rewards(batch, config.reward, RunningStats())[0].rewards_T.tolist()
 
 
 @examples(60)
@@ -53,7 +53,7 @@ def test_normalised_scores_are_the_new_sums_of_rewards(
     episodes = random_episodes(seed)
     batch = to_batch(episodes, history, seed)
     config = AlgorithmConfig(reward_normalization={"grouping": grouping, "method": method}, reward_clip=clip)
-    out, metrics = shape_rewards(batch, config, RunningStats())
+    out, metrics = shape_rewards(batch, config.reward, RunningStats())
     live = [e for e in episodes if any(turn.sampled for turn in e.turns)]
 
     def key(e: Episode) -> int:
@@ -127,7 +127,7 @@ def test_mean_and_spread_may_come_from_different_peers(
     running.update(torch.tensor(earlier))
     config = AlgorithmConfig(norm_mean_type=mean_type, norm_std_type=std_type)
     assert not list(config.problems())
-    out, _ = shape_rewards(lone_turns([float(x) for x in scores], groups), config, running)
+    out, _ = shape_rewards(lone_turns([float(x) for x in scores], groups), config.reward, running)
 
     def peers(scope: str, group: int) -> list[float]:
         if scope == "running":
@@ -147,8 +147,8 @@ def test_mean_and_spread_may_come_from_different_peers(
 def test_running_normalisation_uses_all_scores_so_far(keys: dict[str, Any]) -> None:
     running = RunningStats()
     config = AlgorithmConfig(**keys)
-    shape_rewards(lone_turns([1.0, 2.0, 6.0]), config, running)
-    out, _ = shape_rewards(lone_turns([3.0, 8.0]), config, running)
+    shape_rewards(lone_turns([1.0, 2.0, 6.0]), config.reward, running)
+    out, _ = shape_rewards(lone_turns([3.0, 8.0]), config.reward, running)
     seen = [1.0, 2.0, 6.0, 3.0, 8.0]
     expected = [(x - statistics.mean(seen)) / (statistics.stdev(seen) + 1e-6) for x in (3.0, 8.0)]
     assert out.rewards_T.tolist() == pytest.approx(expected)
@@ -192,7 +192,7 @@ def test_running_stats_equal_those_of_all_values_and_survive_a_checkpoint(parts:
 def test_kl_is_taken_from_each_sampled_token(seed: int, kind: str) -> None:
     episodes = random_episodes(seed)
     batch = to_batch(episodes, False, seed)
-    out, metrics = apply_kl_penalty(batch, AlgorithmConfig(kl_penalty=kind), 0.3)
+    out, metrics = apply_kl_penalty(batch, AlgorithmConfig(kl_penalty=kind).kl_penalty, 0.3)
     before, expected, row_means = by_token(batch, batch.rewards_T), {}, []
     for e in episodes:
         for turn in e.turns:
@@ -219,7 +219,7 @@ def test_the_kl_over_the_vocabulary_comes_from_the_training_engine() -> None:
     batch = to_batch(random_episodes(3), history=False)
     kl_T = torch.rand(batch.num_tokens) * batch.loss_mask_T
     config = AlgorithmConfig(kl_penalty="full", add_token_level_kl=True)
-    out, metrics = apply_kl_penalty(batch.replace(kl_T=kl_T, ref_logprobs_T=None), config, 0.3)
+    out, metrics = apply_kl_penalty(batch.replace(kl_T=kl_T, ref_logprobs_T=None), config.kl_penalty, 0.3)
     torch.testing.assert_close(out.rewards_T, batch.rewards_T - 0.3 * kl_T)
     rows = [
         kl_T[batch.token_index([row])][batch.loss_mask_T[batch.token_index([row])]]
@@ -227,18 +227,20 @@ def test_the_kl_over_the_vocabulary_comes_from_the_training_engine() -> None:
     ]
     assert metrics["reward/kl"] == pytest.approx(statistics.mean(float(row.mean()) for row in rows if len(row)))
     with pytest.raises(ValueError, match=r"kl_penalty 'full'.*kl_T"):
-        apply_kl_penalty(batch, config, 0.3)
+        apply_kl_penalty(batch, config.kl_penalty, 0.3)
     with pytest.raises(ValueError, match=r"kl_T: .* not finite"):
-        apply_kl_penalty(batch.replace(kl_T=kl_T * torch.nan), config, 0.3)
+        apply_kl_penalty(batch.replace(kl_T=kl_T * torch.nan), config.kl_penalty, 0.3)
 
 
 def test_kl_falls_back_on_the_rollout_engine_and_needs_a_reference() -> None:
     batch = to_batch(random_episodes(3), history=False)
-    fallback, _ = apply_kl_penalty(batch.replace(old_logprobs_T=None), AlgorithmConfig(), 0.1)
-    named, _ = apply_kl_penalty(batch.replace(old_logprobs_T=batch.rollout_logprobs_T), AlgorithmConfig(), 0.1)
+    fallback, _ = apply_kl_penalty(batch.replace(old_logprobs_T=None), AlgorithmConfig().kl_penalty, 0.1)
+    named, _ = apply_kl_penalty(
+        batch.replace(old_logprobs_T=batch.rollout_logprobs_T), AlgorithmConfig().kl_penalty, 0.1
+    )
     assert torch.equal(fallback.rewards_T, named.rewards_T)
     with pytest.raises(ValueError, match="ref_logprobs_T"):
-        apply_kl_penalty(batch.replace(ref_logprobs_T=None), AlgorithmConfig(), 0.1)
+        apply_kl_penalty(batch.replace(ref_logprobs_T=None), AlgorithmConfig().kl_penalty, 0.1)
 
 
 @examples(80)
@@ -263,7 +265,7 @@ def test_lengths_change_the_score_before_it_is_normalised(
         keys |= {"add_len_reward": True, "len_reward_coef": coef}
     config = AlgorithmConfig(**keys)
     assert not list(config.problems())
-    out, metrics = shape_rewards(batch, config, RunningStats())
+    out, metrics = shape_rewards(batch, config.reward, RunningStats())
     live = [e for e in episodes if any(turn.sampled for turn in e.turns)]
     lengths = {id(e): sum(len(turn.sampled) for turn in e.turns) for e in live}
     penalties, rewards, scores = [], [], []
@@ -314,30 +316,30 @@ def test_an_answer_is_punished_the_more_the_nearer_it_is_to_the_limit() -> None:
     batch = answers([4, 6, 7, 8, 10], [0.0] * 5, [0] * 5)
     buffer = {"enable": True, "len": 4, "max_length": 10, "penalty_factor": 2.0}
     config = AlgorithmConfig(overlong_buffer=buffer)
-    out, _ = shape_rewards(batch, config, RunningStats())
+    out, _ = shape_rewards(batch, config.reward, RunningStats())
     assert totals(out) == pytest.approx([0.0, 0.0, -0.5, -1.0, -2.0])
-    with pytest.raises(ValueError, match="overlong_buffer: seen max_length None"):
-        shape_rewards(batch, AlgorithmConfig(overlong_buffer={**buffer, "max_length": None}), RunningStats())
+    with pytest.raises(ValueError, match="overlong_buffer: got max_length None"):
+        shape_rewards(batch, AlgorithmConfig(overlong_buffer={**buffer, "max_length": None}).reward, RunningStats())
 
 
 def test_short_successes_gain_and_long_failures_lose() -> None:
     batch = answers([2, 4, 6, 2, 6, 3, 3, 9], [1, 1, 1, 0, 0, 1, 0, 1], [0, 0, 0, 0, 0, 1, 1, 2])
-    out, _ = shape_rewards(batch, AlgorithmConfig(add_len_reward=True), RunningStats())
+    out, _ = shape_rewards(batch, AlgorithmConfig(add_len_reward=True).reward, RunningStats())
     gained = [new - old for new, old in zip(totals(out), totals(batch), strict=True)]
     # Within group 0; equal lengths in group 1 and a group of one say nothing.
     assert gained == pytest.approx([0.5, 0.0, -0.5, 0.0, -0.5, 0.0, 0.0, 0.0])
     with pytest.raises(ValueError, match=r"add_len_reward.*group_B"):
-        shape_rewards(batch.replace(group_B=None), AlgorithmConfig(add_len_reward=True), RunningStats())
+        shape_rewards(batch.replace(group_B=None), AlgorithmConfig(add_len_reward=True).reward, RunningStats())
 
 
 def test_the_greedy_score_is_normalised_like_those_it_is_compared_with() -> None:
     batch = lone_turns([1.0, 3.0, 5.0, 9.0], groups=[1, 1, 2, 2]).replace(baseline_B=torch.tensor([3.0, 3.0, 9.0, 9.0]))
     for keys in ({"reward_norm": "group"}, {"reward_norm": "batch", "reward_clip": 0.5}, {"use_reward_scaling": True}):
-        out, _ = shape_rewards(batch, AlgorithmConfig(**keys), RunningStats())
+        out, _ = shape_rewards(batch, AlgorithmConfig(**keys).reward, RunningStats())
         assert out.baseline_B[1] == out.rewards_T[1] and out.baseline_B[3] == out.rewards_T[3]
         assert out.baseline_B[0] == out.baseline_B[1]
     with pytest.raises(ValueError, match=r"baseline_B: .* nan in sequence 0"):
-        shape_rewards(batch.replace(baseline_B=batch.baseline_B * torch.nan), AlgorithmConfig(), RunningStats())
+        shape_rewards(batch.replace(baseline_B=batch.baseline_B * torch.nan), AlgorithmConfig().reward, RunningStats())
 
 
 def test_rewards_are_whitened_over_sampled_tokens_and_one_alone_becomes_zero() -> None:
@@ -354,14 +356,14 @@ def test_rewards_are_whitened_over_sampled_tokens_and_one_alone_becomes_zero() -
 def test_rewards_that_are_not_finite_are_refused() -> None:
     batch = lone_turns([1.0, float("nan")])
     with pytest.raises(ValueError, match="nan at token 0 of sequence 1"):
-        shape_rewards(batch, AlgorithmConfig(), RunningStats())
+        shape_rewards(batch, AlgorithmConfig().reward, RunningStats())
 
 
 def test_log_probabilities_of_unsampled_tokens_cost_nothing() -> None:
     batch = to_batch(random_episodes(3), history=False)
     noise = torch.where(batch.loss_mask_T, 0.0, -5.0)
-    clean, clean_metrics = apply_kl_penalty(batch, AlgorithmConfig(), 0.1)
+    clean, clean_metrics = apply_kl_penalty(batch, AlgorithmConfig().kl_penalty, 0.1)
     noisy, noisy_metrics = apply_kl_penalty(
-        batch.replace(ref_logprobs_T=batch.ref_logprobs_T + noise), AlgorithmConfig(), 0.1
+        batch.replace(ref_logprobs_T=batch.ref_logprobs_T + noise), AlgorithmConfig().kl_penalty, 0.1
     )
     assert torch.equal(clean.rewards_T, noisy.rewards_T) and clean_metrics == noisy_metrics

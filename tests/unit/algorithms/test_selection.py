@@ -67,7 +67,7 @@ def test_sample_weights_are_their_definition(seed: int, history: bool, difficult
     episodes = random_episodes(seed)
     config = AlgorithmConfig(difficulty_loss_weight=difficulty, length_loss_weight=length)
     batch = to_batch(episodes, history, seed)
-    out, metrics = select_for_policy(batch, config, seed=0)
+    out, metrics = select_for_policy(batch, config.parts, seed=0)
     if not (difficulty or length):
         assert out.weights_T is None and metrics == {}
         return
@@ -88,7 +88,7 @@ def test_sample_weights_are_their_definition(seed: int, history: bool, difficult
 def test_groups_outside_the_bounds_of_difficulty_are_masked(seed: int, history: bool, low: float, high: float) -> None:
     episodes = random_episodes(seed)
     config = AlgorithmConfig(difficulty_mask=True, difficulty_low_threshold=low, difficulty_high_threshold=high)
-    out, metrics = select_for_policy(to_batch(episodes, history, seed), config, seed=0)
+    out, metrics = select_for_policy(to_batch(episodes, history, seed), config.parts, seed=0)
     means, rows = group_means(episodes), sampled_rows(episodes, history)
     kept = {i for e, ids in rows for i in ids if low < means[e.group] < high}
     assert {i for i, on in by_token(out, out.loss_mask_T).items() if on} == kept
@@ -102,7 +102,7 @@ def lone(group: int, token: int, reward: float, tokens: int = 1) -> Episode:
 
 def test_bounds_of_difficulty_do_not_belong_to_the_interval() -> None:
     batch = to_batch([lone(0, 0, 0.0), lone(1, 1, 1.0), lone(2, 2, 0.0), lone(2, 3, 1.0)], history=False)
-    out, _ = select_for_policy(batch, AlgorithmConfig(difficulty_mask=True), seed=0)
+    out, _ = select_for_policy(batch, AlgorithmConfig(difficulty_mask=True).parts, seed=0)
     assert out.loss_mask_T.tolist() == [False, False, True, True]
 
 
@@ -110,10 +110,10 @@ def test_only_failed_samples_may_be_too_long() -> None:
     episodes = [lone(0, 0, 1.0, 3), lone(0, 1, 0.0, 3), lone(0, 2, 0.0, 2), lone(0, 3, -1.0, 4)]
     batch = to_batch(episodes, history=False)
     config = AlgorithmConfig(error_max_len_clip=True, error_max_len_threshold=2)
-    out, metrics = select_for_policy(batch, config, seed=0)
+    out, metrics = select_for_policy(batch, config.parts, seed=0)
     assert out.loss_mask_T.tolist() == [True] * 3 + [False] * 3 + [True] * 2 + [False] * 4
     assert metrics["actor/error_max_len_masked_frac"] == pytest.approx(7 / 12)
-    off, _ = select_for_policy(batch, AlgorithmConfig(error_max_len_threshold=2), seed=0)
+    off, _ = select_for_policy(batch, AlgorithmConfig(error_max_len_threshold=2).parts, seed=0)
     assert off.loss_mask_T.all()
 
 
@@ -121,7 +121,7 @@ def test_masked_samples_leave_the_loss_and_its_denominators() -> None:
     batch, scores = make_batch(0, max_episodes=20)
     means = sorted(group_scores(batch, "test").unique().tolist())
     bounds = {"difficulty_low_threshold": means[0], "difficulty_high_threshold": means[-1] + 1}
-    out, metrics = select_for_policy(batch, AlgorithmConfig(difficulty_mask=True, **bounds), seed=0)
+    out, metrics = select_for_policy(batch, AlgorithmConfig(difficulty_mask=True, **bounds).parts, seed=0)
     assert 0 < metrics["actor/difficulty_masked_frac"] < 1
     rows = torch.zeros(batch.num_sequences).index_add(0, out.rows_T, out.loss_mask_T.float()).nonzero().squeeze(1)
     index = batch.token_index(rows)
@@ -134,10 +134,10 @@ def test_masked_samples_leave_the_loss_and_its_denominators() -> None:
 def test_samples_that_were_cut_off_are_masked() -> None:
     batch = to_batch([lone(0, i, 1.0, 2) for i in range(3)], history=False)
     batch = batch.replace(truncated_B=torch.tensor([False, True, False]))
-    out, metrics = select_for_policy(batch, AlgorithmConfig(max_len_mask=True), seed=0)
+    out, metrics = select_for_policy(batch, AlgorithmConfig(max_len_mask=True).parts, seed=0)
     assert out.loss_mask_T.tolist() == [True, True, False, False, True, True]
     assert metrics["actor/max_len_masked_frac"] == pytest.approx(1 / 3)
-    assert select_for_policy(batch, AlgorithmConfig(), seed=0)[0].loss_mask_T.all()
+    assert select_for_policy(batch, AlgorithmConfig().parts, seed=0)[0].loss_mask_T.all()
     assert drop_masked_episodes(batch, AlgorithmConfig(max_len_mask=True)) == (batch, {})
 
 
@@ -163,9 +163,9 @@ def test_samples_masked_for_all_are_as_if_never_played(seed: int, history: bool,
         assert metrics["actor/dropped_frac"] == pytest.approx(1 - left / total)
 
     def advantages(part: Batch) -> dict[int, float]:
-        shaped, _ = shape_rewards(part, config, RunningStats())
+        shaped, _ = shape_rewards(part, config.reward, RunningStats())
         out = compute_advantages(shaped, config)
-        policy, metrics = select_for_policy(out, config, seed=0)
+        policy, metrics = select_for_policy(out, config.parts, seed=0)
         assert torch.equal(policy.loss_mask_T, out.loss_mask_T) and metrics == {}
         return {i: x for i, x in by_token(out, out.advantages_T).items() if x}
 
@@ -180,7 +180,7 @@ COVARIANCE = {"pg_variant": "clip_cov", "clip_cov_lb": 0.2, "clip_cov_ub": 1.5}
 def test_clip_cov_takes_out_tokens_of_high_covariance(seed: int, share: float) -> None:
     batch, _ = make_batch(seed, max_episodes=20)
     config = AlgorithmConfig(**COVARIANCE, clip_cov_ratio=share)
-    out, metrics = select_for_policy(batch, config, seed=1)
+    out, metrics = select_for_policy(batch, config.parts, seed=1)
     on = batch.loss_mask_T.nonzero().squeeze(1).tolist()
     if not on:
         return
@@ -209,7 +209,7 @@ def test_each_key_of_clip_cov_changes_the_choice(key: dict[str, float]) -> None:
 def test_kl_cov_marks_the_tokens_of_the_largest_covariance(seed: int, share: float) -> None:
     batch, _ = make_batch(seed, max_episodes=20)
     config = AlgorithmConfig(pg_variant="kl_cov", kl_cov_ratio=share)
-    out, metrics = select_for_policy(batch.replace(marked_T=None), config, seed=1)
+    out, metrics = select_for_policy(batch.replace(marked_T=None), config.parts, seed=1)
     on = batch.loss_mask_T.nonzero().squeeze(1).tolist()
     if not on:
         return
@@ -225,9 +225,9 @@ def test_kl_cov_marks_the_tokens_of_the_largest_covariance(seed: int, share: flo
 def test_clip_cov_falls_back_on_the_rollout_engine() -> None:
     batch, _ = make_batch(0, max_episodes=20)
     config = AlgorithmConfig(**COVARIANCE)
-    named, _ = select_for_policy(batch, config, seed=0)
+    named, _ = select_for_policy(batch, config.parts, seed=0)
     fallback, _ = select_for_policy(
-        batch.replace(rollout_logprobs_T=batch.old_logprobs_T, old_logprobs_T=None), config, seed=0
+        batch.replace(rollout_logprobs_T=batch.old_logprobs_T, old_logprobs_T=None), config.parts, seed=0
     )
     assert torch.equal(named.weights_T, fallback.weights_T)
 
@@ -249,7 +249,7 @@ def test_pf_ppo_draws_rows_by_their_score(method: str, power: float, weights: li
     rows = pf_ppo_rows(batch, config, torch.Generator().manual_seed(0))
     share = torch.bincount(rows % 4, minlength=4).double() / len(rows)
     assert share.tolist() == pytest.approx([w / sum(weights) for w in weights], abs=0.02)
-    out, metrics = select_for_policy(batch, config, seed=0)
+    out, metrics = select_for_policy(batch, config.parts, seed=0)
     assert out.num_sequences == batch.num_sequences
     assert metrics["actor/pf_ppo_distinct_frac"] == len(out.tokens_T.unique()) / len(scores)
 
@@ -260,7 +260,7 @@ def test_pf_ppo_draws_no_episode_that_was_taken_out_of_the_step() -> None:
     batch = to_batch([lone(0, i, s) for i, s in enumerate(scores)], history=False)
     cut_off = torch.tensor([True, False, False, True, False, False])
     batch, _ = drop_masked_episodes(batch.replace(truncated_B=cut_off), config)
-    out, metrics = select_for_policy(batch, config, seed=1)
+    out, metrics = select_for_policy(batch, config.parts, seed=1)
     assert out.loss_mask_T.tolist() == (~cut_off).tolist(), "as many as were played"
     drawn = out.scores_B[~cut_off]
     assert set(drawn.tolist()) <= {1.0, 0.0}, "the highest and the lowest of the others"
@@ -273,7 +273,7 @@ def test_pf_ppo_draws_evenly_where_every_score_is_zero_and_by_the_seed_alone() -
     assert len(rows.unique()) > 20
     batch, _ = make_batch(0, max_episodes=20)
     config = AlgorithmConfig(**COVARIANCE, clip_cov_ratio=0.05, use_pf_ppo=True)
-    first, again, other = (select_for_policy(batch, config, seed=seed)[0] for seed in (1, 1, 2))
+    first, again, other = (select_for_policy(batch, config.parts, seed=seed)[0] for seed in (1, 1, 2))
     assert torch.equal(first.tokens_T, again.tokens_T) and torch.equal(first.weights_T, again.weights_T)
     assert first.tokens_T.tolist() != other.tokens_T.tolist()
 
@@ -295,7 +295,7 @@ EVERY_OPTION: list[dict[str, Any]] = [
 def test_a_batch_without_sampled_tokens_stays_without(keys: dict[str, Any]) -> None:
     batch = to_batch([Episode(0, 0, [Turn([Token(0, False, 0, 0, 0, 0)], 0.0, 0)])], history=False)
     batch = batch.replace(advantages_T=torch.zeros(1), truncated_B=torch.tensor([True]))
-    out, metrics = select_for_policy(batch, AlgorithmConfig(**keys), seed=0)
+    out, metrics = select_for_policy(batch, AlgorithmConfig(**keys).parts, seed=0)
     assert not out.loss_mask_T.any() and all(abs(value) <= 1 for value in metrics.values())
 
 
@@ -315,7 +315,7 @@ def test_a_missing_column_is_named(keys: dict[str, Any], column: str) -> None:
     batch, _ = make_batch(1)
     (key,) = keys
     with pytest.raises(ValueError, match=f"{key}.*{column}"):
-        select_for_policy(batch.replace(**{column: None}), AlgorithmConfig(**keys), seed=0)
+        select_for_policy(batch.replace(**{column: None}), AlgorithmConfig(**keys).parts, seed=0)
 
 
 def test_scores_that_are_not_finite_are_refused() -> None:
@@ -323,7 +323,7 @@ def test_scores_that_are_not_finite_are_refused() -> None:
     bad = batch.replace(scores_B=batch.scores_B * torch.nan)
     for key in ("difficulty_mask", "use_pf_ppo"):
         with pytest.raises(ValueError, match=r"scores_B: .* nan in sequence 0"):
-            select_for_policy(bad, AlgorithmConfig(**{key: True}), seed=0)
+            select_for_policy(bad, AlgorithmConfig(**{key: True}).parts, seed=0)
 
 
 @pytest.mark.parametrize("column", ["advantages_T", "old_logprobs_T", "ref_logprobs_T", "scores_B"])
@@ -333,4 +333,4 @@ def test_what_the_losses_read_must_be_finite(column: str, bad: float) -> None:
     values = getattr(batch, column).clone()
     values[-1] = bad
     with pytest.raises(ValueError, match=rf"Batch.{column}: 1 of \d+ values are not finite"):
-        select_for_policy(batch.replace(**{column: values}), AlgorithmConfig(), seed=0)
+        select_for_policy(batch.replace(**{column: values}), AlgorithmConfig().parts, seed=0)

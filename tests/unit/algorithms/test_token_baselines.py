@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.algorithms.advantages import compute_advantages
-from roll.configs.algorithm import AlgorithmConfig
-from roll.configs.algorithm_names import TOKEN_BASELINES
+from roll.configs.algorithm import ADV_ESTIMATORS, AlgorithmConfig
 from roll.data.batch import Batch
 from tests.support.algorithms_batches import Episode, assert_close, by_token, random_episodes, to_batch
 from tests.support.examples import examples
 
 seeds = st.integers(0, 2**32 - 1)
+
+TOKEN_BASELINES = [name for name, each in ADV_ESTIMATORS.items() if each.sums_squares]
 
 
 def with_probabilities(batch: Batch, seed: int) -> Batch:

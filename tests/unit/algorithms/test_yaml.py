@@ -27,17 +27,18 @@ from roll.algorithms.statistics import RunningStats
 from roll.algorithms.types import LossContext, TokenScores
 from roll.configs.agentic import AgenticConfig
 from roll.configs.algorithm import (
+    ADV_ESTIMATORS,
+    AggregationLevel,
     AlgorithmConfig,
     KlPenalty,
-    LossAggMode,
     NormType,
     PfPpoConfig,
     RewardNormalizationConfig,
+    TrainInferFilterConfig,
 )
-from roll.configs.algorithm_names import ADV_ESTIMATORS, PG_VARIANTS, TOKEN_BASELINES
 from roll.configs.base import Config
-from roll.configs.correction import AggregationLevel, TrainInferFilterConfig
 from roll.configs.loader import load_config
+from roll.configs.policy_loss import PG_VARIANTS, LossAggMode
 from roll.data.batch import Batch
 from roll.pipeline.rl import RLPipeline
 from roll.pipeline.roles import Roles
@@ -72,6 +73,7 @@ LIVE = f"{WEIGHT} train_infer_correction.is_weight.detach=false"
 RANGE = "use_pg_clip_range=true"
 FILTERS = "train_infer_correction.filters"
 GDPO = "adv_estimator=gdpo gdpo_reward_keys=[a,b]"
+TOKEN_BASELINES = [name for name, each in ADV_ESTIMATORS.items() if each.sums_squares]
 ASKING = ("gdpo", "grpo", "maxrl", "remax", *TOKEN_BASELINES)
 """Where the comparison starts, and the estimators that ask for more than a batch has."""
 
@@ -260,7 +262,8 @@ class Recorder:
 class Pipeline(RLPipeline):
     def __init__(self, config: AgenticConfig, roles: Any) -> None:
         self.config, self.roles, self.bad_steps = config, roles, 0
-        self.kl_loss_controller = KlController.of_loss(config)
+        self.parts = config.parts
+        self.kl_loss_controller = KlController.of(config.kl.loss)
 
     def rollouts(self) -> Any:
         raise AssertionError
@@ -313,7 +316,7 @@ def run_properties(config: AgenticConfig, batch: Batch) -> list[float]:
         config.bypasses_old_logprobs,
         config.leaves_rollouts_unscored,
         pipeline.kl_loss_controller.coef != config.kl_loss_coef,
-        config.needs_greedy_baseline,
+        config.estimator.greedy_baseline,
         recorders.actor.trained,
         *(x for c in contexts for x in (c.max_grad_norm, c.l2)),
         *(quantity in c.needs for c in contexts for quantity in (hidden_states, KlToReference(), squares)),
@@ -326,10 +329,10 @@ def outcome(config: AgenticConfig) -> dict[str, list[Tensor]]:
     stages = {"run": [torch.tensor(run_properties(config, batch))]}
     batch, _ = drop_masked_episodes(batch, config)
     stages["episodes"] = [batch.loss_mask_T]
-    batch, _ = shape_rewards(batch, config, RunningStats())
-    controller = KlController.from_config(config)
+    batch, _ = shape_rewards(batch, config.reward, RunningStats())
+    controller = KlController.of(config.kl.reward)
     if config.add_token_level_kl:
-        batch, metrics = apply_kl_penalty(batch, config, controller.coef)
+        batch, metrics = apply_kl_penalty(batch, config.kl_penalty, controller.coef)
         controller.update(metrics["reward/kl"], batch.num_sequences)
     if config.whiten_rewards:
         batch = whiten_token_rewards(batch)
@@ -338,7 +341,7 @@ def outcome(config: AgenticConfig) -> dict[str, list[Tensor]]:
         batch = batch.replace(rewards_T=batch.rewards_T.abs())
     batch = compute_advantages(batch, config)
     stages["advantages"] = [batch.advantages_T, batch.returns_T]
-    policy, _ = select_for_policy(batch, config, seed=0)
+    policy, _ = select_for_policy(batch, config.parts, seed=0)
     stages["selection"] = [policy.tokens_T, policy.loss_mask_T, *optional(policy.weights_T), *optional(policy.marked_T)]
     at_T = torch.argsort(batch.tokens_T)[policy.tokens_T]
     policy_scores = TokenScores(*(column_T[at_T] for column_T in columns_of(scores)))

@@ -12,14 +12,12 @@ from roll.configs.batches import describe_batches
 from roll.configs.engines import cards
 from roll.configs.engines.megatron import MegatronConfig
 from roll.configs.env import EnvManagerConfig
-from roll.configs.generating import GeneratingArguments
 from roll.configs.loader import load_config
+from roll.configs.offline import SFTConfig
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.rlvr import RLVRConfig
-from roll.configs.sft import SFTConfig
 from roll.configs.shipped import SHIPPED
-from roll.configs.strategy import StrategyArguments
-from roll.configs.worker import WorkerConfig
+from roll.configs.worker import GeneratingArguments, StrategyArguments, WorkerConfig
 from roll.pipeline.cli import report
 from roll.preflight.choices import CHECKS, describe_placement
 
@@ -259,7 +257,7 @@ def test_unknown_configurations_links_to_nowhere_and_open_values_are_problems(tm
         ("actor_train=3", "actor_train", "section"),
         ("critic=[1]", "critic", "section, or null"),
         ("custom_envs.Lake.max_steps=0", "custom_envs.Lake.max_steps", "int, at least 1"),
-        ("train_env_manager.tags=Lake", "train_env_manager.tags", "list of str, at least 1 items write [Lake]"),
+        ("train_env_manager.tags=Lake", "train_env_manager.tags", "list of str, at least 1 long write [Lake]"),
         ("train_env_manager.tags=[Lake,3]", "train_env_manager.tags.1", "str"),
         ("system_envs.A=1.5", "system_envs.A", "str"),
         ("train_env_manager.num_env_groups=4", "train_env_manager.num_env_groups", "env_groups"),
@@ -368,21 +366,15 @@ def test_newer_spellings_are_the_same_keys(load, problems):
           "actor_train.training_args.per_device_train_batch_size=9"], "rollout_batch_size"),
         (["val_env_manager.group_size=3"], "val_batch_size"),
         (["rollout_batch_size=24"], "actor_train.training_args.gradient_accumulation_steps"),
-        (
-            ["actor_train.training_args.gradient_accumulation_steps=3"],
-            "actor_train.training_args.gradient_accumulation_steps",
-        ),
+        (["actor_train.training_args.gradient_accumulation_steps=3"],
+         "actor_train.training_args.gradient_accumulation_steps"),
         (["actor_train.num_gpus_per_worker=3"], "actor_train.num_gpus_per_worker"),
         (["actor_train.num_gpus_per_worker=2"], "actor_train.num_gpus_per_worker"),
         (["actor_train.world_size=3"], "actor_train.world_size"),
-        (
-            ["actor_train.strategy_args.strategy_config.fsdp_size=3"],
-            "actor_train.strategy_args.strategy_config.fsdp_size",
-        ),
-        (
-            ["actor_train.strategy_args={strategy_name:megatron_train,strategy_config:{tensor_model_parallel_size:4}}"],
-            "actor_train.strategy_args.strategy_config.tensor_model_parallel_size",
-        ),
+        (["actor_train.strategy_args.strategy_config.fsdp_size=3"],
+         "actor_train.strategy_args.strategy_config.fsdp_size"),
+        (["actor_train.strategy_args={strategy_name:megatron_train,strategy_config:{tensor_model_parallel_size:4}}"],
+         "actor_train.strategy_args.strategy_config.tensor_model_parallel_size"),
         (["train_env_manager.n_groups=[3]"], "train_env_manager.n_groups"),
         (["val_env_manager.n_groups=[8]"], "val_env_manager.n_groups"),
         (["val_env_manager.n_groups=[8,0]"], "val_env_manager.n_groups"),
@@ -398,10 +390,8 @@ def test_newer_spellings_are_the_same_keys(load, problems):
         (["actor_infer.generating_args.max_new_tokens=2000"], "actor_infer.generating_args.max_new_tokens"),
         (["actor_train.use_dynamic_batching_in_train=true"], "actor_train.max_tokens_per_microbatch_in_train"),
         (["actor_train.max_tokens_per_microbatch_in_infer=4096"], "actor_train.max_tokens_per_microbatch_in_infer"),
-        (
-            ["actor_train.use_dynamic_batching_in_train=true", "actor_train.max_tokens_per_microbatch_in_train=64"],
-            "actor_train.max_tokens_per_microbatch_in_train",
-        ),
+        (["actor_train.use_dynamic_batching_in_train=true", "actor_train.max_tokens_per_microbatch_in_train=64"],
+         "actor_train.max_tokens_per_microbatch_in_train"),
         (["adv_estimator=gae"], "critic"),
         (["use_kl_loss=true", "kl_loss_coef=0.1"], "reference"),
         (["actor_infer.training_args.learning_rate=1"], "actor_infer.training_args"),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.configs.devices import parse_device_mapping
+from roll.configs.worker import parse_device_mapping
 
 
 @pytest.mark.parametrize(

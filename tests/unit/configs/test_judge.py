@@ -11,7 +11,7 @@ from roll.configs.loader import load_config
 from roll.configs.problems import ConfigErrors
 from roll.extras.importers.convert import convert
 from roll.extras.importers.draft import Kind
-from roll.extras.plan.hosted import hosted_models
+from roll.extras.plan.plan import hosted_models
 from roll.preflight.choices import CHECKS
 from roll.preflight.models import trusted_code
 from tests.unit.configs.test_config import MINIMAL

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from roll.__main__ import main
-from roll.configs.profiling import ProfilerConfig
+from roll.configs.pipeline import ProfilerConfig
 
 
 @pytest.mark.parametrize(

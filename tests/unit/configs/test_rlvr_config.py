@@ -95,31 +95,15 @@ WRONG = [
     ([f"{VERIFIER}=[{{name: gsm8k, decides: false}}]"], f"{VERIFIER}", "at least one that may decide"),
     (["rewards.maths.max_error_rate=1.5"], "rewards.maths.max_error_rate", "1"),
     (["rewards.maths.timeout=0"], "rewards.maths.timeout", "0"),
-    (
-        ["rewards.maths.query_filter_config={type: mean_filter, low: 0.5, high: 0.5}"],
-        "rewards.maths.query_filter_config.high",
-        "more than low = 0.5",
-    ),
-    (
-        [
-            "rewards.maths.query_filter_config.type=std_filter",
-            "num_return_sequences_in_group=1",
-            "actor_train.training_args.gradient_accumulation_steps=1",
-        ],
-        "rewards.maths.query_filter_config.type",
-        "one answer has no spread",
-    ),
+    (["rewards.maths.query_filter_config={type: mean_filter, low: 0.5, high: 0.5}"],
+     "rewards.maths.query_filter_config.high", "more than low = 0.5"),
+    (["rewards.maths.query_filter_config.type=std_filter", "num_return_sequences_in_group=1",
+     "actor_train.training_args.gradient_accumulation_steps=1"], "rewards.maths.query_filter_config.type",
+     "one answer has no spread"),
     (["rewards.maths.worker_cls=nowhere:Worker"], "rewards.maths.worker_cls", "there is no nowhere"),
     (["rewards.maths.device_mapping=[70]", "num_nodes=1"], "rewards.maths.device_mapping", "ids from 0 to 7"),
-    (
-        [
-            "rewards.maths.device_mapping=[1]",
-            "async_generation_ratio=1",
-            "train_infer_correction.is_weight.enabled=true",
-        ],
-        "rewards.maths.device_mapping",
-        "devices apart from those that train and score with async_generation_ratio",
-    ),
+    (["rewards.maths.device_mapping=[1]", "async_generation_ratio=1", "train_infer_correction.is_weight.enabled=true"],
+     "rewards.maths.device_mapping", "devices apart from those that train and score with async_generation_ratio"),
     (["tis_upper_bound=2"], "tis_upper_bound", "no such key with pg_variant ppo: read with tis"),
     (["lambd=0.9"], "lambd", "no such key with adv_estimator grpo: read with gae"),
     (["kl_penalty=k1"], "kl_penalty", "no such key without add_token_level_kl or use_kl_loss: nothing reads it"),
@@ -145,23 +129,14 @@ WRONG = [
     (["adv_estimator=gigpo"], "adv_estimator", "an estimator of one-turn episodes"),
     (["adv_estimator=gae"], "critic", "needs values"),
     (["use_kl_loss=true", "kl_loss_coef=0.1"], "reference", "a KL term is switched on"),
-    (
-        ["actor_infer.generating_args.num_return_sequences=3"],
-        "actor_infer.generating_args.num_return_sequences",
-        "1 or num_return_sequences_in_group = 4",
-    ),
+    (["actor_infer.generating_args.num_return_sequences=3"], "actor_infer.generating_args.num_return_sequences",
+     "1 or num_return_sequences_in_group = 4"),
     (["actor_infer.generating_args.temperature=0"], "actor_infer.generating_args.temperature", "nothing to compare"),
     (["actor_infer.generating_args.do_sample=false"], "actor_infer.generating_args.do_sample", "nothing to compare"),
-    (
-        ["actor_infer.generating_args.max_new_tokens=51"],
-        "actor_infer.generating_args.max_new_tokens",
-        "at most response_length = 50",
-    ),
-    (
-        ["validation.generating_args.max_new_tokens=51"],
-        "validation.generating_args.max_new_tokens",
-        "at most response_length = 50",
-    ),
+    (["actor_infer.generating_args.max_new_tokens=51"], "actor_infer.generating_args.max_new_tokens",
+     "at most response_length = 50"),
+    (["validation.generating_args.max_new_tokens=51"], "validation.generating_args.max_new_tokens",
+     "at most response_length = 50"),
     (
         ["actor_train.training_args.per_device_train_batch_size=5"],
         "actor_train.training_args.gradient_accumulation_steps",
@@ -170,7 +145,7 @@ WRONG = [
     ),
     (["num_return_sequences_in_groups=2"], "num_return_sequences_in_groups", "num_return_sequences_in_group"),
     (["sequence_length=149"], "sequence_length", "expected at least 150"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("overrides", "key", "message"), WRONG, ids=[" ".join(entry[0])[:60] for entry in WRONG])

@@ -29,8 +29,8 @@ from roll.algorithms.quantities import (
 from roll.configs.divergence import DivergenceConfig
 from roll.data.batch import Batch
 from roll.data.packing import packed_row, rectangle
+from roll.models.heads import load_teacher_layer
 from roll.models.scoring import TokenScorer, score_batch, score_input
-from roll.models.teacher_layer import load_teacher_layer
 
 SIZES: dict[str, Any] = {
     "intermediate_size": 24,

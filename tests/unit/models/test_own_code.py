@@ -15,17 +15,16 @@ from roll.__main__ import main
 from roll.algorithms.types import LossOutput
 from roll.configs.agentic import AgenticConfig
 from roll.configs.loader import validate
-from roll.configs.model import ModelArguments
 from roll.configs.problems import ConfigErrors
-from roll.configs.worker import WorkerConfig
+from roll.configs.worker import ModelArguments, WorkerConfig
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.distributed.strategy.generation.alone import generator_of
 from roll.distributed.strategy.generation.model_outline import ModelOutline
 from roll.distributed.strategy.vllm.arguments import engine_arguments
+from roll.models.heads import load_teacher_layer
 from roll.models.loading import load_causal_lm, load_config
-from roll.models.teacher_layer import load_teacher_layer
 from roll.models.tokenizer import check_same_ids, load_tokenizer
 from roll.preflight.choices import CHECKS
 from roll.preflight.models import trusted_code

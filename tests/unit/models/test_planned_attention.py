@@ -15,15 +15,11 @@ from roll.data.batch import Batch
 from roll.data.packing import PackedSequences, packed_row
 from roll.models import planned_attention
 from roll.models.scoring import TokenScorer, score_input
+from tests.support.sizes import sizes
 
 LENGTHS = (7, 1, 12, 3)
 SMALL: dict[str, Any] = {
-    "vocab_size": 37,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **sizes(37, 16, 24, 2, 4, 2),
     "initializer_range": 0.3,
 }
 CONFIGS = {

@@ -23,14 +23,10 @@ from roll.models.heads import VALUE_HEAD_FILE, ValueHead, load_value_head
 from roll.models.loading import load_causal_lm, to_hf_weights
 from roll.models.scoring import TokenScorer, score_batch, score_input
 from roll.models.tokenizer import load_tokenizer
+from tests.support.sizes import sizes
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 37,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    **sizes(37, 16, 24, 2, 2, 1),
     "initializer_range": 0.3,
 }
 CONFIGS = {

@@ -20,9 +20,9 @@ from roll.pipeline.programs import PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-TOOLS = {".", "eval", "export", "openssl", "python3", "ray"}
+TOOLS = {".", "eval", "export", "lm_eval", "openssl", "python3", "ray"}
 """Commands of others, which are not checked."""
-BESIDE = ("eval", "generate", "score", "chat", "export")
+BESIDE = ("eval", "generate", "score", "chat", "serve", "export")
 """Commands on files that a reader has."""
 PLACEHOLDERS = ("NAME", "KEY", "…", "<")
 

@@ -29,7 +29,7 @@ from roll.pipeline.session import RunSession
 from roll.rollout.admission import Admission
 from roll.rollout.types import Collected, RolloutGroup
 from roll.tracking.checkpointer import Checkpointer
-from roll.tracking.manifest import CheckpointError, write_manifest
+from roll.tracking.files import CheckpointError, write_manifest
 from roll.utils.signals import SignalGuard
 
 
@@ -245,8 +245,8 @@ def test_an_error_in_shaping_leaves_what_a_rescued_checkpoint_has_as_it_was() ->
     keys = {"reward_norm": "running", "reward_shift": True, "adv_estimator": "maxrl", "add_token_level_kl": True}
     pipeline: Any = Playing.__new__(Playing)
     pipeline.config = RLConfig.model_validate({**keys, "target_kl": 0.1, "reference": {}})
-    pipeline.roles = SimpleNamespace(teacher=None)
-    pipeline.score_stats, pipeline.kl_controller = RunningStats(), KlController.from_config(pipeline.config)
+    pipeline.roles, pipeline.parts = SimpleNamespace(teacher=None), pipeline.config.parts
+    pipeline.score_stats, pipeline.kl_controller = RunningStats(), KlController.of(pipeline.config.kl.reward)
     zeros = torch.zeros(2)
     batch = Batch(
         torch.ones(2, dtype=torch.int64),
@@ -263,6 +263,7 @@ def test_an_error_in_shaping_leaves_what_a_rescued_checkpoint_has_as_it_was() ->
     assert pipeline.score_stats.state_dict() == RunningStats().state_dict()
     assert pipeline.kl_controller.state_dict() == before
     pipeline.config = pipeline.config.model_copy(update={"adv_estimator": "grpo"})
+    pipeline.parts = pipeline.config.parts
     pipeline.shape(batch)
     assert pipeline.score_stats.state_dict() == {"count": 2.0, "mean": 0.5, "squares": 0.5}
     assert pipeline.kl_controller.coef < before["coef"], "the KL is below its target"
@@ -287,11 +288,11 @@ def test_an_optimizer_step_of_which_masks_leave_nothing_is_no_failed_one(mask_ty
     keys = {"adv_estimator": "gae", "critic": {}, "max_len_mask": True, "mask_type": mask_type}
     pipeline: Any = Playing.__new__(Playing)
     pipeline.config, pipeline.bad_steps = RLConfig.model_validate(keys), 0
-    pipeline.roles = SimpleNamespace(actor=Counter(), critic=Counter())
+    pipeline.roles, pipeline.parts = SimpleNamespace(actor=Counter(), critic=Counter()), pipeline.config.parts
     ones = torch.ones(5, dtype=torch.int64)
     cut_off = torch.tensor([False, True, True, True, True])
     batch = Batch(ones, ones, ones.bool(), truncated_B=cut_off, advantages_T=ones.float(), returns_T=ones.float())
-    batch, _ = drop_masked_episodes(batch, pipeline.config)
+    batch, _ = drop_masked_episodes(batch, pipeline.parts.selection)
     metrics = pipeline.train(batch, list(torch.arange(5)[:, None]), step=1)
     assert pipeline.roles.actor.trained == [[0]]
     assert pipeline.roles.critic.trained == ([[0], [1], [2], [3], [4]] if mask_type == "loss" else [[0]])
@@ -305,8 +306,8 @@ def test_episodes_that_are_taken_out_of_a_step_do_not_move_the_coefficient_of_th
     masks = {"max_len_mask": True, "mask_type": "all"}
     pipeline: Any = Playing.__new__(Playing)
     pipeline.config = RLConfig.model_validate({**keys, **masks, "adv_estimator": "reinforce"})
-    pipeline.roles = SimpleNamespace(teacher=None)
-    pipeline.score_stats, pipeline.kl_controller = RunningStats(), KlController.from_config(pipeline.config)
+    pipeline.roles, pipeline.parts = SimpleNamespace(teacher=None), pipeline.config.parts
+    pipeline.score_stats, pipeline.kl_controller = RunningStats(), KlController.of(pipeline.config.kl.reward)
     ones = torch.ones(7, dtype=torch.int64)
     columns = {"rewards_T": torch.zeros(7), "old_logprobs_T": torch.zeros(7), "ref_logprobs_T": -torch.ones(7)}
     pipeline.shape(Batch(ones, ones, ones.bool(), truncated_B=torch.arange(7) >= kept, **columns))

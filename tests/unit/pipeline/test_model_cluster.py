@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from roll.algorithms.types import LossFn, TokenScores
-from roll.configs.sft import SFTConfig
-from roll.configs.strategy import StrategyArguments
-from roll.configs.worker import WorkerConfig
+from roll.configs.offline import SFTConfig
+from roll.configs.worker import StrategyArguments, WorkerConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics, RankInfo, StrategyContext
 from roll.models.tiny import make_tiny_model

@@ -16,7 +16,7 @@ import pytest
 from roll.configs.pipeline import RunConfig
 from roll.pipeline.launch import EXPECTED_ERRORS
 from roll.pipeline.session import RunSession
-from roll.tracking.manifest import CheckpointError
+from roll.tracking.files import CheckpointError
 from roll.tracking.trackers import TrackerContext
 
 

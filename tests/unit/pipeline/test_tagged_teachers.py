@@ -16,14 +16,10 @@ from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
 from roll.models.scoring import TokenScorer, score_batch
 from roll.pipeline.tagged_teachers import TaggedTeachers
+from tests.support.sizes import sizes
 
 SIZES = Qwen2Config(
-    vocab_size=37,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
+    **sizes(37, 16, 24, 2, 2, 1),
     initializer_range=0.3,
 )
 TAGS = torch.tensor([0, 2, 1, 0, 1])

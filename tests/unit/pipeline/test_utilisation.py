@@ -18,14 +18,10 @@ from roll.models.shapes import ModelShape, samples_flops
 from roll.pipeline.utilisation import Utilisation, num_devices
 from roll.tracking.monitor import PhaseTimer
 from roll.utils.gpus import GPUS, known_gpu
+from tests.support.sizes import sizes
 
 SIZES = {
-    "vocab_size": 509,
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **sizes(509, 96, 160, 3, 4, 2),
     "head_dim": 24,
 }
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}

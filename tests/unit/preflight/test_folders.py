@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from roll.configs.distill import DistillConfig
 from roll.configs.loader import validate
+from roll.configs.offline import SFTConfig
 from roll.configs.problems import ConfigErrors
-from roll.configs.sft import SFTConfig
 from roll.models.adapter_files import ADAPTER_FILE
 from roll.models.tiny import make_tokenizer
 from roll.models.weight_files import INDEX

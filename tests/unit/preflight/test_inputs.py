@@ -16,8 +16,8 @@ from roll.__main__ import main
 from roll.configs.compose import compose_config
 from roll.configs.dpo import DPOConfig
 from roll.configs.loader import load_composed
+from roll.configs.offline import SFTConfig
 from roll.configs.rlvr import RLVRConfig
-from roll.configs.sft import SFTConfig
 from roll.configs.shipped import SHIPPED
 from roll.data.files.rows import DataError
 from roll.pipeline.dpo.pipeline import _load as load_pairs

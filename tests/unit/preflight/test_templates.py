@@ -11,10 +11,10 @@ from roll.agentic.tools.dialects.spoken import dialect_for
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compose import compose_config
 from roll.configs.loader import load_composed
+from roll.configs.offline import SFTConfig
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import ConfigErrors
 from roll.configs.rlvr import RLVRConfig
-from roll.configs.sft import SFTConfig
 from roll.data.renderer import ChatRenderer
 from roll.preflight.templates import check_dialect, describe_template
 from tests.support.chat_families import FAMILIES, family_tokenizer

@@ -7,7 +7,7 @@ import re
 import numpy as np
 
 from roll.data.requests import Completion, FinishReason
-from roll.report.answers import listed_answers, save_answers
+from roll.report.page import listed_answers, save_answers
 from roll.report.render import render_index
 from roll.rollout.types import EpisodeEnd, Trajectory, Turn
 

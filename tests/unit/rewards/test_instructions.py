@@ -7,7 +7,7 @@ import json
 import pytest
 
 from roll.rewards import VERIFIERS, RewardError, Sample, Verdict
-from roll.rewards.instructions import CONSTRAINTS, InstructionConfig, InstructionVerifier
+from roll.rewards.rules import CONSTRAINTS, InstructionConfig, InstructionVerifier
 
 
 def sample(response: str, constraints: object = None, **extra: object) -> Sample:

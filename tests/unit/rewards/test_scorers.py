@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roll.extras.worlds.scorers import mathematical, same_words
-from roll.extras.worlds.single_turn import SCORERS
+from roll.extras.worlds.single_turn import SCORERS, mathematical, same_words
 
 
 @pytest.mark.parametrize(

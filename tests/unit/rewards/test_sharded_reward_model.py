@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from roll.configs.derive import derive
+from roll.configs.loader import derive
 from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig
 from roll.models.tiny import make_tokenizer

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import ray
 
-from roll.configs.strategy import StrategyArguments
-from roll.configs.worker import WorkerConfig
+from roll.configs.worker import StrategyArguments, WorkerConfig
 from roll.data.requests import Completion, FinishReason, GenerateRequest
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.strategy.base import StrategyContext

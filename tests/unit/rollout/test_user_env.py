@@ -12,8 +12,7 @@ import pytest
 
 from roll.configs.loader import load_config
 from roll.configs.problems import ConfigErrors
-from roll.configs.rlvr import RLVRConfig
-from roll.configs.user import UserConfig
+from roll.configs.rlvr import RLVRConfig, UserConfig
 from roll.data.prompts import Prompt
 from roll.data.requests import SamplingParams
 from roll.preflight.choices import CHECKS

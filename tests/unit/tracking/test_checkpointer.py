@@ -21,10 +21,8 @@ import numpy as np
 import pytest
 from xxhash import xxh3_128
 
-from roll.tracking.checkpointer import Checkpointer
-from roll.tracking.manifest import MANIFEST_FILE, CheckpointError, find_damage
-from roll.tracking.post_save import PostSaveHook
-from roll.tracking.rng import restore_rng_state, rng_state
+from roll.tracking.checkpointer import Checkpointer, PostSaveHook, restore_rng_state, rng_state
+from roll.tracking.files import MANIFEST_FILE, CheckpointError, find_damage
 from roll.utils.checksums import WrittenFile
 
 
@@ -383,7 +381,7 @@ def test_order_survives_a_clock_that_is_set_back(tmp_path: Path, monkeypatch: py
 
 
 def test_saving_needs_neither_torch_nor_pickle() -> None:
-    code = "import sys, roll.tracking.checkpointer, roll.tracking.rng; assert 'torch' not in sys.modules"
+    code = "import sys, roll.tracking.checkpointer, roll.tracking.checkpointer; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from roll.configs.pipeline import RunConfig
 from roll.pipeline.session import RunSession
-from roll.tracking.post_save import PostSaveHook
+from roll.tracking.checkpointer import PostSaveHook
 
 TELL = """
 import os, pathlib, sys

@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import gc
-from roll.utils.collector import calm_collector
+from roll.utils.memory import calm_collector
 
 class Cycle:
     def __init__(self):

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from roll.utils.ordered import in_order
+from roll.utils.threads import in_order
 
 
 def test_results_come_in_the_order_of_the_items_and_few_are_under_way():

@@ -12,7 +12,7 @@ from roll.configs.loader import plugin_problems
 from roll.configs.rewards import RewardConfig
 from roll.rewards import VERIFIERS, Sample
 from roll.rewards.scorer import DomainScorer
-from roll.utils.plugins import PLUGINS, load_inherited_plugins, plugin_variables
+from roll.utils.registry import PLUGINS, load_inherited_plugins, plugin_variables
 
 _PLUGIN = """
 from roll.rewards import VERIFIERS, RuleVerifier, Verdict

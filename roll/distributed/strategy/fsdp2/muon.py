@@ -21,7 +21,7 @@ from roll.distributed.strategy.training.optim import DECAYS, MASTER, MOMENTUM, m
 from roll.distributed.strategy.training.pieces import gather, own_rank, piece_of, world_size
 
 if TYPE_CHECKING:
-    from roll.configs.training import TrainingArguments
+    from roll.configs.worker import TrainingArguments
     from roll.distributed.strategy.fsdp2.weights import Weights
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

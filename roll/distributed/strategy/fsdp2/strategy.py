@@ -12,19 +12,21 @@ import contextlib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from roll.algorithms.types import TokenScores
 from roll.configs.engines.fsdp2 import Fsdp2Config
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
-from roll.distributed.strategy.fsdp2.activation_offload import OffloadedActivations
 from roll.distributed.strategy.fsdp2.muon import Muon
 from roll.distributed.strategy.fsdp2.shards import ShardCopies, load_shards, save_shards, shards_of
 from roll.distributed.strategy.fsdp2.weights import ReplicatedWeights, ShardedWeights, Weights
 from roll.distributed.strategy.training.checkpoint import (
+    SHARDS_FOLDER,
     UNTRAINED,
     TrainerState,
     restore_checkpoint,
@@ -34,12 +36,42 @@ from roll.distributed.strategy.training.hf_scorer import recompute_activations
 from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer
 from roll.distributed.strategy.training.module_weights import buffer_pieces
 from roll.distributed.strategy.training.optim import make_adamw, set_rates
-from roll.distributed.strategy.training.saving import Contents
+from roll.distributed.strategy.training.saving import Contents, to_device
 from roll.distributed.strategy.training.scorer import Limits
-from roll.distributed.strategy.training.snapshots import to_device
-from roll.distributed.strategy.training.stored_shards import SHARDS_FOLDER
 from roll.models.loading import load_config
 from roll.models.scoring import TokenScorer
+
+MIN_BYTES = 2**20
+"""Smaller tensors are not worth a transfer."""
+
+Packed: TypeAlias = Tensor | tuple[torch.device, Tensor]
+
+
+class OffloadedActivations(saved_tensors_hooks):
+    """A context for forward passes: large activations saved in it wait in host memory (pinned, beside a GPU)."""
+
+    def __init__(self) -> None:
+        super().__init__(_pack, _unpack)
+
+
+def _pack(tensor: Tensor) -> Packed:
+    owner = tensor._base if tensor._base is not None else tensor
+    # Subclasses such as DTensor know their own places.
+    if type(tensor) is not Tensor or isinstance(owner, nn.Parameter) or tensor.nbytes < MIN_BYTES:
+        return tensor
+    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
+        # A view with gaps or repeated elements, whose strides a copy would not have. Backward passes count on them:
+        # memory-efficient attention pads the rows of its mask, and refuses one without the padding.
+        return tensor
+    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    return tensor.device, host.copy_(tensor, non_blocking=True)
+
+
+def _unpack(packed: Packed) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    device, host = packed
+    return host.to(device, non_blocking=True)
 
 
 class Fsdp2Infer(ModuleScorer[Weights]):

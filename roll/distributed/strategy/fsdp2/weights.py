@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from roll.distributed.strategy.training.hf_scorer import decoder_layers
 from roll.distributed.strategy.training.optim import MASTER, MOMENTS
 from roll.distributed.strategy.training.pieces import Part, Region, Spread, everywhere, find_regions
-from roll.distributed.strategy.training.snapshots import to_device
+from roll.distributed.strategy.training.saving import to_device
 from roll.models.loading import resolve_dtype
 from roll.models.scoring import TokenScorer
 from roll.models.tensor_parallel import split_layers

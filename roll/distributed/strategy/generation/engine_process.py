@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from roll.distributed.strategy.generation.requests import EngineStoppedError
+from roll.distributed.strategy.generation.generator import EngineStoppedError
 
 STOP_WAIT_S = 20.0
 """Time that an engine may take to end by itself before its processes are killed."""

@@ -19,8 +19,7 @@ from torch.nn import functional
 from roll.configs.engines.megatron import MegatronConfig
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.megatron.fit import check_adapter_fit
-from roll.distributed.strategy.megatron.freezing import with_gradient
-from roll.distributed.strategy.megatron.model import MegatronModel, own_parts
+from roll.distributed.strategy.megatron.model import MegatronModel, own_parts, with_gradient
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.models.loading import make_skeleton
 from roll.models.lora import LoraSpec, adapted_layers, initial_value, matrix_shapes

@@ -35,7 +35,6 @@ from roll.distributed.strategy.base import RankInfo, States
 from roll.distributed.strategy.engines import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.megatron import cpu
 from roll.distributed.strategy.megatron.adapter import adapter_off, add_adapter
-from roll.distributed.strategy.megatron.checkpoint import TrainedModel, adapter_pieces, saved_name
 from roll.distributed.strategy.megatron.input import MegatronInput, Rounding, grid_shape, lay_out
 from roll.distributed.strategy.megatron.model import (
     MegatronModel,
@@ -45,15 +44,15 @@ from roll.distributed.strategy.megatron.model import (
 from roll.distributed.strategy.megatron.optimizer import MegatronAdam, wrap_for_data_parallelism
 from roll.distributed.strategy.megatron.routing import ExpertRouting
 from roll.distributed.strategy.megatron.scores import TokenScorer, sum_over
-from roll.distributed.strategy.megatron.weights import WeightGatherer
+from roll.distributed.strategy.megatron.weights import TrainedModel, WeightGatherer, adapter_pieces, saved_name
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import MODEL_PREFIX, TrainerState
 from roll.distributed.strategy.training.pieces import Piece
 from roll.distributed.strategy.training.saving import SourceFolder, Tensors, model_tensors, open_source
 from roll.distributed.strategy.training.scorer import Limits, Scorer, join_group
 from roll.distributed.strategy.training.trainer import Trainer
+from roll.models.heads import load_teacher_layer
 from roll.models.loading import load_config, make_skeleton, resolve_dtype, save_config
-from roll.models.teacher_layer import load_teacher_layer
 
 
 class MegatronInfer(Scorer):

@@ -32,8 +32,8 @@ from roll.configs.problems import ConfigErrors
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.generation.engine_process import EngineCallError, EngineProcess
+from roll.distributed.strategy.generation.generator import EngineStoppedError
 from roll.distributed.strategy.generation.model_outline import ModelOutline
-from roll.distributed.strategy.generation.requests import EngineStoppedError
 from roll.distributed.strategy.generation.scoring import PromptScores, ScoringGenerator
 from roll.distributed.strategy.sglang import cpu
 from roll.distributed.strategy.sglang.options import SCORING, require_sglang
@@ -41,7 +41,7 @@ from roll.distributed.weights.adapters import peft_config
 from roll.distributed.weights.buckets import as_tensor, pack_buckets
 from roll.distributed.weights.contents import WeightBucket, renamed
 from roll.distributed.weights.lending import Lender
-from roll.distributed.weights.update_stream import on_device
+from roll.distributed.weights.receiver import on_device
 from roll.models.lora import adapted_names
 from roll.models.tokenizer import locate_model
 

@@ -23,14 +23,15 @@ from roll.distributed.strategy.training.checkpoint import (
     MODEL,
     MODEL_PREFIX,
     OPTIMIZER,
+    SHARDS_FOLDER,
     UNTRAINED,
     VALUE_HEAD,
+    StoredShards,
 )
 from roll.distributed.strategy.training.module_weights import hf_piece
 from roll.distributed.strategy.training.optim import MASTER, MOMENTS
 from roll.distributed.strategy.training.pieces import Piece, Spread, TensorForm, everywhere, piece_of
 from roll.distributed.strategy.training.saving import Contents, Tensors, model_tensors, write_contents
-from roll.distributed.strategy.training.stored_shards import SHARDS_FOLDER, StoredShards
 from roll.distributed.strategy.training.tensor_files import MAX_FILE_BYTES, Reader, StoredTensors
 from roll.models.adapter_files import (
     ADAPTER_CONFIG,
@@ -57,6 +58,7 @@ from roll.models.weight_files import WeightFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
 
 CPU = torch.device("cpu")
 _CONFIG = "config.json"

@@ -33,6 +33,7 @@ from roll.distributed.strategy.training.saving import SourceFolder, Tensors, mod
 from roll.distributed.strategy.training.scorer import Limits, Scorer, join_group
 from roll.distributed.strategy.training.trainer import Trainer
 from roll.models import ulysses
+from roll.models.heads import load_teacher_layer
 from roll.models.loading import load_config, resolve_dtype, save_config
 from roll.models.lora import adapter_dropout, adapter_off
 from roll.models.scoring import (
@@ -43,7 +44,6 @@ from roll.models.scoring import (
     score_input,
     shaping,
 )
-from roll.models.teacher_layer import load_teacher_layer
 
 W = TypeVar("W", bound=ModuleWeights)
 

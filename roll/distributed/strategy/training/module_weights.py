@@ -27,7 +27,7 @@ from roll.models.loading import converts_weights, load_causal_lm, persistent_buf
 from roll.models.lora import SCORE_NAME, adapter_name, base_name, initial_value, is_adapter
 from roll.models.scoring import TokenScorer
 from roll.models.tokenizer import local_folder
-from roll.utils.collector import paused_collector
+from roll.utils.memory import paused_collector
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from roll.configs.training import TrainingArguments
+    from roll.configs.worker import TrainingArguments
 
 ADAM_STATE = ("exp_avg", "exp_avg_sq")
 MOMENTUM = "momentum_buffer"

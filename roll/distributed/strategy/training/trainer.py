@@ -1,4 +1,4 @@
-"""The optimizer step, whichever engine computes the gradient.
+"""The optimizer step and the export of weights, whichever engine computes the gradient.
 
 An engine brings the forward pass, the gradient and the optimizer. What is here is the same for all of them: cutting a
 batch into micro-batches, the loss's denominators over all ranks, metrics, the learning rate, skipped steps.
@@ -10,12 +10,15 @@ divided by counts over all ranks, and the gradient is the plain sum of all share
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -37,9 +40,8 @@ from roll.distributed.strategy.training.checkpoint import (
     restore_checkpoint,
     resume_folder,
 )
-from roll.distributed.strategy.training.export import PlannedBucket, export, plan_buckets
 from roll.distributed.strategy.training.optim import learning_rate, weight_decay
-from roll.distributed.strategy.training.pieces import Piece
+from roll.distributed.strategy.training.pieces import Piece, TensorForm, gather, own_rank
 from roll.distributed.strategy.training.saving import (
     BackgroundSaves,
     Contents,
@@ -50,12 +52,99 @@ from roll.distributed.strategy.training.saving import (
     write_contents,
 )
 from roll.distributed.strategy.training.scorer import Limits, Scorer, take_all
-from roll.distributed.weights.contents import WeightBucket
+from roll.distributed.weights.buckets import allocate, as_tensor, pack
+from roll.distributed.weights.contents import BucketOutline, WeightBucket, aligned, outline_of
 from roll.distributed.weights.messages import Payload
 from roll.models.loading import copy_companions
 from roll.models.lora import write_adapter_config
 from roll.models.scoring import split_batch
 from roll.utils.checksums import WrittenFile
+from roll.utils.memory import paused_collector
+
+_PACKERS = 2
+"""Buckets in host memory that are packed at once."""
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """A bucket before it has values; the same in every export."""
+
+    outline: BucketOutline
+    pieces: tuple[Piece, ...]
+    """Gathered for it: those whose first tensor lies in it. The last one's others may lie in the next buckets."""
+    device: torch.device
+
+
+@paused_collector()
+def plan_buckets(pieces: Sequence[Piece], bucket_bytes: int) -> list[PlannedBucket]:
+    """Buckets of at most ``bucket_bytes`` for tensors, in order; a larger tensor gets a bucket of its own.
+
+    Raises:
+        ValueError: no positive number of bytes.
+    """
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes: {bucket_bytes}, expected a positive number of bytes")
+    planned: list[PlannedBucket] = []
+    named: list[tuple[str, TensorForm]] = []
+    begun: list[Piece] = []
+    size, device = 0, torch.device("cpu")
+
+    def close() -> None:
+        planned.append(PlannedBucket(outline_of(named), tuple(begun), device))
+
+    for piece in pieces:
+        for number, (name, form) in enumerate(piece.outline.items()):
+            num_bytes = aligned(form.nbytes)
+            if named and size + num_bytes > bucket_bytes:
+                close()
+                named, begun, size = [], [], 0
+            if number == 0:
+                begun.append(piece)
+                device = piece.spreads[0].device
+            named.append((name, form))
+            size += num_bytes
+    if named:
+        close()
+    return planned
+
+
+def export(planned: Sequence[PlannedBucket], ranks: Collection[int], *, check: bool) -> Iterator[WeightBucket]:
+    """Yields the buckets on some ranks and nothing on the others; all must exhaust the iterator (collective).
+
+    Two buckets in host memory are packed at the same time, each by a thread, while the next ones are gathered; on
+    another device one. No more than these are held.
+    """
+    if own_rank() not in ranks:
+        for bucket in planned:
+            gather(bucket.pieces, ranks)
+        return
+    whole: dict[str, Tensor] = {}
+    begun: deque[Future[WeightBucket]] = deque()
+    for bucket in planned:
+        outline = bucket.outline
+        data = allocate(outline.num_bytes, bucket.device)
+        places = dict(outline.views(as_tensor(data)))
+        whole |= gather(bucket.pieces, ranks, into=places)
+        tensors = [whole.pop(name) for name in outline.names]
+        packing = functools.partial(pack, outline, tensors, data, list(places.values()), check=check)
+        if bucket.device.type == "cpu":
+            begun.append(_packers().submit(packing))
+            if len(begun) < _PACKERS:
+                continue
+        else:
+            begun.append(Future())
+            begun[-1].set_result(packing())
+        del packing, tensors, places, data
+        yield begun.popleft().result()
+    while begun:
+        yield begun.popleft().result()
+
+
+@functools.cache
+def _packers() -> ThreadPoolExecutor:
+    """Copies and sums release the interpreter's lock."""
+    return ThreadPoolExecutor(_PACKERS, thread_name_prefix="packer")
+
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,12 @@ import json
 import logging
 import os
 import tempfile
+import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,23 +31,22 @@ from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.replaced import environment
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.engines import require_engine
-from roll.distributed.strategy.generation.engine_loop import EngineLoop, brought_from
+from roll.distributed.strategy.generation.generator import EngineStoppedError, scratch_folder
 from roll.distributed.strategy.generation.model_outline import ModelOutline
-from roll.distributed.strategy.generation.requests import EngineStoppedError, scratch_folder
 from roll.distributed.strategy.generation.scoring import PromptScores, ScoringGenerator
 from roll.distributed.strategy.vllm.arguments import (
+    Failures,
     check_cpu_kernels,
     engine_arguments,
     engine_environment,
 )
-from roll.distributed.strategy.vllm.failures import Failures
 from roll.distributed.strategy.vllm.worker import FIRST_TEMPERATURE, FIRST_TOP_K
-from roll.distributed.weights import device_memory
 from roll.distributed.weights.adapters import peft_config
 from roll.distributed.weights.buckets import as_tensor
 from roll.distributed.weights.contents import WeightBucket, renamed
 from roll.distributed.weights.lending import Lender
-from roll.distributed.weights.update_stream import on_device
+from roll.distributed.weights.receiver import on_device
+from roll.distributed.weights.segments import collect_on_gpu, share_on_gpu
 from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
 
 if TYPE_CHECKING:
@@ -54,6 +54,57 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams as VllmSamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+
+
+T = TypeVar("T")
+
+
+class EngineLoop:
+    """Runs coroutines for callers on any thread and any event loop."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs it; cancelling the future cancels it.
+
+        Raises:
+            EngineStoppedError: the loop was closed.
+        """
+        if self._loop.is_closed():
+            coroutine.close()
+            raise EngineStoppedError("the generation engine was shut down")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        """Cancels what still runs, waits for it to end, and stops the thread."""
+        if self._loop.is_closed():
+            return
+        self.submit(_cancel_others()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def brought_from(home: asyncio.AbstractEventLoop, items: AsyncIterator[T]) -> AsyncIterator[T]:
+    """Reads ``items``, which live on the loop ``home`` and are never ``None``, on another loop."""
+
+    async def following() -> T | None:
+        return await anext(items, None)
+
+    while (item := await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(following(), home))) is not None:
+        yield item
+        del item
+
+
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
 
 logger = logging.getLogger(__name__)
 
@@ -275,7 +326,7 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
         self._take_back(await self._rpc("roll_finish_weights", self._lender.segments))
         self._lender.end(STAGED_BUCKETS)
         if not self._on_cpu:
-            device_memory.collect()
+            collect_on_gpu()
         if self._adapter is not None and self.context.lora is not None:
             # vLLM dropped it. Requests in flight still name it, so it comes back as one that changes nothing.
             await self._load_adapter(self._outline.empty_adapter(self.context.lora))
@@ -286,7 +337,7 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
         staged = renamed(bucket.outline.contents, names)
         if on_device(bucket):
             block = as_tensor(bucket.data).clone()  # memory that came from another process cannot be handed on
-            handles = [device_memory.share(block) for _ in range(self._num_processes)]
+            handles = [share_on_gpu(block) for _ in range(self._num_processes)]
             await self._rpc("roll_load_weights_from_device", handles, block.device.index, staged)
             return
         place = await asyncio.to_thread(self._lender.lend, bucket, list(map(str, range(self._num_processes))))

@@ -20,8 +20,7 @@ from roll.distributed.replaced import replaced
 from roll.distributed.strategy.generation.prompt_scoring import PromptScoring
 from roll.distributed.weights.buckets import as_tensor
 from roll.distributed.weights.contents import Contents, views
-from roll.distributed.weights.device_memory import Handle, open_shared
-from roll.distributed.weights.segments import SegmentReader, SharedMemory
+from roll.distributed.weights.segments import Handle, SegmentReader, SharedMemory, open_on_gpu
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -83,13 +82,13 @@ class WorkerExtension:
         """Loads tensors from the strategy's device memory.
 
         Args:
-            handles: one for each rank, see ``device_memory.share``.
+            handles: one for each rank, see ``share_on_gpu``.
             device: where the memory is, among the devices that all these processes see.
         """
         from vllm.config import set_current_vllm_config
 
         # A copy, as a layer that is not complete holds on to what has come of it.
-        block = open_shared(tuple(handles[self.rank]), device).to(self.device, copy=True)
+        block = open_on_gpu(tuple(handles[self.rank]), device).to(self.device, copy=True)
         torch.cuda.synchronize(self.device)  # the memory may change as soon as nothing here refers to it
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(views(block, staged))

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 import roll.agentic.env as envs
-from roll.agentic.env import frozen_lake, frozen_lake_tiles, sokoban_boards, sokoban_tiles
-from roll.agentic.env.tiles import draw_grid
+from roll.agentic.env import frozen_lake, sokoban, sokoban_boards
+from roll.agentic.env.grid import draw_grid
 from roll.rollout.env_runner import checked_frame
 
 CORRIDOR = {"env_id": "tests.support.third_party_envs:Corridor-v0", "success_return": 1}
@@ -25,7 +25,7 @@ def picture(env: Any) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("tiles", "symbols"),
-    [(sokoban_tiles.TILES, sokoban_boards.SYMBOLS), (frozen_lake_tiles.TILES, frozen_lake.SYMBOLS)],
+    [(sokoban.TILES, sokoban_boards.SYMBOLS), (frozen_lake.TILES, frozen_lake.SYMBOLS)],
 )
 def test_every_kind_of_cell_looks_different(tiles: Any, symbols: Any) -> None:
     assert set(tiles) == set(symbols)

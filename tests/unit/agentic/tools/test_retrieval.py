@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from roll.agentic.tools.retrieval import RetrievalTool
+from roll.agentic.tools.search import RetrievalTool
 from roll.agentic.tools.tool import TOOLS, ToolError
 
 

@@ -7,7 +7,7 @@ import ray
 
 from roll.distributed.cluster import ray_session
 from roll.distributed.cluster.errors import RaySessionError
-from roll.distributed.cluster.ray_start import started_too_slowly
+from roll.distributed.cluster.ray_session import started_too_slowly
 
 SLOW = [
     Exception(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from roll.distributed.weights.buckets import WeightChecksumError, WeightMismatchError, pack_buckets
 from roll.distributed.weights.contents import BucketOutline, WeightBucket
-from roll.distributed.weights.update_stream import UpdateStream
+from roll.distributed.weights.receiver import UpdateStream
 
 SHAPES = {"a": (2, 3), "b": (4,), "c": (5, 1)}
 

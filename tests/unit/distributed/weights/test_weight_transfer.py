@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from roll.distributed.cluster.resources import NodeInfo, PlacementPlan, RoleRequest, plan_placement
-from roll.distributed.weights import device_memory
 from roll.distributed.weights.buckets import (
     WeightChecksumError,
     as_tensor,
@@ -33,9 +32,8 @@ from roll.distributed.weights.buckets import (
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import BucketMessage, Close, Open, Payload, Reply, UpdateDigest
 from roll.distributed.weights.receiver import WeightReceiver
-from roll.distributed.weights.routes import Link, Route, plan_link, plan_routes
-from roll.distributed.weights.segments import SegmentPool, SegmentReader, SharedMemory
-from roll.distributed.weights.sender import Delivery, WeightOrder
+from roll.distributed.weights.segments import SegmentPool, SegmentReader, SharedMemory, open_on_gpu, share_on_gpu
+from roll.distributed.weights.sender import Delivery, Link, Route, WeightOrder, plan_link, plan_routes
 from roll.distributed.weights.sync import WeightSync
 
 SIZES = (0, 16, 4080, 4096, 4112, 3 * 4096, 10_000 * 16)
@@ -108,9 +106,9 @@ def test_a_handle_to_device_memory_is_what_pytorch_rebuilds_a_tensor_from(monkey
     sent |= {"storage_cls": torch.storage.TypedStorage, "requires_grad": False, "storage_device": 3}
     monkeypatch.setattr(reductions, "reduce_tensor", lambda data: (None, tuple(sent.values())))
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *arguments: arguments)
-    handle = device_memory.share(torch.empty(64, dtype=torch.uint8))
+    handle = share_on_gpu(torch.empty(64, dtype=torch.uint8))
     assert all(isinstance(part, (int, bytes, bool)) for part in handle), "plain, for any message format"
-    opened: Any = device_memory.open_shared(handle, 1)
+    opened: Any = open_on_gpu(handle, 1)
     assert dict(zip(names, opened, strict=True)) == sent | {"storage_device": 1}
 
 

@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from roll.__main__ import main
-from roll.extras.doctor import limits, packages, services, storage
+from roll.extras.doctor import machine, packages, services
 from roll.extras.doctor.findings import Finding, as_json, examine, exit_code, judged, page
 from roll.extras.doctor.nodes import NodeReport, compare
 from roll.models.tiny import make_tokenizer
@@ -59,9 +59,9 @@ def test_limits_of_a_control_group_go_before_the_machine(tmp_path: Path, version
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert limits.memory_bytes(meminfo, tmp_path) == 8 * GIB
-    assert limits.cgroup_cores(tmp_path) == 1.5
-    (memory,) = limits.check_memory(meminfo, tmp_path)
+    assert machine.memory_bytes(meminfo, tmp_path) == 8 * GIB
+    assert machine.cgroup_cores(tmp_path) == 1.5
+    (memory,) = machine.check_memory(meminfo, tmp_path)
     assert memory.seen == "8.0 GiB, the control group's limit; 8.0 GiB available"
 
 
@@ -70,21 +70,21 @@ def test_without_limits_the_machine_is_what_there_is(tmp_path: Path) -> None:
     meminfo.write_text("MemTotal: 67108864 kB\n")
     (tmp_path / "memory.max").write_text("max")
     (tmp_path / "cpu.max").write_text("max 100000")
-    assert limits.memory_bytes(meminfo, tmp_path) == 64 * GIB and limits.cgroup_cores(tmp_path) is None
+    assert machine.memory_bytes(meminfo, tmp_path) == 64 * GIB and machine.cgroup_cores(tmp_path) is None
 
 
 @pytest.mark.parametrize(
     ("found", "level"),
     [
-        (limits.judge_shm(64 * 2**20, 64 * 2**20, 64 * GIB), "error"),
-        (limits.judge_shm(GIB, GIB, 64 * GIB), "warning"),
-        (limits.judge_shm(GIB, GIB, 4 * GIB), "ok"),
-        (limits.judge_files(256), "error"),
-        (limits.judge_files(4096), "warning"),
-        (limits.judge_files(resource.RLIM_INFINITY), "ok"),
-        (limits.judge_processes(2048), "warning"),
-        (limits.judge_locked(65536, rdma=True), "warning"),
-        (limits.judge_locked(65536, rdma=False), "ok"),
+        (machine.judge_shm(64 * 2**20, 64 * 2**20, 64 * GIB), "error"),
+        (machine.judge_shm(GIB, GIB, 64 * GIB), "warning"),
+        (machine.judge_shm(GIB, GIB, 4 * GIB), "ok"),
+        (machine.judge_files(256), "error"),
+        (machine.judge_files(4096), "warning"),
+        (machine.judge_files(resource.RLIM_INFINITY), "ok"),
+        (machine.judge_processes(2048), "warning"),
+        (machine.judge_locked(65536, rdma=True), "warning"),
+        (machine.judge_locked(65536, rdma=False), "ok"),
     ],
 )
 def test_bounds(found: Finding, level: str) -> None:
@@ -93,8 +93,8 @@ def test_bounds(found: Finding, level: str) -> None:
 
 def test_ports_that_are_taken_are_named() -> None:
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
-        assert not limits._can_bind(server.server_port)
-    assert "ports" in levels(limits.check_ports())
+        assert not machine._can_bind(server.server_port)
+    assert "ports" in levels(machine.check_ports())
 
 
 def test_versions_against_what_is_asked_for() -> None:
@@ -114,7 +114,7 @@ def test_a_version_that_no_file_of_constraints_has_is_named() -> None:
 
 
 def test_the_disk_is_tried_where_the_output_will_be_and_left_as_it_was(tmp_path: Path) -> None:
-    found = list(storage.check_disk(tmp_path / "output" / "run"))
+    found = list(machine.check_disk(tmp_path / "output" / "run"))
     assert [finding.name for finding in found] == ["disk room", "disk speed"]
     assert str(tmp_path) in found[0].seen and not list(tmp_path.iterdir())
 

@@ -14,14 +14,13 @@ from roll.configs.compose import compose_config
 from roll.configs.distill import DistillConfig
 from roll.configs.dpo import DPOConfig
 from roll.configs.loader import load_composed
+from roll.configs.offline import SFTConfig
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import ROLES
-from roll.configs.sft import SFTConfig
-from roll.extras.importers.convert import Imported, convert
+from roll.extras.importers.convert import Imported, convert, report
 from roll.extras.importers.draft import Kind
 from roll.extras.importers.reading import UnreadableError
-from roll.extras.importers.report import report
 from roll.pipeline.programs import program_of
 from roll.preflight.choices import CHECKS
 

@@ -9,13 +9,12 @@ import pytest
 from roll.configs.compose import compose_config
 from roll.configs.dpo import DPOConfig
 from roll.configs.loader import load_composed
+from roll.configs.offline import SFTConfig
 from roll.configs.reward_training import RewardTrainingConfig
 from roll.configs.rlvr import RLVRConfig
-from roll.configs.sft import SFTConfig
-from roll.extras.importers.convert import Imported, convert
+from roll.extras.importers.convert import Imported, convert, report
 from roll.extras.importers.draft import Kind
 from roll.extras.importers.recognise import system_of
-from roll.extras.importers.report import report
 from roll.preflight.choices import CHECKS
 
 FILE = Path(__file__).parent / "files" / "mindspeed.yaml"

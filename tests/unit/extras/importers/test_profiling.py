@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from roll.configs.profiling import ProfilerConfig
+from roll.configs.pipeline import ProfilerConfig
 from roll.extras.importers.convert import DERIVE, convert
 from roll.extras.importers.draft import Draft, Kind
 from roll.extras.importers.reading import Given, read

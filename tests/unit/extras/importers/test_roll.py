@@ -12,9 +12,8 @@ from roll.configs.compose import compose_config
 from roll.configs.loader import load_composed
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.rlvr import RLVRConfig
-from roll.extras.importers.convert import Imported, convert
+from roll.extras.importers.convert import Imported, convert, report
 from roll.extras.importers.draft import Kind
-from roll.extras.importers.report import report
 from roll.preflight.choices import CHECKS
 
 RUNS = Path(__file__).parent / "files" / "roll" / "run"

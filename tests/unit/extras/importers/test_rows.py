@@ -14,10 +14,10 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.distill import DistillConfig
 from roll.configs.dpo import DPOConfig
 from roll.configs.engines import cards
+from roll.configs.offline import SFTConfig
 from roll.configs.problems import NOTHING
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import locate
-from roll.configs.sft import SFTConfig
 from roll.extras.importers import SYSTEMS
 from roll.extras.importers.convert import DERIVE
 from roll.extras.importers.draft import Draft, Kind

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from roll.extras.importers.bash import Bash
-from roll.extras.importers.shell import ScriptError, Unread, read_script
+from roll.extras.importers.reading import ScriptError, Unread, read_script
 
 RUN = "python3 -m verl.trainer.main_ppo"
 

@@ -13,9 +13,8 @@ from roll.configs.loader import load_composed
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy.training.optim import learning_rate
-from roll.extras.importers.convert import convert
+from roll.extras.importers.convert import convert, report
 from roll.extras.importers.draft import Kind
-from roll.extras.importers.report import report
 from roll.preflight.choices import CHECKS
 
 FILES = Path(__file__).parent / "files" / "steps"

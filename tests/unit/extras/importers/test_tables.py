@@ -13,9 +13,9 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.distill import DistillConfig
 from roll.configs.dpo import DPOConfig
 from roll.configs.engines import cards
+from roll.configs.offline import SFTConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import ROLES, locate
-from roll.configs.sft import SFTConfig
 from roll.extras.importers import SYSTEMS
 from roll.extras.importers.table import IMPOSSIBLE, advice, find, rows
 from roll.extras.importers.transforms import TRANSFORMS, Omitted, Partial, Untranslatable

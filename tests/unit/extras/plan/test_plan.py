@@ -20,9 +20,15 @@ from roll.data.batch import Batch
 from roll.data.shared_prompts import computed_tokens, worth_sharing
 from roll.extras.plan import command as planning
 from roll.extras.plan import probe
-from roll.extras.plan.activations import BYTES_PER_CHUNK_LOGIT, CHUNK_LOGITS, kept_per_token
 from roll.extras.plan.devices import cpu_of, parse_devices
-from roll.extras.plan.memory import Surroundings, hf_generator_memory, trainer_memory
+from roll.extras.plan.memory import (
+    BYTES_PER_CHUNK_LOGIT,
+    CHUNK_LOGITS,
+    Surroundings,
+    hf_generator_memory,
+    kept_per_token,
+    trainer_memory,
+)
 from roll.extras.plan.timing import Samples, rollout_time, shared_share, training_time
 from roll.extras.plan.work import Layout, Lengths, Role
 from roll.models import scoring
@@ -32,15 +38,9 @@ from roll.models.shapes import KNOWN, ModelShape
 from roll.models.slot_cache import SlotCache
 from roll.models.tiny import make_tokenizer
 from roll.utils.gpus import GPUS
+from tests.support.sizes import sizes
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SIZES: dict[str, Any] = sizes(96, 32, 48, 2, 4, 2)
 MIXTURE = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
@@ -51,12 +51,7 @@ MIXTURE = {
 }
 QWEN_7B = {
     "model_type": "qwen2",
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
+    **sizes(152064, 3584, 18944, 28, 28, 4),
     "max_position_embeddings": 32768,
     "tie_word_embeddings": False,
     "dtype": "bfloat16",

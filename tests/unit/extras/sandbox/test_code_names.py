@@ -57,43 +57,20 @@ HONEST = {
     "between the tests' own": (["assert set(sum([1], [2])) == set([2, 1])"], add_as("sum")),
     "two functions": (["assert max(1, 2) == 3", "assert min(1, 2) == 3"], add_as("max") + add_as("min")),
     "and": (["assert sum(1, 2) == 3 and sum(2, 2) == 4"], add_as("sum")),
-    "entry point": (
-        {"test": "def check(candidate):\n    assert candidate(1, 2) == sum([1, 2])", "entry_point": "sum"},
-        add_as("sum"),
-    ),
+    "entry point": ({"test": "def check(candidate):\n    assert candidate(1, 2) == sum([1, 2])", "entry_point": "sum"},
+        add_as("sum")),
     "entry point, statements": (["x = sum(1, 2)\nassert x == 3"], add_as("sum"), {"entry_point": "sum"}),
     "imported": ("from solution import sum as plus\nassert plus(1, 2) == 3", add_as("sum")),
     "module imported": ("import solution\nassert solution.sum(1, 2) == 3", add_as("sum")),
     "unittest": (UNITTEST.format("sum(1, 2)"), add_as("sum")),
-    "built-ins of the tests": (
-        [
-            "assert set(add([3], [4])) == set([4, 3])",
-            "assert sorted(add([2], [1])) == [1, 2]",
-            "assert abs(add(0.1, 0.2) - 0.3) < 1e-9",
-            "assert all(add(i, 1) == i + 1 for i in range(4))",
-        ],
-        ADD,
-    ),
-    "own helpers named as Python's": (
-        ["assert add(1, 2) == 3", "assert len([1]) == 1"],
-        "def len(x):\n    return 7\ndef sum(*x):\n    return x[0] + x[1]\ndef add(a, b):\n    return sum(a, b)\n",
-    ),
-    "modules without imports": (
-        [
-            "assert math.isclose(add(0.1, 0.2), 0.3)",
-            "assert isclose(add(1, 2), 3)",
-            "assert Counter(add([1], [1])) == Counter({1: 2})",
-            "assert add(1, 2) < inf",
-        ],
-        ADD,
-    ),
-    "imported in one test": (
-        [
-            "from collections import Counter\nassert Counter(add('a', 'b')) == Counter('ab')",
-            "assert Counter(add('', ''))=={}",
-        ],
-        ADD,
-    ),
+    "built-ins of the tests": (["assert set(add([3], [4])) == set([4, 3])", "assert sorted(add([2], [1])) == [1, 2]",
+        "assert abs(add(0.1, 0.2) - 0.3) < 1e-9", "assert all(add(i, 1) == i + 1 for i in range(4))"], ADD),
+    "own helpers named as Python's": (["assert add(1, 2) == 3", "assert len([1]) == 1"],
+        "def len(x):\n    return 7\ndef sum(*x):\n    return x[0] + x[1]\ndef add(a, b):\n    return sum(a, b)\n"),
+    "modules without imports": (["assert math.isclose(add(0.1, 0.2), 0.3)", "assert isclose(add(1, 2), 3)",
+        "assert Counter(add([1], [1])) == Counter({1: 2})", "assert add(1, 2) < inf"], ADD),
+    "imported in one test": (["from collections import Counter\nassert Counter(add('a', 'b')) == Counter('ab')",
+        "assert Counter(add('', ''))=={}"], ADD),
     "defined in the tests": (["def same(a, b):\n    return a == b\nassert same(add(1, 2), 3)"], ADD),
     "a class": (
         ["s = Stack()\ns.push(1)\nassert s.pop() == 1", "assert Stack().empty()"],
@@ -122,17 +99,13 @@ HONEST = {
         "class Base(ValueError): pass\nclass Bad(Base): pass\ndef f():\n    raise Bad('no')\n",
     ),
     "its values": (["assert DATA == [1, (2, 3)] and NAME.upper() == 'X'"], "DATA = [1, (2, 3)]\nNAME = 'x'\n"),
-    "two of its functions": (
-        ["assert decode(encode('ab')) == 'ab'"],
-        "def encode(s):\n    return s[::-1]\ndef decode(s):\n    return s[::-1]\n",
-    ),
-    "a guard that reads": (
-        ["assert add(1, 2) == 3"],
-        ADD + "if __name__ == '__main__':\n    print(add(int(input()), 2))\n",
-    ),
+    "two of its functions": (["assert decode(encode('ab')) == 'ab'"],
+        "def encode(s):\n    return s[::-1]\ndef decode(s):\n    return s[::-1]\n"),
+    "a guard that reads": (["assert add(1, 2) == 3"],
+        ADD + "if __name__ == '__main__':\n    print(add(int(input()), 2))\n"),
     "lines that read": (["assert add(1, 2) == 3"], ADD + "n = int(input())\nprint(add(n, 2))\n"),
     "star import": ("from solution import *\nassert add(1, 2) == 3 and len([1]) == 1", ADD),
-}
+}  # fmt: skip
 
 
 def test_names_mean_what_the_author_of_the_tests_meant():
@@ -237,19 +210,12 @@ def test_right_programs_pass_the_tests_that_planted_names_attack():
 COMPARED = [
     *("assert add(1, 2) == 3", "assert add(1, 2) in [3]", "assert 3 == add(1, 2)", "assert not add(1, 2) != 3"),
     *("assert [add(1, 2)] == [3]", "assert {'k': add(1, 2)} == {'k': 3}", "assert abs(add(1, 2) - 3) < 1e-6"),
-    *(
-        "assert 3 <= add(1, 2) <= 3",
-        "assert str(add(1, 2)) == '3'",
-        "assert add(1, 2) - 3 == 0",
-        "assert {add(1, 2)} == {3}",
-    ),
-    *(
-        "assert max(add(1, 2), 3) == min(3, add(1, 2)) == 3",
-        "assert sum([add(1, 2), -3]) == 0",
-        "assert (add(1, 2), 1) == (3, 1)",
-    ),
+    *("assert 3 <= add(1, 2) <= 3", "assert str(add(1, 2)) == '3'", "assert add(1, 2) - 3 == 0",
+      "assert {add(1, 2)} == {3}"),
+    *("assert max(add(1, 2), 3) == min(3, add(1, 2)) == 3", "assert sum([add(1, 2), -3]) == 0",
+      "assert (add(1, 2), 1) == (3, 1)"),
     *("import math\nassert math.isclose(add(1, 2), 3)", "assert round(add(1, 2)) == 3", "assert f'{add(1, 2)}' == '3'"),
-]
+]  # fmt: skip
 ALWAYS = """class Always{base}:
     def __eq__(self, o): return True
     def __ne__(self, o): return False
@@ -439,23 +405,17 @@ LENT = {
     "a built-in": ("assert apply(len, 'abc') == 3 and apply(str.upper, 'a') == 'A'", APPLY),
     "of a module": ("import math, operator\nassert apply(math.sqrt, 4) == 2 and apply(operator.neg, 1) == -1", APPLY),
     "a getter": ("import operator\nassert apply(operator.itemgetter(1), (5, 6)) == 6", APPLY),
-    "a method of a list": (
-        "seen = []\nrun(seen.append)\nassert seen == [0, 1, 2]",
-        "def run(f):\n    for i in range(3):\n        f(i)\n",
-    ),
+    "a method of a list": ("seen = []\nrun(seen.append)\nassert seen == [0, 1, 2]",
+        "def run(f):\n    for i in range(3):\n        f(i)\n"),
     "a decorated function": (
         "@deco\ndef h(x):\n    return x\nassert h(1) == 2",
         "import functools\ndef deco(f):\n    @functools.wraps(f)\n"
         "    def g(*a):\n        return f(*a) + 1\n    return g\n",
     ),
-    "a function that calls the program": (
-        "def g(n):\n    return fact(g, n)\nassert g(20) == 2432902008176640000",
-        "def fact(f, n):\n    return n * f(n - 1) if n else 1\n",
-    ),
-    "a function that raises": (
-        "def bad():\n    raise KeyError('x')\nassert attempt(bad) == 'caught'",
-        "def attempt(f):\n    try:\n        f()\n    except KeyError:\n        return 'caught'\n",
-    ),
+    "a function that calls the program": ("def g(n):\n    return fact(g, n)\nassert g(20) == 2432902008176640000",
+        "def fact(f, n):\n    return n * f(n - 1) if n else 1\n"),
+    "a function that raises": ("def bad():\n    raise KeyError('x')\nassert attempt(bad) == 'caught'",
+        "def attempt(f):\n    try:\n        f()\n    except KeyError:\n        return 'caught'\n"),
     "an object": (f"{NODE}assert first(N(7)) == 7", "def first(n):\n    return n.v\n"),
     "objects that are changed": (
         f"{NODE}h = rev(N(1, N(2, N(3))))\nassert [h.v, h.next.v, h.next.next.v] == [3, 2, 1] and not h.next.next.next",
@@ -472,14 +432,10 @@ LENT = {
         "assert same(Q(1), Q(1)) and not same(Q(1), Q(2))",
         "def same(a, b):\n    return a == b\n",
     ),
-    "a named tuple": (
-        "from collections import namedtuple\nP = namedtuple('P', 'x y')\nassert norm(P(3, 4)) == 28",
-        "def norm(p):\n    x, y = p\n    return p.x * p.x + p.y * p.y + p[0]\n",
-    ),
-    "an iterator": (
-        "assert total(iter([1, 2])) == 3 and total(x for x in [4]) == 4",
-        "def total(i):\n    return sum(i)\n",
-    ),
+    "a named tuple": ("from collections import namedtuple\nP = namedtuple('P', 'x y')\nassert norm(P(3, 4)) == 28",
+        "def norm(p):\n    x, y = p\n    return p.x * p.x + p.y * p.y + p[0]\n"),
+    "an iterator": ("assert total(iter([1, 2])) == 3 and total(x for x in [4]) == 4",
+        "def total(i):\n    return sum(i)\n"),
     "a coroutine": ("import asyncio\nassert asyncio.run(f(2)) == 4", "async def f(x):\n    return x * 2\n"),
     "coroutines": (
         "import asyncio\nasync def t():\n    assert await asyncio.gather(f(1), f(2)) == [2, 4]\nasyncio.run(t())",
@@ -490,11 +446,9 @@ LENT = {
         "with contextlib.redirect_stdout(b):\n    f(3)\nassert b.getvalue() == '3\\n'",
         "def f(x):\n    print(x)\n",
     ),
-    "isinstance": (
-        "assert isinstance(make(), A) and not isinstance(3, A)",
-        "class A:\n    pass\ndef make():\n    return A()\n",
-    ),
-}
+    "isinstance": ("assert isinstance(make(), A) and not isinstance(3, A)",
+        "class A:\n    pass\ndef make():\n    return A()\n"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("group", [0, 1])

@@ -9,8 +9,7 @@ import re
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from roll.extras.worlds.adventure import AdventureEnv
-from roll.extras.worlds.adventure_house import ACTIONS, House, State, draw_house
+from roll.extras.worlds.adventure import ACTIONS, AdventureEnv, House, State, draw_house
 
 HOUSE = House(
     names=("hall", "kitchen", "cellar"),

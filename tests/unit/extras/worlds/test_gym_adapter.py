@@ -10,8 +10,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import roll.agentic.env as envs
-from roll.extras.worlds.colours import tell_colours
-from roll.extras.worlds.gym_adapter import GymnasiumEnv
+from roll.extras.worlds.gym_adapter import GymnasiumEnv, tell_colours
 
 TAXI = max((name for name in gymnasium.registry if name.startswith("Taxi-v")), key=lambda name: int(name[6:]))
 """The newest: gymnasium refuses older versions."""

@@ -9,8 +9,7 @@ from gymnasium.utils.env_checker import check_env
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.extras.worlds.hidden_word import HiddenWordEnv, marks
-from roll.extras.worlds.hidden_word_list import WORDS
+from roll.extras.worlds.hidden_word import WORDS, HiddenWordEnv, marks
 
 LETTERS = st.text("abc", min_size=5, max_size=5)
 

@@ -10,8 +10,7 @@ import pytest
 
 from roll.configs.problems import ConfigErrors
 from roll.data.files.rows import DataError
-from roll.extras.worlds.questions import QuestionsConfig, read_questions
-from roll.extras.worlds.single_turn import SingleTurnEnv
+from roll.extras.worlds.single_turn import QuestionsConfig, SingleTurnEnv, read_questions
 
 ROWS = [
     {"meta": {"question": "1/2 + 1/4?"}, "answer": "3/4"},

@@ -15,8 +15,7 @@ from gymnasium.utils.env_checker import check_env
 from roll.configs.env import CustomEnvConfig
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
-from roll.extras.worlds.catalogue import Catalogue, Goal, Product, catalogue
-from roll.extras.worlds.shop import ShopEnv
+from roll.extras.worlds.shop import Catalogue, Goal, Product, ShopEnv, catalogue
 from roll.models.tiny import make_tokenizer
 from roll.rollout.env_manager import EpisodeSpec, Limits, TrajEnvManager
 from roll.rollout.env_runner import EnvRunner

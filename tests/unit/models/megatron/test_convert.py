@@ -10,8 +10,7 @@ from torch import Tensor
 
 from roll.models.megatron.config import MegatronModelConfig, megatron_config, padded_vocab_size
 from roll.models.megatron.convert import join, load_shards, shard, shard_group
-from roll.models.megatron.layout import ParallelLayout
-from roll.models.megatron.names import ExpertModules
+from roll.models.megatron.names import ExpertModules, ParallelLayout
 from tests.support.megatron_models import CONFIGS, ModuleSet, checkpoint, make_model, parameter_names
 
 WHOLE = ParallelLayout(layers=(0, 1, 2))

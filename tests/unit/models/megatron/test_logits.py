@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from roll.models.megatron.config import MegatronModelConfig, megatron_config, padded_vocab_size
 from roll.models.megatron.convert import join, load_shards
-from roll.models.megatron.layout import ParallelLayout
+from roll.models.megatron.names import ParallelLayout
 from tests.support.megatron_models import CONFIGS, checkpoint, make_model, parameter_names
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")

@@ -8,7 +8,6 @@ import pytest
 from torch import nn
 
 from roll.models.megatron.config import MegatronModelConfig, megatron_config
-from roll.models.megatron.layout import ParallelLayout
 from roll.models.megatron.names import (
     ATTENTION,
     DENSE_MLP,
@@ -16,6 +15,7 @@ from roll.models.megatron.names import (
     QK_NORM,
     QKV_BIAS,
     ExpertModules,
+    ParallelLayout,
     adaptable_layers,
     module_parts,
     source,

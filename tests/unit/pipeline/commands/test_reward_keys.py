@@ -10,7 +10,7 @@ import pytest
 
 from roll.__main__ import main
 from roll.rewards import VERIFIERS
-from roll.utils.plugins import PLUGINS
+from roll.utils.registry import PLUGINS
 from tests.unit.pipeline.commands.conftest import Write, read
 
 Scores = Callable[..., list[dict[str, Any]]]

@@ -14,8 +14,8 @@ from roll.algorithms.quantities import Divergence, hidden_states, logprobs
 from roll.algorithms.types import LossContext
 from roll.configs.distill import DistillConfig
 from roll.data.renderer import ChatRenderer
+from roll.models.heads import load_teacher_layer
 from roll.models.scoring import TokenScorer, score_batch
-from roll.models.teacher_layer import load_teacher_layer
 from roll.models.tiny import make_tiny_model
 from roll.pipeline.offline.imitated import load_imitated
 from roll.pipeline.teaching import with_teacher

@@ -6,21 +6,21 @@ import pytest
 import torch
 from torch import nn
 
-from roll.distributed.strategy.fsdp2 import activation_offload
-from roll.distributed.strategy.fsdp2.activation_offload import OffloadedActivations
+from roll.distributed.strategy.fsdp2 import strategy
+from roll.distributed.strategy.fsdp2.strategy import OffloadedActivations
 
 
 def test_gradient_is_the_same_and_parameters_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation_offload, "MIN_BYTES", 0)
+    monkeypatch.setattr(strategy, "MIN_BYTES", 0)
     moved: list[torch.Size] = []
-    unpack = activation_offload._unpack
+    unpack = strategy._unpack
 
-    def counted(packed: activation_offload.Packed) -> torch.Tensor:
+    def counted(packed: strategy.Packed) -> torch.Tensor:
         if not isinstance(packed, torch.Tensor):
             moved.append(packed[1].shape)
         return unpack(packed)
 
-    monkeypatch.setattr(activation_offload, "_unpack", counted)
+    monkeypatch.setattr(strategy, "_unpack", counted)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4), nn.LayerNorm(4))
     inputs = torch.randn(3, 8)
@@ -44,7 +44,7 @@ def test_small_tensors_stay() -> None:
 
 def test_a_tensor_comes_back_with_its_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention kernels of a GPU look at them: the mask's rows are padded, and a head's share may be transposed."""
-    monkeypatch.setattr(activation_offload, "MIN_BYTES", 0)
+    monkeypatch.setattr(strategy, "MIN_BYTES", 0)
     padded = torch.randn(2, 1, 5, 8)[..., :6].expand(2, 3, 5, 6)
     transposed = torch.randn(2, 5, 3, 4).transpose(1, 2)
     saved: list[torch.Tensor] = []

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from roll.distributed.strategy.generation.engine_process import EngineCallError, EngineProcess
-from roll.distributed.strategy.generation.requests import EngineStoppedError
+from roll.distributed.strategy.generation.generator import EngineStoppedError
 
 ENGINE = """
     import asyncio, os, pickle, subprocess, sys

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roll.distributed.strategy.base import States
-from roll.distributed.strategy.generation.requests import ResidentStates
+from roll.distributed.strategy.generation.generator import ResidentStates
 
 BOTH = States.WEIGHTS | States.CACHE
 

@@ -25,13 +25,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from roll.configs.model import ModelArguments
-from roll.configs.strategy import StrategyArguments
-from roll.configs.worker import WorkerConfig
+from roll.configs.worker import ModelArguments, StrategyArguments, WorkerConfig
 from roll.data.batch import Batch
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import States, StrategyContext
-from roll.distributed.strategy.generation.requests import EngineStoppedError
+from roll.distributed.strategy.generation.generator import EngineStoppedError
 from roll.distributed.strategy.hf_infer.strategy import HfInfer
 from roll.distributed.weights.buckets import WeightChecksumError, WeightMismatchError
 from roll.distributed.weights.contents import WeightBucket

@@ -15,8 +15,7 @@ from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotary
 
 from roll.configs.engines.sglang import CARD
-from roll.configs.strategy import StrategyArguments
-from roll.configs.worker import WorkerConfig
+from roll.configs.worker import StrategyArguments, WorkerConfig
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.engines import MissingEngineError
 from roll.distributed.strategy.sglang.cpu import check_tensor_parallel, environment, rotary_embedding

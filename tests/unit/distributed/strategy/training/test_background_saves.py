@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from roll.distributed.strategy.training.pieces import Spread, everywhere, piece_of
-from roll.distributed.strategy.training.saving import BackgroundSaves, Contents
-from roll.distributed.strategy.training.snapshots import Snapshots
+from roll.distributed.strategy.training.saving import BackgroundSaves, Contents, Snapshots
 from roll.distributed.strategy.training.tensor_files import StoredTensors
 
 

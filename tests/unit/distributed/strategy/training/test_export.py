@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.distributed.strategy.training.export import export, plan_buckets
 from roll.distributed.strategy.training.pieces import Piece, Region, Spread, everywhere, piece_of
+from roll.distributed.strategy.training.trainer import export, plan_buckets
 from roll.distributed.weights.buckets import pack_buckets, unpack_bucket
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import get_inverse_sqrt_schedule
 
-from roll.configs.training import TrainingArguments
+from roll.configs.worker import TrainingArguments
 from roll.distributed.strategy.training.optim import learning_rate, make_adamw, set_rates, weight_decay
 
 WARMUP, LINEAR = {"lr_scheduler_type": "constant_with_warmup"}, {"lr_scheduler_type": "linear"}
