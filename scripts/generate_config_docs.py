@@ -56,7 +56,7 @@ from roll.configs.worker import (
 )
 from roll.extras.sandbox.remote import RemoteSandboxConfig
 from roll.rewards import VERIFIERS
-from roll.rewards.remote_classifier import RemoteClassifierConfig
+from roll.rewards.classifiers import RemoteClassifierConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

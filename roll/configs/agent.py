@@ -18,7 +18,7 @@ _OF_COMMANDS = ("env", "cwd", "template", "sandbox", "verify")
 
 
 class AgentSandboxConfig(Config):
-    """Limits of a command in the sandbox: what it may use and see."""
+    """Limits of a command in the sandbox."""
 
     memory_mb: int = Field(default=2048, ge=64, description="Memory of all its processes together.")
     cpu_seconds: int = Field(default=600, ge=1, description="CPU time of each process.")
@@ -26,90 +26,93 @@ class AgentSandboxConfig(Config):
     open_files: int = Field(default=1024, ge=16, description="Open files of each process.")
     file_mb: int = Field(default=256, ge=1, description="Size of one file.")
     folder_mb: int = Field(default=1024, ge=1, description="Size of all files in the working folder.")
-    temp_mb: int = Field(default=256, ge=1, description="Size of /tmp, which is the home folder too and is in memory.")
+    temp_mb: int = Field(
+        default=256, ge=1, description="Size of /tmp, which is also the home folder and is kept in memory."
+    )
     readable: list[str] = Field(
         default_factory=list,
-        description="Files and folders that it may read, beside the system's, python's and what its arguments name.",
+        description="Files and folders that it can read, in addition to the system's, Python's and those named in its "
+        "arguments.",
     )
 
 
 class AgentConfig(Config):
-    """The agent program, what it may ask of the policy, and where its reward comes from."""
+    """The agent program, its limits, and the source of its reward."""
 
     type: Literal["process", "python", "url"] = Field(
         default="process",
-        description="`process` starts a command for each episode, `python` calls a function, `url` posts the task to a "
-        "service that runs on the machine of the rollout workers.",
+        description="`process` starts a command for each episode, `python` calls a function, `url` posts the task to "
+        "a service on the machine of the rollout workers.",
     )
     command: list[str] = Field(
         default_factory=list,
-        description="Program and arguments (type process). Relative paths are looked for in the folder that the run is "
-        "started in; python is the run's own.",
+        description="Program and arguments (type process). Relative paths are resolved from the folder in which the "
+        "run starts; python is the run's.",
     )
     path: str | None = Field(
         default=None,
-        description="package.module:function or folder/file.py:function, plain or async; it is called with an "
-        "AgentTask (type python).",
+        description="package.module:function or folder/file.py:function, plain or async; called with an AgentTask "
+        "(type python).",
     )
-    url: str | None = Field(default=None, description="Where the task is posted to (type url).")
+    url: str | None = Field(default=None, description="Address that receives the task by POST (type url).")
     env: EnvironmentVariables = Field(
         default_factory=dict,
-        description="Environment variables of the command. Of the run's own it gets PATH, HOME, LANG and the like, "
-        "never credentials.",
+        description="Environment variables of the command. From the run's environment it gets PATH, HOME, LANG and "
+        "the like, never credentials.",
     )
     cwd: str | None = Field(
         default=None,
-        description="Folder that the command starts in. null: one for each episode, removed after it.",
+        description="Folder in which the command starts. null: one per episode, deleted after it.",
     )
     template: str | None = Field(
-        default=None, description="Folder whose files an episode's own folder begins with. null: it is empty."
+        default=None, description="Folder whose files are copied into an episode's folder. null: it is empty."
     )
     sandbox: AgentSandboxConfig | None = Field(
         default=None,
-        description="Isolates the command (and `verify`); {} does with the defaults. null: it can do what the run can.",
+        description="Isolates the command (and `verify`); {} uses the defaults. null: it has the run's permissions.",
     )
     timeout: float = Field(
         default=300.0,
         gt=0,
-        description="Seconds that an episode may take, the policy's answers not included; then it has failed.",
+        description="Seconds for an episode, not counting generation; a longer one has failed.",
     )
     retries: int = Field(
         default=1,
         ge=0,
-        description="New attempts at an episode that failed, before it is dropped. Environments have env_retries.",
+        description="Retries of a failed episode before it is dropped. Environments have env_retries.",
     )
-    max_calls: int = Field(default=64, ge=1, description="Most answers that an episode may ask of the policy.")
+    max_calls: int = Field(default=64, ge=1, description="Most responses that an episode can request from the policy.")
     max_parallel_requests: int = Field(
-        default=8, ge=1, description="Most answers of one episode that are generated at the same time."
+        default=8, ge=1, description="Most responses of one episode generated at the same time."
     )
     sampling: Literal["run", "request"] = Field(
         default="run",
-        description="`run`: temperature and top_p are those of generating_args whatever requests say, so that training "
-        "scores what was sampled. `request`: requests choose.",
+        description="`run`: temperature and top_p are those of generating_args, whatever requests say, so that "
+        "training computes log-probs under the same. `request`: requests choose.",
     )
     dialect: str = Field(
         default=AUTO_DIALECT,
         min_length=1,
-        description="How the model writes tool calls: auto for what its chat template speaks (hermes where that is "
-        "unknown), the name of a dialect, or package.module:Class.",
+        description="How the model writes tool calls: auto for its chat template's dialect (hermes if unknown), the "
+        "name of a dialect, or package.module:Class.",
     )
     reward: Literal["task", "verify", "call"] = Field(
         default="task",
-        description="`task`: what judges a task without an agent judges it here, the reward domain of the prompt's tag "
-        "or the environment. `verify`: a command, after the program. `call`: the program posts it to /v1/reward.",
+        description="`task`: the same as without an agent, the reward domain of the prompt's tag or the environment. "
+        "`verify`: a command, after the program. `call`: the program posts it to /v1/reward.",
     )
     verify: list[str] = Field(
         default_factory=list,
-        description="Program and arguments that judge an episode in its folder, once its program has ended, and write "
+        description="Program and arguments that judge an episode in its folder after its program has ended, and write "
         "the reward to the file ROLL_REWARD (reward verify).",
     )
-    verify_timeout: float = Field(default=60.0, gt=0, description="Seconds that `verify` may take.")
+    verify_timeout: float = Field(default=60.0, gt=0, description="Seconds for `verify`.")
     port: int = Field(
         default=0,
         ge=0,
         le=65535,
-        description="Port of the endpoint on 127.0.0.1, of the first rollout worker; the others take the next ones. "
-        "0: any that is free.",
+        description="Port of the endpoint on 127.0.0.1 for the first rollout worker; the others take the next ones. "
+        "0: any free port.",
     )
 
     def placed(self) -> AgentConfig:

@@ -33,7 +33,7 @@ class AgenticConfig(RLConfig):
     )
 
     custom_envs: dict[str, CustomEnvConfig] = Field(
-        default_factory=dict, description="Environments by tag; usually ${custom_env.<Tag>} out of traj_envs.yaml."
+        default_factory=dict, description="Environments by tag; usually ${custom_env.<Tag>} from traj_envs.yaml."
     )
     train_env_manager: EnvManagerConfig = Field(
         default_factory=EnvManagerConfig, description="Environments of the training rollouts."
@@ -42,7 +42,7 @@ class AgenticConfig(RLConfig):
         default_factory=EnvManagerConfig, description="Environments of the evaluations."
     )
     judge: AskedModelConfig | None = Field(
-        default=None, description="A model on the run's own devices that environments ask. null: none of them asks."
+        default=None, description="A model on the run's own devices that environments can call. null: none."
     )
 
     @property

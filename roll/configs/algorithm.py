@@ -16,6 +16,7 @@ from roll.configs.base import Config
 from roll.configs.policy_loss import PolicyLossConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.schema import name_problems
+from roll.configs.teacher import TeacherTerm
 
 AggregationLevel = Literal["token", "segment", "geometric", "sequence"]
 
@@ -33,37 +34,37 @@ class IsWeightConfig(Config):
         default="token",
         description=f"The weight is the exponential of the log ratio, training to generating engine, {_LEVELS}.",
     )
-    upper_bound: float | None = Field(default=1.2, gt=0, description="Weights are cut to this; null: not cut.")
+    upper_bound: float | None = Field(default=1.2, gt=0, description="Weights are cut to this; null: no limit.")
     batch_normalize: bool = Field(
         default=False,
-        description="Divide the weights, once cut, by their mean over the batch (each token, turn or sequence once).",
+        description="Divide the cut weights by their mean over the batch (each token, turn or sequence once).",
     )
     detach: bool = Field(
         default=True,
-        description="The weight is a constant, from the old log-probabilities. false: from the policy being trained, "
-        "and gradients flow through it.",
+        description="The weight is a constant, from the old log-probs. false: from the policy being trained, and "
+        "gradients flow through it.",
     )
 
 
 class TrainInferFilterConfig(Config):
-    """Rejection: tokens (or whole rows) outside the bounds take no part in the policy's loss."""
+    """Rejection: tokens (or whole rows) outside the bounds are masked in the policy's loss."""
 
     enabled: bool = Field(default=False, description="Use this filter.")
     agg_type: AggregationLevel = Field(
         default="token", description=f"What is compared with the bounds: the value {_LEVELS}."
     )
     ratio_enabled: bool = Field(default=True, description="Bound the probability ratio, training to generating engine.")
-    ratio_low: float = Field(default=0.8, ge=0, description="Smallest ratio that is kept.")
-    ratio_high: float = Field(default=1.2, ge=0, description="Largest ratio that is kept.")
+    ratio_low: float = Field(default=0.8, ge=0, description="Smallest accepted ratio.")
+    ratio_high: float = Field(default=1.2, ge=0, description="Largest accepted ratio.")
     diff_enabled: bool = Field(
         default=False, description="Bound the difference of probabilities, training minus generating."
     )
-    diff_low: float = Field(default=-0.2, description="Smallest difference that is kept.")
-    diff_high: float = Field(default=0.2, description="Largest difference that is kept.")
+    diff_low: float = Field(default=-0.2, description="Smallest accepted difference.")
+    diff_high: float = Field(default=0.2, description="Largest accepted difference.")
     whole_rows: bool = Field(
         default=False,
-        description="A row with a token outside the bounds takes no part at all: with agg_type token and only a small "
-        "ratio_low, a veto of answers that hold a token which the trainer finds next to impossible.",
+        description="Reject a row if any of its tokens is outside the bounds: with agg_type token and only a small "
+        "ratio_low, a veto of responses with a token that the trainer finds nearly impossible.",
     )
 
     def problems(self) -> Iterator[ConfigProblem]:
@@ -80,13 +81,12 @@ class TrainInferCorrectionConfig(Config):
 
     bypass: bool = Field(
         default=False,
-        description="The old policy of the loss is the one that sampled, by the log-probabilities of the generating "
-        "engine: the trainer does not score rollouts before it trains on them, and the loss's own clip bounds the "
-        "mismatch too.",
+        description="The old policy of the loss is the one that sampled, by the generating engine's log-probs: the "
+        "trainer computes none before it trains on rollouts, and the loss's own clip also limits the mismatch.",
     )
     is_weight: IsWeightConfig = Field(default_factory=IsWeightConfig, description="Importance weights.")
     filters: list[TrainInferFilterConfig] = Field(
-        default_factory=list, description="Rejections; a token must pass all that are enabled."
+        default_factory=list, description="Rejections; a token must pass all enabled ones."
     )
 
     def problems(self) -> Iterator[ConfigProblem]:
@@ -157,8 +157,8 @@ class Gae(Alone):
     lambd: float = Field(0.95, ge=0, le=1, description="GAE's lambda; 1 gives Monte Carlo returns, 0 one-step TD.")
     turn_level_gae: bool = Field(
         False,
-        description="GAE over turns, not tokens: the value is read at a turn's first sampled token, all tokens of a "
-        "turn share one advantage, and `step_reward_gamma` discounts.",
+        description="GAE over turns instead of tokens: the value is taken at a turn's first sampled token, all tokens "
+        "of a turn have the same advantage, and `step_reward_gamma` discounts.",
     )
     value_clip: float | None = Field(
         None, gt=0, description="Value predictions are clipped to [old - x, old + x] in the value loss; null is off."
@@ -171,8 +171,8 @@ class Gdpo(Estimator):
 
     gdpo_reward_keys: list[str] = Field(
         [],
-        description="Rewards that `gdpo` normalises apart: `<verifier>/score` and `<verifier>/<part>` of the domain's "
-        "verifiers (RLVR), or numbers of the environment's last info (agentic).",
+        description="Rewards that `gdpo` normalises separately: `<verifier>/score` and `<verifier>/<part>` of the "
+        "domain's verifiers (RLVR), or numbers of the environment's last info (agentic).",
     )
     gdpo_reward_weights: list[float] | None = Field(
         None, description="Their weights in the advantage, in the same order; null: 1 each."
@@ -255,7 +255,9 @@ class AdvantageConfig(Gae, Gdpo, Grpo, OfStates, TokenBaseline):
         "gae",
         description=f"Advantage estimator: {', '.join(ADV_ESTIMATORS)}, or `package.module:function`.",
     )
-    whiten_advantages: bool = Field(False, description="Advantages to mean 0 and variance 1 over all sampled tokens.")
+    whiten_advantages: bool = Field(
+        False, description="Normalise advantages to mean 0 and variance 1 over all sampled tokens."
+    )
     advantage_clip: float | None = Field(
         None, gt=0, description="Advantages are clipped to [-x, x], after whitening; null is off."
     )
@@ -284,19 +286,19 @@ class RewardNormalizationConfig(Config):
     )
     method: Literal["asym_clip", "identity", "mean", "mean_std"] = Field(
         default="identity",
-        description="`identity` changes nothing, `mean` gives score - mean, `mean_std` (score - mean) / (std + 1e-6), "
-        "`asym_clip` clips the latter to [-1, 3].",
+        description="`identity` changes nothing, `mean` is score - mean, `mean_std` (score - mean) / (std + 1e-6), "
+        "`asym_clip` the latter clipped to [-1, 3].",
     )
 
 
 class OverlongBufferConfig(Config):
-    """Soft punishment of answers that come close to the length limit (DAPO)."""
+    """Soft penalty for responses that come close to the length limit (DAPO)."""
 
-    enable: bool = Field(default=False, description="Lower the score of answers that reach into the buffer.")
+    enable: bool = Field(default=False, description="Lower the score of responses that reach into the buffer.")
     len: int = Field(
         default=0, ge=0, description="Tokens before the limit in which the penalty grows from 0 to `penalty_factor`."
     )
-    penalty_factor: float = Field(default=1.0, ge=0, description="Penalty of an answer as long as the limit.")
+    penalty_factor: float = Field(default=1.0, ge=0, description="Penalty of a response as long as the limit.")
     max_length: int | None = Field(
         default=None, ge=1, description="The limit, in sampled tokens of a turn; null is `response_length`."
     )
@@ -374,8 +376,8 @@ class LengthReward(Config):
 
     add_len_reward: bool = Field(
         False,
-        description="Add Kimi k1.5's length reward to episode scores: of a group's successes the shorter gain, of all "
-        "its episodes the longer lose.",
+        description="Add Kimi k1.5's length reward to episode scores: in a group, shorter successes gain and longer "
+        "episodes lose.",
     )
     len_reward_coef: float = Field(1.0, ge=0, description="Coefficient of the length reward.")
 
@@ -390,21 +392,22 @@ class RewardConfig(LengthReward, RewardScaling, RewardNorm):
     norm_mean_type: NormType | None = Field(
         None,
         description="Subtract from episode scores the mean of the `batch`, the rollout `group`, or all scores so far "
-        "(`running`); null is off. Newer name of `reward_norm` with `reward_shift`.",
+        "(`running`); null is off. Alternative to `reward_norm` with `reward_shift`.",
     )
     norm_std_type: NormType | None = Field(
         None,
         description="Divide episode scores by the standard deviation of the `batch`, the rollout `group`, or all "
-        "scores so far (`running`); null is off. Newer name of `reward_norm` with `reward_scale`.",
+        "scores so far (`running`); null is off. Alternative to `reward_norm` with `reward_scale`.",
     )
     reward_clip: float | None = Field(
         None, gt=0, description="Episode scores are clipped to [-x, x], after normalisation; null is off."
     )
     overlong_buffer: OverlongBufferConfig = Field(
-        default_factory=OverlongBufferConfig, description="Penalty of overlong answers, added to episode scores."
+        default_factory=OverlongBufferConfig, description="Penalty for overlong responses, added to episode scores."
     )
     whiten_rewards: bool = Field(
-        False, description="Token rewards to mean 0 and variance 1 over all sampled tokens, before advantages."
+        False,
+        description="Normalise token rewards to mean 0 and variance 1 over all sampled tokens, before advantages.",
     )
 
     @property
@@ -492,9 +495,11 @@ class KlReward(Config):
     switches: ClassVar[tuple[str, ...]] = ("add_token_level_kl",)
 
     add_token_level_kl: bool = Field(False, description="Subtract KL to the reference from each token's reward.")
-    init_kl_coef: float = Field(0.2, ge=0, description="Coefficient of the KL in the reward (its start if adaptive).")
+    init_kl_coef: float = Field(
+        0.2, ge=0, description="Coefficient of the KL in the reward (the initial one if adaptive)."
+    )
     target_kl: float | None = Field(
-        None, gt=0, description="KL that the coefficient is steered to; null keeps the coefficient fixed."
+        None, gt=0, description="Target KL of the adaptive coefficient; null keeps the coefficient fixed."
     )
 
 
@@ -504,12 +509,12 @@ class KlLoss(Config):
     switches: ClassVar[tuple[str, ...]] = ("use_kl_loss",)
 
     use_kl_loss: bool = Field(False, description="Add KL to the reference to the policy loss.")
-    kl_loss_coef: float = Field(0.0, ge=0, description="Coefficient of the KL loss (its start if adaptive).")
-    kl_loss_penalty: KlPenalty | None = Field(
-        None, description="KL estimator of the loss, where it is another than the reward's. null: `kl_penalty`."
-    )
+    kl_loss_coef: float = Field(0.0, ge=0, description="Coefficient of the KL loss (the initial one if adaptive).")
+    kl_loss_penalty: KlPenalty | None = Field(None, description="KL estimator of the loss. null: `kl_penalty`.")
     kl_loss_target: float | None = Field(
-        None, gt=0, description="KL that `kl_loss_coef` is steered to, as `target_kl` steers the reward's; null: fixed."
+        None,
+        gt=0,
+        description="Target KL to which `kl_loss_coef` adapts, as the reward's does with `target_kl`; null: fixed.",
     )
 
 
@@ -521,8 +526,8 @@ class KlPenaltyConfig(Config):
     kl_penalty: KlPenalty = Field(
         "kl",
         description="KL estimator: `kl` (= `k1`) log ratio, `abs` its absolute value, `mse` (= `k2`) half its square, "
-        "`low_var_kl` (= `k3`) ratio - 1 - log ratio; with a `+` behind it, the gradient is that of `k2`. `full` is no "
-        "estimate: it sums over the vocabulary, and the reference sends its final hidden states for it.",
+        "`low_var_kl` (= `k3`) ratio - 1 - log ratio; with a `+` appended, the gradient is that of `k2`. `full` "
+        "is exact: it sums over the vocabulary, for which the reference returns its final hidden states.",
     )
 
 
@@ -564,7 +569,7 @@ class KlConfig(KlHorizon, KlLoss, KlReward, KlPenaltyConfig):
 
 
 class PfPpoConfig(Config):
-    """Draws of the samples that the policy learns from (PF-PPO)."""
+    """Resampling of the policy's training samples (PF-PPO)."""
 
     reweight_method: Literal["pow", "max_min", "max_random"] = Field(
         default="pow",
@@ -602,7 +607,7 @@ class LongErrorMask(Config):
         description="Mask failed samples (score at most 0) of more than `error_max_len_threshold` sampled tokens in "
         "the policy's loss.",
     )
-    error_max_len_threshold: int = Field(9999999999, ge=0, description="Longest failed sample that is kept.")
+    error_max_len_threshold: int = Field(9999999999, ge=0, description="Longest failed sample that is not masked.")
 
 
 class MaskType(Config):
@@ -612,9 +617,8 @@ class MaskType(Config):
 
     mask_type: Literal["all", "loss"] = Field(
         "loss",
-        description="What `max_len_mask`, `difficulty_mask` and `error_max_len_clip` take a sample out of: `loss` the "
-        "policy's loss alone; `all` the whole step, with all samples of its episode: reward statistics, baselines, "
-        "the critic.",
+        description="Scope of `max_len_mask`, `difficulty_mask` and `error_max_len_clip`: `loss` is only the policy's "
+        "loss; `all` is the whole step, with all samples of the episode: reward statistics, baselines, the critic.",
     )
 
 
@@ -623,23 +627,23 @@ class SelectionConfig(LongErrorMask, DifficultyMask, MaskType):
 
     max_len_mask: bool = Field(
         False,
-        description="Mask samples that the length limit cut off: the last answer hit its limit, or the episode ended "
-        "because its context was full.",
+        description="Mask samples that the length limit cut off: the last response hit its limit, or the episode "
+        "ended because its context was full.",
     )
     difficulty_loss_weight: bool = Field(
         False,
-        description="Weigh samples from 0.5 (the batch's easiest group, by mean score) to 1.5 (its hardest) in the "
+        description="Weight samples from 0.5 (the batch's easiest group, by mean score) to 1.5 (its hardest) in the "
         "policy-gradient term.",
     )
     length_loss_weight: bool = Field(
         False,
-        description="Weigh samples from 1.5 (fewest sampled tokens in the batch) to 0.5 (most) in the policy-gradient "
-        "term.",
+        description="Weight samples from 1.5 (fewest sampled tokens in the batch) to 0.5 (most) in the "
+        "policy-gradient term.",
     )
     use_pf_ppo: bool = Field(
-        False, description="PF-PPO: the policy learns from samples that are redrawn, with replacement, by their score."
+        False, description="PF-PPO: the policy trains on samples that are resampled, with replacement, by score."
     )
-    pf_ppo: PfPpoConfig = Field(default_factory=PfPpoConfig, description="How PF-PPO redraws.")
+    pf_ppo: PfPpoConfig = Field(default_factory=PfPpoConfig, description="How PF-PPO resamples.")
 
 
 # ---- All together
@@ -655,8 +659,7 @@ class AlgorithmParts:
     reward: RewardShaping
     correction: TrainInferCorrectionConfig
     selection: SelectionConfig
-    teacher_coef: float = 0.0
-    """Coefficient of the divergence from a teacher in the policy's loss."""
+    teacher: TeacherTerm | None = None
 
 
 _SHAPING: dict[str, object] = {
@@ -690,13 +693,13 @@ class AlgorithmConfig(SelectionConfig, PolicyLossConfig, KlConfig, RewardConfig,
     critic_warmup: int = Field(0, ge=0, description="Steps at the start in which only the critic is trained.")
     enable_old_logprobs_recompute: bool = Field(
         False,
-        description="Recompute the old log-probabilities of all rows with the training engine; else rows that only the "
-        "first optimizer step of a rollout trains go without, as their old policy is the one that trains.",
+        description="Compute the old log-probs of all rows with the training engine. false: rows that only the first "
+        "optimizer step of a rollout trains have none, because their old policy is the current one.",
     )
     force_disable_old_logprobs_recompute: bool = Field(
         False,
-        description="Never score rollouts with the training engine before they are trained: in every optimizer step, "
-        "also the later ones of a rollout, the old policy is the one that trains, so ratios are 1 and clips idle.",
+        description="Never compute log-probs with the training engine before training: in every optimizer step of a "
+        "rollout the old policy is the current one, so ratios are 1 and clips have no effect.",
     )
 
     @property
@@ -711,7 +714,6 @@ class AlgorithmConfig(SelectionConfig, PolicyLossConfig, KlConfig, RewardConfig,
             reward=self.reward,
             correction=self.train_infer_correction,
             selection=self.part(SelectionConfig),
-            teacher_coef=self.teacher_loss_coef,
         )
 
     @property
@@ -728,11 +730,6 @@ class AlgorithmConfig(SelectionConfig, PolicyLossConfig, KlConfig, RewardConfig,
     def leaves_rollouts_unscored(self) -> bool:
         """Tells whether the training engine says nothing of a rollout before it is trained."""
         return self.bypasses_old_logprobs or self.force_disable_old_logprobs_recompute
-
-    @property
-    def teacher_loss_coef(self) -> float:
-        """Coefficient of the divergence from a teacher in the policy's loss."""
-        return 0.0
 
     @property
     def wants_old_logprobs(self) -> bool:

@@ -40,19 +40,18 @@ class DatasetFilterConfig(Config):
     """Conditions under which a row of the dataset is used."""
 
     source: str | list[str] | None = Field(
-        default=None, description="Keeps rows whose `source_column` is this, or one of these. null: all."
+        default=None, description="Keep rows whose `source_column` is this, or one of these. null: all."
     )
-    source_column: str = Field(default="source", min_length=1, description="Column that `source` speaks of.")
-    min_difficulty: float | None = Field(default=None, description="Lowest difficulty that is kept.")
-    max_difficulty: float | None = Field(default=None, description="Highest difficulty that is kept.")
+    source_column: str = Field(default="source", min_length=1, description="Column for `source`.")
+    min_difficulty: float | None = Field(default=None, description="Lowest accepted difficulty.")
+    max_difficulty: float | None = Field(default=None, description="Highest accepted difficulty.")
     difficulty_column: str = Field(
-        default="difficulty", min_length=1, description="Column of numbers that the two bounds speak of."
+        default="difficulty", min_length=1, description="Column of numbers for the two bounds."
     )
     num_samples: int = Field(
         default=0,
         ge=0,
-        description="Rows used, at most, of those that are kept: drawn by the seed with `shuffle`, else the first. "
-        "0: all.",
+        description="Most rows to use of those that pass: random by the seed with `shuffle`, else the first. 0: all.",
     )
 
     def problems(self) -> Iterator[ConfigProblem]:
@@ -64,7 +63,7 @@ class DatasetFilterConfig(Config):
 
 
 class DataArguments(Config):
-    """The dataset of prompts and the chat template. Columns may be dotted paths, `reward_model.ground_truth`."""
+    """The dataset and the chat template. Columns can be dotted paths, `reward_model.ground_truth`."""
 
     template: str = Field(
         default="native",
@@ -74,22 +73,22 @@ class DataArguments(Config):
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict,
-        description="Variables that the chat template reads, such as enable_thinking: false, wherever it is used.",
+        description="Variables for the chat template, such as enable_thinking: false, wherever it is used.",
     )
     tag_templates: dict[str, str] = Field(
         default_factory=dict,
-        description="Chat templates of the tags that have one of their own, each as `template`; held-out prompts have "
-        "those of actor_train. Prompts of other tags have `template`.",
+        description="Chat templates by tag, each like `template`; held-out prompts use those of actor_train. Prompts "
+        "of other tags use `template`.",
     )
     file_name: str | list[str] | None = Field(
         default=None,
         description="Files of the dataset: json, jsonl, csv, parquet, arrow, txt (a line is the column `prompt`); a "
-        "folder of them or one that Hugging Face datasets saved; globs. Relative to the working directory.",
+        "folder of them or one saved by Hugging Face datasets; globs. Relative to the working directory.",
     )
     dataset_cls: str | None = Field(
         default=None,
-        description="package.module:attribute or folder/file.py:attribute, called with (data_args, seed), returns rows "
-        "as mappings; takes the place of reading files.",
+        description="package.module:attribute or folder/file.py:attribute, called with (data_args, seed), returns "
+        "rows as mappings; replaces reading files.",
     )
     prompt: str | None = Field(
         default=None, min_length=1, description="Column with the question as text, or as a list of messages."
@@ -97,27 +96,27 @@ class DataArguments(Config):
     query: str | None = Field(
         default=None,
         min_length=1,
-        description="Column with what an instruction in `prompt` is about; a line of its own below it where it is not "
-        "empty, as `input` below `instruction`.",
+        description="Column with the subject of the instruction in `prompt`; if not empty, it is added as a separate "
+        "line, like `input` after `instruction`.",
     )
     messages: str | None = Field(
         default=None,
         min_length=1,
-        description="Column with the conversation as a list of role and content; in place of `prompt`.",
+        description="Column with the conversation as a list of role and content; instead of `prompt`.",
     )
     tools: str | None = Field(
         default="tools",
         min_length=1,
-        description="Column with the functions that the assistant is told of. null, or no column `tools`: none.",
+        description="Column with the functions offered to the assistant. null, or no column `tools`: none.",
     )
     system_prompt: str | None = Field(
-        default=None, min_length=1, description="System message of the conversations that do not begin with one."
+        default=None, min_length=1, description="System message of conversations that do not begin with one."
     )
     system: str | None = Field(
         default=None,
         min_length=1,
-        description="Column with the row's own system message, which goes before system_prompt. Rows where it is empty "
-        "or null have none of their own.",
+        description="Column with the row's system message, which takes precedence over system_prompt. Rows where it "
+        "is empty or null have none.",
     )
     response: str | None = Field(
         default="solution", min_length=1, description="Column with the reference answer. null: there is none."
@@ -134,17 +133,19 @@ class DataArguments(Config):
         description="Share of each domain among the prompts drawn; all positive, sum 1. null: each prompt once per "
         "epoch.",
     )
-    shuffle: bool = Field(default=True, description="New order in every epoch, by the seed. false: as in the files.")
+    shuffle: bool = Field(
+        default=True, description="Reshuffle every epoch, by the seed. false: the order of the files."
+    )
     prompt_overflow: Literal["error", "left", "right", "drop"] = Field(
         default="error",
-        description="A prompt of more than prompt_length tokens stops the run, loses tokens on its left or right, or "
-        "is left out.",
+        description="A prompt of more than prompt_length tokens stops the run (error), is cut on its left or right, "
+        "or is dropped.",
     )
     dataset_filter: DatasetFilterConfig = Field(default_factory=DatasetFilterConfig, description="Which rows are used.")
     preprocessing_num_workers: int | None = Field(
         default=None,
         ge=1,
-        description="Processes that render and tokenise the prompts, at most, of 20,000 prompts or more each. null: "
+        description="Most processes that render and tokenise the prompts, each for 20,000 prompts or more. null: only "
         "this one, whose tokenizer has threads.",
     )
 

@@ -19,18 +19,18 @@ from roll.configs.worker import WorkerConfig
 
 
 class DistillLossConfig(Config):
-    """The loss of ``roll.algorithms.distillation``, beside the divergence itself."""
+    """The loss of a distillation, apart from the divergence."""
 
     distill_loss_weight: float = Field(
         default=1.0,
         gt=0,
         le=1,
-        description="Weight of the divergence; the rest of 1 is that of the negative log-likelihood of the answers.",
+        description="Weight of the divergence; the rest up to 1 weights the negative log-likelihood of the responses.",
     )
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean"] = Field(
         default="token-mean",
-        description="The loss of an optimizer step: the mean over all tokens to learn, or over conversations of the "
-        "mean over theirs.",
+        description="The loss of an optimizer step: the mean over all trained tokens, or the mean over conversations "
+        "of their means.",
     )
 
 
@@ -39,12 +39,12 @@ class DistillConfig(DistillLossConfig, DivergenceConfig, TinyTeacherConfig, Offl
 
     train_on: Literal["all", "last"] = Field(
         default="all",
-        description="The answers of a conversation that are learnt: all of the assistant's, or its last.",
+        description="Which responses of a conversation are trained on: all of the assistant's, or its last.",
     )
     distill_on_prompt: bool = Field(
         default=False,
-        description="Learn at every token of a conversation but its first, not only at answers: divergence and "
-        "likelihood are then also those of questions, system messages and the template's own tokens.",
+        description="Train on every token of a conversation but its first, not only on responses: divergence and "
+        "likelihood then include questions, system messages and the template's own tokens.",
     )
     kd_temperature: float = Field(
         default=1.0, gt=0, description="Divides the logits of teacher and student before they are compared."
@@ -52,11 +52,11 @@ class DistillConfig(DistillLossConfig, DivergenceConfig, TinyTeacherConfig, Offl
     teacher_logprobs: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder of the teacher's top log-probabilities (logits_topk). With a section teacher, all samples "
-        "are scored before the first step and kept there; without one they are read from there.",
+        description="Folder of the teacher's top log-probs (logits_topk). With a section teacher, all samples are "
+        "scored before the first step and stored there; without one they are read from there.",
     )
     precompute_only: bool = Field(
-        default=False, description="Stop when the teacher's log-probabilities are on disk; nothing is trained."
+        default=False, description="Stop when the teacher's log-probs are on disk; nothing is trained."
     )
     warm_start: PromptWarmStartConfig = Field(
         default_factory=PromptWarmStartConfig,
@@ -65,7 +65,7 @@ class DistillConfig(DistillLossConfig, DivergenceConfig, TinyTeacherConfig, Offl
 
     @property
     def divergence(self) -> DivergenceConfig:
-        return DivergenceConfig.model_validate(self.model_dump(include=set(DivergenceConfig.model_fields)))
+        return self.part(DivergenceConfig)
 
     @property
     def teacher_temperature(self) -> float:

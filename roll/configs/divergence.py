@@ -41,7 +41,7 @@ KD_OBJECTIVES: dict[str, type[Config]] = {
 
 
 class DivergenceConfig(SkewedKl, JsDivergence):
-    """The distance from the teacher's distribution of the next token to the policy's."""
+    """The divergence between the teacher's next-token distribution and the policy's."""
 
     choices: ClassVar = {"kd_objective": KD_OBJECTIVES}
 
@@ -53,6 +53,6 @@ class DivergenceConfig(SkewedKl, JsDivergence):
     logits_topk: int | None = Field(
         default=None,
         ge=1,
-        description="Compare so many of the teacher's likeliest tokens, and the mass of all others as one. null: the "
-        "whole vocabulary, for which the teacher sends its final hidden states.",
+        description="Compare this many of the teacher's most likely tokens, and the mass of all others as one. null: "
+        "the whole vocabulary, for which the teacher returns its final hidden states.",
     )

@@ -17,22 +17,21 @@ from roll.configs.worker import WorkerConfig
 class DPOConfig(PreferenceConfig, OfflineConfig):
     """Everything that ``examples/start_dpo_pipeline.py`` reads."""
 
-    preferences: AnswerColumns = Field(
-        default_factory=AnswerColumns, description="Columns of the answers that are compared."
-    )
+    preferences: AnswerColumns = Field(default_factory=AnswerColumns, description="Columns of the compared responses.")
     reference: WorkerConfig | None = Field(
         default=None,
-        description="The policy as it was at the start, in a role that scores each step's pairs. null: with "
-        "lora_target the policy without its adapter does; else see precompute_reference.",
+        description="The initial policy, in a role that scores each step's pairs. null: with lora_target the policy "
+        "without its adapter; else see precompute_reference.",
     )
     precompute_reference: bool = Field(
         default=False,
-        description="The reference scores all pairs once, before the first step, and what it finds is kept on disk. "
+        description="The reference scores all pairs once, before the first step, and the results are stored on disk. "
         "Without a section reference the untrained policy does it: no further copy of the model is needed.",
     )
     reference_dir: str | None = Field(
         default=None,
-        description="Folder of what was precomputed, which runs on the same data and model may share. null: the run's.",
+        description="Folder of the precomputed results, which runs on the same data and model can share. null: the "
+        "run's.",
     )
     warm_start: PromptWarmStartConfig = Field(
         default_factory=PromptWarmStartConfig,

@@ -44,7 +44,7 @@ Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class CustomEnvConfig(Config):
-    """One environment tag: which environment, how long, and what the policy is told."""
+    """One environment tag: which environment, its length, and the policy's prompts."""
 
     env_type: str = Field(
         min_length=1,
@@ -62,30 +62,29 @@ class CustomEnvConfig(Config):
     )
     use_thread_lock: bool = Field(
         default=False,
-        description="Let only one episode of the tag be inside its environment at a time (unsafe libraries).",
+        description="Run only one episode of the tag at a time (for libraries that are not thread-safe).",
     )
     history_length: int = Field(
-        default=0, ge=0, description="Earlier turns that the prompt repeats in words (step managers only)."
+        default=0, ge=0, description="Earlier turns that the prompt repeats as text (step managers only)."
     )
     agent_system_template: str | None = Field(
         default=None,
-        description="System message; {env_instruction} and the placeholders below. null: the environment's own.",
+        description="System message; {env_instruction} and the placeholders below. null: the environment's.",
     )
     agent_template: str | None = Field(
         default=None,
         description="User message of a turn; {observation} (or {current_observation}), {turn} (or {turn_idx}, "
-        "{current_step}), {step_count}: turns before it, {max_turns}, {turns_left} (or {actions_left}), {history}, "
-        "{history_length}: turns that it shows, {max_response_length}: most tokens of the answer. null: the "
-        "observation alone.",
+        "{current_step}), {step_count}: turns before it, {max_turns}, {turns_left} (or {actions_left}), "
+        "{history}, {history_length}: turns in it, {max_response_length}: most tokens of the response. null: only "
+        "the observation.",
     )
-    step_timeout: float = Field(default=30.0, gt=0, description="Seconds that one reset or step may take.")
+    step_timeout: float = Field(default=30.0, gt=0, description="Seconds for one reset or step.")
     env_config: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments of the environment's constructor."
     )
     agent: AgentConfig | None = Field(
         default=None,
-        description="A program that plays the environment through an endpoint. null: the policy plays it itself, turn "
-        "by turn.",
+        description="A program that runs the episode through an endpoint. null: the policy acts turn by turn.",
     )
 
     def problems(self) -> Iterator[ConfigProblem]:
@@ -127,10 +126,10 @@ class EnvManagerConfig(Config):
     group_size_redundancy: int = Field(
         default=0,
         ge=0,
-        description="Extra members that each group starts, so that slow or failed ones need not be awaited.",
+        description="Extra members started in each group, so that the group need not wait for slow or failed ones.",
     )
     tags: list[str] = Field(
-        default_factory=lambda: ["SimpleSokoban"], min_length=1, description="Keys of custom_envs to play."
+        default_factory=lambda: ["SimpleSokoban"], min_length=1, description="Keys of custom_envs to use."
     )
     n_groups: list[int] | None = Field(
         default=None,
@@ -138,20 +137,20 @@ class EnvManagerConfig(Config):
     )
     tag_weights: list[Weight] | None = Field(
         default=None,
-        description="In place of n_groups: how often each tag is drawn, in the order of tags, in any unit; the share "
-        "of each in all groups so far is right to within one group.",
+        description="Instead of n_groups: how often each tag is drawn, in the order of tags, in any unit; at any "
+        "point each tag's share of the groups is right to within one group.",
     )
     max_traj_per_env: int = Field(
-        default=-1, ge=-1, description="Most episodes that one environment plays per step; -1: any."
+        default=-1, ge=-1, description="Most episodes of one environment per step; -1: no limit."
     )
     format_penalty: float = Field(
         default=0.0,
         le=0,
-        description="Added to the reward of a turn without a valid action, unless env_config says its own.",
+        description="Added to the reward of a turn without a valid action, unless env_config sets its own.",
     )
     worker_cls: str | None = Field(
         default=None,
-        description="package.module:Class of the process that plays environments. null: the project's own.",
+        description="package.module:Class of the process that runs environments. null: the default class.",
     )
     max_env_num_per_worker: int = Field(
         default=0, ge=0, description="Environments of one process; 0 puts all of them into one."
@@ -159,11 +158,11 @@ class EnvManagerConfig(Config):
     env_retries: int = Field(
         default=1,
         ge=0,
-        description="New attempts at an episode whose environment failed, before it is dropped and counted.",
+        description="Retries of an episode whose environment failed, before it is dropped and counted.",
     )
     query_filter_config: RewardFilterConfig = Field(
         default_factory=RewardFilterConfig,
-        description="Dynamic sampling: groups worth training on, by their scores; the others are replaced "
+        description="Dynamic sampling: groups worth training on, by their rewards; the others are replaced "
         "(train_env_manager).",
     )
     generating_args: GeneratingArguments | None = Field(

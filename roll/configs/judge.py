@@ -17,7 +17,7 @@ from roll.configs.worker import ModelArguments, StrategyArguments, WorkerConfig
 
 
 class JudgeEngine(Config):
-    """Engine that samples a judge on the run's own devices."""
+    """Engine of a judge on the run's own devices."""
 
     strategy_args: StrategyArguments = Field(
         default_factory=lambda: StrategyArguments(strategy_name=DEFAULT_GENERATOR),
@@ -31,7 +31,7 @@ class JudgeEngine(Config):
     max_length: int | None = Field(
         default=None,
         ge=2,
-        description="Most tokens of question and judgement. null: as many as the model has, to 8192.",
+        description="Most tokens of question and judgement. null: the model's maximum, up to 8192.",
     )
 
     def problems(self) -> list[ConfigProblem]:
@@ -52,15 +52,15 @@ class JudgeEngine(Config):
 
 
 class AskedModelConfig(RewardWorkers):
-    """The model that environments ask (``TextEnv.ask``), beside the policy."""
+    """A model that environments can call (``TextEnv.ask``)."""
 
     model: str = Field(min_length=1, description="A folder in Hugging Face format, or an org/name on the hub.")
-    engine: JudgeEngine = Field(default_factory=JudgeEngine, description="What samples it, one engine in each worker.")
+    engine: JudgeEngine = Field(default_factory=JudgeEngine, description="The engine, one in each worker.")
     temperature: float = Field(
-        default=0.0, ge=0, description="Of what it says; the same question has the same answer at any temperature."
+        default=0.0, ge=0, description="Sampling temperature; the same question gets the same reply at any temperature."
     )
-    max_tokens: int = Field(default=512, ge=1, description="Most tokens of what it says.")
-    max_concurrency: int = Field(default=64, ge=1, description="Questions that one worker answers at the same time.")
+    max_tokens: int = Field(default=512, ge=1, description="Most tokens of a reply.")
+    max_concurrency: int = Field(default=64, ge=1, description="Questions that one worker handles at the same time.")
 
     def problems(self) -> Iterator[ConfigProblem]:
         yield from super().problems()

@@ -26,6 +26,7 @@ from roll.configs.rules import RULES, TRAINED, Rule, sections
 from roll.configs.schema import element_of, leaf_paths, section_of
 from roll.configs.worker import parse_device_mapping
 from roll.utils.extras import extra
+from roll.utils.foreign import Fault, describe_error
 from roll.utils.registry import import_module
 
 _ROLES = (*TRAINED, "actor_infer", "reference", "teacher")
@@ -185,10 +186,10 @@ def plugin_problems(names: Any) -> list[ConfigProblem]:
     for index, name in enumerate(names if isinstance(names, list) else ()):
         if not isinstance(name, str):
             continue  # said of its type
-        try:
+        with Fault() as fault:
             import_module(name)
-        except Exception as error:  # whatever its code raises
-            reason = f"{type(error).__name__}: {error}"
+        if fault.error is not None:
+            reason = describe_error(fault.error)
             problems.append(ConfigProblem(f"plugins.{index}", name, "a package or file that can be imported", reason))
     return problems
 

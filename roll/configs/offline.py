@@ -17,24 +17,22 @@ from roll.configs.rules import Rule, sections, too_many_tokens
 class HeldOutConfig(ValidationConfig):
     """The held-out samples; with ``actor_infer``, their last questions are also answered."""
 
-    num_answers: int = Field(
-        default=64, ge=1, description="Most held-out questions that are answered at an evaluation."
-    )
+    num_answers: int = Field(default=64, ge=1, description="Most held-out questions answered in an evaluation.")
     solution: str = Field(
         default="solution", min_length=1, description="Column with the reference answer that rewards compare with."
     )
 
 
 class OfflineConfig(PromptsConfig):
-    """Samples that are there before the run, how often they are met, and how the result is measured."""
+    """A fixed dataset, the number of passes over it, and how the result is evaluated."""
 
     num_train_epochs: int | None = Field(
-        default=None, ge=1, description="Passes over the training data; takes the place of max_steps."
+        default=None, ge=1, description="Passes over the training data; replaces max_steps."
     )
     sample_overflow: Literal["error", "truncate", "drop"] = Field(
         default="error",
-        description="A conversation of more than sequence_length tokens stops the run, loses its end or is left out "
-        "(with the other side of its pair, if it has one).",
+        description="A conversation of more than sequence_length tokens stops the run (error), loses its end "
+        "(truncate) or is dropped (with the other side of its pair, if it has one).",
     )
     validation: HeldOutConfig | None = Field(default=None, description="Held-out samples; null: no evaluation.")
 
@@ -133,10 +131,10 @@ class SFTConfig(OfflineConfig):
 
     train_on: Literal["all", "last"] = Field(
         default="all",
-        description="The answers of a conversation that are imitated: all of the assistant's, or its last.",
+        description="Which responses of a conversation are trained on: all of the assistant's, or its last.",
     )
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean"] = Field(
         default="token-mean",
-        description="The loss of an optimizer step: the mean over all tokens to imitate, or over conversations of the "
-        "mean over theirs.",
+        description="The loss of an optimizer step: the mean over all trained tokens, or the mean over conversations "
+        "of their means.",
     )

@@ -14,17 +14,17 @@ from roll.configs.worker import EnvironmentVariables, WorkerConfig
 
 
 class ProfilerConfig(Config):
-    """Recordings of single steps in the folder profile/ of the run; nothing is recorded unless asked."""
+    """Recordings of single steps in the run's folder profile/; off by default."""
 
     steps: list[int] = Field(
         default_factory=list,
-        description="Steps that PyTorch's profiler records, a Chrome trace of each role and rank. A recorded step is "
+        description="Steps recorded by PyTorch's profiler as a Chrome trace per role and rank. A recorded step is "
         "slower.",
     )
     roles: list[str] = Field(
         default_factory=list,
-        description="Roles that are recorded, such as actor_train; empty: all that have a model. Engines with "
-        "processes of their own (vllm, sglang) are seen by Nsight alone.",
+        description="Recorded roles, such as actor_train; empty: all that have a model. Engines with separate "
+        "processes (vllm, sglang) are recorded only by Nsight.",
     )
     ranks: list[int] | None = Field(default_factory=lambda: [0], description="Ranks of each role. null: all of them.")
     shapes: bool = Field(default=False, description="Record the shapes of operators' inputs.")
@@ -39,14 +39,15 @@ class ProfilerConfig(Config):
     )
     nsight: dict[str, str] | None = Field(
         default=None,
-        description="Run the roles and ranks under Nsight Systems, by Ray; nsys must be on the PATH of their machines. "
-        "Options of `nsys profile`; {} is CUDA, cuDNN, cuBLAS and NVTX. The processes are recorded whole.",
+        description="Run the roles and ranks under Nsight Systems, by Ray; nsys must be on the PATH of their "
+        "machines. Options of `nsys profile`; {} is CUDA, cuDNN, cuBLAS and NVTX. Processes are recorded from "
+        "start to end.",
     )
     peak_tflops: float | None = Field(
         default=None,
         gt=0,
-        description="TFLOP/s that a trainer's device reaches at most in its number format, for mfu/train. null: as its "
-        "data sheet says; on devices that are not known there is no such metric.",
+        description="Peak TFLOP/s of a trainer's device in its number format, for mfu/train. null: from its data "
+        "sheet; unknown devices have no such metric.",
     )
 
     def profiled(self, role: str, world_size: int) -> list[int]:
@@ -70,19 +71,19 @@ TINY = "tiny"
 
 
 class RayInitConfig(Config):
-    """Ray cluster that the run joins, or settings of one that it starts."""
+    """The Ray cluster that the run joins, or settings of the one that it starts."""
 
     address: str | None = Field(
         default=None,
         description="Running cluster to join (host:port or auto). null: RAY_ADDRESS, else a local one is started.",
     )
     num_cpus: int | None = Field(
-        default=None, ge=1, description="CPU slots of a cluster that is started here. null: the cores of this machine."
+        default=None, ge=1, description="CPU slots of a cluster started here. null: the cores of this machine."
     )
     object_store_memory_mb: int | None = Field(
         default=None,
         ge=80,
-        description="Shared memory of a cluster that is started here, in MiB. null: Ray's own choice.",
+        description="Shared memory of a cluster started here, in MiB. null: Ray's default.",
     )
 
 
@@ -100,24 +101,24 @@ class CheckpointConfig(Config):
     )
     save_contents: list[Part] = Field(
         default_factory=lambda: list(PARTS),
-        description="What is saved: the model always; optimizer, Adam's moments and the float32 weights behind a "
-        "16-bit model; rng, the states of the random generators.",
+        description="What is saved: the model always; optimizer, Adam's moments and the float32 weights of a 16-bit "
+        "model; rng, the states of the random generators.",
     )
     load_contents: list[Part] = Field(
         default_factory=lambda: list(PARTS),
-        description="What a resumed run takes of it. Without optimizer the moments start anew, at the same place of "
-        "the data and of the learning-rate schedule.",
+        description="What a resumed run loads. Without optimizer the moments start from zero, at the same position in "
+        "the data and the learning-rate schedule.",
     )
     post_save_hook: list[str] = Field(
         default_factory=list,
-        description="Program and arguments that are run, without a shell, once a checkpoint is in place. Its folder is "
-        "one more argument, and in the variable ROLL_CHECKPOINT; the step is in ROLL_STEP. The save ends with it; "
+        description="Program and arguments run, without a shell, after a checkpoint is complete. Its folder is "
+        "appended as an argument and is in ROLL_CHECKPOINT; the step is in ROLL_STEP. The save waits for it; "
         "failures are warnings with the exit code, and are counted (checkpoint/hook_failures).",
     )
     post_save_timeout: float = Field(
-        default=3600.0, gt=0, description="Seconds after which it is killed, with all that it has started."
+        default=3600.0, gt=0, description="Seconds after which the hook is killed, with all its child processes."
     )
-    post_save_required: bool = Field(default=False, description="A failure of it ends the run.")
+    post_save_required: bool = Field(default=False, description="A failure of the hook ends the run.")
 
     def problems(self) -> Iterator[ConfigProblem]:
         for key in ("save_contents", "load_contents"):
@@ -131,35 +132,35 @@ class RunConfig(Config):
     exp_name: str = Field(
         default="roll",
         pattern=r"^[\w+-][\w.+-]{0,199}$",
-        description="Name of the run and of its folder under output_dir. The command line takes the configuration's "
-        "file name when none is given.",
+        description="Name of the run and of its folder under output_dir. The command line uses the configuration's "
+        "file name if none is given.",
     )
     seed: int = Field(
         default=42,
         ge=0,
-        description="Every other seed is derived from it; a run repeats exactly on one kind of machine.",
+        description="All other seeds are derived from it; a run repeats exactly on one kind of machine.",
     )
-    rpc_timeout: float = Field(default=3600.0, gt=0, description="Seconds that one call to a worker may take.")
+    rpc_timeout: float = Field(default=3600.0, gt=0, description="Seconds for one call to a worker.")
     output_dir: str = Field(default="./output", min_length=1, description="Parent of the run's folder.")
     logging_dir: str | None = Field(
         default=None, description="Folder of the log files. null: output_dir/<exp_name>/logs."
     )
     render_save_dir: str | None = Field(
-        default=None, description="Folder of the episodes one can watch. null: output_dir/<exp_name>/renders."
+        default=None, description="Folder of the rendered episodes. null: output_dir/<exp_name>/renders."
     )
-    num_renders: int = Field(default=4, ge=0, description="Episodes rendered at each evaluation; 0 is none.")
+    num_renders: int = Field(default=4, ge=0, description="Episodes rendered in each evaluation; 0 is none.")
     num_written_episodes: int | None = Field(
         default=64,
         ge=0,
-        description="Episodes of each evaluation that are written in full, trajectories/eval-<step>.jsonl. null: all.",
+        description="Episodes of each evaluation written in full to trajectories/eval-<step>.jsonl. null: all.",
     )
     system_envs: EnvironmentVariables = Field(
         default_factory=dict, description="Environment variables of all worker processes."
     )
     plugins: list[str] = Field(
         default_factory=list,
-        description="Packages (package.module, or folder/file.py) that every process of the run imports first: what "
-        "they register is known by name, and so are models that they add to Transformers. Their code is trusted.",
+        description="Packages (package.module, or folder/file.py) that every process of the run imports first: names "
+        "that they register are available, and so are models that they add to Transformers. Their code is trusted.",
     )
     ray_init: RayInitConfig = Field(default_factory=RayInitConfig, description="The Ray cluster.")
 
@@ -169,20 +170,20 @@ class RunConfig(Config):
     )
     tracker_kwargs: dict[str, Any] = Field(
         default_factory=dict,
-        description="Arguments of the tracker; with several trackers, one mapping for each tracker's name.",
+        description="Arguments of the tracker; with several trackers, a mapping for each tracker's name.",
     )
     checkpoint_config: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="Where checkpoints are written."
     )
-    profiler: ProfilerConfig = Field(default_factory=ProfilerConfig, description="What is recorded in detail.")
-    max_ckpt_to_keep: int = Field(default=0, ge=0, description="Newest checkpoints that are kept; 0 keeps all.")
+    profiler: ProfilerConfig = Field(default_factory=ProfilerConfig, description="Detailed recordings.")
+    max_ckpt_to_keep: int = Field(default=0, ge=0, description="Number of newest checkpoints to keep; 0 keeps all.")
     resume_from_checkpoint: bool | str = Field(
-        default=False, description="true: the newest whole checkpoint of this run, if any; or the path of one."
+        default=False, description="true: the newest complete checkpoint of this run, if any; or the path of one."
     )
     resume_with_changes: bool = Field(
         default=False,
-        description="Resume although data, seed, batch sizes or environments are not those of the run that saved the "
-        "checkpoint. It goes on from the same count of steps and draws, in what there is now. false: that is refused.",
+        description="Resume although data, seed, batch sizes or environments differ from those of the run that saved "
+        "the checkpoint, from the same count of steps and draws, with the new values. false: that is refused.",
     )
 
     max_steps: int = Field(
@@ -191,18 +192,18 @@ class RunConfig(Config):
     save_steps: int | None = Field(
         default=50,
         ge=0,
-        description="Steps between two checkpoints; the last step is always saved, with 0 it alone. null: nothing is "
-        "ever saved, and a run that ends early is lost.",
+        description="Steps between two checkpoints; the last step is always saved, with 0 only the last. null: "
+        "nothing is ever saved, and a run that ends early is lost.",
     )
     async_save: bool = Field(
         default=False,
-        description="Write checkpoints beside the steps that follow: a step waits only until every rank has copied its "
+        description="Write checkpoints during the following steps: a step waits only until every rank has copied its "
         "share to host memory, which must have room for it (and keeps it). At most one is written at a time.",
     )
     logging_steps: int = Field(
         default=1,
         ge=1,
-        description="Steps between two reports to the trackers, which are told of every evaluation too.",
+        description="Steps between two reports to the trackers, which also get every evaluation.",
     )
     eval_steps: int = Field(
         default=10,
@@ -211,9 +212,7 @@ class RunConfig(Config):
         "(val_after_train).",
     )
     val_before_train: bool = Field(default=True, description="Evaluate before the first step.")
-    val_after_train: bool = Field(
-        default=True, description="Evaluate after the last step, also where eval_steps does not ask for it."
-    )
+    val_after_train: bool = Field(default=True, description="Evaluate after the last step, whatever eval_steps is.")
     eval_only: bool = Field(default=False, description="Evaluate the model and stop; nothing is trained.")
     max_bad_steps: int = Field(
         default=3, ge=1, description="Steps in a row skipped for a NaN or infinite loss before the run stops."
@@ -225,20 +224,20 @@ class RunConfig(Config):
     val_batch_size: int | None = Field(
         default=128,
         ge=1,
-        description="Episodes (agentic), prompts (RLVR) or samples (SFT) of an evaluation, at most. null: all prompts "
-        "or samples that are held out.",
+        description="Most episodes (agentic), prompts (RLVR) or samples (SFT) of an evaluation. null: all held-out "
+        "prompts or samples.",
     )
     prompt_length: int = Field(
         default=1024,
         ge=1,
-        description="Most tokens of a first prompt; a longer one fails its episode (agentic) or is "
-        "data_args.prompt_overflow's business (RLVR).",
+        description="Most tokens of a first prompt; a longer one fails its episode (agentic) or is handled by "
+        "data_args.prompt_overflow (RLVR).",
     )
     response_length: int = Field(default=1024, ge=1, description="Most tokens sampled in one turn.")
     sequence_length: int = Field(
         default=2048,
         ge=2,
-        description="Most tokens of a whole sample, prompts and responses. null or no such key: prompt_length + "
+        description="Most tokens of a whole sample, prompts and responses. null or missing: prompt_length + "
         "response_length.",
     )
 
@@ -246,13 +245,13 @@ class RunConfig(Config):
         default=1,
         ge=1,
         le=10_000,
-        description="Machines of the run. null: as many as the largest device of a role needs.",
+        description="Machines of the run. null: as many as the largest device id of a role needs.",
     )
     num_gpus_per_node: int = Field(
-        default=8, ge=1, le=1024, description="GPUs (or CPU slots where there is none) of each machine."
+        default=8, ge=1, le=1024, description="GPUs (or CPU slots if there is none) of each machine."
     )
     model_update_buffer_size_mb: int = Field(
-        default=1024, ge=1, description="Size of one bucket when trained weights go to the generating workers, in MiB."
+        default=1024, ge=1, description="Size of one bucket of a weight update, in MiB."
     )
     check_weight_update: bool = Field(
         default=False,
@@ -264,7 +263,7 @@ class RunConfig(Config):
         default=1,
         ge=0,
         le=1,
-        description="0: turns of all environments in lockstep batches. 1: every request on its own.",
+        description="0: turns of all environments in lockstep batches. 1: every request separately.",
     )
     max_running_requests: int = Field(
         default=128, ge=1, description="Most requests that one generating worker runs at once."
@@ -286,13 +285,13 @@ class RunConfig(Config):
 
 
 class PipelineConfig(RunConfig):
-    """The policy and the roles that train and serve it; pipelines add what they train it on."""
+    """The policy and its roles; pipelines add their data."""
 
     pretrain: str = Field(
         default=TINY,
         min_length=1,
-        description="Model to train: a folder in Hugging Face format, an org/name on the hub, or tiny, which makes a "
-        "small one and, for RL, warm-starts it.",
+        description="Model to train: a folder in Hugging Face format, an org/name on the hub, or tiny, which creates "
+        "a small one and, for RL, warm-starts it.",
     )
     tokenizer_path: str | None = Field(
         default=None,
@@ -302,14 +301,14 @@ class PipelineConfig(RunConfig):
     )
     tiny_num_heads: Literal[1, 2, 4] = Field(
         default=4,
-        description="Attention heads of the tiny model, which share its units. vLLM takes heads of at least 32 units: "
-        "2 of 64.",
+        description="Attention heads of the tiny model, which divide its units. vLLM needs heads of at least 32 "
+        "units: 2 of 64.",
     )
     balance_ranks_by: Literal["tokens", "work"] = Field(
         default="tokens",
-        description="What data-parallel ranks get equal shares of: tokens, or a transformer's arithmetic, which "
-        "for a sequence of L tokens is 6 × hidden size × L + L² (the square is attention's: it counts with long "
-        "sequences of very different lengths). global_seqlen/* tells the tokens of the ranks.",
+        description="What is balanced over data-parallel ranks: tokens, or a transformer's operations, which for a "
+        "sequence of L tokens are 6 × hidden size × L + L² (the square is attention's and matters for long "
+        "sequences of very different lengths). global_seqlen/* shows the tokens per rank.",
     )
     tiny_hidden_size: Literal[16, 32, 64, 128] = Field(default=64, description="Units of a layer of the tiny model.")
     tiny_num_layers: int = Field(default=2, ge=1, description="Layers of the tiny model.")
@@ -318,7 +317,7 @@ class PipelineConfig(RunConfig):
 
     actor_train: WorkerConfig = Field(default_factory=WorkerConfig, description="The policy being trained.")
     actor_infer: WorkerConfig | None = Field(
-        default=None, description="The policy that generates; an RL run has it also where it is not given (hf_infer)."
+        default=None, description="The policy that generates; an RL run always has it (default hf_infer)."
     )
 
     @property
@@ -438,9 +437,9 @@ class PipelineConfig(RunConfig):
 class SupervisedStartConfig(Config):
     """Supervised start: how long to imitate demonstrations before reinforcement learning begins."""
 
-    min_success: float = Field(default=0.15, ge=0, le=1, description="Training goes on until success reaches this …")
+    min_success: float = Field(default=0.15, ge=0, le=1, description="Training continues until success reaches this …")
     max_success: float = Field(
-        default=0.40, ge=0, le=1, description="… and a start beyond this is an error: nothing to learn."
+        default=0.40, ge=0, le=1, description="… and starting above this is an error: nothing to learn."
     )
     learning_rate: float = Field(default=2e-3, gt=0, description="Peak learning rate.")
     batch_size: int = Field(default=32, ge=1, description="Samples per optimizer step.")
@@ -454,11 +453,11 @@ class SupervisedStartConfig(Config):
 
 
 class WarmStartConfig(SupervisedStartConfig):
-    """Supervised start of the tiny model on generated demonstrations, before any reinforcement learning."""
+    """Supervised start of the tiny model on generated demonstrations, before RL."""
 
-    demonstrations: int = Field(default=2000, ge=1, description="Turns of generated play to learn from.")
+    demonstrations: int = Field(default=2000, ge=1, description="Turns of scripted play to imitate.")
     expert_share: float = Field(
-        default=0.5, ge=0, le=1, description="Share of them played by the solver; the others are random but valid."
+        default=0.5, ge=0, le=1, description="Share of them chosen by the solver; the others are random but valid."
     )
     min_valid: float = Field(default=0.90, ge=0, le=1, description="Least share of turns with a valid action.")
 
@@ -472,10 +471,10 @@ class PromptWarmStartConfig(SupervisedStartConfig):
     prompt: str = Field(default="prompt", min_length=1, description="Column of the prompt.")
     response: str = Field(default="response", min_length=1, description="Column of the response.")
     messages: str | None = Field(
-        default=None, min_length=1, description="Column of whole conversations, in place of prompt and response."
+        default=None, min_length=1, description="Column of whole conversations, instead of prompt and response."
     )
     tools: list[str] = Field(
         default_factory=list,
-        description="Tools that the demonstrations' prompts tell of where an agent program has them, as in "
-        "tools.use.<name>.tool. Without them they are those of the section tools.",
+        description="Tools described in the demonstrations' prompts if an agent program provides them, as in "
+        "tools.use.<name>.tool. Default: those of the section tools.",
     )

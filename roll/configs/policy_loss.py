@@ -69,7 +69,7 @@ class DualClip(Config):
 
     switches: ClassVar[tuple[str, ...]] = ("dual_clip_loss",)
 
-    dual_clip_loss: bool = Field(False, description="Bound the loss of negative advantages by `dual_clip_c`.")
+    dual_clip_loss: bool = Field(False, description="Limit the loss of negative advantages by `dual_clip_c`.")
     dual_clip_c: float = Field(3.0, gt=1, description="Dual clip: the loss is at most -c * advantage.")
 
 
@@ -86,7 +86,7 @@ class ClipCov(Ppo):
 
     mixes_rows = True
 
-    clip_cov_ratio: float = Field(0.0002, gt=0, le=1, description="Share of tokens that Clip-Cov takes out.")
+    clip_cov_ratio: float = Field(0.0002, gt=0, le=1, description="Share of tokens that Clip-Cov drops.")
     clip_cov_lb: float = Field(1.0, description="Clip-Cov picks among tokens whose covariance is above this …")
     clip_cov_ub: float = Field(5.0, description="… and below this.")
 
@@ -101,7 +101,7 @@ class KlCov(WithRatio):
     mixes_rows = True
 
     kl_cov_ratio: float = Field(
-        0.0002, gt=0, le=1, description="Share of tokens, those of the largest covariance, that KL-Cov holds back."
+        0.0002, gt=0, le=1, description="Share of tokens, those with the largest covariance, that get KL-Cov's penalty."
     )
     ppo_kl_coef: float = Field(
         0.1, ge=0, description="KL-Cov's coefficient of the absolute log ratio to the old policy on those tokens."
@@ -132,7 +132,9 @@ class Cispo(WithRatio):
     cispo_epsilon_low: float = Field(0.1, ge=0, le=1, description="CISPO keeps the ratio at or above 1 - x.")
     cispo_epsilon_high: float = Field(0.1, ge=0, description="CISPO keeps the ratio at or below 1 + x.")
     cispo_use_unified_mask: bool = Field(
-        False, description="CISPO drops the tokens that PPO would clip: beyond a bound, on the side that gains."
+        False,
+        description="CISPO drops the tokens that PPO would clip: beyond a bound, on the side that increases "
+        "the objective.",
     )
 
 
@@ -177,7 +179,7 @@ class PolicyLossConfig(Sapo, Kimi15, Cispo, Tis, Topr, KlCov, ClipCov, Vanilla):
 
     rl_loss_coef: float = Field(1.0, ge=0, description="Coefficient of the policy-gradient term.")
     pg_variant: str = Field("ppo", description=f"Policy loss: {', '.join(PG_VARIANTS)}, or `package.module:function`.")
-    use_topr_loss: bool = Field(False, description="Older spelling of `pg_variant: topr`.")
+    use_topr_loss: bool = Field(False, description="Alias of `pg_variant: topr`.")
     entropy_loss_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
     entropy_loss_coef_end: float | None = Field(
         None, ge=0, description="Value that `entropy_loss_coef` reaches linearly at the run's end; null: constant."
@@ -186,7 +188,7 @@ class PolicyLossConfig(Sapo, Kimi15, Cispo, Tis, Topr, KlCov, ClipCov, Vanilla):
         0.0, ge=0, description="Coefficient of a supervised loss on samples whose episode score is positive."
     )
     loss_agg_mode: LossAggMode = Field(
-        "seq-mean-token-mean", description="How token losses become one number, over the whole optimizer step."
+        "seq-mean-token-mean", description="How token losses are aggregated over the whole optimizer step."
     )
     loss_agg_norm: float | None = Field(
         None,

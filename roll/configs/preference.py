@@ -14,15 +14,15 @@ PreferenceLoss: TypeAlias = Literal["sigmoid", "ipo", "hinge", "simpo", "orpo", 
 
 
 class PairColumns(Config):
-    """Columns of the dataset that hold a row's two answers. They may be dotted paths."""
+    """Columns of the dataset with a row's two responses; dotted paths are allowed."""
 
     chosen: str = Field(
         default="chosen",
         min_length=1,
-        description="Column of the better answer: its text, or, where data_args.messages is the same column, the whole "
+        description="Column of the better response: its text, or, if data_args.messages is the same column, the whole "
         "conversation.",
     )
-    rejected: str = Field(default="rejected", min_length=1, description="Column of the worse answer, likewise.")
+    rejected: str = Field(default="rejected", min_length=1, description="Column of the worse response, likewise.")
 
 
 class MarginColumns(PairColumns):
@@ -31,7 +31,7 @@ class MarginColumns(PairColumns):
     margin: str | None = Field(
         default=None,
         min_length=1,
-        description="Column of numbers, 0 or more: by how much the chosen answer is better. It is added to "
+        description="Column of numbers, 0 or more: by how much the chosen response is better. It is added to "
         "target_margin (sigmoid, simpo), and a reward model's scores should differ by it. null: 0.",
     )
 
@@ -42,13 +42,13 @@ class LabelColumn(Config):
     label: str = Field(
         default="label",
         min_length=1,
-        description="Column that says whether the answer in data_args.response, or the conversation in messages, is "
+        description="Column that says whether the response in data_args.response, or the conversation in messages, is "
         "good: true or false (kto).",
     )
 
 
 class AnswerColumns(MarginColumns, LabelColumn):
-    """Columns of the dataset that hold a row's answers. They may be dotted paths."""
+    """Columns of the dataset with a row's responses; dotted paths are allowed."""
 
 
 class OfPairs(Config):
@@ -60,8 +60,8 @@ class OfPairs(Config):
     nll_coef: float = Field(
         default=0.0,
         ge=0,
-        description="Weight of the chosen answers' negative log-likelihood, the mean over answers of their mean over "
-        "tokens; orpo needs it (1 in its paper).",
+        description="Weight of the chosen responses' negative log-likelihood, the mean over responses of their means "
+        "over tokens; orpo needs it (1 in its paper).",
     )
 
 
@@ -71,7 +71,7 @@ class OfRewards(OfPairs):
     with_reference = True
 
     length_normalized: bool = Field(
-        default=False, description="Rewards per token of the answer (sigmoid, ipo, hinge); simpo and orpo always."
+        default=False, description="Rewards per token of the response (sigmoid, ipo, hinge); simpo and orpo always."
     )
 
 
@@ -81,13 +81,15 @@ class Logistic(OfPairs):
     columns: ClassVar[type[Config]] = MarginColumns
 
     target_margin: float = Field(
-        default=0.0, ge=0, description="How far the chosen answer's reward should lead (sigmoid, simpo)."
+        default=0.0,
+        ge=0,
+        description="How far the chosen response's reward should exceed the rejected one's (sigmoid, simpo).",
     )
     label_smoothing: float = Field(
         default=0.0,
         ge=0,
         lt=0.5,
-        description="Share of pairs that are taken to be the wrong way round (sigmoid, simpo).",
+        description="Share of pairs assumed to be labelled the wrong way round (sigmoid, simpo).",
     )
 
 
@@ -101,8 +103,8 @@ class Kto(Config):
     columns: ClassVar[type[Config]] = LabelColumn
     with_reference: ClassVar[bool] = True
 
-    desirable_weight: float = Field(default=1.0, gt=0, description="Weight of the good answers (kto).")
-    undesirable_weight: float = Field(default=1.0, gt=0, description="Weight of the bad answers (kto).")
+    desirable_weight: float = Field(default=1.0, gt=0, description="Weight of good responses (kto).")
+    undesirable_weight: float = Field(default=1.0, gt=0, description="Weight of bad responses (kto).")
 
 
 PREFERENCE_LOSSES: dict[str, type[OfPairs] | type[Kto]] = {
@@ -117,14 +119,14 @@ PREFERENCE_LOSSES: dict[str, type[OfPairs] | type[Kto]] = {
 
 
 class PreferenceConfig(Sigmoid, Kto):
-    """The loss of chosen and rejected answers."""
+    """The loss of chosen and rejected responses."""
 
     choices: ClassVar = {"preference_loss": PREFERENCE_LOSSES}
 
     preference_loss: PreferenceLoss = Field(
         default="sigmoid",
-        description="sigmoid (DPO), ipo, hinge (SLiC), simpo and orpo (no reference), or kto (answers that are good or "
-        "bad by themselves, not in pairs).",
+        description="sigmoid (DPO), ipo, hinge (SLiC), simpo and orpo (no reference), or kto (single responses, good "
+        "or bad, not in pairs).",
     )
     beta: float = Field(
         default=0.1,

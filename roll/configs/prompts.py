@@ -22,24 +22,24 @@ REWARD_CLUSTER = "reward_"
 
 
 class DataGeneratorConfig(Config):
-    """Makes the data that ``file_name`` points to, where it is not there yet."""
+    """Generates the data of ``file_name`` if it does not exist."""
 
     path: str = Field(min_length=1, description="package.module:function, called as function(folder, **args).")
-    folder: str = Field(min_length=1, description="Folder that it writes to; made anew when path or args change.")
+    folder: str = Field(min_length=1, description="Folder that it writes to; regenerated when path or args change.")
     args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the function.")
 
 
 class ValidationConfig(Config):
-    """The held-out prompts and how they are answered."""
+    """The held-out prompts and the sampling of their responses."""
 
     data_args: DataArguments = Field(
         default_factory=DataArguments,
-        description="The held-out dataset. Its columns are those of actor_train.data_args where neither prompt nor "
-        "messages is given.",
+        description="The held-out dataset. Its columns default to those of actor_train.data_args if neither prompt "
+        "nor messages is given.",
     )
     generating_args: GeneratingArguments | None = Field(
         default=None,
-        description="Sampling of the answers; num_return_sequences is the n of mean@n. null: actor_infer's.",
+        description="Sampling of the responses; num_return_sequences is the n of mean@n. null: actor_infer's.",
     )
 
 
@@ -48,7 +48,7 @@ class RolloutWorkersConfig(Config):
 
     world_size: int = Field(default=1, ge=1, le=10_000, description="Number of processes.")
     worker_cls: str | None = Field(
-        default=None, description="package.module:Class of the process. null: the project's own."
+        default=None, description="package.module:Class of the process. null: the default class."
     )
     system_envs: EnvironmentVariables = Field(
         default_factory=dict, description="Environment variables of these processes, over the global ones."
@@ -56,21 +56,21 @@ class RolloutWorkersConfig(Config):
 
 
 class PromptsConfig(PipelineConfig):
-    """Held-out prompts, the rewards of their answers, and the processes between them and the engines."""
+    """Rewards, held-out prompts, and the processes that collect rollouts."""
 
     rewards: dict[str, RewardConfig] = Field(default_factory=dict, description="Reward domains by name.")
     validation: ValidationConfig | None = Field(default=None, description="Held-out prompts; null: no evaluation.")
     rollout_workers: RolloutWorkersConfig = Field(
         default_factory=RolloutWorkersConfig,
-        description="Processes that carry prompts to engines and answers to rewards.",
+        description="Processes that send prompts to engines and responses to rewards.",
     )
     data_generator: DataGeneratorConfig | None = Field(
-        default=None, description="Makes the data before the run; for the embedded default."
+        default=None, description="Generates the data before the run; for the built-in demonstrations."
     )
     is_num_return_sequences_expand: bool = Field(
         default=False,
-        description="true: the answers to one prompt spread over all generating workers. false: they stay on one, "
-        "which then holds the prompt's keys and values once.",
+        description="true: the responses to one prompt are spread over all generating workers. false: they stay on "
+        "one, which stores the prompt's KV cache once.",
     )
 
     @property

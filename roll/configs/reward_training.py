@@ -22,7 +22,8 @@ class ScoreColumn(Config):
     score: str = Field(
         default="score",
         min_length=1,
-        description="Column of the score of the answer in data_args.response, or at the end of messages (regression).",
+        description="Column of the score of the response in data_args.response, or at the end of messages "
+        "(regression).",
     )
 
 
@@ -32,7 +33,7 @@ class StepColumns(Config):
     steps: str = Field(
         default="steps",
         min_length=1,
-        description="Column with the answer as a list of texts, which are its steps and joined the whole answer "
+        description="Column with the response as a list of texts, its steps, which joined are the whole response "
         "(process).",
     )
     step_labels: str = Field(
@@ -43,7 +44,7 @@ class StepColumns(Config):
 
 
 class RewardColumns(MarginColumns, ScoreColumn, StepColumns):
-    """Columns of the dataset that hold a row's answers and what they are worth. They may be dotted paths."""
+    """Columns of the dataset with a row's responses and their labels; dotted paths are allowed."""
 
 
 class BradleyTerry(Config):
@@ -85,8 +86,8 @@ class RewardLossConfig(BradleyTerry, Regression, Process):
 
     reward_loss: RewardLoss = Field(
         default="bradley_terry",
-        description="bradley_terry (pairs), regression (answers with scores) or process (answers in steps, each right "
-        "or wrong).",
+        description="bradley_terry (pairs), regression (responses with scores) or process (responses in steps, each "
+        "right or wrong).",
     )
 
 
@@ -94,7 +95,7 @@ class RewardTrainingConfig(RewardLossConfig, OfflineConfig):
     """Everything that ``examples/start_rm_pipeline.py`` reads."""
 
     answers: RewardColumns = Field(
-        default_factory=RewardColumns, description="Columns of the answers and what they are worth."
+        default_factory=RewardColumns, description="Columns of the responses and their labels."
     )
 
     @property

@@ -20,25 +20,25 @@ class VerifierConfig(Config):
     decides: bool | None = Field(
         default=None,
         description="Whether a sample counts as solved only if this verifier says so. null: the first of the list "
-        "decides, the others only add to the score.",
+        "decides, the others only add to the reward.",
     )
-    args: dict[str, Any] = Field(default_factory=dict, description="The verifier's own keys.")
+    args: dict[str, Any] = Field(default_factory=dict, description="The verifier's keys.")
 
 
 class RewardFilterConfig(Config):
-    """Filter for the groups that are worth training on, by their scores, or by a function of yours."""
+    """Filter for groups worth training on, by their rewards or by your own function."""
 
     type: Literal["no_filter", "mean_filter", "std_filter"] = Field(
         default="no_filter",
-        description="`mean_filter` keeps groups whose mean score lies strictly between `low` and `high`; `std_filter` "
-        "those whose standard deviation lies strictly between them.",
+        description="`mean_filter` keeps groups whose mean reward is strictly between `low` and `high`; `std_filter` "
+        "those whose standard deviation is strictly between them.",
     )
     low: float = Field(default=0.0, description="Lower bound.")
     high: float | None = Field(default=None, description="Upper bound; null is none.")
     path: str | None = Field(
         default=None,
-        description="package.module:function or folder/file.py:function that gets a group (roll.rollout.types."
-        "RolloutGroup) and returns whether it is trained; it is asked of groups that pass `type`.",
+        description="package.module:function or folder/file.py:function that gets a group "
+        "(roll.rollout.types.RolloutGroup) and returns whether to train on it; called for groups that pass `type`.",
     )
 
     @property
@@ -62,10 +62,10 @@ class RewardWorkers(Config):
     num_gpus_per_worker: int = Field(
         default=1,
         ge=1,
-        description="Devices of one worker. Left out or null: the tensor_parallel_size of the domain's reward model.",
+        description="Devices of one worker. null or missing: the tensor_parallel_size of the domain's reward model.",
     )
     worker_cls: str | None = Field(
-        default=None, description="package.module:Class of the worker process. null: the project's own."
+        default=None, description="package.module:Class of the worker process. null: the default class."
     )
     system_envs: EnvironmentVariables = Field(
         default_factory=dict, description="Environment variables of these processes, over the global ones."
@@ -87,21 +87,20 @@ class RewardConfig(RewardWorkers):
     timeout: float = Field(
         default=30.0,
         gt=0,
-        description="Seconds that one verifier may take for one sample. The wait for a free sandbox or "
-        "connection does not count.",
+        description="Seconds for one verifier on one sample. Waiting for a free sandbox or connection does not count.",
     )
     timeout_score: float | None = Field(
         default=None,
         allow_inf_nan=False,
-        description="Score that a verifier counts with where it took longer in every attempt, as not solved; the share "
-        "of such samples is reward/<name>/<verifier>/timeout. null: the sample has no reward.",
+        description="Score of a verifier that timed out in every attempt, as not solved; the share of such samples is "
+        "reward/<name>/<verifier>/timeout. null: the sample has no reward.",
     )
-    retries: int = Field(default=1, ge=0, description="New attempts at a verifier that failed or timed out.")
+    retries: int = Field(default=1, ge=0, description="Retries of a verifier that failed or timed out.")
     max_concurrency: int = Field(default=64, ge=1, description="Samples that one worker scores at the same time.")
     num_processes: int = Field(
         default=1,
         ge=1,
-        description="Child processes of one worker that rules run in; one is killed when its rule takes too long.",
+        description="Child processes of one worker for rules; one is killed when its rule takes too long.",
     )
     max_error_rate: float = Field(
         default=0.2,
@@ -110,7 +109,8 @@ class RewardConfig(RewardWorkers):
         description="The run stops when more than this share of a step's samples could not be scored.",
     )
     query_filter_config: RewardFilterConfig = Field(
-        default_factory=RewardFilterConfig, description="Dynamic sampling: groups outside are replaced by new prompts."
+        default_factory=RewardFilterConfig,
+        description="Dynamic sampling: groups outside the bounds are replaced by new prompts.",
     )
 
     def problems(self) -> Iterator[ConfigProblem]:

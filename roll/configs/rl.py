@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from roll.configs.agent import AgentConfig
-from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.algorithm import AlgorithmConfig, AlgorithmParts
 from roll.configs.base import Config
 from roll.configs.pipeline import TINY, PipelineConfig
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompts import REWARD_CLUSTER
 from roll.configs.rewards import RewardFilterConfig
 from roll.configs.rules import TRAINED, Rule
-from roll.configs.teacher import OnPolicyDistillationConfig
+from roll.configs.teacher import OnPolicyDistillationConfig, TeacherTerm
 from roll.configs.tools import ToolsConfig
 from roll.configs.worker import DeviceMapping, EnvironmentVariables, StrategyArguments, WorkerConfig
 
@@ -25,12 +26,12 @@ VAL_INFER = "val_infer"
 
 
 class ValInferConfig(Config):
-    """Generating workers for evaluations alone; their engine, its options and their size are those of actor_infer."""
+    """Generating workers only for evaluations; engine, options and size are those of actor_infer."""
 
     device_mapping: DeviceMapping = Field(
         default=None,
-        description="Their devices, none of them actor_infer's; a role that does nothing during an evaluation, such as "
-        "actor_train, may share them. null: one CPU process, outside the device plan.",
+        description="Their devices, none of them actor_infer's; they can be those of a role that is idle during an "
+        "evaluation, such as actor_train. null: one CPU process, outside the device plan.",
     )
     worker_cls: str | None = Field(
         default=None, description="package.module:Class of the process. null: that of actor_infer."
@@ -61,7 +62,7 @@ class AdditionalPromptsConfig(Config):
     switches: ClassVar[tuple[str, ...]] = ("is_use_additional_prompts",)
 
     is_use_additional_prompts: bool = Field(
-        default=False, description="Start more groups than the step needs; those that finish late are given up."
+        default=False, description="Start more groups than the step needs; the late ones are abandoned."
     )
     max_additional_running_prompts: int = Field(
         default=16, ge=0, description="Most groups started beyond the step's need (with is_use_additional_prompts)."
@@ -82,30 +83,31 @@ class OverlapConfig(Config):
         default=0.0,
         ge=0,
         allow_inf_nan=False,
-        description="How far rollouts run ahead of training, in batches: 0 is synchronous; 1 lets the groups of the "
-        "next step be played while this one trains; fractions let that share of a batch, at least one group.",
+        description="How far rollouts run ahead of training, in batches: 0 is synchronous; 1 samples the groups of "
+        "the next step while this one trains; a fraction is that share of a batch, at least one group.",
     )
     rollout_window: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="With async_generation_ratio: share of the groups under way, from the oldest on, that a step may "
-        "choose from. 0 takes groups strictly in order, so that a slow one holds up its step; 1 takes any that finish.",
+        description="With async_generation_ratio: share of the started groups, from the oldest unfinished on, among "
+        "which a step can choose. 0 takes groups strictly in order, so a slow one delays its step; 1 takes any "
+        "that finish.",
     )
     partial_rollout: bool = Field(
         default=True,
-        description="With async_generation_ratio: requests in flight go on under new weights. false: weights are "
-        "published when those are done, and new requests wait; each answer then has one version.",
+        description="With async_generation_ratio: requests in flight continue with new weights. false: weights are "
+        "published when those are done, and new requests wait; each response then has one version.",
     )
     kv_after_update: Literal["recompute", "keep"] = Field(
         default="recompute",
-        description="With async_generation_ratio: keys and values of requests in flight are computed anew with new "
-        "weights, or stay those of the weights that sampled them.",
+        description="With async_generation_ratio: whether the KV cache of requests in flight is recomputed with new "
+        "weights, or kept from the weights that sampled them.",
     )
     replay_schedule: str | None = Field(
         default=None,
         description="With async_generation_ratio: schedule.jsonl of a run that this one repeats, step by step and "
-        "token by token, on CPUs bit for bit. It must have the same configuration; a worker that dies ends it.",
+        "token by token, on CPUs bit for bit. The configuration must be the same; a worker that dies ends the run.",
     )
 
     @property
@@ -115,7 +117,7 @@ class OverlapConfig(Config):
 
 
 class RLConfig(OverlapConfig, AdditionalPromptsConfig, AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
-    """The rollouts, the critic and the reference; pipelines add where their rollouts come from."""
+    """The rollouts, the critic and the reference; pipelines add the source of their rollouts."""
 
     rollout_batch_size: int = Field(
         default=128, ge=1, le=1_000_000, description="Episodes (agentic) or prompts (RLVR) of a step."
@@ -126,51 +128,52 @@ class RLConfig(OverlapConfig, AdditionalPromptsConfig, AlgorithmConfig, OnPolicy
     val_sequence_length: int | None = Field(
         default=None,
         ge=2,
-        description="Most tokens of a whole held-out sample, which is never trained on; with it the evaluation's own "
-        "max_new_tokens may be above response_length. null: sequence_length.",
+        description="Most tokens of a whole held-out sample, which is never trained on; with it the evaluation's "
+        "max_new_tokens can exceed response_length. null: sequence_length.",
     )
     max_filtered_batches: int = Field(
         default=5,
         ge=1,
-        description="Dynamic sampling (query_filter_config) plays at most this many times the step's groups in a step. "
-        "Where about one group in as many is kept, a batch still fills; where fewer are, the search ends earlier and "
-        "the step trains on those that were found.",
+        description="Dynamic sampling (query_filter_config) samples at most this many times the step's groups in a "
+        "step. If about one group in that many passes, a batch still fills; if fewer do, the search ends earlier "
+        "and the step trains on those it found.",
     )
     learned_share: float | None = Field(
         default=0.9,
         gt=0,
         le=1,
-        description="Dynamic sampling: where a step finds too few groups to train on, the mean reward of all that it "
-        "sampled is at least this share of the best possible one, and that of an evaluation too, the run ends as "
-        "learned. The best is known where all verifiers of a domain say theirs; elsewhere it is the share of successes "
-        "that counts. null: the run goes on to max_steps.",
+        description="Dynamic sampling: if a step finds too few groups to train on, and the mean reward of everything "
+        "it sampled is at least this share of the maximum, and that of an evaluation too, the run ends as "
+        "learned. The maximum is known if all verifiers of a domain have one; otherwise the success rate counts. "
+        "null: the run continues to max_steps.",
     )
     num_written_groups: int = Field(
         default=2,
         ge=0,
-        description="Groups of each step that are written in full to trajectories/train-<step>.jsonl, trained ones "
-        "first. The files of a run take at most 64 MB: every other one of the older steps goes. 0: none.",
+        description="Groups of each step written in full to trajectories/train-<step>.jsonl, trained ones first. A "
+        "run's files take at most 64 MB: beyond that every other older file is deleted. 0: none.",
     )
     rollout_dump_dir: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder that every step's training rollouts are written to: step-<n>/episodes.jsonl to read, and "
-        "all of their tokens, for rollout_replay_dir. null: they are not kept.",
+        description="Folder for every step's training rollouts: step-<n>/episodes.jsonl to read, and all of their "
+        "tokens, for rollout_replay_dir. null: they are not saved.",
     )
     rollout_replay_dir: str | None = Field(
         default=None,
         min_length=1,
-        description="rollout_dump_dir of a run with the same batches, whose rollouts are taken step by step in place "
-        "of playing: to look for an error, or to compare settings of training alone.",
+        description="rollout_dump_dir of a run with the same batches, whose rollouts replace sampling step by step: "
+        "to debug, or to compare only training settings.",
     )
     reward_pretrain: str | None = Field(default=None, description="Model that the critic starts from. null: pretrain.")
     reference_pretrain: str | None = Field(
         default=None,
-        description="Model that the KL is taken to, of pretrain's vocabulary. null: the policy's starting weights.",
+        description="Reference model of the KL, with pretrain's vocabulary. null: the policy's initial weights.",
     )
 
     tools: ToolsConfig | None = Field(
-        default=None, description="What the policy may call in its episodes. null: nothing; a prompt is answered once."
+        default=None,
+        description="Tools that the policy can call in its episodes. null: none; a prompt has one response.",
     )
     actor_infer: WorkerConfig = Field(
         default_factory=lambda: WorkerConfig(strategy_args=StrategyArguments(strategy_name=DEFAULT_GENERATOR)),
@@ -178,24 +181,25 @@ class RLConfig(OverlapConfig, AdditionalPromptsConfig, AlgorithmConfig, OnPolicy
     )
     val_infer: ValInferConfig | None = Field(
         default=None,
-        description="Replicas of the policy that evaluate, so that rollouts beside training go on meanwhile; they get "
-        "the weights before each evaluation. null: actor_infer evaluates.",
+        description="Separate workers that evaluate, so that asynchronous rollouts continue meanwhile; they get the "
+        "weights before each evaluation. null: actor_infer evaluates.",
     )
     critic: WorkerConfig | None = Field(default=None, description="The value model; needed by adv_estimator gae.")
     max_running_groups: int | None = Field(
-        default=None, ge=1, description="Most training groups that are played at once. null: as many as may start."
+        default=None, ge=1, description="Most training groups that run at once. null: no further limit."
     )
 
     tokenization_sanity_check: Literal["strict", "ignore_strippable", "disable"] = Field(
         default="ignore_strippable",
-        description="Conversations of several turns (tools, traj environments, agents), one of each training group: "
-        "whether what is trained is compared with the same conversation tokenised at once. strict counts all "
-        "differences, ignore_strippable those beyond white space and other tokens for the same text. They are metrics, "
-        "rollout/tokens/*, and each kind is a warning once; sampled tokens stay as they are.",
+        description="For conversations of several turns (tools, traj environments, agents), one per training group: "
+        "whether the trained tokens are compared with the same conversation rendered and tokenised at once. "
+        "strict counts all differences, ignore_strippable those beyond white space and other tokens for the same "
+        "text. They are metrics, rollout/tokens/*, and each kind is a warning once; the sampled tokens do not "
+        "change.",
     )
 
     reference: WorkerConfig | None = Field(
-        default=None, description="The frozen starting policy; needed by any KL term (use_kl_loss, add_token_level_kl)."
+        default=None, description="The frozen initial policy; needed by any KL term (use_kl_loss, add_token_level_kl)."
     )
 
     @property
@@ -319,8 +323,23 @@ class RLConfig(OverlapConfig, AdditionalPromptsConfig, AlgorithmConfig, OnPolicy
         return "a KL term"
 
     @property
-    def teacher_loss_coef(self) -> float:
-        return 0.0 if self.divergence is None else self.opd_kl_coef
+    def teacher_term(self) -> TeacherTerm | None:
+        """What the opinion of the teachers counts for; ``None`` without one."""
+        if not self.teacher_roles:
+            return None
+        return TeacherTerm(
+            form=self.opd_form,
+            coefficient=self.opd_kl_coef,
+            by_tag=tuple(self.teacher_coefficients) if self.teachers else (),
+            clip=self.opd_token_kld_clip,
+            least=self.opd_logprob_min,
+            alone=self.is_pure_opd,
+            comparable=self.teacher_temperature == self.scoring_temperature,
+        )
+
+    @property
+    def parts(self) -> AlgorithmParts:
+        return replace(super().parts, teacher=self.teacher_term)
 
     @property
     def models(self) -> dict[str, str]:

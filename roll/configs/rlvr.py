@@ -31,19 +31,21 @@ from roll.configs.worker import GeneratingArguments
 
 
 class UserConfig(Config):
-    """A class of yours that takes the user's turns."""
+    """Your class that writes the user's messages."""
 
     path: str = Field(
         min_length=1,
         description="package.module:Class or folder/file.py:Class with `async respond(messages, prompt)`, which "
-        "returns what the user says, the reward of the policy's last turn, and whether the conversation is over.",
+        "returns the user's message, the reward of the policy's last turn, and whether the conversation is over.",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of its constructor.")
     max_turns: int = Field(
-        default=4, ge=1, description="Most turns of the user after the prompt; what the policy says then is the answer."
+        default=4,
+        ge=1,
+        description="Most messages of the user after the prompt; the next assistant message is the answer.",
     )
-    timeout: float = Field(default=30.0, gt=0, description="Seconds that one turn of the user may take.")
-    retries: int = Field(default=1, ge=0, description="New attempts at an episode whose user failed.")
+    timeout: float = Field(default=30.0, gt=0, description="Seconds for one message of the user.")
+    retries: int = Field(default=1, ge=0, description="Retries of an episode whose user failed.")
 
     def placed(self) -> UserConfig:
         """The section with a path that is the same in every folder."""
@@ -54,40 +56,40 @@ class RLVRConfig(TinyTeacherConfig, RLConfig, PromptsConfig):
     """Everything that ``examples/start_rlvr_pipeline.py`` reads."""
 
     num_return_sequences_in_group: int = Field(
-        default=1, ge=1, description="Answers sampled for each prompt: the group that baselines compare."
+        default=1, ge=1, description="Responses sampled for each prompt: the group that baselines compare."
     )
     total_epochs: int | None = Field(
         default=None,
         ge=1,
-        description="Passes over the training prompts, in place of max_steps: as many whole rollouts as they make.",
+        description="Passes over the training prompts, instead of max_steps; rounded down to whole rollouts.",
     )
     online_dpo: PreferenceConfig | None = Field(
         default=None,
-        description="In place of policy gradients: the best and the worst answer to each prompt are a pair, and the "
-        "policy learns by this loss (any in pairs) beside the section reference. Batches of actor_train count pairs. "
-        "null: policy gradients.",
+        description="Instead of policy gradients, train with this preference loss (any for pairs) on the best and the "
+        "worst response to each prompt, with the section reference. Batches of actor_train count pairs. null: "
+        "policy gradients.",
     )
     teacher_prompt: str | None = Field(
         default=None,
         min_length=1,
-        description="What the teacher reads in place of the last message of a prompt, before the policy's answer: a "
-        "text with {prompt}, that message, and columns of the row, such as {solution}, which the policy is not shown. "
-        "Its prompt and an answer fit into sequence_length. null: the teacher reads what the policy reads.",
+        description="Replaces the last message of a prompt for the teacher, before the policy's response: a text with "
+        "{prompt}, that message, and columns of the row, such as {solution}, which the policy does not see. This "
+        "prompt and a response must fit into sequence_length. null: the teacher reads the policy's prompt.",
     )
     teacher_column_length: int | None = Field(
         default=None,
         ge=1,
-        description="Most tokens of a column in teacher_prompt; what is behind them is cut off. null: nothing is, and "
-        "a prompt that is too long is an error.",
+        description="Most tokens of a column in teacher_prompt; the rest is cut off. null: nothing is cut, and a "
+        "prompt that is too long is an error.",
     )
     agent: AgentConfig | None = Field(
         default=None,
-        description="A program that plays the prompts through an endpoint. null: the policy answers them itself.",
+        description="A program that runs the prompts through an endpoint. null: the policy responds directly.",
     )
     user: UserConfig | None = Field(
         default=None,
-        description="Who answers what the policy says, turn by turn; its last answer is scored. null: nobody; a prompt "
-        "is answered once.",
+        description="A simulated user that replies to the policy, turn by turn; the last assistant message is scored. "
+        "null: none; a prompt has one response.",
     )
     warm_start: PromptWarmStartConfig = Field(
         default_factory=PromptWarmStartConfig,

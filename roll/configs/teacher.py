@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Literal, Self, TypeAlias
 
 from pydantic import Field
@@ -15,23 +16,47 @@ from roll.configs.worker import WorkerConfig
 
 OpdForm: TypeAlias = Literal["advantage", "reward", "loss"]
 
+
+@dataclass(frozen=True)
+class TeacherTerm:
+    """What a teacher's opinion of a sampled token counts for: its log-probability minus the policy's."""
+
+    form: OpdForm
+    coefficient: float
+    by_tag: tuple[float, ...]
+    """Of several teachers the sum of the coefficients, by tag as a batch's ``tag_B`` counts them."""
+    clip: float | None
+    """Bound of a token's term."""
+    least: float | None
+    """Bound of the log-probabilities, from below."""
+    alone: bool
+    """Whether rewards count for nothing."""
+    comparable: bool
+    """Whether the teacher's log-probabilities are of the temperature of the policy's."""
+
+    @property
+    def replaces_advantages(self) -> bool:
+        """Tells whether rewards do not become advantages."""
+        return self.alone and self.form != "reward"
+
+
 _COMPARES = {key: field.default for key, field in DivergenceConfig.model_fields.items()} | {"kd_temperature": None}
 """Defaults of the keys that say how distributions are compared."""
 
 
 class TeacherConfig(Config):
-    """A frozen model that others learn from."""
+    """A frozen model that the policy learns from."""
 
     teacher: WorkerConfig | None = Field(
         default=None,
-        description="The role of the model that is learnt from, with any scoring strategy. It has the policy's "
-        "vocabulary, or in an RL run another one (align_tokenizers); size and architecture are its own.",
+        description="The role of the teacher, with any strategy that computes log-probs. It has the policy's "
+        "vocabulary, or in an RL run another one (align_tokenizers); its size and architecture are free.",
     )
     teacher_pretrain: str | None = Field(
         default=None,
         min_length=1,
         description="The teacher: a folder in Hugging Face format (also an earlier checkpoint's actor_train), an "
-        "org/name on the hub, or tiny, which is taught as teacher_warm_start says.",
+        "org/name on the hub, or tiny, which is trained by teacher_warm_start.",
     )
 
     def problems(self) -> Iterator[ConfigProblem]:
@@ -57,7 +82,7 @@ class TinyTeacherConfig(TeacherConfig):
 
     teacher_warm_start: PromptWarmStartConfig = Field(
         default_factory=PromptWarmStartConfig,
-        description="How a teacher is taught that is made on the spot; read when teacher_pretrain is tiny.",
+        description="Training of a tiny teacher; read when teacher_pretrain is tiny.",
     )
 
     def of_teacher(self) -> Self:
@@ -66,16 +91,16 @@ class TinyTeacherConfig(TeacherConfig):
 
 
 class TaggedTeacherConfig(WorkerConfig):
-    """One of several teachers: a role such as ``teacher``, its model, and whose samples it judges."""
+    """One of several teachers: a role like ``teacher``, its model, and the samples that it scores."""
 
     pretrain: str = Field(
         min_length=1, description="The teacher: a folder in Hugging Face format, or an org/name on the hub."
     )
     tag_included: list[str] = Field(
-        default_factory=list, description="Tags of the samples that it judges. Empty: those of all tags."
+        default_factory=list, description="Tags of the samples that it scores. Empty: all tags."
     )
     opd_kl_coef: float | None = Field(
-        default=None, gt=0, description="Coefficient of its term. null: the one that stands beside teachers."
+        default=None, gt=0, description="Coefficient of its term. null: the top-level one."
     )
 
     def judges(self, tag: str) -> bool:
@@ -84,51 +109,51 @@ class TaggedTeacherConfig(WorkerConfig):
 
 
 class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
-    """Use of a teacher's opinion of the policy's own samples."""
+    """Use of a teacher's log-probs on the policy's own samples."""
 
     teachers: dict[str, TaggedTeacherConfig] = Field(
         default_factory=dict,
-        description="In place of teacher: several, by name, each for the samples of its own tags. Every tag of the "
-        "training samples has a teacher; the terms of several add up.",
+        description="Instead of teacher: several, by name, each for the samples of its own tags. Every tag of the "
+        "training samples needs a teacher; the terms of several add up.",
     )
     is_pure_opd: bool = Field(
         default=False,
-        description="The policy learns from the teacher alone: rewards are measured, and count for nothing.",
+        description="The policy learns only from the teacher: rewards are logged, but not used.",
     )
     opd_kl_coef: float = Field(
         default=1.0,
         gt=0,
-        description="Coefficient of the teacher's term: its log-probability minus the policy's, of each sampled token, "
-        "or the divergence.",
+        description="Coefficient of the teacher's term: its log-prob minus the policy's at each sampled token, or the "
+        "divergence.",
     )
     opd_token_kld_clip: float | None = Field(
         default=None,
         gt=0,
-        description="A token's term, with its coefficient, is at most so far from 0: few tokens on which the teacher's "
-        "opinion is quite another do not outweigh all others. null: no bound.",
+        description="Limit of the absolute value of a token's term, with its coefficient, so that a few tokens with "
+        "strong disagreement do not outweigh all others. null: no limit.",
     )
     opd_logprob_min: float | None = Field(
         default=None,
         lt=0,
-        description="Log-probabilities of teacher and policy below it count as it in the term. null: no bound.",
+        description="Log-probs of teacher and policy below this count as this in the term. null: no limit.",
     )
     opd_form: OpdForm = Field(
         default="advantage",
-        description="Where the term goes: `advantage` adds it to each token's advantage, so that a token answers for "
-        "itself; `reward` adds it to each token's reward, and adv_estimator carries it back to earlier tokens; `loss` "
-        "adds the divergence (kd_objective) at each sampled token to the policy's loss.",
+        description="Where the term is added: `advantage` to each token's advantage, so that it affects only that "
+        "token; `reward` to each token's reward, and adv_estimator propagates it to earlier tokens; `loss` adds "
+        "the divergence (kd_objective) at each sampled token to the policy's loss.",
     )
 
     kd_temperature: float | None = Field(
         default=None,
         gt=0,
         description="With opd_form: loss, divides the logits of teacher and policy before they are compared; the "
-        "divergence is not multiplied by its square. null: the temperature of sampling.",
+        "divergence is not multiplied by its square. null: the sampling temperature.",
     )
     align_tokenizers: Literal["text"] | None = Field(
         default=None,
-        description="`text`: a teacher with another tokenizer scores the same text in its own tokens, and its opinion "
-        "is that of chunks, the shortest spans which begin and end in both (`opd_form` advantage or reward). null: "
+        description="`text`: a teacher with another tokenizer scores the same text in its own tokens, and its term "
+        "applies to chunks, the shortest spans that begin and end in both (`opd_form` advantage or reward). null: "
         "the teacher has the policy's tokens.",
     )
 
@@ -162,7 +187,7 @@ class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
         """Divergence of the policy from the teacher over the vocabulary; ``None``: compared only at sampled tokens."""
         if self.teacher is None or self.opd_form != "loss":
             return None
-        return DivergenceConfig.model_validate(self.model_dump(include=set(DivergenceConfig.model_fields)))
+        return self.part(DivergenceConfig)
 
     def problems(self) -> Iterator[ConfigProblem]:
         yield from super().problems()

@@ -32,28 +32,26 @@ class ToolConfig(Config):
     timeout: float = Field(
         default=10.0,
         gt=0,
-        description="Seconds that one call may take, not counting waits for a free sandbox or process.",
+        description="Seconds for one call, not counting waits for a free sandbox or process.",
     )
     isolation: Literal["none", "process"] = Field(
         default="none",
-        description="process: each call has a process of its own, a fork of one that has built the tool, which is "
-        "killed at the end or the timeout with all that it has started. State between calls must then be JSON. none: "
-        "a thread or the event loop of the rollout worker.",
+        description="process: each call runs in its own process, forked from one that has built the tool, which is "
+        "killed at the end or the timeout with everything it started. State between calls must then be JSON. "
+        "none: a thread or the event loop of the rollout worker.",
     )
     processes: int = Field(
         default=2,
         ge=1,
-        description="With isolation process: calls at the same time, of one rollout worker. Others wait; that is no "
-        "part of their timeout.",
+        description="With isolation process: calls of one rollout worker that run at the same time. Waiting for one "
+        "does not count towards the timeout.",
     )
     memory_mb: int = Field(
         default=1024,
         ge=16,
-        description="With isolation process: memory that a call may use beside what its tool holds.",
+        description="With isolation process: memory that a call can use in addition to the tool's.",
     )
-    retries: int = Field(
-        default=0, ge=0, description="New attempts at a call that raised something else than a ToolError."
-    )
+    retries: int = Field(default=0, ge=0, description="Retries of a call that raised anything but a ToolError.")
 
 
 class McpServerConfig(Config):
@@ -62,22 +60,23 @@ class McpServerConfig(Config):
     command: list[str] | None = Field(
         default=None,
         min_length=1,
-        description="Program and arguments; it speaks the protocol on its pipes. python is the run's own.",
+        description="Program and arguments; it speaks the protocol on its pipes. python is the run's.",
     )
-    url: str | None = Field(default=None, min_length=1, description="Of a running server (streamable HTTP).")
+    url: str | None = Field(default=None, min_length=1, description="Address of a running server (streamable HTTP).")
     env: EnvironmentVariables = Field(
-        default_factory=dict, description="Environment variables of the program, beside a few harmless ones of ours."
+        default_factory=dict,
+        description="Environment variables of the program, in addition to a few harmless ones of the run.",
     )
     cwd: str | None = Field(default=None, description="Working folder of the program.")
     only: list[str] | None = Field(default=None, description="The tools to take; null: all.")
     tags: list[str] | None = Field(
         default=None, description="Tags of prompts or environments that have the tools; null: all."
     )
-    timeout: float = Field(default=10.0, gt=0, description="Seconds that a call may take.")
+    timeout: float = Field(default=10.0, gt=0, description="Seconds for a call.")
     start_timeout: float = Field(
-        default=60.0, gt=0, description="Seconds until the server has been reached and has told of its tools."
+        default=60.0, gt=0, description="Seconds for the server to respond and list its tools."
     )
-    retries: int = Field(default=0, ge=0, description="New attempts at a call that the server did not answer.")
+    retries: int = Field(default=0, ge=0, description="Retries of a call that the server did not answer.")
 
     def problems(self) -> Iterator[ConfigProblem]:
         if (self.command is None) == (self.url is None):
@@ -89,8 +88,7 @@ class ToolsConfig(Config):
 
     use: dict[str, ToolConfig] = Field(
         default_factory=dict,
-        description="Tools by the name that the policy calls them by, functions included; null takes away one of "
-        "an included file.",
+        description="Tools, by the name under which the policy calls them; null removes one of an included file.",
     )
     servers: dict[str, McpServerConfig] = Field(
         default_factory=dict,
@@ -99,29 +97,29 @@ class ToolsConfig(Config):
     dialect: str = Field(
         default=AUTO_DIALECT,
         min_length=1,
-        description="How the model writes calls: auto for what its chat template speaks, the name of a dialect, or "
+        description="How the model writes calls: auto for its chat template's dialect, the name of a dialect, or "
         "package.module:Class.",
     )
     max_turns: int = Field(
         default=6,
         ge=1,
-        description="Most turns with calls in an episode, beside those of its environment; what is called after them "
-        "is not run.",
+        description="Most turns with calls in an episode, in addition to those of its environment; later calls are "
+        "not run.",
     )
     max_parallel_calls: int = Field(
         default=4,
         ge=1,
-        description="Most calls of one turn that are run, and most malformed ones that are told one by one; the others "
-        "are answered with an error.",
+        description="Most calls of one turn that are run, and most malformed ones reported separately; the others get "
+        "an error.",
     )
     max_tool_response_tokens: int = Field(
-        default=256, ge=1, description="A longer result is cut to this many tokens, the note of it not included."
+        default=256, ge=1, description="A longer result is cut to this many tokens, plus a note about the cut."
     )
     tool_response_truncate_side: Literal["left", "middle", "right"] = Field(
         default="middle", description="Where a result that is too long is cut."
     )
     malformed_call_penalty: float = Field(
-        default=0.0, le=0, description="Added to the reward of a turn for each call that cannot be read."
+        default=0.0, le=0, description="Added to the reward of a turn for each call that cannot be parsed."
     )
 
     @model_validator(mode="before")

@@ -104,7 +104,9 @@ class GeneratingArguments(Config):
         default=None, ge=1, description="Most tokens sampled in one turn. null means response_length."
     )
     temperature: float = Field(
-        default=1.0, ge=0, description="Softmax temperature; 0 is greedy. Training scores use the same temperature."
+        default=1.0,
+        ge=0,
+        description="Softmax temperature; 0 is greedy. Training computes log-probs at the same temperature.",
     )
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="Sample only from the most likely tokens of this total mass."
@@ -114,50 +116,55 @@ class GeneratingArguments(Config):
         default=0.0,
         ge=0,
         le=1,
-        description="Sample only from tokens of at least this share of the likeliest one's probability; 0 is off.",
+        description="Sample only from tokens with at least this share of the most likely token's probability; 0 is "
+        "off.",
     )
     first_token_temperature: float | None = Field(
         default=None,
         gt=0,
-        description="Temperature of an answer's first token alone, so that answers begin differently (FIRE, Chen et "
-        "al. 2024); its log-probability is that of this temperature. null: `temperature`.",
+        description="Temperature of only the first token of a response, so that responses differ from the start "
+        "(FIRE, Chen et al. 2024); its log-prob is computed at this temperature. null: `temperature`.",
     )
     first_token_top_k: int | None = Field(
         default=None,
         ge=-1,
-        description="`top_k` of an answer's first token alone: FIRE draws it hot, among a few. null: `top_k`.",
+        description="`top_k` of only the first token of a response: FIRE samples it at a high temperature among a "
+        "few. null: `top_k`.",
     )
     ignore_eos: bool = Field(
         default=False,
-        description="Answers go on to max_new_tokens or a stop string, whatever token ends a turn: for measuring.",
+        description="Responses continue to max_new_tokens or a stop string, past any token that ends a turn: for "
+        "benchmarks.",
     )
-    num_beams: int = Field(default=1, ge=1, le=1, description="Accepted for compatibility; beam search is no sampling.")
+    num_beams: int = Field(
+        default=1, ge=1, le=1, description="Accepted for compatibility; must be 1, beam search is not sampling."
+    )
     num_return_sequences: int = Field(
         default=1,
         ge=1,
-        description="Answers to each prompt (validation.generating_args). Training takes num_return_sequences_in_group "
-        "(RLVR) or group_size (agentic), and this is 1 or the same.",
+        description="Responses per prompt (validation.generating_args). Training uses num_return_sequences_in_group "
+        "(RLVR) or group_size (agentic); there this must be 1 or the same.",
     )
     repetition_penalty: float = Field(
         default=1.0,
         gt=0,
-        description="Makes tokens that were already seen less likely (CTRL, Keskar et al. 2019); 1 is off.",
+        description="Makes tokens that already occurred less likely (CTRL, Keskar et al. 2019); 1 is off.",
     )
     presence_penalty: float = Field(
         default=0.0,
         ge=-2,
         le=2,
-        description="Taken off the logit of a token that the answer has already, for new subjects; 0 is off.",
+        description="Subtracted from the logit of a token that already occurs in the response; 0 is off.",
     )
     frequency_penalty: float = Field(
         default=0.0,
         ge=-2,
         le=2,
-        description="Taken off the logit of a token for each time that the answer has it; 0 is off.",
+        description="Subtracted from the logit of a token for each time that it occurs in the response; 0 is off.",
     )
     do_sample: bool = Field(default=True, description="false is greedy decoding, the same as temperature 0.")
     stop_strings: list[str] = Field(
-        default_factory=list, description="A completion ends once its text contains one of these."
+        default_factory=list, description="A response ends once its text contains one of these, which stays in it."
     )
 
     @property
@@ -189,8 +196,8 @@ class Falling(Config):
     lr_decay_steps: int | None = Field(
         default=None,
         ge=1,
-        description="Optimizer steps, those of the warm-up included, after which min_lr_ratio is reached, and stays. "
-        "null: all of the run.",
+        description="Optimizer steps, including the warm-up, after which min_lr_ratio is reached and kept. null: all "
+        "of the run.",
     )
 
 
@@ -206,11 +213,11 @@ class Wsd(Falling):
     """Warm-up, stable, decay."""
 
     lr_wsd_decay_steps: int | None = Field(
-        default=None, ge=1, description="Optimizer steps of wsd's fall. null: a tenth of all, rounded up."
+        default=None, ge=1, description="Optimizer steps of wsd's decay. null: a tenth of all, rounded up."
     )
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = Field(
         default="linear",
-        description="wsd's fall, r from 0 to 1: 1 - r, half a cosine, 2 / 2^r - 1, or 1 - sqrt(r).",
+        description="wsd's decay, r from 0 to 1: 1 - r, half a cosine, 2 / 2^r - 1, or 1 - sqrt(r).",
     )
 
 
@@ -226,22 +233,22 @@ SCHEDULES: dict[str, type[Config]] = {
 
 
 class TrainingArguments(Wsd, Cosine, Muon):
-    """The optimizer, its schedule, and how many samples make one optimizer step."""
+    """The optimizer, its schedule, and the samples of one optimizer step."""
 
     choices: ClassVar = {"optimizer": {"adamw": Config, "muon": Muon}, "lr_scheduler_type": SCHEDULES}
 
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw",
-        description="What takes the steps. muon: orthogonalised momentum for the matrices of the decoder layers, with "
+        description="The optimizer. muon: orthogonalised momentum for the matrices of the decoder layers, with "
         "updates as large as AdamW's, and AdamW for everything else (embeddings, heads, norms, biases, experts).",
     )
     learning_rate: float = Field(default=1e-6, gt=0, description="Peak learning rate, reached after the warm-up.")
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices.")
     weight_decay_end: float | None = Field(
-        default=None, ge=0, description="Weight decay that is reached at the run's end; null: it is constant."
+        default=None, ge=0, description="Weight decay at the end of the run; null: constant."
     )
     weight_decay_incr_style: Literal["linear", "cosine"] = Field(
-        default="linear", description="Course from weight_decay to weight_decay_end: a line, or half a cosine."
+        default="linear", description="Shape from weight_decay to weight_decay_end: linear, or half a cosine."
     )
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the gradient's running mean.")
     adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="Decay of the squared gradient's running mean.")
@@ -262,16 +269,17 @@ class TrainingArguments(Wsd, Cosine, Muon):
         description="The warm-up as a share of all optimizer steps; used when warmup_steps is 0.",
     )
     warmup_init_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="Learning rate that the warm-up rises from, as a share of the peak."
+        default=0.0, ge=0, le=1, description="Learning rate at the start of the warm-up, as a share of the peak."
     )
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt", "wsd"] = Field(
         default="linear",
-        description="Course after the warm-up: level (constant has no warm-up at all), a straight line or half a "
-        "cosine down to min_lr_ratio; inverse_sqrt falls as 1 / sqrt(steps since the start), in units of the warm-up; "
-        "wsd (warm-up, stable, decay; Hu et al. 2024) is level and falls in the last lr_wsd_decay_steps.",
+        description="Shape after the warm-up: constant (which has no warm-up) and constant_with_warmup stay at the "
+        "peak; linear and cosine (half a period) fall to min_lr_ratio; inverse_sqrt falls as 1 / sqrt(steps since "
+        "the start), in units of the warm-up; wsd (warm-up, stable, decay; Hu et al. 2024) is constant and falls "
+        "in the last lr_wsd_decay_steps.",
     )
     min_lr_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="Least learning rate after the warm-up, as a share of the peak."
+        default=0.0, ge=0, le=1, description="Lowest learning rate after the warm-up, as a share of the peak."
     )
 
     def problems(self) -> Iterator[ConfigProblem]:
@@ -289,7 +297,7 @@ class TrainingArguments(Wsd, Cosine, Muon):
 
 
 class ModelArguments(Config):
-    """Loading and running of the weights."""
+    """How the model is loaded and run."""
 
     @property
     def lora_targets(self) -> tuple[str, ...]:
@@ -312,16 +320,16 @@ class ModelArguments(Config):
         return self.lora_alpha or 2 * self.lora_rank
 
     dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
-        default=None, description="Number format of the weights. null takes the one the checkpoint names."
+        default=None, description="Number format of the weights. null: that of the checkpoint."
     )
     disable_gradient_checkpointing: bool = Field(
         default=False,
-        description="Keep all activations for the backward pass instead of computing them again: faster, more memory.",
+        description="Keep all activations for the backward pass instead of recomputing them: faster, more memory.",
     )
     attn_implementation: Literal["sdpa", "eager", "fa2", "auto"] = Field(
         default="auto",
-        description="Attention kernel. auto lets Transformers choose; fa2 is FlashAttention 2. Megatron takes that of "
-        "TransformerEngine where it is installed (fa2: flash, eager: unfused); vllm and sglang have their own.",
+        description="Attention kernel. auto lets Transformers choose; fa2 is FlashAttention 2. Megatron uses "
+        "TransformerEngine's if it is installed (fa2: flash, eager: unfused); vllm and sglang have their own.",
     )
     lora_rank: int = Field(default=8, ge=1, description="Rank of the LoRA matrices, with lora_target.")
     lora_alpha: int | None = Field(
@@ -331,27 +339,27 @@ class ModelArguments(Config):
     lora_target: str | None = Field(
         default=None,
         description="Layers that get a LoRA adapter (Hu et al. 2021), the rest is frozen: names separated by commas, "
-        "all-linear (all linear layers but the output layer; not the routed experts of a mixture, which are no such "
-        "layers), or null for full training. Read from actor_train, and holds for every copy of the actor.",
+        "all-linear (all linear layers but the output layer; not the routed experts of a mixture, which are not "
+        "linear layers), or null for full training. Set it on actor_train; it applies to every copy of the actor.",
     )
     lora_exclude: str | None = Field(
-        default=None, description="Layers that all-linear leaves out: names separated by commas."
+        default=None, description="Layers that all-linear omits: names separated by commas."
     )
     adapter_name_or_path: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder of an adapter, as peft saves one, that actor_train starts from. null: a new one.",
+        description="Folder of a peft adapter from which actor_train starts. null: a new one.",
     )
     freeze_module_prefix: str | None = Field(
         default=None,
         description="Parts of the model that are not trained: names of modules or parameters as in the checkpoint "
-        "(model.embed_tokens, model.layers.0), separated by commas. They take no gradient and have no optimizer state; "
-        "checkpoints and the generator's weights stay whole. Of actor_train and critic, without an adapter.",
+        "(model.embed_tokens, model.layers.0), separated by commas. They have no gradient and no optimizer state; "
+        "checkpoints and the generator's weights stay complete. For actor_train and critic, without an adapter.",
     )
     ulysses_size: int = Field(
         default=1,
         ge=1,
-        description="Workers that share every sequence in attention, each a part of the heads (Ulysses sequence "
+        description="Workers that share every sequence in attention, each with part of the heads (Ulysses sequence "
         "parallelism; fsdp2 and deepspeed strategies). Must divide the workers and the attention heads.",
     )
     use_liger_kernel: bool = Field(
@@ -359,12 +367,12 @@ class ModelArguments(Config):
     )
     trust_remote_code: bool = Field(
         default=False,
-        description="Run Python files that come with the model (auto_map in its config.json): they can do whatever the "
-        "run may. Only for files that you have read; a warning at the start names role and folder. Each role says it "
-        "for itself; actor_train's holds for the policy's tokenizer too. Megatron has model code of its own.",
+        description="Run Python files that come with the model (auto_map in its config.json): they can do anything "
+        "that the run can. Only for files that you have read; a warning at the start names role and folder. Set "
+        "it for each role; actor_train's also applies to the policy's tokenizer. Megatron has its own model code.",
     )
     model_config_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Entries written over the checkpoint's own config.json before loading."
+        default_factory=dict, description="Entries that override the checkpoint's config.json before loading."
     )
 
     def problems(self) -> Iterator[ConfigProblem]:
@@ -407,7 +415,7 @@ class StrategyArguments(Config):
         "class or of an engine's card.",
     )
     strategy_config: dict[str, Any] = Field(
-        default_factory=dict, description="Options of that engine, see the tables of the strategies below."
+        default_factory=dict, description="Options of that engine, see the engine options."
     )
 
     @property
@@ -430,13 +438,13 @@ ReplayMode = Literal["disable", "R2", "R3"]
 
 
 class RouterReplayConfig(Config):
-    """Replay of a router's choice."""
+    """Replay of the experts chosen by routers."""
 
     mode: ReplayMode = Field(
         default="disable",
-        description="Experts that each token goes through when the policy is trained. disable: its routers choose anew "
-        "in every pass; R2: those chosen when the trainer scored the rollout; R3: those that the generator chose, in "
-        "scoring and training. The weights of the experts are always the trainer's own.",
+        description="Experts of each token when the policy is trained. disable: the routers choose in every pass; R2: "
+        "those chosen when the trainer computed the old log-probs; R3: those that the generator chose, for old "
+        "log-probs and training. The weights of the experts are always the trainer's.",
     )
 
 
@@ -450,15 +458,15 @@ EnvironmentVariables = Annotated[
 
 
 class WorkerConfig(Config):
-    """A cluster: worker processes of one role, each holding one strategy."""
+    """The worker processes of one role, each with one strategy."""
 
     model_args: ModelArguments = Field(default_factory=ModelArguments, description="How the model is loaded.")
     training_args: TrainingArguments = Field(
-        default_factory=TrainingArguments, description="Optimizer and schedule; read by the trained roles."
+        default_factory=TrainingArguments, description="Optimizer and schedule; read by trained roles."
     )
     data_args: DataArguments = Field(default_factory=DataArguments, description="How messages become prompts.")
     generating_args: GeneratingArguments = Field(
-        default_factory=GeneratingArguments, description="How completions are sampled; read from actor_infer."
+        default_factory=GeneratingArguments, description="How responses are sampled; read from actor_infer."
     )
     strategy_args: StrategyArguments = Field(
         default_factory=StrategyArguments, description="The engine and its options."
@@ -471,17 +479,17 @@ class WorkerConfig(Config):
     )
     device_mapping: DeviceMapping = Field(
         default=None,
-        description="Devices of the role, counted over all nodes: GPUs, or CPU slots where there is none. Roles whose "
+        description="Devices of the role, counted over all nodes: GPUs, or CPU slots if there is none. Roles whose "
         "mappings overlap share devices. null: one CPU process per worker, outside the device plan.",
     )
     num_gpus_per_worker: int = Field(
         default=1,
         ge=1,
-        description="Devices of one worker; more than 1 only for engines that split one model themselves. null or no "
-        "such key: the tensor-parallel size of vllm or sglang.",
+        description="Devices of one worker; more than 1 only for engines that split one model themselves. null or "
+        "missing: the tensor-parallel size of vllm or sglang.",
     )
     model_update_frequency: int = Field(
-        default=1, ge=1, description="Steps between two transfers of the trained weights (read from actor_train)."
+        default=1, ge=1, description="Steps between two weight updates (read from actor_train)."
     )
     infer_batch_size: int = Field(
         default=16, ge=1, description="Sequences per forward pass when only log-probs are computed."
@@ -505,26 +513,28 @@ class WorkerConfig(Config):
         default=False, description="Form micro-batches by token count instead of infer_batch_size."
     )
     max_tokens_per_microbatch_in_infer: int = Field(
-        default=0, ge=0, description="Token budget of a scoring micro-batch; needed with dynamic batching."
+        default=0, ge=0, description="Token budget of a micro-batch for log-probs; needed with dynamic batching."
     )
     sequence_length_round_in_infer: int = Field(
-        default=1, ge=1, description="Padded lengths of scoring micro-batches are rounded up to a multiple of this."
+        default=1,
+        ge=1,
+        description="Padded lengths of micro-batches for log-probs are rounded up to a multiple of this.",
     )
     use_sequence_packing: bool = Field(
         default=False,
-        description="Lay the sequences of a micro-batch end to end in one row instead of padding them: of models that "
-        "are known to keep them apart.",
+        description="Concatenate the sequences of a micro-batch in one row instead of padding them; for models that "
+        "are known to keep them separate.",
     )
     router_replay: RouterReplayConfig = Field(
         default_factory=RouterReplayConfig,
-        description="Experts that a mixture of experts takes again (read from actor_train).",
+        description="Replays the experts of a mixture of experts (read from actor_train).",
     )
     share_prompts: bool = Field(
         default=True,
-        description="Sequences that begin with the same prompt compute it once, where that leaves at most 90% of the "
-        "tokens: with full attention, in fsdp2 and deepspeed strategies with sdpa, and in megatron strategies without "
-        "TransformerEngine, context parallelism and moe_aux_loss_coeff. Off, with a warning, for models that are not "
-        "known to keep sequences apart. The gradient is the same.",
+        description="Sequences that begin with the same prompt compute it once, if that leaves at most 90% of the "
+        "tokens: with full attention, in fsdp2 and deepspeed strategies with sdpa, and in megatron strategies "
+        "without TransformerEngine, context parallelism and moe_aux_loss_coeff. Off, with a warning, for models "
+        "that are not known to keep sequences separate. The gradient is the same.",
     )
 
     @property

@@ -11,6 +11,7 @@ import numpy as np
 
 from roll.data.renderer import ChatRenderer, same_start
 from roll.data.tool_messages import Message, Tool
+from roll.utils.foreign import Fault
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -163,10 +164,10 @@ class _Check:
         return self._renderer.text(messages, [_TOOL] if tools else None, open_assistant=opens)
 
     def _try(self, messages: Sequence[Message], tools: bool = False, *, opens: bool = False) -> str | Exception:
-        try:
+        with Fault() as fault:  # whatever a template's code raises
             return self._render(messages, tools, opens=opens)
-        except Exception as error:  # whatever a template's code raises
-            return error
+        assert fault.error is not None, "else it has returned"
+        return fault.error
 
     def _opening(self) -> str:
         closed, opened = (self._render(self._start, opens=opens) for opens in (False, True))
@@ -227,10 +228,10 @@ class _Check:
         if not whole.startswith(prompt):
             same = same_start(prompt, whole)
             return f"{_cut(prompt, same)} in the prompt becomes {_cut(whole, same)} in the history"
-        try:
+        with Fault() as fault:  # whatever a template's code raises
             tail = self._renderer.tail(after, [_TOOL] if tools else None)
-        except Exception as error:  # whatever a template's code raises
-            return f"it cannot be continued ({_first(error)})"
+        if fault.error is not None:
+            return f"it cannot be continued ({_first(fault.error)})"
         if not whole.endswith(tail):
             ends = same_start(whole[::-1], tail[::-1])
             return f"{_cut(tail, len(tail) - ends - 12)} continues a sample, the history has {whole[-ends - 12 :]!r}"

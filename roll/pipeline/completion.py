@@ -154,7 +154,7 @@ def _registered(key: str) -> Iterable[str]:
     from roll.configs.algorithm import ADV_ESTIMATORS
     from roll.configs.engines import strategy_names
     from roll.configs.policy_loss import PG_VARIANTS
-    from roll.tracking import TRACKERS
+    from roll.tracking.trackers import TRACKERS
 
     if key.endswith("strategy_args.strategy_name"):
         return strategy_names()

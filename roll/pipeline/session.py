@@ -24,6 +24,7 @@ from roll.tracking.monitor import PhaseTimer, Span, peak_memory_mb
 from roll.tracking.redact import redact
 from roll.tracking.run import RunFolder
 from roll.tracking.trackers import AnswerRow, MultiTracker, TrackerContext
+from roll.utils.foreign import Fault
 
 logger = logging.getLogger(__name__)
 
@@ -192,10 +193,10 @@ class RunSession:
         """
 
         def attempt() -> None:
-            try:
+            with Fault() as fault:  # pictures and pages must not end the training
                 work()
-            except Exception:  # pictures and pages must not end the training
-                logger.exception("beside the run: it goes on without this")
+            if fault.error is not None:
+                logger.error("beside the run: it goes on without this", exc_info=fault.error)
 
         self._aside.submit(attempt)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import RpcTimeoutError
 from roll.distributed.cluster.stacks import own_stacks, stacks_of
+from roll.utils.foreign import Fault
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def _aside(clusters: Mapping[str, Cluster], path: Path) -> None:
 
 def write_stacks(clusters: Mapping[str, Cluster], path: Path, why: str) -> None:
     """Appends the stacks of all threads of the driver and of every worker; an error in it is logged."""
-    try:
+    with Fault() as fault:  # Ray may be gone; what is being explained matters more
         workers = [
             (f"{name} rank {rank}", process)
             for name, cluster in clusters.items()
@@ -58,5 +59,5 @@ def write_stacks(clusters: Mapping[str, Cluster], path: Path, why: str) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.write("\n\n".join(parts) + "\n\n")
         logger.info("what every process was doing: %s", path)
-    except Exception:  # Ray may be gone; what is being explained matters more
-        logger.exception("the stacks of all processes could not be written")
+    if fault.error is not None:
+        logger.error("the stacks of all processes could not be written", exc_info=fault.error)

@@ -35,9 +35,8 @@ from roll.distributed.strategy import STRATEGIES
 from roll.preflight.models import MODEL_CHECKS
 from roll.preflight.templates import check_dialect
 from roll.rollout.schedule import Schedule
-from roll.tracking import TRACKERS
-from roll.tracking.trackers import tracker_options
-from roll.utils.foreign import describe_error
+from roll.tracking.trackers import TRACKERS, tracker_options
+from roll.utils.foreign import Fault, describe_error
 from roll.utils.registry import UnknownNameError, import_path
 
 _ENV_MANAGERS = ("step", "traj")
@@ -201,10 +200,10 @@ def _generator_problems(generator: DataGeneratorConfig) -> Iterator[ConfigProble
     if wrong := list(_path_problems(key, generator.path, ())):
         yield from wrong
         return
-    try:
+    with Fault() as fault:
         make = import_path(generator.path, key)
-    except Exception as error:  # a user's module may raise anything
-        yield ConfigProblem(key, generator.path, "a function that can be imported", describe_error(error))
+    if fault.error is not None:
+        yield ConfigProblem(key, generator.path, "a function that can be imported", describe_error(fault.error))
         return
     if not callable(make):
         yield ConfigProblem(key, generator.path, "a function, called as function(folder, **args)")

@@ -19,7 +19,7 @@ from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy import STRATEGIES, strategy_class
 from roll.preflight.choices import check_functions
 from roll.preflight.models import check_formats
-from roll.tracking import SERVICES
+from roll.tracking.trackers import SERVICES
 from roll.utils.registry import UnknownNameError, import_path
 
 

@@ -34,7 +34,7 @@ class AnswerConfig(Config):
     answer_pattern: str | None = Field(
         default=None,
         description="Regular expression (`.` matches line breaks too) whose first group is the answer; its last match "
-        "counts, and nowhere else is looked. null: the usual marks.",
+        "counts, and nothing else is searched. null: the usual marks.",
     )
 
     def problems(self) -> Iterator[ConfigProblem]:

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
+from roll.utils.foreign import Fault
+
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
@@ -58,11 +60,11 @@ class MicroBatcher(Generic[ItemT, ResultT]):
             batch = self._take()
             if not batch:
                 continue
-            try:
+            with Fault() as fault:  # it belongs to all who wait for this batch
                 results = await self._function([item for item, _ in batch])
                 assert len(results) == len(batch), f"{len(results)} results for {len(batch)} items"
-            except Exception as error:  # whatever it was, it belongs to all who wait for this batch
-                _fail(batch, error)
+            if fault.error is not None:
+                _fail(batch, fault.error)
                 continue
             for (_, future), result in zip(batch, results, strict=True):
                 if not future.done():

@@ -16,7 +16,7 @@ from roll.configs.arguments import argument_problems
 from roll.configs.base import Config
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.rewards.types import Batching, RewardError, RewardTimeoutError, RuleVerifier, Sample, Verdict
-from roll.utils.foreign import describe_error
+from roll.utils.foreign import Fault, describe_error
 from roll.utils.registry import UnknownNameError, import_path
 
 BATCH_SIZE = 16
@@ -33,14 +33,14 @@ class CustomConfig(Config):
     path: str = Field(
         min_length=1,
         description="package.module:function or folder/file.py:function, called as `compute_score(data_source=…, "
-        "solution_str=…, ground_truth=…, extra_info=…)`; an `async def` is awaited, several side by side. Returns a "
-        "number, or a mapping with `score`, optionally `correct` (or `acc`) and `answer` (or `pred`); further numbers "
-        "become metrics, everything else is kept as text beside the answer.",
+        "solution_str=…, ground_truth=…, extra_info=…)`; an `async def` is awaited, several at once. Returns a "
+        "number, or a mapping with `score`, optionally `correct` (or `acc`) and `answer` (or `pred`); further "
+        "numbers become metrics, everything else is stored as text with the response.",
     )
     batch: bool = Field(
         default=False,
         description="The function takes lists, `compute_score(data_sources=…, solution_strs=…, ground_truths=…, "
-        "extra_infos=…)`, and returns a list of as many results.",
+        "extra_infos=…)`, and returns a list of the same length.",
     )
     batch_size: int | None = Field(
         default=None,
@@ -49,7 +49,7 @@ class CustomConfig(Config):
         f"under way. null: {BATCH_SIZE}.",
     )
     batch_wait: float = Field(
-        default=0.02, ge=0, le=10, description="Seconds that a batch which is not full waits for more samples."
+        default=0.02, ge=0, le=10, description="Seconds that an incomplete batch waits for more samples."
     )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments.")
     success_score: float = Field(
@@ -146,14 +146,14 @@ class CustomVerifier(RuleVerifier):
         return list(await asyncio.gather(*(self._check_within(sample, timeout) for sample in samples)))
 
     async def _check_within(self, sample: Sample, timeout: float) -> Verdict | RewardError:
-        try:
+        with Fault() as fault:
             async with asyncio.timeout(timeout) as limit:
                 result = await self._call(sample)
-        except Exception as error:  # the function's own, whatever it is: this sample has no reward
-            if limit.expired():
-                return RewardTimeoutError(f"took longer than {timeout:g} s")
-            return RewardError(describe_error(error))
-        return self._verdict_or_error(result)
+        if fault.error is None:
+            return self._verdict_or_error(result)
+        if limit.expired():
+            return RewardTimeoutError(f"took longer than {timeout:g} s")
+        return RewardError(describe_error(fault.error))
 
     def _verdict_or_error(self, result: Any) -> Verdict | RewardError:
         try:

@@ -40,20 +40,20 @@ class Patience(Config):
     model_config = ConfigDict(hide_input_in_errors=True)
 
     max_concurrency: int = Field(default=16, ge=1, description="Requests of one reward worker in flight at a time.")
-    request_timeout: float = Field(default=20.0, gt=0, description="Seconds for one request, answer included.")
+    request_timeout: float = Field(default=20.0, gt=0, description="Seconds for one request, reply included.")
     max_attempts: int = Field(
         default=3,
         ge=1,
-        description="Requests for one answer in all: after 408, 429, 5xx, broken connections, timeouts, and answers "
-        "that cannot be used.",
+        description="Attempts in all for one request: after 408, 429, 5xx, broken connections, timeouts, and unusable "
+        "replies.",
     )
     retry_wait: float = Field(
-        default=1.0, ge=0, description="Seconds before the second attempt at most; doubles with each, drawn at random."
+        default=1.0, ge=0, description="Longest wait before the second attempt; random, doubles with each attempt."
     )
     max_retry_wait: float = Field(
         default=30.0,
         ge=0,
-        description="Longest wait between attempts. An endpoint that asks for more by Retry-After is given up.",
+        description="Longest wait between attempts. A request is given up if Retry-After asks for more.",
     )
 
 

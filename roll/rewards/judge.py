@@ -97,8 +97,8 @@ class JudgeConfig(Patience):
 
     judge_model_type: Literal["api", "inference"] = Field(
         default="api",
-        description="How the judge is reached. `api`: an OpenAI-compatible endpoint. `inference`: each reward worker "
-        "hosts it, on the domain's device_mapping, where it takes turns with the run's other models.",
+        description="Where the judge runs. `api`: an OpenAI-compatible endpoint. `inference`: each reward worker "
+        "hosts it, on the domain's device_mapping, sharing devices with the run's other models.",
     )
     judge_api_url: str | None = Field(
         default=None,
@@ -107,10 +107,10 @@ class JudgeConfig(Patience):
     )
     judge_model_name: str = Field(
         min_length=1,
-        description="The model that the endpoint is asked for; with `inference` its folder, or an org/name on the hub.",
+        description="The model name sent to the endpoint; with `inference` its folder, or an org/name on the hub.",
     )
     engine: JudgeEngine = Field(
-        default_factory=JudgeEngine, description="With `inference`: what samples the judge, see *judge.engine*."
+        default_factory=JudgeEngine, description="With `inference`: the judge's engine, see *judge.engine*."
     )
     judge_api_key_env: str | None = Field(
         default=None,
@@ -124,7 +124,7 @@ class JudgeConfig(Patience):
     score_pattern: str = Field(
         default=SCORE_PATTERN,
         description="Regular expression whose first group is a number, yes (max_score) or no (min_score). The last "
-        "match in the judge's words counts.",
+        "match in the judge's reply counts.",
     )
     min_score: float = Field(default=0.0, description="The judge's lowest score; becomes 0.")
     max_score: float = Field(default=10.0, description="The judge's highest score; becomes 1.")
@@ -132,7 +132,7 @@ class JudgeConfig(Patience):
         default=0.5, ge=0, le=1, description="Lowest score, after scaling to [0, 1], that counts as solved."
     )
     temperature: float | None = Field(default=0.0, ge=0, description="Sampling temperature. null: not sent.")
-    max_tokens: int | None = Field(default=512, ge=1, description="Longest answer of the judge. null: not sent.")
+    max_tokens: int | None = Field(default=512, ge=1, description="Longest reply of the judge. null: not sent.")
     extra_body: dict[str, JsonValue] = Field(
         default_factory=dict, description="Further fields of the request, which replace those above."
     )

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import httpx
-from pydantic import Field
 
-from roll.rewards.classifiers import Classifier
-from roll.rewards.endpoint import Endpoint, RemoteConfig, TransientError, read_key
+from roll.rewards.classifiers import Classifier, RemoteClassifierConfig
+from roll.rewards.endpoint import Endpoint, TransientError, read_key
 
 _PATH = "/classify"
-
-
-class RemoteClassifierConfig(RemoteConfig):
-    """``args.remote`` of the verifier ``reward_model``: a server of classifiers."""
-
-    url: str = Field(description="Base of the server, such as http://10.0.0.5:8000; /classify is added if absent.")
-    server: Literal["vllm", "sglang"] = Field(
-        default="vllm",
-        description="Which one it is: `vllm serve … --runner pooling`, or SGLang's `launch_server … --is-embedding`.",
-    )
-    model_name: str | None = Field(
-        default=None, description="Name that the server knows the model by. null: none is sent, it has one."
-    )
 
 
 class RemoteClassifier(Classifier):

@@ -10,23 +10,23 @@ from __future__ import annotations
 
 import logging
 import math
-import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any
 
 from roll.configs.base import Config
-from roll.configs.problems import ConfigErrors, ConfigProblem
+from roll.configs.problems import ConfigErrors
 from roll.data.control_text import ControlText
 from roll.data.templates import read_template
-from roll.models.tensor_parallel import uneven_heads
 from roll.rewards.batching import MicroBatcher
-from roll.rewards.classifiers import Adapter, Classifier, Padding, load_classifier, load_sizes, load_tokenizer_of
-from roll.rewards.held_classifier import LocalClassifier
-from roll.rewards.remote_classifier import RemoteClassifier, RemoteClassifierConfig
-from roll.rewards.sharded_classifier import ShardedClassifier
+from roll.rewards.classifiers import (
+    Classifier,
+    Padding,
+    RewardModelConfig,
+    load_classifier,
+    load_sizes,
+    load_tokenizer_of,
+)
+from roll.rewards.device_classifiers import LocalClassifier, ShardedClassifier
+from roll.rewards.remote_classifier import RemoteClassifier
 from roll.rewards.types import RewardError, Sample, Verdict, Verifier
 
 if TYPE_CHECKING:
@@ -36,120 +36,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PROBE = "\u241fanswer\u241f"
-_PLAN = "base_model_tp_plan"
-
-
-class RewardModelConfig(Config):
-    """Keys of ``args`` for the verifier ``reward_model``."""
-
-    model_path: str = Field(
-        min_length=1,
-        description="Folder in Hugging Face format with weights, classification head and tokenizer, or that of a LoRA "
-        "adapter with a head, as peft keeps it, whose base is where it says; with remote, config.json and the "
-        "tokenizer are read alone.",
-    )
-    remote: RemoteClassifierConfig | None = Field(
-        default=None,
-        description="A server of vLLM's or SGLang's that holds the model. null: each reward worker holds it, on the "
-        "domain's device_mapping.",
-    )
-    template: str = Field(
-        default="native",
-        description="Chat template of the reward model: `native` for its tokenizer's own, a path to a Jinja file, or "
-        "Jinja text.",
-    )
-    dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
-        default=None, description="Number format of the weights. null: what the model's config.json says."
-    )
-    trust_remote_code: bool = Field(
-        default=False, description="Run Python files that come with the model, as in model_args; only if you know them."
-    )
-    device: str = Field(default="auto", description="cpu, cuda, cuda:1 …; `auto`: cuda where one is visible, else cpu.")
-    tensor_parallel_size: int = Field(
-        default=1,
-        ge=1,
-        description="Devices of a reward worker that the model is divided over; num_gpus_per_worker follows from it. "
-        "Without device_mapping: processes on the CPU.",
-    )
-    attn_implementation: str | None = Field(
-        default=None, description="sdpa, eager, flash_attention_2 …; null: the library's choice."
-    )
-    label: int | str | None = Field(
-        default=None, description="Which output is the score: its index, or its name in label2id. null: the only one."
-    )
-    probability: bool = Field(default=False, description="Take the label's probability (softmax), not its logit.")
-    scale: float = Field(default=1.0, gt=0, description="score = scale · output + shift.")
-    shift: float = Field(default=0.0, description="score = scale · output + shift.")
-    sigmoid: bool = Field(default=False, description="Then put the score through the logistic function.")
-    correct_threshold: float | None = Field(
-        default=None,
-        description="Lowest score that counts as solved. null: 0.5 with sigmoid or probability, else 0.",
-    )
-    max_length: int | None = Field(
-        default=None, ge=1, description="Tokens that the reward model reads. null: as many as it was made for."
-    )
-    overlong: Literal["left", "error"] = Field(
-        default="left",
-        description="A longer conversation loses its beginning (counted as `truncated`), or has no reward.",
-    )
-    batch_size: int = Field(default=16, ge=1, description="Samples of one forward pass.")
-    batch_wait: float = Field(
-        default=0.005, ge=0, le=10, description="Seconds that a batch which is not full waits for more samples."
-    )
-
-    def problems(self) -> Iterator[ConfigProblem]:
-        folder = Path(self.model_path).expanduser()
-        if (adapter := Adapter.of(folder)) is not None:
-            if (wrong := adapter.wrong()) is not None:
-                expected, hint = wrong
-                yield self.problem("model_path", expected, hint=hint)
-            if self.remote is not None:
-                hint = f"roll export {self.model_path} -o FOLDER --merge-adapter makes one"
-                yield self.problem("model_path", "a whole model with remote", "remote", hint=hint)
-        elif not (folder / "config.json").is_file():
-            why = "there is no config.json in it" if folder.is_dir() else "there is no such folder"
-            yield self.problem("model_path", "a folder with a model in Hugging Face format", hint=why)
-        try:
-            read_template(self.template)
-        except ValueError as error:
-            yield self.problem("template", "a chat template", hint=str(error))
-        if not re.fullmatch(r"auto|cpu|(cuda|xpu|npu|mps)(:\d+)?", self.device):
-            yield self.problem("device", "auto, cpu, cuda or cuda:<index>")
-        if self.sigmoid and self.probability:
-            yield self.problem("sigmoid", "false beside probability: true: one of the two", "probability")
-        if isinstance(self.label, int) and self.label < 0:
-            yield self.problem("label", "0 or more")
-        for key in (
-            ("dtype", "device", "tensor_parallel_size", "attn_implementation") if self.remote is not None else ()
-        ):
-            if getattr(self, key) != type(self).model_fields[key].default:
-                yield self.problem(key, "no such key with remote: the server decides", "remote")
-        if self.tensor_parallel_size > 1 and self.remote is None:
-            yield from self._undivided()
-
-    def _undivided(self) -> Iterator[ConfigProblem]:
-        """What is in the way of a model on several devices."""
-        key = "tensor_parallel_size"
-        if self.device not in ("auto", "cpu", "cuda"):
-            yield self.problem("device", f"auto, cpu or cuda with {key}: the first ones that are visible", key)
-        if Adapter.of(Path(self.model_path).expanduser()) is not None:
-            hint = f"roll export {self.model_path} -o FOLDER --merge-adapter makes one"
-            yield self.problem("model_path", f"a whole model with {key}", key, hint=hint)
-            return
-        try:
-            sizes = load_sizes(self)
-        except ValueError:
-            return  # told of elsewhere
-        if not (getattr(sizes, _PLAN, None) or getattr(sizes.get_text_config(), _PLAN, None)):
-            yield self.problem(key, f"1: Transformers has no plan for dividing {sizes.model_type}", "model_path")
-        elif (expected := uneven_heads(sizes, self.tensor_parallel_size)) is not None:
-            yield self.problem(key, expected, "model_path")
-
-    def threshold(self) -> float:
-        """Lowest score that counts as solved."""
-        if self.correct_threshold is not None:
-            return self.correct_threshold
-        return 0.5 if self.sigmoid or self.probability else 0.0
 
 
 class RewardModelVerifier(Verifier):

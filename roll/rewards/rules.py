@@ -68,8 +68,8 @@ class FormatVerifier(RuleVerifier):
 class LengthConfig(Config):
     """``args`` of ``length``."""
 
-    min_tokens: int = Field(ge=0, description="Answers of at most so many tokens get the whole penalty.")
-    max_tokens: int = Field(ge=1, description="Answers of so many tokens or more get none.")
+    min_tokens: int = Field(ge=0, description="Responses of at most this many tokens get the whole penalty.")
+    max_tokens: int = Field(ge=1, description="Responses of this many tokens or more get none.")
     penalty: float = Field(
         default=-0.5, allow_inf_nan=False, description="Score of the shortest; that of the longest is 0."
     )
@@ -151,7 +151,9 @@ class KeywordsConstraint(Constraint):
     """Words that the response must have (``keywords_include``) or must not (``keywords_exclude``); case is ignored."""
 
     keywords: list[str] = Field(min_length=1, description="Words or phrases.")
-    min_count: int = Field(default=1, ge=1, description="How often each must occur, or is the first time too many.")
+    min_count: int = Field(
+        default=1, ge=1, description="How often each keyword must occur; a forbidden one must occur less often."
+    )
     whole_words: bool = Field(
         default=True, description="`car` is not in `cart`. Turn off for languages without blanks between words."
     )
@@ -315,11 +317,9 @@ class InstructionConfig(Config):
         "such a list as JSON text.",
     )
     constraints: list[dict[str, Any]] = Field(
-        default_factory=list, description="Constraints of every row, beside its own."
+        default_factory=list, description="Constraints of every row, in addition to its own."
     )
-    strict: bool = Field(
-        default=False, description="Score 1 if all are fulfilled, else 0. false: the share of those fulfilled."
-    )
+    strict: bool = Field(default=False, description="Score 1 if all are met, else 0. false: the share of those met.")
 
     def problems(self) -> list[ConfigProblem]:
         return parse_constraints(self.constraints, "constraints")[1]

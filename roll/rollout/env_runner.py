@@ -26,7 +26,7 @@ from roll.rollout.env_manager import SAID, TOOL_TURNS
 from roll.rollout.errors import EnvCrashError, EnvError, EnvProtocolError, EnvTimeoutError, as_runtime_error
 from roll.rollout.reward_worker import Asking
 from roll.rollout.types import Frame
-from roll.utils.foreign import clean_text, describe_error
+from roll.utils.foreign import Fault, clean_text, describe_error
 
 MAX_TEXT = 4_000_000
 """Bytes of an observation: more than any context holds, few enough to tokenize."""
@@ -157,11 +157,11 @@ def checked_frame(env: TextEnv) -> Frame | None:
 
     A picture never costs an episode: one that cannot be made is told in the log.
     """
-    try:
+    with Fault() as fault:
         return frame(env)
-    except Exception as error:  # a user's render may raise anything
-        _warn_once(f"{type(env).__name__}.render: no picture: {describe_error(error)}")
-        return None
+    assert fault.error is not None, "else it has returned"
+    _warn_once(f"{type(env).__name__}.render: no picture: {describe_error(fault.error)}")
+    return None
 
 
 def frame(env: TextEnv) -> Frame | None:
@@ -211,10 +211,9 @@ def _extra(value: Any) -> Any:
 def _shown(value: object) -> str:
     """A value and its type, short."""
     kind = type(value).__name__
-    try:
+    with Fault():  # reprlib catches most of what a __repr__ may raise
         return f"{reprlib.repr(value)} ({kind})"
-    except Exception:  # reprlib catches most of what a __repr__ may raise
-        return f"something of type {kind}"
+    return f"something of type {kind}"
 
 
 logger = logging.getLogger(__name__)

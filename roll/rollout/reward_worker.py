@@ -1,4 +1,4 @@
-"""The Ray workers of reward domains and of the judge, the models that they host, and the clients of both."""
+"""The Ray workers of reward domains and of the judge, the models they host, and how episodes reach them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from roll.distributed.strategy.generation.alone import generator_of
 from roll.rewards.scorer import DomainScorer
 from roll.rewards.types import RewardError, Sample, Verdict
 from roll.rollout.router import EngineUnavailableError
+from roll.utils.foreign import Fault
 
 if TYPE_CHECKING:
     from roll.distributed.strategy.base import States
@@ -237,16 +238,16 @@ class WorkerClient(Generic[ItemT, ToldT]):
                 task.add_done_callback(self._sending.discard)
 
     async def _send(self, worker: int, waiting: list[tuple[ItemT, asyncio.Future[ToldT]]]) -> None:
-        outcomes: Sequence[ToldT | Exception]
+        outcomes: Sequence[ToldT | Exception] = ()
         try:
-            outcomes = await getattr(self._workers[worker], self._method).remote([item for item, _ in waiting])
-        except RayActorError as error:
-            failure = EngineUnavailableError(f"worker {worker} of {self.name} died: {error}")
-            outcomes = [failure] * len(waiting)
-        except Exception as error:  # a bug in the worker: it belongs to all who wait for it
-            outcomes = [error] * len(waiting)
+            with Fault() as fault:  # its death, or a bug in it: that belongs to all who wait for it
+                outcomes = await getattr(self._workers[worker], self._method).remote([item for item, _ in waiting])
         finally:
             self._in_flight[worker] -= len(waiting)
+        if (error := fault.error) is not None:
+            died = isinstance(error, RayActorError)
+            failure = EngineUnavailableError(f"worker {worker} of {self.name} died: {error}") if died else error
+            outcomes = [failure] * len(waiting)
         for (_, future), outcome in zip(waiting, outcomes, strict=True):
             if future.done():  # its episode was cancelled
                 continue

@@ -14,6 +14,7 @@ import numpy as np
 from roll.data.columns import IntArray
 from roll.data.renderer import ChatRenderer, Message, Tool
 from roll.rollout.types import Turn
+from roll.utils.foreign import Fault
 
 if TYPE_CHECKING:
     from roll.data.columns import IntArray
@@ -48,9 +49,9 @@ def compare_tokens(
     """
     if check == "disable":
         return None
-    try:
+    with Fault() as fault:  # a template may raise anything
         whole = renderer.history(messages, tools)
-    except Exception:  # a template may raise anything
+    if fault.error is not None:
         return "refused"
     if ids.tolist() == whole[: len(ids)].tolist():
         return None
@@ -67,10 +68,10 @@ def first_difference(
 
     Where the template refuses the conversation, the end of the row and why.
     """
-    try:
+    with Fault() as fault:  # a template may raise anything
         whole = renderer.history(messages, tools)
-    except Exception as error:  # a template may raise anything
-        return str(renderer.tokenizer.decode(ids[-_BEHIND:].tolist())), f"(refused: {error})"
+    if fault.error is not None:
+        return str(renderer.tokenizer.decode(ids[-_BEHIND:].tolist())), f"(refused: {fault.error})"
     same = next((at for at, (a, b) in enumerate(zip(ids, whole, strict=False)) if a != b), min(len(ids), len(whole)))
     around = slice(max(0, same - _BEFORE), same + _BEHIND)
     return str(renderer.tokenizer.decode(ids[around].tolist())), str(renderer.tokenizer.decode(whole[around].tolist()))

@@ -29,7 +29,7 @@ from roll.rollout.env_manager import SAID, TOOL_TURNS, AsyncEnv
 from roll.rollout.errors import EnvError, contained
 from roll.rollout.tool_process import ProcessTool, ToolProcessError
 from roll.rollout.types import Frame
-from roll.utils.foreign import describe_error
+from roll.utils.foreign import Fault, describe_error
 from roll.utils.time_limit import time_limit
 
 logger = logging.getLogger(__name__)
@@ -119,22 +119,23 @@ class ToolBox:
         tool, entry = self._tools[call.name]
         state = states.setdefault(call.name, {})
         for attempt in range(1 + entry.retries):
-            try:
+            with Fault() as fault:
                 return text_of(await self._run(tool, entry, dict(call.arguments), state))
-            except ToolError as error:
+            error = fault.error
+            assert error is not None, "else it has returned"
+            if isinstance(error, ToolError):
                 counts["failed_calls"] += 1
                 return f"error: {text_of(str(error))}"
-            except CallTimeoutError:
+            if isinstance(error, CallTimeoutError):
                 counts["failed_calls"] += 1
                 counts["call_timeouts"] += 1
                 logger.warning("tool %s took longer than %g s", call.name, entry.timeout)
                 return f"error: {call.name} took longer than {entry.timeout:g} s"
-            except Exception as error:  # a user's tool may raise anything
-                words = text_of(str(error)) if isinstance(error, ToolProcessError) else describe_error(error)
-                logger.warning("tool %s raised %s", call.name, words)
-                if attempt == entry.retries:
-                    counts["failed_calls"] += 1
-                    return f"error: {words}"
+            words = text_of(str(error)) if isinstance(error, ToolProcessError) else describe_error(error)
+            logger.warning("tool %s raised %s", call.name, words)
+            if attempt == entry.retries:
+                counts["failed_calls"] += 1
+                return f"error: {words}"
         raise AssertionError("unreachable")
 
     async def _run(

@@ -195,7 +195,7 @@ def _call(tool: Tool, arguments: dict[str, Any], state: dict[str, Any], max_char
         reply: Reply = {"text": text, "state": state}
     except ToolError as error:
         reply = {"refused": str(error), "state": state}
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # a user's tool may raise anything
         return {"error": words_of(error)}
     try:
         encode(state)

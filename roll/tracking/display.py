@@ -24,6 +24,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from roll.utils.foreign import Fault
+
 logger = logging.getLogger(__name__)
 
 SHOWN_METRICS = {
@@ -184,10 +186,10 @@ class Display:
         return handler
 
     def _remember(self, record: logging.LogRecord) -> bool:
-        try:
+        text = f"{record.msg} {record.args}"
+        with Fault() as fault:  # what a filter raises would end the caller that logged
             text = record.getMessage()
-        except Exception:  # arguments that do not fit the text: what a filter raises would end whoever wrote it
-            text = f"{record.msg} {record.args}"
+        if fault.error is not None:  # arguments that do not fit the text
             record.msg, record.args = text, None
         if record.levelno >= logging.WARNING:
             self.warnings.append(_clean(text).partition("\n")[0][:160])

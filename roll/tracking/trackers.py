@@ -16,10 +16,11 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
-from roll.tracking import TRACKERS
 from roll.tracking.files import to_plain
 from roll.tracking.redact import redact
 from roll.tracking.run import RunFolder
+from roll.utils.foreign import Fault
+from roll.utils.registry import Registry
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -65,6 +66,20 @@ class TrackerFactory(Protocol):
     def __call__(self, context: TrackerContext, /, **options: Any) -> Tracker: ...
 
 
+TRACKERS: Registry[TrackerFactory] = Registry("tracker")
+"""Names for ``track_with``; outside code is reached as ``package.module:Class``."""
+
+TRACKERS.register("tensorboard", "roll.tracking.trackers:TensorboardTracker")
+TRACKERS.register("wandb", "roll.tracking.services:WandbTracker")
+TRACKERS.register("mlflow", "roll.tracking.services:MlflowTracker")
+TRACKERS.register("swanlab", "roll.tracking.services:SwanlabTracker")
+TRACKERS.register("trackio", "roll.tracking.services:TrackioTracker")
+TRACKERS.register("stdout", "roll.tracking.trackers:StdoutTracker")
+
+SERVICES = ("wandb", "mlflow", "swanlab", "trackio")
+"""Trackers whose packages are extras of the same names."""
+
+
 class MultiTracker:
     """Hands every step's metrics to several trackers. One that fails is reported once and left out from then on."""
 
@@ -91,18 +106,19 @@ class MultiTracker:
         for name, tracker in list(self._trackers.items()):
             if (take := getattr(tracker, method, None)) is None:
                 continue
-            try:
+            with Fault() as fault:  # a network or a disk behind it must not end the training that it watches
                 take(what, step)
-            except Exception:  # a network or a disk behind a tracker must not end the training that it watches
-                logger.exception("tracker %s failed at step %d and is off for the rest of the run", name, step)
+            if fault.error is not None:
+                words = "tracker %s failed at step %d and is off for the rest of the run"
+                logger.error(words, name, step, exc_info=fault.error)
                 del self._trackers[name]
 
     def finish(self) -> None:
         for name, tracker in self._trackers.items():
-            try:
+            with Fault() as fault:  # as above: the run is over and its results are safe elsewhere
                 tracker.finish()
-            except Exception:  # as above: the run is over and its results are safe elsewhere
-                logger.exception("tracker %s failed to finish", name)
+            if fault.error is not None:
+                logger.error("tracker %s failed to finish", name, exc_info=fault.error)
         self._trackers = {}
 
 

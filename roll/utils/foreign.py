@@ -1,17 +1,38 @@
-"""Errors and words of a user's code, as text that is safe to keep."""
+"""Code of users and of other libraries: what it raises is caught here, and becomes text that is safe to keep."""
 
 from __future__ import annotations
+
+from types import TracebackType
 
 MAX_WORDS = 500
 """Characters of a foreign exception's message that are repeated."""
 
 
+class Fault:
+    """Catches what foreign code raises, whatever it is: the ``with`` block ends there, and ``error`` is it.
+
+    For code that may raise anything and must not end its caller: an environment, a tool, a chat template, a tracker.
+    What one's own code raises is caught by its type.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> Fault:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        self.error = error if isinstance(error, Exception) else None
+        return self.error is not None
+
+
 def describe_error(error: BaseException) -> str:
     """``Type: message`` of a foreign exception as text that any file takes, even if its ``__str__`` raises."""
-    try:
+    message = ""
+    with Fault() as fault:
         message = clean_text(str(error))
-    except Exception as fault:  # a user's exception may do anything
-        message = f"(its message cannot be read: {type(fault).__name__})"
+    if fault.error is not None:
+        message = f"(its message cannot be read: {type(fault.error).__name__})"
     return f"{type(error).__name__}: {message if len(message) <= MAX_WORDS else message[:MAX_WORDS] + '…'}"
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from roll.__main__ import main
-from roll.rewards.reward_model import RewardModelConfig, RewardModelVerifier
+from roll.rewards.classifiers import RewardModelConfig
+from roll.rewards.reward_model import RewardModelVerifier
 from roll.rewards.types import Sample
 from tests.integration.conftest import TWO_RANKS, Offline, Run, packed
 from tests.support.resuming import stop_and_resume

@@ -17,6 +17,7 @@ from roll.configs.arguments import argument_problems
 from roll.configs.base import Config
 from roll.configs.parsing import section_problems
 from roll.configs.problems import ConfigProblem
+from roll.utils.foreign import Fault, describe_error
 from roll.utils.registry import Registry, UnknownNameError, importable_path
 
 __all__ = [
@@ -126,7 +127,7 @@ def check_env_config(env_type: str, env_config: Mapping[str, Any]) -> list[Confi
     if not callable(factory) or (isinstance(factory, type) and not issubclass(factory, TextEnv)):
         return [ConfigProblem("env_type", env_type, "an environment", _not_text_env(env_type, factory))]
     config_class = getattr(factory, "config_class", None)
-    try:
+    with Fault() as fault:  # a user's validators may raise anything
         if isinstance(config_class, type) and issubclass(config_class, Config):
             fields = config_class.model_fields  # YAML has lists alone
             tuples = {name for name, field in fields.items() if "tuple[" in str(field.annotation).lower()}
@@ -134,8 +135,8 @@ def check_env_config(env_type: str, env_config: Mapping[str, Any]) -> list[Confi
             problems = section_problems(config_class, values)
         else:
             problems = argument_problems(factory, env_config)
-    except Exception as error:  # a user's validators may raise anything too
-        hint = f"checking it raised {type(error).__name__}: {error}"
+    if fault.error is not None:
+        hint = f"checking it raised {describe_error(fault.error)}"
         return [ConfigProblem("env_config", env_config, "arguments of the environment", hint)]
     return [replace(problem.under("env_config"), involves=("env_config", "env_type")) for problem in problems]
 

@@ -57,7 +57,7 @@ class FrozenLakeConfig(ActionEnvConfig):
         None, description="Code -> symbol; 0 player, 1 floor, 2 hole, 3 goal, 4 player in hole, 5 player on goal."
     )
     grid_vocab: dict[str, str] | None = Field(None, description="Symbol -> meaning, for the instruction.")
-    split: Split = Field("all", description="Which lakes are drawn: train and eval never share one.")
+    split: Split = Field("all", description="Which lakes are drawn: train and eval share none.")
     holdout_fraction: float = Field(0.2, gt=0, lt=1, description="Share of all lakes that belongs to the eval split.")
 
     def problems(self) -> Iterator[ConfigProblem]:

@@ -20,7 +20,7 @@ from roll.configs.schema import did_you_mean
 class EnvConfig(Config):
     """Keys of ``env_config`` that every built-in environment understands."""
 
-    format_penalty: float = Field(-0.5, le=0, description="Added to the reward when the text holds no valid action.")
+    format_penalty: float = Field(-0.5, le=0, description="Added to the reward when the text contains no valid action.")
     reward_scale: float = Field(1.0, gt=0, description="Multiplies every reward and penalty.")
     env_instruction: str | None = Field(
         None, description="Text for the system message; null lets the environment explain itself."
@@ -44,7 +44,7 @@ class AdaptedEnvConfig(EnvConfig):
     """Adds the keys of other libraries' environments, which read the answer themselves."""
 
     action_pattern: str | None = Field(
-        None, description="Regular expression whose first group is what the environment is told; null: the whole text."
+        None, description="Regular expression whose first group is sent to the environment; null: the whole text."
     )
     max_steps: int = Field(100, ge=1, description="Steps after which the episode is truncated.")
 

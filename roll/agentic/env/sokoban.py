@@ -53,7 +53,7 @@ class SokobanConfig(ActionEnvConfig):
     )
     step_penalty: float = Field(-0.1, le=0, description="Task reward of every step.")
     box_reward: float = Field(
-        1.0, ge=0, description="Task reward of a box put on a target, and the price of taking it off."
+        1.0, ge=0, description="Task reward of pushing a box onto a target, and the penalty for pushing it off."
     )
     solved_reward: float = Field(10.0, ge=0, description="Task reward of the step that solves the board.")
     show_coordinates: bool = Field(False, description="Add a line such as P(2,3)X(3,3)O(4,1): (row,column) from 0.")
@@ -62,7 +62,7 @@ class SokobanConfig(ActionEnvConfig):
         description="Code -> symbol; 0 wall, 1 floor, 2 target, 3 box on target, 4 box, 5 player, 6 player on target.",
     )
     grid_vocab: dict[str, str] | None = Field(None, description="Symbol -> meaning, for the instruction.")
-    split: Split = Field("all", description="Which boards are drawn: train and eval never share one.")
+    split: Split = Field("all", description="Which boards are drawn: train and eval share none.")
     holdout_fraction: float = Field(0.1, gt=0, lt=1, description="Share of all boards that belongs to the eval split.")
 
     def problems(self) -> Iterator[ConfigProblem]:

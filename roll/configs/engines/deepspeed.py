@@ -28,16 +28,16 @@ class DeepSpeedConfig(PassedOnOptions):
     )
     bf16: dict[str, Any] | None = Field(
         default=None,
-        description="Passed on. null: model_args.dtype decides. Weights are kept, and gradients added up, in fp32 too; "
-        "with stage 0 the model runs under torch_autocast for that.",
+        description="Passed on. null: model_args.dtype decides. Weights are also stored, and gradients accumulated, "
+        "in fp32; with stage 0 the model runs under torch_autocast for that.",
     )
     fp16: dict[str, Any] | None = Field(
         default=None, description="null: model_args.dtype decides. fp16 is for deepspeed_infer only."
     )
     optimizer: dict[str, Any] | None = Field(
         default=None,
-        description="{type: AdamW, params: {torch_adam: false}} takes DeepSpeed's own Adam, which compiles itself when "
-        "it is first used, in place of PyTorch's. Its rates come from training_args.",
+        description="{type: AdamW, params: {torch_adam: false}} uses DeepSpeed's own Adam, compiled at first use, "
+        "instead of PyTorch's. Its rates come from training_args.",
     )
 
     @property

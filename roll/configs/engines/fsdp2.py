@@ -38,13 +38,13 @@ class Fsdp2Config(EngineOptions):
 
     activation_offload: bool = Field(
         default=False,
-        description="Keep large activations that wait for the backward pass in host memory; best with gradient "
-        "checkpointing, which leaves the layers' inputs.",
+        description="Move large activations that wait for the backward pass to host memory; works best with gradient "
+        "checkpointing, which leaves only the layers' inputs.",
     )
     checkpoint: Literal["whole", "sharded"] = Field(
         default="whole",
-        description="Form of checkpoints. whole: a Hugging Face model folder and the optimizer beside it, which any "
-        "engine can continue from. sharded: each worker writes its own shards, nothing is gathered; any number of "
+        description="Form of checkpoints. whole: a Hugging Face model folder plus the optimizer, from which any "
+        "engine can continue. sharded: each worker writes its own shards, nothing is gathered; any number of "
         "workers of the same strategy can continue from it, and `roll export` makes a model folder of it.",
     )
 

@@ -11,10 +11,10 @@ from roll.configs.engines.card import EngineCard, EngineOptions, Strategy
 
 
 class HfInferConfig(EngineOptions):
-    """Options of `hf_infer`, generation and scoring with plain Transformers."""
+    """Options of `hf_infer`: generation and log-probs with plain Transformers."""
 
     max_prefill_tokens: int = Field(
-        default=8192, ge=1, description="Most prompt tokens that one forward pass takes in; longer queues are split."
+        default=8192, ge=1, description="Most prompt tokens in one forward pass; longer queues are split."
     )
 
 

@@ -29,7 +29,9 @@ class MegatronConfig(PassedOnOptions):
     tensor_model_parallel_size: int = Field(
         default=1, ge=1, description="Devices that share the matrices of each layer."
     )
-    pipeline_model_parallel_size: int = Field(default=1, ge=1, description="Stages that the layers are dealt out to.")
+    pipeline_model_parallel_size: int = Field(
+        default=1, ge=1, description="Pipeline stages that the layers are split into."
+    )
     virtual_pipeline_model_parallel_size: int | None = Field(
         default=None, ge=1, description="Model chunks per pipeline stage (interleaved schedule)."
     )
@@ -51,7 +53,7 @@ class MegatronConfig(PassedOnOptions):
     )
     recompute_granularity: Literal["full", "selective"] | None = Field(
         default=None,
-        description="Activations computed again in the backward pass: those of whole layers, or of recompute_modules. "
+        description="Activations recomputed in the backward pass: those of whole layers, or of recompute_modules. "
         "null: whole layers, unless model_args.disable_gradient_checkpointing.",
     )
     recompute_method: Literal["uniform", "block"] | None = Field(
@@ -65,7 +67,7 @@ class MegatronConfig(PassedOnOptions):
     recompute_modules: list[RecomputeModule] | None = Field(
         default=None, description="With granularity selective: the parts of a layer. null: core_attn."
     )
-    moe_layer_recompute: bool = Field(default=False, description="Compute MoE layers again in the backward pass.")
+    moe_layer_recompute: bool = Field(default=False, description="Recompute MoE layers in the backward pass.")
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = Field(
         default="alltoall", description="How tokens travel to their experts."
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SglangConfig(PassedOnOptions):
-    """Options of `sglang`: arguments of its `ServerArgs`. Others than these are passed on.
+    """Options of `sglang`: arguments of its `ServerArgs`. Other arguments are passed on.
 
     The model, its dtype, the seed, the number of running requests and LoRA come from elsewhere.
     """
@@ -26,8 +26,8 @@ class SglangConfig(PassedOnOptions):
     python_executable: str | None = Field(
         default=None,
         min_length=1,
-        description="Interpreter of the environment that SGLang is installed in, as its packages agree with no other "
-        "engine's (`scripts/make_sglang_env.sh` makes one). null: that of the run.",
+        description="Interpreter of the environment with SGLang, whose packages conflict with every other engine's "
+        "(`scripts/make_sglang_env.sh` makes one). null: the run's.",
     )
     mem_fraction_static: float = Field(
         default=0.8, gt=0, le=1, description="Share of the device memory for weights and KV cache."
@@ -35,15 +35,15 @@ class SglangConfig(PassedOnOptions):
     max_total_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens in the KV cache. null: what mem_fraction_static leaves; on a CPU, enough for all running "
-        "requests within a quarter of the free memory.",
+        description="Tokens in the KV cache. null: as many as mem_fraction_static allows; on a CPU, enough for all "
+        "running requests within a quarter of the free memory.",
     )
     tp_size: int | None = Field(default=None, ge=1, description="Devices of one engine. null: num_gpus_per_worker.")
     load_format: str = Field(
         default="auto", description="dummy skips reading weights, since they are synchronised anyway."
     )
     disable_radix_cache: bool = Field(
-        default=False, description="Compute every prompt anew instead of reusing the cache of those that begin alike."
+        default=False, description="Compute every prompt from scratch instead of reusing the cache of common prefixes."
     )
 
 

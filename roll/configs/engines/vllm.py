@@ -21,19 +21,19 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class VllmConfig(PassedOnOptions):
-    """Options of `vllm`: arguments of its `AsyncEngineArgs`. Others than these are passed on.
+    """Options of `vllm`: arguments of its `AsyncEngineArgs`. Other arguments are passed on.
 
     The model, its dtype, the seed, the number of running requests and LoRA come from elsewhere.
     """
 
     gpu_memory_utilization: float = Field(
-        default=0.8, gt=0, le=1, description="Share of the device memory vLLM may take (not on a CPU)."
+        default=0.8, gt=0, le=1, description="Share of the device memory that vLLM can use (not on a CPU)."
     )
     kv_cache_memory_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="Size of the KV cache. null: what gpu_memory_utilization leaves; on a CPU, enough for all running "
-        "requests within a quarter of the free memory.",
+        description="Size of the KV cache. null: as much as gpu_memory_utilization allows; on a CPU, enough for all "
+        "running requests within a quarter of the free memory.",
     )
     tensor_parallel_size: int | None = Field(
         default=None, ge=1, description="Devices of one engine. null: num_gpus_per_worker."
@@ -47,7 +47,7 @@ class VllmConfig(PassedOnOptions):
     )
     enforce_eager: bool = Field(default=False, description="Do not capture CUDA graphs (a CPU has none).")
     enable_prefix_caching: bool = Field(
-        default=True, description="Reuse the cache of prompts that begin alike, until the next weights."
+        default=True, description="Reuse the cache of common prefixes until the next weight update."
     )
 
 

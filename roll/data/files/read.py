@@ -1,4 +1,4 @@
-"""Files, folders and globs of a dataset to rows of plain values, with the place of each and of whatever is wrong.
+"""Dataset files, folders and globs to rows of plain values, with the place of each row and of each error.
 
 A line of a text file is a row. JSON and CSV are read by the standard library; parquet and arrow by pyarrow, which is
 imported only for them.

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, TypeAlias
 
+from roll.utils.foreign import Fault
+
 Level = Literal["ok", "warning", "error"]
 """``error``: a run fails, or cannot save. ``warning``: it is slower, or fails in some configurations."""
 WIDTH = 110
@@ -37,12 +39,10 @@ def judged(name: str, seen: str, *, error: bool = False, warning: bool = False, 
 
 def examine(name: str, check: Check) -> list[Finding]:
     """Runs a check; one that fails itself is a warning, so that the others are still heard."""
-    try:
+    with Fault() as fault:  # of drivers and libraries
         return list(check())
-    except Exception as error:  # of drivers and libraries, whatever they are
-        return [
-            Finding("warning", name, f"could not be checked: {type(error).__name__}: {error}", "Look at it by hand.")
-        ]
+    seen = f"could not be checked: {type(fault.error).__name__}: {fault.error}"
+    return [Finding("warning", name, seen, "Look at it by hand.")]
 
 
 def exit_code(findings: Iterable[Finding]) -> int:

@@ -14,6 +14,7 @@ from roll import __version__
 from roll.extras.doctor.findings import Finding, judged
 from roll.extras.doctor.machine import machine_findings
 from roll.extras.doctor.packages import installed_versions
+from roll.utils.foreign import Fault
 
 COMPARED = ("torch", "ray", "transformers", "numpy")
 SKEW_S, LARGE_SKEW_S = 1.0, 30.0
@@ -84,10 +85,10 @@ def _examine_nodes(output_dir: Path) -> Iterator[Finding]:
     reports: list[NodeReport] = []
     for node in nodes:
         name, where = node["NodeID"], node["NodeManagerHostname"]
-        try:
+        with Fault() as fault:  # of Ray, or of what is installed there
             host, versions, findings = ray.get(pending[name], timeout=PATIENCE_S)
             ahead, doubt = _clock(examiners[name], ray)
-        except Exception as error:  # of Ray, or of what is installed there
+        if (error := fault.error) is not None:
             seen = f"{where}: {type(error).__name__}: {(str(error).strip().splitlines() or ['no reason given'])[-1]}"
             fix = "Install the same environment, roll included, at the same place on every machine."
             yield Finding("error", "cluster", seen, fix)

@@ -22,6 +22,7 @@ from roll.extras.env_check.plays import Episode, Moment, Play, Subject, ThreadHo
 from roll.extras.env_check.trial import NONSENSE, StopCheckError, Trial, can_be_made, plays, said, travels, tricks
 from roll.rollout.env_runner import frame
 from roll.rollout.errors import EnvError
+from roll.utils.foreign import Fault
 
 _MOST_REWARD = 1000.0
 _SAME = 1e-6
@@ -197,10 +198,10 @@ async def repeats(trial: Trial) -> AsyncIterator[Finding]:
 
 async def repeats_elsewhere(trial: Trial) -> AsyncIterator[Finding]:
     """… and in another process."""
-    try:
+    with Fault() as fault:
         subject = replace(trial.subject, env_type=envs.path_of(trial.subject.env_type))
         pickle.dumps(subject)
-    except Exception:  # ``travels`` has told it
+    if fault.error is not None:  # ``travels`` has said it
         return
     try:
         played = await replay_elsewhere(subject, trial.episodes, trial.most_seconds)

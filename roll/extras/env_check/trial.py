@@ -16,7 +16,7 @@ from roll.extras.env_check.findings import Finding
 from roll.extras.env_check.plays import Episode, Moment, Play, Subject, shown
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.errors import EnvError
-from roll.utils.foreign import describe_error
+from roll.utils.foreign import Fault, describe_error
 from roll.utils.seeding import derive_seed
 
 NONSENSE = ("I do not know.", "?", "zzzz")
@@ -129,10 +129,10 @@ async def travels(trial: Trial) -> AsyncIterator[Finding]:
         envs.path_of(subject.env_type)
     except ValueError as error:
         yield Finding("cannot-travel", str(error))
-    try:
+    with Fault() as fault:
         pickle.dumps(dict(subject.env_config))
-    except Exception as error:  # whatever an object's own methods raise
-        yield Finding("cannot-travel", f"env_config cannot be pickled: {describe_error(error)}")
+    if fault.error is not None:
+        yield Finding("cannot-travel", f"env_config cannot be pickled: {describe_error(fault.error)}")
 
 
 async def can_be_made(trial: Trial) -> AsyncIterator[Finding]:
@@ -156,11 +156,9 @@ def _introduction(env: TextEnv) -> tuple[list[str], str]:
 
 
 def _pickle_error(env: TextEnv) -> str | None:
-    try:
+    with Fault() as fault:
         pickle.dumps(env)
-    except Exception as error:  # whatever an object's own methods raise
-        return describe_error(error)
-    return None
+    return None if fault.error is None else describe_error(fault.error)
 
 
 async def plays(trial: Trial) -> AsyncIterator[Finding]:

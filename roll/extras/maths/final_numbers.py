@@ -27,8 +27,8 @@ class FinalAnswerConfig(AnswerConfig):
 
     method: Literal["strict", "flexible"] = Field(
         default="strict",
-        description="`strict`: the number stands in `<answer>` or behind `####`. `flexible`: else the last number of "
-        "the text counts.",
+        description="`strict`: the number is in `<answer>` or after `####`. `flexible`: else the last number of the "
+        "text counts.",
     )
 
 

@@ -34,8 +34,8 @@ class MathConfig(AnswerConfig):
 
     strict_boxed: bool = Field(
         default=False,
-        description="The answer must stand in `\\boxed{}`. Otherwise `<answer>` and `\\boxed{}` are looked for, then "
-        "the last expression of the text. What stands before `</think>` is no answer.",
+        description="The answer must be in `\\boxed{}`. Otherwise `<answer>` and `\\boxed{}` are searched, then the "
+        "last expression of the text. Text before `</think>` is never an answer.",
     )
 
     def problems(self) -> Iterator[ConfigProblem]:

@@ -41,9 +41,8 @@ from roll.extras.plan.timing import Duration, Samples
 from roll.extras.plan.work import Lengths, Role
 from roll.models.shapes import ModelShape
 from roll.preflight.choices import role_requests
-from roll.rewards.classifiers import Adapter
+from roll.rewards.classifiers import Adapter, RewardModelConfig
 from roll.rewards.judge import JudgeConfig
-from roll.rewards.reward_model import RewardModelConfig
 
 
 @dataclass(frozen=True)

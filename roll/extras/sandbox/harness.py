@@ -1023,7 +1023,7 @@ def run_tests(
             Candidate(Channel(ask_read, answer_write, max_bytes)).serve(source, provided or {})
         except CandidateGoneError:
             os._exit(0)
-        except BaseException as error:
+        except BaseException as error:  # shown as Python would; the forked process ends here
             sys.excepthook(type(error), error, error.__traceback__)
             os._exit(1)
     os.close(ask_read)

@@ -28,8 +28,8 @@ class RemoteSandboxConfig(RemoteConfig):
     """``args.remote`` of the verifier ``code``: a sandbox service."""
 
     url: str = Field(
-        description="Address of the service, such as http://10.0.0.5:8080/run_code; /run_code is added where there is "
-        "no path."
+        description="Address of the service, such as http://10.0.0.5:8080/run_code; /run_code is added if there is no "
+        "path."
     )
 
 

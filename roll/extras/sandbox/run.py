@@ -96,7 +96,7 @@ class SandboxLimits(Config):
     )
     processes: int = Field(default=4, ge=1, description="Processes and threads of the program at the same time.")
     file_mb: int = Field(default=16, ge=0, description="Size of one file.")
-    temp_mb: int = Field(default=64, ge=1, description="Size of the temporary folder, which is in memory.")
+    temp_mb: int = Field(default=64, ge=1, description="Size of the temporary folder, which is kept in memory.")
     files: int = Field(default=1024, ge=16, description="Files in the temporary folder (not with bubblewrap).")
     open_files: int = Field(default=64, ge=16, description="Open files of each process.")
     output_kb: int = Field(default=1024, ge=1, description="Output, and error output, after which the run is killed.")

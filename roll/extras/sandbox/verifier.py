@@ -41,8 +41,8 @@ class CodeConfig(Config):
     extract: Literal["fence", "answer", "whole"] = Field(
         default="fence",
         description="Where the program is: the last block of code that defines what the tests call, or that reads the "
-        "input (docs/rewards.md), in the response or in its last `<answer>…</answer>`; or the whole response. What "
-        "stands before `</think>` never counts.",
+        "input (docs/rewards.md), in the response or in its last `<answer>…</answer>`; or the whole response. "
+        "Text before `</think>` never counts.",
     )
     tests_key: str | None = Field(default=None, description="Column of the tests. null: the row's reference answer.")
     setup_key: str = Field(default="test_setup_code", description="Column of the code before assertions, if any.")
@@ -58,23 +58,25 @@ class CodeConfig(Config):
         default=0.0, ge=0, description="Numbers are equal when they differ by this, relative to numbers above 1."
     )
     total_timeout: float = Field(
-        default=25.0, gt=0, description="Seconds of all tests of a sample, without the time that it waits for a CPU."
+        default=25.0, gt=0, description="Seconds for all tests of a sample, not counting the wait for a CPU."
     )
-    limits: SandboxLimits = Field(default_factory=SandboxLimits, description="What one test may use.")
+    limits: SandboxLimits = Field(default_factory=SandboxLimits, description="Limits of one test.")
     backend: Literal["auto", "bubblewrap", "namespaces", "unsafe"] = Field(
         default="auto", description="How programs are isolated; `auto`: bubblewrap if it works, else namespaces."
     )
     allow_unsafe: bool = Field(
-        default=False, description="Run programs WITHOUT isolation where none works. They can read and change files."
+        default=False, description="Run programs WITHOUT isolation if none works. They can read and change files."
     )
     python: str | None = Field(
         default=None, description="Interpreter of the programs. null: this environment's base, standard library only."
     )
-    readable: list[str] = Field(default_factory=list, description="Further absolute paths that programs may read.")
-    max_parallel: int | None = Field(default=None, ge=1, description="Programs at the same time. null: CPUs.")
+    readable: list[str] = Field(default_factory=list, description="Further absolute paths that programs can read.")
+    max_parallel: int | None = Field(
+        default=None, ge=1, description="Programs at the same time. null: the number of CPUs."
+    )
     remote: RemoteSandboxConfig | None = Field(
         default=None,
-        description="A sandbox service that runs the programs (SandboxFusion's interface). null: this machine does.",
+        description="A sandbox service that runs the programs (SandboxFusion's interface). null: this machine.",
     )
 
     def problems(self) -> Iterator[ConfigProblem]:

@@ -88,8 +88,8 @@ class GymnasiumConfig(ActionEnvConfig):
     renderer: str | None = Field(
         None,
         description="Text of an observation: ansi (the environment's own, colours in brackets), values (its numbers), "
-        "package.module:function or folder/file.py:function. null: ansi where there is, else text or a number as it "
-        "is.",
+        "package.module:function or folder/file.py:function. null: ansi if there is one, else text or a number "
+        "unchanged.",
     )
     success_key: str | None = Field(None, description="Key of the environment's info that is true on success.")
     success_return: float | None = Field(

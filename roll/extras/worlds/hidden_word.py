@@ -64,10 +64,10 @@ class HiddenWordConfig(ActionEnvConfig):
         description="Words to hide and to guess, of one length, letters a to z; null: common English ones of five.",
     )
     split: Split = Field(
-        "all", description="Which words are hidden: train and eval never share one. All of them may be guessed."
+        "all", description="Which words are hidden: train and eval share none. Any word can be guessed."
     )
     holdout_fraction: float = Field(0.2, gt=0, lt=1, description="Share of the words that belongs to the eval split.")
-    show_history: bool = Field(True, description="Show all guesses with their marks, not the last alone.")
+    show_history: bool = Field(True, description="Show all guesses with their marks, not only the last.")
     step_penalty: float = Field(0.0, le=0, description="Task reward of every step.")
     letter_reward: float = Field(
         0.0, ge=0, description="Task reward of each place whose letter is found for the first time."

@@ -32,10 +32,11 @@ _MAX_MESSAGE = 100 << 20
 class OpenEnvConfig(AdaptedEnvConfig):
     """Keys of ``env_config`` for ``env_type: openenv``."""
 
-    url: str = Field(description="Where the server is: http://, https://, ws:// or wss://.")
-    reset_kwargs: dict[str, Any] = Field(default_factory=dict, description="What reset is told beside the seed.")
+    url: str = Field(description="Address of the server: http://, https://, ws:// or wss://.")
+    reset_kwargs: dict[str, Any] = Field(default_factory=dict, description="Arguments of reset besides the seed.")
     action_key: str | None = Field(
-        "message", description="Field of the action that is the answer; null: the answer is the whole action, as JSON."
+        "message",
+        description="Field of the action that holds the response; null: the response is the whole action, as JSON.",
     )
     action_kwargs: dict[str, Any] = Field(default_factory=dict, description="Further fields of every action.")
     renderer: str = Field(
@@ -47,7 +48,7 @@ class OpenEnvConfig(AdaptedEnvConfig):
     success_return: float | None = Field(
         None, description="An episode that ends with at least this sum of rewards (before reward_scale) succeeds."
     )
-    timeout: float = Field(60.0, gt=0, description="Seconds that the server may take for an answer.")
+    timeout: float = Field(60.0, gt=0, description="Seconds to wait for the server.")
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Finds a missing package, a wrong address, and broken rules between keys."""

@@ -209,18 +209,18 @@ class ShopConfig(ActionEnvConfig):
         description="Attributes of products and their values, a word each.",
     )
     num_shown: int = Field(
-        2, ge=0, description="Attributes, the first ones, that titles say and the search knows; view tells the others."
+        2, ge=0, description="The first attributes, which titles contain and the search indexes; view shows the others."
     )
     num_products: int = Field(800, ge=2, le=20_000, description="Products of the catalogue.")
     num_results: int = Field(5, ge=1, le=20, description="Products on a page of results.")
     max_price: int = Field(60, ge=2, description="Highest price, in francs.")
     catalogue_seed: int = Field(0, ge=0, description="Draws the catalogue, which is the same in all episodes.")
-    split: Split = Field("all", description="Which goals are drawn: train and eval never want the same product.")
+    split: Split = Field("all", description="Which goals are drawn: train and eval share no product.")
     holdout_fraction: float = Field(0.2, gt=0, lt=1, description="Share of the goals that belongs to the eval split.")
     step_penalty: float = Field(0.0, le=0, description="Task reward of every step.")
     goal_reward: float = Field(1.0, ge=0, description="Task reward of the right product; others earn a part of it.")
     dialect: str | None = Field(
-        None, description="Tool dialect: commands are calls of tools, of which the chat template tells; null: text."
+        None, description="Tool dialect: commands are tool calls, which the chat template describes; null: text."
     )
 
     def problems(self) -> Iterator[ConfigProblem]:

@@ -44,7 +44,7 @@ class QuestionsConfig(Config):
     file_name: str | list[str] = Field(
         min_length=1, description="json, jsonl, csv, parquet or arrow files, a folder of them, globs."
     )
-    prompt: str = Field("prompt", min_length=1, description="Column of the question; dotted where it lies deeper.")
+    prompt: str = Field("prompt", min_length=1, description="Column of the question; dotted if nested.")
     answer: str = Field("answer", min_length=1, description="Column of the answer: a text or a number.")
 
     @property
@@ -130,18 +130,18 @@ class SingleTurnConfig(EnvConfig):
 
     items: list[Item] = Field(default_factory=list, description="Prompts with their answers; the seed picks one.")
     generator: str | None = Field(
-        None, description="package.module:function, seed -> (prompt, answer), in place of items."
+        None, description="package.module:function, seed -> (prompt, answer), instead of items."
     )
     dataset: QuestionsConfig | None = Field(
-        None, description="Files of questions in place of items; the seed picks one. Each worker reads them once."
+        None, description="Files of questions instead of items; the seed picks one. Each worker reads them once."
     )
     scorer: str = Field(
         "exact",
-        description="exact; contains; words (the same but for case, punctuation and articles); math (as the verifier "
-        "math); or package.module:function, (given, answer) -> score.",
+        description="exact; contains; words (the same, ignoring case, punctuation and articles); math (as the "
+        "verifier math); or package.module:function, (given, answer) -> score.",
     )
     answer_pattern: str | None = Field(
-        None, description="Regular expression whose first group is the answer; null takes the whole text."
+        None, description="Regular expression whose first group is the answer; null uses the whole text."
     )
     success_score: float = Field(1.0, description="The lowest score that counts as success.")
 

@@ -53,8 +53,8 @@ class TextArenaConfig(AdaptedEnvConfig):
     player: int = Field(0, ge=0, description="The policy's number among them.")
     opponent: str | None = Field(
         None,
-        description="The other players: random (of the moves that the game lists), package.module:function or "
-        "folder/file.py:function, (what it sees, random.Random) -> what it says.",
+        description="The other players: random (among the moves that the game lists), package.module:function or "
+        "folder/file.py:function, (observation, random.Random) -> text.",
     )
     show_history: bool = Field(
         True,

@@ -24,6 +24,8 @@ from weakref import WeakKeyDictionary
 
 import httpx
 
+from roll.utils.foreign import Fault
+
 if TYPE_CHECKING:
     from roll.configs.data import DataArguments
     from roll.rollout.agents.task import AgentTask
@@ -123,14 +125,13 @@ class _Served:
     async def _hold(self, described: Mapping[str, Any]) -> None:
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-        try:
+        with Fault() as fault:  # a package's code, raised where it is waited for
             env = load_environment(resolve_env_config(dict(described)))
             async with env.serving():
                 self.ready.set_result(env)
                 await asyncio.Event().wait()
-        except Exception as error:  # a package's code, raised where it is waited for
-            if not self.ready.done():
-                self.ready.set_exception(error)
+        if fault.error is not None and not self.ready.done():
+            self.ready.set_exception(fault.error)
 
 
 async def _environment(described: Mapping[str, Any]) -> Any:

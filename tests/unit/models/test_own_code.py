@@ -28,7 +28,8 @@ from roll.models.loading import load_causal_lm, load_config
 from roll.models.tokenizer import check_same_ids, load_tokenizer
 from roll.preflight.choices import CHECKS
 from roll.preflight.models import trusted_code
-from roll.rewards.reward_model import RewardModelConfig, RewardModelVerifier
+from roll.rewards.classifiers import RewardModelConfig
+from roll.rewards.reward_model import RewardModelVerifier
 from roll.rewards.types import Sample
 from roll.tracking.checkpointer import Checkpointer
 from tests.support.contract import forward_logprobs, greedy_oracle

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from roll.rewards.classifiers import Padding, load_classifier, logits_of
-from roll.rewards.reward_model import RewardModelConfig
+from roll.rewards.classifiers import Padding, RewardModelConfig, load_classifier, logits_of
 from roll.rewards.types import RewardError
 from tests.unit.rewards.test_reward_model import SAMPLES, close_to, llama, qwen, score_all
 

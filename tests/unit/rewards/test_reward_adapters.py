@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from roll.configs.problems import ConfigErrors
 from roll.models.tiny import make_tokenizer
-from roll.rewards.reward_model import RewardModelConfig, RewardModelVerifier
+from roll.rewards.classifiers import RewardModelConfig
+from roll.rewards.reward_model import RewardModelVerifier
 from roll.rewards.types import Sample
 
 peft = pytest.importorskip("peft", reason="peft is not installed")

@@ -14,7 +14,8 @@ import torch
 
 from roll.models.tiny import make_tokenizer
 from roll.rewards import VERIFIERS
-from roll.rewards.reward_model import RewardModelConfig, RewardModelVerifier
+from roll.rewards.classifiers import RewardModelConfig
+from roll.rewards.reward_model import RewardModelVerifier
 from roll.rewards.types import RewardError, Sample, Verdict
 
 OTHER_TEMPLATE = (

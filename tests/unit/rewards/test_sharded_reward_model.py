@@ -19,8 +19,9 @@ from roll.configs.loader import derive
 from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig
 from roll.models.tiny import make_tokenizer
-from roll.rewards import sharded_classifier
-from roll.rewards.reward_model import RewardModelConfig, RewardModelVerifier
+from roll.rewards import device_classifiers
+from roll.rewards.classifiers import RewardModelConfig
+from roll.rewards.reward_model import RewardModelVerifier
 from roll.rewards.scorer import check_rewards
 from roll.rewards.types import RewardError, Verdict
 from tests.unit.rewards.test_reward_model import SAMPLES, SHAPE, llama, qwen, save, score_all
@@ -52,7 +53,7 @@ def sharded(folder: Path, **args: Any) -> RewardModelVerifier:
 
 
 def pids(verifier: RewardModelVerifier) -> list[int]:
-    assert isinstance(verifier.classifier, sharded_classifier.ShardedClassifier)
+    assert isinstance(verifier.classifier, device_classifiers.ShardedClassifier)
     return verifier.classifier.pids
 
 
@@ -129,7 +130,7 @@ def test_a_rank_that_is_killed_costs_its_batch_and_all_start_anew(qwen: Path) ->
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_a_failure_too(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded_classifier, "PASS_TIMEOUT", 2.0)
+    monkeypatch.setattr(device_classifiers, "PASS_TIMEOUT", 2.0)
 
     async def run() -> list[int]:
         verifier = sharded(qwen)

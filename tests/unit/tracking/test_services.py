@@ -17,9 +17,8 @@ from roll.__main__ import main
 from roll.data.requests import Completion, FinishReason
 from roll.report.trajectories import answer_row
 from roll.rollout.types import EpisodeEnd, Trajectory, Turn
-from roll.tracking import SERVICES
 from roll.tracking.run import RunFolder
-from roll.tracking.trackers import AnswerRow, MultiTracker, TrackerContext
+from roll.tracking.trackers import SERVICES, AnswerRow, MultiTracker, TrackerContext
 
 SECRET = "hf_123456789"
 CONFIG = {"hf_token": SECRET, "seed": 7, "actor_train": {"model_args": {"dtype": "fp32"}}}

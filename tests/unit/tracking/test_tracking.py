@@ -20,14 +20,13 @@ import yaml
 from roll.data.requests import Completion, FinishReason
 from roll.report.trajectories import write_trajectories
 from roll.rollout.types import EpisodeEnd, Trajectory, Turn
-from roll.tracking import SERVICES, TRACKERS
 from roll.tracking import display as display_module
 from roll.tracking.display import Display, closing_line, difference_interval, sparkline
 from roll.tracking.files import read_json_lines
 from roll.tracking.monitor import PhaseTimer, peak_memory_mb
 from roll.tracking.redact import REDACTED, is_secret_name, redact
 from roll.tracking.run import RunFolder
-from roll.tracking.trackers import MultiTracker, TrackerContext, tracker_options
+from roll.tracking.trackers import SERVICES, TRACKERS, MultiTracker, TrackerContext, tracker_options
 from roll.utils.registry import UnknownNameError
 
 

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roll.utils.foreign import Fault
+
 
 def all_gather(row: Tensor) -> Tensor:
     """Every rank's ``row``, stacked in order of rank (collective)."""
@@ -34,13 +36,10 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
         OSError: on the other ranks, if that was one, with the message of the first rank that failed.
         ValueError: the same, for all other kinds.
     """
-    own: Exception | None = None
-    try:
+    with Fault() as fault:  # of any kind: it is raised again below
         yield
-    except Exception as error:  # of any kind: it is raised again below
-        own = error
-    told = _first(own, group) if dist.is_initialized() and dist.get_world_size() > 1 else None
-    if failure := own or told:
+    told = _first(fault.error, group) if dist.is_initialized() and dist.get_world_size() > 1 else None
+    if failure := fault.error or told:
         raise failure
 
 

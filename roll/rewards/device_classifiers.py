@@ -1,6 +1,8 @@
-"""A classifier divided over several devices by tensor parallelism: a process for each beside the reward worker.
+"""Classifiers on devices of their reward worker: one there, or one divided over several by tensor parallelism.
 
-The worker's side is ``ShardedClassifier``; ``python -m roll.rewards.sharded_classifier`` is a rank, a child of the
+They take turns there with the run's other models. One that is divided has a process for each device.
+
+The worker's side is ``ShardedClassifier``; ``python -m roll.rewards.device_classifiers`` is a rank, a child of the
 worker (``roll.utils.children``). All ranks get the same rows and compute together; the worker watches them, so that one
 that dies or hangs ends the batch and not the run. What a rank needs to find the others is on loopback, in memory.
 """
@@ -12,19 +14,84 @@ import logging
 import os
 import socket
 import sys
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from roll.rewards.classifiers import load_classifier, logits_of
-from roll.rewards.held_classifier import HeldClassifier, move
+from roll.rewards.classifiers import Classifier, Padding, RewardModelConfig, load_classifier, logits_of
 from roll.rewards.types import RewardError
 from roll.utils.children import START_TIMEOUT, Child, ChildError, Reply, encode, serve
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-    from roll.rewards.reward_model import RewardModelConfig
+
+class HeldClassifier(Classifier):
+    """A model that passes over one batch, or moves, at a time, in the order of the calls."""
+
+    def __init__(self, sizes: PreTrainedConfig) -> None:
+        self._padding = Padding(sizes)
+        self._turn = asyncio.Lock()
+        self._there = asyncio.Event()
+        self._there.set()
+
+    async def forward(self, rows: list[list[int]]) -> list[list[float]]:
+        pad_id = self._padding.of(rows)
+        await self._there.wait()  # nothing awaits between here and the lock, which keeps the order
+        async with self._turn:
+            return await self._pass(rows, pad_id)
+
+    async def offload(self) -> None:
+        self._there.clear()
+        async with self._turn:
+            await self._move(there=False)
+
+    async def onload(self) -> None:
+        async with self._turn:
+            await self._move(there=True)
+        self._there.set()
+
+    @abstractmethod
+    async def _pass(self, rows: list[list[int]], pad_id: int) -> list[list[float]]:
+        """See ``forward``."""
+
+    @abstractmethod
+    async def _move(self, *, there: bool) -> None:
+        """Takes the model to its devices, or off them."""
+
+
+class LocalClassifier(HeldClassifier):
+    """A model in a thread of this process, whole on one device."""
+
+    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+        super().__init__(model.config)
+        self.model: PreTrainedModel = model.to(device)  # type: ignore[arg-type]
+        self._device = device
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-model")
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._thread.shutdown)
+
+    async def _pass(self, rows: list[list[int]], pad_id: int) -> list[list[float]]:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, logits_of, self.model, rows, pad_id, self._device)
+
+    async def _move(self, *, there: bool) -> None:
+        place = self._device if there else "cpu"
+        await asyncio.get_running_loop().run_in_executor(self._thread, move, self.model, place)
+
+
+def move(model: PreTrainedModel, place: torch.device | str) -> None:
+    """Moves a model; a GPU that it leaves gets its memory back."""
+    import torch
+
+    model.to(place)  # type: ignore[arg-type]
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +121,7 @@ class ShardedClassifier(HeldClassifier):
         args = config.model_dump(mode="json")
         self._ranks = [
             Child(
-                "roll.rewards.sharded_classifier",
+                "roll.rewards.device_classifiers",
                 {"rank": rank, "size": self._size, "args": args},
                 what="reward model",
                 max_reply_bytes=_MAX_REPLY_BYTES,
@@ -154,8 +221,6 @@ class _Rank:
     """A rank: answers what ``ShardedClassifier`` asks."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
-        from roll.rewards.reward_model import RewardModelConfig
-
         self._rank, self._size = int(setup["rank"]), int(setup["size"])
         self._config = RewardModelConfig.model_validate(setup["args"])
         own = {"RANK": self._rank, "LOCAL_RANK": self._rank, "WORLD_SIZE": self._size, "LOCAL_WORLD_SIZE": self._size}
