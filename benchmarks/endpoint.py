@@ -48,13 +48,13 @@ from roll.models.tiny import make_tiny_model, make_tokenizer
 from roll.pipeline.workers import InferWorker
 from roll.rollout.endpoint.server import Endpoint
 from roll.rollout.endpoint.session import Policy, Session
-from roll.rollout.env_manager import EpisodeSpec, Limits
+from roll.rollout.env_manager import EpisodeSpec, LengthLimits
 from roll.rollout.router import GenerationClient
 from roll.utils.memory import calm_collector
 
 MOST_LOST, HELD_TO = 0.15, 256
 NEW_TOKENS = 16
-LIMITS = Limits(prompt_length=200, sequence_length=256)
+LIMITS = LengthLimits(prompt_length=200, sequence_length=256)
 QUESTION = {"role": "user", "content": "What is 17 times 3, and why?"}
 MORE = {"role": "user", "content": "Sure?"}
 

@@ -44,7 +44,7 @@ from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.strategy.base import StrategyContext
 from roll.models.tiny import make_tiny_model
 from roll.pipeline.workers import InferWorker
-from roll.rollout.env_manager import Limits, StepEnvManager
+from roll.rollout.env_manager import LengthLimits, StepEnvManager
 from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext
 from roll.rollout.plans import GroupPlan
 from roll.rollout.rows import groups_to_batch
@@ -176,7 +176,7 @@ def context(folder: Path) -> EnvWorkerContext:
         tokenizer_path=str(folder / "tiny"),
         template="native",
         params=SamplingParams(max_new_tokens=16),
-        limits=Limits(prompt_length=64, sequence_length=128),
+        limits=LengthLimits(prompt_length=64, sequence_length=128),
         retries=0,
     )
 

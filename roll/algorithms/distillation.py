@@ -127,7 +127,7 @@ def _gap(batch: Batch, least: float | None = None) -> Tensor:
     Of a teacher with another tokenizer, it is that of a chunk of text, spread evenly over the policy's tokens in it.
     """
     (teacher_T,) = require_columns(batch, "distillation from a teacher", "teacher_logprobs_T")
-    fresh_T = None if batch.fresh_B is None else batch.fresh_B[batch.rows_T]
+    fresh_T = None if batch.on_policy_B is None else batch.on_policy_B[batch.rows_T]
     require_finite(batch, "teacher_logprobs_T", "old_logprobs_T", "rollout_logprobs_T")
     policy_T = batch.old_logprobs_T
     if policy_T is None or fresh_T is not None:  # all rows, or some, were not scored again

@@ -114,7 +114,7 @@ def find_episodes(batch: Batch) -> Episodes:
         token_M = sampled[torch.arange(len(sampled)) + torch.repeat_interleave(first_B[rows] - start_R, count_R)]
     row_M = torch.repeat_interleave(rows, count_R)
     turn_of_M = torch.zeros_like(token_M) if batch.turn_T is None else batch.turn_T.index_select(0, token_M)
-    if batch.share_B is not None and batch.traj_B is not None:
+    if batch.sample_weight_B is not None and batch.traj_B is not None:
         order = torch.from_numpy(np.lexsort((turn_of_M.numpy(), batch.traj_B[row_M].numpy())))  # stable
         token_M, row_M, turn_of_M = token_M[order], row_M[order], turn_of_M[order]
     is_start_M = torch.ones(len(token_M), dtype=torch.bool)

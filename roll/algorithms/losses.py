@@ -57,7 +57,7 @@ class SampledTokens:
             mode: ``token-mean``: sum / tokens. ``token-sum``: sum / norm. ``seq-mean-token-sum``: sum / sequences.
                 ``seq-mean-token-mean``: mean over sequences of their mean. ``seq-mean-token-sum-norm``: sum /
                 (sequences * longest). A sequence is a row of the batch, or all rows of an episode that branched
-                (``share_B``).
+                (``sample_weight_B``).
             like: Scores; gives device and dtype.
             norm: Divisor of ``token-sum`` (else 1), and of ``seq-mean-token-sum-norm`` in place of the longest.
 
@@ -76,8 +76,8 @@ class SampledTokens:
             loss_M = mean_M
         elif mode == "seq-mean-token-mean":
             count_B = torch.bincount(row_M, minlength=batch.num_sequences)
-            if batch.share_B is not None:
-                count_B = count_B / batch.share_B  # those of the whole sequence
+            if batch.sample_weight_B is not None:
+                count_B = count_B / batch.sample_weight_B  # those of the whole sequence
             loss_M = 1.0 / (ctx.num_sequences * count_B[row_M].to(like.dtype))
         elif mode == "token-sum":
             loss_M = torch.full_like(mean_M, 1.0 / (norm or 1.0))
@@ -115,7 +115,7 @@ def policy_loss(
     D is the divergence from a teacher (``opd_form: loss``).
 
     PG is the loss that ``pg_variant`` names in ``POLICY_LOSSES``, times ``weights_T`` where the batch has them.
-    Without ``old_logprobs_T``, and in the rows of ``fresh_B``, the old policy is the current one (the first step on
+    Without ``old_logprobs_T``, and in the rows of ``on_policy_B``, the old policy is the current one (the first step on
     fresh samples): ratios are 1 and PPO's gradient is that of REINFORCE.
 
     Args:
@@ -134,8 +134,8 @@ def policy_loss(
     tokens = SampledTokens.of(batch, batch.loss_mask_T, config.loss_agg_mode, ctx, logprobs_T, config.loss_agg_norm)
     logprobs_M = tokens.take(logprobs_T)
     old_M = logprobs_M.detach() if batch.old_logprobs_T is None else tokens.take(batch.old_logprobs_T)
-    if batch.fresh_B is not None:
-        old_M = torch.where(tokens.take_rows(batch.fresh_B), logprobs_M.detach(), old_M)
+    if batch.on_policy_B is not None:
+        old_M = torch.where(tokens.take_rows(batch.on_policy_B), logprobs_M.detach(), old_M)
     by_turn = isinstance(variant, WithRatio) and variant.importance_sampling == "segment"
     policy = PolicyTokens(
         logprobs_M,

@@ -222,7 +222,7 @@ def hits(p: Distribution) -> dict[str, Tensor]:
 
 def squares(p: Distribution) -> dict[str, Tensor]:
     """Sums of squared probabilities, without gradient."""
-    return {"squares_T": p.total(p.probabilities_KV.detach().square())}
+    return {"prob_square_sum_T": p.total(p.probabilities_KV.detach().square())}
 
 
 def hidden_states(p: Distribution) -> dict[str, Tensor]:

@@ -90,4 +90,4 @@ class Shaping:
 
 def with_old_policy(batch: Batch) -> Batch:
     """The rows whose ``old_logprobs_T`` are known."""
-    return batch if batch.fresh_B is None else batch.select((~batch.fresh_B).nonzero()[:, 0])
+    return batch if batch.on_policy_B is None else batch.select((~batch.on_policy_B).nonzero()[:, 0])

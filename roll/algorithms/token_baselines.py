@@ -23,7 +23,7 @@ def optimal_token_baseline(batch: Batch, config: Estimator) -> Batch:
     ``W_t = sum_{j <= t} w_j² (1 - 2 p_j + sum_v p_j(v)²)`` is the squared norm of the gradient of the sampled tokens'
     log-probabilities with respect to their logits so far, ``w`` the token's importance weight, where there is one.
     Where an episode is the longest of its group its baseline is its own return: 0. A group of one keeps ``G``.
-    Needs ``group_B``, ``old_logprobs_T`` and ``squares_T``.
+    Needs ``group_B``, ``old_logprobs_T`` and ``prob_square_sum_T``.
     """
     return _with_token_baseline(batch, config, lone_tail=False)
 
@@ -37,9 +37,9 @@ def tir_optimal_token_baseline(batch: Batch, config: Estimator) -> Batch:
 
 
 def _with_token_baseline(batch: Batch, config: Estimator, *, lone_tail: bool) -> Batch:
-    user, names = f"adv_estimator {config.adv_estimator!r}", ("group_B", "old_logprobs_T", "squares_T")
+    user, names = f"adv_estimator {config.adv_estimator!r}", ("group_B", "old_logprobs_T", "prob_square_sum_T")
     group_B, *_ = require_columns(batch, user, *names)
-    require_finite(batch, "old_logprobs_T", "squares_T")
+    require_finite(batch, "old_logprobs_T", "prob_square_sum_T")
     episodes, return_M = reward_to_go(batch)
     weight_M = _so_far(_energies(batch, episodes, config), episodes)
     baseline_M = _baseline(return_M, weight_M, *_cells(episodes, episodes.of_episode(group_B)), lone_tail)
@@ -48,9 +48,9 @@ def _with_token_baseline(batch: Batch, config: Estimator, *, lone_tail: bool) ->
 
 def _energies(batch: Batch, episodes: Episodes, config: Estimator) -> Tensor:
     """[M]: squared norm of the gradient of log p with respect to the logits, ``|1_token - p|²``, weighted."""
-    assert batch.old_logprobs_T is not None and batch.squares_T is not None
+    assert batch.old_logprobs_T is not None and batch.prob_square_sum_T is not None
     probability_M = episodes.gather(batch.old_logprobs_T).exp()
-    energy_M = (1 - 2 * probability_M + episodes.gather(batch.squares_T)).clamp(min=0)
+    energy_M = (1 - 2 * probability_M + episodes.gather(batch.prob_square_sum_T)).clamp(min=0)
     is_weight = config.train_infer_correction.is_weight
     if is_weight.enabled and is_weight.detach:
         weight_T = torch.zeros(batch.num_tokens, dtype=torch.float64)

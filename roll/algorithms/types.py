@@ -29,7 +29,7 @@ class TokenScores:
     is 0."""
     hit_T: Tensor | None = None
     """float32 1 where the model finds no token likelier than this one, else 0; 0 where the loss mask is 0."""
-    squares_T: Tensor | None = None
+    prob_square_sum_T: Tensor | None = None
     """float32 sum of the squared probabilities of the distribution that the token was drawn from; 0 where the loss mask
     is 0."""
     divergence_T: Tensor | None = None
@@ -92,8 +92,8 @@ class LossContext:
     num_tokens: float
     """Tokens with loss_mask 1."""
     num_sequences: float
-    """Sequences with at least one such token. A row counts by its ``share_B``, so that the rows of one episode are one
-    sequence."""
+    """Sequences with at least one such token. A row counts by its ``sample_weight_B``, so that the rows of one episode are
+    one sequence."""
     max_length: float
     """Longest count of loss tokens in a sequence (the normaliser of seq-mean-token-sum-norm)."""
     optimizer_step: int = 0

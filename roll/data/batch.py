@@ -59,7 +59,7 @@ class Batch:
     """float32: score of the greedy episode that was played beside the row's group."""
     truncated_B: Tensor | None = None
     """bool: the length limit cut the row's last completion or its episode short."""
-    share_B: Tensor | None = None
+    sample_weight_B: Tensor | None = None
     """float64: the part of its sample's sampled tokens that a row holds, where samples are episodes of more than one
     row; ``None`` is 1 everywhere: a row is a sample."""
     rollout_logprobs_T: Tensor | None = None
@@ -71,7 +71,7 @@ class Batch:
     the router chooses."""
     old_logprobs_T: Tensor | None = None
     """float32: log-probabilities under the training engine before the update (PPO's old policy)."""
-    fresh_B: Tensor | None = None
+    on_policy_B: Tensor | None = None
     """bool: the row is trained in the first optimizer step alone: its old policy is the one that trains, and its
     ``old_logprobs_T`` are 0, as nobody computed them."""
     ref_logprobs_T: Tensor | None = None
@@ -94,7 +94,7 @@ class Batch:
     that token; 0 elsewhere. Only where the KL is taken over the whole vocabulary."""
     kl_T: Tensor | None = None
     """float32: KL of the training engine's policy before the update to the reference, over the vocabulary."""
-    squares_T: Tensor | None = None
+    prob_square_sum_T: Tensor | None = None
     """float32: the sum of the squared probabilities that the policy before the update has in each sampled token's
     place."""
     values_T: Tensor | None = None
@@ -177,19 +177,21 @@ class Batch:
         return self.rows_T[self.loss_mask_T].unique()
 
     def with_loss_mask(self, loss_mask_T: Tensor) -> Batch:
-        """The batch with fewer loss tokens; ``share_B`` are then parts of what is left of a sample.
+        """The batch with fewer loss tokens; ``sample_weight_B`` are then parts of what is left of a sample.
 
         Args:
             loss_mask_T: bool [T], true where the mask that is there is.
         """
         batch = self.replace(loss_mask_T=loss_mask_T)
-        if self.share_B is None or self.traj_B is None:
+        if self.sample_weight_B is None or self.traj_B is None:
             return batch
         left_B = torch.bincount(self.rows_T[loss_mask_T], minlength=self.num_sequences)
         _, sample_B = torch.unique(self.traj_B, return_inverse=True)
         left_S = torch.zeros(self.num_sequences, dtype=torch.int64).index_add_(0, sample_B, left_B)
-        is_part_B = (self.share_B < 1) & (left_B > 0)
-        return batch.replace(share_B=torch.where(is_part_B, left_B / left_S[sample_B].double(), self.share_B))
+        is_part_B = (self.sample_weight_B < 1) & (left_B > 0)
+        return batch.replace(
+            sample_weight_B=torch.where(is_part_B, left_B / left_S[sample_B].double(), self.sample_weight_B)
+        )
 
     def select(self, rows: Tensor | Sequence[int]) -> Batch:
         """The given sequences, in the given order."""

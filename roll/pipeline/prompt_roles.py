@@ -17,7 +17,7 @@ from roll.distributed.cluster.worker import Worker
 from roll.pipeline.launch import MODEL_WORKERS
 from roll.pipeline.rollout_roles import RolloutRoles
 from roll.pipeline.start import Launched
-from roll.rollout.env_manager import Limits
+from roll.rollout.env_manager import LengthLimits
 from roll.rollout.prompt_worker import PromptPlan, PromptWorker, PromptWorkerContext
 from roll.rollout.reward_worker import RewardWorker
 from roll.rollout.scheduler import RolloutScheduler
@@ -130,7 +130,7 @@ def _worker_context(config: PromptsConfig, tokenizer_path: str) -> PromptWorkerC
         tokenizer_path=tokenizer_path,
         template=ChatTemplate.of(config.actor_train.data_args),
         params=params,
-        limits={use: Limits(*config.lengths(held_out=use == "val")) for use in params},
+        limits={use: LengthLimits(*config.lengths(held_out=use == "val")) for use in params},
         domains=config.domains,
         spread=config.is_num_return_sequences_expand,
         tools=config.tools.placed() if isinstance(config, RLVRConfig) and config.tools else None,

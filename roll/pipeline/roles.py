@@ -210,7 +210,7 @@ class Roles:
         others = {"ref_logprobs_T": self.reference, "teacher_logprobs_T": self.teacher, "values_T": self.critic}
         if 0 < len(old_rows) < batch.num_sequences:
             batch = batch.replace(
-                fresh_B=torch.ones(batch.num_sequences, dtype=torch.bool).index_fill(0, old_rows, False)
+                on_policy_B=torch.ones(batch.num_sequences, dtype=torch.bool).index_fill(0, old_rows, False)
             )
         kl = config.kl
         if not kl.over_vocabulary:
@@ -318,7 +318,7 @@ def _with_scores(
             columns["ref_hidden_TH"] = scores.hidden_TH
         elif name == "old_logprobs_T":
             columns["kl_T"] = scores.kl_T
-            columns["squares_T"] = scores.squares_T
+            columns["prob_square_sum_T"] = scores.prob_square_sum_T
             if scores.experts_TE is not None:
                 columns["experts_TE"] = scores.experts_TE
     return batch.replace(**columns)

@@ -18,7 +18,7 @@ from roll.data.questions import CONVERSATION
 from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
 from roll.rewards.types import Sample, Verdict
-from roll.rollout.env_manager import TOOL_TURNS, EnvManager, Limits
+from roll.rollout.env_manager import TOOL_TURNS, EnvManager, LengthLimits
 from roll.rollout.errors import EnvError, contained
 from roll.rollout.types import OVER_BUDGET, VALID_UNKNOWN, Turn
 from roll.utils.foreign import clean_text, describe_error
@@ -107,7 +107,7 @@ class PromptManager(EnvManager):
 
     history = True
 
-    def __init__(self, renderer: ChatRenderer, params: SamplingParams, limits: Limits) -> None:
+    def __init__(self, renderer: ChatRenderer, params: SamplingParams, limits: LengthLimits) -> None:
         super().__init__(CustomEnvConfig(env_type="prompt", max_steps=1), renderer, params, limits)
 
     def prompt(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:

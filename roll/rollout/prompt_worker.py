@@ -16,13 +16,13 @@ from roll.data.requests import GenerateFn, SamplingParams
 from roll.data.templates import ChatTemplate
 from roll.rewards.types import RewardError, Sample, Verdict
 from roll.rollout.call_threads import CallThreads
-from roll.rollout.env_manager import EpisodeSpec, Limits
+from roll.rollout.env_manager import EpisodeSpec, LengthLimits
 from roll.rollout.errors import EnvError
 from roll.rollout.plans import GroupSpec
 from roll.rollout.prompt_env import PromptEnv, PromptManager, ScoreFn, User, UserEnv, load_user
 from roll.rollout.reward_worker import WorkerClient
 from roll.rollout.router import GenerationClient
-from roll.rollout.tokenization_audit import TokenCheck, TokenWatch
+from roll.rollout.tokenization_audit import TokenCheck, TokenizationAudit
 from roll.rollout.tool_box import ToolBox, with_tools
 from roll.rollout.types import Trajectory
 from roll.rollout.worker import RolloutWorker
@@ -80,7 +80,7 @@ class PromptWorkerContext:
     template: str | ChatTemplate
     params: Mapping[str, SamplingParams]
     """By what answers are for, ``train`` or ``val``; so are ``limits``."""
-    limits: Mapping[str, Limits]
+    limits: Mapping[str, LengthLimits]
     domains: Mapping[str, str]
     """The reward domain of each tag; answers to prompts of other tags are not scored."""
     spread: bool
@@ -113,7 +113,7 @@ class PromptWorker(RolloutWorker):
         self.managers = {
             name: PromptManager(renderer, params, context.limits[name]) for name, params in context.params.items()
         }
-        watch = TokenWatch(renderer, context.token_check)
+        watch = TokenizationAudit(renderer, context.token_check)
         if "train" in self.managers:
             self.managers["train"].watch = watch
         self._tools: ToolBox | None = None

@@ -113,7 +113,7 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str], parts: 
         parts_BK=torch.tensor(columns.parts, dtype=torch.float32) if parts else None,
         baseline_B=torch.tensor(columns.baselines, dtype=torch.float32) if has_baselines else None,
         truncated_B=torch.tensor(columns.truncated),
-        share_B=torch.tensor(columns.shares, dtype=torch.float64) if min(columns.shares) < 1 else None,
+        sample_weight_B=torch.tensor(columns.shares, dtype=torch.float64) if min(columns.shares) < 1 else None,
         **_declared(columns, mask_T),
     )
 

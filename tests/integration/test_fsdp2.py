@@ -195,7 +195,7 @@ def test_the_training_pass_gives_the_old_logprobs_of_a_scoring_pass(model: Path,
     for fresh in (True, False):
         trainer = make_trainer(model, **json.loads(json.dumps(options)))
         old_T = torch.zeros(batch.num_tokens) if fresh else trainer.logprobs(batch).logprobs_T
-        known = batch.replace(old_logprobs_T=old_T, fresh_B=torch.full((batch.num_sequences,), fresh))
+        known = batch.replace(old_logprobs_T=old_T, on_policy_B=torch.full((batch.num_sequences,), fresh))
         trainer.train_step(known, build_policy_loss(AlgorithmConfig()))
         gradients.append(trainer.gradient)
     assert gradients[0].keys() == gradients[1].keys()
@@ -543,8 +543,8 @@ def test_the_rows_of_an_episode_that_branched_count_as_one_sequence(model: Path)
     batch = make_batch()
     sampled_B = torch.zeros(batch.num_sequences).index_add(0, batch.rows_T, batch.loss_mask_T.float())
     first_two = sampled_B[:2] / sampled_B[:2].sum()
-    share_B = torch.cat([first_two, torch.ones(batch.num_sequences - 2)]).double()
-    make_trainer(model).train_step(batch.replace(share_B=share_B), watched)
+    sample_weight_B = torch.cat([first_two, torch.ones(batch.num_sequences - 2)]).double()
+    make_trainer(model).train_step(batch.replace(sample_weight_B=sample_weight_B), watched)
     assert seen[0].num_sequences == pytest.approx(batch.num_sequences - 1)
     assert seen[0].max_length == pytest.approx(max(sampled_B[:2].sum(), sampled_B[2:].max()).item())
 

@@ -28,7 +28,7 @@ from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.strategy.base import StrategyContext
 from roll.models.tiny import make_tiny_model
 from roll.pipeline.workers import InferWorker
-from roll.rollout.env_manager import Limits
+from roll.rollout.env_manager import LengthLimits
 from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext
 from roll.rollout.plans import GroupPlan, GroupSpec
 from roll.rollout.rows import groups_to_batch
@@ -117,7 +117,7 @@ def context(tmp_path_factory: pytest.TempPathFactory, orders: Path) -> EnvWorker
         tokenizer_path=str(path),
         template="native",
         params=SamplingParams(max_new_tokens=6, temperature=1.0),
-        limits=Limits(prompt_length=200, sequence_length=400),
+        limits=LengthLimits(prompt_length=200, sequence_length=400),
         retries=1,
     )
 

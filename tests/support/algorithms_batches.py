@@ -117,10 +117,12 @@ def to_batch(
         scores_B=torch.tensor([episode.score for _, _, episode, _ in rows], dtype=torch.float32),
         parts_BK=torch.tensor([[np.sin(index), np.cos(3 * index)] for index, *_ in rows], dtype=torch.float32),
         baseline_B=torch.tensor([episode.baseline for _, _, episode, _ in rows], dtype=torch.float32),
-        share_B=None if branch_seed is None else torch.tensor(shares, dtype=torch.float64),
+        sample_weight_B=None if branch_seed is None else torch.tensor(shares, dtype=torch.float64),
         values_T=column("value"),
         old_logprobs_T=column("old_logprob"),
-        squares_T=torch.tensor([t.sampled * np.exp(2 * t.old_logprob) for _, _, t in flat], dtype=torch.float32),
+        prob_square_sum_T=torch.tensor(
+            [t.sampled * np.exp(2 * t.old_logprob) for _, _, t in flat], dtype=torch.float32
+        ),
         ref_logprobs_T=column("ref_logprob"),
         rollout_logprobs_T=column("rollout_logprob"),
     )
@@ -161,7 +163,7 @@ def make_batch(seed: int, history: bool = True, max_episodes: int = 7) -> tuple[
 def context(batch: Batch, mask_T: Tensor | None = None) -> LossContext:
     mask_T = batch.loss_mask_T if mask_T is None else mask_T
     counts = torch.zeros(batch.num_sequences).index_add(0, batch.rows_T, mask_T.float())
-    shares = torch.ones(batch.num_sequences) if batch.share_B is None else batch.share_B
+    shares = torch.ones(batch.num_sequences) if batch.sample_weight_B is None else batch.sample_weight_B
     longest = (counts / shares.clamp(min=1e-9)).max()
     return LossContext(float(mask_T.sum()), float(shares[counts > 0].sum()), float(longest))
 

@@ -24,13 +24,13 @@ from roll.rewards.types import Sample, Verdict
 from roll.rollout.agents.episode import AgentPlayer
 from roll.rollout.endpoint.server import Endpoint
 from roll.rollout.endpoint.session import Policy, Session
-from roll.rollout.env_manager import EpisodeSpec, Limits
+from roll.rollout.env_manager import EpisodeSpec, LengthLimits
 from roll.rollout.prompt_env import PromptEnv
 from roll.rollout.types import Trajectory
 
 TOKENIZER = make_tokenizer()
 RENDERER = ChatRenderer(TOKENIZER)
-LIMITS = Limits(prompt_length=1900, sequence_length=2000)
+LIMITS = LengthLimits(prompt_length=1900, sequence_length=2000)
 EPISODE = EpisodeSpec("sums", 5, 1, env_seed=11, sampling_seed=13)
 PARAMS = SamplingParams(max_new_tokens=300)
 

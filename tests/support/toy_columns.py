@@ -24,7 +24,7 @@ from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
 from roll.models.tiny import make_tiny_model, make_tokenizer
-from roll.rollout.env_manager import EpisodeSpec, Limits, TrajEnvManager
+from roll.rollout.env_manager import EpisodeSpec, LengthLimits, TrajEnvManager
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.group_calls import FlatGroups
 from roll.rollout.rows import groups_to_batch
@@ -99,7 +99,7 @@ def loss(scores: TokenScores, batch: Any, context: LossContext) -> LossOutput:
 def rollout() -> list[RolloutGroup]:
     """Two groups, sent to the driver."""
     manager = TrajEnvManager(
-        CustomEnvConfig(env_type="twice"), ChatRenderer(TOKENIZER), SamplingParams(), Limits(100, 400)
+        CustomEnvConfig(env_type="twice"), ChatRenderer(TOKENIZER), SamplingParams(), LengthLimits(100, 400)
     )
 
     def episode(group: int, member: int) -> Trajectory:

@@ -13,7 +13,7 @@ from roll.data.templates import ChatTemplate
 from roll.pipeline.rollout_roles import RolloutRoles
 from roll.pipeline.session import RunFailedError
 from roll.pipeline.start import Launched
-from roll.rollout.env_manager import Limits
+from roll.rollout.env_manager import LengthLimits
 from roll.rollout.env_worker import EnvWorkerContext
 from roll.rollout.plans import GroupPlan
 from roll.rollout.scheduler import RolloutScheduler
@@ -96,7 +96,7 @@ def _worker_context(config: AgenticConfig, manager: EnvManagerConfig, tokenizer_
         tokenizer_path=tokenizer_path,
         template=ChatTemplate.of(config.actor_train.data_args),
         params=sampling_params(config.sampling(manager)),
-        limits=Limits(*config.lengths(held_out=manager is not config.train_env_manager)),
+        limits=LengthLimits(*config.lengths(held_out=manager is not config.train_env_manager)),
         retries=manager.env_retries,
         tools=config.tools and config.tools.placed(),
         token_check=config.tokenization_sanity_check if manager is config.train_env_manager else "disable",

@@ -50,7 +50,7 @@ def run(job: Job) -> int:
     from roll.models.tokenizer import load_tokenizer
     from roll.rollout.endpoint.errors import PortTakenError
     from roll.rollout.endpoint.session import Policy
-    from roll.rollout.env_manager import Limits
+    from roll.rollout.env_manager import LengthLimits
     from roll.utils.registry import UnknownNameError
 
     worker = job.worker
@@ -68,7 +68,7 @@ def run(job: Job) -> int:
         )
         with engine as generator:
             length = generator.context.sequence_length
-            policy = Policy(renderer, dialect, Limits(length, length))
+            policy = Policy(renderer, dialect, LengthLimits(length, length))
             return asyncio.run(_serve(job, policy, generator.generate))
     except PortTakenError:
         sys.stderr.write(f"roll serve: --port: got {job.port}, expected a free port of 127.0.0.1, or 0 for any\n")

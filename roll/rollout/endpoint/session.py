@@ -31,7 +31,7 @@ from roll.data.renderer import CHARS_PER_TOKEN, ChatRenderer, Message, Tool, Too
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
 from roll.rollout.endpoint.errors import ApiError, too_long
 from roll.rollout.endpoint.messages import named_results
-from roll.rollout.env_manager import EpisodeAbortedError, EpisodeSpec, Limits
+from roll.rollout.env_manager import EpisodeAbortedError, EpisodeSpec, LengthLimits
 from roll.rollout.rows import Recorder
 from roll.rollout.tokenization_audit import Conversation
 from roll.rollout.types import EpisodeEnd, Turn
@@ -213,7 +213,7 @@ class Policy:
 
     renderer: ChatRenderer
     dialect: BaseDialect
-    limits: Limits
+    limits: LengthLimits
 
 
 class Session:

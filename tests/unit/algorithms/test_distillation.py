@@ -87,7 +87,7 @@ def test_the_policy_is_the_one_before_the_update() -> None:
     assert metrics[0]["teacher/reverse_kl"] == pytest.approx(-mean)
     assert metrics[1]["teacher/reverse_kl"] == pytest.approx(-mean + 0.125)
     assert metrics[0]["teacher/logprob"] == pytest.approx((-0.5 - 4 - 0.25 - 1.25 - 3 - 0.5) / 6)
-    mixed = recomputed.replace(fresh_B=torch.tensor([True, False, True]))  # only one of six tokens was scored again
+    mixed = recomputed.replace(on_policy_B=torch.tensor([True, False, True]))  # only one of six tokens was scored again
     assert teacher_metrics(mixed)["teacher/reverse_kl"] == pytest.approx(-mean + 0.125 / 6)
     with pytest.raises(ValueError, match=r"teacher_logprobs_T"):
         teacher_advantages(BATCH.replace(teacher_logprobs_T=None), rl().teacher_term)

@@ -175,10 +175,10 @@ def test_on_fresh_samples_the_gradient_is_that_of_reinforce() -> None:
 
 def test_the_old_policy_of_fresh_rows_is_the_current_one() -> None:
     batch, scores = make_batch(4, max_episodes=20)
-    fresh_B = torch.arange(batch.num_sequences) % 2 == 0
-    fresh_T = fresh_B[batch.rows_T]
+    on_policy_B = torch.arange(batch.num_sequences) % 2 == 0
+    fresh_T = on_policy_B[batch.rows_T]
     as_scored = torch.where(fresh_T, scores.logprobs_T.float(), batch.old_logprobs_T)
-    unscored = batch.replace(old_logprobs_T=batch.old_logprobs_T.masked_fill(fresh_T, 0.0), fresh_B=fresh_B)
+    unscored = batch.replace(old_logprobs_T=batch.old_logprobs_T.masked_fill(fresh_T, 0.0), on_policy_B=on_policy_B)
     loss_fn = build_policy_loss(AlgorithmConfig(pg_clip=0.05))
     wanted = gradient(loss_fn, scores, batch.replace(old_logprobs_T=as_scored), context(batch))
     got = gradient(loss_fn, scores, unscored, context(batch))

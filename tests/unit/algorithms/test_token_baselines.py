@@ -29,7 +29,7 @@ def with_probabilities(batch: Batch, seed: int) -> Batch:
     mask_T = batch.loss_mask_T
     return batch.replace(
         old_logprobs_T=probability_T.log() * mask_T,
-        squares_T=(probability_T.square() + rest_T) * mask_T,
+        prob_square_sum_T=(probability_T.square() + rest_T) * mask_T,
         rollout_logprobs_T=(probability_T.log() - 0.3 * torch.randn(batch.num_tokens, generator=generator)) * mask_T,
     )
 
@@ -37,7 +37,7 @@ def with_probabilities(batch: Batch, seed: int) -> Batch:
 def oracle(episodes: list[Episode], batch: Batch, lone_tail: bool, bound: float | None) -> dict[int, float]:
     """Place by place over the episodes of a group."""
     old, squares, rollout = (
-        by_token(batch, column) for column in (batch.old_logprobs_T, batch.squares_T, batch.rollout_logprobs_T)
+        by_token(batch, column) for column in (batch.old_logprobs_T, batch.prob_square_sum_T, batch.rollout_logprobs_T)
     )
     groups, advantages = defaultdict(list), {}
     for e in episodes:
@@ -102,12 +102,14 @@ def test_certain_tokens_are_compared_by_the_plain_mean() -> None:
         rewards_T=torch.tensor([1.0, 0.0]),
         group_B=torch.tensor([0, 0]),
         old_logprobs_T=torch.zeros(2),
-        squares_T=torch.ones(2),
+        prob_square_sum_T=torch.ones(2),
     )
     out = compute_advantages(batch, AlgorithmConfig(adv_estimator="optimal_token_baseline"))
     assert out.advantages_T.tolist() == [0.5, -0.5]
-    with pytest.raises(ValueError, match="squares_T"):
-        compute_advantages(batch.replace(squares_T=None), AlgorithmConfig(adv_estimator="optimal_token_baseline"))
+    with pytest.raises(ValueError, match="prob_square_sum_T"):
+        compute_advantages(
+            batch.replace(prob_square_sum_T=None), AlgorithmConfig(adv_estimator="optimal_token_baseline")
+        )
 
 
 def test_without_scoring_there_is_nothing_to_weigh_by() -> None:

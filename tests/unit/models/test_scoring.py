@@ -88,9 +88,9 @@ def test_squares_are_those_of_the_full_logits() -> None:
         logits = model(batch.tokens_T[batch.token_index([2])][None], use_cache=False).logits[0].double() / 0.7
     squares = torch.softmax(logits, -1).square().sum(-1)
     sampled = batch.loss_mask_T[batch.token_index([2])]
-    found = scores.squares_T[batch.token_index([2])].double()
+    found = scores.prob_square_sum_T[batch.token_index([2])].double()
     torch.testing.assert_close(found[1:][sampled[1:]], squares[:-1][sampled[1:]], rtol=0, atol=5e-6)
-    assert not found[~sampled].any() and score_batch(TokenScorer(model), batch).squares_T is None
+    assert not found[~sampled].any() and score_batch(TokenScorer(model), batch).prob_square_sum_T is None
 
 
 @pytest.mark.parametrize("cutting", CUTTINGS)

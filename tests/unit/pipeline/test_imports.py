@@ -18,13 +18,13 @@ from roll.agentic.env import path_of
 from roll.configs.env import CustomEnvConfig
 from roll.data.requests import SamplingParams
 from roll.demo.warm_start import ScriptedPlay
-from roll.rollout.env_manager import Limits
+from roll.rollout.env_manager import LengthLimits
 from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext
 from roll.rollout.plans import GroupSpec
 
 tags = {"Sokoban": CustomEnvConfig(env_type=path_of("sokoban"), env_manager_cls="step", max_steps=3)}
 worker = EnvironmentWorker("train_env_manager", 0, 1, {})
-worker.setup(EnvWorkerContext(tags, sys.argv[1], "native", SamplingParams(max_new_tokens=8), Limits(500, 600), 0))
+worker.setup(EnvWorkerContext(tags, sys.argv[1], "native", SamplingParams(max_new_tokens=8), LengthLimits(500, 600), 0))
 
 async def play():
     await worker.set_engines([])

@@ -24,7 +24,7 @@ from roll.rollout.env_manager import (
     EnvManager,
     EpisodeAbortedError,
     EpisodeSpec,
-    Limits,
+    LengthLimits,
     StepEnvManager,
     TrajEnvManager,
 )
@@ -37,7 +37,7 @@ from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 TOKENIZER = make_tokenizer()
 RENDERER = ChatRenderer(TOKENIZER)
 SPEC = EpisodeSpec("Echo", group_id=4, member=1, env_seed=9, sampling_seed=77)
-ROOMY = Limits(prompt_length=4000, sequence_length=8000)
+ROOMY = LengthLimits(prompt_length=4000, sequence_length=8000)
 PLAIN = SamplingParams()
 MODES = pytest.mark.parametrize("mode", ["step", "traj"])
 
@@ -97,7 +97,7 @@ class Policy:
         return Completion(request.request_id, ids, logprobs, reason, versions=np.full(len(ids), 3))
 
 
-def manager(mode: str, limits: Limits = ROOMY, params: SamplingParams = PLAIN, **config: Any) -> EnvManager:
+def manager(mode: str, limits: LengthLimits = ROOMY, params: SamplingParams = PLAIN, **config: Any) -> EnvManager:
     tag = CustomEnvConfig(env_type="echo", env_manager_cls=mode, **config)
     return ENV_MANAGERS.get(mode)(tag, RENDERER, params, limits)
 
@@ -194,15 +194,15 @@ def test_the_loss_mask_covers_the_sampled_tokens_and_no_other(mode: str) -> None
 
 def test_an_episode_stops_when_the_next_prompt_leaves_no_room() -> None:
     prompts = [len(turn.prompt_ids) for turn in play(manager("traj", max_steps=6), Policy("a")).turns]
-    full = play(manager("traj", Limits(4000, prompts[3]), max_steps=6), Policy("a"))
+    full = play(manager("traj", LengthLimits(4000, prompts[3]), max_steps=6), Policy("a"))
     assert (len(full.turns), full.end, full.success) == (3, EpisodeEnd.CONTEXT_FULL, False)
     assert full.final_observation == "a 3"
-    one_more = play(manager("traj", Limits(4000, prompts[3] + 1), max_steps=6), Policy("a"))
+    one_more = play(manager("traj", LengthLimits(4000, prompts[3] + 1), max_steps=6), Policy("a"))
     assert (len(one_more.turns), one_more.end) == (4, EpisodeEnd.CONTEXT_FULL)
     assert len(one_more.turns[-1].completion.token_ids) == 1  # cut to the room that was left
     config: dict[str, Any] = {"max_steps": 6, "agent_template": "{observation}{observation}"}
     first = len(play(manager("step", **config), Policy("a")).turns[0].prompt_ids)
-    trajectory = play(manager("step", Limits(4000, first + 10), **config), Policy("x" * 20))
+    trajectory = play(manager("step", LengthLimits(4000, first + 10), **config), Policy("x" * 20))
     assert len(trajectory.turns) == 1
     assert trajectory.turns[0].text == "x" * 10
     assert trajectory.end is EpisodeEnd.CONTEXT_FULL
@@ -213,10 +213,10 @@ def test_a_first_prompt_that_cannot_fit_is_an_error(mode: str) -> None:
     length = len(play(manager(mode, max_steps=1), Policy("a")).turns[0].prompt_ids)
     expected = rf"Echo: the first prompt has {length} tokens, but prompt_length is "
     with pytest.raises(PromptTooLongError, match=rf"{expected}{length - 1} and sequence_length 8000"):
-        play(manager(mode, Limits(length - 1, 8000)), Policy("a"))
+        play(manager(mode, LengthLimits(length - 1, 8000)), Policy("a"))
     with pytest.raises(PromptTooLongError, match=rf"{expected}4000 and sequence_length {length}"):
-        play(manager(mode, Limits(4000, length)), Policy("a"))
-    assert len(play(manager(mode, Limits(length, length + 1), max_steps=1), Policy("a")).turns) == 1
+        play(manager(mode, LengthLimits(4000, length)), Policy("a"))
+    assert len(play(manager(mode, LengthLimits(length, length + 1), max_steps=1), Policy("a")).turns) == 1
 
 
 @pytest.mark.parametrize(

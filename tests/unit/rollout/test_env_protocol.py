@@ -19,7 +19,7 @@ from roll.data.requests import Completion, FinishReason, GenerateRequest, Sampli
 from roll.models.tiny import make_tiny_model
 from roll.report.render import render_index, save_renders
 from roll.report.trajectories import write_trajectories
-from roll.rollout.env_manager import Limits
+from roll.rollout.env_manager import LengthLimits
 from roll.rollout.env_runner import MAX_TEXT, checked_reset, checked_step
 from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext
 from roll.rollout.errors import EnvProtocolError
@@ -154,7 +154,7 @@ def maze(**env_config: Any) -> CustomEnvConfig:
 
 def play(tokenizer_path: str, **env_config: Any) -> RolloutGroup:
     """A group of two, played by the worker of a real run."""
-    limits = Limits(prompt_length=200, sequence_length=400)
+    limits = LengthLimits(prompt_length=200, sequence_length=400)
     worker = EnvironmentWorker("envs", 0, 1, {})
     worker.setup(EnvWorkerContext({"Maze": maze(**env_config)}, tokenizer_path, "native", SamplingParams(), limits, 1))
     worker.client = Engine(worker)  # type: ignore[assignment]

@@ -13,12 +13,12 @@ import pytest
 
 from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import Prompt
-from roll.data.questions import asked_in
+from roll.data.questions import question_in
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.models.tiny import make_tiny_model, make_tokenizer
 from roll.rewards.types import RewardError, Sample, Verdict
-from roll.rollout.env_manager import EpisodeSpec, Limits
+from roll.rollout.env_manager import EpisodeSpec, LengthLimits
 from roll.rollout.errors import PromptTooLongError
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.prompt_env import PromptEnv, PromptManager
@@ -34,7 +34,7 @@ MESSAGES = (
 )
 PROMPT = Prompt("p1", "sums", MESSAGES, ground_truth={"value": 2}, extra_info={"level": 3})
 PARAMS = SamplingParams(max_new_tokens=4, temperature=0.7)
-LIMITS = Limits(prompt_length=64, sequence_length=80)
+LIMITS = LengthLimits(prompt_length=64, sequence_length=80)
 EPISODE = EpisodeSpec("sums", 5, 1, env_seed=11, sampling_seed=13)
 
 
@@ -74,7 +74,7 @@ class Scorer:
         return self.outcome
 
 
-def play(prompt: Prompt, engine: Engine, scorer: Scorer, limits: Limits = LIMITS) -> Trajectory:
+def play(prompt: Prompt, engine: Engine, scorer: Scorer, limits: LengthLimits = LIMITS) -> Trajectory:
     env = PromptEnv(prompt, scorer.score)
     return asyncio.run(PromptManager(RENDERER, PARAMS, limits).run_episode(env, env.watch(engine.generate), EPISODE))
 
@@ -89,7 +89,7 @@ def test_an_answer_is_one_turn_with_the_verdict_as_its_reward() -> None:
     assert (turn.task_reward, turn.penalty, trajectory.score, trajectory.success) == (0.75, 0.0, 0.75, True)
     assert trajectory.history and trajectory.end == "terminated"
     assert trajectory.info["prompt_id"] == "p1" and trajectory.info["ground_truth"] == "{'value': 2}"
-    assert asked_in(trajectory.info, turn.observation) == list(MESSAGES)
+    assert question_in(trajectory.info, turn.observation) == list(MESSAGES)
     assert trajectory.info["math/score"] == 1.0 and trajectory.info["format/score"] == 0.5
     (request,) = engine.requests
     assert (request.params.temperature, request.params.max_new_tokens) == (0.7, 4)
@@ -133,7 +133,7 @@ def test_a_prompt_is_used_as_it_was_cut_and_ends_the_episode_where_it_does_not_f
     play(replace(PROMPT, prompt_ids=np.array([7, 8, 9])), engine, Scorer(Verdict(1.0, True)))
     assert engine.requests[0].prompt_ids.tolist() == [7, 8, 9]
     with pytest.raises(PromptTooLongError, match="sums: the first prompt has"):
-        play(PROMPT, Engine(), Scorer(Verdict(1.0, True)), Limits(prompt_length=8, sequence_length=80))
+        play(PROMPT, Engine(), Scorer(Verdict(1.0, True)), LengthLimits(prompt_length=8, sequence_length=80))
     with pytest.raises(RewardError, match="cannot tell"):
         play(PROMPT, Engine(), Scorer(RewardError("cannot tell")))
 
@@ -150,7 +150,7 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run_group(
-    tokenizer_path: str, engine: Engine, scorer: Any, group: PromptSpec, held_out: Limits = LIMITS
+    tokenizer_path: str, engine: Engine, scorer: Any, group: PromptSpec, held_out: LengthLimits = LIMITS
 ) -> RolloutGroup:
     worker = PromptWorker("rollout", 0, 1, {})
     params = {"train": PARAMS, "val": replace(PARAMS, temperature=0.3)}
@@ -183,7 +183,7 @@ def test_a_group_answers_one_prompt_with_seeds_of_their_own(tokenizer_path: str)
     assert len({request.params.seed for request in engine.requests}) == 3
     assert (group.tag, group.dropped, group.errors, group.baseline) == ("sums", 0, (), None)
     val = Engine()
-    short = Limits(LIMITS.prompt_length, len(engine.requests[0].prompt_ids) + 3)
+    short = LengthLimits(LIMITS.prompt_length, len(engine.requests[0].prompt_ids) + 3)
     run_group(tokenizer_path, val, Choosy(), spec(sampling="val", greedy=False), short)
     assert {request.params.temperature for request in val.requests} == {0.3}
     rooms = [{request.params.max_new_tokens for request in each.requests} for each in (engine, val)]

@@ -16,7 +16,7 @@ from roll.configs.env import CustomEnvConfig
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.models.tiny import make_tokenizer
-from roll.rollout.env_manager import TOOL_TURNS, EnvManager, EpisodeSpec, Limits, StepEnvManager, TrajEnvManager
+from roll.rollout.env_manager import TOOL_TURNS, EnvManager, EpisodeSpec, LengthLimits, StepEnvManager, TrajEnvManager
 from roll.rollout.group_calls import FlatGroups
 from roll.rollout.rows import Recorder, groups_to_batch
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
@@ -123,8 +123,8 @@ def assert_trained(trajectory: Trajectory, log: EngineLog) -> int:
     assert int(batch.loss_mask_T.sum()) == sum(len(completion.token_ids) for _, completion in sampled)
     assert batch.rewards_T is not None and batch.scores_B is not None
     assert float(batch.rewards_T.sum()) == sum(t.reward for t in trajectory.turns if len(t.completion.token_ids))
-    if batch.share_B is not None:
-        assert float(batch.share_B.sum()) == pytest.approx(1.0)
+    if batch.sample_weight_B is not None:
+        assert float(batch.sample_weight_B.sum()) == pytest.approx(1.0)
     else:
         assert len(rows) == 1 or not trajectory.history
     assert [turn.row for turn in next(iter(FlatGroups.of([sent]))).trajectories[0].turns] == [
@@ -173,7 +173,7 @@ def test_the_environment_loop_trains_on_the_engines_own_log_too(seed: int, manag
         return engine.generate(request.prompt_ids.tolist())
 
     config = CustomEnvConfig(env_type="frozen_lake", max_steps=6)
-    limits = Limits(prompt_length=500, sequence_length=int(rng.integers(80, 400)))
+    limits = LengthLimits(prompt_length=500, sequence_length=int(rng.integers(80, 400)))
     manager = manager_class(config, RENDERER, SamplingParams(), limits)
     spec = EpisodeSpec("A", 0, 0, env_seed=1, sampling_seed=2)
     trajectory = asyncio.run(manager.run_episode(Game(rng), generate, spec))

@@ -20,14 +20,14 @@ from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateReq
 from roll.models.tiny import make_tokenizer
 from roll.rewards.types import Sample, Verdict
 from roll.rollout.admission import Admission
-from roll.rollout.env_manager import ENV_MANAGERS, EpisodeSpec, Limits
+from roll.rollout.env_manager import ENV_MANAGERS, EpisodeSpec, LengthLimits
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.prompt_env import PromptEnv, PromptManager
 from roll.rollout.schedule import Schedule, step_record
 from roll.rollout.types import Collected, RolloutGroup, Trajectory
 
 RENDERER = ChatRenderer(make_tokenizer())
-LIMITS = Limits(prompt_length=200, sequence_length=400)
+LIMITS = LengthLimits(prompt_length=200, sequence_length=400)
 TEXT = "Zug \x00 \u2028 🏗 \\u0041 '\"\n"
 
 

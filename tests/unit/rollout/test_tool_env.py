@@ -20,7 +20,7 @@ from roll.data.requests import Completion, FinishReason, GenerateRequest, Sampli
 from roll.models.tiny import make_tokenizer
 from roll.rewards.types import Sample, Verdict
 from roll.rollout.call_threads import CallThreads
-from roll.rollout.env_manager import AsyncEnv, EnvManager, EpisodeSpec, Limits, TrajEnvManager
+from roll.rollout.env_manager import AsyncEnv, EnvManager, EpisodeSpec, LengthLimits, TrajEnvManager
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.prompt_env import PromptEnv, PromptManager
@@ -32,7 +32,7 @@ TOKENIZER = make_tokenizer()
 RENDERER = ChatRenderer(TOKENIZER)
 HERE = "tests.unit.rollout.test_tool_env"
 PROMPT = Prompt("p1", "sums", ({"role": "user", "content": "17*3="},), ground_truth="51")
-LIMITS = Limits(prompt_length=2400, sequence_length=2500)
+LIMITS = LengthLimits(prompt_length=2400, sequence_length=2500)
 EPISODE = EpisodeSpec("sums", 5, 1, env_seed=11, sampling_seed=13)
 
 
@@ -219,7 +219,7 @@ def test_after_the_last_turn_with_calls_the_answer_counts_and_a_cut_episode_is_s
     trajectory = play(Engine(*[call("calculator", expression="1")] * 3), max_turns=2)
     assert len(trajectory.turns) == 3 and trajectory.end == "terminated" and not trajectory.success
     assert trajectory.info["tool_calls"] == 2
-    params, limits = SamplingParams(max_new_tokens=400), Limits(prompt_length=2000, sequence_length=1800)
+    params, limits = SamplingParams(max_new_tokens=400), LengthLimits(prompt_length=2000, sequence_length=1800)
     engine = Engine(call("tell", what="y" * 300))
     trajectory = play(engine, PromptManager(RENDERER, params, limits))
     assert (trajectory.end, len(trajectory.turns)) == (EpisodeEnd.CONTEXT_FULL, 1)

@@ -424,12 +424,12 @@ class Trainer(Scorer):
     def _count(self, batch: Batch, num_micro_batches: int) -> tuple[LossContext, int, float]:
         """The loss's denominators, the micro-batches to run, and the tokens of the step, over all ranks."""
         loss_tokens_B = torch.zeros(batch.num_sequences).index_add_(0, batch.rows_T, batch.loss_mask_T.float())
-        share_B = torch.ones(batch.num_sequences) if batch.share_B is None else batch.share_B
-        longest = float((loss_tokens_B / share_B).max()) if batch.num_sequences else 0.0
+        sample_weight_B = torch.ones(batch.num_sequences) if batch.sample_weight_B is None else batch.sample_weight_B
+        longest = float((loss_tokens_B / sample_weight_B).max()) if batch.num_sequences else 0.0
         counts = self._gather_counts(
             [
                 float(loss_tokens_B.sum()),
-                float(share_B[loss_tokens_B > 0].sum()),
+                float(sample_weight_B[loss_tokens_B > 0].sum()),
                 float(batch.num_tokens),
                 longest,
                 float(num_micro_batches),

@@ -17,7 +17,7 @@ from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.extras.worlds.shop import Catalogue, Goal, Product, ShopEnv, catalogue
 from roll.models.tiny import make_tokenizer
-from roll.rollout.env_manager import EpisodeSpec, Limits, TrajEnvManager
+from roll.rollout.env_manager import EpisodeSpec, LengthLimits, TrajEnvManager
 from roll.rollout.env_runner import EnvRunner
 
 SMALL = {"kinds": ["hat", "mug"], "attributes": {"colour": ["blue", "red"], "size": ["large", "small"]}, "num_shown": 1}
@@ -171,7 +171,7 @@ def test_a_conversation_with_tools_is_played_by_the_manager() -> None:
         )
 
     config = CustomEnvConfig(env_type="shop", env_manager_cls="traj", max_steps=5)
-    limits = Limits(prompt_length=4000, sequence_length=8000)
+    limits = LengthLimits(prompt_length=4000, sequence_length=8000)
     manager = TrajEnvManager(config, ChatRenderer(tokenizer), SamplingParams(max_new_tokens=200), limits)
     env = ShopEnv(dialect="hermes")
     runner = EnvRunner(lambda: env, timeout=30, instant=True)

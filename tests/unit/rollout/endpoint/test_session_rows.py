@@ -139,5 +139,5 @@ def test_rows_are_the_engines_own_log(seed: int) -> None:
             found.append((tokens[:start].tolist(), tokens[at].tolist(), logprobs[at].tolist(), versions[at].tolist()))
     assert sorted(found) == expected, "each answer once, behind exactly what it was sampled from"
     assert session.counts["calls"] == len(expected) and session.counts["rows"] == len(batch.lengths_B)
-    if batch.share_B is not None:
-        assert abs(float(batch.share_B.sum()) - 1) < 1e-12, "together the weight of one episode"
+    if batch.sample_weight_B is not None:
+        assert abs(float(batch.sample_weight_B.sum()) - 1) < 1e-12, "together the weight of one episode"
