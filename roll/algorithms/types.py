@@ -92,8 +92,8 @@ class LossContext:
     num_tokens: float
     """Tokens with loss_mask 1."""
     num_sequences: float
-    """Sequences with at least one such token. A row counts by its ``sample_weight_B``, so that the rows of one episode are
-    one sequence."""
+    """Sequences with at least one such token. A row counts by its ``sample_weight_B``, so that the rows of an episode
+    are one sequence."""
     max_length: float
     """Longest count of loss tokens in a sequence (the normaliser of seq-mean-token-sum-norm)."""
     optimizer_step: int = 0
