@@ -26,7 +26,7 @@ CONVERSATION = "conversation"
 
 
 @dataclass(frozen=True)
-class Asked:
+class Question:
     """A question."""
 
     messages: tuple[Message, ...]
@@ -42,9 +42,9 @@ class Asked:
         return self.messages[-1]["content"]
 
 
-def read_asked(
+def read_questions(
     files: Sequence[str], column: str | None, problems: Problems, *, system: str | None = None, without: str = ANSWERS
-) -> Iterator[tuple[Row, Asked]]:
+) -> Iterator[tuple[Row, Question]]:
     """The questions of files, in order; what is wrong goes to ``problems``.
 
     Args:
@@ -57,12 +57,12 @@ def read_asked(
         try:
             if without in row.values:
                 raise RowError(f"column {without!r} is there already; expected a name that is free: --answer-key NAME")
-            yield row, asked(row.values, column, system)
+            yield row, question_of(row.values, column, system)
         except RowError as error:
             problems.add(row.place, str(error))
 
 
-def asked(values: Mapping[str, Any], column: str | None, system: str | None = None) -> Asked:
+def question_of(values: Mapping[str, Any], column: str | None, system: str | None = None) -> Question:
     """The question of a row.
 
     Raises:
@@ -75,10 +75,10 @@ def asked(values: Mapping[str, Any], column: str | None, system: str | None = No
             raise RowError(f"no column {' or '.join(map(repr, PROMPTS))}, the row has {names}; name it: --prompt-key")
     talks = column == PROMPTS[0] or isinstance(lookup(values, column), list)
     args = _columns(column, talks, system)
-    return Asked(row_messages(values, args), row_tools(values, args), is_text=not talks)
+    return Question(row_messages(values, args), row_tools(values, args), is_text=not talks)
 
 
-def asked_in(info: Mapping[str, Any], observation: str) -> list[Message]:
+def question_in(info: Mapping[str, Any], observation: str) -> list[Message]:
     """The messages of the question of an episode that a run has written.
 
     Raises:
@@ -114,7 +114,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Answered:
+class ResponseRow:
     """A question with its answers."""
 
     row: Row
@@ -142,9 +142,9 @@ class AnswerColumns:
     tag: str = "tag"
 
 
-def read_answered(
+def read_responses(
     files: Sequence[str], columns: AnswerColumns, problems: Problems, *, without: str
-) -> Iterator[Answered]:
+) -> Iterator[ResponseRow]:
     """The answers in files, in order; what is wrong goes to ``problems``.
 
     Args:
@@ -163,7 +163,7 @@ def read_answered(
             problems.add(row.place, str(error))
 
 
-def _answered(row: Row, columns: AnswerColumns) -> Answered:
+def _answered(row: Row, columns: AnswerColumns) -> ResponseRow:
     values = row.values
     column = columns.answers or ANSWERS
     try:
@@ -172,10 +172,10 @@ def _answered(row: Row, columns: AnswerColumns) -> Answered:
         raise RowError(f"{error}; name the answers' column: --answer-key") from error
     question = None
     if columns.prompt is not None or any(name in values for name in PROMPTS):
-        question = asked(values, columns.prompt)
+        question = question_of(values, columns.prompt)
     messages = () if question is None else question.messages
     used = {column, columns.truth, columns.tag, columns.prompt, *PROMPTS}
-    return Answered(
+    return ResponseRow(
         row,
         prompt="" if question is None else question.text,
         messages=messages,
@@ -222,7 +222,7 @@ def _tag(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def _episode(row: Row, columns: AnswerColumns) -> Answered:
+def _episode(row: Row, columns: AnswerColumns) -> ResponseRow:
     """An episode that a run has written: its last turn is the answer, what went before is the conversation."""
     values = row.values
     turns, info = values[TURNS], values.get("info")
@@ -232,7 +232,7 @@ def _episode(row: Row, columns: AnswerColumns) -> Answered:
         last, text = said[-1]
     except (KeyError, TypeError, IndexError) as error:
         raise RowError(f"column {TURNS!r}: not the turns of an episode, as a run writes them ({error!r})") from error
-    messages = asked_in(info, said[0][0])
+    messages = question_in(info, said[0][0])
     for index, (observation, words) in enumerate(said):
         messages += [{"role": "user", "content": observation}] if index else []
         messages.append({"role": "assistant", "content": words})
@@ -243,7 +243,7 @@ def _episode(row: Row, columns: AnswerColumns) -> Answered:
         "finish_reason": end.get("finish_reason"),
     }
     tag = _tag(values.get("tag"))
-    return Answered(
+    return ResponseRow(
         row,
         prompt=last,
         messages=tuple(messages[:-1]),

@@ -9,7 +9,7 @@ from roll.configs.data import DataArguments
 from roll.data.files.read import read_rows
 from roll.data.files.rows import DataError, Problems, Row
 from roll.data.prompt_rows import RowError, finite
-from roll.data.questions import asked_in
+from roll.data.questions import question_in
 
 
 def best_and_worst(args: DataArguments, seed: int) -> Iterator[dict[str, Any]]:
@@ -59,7 +59,7 @@ def _episode(row: Row) -> tuple[tuple[str, int], tuple[float, str, dict[str, Any
     if len(turns) != 1:
         raise RowError(f"an episode of {len(turns)} turns, expected one answer to one prompt")
     try:
-        asked, answer = asked_in(info, turns[0]["observation"]), turns[0]["text"]
+        asked, answer = question_in(info, turns[0]["observation"]), turns[0]["text"]
     except (KeyError, TypeError) as error:
         raise RowError(f"not an episode as a run writes it ({error!r})") from error
     question = {"messages": asked, "tag": values.get("tag"), "solution": info.get("ground_truth")}

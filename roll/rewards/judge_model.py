@@ -10,7 +10,7 @@ from typing import Protocol
 
 from roll.configs.judge import JudgeEngine
 from roll.data.renderer import ChatRenderer
-from roll.data.requests import Completion, FinishReason, GenerateRequest, Question, SamplingParams
+from roll.data.requests import Completion, FinishReason, GenerateRequest, JudgeQuestion, SamplingParams
 from roll.data.templates import ChatTemplate
 from roll.models.tokenizer import load_tokenizer
 from roll.rewards.types import RewardError
@@ -48,7 +48,7 @@ class HostedJudge:
         self._sampling = sampling
         self._numbers = itertools.count()
 
-    async def ask(self, question: Question, attempt: int = 0) -> tuple[str, bool]:
+    async def ask(self, question: JudgeQuestion, attempt: int = 0) -> tuple[str, bool]:
         """The judge's words about a question, and whether its length cut them off.
 
         They depend on the question and the attempt, not on what else is asked.

@@ -17,7 +17,7 @@ from roll.configs.parsing import parse, section_problems
 from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig
 from roll.data.prompts import Prompt
-from roll.data.questions import Answer, Answered
+from roll.data.questions import Answer, ResponseRow
 from roll.rewards import VERIFIERS
 from roll.rewards.isolation import RulePool, rule_spec
 from roll.rewards.scorer import DomainScorer, check_rewards
@@ -93,12 +93,12 @@ class Scoring:
         for scorer in self._scorers.values():
             await scorer.close()
 
-    async def score(self, row: Answered) -> Sequence[Verdict | RewardError]:
+    async def score(self, row: ResponseRow) -> Sequence[Verdict | RewardError]:
         """A verdict for each answer of a row, or why there is none."""
         domain = domain_of(self._domains, row.tag)
         return await asyncio.gather(*(self._score(domain, row, answer) for answer in row.answers))
 
-    async def _score(self, domain: str, row: Answered, answer: Answer | None) -> Verdict | RewardError:
+    async def _score(self, domain: str, row: ResponseRow, answer: Answer | None) -> Verdict | RewardError:
         if answer is None:
             return RewardError("there is no answer: generating it failed")
         sample = Sample(

@@ -11,7 +11,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from roll.data.columns import IntArray
-from roll.data.questions import Asked
+from roll.data.questions import Question
 from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
 from roll.utils.seeding import derive_seed
@@ -35,7 +35,7 @@ class Answerer:
     chats: bool = False
     """Texts are asked as messages too."""
 
-    async def answer(self, index: int, question: Asked) -> Sequence[Completion | ValueError]:
+    async def answer(self, index: int, question: Question) -> Sequence[Completion | ValueError]:
         """Samples the answers to question number ``index``: the same ones each time, whatever else is asked beside it.
 
         Returns:
@@ -59,7 +59,7 @@ class Answerer:
         except ValueError as error:  # of this request alone
             return ValueError(str(error).partition(": ")[2] or str(error))
 
-    def prompt_ids(self, question: Asked) -> IntArray:
+    def prompt_ids(self, question: Question) -> IntArray:
         """Token ids: of the text as it is, or of the messages by the chat template.
 
         Raises:

@@ -18,7 +18,7 @@ from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import FinishReason, GenerateFn, GenerateRequest, Runs, SamplingParams
 from roll.rollout.errors import EnvError, PromptTooLongError, ReplayError
 from roll.rollout.rows import Recorder
-from roll.rollout.tokenization_audit import Conversation, TokenWatch
+from roll.rollout.tokenization_audit import Conversation, TokenizationAudit
 from roll.rollout.types import EpisodeEnd, Frame, Trajectory, Turn
 from roll.utils.foreign import describe_error
 from roll.utils.registry import Registry
@@ -81,7 +81,7 @@ class EnvManager(ABC):
 
     history: bool
     """True when an episode is one growing conversation, and so one training sample."""
-    watch: TokenWatch | None = None
+    watch: TokenizationAudit | None = None
     """Compares what is trained with its conversation; ``None``: nobody does."""
 
     def __init__(

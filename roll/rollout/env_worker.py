@@ -13,7 +13,7 @@ from roll.configs.env import CustomEnvConfig
 from roll.configs.tools import ToolsConfig
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
-from roll.data.requests import GenerateFn, Question, SamplingParams
+from roll.data.requests import GenerateFn, JudgeQuestion, SamplingParams
 from roll.data.templates import ChatTemplate
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_manager import ENV_MANAGERS, EnvManager, EpisodeSpec, LengthLimits
@@ -21,7 +21,7 @@ from roll.rollout.env_runner import EnvRunner, OneAtATime
 from roll.rollout.errors import EnvError
 from roll.rollout.plans import GroupSpec
 from roll.rollout.reward_worker import Asking, WorkerClient
-from roll.rollout.tokenization_audit import TokenCheck, TokenWatch
+from roll.rollout.tokenization_audit import TokenCheck, TokenizationAudit
 from roll.rollout.tool_box import ToolBox, with_tools
 from roll.rollout.types import Trajectory
 from roll.rollout.worker import RolloutWorker
@@ -66,7 +66,7 @@ class EnvironmentWorker(RolloutWorker):
             tag: ENV_MANAGERS.get(config.env_manager_cls)(config, renderer, context.params, context.limits)
             for tag, config in context.envs.items()
         }
-        self._watch = TokenWatch(renderer, context.token_check)
+        self._watch = TokenizationAudit(renderer, context.token_check)
         for manager in self.managers.values():
             manager.watch = self._watch
         self._locks = {tag: OneAtATime() for tag, config in context.envs.items() if config.use_thread_lock}
@@ -88,9 +88,9 @@ class EnvironmentWorker(RolloutWorker):
 
     async def set_judge(self, workers: Sequence[Any]) -> None:
         """Whom environments ask from now on."""
-        self.judge = WorkerClient[Question, str]("the judge", workers, "ask")
+        self.judge = WorkerClient[JudgeQuestion, str]("the judge", workers, "ask")
 
-    async def _ask(self, question: Question) -> str:
+    async def _ask(self, question: JudgeQuestion) -> str:
         return await self.judge.send(question)  # the present one: workers are replaced
 
     async def probe(self, envs: Mapping[str, CustomEnvConfig], retries: int, seed: int) -> list[str]:

@@ -139,7 +139,7 @@ def overlap_metrics(batch: Batch, admission: Admission, version: int) -> dict[st
 
 
 def _token_metrics(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
-    """Shares of the rows that were compared with their conversations (``TokenWatch``), none if none were."""
+    """Shares of the rows that were compared with their conversations (``TokenizationAudit``), none if none were."""
     rows = sum(_numbers(trajectories, COMPARED))
     if not rows:
         return {}

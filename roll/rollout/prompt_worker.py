@@ -22,7 +22,7 @@ from roll.rollout.plans import GroupSpec
 from roll.rollout.prompt_env import PromptEnv, PromptManager, ScoreFn, User, UserEnv, load_user
 from roll.rollout.reward_worker import WorkerClient
 from roll.rollout.router import GenerationClient
-from roll.rollout.tokenization_audit import TokenCheck, TokenWatch
+from roll.rollout.tokenization_audit import TokenCheck, TokenizationAudit
 from roll.rollout.tool_box import ToolBox, with_tools
 from roll.rollout.types import Trajectory
 from roll.rollout.worker import RolloutWorker
@@ -113,7 +113,7 @@ class PromptWorker(RolloutWorker):
         self.managers = {
             name: PromptManager(renderer, params, context.limits[name]) for name, params in context.params.items()
         }
-        watch = TokenWatch(renderer, context.token_check)
+        watch = TokenizationAudit(renderer, context.token_check)
         if "train" in self.managers:
             self.managers["train"].watch = watch
         self._tools: ToolBox | None = None

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError
 
 from roll.configs.judge import AskedModelConfig, JudgeEngine
 from roll.configs.rewards import RewardConfig
-from roll.data.requests import Completion, GenerateRequest, Question, SamplingParams
+from roll.data.requests import Completion, GenerateRequest, JudgeQuestion, SamplingParams
 from roll.distributed.cluster.worker import Worker
 from roll.distributed.strategy.base import States
 from roll.distributed.strategy.generation.alone import local_generator
@@ -128,7 +128,7 @@ class HostedGenerator:
         await asyncio.to_thread(self._open.close)
 
 
-AskFn: TypeAlias = Callable[[Question], Awaitable[str]]
+AskFn: TypeAlias = Callable[[JudgeQuestion], Awaitable[str]]
 
 
 class JudgeWorker(HostingWorker):
@@ -141,11 +141,11 @@ class JudgeWorker(HostingWorker):
         self._judge = await asyncio.to_thread(_judge, config)  # an engine brings loops of its own
         self.hosted = self._judge.model
 
-    async def ask(self, questions: Sequence[Question]) -> list[str | RewardError]:
+    async def ask(self, questions: Sequence[JudgeQuestion]) -> list[str | RewardError]:
         """Answers side by side; a question that cannot be asked comes back as an error."""
         return list(await asyncio.gather(*map(self._ask, questions)))
 
-    async def _ask(self, question: Question) -> str | RewardError:
+    async def _ask(self, question: JudgeQuestion) -> str | RewardError:
         try:
             words, _ = await self._judge.ask(question)
         except RewardError as error:
@@ -177,7 +177,7 @@ class Asking:
         """Answers from the running event loop from now on."""
         self._loop = asyncio.get_running_loop()
 
-    def __call__(self, question: Question) -> str:
+    def __call__(self, question: JudgeQuestion) -> str:
         async def asked() -> str:
             return await self._ask(question)
 

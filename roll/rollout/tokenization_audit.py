@@ -116,7 +116,7 @@ class Conversation:
     tools: Sequence[Tool] | None = None
 
 
-class TokenWatch:
+class TokenizationAudit:
     """Compares rows of one process; says each reason once and counts it always."""
 
     def __init__(self, renderer: ChatRenderer, check: TokenCheck) -> None:

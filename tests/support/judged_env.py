@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.agentic.env.base import StepResult, TextEnv, step_result
-from roll.data.requests import Question
+from roll.data.requests import JudgeQuestion
 from roll.rewards.types import RewardError
 from roll.rollout.reward_worker import JudgeWorker
 
@@ -62,7 +62,7 @@ def score(words: str) -> float:
 class DyingJudge(JudgeWorker):
     """Dies of its first question, if the file of ``DIE_ONCE`` is there, which it takes along."""
 
-    async def ask(self, questions: Sequence[Question]) -> list[str | RewardError]:
+    async def ask(self, questions: Sequence[JudgeQuestion]) -> list[str | RewardError]:
         order = Path(os.environ["DIE_ONCE"])
         if order.exists():
             order.unlink()

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import gymnasium
 from gymnasium.spaces import Text
 
-from roll.data.requests import Question
+from roll.data.requests import JudgeQuestion
 
 StepResult = tuple[str, float, bool, bool, dict[str, Any]]
 
@@ -59,7 +59,7 @@ class TextEnv(gymnasium.Env[str, str]):
     """True: it asks the model of the configuration's section ``judge``, by ``self.ask``. Subclasses inherit it; its
     calls are never ``instant``."""
 
-    ask: Callable[[Question], str]
+    ask: Callable[[JudgeQuestion], str]
     """Has the judge answer a user's message, or a conversation, and waits for its words. Of an environment that
     ``asks``, in a run; a test gives one of its own. What it raises ends the episode as a failure, caught or not."""
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from roll.configs.worker import WorkerConfig
 from roll.data.files.read import find_files
 from roll.data.files.rows import DataError, Problems, Row
-from roll.data.questions import Asked, read_asked
+from roll.data.questions import Question, read_questions
 from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from roll.pipeline.commands.progress import progress
 from roll.tracking.files import CheckpointError, to_json, write_atomic
@@ -139,8 +139,8 @@ def _check(job: Job) -> int:
     return total
 
 
-def _rows(job: Job, problems: Problems) -> Iterator[tuple[Row, Asked]]:
-    return read_asked(job.files, job.prompt_key, problems, system=job.system, without=job.answer_key)
+def _rows(job: Job, problems: Problems) -> Iterator[tuple[Row, Question]]:
+    return read_questions(job.files, job.prompt_key, problems, system=job.system, without=job.answer_key)
 
 
 def _continue(job: Job, totals: Totals) -> int:
@@ -217,7 +217,7 @@ def _generate(job: Job, total: int, done: int, totals: Totals) -> None:
 async def _write(job: Job, answerer: Answerer, total: int, done: int, totals: Totals) -> None:
     rows = itertools.islice(enumerate(_rows(job, Problems())), done, None)
 
-    async def work(item: tuple[int, tuple[Row, Asked]]) -> Sequence[Completion | ValueError]:
+    async def work(item: tuple[int, tuple[Row, Question]]) -> Sequence[Completion | ValueError]:
         index, (_, question) = item
         return await answerer.answer(index, question)
 

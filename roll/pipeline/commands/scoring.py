@@ -18,7 +18,7 @@ from roll.configs.rewards import RewardConfig
 from roll.data.files.read import find_files
 from roll.data.files.rows import DataError, Problems
 from roll.data.prompts import Prompt
-from roll.data.questions import AnswerColumns, read_answered
+from roll.data.questions import AnswerColumns, read_responses
 from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, report
 from roll.pipeline.commands.progress import page, progress
 from roll.rewards.accuracy import Tally
@@ -127,7 +127,7 @@ def _check(job: Job, domains: Mapping[str, RewardConfig]) -> int:
             problems.add(option, f"seen {path}, {seen}, expected another file")
         elif path is not None:
             taken[path.resolve()] = f"that of {option}"
-    for row in read_answered(job.files, job.columns, problems, without=job.score_key):
+    for row in read_responses(job.files, job.columns, problems, without=job.score_key):
         count += 1
         try:
             name = domain_of(domains, row.tag)
@@ -156,7 +156,7 @@ def _tell_unscorable(domains: Mapping[str, RewardConfig], asked: Sequence[tuple[
 
 async def _score(job: Job, domains: Mapping[str, RewardConfig], total: int) -> tuple[Tally, list[str]]:
     tally, errors = Tally(), list[str]()
-    rows = read_answered(job.files, job.columns, Problems(), without=job.score_key)
+    rows = read_responses(job.files, job.columns, Problems(), without=job.score_key)
     async with contextlib.AsyncExitStack() as stack:
         try:
             scoring = await stack.enter_async_context(Scoring(domains, job.num_processes, host=_host))

@@ -29,7 +29,7 @@ from roll.rollout.endpoint.session import Policy, Session
 from roll.rollout.endpoint.step import Steps
 from roll.rollout.env_manager import AsyncEnv, EpisodeSpec, LengthLimits
 from roll.rollout.errors import contained
-from roll.rollout.tokenization_audit import TokenWatch
+from roll.rollout.tokenization_audit import TokenizationAudit
 from roll.rollout.types import AGENT, VALID_UNKNOWN, EpisodeEnd, Trajectory, Turn
 from roll.utils.foreign import describe_error
 from roll.utils.registry import import_path
@@ -134,7 +134,9 @@ class AgentPlayer:
         UnknownNameError: there is no such program or dialect.
     """
 
-    def __init__(self, config: AgentConfig, renderer: ChatRenderer, rank: int, watch: TokenWatch | None = None) -> None:
+    def __init__(
+        self, config: AgentConfig, renderer: ChatRenderer, rank: int, watch: TokenizationAudit | None = None
+    ) -> None:
         self._config = config
         self._policy = partial(Policy, renderer, dialect_for(config.dialect, renderer, default="hermes"))
         self._watch = watch

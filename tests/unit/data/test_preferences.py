@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from roll.configs.data import DataArguments
-from roll.configs.preference import PairColumns
+from roll.configs.preference import MarginColumns
 from roll.data.conversations import Conversations, encode_talk
 from roll.data.files.rows import DataError
 from roll.data.left_out import LeftOut
@@ -28,7 +28,7 @@ def load(path: Path, rows: list[dict[str, Any]], *, label: str | None = None, **
     keys = {key: options.pop(key) for key in ("prompt", "messages", "response") if key in options} or {"prompt": "ask"}
     return load_preferences(
         DataArguments(file_name=str(file), **keys),
-        PairColumns(margin=options.pop("margin", None)),
+        MarginColumns(margin=options.pop("margin", None)),
         label=label,
         encode=encode_talk(RENDERER),
         left_out=LeftOut(RENDERER),

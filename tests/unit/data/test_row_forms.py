@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from roll.configs.data import DataArguments
-from roll.configs.preference import PairColumns
+from roll.configs.preference import MarginColumns
 from roll.configs.reward_training import RewardColumns
 from roll.data.conversations import Conversations, encode_talk, load_conversations
 from roll.data.files.rows import DataError
@@ -384,7 +384,7 @@ def test_marks_blank_lines_and_other_line_ends_are_no_rows(tmp_path: Path) -> No
 
 def pairs(path: Path, keys: Mapping[str, Any]) -> Conversations:
     args = DataArguments(file_name=str(path), **keys)
-    return load_preferences(args, PairColumns(), label=None, encode=encode_talk(RENDERER), max_tokens=4000)
+    return load_preferences(args, MarginColumns(), label=None, encode=encode_talk(RENDERER), max_tokens=4000)
 
 
 @pytest.mark.parametrize(

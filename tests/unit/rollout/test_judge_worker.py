@@ -12,7 +12,7 @@ import pytest
 import roll.agentic.env as envs
 from roll.configs.env import CustomEnvConfig
 from roll.configs.judge import AskedModelConfig
-from roll.data.requests import Question
+from roll.data.requests import JudgeQuestion
 from roll.distributed.strategy.base import States
 from roll.extras.env_check import check_env
 from roll.rewards.types import RewardError
@@ -79,7 +79,7 @@ def play(ask: AskFn, *answers: str, timeout: float = 30.0, **env_config: Any) ->
 def test_environments_wait_for_it_side_by_side() -> None:
     waiting, all_here = [], asyncio.Event()
 
-    async def ask(question: Question) -> str:
+    async def ask(question: JudgeQuestion) -> str:
         waiting.append(question)
         if len(waiting) == 8:
             all_here.set()
@@ -93,7 +93,7 @@ def test_environments_wait_for_it_side_by_side() -> None:
 
 @pytest.mark.parametrize("catches", [False, True])
 def test_a_failure_is_one_of_the_environment_whether_it_is_caught_or_not(catches: bool) -> None:
-    async def ask(question: Question) -> str:
+    async def ask(question: JudgeQuestion) -> str:
         raise RewardError("judge: too long")
 
     with pytest.raises(EnvCrashError, match="environment step asked the judge: judge: too long"):
@@ -102,7 +102,7 @@ def test_a_failure_is_one_of_the_environment_whether_it_is_caught_or_not(catches
 
 @pytest.mark.parametrize("catches", [False, True])
 def test_a_judge_that_died_is_no_failure_of_the_environment(catches: bool) -> None:
-    async def ask(question: Question) -> str:
+    async def ask(question: JudgeQuestion) -> str:
         raise EngineUnavailableError("gone")
 
     with pytest.raises(EngineUnavailableError, match="gone"):
@@ -110,7 +110,7 @@ def test_a_judge_that_died_is_no_failure_of_the_environment(catches: bool) -> No
 
 
 def test_waiting_for_it_is_part_of_the_step() -> None:
-    async def ask(question: Question) -> str:
+    async def ask(question: JudgeQuestion) -> str:
         await asyncio.sleep(1)
         return "1"
 

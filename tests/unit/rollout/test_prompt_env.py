@@ -13,7 +13,7 @@ import pytest
 
 from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import Prompt
-from roll.data.questions import asked_in
+from roll.data.questions import question_in
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.models.tiny import make_tiny_model, make_tokenizer
@@ -89,7 +89,7 @@ def test_an_answer_is_one_turn_with_the_verdict_as_its_reward() -> None:
     assert (turn.task_reward, turn.penalty, trajectory.score, trajectory.success) == (0.75, 0.0, 0.75, True)
     assert trajectory.history and trajectory.end == "terminated"
     assert trajectory.info["prompt_id"] == "p1" and trajectory.info["ground_truth"] == "{'value': 2}"
-    assert asked_in(trajectory.info, turn.observation) == list(MESSAGES)
+    assert question_in(trajectory.info, turn.observation) == list(MESSAGES)
     assert trajectory.info["math/score"] == 1.0 and trajectory.info["format/score"] == 0.5
     (request,) = engine.requests
     assert (request.params.temperature, request.params.max_new_tokens) == (0.7, 4)

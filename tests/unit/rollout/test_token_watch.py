@@ -25,7 +25,7 @@ from roll.rollout.env_manager import EpisodeSpec, LengthLimits, TrajEnvManager
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.prompt_env import PromptEnv, PromptManager
-from roll.rollout.tokenization_audit import COMPARED, TokenCheck, TokenWatch
+from roll.rollout.tokenization_audit import COMPARED, TokenCheck, TokenizationAudit
 from roll.rollout.tool_box import ToolBox, with_tools
 from roll.rollout.types import RolloutGroup, Trajectory
 from tests.support.chat_families import family_tokenizer
@@ -71,7 +71,7 @@ def play(
     engine = Engine(renderer, *texts, letters=letters)
     box = ToolBox(ToolsConfig(use={"calculator": {"tool": "calculator"}}), renderer, CallThreads())
     manager = PromptManager(renderer, PARAMS, LIMITS)
-    manager.watch = TokenWatch(renderer, check)
+    manager.watch = TokenizationAudit(renderer, check)
 
     async def run() -> Trajectory:
         tools = [schema.as_openai() for schema in await box.schemas("sums")]
@@ -125,7 +125,7 @@ def test_an_environment_is_a_conversation_too() -> None:
     renderer = ChatRenderer(family_tokenizer("qwen3"))
     config = CustomEnvConfig(env_type="frozen_lake", env_manager_cls="traj", max_steps=2)
     manager = TrajEnvManager(config, renderer, PARAMS, LIMITS)
-    manager.watch = TokenWatch(renderer, "ignore_strippable")
+    manager.watch = TokenizationAudit(renderer, "ignore_strippable")
     for thought, expected in ((THOUGHT, {"compared": 1, "reasoning": 1}), ("<think>\n\n</think>\n\n", None)):
         runner = EnvRunner(lambda: make("frozen_lake"), 5.0, instant=True)
         engine = Engine(renderer, f"{thought}<answer>Up</answer>", f"{thought}<answer>Up</answer>")
@@ -146,7 +146,7 @@ async def test_rows_of_agents_are_compared_as_the_program_has_sent_them() -> Non
         messages += [answer.turn.as_openai(), {"role": "user", "content": "more"}]
     await session.chat([{"role": "user", "content": "in short: q"}], [], Wanted())  # a row of one turn
     await session.complete("left", Wanted())
-    assert counts(TokenWatch(renderer, "strict").compare("sums", session.conversation_rows())) == {
+    assert counts(TokenizationAudit(renderer, "strict").compare("sums", session.conversation_rows())) == {
         "compared": 1,
         "reasoning": 1,
     }
@@ -156,7 +156,7 @@ def test_differences_are_shares_of_rows_and_a_warning_once(caplog: pytest.LogCap
     renderer = ChatRenderer(family_tokenizer("qwen3"))
     config = CustomEnvConfig(env_type="frozen_lake", env_manager_cls="traj", max_steps=2)
     manager = TrajEnvManager(config, renderer, PARAMS, LIMITS)
-    manager.watch = TokenWatch(renderer, "strict")
+    manager.watch = TokenizationAudit(renderer, "strict")
     played = []
     with caplog.at_level(logging.WARNING, "roll.rollout.tokenization_audit"):
         for _ in range(2):
