@@ -27,7 +27,7 @@ def with_teacher(batch: Batch, scores: TokenScores, teaching: DivergenceConfig |
         found = (scores.hidden_TH, scores.top_ids_TK, scores.top_logprobs_TK, scores.tail_T)
         if all(column is None for column in found):
             raise ValueError(
-                "teacher: its strategy tells neither hidden states nor top tokens; expected hf_infer or an fsdp2, "
+                "teacher: its strategy returns neither hidden states nor top tokens; expected hf_infer or an fsdp2, "
                 "deepspeed or megatron strategy"
             )
         columns |= dict(zip(TEACHER_COLUMNS, found, strict=True))

@@ -53,7 +53,7 @@ class RemoteClassifier(Classifier):
             logits = [[float(value) for value in row] for row in found]
         except (ValueError, LookupError, TypeError) as error:
             shown = self._endpoint.shorten(response.text)
-            raise TransientError(f"expected outputs of {self._config.server} as JSON, seen {shown}") from error
+            raise TransientError(f"expected outputs of {self._config.server} as JSON, got {shown}") from error
         if [len(row) for row in logits] != [self._num_labels] * count:
             seen = f"{len(logits)} × {sorted({len(row) for row in logits})}"
             raise TransientError(f"expected {count} × {self._num_labels} outputs, seen {seen}")

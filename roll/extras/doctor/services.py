@@ -63,5 +63,5 @@ def check_chat_template(model: str, trusts: bool = False) -> Iterator[Finding]:
         yield Finding("error", "template", f"{model}: {str(error).splitlines()[0]}", "roll doctor --model FOLDER")
         return
     for problem in report.problems:
-        yield Finding("warning", f"template {problem.name}", problem.text, f"roll template check {model} tells more.")
+        yield Finding("warning", f"template {problem.name}", problem.text, f"roll template check {model} shows more.")
     yield Finding("ok", "template", f"{model}: tool dialect {report.dialect or 'unknown'}")

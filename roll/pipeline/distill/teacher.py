@@ -29,7 +29,7 @@ def require_kept(config: DistillConfig, batch: Batch) -> Path:
     file = _file(config, batch)
     if not file.is_file():
         raise ValueError(
-            f"teacher_logprobs: seen no {file}, expected what a run with a section teacher and the same data, "
+            f"teacher_logprobs: got no {file}, expected what a run with a section teacher and the same data, "
             f"sequence_length, tokenizer and logits_topk has written ({_setting(config)})"
         )
     return file
@@ -97,7 +97,7 @@ class Teacher:
         most = int(found["ids"].max()) if len(found["ids"]) else -1
         if most >= self._vocab_size:
             raise ValueError(
-                f"teacher_logprobs: seen token {most}, expected less than {self._vocab_size}, the policy's vocabulary; "
+                f"teacher_logprobs: got token {most}, expected less than {self._vocab_size}, the policy's vocabulary; "
                 "the file was written for another policy"
             )
         columns = {}

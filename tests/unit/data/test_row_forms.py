@@ -272,7 +272,7 @@ REFUSED: list[tuple[Row, dict[str, str], str]] = [
         "tools[0]: {'type': 'code_interpreter'}, expected {type: function",
     ),
     ({"m": PLAIN, "tools": 3}, M, "column 'tools': 3, expected a list of tools (data_args.tools: null: not read)"),
-    ({"m": "hello"}, M, "column 'm': text that is no JSON list of messages"),
+    ({"m": "hello"}, M, "column 'm': text that is not a JSON list of messages"),
     ({"m": {"role": "user"}}, M, "column 'm': {'role': 'user'}, expected a list of messages"),
     ({"x": 1}, M, "no column 'm', the row has 'x'"),
     ({"m": [user("\ud800"), says()]}, M, "m[0].content: half of a surrogate pair at character 1"),

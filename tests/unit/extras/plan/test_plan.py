@@ -205,7 +205,7 @@ def test_times_follow_from_counts_and_rates() -> None:
     ["H100,memory", "H100,memory=-1", "H100,memory=inf", "H100,link=nan", "H100,tflops=1e400", "H100,colour=3", "X9"],
 )
 def test_devices_that_cannot_be_understood_are_named(text: str) -> None:
-    with pytest.raises(ValueError, match=r"--devices: seen .*, expected"):
+    with pytest.raises(ValueError, match=r"--devices: got .*, expected"):
         parse_devices(text)
     assert parse_devices("h100,memory=94,efficiency=0.5").memory == 94 * 2**30
 

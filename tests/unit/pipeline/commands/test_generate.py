@@ -118,7 +118,7 @@ def test_everything_that_is_wrong_is_told_before_a_model_loads(rows, tmp_path, c
 def test_a_length_that_no_prompt_has_is_refused(words: list[str], capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([*words, "--max-length", "0"])
-    assert f"{words[0]}: --max-length: seen 0, expected at least 1" in capsys.readouterr().err
+    assert f"{words[0]}: --max-length: got 0, expected at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("targets", [None, "all-linear", r".*_proj", ["model.layers.0.self_attn.q_proj"]])
