@@ -48,7 +48,7 @@ def test_who_asks_has_a_judge_and_a_judge_is_asked(tmp_path: Path) -> None:
     found = problems(tmp_path, text=TEXT)
     assert "the model that Lake (tests.support.judged_env:JudgedEnv) asks" in found["judge"]
     assert (
-        "no environment that is played asks" in problems(tmp_path, "judge={model: some/judge}", text=MINIMAL)["judge"]
+        "no environment calls a model" in problems(tmp_path, "judge={model: some/judge}", text=MINIMAL)["judge"]
     )
 
 

@@ -317,4 +317,4 @@ def test_what_pairs_cannot_do_is_told_at_once(problems: Problems) -> None:
     uneven = problems(*ONLINE, "actor_train.training_args.per_device_train_batch_size=5")
     assert "rollout_batch_size = 16 pairs" in str(uneven)
     replayed = problems(*ONLINE, "actor_train.router_replay.mode=R2")
-    assert "R3 or disable where the trainer does not score" in replayed["actor_train.router_replay.mode"]
+    assert "R3 or disable if the trainer computes no log-probs" in replayed["actor_train.router_replay.mode"]

@@ -109,7 +109,7 @@ def test_its_sequences_stand_in_rows_of_their_own(own: str) -> None:
     sections = {"use_sequence_packing": True}
     everyone = ("actor_train", "actor_infer", "reference")
     found = refusals(own, everyone, actor_train=sections)
-    assert "code of its own" in found["actor_train.use_sequence_packing"]
+    assert "its own code" in found["actor_train.use_sequence_packing"]
 
 
 def worker(trusts: bool, **sections: Any) -> WorkerConfig:

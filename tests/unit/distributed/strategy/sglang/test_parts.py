@@ -177,7 +177,7 @@ def test_arguments_are_those_of_the_sglang_that_is_installed(fake_environment: s
     known = {"python_executable": fake_environment, "chunked_by": "pages", "chunk_limit": "4k"}
     assert not list(CARD.option_problems(known))
     (wrong,) = CARD.option_problems(known | {"chunked_by": "lines"})
-    assert str(wrong) == """chunked_by: seen "lines", expected 'tokens' or 'pages'"""
+    assert str(wrong) == """chunked_by: got "lines", expected 'tokens' or 'pages'"""
     (other,) = CARD.option_problems(known | {"page_size": 16})
     assert (other.path, other.expected) == ("page_size", "an argument of SGLang's ServerArgs")
 
