@@ -17,51 +17,44 @@ from roll.algorithms.checks import require_columns, require_finite, require_scor
 from roll.algorithms.losses import SampledTokens
 from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
 from roll.configs.distill import DistillLossConfig
-from roll.configs.rl import RLConfig
+from roll.configs.teacher import TeacherTerm
 from roll.data.batch import Batch
 
 
-def teacher_rewards(batch: Batch, config: RLConfig) -> Batch:
+def teacher_rewards(batch: Batch, term: TeacherTerm) -> Batch:
     """Adds the teacher's term to the rewards, or with ``is_pure_opd`` puts it in their place (``opd_form: reward``).
 
     Args:
         batch: With ``rewards_T``, ``teacher_logprobs_T``, and ``old_logprobs_T`` (else ``rollout_logprobs_T``).
-        config: Reads ``is_pure_opd``, and what ``teacher_term`` reads.
     """
     (rewards_T,) = require_columns(batch, "opd_form reward", "rewards_T")
-    term_T = teacher_term(batch, config)
-    own_T = torch.zeros_like(term_T) if config.is_pure_opd else rewards_T.double()
+    term_T = teacher_term(batch, term)
+    own_T = torch.zeros_like(term_T) if term.alone else rewards_T.double()
     return batch.replace(rewards_T=(own_T + term_T).float())
 
 
-def teacher_advantages(batch: Batch, config: RLConfig) -> Batch:
+def teacher_advantages(batch: Batch, term: TeacherTerm) -> Batch:
     """Adds the teacher's term to the advantages (``opd_form: advantage``).
 
     Args:
         batch: With ``advantages_T``; otherwise as ``teacher_rewards``.
     """
     (advantages_T,) = require_columns(batch, "opd_form advantage", "advantages_T")
-    return batch.replace(advantages_T=(advantages_T.double() + teacher_term(batch, config)).float())
+    return batch.replace(advantages_T=(advantages_T.double() + teacher_term(batch, term)).float())
 
 
-def teacher_term(batch: Batch, config: RLConfig) -> Tensor:
+def teacher_term(batch: Batch, term: TeacherTerm) -> Tensor:
     """float64 [T]: ``c (log q - log p)``, at most ``opd_token_kld_clip`` from 0; 0 off the mask.
 
     Of several teachers of a row it is ``sum_i c_i (log q_i - log p)``: the batch has the mean of their
     log-probabilities, weighted with c_i, and c is the sum of these.
-
-    Args:
-        config: Reads ``opd_kl_coef``, ``opd_token_kld_clip``, ``opd_logprob_min``; of ``teachers`` the coefficients by
-            tag.
     """
-    coefficient: float | Tensor = config.opd_kl_coef
-    if config.teachers:
+    coefficient: float | Tensor = term.coefficient
+    if term.by_tag:
         (tag_B,) = require_columns(batch, "several teachers", "tag_B")
-        by_tag = torch.tensor(config.teacher_coefficients, dtype=torch.float64)
-        coefficient = by_tag[tag_B][batch.rows_T]
-    term_T = coefficient * _gap(batch, config.opd_logprob_min)
-    limit = config.opd_token_kld_clip
-    return term_T if limit is None else term_T.clamp(-limit, limit)
+        coefficient = torch.tensor(term.by_tag, dtype=torch.float64)[tag_B][batch.rows_T]
+    term_T = coefficient * _gap(batch, term.least)
+    return term_T if term.clip is None else term_T.clamp(-term.clip, term.clip)
 
 
 def no_advantages(batch: Batch) -> Batch:
@@ -70,12 +63,12 @@ def no_advantages(batch: Batch) -> Batch:
     return batch.replace(advantages_T=zeros_T, returns_T=zeros_T)
 
 
-def clip_metrics(batch: Batch, config: RLConfig) -> dict[str, float]:
+def clip_metrics(batch: Batch, term: TeacherTerm) -> dict[str, float]:
     """``teacher/clipped``: share of the sampled tokens whose term ``opd_token_kld_clip`` bounds."""
-    term_T, mask_T = teacher_term(batch, config).abs(), batch.loss_mask_T
-    if config.opd_token_kld_clip is None or not mask_T.any():
+    mask_T = batch.loss_mask_T
+    if term.clip is None or not mask_T.any():
         return {}
-    return {"teacher/clipped": float((term_T[mask_T] >= config.opd_token_kld_clip).double().mean())}
+    return {"teacher/clipped": float((teacher_term(batch, term).abs()[mask_T] >= term.clip).double().mean())}
 
 
 def teacher_metrics(batch: Batch) -> dict[str, float]:

@@ -297,9 +297,9 @@ def _auxiliary_terms(
         (scores_B,) = require_columns(batch, "sft_loss_coef", "scores_B")
         positive_M = tokens.take_rows(scores_B > 0)
         terms.append(("actor/sft_loss", config.sft_loss_coef, tokens.loss(-logprobs_M * positive_M)))
-    if parts.teacher_coef:
+    if (teacher := parts.teacher) is not None and teacher.form == "loss":
         divergence_T = require_scores(scores.divergence_T, "opd_form 'loss'", "divergence_T")
-        terms.append(("actor/distill_loss", parts.teacher_coef, tokens.loss(tokens.take(divergence_T))))
+        terms.append(("actor/distill_loss", teacher.coefficient, tokens.loss(tokens.take(divergence_T))))
     if coef := entropy_coef(config, ctx.optimizer_step, total_optimizer_steps):
         entropy_T = require_scores(scores.entropy_T, "entropy_loss_coef", "entropy_T")
         terms.append(("actor/entropy_loss", coef, -tokens.loss(tokens.take(entropy_T))))

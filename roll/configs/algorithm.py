@@ -16,6 +16,7 @@ from roll.configs.base import Config
 from roll.configs.policy_loss import PolicyLossConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.schema import name_problems
+from roll.configs.teacher import TeacherTerm
 
 AggregationLevel = Literal["token", "segment", "geometric", "sequence"]
 
@@ -658,8 +659,7 @@ class AlgorithmParts:
     reward: RewardShaping
     correction: TrainInferCorrectionConfig
     selection: SelectionConfig
-    teacher_coef: float = 0.0
-    """Coefficient of the divergence from a teacher in the policy's loss."""
+    teacher: TeacherTerm | None = None
 
 
 _SHAPING: dict[str, object] = {
@@ -714,7 +714,6 @@ class AlgorithmConfig(SelectionConfig, PolicyLossConfig, KlConfig, RewardConfig,
             reward=self.reward,
             correction=self.train_infer_correction,
             selection=self.part(SelectionConfig),
-            teacher_coef=self.teacher_loss_coef,
         )
 
     @property
@@ -731,11 +730,6 @@ class AlgorithmConfig(SelectionConfig, PolicyLossConfig, KlConfig, RewardConfig,
     def leaves_rollouts_unscored(self) -> bool:
         """Tells whether the training engine says nothing of a rollout before it is trained."""
         return self.bypasses_old_logprobs or self.force_disable_old_logprobs_recompute
-
-    @property
-    def teacher_loss_coef(self) -> float:
-        """Coefficient of the divergence from a teacher in the policy's loss."""
-        return 0.0
 
     @property
     def wants_old_logprobs(self) -> bool:

@@ -65,7 +65,7 @@ class DistillConfig(DistillLossConfig, DivergenceConfig, TinyTeacherConfig, Offl
 
     @property
     def divergence(self) -> DivergenceConfig:
-        return DivergenceConfig.model_validate(self.model_dump(include=set(DivergenceConfig.model_fields)))
+        return self.part(DivergenceConfig)
 
     @property
     def teacher_temperature(self) -> float:

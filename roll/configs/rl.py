@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from roll.configs.agent import AgentConfig
-from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.algorithm import AlgorithmConfig, AlgorithmParts
 from roll.configs.base import Config
 from roll.configs.pipeline import TINY, PipelineConfig
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompts import REWARD_CLUSTER
 from roll.configs.rewards import RewardFilterConfig
 from roll.configs.rules import TRAINED, Rule
-from roll.configs.teacher import OnPolicyDistillationConfig
+from roll.configs.teacher import OnPolicyDistillationConfig, TeacherTerm
 from roll.configs.tools import ToolsConfig
 from roll.configs.worker import DeviceMapping, EnvironmentVariables, StrategyArguments, WorkerConfig
 
@@ -322,8 +323,23 @@ class RLConfig(OverlapConfig, AdditionalPromptsConfig, AlgorithmConfig, OnPolicy
         return "a KL term"
 
     @property
-    def teacher_loss_coef(self) -> float:
-        return 0.0 if self.divergence is None else self.opd_kl_coef
+    def teacher_term(self) -> TeacherTerm | None:
+        """What the opinion of the teachers counts for; ``None`` without one."""
+        if not self.teacher_roles:
+            return None
+        return TeacherTerm(
+            form=self.opd_form,
+            coefficient=self.opd_kl_coef,
+            by_tag=tuple(self.teacher_coefficients) if self.teachers else (),
+            clip=self.opd_token_kld_clip,
+            least=self.opd_logprob_min,
+            alone=self.is_pure_opd,
+            comparable=self.teacher_temperature == self.scoring_temperature,
+        )
+
+    @property
+    def parts(self) -> AlgorithmParts:
+        return replace(super().parts, teacher=self.teacher_term)
 
     @property
     def models(self) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Literal, Self, TypeAlias
 
 from pydantic import Field
@@ -14,6 +15,30 @@ from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.worker import WorkerConfig
 
 OpdForm: TypeAlias = Literal["advantage", "reward", "loss"]
+
+
+@dataclass(frozen=True)
+class TeacherTerm:
+    """What a teacher's opinion of a sampled token counts for: its log-probability minus the policy's."""
+
+    form: OpdForm
+    coefficient: float
+    by_tag: tuple[float, ...]
+    """Of several teachers the sum of the coefficients, by tag as a batch's ``tag_B`` counts them."""
+    clip: float | None
+    """Bound of a token's term."""
+    least: float | None
+    """Bound of the log-probabilities, from below."""
+    alone: bool
+    """Whether rewards count for nothing."""
+    comparable: bool
+    """Whether the teacher's log-probabilities are of the temperature of the policy's."""
+
+    @property
+    def replaces_advantages(self) -> bool:
+        """Tells whether rewards do not become advantages."""
+        return self.alone and self.form != "reward"
+
 
 _COMPARES = {key: field.default for key, field in DivergenceConfig.model_fields.items()} | {"kd_temperature": None}
 """Defaults of the keys that say how distributions are compared."""
@@ -162,7 +187,7 @@ class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
         """Divergence of the policy from the teacher over the vocabulary; ``None``: compared only at sampled tokens."""
         if self.teacher is None or self.opd_form != "loss":
             return None
-        return DivergenceConfig.model_validate(self.model_dump(include=set(DivergenceConfig.model_fields)))
+        return self.part(DivergenceConfig)
 
     def problems(self) -> Iterator[ConfigProblem]:
         yield from super().problems()

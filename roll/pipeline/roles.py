@@ -6,12 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from roll.algorithms.quantities import BASIC, Divergence, Quantity, asked_of
+from roll.configs.divergence import DivergenceConfig
 from roll.configs.engines.card import kind_of, task_of
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.prompts import REWARD_CLUSTER
 from roll.configs.rl import VAL_INFER, RLConfig
 from roll.configs.worker import ModelArguments, ReplayMode, TrainingArguments
+from roll.data.batch import Batch
 from roll.data.templates import ChatTemplate
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.strategy.base import States, StrategyContext
@@ -22,7 +27,7 @@ from roll.pipeline.model_cluster import ModelCluster, Scorer, WithoutAdapter
 from roll.pipeline.offload_manager import OffloadManager
 from roll.pipeline.replicas import Replicas, RestartBudget
 from roll.pipeline.tagged_teachers import TaggedTeachers
-from roll.pipeline.teaching import shared_ids
+from roll.pipeline.teaching import shared_ids, with_teacher
 from roll.utils.checksums import WrittenFile
 
 
@@ -186,6 +191,41 @@ class Roles:
             beside = dict.fromkeys(self.scorers, States.WEIGHTS)
             self.offload_manager.load({self.infer.name: States.ALL, self.evaluator.cluster.name: States.ALL, **beside})
 
+    def score(self, batch: Batch, old_rows: Tensor, config: RLConfig) -> Batch:
+        """Adds the log-probabilities of the training engine, the reference and the teacher, and the critic's values.
+
+        Roles on different devices work at the same time, but for the KL over the vocabulary the actor needs what the
+        reference returns.
+
+        Args:
+            old_rows: those that the actor scores.
+        """
+        if config.actor_train.router_replay.mode == "R3" and batch.experts_TE is None:
+            raise ValueError(
+                "actor_train.router_replay.mode: R3, but the rollouts hold no experts; expected disable or R2"
+            )
+        if config.bypasses_old_logprobs:
+            batch = batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
+        actor = {"old_logprobs_T": self.actor if len(old_rows) else None}
+        others = {"ref_logprobs_T": self.reference, "teacher_logprobs_T": self.teacher, "values_T": self.critic}
+        if 0 < len(old_rows) < batch.num_sequences:
+            batch = batch.replace(
+                fresh_B=torch.ones(batch.num_sequences, dtype=torch.bool).index_fill(0, old_rows, False)
+            )
+        kl = config.kl
+        if not kl.over_vocabulary:
+            return _with_scores(batch, actor | others, old_rows, config.divergence)
+        batch = _with_scores(batch, others, old_rows, config.divergence)
+        if batch.ref_hidden_TH is None:
+            raise ValueError(
+                "kl_penalty: 'full', but the reference's strategy returns no hidden states; expected hf_infer or an "
+                "fsdp2, deepspeed or megatron strategy, or an estimator such as k3"
+            )
+        batch = _with_scores(batch, actor, old_rows)
+        # Hidden states are large: they travel on to the trainer only if its loss reads them.
+        in_loss = kl.loss is not None and kl.loss.penalty == "full"
+        return batch if in_loss else batch.replace(ref_hidden_TH=None)
+
     def save(self, path: Path) -> Callable[[], list[WrittenFile]]:
         """Writes what a resumed run needs of every trained role.
 
@@ -249,6 +289,39 @@ class Roles:
         mode = self.config.actor_train.router_replay.mode
         concerned = ("actor_train", "actor_infer") if mode == "R3" else ("actor_train",)
         return mode if role in concerned else "disable"
+
+
+def _with_scores(
+    batch: Batch,
+    roles: Mapping[str, Scorer | None],
+    old_rows: Tensor,
+    divergence: DivergenceConfig | None = None,
+) -> Batch:
+    """The batch with the columns that each role computes, named by the first of them; the roles work side by side.
+
+    Experts are chosen for the policy that trains alone: other models have routers of their own.
+    """
+    unrouted = batch.replace(experts_TE=None)
+    pending = {
+        name: role.submit_logprobs(*((batch, old_rows) if name == "old_logprobs_T" else (unrouted, None)))
+        for name, role in roles.items()
+        if role is not None
+    }
+    columns: dict[str, Tensor | None] = {}
+    for name, wait in pending.items():
+        scores = wait()
+        if name == "teacher_logprobs_T":
+            batch = with_teacher(batch, scores, divergence)
+            continue
+        columns[name] = scores.values_T if name == "values_T" else scores.logprobs_T
+        if name == "ref_logprobs_T":
+            columns["ref_hidden_TH"] = scores.hidden_TH
+        elif name == "old_logprobs_T":
+            columns["kl_T"] = scores.kl_T
+            columns["squares_T"] = scores.squares_T
+            if scores.experts_TE is not None:
+                columns["experts_TE"] = scores.experts_TE
+    return batch.replace(**columns)
 
 
 def _lora(args: ModelArguments) -> LoraSpec | None:

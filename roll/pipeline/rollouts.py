@@ -1,4 +1,4 @@
-"""Handling of rollout groups: collected in view of the user, refused when empty, some kept to look at."""
+"""Rollout groups of steps and evaluations: taken, refused when empty, looked at, some written for people to read."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import itertools
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from roll.configs.rewards import RewardFilterConfig
+from roll.configs.rl import RLConfig
 from roll.data.requests import FinishReason
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.report.trajectories import answer_row, trajectory_record, write_trajectories
 from roll.rollout.admission import Admission
-from roll.rollout.metrics import rollout_metrics, spread_metrics
+from roll.rollout.metrics import mean, rollout_metrics, sampled_tokens, spread_metrics
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import Collected, RolloutGroup, Trajectory
 from roll.tracking.display import NOTED
@@ -32,8 +34,145 @@ MAX_SHOWN = 64
 """Answers of an evaluation that a page shows."""
 _MOST_CUT, _MOST_WRONG, _MOST_EQUAL = 0.25, 0.5, 0.9
 """Shares from which on it is remarked: of answers that are cut, of groups all wrong, of groups without spread."""
+_DOUBT = 10
+"""Steps between two evaluations of whether all is learned, where none are asked for by ``eval_steps``."""
 MAX_TRAINED_BYTES = 64_000_000
 """Size of all files of ``write_samples`` at most."""
+
+
+class GroupRules:
+    """What a pipeline knows of its rollout groups."""
+
+    config: RLConfig
+    filter_hint: ClassVar[str] = "loosen the filter of groups, or change the data"
+    """Advice where dynamic sampling turns down too many groups."""
+
+    def wants(self, group: RolloutGroup) -> bool:
+        """Tells whether dynamic sampling keeps a group: each, here."""
+        return True
+
+    def check_groups(self, groups: Sequence[RolloutGroup]) -> None:
+        """Raises where too much went wrong in the groups that a step or an evaluation has finished."""
+
+    def best_reward(self, tag: str) -> float | None:
+        """The best reward of an episode; ``None`` where that is not known."""
+        return None
+
+    def most_tokens(self, tag: str) -> int:
+        """The most tokens of one answer in training."""
+        return self.config.response_length
+
+    def more_metrics(self, collected: Collected) -> Metrics:
+        """Metrics of a step's rollouts in addition to those of every pipeline."""
+        return {}
+
+    def attained(self, groups: Sequence[RolloutGroup]) -> float:
+        """Mean reward as a share of the best possible; where that is not known a success counts as 1."""
+        best = {group.tag: self.best_reward(group.tag) for group in groups}
+        return mean(
+            episode.score / highest if (highest := best[group.tag]) else episode.success
+            for group in groups
+            for episode in group.trajectories
+        )
+
+    def all_wrong(self, groups: Sequence[RolloutGroup]) -> bool:
+        """Tells whether there are episodes and none is a success, nor are their rewards near the best possible."""
+        episodes = [episode for group in groups for episode in group.trajectories]
+        enough = self.config.learned_share or 1.0
+        return bool(episodes) and not any(each.success for each in episodes) and self.attained(groups) < enough
+
+
+class StepRollouts:
+    """The rollouts of training steps: taken, written, looked at, and whether they leave anything to learn.
+
+    Args:
+        rules: of the pipeline.
+    """
+
+    def __init__(self, config: RLConfig, session: RunSession, rules: GroupRules) -> None:
+        self._config = config
+        self._session = session
+        self._rules = rules
+        self._remarks = Remarks()
+        self.admission = Admission(
+            config.groups_per_step,
+            config.groups_ahead,
+            config.window,
+            last_step=config.max_steps if config.overlaps else None,
+        )
+        """Choice of the groups that the next steps take."""
+        self.sampled_tokens = 0
+        """Those of the step's rollouts."""
+        self._doubted = 0
+        """The last step whose evaluation did not agree that all is learned."""
+        self._seems = ""
+        """Words of why the last step looked as if all was learned."""
+
+    def take(self, step: int, scheduler: RolloutScheduler) -> Collected:
+        """Takes the step's groups, see ``take``, and writes what is asked of them.
+
+        Raises:
+            RunFailedError: dynamic sampling found too few groups worth training on, or see ``check_groups``.
+        """
+        config, session, rules = self._config, self._session, self._rules
+        session.summary.setdefault("first_rollout_s", session.elapsed())
+        max_batches = config.max_filtered_batches if config.filters_groups else None
+        if (source := config.rollout_replay_dir) is not None:
+            collected = scheduler.take_found(self.admission, step, read_rollouts(source, step), max_batches)
+        else:
+            options = {"accept": rules.wants, "max_batches": max_batches, "goes_on": rules.all_wrong}
+            collected = take(session, scheduler, self.admission, step, "train on", rules.check_groups, **options)
+        if not collected.groups and rules.all_wrong(collected.rejected):
+            raise RunFailedError(
+                f"dynamic sampling: none of {len(collected.rejected)} groups is worth training on "
+                f"(max_filtered_batches={config.max_filtered_batches}): "
+                f"{describe_failure(collected.rejected, rules.most_tokens)}; {rules.filter_hint}"
+            )
+        if config.rollout_dump_dir is not None:
+            write_rollouts(config.rollout_dump_dir, step, collected)
+        if (count := config.num_written_groups) > 0:
+            session.aside(partial(write_samples, session.folder, step, collected, count))
+        return collected
+
+    def look_at(self, step: int, collected: Collected) -> bool:
+        """Reports what is wrong with the rollouts of a step, and tells whether little is left to learn."""
+        config, rules, finished = self._config, self._rules, [*collected.groups, *collected.rejected]
+        self.sampled_tokens = sampled_tokens(finished)
+        short = len(collected.groups) < config.groups_per_step
+        compares = not config.filters_groups and config.estimator.compares
+        for kind, text in remarks_on(step, collected, config.groups_per_step, rules.most_tokens, compares=compares):
+            self._remarks.make(kind, text)
+        looks_learned = (
+            short
+            and config.learned_share is not None
+            and rules.attained(finished) >= config.learned_share
+            and (not self._doubted or step - self._doubted >= (config.eval_steps or _DOUBT))
+        )
+        if looks_learned:
+            self._seems = f"{rules.attained(finished):.1%} attained in all that step {step} sampled"
+        return looks_learned
+
+    def confirm(self, step: int, found: float | None) -> str | None:
+        """Why the run is over, where held-out episodes attain the share ``learned_share`` too.
+
+        Args:
+            found: the share that they attain; ``None``: nothing was evaluated.
+        """
+        enough = self._config.learned_share
+        if found is not None and enough is not None and found >= enough:
+            return f"learned: {self._seems}, {found:.1%} held out (learned_share={enough:g})"
+        self._doubted = step
+        if found is not None:
+            self._session.display.note(f"{self._seems}, but {found:.1%} held out: the run goes on")
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        rollouts = self.admission.state_dict(keeps_groups=self._config.overlaps)
+        return {"rollouts": rollouts, "doubted": self._doubted, "seems": self._seems}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.admission.load_state_dict(state["rollouts"], keeps_groups=self._config.overlaps)
+        self._doubted, self._seems = state.get("doubted", 0), state.get("seems", "")
 
 
 def collect(

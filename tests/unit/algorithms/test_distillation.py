@@ -42,10 +42,10 @@ def rl(**keys: object) -> RLConfig:
 def test_the_gap_is_added_where_the_configuration_says() -> None:
     config = rl(opd_kl_coef=0.5)
     expected = [a + 0.5 * gap for a, gap in zip(BATCH.advantages_T.tolist(), GAPS, strict=True)]
-    assert teacher_advantages(BATCH, config).advantages_T.tolist() == pytest.approx(expected)
+    assert teacher_advantages(BATCH, config.teacher_term).advantages_T.tolist() == pytest.approx(expected)
     expected = [r + 0.5 * gap for r, gap in zip(BATCH.rewards_T.tolist(), GAPS, strict=True)]
-    assert teacher_rewards(BATCH, config).rewards_T.tolist() == pytest.approx(expected)
-    pure = rl(opd_kl_coef=2.0, is_pure_opd=True)
+    assert teacher_rewards(BATCH, config.teacher_term).rewards_T.tolist() == pytest.approx(expected)
+    pure = rl(opd_kl_coef=2.0, is_pure_opd=True).teacher_term
     assert teacher_rewards(BATCH, pure).rewards_T.tolist() == pytest.approx([2 * gap for gap in GAPS])
     found = teacher_advantages(no_advantages(BATCH), pure)
     assert found.advantages_T.tolist() == pytest.approx([2 * gap for gap in GAPS]) and not found.returns_T.any()
@@ -54,24 +54,27 @@ def test_the_gap_is_added_where_the_configuration_says() -> None:
 def test_a_token_counts_for_no_more_than_the_bound_says() -> None:
     config = rl(opd_kl_coef=2.0, opd_token_kld_clip=1.5)
     expected = [a + max(-1.5, min(2 * gap, 1.5)) for a, gap in zip(BATCH.advantages_T.tolist(), GAPS, strict=True)]
-    assert teacher_advantages(BATCH, config).advantages_T.tolist() == pytest.approx(expected)
-    floor = rl(opd_logprob_min=-1.5)
+    assert teacher_advantages(BATCH, config.teacher_term).advantages_T.tolist() == pytest.approx(expected)
+    floor = rl(opd_logprob_min=-1.5).teacher_term
     pairs = zip(BATCH.teacher_logprobs_T.tolist(), BATCH.rollout_logprobs_T.tolist(), strict=True)
     expected = [a + max(q, -1.5) - max(p, -1.5) for a, (q, p) in zip(BATCH.advantages_T.tolist(), pairs, strict=True)]
     assert teacher_advantages(BATCH, floor).advantages_T.tolist() == pytest.approx(expected)
-    assert clip_metrics(BATCH, config) == {"teacher/clipped": 3 / 6} and clip_metrics(BATCH, rl()) == {}
+    assert (
+        clip_metrics(BATCH, config.teacher_term) == {"teacher/clipped": 3 / 6}
+        and clip_metrics(BATCH, rl().teacher_term) == {}
+    )
 
 
 def test_chunks_of_text_share_their_gap() -> None:
     alone = BATCH.replace(teacher_chunk_T=torch.tensor([-1, 0, 1, -1, 0, -1, 0, 1, 2]))
     for form in (teacher_advantages, teacher_rewards):
-        expected, found = (form(batch, rl(opd_kl_coef=0.3)) for batch in (BATCH, alone))
+        expected, found = (form(batch, rl(opd_kl_coef=0.3).teacher_term) for batch in (BATCH, alone))
         assert torch.equal(found.rewards_T, expected.rewards_T) and torch.equal(
             found.advantages_T, expected.advantages_T
         )
     shared = BATCH.replace(teacher_chunk_T=torch.tensor([-1, 0, 0, -1, -1, -1, 0, 1, 1]))
     gaps = [0, -0.75, -0.75, 0, 0, 0, -1.0, 0.5, 0.5]
-    found = teacher_rewards(shared, rl(opd_form="reward", is_pure_opd=True))
+    found = teacher_rewards(shared, rl(opd_form="reward", is_pure_opd=True).teacher_term)
     assert found.rewards_T.tolist() == pytest.approx(gaps)
     metrics = teacher_metrics(shared)
     assert metrics["teacher/aligned"] == pytest.approx(5 / 6) and metrics["teacher/reverse_kl"] == pytest.approx(0.25)
@@ -87,11 +90,11 @@ def test_the_policy_is_the_one_before_the_update() -> None:
     mixed = recomputed.replace(fresh_B=torch.tensor([True, False, True]))  # only one of six tokens was scored again
     assert teacher_metrics(mixed)["teacher/reverse_kl"] == pytest.approx(-mean + 0.125 / 6)
     with pytest.raises(ValueError, match=r"teacher_logprobs_T"):
-        teacher_advantages(BATCH.replace(teacher_logprobs_T=None), rl())
+        teacher_advantages(BATCH.replace(teacher_logprobs_T=None), rl().teacher_term)
     with pytest.raises(ValueError, match=r"sequence 1"):
         broken = BATCH.teacher_logprobs_T.clone()
         broken[4] = -torch.inf
-        teacher_advantages(BATCH.replace(teacher_logprobs_T=broken), rl())
+        teacher_advantages(BATCH.replace(teacher_logprobs_T=broken), rl().teacher_term)
 
 
 def scores() -> TokenScores:

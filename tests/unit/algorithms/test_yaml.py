@@ -23,6 +23,7 @@ from roll.algorithms.losses import build_policy_loss, build_value_loss, policy_n
 from roll.algorithms.quantities import KlToReference, hidden_states, squares
 from roll.algorithms.rewards import apply_kl_penalty, shape_rewards, whiten_token_rewards
 from roll.algorithms.selection import drop_masked_episodes, select_for_policy
+from roll.algorithms.shaping import Shaping
 from roll.algorithms.statistics import RunningStats
 from roll.algorithms.types import LossContext, TokenScores
 from roll.configs.agentic import AgenticConfig
@@ -263,7 +264,7 @@ class Pipeline(RLPipeline):
     def __init__(self, config: AgenticConfig, roles: Any) -> None:
         self.config, self.roles, self.bad_steps = config, roles, 0
         self.parts = config.parts
-        self.kl_loss_controller = KlController.of(config.kl.loss)
+        self.shaping = Shaping(config.parts)
 
     def rollouts(self) -> Any:
         raise AssertionError
@@ -315,7 +316,7 @@ def run_properties(config: AgenticConfig, batch: Batch) -> list[float]:
         config.wants_old_logprobs,
         config.bypasses_old_logprobs,
         config.leaves_rollouts_unscored,
-        pipeline.kl_loss_controller.coef != config.kl_loss_coef,
+        pipeline.shaping.kl_loss.coef != config.kl_loss_coef,
         config.estimator.greedy_baseline,
         recorders.actor.trained,
         *(x for c in contexts for x in (c.max_grad_norm, c.l2)),

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from roll.algorithms.kl import KlController
 from roll.algorithms.selection import drop_masked_episodes
+from roll.algorithms.shaping import Shaping
 from roll.algorithms.statistics import RunningStats
 from roll.configs.agentic import AgenticConfig
 from roll.configs.algorithm import AlgorithmConfig
@@ -25,6 +25,7 @@ from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.loop import TrainingLoop
 from roll.pipeline.rl import RLPipeline
+from roll.pipeline.rollouts import GroupRules, StepRollouts
 from roll.pipeline.session import RunSession
 from roll.rollout.admission import Admission
 from roll.rollout.types import Collected, RolloutGroup
@@ -243,10 +244,8 @@ class Playing(RLPipeline):
 
 def test_an_error_in_shaping_leaves_what_a_rescued_checkpoint_has_as_it_was() -> None:
     keys = {"reward_norm": "running", "reward_shift": True, "adv_estimator": "maxrl", "add_token_level_kl": True}
-    pipeline: Any = Playing.__new__(Playing)
-    pipeline.config = RLConfig.model_validate({**keys, "target_kl": 0.1, "reference": {}})
-    pipeline.roles, pipeline.parts = SimpleNamespace(teacher=None), pipeline.config.parts
-    pipeline.score_stats, pipeline.kl_controller = RunningStats(), KlController.of(pipeline.config.kl.reward)
+    config = RLConfig.model_validate({**keys, "target_kl": 0.1, "reference": {}})
+    shaping = Shaping(config.parts)
     zeros = torch.zeros(2)
     batch = Batch(
         torch.ones(2, dtype=torch.int64),
@@ -257,16 +256,15 @@ def test_an_error_in_shaping_leaves_what_a_rescued_checkpoint_has_as_it_was() ->
         old_logprobs_T=zeros,
         ref_logprobs_T=zeros,
     )
-    before = pipeline.kl_controller.state_dict()
+    before = shaping.kl_reward.state_dict()
     with pytest.raises(ValueError, match="maxrl"):  # a score below the mean
-        pipeline.shape(batch)
-    assert pipeline.score_stats.state_dict() == RunningStats().state_dict()
-    assert pipeline.kl_controller.state_dict() == before
-    pipeline.config = pipeline.config.model_copy(update={"adv_estimator": "grpo"})
-    pipeline.parts = pipeline.config.parts
-    pipeline.shape(batch)
-    assert pipeline.score_stats.state_dict() == {"count": 2.0, "mean": 0.5, "squares": 0.5}
-    assert pipeline.kl_controller.coef < before["coef"], "the KL is below its target"
+        shaping(batch)
+    assert shaping.score_stats.state_dict() == RunningStats().state_dict()
+    assert shaping.kl_reward.state_dict() == before
+    shaping.parts = config.model_copy(update={"adv_estimator": "grpo"}).parts
+    shaping(batch)
+    assert shaping.score_stats.state_dict() == {"count": 2.0, "mean": 0.5, "squares": 0.5}
+    assert shaping.kl_reward.coef < before["coef"], "the KL is below its target"
 
 
 class Counter:
@@ -304,14 +302,11 @@ def test_episodes_that_are_taken_out_of_a_step_do_not_move_the_coefficient_of_th
     """Ziegler et al. 2019, section 2.2: a KL of ten times the target, over the sequences that were played."""
     keys = {"add_token_level_kl": True, "init_kl_coef": 0.1, "target_kl": 0.1, "kl_horizon": 10, "reference": {}}
     masks = {"max_len_mask": True, "mask_type": "all"}
-    pipeline: Any = Playing.__new__(Playing)
-    pipeline.config = RLConfig.model_validate({**keys, **masks, "adv_estimator": "reinforce"})
-    pipeline.roles, pipeline.parts = SimpleNamespace(teacher=None), pipeline.config.parts
-    pipeline.score_stats, pipeline.kl_controller = RunningStats(), KlController.of(pipeline.config.kl.reward)
+    shaping = Shaping(RLConfig.model_validate({**keys, **masks, "adv_estimator": "reinforce"}).parts)
     ones = torch.ones(7, dtype=torch.int64)
     columns = {"rewards_T": torch.zeros(7), "old_logprobs_T": torch.zeros(7), "ref_logprobs_T": -torch.ones(7)}
-    pipeline.shape(Batch(ones, ones, ones.bool(), truncated_B=torch.arange(7) >= kept, **columns))
-    assert pipeline.kl_controller.coef == pytest.approx(coef)
+    shaping(Batch(ones, ones, ones.bool(), truncated_B=torch.arange(7) >= kept, **columns))
+    assert shaping.kl_reward.coef == pytest.approx(coef)
 
 
 def test_an_evaluation_reads_none_of_what_only_the_next_step_of_rl_depends_on() -> None:
@@ -361,12 +356,11 @@ def test_groups_are_counted_against_a_bound_only_where_some_may_be_turned_down(
     config = load_config(AgenticConfig, "small", Path(__file__).parents[2] / "integration" / "config", keys)
     display = SimpleNamespace(progress=None)
     session: Any = SimpleNamespace(summary={}, elapsed=lambda: 0.0, display=display)
-    pipeline: Any = SimpleNamespace(
-        config=config, session=session, rollouts=SimpleNamespace(take=take), admission=Admission(2)
-    )
-    pipeline.check_groups = pipeline.wants = pipeline._all_wrong = lambda groups: None
+    rules: Any = SimpleNamespace()
+    rules.check_groups = rules.wants = rules.all_wrong = lambda groups: None
+    scheduler: Any = SimpleNamespace(take=take)
     with pytest.raises(Stop):
-        RLPipeline.take(pipeline, 1)
+        StepRollouts(config, session, rules).take(1, scheduler)
     assert asked["max_batches"] == most
 
 
@@ -374,16 +368,17 @@ def test_groups_are_counted_against_a_bound_only_where_some_may_be_turned_down(
 def test_a_batch_that_fell_short_makes_fewer_optimizer_steps_and_not_smaller_ones(taken: int, sizes: list[int]) -> None:
     rows = torch.ones(4 * taken, dtype=torch.int64)
     config = SimpleNamespace(groups_per_step=8, optimizer_steps_per_epoch=4, ppo_epochs=2, seed=0)
-    pipeline: Any = SimpleNamespace(config=config, admission=SimpleNamespace(taken=range(taken)))
+    pipeline: Any = SimpleNamespace(config=config, taken=SimpleNamespace(admission=SimpleNamespace(taken=range(taken))))
     steps = RLPipeline.plan_training(pipeline, Batch(rows, rows, rows.bool()), 1)
     assert sorted(len(step) for step in steps) == sorted(2 * sizes)
     assert sorted(torch.cat(steps).tolist()) == sorted([*range(4 * taken)] * 2)
 
 
-class Scored(RLPipeline):
+class Scored(GroupRules):
     """Whose groups are scored, with a best reward of 2 for the tag ``known``."""
 
-    rollout = evaluate = None  # type: ignore[assignment]
+    def __init__(self, config: RLConfig) -> None:
+        self.config = config
 
     def best_reward(self, tag: str) -> float | None:
         return 2.0 if tag == "known" else None
@@ -406,11 +401,10 @@ def scored(tag: str, *scores: float) -> RolloutGroup:
 def test_what_is_attained_is_a_share_of_the_best_reward_or_of_successes_where_that_is_not_known(
     groups: list[RolloutGroup], share: float, wrong: bool
 ) -> None:
-    pipeline: Any = Scored.__new__(Scored)
-    pipeline.config = RLConfig()
-    assert pipeline.attained(groups) == pytest.approx(share)
-    assert pipeline._all_wrong(groups) == wrong
-    assert not pipeline._all_wrong([])
+    rules = Scored(RLConfig())
+    assert rules.attained(groups) == pytest.approx(share)
+    assert rules.all_wrong(groups) == wrong
+    assert not rules.all_wrong([])
 
 
 @pytest.mark.parametrize(
@@ -427,15 +421,14 @@ def test_what_is_attained_is_a_share_of_the_best_reward_or_of_successes_where_th
 def test_a_step_looks_learned_that_is_short_and_near_the_best_reward_and_not_lately_doubted(
     kept: list[RolloutGroup], rest: list[RolloutGroup], doubted: int, looks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("roll.pipeline.rl.remarks_on", lambda *_, **__: [])
-    monkeypatch.setattr("roll.pipeline.rl.sampled_tokens", lambda groups: 0)
-    pipeline: Any = Scored.__new__(Scored)
-    pipeline.config = RLConfig(rollout_batch_size=2, eval_steps=10)
-    pipeline.doubted = doubted
-    pipeline._look_at(20, Collected(kept, rest))
-    assert pipeline.looks_learned == looks
+    monkeypatch.setattr("roll.pipeline.rollouts.remarks_on", lambda *_, **__: [])
+    monkeypatch.setattr("roll.pipeline.rollouts.sampled_tokens", lambda groups: 0)
+    config = RLConfig(rollout_batch_size=2, eval_steps=10)
+    session: Any = SimpleNamespace(display=SimpleNamespace(note=lambda text: None))
+    rollouts = StepRollouts(config, session, Scored(config))
+    rollouts.load_state_dict(rollouts.state_dict() | {"doubted": doubted})
+    assert rollouts.look_at(20, Collected(kept, rest)) == looks
     if looks:
-        pipeline.done_steps, pipeline.session = 20, SimpleNamespace(display=SimpleNamespace(note=lambda text: None))
-        assert pipeline.confirm({"eval/attained": 0.89}) is None and pipeline.doubted == 20
-        assert str(pipeline.confirm({"eval/attained": 0.9})).startswith("learned: ")
-        assert pipeline.confirm({}) is None, "without an evaluation nobody agrees"
+        assert rollouts.confirm(20, 0.89) is None and rollouts.state_dict()["doubted"] == 20
+        assert str(rollouts.confirm(20, 0.9)).startswith("learned: ")
+        assert rollouts.confirm(20, None) is None, "without an evaluation nobody agrees"

@@ -101,7 +101,7 @@ def test_the_terms_of_several_teachers_of_a_row_add_up() -> None:
     judged = batch.replace(teacher_logprobs_T=scores.logprobs_T)
     tags = {"all": [], "some": ["y"]}
     own = {name: {"pretrain": name, "opd_kl_coef": weights[name], "tag_included": tags[name]} for name in tags}
-    found = teacher_term(judged, ThreeTags(teachers=own))
+    found = teacher_term(judged, ThreeTags(teachers=own).teacher_term)
     for row, tag in enumerate(TAGS.tolist()):
         one = judged.select([row])
         policy = one.rollout_logprobs_T[one.loss_mask_T].double()
