@@ -130,7 +130,7 @@ def _members(dataset: Sequence[Prompt], domains: Sequence[str], domain_of_tag: M
     empty = [domain for domain in domains if not members[domain]]
     if empty:
         raise ValueError(
-            f"domain_interleave_probs: got {', '.join(empty)}, of which the dataset has no prompts; expected domains "
+            f"domain_interleave_probs: got {', '.join(empty)}, for which the dataset has no prompts; expected domains "
             "of the dataset"
         )
     return [np.array(members[domain], dtype=np.int64) for domain in domains]

@@ -37,7 +37,7 @@ def test_known_and_foreign_estimators_are_accepted(estimator: str) -> None:
         ),
         ({"adv_estimator": "grpo", "critic_warmup": 3}, "critic_warmup", "has no critic"),
         ({"use_reward_norm": True}, "use_reward_norm", "use_reward_scaling"),
-        ({"reward_norm": "batch", "reward_shift": True, "reward_scale": True}, "reward_scale", "beside reward_shift"),
+        ({"reward_norm": "batch", "reward_shift": True, "reward_scale": True}, "reward_scale", "with reward_shift"),
         ({"reward_shift": True}, "reward_shift", "reward_norm"),
         ({"reward_scale": True}, "reward_scale", "reward_norm"),
         ({"reward_norm": "batch", "use_reward_scaling": True}, "use_reward_scaling", "at most one"),

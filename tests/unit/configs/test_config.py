@@ -831,7 +831,7 @@ def test_all_wrong_options_of_trackers_are_told(problems):
     [
         (AgenticConfig, "agentic_sokoban", "rewards", "it belongs to RLVR and SFT and .*; here the environments pay"),
         (RLVRConfig, "rlvr_math", "judge", "it belongs to the agentic pipeline$"),
-        (RLVRConfig, "rlvr_math", "custom_envs", "it belongs to the agentic pipeline; here rewards"),
+        (RLVRConfig, "rlvr_math", "custom_envs", "it belongs to the agentic pipeline; this pipeline uses rewards"),
         (SFTConfig, "sft_math", "num_return_sequences_in_group", "it belongs to RLVR$"),
         (SFTConfig, "sft_math", "preference_loss", r"it belongs to preferences \(DPO\)$"),
         (SFTConfig, "sft_math", "teacher", "it belongs to the agentic pipeline and RLVR and .*answers$"),

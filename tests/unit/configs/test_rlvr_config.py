@@ -230,7 +230,11 @@ def test_the_arithmetic_is_told_in_words_also_of_an_evaluation_alone(load: Load)
         (["agent={command: [echo], cwd: /tmp, sandbox: {}}"], "agent.cwd", "null with sandbox"),
         (["agent={command: [echo], cwd: /no/where}"], "agent.cwd", "an existing folder"),
         (["agent={command: [echo], template: /no/where}"], "agent.template", "an existing folder"),
-        (["agent={command: [echo], sandbox: {readable: [/no/where]}}"], "agent.sandbox.readable.0", "that is there"),
+        (
+            ["agent={command: [echo], sandbox: {readable: [/no/where]}}"],
+            "agent.sandbox.readable.0",
+            "an existing file or folder",
+        ),
         (["agent={command: [echo], sandbox: {memory_mb: 1}}"], "agent.sandbox.memory_mb", "64"),
         (["warm_start.tools=[calculatr]"], "warm_start.tools.0", "calculator"),
         (["agent={command: [echo]}", "tools={use: {calculator: {tool: calculator}}}"], "tools", "null with agent"),

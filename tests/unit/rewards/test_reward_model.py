@@ -358,7 +358,7 @@ def test_a_template_that_refuses_a_conversation_is_an_error_of_the_sample(qwen: 
         ({"label": 3}, "label: got 3, but the model has one output"),
         ({"label": -1}, "label: got -1, expected 0 or more"),
         ({"probability": True}, "probability: the model has one output"),
-        ({"probability": True, "sigmoid": True}, "sigmoid: got true, expected false beside probability"),
+        ({"probability": True, "sigmoid": True}, "sigmoid: got true, expected false with probability"),
         ({"max_length": 257}, "max_length: got 257, expected at most the model's 256 positions"),
     ],
 )

@@ -71,7 +71,7 @@ def test_the_seed_picks_the_item_with_a_key_of_its_own_and_options_override_it()
         ({}, r"items: got \[\], expected at least one, or a generator"),
         ({"scorer": "exakt"}, "scorer: .*unknown scorer 'exakt'. Did you mean 'exact'"),
         ({"generator": "no_such_module:f"}, "generator: .*no_such_module"),
-        ({"items": ITEMS, "generator": f"{__name__}:addition"}, "generator: got .* beside items"),
+        ({"items": ITEMS, "generator": f"{__name__}:addition"}, "generator: got .* with items"),
         ({"answer_pattern": "("}, "answer_pattern: got"),
         ({"items": [{"prompt": "x"}]}, "items.0.answer: got nothing"),
     ],

@@ -38,7 +38,7 @@ def test_a_conversation_through_pipes(model, monkeypatch, capsys) -> None:
     assert main(["chat", model, "--system", "Short.", "--temperature", "0", "--max-tokens", "6"]) == 0
     out, err = capsys.readouterr()
     assert out == "".join(renderer.decode(ids) + "\n" for ids in (first, second, again))
-    assert "/what: no such command" in err and "/reset begins anew" in err
+    assert "/what: no such command" in err and "/reset starts over" in err
 
 
 def test_bytes_that_are_no_text_are_asked_as_marks(model, monkeypatch, capsys) -> None:

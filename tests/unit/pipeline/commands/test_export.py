@@ -179,7 +179,7 @@ def test_what_cannot_be_exported_is_refused(runs, model: str, tmp_path: Path, ca
     assert "no adapter in it" in refused(capsys, runs["reward"][0], *out, "--merge-adapter")
     assert "no such folder" in refused(capsys, tmp_path / "absent", *out)
     assert "neither a model" in refused(capsys, runs["reward"][0], *out, "--role", "critic")
-    assert "a model by itself" in refused(capsys, model, *out, "--role", "critic")
+    assert "a plain model" in refused(capsys, model, *out, "--role", "critic")
     assert "500MB or 4GiB" in refused(capsys, model, *out, "--max-shard-size", "much")
     assert "the folder of what is exported" in refused(capsys, model, "-o", model, "--overwrite")
     adapter = (runs["adapter"][0], *out, "--merge-adapter", "--base")

@@ -63,10 +63,10 @@ def test_an_interrupted_output_is_finished_as_if_nothing_had_happened(model, row
     shutil.copy(f"{whole}.settings.json", f"{other}.settings.json")
     capsys.readouterr()
     assert main([*command, "-o", str(other)]) == 0
-    assert "5 of 12 rows are there" in capsys.readouterr().err
+    assert "5 of 12 rows exist" in capsys.readouterr().err
     assert other.read_bytes() == whole.read_bytes()
     assert main([*command, "-o", str(other)]) == 0
-    assert "12 of 12 rows are there" in capsys.readouterr().err
+    assert "12 of 12 rows exist" in capsys.readouterr().err
     # Answers that were made otherwise are neither mixed nor lost.
     assert main([*command, "-o", str(other), "--temperature", "0.5", "seed_of_mine=1"]) == 2
     assert main([*command, "-o", str(other), "--temperature", "0.5"]) == 2
