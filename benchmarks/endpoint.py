@@ -39,8 +39,7 @@ from roll.configs.agent import AgentConfig
 from roll.configs.worker import WorkerConfig
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
-from roll.distributed.cluster.cluster import Cluster
-from roll.distributed.cluster.placement import create_placement, discover_nodes
+from roll.distributed.cluster.cluster import Cluster, create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.strategy.base import StrategyContext
@@ -50,7 +49,7 @@ from roll.rollout.endpoint.server import Endpoint
 from roll.rollout.endpoint.session import Policy, Session
 from roll.rollout.env_manager import EpisodeSpec, Limits
 from roll.rollout.router import GenerationClient
-from roll.utils.memory import calm_collector
+from roll.utils.memory import relax_gc
 
 MOST_LOST, HELD_TO = 0.15, 256
 NEW_TOKENS = 16
@@ -217,7 +216,7 @@ def main() -> None:
     parser.add_argument("--sessions", nargs="+", type=int, default=[1, 16, 64, 256, 512])
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    calm_collector()  # as a run's worker does
+    relax_gc()  # as a run's worker does
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
     process = context.Process(target=client, args=(other,), daemon=True)

@@ -37,8 +37,7 @@ from roll.configs.env import CustomEnvConfig
 from roll.configs.worker import StrategyArguments, WorkerConfig
 from roll.data.columns import IntArray
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
-from roll.distributed.cluster.cluster import Cluster
-from roll.distributed.cluster.placement import create_placement, discover_nodes
+from roll.distributed.cluster.cluster import Cluster, create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.strategy.base import StrategyContext
@@ -51,7 +50,7 @@ from roll.rollout.rows import groups_to_batch
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 from roll.tracking.monitor import peak_memory_mb
-from roll.utils.memory import calm_collector
+from roll.utils.memory import relax_gc
 
 DRIVER_US_PER_GROUP, WORKER_US_PER_TURN, BATCH_S = 300, 100, 1.5
 MEMBERS, TURNS, EPISODES = 8, 8, 16_384
@@ -305,7 +304,7 @@ def main() -> int:
         infer.call("setup", StrategyContext(WorkerConfig(strategy_args=strategy), "infer", ""))
         envs.call("setup", context(Path(folder)))
         envs.call("set_engines", infer.handles)
-        calm_collector()  # as a run's driver does
+        relax_gc()  # as a run's driver does
         measure(Bench(envs, infer), report, args.groups, args.envs, args.rounds)
         for cluster in clusters:
             cluster.shutdown()

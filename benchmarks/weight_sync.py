@@ -44,8 +44,7 @@ import torch
 from torch import Tensor
 
 from roll.configs.worker import WorkerConfig
-from roll.distributed.cluster.cluster import Cluster
-from roll.distributed.cluster.placement import create_placement, discover_nodes
+from roll.distributed.cluster.cluster import Cluster, create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.strategy.base import StrategyContext
@@ -63,7 +62,7 @@ from roll.models.scoring import TokenScorer
 from roll.models.tiny import make_tokenizer
 from roll.pipeline.model_cluster import ModelCluster
 from roll.pipeline.workers import InferWorker, TrainWorker
-from roll.utils.memory import end_start
+from roll.utils.memory import freeze_startup_objects
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Qwen2Config
@@ -229,7 +228,7 @@ def measure_planning(rounds: int) -> dict[str, float]:
     float32, cpu = torch.float32, torch.device("cpu")
     weights = ReplicatedWeights(TokenScorer(many_tensors()), cpu, compute_dtype=float32, trained=False)
     model, pool, place = many_tensors(), SegmentPool(), SharedMemory("segment", "path")
-    end_start()  # as workers do once their model is loaded
+    freeze_startup_objects()  # as workers do once their model is loaded
 
     def messages(outlines: list[BucketOutline], *, known: bool) -> bytes:
         told = [BucketMessage(i, o.key, None if known else o, None, place) for i, o in enumerate(outlines)]

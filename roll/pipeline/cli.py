@@ -22,6 +22,7 @@ from roll.pipeline.programs import (
     SFT,
     Program,
     configurations,
+    key_names,
     program_of,
 )
 
@@ -119,11 +120,11 @@ def perform(
     from roll.preflight.inputs import check_inputs
     from roll.preflight.machine import check_machine
     from roll.utils.extras import extra
-    from roll.utils.memory import start_calmly
+    from roll.utils.memory import relax_gc_at_start
     from roll.utils.registry import import_path
 
     started = started or time.time()
-    start_calmly()
+    relax_gc_at_start()
     file = folder / (config_name if config_name.endswith(".sh") else f"{config_name.removesuffix('.yaml')}.yaml")
     importers = extra("importers")
     if importers.system_of(file) not in (None, "roll"):
@@ -216,10 +217,8 @@ def refuse(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     """Ends with code 2 where words of the command line are left over; one may be a key, given as ``--max_steps=3``."""
     if not words:
         return
-    from roll.pipeline.commands.explaining import names
-
     key, equals, value = words[0].lstrip("-").partition("=")
-    hint = f"; a key of the configuration is given as {key}={value if equals else '…'}" if key in names() else ""
+    hint = f"; a key of the configuration is given as {key}={value if equals else '…'}" if key in key_names() else ""
     parser.error(f"unrecognized arguments: {' '.join(words)}{hint}")
 
 

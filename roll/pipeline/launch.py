@@ -20,9 +20,8 @@ from roll.configs.problems import ConfigErrors
 from roll.configs.resuming import Rows
 from roll.configs.rl import VAL_INFER
 from roll.configs.worker import WorkerConfig
-from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.cluster import Cluster, Placement, create_placement, discover_nodes
 from roll.distributed.cluster.errors import ClusterError, PlacementError, RaySessionError
-from roll.distributed.cluster.placement import Placement, create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import dead_daemons, ray_session
 from roll.distributed.cluster.resources import plan_placement
 from roll.distributed.cluster.worker import Worker
@@ -39,7 +38,7 @@ from roll.preflight.models import describe_adapter, trusted_code
 from roll.preflight.templates import describe_template
 from roll.tracking.display import NOTED
 from roll.tracking.files import CheckpointError
-from roll.utils.memory import calm_collector, keep_freed_memory
+from roll.utils.memory import keep_freed_memory, relax_gc
 from roll.utils.registry import UnknownNameError, import_path, plugin_variables
 from roll.utils.signals import Interrupted, SignalGuard
 
@@ -122,7 +121,7 @@ def launch(
                 clusters = stack.enter_context(start_clusters(config, session, workers))
                 for line in template.result():
                     session.display.note(line)
-                calm_collector()  # finished groups wait in this process
+                relax_gc()  # finished groups wait in this process
                 keep_freed_memory()
                 roles = Roles(config, clusters, needs)
                 body(config, Launched(program, session, signals, clusters, roles, start.result()))

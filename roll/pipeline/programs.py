@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from roll.utils.registry import import_path
+
+if TYPE_CHECKING:
+    from roll.configs.base import Config
 
 
 class Program(NamedTuple):
@@ -114,3 +120,16 @@ def _keys_of(stem: str, texts: Mapping[str, str], seen: set[str]) -> set[str]:
         if name in texts and name not in seen:
             keys |= _keys_of(name, texts, seen)
     return keys
+
+
+@functools.cache
+def schemas() -> dict[str, type[Config]]:
+    """The configurations of all pipelines."""
+    return {name: cast("type[Config]", import_path(program.schema)) for name, program in PROGRAMS.items()}
+
+
+def key_names() -> list[str]:
+    """Every key of pipelines and engines, for completion."""
+    from roll.configs.explain import all_keys, engine_options
+
+    return [place for key in all_keys(schemas(), engine_options()) for place in key.places]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import RpcTimeoutError
-from roll.distributed.cluster.stacks import own_stacks, stacks_of
+from roll.distributed.cluster.recording import own_stacks, stacks_of
 from roll.utils.foreign import Fault
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from roll.rollout.tokenization_audit import TokenCheck, TokenWatch
 from roll.rollout.tool_box import ToolBox, with_tools
 from roll.rollout.types import Trajectory
 from roll.rollout.worker import RolloutWorker
-from roll.utils.memory import calm_collector
+from roll.utils.memory import relax_gc
 
 if TYPE_CHECKING:
     from roll.rollout.agents.episode import AgentPlayer
@@ -78,7 +78,7 @@ class EnvironmentWorker(RolloutWorker):
         self._agents = {
             tag: self._agent(config, renderer) for tag, config in context.envs.items() if config.agent is not None
         }
-        calm_collector()
+        relax_gc()
 
     def _agent(self, config: CustomEnvConfig, renderer: ChatRenderer) -> AgentPlayer:
         from roll.rollout.agents.episode import AgentPlayer  # brings the HTTP server

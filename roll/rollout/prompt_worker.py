@@ -26,7 +26,7 @@ from roll.rollout.tokenization_audit import TokenCheck, TokenWatch
 from roll.rollout.tool_box import ToolBox, with_tools
 from roll.rollout.types import Trajectory
 from roll.rollout.worker import RolloutWorker
-from roll.utils.memory import calm_collector
+from roll.utils.memory import relax_gc
 from roll.utils.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class PromptWorker(RolloutWorker):
 
             self.retries = context.agent.retries
             self._agent = AgentPlayer(context.agent, renderer, self.rank, watch)
-        calm_collector()
+        relax_gc()
 
     async def set_engines(self, engines: Sequence[Any], evaluators: Sequence[Any] | None = None) -> None:
         """See ``RolloutWorker``; ``evaluators`` answer the held-out prompts, if others than ``engines`` do."""

@@ -44,22 +44,22 @@ _ALLOCATIONS = 20_000
 _USUAL = gc.get_threshold()
 
 
-def start_calmly() -> None:
+def relax_gc_at_start() -> None:
     """Makes the collector look seldom: it would take a quarter of a start, in which modules are imported for good."""
     gc.set_threshold(_ALLOCATIONS, *_USUAL[1:])
 
 
-def calm_collector() -> None:
+def relax_gc() -> None:
     """Makes the collector look seldom, and never at what is there now: imported modules are most of a process.
 
     By default it looks after every 700 new objects. In a worker with thousands of episodes in flight that takes as much
     time as playing them; the driver holds those that are finished.
     """
     _spare_what_is_here()
-    start_calmly()
+    relax_gc_at_start()
 
 
-def end_start() -> None:
+def freeze_startup_objects() -> None:
     """Makes the collector look as often as usual, so that no tensor waits long for it, but not at a loaded model."""
     _spare_what_is_here()
     gc.set_threshold(*_USUAL)

@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
-from roll.configs.base import Config
 from roll.configs.explain import (
     Explanation,
     Key,
     Part,
     Passed,
-    all_keys,
     engine_options,
     explain,
 )
 from roll.configs.schema import ROLES
 from roll.pipeline.cli import EXIT_USAGE
-from roll.pipeline.programs import PROGRAMS
+from roll.pipeline.programs import PROGRAMS, schemas
 from roll.utils.extras import extra
-from roll.utils.registry import import_path
 
 WIDTH = 110
 MOST_SHOWN = 6
 """Keys of one name that are told in full."""
-
-
-@functools.cache
-def schemas() -> dict[str, type[Config]]:
-    """The configurations of all pipelines."""
-    return {name: cast("type[Config]", import_path(program.schema)) for name, program in PROGRAMS.items()}
 
 
 def run(word: str) -> int:
@@ -53,11 +43,6 @@ def verifier_options() -> tuple[Part, ...]:
 
     path = "rewards.<domain>.verifiers.<number>.args"
     return tuple((name, path, VERIFIERS.get(name).config_class) for name in VERIFIERS.names())
-
-
-def names() -> list[str]:
-    """Every key of pipelines and engines, for completion."""
-    return [place for key in all_keys(schemas(), engine_options()) for place in key.places]
 
 
 def page(found: Explanation) -> str:

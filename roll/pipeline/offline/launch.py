@@ -24,7 +24,7 @@ from roll.pipeline.programs import Program
 from roll.pipeline.prompt_roles import PromptRoles, prompt_workers
 from roll.pipeline.rlvr.datasets import TRIAL_SECONDS, Datasets, load_renderer, make_data, tell
 from roll.pipeline.start import Launched
-from roll.rewards.references import References
+from roll.rewards.scoring import References
 
 ConfigT = TypeVar("ConfigT", bound=OfflineConfig)
 Load = Callable[[ConfigT, DataArguments, ChatRenderer, "Scoring | None"], Conversations]

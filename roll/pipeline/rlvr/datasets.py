@@ -20,7 +20,7 @@ from roll.data.teacher_prompts import TeacherPrompts
 from roll.data.templates import ChatTemplate
 from roll.models.tokenizer import policy_tokenizer
 from roll.pipeline.prompt_roles import train_sampler
-from roll.rewards.references import References
+from roll.rewards.scoring import References
 from roll.rollout.tool_box import told_tools
 from roll.utils.foreign import describe_error
 from roll.utils.registry import import_path

@@ -41,8 +41,8 @@ def test_known_and_foreign_estimators_are_accepted(estimator: str) -> None:
         ({"reward_shift": True}, "reward_shift", "reward_norm"),
         ({"reward_scale": True}, "reward_scale", "reward_norm"),
         ({"reward_norm": "batch", "use_reward_scaling": True}, "use_reward_scaling", "at most one"),
-        ({"norm_mean_type": "batch", "reward_norm": "group"}, "reward_norm", "beside norm_mean_type"),
-        ({"norm_std_type": "group", "use_reward_scaling": True}, "use_reward_scaling", "beside norm_std_type"),
+        ({"norm_mean_type": "batch", "reward_norm": "group"}, "reward_norm", "with norm_mean_type"),
+        ({"norm_std_type": "group", "use_reward_scaling": True}, "use_reward_scaling", "with norm_std_type"),
         (
             {"reward_norm": "batch", "reward_normalization": {"method": "mean_std"}},
             "reward_normalization.method",

@@ -12,7 +12,7 @@ from roll.configs.explain import all_keys, engine_options, explain
 from roll.configs.schema import leaf_paths
 from roll.extras.importers import SYSTEMS
 from roll.extras.importers.table import SECTION, meaning, rows
-from roll.pipeline.commands.explaining import schemas
+from roll.pipeline.programs import schemas
 
 
 def told(capsys: pytest.CaptureFixture[str], word: str) -> str:

@@ -70,7 +70,7 @@ class EchoStrategy:
 def workers_leave_the_collector_alone() -> Iterator[None]:
     """Each would look at all that the tests before have left in this process, which takes a second."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("roll.pipeline.workers.end_start", lambda: None)
+        patch.setattr("roll.pipeline.workers.freeze_startup_objects", lambda: None)
         yield
 
 

@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import gc
-from roll.utils.memory import calm_collector
+from roll.utils.memory import relax_gc
 
 class Cycle:
     def __init__(self):
@@ -16,7 +16,7 @@ class Cycle:
         print("freed")
 
 kept = Cycle()
-calm_collector()
+relax_gc()
 del kept
 gc.collect()
 print("spared")
