@@ -109,7 +109,7 @@ def _add_run(commands: Any, action: str, text: str, do: Any = None) -> argparse.
 
 def _add_plan(commands: Any) -> None:
     """The command that says what a configuration takes, without running it."""
-    text = "say where a configuration's parts would stand, what memory and time they take, and what to change"
+    text = "estimate where a configuration's parts are placed, what memory and time they need, and what to change"
     parser = _add_run(commands, "plan", text, _plan)
     devices = parser.add_argument(
         "--devices", metavar="NAME[,key=value]", help="kind of device, such as H100 or CPU (this one's)"
@@ -157,7 +157,7 @@ def _add_import(commands: Any) -> None:
         default=[],
         dest="variables",
         metavar="NAME=value",
-        help="a variable of a launch script's environment; may be given often",
+        help="a variable of a launch script's environment; repeatable",
     )
     parser.add_argument("--all", action="store_true", dest="everything", help="also name the keys that are kept")
 
@@ -174,7 +174,7 @@ def _add_env_check(commands: Any) -> None:
     name = parser.add_argument("env_type", help="an environment of `roll env list`, or package.module:Class")
     completion.completed_by(name, completion.environments)
     for option, kind, about in (
-        ("--episodes", int, "how many to play in each way (6)"),
+        ("--episodes", int, "how many to run in each way (6)"),
         ("--max-steps", int, "most steps of an episode (32)"),
         ("--timeout", float, "seconds that a call may take (30)"),
         ("--slow", float, "seconds of a call that are too many (1)"),
@@ -183,10 +183,10 @@ def _add_env_check(commands: Any) -> None:
     ):
         parser.add_argument(option, type=kind, default=argparse.SUPPRESS, help=about)
     parser.add_argument(
-        "--answer", action="append", default=[], dest="answers", help="a text to play; may be given often"
+        "--answer", action="append", default=[], dest="answers", help="a text to answer with; repeatable"
     )
     parser.add_argument(
-        "--allow", action="append", default=[], metavar="FINDING", help="a finding that is meant; may be given often"
+        "--allow", action="append", default=[], metavar="FINDING", help="an accepted finding; repeatable"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="env_config")
 

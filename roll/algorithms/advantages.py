@@ -282,7 +282,7 @@ def maxrl(batch: Batch, config: Estimator) -> Batch:
     episodes, score_J, group_J = _grouped_scores(batch, config)
     if (least := min(score_J.tolist(), default=0.0)) < 0:
         raise ValueError(
-            f"adv_estimator 'maxrl': seen an episode whose rewards sum to {least:g}, expected 0 or more: no penalties, "
+            f"adv_estimator 'maxrl': got an episode whose rewards sum to {least:g}, expected 0 or more: no penalties, "
             "and no KL in the reward"
         )
     mean_J, _, count_J = group_moments(score_J, group_J)

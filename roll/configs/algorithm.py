@@ -443,7 +443,7 @@ class RewardConfig(LengthReward, RewardScaling, RewardNorm):
     def problems(self) -> Iterator[ConfigProblem]:
         yield from super().problems()
         if self.reward_shift and self.reward_scale:
-            expected = "false beside reward_shift: true; for (score - mean) / std leave both false"
+            expected = "false with reward_shift: true; for (score - mean) / std leave both false"
             yield self.problem("reward_scale", expected, "reward_shift")
         newer = "norm_std_type" if self.norm_mean_type is None else "norm_mean_type"
         normalisers = {
@@ -453,7 +453,7 @@ class RewardConfig(LengthReward, RewardScaling, RewardNorm):
             "reward_normalization.method": self.reward_normalization.method != "identity",
         }
         if len(chosen := [key for key, on in normalisers.items() if on]) > 1:
-            expected = f"nothing beside {chosen[0]}: at most one normalisation of the rewards"
+            expected = f"nothing with {chosen[0]}: at most one normalisation of the rewards"
             yield self.problem(chosen[1], expected, chosen[0])
         buffer, limit = self.overlong_buffer, self.overlong_max_length
         if buffer.enable and buffer.len < 1:

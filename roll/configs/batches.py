@@ -34,7 +34,7 @@ def _batch_lines(config: PipelineConfig) -> list[str]:
     assert isinstance(config, RLConfig)
     if config.overlaps:
         lines.append(
-            f"rollouts run beside training: at most {_count(config.groups_ahead, 'group')} ahead of the step, and "
+            f"asynchronous rollouts: at most {_count(config.groups_ahead, 'group')} ahead of the step, and "
             f"at most {_count(config.max_lag, 'step')} old when they are trained on; a step chooses from "
             f"{_count(config.window, 'draw')}"
         )

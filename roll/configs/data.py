@@ -167,7 +167,7 @@ class DataArguments(Config):
         if self.file_name == [] or "" in self.file_names:
             yield self.problem("file_name", "null, a path or a list of paths")
         if self.prompt is not None and self.messages is not None:
-            yield self.problem("messages", f"null beside prompt = {self.prompt}: one of the two", "prompt")
+            yield self.problem("messages", f"null with prompt = {self.prompt}: one of the two", "prompt")
         if self.query is not None and self.prompt is None:
             yield self.problem("query", "null without prompt, the column of the instruction", "prompt")
         if self.has_dataset and self.prompt is None and self.messages is None:

@@ -86,7 +86,7 @@ class DistillConfig(DistillLossConfig, DivergenceConfig, TinyTeacherConfig, Offl
     def problems(self) -> Iterator[ConfigProblem]:
         yield from super().problems()
         if self.distill_on_prompt and self.train_on != "all":
-            yield self.problem("train_on", "all with distill_on_prompt: every token is learnt", "distill_on_prompt")
+            yield self.problem("train_on", "all with distill_on_prompt: every token is trained on", "distill_on_prompt")
         if self.teacher_logprobs is None and self.precompute_only:
             expected = "a folder, which precompute_only fills"
             yield self.problem("teacher_logprobs", expected, "precompute_only")

@@ -117,7 +117,7 @@ def check_attention(config: PipelineConfig) -> Iterator[ConfigProblem]:
         involved = (f"{role}.strategy_args.strategy_name", "actor_train.model_args.attn_implementation")
         shared = role != "actor_train" and kernel == config.actor_train.model_args.attn_implementation
         if kernel in ("eager", "fa2") and card.own_attention and not shared:
-            expected = f"auto or sdpa with {name}, which has kernels of its own"
+            expected = f"auto or sdpa with {name}, which has its own kernels"
             hint = f"strategy_config.attention_backend chooses one of {name}'s"
             yield ConfigProblem(path, kernel, expected, hint, involves=involved)
         if kernel == "eager" and args.ulysses_size > 1 and card.trains_modules:
@@ -157,12 +157,12 @@ def check_router_replay(config: PipelineConfig) -> Iterator[ConfigProblem]:
         expected = f"disable with {name}, which takes no experts chosen elsewhere"
         yield ConfigProblem(key, mode, expected, involves=("actor_train.strategy_args.strategy_name",))
     if mode == "R2" and config.leaves_rollouts_unscored:
-        expected = "R3 or disable where the trainer does not score rollouts before it trains on them"
+        expected = "R3 or disable if the trainer computes no log-probs before it trains on rollouts"
         involved = ("train_infer_correction.bypass", "force_disable_old_logprobs_recompute", "online_dpo")
         yield ConfigProblem(key, mode, expected, involves=involved)
     name, card = config.actor_infer.strategy_args.strategy_name, config.actor_infer.strategy_args.card
     if mode == "R3" and (card is None or not card.tells_experts):
-        expected = f"R2 or disable with {name}, which does not tell the experts that it chose"
+        expected = f"R2 or disable with {name}, which does not report the experts that it chose"
         yield ConfigProblem(key, mode, expected, involves=("actor_infer.strategy_args.strategy_name",))
 
 

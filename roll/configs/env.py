@@ -105,7 +105,7 @@ class CustomEnvConfig(Config):
         if self.history_length:
             yield self.problem("history_length", "0 with agent, whose program keeps its own history", "agent")
         if self.env_manager_cls not in ("step", "traj"):
-            yield self.problem("env_manager_cls", "step or traj with agent, which plays in its place", "agent")
+            yield self.problem("env_manager_cls", "step or traj with agent, which replaces it", "agent")
         if "retries" in agent.model_fields_set:
             expected = "nothing: env_retries of the environment managers says how often an episode is tried again"
             yield self.problem("agent.retries", expected, "agent")
@@ -220,7 +220,7 @@ class EnvManagerConfig(Config):
             if len(self.tag_weights) != len(self.tags):
                 yield self.problem("tag_weights", f"{len(self.tags)} numbers, one for each of tags", "tags")
             if self.n_groups is not None:
-                yield self.problem("tag_weights", "null beside n_groups, one of the two", "n_groups")
+                yield self.problem("tag_weights", "null with n_groups, one of the two", "n_groups")
             return
         if self.n_groups is None:
             if len(self.tags) > self.env_groups:

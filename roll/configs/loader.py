@@ -264,15 +264,15 @@ _INSTEAD: dict[type[PipelineConfig], dict[str, str]] = {
     AgenticConfig: {
         "num_return_sequences_in_group": "here train_env_manager.group_size makes several episodes",
         "is_num_return_sequences_expand": "here each episode asks for one completion",
-        "teacher_prompt": "here nothing says which row a teacher would be told of",
+        "teacher_prompt": "this pipeline has no rows for a teacher's prompt",
         "rewards": "here the environments pay",
         "validation": "here val_env_manager",
     },
     RLVRConfig: {
-        "custom_envs": "here rewards and data_args say what is played",
+        "custom_envs": "this pipeline uses rewards and data_args instead",
         "train_env_manager": "use num_return_sequences_in_group",
         "val_env_manager": "here validation",
-        "distill_on_prompt": "here only what the policy says is learnt",
+        "distill_on_prompt": "this pipeline trains only on the policy's responses",
     },
 }
 """What a pipeline has in the place of other pipelines' top-level keys."""

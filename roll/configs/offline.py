@@ -111,7 +111,7 @@ def check_starts(config: OfflineConfig) -> Iterator[ConfigProblem]:
         if getattr(config, key) != TINY:
             yield ConfigProblem(path, start.file_name, "nothing: only a tiny model is taught", involves=(key,))
         if config.actor_infer is None or not config.rewards:
-            expected = "nothing without actor_infer and rewards: answers tell how far the start has come"
+            expected = "nothing without actor_infer and rewards, which measure the warm start"
             yield ConfigProblem(path, start.file_name, expected, involves=("actor_infer", "rewards"))
 
 

@@ -411,7 +411,7 @@ class PipelineConfig(RunConfig):
         Raises:
             ValueError: this pipeline teaches none.
         """
-        raise ValueError(f"teacher_pretrain: seen {TINY!r}, expected a model folder or a name on the hub")
+        raise ValueError(f"teacher_pretrain: got {TINY!r}, expected a model folder or a name on the hub")
 
     def key_of(self, cluster: str) -> str:
         """The configuration key of a cluster's section."""

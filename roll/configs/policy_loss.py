@@ -215,7 +215,7 @@ class PolicyLossConfig(Sapo, Kimi15, Cispo, Tis, Topr, KlCov, ClipCov, Vanilla):
         yield from super().problems()
         yield from name_problems(self, "pg_variant", PG_VARIANTS)
         if self.use_topr_loss and self.pg_variant not in ("ppo", "topr"):
-            yield self.problem("pg_variant", "topr or nothing beside use_topr_loss: true", "use_topr_loss")
+            yield self.problem("pg_variant", "topr or nothing with use_topr_loss: true", "use_topr_loss")
         if self.loss_agg_norm is not None and self.loss_agg_mode not in NORMED:
             expected = f"null with loss_agg_mode {self.loss_agg_mode}; {' and '.join(NORMED)} have a divisor"
             yield self.problem("loss_agg_norm", expected, "loss_agg_mode")

@@ -48,7 +48,7 @@ class ConfigProblem:
 
     def __str__(self) -> str:
         hint = f" ({self.hint})" if self.hint else ""
-        return f"{self.path or 'configuration'}: seen {show(self.seen)}, expected {self.expected}{hint}"
+        return f"{self.path or 'configuration'}: got {show(self.seen)}, expected {self.expected}{hint}"
 
 
 MOST_ALIKE = 3

@@ -146,7 +146,7 @@ class Change:
     def refused(self) -> ConfigProblem:
         """The change as a mistake."""
         expected = f"{show(self.was)}{f', {self.about}' * bool(self.about)}, as in the run that saved the checkpoint"
-        hint = f"{self.hint + '; ' if self.hint else ''}{SWITCH}=true goes on with what there is now"
+        hint = f"{self.hint + '; ' if self.hint else ''}{SWITCH}=true continues with the new values"
         return ConfigProblem(self.key, self.now, expected, hint)
 
 

@@ -525,7 +525,7 @@ def check_teachers(config: RLConfig) -> Iterator[ConfigProblem]:
     if not config.teachers:
         return
     if config.teacher is not None:
-        yield ConfigProblem("teachers", "a section", "none beside a section teacher", involves=("teacher",))
+        yield ConfigProblem("teachers", "a section", "none with a section teacher", involves=("teacher",))
     if config.opd_form == "loss":
         expected = "advantage or reward with several teachers: the policy is compared with one output layer"
         yield ConfigProblem("opd_form", config.opd_form, expected, involves=("teachers",))
@@ -565,7 +565,7 @@ def check_val_infer(config: RLConfig) -> Iterator[ConfigProblem]:
     if len(mapping or [0]) % per_worker:
         expected = f"a multiple of {per_key} = {per_worker} devices"
     elif shared := sorted({*taken}.intersection(mapping or [])):
-        expected = f"none of actor_infer's devices, such as {shared[0]}: rollouts go on there; or no val_infer"
+        expected = f"none of actor_infer's devices, such as {shared[0]}: rollouts continue there; or no val_infer"
     else:
         return
     involves = (per_key, "actor_infer.device_mapping")

@@ -214,7 +214,7 @@ def check_tag_templates(config: RLVRConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"{key}.{tag}", templates[tag], expected, did_you_mean(tag, known), ("rewards",))
     for section in ("tools", "agent", "user"):
         if templates and getattr(config, section) is not None:
-            expected = f"null beside {key}: conversations of several turns have one template"
+            expected = f"null with {key}: conversations of several turns have one template"
             yield ConfigProblem(section, "a section", expected)
 
 
@@ -243,9 +243,7 @@ def check_teacher_prompt(config: RLVRConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(key, config.teacher_column_length, expected, involves=("teacher_prompt",))
         return
     if config.teacher is None:
-        expected = (
-            "null without a section teacher, of which there is one" if config.teachers else "null without teacher"
-        )
+        expected = "null without a single section teacher" if config.teachers else "null without teacher"
         yield ConfigProblem("teacher_prompt", config.teacher_prompt, expected, involves=("teacher", "teachers"))
     for key in ("agent", "tools", "user"):
         if getattr(config, key):
@@ -256,7 +254,7 @@ def check_teacher_prompt(config: RLVRConfig) -> Iterator[ConfigProblem]:
         involved = ("actor_train.data_args.tag_templates",)
         yield ConfigProblem("teacher_prompt", config.teacher_prompt, expected, involves=involved)
     if config.rollout_replay_dir is not None:
-        expected = "null with rollout_replay_dir, whose answers may be to other rows"
+        expected = "null with rollout_replay_dir, whose responses can be to other rows"
         yield ConfigProblem("teacher_prompt", config.teacher_prompt, expected, involves=("rollout_replay_dir",))
 
 
@@ -308,7 +306,7 @@ def check_agent(config: RLVRConfig) -> Iterator[ConfigProblem]:
     if config.agent is None:
         return
     if config.tools is not None:
-        expected = "null with agent, whose program tells the policy of its own tools"
+        expected = "null with agent, whose program offers its own tools"
         yield ConfigProblem("tools", "a section", expected, involves=("agent",))
     if config.replay_schedule is not None:
         expected = "null with agent: which request of a program came first is not recorded"

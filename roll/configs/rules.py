@@ -113,7 +113,7 @@ def _size_problems(
     """Options and devices of one worker that do not agree with what its engine is."""
     name, devices = worker.strategy_args.strategy_name, worker.num_gpus_per_worker
     if worker.model_args.use_liger_kernel and not card.trains_modules:
-        expected = f"false with {name}: it has kernels of its own"
+        expected = f"false with {name}: it has its own kernels"
         yield ConfigProblem(f"{role}.model_args.use_liger_kernel", True, expected, involves=involves)
     if card.size_key is None and devices > 1:
         expected = f"1: {name} runs one process per device"

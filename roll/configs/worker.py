@@ -285,7 +285,7 @@ class TrainingArguments(Wsd, Cosine, Muon):
     def problems(self) -> Iterator[ConfigProblem]:
         yield from super().problems()
         if self.warmup_steps and self.warmup_ratio:
-            expected = f"0 beside warmup_steps {self.warmup_steps}: one of the two"
+            expected = f"0 with warmup_steps {self.warmup_steps}: one of the two"
             yield self.problem("warmup_ratio", expected, "warmup_steps")
         if self.lr_scheduler_type == "constant" and (self.warmup_steps or self.warmup_ratio):
             expected = "constant_with_warmup, since there is a warm-up"
@@ -383,7 +383,7 @@ class ModelArguments(Config):
             if value and ("dropout" in key or key.endswith("pdrop"))
         ]
         if self.lora_target is not None and self.freeze_module_prefix is not None:
-            expected = "null beside lora_target, which freezes all but the adapter"
+            expected = "null with lora_target, which freezes all but the adapter"
             yield self.problem("freeze_module_prefix", expected, "lora_target")
         if self.lora_targets:
             if self.lora_exclude is not None and "all-linear" not in self.lora_targets:
@@ -395,7 +395,7 @@ class ModelArguments(Config):
             return
         unset = ModelArguments()
         yield from [
-            self.problem(key, "lora_target (all-linear …) beside it, or no such key", "lora_target")
+            self.problem(key, "lora_target (all-linear …) too, or no such key", "lora_target")
             for key in ("lora_rank", "lora_alpha", "lora_dropout", "lora_exclude", "adapter_name_or_path")
             if getattr(self, key) != getattr(unset, key)
         ]

@@ -80,7 +80,7 @@ class ConversationReport:
             words.append(f"{self.silent:,} of them without an answer then, left out")
         samples = f"{self.samples:,} {self.noun}"
         if self.conversations < self.samples:
-            words.append("as the chat template rewrites earlier turns, an answer behind such has a sample of its own")
+            words.append("the chat template rewrites earlier turns, so an answer after one is a separate sample")
             samples = f"{self.conversations:,} {self.noun} as {self.samples:,} samples"
         return f"{samples}, {self.said:,} of {self.tokens:,} tokens to {self.purpose}: {', '.join(words)}"
 

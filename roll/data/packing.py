@@ -235,7 +235,7 @@ def _check_limits(max_sequences: int | None, max_tokens: int | None, round_to: i
 def _warn_if_too_long(widths: list[int], max_tokens: int | None) -> None:
     if widths and max_tokens is not None and widths[0] > max_tokens:
         logger.warning(
-            "a sequence of %d tokens exceeds the budget of %d tokens per micro-batch and gets one of its own",
+            "a sequence of %d tokens exceeds the budget of %d tokens per micro-batch and gets a separate one",
             widths[0],
             max_tokens,
         )

@@ -61,7 +61,7 @@ def read_messages(value: Any, column: str) -> tuple[Heard, ...]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise RowError(f"column {column!r}: text that is no JSON list of messages ({error})") from error
+            raise RowError(f"column {column!r}: text that is not a JSON list of messages ({error})") from error
     if not isinstance(value, list) or not value:
         raise RowError(f"column {column!r}: {short(value)}, expected a list of messages")
     return tuple(_message(entry, f"{column}[{index}]") for index, entry in enumerate(value))
@@ -74,11 +74,11 @@ def _message(entry: Any, place: str) -> Heard:
     given = {key: value for key, value in entry.items() if value is not None}
     named = next((key for key in ("role", "from") if key in given), None)
     if named is None:
-        raise RowError(f"{place}: no role, seen {', '.join(map(repr, entry)) or 'nothing'}")
+        raise RowError(f"{place}: no role, got {', '.join(map(repr, entry)) or 'nothing'}")
     called = given[named].lower() if isinstance(given[named], str) else ""
     role = ROLES.get(called)
     if role is None:
-        expected = f"one of {', '.join(list(ROLES)[:5])}, or a name that stands for one: {', '.join(list(ROLES)[5:])}"
+        expected = f"one of {', '.join(list(ROLES)[:5])}, or an alias: {', '.join(list(ROLES)[5:])}"
         raise RowError(f"{place}.{named}: {short(given[named])}, expected {expected}")
     message: dict[str, Any] = {"role": role}
     words, thought = _content(given, place)
@@ -91,7 +91,7 @@ def _message(entry: Any, place: str) -> Heard:
         raise RowError(f"{place}: {key} of the {role}, expected it of the assistant alone")
     if words is None:
         if not calls and not thought:
-            raise RowError(f"{place}: no content, seen {', '.join(map(repr, entry))}; expected text")
+            raise RowError(f"{place}: no content, got {', '.join(map(repr, entry))}; expected text")
         words = ""
     message["content"] = words
     message |= {key: value for key, value in given.items() if key not in _READ}
@@ -557,7 +557,7 @@ def row_response(values: Mapping[str, Any], args: DataArguments) -> Any:
     try:
         return lookup(values, args.response)
     except RowError as error:
-        raise RowError(f"{error} (data_args.response: null where there is no reference answer)") from error
+        raise RowError(f"{error} (data_args.response: null if there is no reference answer)") from error
 
 
 def other_columns(values: Mapping[str, Any], used: Collection[str]) -> dict[str, Any]:

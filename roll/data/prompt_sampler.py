@@ -124,13 +124,13 @@ def _members(dataset: Sequence[Prompt], domains: Sequence[str], domain_of_tag: M
     if unknown:
         seen = ", ".join(f"{domain!r} ({count:,} prompts)" for domain, count in sorted(unknown.items()))
         raise ValueError(
-            f"domain_interleave_probs: seen no share for {seen}, expected one for every domain of the dataset; "
+            f"domain_interleave_probs: got no share for {seen}, expected one for every domain of the dataset; "
             f"it names {', '.join(domains) or 'none'}"
         )
     empty = [domain for domain in domains if not members[domain]]
     if empty:
         raise ValueError(
-            f"domain_interleave_probs: seen {', '.join(empty)}, of which the dataset has no prompts; expected domains "
+            f"domain_interleave_probs: got {', '.join(empty)}, for which the dataset has no prompts; expected domains "
             "of the dataset"
         )
     return [np.array(members[domain], dtype=np.int64) for domain in domains]

@@ -56,7 +56,7 @@ def read_questions(
     for row in read_rows(files, problems):
         try:
             if without in row.values:
-                raise RowError(f"column {without!r} is there already; expected a name that is free: --answer-key NAME")
+                raise RowError(f"column {without!r} exists already; expected an unused name: --answer-key NAME")
             yield row, question_of(row.values, column, system)
         except RowError as error:
             problems.add(row.place, str(error))
@@ -154,7 +154,7 @@ def read_responses(
     for row in read_rows(files, problems):
         try:
             if without in row.values:
-                raise RowError(f"column {without!r} is there already; expected a name that is free: --score-key NAME")
+                raise RowError(f"column {without!r} exists already; expected an unused name: --score-key NAME")
             if columns.answers is None and isinstance(row.values.get(TURNS), list):
                 yield _episode(row, columns)
             else:

@@ -68,10 +68,10 @@ class TemplateReport:
     def page(self) -> str:
         """The report as lines for a terminal."""
         kinds = ", ".join(f"{kind} {'yes' if kept else 'NO'}" for kind, kept in self.append_only.items())
-        told = "by the template" if self.native_tools else "in the Hermes form, as the template knows none"
+        told = "by the template" if self.native_tools else "in the Hermes form, as the template has none"
         rows = [
             ("append-only", kinds),
-            ("tool dialect", f"{self.dialect or 'unknown'}; tools are told of {told}"),
+            ("tool dialect", f"{self.dialect or 'unknown'}; tools are described {told}"),
             ("opens a turn with", repr(self.opening)),
             ("ends a turn with", repr(self.ending)),
         ]
@@ -214,7 +214,7 @@ class _Check:
             differences = [self._difference(before, said, after, tools) for before, said, after in cases]
             append_only[kind] = not any(differences)
             if first := next(filter(None, differences), None):
-                text = f"{kind}: {first}; a conversation that is rendered anew becomes another row"
+                text = f"{kind}: {first}; a conversation that is rendered again becomes another row"
                 findings.append(Finding("problem", "rewrites-history", text))
         return append_only, findings
 
@@ -241,13 +241,13 @@ class _Check:
         """The dialect of the calls that the template writes."""
         findings: list[Finding] = []
         if not self._renderer.writes_tools:
-            text = "the template knows no tools: they are told of and called in the Hermes form"
+            text = "the template has no tools: they are described and called in the Hermes form"
             own = self._spoken(tools=False)
             if isinstance(own, str) and own != self._spoken(tools=True):
                 text += f", but a history of calls without tools is written in the dialect {own}"
             findings.append(Finding("note", "no-tools", text))
         elif not self._renderer.writes_calls:
-            text = "the template tells of tools and writes no calls: they stand in words, in the Hermes form"
+            text = "the template describes tools but writes no calls: these are written as text in the Hermes form"
             findings.append(Finding("note", "no-calls", text))
         spoken = self._spoken(tools=True)
         if isinstance(spoken, Finding):
@@ -287,9 +287,7 @@ class _Check:
         if self._lacks(_THOUGHT, [*start, _says(inside), *more]) or (
             reads and self._lacks(_THOUGHT, [*start, {**_says(), **beside}, *more])
         ):
-            text = (
-                "the reasoning of earlier turns is left out: sampled tokens keep it, a history rendered anew does not"
-            )
+            text = "the reasoning of earlier turns is left out: sampled tokens keep it, a rendered history does not"
             yield Finding("problem", "drops-reasoning", text)
         if self._lacks(_WORDS, [*start, _calls(content=_WORDS), *_results()]):
             yield Finding("problem", "drops-words-before-calls", "words before a call are left out")
@@ -320,7 +318,7 @@ class _Check:
         whole = self._render([*self._start, _says(), _user("and then?")], opens=True)
         yield from self._first_token(whole)
         for text in self._added():
-            yield Finding("note", "adds-system", f"the template adds words of its own: {text!r:.100}")
+            yield Finding("note", "adds-system", f"the template adds its own text: {text!r:.100}")
         if "strftime_now" in self._renderer.source:
             yield Finding("note", "writes-date", "prompts hold the day's date: they differ from day to day")
         if "<think>" in opening:

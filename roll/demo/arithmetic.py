@@ -115,26 +115,26 @@ MAX_OPERAND = 10**9
 def check_operands(min_operand: int = 100, max_operand: int = 999, held_out_share: float = 0.1, **others: Any) -> None:
     """Raises ``ValueError`` for arguments of a data set that are out of their ranges."""
     if not 0 <= min_operand < max_operand:
-        raise ValueError(f"min_operand, max_operand: seen {min_operand} and {max_operand}, expected 0 <= min < max")
+        raise ValueError(f"min_operand, max_operand: got {min_operand} and {max_operand}, expected 0 <= min < max")
     if max_operand > MAX_OPERAND:
-        raise ValueError(f"max_operand: seen {max_operand}, expected at most {MAX_OPERAND:,}")
+        raise ValueError(f"max_operand: got {max_operand}, expected at most {MAX_OPERAND:,}")
     if not 0 < held_out_share < 1:
-        raise ValueError(f"held_out_share: seen {held_out_share}, expected a number between 0 and 1, both excluded")
+        raise ValueError(f"held_out_share: got {held_out_share}, expected a number between 0 and 1, both excluded")
 
 
 def _check_arguments(*, operations: Sequence[str] = ("+", "-"), forget_rate: float = 0.75, **others: Any) -> None:
     check_operands(**others)
     if not operations or set(operations) - {"+", "-"} or len(set(operations)) < len(operations):
-        raise ValueError(f"operations: seen {operations!r}, expected '+', '-' or both, each once")
+        raise ValueError(f"operations: got {operations!r}, expected '+', '-' or both, each once")
     if not 0 <= forget_rate <= 1:
-        raise ValueError(f"forget_rate: seen {forget_rate}, expected a number from 0 to 1")
+        raise ValueError(f"forget_rate: got {forget_rate}, expected a number from 0 to 1")
     for key in ("num_train", "num_val", "num_demonstrations"):
         if (count := others.get(key, 1)) < 1:
-            raise ValueError(f"{key}: seen {count}, expected at least 1")
+            raise ValueError(f"{key}: got {count}, expected at least 1")
     size = others.get("max_operand", 999) - others.get("min_operand", 100) + 1
     for key in ("num_train", "num_val", "num_demonstrations", "num_worked"):
         if others.get(key, 0) > (most := size * size * len(operations)):
-            raise ValueError(f"{key}: seen {others[key]:,}, expected at most {most:,}, the problems that there are")
+            raise ValueError(f"{key}: got {others[key]:,}, expected at most {most:,}, the problems that there are")
 
 
 @takes(check=_check_arguments)
@@ -184,7 +184,7 @@ def write_dataset(
         found = dict.fromkeys(_problem(x, y, rng.choice(operations)) for x, y in kept)
         if len(found) < count:
             raise ValueError(
-                f"num_{name}: seen {count}, expected at most {len(found)}, the distinct problems drawn from operands "
+                f"num_{name}: got {count}, expected at most {len(found)}, the distinct problems drawn from operands "
                 f"{min_operand} to {max_operand} with held_out_share {held_out_share}"
             )
         return list(found)[:count]

@@ -45,9 +45,7 @@ Message: TypeAlias = dict[str, str]
 def _check_arguments(*, call_rate: float = 0.4, slip_rate: float = 0.15, **others: Any) -> None:
     check_operands(**others)
     if min(call_rate, slip_rate) < 0 or call_rate + slip_rate > 1:
-        raise ValueError(
-            f"call_rate, slip_rate: seen {call_rate} and {slip_rate}, expected rates of at most 1 together"
-        )
+        raise ValueError(f"call_rate, slip_rate: got {call_rate} and {slip_rate}, expected rates of at most 1 together")
 
 
 @takes(check=_check_arguments)
@@ -87,7 +85,7 @@ def write_dataset(
         numbers = range(min_operand, max_operand + 1)
         if not any(is_held_out(x, y, held_out_share) == held_out for x, y in itertools.product(numbers, numbers)):
             raise ValueError(
-                f"held_out_share: seen {held_out_share}, with which {'no' if held_out else 'every'} pair of operands "
+                f"held_out_share: got {held_out_share}, with which {'no' if held_out else 'every'} pair of operands "
                 f"from {min_operand} to {max_operand} is held out, expected some that are and some that are not"
             )
         rng = random.Random(derive_seed(seed, TAG, name))
@@ -99,7 +97,7 @@ def write_dataset(
         return found
 
     if tool not in _AUTHORS:
-        raise ValueError(f"tool: seen {tool!r}, expected one of {', '.join(_AUTHORS)}")
+        raise ValueError(f"tool: got {tool!r}, expected one of {', '.join(_AUTHORS)}")
     rng, write = random.Random(derive_seed(seed, TAG, "teacher")), _AUTHORS[tool]
     write_together(
         folder,

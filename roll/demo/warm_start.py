@@ -73,7 +73,7 @@ class ScriptedPlay:
 
 def _choices(env: TextEnv) -> tuple[Sequence[str], Sequence[str]]:
     if not env.action_names:
-        raise ValueError(f"{type(env).__name__} has no action_names, which `pretrain: tiny` needs to demonstrate play")
+        raise ValueError(f"{type(env).__name__} has no action_names, which `pretrain: tiny` needs for demonstrations")
     expert = getattr(env, "expert_actions", None)
     return (expert() if expert else []), env.action_names
 
@@ -196,7 +196,7 @@ class WarmStart(Untaught, Generic[RolesT]):
     def _measure(self, measurement: RolloutScheduler) -> dict[str, float]:
         groups = measurement.collect(self.settings.eval_episodes)
         if not any(group.trajectories for group in groups):
-            raise WarmStartError(f"no episode could be played: {groups[-1].errors[-1]}")
+            raise WarmStartError(f"no episode could be run: {groups[-1].errors[-1]}")
         metrics = rollout_metrics(groups, "eval")
         return {"success": metrics["eval/success"], "valid_rate": metrics.get("eval/valid_rate", 0.0)}
 
@@ -246,7 +246,7 @@ class PlayStart(WarmStart[AgenticRolloutWorkers]):
             played = scheduler.collect(plan.num_slots, first=len(groups))
             groups += played
             if not any(group.trajectories for group in played):
-                raise WarmStartError(f"no demonstration could be played: {played[-1].errors[-1]}")
+                raise WarmStartError(f"no demonstration could be run: {played[-1].errors[-1]}")
             turns += sum(len(trajectory.turns) for group in played for trajectory in group.trajectories)
         return groups_to_batch(groups, list(self.config.custom_envs))
 

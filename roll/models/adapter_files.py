@@ -63,14 +63,14 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: {error}; expected what peft writes") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{file}: seen {type(found).__name__}, expected a mapping, as peft writes one")
+        raise ValueError(f"{file}: got {type(found).__name__}, expected a mapping, as peft writes one")
     base, rank, alpha = (found.get(key) for key in ("base_model_name_or_path", "r", "lora_alpha"))
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"{file}: r: seen {rank!r}, expected a whole number from 1")
+        raise ValueError(f"{file}: r: got {rank!r}, expected a whole number from 1")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ValueError(f"{file}: lora_alpha: seen {alpha!r}, expected a number")
+        raise ValueError(f"{file}: lora_alpha: got {alpha!r}, expected a number")
     if base is not None and not isinstance(base, str):
-        raise ValueError(f"{file}: base_model_name_or_path: seen {base!r}, expected a folder or a name on the hub")
+        raise ValueError(f"{file}: base_model_name_or_path: got {base!r}, expected a folder or a name on the hub")
     return found
 
 

@@ -57,7 +57,7 @@ def load_value_head(hidden_size: int, folder: Path, *, bias: bool = True) -> Val
         head.load_state_dict(load_file(file))
     elif (weight := _score_weight(folder)) is not None:
         if weight.shape != (expected := head.linear.weight.shape):
-            seen = f"{SCORE_WEIGHT}: seen shape {tuple(weight.shape)}, expected {tuple(expected)}"
+            seen = f"{SCORE_WEIGHT}: got shape {tuple(weight.shape)}, expected {tuple(expected)}"
             raise ValueError(f"model path {str(folder)!r}: {seen}, a head with one output")
         head.load_state_dict({"linear.weight": weight.float()}, strict=False)
     return head

@@ -134,7 +134,7 @@ def load_causal_lm(
         # transformers would go on with random weights in their place.
         raise ValueError(f"model path {path!r}: {len(missing)} weights are missing, the first is {missing[0]!r}")
     for name, seen, expected in report["mismatched_keys"]:
-        raise ValueError(f"model path {path!r}: {name}: seen shape {tuple(seen)}, expected {tuple(expected)}")
+        raise ValueError(f"model path {path!r}: {name}: got shape {tuple(seen)}, expected {tuple(expected)}")
     model = model.to(device).eval()  # type: ignore[arg-type]
     return model
 

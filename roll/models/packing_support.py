@@ -44,7 +44,7 @@ def packing_problem(config: PreTrainedConfig, *, own_code: bool = False) -> str:
         own_code: the model is computed by Python files that come with it.
     """
     if own_code:
-        return "is computed by code of its own, of which nothing is known"
+        return "has its own code, which was not measured"
     family, measured = config.model_type, _measured()
     if (known := measured["families"].get(family)) is None:
         seen = measured["others"].get(family)

@@ -37,8 +37,8 @@ def asking_for_trust(path: str) -> Iterator[None]:
         if "trust_remote_code" not in str(error):
             raise
         raise ValueError(
-            f"model path {path!r}: it comes with Python files of its own, which would have to run; read them, then "
-            "allow it with trust_remote_code: true (in model_args of its role, or beside a reward model's model_path; "
+            f"model path {path!r}: it has Python files that would have to run; read them, then "
+            "allow it with trust_remote_code: true (in model_args of its role, or next to a reward model's model_path; "
             "commands that only read a tokenizer have --trust-remote-code)"
         ) from error
 
@@ -117,7 +117,7 @@ def special_ids_beyond(entries: Mapping[str, Any], vocab_size: int) -> list[str]
         given = entries.get(key)
         ids = given if isinstance(given, list) else [given]
         if any(isinstance(index, int) and index >= vocab_size for index in ids):
-            found.append(f"{key}: seen {given}, expected below vocab_size {vocab_size}")
+            found.append(f"{key}: got {given}, expected below vocab_size {vocab_size}")
     return found
 
 

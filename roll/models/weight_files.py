@@ -94,7 +94,7 @@ class WeightFiles:
         if index.is_file():
             indexed = _read_index(index)
             if single.is_file() and SINGLE not in indexed.values():
-                raise ValueError(f"model path {str(self.folder)!r}: seen both {SINGLE} and {INDEX}, expected one model")
+                raise ValueError(f"model path {str(self.folder)!r}: got both {SINGLE} and {INDEX}, expected one model")
         elif not single.is_file():
             raise ValueError(f"model path {str(self.folder)!r}: {no_weights(self.folder)}")
         files = sorted(set(indexed.values())) or [SINGLE]
@@ -103,7 +103,7 @@ class WeightFiles:
             raise ValueError(f"model path {str(self.folder)!r}: {named}: {shown(missing)}")
         if parts := sorted({path.name for path in self.folder.glob("model-*-of-*.safetensors")} - set(files)):
             read = f"that {INDEX} does not name" if indexed else f"beside {SINGLE}"
-            raise ValueError(f"model path {str(self.folder)!r}: seen {shown(parts)}, {read}; expected one model")
+            raise ValueError(f"model path {str(self.folder)!r}: got {shown(parts)}, {read}; expected one model")
         found: dict[str, str] = {}
         for file in files:
             for name in self._open(file).keys():  # noqa: SIM118 (not a dict)
@@ -165,7 +165,7 @@ def _read_index(file: Path) -> dict[str, str]:
     try:
         found: dict[str, str] = dict(json.loads(file.read_text(encoding="utf-8"))["weight_map"])
         if strange := [name for name, place in found.items() if not isinstance(place, str)]:
-            raise ValueError(f"weight_map.{strange[0]}: seen {found[strange[0]]!r}, expected the name of a file")
+            raise ValueError(f"weight_map.{strange[0]}: got {found[strange[0]]!r}, expected the name of a file")
         return found
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file}: {error!r}; expected the index of a model's safetensors files") from error
@@ -237,7 +237,7 @@ class FolderFit:
             n: form for n in self._taken if (form := self.files.form(n)[1]) not in _FLOATS and self._real(n)
         }:
             name = min(formats)
-            yield f"{name}: seen number format {formats[name]}, expected weights in bf16, fp16 or fp32"
+            yield f"{name}: got number format {formats[name]}, expected weights in bf16, fp16 or fp32"
         for one, other in self._ties():
             if not self.files.same(one, other, sampled=self.sampled):
                 yield (
@@ -334,7 +334,7 @@ class FolderFit:
                 continue
             seen, expected = self.files.form(name)[0], tuple(self._own[key].shape)
             if seen != expected:
-                wrong.append(f"{name}: seen shape {seen}, expected {expected}")
+                wrong.append(f"{name}: got shape {seen}, expected {expected}")
         if wrong:
             yield wrong[0] + (f", and {len(wrong) - 1} more of other shapes" if wrong[1:] else "")
         for key, groups in parts.items():
@@ -371,7 +371,7 @@ def check_folder(model: PreTrainedModel, config: PreTrainedConfig, path: str, *,
     """
     fit = FolderFit(model, config, WeightFiles(path), sampled)
     if (fit.files.folder / ADAPTER_CONFIG).is_file():  # which Transformers would put on the model that it loads
-        raise ValueError(f"model path {path!r}: seen a model and {ADAPTER_CONFIG}, expected one of them")
+        raise ValueError(f"model path {path!r}: got a model and {ADAPTER_CONFIG}, expected one of them")
     if problems := list(fit.problems()):
         raise ValueError(f"model path {path!r}: " + "; ".join(problems))
     return fit

@@ -70,7 +70,7 @@ def explained(clusters: Mapping[str, Cluster], path: Path) -> Iterator[None]:
 
 def _aside(clusters: Mapping[str, Cluster], path: Path) -> None:
     """In a thread, as the main one may hold what this needs."""
-    threading.Thread(target=write_stacks, args=(clusters, path, "asked by SIGUSR1"), daemon=True).start()
+    threading.Thread(target=write_stacks, args=(clusters, path, "requested by SIGUSR1"), daemon=True).start()
 
 
 def write_stacks(clusters: Mapping[str, Cluster], path: Path, why: str) -> None:

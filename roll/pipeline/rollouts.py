@@ -264,7 +264,7 @@ def take(
     infos = [trajectory.info for group in finished for trajectory in group.trajectories]
     if late := sum(info.get("call_timeouts", 0) for info in infos):
         calls = sum(info.get("tool_calls", 0) for info in infos)
-        logger.warning("%d of %d tool calls took longer than their timeout, which the policy was told", late, calls)
+        logger.warning("%d of %d tool calls took longer than their timeout; the policy got an error", late, calls)
     return collected
 
 

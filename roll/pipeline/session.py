@@ -177,7 +177,7 @@ class RunSession:
             write_atomic(path, "".join(tracebacks.format_exception(error)))
             self.display.note(f"where it failed: {path}")
         if checkpoint := self.summary.get("checkpoint"):
-            self.display.note(f"to go on from {checkpoint}: resume_from_checkpoint=true")
+            self.display.note(f"to continue from {checkpoint}: resume_from_checkpoint=true")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Span]:

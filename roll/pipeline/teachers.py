@@ -47,7 +47,7 @@ def with_teacher(batch: Batch, scores: TokenScores, teaching: DivergenceConfig |
         found = (scores.hidden_TH, scores.top_ids_TK, scores.top_logprobs_TK, scores.tail_T)
         if all(column is None for column in found):
             raise ValueError(
-                "teacher: its strategy tells neither hidden states nor top tokens; expected hf_infer or an fsdp2, "
+                "teacher: its strategy returns neither hidden states nor top tokens; expected hf_infer or an fsdp2, "
                 "deepspeed or megatron strategy"
             )
         columns |= dict(zip(TEACHER_COLUMNS, found, strict=True))
@@ -227,7 +227,7 @@ def require_cached(config: DistillConfig, batch: Batch) -> Path:
     file = _file(config, batch)
     if not file.is_file():
         raise ValueError(
-            f"teacher_logprobs: seen no {file}, expected what a run with a section teacher and the same data, "
+            f"teacher_logprobs: got no {file}, expected what a run with a section teacher and the same data, "
             f"sequence_length, tokenizer and logits_topk has written ({_setting(config)})"
         )
     return file

@@ -74,7 +74,7 @@ def _asking_problems(config: AgenticConfig) -> Iterator[ConfigProblem]:
         expected = f"a section with the model that {' and '.join(asking)} asks"
         yield ConfigProblem("judge", None, expected, involves=involved)
     elif config.judge is not None and not asking and len(known) == len(played):
-        expected = "null, where no environment that is played asks (its class says asks = True)"
+        expected = "null, since no environment calls a model (its class would set asks = True)"
         yield ConfigProblem("judge", Words("a section"), expected, involves=involved)
 
 
@@ -142,12 +142,12 @@ def check_agents(config: RLConfig) -> Iterator[ConfigProblem]:
         yield from _dialect_problems(f"{key}.dialect", agent.dialect)
         folders = {f"{key}.cwd": agent.cwd, f"{key}.template": agent.template}
         yield from [
-            ConfigProblem(name, path, "a folder that is there")
+            ConfigProblem(name, path, "an existing folder")
             for name, path in folders.items()
             if path is not None and not Path(path).is_dir()
         ]
         yield from [
-            ConfigProblem(f"{key}.sandbox.readable.{index}", path, "a file or folder that is there")
+            ConfigProblem(f"{key}.sandbox.readable.{index}", path, "an existing file or folder")
             for index, path in enumerate(agent.sandbox.readable if agent.sandbox else ())
             if not Path(path).exists()
         ]
@@ -383,7 +383,7 @@ def _path_problems(key: str, path: str, names: Sequence[str], files: bool = Fals
     hint = _meant(path, names)
     if module.endswith(".py") and attribute.isidentifier() and files:
         if not Path(module).expanduser().is_file():
-            yield ConfigProblem(key, path, f"a file that is there; there is no {module}")
+            yield ConfigProblem(key, path, f"an existing file; there is no {module}")
         return
     if not colon or not attribute.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
         yield ConfigProblem(key, path, f"one of: {known}" if names else known, hint)
@@ -434,4 +434,4 @@ def check_functions(config: RLConfig) -> Iterator[ConfigProblem]:
         except TypeError as error:
             yield ConfigProblem(key, path, expected, str(error))
         except ValueError:  # built-in functions have no signature to look at
-            yield ConfigProblem(key, path, expected, "it is built in and tells no arguments")
+            yield ConfigProblem(key, path, expected, "it is built in and has no known arguments")

@@ -58,7 +58,7 @@ def check_data(config: PipelineConfig) -> Findings:
         return lines, problems
     if config.data_generator is not None:
         made = config.data_generator
-        lines.append(f"data: made by {made.path} in {made.folder}, if it is not there")
+        lines.append(f"data: made by {made.path} in {made.folder}, if it does not exist")
     datasets = {"actor_train.data_args": None if config.eval_only else config.actor_train.data_args}
     datasets["validation.data_args"] = config.validation.data_args if config.validation else None
     for key, args in datasets.items():

@@ -55,7 +55,7 @@ def _moved_problems(config: PipelineConfig) -> Iterator[ConfigProblem]:
         read |= {"replay_schedule": config.replay_schedule, "rollout_replay_dir": config.rollout_replay_dir}
     for key, path in read.items():
         if path is not None and folder in Path(path).expanduser().resolve().parents:
-            expected = f"a path outside of {folder}, which this run moves aside as it starts anew, or another exp_name"
+            expected = f"a path outside of {folder}, which this run moves aside when it starts, or another exp_name"
             yield ConfigProblem(key, path, expected, involves=("exp_name", "resume_from_checkpoint"))
 
 
@@ -67,10 +67,10 @@ def _output_problems(config: PipelineConfig) -> Iterator[ConfigProblem]:
         replayed = config.rollout_replay_dir
         if replayed is not None and not config.eval_only and not any(Path(replayed).expanduser().glob("step-*")):
             expected = "the rollout_dump_dir of a run"
-            yield ConfigProblem("rollout_replay_dir", replayed, expected, "there are no rollouts of steps in it")
+            yield ConfigProblem("rollout_replay_dir", replayed, expected, "it contains no rollouts of steps")
     for key, folder in written.items():
         if folder is not None and (hint := _unwritable(Path(folder).expanduser())):
-            yield ConfigProblem(key, folder, "a folder that is there or can be made", hint)
+            yield ConfigProblem(key, folder, "a folder that exists or can be created", hint)
 
 
 def _unwritable(folder: Path) -> str:

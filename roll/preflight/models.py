@@ -88,7 +88,7 @@ def check_trust(config: PipelineConfig) -> Iterator[ConfigProblem]:
             continue  # a copy of the policy says what actor_train does: a rule
         if "trust_remote_code" in _read_config(model)[1]:
             files = ", ".join(sorted(path.name for path in Path(model).expanduser().glob("*.py")))
-            expected = f"true, for a model that comes with code of its own ({files}), once you have read it"
+            expected = f"true, for a model with its own code ({files}), once you have read it"
             key = f"{role}.model_args.trust_remote_code"
             yield ConfigProblem(key, False, expected, f"the model is {model}", involves=("pretrain",))
 
@@ -111,7 +111,7 @@ def trusted_code(config: PipelineConfig) -> list[str]:
     judge = getattr(config, "judge", None)
     if judge is not None and judge.engine.model_args.trust_remote_code:
         found.append(("judge.engine.model_args.trust_remote_code", judge.model))
-    return [f"{key}: Python files that come with {model} run, with all that this run may do" for key, model in found]
+    return [f"{key}: Python files that come with {model} run, with all permissions of this run" for key, model in found]
 
 
 def check_tokenizer(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -482,7 +482,7 @@ def _adapter_misfit(config: PipelineConfig, folder: Path) -> str:
     if missing := expected.keys() - stored.keys():
         return f"{ADAPTER_FILE} lacks {shown(missing)}"
     wrong = next((name for name, shape in stored.items() if shape != expected[name]), None)
-    return "" if wrong is None else f"{wrong}: seen shape {stored[wrong]}, expected {expected[wrong]}"
+    return "" if wrong is None else f"{wrong}: got shape {stored[wrong]}, expected {expected[wrong]}"
 
 
 MODEL_CHECKS: tuple[Rule, ...] = (

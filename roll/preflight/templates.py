@@ -43,7 +43,7 @@ def describe_template(config: PipelineConfig) -> list[str]:
     found = [f"rewrites the history of {', '.join(rewritten)}" if rewritten else "append-only"]
     found += [finding.name for finding in report.problems if finding.name != "rewrites-history"]
     found.append(f"speaks the tool dialect {report.dialect}" if report.dialect else "speaks no known tool dialect")
-    more = "; roll template check tells more" if report.problems else ""
+    more = "; roll template check shows more" if report.problems else ""
     return [f"chat template: {', '.join(found)}{more}", *_contradictions(config, report)]
 
 
@@ -56,7 +56,7 @@ def _contradictions(config: PipelineConfig, report: TemplateReport) -> list[str]
     # A template that tells of tools and writes no calls leaves their notation to the training of the model.
     silent = any(finding.name == "no-calls" for finding in report.findings)
     return [
-        f"warning: {key}: seen {name}, expected {report.dialect}, in which the chat template has tools called"
+        f"warning: {key}: got {name}, expected {report.dialect}, in which the chat template has tools called"
         for key, name in named.items()
         if name in DIALECTS.names() and report.dialect not in (None, name) and not silent
     ]

@@ -109,13 +109,13 @@ def _boxes(text: str) -> tuple[list[tuple[int, int, int]], bool]:
 def check_plain(value: Any) -> None:
     """Raises ``ValueError`` for what no answer can be like: a number that is none, or half a character."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"ground_truth: seen {value!r}, expected a finite number")
+        raise ValueError(f"ground_truth: got {value!r}, expected a finite number")
     if isinstance(value, str) and not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"ground_truth: seen {value[:80]!r}, in which character {error.start + 1} is half of a surrogate pair"
+                f"ground_truth: got {value[:80]!r}, in which character {error.start + 1} is half of a surrogate pair"
             ) from None
     if isinstance(value, list | Mapping):
         for entry in value if isinstance(value, list) else value.values():

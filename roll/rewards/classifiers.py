@@ -120,7 +120,7 @@ class RewardModelConfig(Config):
                 hint = f"roll export {self.model_path} -o FOLDER --merge-adapter makes one"
                 yield self.problem("model_path", "a whole model with remote", "remote", hint=hint)
         elif not (folder / "config.json").is_file():
-            why = "there is no config.json in it" if folder.is_dir() else "there is no such folder"
+            why = "no config.json in it" if folder.is_dir() else "there is no such folder"
             yield self.problem("model_path", "a folder with a model in Hugging Face format", hint=why)
         try:
             read_template(self.template)
@@ -129,7 +129,7 @@ class RewardModelConfig(Config):
         if not re.fullmatch(r"auto|cpu|(cuda|xpu|npu|mps)(:\d+)?", self.device):
             yield self.problem("device", "auto, cpu, cuda or cuda:<index>")
         if self.sigmoid and self.probability:
-            yield self.problem("sigmoid", "false beside probability: true: one of the two", "probability")
+            yield self.problem("sigmoid", "false with probability: true: one of the two", "probability")
         if isinstance(self.label, int) and self.label < 0:
             yield self.problem("label", "0 or more")
         for key in (
@@ -250,11 +250,11 @@ class Adapter:
         if (task := self.config.get("task_type")) != CLASSIFIES:
             return "a classifier's adapter", f"task_type is {task!r} in {ADAPTER_CONFIG}, expected {CLASSIFIES}"
         if not (self.folder / ADAPTER_FILE).is_file():
-            return "an adapter with its weights", f"there is no {ADAPTER_FILE} in it"
+            return "an adapter with its weights", f"no {ADAPTER_FILE} in it"
         try:
             locate_model(self.base)
         except ValueError as error:
-            return "an adapter whose base is where it says", f"base_model_name_or_path: {error}"
+            return "an adapter whose base exists", f"base_model_name_or_path: {error}"
         if importlib.util.find_spec("peft") is None:
             return "a whole model, or peft installed: pip install 'roll-rl[lora]'", "it is an adapter"
         return None
@@ -486,8 +486,8 @@ class RemoteClassifier(Classifier):
             logits = [[float(value) for value in row] for row in found]
         except (ValueError, LookupError, TypeError) as error:
             shown = self._endpoint.shorten(response.text)
-            raise TransientError(f"expected outputs of {self._config.server} as JSON, seen {shown}") from error
+            raise TransientError(f"expected outputs of {self._config.server} as JSON, got {shown}") from error
         if [len(row) for row in logits] != [self._num_labels] * count:
             seen = f"{len(logits)} × {sorted({len(row) for row in logits})}"
-            raise TransientError(f"expected {count} × {self._num_labels} outputs, seen {seen}")
+            raise TransientError(f"expected {count} × {self._num_labels} outputs, got {seen}")
         return logits

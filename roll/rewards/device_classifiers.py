@@ -148,7 +148,7 @@ class ShardedClassifier(HeldClassifier):
         try:
             replies = await self._ask(self._ranks, {"do": "forward", "rows": rows, "pad_id": pad_id}, PASS_TIMEOUT)
         except RankError as error:
-            raise RewardError(f"{error}; the next batch starts all of them anew") from error
+            raise RewardError(f"{error}; the next batch restarts all of them") from error
         logits: list[list[float]] = replies[0]["logits"]
         return logits
 
@@ -158,7 +158,7 @@ class ShardedClassifier(HeldClassifier):
         try:
             await self._ask(self._ranks, {"do": "move", "there": there}, PASS_TIMEOUT)
         except (RankError, RewardError) as error:
-            logger.warning("%s; the next batch starts all of them anew", error)
+            logger.warning("%s; the next batch restarts all of them", error)
 
     async def _load(self) -> None:
         """Starts the ranks, unless they run."""

@@ -46,7 +46,7 @@ def rule_spec(cls: type[RuleVerifier], args: Mapping[str, Any]) -> RuleSpec:
     """
     path = importable_path(cls)
     if cls.__module__ == "__main__" or "." in cls.__qualname__:
-        raise ValueError(f"verifier: seen {path}, expected a class at the top of a module that can be imported")
+        raise ValueError(f"verifier: got {path}, expected a class at the top of a module that can be imported")
     return RuleSpec(path, dict(args))
 
 

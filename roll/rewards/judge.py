@@ -277,9 +277,9 @@ class JudgeVerifier(Verifier):
             words = choice["message"]["content"]
         except (ValueError, LookupError, TypeError) as error:
             shown = self._shorten(response.text)
-            raise TransientError(f"expected a chat completion as JSON, seen {shown}") from error
+            raise TransientError(f"expected a chat completion as JSON, got {shown}") from error
         if not isinstance(words, str):
-            raise TransientError(f"expected the judge's words in message.content, seen {self._shorten(str(words))}")
+            raise TransientError(f"expected the judge's words in message.content, got {self._shorten(str(words))}")
         return self._score_in(words, choice.get("finish_reason") == "length")
 
     def _score_in(self, words: str, is_cut: bool) -> float:
@@ -290,10 +290,10 @@ class JudgeVerifier(Verifier):
         last = matches[-1]
         if (part := _partial(words, last, self._judge.max_score)) is not None:
             raise TransientError(
-                f"score: seen {self._shorten(part)}, expected one number or yes or no, and no more of it"
+                f"score: got {self._shorten(part)}, expected one number or yes or no, and no more of it"
             )
         if len({match[1] for match in matches if _is_verdict(words, match, last)}) > 1:
-            raise TransientError(f"score: seen several in the judge's words {self._shorten(words)}, expected one")
+            raise TransientError(f"score: got several in the judge's words {self._shorten(words)}, expected one")
         return self._to_number(last[1])
 
     def _to_number(self, text: str | None) -> float:
@@ -306,7 +306,7 @@ class JudgeVerifier(Verifier):
         except ValueError:
             number = float("nan")
         if not low <= number <= high:
-            raise TransientError(f"score: seen {self._shorten(word)}, expected yes, no or {low:g} to {high:g}")
+            raise TransientError(f"score: got {self._shorten(word)}, expected yes, no or {low:g} to {high:g}")
         return number
 
     def _shorten(self, text: str) -> str:

@@ -88,7 +88,7 @@ class RewardModelVerifier(Verifier):
         ids, truncated = self._encode(text)
         output, score = self._to_score(await self._batches.submit(ids))
         if not math.isfinite(score):
-            raise RewardError(f"reward model {self._args.model_path!r}: seen the score {score}, expected a number")
+            raise RewardError(f"reward model {self._args.model_path!r}: got the score {score}, expected a number")
         parts = {"output": output, "truncated": float(truncated), "control_tokens": float(control_tokens)}
         return Verdict(score=score, correct=score >= self._args.threshold(), parts=parts, seeks_answer=False)
 
@@ -118,7 +118,7 @@ class RewardModelVerifier(Verifier):
     def _check_template(self) -> None:
         """Finds out at start whether the template works and shows the answer."""
         if self._template is None and not self.tokenizer.chat_template:
-            raise ValueError("template: seen 'native', but the reward model's tokenizer has none; give one or its path")
+            raise ValueError("template: got 'native', but the reward model's tokenizer has none; give one or its path")
         try:
             text = self._apply_template([{"role": "user", "content": "-"}, _assistant(_PROBE)])
         except RewardError as error:
@@ -155,7 +155,7 @@ class RewardModelVerifier(Verifier):
         if limit is None or len(ids) <= limit:
             return ids, False
         if self._args.overlong == "error":
-            raise RewardError(f"max_length: seen a conversation of {len(ids)} tokens, expected at most {limit}")
+            raise RewardError(f"max_length: got a conversation of {len(ids)} tokens, expected at most {limit}")
         self._warn_once("length", f"a conversation of {len(ids)} tokens lost its beginning: max_length is {limit}")
         head = ids[:1] if limit > 1 and ids[0] in (self.tokenizer.bos_token_id, self.tokenizer.cls_token_id) else []
         return head + ids[len(ids) - limit + len(head) :], True
@@ -200,7 +200,7 @@ def _label_index(config: RewardModelConfig, sizes: PreTrainedConfig) -> int:
         if config.probability:
             raise ValueError("probability: the model has one output, expected several; sigmoid is meant for one")
         if label not in (None, 0, names.get(0)):
-            raise ValueError(f"label: seen {label!r}, but the model has one output; expected null")
+            raise ValueError(f"label: got {label!r}, but the model has one output; expected null")
         return 0
     if isinstance(label, int) and label < count:
         return label
@@ -208,7 +208,7 @@ def _label_index(config: RewardModelConfig, sizes: PreTrainedConfig) -> int:
         if name == label and index < count:
             return index
     known = ", ".join(f"{index} ({names.get(index)})" for index in range(count))
-    raise ValueError(f"label: seen {label!r}, expected one of the model's {count} outputs: {known}")
+    raise ValueError(f"label: got {label!r}, expected one of the model's {count} outputs: {known}")
 
 
 def _max_length(config: RewardModelConfig, text_config: Any) -> int | None:
@@ -216,7 +216,7 @@ def _max_length(config: RewardModelConfig, text_config: Any) -> int | None:
     if config.max_length is None:
         return positions
     if positions is not None and config.max_length > positions:
-        raise ValueError(f"max_length: seen {config.max_length}, expected at most the model's {positions} positions")
+        raise ValueError(f"max_length: got {config.max_length}, expected at most the model's {positions} positions")
     return config.max_length
 
 
@@ -227,7 +227,7 @@ def _resolve_device(name: str, count: int) -> torch.device:
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     visible = torch.cuda.device_count() if device.type == "cuda" else count
     if (device.index or 0) >= visible:
-        raise ValueError(f"device: seen {name!r}, but this process sees {visible} CUDA devices")
+        raise ValueError(f"device: got {name!r}, but this process sees {visible} CUDA devices")
     if count > visible:
-        raise ValueError(f"tensor_parallel_size: seen {count}, but this process sees {visible} CUDA devices")
+        raise ValueError(f"tensor_parallel_size: got {count}, but this process sees {visible} CUDA devices")
     return device

@@ -245,7 +245,7 @@ class RepeatPromptConstraint(Constraint):
     def holds(self, sample: Sample) -> bool:
         text = sample.prompt if self.text is None else self.text
         if not text.strip():
-            raise ValueError("repeat_prompt: seen a blank prompt, expected text to repeat")
+            raise ValueError("repeat_prompt: got a blank prompt, expected text to repeat")
         return " ".join(sample.response.split()).casefold().startswith(" ".join(text.split()).casefold())
 
 
@@ -382,7 +382,7 @@ def _constraints_of(config: InstructionConfig, sample: Sample) -> list[Constrain
         try:
             values = json.loads(values)
         except (ValueError, RecursionError) as error:
-            raise RewardError(f"{key}{row}: seen text that is no JSON ({error}), expected a list") from error
+            raise RewardError(f"{key}{row}: got text that is no JSON ({error}), expected a list") from error
     constraints, problems = parse_constraints(values, key)
     if not problems and not constraints and not config.constraints:
         problems = [ConfigProblem(key, values, "at least one constraint")]

@@ -306,7 +306,7 @@ def finite(verdict: Verdict) -> Verdict:
     """
     for what, value in {"score": verdict.score, **verdict.parts}.items():
         if not math.isfinite(value):
-            raise RewardError(f"{what}: seen {value}, expected a finite number")
+            raise RewardError(f"{what}: got {value}, expected a finite number")
     return verdict
 
 

@@ -49,17 +49,17 @@ def test_options_of_the_engine_are_passed_on_and_others_refused() -> None:
     assert list(CARD.option_problems({"block_size": 32, "max_num_batched_tokens": 512})) == []
     (typo,) = CARD.option_problems({"enforce_eagre": True})
     assert str(typo) == (
-        "enforce_eagre: seen true, expected an argument of vLLM's AsyncEngineArgs (did you mean enforce_eager?)"
+        "enforce_eagre: got true, expected an argument of vLLM's AsyncEngineArgs (did you mean enforce_eager?)"
     )
     (owned,) = CARD.option_problems({"dtype": "float16"})
-    assert str(owned) == 'dtype: seen "float16", expected model_args.dtype instead'
+    assert str(owned) == 'dtype: got "float16", expected model_args.dtype instead'
 
 
 @pytest.mark.parametrize(
     ("config", "context", "message"),
     [
         ({"max_model_len": 16}, {}, "max_model_len: 16, expected at least sequence_length"),
-        ({"no_such_option": 1}, {}, "no_such_option: seen 1"),
+        ({"no_such_option": 1}, {}, "no_such_option: got 1"),
         ({}, {"sequence_length": 10**6}, "the model has positions for at most"),
         ({}, {"head": "value"}, "no 'value' head"),
     ],

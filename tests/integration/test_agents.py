@@ -168,5 +168,5 @@ def test_a_port_that_is_taken_ends_the_run_with_a_line(rlvr: Rlvr) -> None:
         port: Any = taken.getsockname()[1]
         run = rlvr(*SMALL, f"agent={{command: [echo], port: {port}}}", "validation=null")
         assert run.wait() == 1, run.output
-    assert f"agent.port: seen {port}, expected a free port of 127.0.0.1, or 0" in " ".join(run.output.split())
+    assert f"agent.port: got {port}, expected a free port of 127.0.0.1, or 0" in " ".join(run.output.split())
     assert "Traceback" not in run.output

@@ -218,7 +218,7 @@ def test_stacks_are_asked_for_by_a_signal_and_of_processes_that_are_gone(
         while not (path.exists() and path.read_text().endswith("\n\n")) and time.monotonic() < deadline:
             time.sleep(0.05)
     _, _, gone, alive = path.read_text().split("\n----- ")
-    assert "asked by SIGUSR1" in path.read_text() and "No such file" in gone and "most recent call first" in alive
+    assert "requested by SIGUSR1" in path.read_text() and "No such file" in gone and "most recent call first" in alive
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 

@@ -57,7 +57,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "moment of another shape": (
         lambda path: change(path / STATE, lambda t: widen(t, "model.norm.weight.exp_avg")),
-        "norm.weight: seen .*shape",
+        "norm.weight: got .*shape",
     ),
     "no weight": (lambda path: change(path / MODEL, lambda t: t.pop("model.norm.weight")), "model.norm.weight"),
     "half a file": (
@@ -66,7 +66,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "weight of another shape": (
         lambda path: change(path / MODEL, lambda t: widen(t, "model.norm.weight")),
-        "norm.weight: seen .*shape",
+        "norm.weight: got .*shape",
     ),
     "no counters": (lambda path: (path / RESUME / "trainer.json").unlink(), "no trainer.json"),
     "of an earlier version": (

@@ -450,10 +450,10 @@ def test_keys_of_every_section_and_second_names_are_known() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gradient_clipping": 1.0}, "gradient_clipping: seen 1.0, expected max_grad_norm"),
-        ({"optimizer": {"type": "Lamb"}}, 'optimizer.type: seen "Lamb", expected AdamW'),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, "optimizer.params.lr: seen 1e-05"),
-        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, 'offload_param.device: seen "nvme"'),
+        ({"gradient_clipping": 1.0}, "gradient_clipping: got 1.0, expected max_grad_norm"),
+        ({"optimizer": {"type": "Lamb"}}, 'optimizer.type: got "Lamb", expected AdamW'),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, "optimizer.params.lr: got 1e-05"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, 'offload_param.device: got "nvme"'),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "one of the two"),
         ({"sequence_parallel_size": 2}, "model_args.ulysses_size"),
     ],

@@ -554,22 +554,22 @@ def test_setup_says_what_does_not_fit(folder: Path) -> None:
     messages = found_by(case_refused_setup, folder)
     assert "expected a multiple of 4" in messages["workers"]
     assert "overlap_grad_reduse" in messages["heads"] and "did you mean overlap_grad_reduce?" in messages["heads"]
-    assert "expert_model_parallel_size: seen 2, expected 1" in messages["experts"]
-    assert "moe_grouped_gemm: seen true, expected false" in messages["experts"]
+    assert "expert_model_parallel_size: got 2, expected 1" in messages["experts"]
+    assert "moe_grouped_gemm: got true, expected false" in messages["experts"]
     assert "adam_eps" in messages["owned"] and "training_args.adam_epsilon" in messages["owned"]
-    assert "num_layers: seen 3" in messages["owned"]
+    assert "num_layers: got 3" in messages["owned"]
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({TP: 3}, "tensor_model_parallel_size: seen 3, expected a divisor of num_attention_heads 4"),
-        ({PP: 3}, "pipeline_model_parallel_size: seen 3, expected a divisor of num_hidden_layers 4 (nearest: 2)"),
+        ({TP: 3}, "tensor_model_parallel_size: got 3, expected a divisor of num_attention_heads 4"),
+        ({PP: 3}, "pipeline_model_parallel_size: got 3, expected a divisor of num_hidden_layers 4 (nearest: 2)"),
         ({PP: 2, VPP: 3}, "= 6, expected a divisor of num_hidden_layers 4 (nearest: 4)"),
-        ({PP: 3, "num_layers_in_first_pipeline_stage": 3}, "seen 3, expected to leave equally many for 2"),
+        ({PP: 3, "num_layers_in_first_pipeline_stage": 3}, "got 3, expected to leave equally many for 2"),
         ({PP: 2, "num_layers_in_last_pipeline_stage": 4}, "of 4 layers (nearest: 3)"),
-        ({EP: 3}, "expert_model_parallel_size: seen 3, expected a divisor of num_experts 4"),
-        ({TP: 2}, "sequence_parallel: seen false, expected true with experts"),
+        ({EP: 3}, "expert_model_parallel_size: got 3, expected a divisor of num_experts 4"),
+        ({TP: 2}, "sequence_parallel: got false, expected true with experts"),
     ],
 )
 def test_model_that_does_not_fit_the_layout(options: dict[str, Any], expected: str) -> None:

@@ -28,7 +28,7 @@ def assert_failed(run: Run, *messages: str, steps: int) -> None:
     if steps:
         checkpoint = Path(run.summary["checkpoint"])
         assert checkpoint.name == f"checkpoint-{steps}" and find_damage(checkpoint) is None
-        assert f"to go on from {checkpoint}: resume_from_checkpoint=true" in run.output
+        assert f"to continue from {checkpoint}: resume_from_checkpoint=true" in run.output
     run.assert_nothing_left()
 
 

@@ -209,7 +209,7 @@ def test_an_adapter_of_more_layers_is_no_start(model: Path, tmp_path: Path, stra
     make_trainer(ALONE, model).save_model(tmp_path)
     narrower = replace(ADAPTER, targets=ADAPTER.targets[:-1], start=str(tmp_path))
     with pytest.raises(
-        ValueError, match=rf"seen \S+{ADAPTER.targets[-1]}\.lora_A\.weight, expected no other layers than lora_target"
+        ValueError, match=rf"got \S+{ADAPTER.targets[-1]}\.lora_A\.weight, expected no other layers than lora_target"
     ):
         make_trainer(replace(ALONE, strategy=strategy), model, spec=narrower)
 
@@ -251,7 +251,7 @@ def test_layers_that_are_split_are_refused(model: Path) -> None:
 @pytest.mark.skipif(not PACKAGES["megatron_train"].installed, reason="megatron-core is not installed")
 def test_megatron_refuses_dropout_of_an_adapter(model: Path) -> None:
     spec = replace(ADAPTER, dropout=0.1)
-    with pytest.raises(ValueError, match=r"actor_train\.model_args\.lora_dropout: seen 0\.1, expected 0"):
+    with pytest.raises(ValueError, match=r"actor_train\.model_args\.lora_dropout: got 0\.1, expected 0"):
         make_trainer(replace(ALONE, strategy="megatron_train"), model, spec=spec)
 
 

@@ -180,7 +180,7 @@ def test_shards_of_two_ranks_become_all_of_the_folder(balanced: Path, tmp_path: 
 
 
 def test_shards_of_a_model_with_other_parts_are_refused(published: Path) -> None:
-    with pytest.raises(ValueError, match=r"checkpoint: seen sharded, expected whole: .* \(qwen3_5\) has more than"):
+    with pytest.raises(ValueError, match=r"checkpoint: got sharded, expected whole: .* \(qwen3_5\) has more than"):
         make_trainer(published, config={"checkpoint": "sharded"})
 
 

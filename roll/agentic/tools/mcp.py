@@ -43,7 +43,7 @@ class McpServer:
         missing = set(self._config.only or ()) - there.keys()
         if missing:
             raise ValueError(
-                f"tools.servers.{self.name}.only: seen {', '.join(sorted(missing))}, expected tools of the server: "
+                f"tools.servers.{self.name}.only: got {', '.join(sorted(missing))}, expected tools of the server: "
                 f"{', '.join(there) or 'it has none'}"
             )
         wanted = there if self._config.only is None else {name: there[name] for name in self._config.only}

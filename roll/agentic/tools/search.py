@@ -55,9 +55,9 @@ class SearchTool(Tool):
     def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> str:
         query, count = arguments.get("query"), arguments.get("num_results", self._num_results)
         if not isinstance(query, str) or not query.strip():
-            raise ToolError(f"query: seen {query!r}, expected some words")
+            raise ToolError(f"query: got {query!r}, expected some words")
         if not isinstance(count, int) or not 1 <= count <= _MAX_RESULTS:
-            raise ToolError(f"num_results: seen {count!r}, expected a number from 1 to {_MAX_RESULTS}")
+            raise ToolError(f"num_results: got {count!r}, expected a number from 1 to {_MAX_RESULTS}")
         words = self._bm25s.tokenize([query], show_progress=False)
         found, scores = self._index.retrieve(words, k=min(count, len(self.passages)), show_progress=False)
         passages = [self.passages[i] for i, score in zip(found[0], scores[0], strict=True) if score > 0]
@@ -103,11 +103,11 @@ class RetrievalTool(Tool):
         try:
             address = httpx.URL(url)
         except httpx.InvalidURL as error:
-            raise ValueError(f"url: seen {url!r}, expected http://… or https://… ({error})") from error
+            raise ValueError(f"url: got {url!r}, expected http://… or https://… ({error})") from error
         if address.scheme not in ("http", "https"):
-            raise ValueError(f"url: seen {url!r}, expected http://… or https://…")
+            raise ValueError(f"url: got {url!r}, expected http://… or https://…")
         if not 1 <= num_results <= _MAX_RESULTS:
-            raise ValueError(f"num_results: seen {num_results}, expected 1 to {_MAX_RESULTS}")
+            raise ValueError(f"num_results: got {num_results}, expected 1 to {_MAX_RESULTS}")
         self._url, self._num_results = url, num_results
         self._client = httpx.Client(timeout=seconds, trust_env=not is_loopback(address.host))
         self.schema = ToolSchema(
@@ -124,7 +124,7 @@ class RetrievalTool(Tool):
         """Raises ``httpx.HTTPError`` or ``ValueError`` when the server gives no usable answer."""
         query = arguments.get("query")
         if not isinstance(query, str) or not query.strip():
-            raise ToolError(f"query: seen {query!r}, expected some words")
+            raise ToolError(f"query: got {query!r}, expected some words")
         asked = {"queries": [query], "topk": self._num_results, "return_scores": True}
         response = self._client.post(self._url, json=asked)
         response.raise_for_status()

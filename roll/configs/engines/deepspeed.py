@@ -111,7 +111,7 @@ class DeepSpeedConfig(PassedOnOptions):
             if (self.bf16 or {}).get(key, AUTO) is True:
                 yield ConfigProblem(f"bf16.{key}", True, "false: these are kept in fp32")
         if all((section or {}).get("enabled", AUTO) is True for section in (self.bf16, self.fp16)):
-            yield ConfigProblem("fp16.enabled", True, "false beside bf16.enabled true: one of the two")
+            yield ConfigProblem("fp16.enabled", True, "false with bf16.enabled true: one of the two")
 
 
 ELSEWHERE = {
@@ -128,7 +128,7 @@ ELSEWHERE = {
     "pipeline": "no such key; megatron_train has pipeline parallelism",
     "hybrid_engine": "no such key; actor_infer generates",
     "data_efficiency": "no such key; the pipeline chooses the data",
-    "autotuning": "no such key; it would start runs of its own",
+    "autotuning": "no such key; it would start its own runs",
     "activation_checkpointing": "model_args.disable_gradient_checkpointing instead",
     "aio": "no such key: offload goes to host memory, never to a disk",
     "checkpoint": "no such key; save_steps, max_ckpt_to_keep and checkpoint_config write checkpoints",

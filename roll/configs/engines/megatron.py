@@ -273,7 +273,7 @@ class MegatronCard(EngineCard):
         mode, fused = worker.router_replay.mode, (options.model_extra or {}).get("moe_router_fusion")
         if fused and role == "actor_train" and mode != "disable":  # a fused router does not ask which experts to take
             key, replay = f"{role}.strategy_args.strategy_config.moe_router_fusion", f"{role}.router_replay.mode"
-            expected = f"false with router_replay {mode}: the fused kernel chooses by itself"
+            expected = f"false with router_replay {mode}: the fused kernel chooses experts itself"
             yield ConfigProblem(key, True, expected, involves=(replay,))
         if worker.num_workers % options.model_parallel_size == 0:
             yield from _expert_problems(role, worker, options)

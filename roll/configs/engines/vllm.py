@@ -66,7 +66,7 @@ OWNED_OPTIONS = {
     "logprobs_mode": "no such key, since log-probs follow the sampling temperature",
     "speculative_config": "no such key, since draft tokens would report other log-probs",
     "generation_config": "generating_args",
-    "enable_return_routed_experts": "no such key, since the runner that tells experts reports other log-probs",
+    "enable_return_routed_experts": "no such key, since the runner that reports experts returns other log-probs",
     "worker_extension_cls": "no such key, since weights arrive through it",
     "data_parallel_size": "more workers in device_mapping",
     "pipeline_parallel_size": "tensor_parallel_size",

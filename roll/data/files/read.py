@@ -74,7 +74,7 @@ def _with_known_suffix(paths: Sequence[Path], problems: Problems) -> list[Path]:
 
 def _neighbour(path: Path) -> str:
     if not path.parent.is_dir():
-        return f"; there is no folder {path.parent}"
+        return f"; no folder {path.parent}"
     near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1)
     return f"; did you mean {path.parent / near[0]}?" if near else f" in {path.parent.resolve()}"
 
@@ -278,7 +278,7 @@ def _read_csv(path: Path, problems: Problems) -> Iterator[Row]:
             if header is None:
                 header = fields
                 if "" in header or len(set(header)) != len(header):
-                    problems.add(place, f"the columns {', '.join(map(repr, header))}, expected a name of its own each")
+                    problems.add(place, f"the columns {', '.join(map(repr, header))}, expected distinct names")
                     return
             elif len(fields) != len(header):
                 problems.add(place, f"{len(fields)} fields, expected {len(header)} (is a comma or a quote unquoted?)")

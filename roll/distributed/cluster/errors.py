@@ -12,7 +12,7 @@ class PlacementError(ValueError):
     def __init__(self, problems: tuple[str, ...]) -> None:
         super().__init__(problems)
         self.problems = problems
-        """Everything that is wrong, one line each: ``role: what was seen, what was expected``."""
+        """Everything that is wrong, one line each: ``role: what it got, what it expected``."""
 
     def __str__(self) -> str:
         return "\n".join(self.problems)

@@ -112,7 +112,7 @@ def check_memory(meminfo: Path, cgroup: Path) -> Iterator[Finding]:
 
 def check_cores(cgroup: Path) -> Iterator[Finding]:
     own, share = cores(), cgroup_cores(cgroup)
-    seen = f"{own}" if share is None else f"{own}, of which the control group may use {share:g} at a time"
+    seen = f"{own}" if share is None else f"{own}, of which the control group can use {share:g} at a time"
     fix = f"ray_init.num_cpus={max(1, int(share or own))}: Ray counts {own} and would start threads for all of them."
     yield judged("cores", seen, warning=share is not None and share < own, fix=fix)
 
@@ -143,7 +143,7 @@ def _judge_limit(name: str, limit: int, least: int, good: int, fix: str) -> Find
 
 def judge_locked(limit: int, *, rdma: bool) -> Finding:
     """Locked memory, which RDMA registers its buffers in."""
-    needed = " (InfiniBand or RoCE is there: expected unlimited)" if rdma else " (only RDMA needs more)"
+    needed = " (InfiniBand or RoCE is present: expected unlimited)" if rdma else " (only RDMA needs more)"
     fix = "ulimit -l unlimited; in a container --ulimit memlock=-1"
     bounded = limit != resource.RLIM_INFINITY
     shown = "unlimited" if not bounded else f"{limit // 1024} KiB"
@@ -215,7 +215,7 @@ def check_disk(folder: Path) -> Iterator[Finding]:
     try:
         speed = write_speed(place)
     except OSError as error:
-        yield Finding("error", "disk", f"cannot write in {place}: {error.strerror}", "output_dir=<a folder of yours>")
+        yield Finding("error", "disk", f"cannot write in {place}: {error.strerror}", "output_dir=<your folder>")
         return
     fix = "checkpoint_config.output_dir on a faster disk, or async_save=true"
     yield judged("disk speed", f"{speed / 1e6:.0f} MB/s written in {place}", warning=speed < SLOW, fix=fix)
@@ -260,7 +260,7 @@ def check_accelerators() -> Iterator[Finding]:
     yield judged("kinds of gpus", str(len(set(names))), warning=len(set(names)) > 1, fix=fix)
     yield from _check_memory(count)
     if not torch.distributed.is_nccl_available():
-        fix = "Install a PyTorch with NCCL; without it, weights and gradients of several GPUs cannot travel."
+        fix = "Install a PyTorch with NCCL; without it, several GPUs cannot exchange weights and gradients."
         yield judged("nccl", "not in this PyTorch", error=count > 1, warning=True, fix=fix)
     else:
         yield Finding("ok", "nccl", ".".join(map(str, torch.cuda.nccl.version())))
@@ -431,5 +431,5 @@ def check_chat_template(model: str, trusts: bool = False) -> Iterator[Finding]:
         yield Finding("error", "template", f"{model}: {str(error).splitlines()[0]}", "roll doctor --model FOLDER")
         return
     for problem in report.problems:
-        yield Finding("warning", f"template {problem.name}", problem.text, f"roll template check {model} tells more.")
+        yield Finding("warning", f"template {problem.name}", problem.text, f"roll template check {model} shows more.")
     yield Finding("ok", "template", f"{model}: tool dialect {report.dialect or 'unknown'}")

@@ -28,7 +28,7 @@ RULES: dict[str, Rule] = {
         "error", "Put the class at the top of an importable module and only plain values into env_config."
     ),
     "reset-raises": Rule("error", "Make reset succeed for every seed from 0 to 2**63 - 1, and after any episode."),
-    "step-raises": Rule("error", "Take any text in step: one without a valid action keeps the state."),
+    "step-raises": Rule("error", "Accept any text in step: one without a valid action should not change the state."),
     "reset-timeout": Rule("error", "Bound what reset waits for, or raise step_timeout."),
     "step-timeout": Rule("error", "Bound what step waits for and how much of a text it searches."),
     "protocol": Rule("error", "Return what TextEnv promises; step_result(…) builds the five-tuple with its info."),
@@ -42,7 +42,7 @@ RULES: dict[str, Rule] = {
     "instances-interfere": Rule(
         "error", "Keep state in the instance: no class attributes, module globals or global random generators."
     ),
-    "not-thread-safe": Rule("error", "Keep state in the instance, or play it with use_thread_lock: true."),
+    "not-thread-safe": Rule("error", "Keep state in the instance, or set use_thread_lock: true."),
     "thread-bound": Rule("error", "Say own_thread = True in the class: all calls then run in one thread."),
     "render-changes-state": Rule("error", "Let render only look."),
     "failure-paid": Rule("error", "Pay an episode that fails less than one that succeeds."),
@@ -56,14 +56,14 @@ RULES: dict[str, Rule] = {
     "success-undefined": Rule("warning", "Set info['success'] in every step: without it success is reported as 0 %."),
     "seeds-alike": Rule("warning", "Draw the task from the seed: one task for all seeds is learned by heart."),
     "actions-not-understood": Rule(
-        "warning", "Understand <answer>name</answer> for each of action_names; scripted play says nothing else."
+        "warning", "Understand <answer>name</answer> for each of action_names; scripted play uses nothing else."
     ),
     "expert-wrong": Rule(
         "warning", "Let expert_actions() return names of action_names in every state, or an empty list."
     ),
     "observation-size": Rule("warning", "Show less: every character of an observation is in the prompt of a turn."),
     "observation-characters": Rule("warning", "Strip control characters and colour codes from observations."),
-    "slow": Rule("warning", "Make calls faster, or play more environments at once: a slow one keeps its thread."),
+    "slow": Rule("warning", "Make calls faster, or run more environments at once: a slow one keeps its thread."),
     "not-instant": Rule("warning", "Remove instant = True: such calls hold up every other episode."),
     "render-fails": Rule("warning", "Return uint8 [height, width, 3], a Pillow image, a text, or None from render."),
     "success-not-seen": Rule("note", "Give the check a way to win: expert_actions(), or answers to try."),

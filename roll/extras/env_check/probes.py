@@ -222,7 +222,7 @@ async def repeats_elsewhere(trial: Trial) -> AsyncIterator[Finding]:
     try:
         played = await replay_elsewhere(subject, trial.episodes, trial.most_seconds)
     except ElsewhereError as error:
-        yield Finding("cannot-travel", f"another process could not play it: {error}")
+        yield Finding("cannot-travel", f"another process could not run it: {error}")
         return
     seen = difference(trial.episodes, played)
     if seen is not None:

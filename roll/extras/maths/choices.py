@@ -211,7 +211,7 @@ class MultipleChoiceVerifier(RuleVerifier):
         assert isinstance(config, MultipleChoiceConfig)
         truth = sample.ground_truth
         if not isinstance(truth, str) or _choices(config.num_choices).whole(truth, sample.prompt) is None:
-            raise ValueError(f"ground_truth: seen {truth!r}, expected the letter of one of {config.num_choices}")
+            raise ValueError(f"ground_truth: got {truth!r}, expected the letter of one of {config.num_choices}")
 
     def check(self, sample: Sample) -> Verdict:
         """Raises ``ValueError`` when the ground truth is no letter."""

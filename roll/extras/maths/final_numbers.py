@@ -209,7 +209,7 @@ def _number_truth(sample: Sample) -> Fraction:
     elif isinstance(truth, int | float) and not isinstance(truth, bool) and math.isfinite(truth):
         number = Fraction(repr(truth))
     if number is None:
-        raise ValueError(f"ground_truth: seen {truth!r:.200}, expected a number, or a solution that ends in '#### 72'")
+        raise ValueError(f"ground_truth: got {truth!r:.200}, expected a number, or a solution that ends in '#### 72'")
     return number
 
 

@@ -41,7 +41,7 @@ class MathConfig(AnswerConfig):
     def problems(self) -> Iterator[ConfigProblem]:
         yield from super().problems()
         if self.strict_boxed and self.answer_pattern is not None:
-            yield self.problem("strict_boxed", "false beside answer_pattern: one of the two", "answer_pattern")
+            yield self.problem("strict_boxed", "false with answer_pattern: one of the two", "answer_pattern")
 
 
 class MathVerifier(RuleVerifier):
@@ -85,7 +85,7 @@ class MathVerifier(RuleVerifier):
         references = readings(truth, None)
         pairs = ((gold, answer) for text in written for gold in references for answer in readings(text, None))
         if not (any(same_text(truth, text) for text in written) or any(same(gold, answer) for gold, answer in pairs)):
-            raise ValueError(f"ground_truth: seen {truth[:80]!r}, which as an answer does not equal itself")
+            raise ValueError(f"ground_truth: got {truth[:80]!r}, which as an answer does not equal itself")
 
     def check(self, sample: Sample) -> Verdict:
         """Raises ``ValueError`` when the ground truth is no expression."""
@@ -138,9 +138,9 @@ def _math_truth(truth: Any) -> str:
         # 1e-05 would be read as e - 5.
         return format(Decimal(repr(truth)), "f")
     if isinstance(truth, bool) or not isinstance(truth, str | int):
-        raise ValueError(f"ground_truth: seen {truth!r}, expected a mathematical expression as text, or a number")
+        raise ValueError(f"ground_truth: got {truth!r}, expected a mathematical expression as text, or a number")
     text = str(truth)
     found = (last_boxed(text) or said_in(text)).strip()
     if not found:
-        raise ValueError(f"ground_truth: seen {truth!r}, expected a mathematical expression")
+        raise ValueError(f"ground_truth: got {truth!r}, expected a mathematical expression")
     return found

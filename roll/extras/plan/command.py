@@ -44,7 +44,7 @@ def plan(
     from roll.extras.plan.plan import make_plan
 
     if output is not None and write is None:
-        sys.stderr.write("roll plan: -o/--output: expected --write slurm or --write kuberay beside it\n")
+        sys.stderr.write("roll plan: -o/--output: expected --write slurm or --write kuberay with it\n")
         return EXIT_USAGE
     try:
         device = parse_devices(devices) if devices else this_device()

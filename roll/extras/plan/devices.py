@@ -34,16 +34,16 @@ def parse_devices(text: str) -> Device:
     elif kind.lower() in known:
         device = known[kind.lower()]
     else:
-        raise ValueError(f"--devices: seen {kind!r}, expected one of {CPU}, {', '.join(GPUS)}")
+        raise ValueError(f"--devices: got {kind!r}, expected one of {CPU}, {', '.join(GPUS)}")
     for change in changes:
         key, _, value = change.partition("=")
         try:
             number = float(value) * _FIELDS[key]
         except (KeyError, ValueError):
             expected = f"{', '.join(_FIELDS)}, each with a number"
-            raise ValueError(f"--devices: seen {change!r}, expected {expected}") from None
+            raise ValueError(f"--devices: got {change!r}, expected {expected}") from None
         if not 0 < number < math.inf:
-            raise ValueError(f"--devices: seen {change!r}, expected a positive, finite number")
+            raise ValueError(f"--devices: got {change!r}, expected a positive, finite number")
         name = "flops" if key == "tflops" else key
         changed: dict[str, Any] = {name: int(number) if key == "memory" else number}
         if key == "tflops" and device.kind == "cpu":
@@ -80,6 +80,6 @@ def cpu_of(tries: Sequence[Sequence[float]], load: float, count: int) -> Device:
     (least, flops), (_, bandwidth) = ((min(column), max(column)) for column in zip(*tries, strict=True))
     words = f"the best of {len(tries)} tries, {least / 1e9:.0f} to {flops / 1e9:.0f} GFLOP/s"
     if load > BUSY * count or least < STEADY * flops:
-        words += f"; load {load:.1f} on {count} cores: others work here, and a run beside them is slower than planned"
+        words += f"; load {load:.1f} on {count} cores: the machine is busy, and a run is slower than planned"
     rates = (flops, flops, bandwidth, bandwidth / 2)
     return Device(CPU, "cpu", memory_bytes(), *rates, efficiency=0.5, cores=count, tried=words)

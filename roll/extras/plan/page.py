@@ -147,7 +147,7 @@ def page(plan: Plan, advice: Sequence[Advice], name: str) -> str:
         plan.placement.describe(),
         [f"memory of one worker, {_unit(plan)[0]}", *_table(list(_memory_rows(plan)))],
         ["room", *_table(list(_room_rows(plan)))],
-        ["time of a step whose samples are as long as they may be", *_table(list(_time_rows(plan)))],
+        ["time of a step whose samples have the maximum length", *_table(list(_time_rows(plan)))],
         list(_verdict(plan, advice)),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections) + "\n"

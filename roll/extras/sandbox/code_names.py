@@ -226,7 +226,7 @@ def _entry(entry_point: str) -> ast.expr | None:
     try:
         return ast.parse(entry_point.strip(), mode="eval").body
     except (SyntaxError, ValueError):
-        raise ValueError(f"entry_point: seen {entry_point!r}, expected the name of a function") from None
+        raise ValueError(f"entry_point: got {entry_point!r}, expected the name of a function") from None
 
 
 def _loads(tree: ast.AST) -> set[str]:

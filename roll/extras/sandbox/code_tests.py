@@ -138,14 +138,14 @@ def parse_tests(tests: Any, *, setup: Any = None, entry_point: Any = None, metad
     reader.read(tests, _Context(name=_function_of(metadata, "metadata"), entry_point=entry_point))
     found = reader.tests
     if not found:
-        raise ValueError(f"tests: seen {_short(tests)}, expected a list of tests or an object with them")
+        raise ValueError(f"tests: got {_short(tests)}, expected a list of tests or an object with them")
     programs = [test for test in found if isinstance(test, ProgramTest)]
     if len(programs) == len(found):
         return TestSuite(tuple(programs))
     calls: list[CallTest | CodeTest] = [test for test in found if isinstance(test, CallTest)]
     if programs:
         kinds = f"{len(programs)} tests with input and output, {len(found) - len(programs)} that call"
-        raise ValueError(f"tests: seen {kinds}, expected tests of one kind")
+        raise ValueError(f"tests: got {kinds}, expected tests of one kind")
     codes = [test.code for test in found if isinstance(test, CodeTest)]
     if not codes:
         return TestSuite(tuple(calls))
@@ -158,16 +158,16 @@ def _names(setup: str, codes: Sequence[str], entry_point: str) -> Names:
         try:
             ast.parse(code)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise ValueError(f"tests: seen code that does not parse ({error}): {_short(code)}") from None
+            raise ValueError(f"tests: got code that does not parse ({error}): {_short(code)}") from None
         if "{response}" in code:
-            raise ValueError(f"tests: seen {_short(code)}, code about the text of the response; expected assertions")
+            raise ValueError(f"tests: got {_short(code)}, code about the text of the response; expected assertions")
     try:
         return resolve(setup, codes, entry_point)
     except ValueError as error:
         if "asks nothing" not in str(error):
             raise ValueError(f"tests: {error}") from None
         raise ValueError(
-            f"tests: seen {_short(codes[0] if len(codes) == 1 else list(codes))}, which {error}; expected assertions "
+            f"tests: got {_short(codes[0] if len(codes) == 1 else list(codes))}, which {error}; expected assertions "
             "that call it, or a function check(candidate) with its entry_point"
         ) from None
 
@@ -185,7 +185,7 @@ class _Reader:
         self.entry_point = self.entry_point or context.entry_point
         if isinstance(value, str):
             if context.kind not in ("", "code"):
-                raise ValueError(f"{context.place}: seen {_short(value)}, expected tests as JSON")
+                raise ValueError(f"{context.place}: got {_short(value)}, expected tests as JSON")
             self.tests.append(CodeTest(value))
         elif isinstance(value, Mapping):
             self._mapping(value, context)
@@ -194,10 +194,10 @@ class _Reader:
                 place = f"{context.place}[{number}]"
                 unpacked = _unpacked(item, place, whole=False)
                 if not isinstance(unpacked, str | Mapping):
-                    raise ValueError(f"{place}: seen {_short(item)}, expected an object with input and output, or code")
+                    raise ValueError(f"{place}: got {_short(item)}, expected an object with input and output, or code")
                 self.read(unpacked, replace(context, place=place))
         else:
-            raise ValueError(f"{context.place}: seen {_short(value)}, expected a list of tests or an object with them")
+            raise ValueError(f"{context.place}: got {_short(value)}, expected a list of tests or an object with them")
 
     def _mapping(self, value: Mapping[str, Any], context: _Context) -> None:
         """One test, or an object that holds several."""
@@ -205,7 +205,7 @@ class _Reader:
         tests = {str(key): item for key, item in value.items() if item is not None}
         if unknown := [key for key in tests if key not in _KNOWN]:
             expected = "input and output, fn_name, code (test, assert_code, …), type, or what holds such tests"
-            raise ValueError(f"{place}: seen the key {unknown[0]!r}, which is not understood; expected {expected}")
+            raise ValueError(f"{place}: got the key {unknown[0]!r}, which is not understood; expected {expected}")
         context = _within(tests, context)
         self.entry_point = self.entry_point or context.entry_point
         for key in _SETUP:
@@ -220,18 +220,18 @@ class _Reader:
         if codes and not any(_has_content(item) for _, item in (inputs, outputs)):
             return
         if not inside and not codes and inputs[0] is None and outputs[0] is None and "kwargs" not in tests:
-            raise ValueError(f"{place}: seen {_short(dict(value))}, expected the keys input and output, or code")
+            raise ValueError(f"{place}: got {_short(dict(value))}, expected the keys input and output, or code")
         if codes or (inside and inputs[0] is not None):
-            raise ValueError(f"{place}: seen {sorted(tests)}, expected either code or input and output")
+            raise ValueError(f"{place}: got {sorted(tests)}, expected either code or input and output")
         if not inside:
             self._cases(inputs, outputs, tests, context)
 
     def _cases(self, inputs: Any, outputs: Any, tests: Mapping[str, Any], context: _Context) -> None:
         (input_key, given), (output_key, wanted) = inputs, outputs
         if output_key is None:
-            raise ValueError(f"{context.place}: seen the keys {sorted(tests)}, expected one of stdout and output")
+            raise ValueError(f"{context.place}: got the keys {sorted(tests)}, expected one of stdout and output")
         if input_key is None and "kwargs" not in tests:
-            raise ValueError(f"{context.place}: seen the keys {sorted(tests)}, expected one of stdin and input")
+            raise ValueError(f"{context.place}: got the keys {sorted(tests)}, expected one of stdin and input")
         several = "[" not in context.place.rpartition(".")[2]
         if several and input_key in ("inputs",) and isinstance(given, str) and isinstance(wanted, str):
             lists = [_literal(text) for text in (given, wanted)]
@@ -241,7 +241,7 @@ class _Reader:
         if several and plural and isinstance(given, list) and isinstance(wanted, list):
             if len(given) != len(wanted) or not (given or "." in context.place):  # a part may have none
                 counts = f"{len(given)} {input_key} and {len(wanted)} {output_key}"
-                raise ValueError(f"{context.place}: seen {counts}, expected lists of one length, at least 1")
+                raise ValueError(f"{context.place}: got {counts}, expected lists of one length, at least 1")
             for number, pair in enumerate(zip(given, wanted, strict=True)):
                 self.tests.append(_case(*pair, {}, replace(context, place=f"{context.place}.{input_key}[{number}]")))
             return
@@ -253,19 +253,19 @@ def _within(tests: Mapping[str, Any], context: _Context) -> _Context:
     place = context.place
     language = tests.get("language")
     if language is not None and not str(language).lower().startswith(("py", "cpython")):
-        raise ValueError(f"{place}.language: seen {_short(language)}, expected python")
+        raise ValueError(f"{place}.language: got {_short(language)}, expected python")
     _, kind = _one(tests, _KIND, place)
     if kind:
         word = re.sub(r"[\W_]", "", str(kind).lower())
         found = next((name for name, words in _KINDS.items() if word in words), None)
         if found is None:
             known = "stdin, functional, function_call, assert, pytest"
-            raise ValueError(f"{place}: seen the type {_short(kind)}, expected one of {known}")
+            raise ValueError(f"{place}: got the type {_short(kind)}, expected one of {known}")
         context = replace(context, kind=found, exact=word == "functional")
     _, name = _one(tests, _NAME, place)
     name = name or _function_of(tests.get("metadata"), f"{place}.metadata") or context.name
     if not isinstance(name, str) or not re.fullmatch(r"(?:\w+(?:\(\))?\.)?[^\W\d]\w*|", name.strip()):
-        raise ValueError(f"{place}.fn_name: seen {_short(name)}, expected the name of a function")
+        raise ValueError(f"{place}.fn_name: got {_short(name)}, expected the name of a function")
     entry_point = _text(tests.get("entry_point") or context.entry_point, f"{place}.entry_point")
     return replace(context, name=name.strip(), entry_point=entry_point)
 
@@ -274,7 +274,7 @@ def _one(tests: Mapping[str, Any], keys: Sequence[str], place: str) -> tuple[str
     """The one of several keys that a test has, and its value."""
     found = [key for key in keys if key in tests]
     if len(found) > 1:
-        raise ValueError(f"{place}: seen the keys {found}, expected one of {' and '.join(found)}")
+        raise ValueError(f"{place}: got the keys {found}, expected one of {' and '.join(found)}")
     return (found[0], tests[found[0]]) if found else (None, None)
 
 
@@ -300,9 +300,9 @@ def _case(given: Any, wanted: Any, kwargs: Any, context: _Context) -> ProgramTes
     if context.kind == "program" or (not context.kind and not name):
         return ProgramTest(_lines(given, f"{place}.input"), _lines(wanted, f"{place}.output"))
     if context.kind == "code":
-        raise ValueError(f"{place}: seen input and output in a test of code, expected code")
+        raise ValueError(f"{place}: got input and output in a test of code, expected code")
     if not name:
-        raise ValueError(f"{place}: seen a call without the name of its function, expected fn_name")
+        raise ValueError(f"{place}: got a call without the name of its function, expected fn_name")
     function = re.sub(r"\(\)", "", name).rpartition(".")[2]
     args, named = _arguments(given, f"{place}.inputs")
     value = _value(wanted) if isinstance(given, str) and isinstance(wanted, str) else wanted
@@ -325,7 +325,7 @@ def _arguments(given: Any, place: str) -> tuple[list[Any], dict[str, Any]]:
     if isinstance(given, list | tuple):
         return list(given), {}
     if not isinstance(given, str):
-        raise ValueError(f"{place}: seen {_short(given)}, expected the list of a call's arguments")
+        raise ValueError(f"{place}: got {_short(given)}, expected the list of a call's arguments")
     lines = [line for line in given.split("\n") if line.strip()]
     try:
         return [_literal(line, strict=True) for line in lines], {}
@@ -341,7 +341,7 @@ def _arguments(given: Any, place: str) -> tuple[list[Any], dict[str, Any]]:
         named = {word.arg or "": _evaluated(word.value) for word in call.keywords}
         return [_evaluated(arg) for arg in call.args], named
     except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError):
-        raise ValueError(f"{place}: seen {_short(given)}, expected one JSON value a line, an argument each") from None
+        raise ValueError(f"{place}: got {_short(given)}, expected one JSON value a line, an argument each") from None
 
 
 def _evaluated(node: ast.expr) -> Any:
@@ -398,7 +398,7 @@ def _literal(text: str, strict: bool = False) -> Any:
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             continue
     if strict:
-        raise ValueError("seen neither JSON nor a Python literal")
+        raise ValueError("got neither JSON nor a Python literal")
     return text
 
 
@@ -411,7 +411,7 @@ def _decompressed(text: str, place: str) -> str:
             raise ValueError(f"more than {_MAX_BYTES >> 20} MiB, or cut off")
         return data.decode() if data[:1] in (b"[", b"{") else _pickled_text(data)
     except (binascii.Error, zlib.error, ValueError) as error:
-        raise ValueError(f"{place}: seen compressed tests that cannot be read: {error}") from None
+        raise ValueError(f"{place}: got compressed tests that cannot be read: {error}") from None
 
 
 _OPCODES = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP"}
@@ -443,7 +443,7 @@ def _setup_lines(value: Any, place: str) -> list[str]:
 
 def _text(value: Any, key: str, hint: str = "") -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{key}: seen {_short(value)}, expected text{hint}")
+        raise ValueError(f"{key}: got {_short(value)}, expected text{hint}")
     return value
 
 

@@ -77,7 +77,7 @@ def _list_values(node: Any) -> list[Any]:
         values.append(node.val)
         node = node.next
     if node is not None:
-        raise TypeError("seen a list without an end, expected one")
+        raise TypeError("got a list without an end, expected one")
     return values
 
 
@@ -88,7 +88,7 @@ def _tree_values(node: Any) -> list[Any]:
         values += [None if node is None else node.val for node in level]
         level = [child for node in level if node is not None for child in (node.left, node.right)]
     if len(values) >= _MAX_NODES:
-        raise TypeError("seen a tree without an end, expected one")
+        raise TypeError("got a tree without an end, expected one")
     while values and values[-1] is None:
         values.pop()
     return values
@@ -144,7 +144,7 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
     if known is not None:
         return known
     if refer is None:
-        raise TypeError(f"seen a value of type {type(value).__name__}, expected a plain one")
+        raise TypeError(f"got a value of type {type(value).__name__}, expected a plain one")
     found = refer(value)
     return found if isinstance(found, dict) else {_REFERENCE: found}
 
@@ -181,7 +181,7 @@ def decode(data: Any, resolve: Callable[[Any], Any] | None = None) -> Any:
     if not isinstance(data, dict):
         return data
     if len(data) != 1:
-        raise ValueError("seen an object with other than one key, expected {type: …}")
+        raise ValueError("got an object with other than one key, expected {type: …}")
     ((kind, content),) = data.items()
     if kind == "int":
         return int(content, 16)
@@ -204,7 +204,7 @@ def decode(data: Any, resolve: Callable[[Any], Any] | None = None) -> Any:
         if kind in (_REFERENCE, _LENT):
             return resolve(int(content) if kind == _REFERENCE else [content])
         return _decode_known(kind, content, resolve)
-    raise ValueError(f"seen the type {kind!r}, expected a plain one")
+    raise ValueError(f"got the type {kind!r}, expected a plain one")
 
 
 def _decode_known(kind: str, content: Any, resolve: Callable[[Any], Any]) -> Any:
@@ -219,7 +219,7 @@ def _decode_known(kind: str, content: Any, resolve: Callable[[Any], Any]) -> Any
         return range(*(decode(number) for number in content))
     if kind == "deque":
         return __import__("collections").deque(decode(item, resolve) for item in content)
-    raise ValueError(f"seen the type {kind!r}, expected a plain one")
+    raise ValueError(f"got the type {kind!r}, expected a plain one")
 
 
 def _of_python(module: str, name: str) -> Any:
@@ -384,7 +384,7 @@ class Channel:
         calls = kind.__name__ in _FUNCTIONS or (callable(value) and _of_tests(value))
         iterates = hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools")
         if not (calls or iterates or _of_tests(value)):
-            raise TypeError(f"seen a value of type {kind.__name__}, expected a plain one")
+            raise TypeError(f"got a value of type {kind.__name__}, expected a plain one")
         number = next((n for n, known in enumerate(self.lent) if known is value), len(self.lent))
         self.lent[number:] = [value] if number == len(self.lent) else self.lent[number:]
         return {_LENT: [number, calls, getattr(value, "__name__", None)]}
@@ -396,7 +396,7 @@ class Channel:
             ValueError: a name of Python's, which the tests alone may send: what it stands for may equal everything.
         """
         if isinstance(reference, tuple):
-            raise ValueError(f"seen the name {reference!r:.80}, expected a plain value")
+            raise ValueError(f"got the name {reference!r:.80}, expected a plain value")
         return Remote(self, reference) if isinstance(reference, int) else self.lent[int(reference[0])]
 
     def _use(self, asked: dict[str, Any]) -> Any:

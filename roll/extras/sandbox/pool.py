@@ -77,7 +77,7 @@ class Sandbox:
         chosen = python or getattr(sys, "_base_executable", None) or sys.executable
         for path in (chosen, *readable):
             if not os.path.isabs(path) or not os.path.exists(path):
-                raise ValueError(f"seen {path!r}, expected an absolute path that exists")
+                raise ValueError(f"got {path!r}, expected an absolute path that exists")
         self._view = view_of(chosen, tuple(readable), python is not None)
         self._slots = asyncio.Semaphore(max_parallel or len(os.sched_getaffinity(0)))
         self.backend: Backend = self._choose(backend, allow_unsafe)
@@ -87,7 +87,7 @@ class Sandbox:
     def _choose(self, wanted: Backend | Literal["auto"], allow_unsafe: bool) -> Backend:
         candidates: tuple[Backend, ...] = ("bubblewrap", "namespaces") if wanted == "auto" else (wanted,)
         if wanted == "unsafe" and not allow_unsafe:
-            raise SandboxUnavailableError("sandbox: seen the back end unsafe, expected allow_unsafe: true beside it")
+            raise SandboxUnavailableError("sandbox: got the back end unsafe, expected allow_unsafe: true with it")
         if allow_unsafe and "unsafe" not in candidates:
             candidates = (*candidates, "unsafe")
         reasons: dict[str, str] = {}
@@ -187,7 +187,7 @@ print(os.path.exists(sentinel), os.path.exists("/proc/self"), children < 64)
 def _probe(backend: Backend, view: View) -> str | None:
     """Reason why a back end does not isolate here, ``None`` if it does: it runs a program that tries three things."""
     if sys.platform != "linux":
-        return f"seen the platform {sys.platform}, expected linux"
+        return f"got the platform {sys.platform}, expected linux"
     if backend == "bubblewrap" and shutil.which("bwrap") is None:
         return "bwrap is not installed"
     with tempfile.NamedTemporaryFile(prefix="roll-sandbox-probe-") as sentinel:
@@ -201,7 +201,7 @@ def _probe(backend: Backend, view: View) -> str | None:
                 timer.cancel()
     if stdout == expected:
         return None
-    return (stderr.decode("utf-8", "replace").strip().splitlines() or [f"seen {stdout!r}, expected {expected!r}"])[-1]
+    return (stderr.decode("utf-8", "replace").strip().splitlines() or [f"got {stdout!r}, expected {expected!r}"])[-1]
 
 
 def _kill_later(run: Run) -> Timer:

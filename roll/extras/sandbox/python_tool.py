@@ -45,7 +45,7 @@ class PythonTool(Tool):
     async def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> str:
         code = arguments.get("code")
         if not isinstance(code, str):
-            raise ToolError(f"code: seen {code!r}, expected the text of a program")
+            raise ToolError(f"code: got {code!r}, expected the text of a program")
         result = await self._sandbox.run_program(code, limits=self._limits)
         parts = [result.stdout.rstrip()]
         if result.timed_out:

@@ -90,7 +90,7 @@ class RemoteSandbox:
             return [json.loads(line) for line in result.stdout.split("\n")[:-1]], result
         except ValueError as error:
             seen = self._endpoint.shorten(result.stdout)
-            raise RewardError(f"{self._endpoint.shown}: expected the tester's lines, seen {seen}") from error
+            raise RewardError(f"{self._endpoint.shown}: expected the tester's lines, got {seen}") from error
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -105,7 +105,7 @@ class RemoteSandbox:
             known = status in ("Success", "Failed") and run["status"] in ("Finished", "TimeLimitExceeded", "Error")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             shown = self._endpoint.shorten(response.text)
-            raise TransientError(f"expected the status of a run as JSON, seen {shown}") from error
+            raise TransientError(f"expected the status of a run as JSON, got {shown}") from error
         if not known or (run["status"] == "Error" and run.get("return_code") is None):  # it did not come to run it
             said = self._endpoint.shorten(str(answer.get("message") or run.get("stderr") or ""))
             raise TransientError(f"status {self._endpoint.shorten(str(status))}: {said}")

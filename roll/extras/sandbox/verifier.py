@@ -87,7 +87,7 @@ class CodeConfig(Config):
             expected = "no such key with remote: the service decides"
             yield from [self.problem(key, expected, "remote") for key in _LOCAL if key in self.model_fields_set]
             for key in sorted(self.limits.model_fields_set - set(READ_LIMITS)):
-                expected = f"no such key with remote: the service decides; it is told {', '.join(READ_LIMITS)}"
+                expected = f"no such key with remote: the service decides; it gets {', '.join(READ_LIMITS)}"
                 value = getattr(self.limits, key)
                 yield ConfigProblem(f"limits.{key}", value, expected, involves=("remote",))
 
@@ -316,7 +316,7 @@ def _most(passed: Sequence[tuple[bool, bool]]) -> int:
 def _suite(config: CodeConfig, sample: Sample) -> TestSuite:
     extra = sample.extra_info
     if config.tests_key is not None and config.tests_key not in extra:
-        raise ValueError(f"tests_key: seen {config.tests_key!r}, expected one of the columns {sorted(extra)}")
+        raise ValueError(f"tests_key: got {config.tests_key!r}, expected one of the columns {sorted(extra)}")
     tests = sample.ground_truth if config.tests_key is None else extra[config.tests_key]
     suite = parse_tests(
         tests,

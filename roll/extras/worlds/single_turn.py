@@ -87,7 +87,7 @@ def _read(files: tuple[str, ...], prompt: str, answer: str) -> Questions:
 def _text(values: Mapping[str, Any], column: str) -> str:
     value = lookup(values, column)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise RowError(f"{column}: seen {value!r:.60}, expected a text or a number")
+        raise RowError(f"{column}: got {value!r:.60}, expected a text or a number")
     return str(value)
 
 
@@ -113,7 +113,7 @@ def _contains(given: str, answer: str) -> float:
 
 def _reference(answer: str) -> str:
     if not answer.strip():
-        raise ValueError(f"answer: seen {answer!r}, expected one that is not blank")
+        raise ValueError(f"answer: got {answer!r}, expected one that is not blank")
     return answer.strip()
 
 
@@ -148,7 +148,7 @@ class SingleTurnConfig(EnvConfig):
         """Rules between keys, and names that cannot be imported."""
         given = [key for key in ("items", "generator", "dataset") if getattr(self, key)]
         if len(given) > 1:
-            yield self.problem(given[1], f"null beside {given[0]}: one source of questions", given[0])
+            yield self.problem(given[1], f"null with {given[0]}: one source of questions", given[0])
         if not given:
             yield self.problem("items", "at least one, or a generator or a dataset")
         yield from pattern_problems("answer_pattern", self.answer_pattern)
@@ -246,7 +246,7 @@ def same_words(given: str, answer: str) -> float:
         ValueError: the reference is blank.
     """
     if not answer.strip():
-        raise ValueError(f"answer: seen {answer!r}, expected some words")
+        raise ValueError(f"answer: got {answer!r}, expected some words")
     said = after_thoughts(given)
     found = last_group(ANSWER_TAG, said) or last_boxed(said) or said
     words = _words(answer)

@@ -69,7 +69,7 @@ class TextArenaConfig(AdaptedEnvConfig):
         if self.player >= self.num_players:
             yield self.problem("player", f"a number below num_players = {self.num_players}", "num_players")
         if (self.num_players > 1) != (self.opponent is not None):
-            expected = "who plays the others" if self.num_players > 1 else "null with one player"
+            expected = "the other players" if self.num_players > 1 else "null with one player"
             yield self.problem("opponent", expected, "num_players")
         try:
             self.find_opponent()

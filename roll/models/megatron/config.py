@@ -203,12 +203,12 @@ def _attention_problems(config: PreTrainedConfig) -> list[str]:
     types = set(getattr(config, "layer_types", None) or (["sliding_attention"] if window else ["full_attention"]))
     if types != {"full_attention"}:
         problems.append(
-            f"layer_types: seen {', '.join(sorted(types))} (sliding_window {window}), expected full_attention"
+            f"layer_types: got {', '.join(sorted(types))} (sliding_window {window}), expected full_attention"
         )
     attention, mlp = bool(getattr(config, "attention_bias", False)), bool(getattr(config, "mlp_bias", False))
     if attention != mlp:
         problems.append(
-            f"attention_bias: seen {attention} with mlp_bias {mlp}, expected the same of both (Megatron-Core has "
+            f"attention_bias: got {attention} with mlp_bias {mlp}, expected the same of both (Megatron-Core has "
             "biases in all linear layers, in the query, key and value projections alone, or in none)"
         )
     return problems
@@ -218,28 +218,26 @@ def _rope_problems(config: PreTrainedConfig) -> list[str]:
     rope = _rope(config)
     problems = []
     if "rope_type" not in rope:
-        problems.append(f"rope_parameters: seen {rope}, expected one set for all layers")
+        problems.append(f"rope_parameters: got {rope}, expected one set for all layers")
     elif rope["rope_type"] not in ("default", "linear", "llama3"):
-        problems.append(f"rope_parameters.rope_type: seen {rope['rope_type']!r}, expected default, linear or llama3")
+        problems.append(f"rope_parameters.rope_type: got {rope['rope_type']!r}, expected default, linear or llama3")
     elif rope["rope_type"] == "llama3":
         problems += [
-            f"rope_parameters.{key}: seen {rope.get(key)}, expected {value} (fixed in Megatron-Core)"
+            f"rope_parameters.{key}: got {rope.get(key)}, expected {value} (fixed in Megatron-Core)"
             for key, value in LLAMA3_ROPE.items()
             if rope.get(key) != value
         ]
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        problems.append(f"rope_parameters.partial_rotary_factor: seen {rope['partial_rotary_factor']}, expected 1.0")
+        problems.append(f"rope_parameters.partial_rotary_factor: got {rope['partial_rotary_factor']}, expected 1.0")
     return problems
 
 
 def _mlp_problems(config: PreTrainedConfig, layers: tuple[bool, ...]) -> list[str]:
     problems = []
     if config.hidden_act not in ("silu", "swish"):
-        problems.append(f"hidden_act: seen {config.hidden_act!r}, expected silu")
+        problems.append(f"hidden_act: got {config.hidden_act!r}, expected silu")
     if any(layers) and config.num_experts_per_tok == 1 and config.norm_topk_prob:
-        problems.append(
-            "norm_topk_prob: seen True with num_experts_per_tok 1, expected False (every weight would be 1)"
-        )
+        problems.append("norm_topk_prob: got True with num_experts_per_tok 1, expected False (every weight would be 1)")
     return problems
 
 

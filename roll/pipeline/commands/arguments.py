@@ -41,7 +41,7 @@ def add_commands(commands: Any) -> None:
 def _add_eval(commands: Any) -> None:
     parser = add_command(commands, "eval", "evaluate a saved model on held-out data, as its run would", _eval)
     parser.add_argument("model", metavar="MODEL", help=MODEL)
-    config = parser.add_argument("--config", metavar="NAME", help="a configuration or file in place of the run's own")
+    config = parser.add_argument("--config", metavar="NAME", help="a configuration or file instead of the run's own")
     completion.completed_by(config, completion.names)
     changes = parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
     completion.completed_by(changes, completion.overrides_of_run)
@@ -66,7 +66,7 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE", help="JSON lines, a line for each row"
     )
-    parser.add_argument("--overwrite", action="store_true", help="begin anew where there are answers already")
+    parser.add_argument("--overwrite", action="store_true", help="start over even if there are answers already")
     parser.add_argument("--prompt-key", metavar="COLUMN", help="texts or lists of messages (messages, else prompt)")
     parser.add_argument("--answer-key", metavar="COLUMN", default="answers", help="to write (answers)")
     parser.add_argument("--chat", action="store_true", help="ask texts as messages, by the chat template")
@@ -196,7 +196,7 @@ def _add_sampling(parser: argparse.ArgumentParser, *, engines: bool = True, syst
 def _text(words: str) -> str:
     """An option that is a text: not empty, and of characters alone."""
     if not words or any("\ud800" <= character <= "\udfff" for character in words):
-        raise argparse.ArgumentTypeError(f"seen {words!a}, expected a text")
+        raise argparse.ArgumentTypeError(f"got {words!a}, expected a text")
     return words
 
 
@@ -207,7 +207,7 @@ def _sampling(options: argparse.Namespace) -> dict[str, Any]:
 
 def _add_score(commands: Any) -> None:
     parser = add_command(
-        commands, "score", "score answers that are there: by a configuration's rewards, or one verifier", _score
+        commands, "score", "score given responses with a configuration's rewards, or one verifier", _score
     )
     parser.add_argument(
         "overrides",
@@ -264,11 +264,11 @@ def _add_export(commands: Any) -> None:
     parser.add_argument("--role", default="actor_train", metavar="NAME", help="whose model (%(default)s), or critic")
     parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="of the weights (as they were saved)")
     parser.add_argument("--merge-adapter", action="store_true", help="add a LoRA adapter to the model that it adapts")
-    parser.add_argument("--base", metavar="MODEL", help="that model, if it is not where it was when the run began")
+    parser.add_argument("--base", metavar="MODEL", help="the base model, if it has moved since the run began")
     parser.add_argument(
         "--max-shard-size", default="4GiB", metavar="SIZE", help="of a file of weights, as 500MB or 4GiB (%(default)s)"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace DIR if it is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace DIR if it exists")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python files that come with the model")
 
 
@@ -295,12 +295,12 @@ def _files_and_words(options: argparse.Namespace, command: str) -> tuple[list[st
 def _refuse_below_one(options: argparse.Namespace, command: str, numbers: Mapping[str, int | None]) -> None:
     for option, value in numbers.items():
         if value is not None and value < 1:
-            options.parser.error(f"{command}: {option}: seen {value}, expected at least 1")
+            options.parser.error(f"{command}: {option}: got {value}, expected at least 1")
 
 
 def _add_explain(commands: Any) -> None:
     parser = add_command(
-        commands, "explain", "tell what a key means, here and in ROLL, verl, ChatLearn, MindSpeed RL", _explain
+        commands, "explain", "explain a key, here and in ROLL, verl, ChatLearn, MindSpeed RL", _explain
     )
     key = parser.add_argument("key", metavar="KEY", help="of any of them; its last parts are enough")
     completion.completed_by(key, completion.explained)

@@ -17,7 +17,7 @@ from roll.tracking.saved import find_saved
 if TYPE_CHECKING:
     from roll.rollout.answering import Conversation, StreamingEngine
 
-HELP = "/reset begins anew, /quit ends (so does the end of the input), Ctrl-C stops an answer\n"
+HELP = "/reset starts over, /quit ends (so does the end of the input), Ctrl-C stops a response\n"
 
 
 def run(path: str, worker: WorkerConfig, system: str | None, sequence_length: int | None, seed: int) -> int:
@@ -63,7 +63,7 @@ def _talk(conversation: Conversation) -> None:
             except KeyboardInterrupt:  # it stops the answer, not the conversation
                 sys.stdout.write("\n")
             except ValueError as error:
-                sys.stderr.write(f"{error}; /reset begins anew\n")
+                sys.stderr.write(f"{error}; /reset starts over\n")
 
 
 def _lines() -> Iterator[str]:

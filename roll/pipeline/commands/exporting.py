@@ -72,16 +72,14 @@ def run(job: Job) -> int:
 
 def _check(job: Job, saved: Saved) -> None:
     if job.output.exists() and not job.overwrite and (not job.output.is_dir() or any(job.output.iterdir())):
-        raise ValueError(f"-o {job.output}: it is there already, expected a new folder, or --overwrite")
+        raise ValueError(f"-o {job.output}: it exists already, expected a new folder, or --overwrite")
     model = Path(saved.model)
     if job.output.resolve() in (Path.cwd(), model.resolve(), *model.resolve().parents):
-        raise ValueError(
-            f"-o {job.output}: seen the working folder or the folder of what is exported, expected another"
-        )
+        raise ValueError(f"-o {job.output}: got the working folder or the folder of what is exported, expected another")
     if saved.checkpoint is not None and (damage := find_damage(saved.checkpoint)) is not None:
         raise ValueError(f"{saved.checkpoint} cannot be used: {damage}")
     if job.role not in (POLICY, model.name) and model.is_dir():
-        raise ValueError(f"--role {job.role}: seen {job.model}, a model by itself, expected a run or a checkpoint")
+        raise ValueError(f"--role {job.role}: got {job.model}, a plain model, expected a run or a checkpoint")
     if saved.checkpoint is None and not model.is_dir():
         raise ValueError(f"{job.model}: no such folder, expected a run's, a checkpoint or a model's")
 
@@ -123,5 +121,5 @@ def num_bytes(size: str) -> int:
     unit = (found["unit"] or "").upper() if found else ""
     count = int(float(found["number"]) * (1024 if unit.endswith("I") else 1000) ** _POWERS[unit[:1]]) if found else 0
     if count < 1:
-        raise ValueError(f"--max-shard-size: seen {size!r}, expected a size such as 500MB or 4GiB")
+        raise ValueError(f"--max-shard-size: got {size!r}, expected a size such as 500MB or 4GiB")
     return count

@@ -96,17 +96,17 @@ def run(job: Job) -> int:
         job = replace(job, model=find_saved(job.model).model)
         total, done = _check(job), _continue(job, totals)
         if done:
-            sys.stderr.write(f"{job.output}: {done:,} of {total:,} rows are there\n")
+            sys.stderr.write(f"{job.output}: {done:,} of {total:,} rows exist\n")
         if done < total:
             _generate(job, total, done, totals)
     except (ValueError, OSError, CheckpointError, MissingEngineError) as error:  # a DataError is a ValueError
         sys.stderr.write(f"roll generate: {error}\n")
         return EXIT_USAGE
     except EngineStoppedError as error:
-        sys.stderr.write(f"roll generate: {error}; the same command goes on where it stopped\n")
+        sys.stderr.write(f"roll generate: {error}; the same command continues from there\n")
         return EXIT_FAILED
     except KeyboardInterrupt:
-        sys.stderr.write(f"stopped after {totals.rows:,} rows; the same command goes on\n")
+        sys.stderr.write(f"stopped after {totals.rows:,} rows; the same command continues\n")
         return EXIT_INTERRUPTED
     seconds = time.monotonic() - started
     failed = f", {totals.failed:,} answers failed" if totals.failed else ""
@@ -128,7 +128,7 @@ def _check(job: Job) -> int:
     """
     problems, total = Problems(), 0
     if job.output.resolve() in [path.resolve() for path in find_files(job.files, Problems())]:
-        raise ValueError(f"--output: seen {job.output}, a file of prompts, expected another")
+        raise ValueError(f"--output: got {job.output}, a file of prompts, expected another")
     for row, question in _rows(job, problems):
         total += 1
         if question.is_text and job.system is not None and not job.chats:
@@ -152,7 +152,7 @@ def _continue(job: Job, totals: Totals) -> int:
     settings = json.loads(to_json(job.settings()))
     if job.output.exists() and job.output.stat().st_size and not job.overwrite:
         if not job.notes.is_file():
-            raise ValueError(f"{job.output} is there already; expected another --output, or --overwrite")
+            raise ValueError(f"{job.output} exists already; expected another --output, or --overwrite")
         before = json.loads(job.notes.read_text(encoding="utf-8"))
         other = [name for name in {**before, **settings} if before.get(name) != settings.get(name)]
         if other:

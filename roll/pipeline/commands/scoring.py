@@ -124,7 +124,7 @@ def _check(job: Job, domains: Mapping[str, RewardConfig]) -> int:
     taken = {path.resolve(): "a file of answers" for path in find_files(job.files, Problems())}
     for option, path in (("--output", job.output), ("--summary", job.summary)):
         if path is not None and (seen := "a folder" if path.is_dir() else taken.get(path.resolve())):
-            problems.add(option, f"seen {path}, {seen}, expected another file")
+            problems.add(option, f"got {path}, {seen}, expected another file")
         elif path is not None:
             taken[path.resolve()] = f"that of {option}"
     for row in read_responses(job.files, job.columns, problems, without=job.score_key):

@@ -42,7 +42,7 @@ def check_writable(folder: str, key: str) -> None:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise ValueError(f"{key}: seen {folder}, expected a folder that can be written ({error.strerror})") from error
+        raise ValueError(f"{key}: got {folder}, expected a folder that can be written ({error.strerror})") from error
 
 
 def read_cached(
@@ -69,7 +69,7 @@ def read_cached(
     for key, expected in (about or {}).items():
         if said.get(key) != expected:
             seen = said.get(key)
-            raise ValueError(f"{file}: {key}: seen {seen!r}, expected {expected!r}; delete it or name another folder")
+            raise ValueError(f"{file}: {key}: got {seen!r}, expected {expected!r}; delete it or name another folder")
     logger.info("%s: using %s", what, file)
     return found
 

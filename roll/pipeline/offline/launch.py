@@ -110,7 +110,7 @@ def load_datasets(config: ConfigT, renderer: ChatRenderer, load: Load[ConfigT]) 
     questions = tuple(prompt for prompt, _ in zip(fitting, range(validation.num_answers), strict=False))
     if not questions:
         raise ValueError(
-            f"prompt_length: seen {config.prompt_length}, expected room for at least one of the held-out questions"
+            f"prompt_length: got {config.prompt_length}, expected room for at least one of the held-out questions"
         )
     return Samples(train, val, held_out, questions)
 

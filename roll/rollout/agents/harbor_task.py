@@ -227,7 +227,7 @@ def _needs(config: Mapping[str, Any]) -> Iterator[str]:
         if environment.get(key):
             yield f"environment.{key}: needs Docker"
     if environment.get("os", "linux") != "linux":
-        yield f"environment.os: seen {environment['os']}, expected linux"
+        yield f"environment.os: got {environment['os']}, expected linux"
     for name, section in (("environment", environment), ("agent", config.get("agent", {})), ("verifier", verifier)):
         if section.get("network_mode", "public") != "public" or section.get("allow_internet") is False:
             yield f"{name}.network_mode: the network cannot be kept away without Docker"

@@ -166,7 +166,7 @@ def _reward(data: bytes | None) -> RewardRequest:
         return RewardRequest.model_validate(value if isinstance(value, dict) else {"reward": value}, strict=True)
     except (ValueError, RecursionError) as error:
         expected = 'a finite number or {"reward": …, "success": …}'
-        raise AgentError(f"ROLL_REWARD: seen {data[:80]!r}, expected {expected}") from error
+        raise AgentError(f"ROLL_REWARD: got {data[:80]!r}, expected {expected}") from error
 
 
 def _environment(further: Sequence[str]) -> dict[str, str]:

@@ -145,7 +145,7 @@ async def _environment(described: Mapping[str, Any]) -> Any:
 
 def _words(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "verifiers":
-        return f"seen no package verifiers, expected it to be installed ({INSTALL})"
+        return f"got no package verifiers, expected it to be installed ({INSTALL})"
     return f"{type(error).__name__}: {error}"
 
 

@@ -66,7 +66,7 @@ def from_validation(error: ValidationError) -> ApiError:
     param = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part.replace("_", "").islower())
     shown = _shorten(first["input"])
     return ApiError(
-        400, f"{param or 'the body'}: {first['msg']}, seen {shown}", code="invalid_value", param=param or None
+        400, f"{param or 'the body'}: {first['msg']}, got {shown}", code="invalid_value", param=param or None
     )
 
 
@@ -82,7 +82,7 @@ def _shorten(value: object) -> str:
 
 def unsupported(param: str, seen: object, expected: str) -> ApiError:
     """A field that asks for what the endpoint cannot do."""
-    return ApiError(400, f"{param}: seen {_shorten(seen)}, expected {expected}", code="unsupported_value", param=param)
+    return ApiError(400, f"{param}: got {_shorten(seen)}, expected {expected}", code="unsupported_value", param=param)
 
 
 def too_long(limit: int, tokens: str) -> ApiError:

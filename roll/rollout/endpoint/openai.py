@@ -107,7 +107,7 @@ class CompletionRequest(SamplingRequest):
             return await session.complete(prompt, wanted)
         tokens, vocabulary = cast("list[int]", prompt), len(session.policy.renderer.tokenizer)
         if not all(0 <= token < vocabulary for token in tokens):
-            message = f"prompt: seen a token id outside 0 to {vocabulary - 1}"
+            message = f"prompt: got a token id outside 0 to {vocabulary - 1}"
             raise ApiError(400, message, code="invalid_value", param="prompt")
         return await session.complete(np.array(tokens, dtype=np.int64), wanted)
 
@@ -199,7 +199,7 @@ class ResponseRequest(ApiRequest):
         earlier: tuple[Message, ...] = ()
         if self.previous_response_id is not None:
             if (known := session.conversations.get(self.previous_response_id)) is None:
-                message = f"previous_response_id: seen {self.previous_response_id!r}, expected one of this episode"
+                message = f"previous_response_id: got {self.previous_response_id!r}, expected one of this episode"
                 raise ApiError(404, message, code="previous_response_not_found", param="previous_response_id")
             earlier = known
         said = [*earlier, *_plain_input(self.input)]

@@ -107,7 +107,7 @@ class Shape:
         return b""
 
     def _refusal(self, what: str, seen: str, expected: str) -> ApiError:
-        return ApiError(400, f"{what}: seen {seen}, expected {expected}", code="invalid_value")
+        return ApiError(400, f"{what}: got {seen}, expected {expected}", code="invalid_value")
 
 
 async def read_body(request: Request, session: Session) -> bytes:
@@ -124,10 +124,10 @@ async def read_body(request: Request, session: Session) -> bytes:
                 body += part
                 session.receiving += len(part)
                 if len(body) > bounds.bytes:
-                    message = f"seen more than {bounds.bytes:,} bytes, expected a conversation that fits the context"
+                    message = f"got more than {bounds.bytes:,} bytes, expected a conversation that fits the context"
                     raise ApiError(413, message, code="request_too_large")
                 if session.receiving > MAX_BODY:
-                    message = f"seen requests of more than {MAX_BODY >> 20} MB under way, expected less"
+                    message = f"got requests of more than {MAX_BODY >> 20} MB under way, expected less"
                     raise ApiError(429, message, code="rate_limit_exceeded")
                 shape.feed(part)
     except TimeoutError:
@@ -182,7 +182,7 @@ class Endpoint:
             self._socket.listen(2048)  # until then another could share the port
         except OSError as error:
             self._socket.close()
-            raise PortTakenError(f"agent.port: seen {port}, expected a free port of {HOST}, or 0 ({error})") from error
+            raise PortTakenError(f"agent.port: got {port}, expected a free port of {HOST}, or 0 ({error})") from error
         self._sessions: dict[bytes, Session] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         self._turned_away = 0
@@ -252,10 +252,10 @@ class Endpoint:
             return session
         self._turned_away += 1
         if not key:
-            raise ApiError(401, f"seen no key, {_ADVICE}", code="missing_api_key")
+            raise ApiError(401, f"got no key, {_ADVICE}", code="missing_api_key")
         if digest in self._ended:
             raise ApiError(410, "the episode of this key has ended", code="episode_ended")
-        raise ApiError(401, f"seen a key that is none, {_ADVICE}", code="invalid_api_key")
+        raise ApiError(401, f"got a key that is none, {_ADVICE}", code="invalid_api_key")
 
     def count_turned_away(self) -> int:
         """Requests since the last call that had no key of a running episode."""
@@ -285,7 +285,7 @@ def _application(endpoint: Endpoint) -> Starlette:
     async def model(request: Request) -> Response:
         endpoint.session_of(request)
         if (name := request.path_params["model"]) != MODEL:
-            raise ApiError(404, f"seen the model {name!r}, expected {MODEL}", code="model_not_found", param="model")
+            raise ApiError(404, f"got the model {name!r}, expected {MODEL}", code="model_not_found", param="model")
         return JSONResponse(_MODEL_CARD)
 
     async def reward(request: Request) -> Response:

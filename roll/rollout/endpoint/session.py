@@ -342,7 +342,7 @@ class Session:
         self._admit(wanted.n)
         prompt_ids = await self._text_prompt(prompt) if isinstance(prompt, str) else prompt
         if not len(prompt_ids):
-            raise ApiError(400, "prompt: seen no token, expected at least one", code="invalid_value", param="prompt")
+            raise ApiError(400, "prompt: got no token, expected at least one", code="invalid_value", param="prompt")
         answers = []
         for completion in await self._sample(prompt_ids, wanted):
             whole = self.policy.renderer.decode(completion.token_ids)
@@ -447,10 +447,10 @@ class Session:
         if self._ended:
             raise self._over()
         if n > most:
-            message = f"n: seen {n}, expected at most {most}"
+            message = f"n: got {n}, expected at most {most}"
             raise ApiError(400, message, code="invalid_value", param="n")
         if self._running.total() + n > most:
-            message = f"seen {self._running.total()} answers under way and {n} more, expected at most {most}"
+            message = f"got {self._running.total()} answers under way and {n} more, expected at most {most}"
             raise ApiError(429, message, code="rate_limit_exceeded")
         if self._started + n > self.config.max_calls:
             self.end = EpisodeEnd.TRUNCATED

@@ -171,7 +171,7 @@ def test_maxrl_weighs_one_success_among_four_by_three_and_refuses_penalties() ->
     config = AlgorithmConfig(adv_estimator="maxrl")
     advantages = compute_advantages(to_batch(episodes, history=False), config).advantages_T
     assert advantages.tolist() == [3.0, -1.0, -1.0, -1.0, 0.0, 0.0]
-    with pytest.raises(ValueError, match=r"seen an episode whose rewards sum to -0\.5, expected 0 or more"):
+    with pytest.raises(ValueError, match=r"got an episode whose rewards sum to -0\.5, expected 0 or more"):
         compute_advantages(to_batch([lone(0, 0, 1.0), lone(0, 1, -0.5)], history=False), config)
 
 

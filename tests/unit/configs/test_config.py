@@ -516,8 +516,8 @@ def test_checks_of_upper_layers_run_although_other_sections_are_wrong(problems):
 
 def test_problems_tell_path_value_expectation_and_hint():
     text = str(ConfigProblem("a.b", {"x": [1, "é"]}, "int", "did you mean c?"))
-    assert text == 'a.b: seen {"x": [1, "é"]}, expected int (did you mean c?)'
-    assert str(ConfigProblem("a", NOTHING, "str")) == "a: seen nothing, expected str"
+    assert text == 'a.b: got {"x": [1, "é"]}, expected int (did you mean c?)'
+    assert str(ConfigProblem("a", NOTHING, "str")) == "a: got nothing, expected str"
     assert len(str(ConfigProblem("a", "y" * 1000, "str"))) < 120
 
 
@@ -763,7 +763,7 @@ def test_replicas_that_evaluate_are_the_generator_s_on_devices_of_their_own(load
         (f"a: {'[' * 3000}{']' * 3000}\n", "nested without end"),
         ("defaults: [5]\n", "Unsupported type in defaults"),
         ("defaults: agentic_sokoban\n", "defaults must be a list"),
-        ("defaults: [agentic_sokobann]\n", 'seen "agentic_sokobann".*did you mean agentic_sokoban?'),
+        ("defaults: [agentic_sokobann]\n", 'got "agentic_sokobann".*did you mean agentic_sokoban?'),
         ("custom_envs: {null: 3}\n", "Incompatible key type 'NoneType' at custom_envs"),
         ("seed: ${\n", "no viable alternative at input '${' at seed"),
     ],
@@ -831,7 +831,7 @@ def test_all_wrong_options_of_trackers_are_told(problems):
     [
         (AgenticConfig, "agentic_sokoban", "rewards", "it belongs to RLVR and SFT and .*; here the environments pay"),
         (RLVRConfig, "rlvr_math", "judge", "it belongs to the agentic pipeline$"),
-        (RLVRConfig, "rlvr_math", "custom_envs", "it belongs to the agentic pipeline; here rewards"),
+        (RLVRConfig, "rlvr_math", "custom_envs", "it belongs to the agentic pipeline; this pipeline uses rewards"),
         (SFTConfig, "sft_math", "num_return_sequences_in_group", "it belongs to RLVR$"),
         (SFTConfig, "sft_math", "preference_loss", r"it belongs to preferences \(DPO\)$"),
         (SFTConfig, "sft_math", "teacher", "it belongs to the agentic pipeline and RLVR and .*answers$"),

@@ -47,9 +47,7 @@ def test_it_is_a_cluster_of_its_own_and_a_model_that_counts(tmp_path: Path) -> N
 def test_who_asks_has_a_judge_and_a_judge_is_asked(tmp_path: Path) -> None:
     found = problems(tmp_path, text=TEXT)
     assert "the model that Lake (tests.support.judged_env:JudgedEnv) asks" in found["judge"]
-    assert (
-        "no environment that is played asks" in problems(tmp_path, "judge={model: some/judge}", text=MINIMAL)["judge"]
-    )
+    assert "no environment calls a model" in problems(tmp_path, "judge={model: some/judge}", text=MINIMAL)["judge"]
 
 
 def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:

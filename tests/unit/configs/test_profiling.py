@@ -23,7 +23,7 @@ from roll.configs.pipeline import ProfilerConfig
 def test_what_is_not_there_cannot_be_recorded(change: str, path: str, expected: str, capsys) -> None:
     assert main(["validate", "rlvr_math", change]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert f"1. {path} seen" in said and expected in said
+    assert f"1. {path} got" in said and expected in said
 
 
 def test_nsight_needs_nsys_before_anything_starts(monkeypatch, capsys, tmp_path) -> None:

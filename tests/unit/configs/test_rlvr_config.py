@@ -79,9 +79,9 @@ WRONG = [
     (["rewards.choice.tag_included=[mmlu,aime]"], "rewards.choice.tag_included", "aime is in maths already"),
     (["rewards.maths.verifiers=[{name:math,wieght:1}]"], f"{VERIFIER}.0.wieght", "did you mean weight?"),
     (["rewards.maths.verifiers=[{name:math,weight:heavy}]"], f"{VERIFIER}.0.weight", "expected float"),
-    (["rewards.maths.verifiers=[{weight:1.0}]"], f"{VERIFIER}.0.name", "seen nothing, expected str"),
+    (["rewards.maths.verifiers=[{weight:1.0}]"], f"{VERIFIER}.0.name", "got nothing, expected str"),
     (["rewards.maths.verifiers=[math]"], f"{VERIFIER}.0", "expected section"),
-    (["~rewards.maths.verifiers"], f"{VERIFIER}", "seen nothing, expected list of section"),
+    (["~rewards.maths.verifiers"], f"{VERIFIER}", "got nothing, expected list of section"),
     ([f"{VERIFIER}=[{{name:math,weight:-1}}]"], f"{VERIFIER}.0.weight", "at least 0: this verifier decides"),
     (["num_renders=9"], "num_renders", "no such key in RLVR"),
     ([f"{TRAIN}.dataset_cls=nope"], f"{TRAIN}.dataset_cls", "expected package.module:attribute"),
@@ -228,9 +228,13 @@ def test_the_arithmetic_is_told_in_words_also_of_an_evaluation_alone(load: Load)
         (["agent={command: [echo], verify: [judge]}"], "agent.verify", "nothing with reward task"),
         (["agent={type: url, url: 'http://x', reward: verify}"], "agent.reward", "verify judges the folder"),
         (["agent={command: [echo], cwd: /tmp, sandbox: {}}"], "agent.cwd", "null with sandbox"),
-        (["agent={command: [echo], cwd: /no/where}"], "agent.cwd", "a folder that is there"),
-        (["agent={command: [echo], template: /no/where}"], "agent.template", "a folder that is there"),
-        (["agent={command: [echo], sandbox: {readable: [/no/where]}}"], "agent.sandbox.readable.0", "that is there"),
+        (["agent={command: [echo], cwd: /no/where}"], "agent.cwd", "an existing folder"),
+        (["agent={command: [echo], template: /no/where}"], "agent.template", "an existing folder"),
+        (
+            ["agent={command: [echo], sandbox: {readable: [/no/where]}}"],
+            "agent.sandbox.readable.0",
+            "an existing file or folder",
+        ),
         (["agent={command: [echo], sandbox: {memory_mb: 1}}"], "agent.sandbox.memory_mb", "64"),
         (["warm_start.tools=[calculatr]"], "warm_start.tools.0", "calculator"),
         (["agent={command: [echo]}", "tools={use: {calculator: {tool: calculator}}}"], "tools", "null with agent"),
@@ -317,4 +321,4 @@ def test_what_pairs_cannot_do_is_told_at_once(problems: Problems) -> None:
     uneven = problems(*ONLINE, "actor_train.training_args.per_device_train_batch_size=5")
     assert "rollout_batch_size = 16 pairs" in str(uneven)
     replayed = problems(*ONLINE, "actor_train.router_replay.mode=R2")
-    assert "R3 or disable where the trainer does not score" in replayed["actor_train.router_replay.mode"]
+    assert "R3 or disable if the trainer computes no log-probs" in replayed["actor_train.router_replay.mode"]

@@ -159,7 +159,7 @@ def test_a_far_position_is_reached_directly() -> None:
     ("shares", "message"),
     [
         ({"a": 1.0}, r"no share for 'b' \(2 prompts\), expected one for every domain"),
-        ({"a": 0.5, "b": 0.25, "x": 0.25}, "seen x, of which the dataset has no prompts"),
+        ({"a": 0.5, "b": 0.25, "x": 0.25}, "got x, for which the dataset has no prompts"),
         ({"a": 0.5, "b": 0.6}, "expected a sum of 1, not 1.1"),
         ({"a": 1.5, "b": -0.5}, "expected positive shares"),
         ({}, "expected a sum of 1, not 0"),

@@ -181,10 +181,10 @@ LAST_WORD = [*USER, {"role": "assistant", "content": "6"}]
         ({"prompt": "\ud800"}, {}, "column 'prompt': half of a surrogate pair at character 1, expected text"),
         ({"m": []}, {"messages": "m"}, "column 'm': [], expected a list of messages"),
         ({"m": {}}, {"messages": "m"}, "column 'm': {}, expected a list of messages"),
-        ({"m": "hello"}, {"messages": "m"}, "column 'm': text that is no JSON list of messages"),
+        ({"m": "hello"}, {"messages": "m"}, "column 'm': text that is not a JSON list of messages"),
         ({"m": ["x"]}, {"messages": "m"}, "m[0]: 'x', expected an object with role and content"),
-        ({"m": [{"value": "x"}]}, {"messages": "m"}, "m[0]: no role, seen 'value'"),
-        ({"m": [{"role": "user"}]}, {"messages": "m"}, "m[0]: no content, seen 'role'"),
+        ({"m": [{"value": "x"}]}, {"messages": "m"}, "m[0]: no role, got 'value'"),
+        ({"m": [{"role": "user"}]}, {"messages": "m"}, "m[0]: no content, got 'role'"),
         (
             {"m": [{"role": "critic", "content": "x"}]},
             {"messages": "m"},
@@ -194,7 +194,7 @@ LAST_WORD = [*USER, {"role": "assistant", "content": "6"}]
         (
             {"m": [{"role": "user", "content": None}]},
             {"messages": "m"},
-            "m[0]: no content, seen 'role', 'content'; expected text",
+            "m[0]: no content, got 'role', 'content'; expected text",
         ),
         (
             {"m": [{"role": "user", "content": [{"type": "text"}]}]},
@@ -407,17 +407,17 @@ def test_mistakes_of_a_dataset_class_have_their_row() -> None:
         ({"prompt": "p"}, None),
         ({"file_name": "a.jsonl", "prompt": "p"}, None),
         ({"domain_interleave_probs": {"a": 0.1, "b": 0.2, "c": 0.7000005}}, None),
-        ({"file_name": "a.jsonl"}, "prompt: seen null, expected the column of the question, or messages"),
-        ({"dataset_cls": "a:b"}, "prompt: seen null, .* since dataset_cls is set"),
-        ({"prompt": "p", "messages": "m"}, "messages: seen .m., expected null beside prompt = p"),
-        ({"file_name": []}, r"file_name: seen \[\], expected null, a path or a list"),
-        ({"file_name": ["a", ""], "prompt": "p"}, "file_name: seen"),
-        ({"dataset_cls": "a.b", "prompt": "p"}, "dataset_cls: seen .a.b., expected package.module:attribute"),
+        ({"file_name": "a.jsonl"}, "prompt: got null, expected the column of the question, or messages"),
+        ({"dataset_cls": "a:b"}, "prompt: got null, .* since dataset_cls is set"),
+        ({"prompt": "p", "messages": "m"}, "messages: got .m., expected null with prompt = p"),
+        ({"file_name": []}, r"file_name: got \[\], expected null, a path or a list"),
+        ({"file_name": ["a", ""], "prompt": "p"}, "file_name: got"),
+        ({"dataset_cls": "a.b", "prompt": "p"}, "dataset_cls: got .a.b., expected package.module:attribute"),
         (
             {"domain_interleave_probs": {"a": 0.5, "b": 0.6}},
-            "domain_interleave_probs: seen .*expected a sum of 1, not 1.1",
+            "domain_interleave_probs: got .*expected a sum of 1, not 1.1",
         ),
-        ({"domain_interleave_probs": {"a": 0.0, "b": 1.0}}, r'seen \{"a": 0.0\}, expected positive'),
+        ({"domain_interleave_probs": {"a": 0.0, "b": 1.0}}, r'got \{"a": 0.0\}, expected positive'),
     ],
 )
 def test_rules_between_the_keys(args: dict[str, Any], problem: str | None) -> None:
@@ -429,13 +429,13 @@ def test_rules_between_the_keys(args: dict[str, Any], problem: str | None) -> No
 def test_rules_of_the_filter_and_of_the_columns() -> None:
     args = DataArguments(dataset_filter={"min_difficulty": 2, "max_difficulty": 1})
     (problem,) = args.dataset_filter.problems()
-    assert str(problem) == "min_difficulty: seen 2.0, expected at most max_difficulty = 1.0"
+    assert str(problem) == "min_difficulty: got 2.0, expected at most max_difficulty = 1.0"
     assert list(DataArguments(dataset_filter={"source": [""]}).dataset_filter.problems())
     with pytest.raises(ValueError, match="prompt_overflow"):
         DataArguments(prompt_overflow="middle")
     for args, message in (
-        ({"prompt": "p"}, "data_args.file_name: seen null, expected files"),
-        ({"file_name": "x.jsonl"}, "data_args.prompt: seen null"),
+        ({"prompt": "p"}, "data_args.file_name: got null, expected files"),
+        ({"file_name": "x.jsonl"}, "data_args.prompt: got null"),
     ):
         with pytest.raises(ValueError, match=message):
             load_prompts(DataArguments(**args), renderer=None, prompt_length=None, allowed_tags=None, seed=0)

@@ -22,7 +22,7 @@ CALLS: list[dict[str, Any]] = []
 def generate(folder: Path, **args: Any) -> None:
     CALLS.append(args)
     if args.get("fail"):
-        raise ValueError("fail: seen true, expected false")
+        raise ValueError("fail: got true, expected false")
     (folder / "train.jsonl").write_text("made")
 
 
@@ -82,7 +82,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"file_name": "no-such.jsonl"}, "no-such.jsonl: no such file or folder"),
     ({"prompt": "question"}, "train.jsonl:1: "),
     ({"dataset_cls": "roll.nowhere:Data", "file_name": None}, "roll.nowhere"),
-    ({"domain_interleave_probs": {"one": 1.0}}, "domain_interleave_probs: seen no share for 'two' (2 prompts)"),
+    ({"domain_interleave_probs": {"one": 1.0}}, "domain_interleave_probs: got no share for 'two' (2 prompts)"),
     ({"template": "{{ no such"}, "template"),
 ]
 
@@ -116,7 +116,7 @@ def test_a_generator_that_refuses_its_arguments_is_exit_code_2(
 ) -> None:
     generator = DataGeneratorConfig(path=f"{__name__}:generate", folder=str(tmp_path / "data"), args={"fail": True})
     assert run_rlvr(config(model, tmp_path).model_copy(update={"data_generator": generator})) == 2
-    assert "fail: seen true, expected false" in capsys.readouterr().err
+    assert "fail: got true, expected false" in capsys.readouterr().err
 
 
 class Rewards:

@@ -228,7 +228,7 @@ REFUSED: list[tuple[Row, dict[str, str], str]] = [
     ({"m": [user()]}, M, "m[0]: the last message is of the user, expected the assistant; or data_args.response"),
     ({"m": [user(), says("")]}, M, "m[1].content: empty, expected an answer"),
     ({"m": [user(), says("", tool_calls=[])]}, M, "m[1].content: empty, expected an answer"),
-    ({"m": [user(), says(None)]}, M, "m[1]: no content, seen 'role', 'content'; expected text"),
+    ({"m": [user(), says(None)]}, M, "m[1]: no content, got 'role', 'content'; expected text"),
     ({"m": [user(), {"role": "critic", "content": "2"}]}, M, "m[1].role: 'critic', expected one of system, developer"),
     ({"m": [user(), says(weight=0)]}, M, "column 'm': nothing to learn: weight or train"),
     ({"m": [user(), says(weight=0.5)]}, M, "m[1].weight: 0.5, expected 0 or 1"),
@@ -272,7 +272,7 @@ REFUSED: list[tuple[Row, dict[str, str], str]] = [
         "tools[0]: {'type': 'code_interpreter'}, expected {type: function",
     ),
     ({"m": PLAIN, "tools": 3}, M, "column 'tools': 3, expected a list of tools (data_args.tools: null: not read)"),
-    ({"m": "hello"}, M, "column 'm': text that is no JSON list of messages"),
+    ({"m": "hello"}, M, "column 'm': text that is not a JSON list of messages"),
     ({"m": {"role": "user"}}, M, "column 'm': {'role': 'user'}, expected a list of messages"),
     ({"x": 1}, M, "no column 'm', the row has 'x'"),
     ({"m": [user("\ud800"), says()]}, M, "m[0].content: half of a surrogate pair at character 1"),
@@ -473,4 +473,4 @@ def test_rewritten_turns_make_samples_of_their_own_and_one_question(tmp_path: Pa
     data = load(write(tmp_path / "data.jsonl", [{"m": TWO}, {"m": PLAIN}]), M)
     assert len(data.batch.samples) == 3 and len(data.questions) == 2
     assert str(data.report).startswith("2 conversations as 3 samples, ")
-    assert "has a sample of its own" in str(data.report)
+    assert "is a separate sample" in str(data.report)

@@ -160,9 +160,9 @@ def test_plain_chatml_has_no_problem() -> None:
     assert report.append_only == APPEND_ONLY and not report.problems and names(report) == {"no-tools"}
     assert report.page() == (
         "append-only:       answers yes, tool calls yes, answers after tools yes\n"
-        "tool dialect:      hermes; tools are told of in the Hermes form, as the template knows none\n"
+        "tool dialect:      hermes; tools are described in the Hermes form, as the template has none\n"
         "opens a turn with: '<|im_start|>assistant\\n'\n"
         "ends a turn with:  '<|im_end|>'\n"
         "\n"
-        "note     no-tools: the template knows no tools: they are told of and called in the Hermes form\n"
+        "note     no-tools: the template has no tools: they are described and called in the Hermes form\n"
     )

@@ -84,7 +84,7 @@ def test_equal_arguments_give_equal_files_and_held_out_pairs_are_nowhere_else(tm
         ({"min_operand": 1, "max_operand": 2, "held_out_share": 1e-9}, "with which no pair .* from 1 to 2 is held out"),
         ({"min_operand": 1, "max_operand": 2, "held_out_share": 1 - 1e-9}, "with which every pair"),
         ({"call_rate": 0.9, "slip_rate": 0.2}, "call_rate, slip_rate"),
-        ({"tool": "abacus"}, "tool: seen 'abacus', expected one of calculator, python"),
+        ({"tool": "abacus"}, "tool: got 'abacus', expected one of calculator, python"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -104,12 +104,12 @@ def test_its_sequences_stand_in_rows_of_their_own(own: str) -> None:
     packs = make_context(
         Path(own), "fsdp2_train", model_args={"trust_remote_code": True}, worker={"use_sequence_packing": True}
     )
-    with pytest.raises(ValueError, match="use_sequence_packing: true, expected false: own_model_of_a_test is computed"):
+    with pytest.raises(ValueError, match="use_sequence_packing: true, expected false: own_model_of_a_test has its own"):
         Fsdp2Train(packs).setup()
     sections = {"use_sequence_packing": True}
     everyone = ("actor_train", "actor_infer", "reference")
     found = refusals(own, everyone, actor_train=sections)
-    assert "code of its own" in found["actor_train.use_sequence_packing"]
+    assert "its own code" in found["actor_train.use_sequence_packing"]
 
 
 def worker(trusts: bool, **sections: Any) -> WorkerConfig:

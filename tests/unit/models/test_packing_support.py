@@ -90,7 +90,7 @@ def test_windows_and_mixtures_of_layers_are_fine_where_they_were_measured_and_ot
         model_type = "other"
 
     assert packing_problem(OtherConfig()) == "has not been measured"
-    assert "code of its own" in packing_problem(tiny_config("llama"), own_code=True)
+    assert "its own code" in packing_problem(tiny_config("llama"), own_code=True)
     assert kinds([1, 0]) == ["number"] and kinds(8) == ["number"] and kinds(True) == [True] and kinds(None) == [None]
     assert kinds({"a": {"rope_type": "yarn"}, "b": {"rope_type": "default"}}) == ["default", "yarn"]
     assert "sliding_window" in watched(tiny_config("mistral"))

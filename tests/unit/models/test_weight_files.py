@@ -140,7 +140,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     ),
     "a bias": ("Llama", with_more(f"{QUERY}.bias", 16), rf"1 of its 22 tensors .*lost: {QUERY}\.bias"),
     "scales": ("Llama", with_more(f"{QUERY}.weight_scale_inv", 1, 1), "they belong to quantised weights"),
-    "fp8": ("Llama", in_fp8, r"0\.mlp\.up_proj\.weight: seen number format F8_E4M3, expected weights in bf16"),
+    "fp8": ("Llama", in_fp8, r"0\.mlp\.up_proj\.weight: got number format F8_E4M3, expected weights in bf16"),
     "stated as quantised": (
         "Llama",
         lambda folder, _: configure(folder, quantization_config={"quant_method": "fp8"}),
@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "other sizes": (
         "Llama",
         lambda folder, _: configure(folder, intermediate_size=20),
-        r"mlp\.\w+\.weight: seen shape \(.*\), expected \(.*\), and 5 more of other shapes",
+        r"mlp\.\w+\.weight: got shape \(.*\), expected \(.*\), and 5 more of other shapes",
     ),
     "an expert without its half": (
         "Qwen3Moe",
@@ -170,7 +170,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "an adapter too": (
         "Llama",
         lambda folder, _: (folder / "adapter_config.json").write_text("{}") and None,
-        r"seen a model and adapter_config\.json",
+        r"got a model and adapter_config\.json",
     ),
     "a matrix of an adapter": (
         "Llama",
@@ -185,7 +185,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "a padding token beyond": (
         "Llama",
         lambda folder, _: configure(folder, pad_token_id=32),
-        "pad_token_id: seen 32, expected below vocab_size 32",
+        "pad_token_id: got 32, expected below vocab_size 32",
     ),
 }
 
@@ -243,7 +243,7 @@ def test_the_output_layer_is_no_business_of_a_trunk(tmp_path: Path) -> None:
 
 def test_a_head_of_several_outputs_is_no_start_of_a_value_head(tmp_path: Path) -> None:
     with_more("score.weight", 2, 16)(tmp_path, written(tmp_path, "Llama"))
-    with pytest.raises(ValueError, match=r"score\.weight: seen shape \(2, 16\), expected \(1, 16\)"):
+    with pytest.raises(ValueError, match=r"score\.weight: got shape \(2, 16\), expected \(1, 16\)"):
         load_value_head(16, tmp_path)
 
 
@@ -261,12 +261,12 @@ def shards(model: PreTrainedModel, tmp_path: Path) -> tuple[Path, list[Path], di
         pytest.param(Path.unlink, rf"1 of the \d+ files that {INDEX} names are not there: ", id="a file is missing"),
         pytest.param(
             lambda file: shutil.copy(file, file.parent / "model-00099-of-00099.safetensors"),
-            r"seen model-00099-of-00099\.safetensors, that \S+index\.json does not name",
+            r"got model-00099-of-00099\.safetensors, that \S+index\.json does not name",
             id="a file too many",
         ),
         pytest.param(
             lambda file: shutil.copy(file, file.parent / "model.safetensors"),
-            r"seen both model\.safetensors and \S+index\.json, expected one model",
+            r"got both model\.safetensors and \S+index\.json, expected one model",
             id="two models",
         ),
     ],

@@ -112,7 +112,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "index": (
         lambda folder: void((folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": 3}}))),
-        "weight_map.lm_head.weight: seen 3, expected the name of a file",
+        "weight_map.lm_head.weight: got 3, expected the name of a file",
     ),
     "format": (
         lambda folder: void((folder / "model.safetensors").rename(folder / "pytorch_model.bin")),
@@ -120,7 +120,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "end": (
         lambda folder: configure(folder, "generation_config.json", eos_token_id=[1, 999]),
-        "generation_config.json: eos_token_id: seen [1, 999], expected below vocab_size",
+        "generation_config.json: eos_token_id: got [1, 999], expected below vocab_size",
     ),
 }
 
@@ -203,7 +203,7 @@ def test_an_adapter_to_start_from_has_the_matrices_that_are_trained(folder: Path
     tensors = load_file(adapter / ADAPTER_FILE)
     name = next(name for name in tensors if ".lora_A." in name)
     save_file({**tensors, name: tensors[name][:, 1:].contiguous()}, adapter / ADAPTER_FILE)
-    assert "seen shape (2, 15), expected (2, 16)" in found("q_proj,v_proj")
+    assert "got shape (2, 15), expected (2, 16)" in found("q_proj,v_proj")
     (adapter / ADAPTER_FILE).write_bytes(b"cut")
     assert "expected a whole safetensors file" in found("q_proj,v_proj")
 

@@ -276,7 +276,7 @@ def test_references_that_no_answer_can_equal_are_problems_of_their_rows(load: Lo
     config = load("rewards.arithmetic.verifiers=[{name: gsm8k}]", "rewards.arithmetic.tag_included=[arithmetic]")
     _, [problem] = check_data(config)
     assert f"{tmp_path}/train.jsonl:2: rewards." in str(problem) and f"{tmp_path}/train.jsonl:3: " in str(problem)
-    assert "seen nan, expected a number" in str(problem) and "seen 'six', expected a number" in str(problem)
+    assert "got nan, expected a number" in str(problem) and "got 'six', expected a number" in str(problem)
 
 
 @pytest.mark.parametrize("name", ["sft_math", "dpo_math"])
@@ -289,7 +289,7 @@ def test_references_of_held_out_questions_are_tried_where_answers_to_them_are_sc
     schema = SFTConfig if name == "sft_math" else DPOConfig
     config = load_composed(schema, name, found)
     _, [problem] = check_data(config)
-    assert f"{file}:2: rewards.arithmetic.verifiers.0 (gsm8k)" in str(problem) and "seen 'four'" in str(problem)
+    assert f"{file}:2: rewards.arithmetic.verifiers.0 (gsm8k)" in str(problem) and "got 'four'" in str(problem)
     assert f"{file}:1" not in str(problem) and f"{file}:3" not in str(problem)
     with pytest.raises(DataError, match=r"val\.jsonl:2: rewards\.arithmetic"):
         load_datasets(config.model_copy(update={"eval_only": True}), policy_renderer(config), LOADERS[name])

@@ -56,15 +56,13 @@ def test_a_template_whose_dialect_nobody_knows_asks_for_one(tmp_path: Path) -> N
     assert problem.path == "tools.dialect" and "one of deepseek, glm, harmony" in problem.expected
     assert "no known dialect reads a call as the template writes it: '!look_up" in problem.hint
     renderer = ChatRenderer(family_tokenizer("qwen2_5"), MUTE)
-    with pytest.raises(
-        ValueError, match=r"tools.dialect: seen auto, expected one of deepseek.* no known dialect reads"
-    ):
+    with pytest.raises(ValueError, match=r"tools.dialect: got auto, expected one of deepseek.* no known dialect reads"):
         dialect_for("auto", renderer)
     assert dialect_for("auto", renderer, default="hermes").name == "hermes"
     assert with_tools(tmp_path, "qwen2_5", "tools.dialect=glm", template=MUTE).pretrain == str(tmp_path)
 
 
-MORE = "; roll template check tells more"
+MORE = "; roll template check shows more"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +75,7 @@ MORE = "; roll template check tells more"
             "hermes",
             [
                 f"append-only, drops-reasoning, speaks the tool dialect glm{MORE}",
-                "warning: tools.dialect: seen hermes, expected glm, in which the chat template has tools called",
+                "warning: tools.dialect: got hermes, expected glm, in which the chat template has tools called",
             ],
         ),
         (
@@ -94,7 +92,7 @@ MORE = "; roll template check tells more"
             "glm",
             [
                 "append-only, speaks the tool dialect hermes",
-                "warning: tools.dialect: seen glm, expected hermes, in which the chat template has tools called",
+                "warning: tools.dialect: got glm, expected hermes, in which the chat template has tools called",
             ],
         ),
     ],

@@ -249,7 +249,7 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
         # Replayed experts
         ({REPLAY: "R2"}, REPLAY, "disable: Qwen2Config has no experts"),
         (fsdp2("moe") | sglang() | {REPLAY: "R3"}, REPLAY, "R2 or disable with sglang"),
-        (fsdp2("moe") | {REPLAY: "R2", "train_infer_correction.bypass": True}, REPLAY, "R3 or disable where"),
+        (fsdp2("moe") | {REPLAY: "R2", "train_infer_correction.bypass": True}, REPLAY, "R3 or disable if"),
         ({"actor_infer.router_replay.mode": "R2"}, "actor_infer.router_replay", "actor_infer does not read"),
         (megatron("moe", moe_router_fusion=True) | {REPLAY: "R2"}, f"{TRAIN}.moe_router_fusion", "false with"),
         # LoRA

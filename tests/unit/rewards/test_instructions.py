@@ -108,20 +108,20 @@ def test_constraints_of_all_rows_add_to_those_of_the_row_also_of_columnar_files(
 @pytest.mark.parametrize(
     ("constraints", "message"),
     [
-        (None, "extra_info.constraints: seen null, expected a list"),
-        ([], r"seen \[\], expected at least one constraint"),
-        ("[", "seen text that is no JSON"),
-        ([{"kind": "num_word"}], r"constraints.0.kind: seen \"num_word\", expected one of .*did you mean num_words\?"),
-        ([{"min": 1}], "constraints.0: seen .*, expected a mapping with kind"),
-        (["num_words"], "constraints.0: seen .*, expected a mapping"),
-        ([{"kind": "num_words"}], "constraints.0.min: seen 0, expected at least 1"),
-        ([{"kind": "num_words", "min": 3, "max": 2}], "constraints.0.max: seen 2, expected at least min = 3"),
-        ([{"kind": "num_words", "minimum": 3}], "constraints.0.minimum: seen 3, expected no such key"),
-        ([{"kind": "json"}, {"kind": "regex", "pattern": "("}], "constraints.1.pattern: seen .*regular expression"),
-        ([{"kind": "keywords_include", "keywords": []}], "constraints.0.keywords: seen .*at least 1 long"),
-        ([{"kind": "keywords_include", "keywords": [" "]}], "constraints.0.keywords: seen .*none blank"),
-        ([{"kind": "ends_with", "text": " "}], "constraints.0.text: seen .*not blank"),
-        ([{"kind": "sections", "splitter": " "}], "constraints.0.splitter: seen .*not blank"),
+        (None, "extra_info.constraints: got null, expected a list"),
+        ([], r"got \[\], expected at least one constraint"),
+        ("[", "got text that is no JSON"),
+        ([{"kind": "num_word"}], r"constraints.0.kind: got \"num_word\", expected one of .*did you mean num_words\?"),
+        ([{"min": 1}], "constraints.0: got .*, expected a mapping with kind"),
+        (["num_words"], "constraints.0: got .*, expected a mapping"),
+        ([{"kind": "num_words"}], "constraints.0.min: got 0, expected at least 1"),
+        ([{"kind": "num_words", "min": 3, "max": 2}], "constraints.0.max: got 2, expected at least min = 3"),
+        ([{"kind": "num_words", "minimum": 3}], "constraints.0.minimum: got 3, expected no such key"),
+        ([{"kind": "json"}, {"kind": "regex", "pattern": "("}], "constraints.1.pattern: got .*regular expression"),
+        ([{"kind": "keywords_include", "keywords": []}], "constraints.0.keywords: got .*at least 1 long"),
+        ([{"kind": "keywords_include", "keywords": [" "]}], "constraints.0.keywords: got .*none blank"),
+        ([{"kind": "ends_with", "text": " "}], "constraints.0.text: got .*not blank"),
+        ([{"kind": "sections", "splitter": " "}], "constraints.0.splitter: got .*not blank"),
     ],
 )
 def test_rows_that_cannot_be_understood_are_errors_with_the_row(constraints, message):
@@ -136,7 +136,7 @@ def test_args_are_checked_at_start():
     )
     first, second = config.problems()
     assert (first.path, first.seen, first.hint) == ("constraints.1.kind", "jsn", "did you mean json?")
-    assert str(second) == "constraints.2.max: seen 1, expected at least min = 2"
+    assert str(second) == "constraints.2.max: got 1, expected at least min = 2"
     with pytest.raises(ValueError, match=r"constraints\.1\.kind"):
         InstructionVerifier(config)
 

@@ -220,13 +220,13 @@ def test_a_refusal_is_not_repeated(status: int):
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (Reply(body="<html>hello"), "expected a chat completion as JSON, seen '<html>hello'"),
+        (Reply(body="<html>hello"), "expected a chat completion as JSON, got '<html>hello'"),
         (Reply(body='{"choices": []}'), "expected a chat completion as JSON"),
         (Reply(body='["choices"]'), "expected a chat completion as JSON"),
-        (says(None), "expected the judge's words in message.content, seen 'None'"),
+        (says(None), "expected the judge's words in message.content, got 'None'"),
         (says("I like it."), "finds no score in the judge's words 'I like it.'"),
         (says("Well, let me", finish_reason="length"), "cut off by max_tokens, 'Well"),
-        (says("Score: 11"), "score: seen '11', expected yes, no or 0 to 10"),
+        (says("Score: 11"), "score: got '11', expected yes, no or 0 to 10"),
     ],
 )
 def test_an_answer_without_a_score_is_asked_for_again_and_then_an_error(reply: Reply, message: str):
@@ -238,7 +238,7 @@ def test_an_answer_without_a_score_is_asked_for_again_and_then_an_error(reply: R
 
 
 def test_a_group_that_is_no_number_is_no_score():
-    with serving(says("Score: nan")) as server, pytest.raises(RewardError, match="score: seen 'nan'"):
+    with serving(says("Score: nan")) as server, pytest.raises(RewardError, match="score: got 'nan'"):
         score(server.url, score_pattern="Score: (.*)", max_attempts=1)
 
 
@@ -417,20 +417,20 @@ def test_a_prompt_of_ones_own_sees_the_row():
 @pytest.mark.parametrize(
     ("args", "problem"),
     [
-        ({"judge_api_url": "ftp://host/v1"}, "judge_api_url: seen .ftp://host/v1., expected http"),
-        ({"judge_api_url": "host:8000"}, "judge_api_url: seen"),
+        ({"judge_api_url": "ftp://host/v1"}, "judge_api_url: got .ftp://host/v1., expected http"),
+        ({"judge_api_url": "host:8000"}, "judge_api_url: got"),
         ({"judge_api_url": "http://a:b:c"}, "judge_api_url: .*expected http"),
         (
             {"judge_api_key_env": "sk-123"},
-            "judge_api_key_env: seen a value that is not shown, expected the name of an environment variable",
+            "judge_api_key_env: got a value that is not shown, expected the name of an environment variable",
         ),
         ({"judge_prompt": "{{ prompt }}"}, "judge_prompt: .*expected {{ response }} in it"),
         ({"judge_prompt": "{response}"}, "judge_prompt: .*expected {{ response }} in it"),
-        ({"judge_prompt": "{{ response }}{{ respons }}"}, "judge_prompt: seen {{ respons }}, expected one of prompt"),
+        ({"judge_prompt": "{{ response }}{{ respons }}"}, "judge_prompt: got {{ respons }}, expected one of prompt"),
         ({"judge_prompt": "a\n{% if %}"}, "judge_prompt: .*line 2"),
-        ({"score_pattern": "("}, "score_pattern: seen .\\(., expected a regular"),
-        ({"score_pattern": "Score"}, "score_pattern: seen .Score., expected a group"),
-        ({"min_score": 5, "max_score": 5}, "max_score: seen 5.0, expected more than min_score = 5"),
+        ({"score_pattern": "("}, "score_pattern: got .\\(., expected a regular"),
+        ({"score_pattern": "Score"}, "score_pattern: got .Score., expected a group"),
+        ({"min_score": 5, "max_score": 5}, "max_score: got 5.0, expected more than min_score = 5"),
     ],
 )
 def test_wrong_configurations_are_named(args: dict[str, Any], problem: str):

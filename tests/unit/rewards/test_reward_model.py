@@ -319,12 +319,12 @@ def test_without_a_begin_token_only_the_tail_is_read_and_at_most_as_many_tokens_
     assert [score_all(qwen, [sample], max_length=20)[0].score] == close_to(expected)
     sample = make_sample("why? " * 100, "So.")
     assert score_all(qwen, [sample])[0].parts["truncated"] == 1
-    with pytest.raises(RewardError, match=r"max_length: seen a conversation of 5\d\d tokens, expected at most 256"):
+    with pytest.raises(RewardError, match=r"max_length: got a conversation of 5\d\d tokens, expected at most 256"):
         score_all(qwen, [sample], overlong="error")
 
 
 async def test_a_score_that_is_no_number_is_an_error(qwen: Path):
-    with pytest.raises(RewardError, match="seen the score nan, expected a number"):
+    with pytest.raises(RewardError, match="got the score nan, expected a number"):
         verifier = RewardModelVerifier(RewardModelConfig(model_path=str(qwen), device="cpu"))
         torch.nn.init.constant_(verifier.classifier.model.score.weight, float("nan"))
         try:
@@ -348,18 +348,18 @@ def test_a_template_that_refuses_a_conversation_is_an_error_of_the_sample(qwen: 
     [
         (
             {"model_path": "/no/such/folder"},
-            'model_path: seen "/no/such/folder", expected a folder with a model .* no such folder',
+            'model_path: got "/no/such/folder", expected a folder with a model .* no such folder',
         ),
-        ({"template": "/no/such.jinja"}, 'template: seen "/no/such.jinja", expected a chat template'),
+        ({"template": "/no/such.jinja"}, 'template: got "/no/such.jinja", expected a chat template'),
         ({"template": "{{ messages[0].content }}"}, "template: it drops the assistant's words"),
         ({"template": "{% for %}"}, "template: cannot render"),
-        ({"device": "gpu"}, "device: seen .gpu., expected auto"),
-        ({"device": "cuda:99"}, "device: seen 'cuda:99', but this process sees"),
-        ({"label": 3}, "label: seen 3, but the model has one output"),
-        ({"label": -1}, "label: seen -1, expected 0 or more"),
+        ({"device": "gpu"}, "device: got .gpu., expected auto"),
+        ({"device": "cuda:99"}, "device: got 'cuda:99', but this process sees"),
+        ({"label": 3}, "label: got 3, but the model has one output"),
+        ({"label": -1}, "label: got -1, expected 0 or more"),
         ({"probability": True}, "probability: the model has one output"),
-        ({"probability": True, "sigmoid": True}, "sigmoid: seen true, expected false beside probability"),
-        ({"max_length": 257}, "max_length: seen 257, expected at most the model's 256 positions"),
+        ({"probability": True, "sigmoid": True}, "sigmoid: got true, expected false with probability"),
+        ({"max_length": 257}, "max_length: got 257, expected at most the model's 256 positions"),
     ],
 )
 def test_wrong_configurations_are_named_at_start(args: dict[str, Any], problem: str, qwen: Path):
@@ -382,13 +382,11 @@ def test_folders_without_the_needed_parts_are_named(qwen: Path, tmp_path: Path):
         return str(caught.value)
 
     (tmp_path / "empty").mkdir()
-    assert "expected a folder with a model in Hugging Face format (there is no config.json in it)" in problem(
-        tmp_path / "empty"
-    )
+    assert "expected a folder with a model in Hugging Face format (no config.json in it)" in problem(tmp_path / "empty")
     bare = shutil.copytree(qwen, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
     assert "no tokenizer files" in problem(bare)
     mute = shutil.copytree(qwen, tmp_path / "mute", ignore=shutil.ignore_patterns("chat_template*"))
-    assert "template: seen 'native', but the reward model's tokenizer has none" in problem(mute)
+    assert "template: got 'native', but the reward model's tokenizer has none" in problem(mute)
     weightless = shutil.copytree(qwen, tmp_path / "weightless", ignore=shutil.ignore_patterns("*.safetensors"))
     assert "model_path: no classifier could be loaded" in problem(weightless)
     headless = shutil.copytree(qwen, tmp_path / "headless")

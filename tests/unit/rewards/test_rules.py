@@ -132,7 +132,7 @@ def test_the_configuration_says_where_the_answer_stands():
 
 @pytest.mark.parametrize("truth", [None, True, "", [1], float("nan"), {"a": 1}])
 def test_a_ground_truth_without_mathematics_is_an_error(maths, truth):
-    with pytest.raises(ValueError, match=r"ground_truth: seen .*, expected a mathematical expression"):
+    with pytest.raises(ValueError, match=r"ground_truth: got .*, expected a mathematical expression"):
         maths.check(sample(r"\boxed{5}", truth))
 
 
@@ -214,7 +214,7 @@ def test_final_answers_that_are_missing_and_patterns():
 
 @pytest.mark.parametrize("truth", [None, True, "no number", float("inf"), [7]])
 def test_a_ground_truth_without_a_number_is_an_error(truth):
-    with pytest.raises(ValueError, match=r"ground_truth: seen .*, expected a number"):
+    with pytest.raises(ValueError, match=r"ground_truth: got .*, expected a number"):
         FinalAnswerVerifier(FinalAnswerConfig()).check(sample("#### 7", truth))
 
 
@@ -224,9 +224,9 @@ def test_a_ground_truth_without_a_number_is_an_error(truth):
 def test_choices_beyond_those_there_are_do_not_count():
     verifier = MultipleChoiceVerifier(MultipleChoiceConfig(num_choices=4))
     assert verifier.check(sample("Answer: E", "(D)")).answer is None
-    with pytest.raises(ValueError, match="ground_truth: seen 'E', expected the letter of one of 4"):
+    with pytest.raises(ValueError, match="ground_truth: got 'E', expected the letter of one of 4"):
         verifier.check(sample("Answer: D", "E"))
-    with pytest.raises(ValueError, match="ground_truth: seen 1"):
+    with pytest.raises(ValueError, match="ground_truth: got 1"):
         verifier.check(sample("Answer: D", 1))
     pattern = MultipleChoiceVerifier(MultipleChoiceConfig(answer_pattern="选(.)"))
     assert pattern.check(sample("我选C。", "C")).correct
@@ -261,7 +261,7 @@ def test_a_format_of_ones_own_matches_the_whole_response():
     verifier = FormatVerifier(FormatConfig(pattern=r"\d+.*end"))
     assert verifier.check(sample("1\nend")).correct and not verifier.check(sample("1 end.")).correct
     problem = next(FormatConfig(pattern="[").problems())
-    assert str(problem).startswith('pattern: seen "[", expected a regular expression')
+    assert str(problem).startswith('pattern: got "[", expected a regular expression')
 
 
 @pytest.mark.parametrize(("tokens", "score"), [(0, -0.5), (100, -0.5), (250, -0.25), (400, 0.0), (900, 0.0)])
@@ -393,8 +393,8 @@ def test_asynchronous_calls_run_side_by_side_in_one_loop_and_fail_alone():
     [
         ({"path": f"{__name__}:compute_score", "batch": True}, "path: .*expected a function of data_sources"),
         ({"path": f"{__name__}:half_marks"}, "path: .*expected a function of data_source,"),
-        ({"path": f"{__name__}:compute_score", "batch_size": 4}, "batch_size: seen 4, expected null"),
-        ({"path": "no_such_module:f"}, "path: seen .no_such_module:f., expected .* can be imported .*no_such_module"),
+        ({"path": f"{__name__}:compute_score", "batch_size": 4}, "batch_size: got 4, expected null"),
+        ({"path": "no_such_module:f"}, "path: got .no_such_module:f., expected .* can be imported .*no_such_module"),
         ({"path": f"{__name__}:compute_scores"}, "did you mean 'compute_score'"),
         ({"path": f"{__name__}:pytestmarks"}, "has no 'pytestmarks'"),
         ({"path": f"{__name__}:only_two"}, "expected a function of data_source, solution_str.*ground_truth"),

@@ -247,7 +247,7 @@ def test_a_function_of_lists_gets_those_that_wait_together_and_a_bad_one_fails_a
     assert str(bad) == "rewards.maths: custom failed after 2 attempts: ValueError: unreadable"
     few = config(custom, max_concurrency=4)
     [problem] = check_rewards(few)
-    assert str(problem).startswith("verifiers.0.args.batch_size: seen 8, expected at most max_concurrency = 4")
+    assert str(problem).startswith("verifiers.0.args.batch_size: got 8, expected at most max_concurrency = 4")
 
 
 async def test_a_worker_of_rewards_takes_its_models_off_the_device_and_back():
@@ -295,14 +295,14 @@ def test_an_awaited_verifier_has_the_timeout_too():
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_score_that_is_not_finite_is_an_error(value):
     with pytest.raises(
-        RewardError, match=r"Fake failed after 1 attempt: score: seen (nan|inf), expected a finite number"
+        RewardError, match=r"Fake failed after 1 attempt: score: got (nan|inf), expected a finite number"
     ):
         score(sample(), fake(score=value), retries=0)
 
 
 def test_a_ground_truth_that_a_rule_cannot_use_is_an_error():
     with pytest.raises(
-        RewardError, match=r"rewards\.maths: gsm8k failed after 2 attempts: ValueError: ground_truth: seen"
+        RewardError, match=r"rewards\.maths: gsm8k failed after 2 attempts: ValueError: ground_truth: got"
     ):
         score(sample("#### 5", truth=None), {"name": "gsm8k"})
 
@@ -318,31 +318,31 @@ async def test_context_reaches_the_constructors_that_name_it():
     [
         (
             {"name": "mth"},
-            'verifiers.0.name: seen "mth", expected a registered verifier or package.module:Class (did you mean math?)',
+            'verifiers.0.name: got "mth", expected a registered verifier or package.module:Class (did you mean math?)',
         ),
         ({"name": "no.such:Thing"}, "expected a class that can be imported"),
         ({"name": "collections:Counter"}, "expected a subclass of roll.rewards.Verifier"),
         (
             {"name": "format", "args": {"patern": "x"}},
-            'verifiers.0.args.patern: seen "x", expected no such key (did you mean pattern?)',
+            'verifiers.0.args.patern: got "x", expected no such key (did you mean pattern?)',
         ),
-        ({"name": "format", "args": {"score": "1"}}, 'verifiers.0.args.score: seen "1", expected float'),
-        ({"name": "format", "args": {"penalty": 1.0}}, "verifiers.0.args.penalty: seen 1.0, expected float, at most 0"),
+        ({"name": "format", "args": {"score": "1"}}, 'verifiers.0.args.score: got "1", expected float'),
+        ({"name": "format", "args": {"penalty": 1.0}}, "verifiers.0.args.penalty: got 1.0, expected float, at most 0"),
         (
             {"name": "format", "args": {"pattern": "("}},
-            'verifiers.0.args.pattern: seen "(", expected a regular expression',
+            'verifiers.0.args.pattern: got "(", expected a regular expression',
         ),
         ({"name": "gsm8k", "args": {"method": "loose"}}, "expected one of: strict, flexible"),
-        ({"name": "custom"}, "verifiers.0.args.path: seen nothing, expected str"),
+        ({"name": "custom"}, "verifiers.0.args.path: got nothing, expected str"),
         (
             {"name": "custom", "args": {"path": "no_such:f"}},
-            'verifiers.0.args.path: seen "no_such:f", expected package.module:function',
+            'verifiers.0.args.path: got "no_such:f", expected package.module:function',
         ),
         (
             {"name": "instruction", "args": {"constraints": [{"kind": "x"}]}},
-            'verifiers.0.args.constraints.0.kind: seen "x"',
+            'verifiers.0.args.constraints.0.kind: got "x"',
         ),
-        ({"name": "format", "decides": False}, 'verifiers: seen ["format"], expected at least one that may decide'),
+        ({"name": "format", "decides": False}, 'verifiers: got ["format"], expected at least one that may decide'),
     ],
 )
 def test_what_is_wrong_is_told_before_the_run(verifier, message):

@@ -31,7 +31,7 @@ def test_words(given: str, answer: str, same: bool) -> None:
 
 
 def test_blank_references_are_errors_and_expressions_are_compared() -> None:
-    with pytest.raises(ValueError, match="answer: seen ' ', expected some words"):
+    with pytest.raises(ValueError, match="answer: got ' ', expected some words"):
         same_words("", " ")
     assert mathematical(r"\boxed{(x+1)^2}", "x^2 + 2x + 1") == 1.0
     assert mathematical("no number at all", "4") == 0.0

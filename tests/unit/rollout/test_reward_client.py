@@ -126,7 +126,7 @@ def test_an_answer_that_cannot_be_judged_fails_alone(workers: list[Any]) -> None
 
     one, failed, two, nan, infinite, three = within(30, work)
     assert [verdict.score for verdict in (one, two, three)] == [1, 2, 3]
-    for error, reason in ((failed, "ArithmeticError: no such number"), (nan, "score: seen nan"), (infinite, "inf")):
+    for error, reason in ((failed, "ArithmeticError: no such number"), (nan, "score: got nan"), (infinite, "inf")):
         assert type(error) is RewardError and reason in str(error), error
         assert str(error).startswith("rewards.numbers: Obedient failed after 1 attempt: ")
 

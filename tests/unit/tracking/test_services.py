@@ -104,7 +104,7 @@ def test_a_missing_package_says_how_to_install_it(name: str, run: RunFolder, mon
     monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted == name else find(wanted))
     assert main(["train", "rlvr_math", f"track_with=[stdout,{name}]"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert f'track_with seen "{name}"' in said and f"roll-rl[{name}]" in said
+    assert f'track_with got "{name}"' in said and f"roll-rl[{name}]" in said
 
 
 def test_options_of_a_service_are_checked_before_the_start(capsys) -> None:

@@ -51,7 +51,7 @@ async def test_a_plugin_is_imported_here_and_in_the_children(tmp_path: Path, mon
 def test_plugins_that_cannot_be_imported_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken.py").write_text("1 / 0\n")
     first, second = map(str, plugin_problems(["no_such_package_here", f"{tmp_path}/broken.py"]))
-    assert first.startswith("plugins.0: seen") and "No module named 'no_such_package_here'" in first
+    assert first.startswith("plugins.0: got") and "No module named 'no_such_package_here'" in first
     assert "plugins.1" in second and "ZeroDivisionError" in second
     assert plugin_problems(None) == []
     (tmp_path / "fine_plugin.py").write_text("")

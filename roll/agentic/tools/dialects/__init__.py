@@ -64,5 +64,5 @@ def dialect_for(name: str, renderer: ChatRenderer, default: str | None = None) -
     spoken = report.dialect or default
     if spoken is None:
         known = ", ".join(DIALECTS.names())
-        raise ValueError(f"tools.dialect: seen auto, expected one of {known}: {report.why_no_dialect}")
+        raise ValueError(f"tools.dialect: got auto, expected one of {known}: {report.why_no_dialect}")
     return dialect(spoken)

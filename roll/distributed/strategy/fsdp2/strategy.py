@@ -145,7 +145,7 @@ class Fsdp2Train(ModuleTrainer[Weights], Fsdp2Infer):
         if self.context.head == "lm" and folder.model_type != model.config.model_type:
             key = f"{self.context.role}.strategy_args.strategy_config.checkpoint"
             words = f"{self.context.model_path} ({folder.model_type}) has more than a language model in it"
-            raise ValueError(f"{key}: seen sharded, expected whole: {words}, which only a model folder keeps")
+            raise ValueError(f"{key}: got sharded, expected whole: {words}, which only a model folder keeps")
 
     def reset_optimizer(self) -> None:
         weights, args = self.weights, self.context.worker.training_args

@@ -262,7 +262,7 @@ def own_parts(
         for name, part in chain(load_shards(read, trunk, model.converted, layout), head):
             expected = parameters[name].shape
             if part.shape != expected:
-                raise ValueError(f"{name}: seen a part of shape {tuple(part.shape)}, expected {tuple(expected)}")
+                raise ValueError(f"{name}: got a part of shape {tuple(part.shape)}, expected {tuple(expected)}")
             yield parameters[name], part
 
 

@@ -127,5 +127,5 @@ def check_tensor_parallel(model_config: Any, tp_size: int, *, lora: bool) -> Non
         if tp_size > 1 and size is not None and size % unit:
             raise ValueError(
                 f"strategy_config.tp_size: {tp_size}, but the model has {name} {size}, expected a multiple of {unit} "
-                "on a machine without a GPU; several workers in device_mapping need no such thing"
+                "on a machine without a GPU; several workers in device_mapping have no such limit"
             )

@@ -224,7 +224,7 @@ def adapter_tensors(path: Path, names: Collection[str]) -> StoredTensors:
         raise ValueError(f"no {ADAPTER_FILE}; expected a checkpoint of a run with lora_target")
     stored = StoredTensors(path, [path / ADAPTER_FILE])
     if others := sorted(stored.forms.keys() - set(names)):
-        raise ValueError(f"{ADAPTER_FILE}: seen {others[0]}, expected no other layers than lora_target means")
+        raise ValueError(f"{ADAPTER_FILE}: got {others[0]}, expected no other layers than lora_target means")
     return stored
 
 
@@ -238,7 +238,7 @@ def _restore_tensors(model: Path, resume: Path, trained: Trained, *, optimizer: 
         if stored.kinds - {MASTER} != set(trained.kinds):
             found, expected = (", ".join(sorted(set(kinds) - {MASTER})) for kinds in (stored.kinds, trained.kinds))
             words = f"its optimizer has {found}; expected {expected}, those of training_args.optimizer here"
-            raise ValueError(f"{words}; checkpoint_config.load_contents without optimizer starts it anew")
+            raise ValueError(f"{words}; checkpoint_config.load_contents without optimizer restarts it")
     own = {f"{name}.{MASTER}" for piece in trained.tensors(MASTER) for name in piece.outline}
     if not masters or masters - own:  # what was trained and is frozen now is in the model's folder
         trained.load(model)
@@ -253,7 +253,7 @@ def _read_state(model: Path, resume: Path) -> TrainerState:
     if file.is_file():
         return TrainerState(**json.loads(file.read_text()))
     if (model / TRAINER_FILE).is_file():
-        raise ValueError(f"{TRAINER_FILE} in {model.name}: of an earlier version, which kept it beside the model")
+        raise ValueError(f"{TRAINER_FILE} in {model.name}: of an earlier version, which stored it next to the model")
     raise ValueError(f"no {TRAINER_FILE} in resume/{resume.name}; expected a folder written by save()")
 
 

@@ -133,7 +133,7 @@ def export_folder(export: Export, target: Path) -> Exported:
     elif shards is not None and shards.is_dir():
         draft = _sharded(export, shards)
     else:
-        raise ValueError(f"{export.model}: neither a model nor an adapter in it, nor shards beside it")
+        raise ValueError(f"{export.model}: neither a model nor an adapter in it, nor shards next to it")
     if export.merge and ADAPTER not in draft.tensors and draft.base is None:
         raise ValueError(f"{export.model}: no adapter in it; expected one to merge")
     contents = Contents(
@@ -255,7 +255,7 @@ def _as_classifier(
     found = stored.get(SCORE_WEIGHT) if head is None else head
     if found is None or found.shape[0] != 1:
         seen = "none" if found is None else f"shape {found.shape}"
-        raise ValueError(f"{SCORE_NAME}: seen {seen}, expected the head of a classifier with one output")
+        raise ValueError(f"{SCORE_NAME}: got {seen}, expected the head of a classifier with one output")
     trunk = {name: one for name, one in stored.items() if name.startswith(f"{model.base_model_prefix}.")}
     return trunk | {SCORE_WEIGHT: found}
 
@@ -290,7 +290,7 @@ def _layers(
     for name, first in matrices.items():
         if not name.endswith(marks[0]):
             if not name.endswith(marks[1]) and name != SCORE_NAME:
-                raise ValueError(f"{name}: seen in the adapter, expected the matrices of LoRA alone to merge")
+                raise ValueError(f"{name}: got in the adapter, expected the matrices of LoRA alone to merge")
             continue
         layer = name.removeprefix(PREFIX).removesuffix(marks[0])
         second = matrices.get(matrix_name(layer, "B"))
@@ -298,9 +298,9 @@ def _layers(
             raise ValueError(f"{name}: no {matrix_name(layer, 'B')} beside it")
         if not first.shape[0] == second.shape[1] == config["r"]:
             seen = f"matrices of rank {first.shape[0]} and {second.shape[1]}"
-            raise ValueError(f"{layer}: seen {seen}, expected r = {config['r']} of {ADAPTER_CONFIG}")
+            raise ValueError(f"{layer}: got {seen}, expected r = {config['r']} of {ADAPTER_CONFIG}")
         if not is_target(config, layer):
-            raise ValueError(f"{layer}: seen in {ADAPTER_FILE}, expected in target_modules of {ADAPTER_CONFIG} too")
+            raise ValueError(f"{layer}: got in {ADAPTER_FILE}, expected in target_modules of {ADAPTER_CONFIG} too")
         turned = layer in modules and is_transposed(modules[layer])
         shape = torch.empty(_adapted_shape(first, second, turned), device="meta")
         (stored, tensor), *others = to_hf_weights(model, f"{layer}.weight", shape).items()
@@ -329,7 +329,7 @@ def _merged(
 ) -> WeightShard:
     """``W + scale·B·A``, computed in float64 and rounded once (Hu et al. 2021, section 4.1)."""
     if weight.shape != (adapted := _adapted_shape(first, second, turned)):
-        raise ValueError(f"{name}: seen shape {weight.shape}, expected {adapted}, which the adapter changes")
+        raise ValueError(f"{name}: got shape {weight.shape}, expected {adapted}, which the adapter changes")
 
     def merge(whole: Sequence[Tensor]) -> dict[str, Tensor]:
         base, a, b = (tensor.double() for tensor in whole)

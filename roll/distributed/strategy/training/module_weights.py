@@ -244,7 +244,7 @@ def _fill(weights: ModuleWeights, names: Iterable[str], kind: str, read: Callabl
 def _read(weights: ModuleWeights, name: str, read: Callable[[str], Tensor]) -> Tensor:
     whole, expected = read(name), weights.shape(name)
     if whole.shape != expected:
-        raise ValueError(f"{_stored_name(weights, name)}: seen shape {tuple(whole.shape)}, expected {tuple(expected)}")
+        raise ValueError(f"{_stored_name(weights, name)}: got shape {tuple(whole.shape)}, expected {tuple(expected)}")
     return whole
 
 

@@ -36,7 +36,7 @@ def test_the_last_answer_at_the_end_of_a_text_counts_whatever_its_case(text, act
 
 @pytest.mark.parametrize(
     ("pattern", "message"),
-    [("<answer>(.*", 'action_pattern: seen "<answer>\\(.*", expected a regular expression'), ("up|down", "group")],
+    [("<answer>(.*", 'action_pattern: got "<answer>\\(.*", expected a regular expression'), ("up|down", "group")],
 )
 def test_a_bad_pattern_names_the_key(pattern, message):
     with pytest.raises(ValueError, match=message):

@@ -149,7 +149,7 @@ def test_symbols_can_be_changed_and_too_few_steps_for_the_way_are_refused():
     env = FrozenLakeEnv(grid_lookup={0: "@"}, grid_vocab={"@": "you"})
     text, _ = env.reset(seed=0)
     assert text[0] == "@" and "@: you" in env.env_instruction
-    with pytest.raises(ValueError, match="max_steps: seen 10, expected at least 14"):
+    with pytest.raises(ValueError, match="max_steps: got 10, expected at least 14"):
         FrozenLakeEnv(size=8)
 
 

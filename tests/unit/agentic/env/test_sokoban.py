@@ -374,11 +374,11 @@ def test_grid_vocab_alone_or_grid_lookup_chooses_the_symbols():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"grid_vocab": {"W": "wal"}}, 'grid_vocab: seen "wal"'),
-        ({"grid_vocab": {"_": "wall"}}, "grid_vocab: seen .* distinct"),
-        ({"grid_lookup": {9: "W"}}, "grid_lookup: seen 9, expected codes from 0 to 6"),
-        ({"grid_lookup": {0: "ab"}}, "grid_lookup: seen .* distinct"),
-        ({"grid_lookup": {0: "W"}, "grid_vocab": {"Z": "zebra"}}, r'grid_vocab: seen \["Z"\]'),
+        ({"grid_vocab": {"W": "wal"}}, 'grid_vocab: got "wal"'),
+        ({"grid_vocab": {"_": "wall"}}, "grid_vocab: got .* distinct"),
+        ({"grid_lookup": {9: "W"}}, "grid_lookup: got 9, expected codes from 0 to 6"),
+        ({"grid_lookup": {0: "ab"}}, "grid_lookup: got .* distinct"),
+        ({"grid_lookup": {0: "W"}, "grid_vocab": {"Z": "zebra"}}, r'grid_vocab: got \["Z"\]'),
     ],
 )
 def test_wrong_symbols_are_named(config, message):

@@ -175,7 +175,7 @@ def test_names_that_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     assert complaints(tmp_path / "trian.jsonl", tmp_path / "none" / "x.jsonl", "*/*.nothing", tmp_path / "fol*") == [
         f"{tmp_path}/trian.jsonl: no such file or folder; did you mean {tmp_path}/train.jsonl?",
-        f"{tmp_path}/none/x.jsonl: no such file or folder; there is no folder {tmp_path}/none",
+        f"{tmp_path}/none/x.jsonl: no such file or folder; no folder {tmp_path}/none",
         "*/*.nothing: the pattern matches nothing, expected files",
         f"{tmp_path}/fol*: the pattern matches only folders ({tmp_path}/folder), expected files",
     ]
@@ -318,7 +318,7 @@ def test_wrong_csv_has_its_lines(tmp_path: Path) -> None:
         f"{path}:6: invalid CSV: unexpected end of data (a quote was opened in line 6 and read on to line 7)",
     ]
     twice = write(tmp_path / "b.csv", "\nid,id\n1,2\n")
-    assert complaints(twice) == [f"{twice}:2: the columns 'id', 'id', expected a name of its own each"]
+    assert complaints(twice) == [f"{twice}:2: the columns 'id', 'id', expected distinct names"]
 
 
 def test_what_only_claims_to_be_parquet_or_arrow(tmp_path: Path) -> None:

@@ -225,7 +225,7 @@ def test_an_environment_that_ends_its_process_gets_its_page(capsys: pytest.Captu
         (["frozenlake"], "Did you mean 'frozen_lake'"),
         (["frozen_lake", "siz=5"], "did you mean size"),
         (["frozen_lake", "size"], "got size, expected key=value"),
-        (["frozen_lake", "size=[5"], 'env_config.size: seen "[5", expected what YAML can read'),
+        (["frozen_lake", "size=[5"], 'env_config.size: got "[5", expected what YAML can read'),
         (["frozen_lake", "--episodes", "1"], "episodes: got 1, expected at least 2"),
         (["frozen_lake", "--allow", "sloww"], "did you mean slow"),
         (["tests.support.broken_envs:Saef"], "did you mean 'Safe'"),

@@ -390,21 +390,21 @@ def test_programs_cannot_read_or_claim_the_expected_output(code):
 @pytest.mark.parametrize(
     ("tests", "message"),
     [
-        (None, "tests: seen None"),
-        ([], r"tests: seen \[\]"),
-        (7, "tests: seen 7"),
+        (None, "tests: got None"),
+        ([], r"tests: got \[\]"),
+        (7, "tests: got 7"),
         ([{"input": "1"}], "expected one of stdout and output"),
         ([{"input": "1", "stdin": "1", "output": "2"}], "expected one of stdin and input"),
-        ([{"input": 1, "output": "2"}], r"tests\[0\].input: seen 1, expected text"),
+        ([{"input": 1, "output": "2"}], r"tests\[0\].input: got 1, expected text"),
         ([{"input": "1", "output": "2"}, "assert True"], "expected tests of one kind"),
         ({"inputs": [[1]], "outputs": []}, "lists of one length"),
         ({"inputs": [], "outputs": []}, "at least 1"),
-        ({"fn_name": "f", "inputs": [1], "outputs": [2]}, r"tests.inputs\[0\].inputs: seen 1, expected the list"),
-        ({"fn_name": "f(); g", "inputs": [[1]], "outputs": [2]}, r"tests.fn_name: seen 'f\(\); g'"),
-        ({"wrong": 1}, "seen the key 'wrong', which is not understood"),
-        (["assert f(1 ="], "seen code that does not parse"),
-        ("{'not': json}", "tests|seen code"),
-        ({"test": 3}, "tests.test: seen 3, expected a list of tests"),
+        ({"fn_name": "f", "inputs": [1], "outputs": [2]}, r"tests.inputs\[0\].inputs: got 1, expected the list"),
+        ({"fn_name": "f(); g", "inputs": [[1]], "outputs": [2]}, r"tests.fn_name: got 'f\(\); g'"),
+        ({"wrong": 1}, "got the key 'wrong', which is not understood"),
+        (["assert f(1 ="], "got code that does not parse"),
+        ("{'not': json}", "tests|got code"),
+        ({"test": 3}, "tests.test: got 3, expected a list of tests"),
         ("", "asks nothing of the program and passes for any"),
         ([""], "asks nothing of the program"),
         ({"test": HUMAN_EVAL["test"]}, r"asks nothing .* check\(candidate\) with its entry_point"),
@@ -462,7 +462,7 @@ def test_the_tests_of_evalplus_need_no_numpy(program, expected, right):
 def test_what_the_stand_in_of_numpy_lacks_and_a_missing_column_are_errors():
     with pytest.raises(ValueError, match=r"'numpy\.linalg', which the programs' Python does not have"):
         score(ADD, ["import numpy as np\nassert np.linalg.norm(add(1, 2)) == 3"])
-    with pytest.raises(ValueError, match=r"tests_key: seen 'cases', expected one of the columns \['other'\]"):
+    with pytest.raises(ValueError, match=r"tests_key: got 'cases', expected one of the columns \['other'\]"):
         score(ADD, ADD_TESTS, {"other": 1}, tests_key="cases")
 
 
@@ -585,4 +585,4 @@ def test_it_is_registered_with_rules_between_its_keys():
     assert VERIFIERS.get("code") is CodeVerifier and CodeVerifier.config_class is CodeConfig
     assert not list(CodeConfig().problems())
     (problem,) = CodeConfig(total_timeout=1).problems()
-    assert str(problem) == "total_timeout: seen 1.0, expected at least limits.wall_seconds = 10.0"
+    assert str(problem) == "total_timeout: got 1.0, expected at least limits.wall_seconds = 10.0"

@@ -42,29 +42,29 @@ def test_further_wrong_programs_score_in_no_form():
 @pytest.mark.parametrize(
     ("tests", "message"),
     [
-        ([{"input": "1", "output": "2", "checker": "int main() {}"}], r"tests\[0\]: seen the key 'checker'"),
-        ({**IO, "weights": [1, 2]}, "seen the key 'weights', which is not understood"),
-        ([{"input": "1", "output": "2"}, {"input": "1", "output": "2", "tolerance": 1}], r"tests\[1\]: seen the key"),
-        ([{"type": "interactive", "input": "1", "output": "2"}], "seen the type 'interactive', expected one of stdin"),
-        ([{"testtype": "special", "input": "1", "output": "2"}], "seen the type 'special'"),
-        ({"language": "cpp", "test_cases": [{"input": "1", "output": "2"}]}, "language: seen 'cpp', expected python"),
-        (LCB_COLUMN, r"tests\[0\]: seen a call without the name of its function"),
-        ({"fn_name": "f", "inputs": [[1]], "outputs": [1, 2]}, "seen 1 inputs and 2 outputs"),
-        ({"fn_name": "f", "inputs": [], "outputs": []}, "seen 0 inputs and 0 outputs, .* at least 1"),
+        ([{"input": "1", "output": "2", "checker": "int main() {}"}], r"tests\[0\]: got the key 'checker'"),
+        ({**IO, "weights": [1, 2]}, "got the key 'weights', which is not understood"),
+        ([{"input": "1", "output": "2"}, {"input": "1", "output": "2", "tolerance": 1}], r"tests\[1\]: got the key"),
+        ([{"type": "interactive", "input": "1", "output": "2"}], "got the type 'interactive', expected one of stdin"),
+        ([{"testtype": "special", "input": "1", "output": "2"}], "got the type 'special'"),
+        ({"language": "cpp", "test_cases": [{"input": "1", "output": "2"}]}, "language: got 'cpp', expected python"),
+        (LCB_COLUMN, r"tests\[0\]: got a call without the name of its function"),
+        ({"fn_name": "f", "inputs": [[1]], "outputs": [1, 2]}, "got 1 inputs and 2 outputs"),
+        ({"fn_name": "f", "inputs": [], "outputs": []}, "got 0 inputs and 0 outputs, .* at least 1"),
         ({"fn_name": "f", "inputs": ["not json"], "outputs": ["1"]}, "expected one JSON value a line"),
-        ({"fn_name": 3, "inputs": [[1]], "outputs": [1]}, "fn_name: seen 3"),
-        ({"inputs": [[1]], "outputs": [[2]]}, "seen 1, expected text, or fn_name beside it"),
+        ({"fn_name": 3, "inputs": [[1]], "outputs": [1]}, "fn_name: got 3"),
+        ({"inputs": [[1]], "outputs": [[2]]}, "got 1, expected text, or fn_name beside it"),
         ([{"input": "1", "output": "2"}, {"fn_name": "f", "input": [1], "output": 2}], "expected tests of one kind"),
         ([{"input": "1", "output": "2"}, "assert f(1) == 2"], "expected tests of one kind"),
         ([{"input": "1", "output": "2", "test": "assert f(1) == 2"}], "expected either code or input and output"),
-        ([{"type": "assert", "input": "1", "output": "2"}], "seen input and output in a test of code"),
-        ([["1", "2"]], r"tests\[0\]: seen \['1', '2'\], expected an object"),
+        ([{"type": "assert", "input": "1", "output": "2"}], "got input and output in a test of code"),
+        ([["1", "2"]], r"tests\[0\]: got \['1', '2'\], expected an object"),
         ([{}], "expected the keys input and output, or code"),
         ({"test_cases": []}, "expected a list of tests"),
         ({"type": "function_call", "test_cases": "hello"}, "expected tests as JSON"),
         ("assert 'x' in {response}", "code about the text of the response"),
         ("def test_it(tmp_path):\n    assert f(tmp_path) == 2", "test_it needs tmp_path: fixtures"),
-        ({"test": "assert f(1) == 2", "entry_point": "f("}, "entry_point: seen 'f\\('"),
+        ({"test": "assert f(1) == 2", "entry_point": "f("}, "entry_point: got 'f\\('"),
         (base64.b64encode(zlib.compress(pickle.dumps([1, 2]))).decode(), "compressed tests .* a pickle with"),
         (base64.b64encode(zlib.compress(pickle.dumps(print))).decode(), "compressed tests .* a pickle with"),
         (private(LCB_COLUMN)[:-40], "compressed tests that cannot be read"),
@@ -81,7 +81,7 @@ def test_what_is_not_understood_is_an_error_of_the_row(tests, message):
 def test_rows_are_read_by_the_keys_of_the_configuration_up_to_a_bound(monkeypatch):
     row = Sample(prompt="?", response="", ground_truth=None, data_source="code", extra_info={"cases": EURUS})
     CodeVerifier.check_row(CodeConfig(tests_key="cases"), row)
-    with pytest.raises(ValueError, match="tests: seen None"):
+    with pytest.raises(ValueError, match="tests: got None"):
         CodeVerifier.check_row(CodeConfig(), row)
     monkeypatch.setattr("roll.extras.sandbox.code_tests._MAX_BYTES", 1000)
     with pytest.raises(ValueError, match="compressed tests that cannot be read: more than"):

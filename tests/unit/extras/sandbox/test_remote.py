@@ -184,7 +184,7 @@ def test_failures_of_the_service_are_tried_again_and_counted() -> None:
             (200, _ERROR),
             r"sandbox at http://127.*/run_code: status 'SandboxError': 'no pod is free' \(attempt 2 of 2\)",
         ),
-        ((200, '{"status": "Success"}'), "expected the status of a run as JSON, seen"),
+        ((200, '{"status": "Success"}'), "expected the status of a run as JSON, got"),
         ((404, "not here"), "status 404, expected 200: 'not here'"),
     ],
 )
@@ -227,10 +227,10 @@ def test_a_silent_service_times_out() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"remote": {"url": "sandbox"}}, r"remote.url: seen .sandbox., expected http\(s\)://host"),
-        ({"remote": {"url": "http://me:secret@host/run_code"}}, "remote.url: seen a login in it"),
-        ({"backend": "namespaces"}, "backend: seen .namespaces., expected no such key with remote"),
-        ({"limits": {"cpu_seconds": 3}}, r"limits.cpu_seconds: seen 3.0, expected no such key with remote.*told wall_"),
+        ({"remote": {"url": "sandbox"}}, r"remote.url: got .sandbox., expected http\(s\)://host"),
+        ({"remote": {"url": "http://me:secret@host/run_code"}}, "remote.url: got a login in it"),
+        ({"backend": "namespaces"}, "backend: got .namespaces., expected no such key with remote"),
+        ({"limits": {"cpu_seconds": 3}}, r"limits.cpu_seconds: got 3.0, expected no such key with remote.*told wall_"),
     ],
 )
 def test_what_the_service_does_not_read_is_refused(args: dict[str, Any], message: str) -> None:

@@ -720,13 +720,13 @@ def test_input_may_be_no_text_large_and_unread(sandbox):
 
 
 def test_without_isolation_it_refuses_unless_unsafe_is_asked_for(monkeypatch, caplog):
-    monkeypatch.setattr(module, "_probe", lambda backend, view: "seen none" if backend != "unsafe" else None)
-    with pytest.raises(SandboxUnavailableError, match=r"bubblewrap: seen none; namespaces: seen none.*allow_unsafe"):
+    monkeypatch.setattr(module, "_probe", lambda backend, view: "got none" if backend != "unsafe" else None)
+    with pytest.raises(SandboxUnavailableError, match=r"bubblewrap: got none; namespaces: got none.*allow_unsafe"):
         Sandbox()
     with pytest.raises(SandboxUnavailableError, match="expected allow_unsafe: true"):
         Sandbox(backend="unsafe")
     box = Sandbox(allow_unsafe=True)
-    assert box.backend == "unsafe" and "WITHOUT isolation" in caplog.text and "namespaces: seen none" in caplog.text
+    assert box.backend == "unsafe" and "WITHOUT isolation" in caplog.text and "namespaces: got none" in caplog.text
     result = run(box, "import os\nopen('x', 'w')\nprint(os.listdir(), 'roll-sandbox' in os.getcwd())")
     assert result.stdout == "['x'] True\n"
     assert run(box, "import time\ntime.sleep(100)", wall_seconds=0.5).timed_out

@@ -148,9 +148,9 @@ def test_seeds_give_different_houses_and_the_same_seed_the_same() -> None:
 
 
 def test_what_no_house_has_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_doors: seen 2, expected at most 1, the passages between 2 rooms"):
+    with pytest.raises(ValueError, match="num_doors: got 2, expected at most 1, the passages between 2 rooms"):
         AdventureEnv(num_rooms=2, num_doors=2)
-    with pytest.raises(ValueError, match="max_steps: seen 3, expected at least 4"):
+    with pytest.raises(ValueError, match="max_steps: got 3, expected at least 4"):
         AdventureEnv(max_steps=3)
     with pytest.raises(RuntimeError, match="reset"):
         AdventureEnv().expert_actions()

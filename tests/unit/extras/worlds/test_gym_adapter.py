@@ -214,8 +214,8 @@ def test_an_unsupported_environment_is_named():
         ({"env_id": "no_such_module:Env-v0", "success_return": 0}, "env_id: .*no_such_module"),
         ({"env_id": TAXI, "success_return": 0, "renderer": "value"}, "renderer: .*Did you mean 'values'"),
         ({"env_id": TAXI, "success_return": 0, "renderer": "no.py:tell"}, "renderer: .*no.py"),
-        ({"env_id": TAXI}, "success_return: seen null, expected a number, or success_key"),
-        ({"success_return": 0}, "env_id: seen nothing"),
+        ({"env_id": TAXI}, "success_return: got null, expected a number, or success_key"),
+        ({"success_return": 0}, "env_id: got nothing"),
     ],
 )
 def test_wrong_configurations_are_problems(config, message):

@@ -116,9 +116,9 @@ def test_the_expert_names_what_fits_and_wins_nearly_always() -> None:
     ("words", "said"),
     [
         (["crane", "cran"], "words of 4 and 5 letters"),
-        (["Crane", "creek"], 'seen "Crane", expected words of one length, letters a to z'),
+        (["Crane", "creek"], 'got "Crane", expected words of one length, letters a to z'),
         (["crane", "crane"], "expected every word once"),
-        (["crane"], "words: seen"),
+        (["crane"], "words: got"),
     ],
 )
 def test_words_that_cannot_be_played_are_refused(words: list[str], said: str) -> None:
@@ -127,7 +127,7 @@ def test_words_that_cannot_be_played_are_refused(words: list[str], said: str) ->
 
 
 def test_a_split_without_words_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"holdout_fraction: seen 0\.01, expected at least one of 2 words"):
+    with pytest.raises(ValueError, match=r"holdout_fraction: got 0\.01, expected at least one of 2 words"):
         HiddenWordEnv(words=["crane", "creek"], split="eval", holdout_fraction=0.01)
 
 

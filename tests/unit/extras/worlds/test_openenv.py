@@ -176,10 +176,10 @@ def test_a_connection_that_breaks_is_a_failure_and_so_is_no_server() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"url": "localhost:1", "success_return": 1}, 'url: seen "localhost:1", expected an address that begins with'),
-        ({"url": "http://x"}, "success_return: seen null, expected a number, or success_key"),
+        ({"url": "localhost:1", "success_return": 1}, 'url: got "localhost:1", expected an address that begins with'),
+        ({"url": "http://x"}, "success_return: got null, expected a number, or success_key"),
         ({"url": "http://x", "success_return": 1, "renderer": "valeus"}, "renderer: .*Did you mean 'values'"),
-        ({"success_return": 1}, "url: seen nothing"),
+        ({"success_return": 1}, "url: got nothing"),
     ],
 )
 def test_wrong_configurations_are_problems(config: dict[str, Any], message: str) -> None:

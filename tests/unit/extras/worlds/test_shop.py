@@ -188,7 +188,7 @@ def test_a_conversation_with_tools_is_played_by_the_manager() -> None:
     [
         ({"kinds": ["mug", "Hat"]}, "words of at least two letters a to z"),
         ({"kinds": ["mug", "red"]}, "every word once, in kinds and attributes"),
-        ({"num_shown": 4}, "num_shown: seen 4, expected at most 3, the attributes"),
+        ({"num_shown": 4}, "num_shown: got 4, expected at most 3, the attributes"),
         ({"dialect": "hermas"}, "hermes"),
     ],
 )

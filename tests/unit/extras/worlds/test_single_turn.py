@@ -68,12 +68,12 @@ def test_the_seed_picks_the_item_with_a_key_of_its_own_and_options_override_it()
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, r"items: seen \[\], expected at least one, or a generator"),
+        ({}, r"items: got \[\], expected at least one, or a generator"),
         ({"scorer": "exakt"}, "scorer: .*unknown scorer 'exakt'. Did you mean 'exact'"),
         ({"generator": "no_such_module:f"}, "generator: .*no_such_module"),
-        ({"items": ITEMS, "generator": f"{__name__}:addition"}, "generator: seen .* beside items"),
-        ({"answer_pattern": "("}, "answer_pattern: seen"),
-        ({"items": [{"prompt": "x"}]}, "items.0.answer: seen nothing"),
+        ({"items": ITEMS, "generator": f"{__name__}:addition"}, "generator: got .* with items"),
+        ({"answer_pattern": "("}, "answer_pattern: got"),
+        ({"items": [{"prompt": "x"}]}, "items.0.answer: got nothing"),
     ],
 )
 def test_wrong_configurations_are_named(config, message):
@@ -85,7 +85,7 @@ def test_wrong_configurations_are_named(config, message):
 def test_nothing_is_right_where_the_answer_is_blank(scorer):
     env = SingleTurnEnv(items=[{"prompt": "x", "answer": " "}], scorer=scorer)
     env.reset(seed=0)
-    with pytest.raises(ValueError, match="seen ' ', expected"):
+    with pytest.raises(ValueError, match="got ' ', expected"):
         env.step("")
 
 

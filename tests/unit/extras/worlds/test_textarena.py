@@ -170,13 +170,13 @@ def test_a_game_that_hangs_does_not_hold_up_the_others(monkeypatch: pytest.Monke
     ("config", "message"),
     [
         ({"env_id": "GuesTheNumber-v0"}, r"env_id: .*did you mean GuessTheNumber-v0"),
-        ({"env_id": "TicTacToe-v0", "num_players": 2}, "opponent: seen null, expected who plays the others"),
+        ({"env_id": "TicTacToe-v0", "num_players": 2}, "opponent: got null, expected the other players"),
         (
             {"env_id": "GuessTheNumber-v0", "opponent": "random"},
-            'opponent: seen "random", expected null with one player',
+            'opponent: got "random", expected null with one player',
         ),
         ({"env_id": "TicTacToe-v0", "num_players": 2, "opponent": "radom"}, "Did you mean 'random'"),
-        ({"env_id": "GuessTheNumber-v0", "player": 1}, "player: seen 1, expected a number below num_players = 1"),
+        ({"env_id": "GuessTheNumber-v0", "player": 1}, "player: got 1, expected a number below num_players = 1"),
         ({"env_id": "GuessTheNumber-v0", "action_pattern": "x"}, "action_pattern: .*a group around the answer"),
     ],
 )

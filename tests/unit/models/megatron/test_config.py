@@ -52,23 +52,23 @@ def rope(**changes: object) -> LlamaConfig:
     [
         (
             Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=1),
-            "layer_types: seen full_attention, sliding_attention (sliding_window 8), expected full_attention",
+            "layer_types: got full_attention, sliding_attention (sliding_window 8), expected full_attention",
         ),
         (
             Qwen3MoeConfig(**SHAPE, **EXPERTS, use_sliding_window=True, sliding_window=8),
-            "layer_types: seen sliding_attention (sliding_window 8), expected full_attention",
+            "layer_types: got sliding_attention (sliding_window 8), expected full_attention",
         ),
         (
             LlamaConfig(**SHAPE, attention_bias=True),
-            "attention_bias: seen True with mlp_bias False, expected the same of both",
+            "attention_bias: got True with mlp_bias False, expected the same of both",
         ),
-        (LlamaConfig(**SHAPE, hidden_act="gelu"), "hidden_act: seen 'gelu', expected silu"),
-        (rope(rope_type="yarn"), "rope_parameters.rope_type: seen 'yarn', expected default, linear or llama3"),
-        (rope(high_freq_factor=8.0), "rope_parameters.high_freq_factor: seen 8.0, expected 4.0 (fixed in Megatron"),
-        (rope(partial_rotary_factor=0.5), "rope_parameters.partial_rotary_factor: seen 0.5, expected 1.0"),
+        (LlamaConfig(**SHAPE, hidden_act="gelu"), "hidden_act: got 'gelu', expected silu"),
+        (rope(rope_type="yarn"), "rope_parameters.rope_type: got 'yarn', expected default, linear or llama3"),
+        (rope(high_freq_factor=8.0), "rope_parameters.high_freq_factor: got 8.0, expected 4.0 (fixed in Megatron"),
+        (rope(partial_rotary_factor=0.5), "rope_parameters.partial_rotary_factor: got 0.5, expected 1.0"),
         (
             Qwen3MoeConfig(**SHAPE, **EXPERTS | {"num_experts_per_tok": 1}, norm_topk_prob=True),
-            "norm_topk_prob: seen True with num_experts_per_tok 1, expected False",
+            "norm_topk_prob: got True with num_experts_per_tok 1, expected False",
         ),
     ],
 )
@@ -96,11 +96,11 @@ def test_parallel_sizes_that_do_not_divide_are_all_named() -> None:
     for tensor, expert in [(1, 1), (2, 4), (4, 2)]:
         assert not list(parallel_size_problems(moe, tensor=tensor, expert=expert))
     assert [str(problem) for problem in parallel_size_problems(moe, tensor=5, expert=3)] == [
-        "tensor_model_parallel_size: seen 5, expected a divisor of num_attention_heads 4 (nearest: 4)",
-        "tensor_model_parallel_size: seen 5, expected a divisor or multiple of num_key_value_heads 2",
-        "tensor_model_parallel_size: seen 5, expected a divisor of intermediate_size 48 (nearest: 4)",
-        "tensor_model_parallel_size: seen 5, expected a divisor of moe_intermediate_size 24 (nearest: 4)",
-        "expert_model_parallel_size: seen 3, expected a divisor of num_experts 4 (nearest: 2)",
+        "tensor_model_parallel_size: got 5, expected a divisor of num_attention_heads 4 (nearest: 4)",
+        "tensor_model_parallel_size: got 5, expected a divisor or multiple of num_key_value_heads 2",
+        "tensor_model_parallel_size: got 5, expected a divisor of intermediate_size 48 (nearest: 4)",
+        "tensor_model_parallel_size: got 5, expected a divisor of moe_intermediate_size 24 (nearest: 4)",
+        "expert_model_parallel_size: got 3, expected a divisor of num_experts 4 (nearest: 2)",
     ]
     (dense,) = parallel_size_problems(megatron_config(CONFIGS["qwen3"]), expert=2)
     assert dense.expected == "1 (Qwen3ForCausalLM has no experts)"

@@ -38,7 +38,7 @@ def test_a_conversation_through_pipes(model, monkeypatch, capsys) -> None:
     assert main(["chat", model, "--system", "Short.", "--temperature", "0", "--max-tokens", "6"]) == 0
     out, err = capsys.readouterr()
     assert out == "".join(renderer.decode(ids) + "\n" for ids in (first, second, again))
-    assert "/what: no such command" in err and "/reset begins anew" in err
+    assert "/what: no such command" in err and "/reset starts over" in err
 
 
 def test_bytes_that_are_no_text_are_asked_as_marks(model, monkeypatch, capsys) -> None:
@@ -54,7 +54,7 @@ def test_a_system_message_is_a_text(words, capsys) -> None:
     for command in (["chat", "."], ["generate", ".", "x.jsonl", "-o", "y.jsonl", "--chat"]):
         with pytest.raises(SystemExit) as ended:
             main([*command, "--system", words])
-        assert ended.value.code == 2 and "--system: seen" in capsys.readouterr().err
+        assert ended.value.code == 2 and "--system: got" in capsys.readouterr().err
 
 
 def test_words_come_as_they_are_sampled_and_what_was_said_counts_when_one_stops_listening(model, monkeypatch) -> None:

@@ -179,7 +179,7 @@ def test_what_cannot_be_exported_is_refused(runs, model: str, tmp_path: Path, ca
     assert "no adapter in it" in refused(capsys, runs["reward"][0], *out, "--merge-adapter")
     assert "no such folder" in refused(capsys, tmp_path / "absent", *out)
     assert "neither a model" in refused(capsys, runs["reward"][0], *out, "--role", "critic")
-    assert "a model by itself" in refused(capsys, model, *out, "--role", "critic")
+    assert "a plain model" in refused(capsys, model, *out, "--role", "critic")
     assert "500MB or 4GiB" in refused(capsys, model, *out, "--max-shard-size", "much")
     assert "the folder of what is exported" in refused(capsys, model, "-o", model, "--overwrite")
     adapter = (runs["adapter"][0], *out, "--merge-adapter", "--base")
@@ -191,7 +191,7 @@ def test_what_cannot_be_exported_is_refused(runs, model: str, tmp_path: Path, ca
         {key: one[:, 1:].contiguous() if key == name else one for key, one in weights.items()},
         other / "model.safetensors",
     )
-    assert f"{name}: seen shape" in refused(capsys, *adapter, other)
+    assert f"{name}: got shape" in refused(capsys, *adapter, other)
     save_file({key: one for key, one in weights.items() if key != name}, other / "model.safetensors")
     assert f"no {name} in it" in refused(capsys, *adapter, other)
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
@@ -204,11 +204,11 @@ def test_what_cannot_be_exported_is_refused(runs, model: str, tmp_path: Path, ca
         ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern is"),
         ({"bias": "all"}, "bias is"),
         ({"r": 5}, "expected r = 5 of adapter_config.json"),
-        ({"r": "4"}, "r: seen '4', expected a whole number from 1"),
-        ({"lora_alpha": None}, "lora_alpha: seen None, expected a number"),
-        ({"lora_alpha": float("nan")}, "lora_alpha: seen nan, expected a number"),
+        ({"r": "4"}, "r: got '4', expected a whole number from 1"),
+        ({"lora_alpha": None}, "lora_alpha: got None, expected a number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha: got nan, expected a number"),
         ({"target_modules": ["up_proj"]}, "expected in target_modules of adapter_config.json too"),
-        ({"target_modules": r".*\.1\..*"}, "model.layers.0.mlp.down_proj: seen in"),
+        ({"target_modules": r".*\.1\..*"}, "model.layers.0.mlp.down_proj: got in"),
         ({"base_model_name_or_path": None}, "expected --base MODEL"),
     ],
 )
@@ -235,7 +235,7 @@ def test_a_folder_that_is_there_stays_unless_asked(model: str, tmp_path: Path, c
 @pytest.mark.parametrize("folder", [".", "/", ""])
 def test_a_folder_that_cannot_be_replaced_is_refused(model: str, tmp_path: Path, monkeypatch, capsys, folder) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "seen the working folder or" in refused(capsys, model, "-o", folder, "--overwrite")
+    assert "got the working folder or" in refused(capsys, model, "-o", folder, "--overwrite")
     assert list(tmp_path.iterdir()) == []
 
 

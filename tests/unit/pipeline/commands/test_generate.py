@@ -63,10 +63,10 @@ def test_an_interrupted_output_is_finished_as_if_nothing_had_happened(model, row
     shutil.copy(f"{whole}.settings.json", f"{other}.settings.json")
     capsys.readouterr()
     assert main([*command, "-o", str(other)]) == 0
-    assert "5 of 12 rows are there" in capsys.readouterr().err
+    assert "5 of 12 rows exist" in capsys.readouterr().err
     assert other.read_bytes() == whole.read_bytes()
     assert main([*command, "-o", str(other)]) == 0
-    assert "12 of 12 rows are there" in capsys.readouterr().err
+    assert "12 of 12 rows exist" in capsys.readouterr().err
     # Answers that were made otherwise are neither mixed nor lost.
     assert main([*command, "-o", str(other), "--temperature", "0.5", "seed_of_mine=1"]) == 2
     assert main([*command, "-o", str(other), "--temperature", "0.5"]) == 2
@@ -118,7 +118,7 @@ def test_everything_that_is_wrong_is_told_before_a_model_loads(rows, tmp_path, c
 def test_a_length_that_no_prompt_has_is_refused(words: list[str], capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([*words, "--max-length", "0"])
-    assert f"{words[0]}: --max-length: seen 0, expected at least 1" in capsys.readouterr().err
+    assert f"{words[0]}: --max-length: got 0, expected at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("targets", [None, "all-linear", r".*_proj", ["model.layers.0.self_attn.q_proj"]])

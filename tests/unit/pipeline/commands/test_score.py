@@ -129,15 +129,15 @@ def test_references_that_no_answer_can_equal_are_told(rows, capsys) -> None:
 def test_scores_and_figures_take_the_place_of_no_other_file(rows, capsys, tmp_path) -> None:
     file = rows("a.jsonl", SUMS)
     assert main(["score", file, "--verifier", "math", "-o", file]) == 2
-    assert "--output: seen" in capsys.readouterr().err and read(file) == SUMS
+    assert "--output: got" in capsys.readouterr().err and read(file) == SUMS
     file, out = rows("a.jsonl", SUMS), tmp_path / "scores.jsonl"
     command = ["score", file, "--verifier", "math", "-o", str(out), "--summary"]
     for path, why in ((file, "a file of answers"), (str(out), "that of --output"), (str(tmp_path), "a folder")):
         assert main([*command, path]) == 2
-        assert f"--summary: seen {path}, {why}, expected another file" in capsys.readouterr().err
+        assert f"--summary: got {path}, {why}, expected another file" in capsys.readouterr().err
     assert read(file) == SUMS and not out.exists()
     assert main(["score", file, "--verifier", "math", "-o", ""]) == 2
-    assert "--output: seen ., a folder" in capsys.readouterr().err
+    assert "--output: got ., a folder" in capsys.readouterr().err
 
 
 def test_figures_that_cannot_be_written_are_printed(rows, monkeypatch, capsys) -> None:
@@ -154,7 +154,7 @@ def test_figures_that_cannot_be_written_are_printed(rows, monkeypatch, capsys) -
 def test_rules_need_a_process(rows, capsys, count: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["score", rows("a.jsonl", SUMS), "--verifier", "math", "--processes", count])
-    assert f"score: --processes: seen {count}, expected at least 1" in capsys.readouterr().err
+    assert f"score: --processes: got {count}, expected at least 1" in capsys.readouterr().err
 
 
 def test_scores_that_are_not_all_there_leave_no_file(tmp_path) -> None:

@@ -60,7 +60,7 @@ def test_they_are_computed_once(tmp_path: Path) -> None:
     assert torch.equal(found[0]["a"], found[1]["a"]) and len(calls) == 1
     assert [path.name for path in file.parent.iterdir()] == ["x.safetensors"]
     assert read_cached(tmp_path / "y.safetensors", ["a"], "numbers") is None
-    with pytest.raises(ValueError, match="by: seen 'me', expected 'you'"):
+    with pytest.raises(ValueError, match="by: got 'me', expected 'you'"):
         cached_columns(file, ["a"], "numbers", compute, {"by": "you"})
     with pytest.raises(ValueError, match="no numbers"):
         read_cached(file, ["b"], "numbers")
@@ -73,7 +73,7 @@ def test_a_folder_that_cannot_be_written_is_told_with_its_key(tmp_path: Path) ->
     check_writable(str(tmp_path / "new" / "folder"), "reference_dir")
     assert not list((tmp_path / "new" / "folder").iterdir())
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"reference_dir: seen .*file, expected a folder that can be written"):
+    with pytest.raises(ValueError, match=r"reference_dir: got .*file, expected a folder that can be written"):
         check_writable(str(tmp_path / "file"), "reference_dir")
 
 

@@ -73,9 +73,9 @@ if os.fork() == 0:
         ("raise SystemExit('tests are broken')", r"agent.verify: python ended with exit code 1: tests are broken"),
         ("pass", "agent.verify wrote no ROLL_REWARD"),
         ("import time; time.sleep(60)", r"agent.verify took longer than agent.verify_timeout=0.5 s"),
-        ("import os; open(os.environ['ROLL_REWARD'], 'w').write('NaN')", "ROLL_REWARD: seen b'NaN', expected a finite"),
-        ("import os; open(os.environ['ROLL_REWARD'], 'w').write('\"1\"')", "ROLL_REWARD: seen"),
-        ("import os; open(os.environ['ROLL_REWARD'], 'wb').write(b'\\xff')", "ROLL_REWARD: seen"),
+        ("import os; open(os.environ['ROLL_REWARD'], 'w').write('NaN')", "ROLL_REWARD: got b'NaN', expected a finite"),
+        ("import os; open(os.environ['ROLL_REWARD'], 'w').write('\"1\"')", "ROLL_REWARD: got"),
+        ("import os; open(os.environ['ROLL_REWARD'], 'wb').write(b'\\xff')", "ROLL_REWARD: got"),
         ("import os; os.symlink('/etc/passwd', os.environ['ROLL_REWARD'])", "ROLL_REWARD cannot be read"),
     ],
 )

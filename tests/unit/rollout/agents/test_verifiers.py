@@ -174,7 +174,7 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, told: str) -> None:
 def test_the_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, ["verifiers"])
     path = toml(tmp_path)
-    with pytest.raises(DataError, match=r"env\.toml: seen no package verifiers.*pip install 'roll-rl\[verifiers\]'"):
+    with pytest.raises(DataError, match=r"env\.toml: got no package verifiers.*pip install 'roll-rl\[verifiers\]'"):
         prompts(path)
     task = SimpleNamespace(extra_info={"verifiers": {"env": {}, "task": {}}}, base_url="http://x/v1", api_key="-")
     with pytest.raises(ModuleNotFoundError, match="verifiers"):

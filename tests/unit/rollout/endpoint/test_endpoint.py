@@ -394,5 +394,5 @@ def test_sampling_is_the_runs_unless_requests_may_choose() -> None:
 async def test_a_port_that_is_taken_is_named() -> None:
     async with serving() as endpoint:
         port = int(endpoint.url.rpartition(":")[2].removesuffix("/v1"))
-        with pytest.raises(PortTakenError, match=f"agent.port: seen {port}, expected a free port of 127.0.0.1"):
+        with pytest.raises(PortTakenError, match=f"agent.port: got {port}, expected a free port of 127.0.0.1"):
             Endpoint(port)

@@ -106,7 +106,7 @@ def test_both_refuse_in_their_own_words() -> None:
                 await claude.messages.create(model="m", max_tokens=9, messages=long)
             assert full.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
             image: Any = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
-            with pytest.raises(anthropic.BadRequestError, match=r"messages.0.content.0.type: seen 'image'"):
+            with pytest.raises(anthropic.BadRequestError, match=r"messages.0.content.0.type: got 'image'"):
                 await claude.messages.create(model="m", max_tokens=9, messages=image)
             with pytest.raises(anthropic.NotFoundError) as unknown:
                 await claude.messages.count_tokens(model="m", messages=image)
@@ -121,11 +121,11 @@ def test_both_refuse_in_their_own_words() -> None:
             with pytest.raises(openai.NotFoundError, match="expected one of this episode"):
                 await client.responses.create(model="m", input="x", previous_response_id="resp_1")
             search: Any = [{"type": "web_search"}]
-            with pytest.raises(openai.BadRequestError, match=r"tools.0.type: seen 'web_search'"):
+            with pytest.raises(openai.BadRequestError, match=r"tools.0.type: got 'web_search'"):
                 await client.responses.create(model="m", input="x", tools=search)
             asked: Any = {"background": True, "conversation": "conv_1", "prompt": {"id": "p"}, "top_logprobs": 2}
             for field, value in asked.items():
-                with pytest.raises(openai.BadRequestError, match=f"{field}: seen"):
+                with pytest.raises(openai.BadRequestError, match=f"{field}: got"):
                     await client.responses.create(model="m", input="x", **{field: value})
             cut = await client.responses.create(model="m", input="x", max_output_tokens=1)
             assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]

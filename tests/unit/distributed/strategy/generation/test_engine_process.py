@@ -88,7 +88,7 @@ def test_calls_run_side_by_side_and_bring_their_results(engine: EngineProcess) -
 
 
 def test_an_error_belongs_to_its_call(engine: EngineProcess) -> None:
-    with pytest.raises(ValueError, match="seen 3, expected 4"):
+    with pytest.raises(ValueError, match="got 3, expected 4"):
         engine.submit("refuse").result(20)
     with pytest.raises(EngineCallError, match="OSError: no disk"):
         engine.submit("fail").result(20)

@@ -167,8 +167,8 @@ def test_an_argument_that_sglang_does_not_have_or_that_is_set_elsewhere_is_named
     assert not list(CARD.option_problems({"python_executable": fake_environment, "chunked_prefill_size": 64}))
     options = {"python_executable": fake_environment, "model_path": "/tmp", "dp_size": 2}
     assert list(map(str, CARD.option_problems(options))) == [
-        'model_path: seen "/tmp", expected pretrain instead',
-        "dp_size: seen 2, expected more workers in device_mapping instead",
+        'model_path: got "/tmp", expected pretrain instead',
+        "dp_size: got 2, expected more workers in device_mapping instead",
     ]
 
 
@@ -177,7 +177,7 @@ def test_arguments_are_those_of_the_sglang_that_is_installed(fake_environment: s
     known = {"python_executable": fake_environment, "chunked_by": "pages", "chunk_limit": "4k"}
     assert not list(CARD.option_problems(known))
     (wrong,) = CARD.option_problems(known | {"chunked_by": "lines"})
-    assert str(wrong) == """chunked_by: seen "lines", expected 'tokens' or 'pages'"""
+    assert str(wrong) == """chunked_by: got "lines", expected 'tokens' or 'pages'"""
     (other,) = CARD.option_problems(known | {"page_size": 16})
     assert (other.path, other.expected) == ("page_size", "an argument of SGLang's ServerArgs")
 
