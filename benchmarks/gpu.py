@@ -279,8 +279,7 @@ def generate(path: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def weights(path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    from roll.distributed.cluster.cluster import Cluster
-    from roll.distributed.cluster.placement import create_placement, discover_nodes
+    from roll.distributed.cluster.cluster import Cluster, create_placement, discover_nodes
     from roll.distributed.cluster.ray_session import ray_session
     from roll.distributed.cluster.resources import RoleRequest, plan_placement
     from roll.distributed.weights.sync import WeightSync

@@ -37,8 +37,7 @@ from roll.configs.env import CustomEnvConfig
 from roll.configs.worker import StrategyArguments, WorkerConfig
 from roll.data.columns import IntArray
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
-from roll.distributed.cluster.cluster import Cluster
-from roll.distributed.cluster.placement import create_placement, discover_nodes
+from roll.distributed.cluster.cluster import Cluster, create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.strategy.base import StrategyContext

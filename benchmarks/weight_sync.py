@@ -44,8 +44,7 @@ import torch
 from torch import Tensor
 
 from roll.configs.worker import WorkerConfig
-from roll.distributed.cluster.cluster import Cluster
-from roll.distributed.cluster.placement import create_placement, discover_nodes
+from roll.distributed.cluster.cluster import Cluster, create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.strategy.base import StrategyContext

@@ -14,8 +14,8 @@ from typing import Any
 from roll import __version__
 from roll.configs.shipped import SHIPPED, config_groups
 from roll.extras.importers import SYSTEMS
-from roll.pipeline import completion
 from roll.pipeline.cli import EXIT_USAGE, finished, locate, perform, refuse
+from roll.pipeline.commands import completion
 from roll.pipeline.commands.arguments import add_command, add_commands
 from roll.pipeline.programs import configurations
 from roll.utils.extras import extra

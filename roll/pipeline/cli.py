@@ -120,11 +120,11 @@ def perform(
     from roll.preflight.inputs import check_inputs
     from roll.preflight.machine import check_machine
     from roll.utils.extras import extra
-    from roll.utils.memory import start_calmly
+    from roll.utils.memory import relax_gc_at_start
     from roll.utils.registry import import_path
 
     started = started or time.time()
-    start_calmly()
+    relax_gc_at_start()
     file = folder / (config_name if config_name.endswith(".sh") else f"{config_name.removesuffix('.yaml')}.yaml")
     importers = extra("importers")
     if importers.system_of(file) not in (None, "roll"):

@@ -30,7 +30,7 @@ from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.pipeline.session import RunFailedError
 from roll.pipeline.start import RunContext
 from roll.rewards.accuracy import Judged, figures_at_k
-from roll.rewards.references import References
+from roll.rewards.scoring import References
 from roll.rollout.env_manager import LengthLimits
 from roll.rollout.metrics import mean
 from roll.rollout.prompt_worker import PromptPlan, PromptWorker, PromptWorkerContext

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -33,11 +35,46 @@ from roll.distributed.weights.buckets import host_bytes, with_checksum
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import Message, Payload, Reply
 from roll.distributed.weights.receiver import WeightReceiver
-from roll.distributed.weights.sender import Delivery, Link, WeightOrder, WeightSender
+from roll.distributed.weights.sender import Link, TransferRequest, TransferResult, WeightSender
 from roll.rollout.router import GenerationError, Outcomes
 from roll.utils.checksums import WrittenFile
-from roll.utils.idle import IdleClock
 from roll.utils.memory import freeze_startup_objects
+
+
+class IdleClock:
+    """Sums up the seconds in which no work was under way; pieces of work may overlap. For one thread or event loop.
+
+    Args:
+        now: seconds of a clock that never goes back.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._under_way = 0
+        self._idle_s = 0.0
+        """Up to ``_idle_since``."""
+        self._idle_since = now()
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Something is under way for as long as the block takes."""
+        if not self._under_way:
+            self._idle_s += self._now() - self._idle_since
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle_since = self._now()
+
+    def take(self) -> float:
+        """Idle seconds since the last call, or since the start."""
+        now = self._now()
+        idle_s = self._idle_s + (0.0 if self._under_way else now - self._idle_since)
+        self._idle_s, self._idle_since = 0.0, now
+        return idle_s
+
 
 _POLL_S = 1.0
 
@@ -120,7 +157,7 @@ class TrainWorker(ScoreWorker):
         with self.idle.work():
             return [self.strategy.train_step(batch.select(rows), self.loss_fn) for rows in optimizer_steps]
 
-    def send_weights(self, order: WeightOrder) -> Delivery | None:
+    def send_weights(self, order: TransferRequest) -> TransferResult | None:
         """Exports and sends; every rank must take part. Returns what this one delivered, if it serves any receiver.
 
         Raises:
@@ -139,17 +176,17 @@ class TrainWorker(ScoreWorker):
                     pass
         return None
 
-    def resend_weights(self, order: WeightOrder) -> Delivery:
+    def resend_weights(self, order: TransferRequest) -> TransferResult:
         """Sends the buckets that the last update of this kind has kept; for the rank that keeps them alone."""
         kept: Iterator[WeightBucket] = (ray.get(ref) for ref in self._kept[order.role, order.payload])
         return self._send(order, map(with_checksum, kept) if order.check else kept)
 
-    def _send(self, order: WeightOrder, buckets: Iterable[WeightBucket]) -> Delivery:
+    def _send(self, order: TransferRequest, buckets: Iterable[WeightBucket]) -> TransferResult:
         if self._sender is None:
             self._sender = WeightSender(self.context.rank, self.node_ip())
         return self._sender.send(order, buckets)
 
-    def _keeping(self, order: WeightOrder, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
+    def _keeping(self, order: TransferRequest, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
         """Keeps a copy in Ray's object store, which moves to disk what does not fit into memory."""
         kept = self._kept[order.role, order.payload] = []
         for bucket in buckets:

@@ -110,7 +110,7 @@ def _read_head(
     from roll.data.preferences import check_preferences
     from roll.data.prompts import check_prompts
     from roll.data.scored_answers import check_scored, encode_whole_talk
-    from roll.rewards.references import References
+    from roll.rewards.scoring import References
 
     renderer = None
     if has_tokenizer(config):

@@ -19,7 +19,7 @@ from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem, Words
 from roll.rewards.types import RewardError
 from roll.utils.addresses import is_loopback
-from roll.utils.time_limit import turn
+from roll.utils.threads import turn
 
 logger = logging.getLogger(__name__)
 

@@ -20,13 +20,13 @@ from roll.rewards.batching import MicroBatcher
 from roll.rewards.classifiers import (
     Classifier,
     Padding,
+    RemoteClassifier,
     RewardModelConfig,
     load_classifier,
     load_sizes,
     load_tokenizer_of,
 )
 from roll.rewards.device_classifiers import LocalClassifier, ShardedClassifier
-from roll.rewards.remote_classifier import RemoteClassifier
 from roll.rewards.types import RewardError, Sample, Verdict, Verifier
 
 if TYPE_CHECKING:

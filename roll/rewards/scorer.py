@@ -31,7 +31,7 @@ from roll.rewards.types import (
 )
 from roll.utils.foreign import describe_error
 from roll.utils.registry import UnknownNameError
-from roll.utils.time_limit import time_limit
+from roll.utils.threads import time_limit
 
 RETRY_WAIT = 0.1
 """Seconds before the second attempt; each further wait is twice as long, to at most ``MAX_RETRY_WAIT``."""

@@ -1,18 +1,27 @@
-"""The domains of a ``rewards`` section in one process, for answers that are there already: no Ray, no pipeline."""
+"""The domains of a ``rewards`` section in one process, without Ray: scores of given responses, tries of references."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from roll.configs.base import Config
 from roll.configs.parsing import parse, section_problems
 from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig
+from roll.data.prompts import Prompt
 from roll.data.questions import Answer, Answered
+from roll.rewards import VERIFIERS
+from roll.rewards.isolation import RulePool, rule_spec
 from roll.rewards.scorer import DomainScorer, check_rewards
-from roll.rewards.types import RewardError, Sample, Verdict
+from roll.rewards.types import RewardError, RuleVerifier, Sample, Verdict, Verifier
 
 
 def parse_rewards(rewards: Mapping[str, Any]) -> dict[str, RewardConfig]:
@@ -106,3 +115,111 @@ class Scoring:
             return await self._scorers[domain].score(sample)
         except RewardError as error:
             return error
+
+
+_MOST_PROCESSES = 8
+_PER_PROCESS = 100
+"""References that are worth a process: it takes a second to start."""
+_TELL_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A verifier that tries references in full, and the rows of each."""
+
+    cls: type[RuleVerifier]
+    args: Mapping[str, Any]
+    label: str
+    rows: dict[str, list[tuple[str, Sample]]]
+    """By the reference as JSON."""
+
+
+class References:
+    """Looks at every row, and tries as many references in full as there is time for.
+
+    Args:
+        rewards: domains by name.
+        seconds: for the trials in full, which run in child processes.
+        tell: takes a line for people: what there was no time for.
+        progress: takes lines for people who wait.
+    """
+
+    def __init__(
+        self,
+        rewards: Mapping[str, RewardConfig],
+        seconds: float,
+        tell: Callable[[str], None],
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self._seconds = seconds
+        self._tell = tell
+        self._progress = progress
+        self._verifiers: dict[str, list[tuple[type[Verifier], Config, str]]] = {}
+        self._trials: dict[tuple[str, int], _Trial] = {}
+        for name, domain in rewards.items():
+            verifiers = []
+            for number, verifier in enumerate(domain.verifiers):
+                cls, label = VERIFIERS.get(verifier.name), f"rewards.{name}.verifiers.{number} ({verifier.name})"
+                verifiers.append((cls, cls.config_class(**verifier.args), label))
+                if issubclass(cls, RuleVerifier):
+                    self._trials[name, number] = _Trial(cls, verifier.args, label, defaultdict(list))
+            self._verifiers |= dict.fromkeys(domain.tag_included, verifiers)
+        self._names = {tag: name for name, domain in rewards.items() for tag in domain.tag_included}
+
+    def __call__(self, rows: Iterable[tuple[str, Prompt]]) -> Iterator[tuple[str, str]]:
+        """Yields place and reason of each row that no answer can score; ``rows`` have their places."""
+        for place, prompt in rows:
+            sample = Sample(
+                prompt=prompt.messages[-1]["content"],
+                response="",
+                ground_truth=prompt.ground_truth,
+                data_source=prompt.tag,
+                extra_info=prompt.extra_info,
+                messages=prompt.messages,
+            )
+            for number, (cls, config, label) in enumerate(self._verifiers.get(prompt.tag, ())):
+                try:
+                    cls.check_row(config, sample)
+                except (ValueError, RewardError) as error:
+                    yield place, f"{label}: {error}"
+                    continue
+                if issubclass(cls, RuleVerifier) and cls.tries_row(config, sample):
+                    trial = self._trials[self._names[prompt.tag], number]
+                    trial.rows[json.dumps(sample.ground_truth)].append((place, sample))
+        yield from asyncio.run(self._try_all())
+
+    async def _try_all(self) -> list[tuple[str, str]]:
+        trials = [trial for trial in self._trials.values() if trial.rows]
+        waiting = [(number, of_one) for number, trial in enumerate(trials) for of_one in trial.rows.values()]
+        if not waiting:
+            return []
+        total, found = len(waiting), list[tuple[str, str]]()
+        processes = min(os.cpu_count() or 1, _MOST_PROCESSES, -(-total // _PER_PROCESS))
+        pool = RulePool([rule_spec(trial.cls, trial.args) for trial in trials], processes)
+        waiting.reverse()
+        end, told = time.monotonic() + self._seconds, time.monotonic()
+
+        async def work() -> None:
+            nonlocal told
+            while waiting and time.monotonic() < end:
+                number, of_one = waiting.pop()
+                try:
+                    problem = await pool.try_row(number, of_one[0][1], self._seconds)
+                except RewardError as error:
+                    problem = str(error)
+                if problem is not None:
+                    found.extend((place, f"{trials[number].label}: {problem}") for place, _ in of_one)
+                if self._progress is not None and time.monotonic() > told + _TELL_SECONDS:
+                    told = time.monotonic()
+                    self._progress(f"trying reference answers: {total - len(waiting):,} of {total:,}")
+
+        try:
+            await asyncio.gather(*(work() for _ in range(processes)))
+        finally:
+            await pool.close()
+        if waiting:
+            self._tell(
+                f"{total - len(waiting):,} of {total:,} different reference answers were tried in {self._seconds:g} s; "
+                "of the others only their form was looked at"
+            )
+        return found

@@ -16,7 +16,7 @@ from roll.configs.rewards import RewardConfig
 from roll.data.requests import Completion, GenerateRequest, Question, SamplingParams
 from roll.distributed.cluster.worker import Worker
 from roll.distributed.strategy.base import States
-from roll.distributed.strategy.generation.alone import generator_of
+from roll.distributed.strategy.generation.alone import local_generator
 from roll.rewards.scorer import DomainScorer
 from roll.rewards.types import RewardError, Sample, Verdict
 from roll.rollout.router import EngineUnavailableError
@@ -100,7 +100,7 @@ class HostedGenerator:
 
     def __init__(self, model: str, engine: JudgeEngine, most: int, *, devices: int = 1) -> None:
         self._open = ExitStack()
-        started = generator_of(
+        started = local_generator(
             model,
             engine.worker(devices),
             sequence_length=engine.max_length,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from roll.agentic.env.base import StepResult
-from roll.agentic.tools.dialects.spoken import dialect_for
+from roll.agentic.tools.dialects import dialect_for
 from roll.agentic.tools.mcp import McpServer
 from roll.agentic.tools.tool import Tool, ToolError, make_tool, text_of
 from roll.agentic.tools.types import AssistantTurn, ToolCall, ToolSchema
@@ -30,7 +30,7 @@ from roll.rollout.errors import EnvError, contained
 from roll.rollout.tool_process import ProcessTool, ToolProcessError
 from roll.rollout.types import Frame
 from roll.utils.foreign import Fault, describe_error
-from roll.utils.time_limit import time_limit
+from roll.utils.threads import time_limit
 
 logger = logging.getLogger(__name__)
 

@@ -44,7 +44,7 @@ _ALLOCATIONS = 20_000
 _USUAL = gc.get_threshold()
 
 
-def start_calmly() -> None:
+def relax_gc_at_start() -> None:
     """Makes the collector look seldom: it would take a quarter of a start, in which modules are imported for good."""
     gc.set_threshold(_ALLOCATIONS, *_USUAL[1:])
 
@@ -56,7 +56,7 @@ def relax_gc() -> None:
     time as playing them; the driver holds those that are finished.
     """
     _spare_what_is_here()
-    start_calmly()
+    relax_gc_at_start()
 
 
 def freeze_startup_objects() -> None:

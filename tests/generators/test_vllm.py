@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 
 from roll.configs.engines.vllm import CARD
 from roll.distributed.replaced import environment
-from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.engines import MissingEngineError, require_engine
+from roll.distributed.strategy import STRATEGIES, MissingEngineError, require_engine
 from roll.distributed.strategy.vllm.arguments import engine_environment
 from tests.support.contract import (
     BUCKET_BYTES,

@@ -22,7 +22,7 @@ import multiprocessing, os, pathlib, signal, subprocess, sys, time
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it
 import ray
 from roll.distributed.cluster.cluster import Cluster
-from roll.distributed.cluster.placement import create_placement, discover_nodes
+from roll.distributed.cluster.cluster import create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.cluster.worker import Worker
@@ -75,7 +75,7 @@ import os, sys
 import ray
 from ray.cluster_utils import Cluster as Machines
 from roll.distributed.cluster.cluster import Cluster
-from roll.distributed.cluster.placement import create_placement, discover_nodes
+from roll.distributed.cluster.cluster import create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.cluster.worker import Worker

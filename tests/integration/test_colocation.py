@@ -16,8 +16,7 @@ from roll.algorithms.losses import build_sft_loss
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.data.requests import Completion, GenerateRequest, SamplingParams
-from roll.distributed.cluster.cluster import Cluster
-from roll.distributed.cluster.placement import create_placement, discover_nodes
+from roll.distributed.cluster.cluster import Cluster, create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import NodeInfo, RoleRequest, plan_placement
 from roll.distributed.cluster.worker import Worker

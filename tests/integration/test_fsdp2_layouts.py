@@ -16,9 +16,9 @@ from roll.configs.pipeline import PARTS
 from roll.distributed.strategy.fsdp2 import strategy
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
 from roll.distributed.strategy.training.checkpoint import restore_checkpoint
+from roll.distributed.strategy.training.module_trainer import use_liger_kernels
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 from roll.distributed.strategy.training.tensor_files import StoredTensors
-from roll.models.liger import use_liger_kernels
 from tests.integration.test_fsdp2 import make_context, make_model, make_trainer, policy_loss
 from tests.support.ranks import assert_near, enter_rank, leave_rank, run_ranks, whole
 from tests.support.trainers import make_batch

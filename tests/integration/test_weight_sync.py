@@ -20,9 +20,8 @@ from roll.algorithms.losses import build_sft_loss
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.data.requests import Completion, GenerateRequest, SamplingParams
-from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.cluster import Cluster, create_placement, discover_nodes
 from roll.distributed.cluster.errors import RpcTimeoutError, WorkerDiedError
-from roll.distributed.cluster.placement import create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, WorkerSlot, plan_placement
 from roll.distributed.strategy.base import StrategyContext
@@ -30,7 +29,7 @@ from roll.distributed.weights import sync
 from roll.distributed.weights.buckets import unpack_bucket
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import BucketMessage, Close, Message, Reply, WeightTransferError
-from roll.distributed.weights.sender import Delivery, Link, Route, WeightOrder
+from roll.distributed.weights.sender import Link, Route, TransferRequest, TransferResult
 from roll.distributed.weights.sync import WeightSync
 from roll.models.lora import LoraSpec
 from roll.pipeline.model_cluster import ModelCluster
@@ -63,7 +62,7 @@ class Trainer(TrainWorker):
     def num_segments(self) -> int:
         return len(self._sender._pool.ids) if self._sender else 0
 
-    def _send(self, order: WeightOrder, buckets: Iterable[WeightBucket]) -> Delivery:
+    def _send(self, order: TransferRequest, buckets: Iterable[WeightBucket]) -> TransferResult:
         return super()._send(order, self._spoiled(buckets))
 
     def _spoiled(self, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:

@@ -176,7 +176,7 @@ def test_shards_have_what_is_frozen_too(tmp_path: Path) -> None:
 
 
 def test_shards_of_an_earlier_version_lack_what_is_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roll.distributed.strategy.fsdp2.shards.is_adapter", lambda name: True)
+    monkeypatch.setattr("roll.distributed.strategy.fsdp2.weights.is_adapter", lambda name: True)
     save_shards(tmp_path)
     with pytest.raises(ValueError, match=r"no model\.embed_tokens\.weight in it, an earlier version left out"):
         export_folder(export_of(tmp_path / "checkpoint"), tmp_path / "exported")

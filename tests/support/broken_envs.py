@@ -11,8 +11,8 @@ import threading
 import time
 from typing import Any
 
-from roll.agentic.env.actions import ActionParser
 from roll.agentic.env.base import StepLimit, StepResult, TextEnv, stable_hash, step_result
+from roll.agentic.env.game import ActionParser
 
 DIGITS = tuple("12345678")
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from roll.distributed.strategy.base import Metrics
 from roll.distributed.strategy.training import tensor_files
-from roll.distributed.strategy.training.pieces import Spread, gather, piece_of, world_size
+from roll.distributed.strategy.training.pieces import ShardLayout, gather, weight_shard, world_size
 from roll.distributed.weights.buckets import unpack_bucket
 from roll.distributed.weights.contents import WeightBucket
 
@@ -117,9 +117,9 @@ def whole(weights: Any, name: str, kind: str) -> Tensor:
     return gathered(weights, name, weights.spread(name, kind, torch.float32))
 
 
-def gathered(weights: Any, name: str, spread: Spread) -> Tensor:
+def gathered(weights: Any, name: str, spread: ShardLayout) -> Tensor:
     """A tensor like a parameter on all ranks (collective)."""
-    return gather([piece_of(name, spread, weights.shape(name))], range(world_size()))[name].detach().clone()
+    return gather([weight_shard(name, spread, weights.shape(name))], range(world_size()))[name].detach().clone()
 
 
 def exported(trainer: Any) -> dict[str, Tensor]:

@@ -9,9 +9,8 @@ from typing import Any
 from gymnasium.spaces import Text
 from pydantic import Field
 
-from roll.agentic.env.actions import ActionParser
 from roll.agentic.env.base import PICTURES, Split, in_split, stable_hash
-from roll.agentic.env.game import ActionEnvConfig, Game, Played
+from roll.agentic.env.game import ActionEnvConfig, ActionParser, Game, Played
 from roll.agentic.env.grid import (
     PLAYER,
     UNITS,

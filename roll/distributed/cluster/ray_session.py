@@ -293,7 +293,7 @@ def _runtime_env(given: Mapping[str, Any], system_envs: Mapping[str, str]) -> di
     And what a worker does before it imports anything else.
     """
     variables = {"PYTHONPATH": _import_path(), **system_envs, **given.get("env_vars", {})}
-    calm = {"worker_process_setup_hook": "roll.utils.memory.start_calmly"}
+    calm = {"worker_process_setup_hook": "roll.utils.memory.relax_gc_at_start"}
     return {**calm, **given, "env_vars": {key: str(value) for key, value in variables.items()}}
 
 

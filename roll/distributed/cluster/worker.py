@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from roll.distributed.cluster.reaper import MARK
-from roll.distributed.cluster.recording import Recording, RecordingOptions
-from roll.distributed.cluster.stacks import Whereabouts, write_stacks_on_signal
+from roll.distributed.cluster.recording import Recording, RecordingOptions, Whereabouts, write_stacks_on_signal
 from roll.utils.memory import keep_freed_memory, resident_bytes
 from roll.utils.registry import load_inherited_plugins
 from roll.utils.signals import outlive

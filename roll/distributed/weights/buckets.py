@@ -24,6 +24,7 @@ from roll.utils.memory import paused_collector
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
 _WORD = 8  # bytes that the checksum takes for one number
 _ROW = 512  # words that it adds up before it weighs them by their place
 

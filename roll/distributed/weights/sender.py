@@ -116,7 +116,7 @@ _UNDER_WAY = 2
 
 
 @dataclass(frozen=True)
-class WeightOrder:
+class TransferRequest:
     """Order to a trainer to send weights."""
 
     payload: Payload
@@ -139,7 +139,7 @@ class WeightOrder:
 
 
 @dataclass(frozen=True)
-class Delivery:
+class TransferResult:
     """An update that has arrived, from one rank."""
 
     digest: str
@@ -166,7 +166,7 @@ class WeightSender:
         self._groups: dict[str, tuple[list[str], BroadcastGroup]] = {}
         """By the receivers' role, with those who are in it."""
 
-    def send(self, order: WeightOrder, buckets: Iterable[WeightBucket]) -> Delivery:
+    def send(self, order: TransferRequest, buckets: Iterable[WeightBucket]) -> TransferResult:
         """Sends one update and waits until all receivers of this rank use it.
 
         Args:
@@ -204,7 +204,7 @@ class WeightSender:
             if any(receiver.link.route is Route.CUDA_IPC for receiver in order.receivers[self._rank]):
                 collect_on_gpu()
         received = {rank: reply.digest or "" for rank, reply in replies.items() if rank not in transfer.lost}
-        return Delivery(digest.hex(), received, transfer.lost, num_bytes, time.perf_counter() - started)
+        return TransferResult(digest.hex(), received, transfer.lost, num_bytes, time.perf_counter() - started)
 
     def _pass_on(self, bucket: WeightBucket, number: int, transfer: _Transfer) -> None:
         """Starts the way of one bucket; ``transfer.wait`` ends it. A broadcast is over on return."""
@@ -272,7 +272,7 @@ class WeightSender:
 class _Transfer:
     """The messages of one update, and the replies to come."""
 
-    def __init__(self, pool: SegmentPool, order: WeightOrder, receivers: Sequence[Receiver]) -> None:
+    def __init__(self, pool: SegmentPool, order: TransferRequest, receivers: Sequence[Receiver]) -> None:
         self.order = order
         self._receivers = receivers
         self.known: dict[int, frozenset[str]] = {}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.distributed.weights.messages import Payload, WeightTransferError
-from roll.distributed.weights.sender import Delivery, Link, Receiver, WeightOrder, plan_routes
+from roll.distributed.weights.sender import Link, Receiver, TransferRequest, TransferResult, plan_routes
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class WeightSync:
         slots = [self._generator.slots[rank] for rank in ranks]
         routes = plan_routes(self._trainer.placement.plan, trainers, slots)
         first_to = {(payload, rank) for rank in ranks} - self._were_checked
-        order = WeightOrder(
+        order = TransferRequest(
             payload=payload,
             version=self.version,
             receivers={sender: self._receivers(links) for sender, links in routes.items()},
@@ -107,7 +107,7 @@ class WeightSync:
             check=self._check or bool(first_to),
             keeper=min(routes) if keep and not again else None,
         )
-        deliveries: list[Delivery]
+        deliveries: list[TransferResult]
         if again:
             deliveries = [self._trainer.call_rank(min(routes), "resend_weights", order)]
         else:

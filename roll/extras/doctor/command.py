@@ -7,7 +7,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from roll.extras.doctor import services
+from roll.extras.doctor import machine
 from roll.extras.doctor.findings import Check, Finding, as_json, examine, exit_code, page
 from roll.extras.doctor.machine import machine_findings
 from roll.tracking.redact import redact
@@ -27,9 +27,9 @@ def doctor(
     Returns:
         1 where something would make a run fail, else 0.
     """
-    checks: dict[str, Check] = {"hub": services.check_hub}
+    checks: dict[str, Check] = {"hub": machine.check_hub}
     if model is not None:
-        checks["template"] = partial(services.check_chat_template, model, trusts)
+        checks["template"] = partial(machine.check_chat_template, model, trusts)
     findings = machine_findings(output_dir, checks)
     if address is not None:
         from roll.extras.doctor.nodes import check_cluster

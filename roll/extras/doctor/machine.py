@@ -1,22 +1,32 @@
-"""What a run needs of one machine: memory, cores, limits of the shell, ports, the disk, GPUs; and all checks of it."""
+"""What a run needs of one machine: packages, memory, limits, ports, disk, GPUs, services; and all checks of it."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import itertools
 import os
+import platform
+import re
 import resource
 import shutil
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from roll.extras.doctor import packages, services
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+import roll
 from roll.extras.doctor.findings import Check, Finding, examine, judged
+from roll.preflight.inputs import ask_hub, hub_endpoint, hub_is_off
 
 
 def machine_findings(output_dir: Path, more: Mapping[str, Check] | None = None) -> list[Finding]:
@@ -26,11 +36,11 @@ def machine_findings(output_dir: Path, more: Mapping[str, Check] | None = None) 
         more: further checks by name.
     """
     checks: dict[str, Check] = {
-        "packages": packages.check_packages,
+        "packages": check_packages,
         "gpus": check_accelerators,
         "limits": check_limits,
         "disk": partial(check_disk, output_dir),
-        "sandbox": services.check_sandbox,
+        "sandbox": check_sandbox,
         **(more or {}),
     }
     with ThreadPoolExecutor(len(checks)) as pool:
@@ -284,3 +294,142 @@ def _built_for() -> str:
     from torch import version
 
     return f"CUDA {version.cuda}" if version.cuda else f"ROCm {version.hip}" if version.hip else "CPUs alone"
+
+
+DISTRIBUTION = "roll-rl"
+PROJECT = Path(roll.__file__).parents[1] / "pyproject.toml"
+TESTED = [PROJECT.with_name("constraints") / name for name in ("cpu.txt", "newest.txt")]
+"""Versions that the tests run with, where this is a checkout: those of ``make test`` and of ``make test-newest``."""
+_PIN = re.compile(r"([\w.-]+)==([\w.+!-]+)")
+
+
+def check_packages() -> Iterator[Finding]:
+    """Python, the packages that every run needs, and of those of extras the ones that are there."""
+    python, requirements = stated()
+    yield from check_python(platform.python_version(), python)
+    yield from check_requirements(requirements, installed_versions(each.name for each in requirements))
+    if pins := [path.read_text(encoding="utf-8") for path in TESTED if path.is_file()]:
+        yield compare_tested(pins, requirements)
+
+
+def stated() -> tuple[str, list[Requirement]]:
+    """``requires-python`` and the requirements, of the installed distribution or else of the checkout.
+
+    Raises:
+        FileNotFoundError: it is neither.
+    """
+    try:
+        told = importlib.metadata.metadata(DISTRIBUTION)
+        return told["Requires-Python"] or "", list(map(Requirement, told.get_all("Requires-Dist") or ()))
+    except importlib.metadata.PackageNotFoundError:
+        project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
+        return project["requires-python"], list(map(Requirement, project["dependencies"]))
+
+
+def check_python(version: str, wanted: str) -> Iterator[Finding]:
+    """The interpreter against ``requires-python``."""
+    right = SpecifierSet(wanted).contains(version, prereleases=True)
+    fix = f"Make the environment with a Python {wanted}."
+    yield judged("python", f"{version} (expected {wanted})", error=not right, fix=fix)
+
+
+def installed_versions(names: Iterable[str]) -> dict[str, str]:
+    """Versions by name, of the packages that are there."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def check_requirements(requirements: list[Requirement], versions: dict[str, str]) -> Iterator[Finding]:
+    """A finding for each that is wrong, and one that counts the right ones."""
+    right = []
+    for requirement in requirements:
+        name, optional = requirement.name, "extra" in str(requirement.marker or "")
+        if requirement.marker is not None and not optional and not requirement.marker.evaluate():
+            continue
+        version, wanted = versions.get(name), str(requirement.specifier)
+        fix = f"pip install '{name}{wanted}'"
+        if version is None:
+            if not optional:
+                yield Finding("error", name, f"not installed (expected {wanted or 'any version'})", fix)
+        elif requirement.specifier.contains(version, prereleases=True):
+            right.append(f"{name} {version}")
+        else:
+            yield judged(name, f"{version} (expected {wanted})", error=not optional, warning=True, fix=fix)
+    shown = [text for text in right if text.split()[0] in ("torch", "ray", "transformers")]
+    yield Finding("ok", "packages", f"{len(right)} of the wanted versions: {', '.join(shown)}, …")
+
+
+def compare_tested(files: Sequence[str], requirements: list[Requirement]) -> Finding:
+    """Compares the packages that are asked for with the versions that the tests run with, by file of constraints."""
+    tested: dict[str, list[str]] = {}
+    for name, version in itertools.chain.from_iterable(map(_PIN.findall, files)):
+        tested.setdefault(name.lower().replace("_", "-"), []).append(version.partition("+")[0])
+    others = [
+        f"{name} {version} (tested: {', '.join(dict.fromkeys(tested[name]))})"
+        for name, version in sorted(installed_versions(each.name for each in requirements).items())
+        if name in tested and version.partition("+")[0] not in tested[name]
+    ]
+    return Finding("ok", "tested", f"not tested: {', '.join(others)}" if others else "all of them, in these versions")
+
+
+HUB_SECONDS = 3.0
+
+
+def check_hub() -> Iterator[Finding]:
+    """Checks whether the Hugging Face hub answers; a token is told of, never shown."""
+    if hub_is_off():
+        yield Finding("ok", "hub", "HF_HUB_OFFLINE is set: models must be folders of this machine or in its cache")
+        return
+    from huggingface_hub import get_token
+
+    host = urlsplit(hub_endpoint()).hostname or "the hub"
+    status = ask_hub("models?limit=1", HUB_SECONDS)
+    token = "with a token" if get_token() else "without a token"
+    answer = f"answers {status}" if status else f"no answer within {HUB_SECONDS:g} s"
+    fix = "Set HTTPS_PROXY or HF_ENDPOINT; or download models elsewhere and set HF_HUB_OFFLINE=1."
+    yield judged("hub", f"{host}: {answer}, {token}", warning=status != 200, fix=fix)
+
+
+def check_sandbox() -> Iterator[Finding]:
+    """Checks whether programs of a policy can be isolated, which rewards and tools that run code need."""
+    from roll.extras.sandbox.pool import Sandbox
+    from roll.rewards.types import SandboxUnavailableError
+
+    try:
+        backend = Sandbox().backend
+    except SandboxUnavailableError as error:
+        fix = (
+            "Install bubblewrap, or permit user namespaces (sysctl kernel.unprivileged_userns_clone=1; in a container "
+            "--security-opt seccomp=unconfined); needed only by rewards, tools and agents that run programs."
+        )
+        yield Finding("warning", "sandbox", str(error).removeprefix("sandbox: ").partition(". Expected")[0], fix)
+        return
+    yield Finding("ok", "sandbox", f"programs are isolated by {backend}")
+
+
+def check_chat_template(model: str, trusts: bool = False) -> Iterator[Finding]:
+    """Checks what the chat template of a model does to conversations that grow.
+
+    Args:
+        model: folder, or a name on the hub.
+        trusts: whether Python files that come with it may run.
+    """
+    from roll.agentic.tools.dialects import parsers
+    from roll.data.template_check import check_template
+    from roll.models.tokenizer import load_tokenizer
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        tokenizer = load_tokenizer(model, alone=True, trust_remote_code=trusts)
+        report = check_template(tokenizer, "native", parsers())
+    except (OSError, ValueError) as error:
+        yield Finding("error", "template", f"{model}: {str(error).splitlines()[0]}", "roll doctor --model FOLDER")
+        return
+    for problem in report.problems:
+        yield Finding("warning", f"template {problem.name}", problem.text, f"roll template check {model} tells more.")
+    yield Finding("ok", "template", f"{model}: tool dialect {report.dialect or 'unknown'}")

@@ -12,8 +12,7 @@ from typing import Any
 
 from roll import __version__
 from roll.extras.doctor.findings import Finding, judged
-from roll.extras.doctor.machine import machine_findings
-from roll.extras.doctor.packages import installed_versions
+from roll.extras.doctor.machine import installed_versions, machine_findings
 from roll.utils.foreign import Fault
 
 COMPARED = ("torch", "ray", "transformers", "numpy")

@@ -15,9 +15,8 @@ import roll.agentic.env as envs
 from roll.agentic.env.base import TextEnv
 from roll.configs.problems import ConfigErrors
 from roll.extras.env_check.findings import RULES, Finding, Report, Severity, check_names
-from roll.extras.env_check.plays import Subject
 from roll.extras.env_check.probes import PROBES
-from roll.extras.env_check.trial import StopCheckError, Trial
+from roll.extras.env_check.trial import StopCheckError, Subject, Trial
 from roll.utils.registry import importable_path
 
 __all__ = ["RULES", "Finding", "Report", "Severity", "assert_env_ok", "check_env", "check_names"]

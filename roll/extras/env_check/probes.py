@@ -18,8 +18,24 @@ from pathlib import Path
 import roll.agentic.env as envs
 from roll.configs.schema import nearest
 from roll.extras.env_check.findings import Finding
-from roll.extras.env_check.plays import Episode, Moment, Play, Subject, ThreadHopper, difference, replay, shown
-from roll.extras.env_check.trial import NONSENSE, StopCheckError, Trial, can_be_made, plays, said, travels, tricks
+from roll.extras.env_check.trial import (
+    NONSENSE,
+    Episode,
+    Moment,
+    Play,
+    StopCheckError,
+    Subject,
+    ThreadHopper,
+    Trial,
+    can_be_made,
+    difference,
+    plays,
+    replay,
+    said,
+    shown,
+    travels,
+    tricks,
+)
 from roll.rollout.env_runner import frame
 from roll.rollout.errors import EnvError
 from roll.utils.foreign import Fault

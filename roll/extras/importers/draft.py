@@ -15,8 +15,7 @@ from roll.configs.problems import NOTHING
 from roll.configs.schema import ROLES
 from roll.extras.importers import table
 from roll.extras.importers.reading import Given
-from roll.extras.importers.table import Row, fill, find
-from roll.extras.importers.transforms import TRANSFORMS, Omitted, Partial, Untranslatable
+from roll.extras.importers.table import TRANSFORMS, Omitted, Partial, Row, Untranslatable, fill, find
 
 _NAMES = ("file", "path", "dir", "name")
 """Parts of keys whose values are places and names, not numbers."""

@@ -22,8 +22,7 @@ from roll.extras.importers.common import (
     trust_code,
 )
 from roll.extras.importers.draft import Draft, Kind
-from roll.extras.importers.table import usual
-from roll.extras.importers.transforms import TRANSFORMS, Omitted, Partial, Untranslatable
+from roll.extras.importers.table import TRANSFORMS, Omitted, Partial, Untranslatable, usual
 from roll.extras.importers.verl_algorithm import set_algorithm, set_optimizer, set_rewards
 from roll.extras.importers.verl_async import (
     is_streaming,

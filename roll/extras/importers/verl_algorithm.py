@@ -9,7 +9,7 @@ from roll.configs.problems import NOTHING
 from roll.configs.worker import parse_device_mapping
 from roll.extras.importers.common import DOMAINS, public_domains, to_do
 from roll.extras.importers.draft import Draft, Kind
-from roll.extras.importers.transforms import Untranslatable
+from roll.extras.importers.table import Untranslatable
 
 NO_BOUND = 1e9
 """Above every ratio, which is at most exp(20)."""

@@ -6,8 +6,7 @@ from typing import Any
 
 from roll.extras.importers.common import devices
 from roll.extras.importers.draft import Draft, Kind
-from roll.extras.importers.table import DERIVE, usual
-from roll.extras.importers.transforms import TRANSFORMS
+from roll.extras.importers.table import DERIVE, TRANSFORMS, usual
 from roll.extras.importers.verl_algorithm import set_optimizer
 
 ACTOR, ROLLOUT, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "critic"

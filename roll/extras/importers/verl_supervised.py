@@ -18,7 +18,7 @@ from roll.extras.importers.common import (
     trust_code,
 )
 from roll.extras.importers.draft import Draft, Kind
-from roll.extras.importers.transforms import TRANSFORMS
+from roll.extras.importers.table import TRANSFORMS
 from roll.extras.importers.verl import set_run
 from roll.extras.importers.verl_algorithm import set_optimizer
 from roll.extras.importers.verl_roles import MEGATRON_KEYS

@@ -17,8 +17,8 @@ from sympy.core.function import AppliedUndef
 
 from roll.extras.maths import operations
 from roll.extras.maths.factors import Factors, names_unit
-from roll.extras.maths.ordered import in_order
 from roll.extras.maths.phrases import APPROXIMATE, choice, meaning, number_word, plain_text, predicate
+from roll.extras.maths.terms import in_order
 from roll.extras.maths.tokens import (
     INFINITY,
     MAX_CHARS,

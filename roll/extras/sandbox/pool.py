@@ -43,7 +43,7 @@ from roll.extras.sandbox.run import (
     watch,
 )
 from roll.rewards.types import SandboxUnavailableError
-from roll.utils.time_limit import turn
+from roll.utils.threads import turn
 
 __all__ = ["Sandbox", "SandboxError", "SandboxLimits", "SandboxResult"]
 

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 from gymnasium.spaces import Text
 from pydantic import Field
 
-from roll.agentic.env.actions import ActionParser
 from roll.agentic.env.base import stable_hash
-from roll.agentic.env.game import ActionEnvConfig, Game, Played
+from roll.agentic.env.game import ActionEnvConfig, ActionParser, Game, Played
 from roll.configs.problems import ConfigProblem
 
 DIRECTIONS = {"north": (-1, 0), "east": (0, 1), "south": (1, 0), "west": (0, -1)}

@@ -12,9 +12,8 @@ from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.spaces import Discrete, Space, Text
 from pydantic import Field
 
-from roll.agentic.env.actions import ActionParser
 from roll.agentic.env.base import stable_hash
-from roll.agentic.env.game import ActionEnvConfig, Game, Played
+from roll.agentic.env.game import ActionEnvConfig, ActionParser, Game, Played
 from roll.configs.problems import ConfigProblem
 from roll.extras.worlds.own_random import Renderer, find_renderer
 from roll.utils.registry import UnknownNameError

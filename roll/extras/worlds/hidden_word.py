@@ -12,9 +12,8 @@ from typing import Any
 from gymnasium.spaces import Text
 from pydantic import Field
 
-from roll.agentic.env.actions import ActionParser
 from roll.agentic.env.base import Split, in_split, stable_hash
-from roll.agentic.env.game import ActionEnvConfig, Game, Played
+from roll.agentic.env.game import ActionEnvConfig, ActionParser, Game, Played
 from roll.configs.problems import ConfigProblem
 
 _LISTED = """

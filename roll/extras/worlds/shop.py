@@ -15,9 +15,8 @@ import numpy as np
 from gymnasium.spaces import Text
 from pydantic import Field
 
-from roll.agentic.env.actions import ActionParser
 from roll.agentic.env.base import Split, in_split, stable_hash
-from roll.agentic.env.game import ActionEnvConfig, Game, Played
+from roll.agentic.env.game import ActionEnvConfig, ActionParser, Game, Played
 from roll.agentic.tools.dialects import BaseDialect, dialect
 from roll.agentic.tools.types import AssistantTurn, ToolSchema
 from roll.configs.problems import ConfigProblem

@@ -13,9 +13,8 @@ from typing import Any, cast
 from gymnasium.spaces import Text
 from pydantic import BaseModel, ConfigDict, Field
 
-from roll.agentic.env.actions import ActionParser
 from roll.agentic.env.base import stable_hash
-from roll.agentic.env.game import EnvConfig, Game, Played
+from roll.agentic.env.game import ActionParser, EnvConfig, Game, Played
 from roll.configs.base import Config
 from roll.configs.data import DataArguments
 from roll.configs.problems import ConfigProblem, pattern_problems

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from roll.configs.shipped import SHIPPED
-from roll.pipeline import completion
 from roll.pipeline.cli import locate
+from roll.pipeline.commands import completion
 
 MODEL = "a run's folder, a checkpoint, a model's folder, or a name on the hub"
 

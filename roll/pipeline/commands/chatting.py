@@ -25,7 +25,7 @@ def run(path: str, worker: WorkerConfig, system: str | None, sequence_length: in
     from roll.data.renderer import ChatRenderer
     from roll.data.requests import sampling_params
     from roll.data.templates import ChatTemplate
-    from roll.distributed.strategy.generation.alone import base_of, generator_of
+    from roll.distributed.strategy.generation.alone import base_of, local_generator
     from roll.models.tokenizer import load_tokenizer
     from roll.rollout.answering import Conversation
 
@@ -33,7 +33,7 @@ def run(path: str, worker: WorkerConfig, system: str | None, sequence_length: in
         model = find_saved(path).model
         tokenizer = load_tokenizer(base_of(model)[0], trust_remote_code=worker.model_args.trust_remote_code)
         renderer = ChatRenderer(tokenizer, ChatTemplate.of(worker.data_args))
-        engine = generator_of(model, worker, sequence_length=sequence_length, max_running_requests=1, seed=seed)
+        engine = local_generator(model, worker, sequence_length=sequence_length, max_running_requests=1, seed=seed)
         with engine as generator:
             params = sampling_params(worker.generating_args)
             streaming = cast("StreamingEngine", generator)

@@ -87,7 +87,7 @@ def run(job: Job) -> int:
         0; 1 when some prompt could not be answered, or the engine failed; 2 for a wrong command line, model or file;
         130 when it was interrupted: the same command goes on.
     """
-    from roll.distributed.strategy.engines import MissingEngineError
+    from roll.distributed.strategy import MissingEngineError
     from roll.distributed.strategy.generation.generator import EngineStoppedError
 
     totals = Totals()
@@ -182,7 +182,7 @@ def _generate(job: Job, total: int, done: int, totals: Totals) -> None:
     from roll.data.renderer import ChatRenderer
     from roll.data.requests import sampling_params
     from roll.data.templates import ChatTemplate
-    from roll.distributed.strategy.generation.alone import base_of, generator_of
+    from roll.distributed.strategy.generation.alone import base_of, local_generator
     from roll.models.tokenizer import load_tokenizer
     from roll.rollout.answering import Answerer
 
@@ -201,7 +201,7 @@ def _generate(job: Job, total: int, done: int, totals: Totals) -> None:
             )
     if not sys.stderr.isatty():
         sys.stderr.write(f"loading {job.model}, to answer {total - done:,} of {total:,} rows\n")
-    engine = generator_of(
+    engine = local_generator(
         job.model,
         worker,
         sequence_length=job.sequence_length,

@@ -22,8 +22,7 @@ from roll.data.questions import AnswerColumns, read_answered
 from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, report
 from roll.pipeline.commands.progress import page, progress
 from roll.rewards.accuracy import Tally
-from roll.rewards.references import References
-from roll.rewards.scoring import Scoring, domain_of, parse_rewards
+from roll.rewards.scoring import References, Scoring, domain_of, parse_rewards
 from roll.rewards.types import RewardError, Verdict
 from roll.tracking.files import to_json, write_atomic
 from roll.utils.registry import plugin_variables

@@ -43,10 +43,10 @@ class Job:
 
 def run(job: Job) -> int:
     """Serves until SIGINT or SIGTERM; returns 2 for a model or a port that cannot be had."""
-    from roll.agentic.tools.dialects.spoken import dialect_for
+    from roll.agentic.tools.dialects import dialect_for
     from roll.data.renderer import ChatRenderer
     from roll.data.templates import ChatTemplate
-    from roll.distributed.strategy.generation.alone import base_of, generator_of
+    from roll.distributed.strategy.generation.alone import base_of, local_generator
     from roll.models.tokenizer import load_tokenizer
     from roll.rollout.endpoint.errors import PortTakenError
     from roll.rollout.endpoint.session import Policy
@@ -59,7 +59,7 @@ def run(job: Job) -> int:
         tokenizer = load_tokenizer(base_of(model)[0], trust_remote_code=worker.model_args.trust_remote_code)
         renderer = ChatRenderer(tokenizer, ChatTemplate.of(worker.data_args))
         dialect = dialect_for(job.dialect, renderer, default="hermes")
-        engine = generator_of(
+        engine = local_generator(
             model,
             worker,
             sequence_length=job.sequence_length,

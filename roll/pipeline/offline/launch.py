@@ -32,7 +32,7 @@ from roll.pipeline.prompts import (
     tell,
 )
 from roll.pipeline.start import RunContext
-from roll.rewards.references import References
+from roll.rewards.scoring import References
 
 ConfigT = TypeVar("ConfigT", bound=OfflineConfig)
 Load = Callable[[ConfigT, DataArguments, ChatRenderer, "Scoring | None"], Conversations]

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import httpx
 
-from roll.agentic.tools.dialects.spoken import dialect_for
+from roll.agentic.tools.dialects import dialect_for
 from roll.configs.agent import AgentConfig
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer

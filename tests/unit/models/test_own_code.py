@@ -20,7 +20,7 @@ from roll.configs.worker import ModelArguments, WorkerConfig
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
-from roll.distributed.strategy.generation.alone import generator_of
+from roll.distributed.strategy.generation.alone import local_generator
 from roll.distributed.strategy.generation.model_outline import ModelOutline
 from roll.distributed.strategy.vllm.arguments import engine_arguments
 from roll.models.heads import load_teacher_layer
@@ -119,11 +119,11 @@ def worker(trusts: bool, **sections: Any) -> WorkerConfig:
 def test_a_generator_samples_with_it(own: str, caplog: pytest.LogCaptureFixture) -> None:
     sections = {"strategy_args": {"strategy_name": "hf_infer"}}
     options: dict[str, Any] = {"sequence_length": 64, "max_running_requests": 4, "seed": 1}
-    with pytest.raises(ValueError, match=KEY), generator_of(own, worker(False, **sections), **options):
+    with pytest.raises(ValueError, match=KEY), local_generator(own, worker(False, **sections), **options):
         pass
     model = load_causal_lm(own, trust_remote_code=True)
     prompt = torch.tensor([5, 9, 30, 2]).numpy()
-    with generator_of(own, worker(True, **sections), **options) as engine:
+    with local_generator(own, worker(True, **sections), **options) as engine:
         request = GenerateRequest("a", prompt, SamplingParams(temperature=0, max_new_tokens=8))
         completion = asyncio.run(engine.generate(request))
     assert completion.token_ids.tolist() == greedy_oracle(model, prompt, 8)

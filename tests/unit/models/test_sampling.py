@@ -16,8 +16,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from roll.distributed.strategy.hf_infer.continuous_batching import StopStrings
 from roll.models.sampling import SamplerRows, sample, uniforms
-from roll.models.stop_strings import StopStrings
 from roll.models.tiny import make_tokenizer
 
 NUM_DRAWS = 20_000

@@ -19,8 +19,7 @@ from roll.data.identity import content_ids, conversation_digest, identity, vocab
 from roll.data.packing import rectangle
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.data.shared_prompts import SharedPrompts, make_shared_batches
-from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence
-from roll.models.stop_strings import StopStrings
+from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence, StopStrings
 from roll.models.tiny import make_tiny_model, make_tokenizer
 from roll.pipeline.offline.column_cache import digest_of
 from roll.pipeline.offline.dpo import cross

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.agentic.tools.dialects.spoken import dialect_for
+from roll.agentic.tools.dialects import dialect_for
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compose import compose_config
 from roll.configs.loader import load_composed

@@ -9,7 +9,7 @@ import pytest
 from roll.configs.rewards import RewardConfig
 from roll.data.prompts import Prompt
 from roll.extras.maths.verifier import MathVerifier
-from roll.rewards.references import References
+from roll.rewards.scoring import References
 
 DOMAINS = {
     "maths": ("math", {}),

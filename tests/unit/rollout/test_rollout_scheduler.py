@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.cluster import Cluster, create_placement, discover_nodes
 from roll.distributed.cluster.errors import RpcTimeoutError, WorkerDiedError
-from roll.distributed.cluster.placement import create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.rollout.admission import Admission

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from roll.agentic.env import make
-from roll.agentic.tools.dialects.spoken import dialect_for
+from roll.agentic.tools.dialects import dialect_for
 from roll.configs.agent import AgentConfig
 from roll.configs.env import CustomEnvConfig
 from roll.configs.tools import ToolsConfig

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.utils.idle import IdleClock
+from roll.pipeline.workers import IdleClock
 
 EVENTS = st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["begin", "end", "take"])), max_size=40)
 

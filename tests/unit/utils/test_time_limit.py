@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from roll.extras.sandbox.pool import Sandbox
-from roll.utils.time_limit import time_limit, turn
+from roll.utils.threads import time_limit, turn
 
 LIMIT = 0.2
 

@@ -1,4 +1,4 @@
-"""Notation of tool calls by model family: a text to a turn, a turn to a text.
+"""Notation of tool calls by model family: a text to a turn, a turn to a text; and which one a run speaks.
 
 >>> turn = dialect("hermes").parse('<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>')
 >>> turn.calls[0].name, turn.calls[0].arguments
@@ -11,18 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from roll.agentic.tools.dialects.base import BaseDialect
+from roll.configs.tools import AUTO_DIALECT
+from roll.data.renderer import ChatRenderer
+from roll.data.template_check import check_renderer
 from roll.utils.registry import Registry
 
 __all__ = ["DIALECTS", "BaseDialect", "dialect", "parsers"]
 
 DIALECTS: Registry[Callable[[], BaseDialect]] = Registry("tool dialect")
-DIALECTS.register("hermes", "roll.agentic.tools.dialects.hermes:HermesDialect")
+DIALECTS.register("hermes", "roll.agentic.tools.dialects.json_calls:HermesDialect")
 DIALECTS.register("qwen3_coder", "roll.agentic.tools.dialects.tagged:Qwen3CoderDialect")
-DIALECTS.register("llama3_json", "roll.agentic.tools.dialects.llama:LlamaJsonDialect")
+DIALECTS.register("llama3_json", "roll.agentic.tools.dialects.json_calls:LlamaJsonDialect")
 DIALECTS.register("llama_pythonic", "roll.agentic.tools.dialects.pythonic:PythonicDialect")
-DIALECTS.register("mistral", "roll.agentic.tools.dialects.mistral:MistralDialect")
+DIALECTS.register("mistral", "roll.agentic.tools.dialects.json_calls:MistralDialect")
 DIALECTS.register("harmony", "roll.agentic.tools.dialects.harmony:HarmonyDialect")
-DIALECTS.register("deepseek", "roll.agentic.tools.dialects.deepseek:DeepSeekDialect")
+DIALECTS.register("deepseek", "roll.agentic.tools.dialects.json_calls:DeepSeekDialect")
 DIALECTS.register("glm", "roll.agentic.tools.dialects.tagged:GlmDialect")
 
 
@@ -42,3 +45,24 @@ def parsers() -> dict[str, Callable[[str], Sequence[tuple[str, Mapping[str, Any]
 
 def _reader(speaks: BaseDialect) -> Callable[[str], Sequence[tuple[str, Mapping[str, Any]]]]:
     return lambda text: [(call.name, call.arguments) for call in speaks.parse(text).calls]
+
+
+def dialect_for(name: str, renderer: ChatRenderer, default: str | None = None) -> BaseDialect:
+    """A dialect by its name; for ``auto`` that in which the chat template writes calls (some 50 ms).
+
+    Args:
+        name: ``auto``, the name of a dialect, or ``package.module:Class``.
+        default: the dialect's name where the template speaks none that is known.
+
+    Raises:
+        UnknownNameError: there is none of that name.
+        ValueError: the template speaks none that is known, and there is no default.
+    """
+    if name != AUTO_DIALECT:
+        return dialect(name)
+    report = check_renderer(renderer, parsers())
+    spoken = report.dialect or default
+    if spoken is None:
+        known = ", ".join(DIALECTS.names())
+        raise ValueError(f"tools.dialect: seen auto, expected one of {known}: {report.why_no_dialect}")
+    return dialect(spoken)

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from roll.configs.engines.deepspeed import AUTO, CARD, DeepSpeedConfig
 from roll.configs.problems import ConfigErrors
+from roll.distributed.strategy import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.deepspeed.weights import WEIGHTS, EngineWeights
-from roll.distributed.strategy.engines import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.training.checkpoint import TrainerState
-from roll.distributed.strategy.training.hf_scorer import recompute_activations
-from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer
+from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer, recompute_activations
 from roll.distributed.strategy.training.optim import DECAYS, set_rates
 from roll.models.scoring import TokenScorer
 

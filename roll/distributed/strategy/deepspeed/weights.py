@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from roll.distributed.strategy.base import States
+from roll.distributed.strategy.training.checkpoint import to_device
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
-from roll.distributed.strategy.training.pieces import Region, Spread, everywhere, find_regions
-from roll.distributed.strategy.training.saving import to_device
+from roll.distributed.strategy.training.pieces import ShardLayout, Slice, everywhere, find_regions
 from roll.models.scoring import TokenScorer
 
 ENGINE_STATES = {
@@ -118,16 +118,18 @@ class EngineWeights(ABC):
                 parameter = self.parameters[name]
                 optimizer.norm_for_param_grads[optimizer.get_param_id(parameter)] = self.gradient(name).norm()
 
-    def spread(self, name: str, kind: str, dtype: torch.dtype) -> Spread:
+    def spread(self, name: str, kind: str, dtype: torch.dtype) -> ShardLayout:
         """Flat."""
         shape = (self.shape(name).numel(),)
         # What the model computes with may be as exact as the number format asks.
         stored = name not in self.trained or self.parameters[name].dtype in (dtype, torch.float32)
         if kind == MASTER and stored:
-            return Spread(shape, dtype, self.device, self.stored_regions(name), lambda: self.stored_part(name))
-        return Spread(shape, dtype, self.device, self._updated[name], lambda: self._kept(self.fragments[name], kind))
+            return ShardLayout(shape, dtype, self.device, self.stored_regions(name), lambda: self.stored_part(name))
+        return ShardLayout(
+            shape, dtype, self.device, self._updated[name], lambda: self._kept(self.fragments[name], kind)
+        )
 
-    def stored_regions(self, name: str) -> Sequence[Region]:
+    def stored_regions(self, name: str) -> Sequence[Slice]:
         """Regions of the flat parameter that the model computes with, and the ranks that have them."""
         return everywhere((self.shape(name).numel(),))
 
@@ -136,7 +138,7 @@ class EngineWeights(ABC):
         return self.parameters[name].detach().view(-1)
 
     @cached_property
-    def _updated(self) -> dict[str, Sequence[Region]]:
+    def _updated(self) -> dict[str, Sequence[Slice]]:
         """Regions of the flat parameters, and the ranks that update them."""
         return find_regions({name: ((f.offset,), (f.size,)) for name, f in self.fragments.items()})
 
@@ -280,10 +282,10 @@ class PartitionedWeights(EngineWeights):
             if dist.get_rank() == 0:
                 parameter.detach().copy_(whole)
 
-    def stored_regions(self, name: str) -> Sequence[Region]:
+    def stored_regions(self, name: str) -> Sequence[Slice]:
         size, whole = self._part(name).numel(), self.shape(name).numel()
         parts = {rank: min(size, whole - rank * size) for rank in range(dist.get_world_size())}
-        return [Region((rank * size,), (valid,), (rank,)) for rank, valid in parts.items() if valid > 0]
+        return [Slice((rank * size,), (valid,), (rank,)) for rank, valid in parts.items() if valid > 0]
 
     def stored_part(self, name: str) -> Tensor:
         part = self._part(name)

@@ -23,20 +23,27 @@ from roll.configs.engines.fsdp2 import Fsdp2Config
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.fsdp2.muon import Muon
-from roll.distributed.strategy.fsdp2.shards import ShardCopies, load_shards, save_shards, shards_of
-from roll.distributed.strategy.fsdp2.weights import ReplicatedWeights, ShardedWeights, Weights
+from roll.distributed.strategy.fsdp2.weights import (
+    ReplicatedWeights,
+    ShardCopies,
+    ShardedWeights,
+    Weights,
+    load_shards,
+    save_shards,
+    shards_of,
+)
 from roll.distributed.strategy.training.checkpoint import (
     SHARDS_FOLDER,
     UNTRAINED,
+    Contents,
     TrainerState,
     restore_checkpoint,
     resume_folder,
+    to_device,
 )
-from roll.distributed.strategy.training.hf_scorer import recompute_activations
-from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer
+from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer, recompute_activations
 from roll.distributed.strategy.training.module_weights import buffer_pieces
 from roll.distributed.strategy.training.optim import make_adamw, set_rates
-from roll.distributed.strategy.training.saving import Contents, to_device
 from roll.distributed.strategy.training.scorer import MicroBatchLimits
 from roll.models.loading import load_config
 from roll.models.scoring import TokenScorer

@@ -1,4 +1,4 @@
-"""One model's parameters on several ranks: sharded by FSDP2, or one replica on each.
+"""One model's parameters on several ranks, sharded by FSDP2 or one replica on each, and checkpoints of their shards.
 
 Both classes show an optimizer the same thing: ``trained``, this rank's share of every trained parameter as a plain
 tensor. Plain tensors rather than DTensors, because each foreach call on DTensors costs more than the arithmetic of a
@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from roll.distributed.strategy.training.hf_scorer import decoder_layers
+from roll.distributed.strategy.training.agreement import raise_on_all_ranks
+from roll.distributed.strategy.training.checkpoint import to_device
+from roll.distributed.strategy.training.module_trainer import decoder_layers
 from roll.distributed.strategy.training.optim import MASTER, MOMENTS
-from roll.distributed.strategy.training.pieces import Part, Region, Spread, everywhere, find_regions
-from roll.distributed.strategy.training.saving import to_device
+from roll.distributed.strategy.training.pieces import Part, ShardLayout, Slice, everywhere, find_regions
 from roll.models.loading import resolve_dtype
+from roll.models.lora import is_adapter
 from roll.models.scoring import TokenScorer
 from roll.models.tensor_parallel import split_layers
 
@@ -87,16 +91,16 @@ class Weights(ABC):
     def move(self, device: torch.device) -> None:
         """Moves the parameters; the optimizer's shares follow."""
 
-    def spread(self, name: str, kind: str, dtype: torch.dtype) -> Spread:
+    def spread(self, name: str, kind: str, dtype: torch.dtype) -> ShardLayout:
         share = self.local[name]
 
         def own() -> Tensor:
             return self._kept(name, kind).view(self._unpacked(name, share.shape))
 
-        return Spread(self._unpacked(name, self.shape(name)), dtype, share.device, self._regions(name), own)
+        return ShardLayout(self._unpacked(name, self.shape(name)), dtype, share.device, self._regions(name), own)
 
     @abstractmethod
-    def _regions(self, name: str) -> Sequence[Region]:
+    def _regions(self, name: str) -> Sequence[Slice]:
         """Regions of a parameter, whose shape is ``_unpacked``, and the ranks that have them (collective)."""
 
     def _unpacked(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
@@ -153,7 +157,7 @@ class ReplicatedWeights(Weights):
     def drop_gradients(self) -> None:
         self._flat_gradient.zero_()
 
-    def _regions(self, name: str) -> Sequence[Region]:
+    def _regions(self, name: str) -> Sequence[Slice]:
         return everywhere(self.shape(name))
 
     def share(self, name: str, whole: Tensor) -> Tensor:
@@ -231,11 +235,11 @@ class ShardedWeights(Weights):
         for name, parameter in self.parameters.items():
             parameter.grad = self.local[name].grad = None
 
-    def _regions(self, name: str) -> Sequence[Region]:
+    def _regions(self, name: str) -> Sequence[Slice]:
         return self._shards[name]
 
     @cached_property
-    def _shards(self) -> dict[str, Sequence[Region]]:
+    def _shards(self) -> dict[str, Sequence[Slice]]:
         """Regions of the parameters, and the ranks that have them."""
         return find_regions({name: self._part(name) for name in self.parameters})
 
@@ -362,3 +366,115 @@ def _copies(parameter: nn.Parameter) -> int:
 
 def _local(tensor: Tensor) -> Tensor:
     return cast("DTensor", tensor).to_local().detach()
+
+
+Shards: TypeAlias = dict[str, Tensor]
+
+
+def shards_of(weights: Weights, *, moments: bool = True) -> Shards:
+    """Weights and moments as they lie on the ranks, but for what an adapter is added to; writing changes them.
+
+    With ``cpu_offload`` beside a GPU they are copies, as a DTensor lies on the devices of its mesh.
+    """
+    return {name: _placed(share, like) for name, share, like in _shares(weights, moments)}
+
+
+class ShardCopies:
+    """Copies of ``shards_of`` in host memory, which is kept from one time to the next."""
+
+    def __init__(self) -> None:
+        self._kept: Shards | None = None
+
+    @torch.no_grad()
+    def take(self, shards: Shards) -> Shards:
+        """Copies all; what was returned before is written over."""
+        gpu = torch.cuda.is_available()
+        if self._kept is None:
+            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+            options = StagingOptions(gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=gpu)
+            # Only PyTorch makes a DTensor that lies beside its mesh; at a millisecond for each, it is asked once.
+            self._kept = cast(Shards, DefaultStager(options).stage(shards))
+            return self._kept
+        for name, tensor in shards.items():
+            _own_part(self._kept[name]).copy_(_own_part(tensor), non_blocking=gpu)
+        if gpu:
+            torch.cuda.synchronize()
+        return self._kept
+
+
+def save_shards(path: Path, state: Shards, group: dist.ProcessGroup | None) -> None:
+    """Writes the shards of weights and moments into a folder (collective over the group, or all ranks).
+
+    Raises:
+        OSError: on every rank, when one cannot write.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
+
+    writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
+    try:
+        with _quiet():
+            dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        raise OSError(f"checkpoint {path}: {error}") from error
+
+
+def load_shards(path: Path, weights: Weights, *, moments: bool) -> None:
+    """Sets weights, and ``moments`` too if wanted, to what ``save_shards`` wrote (collective).
+
+    Earlier versions left out what is frozen, which then stays as it is.
+
+    Raises:
+        ValueError: a part is missing or belongs to another model.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
+
+    reader = HuggingFaceStorageReader(str(path))
+    state = shards_of(weights, moments=moments)
+    if frozen := state.keys() & weights.local.keys() - weights.trained.keys():
+        with raise_on_all_ranks():
+            for name in frozen - reader.read_metadata().state_dict_metadata.keys():
+                del state[name]
+    try:
+        with _quiet():
+            dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+    except (CheckpointException, RuntimeError) as error:
+        raise ValueError(f"checkpoint {path}: {error}; expected the shards of this model") from error
+    for name, share, _ in _shares(weights, moments):
+        if name in state and (loaded := _own_part(state[name])).device != share.device:
+            share.copy_(loaded)
+
+
+def _quiet() -> warnings.catch_warnings:
+    """Without the warning that a lone worker is alone."""
+    return warnings.catch_warnings(action="ignore", category=UserWarning)
+
+
+def _shares(weights: Weights, moments: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name, this rank's share, and the parameter that it is shaped like."""
+    trained = weights.trained
+    for name, share in (trained if any(map(is_adapter, trained)) else weights.local).items():
+        parameter = weights.parameters[name]
+        yield name, share.detach(), parameter
+        for kind in weights.kinds(name) if moments and name in trained else ():
+            yield f"{name}.{kind}", weights.optimizer.state[share][kind], parameter
+
+
+def _placed(share: Tensor, like: Tensor) -> Tensor:
+    """A share as the part of a whole tensor that it is."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(like, DTensor):
+        return share
+    whole = cast("DTensor", like)
+    return DTensor.from_local(
+        share, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -57,7 +57,7 @@ def base_of(model: str) -> tuple[str, LoraSpec | None]:
 
 
 @contextmanager
-def generator_of(
+def local_generator(
     model: str, worker: WorkerConfig, *, sequence_length: int | None, max_running_requests: int, seed: int
 ) -> Iterator[Generator[Any]]:
     """Starts a generator, and stops it when the block is left.

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from roll.distributed.strategy.base import StrategyContext
 
 
+SCORING = "ROLL_SGLANG_SCORING"
+"""Environment variable of an engine's processes: the fields of a ``PromptScoring`` as JSON."""
+
+
 @dataclass(frozen=True)
 class PromptScoring:
     """Settings by which an engine scores a prompt; they travel to its processes."""

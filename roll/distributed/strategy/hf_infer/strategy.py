@@ -25,7 +25,7 @@ from roll.data.requests import Completion, FinishReason, GenerateRequest
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.generation.generator import EngineStoppedError, Generator
 from roll.distributed.strategy.generation.model_outline import stop_token_ids
-from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence
+from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence, StopStrings
 from roll.distributed.strategy.hf_infer.model_fit import foreign_attention
 from roll.distributed.weights.adapters import MergedAdapter, check_adapter
 from roll.distributed.weights.buckets import WeightUpdate
@@ -35,7 +35,6 @@ from roll.models.loading import load_causal_lm, resolve_dtype
 from roll.models.packing_support import check_packing
 from roll.models.routing import ExpertRouting
 from roll.models.scoring import TokenScorer, score_batch
-from roll.models.stop_strings import StopStrings
 from roll.models.tokenizer import check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:

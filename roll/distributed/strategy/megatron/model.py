@@ -22,8 +22,8 @@ from roll.configs.engines.megatron import CARD, MegatronConfig
 from roll.configs.problems import ConfigProblem
 from roll.distributed.strategy.base import RankInfo, StrategyContext
 from roll.distributed.strategy.megatron.fit import check_model_fit
-from roll.distributed.strategy.megatron.modules import PlannedRow, layer_specs
 from roll.distributed.strategy.megatron.scores import VocabularyShare
+from roll.distributed.strategy.megatron.substitutes import PlannedRow, layer_specs
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX
 from roll.distributed.strategy.training.tensor_files import Reader
@@ -32,8 +32,7 @@ from roll.models.heads import ValueHead, load_value_head
 from roll.models.loading import make_skeleton
 from roll.models.lora import is_adapter
 from roll.models.megatron.config import MegatronModelConfig, megatron_config, padded_vocab_size
-from roll.models.megatron.convert import load_shards
-from roll.models.megatron.names import ParallelLayout, module_parts, source, torn
+from roll.models.megatron.names import ParallelLayout, load_shards, module_parts, source, torn
 from roll.models.weight_files import WeightFiles
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from roll.configs.engines.megatron import MegatronConfig
 from roll.configs.worker import TrainingArguments
 from roll.distributed.strategy.megatron.model import MegatronModel
+from roll.distributed.strategy.training.checkpoint import to_device
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
-from roll.distributed.strategy.training.saving import to_device
 
 
 def wrap_for_data_parallelism(model: MegatronModel, options: MegatronConfig) -> None:

@@ -59,7 +59,7 @@ class VocabularyShare:
         return found_KC, ids_KR.gather(1, order_KC)
 
 
-class TokenScorer:
+class VocabularyScorer:
     """Scores tokens from hidden states that all tensor-parallel ranks hold alike.
 
     Args:

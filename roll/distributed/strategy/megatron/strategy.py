@@ -4,7 +4,7 @@ Parallelism is tensor, sequence, pipeline (virtual stages too), expert and conte
 the model get the same data; copies of the model (data parallelism) get shares of it. With TransformerEngine (GPUs) a
 model that computes in bf16 is built from its modules; otherwise from Megatron's own, with ``RmsNorm`` and
 ``CoreAttention`` of ``modules``, which are exact for packed sequences and context parallelism too. Without a GPU
-``cpu`` redirects what Megatron asks of CUDA. Grouped matrix products for experts need a GPU.
+``substitutes.py`` redirects what Megatron asks of CUDA. Grouped matrix products for experts need a GPU.
 
 Megatron's schedules run all micro-batches of a step. The last pipeline stage scores tokens and computes the loss; the
 scores and metrics then travel to the other stages.
@@ -31,9 +31,8 @@ from roll.configs.engines.megatron import MegatronConfig
 from roll.data.batch import Batch
 from roll.data.packing import take_micro_batch
 from roll.data.shared_prompts import worth_sharing
+from roll.distributed.strategy import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.base import RankInfo, States
-from roll.distributed.strategy.engines import ignore_renamed_collectives, require_engine
-from roll.distributed.strategy.megatron import cpu
 from roll.distributed.strategy.megatron.adapter import adapter_off, add_adapter
 from roll.distributed.strategy.megatron.input import MegatronInput, Rounding, grid_shape, lay_out
 from roll.distributed.strategy.megatron.model import (
@@ -43,12 +42,19 @@ from roll.distributed.strategy.megatron.model import (
 )
 from roll.distributed.strategy.megatron.optimizer import MegatronAdam, wrap_for_data_parallelism
 from roll.distributed.strategy.megatron.routing import ExpertRouting
-from roll.distributed.strategy.megatron.scores import TokenScorer, sum_over
+from roll.distributed.strategy.megatron.scores import VocabularyScorer, sum_over
+from roll.distributed.strategy.megatron.substitutes import redirect_to_cpu
 from roll.distributed.strategy.megatron.weights import TrainedModel, WeightGatherer, adapter_pieces, saved_name
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
-from roll.distributed.strategy.training.checkpoint import MODEL_PREFIX, TrainerState
-from roll.distributed.strategy.training.pieces import Piece
-from roll.distributed.strategy.training.saving import SourceFolder, Tensors, model_tensors, open_source
+from roll.distributed.strategy.training.checkpoint import (
+    MODEL_PREFIX,
+    SourceFolder,
+    Tensors,
+    TrainerState,
+    model_tensors,
+    open_source,
+)
+from roll.distributed.strategy.training.pieces import WeightShard
 from roll.distributed.strategy.training.scorer import MicroBatchLimits, Scorer, join_group
 from roll.distributed.strategy.training.trainer import Trainer
 from roll.models.heads import load_teacher_layer
@@ -67,7 +73,7 @@ class MegatronInfer(Scorer):
         require_engine("megatron.core", extra="megatron", strategy=context.worker.strategy_args.strategy_name)
         self.device = join_group(context, alone=True)
         ignore_renamed_collectives()
-        cpu.enable()
+        redirect_to_cpu()
         self.options = MegatronConfig.model_validate(context.worker.strategy_args.strategy_config)
         self.info = join_parallel_state(context, self.options)
         args = context.worker.model_args
@@ -85,7 +91,7 @@ class MegatronInfer(Scorer):
         replays = context.router_replay != "disable"
         self._routing = ExpertRouting(self.model, self.options) if replays else None
         share = self.model.vocabulary()
-        self._scorer = TokenScorer(share, context.temperature, context.needs)
+        self._scorer = VocabularyScorer(share, context.temperature, context.needs)
         if self.model.last is not None and self.model.value_head is None:
             weight_VH = self.model.output_weight()
             layers = OutputLayers(
@@ -319,10 +325,10 @@ class MegatronTrain(MegatronInfer, Trainer):
     def drop_gradients(self) -> None:
         self._optimizer.drop_gradients()
 
-    def find_weights(self) -> list[Piece]:
+    def find_weights(self) -> list[WeightShard]:
         return self._gatherer.pieces("trunk", self._model_dtype)
 
-    def find_adapter(self) -> list[Piece]:
+    def find_adapter(self) -> list[WeightShard]:
         return super().find_adapter() if self.context.lora is None else adapter_pieces(self._gatherer)
 
     @property

@@ -21,12 +21,11 @@ from roll.distributed.strategy.megatron.optimizer import MegatronAdam
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX, MODEL_PREFIX, adapter_tensors
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
-from roll.distributed.strategy.training.pieces import Piece, Region, Spread
+from roll.distributed.strategy.training.pieces import ShardLayout, Slice, WeightShard
 from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.loading import Head
 from roll.models.lora import SCORE_NAME, is_adapter
-from roll.models.megatron.convert import join, shard_group
-from roll.models.megatron.names import ParallelLayout
+from roll.models.megatron.names import ParallelLayout, join, shard_group
 
 Part: TypeAlias = Literal["trunk", "adapter", "head"]
 OwnPart: TypeAlias = Callable[[nn.Parameter], Tensor]
@@ -81,7 +80,7 @@ class WeightGatherer:
         self._places = places
         self._items = list(self._plan())
 
-    def pieces(self, part: Part, dtype: torch.dtype, updated: OwnPart | None = None) -> list[Piece]:
+    def pieces(self, part: Part, dtype: torch.dtype, updated: OwnPart | None = None) -> list[WeightShard]:
         """Tensors under the names of a Hugging Face checkpoint, an adapter's under those of a peft folder.
 
         Args:
@@ -89,7 +88,7 @@ class WeightGatherer:
         """
         return [self._piece(item, dtype, updated) for item in self._items if _part_of(item.name) == part]
 
-    def _piece(self, item: _Item, dtype: torch.dtype, updated: OwnPart | None) -> Piece:
+    def _piece(self, item: _Item, dtype: torch.dtype, updated: OwnPart | None) -> WeightShard:
         def own() -> Tensor:
             parameter = self._parameters[item.chunk][item.name]
             return (parameter if updated is None else updated(parameter)).detach().reshape(-1)
@@ -97,16 +96,16 @@ class WeightGatherer:
         size = math.prod(item.shape)
         spreads = []
         for ranks in item.holders:
-            regions = [Region((0,), (size,), ranks)] if updated is None else self._updated(item, ranks)
-            spreads.append(Spread((size,), dtype, self._device, regions, own))
-        return Piece(spreads, lambda whole: dict(self._join(item, [shard.view(item.shape) for shard in whole])))
+            regions = [Slice((0,), (size,), ranks)] if updated is None else self._updated(item, ranks)
+            spreads.append(ShardLayout((size,), dtype, self._device, regions, own))
+        return WeightShard(spreads, lambda whole: dict(self._join(item, [shard.view(item.shape) for shard in whole])))
 
-    def _updated(self, item: _Item, ranks: Sequence[int]) -> list[Region]:
+    def _updated(self, item: _Item, ranks: Sequence[int]) -> list[Slice]:
         """Regions of a shard, and those of the ranks that update them."""
         by_part: dict[tuple[int, int], list[int]] = {}
         for rank in ranks:
             by_part.setdefault(self._places[rank].updated[item.chunk][item.name], []).append(rank)
-        return [Region((start,), (size,), tuple(of)) for (start, size), of in sorted(by_part.items()) if size]
+        return [Slice((start,), (size,), tuple(of)) for (start, size), of in sorted(by_part.items()) if size]
 
     def _join(self, item: _Item, shards: list[Tensor]) -> Iterable[tuple[str, Tensor]]:
         if _part_of(item.name) == "head":
@@ -176,8 +175,8 @@ class TrainedModel:
     def kinds(self) -> Sequence[str]:
         return ADAM_STATE
 
-    def tensors(self, kind: str) -> list[Piece]:
-        def pieces(part: Part) -> list[Piece]:
+    def tensors(self, kind: str) -> list[WeightShard]:
+        def pieces(part: Part) -> list[WeightShard]:
             return self.gatherer.pieces(part, torch.float32, lambda parameter: self.optimizer.share(parameter, kind))
 
         head = [piece.renamed(lambda name: HEAD_PREFIX + name) for piece in pieces("head")]
@@ -217,7 +216,7 @@ class TrainedModel:
             self.optimizer.set(parameter, kind, part)
 
 
-def adapter_pieces(gatherer: WeightGatherer) -> list[Piece]:
+def adapter_pieces(gatherer: WeightGatherer) -> list[WeightShard]:
     """The adapter, and the head beside it, in float32 under the names of a peft folder."""
     head = [piece.renamed(lambda _: SCORE_NAME) for piece in gatherer.pieces("head", torch.float32)]
     return [*gatherer.pieces("adapter", torch.float32), *head]
@@ -242,9 +241,9 @@ def _checkpoint_reader(read: Reader, head: Head) -> Reader:
     return checkpoint_tensor
 
 
-def _module_pieces(pieces: Iterable[Piece], num_experts: int) -> list[Piece]:
+def _module_pieces(pieces: Iterable[WeightShard], num_experts: int) -> list[WeightShard]:
     """The same, all of a layer's experts in one piece."""
-    groups: dict[str, list[Piece]] = {}
+    groups: dict[str, list[WeightShard]] = {}
     for piece in pieces:
         name = next(iter(piece.outline))
         found = _EXPERT.fullmatch(name)
@@ -252,13 +251,13 @@ def _module_pieces(pieces: Iterable[Piece], num_experts: int) -> list[Piece]:
     return [_one_piece(group, num_experts) for group in groups.values()]
 
 
-def _one_piece(group: list[Piece], num_experts: int) -> Piece:
+def _one_piece(group: list[WeightShard], num_experts: int) -> WeightShard:
     def make(whole: Sequence[Tensor]) -> dict[str, Tensor]:
         rest = iter(whole)
         made = (piece.make(list(islice(rest, len(piece.spreads)))) for piece in group)
         return dict(_module_tensors((pair for tensors in made for pair in tensors.items()), num_experts))
 
-    return Piece([spread for piece in group for spread in piece.spreads], make)
+    return WeightShard([spread for piece in group for spread in piece.spreads], make)
 
 
 def _module_tensors(named: Iterable[tuple[str, Tensor]], num_experts: int) -> Iterator[tuple[str, Tensor]]:

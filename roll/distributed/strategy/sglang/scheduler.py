@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.distributed.strategy.generation.prompt_scoring import PromptScoring
+from roll.distributed.strategy.generation.prompt_scoring import SCORING, PromptScoring
 from roll.distributed.strategy.sglang import cpu, sampler
-from roll.distributed.strategy.sglang.options import SCORING
 from roll.distributed.weights.contents import views
 
 cpu.prepare()

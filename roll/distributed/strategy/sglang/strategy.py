@@ -27,16 +27,17 @@ import torch
 import torch.multiprocessing  # makes ForkingPickler know tensors
 from torch import Tensor
 
-from roll.configs.engines.sglang import CARD, SglangConfig
+from roll.configs.engines.sglang import CARD, SglangConfig, interpreter_problem
 from roll.configs.problems import ConfigErrors
 from roll.data.requests import Completion, GenerateRequest
+from roll.distributed.strategy import MissingEngineError, require_engine
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.generation.engine_process import EngineCallError, EngineProcess
 from roll.distributed.strategy.generation.generator import EngineStoppedError
 from roll.distributed.strategy.generation.model_outline import ModelOutline
+from roll.distributed.strategy.generation.prompt_scoring import SCORING
 from roll.distributed.strategy.generation.scoring import PromptScores, ScoringGenerator
 from roll.distributed.strategy.sglang import cpu
-from roll.distributed.strategy.sglang.options import SCORING, require_sglang
 from roll.distributed.weights.adapters import peft_config
 from roll.distributed.weights.buckets import as_tensor, pack_buckets
 from roll.distributed.weights.contents import WeightBucket, renamed
@@ -44,6 +45,19 @@ from roll.distributed.weights.lending import Lender
 from roll.distributed.weights.receiver import on_device
 from roll.models.lora import adapted_names
 from roll.models.tokenizer import locate_model
+
+
+def require_sglang(python: str | None) -> None:
+    """Checks that SGLang is installed for an interpreter (``None``: this one), without starting it.
+
+    Raises:
+        MissingEngineError: it is not, or there is no such interpreter.
+    """
+    if python is None:
+        require_engine("sglang", extra="sglang", strategy="sglang")
+    elif problem := interpreter_problem(python):
+        raise MissingEngineError(str(problem.under("strategy_config")))
+
 
 logger = logging.getLogger(__name__)
 

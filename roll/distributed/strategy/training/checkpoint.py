@@ -14,29 +14,49 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from roll.configs.pipeline import PARTS
+from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.optim import MASTER
 from roll.distributed.strategy.training.pieces import (
-    Piece,
-    Region,
+    Read,
+    ShardLayout,
+    Slice,
     TensorForm,
+    WeightShard,
+    gather,
     own_rank,
+    weight_shard,
+    world_size,
 )
 from roll.distributed.strategy.training.tensor_files import (
+    DTYPE_NAMES,
+    MAX_FILE_BYTES,
+    BackgroundWriter,
+    PlannedFile,
     Reader,
     StoredTensors,
+    cut_at_ranks,
+    plan_files,
+    write_index,
 )
 from roll.models.adapter_files import ADAPTER_FILE
-from roll.models.heads import VALUE_HEAD_FILE
+from roll.models.heads import SCORE_WEIGHT, VALUE_HEAD_FILE
+from roll.models.loading import Head, fit_folder, load_config
+from roll.models.weight_files import FolderFit, shown
+from roll.utils.checksums import WrittenFile
+from roll.utils.threads import in_background
 
 SHARDS_FOLDER = "shards"
 """Folder of a checkpoint's shards, with the configuration and the tokenizer of their model beside them."""
@@ -86,7 +106,7 @@ class StoredShards:
         whole = torch.empty(form.shape, dtype=form.dtype)
         for offsets, sizes, path in parts:
             with safe_open(path, framework="pt") as file:
-                Region(tuple(offsets), tuple(sizes), ()).cut(whole).copy_(file.get_tensor(name))
+                Slice(tuple(offsets), tuple(sizes), ()).cut(whole).copy_(file.get_tensor(name))
         return whole
 
 
@@ -143,7 +163,7 @@ class Trained(Protocol):
     def kinds(self) -> Sequence[str]:
         """Of the optimizer's state."""
 
-    def tensors(self, kind: str) -> Sequence[Piece]:
+    def tensors(self, kind: str) -> Sequence[WeightShard]:
         """All of a kind, in float32; a parameter may have none of it."""
 
     def fill(self, kind: str, read: Reader) -> None:
@@ -248,3 +268,285 @@ def _restore_rng(path: Path, device: torch.device) -> None:
     torch.set_rng_state(states[f"cpu.{own_rank()}"])
     if device.type == "cuda" and f"cuda.{own_rank()}" in states:
         torch.cuda.set_rng_state(states[f"cuda.{own_rank()}"], device)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor in host memory or on a GPU; complete when the current stream is.
+
+    In host memory its room is pinned, which makes both ways several times as fast. PyTorch keeps such room for the next
+    tensor of its size.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(tensor, DTensor):
+        return DTensor(to_device(tensor._local_tensor, device), tensor._spec, requires_grad=tensor.requires_grad)
+    if device.type == "cpu" and tensor.is_cuda:
+        return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor, non_blocking=True)
+    return tensor.to(device, non_blocking=True)
+
+
+class Snapshots:
+    """Copies tensors into memory that is kept from one time to the next.
+
+    Fresh memory costs several times what the copy does: the system clears it page by page, and a GPU's driver pins it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+
+    def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies all; those that show the same memory share a copy. What ``take`` returned before is written over."""
+        pinned = torch.cuda.is_available()
+        different = {_memory_of(tensor): tensor.detach() for tensor in tensors}
+        self._kept = [self._room(number, tensor, pinned) for number, tensor in enumerate(different.values())]
+        for copy, tensor in zip(self._kept, different.values(), strict=True):
+            copy.copy_(tensor, non_blocking=pinned)
+        if pinned:
+            torch.cuda.synchronize()
+        copies = dict(zip(different, self._kept, strict=True))
+        return [copies[_memory_of(tensor)] for tensor in tensors]
+
+    def _room(self, number: int, tensor: Tensor, pinned: bool) -> Tensor:
+        kept = self._kept[number] if number < len(self._kept) else None
+        if kept is not None and (kept.shape, kept.dtype) == (tensor.shape, tensor.dtype):
+            return kept
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+
+
+def _memory_of(tensor: Tensor) -> tuple[Hashable, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+Tensors: TypeAlias = Mapping[str, Sequence[WeightShard]]
+"""Tensors in the files of a folder, by the stems."""
+
+
+@dataclass(frozen=True)
+class SourceFolder:
+    """The model folder that a role starts from, as rank 0 reads it."""
+
+    names: Sequence[str]
+    """Of its tensors."""
+    kept: Sequence[WeightShard]
+    """What the model does not compute with and a saved language model has as it was, such as a vision tower."""
+
+
+def open_source(context: StrategyContext) -> SourceFolder:
+    """Looks at the tensors of a role's model folder on rank 0 (collective).
+
+    Raises:
+        ValueError: on every rank, where the model has no place for some, or lacks some.
+    """
+    args, path = context.worker.model_args, context.model_path
+    told: list[tuple[list[str], dict[str, TensorForm]]] = [([], {})]
+    fit: FolderFit | None = None
+    with raise_on_all_ranks():
+        if own_rank() == 0:
+            config = load_config(path, args.model_config_kwargs, trust_remote_code=args.trust_remote_code)
+            fit = fit_folder(context.head, path, config, trust_remote_code=args.trust_remote_code)
+            told = [(list(fit.files.names), _kept_forms(fit) if context.head == "lm" else {})]
+    if world_size() > 1:
+        dist.broadcast_object_list(told, src=0)
+    names, forms = told[0]
+    if fit is not None and (kept := [name for name in fit.kept if forms or name != SCORE_WEIGHT]):
+        what = "saved again as they are" if forms else f"left out of what is saved of the {context.role}"
+        logger.info("%s: %d tensors are not trained, and %s: %s", path, len(kept), what, shown(kept))
+
+    def piece(name: str, form: TensorForm) -> WeightShard:
+        region = Slice((0,) * len(form.shape), form.shape, (0,))
+        spread = ShardLayout(form.shape, form.dtype, torch.device("cpu"), [region], lambda: _read(fit, name))
+        return weight_shard(name, spread)
+
+    return SourceFolder(names, [piece(name, form) for name, form in forms.items()])
+
+
+def _kept_forms(fit: FolderFit) -> dict[str, TensorForm]:
+    formats = {written: dtype for dtype, written in DTYPE_NAMES.items()}
+    found = {name: fit.files.form(name) for name in fit.kept}
+    if strange := sorted(name for name, (_, kind) in found.items() if kind not in formats):
+        kind = found[strange[0]][1]
+        raise ValueError(f"{strange[0]}: number format {kind}, expected one of {', '.join(formats)}")
+    return {name: TensorForm(shape, formats[kind]) for name, (shape, kind) in found.items()}
+
+
+def _read(fit: FolderFit | None, name: str) -> Tensor:
+    assert fit is not None, "the rank that has opened the folder"
+    return fit.files.read(name)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Contents of a folder, which is made if need be."""
+
+    path: Path
+    tensors: Tensors
+    """Nothing is written of a stem that has none."""
+    write_rest: Callable[[], None]
+    """Writes what is no tensor; called on rank 0."""
+    write_shards: Callable[[dist.ProcessGroup | None], None] | None = None
+    """Writes what an engine writes in a way of its own (collective over a process group)."""
+    max_file_bytes: int = MAX_FILE_BYTES
+
+    @cached_property
+    def pieces(self) -> Tensors:
+        """Pieces that are written: the tensors, or parts of those that no other program reads."""
+        return {
+            stem: cut_at_ranks(pieces, world_size()) if stem == OPTIMIZER else pieces
+            for stem, pieces in self.tensors.items()
+            if pieces
+        }
+
+    @cached_property
+    def files(self) -> dict[str, list[PlannedFile]]:
+        """The same on all ranks, by the stems."""
+        return {
+            stem: plan_files(stem, pieces, world_size(), single=stem in SINGLE, max_bytes=self.max_file_bytes)
+            for stem, pieces in self.pieces.items()
+        }
+
+    def targets(self) -> Iterator[tuple[WeightShard, PlannedFile]]:
+        """Every piece and where it belongs, in the order in which they are gathered."""
+        for stem, files in self.files.items():
+            file_of = {id(piece): file for file in files for piece in file.pieces}
+            yield from ((piece, file_of[id(piece)]) for piece in self.pieces[stem])
+
+
+def model_tensors(trunk: Sequence[WeightShard], head: Sequence[WeightShard], kind: Head, prefix: str) -> Tensors:
+    """A model's tensors, by the stems of their files, in the number format of a Hugging Face checkpoint.
+
+    Args:
+        trunk: the language model, or the trunk, whose names have no prefix.
+        head: a critic's or a reward model's; empty of a language model.
+        kind: of head. A reward model is one with its trunk, as a sequence classifier is.
+        prefix: before the trunk's names in a classifier.
+    """
+    if kind != "score":
+        return {MODEL: trunk, VALUE_HEAD: head}
+    named = [piece.renamed(lambda name: f"{prefix}.{name}") for piece in trunk]
+    return {MODEL: [*named, *(piece.renamed(lambda _: SCORE_WEIGHT) for piece in head)]}
+
+
+def resume_contents(
+    path: Path, optimizer: Sequence[WeightShard], state: TrainerState, device: torch.device | None
+) -> Contents:
+    """Contents of the folder that resumes training.
+
+    Args:
+        device: whose generator states are kept beside the CPU's; ``None``: none are.
+    """
+    counters = json.dumps(asdict(state), indent=2) + "\n"
+
+    def write_rest() -> None:
+        (path / TRAINER_FILE).write_text(counters)
+
+    generators = [] if device is None else _rng_states(device)
+    return Contents(path, {OPTIMIZER: optimizer, Path(RNG_FILE).stem: generators}, write_rest)
+
+
+def write_contents(
+    contents: Sequence[Contents], *, read: Read | None = None, group: dist.ProcessGroup | None = None
+) -> Future[list[WrittenFile]]:
+    """Gathers folders and hands them to the ranks' writers, each a share (collective).
+
+    Args:
+        read: see ``gather``.
+
+    Returns:
+        What this rank wrote, but for small files, once all of it is on disk; or the ``OSError``.
+
+    Raises:
+        OSError: on every rank, when one cannot write what is not left to the writers.
+    """
+    writer = BackgroundWriter()
+    try:
+        for one in contents:
+            _hand_over(one, writer, read, group)
+    except BaseException:
+        writer.close().exception()  # it has stopped writing
+        raise
+    return writer.close()
+
+
+class BackgroundSaves:
+    """Writes contents as they were at the start, while the ranks go on and change them. One save at a time."""
+
+    def __init__(self) -> None:
+        self._snapshots = Snapshots()
+        self._group: dist.ProcessGroup | None = None
+        self._running: Future[list[WrittenFile]] | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """In which nothing else is sent, so that it may be used beside training (made collectively)."""
+        if self._group is None and world_size() > 1:
+            self._group = dist.new_group(backend="gloo")
+        return self._group
+
+    def start(self, contents: Sequence[Contents]) -> Future[list[WrittenFile]]:
+        """Copies this rank's parts to host memory and returns (collective); the result: see ``write_contents``."""
+        if self._running is not None:
+            self._running.exception()  # its copies are needed no more
+        group, rank = self.group, own_rank()
+        spreads = [
+            spread
+            for one in contents
+            for piece, file in one.targets()
+            for spread in piece.spreads
+            if spread.sent_by(rank, file.rank)
+        ]
+        copies = dict(zip(map(id, spreads), self._snapshots.take([one.own() for one in spreads]), strict=True))
+
+        def write() -> list[WrittenFile]:
+            return write_contents(contents, read=lambda spread: copies[id(spread)], group=group).result()
+
+        self._running = in_background(write, name="checkpoint")
+        return self._running
+
+
+def optimizer_tensors(trained: Trained, *, masters: bool) -> list[WeightShard]:
+    """``<parameter>.<kind>`` for each moment, and ``.master`` where the model is stored in fewer bits."""
+    kinds = (*trained.kinds, MASTER) if masters else trained.kinds
+    return [
+        piece.renamed(lambda name, kind=kind: f"{name}.{kind}")  # type: ignore[misc]
+        for kind in kinds
+        for piece in trained.tensors(kind)
+    ]
+
+
+def _hand_over(
+    contents: Contents, writer: BackgroundWriter, read: Read | None, group: dist.ProcessGroup | None
+) -> None:
+    path = contents.path
+    with raise_on_all_ranks(group):
+        if own_rank() == 0:
+            path.mkdir(parents=True, exist_ok=True)
+            contents.write_rest()
+            for stem, files in contents.files.items():
+                write_index(path, stem, files)
+    if contents.write_shards is not None:
+        contents.write_shards(group)
+    for piece, file in contents.targets():
+        whole = gather([piece], [file.rank], read=read, group=group)
+        if own_rank() != file.rank:
+            continue
+        target = path / file.name
+        if piece is file.pieces[0]:
+            writer.begin(target, file.header())
+        for name, form in piece.outline.items():
+            tensor = whole[name]
+            assert (tensor.shape, tensor.dtype) == form, (name, tensor.shape, tensor.dtype, form)
+            writer.add(target, tensor)
+
+
+def _rng_states(device: torch.device) -> list[WeightShard]:
+    """Every rank's generator states."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+
+    def piece(kind: str, state: Tensor, rank: int) -> WeightShard:
+        region = Slice((0,), tuple(state.shape), (rank,))
+        spread = ShardLayout(tuple(state.shape), state.dtype, torch.device("cpu"), [region], lambda: state)
+        return weight_shard(f"{kind}.{rank}", spread)
+
+    return [piece(kind, state, rank) for kind, state in states.items() for rank in range(world_size())]

@@ -26,12 +26,15 @@ from roll.distributed.strategy.training.checkpoint import (
     SHARDS_FOLDER,
     UNTRAINED,
     VALUE_HEAD,
+    Contents,
     StoredShards,
+    Tensors,
+    model_tensors,
+    write_contents,
 )
 from roll.distributed.strategy.training.module_weights import hf_piece
 from roll.distributed.strategy.training.optim import MASTER, MOMENTS
-from roll.distributed.strategy.training.pieces import Piece, Spread, TensorForm, everywhere, piece_of
-from roll.distributed.strategy.training.saving import Contents, Tensors, model_tensors, write_contents
+from roll.distributed.strategy.training.pieces import ShardLayout, TensorForm, WeightShard, everywhere, weight_shard
 from roll.distributed.strategy.training.tensor_files import MAX_FILE_BYTES, Reader, StoredTensors
 from roll.models.adapter_files import (
     ADAPTER_CONFIG,
@@ -147,20 +150,20 @@ def _whole(export: Export) -> _Draft:
     stored = StoredTensors(folder, WeightFiles(str(folder)).files)
     found = _spreads(stored)
     notes: list[str] = []
-    exact: list[Piece] = []
+    exact: list[WeightShard] = []
     stored_in = {spread.dtype for spread in found.values() if spread.dtype.is_floating_point}
     if export.dtype is not None and stored_in - {export.dtype}:
         exact = _masters(export, notes)
     covered = {name for piece in exact for name in piece.outline}
-    rest = [piece_of(name, _as(spread, export.dtype)) for name, spread in found.items() if name not in covered]
-    tensors: dict[str, Sequence[Piece]] = {MODEL: [*exact, *rest]}
+    rest = [weight_shard(name, _as(spread, export.dtype)) for name, spread in found.items() if name not in covered]
+    tensors: dict[str, Sequence[WeightShard]] = {MODEL: [*exact, *rest]}
     if (folder / VALUE_HEAD_FILE).is_file():
         head = StoredTensors(folder, [folder / VALUE_HEAD_FILE])
-        tensors[VALUE_HEAD] = [piece_of(name, spread) for name, spread in _spreads(head).items()]
+        tensors[VALUE_HEAD] = [weight_shard(name, spread) for name, spread in _spreads(head).items()]
     return _Draft(tensors, folder, notes=notes)
 
 
-def _masters(export: Export, notes: list[str]) -> list[Piece]:
+def _masters(export: Export, notes: list[str]) -> list[WeightShard]:
     """The float32 weights behind a model of fewer bits, under the names of its folder."""
     file = None if export.resume is None else (export.resume / OPTIMIZER).parent
     stored = StoredTensors(file) if file is not None and file.is_dir() else None
@@ -190,13 +193,13 @@ def _sharded(export: Export, shards: Path) -> _Draft:
             f"{shards}: no {frozen[0]} in it, an earlier version left out what is frozen; continue from it and save"
         )
     head = [
-        piece_of(name.removeprefix(HEAD_PREFIX), spread)
+        weight_shard(name.removeprefix(HEAD_PREFIX), spread)
         for name, spread in spreads.items()
         if name.startswith(HEAD_PREFIX)
     ]
     untrained = (shards / UNTRAINED).parent
     found = _spreads(StoredTensors(untrained)) if untrained.is_dir() else {}
-    beside = [piece_of(name, spread) for name, spread in found.items()]
+    beside = [weight_shard(name, spread) for name, spread in found.items()]
     return _Draft(_model_pieces(export, shards, kind, trunk, head, beside), shards)
 
 
@@ -204,9 +207,9 @@ def _model_pieces(
     export: Export,
     folder: Path,
     kind: Head,
-    trunk: Mapping[str, Spread],
-    head: Sequence[Piece],
-    beside: Sequence[Piece] = (),
+    trunk: Mapping[str, ShardLayout],
+    head: Sequence[WeightShard],
+    beside: Sequence[WeightShard] = (),
 ) -> Tensors:
     """Parameters of a module, and what is ``beside`` them, as its model folder has them, see ``model_tensors``."""
     stated = json.loads((folder / _CONFIG).read_text(encoding="utf-8")).get("dtype")
@@ -216,10 +219,10 @@ def _model_pieces(
     return model_tensors([*pieces, *beside], head, kind, model.base_model_prefix)
 
 
-def _adapter(export: Export, folder: Path, matrices: Mapping[str, Spread]) -> _Draft:
+def _adapter(export: Export, folder: Path, matrices: Mapping[str, ShardLayout]) -> _Draft:
     """An adapter by itself, or merged into its base."""
     if not export.merge:
-        return _Draft({ADAPTER: [piece_of(name, _as(one, export.dtype)) for name, one in matrices.items()]}, folder)
+        return _Draft({ADAPTER: [weight_shard(name, _as(one, export.dtype)) for name, one in matrices.items()]}, folder)
     config = read_adapter_config(folder)
     classifies = config.get("task_type") == CLASSIFIES
     if unusual := unusual_entry(config):
@@ -237,11 +240,13 @@ def _adapter(export: Export, folder: Path, matrices: Mapping[str, Spread]) -> _D
         if name in layers:
             pieces.append(_merged(name, weight, *layers[name], scale=scale, dtype=export.dtype or weight.dtype))
         else:
-            pieces.append(piece_of(name, _as(weight, export.dtype)))
+            pieces.append(weight_shard(name, _as(weight, export.dtype)))
     return _Draft({MODEL: pieces}, folder, base, classifies)
 
 
-def _as_classifier(stored: Mapping[str, Spread], head: Spread | None, model: PreTrainedModel) -> dict[str, Spread]:
+def _as_classifier(
+    stored: Mapping[str, ShardLayout], head: ShardLayout | None, model: PreTrainedModel
+) -> dict[str, ShardLayout]:
     """A model's weights without its output layer, and a head: the adapter's, else the model's own.
 
     Raises:
@@ -255,7 +260,7 @@ def _as_classifier(stored: Mapping[str, Spread], head: Spread | None, model: Pre
     return trunk | {SCORE_WEIGHT: found}
 
 
-def _adapter_names(export: Export, shards: Path, spreads: Mapping[str, Spread]) -> dict[str, Spread]:
+def _adapter_names(export: Export, shards: Path, spreads: Mapping[str, ShardLayout]) -> dict[str, ShardLayout]:
     """Tensors that shards have of an adapter, and of a head beside it, under the names of a peft folder."""
     config = read_adapter_config(shards)
     matrices = {name.removeprefix(MODEL_PREFIX): one for name, one in spreads.items() if is_adapter(name)}
@@ -276,10 +281,10 @@ def _base_of(export: Export, config: Mapping[str, Any]) -> Path:
 
 
 def _layers(
-    model: PreTrainedModel, matrices: Mapping[str, Spread], config: Mapping[str, Any]
-) -> dict[str, tuple[Spread, Spread, bool]]:
+    model: PreTrainedModel, matrices: Mapping[str, ShardLayout], config: Mapping[str, Any]
+) -> dict[str, tuple[ShardLayout, ShardLayout, bool]]:
     """A, B, and whether the weight is [inputs, outputs], by the name that it has in a model folder."""
-    layers: dict[str, tuple[Spread, Spread, bool]] = {}
+    layers: dict[str, tuple[ShardLayout, ShardLayout, bool]] = {}
     modules = dict(model.named_modules())
     marks = matrix_name("", "A").removeprefix(PREFIX), matrix_name("", "B").removeprefix(PREFIX)
     for name, first in matrices.items():
@@ -307,14 +312,21 @@ def _layers(
     return layers
 
 
-def _adapted_shape(first: Spread, second: Spread, turned: bool) -> tuple[int, int]:
+def _adapted_shape(first: ShardLayout, second: ShardLayout, turned: bool) -> tuple[int, int]:
     shape = (second.shape[0], first.shape[1])
     return shape[::-1] if turned else shape
 
 
 def _merged(
-    name: str, weight: Spread, first: Spread, second: Spread, turned: bool, *, scale: float, dtype: torch.dtype
-) -> Piece:
+    name: str,
+    weight: ShardLayout,
+    first: ShardLayout,
+    second: ShardLayout,
+    turned: bool,
+    *,
+    scale: float,
+    dtype: torch.dtype,
+) -> WeightShard:
     """``W + scale·B·A``, computed in float64 and rounded once (Hu et al. 2021, section 4.1)."""
     if weight.shape != (adapted := _adapted_shape(first, second, turned)):
         raise ValueError(f"{name}: seen shape {weight.shape}, expected {adapted}, which the adapter changes")
@@ -324,7 +336,7 @@ def _merged(
         delta = (a.T, b.T) if turned else (b, a)
         return {name: torch.addmm(base, *delta, alpha=scale).to(dtype)}
 
-    return Piece([weight, first, second], merge)
+    return WeightShard([weight, first, second], merge)
 
 
 def _write_beside(export: Export, draft: _Draft, target: Path) -> None:
@@ -370,16 +382,16 @@ def _head_of(folder: Path) -> Head:
     return "lm" if architecture.endswith("LMHeadModel") or "For" in architecture else "value"
 
 
-def _spreads(stored: StoredTensors | StoredShards, suffix: str = "") -> dict[str, Spread]:
+def _spreads(stored: StoredTensors | StoredShards, suffix: str = "") -> dict[str, ShardLayout]:
     """Tensors that are read when they are asked for, by their names without a suffix that all of them have."""
 
-    def spread(name: str, form: TensorForm, read: Reader) -> Spread:
-        return Spread(form.shape, form.dtype, CPU, everywhere(form.shape), lambda: read(name))
+    def spread(name: str, form: TensorForm, read: Reader) -> ShardLayout:
+        return ShardLayout(form.shape, form.dtype, CPU, everywhere(form.shape), lambda: read(name))
 
     forms = {name: form for name, form in stored.forms.items() if name.endswith(suffix)}
     return {name.removesuffix(suffix): spread(name, form, stored.get) for name, form in forms.items()}
 
 
-def _as(spread: Spread, dtype: torch.dtype | None) -> Spread:
+def _as(spread: ShardLayout, dtype: torch.dtype | None) -> ShardLayout:
     """The tensor in another number format; whole numbers stay."""
     return replace(spread, dtype=dtype) if dtype is not None and spread.dtype.is_floating_point else spread

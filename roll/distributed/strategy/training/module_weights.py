@@ -19,7 +19,15 @@ from roll.algorithms.quantities import OutputLayer
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX, MODEL_PREFIX, adapter_tensors
 from roll.distributed.strategy.training.optim import MASTER
-from roll.distributed.strategy.training.pieces import Piece, Spread, everywhere, gather, own_rank, piece_of, world_size
+from roll.distributed.strategy.training.pieces import (
+    ShardLayout,
+    WeightShard,
+    everywhere,
+    gather,
+    own_rank,
+    weight_shard,
+    world_size,
+)
 from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.freezing import whole_name
 from roll.models.heads import VALUE_HEAD_FILE, ValueHead, load_value_head
@@ -52,7 +60,7 @@ class ModuleWeights(Protocol):
     def kinds(self, name: str) -> Sequence[str]:
         """Kinds of the optimizer's state behind a trained parameter."""
 
-    def spread(self, name: str, kind: str, dtype: torch.dtype) -> Spread:
+    def spread(self, name: str, kind: str, dtype: torch.dtype) -> ShardLayout:
         """State of a parameter, where it lies, ``MASTER`` as exact as there is (the only one of what is not trained).
 
         Collective.
@@ -81,7 +89,7 @@ class TrainedModule:
     def kinds(self) -> Sequence[str]:
         return sorted({kind for name in self.weights.trained for kind in self.weights.kinds(name)})
 
-    def tensors(self, kind: str) -> list[Piece]:
+    def tensors(self, kind: str) -> list[WeightShard]:
         return [_float32(self.weights, name, _stored_name(self.weights, name), kind) for name in self._with(kind)]
 
     def fill(self, kind: str, read: Reader) -> None:
@@ -136,42 +144,42 @@ def start_adapter(weights: ModuleWeights, seed: int) -> None:
     _fill(weights, names, MASTER, lambda name: initial_value(_peft_name(weights, name), weights.shape(name), seed))
 
 
-def buffer_pieces(weights: ModuleWeights) -> list[Piece]:
+def buffer_pieces(weights: ModuleWeights) -> list[WeightShard]:
     """What a model folder has beside parameters, the same on every rank and never trained, under its names."""
     model = weights.scorer.model
 
-    def piece(name: str, buffer: Tensor) -> Piece:
+    def piece(name: str, buffer: Tensor) -> WeightShard:
         shape = tuple(buffer.shape)
         (stored,) = to_hf_weights(model, base_name(name), torch.empty(shape, device="meta"))
-        return piece_of(stored, Spread(shape, buffer.dtype, buffer.device, everywhere(shape), lambda: buffer))
+        return weight_shard(stored, ShardLayout(shape, buffer.dtype, buffer.device, everywhere(shape), lambda: buffer))
 
     return [piece(name, buffer) for name, buffer in persistent_buffers(model)]
 
 
 @paused_collector()
-def hf_pieces(weights: ModuleWeights, dtype: torch.dtype) -> list[Piece]:
+def hf_pieces(weights: ModuleWeights, dtype: torch.dtype) -> list[WeightShard]:
     """The language model's weights without an adapter under Hugging Face names, tied ones once (collective)."""
     model = weights.scorer.model
     converts = converts_weights(model)
 
-    def piece(name: str) -> Piece:
+    def piece(name: str) -> WeightShard:
         hf = base_name(name).removeprefix(MODEL_PREFIX)
         spread, shape = weights.spread(name, MASTER, dtype), weights.shape(name)
-        return hf_piece(model, hf, spread, shape) if converts else piece_of(hf, spread, shape)
+        return hf_piece(model, hf, spread, shape) if converts else weight_shard(hf, spread, shape)
 
     return [piece(name) for name in weights.parameters if name.startswith(MODEL_PREFIX) and not is_adapter(name)]
 
 
-def hf_piece(model: PreTrainedModel, name: str, spread: Spread, shape: torch.Size) -> Piece:
+def hf_piece(model: PreTrainedModel, name: str, spread: ShardLayout, shape: torch.Size) -> WeightShard:
     """One parameter of a model whose checkpoints have other names or shapes than the model, as they have it."""
     whole = torch.empty(shape, device="meta")
     (stored, tensor), *others = to_hf_weights(model, name, whole).items()
     if tensor is whole and not others:
-        return piece_of(stored, spread, shape)
-    return Piece([spread], lambda whole: to_hf_weights(model, name, whole[0].view(shape)))
+        return weight_shard(stored, spread, shape)
+    return WeightShard([spread], lambda whole: to_hf_weights(model, name, whole[0].view(shape)))
 
 
-def adapter_pieces(weights: ModuleWeights) -> list[Piece]:
+def adapter_pieces(weights: ModuleWeights) -> list[WeightShard]:
     """The adapter, and the head beside it, in float32 under the names of a peft folder (collective)."""
     names = [name for name in weights.parameters if is_adapter(name) or name.startswith(HEAD_PREFIX)]
     return [_float32(weights, name, _peft_name(weights, name)) for name in names]
@@ -193,13 +201,13 @@ def copy_output_layer(weights: ModuleWeights, dtype: torch.dtype) -> OutputLayer
 
     def copy(parameter: Tensor) -> Tensor:
         name = names[id(parameter)]
-        piece = piece_of(name, weights.spread(name, MASTER, dtype), weights.shape(name))
+        piece = weight_shard(name, weights.spread(name, MASTER, dtype), weights.shape(name))
         return gather([piece], range(world_size()))[name].to(weights.device, copy=True)
 
     return OutputLayer(copy(layer.weight), None if layer.bias is None else copy(layer.bias))
 
 
-def head_pieces(weights: ModuleWeights) -> list[Piece]:
+def head_pieces(weights: ModuleWeights) -> list[WeightShard]:
     """A value head in float32, under its own names (collective)."""
     names = [name for name in weights.parameters if name.startswith(HEAD_PREFIX)]
     return [_float32(weights, name, name.removeprefix(HEAD_PREFIX)) for name in names]
@@ -240,8 +248,8 @@ def _read(weights: ModuleWeights, name: str, read: Callable[[str], Tensor]) -> T
     return whole
 
 
-def _float32(weights: ModuleWeights, name: str, stored: str, kind: str = MASTER) -> Piece:
-    return piece_of(stored, weights.spread(name, kind, torch.float32), weights.shape(name))
+def _float32(weights: ModuleWeights, name: str, stored: str, kind: str = MASTER) -> WeightShard:
+    return weight_shard(stored, weights.spread(name, kind, torch.float32), weights.shape(name))
 
 
 def _stored_name(weights: ModuleWeights, name: str) -> str:

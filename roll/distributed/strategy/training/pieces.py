@@ -27,7 +27,7 @@ Part: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Region:
+class Slice:
     """A part of a tensor, and the ranks that have it."""
 
     offsets: tuple[int, ...]
@@ -44,7 +44,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Spread:
+class ShardLayout:
     """A tensor on the ranks."""
 
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Spread:
     """In which it is made whole; it may be kept in another."""
     device: torch.device
     """Device on which the trainers make it whole."""
-    regions: Sequence[Region]
+    regions: Sequence[Slice]
     """Together the whole tensor; a rank has one at most."""
     own: Callable[[], Tensor]
     """This rank's part as it is now, not a copy; called only where there is one."""
@@ -62,7 +62,7 @@ class Spread:
         return any(region.source(target) == rank for region in self.regions)
 
 
-Read: TypeAlias = Callable[[Spread], Tensor]
+Read: TypeAlias = Callable[[ShardLayout], Tensor]
 """This rank's part: as it is now, or as it was when it was copied."""
 
 
@@ -78,10 +78,10 @@ class TensorForm(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightShard:
     """Named tensors that are written together, such as those that one parameter of an engine turns into."""
 
-    spreads: Sequence[Spread]
+    spreads: Sequence[ShardLayout]
     make: Callable[[Sequence[Tensor]], Mapping[str, Tensor]]
     """Turns the whole tensors into the named ones; works on the meta device too."""
     plain: Mapping[str, TensorForm] | None = None
@@ -107,20 +107,20 @@ class Piece:
         regions = [region for spread in self.spreads for region in spread.regions]
         return regions[0].ranks if len(regions) == len(self.spreads) == 1 else ()
 
-    def renamed(self, rename: Callable[[str], str]) -> Piece:
+    def renamed(self, rename: Callable[[str], str]) -> WeightShard:
         """The same tensors under other names."""
         plain = None if self.plain is None else {rename(name): form for name, form in self.plain.items()}
-        return Piece(self.spreads, lambda whole: {rename(name): t for name, t in self.make(whole).items()}, plain)
+        return WeightShard(self.spreads, lambda whole: {rename(name): t for name, t in self.make(whole).items()}, plain)
 
 
-def piece_of(name: str, spread: Spread, shape: Sequence[int] | None = None) -> Piece:
+def weight_shard(name: str, spread: ShardLayout, shape: Sequence[int] | None = None) -> WeightShard:
     """One tensor, in the shape in which it is spread or in another."""
     form = TensorForm(spread.shape if shape is None else tuple(shape), spread.dtype)
-    return Piece((spread,), lambda whole: {name: whole[0].view(form.shape)}, {name: form})
+    return WeightShard((spread,), lambda whole: {name: whole[0].view(form.shape)}, {name: form})
 
 
 def gather(
-    pieces: Sequence[Piece],
+    pieces: Sequence[WeightShard],
     targets: Collection[int],
     *,
     into: Mapping[str, Tensor] | None = None,
@@ -149,7 +149,7 @@ def gather(
     return found
 
 
-def find_regions(own: Mapping[str, Part]) -> dict[str, Sequence[Region]]:
+def find_regions(own: Mapping[str, Part]) -> dict[str, Sequence[Slice]]:
     """Finds the regions of some tensors, and the ranks that have them (collective).
 
     Args:
@@ -163,23 +163,23 @@ def find_regions(own: Mapping[str, Part]) -> dict[str, Sequence[Region]]:
     return {name: regions(tuple([parts.get(name) for parts in places])) for name in names}
 
 
-def _regions(parts: Sequence[Part | None]) -> tuple[Region, ...]:
+def _regions(parts: Sequence[Part | None]) -> tuple[Slice, ...]:
     """The regions of one tensor, given the part of every rank that has any."""
     holders: dict[Part, list[int]] = {}
     for rank, part in enumerate(parts):
         if part is not None and math.prod(part[1]) > 0:
             holders.setdefault(part, []).append(rank)
-    return tuple(Region(offsets, sizes, tuple(ranks)) for (offsets, sizes), ranks in sorted(holders.items()))
+    return tuple(Slice(offsets, sizes, tuple(ranks)) for (offsets, sizes), ranks in sorted(holders.items()))
 
 
-def everywhere(shape: Sequence[int]) -> Sequence[Region]:
+def everywhere(shape: Sequence[int]) -> Sequence[Slice]:
     """The regions of a tensor that every rank has whole."""
     return _whole(tuple(shape), world_size())
 
 
 @functools.cache
-def _whole(shape: tuple[int, ...], ranks: int) -> Sequence[Region]:
-    return (Region((0,) * len(shape), shape, tuple(range(ranks))),)
+def _whole(shape: tuple[int, ...], ranks: int) -> Sequence[Slice]:
+    return (Slice((0,) * len(shape), shape, tuple(range(ranks))),)
 
 
 def own_rank() -> int:
@@ -190,7 +190,7 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _place(piece: Piece, into: Mapping[str, Tensor] | None) -> Tensor | None:
+def _place(piece: WeightShard, into: Mapping[str, Tensor] | None) -> Tensor | None:
     if piece.plain is None or not into:
         return None
     return into[next(iter(piece.plain))].view(piece.spreads[0].shape)
@@ -207,7 +207,7 @@ class _Exchange:
         """Places, and what has to be copied there when it is here."""
         self._tag = 0
 
-    def join(self, spread: Spread, place: Tensor | None) -> Tensor | None:
+    def join(self, spread: ShardLayout, place: Tensor | None) -> Tensor | None:
         """Starts to make a tensor whole, in ``place`` if given; complete after ``finish``. ``None`` on other ranks."""
         self._tag += 1
         takers = [target for target in self._targets if target != self._rank and spread.sent_by(self._rank, target)]
@@ -234,7 +234,7 @@ class _Exchange:
         for place, part in self._arrivals:
             place.copy_(part)
 
-    def _fill(self, region: Region, place: Tensor, own: Tensor | None) -> None:
+    def _fill(self, region: Slice, place: Tensor, own: Tensor | None) -> None:
         source = region.source(self._rank)
         if source == self._rank:
             assert own is not None
@@ -246,7 +246,7 @@ class _Exchange:
             self._arrivals.append((place, part))
         self._messages.append(self._message(dist.irecv, part, source))
 
-    def _own(self, spread: Spread) -> Tensor:
+    def _own(self, spread: ShardLayout) -> Tensor:
         if self._read is not None:
             return self._read(spread).detach().to("cpu", spread.dtype)
         return spread.own().detach().to(spread.device, spread.dtype)

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from roll.distributed.strategy.training.pieces import Piece, Region, TensorForm, piece_of
+from roll.distributed.strategy.training.pieces import Slice, TensorForm, WeightShard, weight_shard
 from roll.utils.checksums import Checksum, WrittenFile
 
 MAX_FILE_BYTES = 4 * 2**30
@@ -59,7 +59,7 @@ class PlannedFile:
 
     name: str
     rank: int
-    pieces: list[Piece]
+    pieces: list[WeightShard]
 
     @property
     def outline(self) -> dict[str, TensorForm]:
@@ -82,7 +82,7 @@ class PlannedFile:
         return len(text).to_bytes(8, "little") + text
 
 
-def cut_at_ranks(pieces: Sequence[Piece], ranks: int) -> Sequence[Piece]:
+def cut_at_ranks(pieces: Sequence[WeightShard], ranks: int) -> Sequence[WeightShard]:
     """The same tensors, in parts where ranks have blocks of rows, so that they need not be gathered to be written.
 
     ``StoredTensors`` joins the parts. What is too little for all ranks to write stays as it is.
@@ -92,7 +92,7 @@ def cut_at_ranks(pieces: Sequence[Piece], ranks: int) -> Sequence[Piece]:
     return [part for piece in pieces for part in _parts(piece)]
 
 
-def _parts(piece: Piece) -> list[Piece]:
+def _parts(piece: WeightShard) -> list[WeightShard]:
     if piece.plain is None or len(piece.spreads[0].regions) < 2:
         return [piece]
     (spread,), ((name, form),) = piece.spreads, piece.plain.items()
@@ -100,16 +100,16 @@ def _parts(piece: Piece) -> list[Piece]:
         return [piece]
     row, shape = math.prod(spread.shape[1:]), ",".join(map(str, form.shape))
     return [
-        piece_of(
+        weight_shard(
             f"{name}@{region.offsets[0] * row} of {shape}",
-            replace(spread, shape=region.sizes, regions=[Region((0,) * len(region.sizes), region.sizes, region.ranks)]),
+            replace(spread, shape=region.sizes, regions=[Slice((0,) * len(region.sizes), region.sizes, region.ranks)]),
         )
         for region in spread.regions
     ]
 
 
 def plan_files(
-    stem: str, pieces: Sequence[Piece], ranks: int, *, single: bool = False, max_bytes: int = MAX_FILE_BYTES
+    stem: str, pieces: Sequence[WeightShard], ranks: int, *, single: bool = False, max_bytes: int = MAX_FILE_BYTES
 ) -> list[PlannedFile]:
     """Spreads pieces over the ranks by bytes, and each rank's over files; the same on all ranks.
 
@@ -145,7 +145,7 @@ def plan_files(
     return files
 
 
-def _num_writers(pieces: Sequence[Piece], ranks: int) -> int:
+def _num_writers(pieces: Sequence[WeightShard], ranks: int) -> int:
     return max(1, min(ranks, sum(piece.num_bytes for piece in pieces) // MIN_SHARE_BYTES))
 
 

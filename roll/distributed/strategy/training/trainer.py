@@ -34,23 +34,21 @@ from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import (
     ADAPTER,
     MODEL,
-    Trained,
-    TrainerState,
-    model_folder,
-    restore_checkpoint,
-    resume_folder,
-)
-from roll.distributed.strategy.training.optim import learning_rate, weight_decay
-from roll.distributed.strategy.training.pieces import Piece, TensorForm, gather, own_rank
-from roll.distributed.strategy.training.saving import (
     BackgroundSaves,
     Contents,
     SourceFolder,
     Tensors,
+    Trained,
+    TrainerState,
+    model_folder,
     optimizer_tensors,
+    restore_checkpoint,
     resume_contents,
+    resume_folder,
     write_contents,
 )
+from roll.distributed.strategy.training.optim import learning_rate, weight_decay
+from roll.distributed.strategy.training.pieces import TensorForm, WeightShard, gather, own_rank
 from roll.distributed.strategy.training.scorer import MicroBatchLimits, Scorer, take_all
 from roll.distributed.weights.buckets import allocate, as_tensor, pack
 from roll.distributed.weights.contents import BucketOutline, WeightBucket, aligned, outline_of
@@ -70,13 +68,13 @@ class PlannedBucket:
     """A bucket before it has values; the same in every export."""
 
     outline: BucketOutline
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WeightShard, ...]
     """Gathered for it: those whose first tensor lies in it. The last one's others may lie in the next buckets."""
     device: torch.device
 
 
 @paused_collector()
-def plan_buckets(pieces: Sequence[Piece], bucket_bytes: int) -> list[PlannedBucket]:
+def plan_buckets(pieces: Sequence[WeightShard], bucket_bytes: int) -> list[PlannedBucket]:
     """Buckets of at most ``bucket_bytes`` for tensors, in order; a larger tensor gets a bucket of its own.
 
     Raises:
@@ -86,7 +84,7 @@ def plan_buckets(pieces: Sequence[Piece], bucket_bytes: int) -> list[PlannedBuck
         raise ValueError(f"bucket_bytes: {bucket_bytes}, expected a positive number of bytes")
     planned: list[PlannedBucket] = []
     named: list[tuple[str, TensorForm]] = []
-    begun: list[Piece] = []
+    begun: list[WeightShard] = []
     size, device = 0, torch.device("cpu")
 
     def close() -> None:
@@ -162,7 +160,7 @@ class Trainer(Scorer):
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
         self._saves = BackgroundSaves()
-        self._pieces: dict[Payload, list[Piece]] = {}
+        self._pieces: dict[Payload, list[WeightShard]] = {}
         self._planned: dict[tuple[Payload, int], list[PlannedBucket]] = {}
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -190,10 +188,10 @@ class Trainer(Scorer):
         """Forgets the gradients, after every step."""
 
     @abstractmethod
-    def find_weights(self) -> list[Piece]:
+    def find_weights(self) -> list[WeightShard]:
         """The weights under Hugging Face names in the model's number format, tied ones once (collective)."""
 
-    def find_adapter(self) -> list[Piece]:
+    def find_adapter(self) -> list[WeightShard]:
         """The LoRA adapter in float32, under the names of a peft folder (collective; engines that train one override).
 
         Raises:
@@ -281,7 +279,7 @@ class Trainer(Scorer):
             tensors = {**tensors, MODEL: [*tensors[MODEL], *self._source.kept]}
         return Contents(folder, tensors, write_rest)
 
-    def _resume_contents(self, path: Path, optimizer: Sequence[Piece]) -> Contents:
+    def _resume_contents(self, path: Path, optimizer: Sequence[WeightShard]) -> Contents:
         folder, generators = resume_folder(path, self.context.role), "rng" in self.context.saves
         return resume_contents(folder, optimizer, self._state, self.device if generators else None)
 
@@ -293,7 +291,7 @@ class Trainer(Scorer):
             except OSError as error:
                 raise OSError(f"checkpoint {path}: {error}") from error
 
-    def pieces(self, payload: Payload) -> list[Piece]:
+    def pieces(self, payload: Payload) -> list[WeightShard]:
         """``find_weights`` or ``find_adapter``, looked up once (collective the first time)."""
         if payload not in self._pieces:
             self._pieces[payload] = self.find_weights() if payload == "weights" else self.find_adapter()

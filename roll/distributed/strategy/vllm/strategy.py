@@ -29,8 +29,8 @@ from roll.configs.engines.vllm import CARD, VllmConfig
 from roll.configs.problems import ConfigErrors
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.replaced import environment
+from roll.distributed.strategy import require_engine
 from roll.distributed.strategy.base import States, StrategyContext
-from roll.distributed.strategy.engines import require_engine
 from roll.distributed.strategy.generation.generator import EngineStoppedError, scratch_folder
 from roll.distributed.strategy.generation.model_outline import ModelOutline
 from roll.distributed.strategy.generation.scoring import PromptScores, ScoringGenerator

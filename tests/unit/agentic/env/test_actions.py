@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.agentic.env.actions import MAX_PARSED_CHARS, ActionParser
+from roll.agentic.env.game import MAX_PARSED_CHARS, ActionParser
 
 ACTIONS = {"Up": 0, "Down": 1, "Turn left": 2}
 

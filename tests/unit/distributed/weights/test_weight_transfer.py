@@ -33,7 +33,7 @@ from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import BucketMessage, Close, Open, Payload, Reply, UpdateDigest
 from roll.distributed.weights.receiver import WeightReceiver
 from roll.distributed.weights.segments import SegmentPool, SegmentReader, SharedMemory, open_on_gpu, share_on_gpu
-from roll.distributed.weights.sender import Delivery, Link, Route, WeightOrder, plan_link, plan_routes
+from roll.distributed.weights.sender import Link, Route, TransferRequest, TransferResult, plan_link, plan_routes
 from roll.distributed.weights.sync import WeightSync
 
 SIZES = (0, 16, 4080, 4096, 4112, 3 * 4096, 10_000 * 16)
@@ -530,13 +530,13 @@ class RecordingTrainer:
         self.checked: list[bool] = []
         self.sent: list[tuple[str, str, int, dict[int, list[int]], int | None]] = []
 
-    def call(self, method: str, order: WeightOrder) -> list[Delivery | None]:
+    def call(self, method: str, order: TransferRequest) -> list[TransferResult | None]:
         receivers = {sender: [each.rank for each in served] for sender, served in order.receivers.items()}
         self.sent.append((method, order.payload, order.version, receivers, order.keeper))
         self.checked.append(order.check)
-        return [Delivery("d", dict.fromkeys(ranks, "d"), {}, 0, 1.0) for ranks in receivers.values()] + [None]
+        return [TransferResult("d", dict.fromkeys(ranks, "d"), {}, 0, 1.0) for ranks in receivers.values()] + [None]
 
-    def call_rank(self, rank: int, method: str, order: WeightOrder) -> Delivery | None:
+    def call_rank(self, rank: int, method: str, order: TransferRequest) -> TransferResult | None:
         assert rank == 0
         return self.call(method, order)[0]
 

@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from roll.__main__ import main
-from roll.extras.doctor import machine, packages, services
+from roll.extras.doctor import machine
 from roll.extras.doctor.findings import Finding, as_json, examine, exit_code, judged, page
 from roll.extras.doctor.nodes import NodeReport, compare
 from roll.models.tiny import make_tokenizer
@@ -100,17 +100,17 @@ def test_ports_that_are_taken_are_named() -> None:
 def test_versions_against_what_is_asked_for() -> None:
     texts = ["torch>=2.11", "ray>=99", "absent>=1", 'wandb>=0.20; extra == "wandb"', 'peft<0.1; extra == "lora"']
     requirements = [Requirement(text) for text in texts]
-    found = levels(packages.check_requirements(requirements, {"torch": "2.13.0+cpu", "ray": "2.60.0", "peft": "0.21"}))
+    found = levels(machine.check_requirements(requirements, {"torch": "2.13.0+cpu", "ray": "2.60.0", "peft": "0.21"}))
     assert found == {"ray": "error", "absent": "error", "peft": "warning", "packages": "ok"}
-    assert levels(packages.check_python("3.10.1", ">=3.11,<3.14")) == {"python": "error"}
+    assert levels(machine.check_python("3.10.1", ">=3.11,<3.14")) == {"python": "error"}
 
 
 def test_a_version_that_no_file_of_constraints_has_is_named() -> None:
     requirements = [Requirement("pytest"), Requirement("absent")]
-    seen = packages.compare_tested(["pytest==0.0.1\nabsent==3", "pytest==0.0.2"], requirements).seen
+    seen = machine.compare_tested(["pytest==0.0.1\nabsent==3", "pytest==0.0.2"], requirements).seen
     assert seen.startswith("not tested: pytest ") and seen.endswith("(tested: 0.0.1, 0.0.2)")
     pins = ["pytest==0.0.1", f"pytest=={version('pytest')}"]
-    assert "not tested" not in packages.compare_tested(pins, requirements).seen
+    assert "not tested" not in machine.compare_tested(pins, requirements).seen
 
 
 def test_the_disk_is_tried_where_the_output_will_be_and_left_as_it_was(tmp_path: Path) -> None:
@@ -134,11 +134,11 @@ def test_the_hub_is_asked_and_its_token_is_never_shown(monkeypatch: pytest.Monke
         monkeypatch.setenv("HF_ENDPOINT", f"http://me:hf_hidden@127.0.0.1:{server.server_port}")
         monkeypatch.setenv("HF_TOKEN", "hf_secret")
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-        (found,) = services.check_hub()
+        (found,) = machine.check_hub()
         server.shutdown()
     assert (found.level, found.seen) == ("ok", "127.0.0.1: answers 200, with a token")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert [finding.level for finding in services.check_hub()] == ["ok"]
+    assert [finding.level for finding in machine.check_hub()] == ["ok"]
 
 
 def test_machines_are_compared_with_the_driver() -> None:
@@ -170,7 +170,7 @@ def test_the_command_examines_this_machine(
 
 
 def test_a_model_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
-    assert levels(services.check_chat_template(str(tmp_path / "none"))) == {"template": "error"}
+    assert levels(machine.check_chat_template(str(tmp_path / "none"))) == {"template": "error"}
 
 
 @pytest.mark.slow

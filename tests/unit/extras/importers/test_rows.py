@@ -23,8 +23,7 @@ from roll.extras.importers.convert import DERIVE
 from roll.extras.importers.draft import Draft, Kind
 from roll.extras.importers.reading import Given, read
 from roll.extras.importers.table import DERIVE as DERIVED
-from roll.extras.importers.table import DROP, IMPOSSIBLE, SECTION, Row, fill, rows
-from roll.extras.importers.transforms import TRANSFORMS
+from roll.extras.importers.table import DROP, IMPOSSIBLE, SECTION, TRANSFORMS, Row, fill, rows
 
 FILES = Path(__file__).parent / "files"
 GIVEN = {

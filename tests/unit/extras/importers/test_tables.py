@@ -17,8 +17,7 @@ from roll.configs.offline import SFTConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import ROLES, locate
 from roll.extras.importers import SYSTEMS
-from roll.extras.importers.table import IMPOSSIBLE, advice, find, rows
-from roll.extras.importers.transforms import TRANSFORMS, Omitted, Partial, Untranslatable
+from roll.extras.importers.table import IMPOSSIBLE, TRANSFORMS, Omitted, Partial, Untranslatable, advice, find, rows
 
 DOCUMENTED = [line.split() for line in (Path(__file__).parent / "documented.txt").read_text().splitlines()]
 OPTIONS = "strategy_args.strategy_config."

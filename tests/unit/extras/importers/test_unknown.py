@@ -8,12 +8,11 @@ import pytest
 import yaml
 
 from roll.extras.importers import SYSTEMS
-from roll.extras.importers.convert import convert, report
+from roll.extras.importers.convert import annotate, convert, report
 from roll.extras.importers.draft import Draft, Kind
 from roll.extras.importers.reading import Given
 from roll.extras.importers.recognise import pictures_in
 from roll.extras.importers.table import fill, rows, spread
-from roll.extras.importers.writing import annotate
 from roll.preflight.choices import CHECKS
 from tests.unit.extras.importers.test_rows import GIVEN
 

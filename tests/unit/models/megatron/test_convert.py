@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from roll.models.megatron.config import MegatronModelConfig, megatron_config, padded_vocab_size
-from roll.models.megatron.convert import join, load_shards, shard, shard_group
-from roll.models.megatron.names import ExpertModules, ParallelLayout
+from roll.models.megatron.names import ExpertModules, ParallelLayout, join, load_shards, shard, shard_group
 from tests.support.megatron_models import CONFIGS, ModuleSet, checkpoint, make_model, parameter_names
 
 WHOLE = ParallelLayout(layers=(0, 1, 2))

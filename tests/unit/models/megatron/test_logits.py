@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from roll.models.megatron.config import MegatronModelConfig, megatron_config, padded_vocab_size
-from roll.models.megatron.convert import join, load_shards
-from roll.models.megatron.names import ParallelLayout
+from roll.models.megatron.names import ParallelLayout, join, load_shards
 from tests.support.megatron_models import CONFIGS, checkpoint, make_model, parameter_names
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -34,9 +33,9 @@ def start_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartGroups]:
     from megatron.core.transformer.moe import moe_utils
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from roll.distributed.strategy.megatron.cpu import enable
+    from roll.distributed.strategy.megatron.substitutes import redirect_to_cpu
 
-    enable()
+    redirect_to_cpu()
     # Without TransformerEngine, megatron-core 0.16.1 reads this name where it never set it.
     monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
 

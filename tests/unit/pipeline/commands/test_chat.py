@@ -12,7 +12,7 @@ from roll.__main__ import main
 from roll.configs.worker import WorkerConfig
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import SamplingParams
-from roll.distributed.strategy.generation.alone import generator_of
+from roll.distributed.strategy.generation.alone import local_generator
 from roll.models.tiny import make_tokenizer
 from roll.pipeline.commands.engine import generator_section
 from roll.rollout import answering as conversation
@@ -61,7 +61,7 @@ def test_words_come_as_they_are_sampled_and_what_was_said_counts_when_one_stops_
     monkeypatch.setattr(conversation, "POLL_S", 0.002)
     worker: WorkerConfig = generator_section("hf_infer", {})
     renderer = ChatRenderer(make_tokenizer())
-    with generator_of(model, worker, sequence_length=600, max_running_requests=1, seed=0) as engine:
+    with local_generator(model, worker, sequence_length=600, max_running_requests=1, seed=0) as engine:
         params = SamplingParams(max_new_tokens=80, temperature=1.5)
         talk = Conversation(engine, renderer, params, None, seed=1)
 

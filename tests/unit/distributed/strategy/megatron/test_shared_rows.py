@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from roll.distributed.strategy.megatron.input import Rounding, grid_shape, lay_out
-from roll.distributed.strategy.megatron.modules import CoreAttention
+from roll.distributed.strategy.megatron.substitutes import CoreAttention
 from tests.support.harness import make_batch, make_groups
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 8

@@ -25,7 +25,7 @@ from roll.algorithms.quantities import (
     top1,
 )
 from roll.configs.divergence import DivergenceConfig
-from roll.distributed.strategy.megatron.scores import TokenScorer, VocabularyShare
+from roll.distributed.strategy.megatron.scores import VocabularyScorer, VocabularyShare
 from tests.support.ranks import enter_rank, leave_rank, run_ranks
 
 IDS, ROWS, WIDTH, TOKENS = 7, 4, 5, 6
@@ -63,7 +63,7 @@ def rank_main(rank: int, port: int, folder: Path) -> None:
     weight = torch.nn.functional.pad(made(IDS, WIDTH, seed=2), (0, 0, 0, 1))[rank * ROWS : (rank + 1) * ROWS]
     found = {}
     for shared in (IDS, IDS - 2):
-        scorer = TokenScorer(share, 1.0, needs(shared, rank * ROWS, ROWS))
+        scorer = VocabularyScorer(share, 1.0, needs(shared, rank * ROWS, ROWS))
         told = scorer(weight, made(TOKENS, WIDTH, seed=1), torch.zeros(TOKENS, dtype=torch.int64), GIVEN)
         found[shared] = {name: tensor.clone() for name, tensor in told.items()}
     torch.save(found, folder / f"{rank}.pt")

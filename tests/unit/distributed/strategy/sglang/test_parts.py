@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as lla
 
 from roll.configs.engines.sglang import CARD
 from roll.configs.worker import StrategyArguments, WorkerConfig
+from roll.distributed.strategy import MissingEngineError
 from roll.distributed.strategy.base import StrategyContext
-from roll.distributed.strategy.engines import MissingEngineError
 from roll.distributed.strategy.sglang.cpu import check_tensor_parallel, environment, rotary_embedding
 from roll.distributed.strategy.sglang.sampler import SampledBatch, uniforms
 from roll.distributed.strategy.sglang.strategy import SglangStrategy

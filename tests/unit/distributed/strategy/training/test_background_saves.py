@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.distributed.strategy.training.pieces import Spread, everywhere, piece_of
-from roll.distributed.strategy.training.saving import BackgroundSaves, Contents, Snapshots
+from roll.distributed.strategy.training.checkpoint import BackgroundSaves, Contents, Snapshots
+from roll.distributed.strategy.training.pieces import ShardLayout, everywhere, weight_shard
 from roll.distributed.strategy.training.tensor_files import StoredTensors
 
 
@@ -20,10 +20,12 @@ def contents(path: Path, tensors: dict[str, Tensor], go: threading.Event | None 
     def write_rest() -> None:
         assert go is None or go.wait(30)
 
-    def spread(tensor: Tensor) -> Spread:
-        return Spread(tuple(tensor.shape), tensor.dtype, tensor.device, everywhere(tensor.shape), lambda: tensor)
+    def spread(tensor: Tensor) -> ShardLayout:
+        return ShardLayout(tuple(tensor.shape), tensor.dtype, tensor.device, everywhere(tensor.shape), lambda: tensor)
 
-    return Contents(path, {"state": [piece_of(name, spread(tensor)) for name, tensor in tensors.items()]}, write_rest)
+    return Contents(
+        path, {"state": [weight_shard(name, spread(tensor)) for name, tensor in tensors.items()]}, write_rest
+    )
 
 
 def test_a_change_after_the_start_is_not_in_the_files(tmp_path: Path) -> None:

@@ -8,26 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.distributed.strategy.training.pieces import Piece, Region, Spread, everywhere, piece_of
+from roll.distributed.strategy.training.pieces import ShardLayout, Slice, WeightShard, everywhere, weight_shard
 from roll.distributed.strategy.training.trainer import export, plan_buckets
 from roll.distributed.weights.buckets import pack_buckets, unpack_bucket
 
 
-def spread(tensor: Tensor) -> Spread:
-    return Spread(tuple(tensor.shape), tensor.dtype, tensor.device, everywhere(tensor.shape), lambda: tensor)
+def spread(tensor: Tensor) -> ShardLayout:
+    return ShardLayout(tuple(tensor.shape), tensor.dtype, tensor.device, everywhere(tensor.shape), lambda: tensor)
 
 
-def plain(name: str, tensor: Tensor) -> Piece:
-    return piece_of(name, spread(tensor))
+def plain(name: str, tensor: Tensor) -> WeightShard:
+    return weight_shard(name, spread(tensor))
 
 
-def split(name: str, tensor: Tensor) -> Piece:
+def split(name: str, tensor: Tensor) -> WeightShard:
     """A fused parameter: a tensor of a checkpoint for each row."""
 
     def make(whole: Sequence[Tensor]) -> Mapping[str, Tensor]:
         return {f"{name}.{i}": row for i, row in enumerate(whole[0])}
 
-    return Piece([spread(tensor)], make)
+    return WeightShard([spread(tensor)], make)
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -61,5 +61,5 @@ def test_a_rank_that_serves_nobody_reads_nothing_that_nobody_needs() -> None:
     def own() -> Tensor:
         raise AssertionError("read")
 
-    everyones = Spread((3,), torch.float32, torch.device("cpu"), [Region((0,), (3,), (0, 1))], own)
-    assert list(export(plan_buckets([piece_of("a", everyones)], 64), [1], check=True)) == []
+    everyones = ShardLayout((3,), torch.float32, torch.device("cpu"), [Slice((0,), (3,), (0, 1))], own)
+    assert list(export(plan_buckets([weight_shard("a", everyones)], 64), [1], check=True)) == []

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from roll.distributed.strategy.training import tensor_files
-from roll.distributed.strategy.training.pieces import Piece, Region, Spread, piece_of
+from roll.distributed.strategy.training.pieces import ShardLayout, Slice, WeightShard, weight_shard
 from roll.distributed.strategy.training.tensor_files import (
     BackgroundWriter,
     StoredTensors,
@@ -36,15 +36,15 @@ def some_tensors() -> dict[str, Tensor]:
     return tensors | {name: torch.arange(6).to(dtype) for name, dtype in kinds.items()}
 
 
-def pieces_of(tensors: dict[str, Tensor], ranks: int) -> list[Piece]:
+def pieces_of(tensors: dict[str, Tensor], ranks: int) -> list[WeightShard]:
     """Tensors that all ranks have."""
 
-    def spread(tensor: Tensor) -> Spread:
+    def spread(tensor: Tensor) -> ShardLayout:
         shape = tuple(tensor.shape)
-        regions = (Region((0,) * len(shape), shape, tuple(range(ranks))),)
-        return Spread(shape, tensor.dtype, tensor.device, regions, lambda: tensor)
+        regions = (Slice((0,) * len(shape), shape, tuple(range(ranks))),)
+        return ShardLayout(shape, tensor.dtype, tensor.device, regions, lambda: tensor)
 
-    return [piece_of(name, spread(tensor)) for name, tensor in tensors.items()]
+    return [weight_shard(name, spread(tensor)) for name, tensor in tensors.items()]
 
 
 def write(folder: Path, tensors: dict[str, Tensor], ranks: int, single: bool = False) -> list[WrittenFile]:
@@ -112,13 +112,13 @@ def test_ranks_get_nearly_equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(shares) < 1.1 * min(shares)
 
 
-ROWS = (Region((0, 0), (4, 3), (0, 2)), Region((4, 0), (1, 3), (1, 3)))
-COLUMNS = (Region((0, 0), (5, 2), (0, 1)), Region((0, 2), (5, 1), (2, 3)))
+ROWS = (Slice((0, 0), (4, 3), (0, 2)), Slice((4, 0), (1, 3), (1, 3)))
+COLUMNS = (Slice((0, 0), (5, 2), (0, 1)), Slice((0, 2), (5, 1), (2, 3)))
 
 
-def spread_over(tensor: Tensor, regions: tuple[Region, ...]) -> Piece:
+def spread_over(tensor: Tensor, regions: tuple[Slice, ...]) -> WeightShard:
     """A tensor of which a rank, here all at once, has one region."""
-    return piece_of("w", Spread(tuple(tensor.shape), tensor.dtype, tensor.device, regions, lambda: tensor))
+    return weight_shard("w", ShardLayout(tuple(tensor.shape), tensor.dtype, tensor.device, regions, lambda: tensor))
 
 
 def test_rows_are_written_by_a_rank_that_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_rows_are_written_by_a_rank_that_has_them(tmp_path: Path, monkeypatch: p
 def test_what_is_no_block_of_rows_or_too_little_is_gathered() -> None:
     columns, rows = spread_over(torch.randn(5, 3), COLUMNS), spread_over(torch.randn(5, 3), ROWS)
     assert cut_at_ranks([rows], 4) == [rows]
-    whole = spread_over(torch.zeros(2**27, 1, device="meta"), (Region((0, 0), (2**27, 1), (0, 1, 2, 3)),))
+    whole = spread_over(torch.zeros(2**27, 1, device="meta"), (Slice((0, 0), (2**27, 1), (0, 1, 2, 3)),))
     assert cut_at_ranks([whole, columns], 4) == [whole, columns]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.configs.shipped import SHIPPED, config_groups
 from roll.pipeline.cli import locate
-from roll.pipeline.programs import PROGRAMS, configurations
+from roll.pipeline.programs import PROGRAMS, configurations, key_names
 from roll.utils.registry import import_path
 
 if TYPE_CHECKING:
@@ -81,8 +81,6 @@ def environments(**_: Any) -> list[str]:
 
 def explained(**_: Any) -> Iterator[str]:
     """Keys by any of their parts: whole ones, and the names that begin as the word does."""
-    from roll.pipeline.programs import key_names
-
     for place in key_names():
         yield place
         yield place.rpartition(".")[2]
