@@ -22,7 +22,7 @@ import json
 import types
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -242,7 +242,8 @@ class _Shared:
     def __iter__(self) -> Iterator[Any]:
         own = zip(*self.own.values(), strict=True)
         for use, values in zip(self.uses, own, strict=True):
-            yield replace(self.values[use], **dict(zip(self.own, values, strict=True)))
+            shared = self.values[use]
+            yield type(shared)(**{**vars(shared), **dict(zip(self.own, values, strict=True))})
 
 
 @functools.cache
