@@ -22,8 +22,8 @@ from roll.distributed.strategy.base import Metrics, StrategyContext
 from roll.models.aligned_text import Retokenizer
 from roll.models.loading import load_config
 from roll.models.tokenizer import load_tokenizer
+from roll.pipeline.column_cache import cached_columns, digest_of, read_cached, weight_files
 from roll.pipeline.model_cluster import ModelCluster, Scorer
-from roll.pipeline.offline.column_cache import cached_columns, digest_of, read_cached, weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

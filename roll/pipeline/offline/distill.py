@@ -8,7 +8,7 @@ from typing import ClassVar
 from roll.algorithms.distillation import build_distill_loss
 from roll.configs.distill import DistillConfig
 from roll.models.loading import load_config
-from roll.pipeline.offline.column_cache import check_writable
+from roll.pipeline.column_cache import check_writable
 from roll.pipeline.offline.launch import Samples, load_sft_data, run_offline
 from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
 from roll.pipeline.programs import DISTILL

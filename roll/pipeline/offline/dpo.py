@@ -21,8 +21,8 @@ from roll.data.left_out import LeftOut
 from roll.data.preferences import load_preferences
 from roll.data.renderer import ChatRenderer
 from roll.distributed.strategy.base import Metrics
+from roll.pipeline.column_cache import cached_columns, check_writable, digest_of, weight_files
 from roll.pipeline.model_cluster import ModelCluster
-from roll.pipeline.offline.column_cache import cached_columns, check_writable, digest_of, weight_files
 from roll.pipeline.offline.launch import Samples, run_offline
 from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
 from roll.pipeline.offline.training import Prepare

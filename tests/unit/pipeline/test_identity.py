@@ -21,7 +21,7 @@ from roll.data.requests import GenerateRequest, SamplingParams
 from roll.data.shared_prompts import SharedPrompts, make_shared_batches
 from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence, StopStrings
 from roll.models.tiny import make_tiny_model, make_tokenizer
-from roll.pipeline.offline.column_cache import digest_of
+from roll.pipeline.column_cache import digest_of
 from roll.pipeline.offline.dpo import cross
 from roll.rollout.endpoint.session import Wanted
 from roll.rollout.group_calls import FlatGroups

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from roll.data.batch import Batch
-from roll.pipeline.offline.column_cache import cached_columns, check_writable, digest_of, read_cached, weight_files
+from roll.pipeline.column_cache import cached_columns, check_writable, digest_of, read_cached, weight_files
 
 BATCH = Batch(torch.tensor([2, 1]), torch.tensor([5, 6, 7]), torch.tensor([False, True, False]))
 
