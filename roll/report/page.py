@@ -10,7 +10,6 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from roll.data.questions import CONVERSATION
 from roll.data.requests import FinishReason
 from roll.rollout.types import EpisodeEnd, Trajectory
 from roll.tracking.files import read_json_lines, to_json, write_atomic
@@ -71,6 +70,8 @@ def ending(trajectory: Trajectory) -> str:
 
 def _before(trajectory: Trajectory) -> list[Mapping[str, Any]]:
     """The messages before the question, from the system prompt on."""
+    from roll.data.questions import CONVERSATION  # with torch, which pages of episodes do without
+
     conversation: list[Mapping[str, Any]] = json.loads(trajectory.info.get(CONVERSATION, "[]"))
     return [{"role": str(each.get("role", "")), "content": str(each.get("content", ""))} for each in conversation[:-1]]
 
