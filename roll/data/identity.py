@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
 
 from roll.data.columns import IntArray, Item
+
+if TYPE_CHECKING:
+    import torch
 
 _TOKEN_BITS = 20
 """Of an id below zero; the 43 above them are of a hash."""
 _TOKEN = 2**_TOKEN_BITS - 1
 
-Ids = TypeVar("Ids", IntArray, torch.Tensor)
+Ids = TypeVar("Ids", IntArray, "torch.Tensor")
 
 
 def identity(ids: Sequence[int] | IntArray | torch.Tensor) -> bytes:
@@ -60,6 +62,6 @@ def content_ids(item: Item, tokens: Sequence[int]) -> IntArray:
 
 def vocabulary_ids(ids: Ids) -> Ids:
     """Ids with the vocabulary's own tokens for those below zero."""
-    if isinstance(ids, torch.Tensor):
-        return torch.where(ids < 0, ~ids & _TOKEN, ids)
-    return np.where(ids < 0, ~ids & _TOKEN, ids)
+    if isinstance(ids, np.ndarray):
+        return np.where(ids < 0, ~ids & _TOKEN, ids)
+    return ids.where(ids >= 0, ~ids & _TOKEN)
