@@ -17,7 +17,7 @@ from roll.data.columns import IntArray
 from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import FinishReason, GenerateFn, GenerateRequest, Runs, SamplingParams
 from roll.rollout.errors import EnvError, PromptTooLongError, ReplayError
-from roll.rollout.rows import Recorder
+from roll.rollout.recorder import Recorder
 from roll.rollout.tokenization_audit import Conversation, TokenizationAudit
 from roll.rollout.types import EpisodeEnd, Frame, Trajectory, Turn
 from roll.utils.foreign import describe_error

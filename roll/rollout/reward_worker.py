@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -13,10 +11,8 @@ from ray.exceptions import RayActorError
 
 from roll.configs.judge import AskedModelConfig, JudgeEngine
 from roll.configs.rewards import RewardConfig
-from roll.data.requests import Completion, GenerateRequest, JudgeQuestion, SamplingParams
+from roll.data.requests import JudgeQuestion, SamplingParams
 from roll.distributed.cluster.worker import Worker
-from roll.distributed.strategy.base import States
-from roll.distributed.strategy.generation.alone import local_generator
 from roll.rewards.scorer import DomainScorer
 from roll.rewards.types import RewardError, Sample, Verdict
 from roll.rollout.router import EngineUnavailableError
@@ -64,6 +60,7 @@ class RewardWorker(HostingWorker):
         """Builds the domain's verifiers."""
 
         def host(model: str, engine: JudgeEngine, most: int) -> HostedModel:
+            from roll.distributed.strategy.generation.alone import HostedGenerator  # imports torch
 
             return HostedGenerator(model, engine, most, devices=config.num_gpus_per_worker)
 
@@ -84,48 +81,6 @@ class RewardWorker(HostingWorker):
     async def take_retries(self) -> int:
         """New attempts of verifiers since the last call."""
         return self.hosted.take_retries()
-
-
-class HostedGenerator:
-    """``roll.rewards.judge_model.HostedModel`` on one of the run's engines.
-
-    Args:
-        model: a folder in Hugging Face format, or a name on the hub.
-        engine: see ``JudgeEngine``.
-
-    Raises:
-        ValueError: the model cannot be loaded, or an option does not fit it.
-        MissingEngineError: the engine's package is not installed.
-    """
-
-    def __init__(self, model: str, engine: JudgeEngine, most: int, *, devices: int = 1) -> None:
-        self._open = ExitStack()
-        started = local_generator(
-            model,
-            engine.worker(devices),
-            sequence_length=engine.max_length,
-            max_running_requests=most,
-            seed=0,  # every request brings its own
-        )
-        with ThreadPoolExecutor(max_workers=1) as beside:  # the caller may be in an event loop; engines run their own
-            self._engine: Any = beside.submit(self._open.enter_context, started).result()
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """See ``Generator.generate``."""
-        completion: Completion = await self._engine.generate(request)
-        return completion
-
-    async def offload(self) -> None:
-        """Takes weights and cache off the device; requests wait."""
-        await asyncio.to_thread(self._engine.offload, States.WEIGHTS | States.CACHE)
-
-    async def onload(self) -> None:
-        """Takes them back."""
-        await asyncio.to_thread(self._engine.onload, States.WEIGHTS | States.CACHE)
-
-    async def close(self) -> None:
-        """Ends the engine."""
-        await asyncio.to_thread(self._open.close)
 
 
 AskFn: TypeAlias = Callable[[JudgeQuestion], Awaitable[str]]
@@ -154,6 +109,7 @@ class JudgeWorker(HostingWorker):
 
 
 def _judge(config: AskedModelConfig) -> HostedJudge:
+    from roll.distributed.strategy.generation.alone import HostedGenerator  # imports torch
     from roll.rewards.judge_model import HostedJudge
 
     host = partial(HostedGenerator, devices=config.num_gpus_per_worker)

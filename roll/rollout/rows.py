@@ -1,9 +1,6 @@
-"""Turns to rows, and rows to the training batch: here the loss mask is born.
+"""Rows to the training batch: here the loss mask is born.
 
-The calls of an episode form a tree. One whose prompt begins with everything that a row holds (prompts and answers, id
-by id) continues that row; any other begins a row of its own: a retry, a sub-agent, one of several answers to the same
-prompt, a history that was rewritten. So each row is exactly what the engine got and sampled last in it, and each
-sampled token belongs to one row; where a later row repeats it, it is part of the prompt there.
+Which turns share a row is decided while an episode runs (``roll.rollout.recorder``).
 """
 
 from __future__ import annotations
@@ -11,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,7 +24,6 @@ from roll.data.columns import (
     distinct,
     unknown,
 )
-from roll.data.identity import identity
 from roll.data.requests import Completion, FinishReason
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 from roll.utils.seeding import derive_seed
@@ -66,7 +62,7 @@ class _Columns:
 def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str], parts: Sequence[str] = ()) -> Batch:
     """The training batch of some rollout groups, rows in the order of groups, members and turns.
 
-    An episode is a row, one for each way in which it went on (``roll.rollout.rows``), or one for each turn.
+    An episode is a row, one for each way in which it went on (``roll.rollout.recorder``), or one for each turn.
 
     Args:
         groups: finished groups; trajectories and turns in which nothing was sampled are left out. So are groups without
@@ -233,27 +229,3 @@ def _of_rows(entries: Sequence[np.ndarray | None], columns: _Columns, declared: 
         told = unknown(0, width, declared) if known is None else known
         parts += [told, unknown(length - len(told), width, declared)]
     return _join(parts)
-
-
-class Recorder:
-    """Turns of one episode, in the order in which they were finished."""
-
-    def __init__(self) -> None:
-        self.turns: list[Turn] = []
-        self._rows: list[bytes] = []
-        """The ids of each row so far."""
-
-    def add(self, turn: Turn) -> Turn:
-        """Adds a turn; returns it with the ``row`` that it continues, the longest one where several would do."""
-        prompt = identity(turn.prompt_ids)
-        row, longest = len(self._rows), -1
-        for number, ids in enumerate(self._rows):
-            if len(ids) > longest and prompt.startswith(ids):
-                row, longest = number, len(ids)
-        ids = prompt + identity(turn.completion.token_ids)
-        if row == len(self._rows):
-            self._rows.append(ids)
-        else:
-            self._rows[row] = ids
-        self.turns.append(replace(turn, row=row))
-        return self.turns[-1]

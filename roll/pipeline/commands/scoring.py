@@ -205,6 +205,6 @@ def _record(verdict: Verdict | RewardError) -> dict[str, Any]:
 
 def _host(model: str, engine: JudgeEngine, most: int) -> HostedModel:
     """Hosts a judge in this process."""
-    from roll.rollout.reward_worker import HostedGenerator
+    from roll.distributed.strategy.generation.alone import HostedGenerator
 
     return HostedGenerator(model, engine, most)

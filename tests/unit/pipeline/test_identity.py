@@ -25,7 +25,7 @@ from roll.pipeline.column_cache import digest_of
 from roll.pipeline.offline.dpo import cross
 from roll.rollout.endpoint.session import Wanted
 from roll.rollout.group_calls import FlatGroups
-from roll.rollout.rows import Recorder
+from roll.rollout.recorder import Recorder
 from roll.rollout.types import RolloutGroup
 from tests.support.said_engine import Engine, new_session
 from tests.unit.rollout.test_trajectory import make_trajectory, make_turn

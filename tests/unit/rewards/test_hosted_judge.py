@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from roll.configs.rewards import RewardConfig
+from roll.distributed.strategy.generation.alone import HostedGenerator
 from roll.rewards.judge import JudgeConfig, JudgeVerifier
 from roll.rewards.scorer import DomainScorer, check_rewards
 from roll.rewards.types import RewardError, Sample
-from roll.rollout.reward_worker import HostedGenerator
 from tests.support.judges import WORDS, digit_model, greedy_words
 
 PROMPT = "{{ prompt }}|{{ response }}"

@@ -18,7 +18,8 @@ from roll.data.requests import Completion, FinishReason, GenerateRequest, Sampli
 from roll.models.tiny import make_tokenizer
 from roll.rollout.env_manager import TOOL_TURNS, EnvManager, EpisodeSpec, LengthLimits, StepEnvManager, TrajEnvManager
 from roll.rollout.group_calls import FlatGroups
-from roll.rollout.rows import Recorder, groups_to_batch
+from roll.rollout.recorder import Recorder
+from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 from tests.support.examples import examples
 

@@ -1,20 +1,23 @@
-"""A generator in this process, for commands that are no run: no Ray, no weights that change."""
+"""A generator in this process, for commands without a run and for judges: no Ray, no weights that change."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
 
+from roll.configs.judge import JudgeEngine
 from roll.configs.worker import WorkerConfig
+from roll.data.requests import Completion, GenerateRequest
 from roll.data.templates import ChatTemplate
 from roll.distributed.strategy import strategy_class
-from roll.distributed.strategy.base import StrategyContext
+from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.generation.generator import Generator
 from roll.distributed.weights.buckets import pack_buckets
 from roll.distributed.weights.contents import WeightBucket
@@ -97,6 +100,48 @@ def local_generator(
         yield engine
     finally:
         engine.shutdown()
+
+
+class HostedGenerator:
+    """``roll.rewards.judge_model.HostedModel`` on one of the run's engines.
+
+    Args:
+        model: a folder in Hugging Face format, or a name on the hub.
+        engine: see ``JudgeEngine``.
+
+    Raises:
+        ValueError: the model cannot be loaded, or an option does not fit it.
+        MissingEngineError: the engine's package is not installed.
+    """
+
+    def __init__(self, model: str, engine: JudgeEngine, most: int, *, devices: int = 1) -> None:
+        self._open = ExitStack()
+        started = local_generator(
+            model,
+            engine.worker(devices),
+            sequence_length=engine.max_length,
+            max_running_requests=most,
+            seed=0,  # every request brings its own
+        )
+        with ThreadPoolExecutor(max_workers=1) as beside:  # the caller may be in an event loop; engines run their own
+            self._engine: Any = beside.submit(self._open.enter_context, started).result()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See ``Generator.generate``."""
+        completion: Completion = await self._engine.generate(request)
+        return completion
+
+    async def offload(self) -> None:
+        """Takes weights and cache off the device; requests wait."""
+        await asyncio.to_thread(self._engine.offload, States.WEIGHTS | States.CACHE)
+
+    async def onload(self) -> None:
+        """Takes them back."""
+        await asyncio.to_thread(self._engine.onload, States.WEIGHTS | States.CACHE)
+
+    async def close(self) -> None:
+        """Ends the engine."""
+        await asyncio.to_thread(self._open.close)
 
 
 async def _buckets(adapter: Path) -> AsyncIterator[WeightBucket]:
