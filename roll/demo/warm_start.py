@@ -11,17 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import random
 import shutil
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-
-from roll.agentic.env.base import TextEnv
 from roll.algorithms.losses import build_sft_loss
 from roll.configs.agentic import AgenticConfig
 from roll.configs.data import DataArguments
@@ -33,8 +28,7 @@ from roll.configs.tools import ToolConfig, ToolsConfig
 from roll.configs.worker import TrainingArguments
 from roll.data.batch import Batch
 from roll.data.conversations import load_conversations
-from roll.data.renderer import ChatRenderer
-from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest
+from roll.demo.scripted_play import ScriptedPlay
 from roll.models.tiny import RECIPE_VERSION, make_tiny_model
 from roll.pipeline.agentic import AgenticRolloutWorkers
 from roll.pipeline.offline.training import OfflineTraining
@@ -43,40 +37,12 @@ from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.pipeline.start import Start
-from roll.rollout.env_runner import EnvRunner
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.tool_box import told_tools
 from roll.rollout.types import RolloutGroup
 from roll.utils.seeding import derive_seed
-
-
-@dataclass(frozen=True)
-class ScriptedPlay:
-    """Sees the environment itself instead of its text (``roll.rollout.plans.Player``)."""
-
-    expert_share: float
-    """Probability of an optimal action; otherwise any action, uniformly."""
-
-    def __call__(self, runner: EnvRunner, renderer: ChatRenderer) -> GenerateFn:
-        async def generate(request: GenerateRequest) -> Completion:
-            rng = random.Random(request.params.seed)
-            optimal, actions = await runner.call("expert_actions", _choices)
-            action = rng.choice(optimal if optimal and rng.random() < self.expert_share else actions)
-            token_ids = np.append(renderer.words(f"<answer>{action}</answer>"), renderer.tokenizer.eos_token_id)
-            logprobs = np.zeros(len(token_ids), dtype=np.float32)
-            return Completion(request.request_id, token_ids, logprobs, FinishReason.STOP, np.full(len(token_ids), -1))
-
-        return generate
-
-
-def _choices(env: TextEnv) -> tuple[Sequence[str], Sequence[str]]:
-    if not env.action_names:
-        raise ValueError(f"{type(env).__name__} has no action_names, which `pretrain: tiny` needs for demonstrations")
-    expert = getattr(env, "expert_actions", None)
-    return (expert() if expert else []), env.action_names
-
 
 logger = logging.getLogger(__name__)
 

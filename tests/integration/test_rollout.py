@@ -20,7 +20,7 @@ from roll.configs.env import CustomEnvConfig
 from roll.configs.worker import ModelArguments, StrategyArguments, WorkerConfig
 from roll.data.batch import Batch
 from roll.data.requests import SamplingParams
-from roll.demo.warm_start import ScriptedPlay
+from roll.demo.scripted_play import ScriptedPlay
 from roll.distributed.cluster.cluster import Cluster, create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement

@@ -17,7 +17,7 @@ import asyncio, sys
 from roll.agentic.env import path_of
 from roll.configs.env import CustomEnvConfig
 from roll.data.requests import SamplingParams
-from roll.demo.warm_start import ScriptedPlay
+from roll.demo.scripted_play import ScriptedPlay
 from roll.rollout.env_manager import LengthLimits
 from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext
 from roll.rollout.plans import GroupSpec

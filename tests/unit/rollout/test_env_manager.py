@@ -17,7 +17,7 @@ from roll.agentic.env.base import StepResult, TextEnv, step_result
 from roll.configs.env import CustomEnvConfig
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
-from roll.demo.warm_start import ScriptedPlay
+from roll.demo.scripted_play import ScriptedPlay
 from roll.models.tiny import make_tokenizer
 from roll.rollout.env_manager import (
     ENV_MANAGERS,
