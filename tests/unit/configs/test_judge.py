@@ -18,7 +18,7 @@ from tests.unit.configs.test_config import MINIMAL
 
 ASKING = "Lake: {env_type: 'tests.support.judged_env:JudgedEnv', env_manager_cls: traj}"
 TEXT = MINIMAL.replace("Lake: {env_type: frozen_lake, env_manager_cls: traj}", ASKING).replace("tiny", "some/model")
-ROLL = Path(__file__).parent / "importers" / "files" / "roll" / "run" / "agentic.yaml"
+ROLL = Path(__file__).parents[1] / "extras" / "importers" / "files" / "roll" / "run" / "agentic.yaml"
 
 
 def load(folder: Path, *overrides: str, text: str = TEXT) -> AgenticConfig:

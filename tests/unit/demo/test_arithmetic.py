@@ -96,14 +96,15 @@ def test_the_split_holds_out_its_share_of_the_pairs_for_every_seed(tmp_path: Pat
     assert all(len({files[name] for files in found}) == 3 for name in NAMES)
 
 
-def test_equal_arguments_write_equal_bytes_and_a_failure_leaves_no_half_written_file(
-    tmp_path: Path, folder: Path
-) -> None:
+def test_equal_arguments_write_equal_bytes(tmp_path: Path, folder: Path) -> None:
     for name in (*NAMES, "mine.txt"):
         (tmp_path / name).write_text("old")
     write_dataset(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*NAMES, "mine.txt"}
     assert all((tmp_path / name).read_bytes() == (folder / name).read_bytes() for name in NAMES)
+
+
+def test_a_failure_leaves_no_half_written_file(tmp_path: Path) -> None:
     (tmp_path / "val.jsonl").mkdir()  # cannot be replaced by a file, whatever the user's rights
     with pytest.raises(OSError):
         write_dataset(tmp_path, num_train=10, num_val=10, num_demonstrations=10)

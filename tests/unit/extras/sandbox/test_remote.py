@@ -230,7 +230,7 @@ def test_a_silent_service_times_out() -> None:
         ({"remote": {"url": "sandbox"}}, r"remote.url: got .sandbox., expected http\(s\)://host"),
         ({"remote": {"url": "http://me:secret@host/run_code"}}, "remote.url: got a login in it"),
         ({"backend": "namespaces"}, "backend: got .namespaces., expected no such key with remote"),
-        ({"limits": {"cpu_seconds": 3}}, r"limits.cpu_seconds: got 3.0, expected no such key with remote.*told wall_"),
+        ({"limits": {"cpu_seconds": 3}}, r"limits.cpu_seconds: got 3.0, expected no such key with remote.*gets wall_"),
     ],
 )
 def test_what_the_service_does_not_read_is_refused(args: dict[str, Any], message: str) -> None:

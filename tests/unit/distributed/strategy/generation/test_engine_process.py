@@ -36,7 +36,7 @@ ENGINE = """
             self.event.set()
 
         async def refuse(self):
-            raise ValueError("seen 3, expected 4")
+            raise ValueError("got 3, expected 4")
 
         async def fail(self):
             raise OSError("no disk")
