@@ -138,10 +138,13 @@ def test_overlapping_roles_see_the_same_device_and_their_own_variables(start: Ca
     assert env == [["", "1", None]] * 2
 
 
-def test_a_worker_has_the_threads_of_its_share_and_a_calm_collector(start: Callable[..., Cluster]) -> None:
+def test_torch_gets_the_threads_of_its_share_unless_told_otherwise(start: Callable[..., Cluster]) -> None:
     assert start("critic", system_envs={"OMP_NUM_THREADS": "1"}).call("torch_threads") == [1]
     cores = min(4, len(os.sched_getaffinity(0)))
     assert start("train").call("variables", "OMP_NUM_THREADS") == [[str(max(1, cores * 2 // 5))]] * 2
+
+
+def test_a_worker_imports_with_a_calm_collector(start):
     assert start("critic", system_envs={"OF_ITS_OWN": "1"}).call("calm") == [True]
 
 
@@ -174,6 +177,9 @@ def test_an_error_keeps_its_type_and_says_where(start: Callable[..., Cluster]) -
     assert "in train rank " in notes
     assert "call fail, step 7" in notes
     assert "raise KeyError(key)" in notes
+
+
+def test_an_error_in_the_constructor_is_told(start):
     with pytest.raises(WorkerDiedError, match="no such greeting"):
         start("train", init_kwargs={"greeting": "fail"})
 

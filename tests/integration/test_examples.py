@@ -187,8 +187,8 @@ def test_learning_curves_leaves_tracked_pictures_alone_and_refuses_a_run_that_di
     made = tmp_path / "run" / "renders" / "curves"
     assert sorted(path.name for path in made.iterdir()) == ["episode.gif", "learning_curve.svg"]
     assert str(made) in done.stderr
-    fake_run(tmp_path / "run", 0, status="interrupted")
-    done = draw(tmp_path / "run", "--out", tmp_path / "images")
+    fake_run(tmp_path / "stopped", 0, status="interrupted")
+    done = draw(tmp_path / "stopped", "--out", tmp_path / "images")
     assert done.returncode == 1
     assert "status is 'interrupted', expected 'completed'" in done.stderr
     assert not (tmp_path / "images").exists()

@@ -20,7 +20,7 @@ def experts(tmp_path: Path) -> tuple[str, ...]:
     return f"pretrain={tmp_path / 'experts'}", "ppo_epochs=2", "enable_old_logprobs_recompute=true"
 
 
-@pytest.mark.slow  # generators/test_experts.py has both engines, unit/rollout/test_experts.py the way between
+@pytest.mark.slow  # generators/test_experts.py has both engines, unit/rollout/test_trajectory.py the way between
 @pytest.mark.parametrize(
     ("mode", "trainer"),
     [

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from roll.algorithms.correction import mismatch_by_lag, mismatch_metrics
+from roll.algorithms.correction import mismatch_by_lag
 from roll.algorithms.losses import build_policy_loss
 from roll.algorithms.selection import select_for_policy
 from roll.configs.algorithm import AlgorithmConfig
@@ -221,13 +221,6 @@ def test_log_probabilities_that_are_missing_or_not_finite_are_refused_by_name() 
     bad = batch.replace(rollout_logprobs_T=batch.rollout_logprobs_T - torch.inf)
     with pytest.raises(ValueError, match=r"rollout_logprobs_T: .* not finite"):
         select_for_policy(bad, corrected(is_weight={"enabled": True}).parts, seed=0)
-
-
-def test_mismatch_is_zero_between_equal_engines_and_absent_without_both() -> None:
-    batch = to_batch(random_episodes(3), history=False)
-    same = batch.replace(rollout_logprobs_T=batch.old_logprobs_T)
-    assert set(mismatch_metrics(same).values()) == {0.0}
-    assert mismatch_metrics(batch.replace(old_logprobs_T=None)) == {}
 
 
 VERSION = 7
