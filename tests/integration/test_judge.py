@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import Launch
+from tests.integration.conftest import Launch, Rlvr
 from tests.support.judged_env import question, score
 from tests.support.judges import WORDS, digit_model, greedy_words
 
@@ -37,4 +37,28 @@ def test_rewards_are_what_the_judge_says_and_its_failures_are_none(launch: Launc
     assert run.metrics[1]["rollout/dropped"] == 4 and run.metrics[1]["rollout/env_errors"] == 8
     assert "environment step asked the judge: judge: " in run.output
     assert not die.exists() and "reward_judge rank 0 died" in run.output
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_conversation_is_a_row_that_turns_and_answer_are_paid_in(rlvr: Rlvr, tmp_path: Path) -> None:
+    run = rlvr(
+        "user={path: tests.support.users:Counting, max_turns: 2}",
+        "sequence_length=120",
+        "max_steps=1",
+        "rewards.letters.verifiers.0.weight=0",
+        f"rollout_dump_dir={tmp_path / 'episodes'}",
+    )
+    assert run.wait() == 0, run.output
+    lines = (tmp_path / "episodes" / "step-00001" / "episodes.jsonl").read_text().splitlines()
+    played = [json.loads(line) for line in lines]
+    assert len(played) == 16
+    for episode in played:
+        first, second, last = episode["turns"]
+        assert second["observation"] == f"{len(first['text'])} of letters"
+        assert last["observation"] == f"{len(second['text'])} of letters"
+        paid = [len(first["text"]) / 100, len(second["text"]) / 100, 0.0]
+        assert [turn["task_reward"] for turn in episode["turns"]] == pytest.approx(paid)
+        assert second["prompt_tokens"] > first["prompt_tokens"] + first["completion_tokens"]
+    assert run.metrics[1]["rollout/dropped"] == 0 and "append-only" in run.output
     run.assert_nothing_left()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,9 +15,24 @@ from hypothesis import strategies as st
 
 from roll.algorithms.advantages import ADVANTAGES, advantage_metrics, compute_advantages, value_mask
 from roll.algorithms.episodes import find_episodes, reverse_recurrence
+from roll.algorithms.losses import build_policy_loss, build_sft_loss, build_value_loss
+from roll.algorithms.selection import select_for_policy
+from roll.algorithms.types import LossFn, TokenScores
 from roll.configs.algorithm import ADV_ESTIMATORS, AlgorithmConfig
+from roll.configs.policy_loss import LossAggMode
 from roll.data.batch import Batch
-from tests.support.algorithms_batches import Episode, Token, Turn, assert_close, by_token, random_episodes, to_batch
+from tests.support.algorithms_batches import (
+    Episode,
+    Token,
+    Turn,
+    assert_any_split_adds_up,
+    assert_close,
+    by_token,
+    context,
+    gradient,
+    random_episodes,
+    to_batch,
+)
 from tests.support.examples import examples
 
 seeds = st.integers(0, 2**32 - 1)
@@ -451,3 +468,204 @@ def test_reverse_recurrence_is_the_plain_loop(seed: int, size: int) -> None:
         expected[i] = x
     got = reverse_recurrence(torch.from_numpy(inputs), torch.from_numpy(carry))
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-10, atol=1e-10)
+
+
+TOKEN_BASELINES = [name for name, each in ADV_ESTIMATORS.items() if each.sums_squares]
+
+
+def with_probabilities(batch: Batch, seed: int) -> Batch:
+    """Probabilities of the old policy, and sums of squares that some distribution has."""
+    generator = torch.Generator().manual_seed(seed)
+    probability_T = torch.rand(batch.num_tokens, generator=generator) * 0.98 + 0.01
+    rest_T = (1 - probability_T).square() * torch.rand(batch.num_tokens, generator=generator)
+    mask_T = batch.loss_mask_T
+    return batch.replace(
+        old_logprobs_T=probability_T.log() * mask_T,
+        prob_square_sum_T=(probability_T.square() + rest_T) * mask_T,
+        rollout_logprobs_T=(probability_T.log() - 0.3 * torch.randn(batch.num_tokens, generator=generator)) * mask_T,
+    )
+
+
+def oracle(episodes: list[Episode], batch: Batch, lone_tail: bool, bound: float | None) -> dict[int, float]:
+    """Place by place over the episodes of a group."""
+    old, squares, rollout = (
+        by_token(batch, column) for column in (batch.old_logprobs_T, batch.prob_square_sum_T, batch.rollout_logprobs_T)
+    )
+    groups, advantages = defaultdict(list), {}
+    for e in episodes:
+        returns, to_come, energies, energy = [], 0.0, [], 0.0
+        for turn in reversed(e.turns):
+            to_come += turn.reward if turn.sampled else 0.0
+            returns = [to_come] * len(turn.sampled) + returns
+        tokens = [token.id for turn in e.turns for token in turn.sampled]
+        for token in tokens:
+            weight = 1.0 if bound is None else min(math.exp(old[token] - rollout[token]), bound)
+            energy += weight**2 * (1 - 2 * math.exp(old[token]) + squares[token])
+            energies.append(energy)
+        if tokens:
+            groups[e.group].append((tokens, returns, energies))
+    for members in groups.values():
+        for tokens, returns, _ in members:
+            for place, token in enumerate(tokens):
+                there = [(g[place], w[place]) for _, g, w in members if len(g) > place]
+                alone = len(members) == 1 or (lone_tail and len(there) == 1)
+                baseline = 0.0 if alone else sum(g * w for g, w in there) / sum(w for _, w in there)
+                advantages[token] = returns[place] - baseline
+    return advantages
+
+
+@examples(80)
+@given(
+    seed=seeds, history=st.booleans(), bound=st.sampled_from([None, 1.1, 10.0]), name=st.sampled_from(TOKEN_BASELINES)
+)
+def test_the_baseline_is_weighted_by_the_gradient_so_far(
+    seed: int, history: bool, bound: float | None, name: str
+) -> None:
+    episodes = random_episodes(seed)
+    batch = with_probabilities(to_batch(episodes, history, seed), seed)
+    correction = {} if bound is None else {"is_weight": {"enabled": True, "upper_bound": bound}}
+    config = AlgorithmConfig(adv_estimator=name, train_infer_correction=correction)
+    out = compute_advantages(batch, config)
+    assert_close(out, out.advantages_T, oracle(episodes, batch, name.startswith("tir_"), bound))
+
+
+@pytest.mark.parametrize("name", TOKEN_BASELINES)
+def test_equal_rewards_teach_nothing_where_there_is_somebody_to_compare_with(name: str) -> None:
+    episodes = list(random_episodes(3, max_episodes=7, empty_masks=False))
+    for e in episodes:
+        e.group, e.turns = 0, e.turns[:1]
+        e.turns[0].reward = 0.1 if e.turns[0].sampled else 0.0
+        for token in e.turns[0].tokens:
+            token.sampled = True
+        e.turns[0].reward = 0.1
+    batch = with_probabilities(to_batch(episodes, True), 0)
+    out = compute_advantages(batch, AlgorithmConfig(adv_estimator=name))
+    lengths = sorted(len(e.turns[0].tokens) for e in episodes)
+    lone = lengths[-1] - lengths[-2] if name.startswith("tir_") else 0
+    assert int(out.advantages_T.count_nonzero()) == lone
+
+
+def test_certain_tokens_are_compared_by_the_plain_mean() -> None:
+    """Where no token could have been another one, nothing has a gradient to weigh by."""
+    batch = Batch(
+        torch.tensor([1, 1]),
+        torch.tensor([0, 1]),
+        torch.tensor([True, True]),
+        rewards_T=torch.tensor([1.0, 0.0]),
+        group_B=torch.tensor([0, 0]),
+        old_logprobs_T=torch.zeros(2),
+        prob_square_sum_T=torch.ones(2),
+    )
+    out = compute_advantages(batch, AlgorithmConfig(adv_estimator="optimal_token_baseline"))
+    assert out.advantages_T.tolist() == [0.5, -0.5]
+    with pytest.raises(ValueError, match="prob_square_sum_T"):
+        compute_advantages(
+            batch.replace(prob_square_sum_T=None), AlgorithmConfig(adv_estimator="optimal_token_baseline")
+        )
+
+
+def test_without_scoring_there_is_nothing_to_weigh_by() -> None:
+    config = AlgorithmConfig(adv_estimator="optimal_token_baseline", train_infer_correction={"bypass": True})
+    assert [problem.path for problem in config.problems()] == ["adv_estimator"]
+    assert AlgorithmConfig(adv_estimator="optimal_token_baseline").wants_old_logprobs
+
+
+# They compare the states in which rows begin, and refuse rows of several turns.
+BY_ROW = {"gigpo", "step_reinforce"}
+
+
+def whole_and_branched(seed: int) -> tuple[Batch, Batch]:
+    episodes = random_episodes(seed, empty_masks=False)
+    return to_batch(episodes, history=True), to_batch(episodes, True, seed, branch_seed=seed)
+
+
+@examples(25)
+@given(seed=seeds)
+@pytest.mark.parametrize("estimator", sorted(set(ADVANTAGES.names()) - BY_ROW))
+def test_advantages_and_returns_are_those_of_one_row(estimator: str, seed: int) -> None:
+    config = AlgorithmConfig(adv_estimator=estimator, gamma=0.9, lambd=0.8)
+    batches = whole_and_branched(seed)
+    if estimator == "maxrl":  # takes no rewards below 0
+        batches = tuple(batch.replace(rewards_T=batch.rewards_T.abs()) for batch in batches)
+    whole, branched = (compute_advantages(batch, config) for batch in batches)
+    assert whole.advantages_T is not None and whole.returns_T is not None
+    assert_close(branched, branched.advantages_T, by_token(whole, whole.advantages_T), 1e-5)
+    assert_close(branched, branched.returns_T, by_token(whole, whole.returns_T), 1e-5)
+
+
+def scores_of(batch: Batch) -> TokenScores:
+    """A number for each token id, wherever it stands."""
+    return TokenScores(torch.sin(batch.tokens_T.double() + 1) - 1.5)
+
+
+def loss_of(mode: LossAggMode, sft: bool) -> LossFn:
+    return build_sft_loss(mode) if sft else build_policy_loss(AlgorithmConfig(loss_agg_mode=mode))
+
+
+@examples(25)
+@given(seed=seeds, sft=st.booleans())
+@pytest.mark.parametrize("mode", get_args(LossAggMode))
+def test_the_gradient_is_that_of_one_row_in_every_aggregation(mode: LossAggMode, sft: bool, seed: int) -> None:
+    whole, branched = (
+        batch.replace(advantages_T=torch.cos(batch.tokens_T.double()), old_logprobs_T=None)
+        for batch in whole_and_branched(seed)
+    )
+    if not whole.loss_mask_T.any():
+        return
+    got, expected = (
+        gradient(loss_of(mode, sft), TokenScores(scores.logprobs_T, *[scores.logprobs_T] * 3), batch, context(batch))
+        for batch, scores in ((batch, scores_of(batch)) for batch in (branched, whole))
+    )
+    assert got[0].loss.item() == pytest.approx(expected[0].loss.item(), rel=1e-9, abs=1e-12)
+    slopes, wanted = by_token(branched, got[1][0]), by_token(whole, expected[1][0])
+    assert slopes == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+
+
+def assert_same_gradient(loss_fn: LossFn, whole: Batch, branched: Batch) -> None:
+    if not whole.loss_mask_T.any():
+        return
+    found = []
+    for batch in (branched, whole):
+        logprobs_T = scores_of(batch).logprobs_T
+        _, slopes = gradient(loss_fn, TokenScores(*[logprobs_T] * 4), batch, context(batch))
+        found.append(by_token(batch, slopes.sum(0)))
+    assert found[0] == pytest.approx(found[1], rel=1e-9, abs=1e-12)
+
+
+@examples(25)
+@given(seed=seeds)
+@pytest.mark.parametrize("mode", get_args(LossAggMode))
+def test_masked_tokens_leave_the_branches_the_weight_of_one_row(mode: LossAggMode, seed: int) -> None:
+    rejecting = {"filters": [{"enabled": True, "agg_type": "token", "ratio_enabled": True, "ratio_high": 1.0}]}
+    config = AlgorithmConfig.model_validate({"loss_agg_mode": mode, "train_infer_correction": rejecting})
+    whole, branched = (
+        select_for_policy(batch.replace(advantages_T=torch.cos(batch.tokens_T) * batch.loss_mask_T), config.parts, 0)[0]
+        for batch in whole_and_branched(seed)
+    )
+    assert_same_gradient(build_policy_loss(config), whole, branched)
+
+
+@examples(25)
+@given(seed=seeds)
+@pytest.mark.parametrize("mode", get_args(LossAggMode))
+def test_value_targets_of_turns_have_the_weight_of_one_row(mode: LossAggMode, seed: int) -> None:
+    config = AlgorithmConfig(adv_estimator="gae", turn_level_gae=True, loss_agg_mode=mode)
+    whole, branched = (
+        batch.replace(returns_T=torch.cos(batch.tokens_T)).with_loss_mask(value_mask(batch, config))
+        for batch in whole_and_branched(seed)
+    )
+    assert_same_gradient(build_value_loss(config), whole, branched)
+
+
+@examples(25)
+@given(seed=seeds, parts=st.integers(1, 5))
+@pytest.mark.parametrize("mode", get_args(LossAggMode))
+def test_the_branches_of_an_episode_may_lie_in_different_micro_batches(
+    mode: LossAggMode, seed: int, parts: int
+) -> None:
+    branched = whole_and_branched(seed)[1].replace(old_logprobs_T=None)
+    if not branched.loss_mask_T.any():
+        return
+    branched = branched.replace(advantages_T=torch.cos(branched.tokens_T.double()))
+    logprobs_T = scores_of(branched).logprobs_T
+    assert_any_split_adds_up(loss_of(mode, False), TokenScores(*[logprobs_T] * 4), branched, parts, seed)

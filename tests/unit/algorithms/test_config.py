@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pydantic
 import pytest
 
-from roll.configs.algorithm import ADV_ESTIMATORS, AlgorithmConfig
+from roll.algorithms.advantages import ADVANTAGES
+from roll.algorithms.policy_losses import POLICY_LOSSES
+from roll.algorithms.preferences import PREFERENCE_LOSSES
+from roll.algorithms.reward_models import REWARD_LOSSES
+from roll.configs.algorithm import (
+    ADV_ESTIMATORS,
+    AggregationLevel,
+    AlgorithmConfig,
+    IsWeightConfig,
+    KlPenalty,
+    OverlongBufferConfig,
+    PfPpoConfig,
+    RewardNormalizationConfig,
+    TrainInferCorrectionConfig,
+    TrainInferFilterConfig,
+)
+from roll.configs.distill import DistillLossConfig
+from roll.configs.divergence import DivergenceConfig, KdObjective
 from roll.configs.parsing import rules_broken
-from roll.configs.policy_loss import PG_VARIANTS
+from roll.configs.policy_loss import PG_VARIANTS, LossAggMode
+from roll.configs.preference import PreferenceConfig, PreferenceLoss
+from roll.configs.reward_training import RewardLossConfig
 from roll.configs.rl import RLConfig
+from roll.configs.teacher import OnPolicyDistillationConfig, OpdForm
 
 
 def test_defaults_have_no_problems() -> None:
@@ -176,3 +198,83 @@ def test_every_key_is_described_and_the_section_loads_without_torch() -> None:
     assert all(field.description for field in AlgorithmConfig.model_fields.values())
     code = "import sys, roll.configs.algorithm; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+DOCS = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+ELSEWHERE = {"ppo_epochs", "max_grad_norm", "l2", "critic_warmup", "enable_old_logprobs_recompute", "teacher_pretrain"}
+"""Keys of the training loop and the optimizer, which state no formula."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *ADVANTAGES.names(),
+        *POLICY_LOSSES.names(),
+        *PREFERENCE_LOSSES.names(),
+        *REWARD_LOSSES,
+        *PreferenceLoss.__args__,  # type: ignore[attr-defined]
+        *KdObjective.__args__,  # type: ignore[attr-defined]
+        *OpdForm.__args__,  # type: ignore[attr-defined]
+        *KlPenalty.__args__,  # type: ignore[attr-defined]
+        *AggregationLevel.__args__,  # type: ignore[attr-defined]
+        *PfPpoConfig.model_fields["reweight_method"].annotation.__args__,  # type: ignore[union-attr]
+        *LossAggMode.__args__,  # type: ignore[attr-defined]
+        *RewardNormalizationConfig.model_fields["method"].annotation.__args__,  # type: ignore[union-attr]
+        *RewardNormalizationConfig.model_fields["grouping"].annotation.__args__,  # type: ignore[union-attr]
+    ],
+)
+def test_registered_names_are_documented(name: str) -> None:
+    assert f"`{name}`" in DOCS or f": {name}`" in DOCS
+
+
+TABLES = {
+    "#### Policy-gradient losses": POLICY_LOSSES.names(),
+    "### Preferences": [*PREFERENCE_LOSSES.names(), *PreferenceLoss.__args__],  # type: ignore[attr-defined]
+    "### Divergences from a teacher": KdObjective.__args__,  # type: ignore[attr-defined]
+    "### Distillation": OpdForm.__args__,  # type: ignore[attr-defined]
+    "### Reward models": REWARD_LOSSES,
+}
+"""The losses that the table under a heading has."""
+SOURCE = re.compile(r"\b(19|20)\d\d\b|[Tt]he same")
+
+
+def section(heading: str) -> str:
+    """What stands under a heading, up to the next."""
+    _, found, rest = f"\n{DOCS}".partition(f"\n{heading}\n")
+    assert found, f"no heading {heading!r}"
+    return re.split(r"\n#+ ", rest, maxsplit=1)[0]
+
+
+@pytest.mark.parametrize(("heading", "name"), [(heading, name) for heading in TABLES for name in TABLES[heading]])
+def test_a_loss_has_its_formula_and_its_paper(heading: str, name: str) -> None:
+    rows = [row.strip("|").split(" | ") for row in section(heading).splitlines() if row.startswith("| `")]
+    (cells,) = [cells for cells in rows if f"`{name}`" in cells[0]]
+    assert "`" in "".join(cells[1:-1]), "a formula"
+    assert SOURCE.search(cells[-1]), "a paper with its year"
+
+
+@pytest.mark.parametrize("name", ADVANTAGES.names())
+def test_an_estimator_has_its_formula_and_its_paper(name: str) -> None:
+    (heading,) = re.findall(rf"^### .*`{name}`.*$", DOCS, re.MULTILINE)
+    text = section(heading)
+    assert "`" in text and SOURCE.search(text)
+
+
+SECTIONS = (
+    AlgorithmConfig,
+    OverlongBufferConfig,
+    PfPpoConfig,
+    PreferenceConfig,
+    DistillLossConfig,
+    DivergenceConfig,
+    OnPolicyDistillationConfig,
+    RewardLossConfig,
+    TrainInferCorrectionConfig,
+    IsWeightConfig,
+    TrainInferFilterConfig,
+)
+
+
+@pytest.mark.parametrize("key", sorted({key for section in SECTIONS for key in section.model_fields} - ELSEWHERE))
+def test_keys_are_documented(key: str) -> None:
+    assert re.search(rf"\b{key}\b", DOCS)

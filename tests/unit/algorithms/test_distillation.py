@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import math
+import random
+from typing import Any
+
 import pytest
 import torch
 
 from roll.algorithms.distillation import (
+    NO_CHUNK,
+    WITHIN,
     build_distill_loss,
+    chunk_means,
     clip_metrics,
+    common_chunks,
     no_advantages,
+    shared_logprobs,
     teacher_advantages,
     teacher_metrics,
     teacher_rewards,
 )
 from roll.algorithms.losses import build_policy_loss
+from roll.algorithms.quantities import divergence_addends
 from roll.algorithms.types import LossContext, TokenScores
 from roll.configs.distill import DistillLossConfig
+from roll.configs.divergence import DivergenceConfig
 from roll.configs.rl import RLConfig
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
@@ -146,3 +157,169 @@ def test_an_rl_loss_takes_the_divergence_with_its_coefficient() -> None:
     )
     with pytest.raises(ValueError, match="divergence_T"):
         build_policy_loss(config)(TokenScores(logprobs_T=given.logprobs_T), batch, LossContext.of(batch))
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "forward_kl": {},
+    "reverse_kl": {},
+    "js_divergence": {"jsd_beta": 0.3},
+    "skewed_forward_kl": {"skew_lambda": 0.2},
+    "skewed_reverse_kl": {"skew_lambda": 0.2},
+}
+
+
+def config(objective: str, **keys: float) -> DivergenceConfig:
+    return DivergenceConfig(kd_objective=objective, **(SETTINGS[objective] | keys))
+
+
+def kl(p: list[float], q: list[float]) -> float:
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
+
+
+def mix(p: list[float], q: list[float], share: float) -> list[float]:
+    return [share * a + (1 - share) * b for a, b in zip(p, q, strict=True)]
+
+
+def by_hand(objective: str, t: list[float], s: list[float]) -> float:
+    middle = mix(t, s, 0.3)
+    return {
+        "forward_kl": kl(t, s),
+        "reverse_kl": kl(s, t),
+        "js_divergence": 0.3 * kl(t, middle) + 0.7 * kl(s, middle),
+        "skewed_forward_kl": kl(t, mix(t, s, 0.2)),
+        "skewed_reverse_kl": kl(s, mix(s, t, 0.2)),
+    }[objective]
+
+
+def distributions(seed: int, count: int = 4, width: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(2, count, width, generator=generator, dtype=torch.float64)
+    teacher, student = logits.log_softmax(-1)
+    return teacher, student
+
+
+@pytest.mark.parametrize("objective", SETTINGS)
+def test_they_are_what_their_papers_say(objective: str) -> None:
+    teacher, student = distributions(1)
+    found = divergence_addends(teacher, student, config(objective)).sum(-1)
+    expected = [by_hand(objective, t.tolist(), s.tolist()) for t, s in zip(teacher.exp(), student.exp(), strict=True)]
+    assert found.tolist() == pytest.approx(expected, rel=1e-12)
+    assert all(value > 0 for value in expected)
+    assert divergence_addends(teacher, teacher, config(objective)).sum(-1).tolist() == pytest.approx([0] * 4, abs=1e-14)
+
+
+@pytest.mark.parametrize("objective", SETTINGS)
+def test_gradients_are_those_of_small_differences(objective: str) -> None:
+    teacher, _ = distributions(2, count=1, width=4)
+    logits = torch.randn(1, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True)
+
+    def value(student_logits: torch.Tensor) -> torch.Tensor:
+        return divergence_addends(teacher, student_logits.log_softmax(-1), config(objective)).sum()
+
+    assert torch.autograd.gradcheck(value, (logits,))
+
+
+def test_limits() -> None:
+    teacher, student = distributions(4)
+    forward, reverse = (
+        divergence_addends(teacher, student, config(name)).sum(-1) for name in ("forward_kl", "reverse_kl")
+    )
+    for beta, limit in ((1e-6, forward), (1 - 1e-6, reverse)):  # of JSD / b and JSD / (1 - b)
+        found = divergence_addends(teacher, student, config("js_divergence", jsd_beta=beta)).sum(-1)
+        torch.testing.assert_close(found / min(beta, 1 - beta), limit, rtol=1e-3, atol=0)
+    for name, limit in (("skewed_forward_kl", forward), ("skewed_reverse_kl", reverse)):
+        found = divergence_addends(teacher, student, config(name, skew_lambda=0.0)).sum(-1)
+        torch.testing.assert_close(found, limit, rtol=1e-12, atol=0)
+    half = [
+        divergence_addends(p, q, config("js_divergence", jsd_beta=0.5)).sum(-1)
+        for p, q in ((teacher, student), (student, teacher))
+    ]
+    torch.testing.assert_close(*half, rtol=1e-12, atol=0)
+    assert float(half[0].max()) < math.log(2)
+
+
+def test_impossible_outcomes_add_nothing() -> None:
+    """An id that both mask (``comparison.MASKED``) counts for nothing, and its gradient is no NaN."""
+    teacher = torch.tensor([[0.5, 0.5, 0.0]]).log().clamp_min(-1e30)
+    logits = torch.tensor([[0.3, -0.2, -1e30]], requires_grad=True)
+    for objective in SETTINGS:
+        found = divergence_addends(teacher, logits.log_softmax(-1), config(objective)).sum()
+        (gradient,) = torch.autograd.grad(found, logits)
+        alone = divergence_addends(teacher[:, :2], logits[:, :2].log_softmax(-1), config(objective)).sum()
+        assert found.item() == pytest.approx(alone.item(), rel=1e-6)
+        assert gradient.isfinite().all() and gradient[0, 2] == 0
+
+
+def brute_force(own: list[int], other: list[int]) -> list[list[int]]:
+    """Chunks of both sides: for each token, how many common ends lie before the end of the first token that has text
+    at or after it."""
+    both = []
+    for ends in (own, other):
+        numbers = []
+        for index in range(len(ends)):
+            # Where the text stands that a token is a part of: its own end, or that of the next which ends a character.
+            reached = max((end for end in ends[: index + 1] if end != WITHIN), default=0)
+            if ends[index] == WITHIN:
+                reached = next((end for end in ends[index:] if end != WITHIN), math.inf)
+            common = sorted({end for end in own if end != WITHIN} & {end for end in other if end != WITHIN})
+            first = next((number for number, end in enumerate(common) if end >= reached), NO_CHUNK)
+            numbers.append(first)
+        both.append(numbers)
+    return both
+
+
+def random_ends(rng: random.Random, length: int) -> list[int]:
+    cuts = sorted(rng.sample(range(1, length), rng.randint(0, length - 1)))
+    ends = []
+    for end in [*cuts, length]:
+        ends += [WITHIN] * (rng.random() < 0.2) + [end]
+    return ends
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_chunks_are_the_shortest_that_both_have(seed: int) -> None:
+    rng = random.Random(seed)
+    length = rng.randint(1, 12)
+    own, other = random_ends(rng, length), random_ends(rng, length)
+    assert list(common_chunks(own, other)) == brute_force(own, other)
+
+
+def test_ends_that_only_one_side_has() -> None:
+    assert common_chunks([1, 2, 5], [2, 4, 5]) == ([0, 0, 1], [0, 1, 1])
+    assert common_chunks([3, WITHIN], [1, 3]) == ([0, NO_CHUNK], [0, 0]), "it ends amid a character"
+    assert common_chunks([2, 2, 3], [2, 3]) == ([0, 0, 1], [0, 1]), "a token without text"
+    assert common_chunks([4], [1, 3]) == ([NO_CHUNK], [NO_CHUNK, NO_CHUNK])
+    assert common_chunks([], [1]) == ([], [NO_CHUNK])
+
+
+def test_sums_of_chunks_are_shared_out() -> None:
+    rng = random.Random(0)
+    own, theirs = [], []  # (row, chunk) of tokens
+    for row in range(6):
+        for chunk in range(rng.randint(1, 5)):
+            own += [(row, chunk)] * rng.randint(1, 4)
+            theirs += [(row, chunk)] * rng.randint(1, 4)
+        own += [(row, NO_CHUNK)] * rng.randint(0, 2)
+        theirs += [(row, NO_CHUNK)] * rng.randint(0, 2)
+    q, p = ([-5 * rng.random() for _ in side] for side in (theirs, own))
+    q32 = torch.tensor(q, dtype=torch.float32)
+    q = q32.tolist()
+    (rows_T, chunk_T), (rows_S, chunk_S) = (torch.tensor(side).T for side in (own, theirs))
+    found = shared_logprobs(q32, (rows_S, chunk_S), (rows_T, chunk_T))
+    gaps = chunk_means(found - torch.tensor(p, dtype=torch.float64), rows_T, chunk_T)
+    for token, (row, chunk) in enumerate(own):
+        if chunk == NO_CHUNK:
+            assert found[token] == gaps[token] == 0
+            continue
+        said = math.fsum(value for key, value in zip(theirs, q, strict=True) if key == (row, chunk))
+        sampled = [value for key, value in zip(own, p, strict=True) if key == (row, chunk)]
+        assert found[token].item() == pytest.approx(said / len(sampled), abs=1e-12)
+        assert gaps[token].item() == pytest.approx((said - math.fsum(sampled)) / len(sampled), abs=1e-12)
+
+
+def test_a_token_each_is_what_it_is_without_chunks() -> None:
+    values = torch.randn(40, generator=torch.Generator().manual_seed(0))
+    rows_T = torch.arange(40) // 8
+    chunk_T = torch.arange(40) % 8
+    assert torch.equal(shared_logprobs(values, (rows_T, chunk_T), (rows_T, chunk_T)).float(), values)
+    assert torch.equal(chunk_means(values.double(), rows_T, chunk_T), values.double())

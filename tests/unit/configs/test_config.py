@@ -1,14 +1,22 @@
 """Loading a configuration: composition, strictness, rules across sections, and all mistakes at once."""
 
+from __future__ import annotations
+
 import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.batches import describe_batches
+from roll.configs.dpo import DPOConfig
 from roll.configs.engines import cards
 from roll.configs.engines.megatron import MegatronConfig
 from roll.configs.env import EnvManagerConfig
@@ -16,8 +24,9 @@ from roll.configs.loader import load_config
 from roll.configs.offline import SFTConfig
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.rlvr import RLVRConfig
+from roll.configs.schema import leaf_paths
 from roll.configs.shipped import SHIPPED
-from roll.configs.worker import GeneratingArguments, StrategyArguments, WorkerConfig
+from roll.configs.worker import GeneratingArguments, StrategyArguments, WorkerConfig, parse_device_mapping
 from roll.pipeline.cli import report
 from roll.preflight.choices import CHECKS, describe_placement
 
@@ -874,3 +883,125 @@ def test_a_stop_string_is_neither_empty_nor_a_spelled_escape(text: str) -> None:
 
 def test_other_stop_strings_are_taken() -> None:
     assert list(GeneratingArguments(stop_strings=["\n", "\\boxed", "\\\\", " "]).problems()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "begin", "warned"),
+    [
+        ({"max_steps": 5}, "5 optimizer steps, each on 32 pairs = 16 per device × 2 accumulated × 1 data-par", True),
+        ({"max_steps": 50}, "50 optimizer steps, each on 32 pairs", False),
+        ({"max_steps": 1}, "1 optimizer step, each on 32 pairs", True),
+        ({"num_train_epochs": 1}, "1 epoch of optimizer steps, each on 32 pairs", False),
+    ],
+)
+def test_the_length_of_a_run_on_given_samples(given: dict[str, Any], begin: str, warned: bool) -> None:
+    training = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "warmup_steps": 10}
+    actor = {"training_args": training, "device_mapping": [0], "strategy_args": {"strategy_name": "fsdp2_train"}}
+    (line,) = describe_batches(DPOConfig.model_validate({"pretrain": "tiny", "actor_train": actor, **given}))
+    assert line.startswith(begin)
+    assert ("warmup_steps 10 are not over before the run is" in line) == warned
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_the_configuration_reference_is_current():
+    command = [sys.executable, str(ROOT / "scripts" / "generate_config_docs.py"), "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("schema", [AgenticConfig, RLVRConfig])
+def test_every_key_is_documented(schema):
+    text = "".join(page.read_text() for page in (ROOT / "docs" / "configuration").glob("*.md"))
+    for path, field in leaf_paths(schema):
+        assert field.description, path
+        assert f"| `{path.rpartition('.')[2]}` |" in text, path
+
+
+def test_every_page_is_in_the_menu_of_the_site():
+    named = re.findall(r'= "([\w/]+\.md)" }', (ROOT / "zensical.toml").read_text(encoding="utf-8"))
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(named) == sorted(pages)
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [
+        ("list(range(0,16))", list(range(16))),
+        ("range(4)", [0, 1, 2, 3]),
+        ("[0, 1]", [0, 1]),
+        ("[3]", [3]),
+        ("list(range(0,8)) + list(range(16,24))", [*range(8), *range(16, 24)]),
+        ("list(range(0, 8, 2)) + [1] + (list(range(9,11)))", [0, 2, 4, 6, 1, 9, 10]),
+        ("list([5, 6])", [5, 6]),
+        ("list(range(3, -1, -1))", [3, 2, 1, 0]),
+        ("  [7]  ", [7]),
+        ([4, 2], [4, 2]),
+        (None, None),
+    ],
+)
+def test_expressions_and_lists_give_device_ids(text, devices):
+    assert parse_device_mapping(text) == devices
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os').system('touch /tmp/owned')",
+        "list(range(0, 10**9))",
+        "list(range(0, 1000000000000))",
+        "[i for i in range(4)]",
+        "[0] * 1000000000",
+        "list(map(int, '01'))",
+        "list(range(*[0, 4]))",
+        "list(range(stop=4))",
+        "(lambda: [0])()",
+        "open('/etc/passwd')",
+        "[True]",
+        "['0']",
+        "[0.0]",
+        "[0, 0]",
+        "[-1]",
+        "[]",
+        "list()",
+        "range()",
+        "range(0)",
+        "list(range(0, 4, 0))",
+        "list(range(0,",
+        "",
+        "0",
+        "0; 1",
+        "(" * 400 + "[0]" + ")" * 400,
+        "[0]" + " + [0]" * 100_000,
+        "\x00",
+        [True],
+        [0, "1"],
+        {"0": 1},
+        3,
+        4.0,
+    ],
+)
+def test_anything_else_is_refused_without_being_run(text):
+    with pytest.raises(ValueError, match=r"devic|expression|range"):
+        parse_device_mapping(text)
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40), st.integers(1, 5)), min_size=1, max_size=4))
+def test_a_sum_of_ranges_agrees_with_python(ranges):
+    text = " + ".join(f"list(range({start}, {start + length}, {step}))" for start, length, step in ranges)
+    expected = [device for start, length, step in ranges for device in range(start, start + length, step)]
+    if len(set(expected)) == len(expected):
+        assert parse_device_mapping(text) == expected
+    else:
+        with pytest.raises(ValueError, match="once"):
+            parse_device_mapping(text)
+
+
+@given(st.text(max_size=60))
+def test_no_text_does_anything_but_parse_or_raise_a_value_error(text):
+    try:
+        devices = parse_device_mapping(text)
+    except ValueError:
+        return
+    assert devices and all(type(device) is int and device >= 0 for device in devices)

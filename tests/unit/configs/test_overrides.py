@@ -6,12 +6,23 @@ import logging
 import math
 import shlex
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+from roll.configs.arguments import argument_problems, plain_problems, takes
+from roll.configs.batches import describe_batches
+from roll.configs.compose import compose_config
+from roll.configs.loader import load_composed, load_config
 from roll.configs.overrides import parse_overrides
+from roll.configs.problems import ConfigErrors
+from roll.configs.rlvr import RLVRConfig
+from roll.configs.shipped import SHIPPED, config_groups
+from roll.pipeline.programs import PROGRAMS, configurations
+from roll.preflight.choices import CHECKS
+from roll.utils.registry import import_path
 
 
 def read(*words: str) -> dict[str, Any]:
@@ -157,3 +168,214 @@ def test_signs_before_a_key_and_keys_that_come_twice(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING):
         assert read("a=1", "b=2", "a=3", "b=2") == {"a": 3, "b": 2}
     assert [record.getMessage() for record in caplog.records] == ["a is given twice: the last counts, not 1"]
+
+
+TRAINERS = {"fsdp2": "fsdp2_train", "deepspeed": "deepspeed_train", "megatron": "megatron_train"}
+GENERATORS = {"hf": "hf_infer", "vllm": "vllm", "sglang": "sglang"}
+PAIRS = [(trainer, generator) for trainer in TRAINERS for generator in GENERATORS]
+
+
+def composed(*overrides: str, name: str = "rlvr_math", folder: Path = SHIPPED) -> dict[str, Any]:
+    found = compose_config(name, folder, overrides)
+    assert not found.problems
+    return found.values
+
+
+def test_the_shipped_groups_are_these():
+    assert config_groups(SHIPPED) == {"infer": sorted(GENERATORS), "train": sorted(TRAINERS)}
+
+
+@pytest.mark.parametrize(("trainer", "generator"), PAIRS)
+@pytest.mark.parametrize("name", ["agentic_sokoban", "rlvr_math", "sft_math"])
+def test_every_pair_of_engines_is_valid_with_the_demonstrations(name, trainer, generator):
+    found = compose_config(name, SHIPPED, [f"train={trainer}", f"infer={generator}"])
+    schema = import_path(PROGRAMS[configurations(SHIPPED)[name][0]].schema)
+    config = load_composed(schema, name, found, CHECKS[schema])  # type: ignore[type-var, index, arg-type]
+    strategies = {role: worker.strategy_args.strategy_name for role, worker in config.roles.items()}
+    assert strategies["actor_train"] == TRAINERS[trainer] and strategies["actor_infer"] == GENERATORS[generator]
+    assert strategies.get("critic", TRAINERS[trainer]) == TRAINERS[trainer]
+    assert ("critic" in strategies) == (name == "agentic_sokoban")
+
+
+def test_options_of_a_replaced_engine_go_and_those_of_the_same_engine_stay():
+    base = "rlvr_math_qwen2.5_0.5b"  # Megatron and vLLM
+    before = composed(name=base)
+    same = composed("train=megatron", "infer=vllm", name=base)
+    assert {role: same[role]["strategy_args"] for role in ("actor_train", "reference", "actor_infer")} == {
+        role: before[role]["strategy_args"] for role in ("actor_train", "reference", "actor_infer")
+    }
+    other = composed("train=fsdp2", name=base)
+    assert other["actor_train"]["strategy_args"]["strategy_config"] == {"fsdp_size": -1}
+    assert other["reference"]["strategy_args"]["strategy_name"] == "fsdp2_infer"
+    assert other["actor_infer"] == before["actor_infer"]
+
+
+def test_a_role_that_the_configuration_lacks_stays_away_and_overrides_and_presets_come_after():
+    values = composed("actor_train.strategy_args.strategy_config.tensor_model_parallel_size=2", "train=megatron")
+    assert values["actor_train"]["strategy_args"]["strategy_config"] == {"tensor_model_parallel_size": 2}
+    assert "critic" not in values and "reference" not in values
+    link = "actor_train.strategy_args.strategy_config=${deepspeed_zero3_cpuoffload}"
+    zero = composed("train=deepspeed", link)["actor_train"]["strategy_args"]["strategy_config"]["zero_optimization"]
+    assert (zero["stage"], zero["offload_param"]) == (3, {"device": "cpu"})
+    assert (
+        composed("train=deepspeed")["actor_train"]["strategy_args"]["strategy_config"]["zero_optimization"]["stage"]
+        == 2
+    )
+
+
+def test_a_folder_of_ones_own_has_the_shipped_groups_and_its_own(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.yaml").write_text(
+        "# @package _global_\nactor_train: {data_args: {file_name: my.jsonl}}\n"
+    )
+    (tmp_path / "mine.yaml").write_text("defaults: [rlvr_math, _self_]\nseed: 3\n")
+    values = composed("data=mine", "train=fsdp2", name="mine", folder=tmp_path)
+    assert values["actor_train"]["data_args"]["file_name"] == "my.jsonl"
+    assert values["actor_train"]["strategy_args"]["strategy_config"] == {"fsdp_size": -1}
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"), [("train=megatrn", "did you mean megatron?"), ("train=", ""), ("~train", "")]
+)
+def test_an_unknown_choice_names_those_there_are(override, hint):
+    (problem,) = compose_config("rlvr_math", SHIPPED, [override]).problems
+    assert (problem.path, problem.expected, problem.hint) == ("train", "one of: deepspeed, fsdp2, megatron", hint)
+
+
+def test_a_key_that_hydra_cannot_read_is_a_problem_like_any_other():
+    (problem,) = compose_config("rlvr_math", SHIPPED, ["+rewards.ä.timeout=1"]).problems
+    assert (problem.path, problem.expected) == ("+rewards.ä.timeout=1", "key=value")
+
+
+def test_the_lines_for_a_machine_without_a_gpu_work_as_they_stand(tmp_path: Path) -> None:
+    _, _, commented = (SHIPPED / "my_model.yaml").read_text().partition("#\n# defaults:")
+    lines = [line.removeprefix("# ") for line in f"# defaults:{commented}".splitlines()]
+    (tmp_path / "mine.yaml").write_text("\n".join(lines) + "\npretrain: org/model\n")
+    config = load_config(RLVRConfig, "mine", tmp_path, (), CHECKS[RLVRConfig])
+    assert {role: worker.model_args.dtype for role, worker in config.roles.items()} == {
+        "actor_train": "fp32",
+        "actor_infer": "fp32",
+    }
+    assert config.samples_per_step == config.actor_train.global_train_batch_size
+    assert config.num_devices == 2 and config.rewards.keys() == {"mine"}
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "unread"),
+    [
+        ("agentic_sokoban", [], []),
+        ("agentic_sokoban", ["pretrain=org/model"], ["warm_start"]),
+        ("rlvr_math", ["pretrain=org/model", "tiny_num_layers=3"], ["warm_start", "tiny_num_layers"]),
+        ("rlvr_distill", ["pretrain=org/model", "teacher_pretrain=org/other"], ["warm_start", "teacher_warm_start"]),
+        ("dpo_math", ["pretrain=org/model", "~warm_start"], []),
+    ],
+)
+def test_what_is_for_the_tiny_model_alone_is_named_where_there_is_none(
+    name: str, overrides: list[str], unread: list[str]
+) -> None:
+    schema: Any = import_path(PROGRAMS[configurations(SHIPPED)[name][0]].schema)
+    lines = describe_batches(load_config(schema, name, SHIPPED, overrides))
+    assert [line.partition(":")[0] for line in lines if "nothing reads" in line] == unread
+
+
+PIPELINES = {name: found[0] for name, found in configurations(SHIPPED).items()}
+
+
+def found(name: str, *overrides: str) -> list[str]:
+    schema: Any = import_path(PROGRAMS[PIPELINES[name]].schema)
+    try:
+        load_config(schema, name, SHIPPED, overrides, CHECKS[schema])
+    except ConfigErrors as errors:
+        return [problem.path for problem in errors.problems]
+    return []
+
+
+ARGS = "data_generator.args"
+ENV = "custom_envs.SimpleSokoban.env_config"
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "path"),
+    [
+        ("rlvr_math", f"{ARGS}.max_operand=99.5", f"{ARGS}.max_operand"),
+        ("rlvr_math", f"{ARGS}.max_operand=true", f"{ARGS}.max_operand"),
+        ("rlvr_math", f"{ARGS}.max_operand=.nan", f"{ARGS}.max_operand"),
+        ("rlvr_math", f'{ARGS}.operations="+\\0"', f"{ARGS}.operations"),
+        ("rlvr_math", f"{ARGS}.max_oprand=9", f"{ARGS}.max_oprand"),
+        ("rlvr_math", f"{ARGS}.max_operand=5", ARGS),
+        ("rlvr_math", f"{ARGS}.held_out_share=1", f"{ARGS}.held_out_share"),
+        ("rlvr_math", "data_generator.path=roll.demo.arithmetic:nope", "data_generator.path"),
+        ("rlvr_math", "tracker_kwargs={flush_secs: true}", "tracker_kwargs"),
+        ("dpo_math", f"{ARGS}.forget_rate=3", f"{ARGS}.forget_rate"),
+        ("dpo_math", f"{ARGS}.nothing=3", f"{ARGS}.nothing"),
+        ("rlvr_tools", f"{ARGS}.call_rate=.inf", f"{ARGS}.call_rate"),
+        ("rlvr_tools", f"{ARGS}={{call_rate: 0.9, slip_rate: 0.9}}", ARGS),
+        (
+            "rlvr_tools",
+            "tools.use.s={tool: search, args: {corpus: x, num_results: 99}}",
+            "tools.use.s.args.num_results",
+        ),
+        ("rlvr_tools", "tools.use.s={tool: python, args: {memory_mb: 1}}", "tools.use.s.args"),
+        ("rlvr_tools", "tools.use.s={tool: retrieval, args: {url: 'ftp://x'}}", "tools.use.s.args"),
+        ("agentic_sokoban", f"{ENV}.num_boxes=true", f"{ENV}.num_boxes"),
+        ("agentic_sokoban", f"{ENV}.num_boxes=1.0", f"{ENV}.num_boxes"),
+        ("agentic_sokoban", f"{ENV}.dim_room=[6, true]", f"{ENV}.dim_room"),
+        ("agentic_sokoban", f"{ENV}.step_penalty=.inf", f"{ENV}.step_penalty"),
+        ("sft_math", 'exp_name="a\\0b"', "exp_name"),
+        (
+            "rlvr_math",
+            'actor_train.data_args.chat_template_kwargs={x: "\\uD800"}',
+            "actor_train.data_args.chat_template",
+        ),
+    ],
+)
+def test_what_its_receiver_would_refuse_or_take_for_something_else_is_refused_before_the_run(
+    name: str, override: str, path: str
+) -> None:
+    assert [each for each in found(name, override) if each.startswith(path)]
+
+
+@pytest.mark.parametrize("name", sorted(PIPELINES))
+def test_arguments_of_the_shipped_configurations_pass(name: str) -> None:
+    assert found(name) == []
+
+
+def test_all_problems_of_a_users_own_receiver_are_found_at_once_as_far_as_it_says(tmp_path: Path) -> None:
+    def check(**args: Any) -> None:
+        if args.get("size", 1) > 3:
+            raise ValueError("size: at most 3")
+
+    @takes(check=check)
+    def make(
+        folder: Path, size: int = 1, *, names: list[str] | None = None, share: float = 0.5, loose=None, must
+    ) -> None:  # type: ignore[no-untyped-def]
+        """Makes something."""
+
+    problems = argument_problems(
+        make, {"size": 1.5, "names": [3], "share": 1, "loose": {"any": [1]}, "more": 1}, given=1
+    )
+    assert [problem.path for problem in problems] == ["size", "names", "more", "must"]
+    (problem,) = argument_problems(make, {"size": 9, "must": None}, given=1)
+    assert problem.hint == "size: at most 3"
+    assert argument_problems(dict, {"anything": 1}) == []
+    nested = {"a": [1, {"b": float("nan"), "c": "\0"}], "d": b"x", "e": [True, None, "ü"]}
+    assert [problem.path for problem in plain_problems(nested)] == ["a.1.b", "a.1.c", "d"]
+
+
+@pytest.mark.parametrize("key", ["actor_train.data_args.system_prompt", "tokenizer_path", "tools"])
+def test_the_word_none_is_not_taken_for_text(tmp_path: Path, key: str) -> None:
+    *above, last = key.split(".")
+    text = "defaults: [rlvr_math, _self_]\n" + "".join(f"{'  ' * n}{part}:\n" for n, part in enumerate(above))
+    (tmp_path / "mine.yaml").write_text(f"{text}{'  ' * len(above)}{last}: None\n")
+    schema: Any = import_path(PROGRAMS["rlvr"].schema)
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(schema, "mine", tmp_path, (), CHECKS[schema])
+    assert key in {problem.path for problem in caught.value.problems}
+
+
+def test_null_in_place_of_a_section_is_answered_with_what_leaving_it_out_means() -> None:
+    schema: Any = import_path(PROGRAMS["agentic"].schema)
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(schema, "agentic_sokoban", SHIPPED, ["train_env_manager.query_filter_config=null"])
+    (problem,) = caught.value.problems
+    assert "leave the section out" in problem.hint and "type: " in problem.hint and "no_filter" in problem.hint

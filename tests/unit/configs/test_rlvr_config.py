@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from roll.__main__ import main
+from roll.__main__ import main as roll
 from roll.configs.agent import AgentConfig, AgentSandboxConfig
+from roll.configs.agentic import AgenticConfig
 from roll.configs.batches import describe_batches
-from roll.configs.loader import load_config
+from roll.configs.compose import compose_config
+from roll.configs.distill import DistillConfig
+from roll.configs.loader import load_composed, load_config, validate
+from roll.configs.pipeline import ProfilerConfig
 from roll.configs.problems import ConfigErrors
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.worker import WorkerConfig
-from roll.preflight.choices import CHECKS, role_requests
+from roll.models.tiny import make_tokenizer
+from roll.models.tokenizer import check_same_ids
+from roll.preflight.choices import CHECKS, check_engine_options, check_strategies, role_requests
 
 MINIMAL = """
 pretrain: org/model
@@ -322,3 +332,245 @@ def test_what_pairs_cannot_do_is_told_at_once(problems: Problems) -> None:
     assert "rollout_batch_size = 16 pairs" in str(uneven)
     replayed = problems(*ONLINE, "actor_train.router_replay.mode=R2")
     assert "R3 or disable if the trainer computes no log-probs" in replayed["actor_train.router_replay.mode"]
+
+
+SHIPPED = Path(__file__).parents[3] / "examples" / "config"
+
+
+def problems_of(name: str, *overrides: str) -> dict[str, str]:
+    kind = AgenticConfig if name.startswith("agentic") else RLVRConfig
+    with pytest.raises(ConfigErrors) as raised:
+        load_composed(kind, name, compose_config(name, SHIPPED, list(overrides)), CHECKS[kind])
+    return {problem.path: str(problem) for problem in raised.value.problems}
+
+
+def test_what_the_document_shows_is_valid_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = (SHIPPED.parents[1] / "docs" / "agents.md").read_text(encoding="utf-8")
+    agent, program, _, tools, functions = re.findall(r"```(?:yaml|python)\n(.*?)```", document, re.DOTALL)
+    (tmp_path / "agent.yaml").write_text(f"defaults: [rlvr_math, _self_]\n{agent}")
+    (tmp_path / "my_agent.py").write_text(program)
+    (tmp_path / "mine.yaml").write_text(tools)
+    (tmp_path / "my_tools.py").write_text(functions)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert [roll(["validate", name]) for name in ("./agent.yaml", "./mine.yaml")] == [0, 0]
+
+
+def test_wrong_tools_are_told_at_once() -> None:
+    found = problems_of(
+        "rlvr_tools",
+        "tools.dialect=hermess",
+        "tools.use.calculator.tool=calculater",
+        "tools.use.calculator.tags=[prodcts]",
+        "+tools.use.two.words={tool: calculator}",
+        "+tools.use.find.tool=search",
+    )
+    assert "Did you mean 'hermes'?" in found["tools.dialect"]
+    assert "Did you mean 'calculator'?" in found["tools.use.calculator.tool"]
+    assert "did you mean products?" in found["tools.use.calculator.tags"]
+    assert "missing a required argument: 'corpus'" in found["tools.use.find.args"]
+
+
+def test_a_tool_has_a_name_that_dialects_can_write_and_its_environment_keeps_the_conversation() -> None:
+    assert "letters, digits" in problems_of("rlvr_tools", "+tools.use={two words: {tool: calculator}}")["tools.use"]
+    found = problems_of("agentic_sokoban", "+tools.use.calculator.tool=calculator")
+    assert "traj with tools" in found["custom_envs.SimpleSokoban.env_manager_cls"]
+    found = problems_of("agentic_sokoban", "+tools.use={calculator: {tool: calculator, tags: [Sokoban]}}")
+    assert list(found) == ["tools.use.calculator.tags"]
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "expected"),
+    [
+        ("profiler.roles=[actor_train,nobody]", "profiler.roles", "actor_train"),
+        ("profiler.ranks=[0,64]", "profiler.ranks", "ranks below"),
+        ("profiler.steps=[1,100000]", "profiler.steps", "at most"),
+        ("profiler.steps=[0]", "profiler.steps", "at least 1"),
+        ("profiler.steps=[2,2]", "profiler.steps", "each once"),
+        ("profiler.nsight={output: here}", "profiler.nsight", "without o"),
+        ("profiler.peak_tflops=0", "profiler.peak_tflops", "more than 0"),
+    ],
+)
+def test_what_is_not_there_cannot_be_recorded(change: str, path: str, expected: str, capsys) -> None:
+    assert main(["validate", "rlvr_math", change]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"1. {path} got" in said and expected in said
+
+
+def test_nsight_needs_nsys_before_anything_starts(monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert main(["train", "rlvr_math", "profiler.nsight={}"]) == 2
+    assert "nsys (Nsight Systems)" in capsys.readouterr().err
+
+
+def test_ranks_by_role() -> None:
+    config = ProfilerConfig(roles=["critic"], ranks=[0, 2])
+    assert config.profiled("critic", 2) == [0] and config.profiled("actor_train", 2) == []
+    assert ProfilerConfig(ranks=None).profiled("actor_train", 3) == [0, 1, 2]
+
+
+ROLE = {"strategy_args": {"strategy_name": "hf_infer"}}
+RLVR = {
+    "pretrain": "org/student",
+    "adv_estimator": "grpo",
+    "rollout_batch_size": 8,
+    "rewards": {"maths": {"tag_included": ["maths"], "verifiers": [{"name": "gsm8k"}]}},
+    "actor_train": {
+        "training_args": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+        "data_args": {"file_name": "train.jsonl", "prompt": "q"},
+        "strategy_args": {"strategy_name": "fsdp2_train"},
+    },
+}
+DISTILL = {
+    "pretrain": "org/student",
+    "actor_train": {
+        "data_args": {"file_name": "train.jsonl", "prompt": "q", "response": "a"},
+        "strategy_args": {"strategy_name": "fsdp2_train"},
+    },
+}
+VLLM, SGLANG = ({"strategy_args": {"strategy_name": name}} for name in ("vllm", "sglang"))
+TAUGHT = {"teacher": ROLE, "teacher_pretrain": "org/teacher"}
+MATHS, CODE = (ROLE | {"pretrain": f"org/{tag}", "tag_included": [tag]} for tag in ("maths", "code"))
+TWO_TAGS = {"rewards": {"both": {"tag_included": ["maths", "code"], "verifiers": [{"name": "gsm8k"}]}}}
+
+
+def wrong(schema: type, values: dict) -> set[str]:
+    try:
+        validate(schema, values, (check_strategies, check_engine_options))
+    except ConfigErrors as errors:
+        return {problem.path for problem in errors.problems}
+    return set()
+
+
+@pytest.mark.parametrize(
+    ("given", "keys"),
+    [
+        (TAUGHT, set()),
+        (TAUGHT | {"is_pure_opd": True, "adv_estimator": "gae"}, set()),  # no critic is needed
+        (TAUGHT | {"opd_form": "loss", "kd_objective": "js_divergence", "jsd_beta": 0.2, "logits_topk": 8}, set()),
+        (TAUGHT | {"opd_form": "loss", "kd_temperature": 2.0, "logits_topk": 8}, set()),
+        (TAUGHT | {"kd_temperature": 2.0}, {"kd_temperature"}),
+        ({"teacher": ROLE}, {"teacher_pretrain"}),
+        ({"teacher_pretrain": "org/teacher"}, {"teacher"}),
+        (TAUGHT | {"distill_on_prompt": True}, {"distill_on_prompt"}),
+        ({"is_pure_opd": True, "opd_kl_coef": 0.5}, {"is_pure_opd", "opd_kl_coef"}),
+        (TAUGHT | {"kd_objective": "reverse_kl", "logits_topk": 8}, {"kd_objective", "logits_topk"}),
+        (TAUGHT | {"opd_form": "reward", "is_pure_opd": True, "adv_estimator": "gae"}, {"critic"}),
+        (TAUGHT | {"teacher_pretrain": "tiny"}, {"teacher_warm_start.file_name"}),
+        (
+            TAUGHT | {"teacher": ROLE | {"training_args": {"learning_rate": 1}, "model_update_frequency": 2}},
+            {"teacher.training_args", "teacher.model_update_frequency"},
+        ),
+        (TAUGHT | {"teacher_prompt": "{prompt} ({solution})", "opd_form": "loss", "logits_topk": 8}, set()),
+        ({"teacher_prompt": "{prompt}"}, {"teacher_prompt"}),
+        (
+            TAUGHT | {"teacher_prompt": "{prompt}", "tools": {"use": {"calculator": {"tool": "calculator"}}}},
+            {"teacher_prompt"},
+        ),
+        (TAUGHT | {"teacher_prompt": "{prompt}", "rollout_replay_dir": "dumped"}, {"teacher_prompt"}),
+        (TAUGHT | {"teacher_prompt": "{prompt}", "user": {"path": "mine:User"}}, {"teacher_prompt"}),
+        (TAUGHT | {"align_tokenizers": "text", "opd_form": "reward"}, set()),
+        (TAUGHT | {"teacher_column_length": 9}, {"teacher_column_length"}),
+        (TAUGHT | {"opd_token_kld_clip": 0.5, "opd_form": "loss"}, {"opd_token_kld_clip"}),
+        ({"opd_token_kld_clip": 0.5, "opd_logprob_min": -10}, {"opd_token_kld_clip", "opd_logprob_min"}),
+        (TAUGHT | {"align_tokenizers": "text", "opd_form": "loss"}, {"align_tokenizers"}),
+        ({"align_tokenizers": "text"}, {"align_tokenizers"}),
+        (TAUGHT | {"teacher": VLLM}, set()),  # log-probabilities of the sampled tokens are all that is asked
+        (TAUGHT | {"teacher": SGLANG, "opd_form": "loss", "logits_topk": 8}, set()),
+        (TAUGHT | {"teacher": SGLANG, "opd_form": "loss"}, {"logits_topk"}),
+        ({"reference": VLLM, "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_penalty": "full"}, {"kl_penalty"}),
+        (TAUGHT | {"teacher": VLLM | {"infer_batch_size": 2}}, {"teacher.infer_batch_size"}),
+    ],
+)
+def test_a_teacher_of_an_rl_run(given: dict, keys: set[str]) -> None:
+    assert wrong(RLVRConfig, RLVR | given) == keys
+
+
+@pytest.mark.parametrize(
+    ("given", "keys"),
+    [
+        ({"m": MATHS, "c": CODE}, set()),
+        ({"m": MATHS}, {"teachers"}),
+        ({"m": MATHS, "c": CODE, "n": MATHS | {"opd_kl_coef": 0.3}}, set()),
+        ({"m": MATHS, "c": CODE | {"opd_kl_coef": 0}}, {"teachers.c.opd_kl_coef"}),
+        ({"m": MATHS | {"tag_included": ["maths", "maths"]}, "c": CODE}, {"teachers.m.tag_included"}),
+        ({"m": MATHS | {"tag_included": ["maths", "mathz"]}, "c": CODE}, {"teachers.m.tag_included"}),
+        ({"m": MATHS | {"tag_included": []}}, set()),
+        ({"m": MATHS | {"pretrain": "tiny"}, "c": CODE}, {"teachers.m.pretrain"}),
+        (
+            {"m": MATHS | {"strategy_args": {"strategy_name": "fsdp2_infr"}}, "c": CODE},
+            {"teachers.m.strategy_args.strategy_name"},
+        ),
+        (
+            {"m": MATHS | {"training_args": {"learning_rate": 1}, "model_update_frequency": 2}, "c": CODE},
+            {"teachers.m.training_args", "teachers.m.model_update_frequency"},
+        ),
+        ({"m": MATHS, "c": CODE | VLLM | {"infer_batch_size": 2}}, {"teachers.c.infer_batch_size"}),
+        ({"m": MATHS, "c": CODE | {"pretrane": "org/x"}}, {"teachers.c.pretrane"}),
+    ],
+)
+def test_several_teachers_have_tags_of_their_own(given: dict, keys: set[str]) -> None:
+    assert wrong(RLVRConfig, RLVR | TWO_TAGS | {"teachers": given}) == keys
+
+
+def test_several_teachers_take_the_place_of_one() -> None:
+    several = RLVR | TWO_TAGS | {"teachers": {"m": MATHS, "c": CODE}}
+    assert wrong(RLVRConfig, several | TAUGHT) == {"teachers"}
+    assert wrong(RLVRConfig, several | {"teacher_prompt": "{prompt}"}) == {"teacher_prompt"}
+    assert wrong(RLVRConfig, several | {"opd_form": "loss"}) == {"opd_form"}
+    shared = several["teachers"] | {"g": CODE | {"tag_included": [], "opd_kl_coef": 0.3}}
+    assert wrong(RLVRConfig, several | {"teachers": shared, "align_tokenizers": "text"}) == {"align_tokenizers"}
+    config = validate(RLVRConfig, several | {"teachers": shared, "opd_kl_coef": 0.5})
+    assert dict(zip(config.tags, config.teacher_coefficients, strict=True)) == {"maths": 0.8, "code": 0.8}
+    assert wrong(RLVRConfig, several | {"opd_form": "reward", "align_tokenizers": "text", "opd_kl_coef": 0.5}) == set()
+    config = validate(
+        RLVRConfig, several | {"num_nodes": None, "teachers": {"m": MATHS | {"device_mapping": [9]}, "c": CODE}}
+    )
+    assert list(config.roles) == ["actor_train", "actor_infer", "teachers.m", "teachers.c"] and config.num_nodes == 2
+    assert [config.model_of(f"teachers.{name}") for name in "mc"] == ["org/maths", "org/code"]
+
+
+@pytest.mark.parametrize(
+    ("given", "keys"),
+    [
+        (TAUGHT, set()),
+        ({"teacher_logprobs": "kept", "logits_topk": 8}, set()),
+        ({}, {"teacher"}),
+        ({"teacher_logprobs": "kept"}, {"logits_topk"}),
+        (TAUGHT | {"precompute_only": True}, {"teacher_logprobs"}),
+        ({"teacher_logprobs": "kept", "logits_topk": 8, "precompute_only": True}, {"precompute_only"}),
+        (TAUGHT | {"skew_lambda": 0.3}, {"skew_lambda"}),
+        (TAUGHT | {"distill_on_prompt": True}, set()),
+        (TAUGHT | {"distill_on_prompt": True, "train_on": "last"}, {"train_on"}),
+        (TAUGHT | {"warm_start": {"file_name": "x.jsonl"}}, {"warm_start.file_name"}),
+        (TAUGHT | {"align_tokenizers": "text"}, {"align_tokenizers"}),  # an unknown key
+        (TAUGHT | {"teacher": VLLM}, {"logits_topk"}),
+        (TAUGHT | {"teacher": VLLM, "logits_topk": 8}, set()),
+        (
+            TAUGHT | {"teacher": {"strategy_args": {"strategy_name": "sglang", "strategy_config": {"tp": 2}}}},
+            {"logits_topk", "teacher.strategy_args.strategy_config.tp"},
+        ),
+    ],
+)
+def test_a_teacher_of_a_distillation(given: dict, keys: set[str]) -> None:
+    assert wrong(DistillConfig, DISTILL | given) == keys
+
+
+def test_an_id_stands_for_one_token(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "larger"):
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    make_tokenizer().save_pretrained(tmp_path)
+    check_same_ids("tiny", str(tmp_path))
+    larger = make_tokenizer()
+    larger.add_tokens(["another"])
+    larger.save_pretrained(tmp_path / "larger")
+    check_same_ids("tiny", str(tmp_path / "larger"))
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["!"], vocabulary['"'] = vocabulary['"'], vocabulary["!"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"2 of \d+ ids differ, the first is \d+"):
+        check_same_ids("tiny", str(tmp_path))

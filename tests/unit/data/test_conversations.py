@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from roll.configs.data import DataArguments
-from roll.data.conversations import Conversations, Scoring, check_conversations, load_conversations
+from roll.configs.preference import MarginColumns
+from roll.configs.reward_training import RewardColumns
+from roll.data.conversations import Conversations, Scoring, check_conversations, encode_talk, load_conversations
 from roll.data.files.rows import DataError
+from roll.data.left_out import LeftOut
+from roll.data.preferences import load_preferences
 from roll.data.reading import Reading
 from roll.data.renderer import ChatRenderer
+from roll.data.rollout_pairs import best_and_worst
+from roll.data.scored_answers import load_scored
 from roll.models.tiny import make_tokenizer
 
 RENDERER = ChatRenderer(make_tokenizer())
@@ -122,3 +130,204 @@ def test_held_out_questions_bring_what_rewards_need(tmp_path: Path) -> None:
     assert (question.tag, question.ground_truth, question.extra_info["level"]) == ("sums", "7", 3)
     with pytest.raises(DataError, match="tag 'sums', expected one of chess"):
         load(path, {"prompt": "q", "response": "r"}, scoring=Scoring(["chess"], "solution"))
+
+
+def load_scores(path: Path, rows: list[dict[str, Any]], *, in_steps: bool) -> Conversations:
+    file = path / "data.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataArguments(file_name=str(file), prompt="ask", response="answer")
+    return load_scored(data, RewardColumns(), in_steps=in_steps, renderer=RENDERER, max_tokens=60)
+
+
+def before_scores(data: Conversations) -> list[str]:
+    """Text of the first row up to each score."""
+    tokens, mask = data.batch.tokens_T, data.batch.loss_mask_T
+    return [RENDERER.tokenizer.decode(tokens[:index]) for index in mask[: data.batch.lengths_B[0]].nonzero()[:, 0]]
+
+
+def test_a_score_stands_behind_the_whole_conversation_or_behind_each_step(tmp_path: Path) -> None:
+    data = load_scores(tmp_path, [{"ask": "a?", "answer": "b", "score": -1.5}], in_steps=False)
+    talk = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
+    assert before_scores(data) == [RENDERER.tokenizer.apply_chat_template(talk, tokenize=False)]
+    assert data.batch.returns_T[data.batch.loss_mask_T].tolist() == [-1.5]
+    data = load_scores(tmp_path, [{"ask": "a?", "steps": ["x ", "y"], "step_labels": [True, 0.25]}], in_steps=True)
+    head = "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n"
+    assert before_scores(data) == [head + "x ", head + "x y<|im_end|>\n"]
+    assert data.batch.returns_T[data.batch.loss_mask_T].tolist() == [1.0, 0.25]
+
+
+def test_a_step_that_spells_a_control_token_is_letters(tmp_path: Path) -> None:
+    row = {"ask": "a?", "steps": ["x <|im_end|>", "y"], "step_labels": [True, False]}
+    data = load_scores(tmp_path, [row], in_steps=True)
+    head = "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n"
+    assert before_scores(data) == [head + "x <|im_end|>", head + "x <|im_end|>y<|im_end|>\n"]
+    end = RENDERER.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert data.batch.tokens_T.tolist().count(end) == 2, "the ends of both turns"
+    with pytest.raises(DataError, match=r"data.jsonl:1: .*a control token is cut in two"):
+        load_scores(tmp_path, [row | {"steps": ["x <|im", "_end|>"]}], in_steps=True)
+
+
+def test_rows_without_scores_are_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data.jsonl:1: column 'score': 'good', expected a number"):
+        load_scores(tmp_path, [{"ask": "a", "answer": "b", "score": "good"}], in_steps=False)
+    with pytest.raises(DataError, match=r"data.jsonl:1: column 'score': inf, expected a finite number"):
+        load_scores(tmp_path, [{"ask": "a", "answer": "b", "score": "inf"}], in_steps=False)
+    with pytest.raises(DataError, match=r"data.jsonl:1: column 'steps': half of a surrogate pair at character 2"):
+        load_scores(tmp_path, [{"ask": "a", "steps": ["x", "\ud800"], "step_labels": [1, 1]}], in_steps=True)
+    rows = [{"ask": "a", "steps": ["x", "y"], "step_labels": [1]}, {"ask": "a", "steps": [], "step_labels": []}]
+    with pytest.raises(
+        DataError, match=r"expected a list of 2, one per step[\s\S]*data.jsonl:2.*expected a list of texts"
+    ):
+        load_scores(tmp_path, rows, in_steps=True)
+
+
+def load_pairs(path: Path, rows: list[dict[str, Any]], *, label: str | None = None, **options: Any) -> Conversations:
+    file = path / "data.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {key: options.pop(key) for key in ("prompt", "messages", "response") if key in options} or {"prompt": "ask"}
+    return load_preferences(
+        DataArguments(file_name=str(file), **keys),
+        MarginColumns(margin=options.pop("margin", None)),
+        label=label,
+        encode=encode_talk(RENDERER),
+        left_out=LeftOut(RENDERER),
+        **{"max_tokens": 40, **options},
+    )
+
+
+def sides(data: Conversations) -> list[str]:
+    """What each row's loss counts, without the token that ends it."""
+    lengths = data.batch.lengths_B.tolist()
+    rows = zip(data.batch.tokens_T.split(lengths), data.batch.loss_mask_T.split(lengths), strict=True)
+    return [RENDERER.tokenizer.decode(tokens[mask][:-1]) for tokens, mask in rows]
+
+
+def test_columns_messages_and_conversations_say_the_same(tmp_path: Path) -> None:
+    ask = {"role": "user", "content": "a?"}
+    answers = [{"role": "assistant", "content": text} for text in ("good", "bad")]
+    rows = {
+        "prompt": ({"ask": "a?", "chosen": "good", "rejected": "bad"}, {"prompt": "ask"}),
+        "messages": ({"ask": [ask], "chosen": [answers[0]], "rejected": "bad"}, {"messages": "ask"}),
+        "whole": ({"chosen": [ask, answers[0]], "rejected": [ask, answers[1]]}, {"messages": "chosen"}),
+    }
+    found = [load_pairs(tmp_path, [row], **keys) for row, keys in rows.values()]
+    for data in found:
+        assert sides(data) == ["good", "bad"]
+        assert data.batch.pair_B.tolist() == [0, 0] and data.batch.preferred_B.tolist() == [True, False]
+        assert torch.equal(data.batch.tokens_T, found[0].batch.tokens_T)
+        assert [question.messages for question in data.questions] == [(ask,)]
+    assert str(found[0].report).startswith("1 pairs, 9 of ")
+
+
+def test_with_one_side_of_a_pair_goes_the_other(tmp_path: Path) -> None:
+    rows = [
+        {"ask": "a", "chosen": "yes", "rejected": "n" * 90},
+        {"ask": "b", "chosen": "one", "rejected": "two"},
+        {"ask": "c", "chosen": "y" * 90, "rejected": "z"},
+        {"ask": "d", "chosen": "three", "rejected": "four"},
+    ]
+    data = load_pairs(tmp_path, rows, overflow="drop")
+    assert sides(data) == ["one", "two", "three", "four"]
+    assert data.batch.pair_B.tolist() == [0, 0, 1, 1]
+    assert [question.messages[-1]["content"] for question in data.questions] == ["b", "d"]
+
+
+def test_labelled_answers_need_no_pair(tmp_path: Path) -> None:
+    rows = [{"ask": "a", "response": text, "label": label} for text, label in (("x", True), ("y", 0), ("z", "true"))]
+    data = load_pairs(tmp_path, rows, label="label", prompt="ask", response="response")
+    assert data.batch.pair_B is None and data.batch.preferred_B.tolist() == [True, False, True]
+    with pytest.raises(DataError, match=r"data.jsonl:1: column 'label': 'maybe', expected true or false"):
+        load_pairs(tmp_path, [rows[0] | {"label": "maybe"}], label="label", prompt="ask", response="response")
+
+
+def test_what_is_too_long_says_which_side(tmp_path: Path) -> None:
+    rows = [{"ask": "a", "chosen": "y", "rejected": "n" * 90}, {"ask": "a" * 90, "chosen": "y", "rejected": "n"}]
+    with pytest.raises(DataError) as error:
+        load_pairs(tmp_path, rows)
+    places = [problem.rpartition("data.jsonl:")[2].rpartition(": ")[0] for problem in error.value.problems]
+    assert places == ["1: column 'rejected'", "2: column 'chosen'", "2: column 'rejected'"]
+
+
+@pytest.mark.parametrize(
+    ("margin", "words"),
+    [
+        (-1, "-1, expected 0 or more"),
+        (math.inf, "inf, expected a finite"),
+        (1e300, "1e\\+300, expected a finite number"),
+        (10**400, "inf, expected a finite number"),
+        (None, "null, expected a number"),
+    ],
+)
+def test_a_margin_is_a_number_that_a_loss_can_take(tmp_path: Path, margin: float | None, words: str) -> None:
+    row = {"ask": "a", "chosen": "x", "rejected": "y", "margin": margin}
+    with pytest.raises(DataError, match=f"data.jsonl:1: column 'margin': {words}"):
+        load_pairs(tmp_path, [row], margin="margin")
+    assert load_pairs(tmp_path, [row | {"margin": 0.5}], margin="margin").batch.target_B.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "words"),
+    [
+        ({"ask": "a", "chosen": "x"}, {}, "no column 'rejected'"),
+        ({"ask": "a", "chosen": "x", "rejected": "x"}, {}, "the same answer, expected two"),
+        ({"ask": "a", "chosen": None, "rejected": "x"}, {}, "column 'chosen': null, expected the text of an answer"),
+        ({"ask": "a", "chosen": " ", "rejected": "x"}, {}, "column 'chosen': ' ', expected the text of an answer"),
+        (
+            {
+                side: [{"role": "user", "content": side}, {"role": "assistant", "content": side}]
+                for side in ("chosen", "rejected")
+            },
+            {"messages": "chosen"},
+            "differ before their last answers",
+        ),
+    ],
+)
+def test_rows_that_are_no_pair_are_told(tmp_path: Path, row: dict[str, Any], keys: dict[str, str], words: str) -> None:
+    with pytest.raises(DataError, match=f"data.jsonl:1: .*{words}"):
+        load_pairs(tmp_path, [row], **keys)
+
+
+def episode(group: int, score: float, text: str, turns: int = 1) -> dict[str, Any]:
+    turn = {"observation": f"{group}?", "text": text}
+    return {"tag": "sums", "group_id": group, "score": score, "info": {"ground_truth": "7"}, "turns": [turn] * turns}
+
+
+def pairs(path: Path, episodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    file = path / "eval-00000.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in episodes))
+    return list(best_and_worst(DataArguments(file_name=str(file), prompt="prompt"), seed=0))
+
+
+def test_a_group_gives_its_best_and_its_worst(tmp_path: Path) -> None:
+    scored = [(0, 0.5, "b"), (0, 1.0, "a"), (0, 0.0, "c"), (1, 1.0, "x"), (1, 1.0, "y"), (2, 0.0, "z")]
+    asked = {"messages": [{"role": "user", "content": "0?"}], "prompt": "0?", "tag": "sums", "solution": "7"}
+    assert pairs(tmp_path, [episode(*each) for each in scored]) == [
+        asked | {"chosen": "a", "rejected": "c", "margin": 1.0}
+    ]
+
+
+def test_a_question_is_the_whole_conversation(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "0?"}]
+    episodes = [episode(0, score, text) for score, text in ((1.0, "a"), (0.0, "b"))]
+    for each in episodes:
+        each["info"]["conversation"] = json.dumps(messages)
+    (found,) = pairs(tmp_path, episodes)
+    assert found["messages"] == messages and "prompt" not in found, "half of a question is none"
+
+
+def test_what_is_no_answer_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"jsonl:2: an episode of 2 turns[\s\S]*jsonl:3: no episode of a run"):
+        pairs(tmp_path, [episode(0, 1.0, "a"), episode(0, 0.0, "b", turns=2), {"prompt": "x"}])
+    with pytest.raises(DataError, match=r"2 episodes of 2 groups, none with two different scores.* rollout_dump_dir"):
+        pairs(tmp_path, [episode(0, 1.0, "a"), episode(1, 0.0, "b")])
+    with pytest.raises(DataError, match=r"jsonl:1: column 'score': null, expected a number"):
+        pairs(tmp_path, [episode(0, 1.0, "a") | {"score": None}])
+    whole = episode(0, 1.0, "a")
+    broken: list[dict[str, Any]] = [
+        {"turns": [{"text": "a"}]},
+        {"turns": ["a"]},
+        {"group_id": [0]},
+        {"info": {"conversation": "[{"}},
+    ]
+    with pytest.raises(DataError, match=r"4 problems[\s\S]*KeyError[\s\S]*TypeError[\s\S]*:3: no epis[\s\S]*JSON"):
+        pairs(tmp_path, [whole | each for each in broken])

@@ -6,6 +6,7 @@ import json
 import logging
 import pickle
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,27 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pyarrow import parquet
 
 from roll.configs.data import DataArguments
+from roll.configs.prompts import DataGeneratorConfig
+from roll.configs.rlvr import RLVRConfig
 from roll.data import prompts as prompts_module
-from roll.data.prompts import DataError, PromptDataset, load_prompts
+from roll.data.files.rows import Problems
+from roll.data.prompt_rows import RowError
+from roll.data.prompt_sampler import PromptSampler
+from roll.data.prompts import DataError, Prompt, PromptDataset, load_prompts
+from roll.data.questions import Answer, AnswerColumns, read_responses
 from roll.data.renderer import ChatRenderer
-from roll.models.tiny import make_tokenizer
+from roll.data.teacher_prompts import TeacherPrompts
+from roll.distributed.cluster.errors import WorkerDiedError
+from roll.models.tiny import make_tiny_model, make_tokenizer
+from roll.pipeline.prompts import PromptRolloutWorkers, load_datasets, load_renderer, make_data
+from roll.pipeline.rlvr import run_rlvr
 from roll.utils.registry import UnknownNameError
+from tests.support.examples import examples
 
 RENDERER = ChatRenderer(make_tokenizer())
 USER = [{"role": "user", "content": "2*3="}]
@@ -439,3 +453,365 @@ def test_rules_of_the_filter_and_of_the_columns() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             load_prompts(DataArguments(**args), renderer=None, prompt_length=None, allowed_tags=None, seed=0)
+
+
+MESSAGES = ({"role": "system", "content": "S"}, {"role": "user", "content": "3+4="})
+
+
+def row(name: str = "a", **columns: object) -> Prompt:
+    return Prompt(name, "sums", MESSAGES, ground_truth="7", extra_info=columns)
+
+
+def test_placeholders_are_columns_of_the_row() -> None:
+    writer = TeacherPrompts("{prompt} is {answer}: {worked.steps} {n} \\boxed{x} {{n}}", RENDERER, "answer")
+    prompt = row(worked={"steps": "{prompt} up"}, n=2)
+    *before, last = writer.messages(prompt)
+    assert before == [MESSAGES[0]] and last["role"] == "user"
+    assert last["content"] == "3+4= is 7: {prompt} up 2 \\boxed{x} {{n}}", "what is filled in is not filled again"
+    assert writer.ids(prompt).tolist() == RENDERER.prompt([*before, last]).tolist()
+    assert prompt.messages == MESSAGES
+    with pytest.raises(RowError, match=r"no column 'worked\.steps'"):
+        writer.messages(row())
+
+
+def test_long_columns_lose_their_end() -> None:
+    tokenizer, text = RENDERER.tokenizer, "3+4=7, 30+40=70"
+    for most in range(1, 20):
+        said = TeacherPrompts("{prompt}{answer}|{solution}", RENDERER, "answer", most).messages(row(solution=text))
+        kept = said[-1]["content"].removeprefix("3+4=7|")
+        count = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert text.startswith(kept) and len(tokenizer(kept)["input_ids"]) == min(most, count)
+    cut = TeacherPrompts("{solution}", RENDERER, column_length=3).messages(
+        row(solution="ab\N{GREEK SMALL LETTER ALPHA}")
+    )
+    assert cut[-1]["content"] in ("ab", "ab\N{GREEK SMALL LETTER ALPHA}"), "no part of a character"
+
+
+def test_everything_wrong_with_the_rows_is_told() -> None:
+    writer = TeacherPrompts("{prompt} {solution}", RENDERER)
+    rows = [row("a", solution="7"), row("b"), row("c", solution=None), row("d", solution="9" * 80)]
+    writer.check(rows[:1], 60)
+    with pytest.raises(DataError) as caught:
+        writer.check(rows, 60)
+    assert caught.value.count == 3
+    told = "\n".join(caught.value.problems)
+    for words in (
+        "b: teacher_prompt: no column 'solution'",
+        "c: teacher_prompt: column 'solution': None, expected text or a number",
+        "d: teacher_prompt: ",
+        "tokens, expected at most 60: sequence_length less the longest answer",
+    ):
+        assert words in told, told
+
+
+def prompts(**sizes: int) -> list[Prompt]:
+    """Prompts ``a0, a1 … b0 …`` of the tags ``a, b …``."""
+    messages = ({"role": "user", "content": "?"},)
+    return [Prompt(f"{tag}{index}", tag, messages) for tag, size in sizes.items() for index in range(size)]
+
+
+def ids(sampler: PromptSampler, draws: range) -> list[str]:
+    return [sampler[n].id for n in draws]
+
+
+SHARES = {"a": 0.5, "b": 0.3, "c": 0.2}
+seeds = st.integers(0, 2**40)
+
+
+@examples(40)
+@given(size=st.integers(1, 40), seed=seeds, epochs=st.integers(1, 30))
+def test_every_epoch_has_every_prompt_once(size: int, seed: int, epochs: int) -> None:
+    dataset = prompts(a=size)
+    sampler = PromptSampler(dataset, seed)
+    for epoch in range(epochs):
+        draws = range(epoch * size, (epoch + 1) * size)
+        assert sorted(ids(sampler, draws)) == sorted(prompt.id for prompt in dataset)
+        assert {sampler.epoch_of(n) for n in draws} == {epoch}
+
+
+@examples(40)
+@given(
+    seed=seeds,
+    draws=st.lists(st.integers(0, 20_000), max_size=30),
+    mixed=st.booleans(),
+    shuffle=st.booleans(),
+)
+def test_two_samplers_agree_whatever_the_order_of_asking(
+    seed: int, draws: list[int], mixed: bool, shuffle: bool
+) -> None:
+    dataset = prompts(a=7, b=50, c=1)
+    one, other = (PromptSampler(dataset, seed, shuffle, SHARES if mixed else None) for _ in range(2))
+    first = {n: (one[n].id, one.epoch_of(n)) for n in draws}
+    assert first == {n: (other[n].id, other.epoch_of(n)) for n in reversed(draws)}
+    assert first == {n: (one[n].id, one.epoch_of(n)) for n in sorted(draws)}
+
+
+@examples(25)
+@given(seed=seeds, stop=st.integers(0, 3000), mixed=st.booleans())
+def test_a_run_that_goes_on_at_any_draw_sees_what_the_unbroken_one_saw(seed: int, stop: int, mixed: bool) -> None:
+    dataset = prompts(a=10, b=3, c=5)
+    shares = SHARES if mixed else None
+    unbroken = ids(PromptSampler(dataset, seed, True, shares), range(stop + 60))
+    assert ids(PromptSampler(dataset, seed, True, shares), range(stop, stop + 60)) == unbroken[stop:]
+
+
+@examples(20)
+@given(seed=seeds, sizes=st.tuples(*[st.integers(1, 30)] * 3), shuffle=st.booleans())
+def test_within_a_domain_nothing_repeats_before_all_of_it_was_seen(
+    seed: int, sizes: tuple[int, int, int], shuffle: bool
+) -> None:
+    dataset = prompts(**dict(zip("abc", sizes, strict=True)))
+    sampler = PromptSampler(dataset, seed, shuffle, SHARES)
+    drawn: Counter[str] = Counter()
+    per_tag: dict[str, list[str]] = {tag: [] for tag in "abc"}
+    for n in range(2500):  # beyond two edges of the blocks in which domains are chosen
+        prompt = sampler[n]
+        assert sampler.epoch_of(n) == drawn[prompt.id]
+        drawn[prompt.id] += 1
+        per_tag[prompt.tag].append(prompt.id)
+    for tag, size in zip("abc", sizes, strict=True):
+        for start in range(0, len(per_tag[tag]) - size + 1, size):
+            assert len(set(per_tag[tag][start : start + size])) == size
+
+
+def test_without_shuffling_the_order_is_that_of_the_dataset() -> None:
+    dataset = prompts(a=2, b=3)
+    assert ids(PromptSampler(dataset, 0, shuffle=False), range(12)) == ["a0", "a1", "b0", "b1", "b2"] * 2 + ["a0", "a1"]
+    mixed = PromptSampler(dataset, 0, False, {"a": 0.5, "b": 0.5})
+    drawn = [mixed[n].id for n in range(100)]
+    assert [name for name in drawn if name[0] == "b"][:7] == ["b0", "b1", "b2", "b0", "b1", "b2", "b0"]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    dataset = prompts(a=30)
+    orders = {
+        tuple(ids(PromptSampler(dataset, seed), range(epoch * 30, epoch * 30 + 30)))
+        for seed in range(5)
+        for epoch in range(5)
+    }
+    assert len(orders) == 25
+
+
+def test_positions_of_a_prompt_are_spread_over_the_epochs_and_domains_have_their_shares() -> None:
+    """Each of 5 prompts comes first in about a fifth of 2,000 epochs; 4 standard deviations are 72."""
+    sampler = PromptSampler(prompts(a=5), 0)
+    first = Counter(sampler[5 * epoch].id for epoch in range(2000))
+    assert len(first) == 5 and all(abs(count - 400) < 72 for count in first.values())
+    # Over 10,000 draws; 4 standard deviations are below 200.
+    for seed in range(3):
+        sampler = PromptSampler(prompts(a=3, b=500, c=20), seed, True, SHARES)
+        drawn = Counter(sampler[n].tag for n in range(10_000))
+        assert all(abs(drawn[tag] - 10_000 * share) < 200 for tag, share in SHARES.items())
+
+
+def test_the_order_of_the_shares_in_the_file_does_not_matter() -> None:
+    dataset = prompts(a=4, b=4, c=4)
+    turned = dict(reversed(SHARES.items()))
+    assert ids(PromptSampler(dataset, 1, True, SHARES), range(50)) == ids(
+        PromptSampler(dataset, 1, True, turned), range(50)
+    )
+
+
+def test_the_order_stays_the_same_between_versions() -> None:
+    """A checkpoint's position means the same prompts tomorrow."""
+    dataset = prompts(a=4, b=2)
+    assert ids(PromptSampler(dataset, 42), range(8)) == ["a1", "a0", "b0", "b1", "a2", "a3", "a1", "a3"]
+    assert ids(PromptSampler(dataset, 42, True, {"a": 0.25, "b": 0.75}), range(8)) == [
+        "a2",
+        "a0",
+        "b0",
+        "b1",
+        "b0",
+        "b1",
+        "b1",
+        "b0",
+    ]
+
+
+def test_tags_may_share_a_domain() -> None:
+    dataset = prompts(gsm8k=2, aime=2, humaneval=1)
+    domains = {"gsm8k": "math", "aime": "math", "humaneval": "code"}
+    sampler = PromptSampler(dataset, 0, True, {"math": 0.5, "code": 0.5}, domains)
+    drawn = [sampler[n] for n in range(1000)]
+    maths = [prompt.id for prompt in drawn if prompt.tag != "humaneval"]
+    assert abs(len(maths) - 500) < 64
+    assert {frozenset(maths[start : start + 4]) for start in range(0, 400, 4)} == {
+        frozenset({"gsm8k0", "gsm8k1", "aime0", "aime1"})
+    }
+
+
+def test_a_far_position_is_reached_directly() -> None:
+    sampler = PromptSampler(prompts(a=3, b=4), 0)
+    assert sampler[10**15].id in {"a0", "a1", "a2", "b0", "b1", "b2", "b3"}
+    assert sampler.epoch_of(10**15) == 10**15 // 7
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ({"a": 1.0}, r"no share for 'b' \(2 prompts\), expected one for every domain"),
+        ({"a": 0.5, "b": 0.25, "x": 0.25}, "got x, for which the dataset has no prompts"),
+        ({"a": 0.5, "b": 0.6}, "expected a sum of 1, not 1.1"),
+        ({"a": 1.5, "b": -0.5}, "expected positive shares"),
+        ({}, "expected a sum of 1, not 0"),
+    ],
+)
+def test_wrong_shares_are_named(shares: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PromptSampler(prompts(a=1, b=2), 0, True, shares)
+
+
+def test_no_prompts_and_no_draw_before_the_first() -> None:
+    with pytest.raises(ValueError, match="no prompts"):
+        PromptSampler([], 0)
+    with pytest.raises(IndexError, match="draw -1"):
+        PromptSampler(prompts(a=1), 0)[-1]
+
+
+def test_an_episodes_question_is_the_whole_conversation(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
+    turns = [{"observation": "1+1", "text": "2"}, {"observation": "Sure?", "text": "Yes"}]
+    info = {"ground_truth": "2", "conversation": json.dumps(messages)}
+    file, problems = tmp_path / "eval-00001.jsonl", Problems()
+    file.write_text(json.dumps({"turns": turns, "info": info, "group_id": 0, "tag": "sums"}) + "\n")
+    (found,) = read_responses([str(file)], AnswerColumns(), problems, without="scores")
+    problems.raise_any()
+    said = [{"role": "assistant", "content": "2"}, {"role": "user", "content": "Sure?"}]
+    assert list(found.messages) == [*messages, *said] and found.prompt == "Sure?"
+
+
+def test_what_is_wrong_with_a_row_of_somebody_elses_is_told_with_its_place(tmp_path: Path) -> None:
+    file, problems = tmp_path / "answers.jsonl", Problems()
+    turns = [{"observation": "1+1", "text": "2"}]
+    rows = [
+        {"prompt": "1+1", "solution": "2", "answers": [{"text": "2", "num_tokens": "many"}]},
+        {"turns": turns, "info": {"conversation": "[{"}, "group_id": 0, "tag": "sums"},
+        {"prompt": "1+1", "solution": "2", "answers": [{"text": "2", "num_tokens": 3.0}]},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (found,) = read_responses([str(file)], AnswerColumns(), problems, without="scores")
+    assert found.answers == (Answer("2", 3),)
+    with pytest.raises(DataError, match=r"jsonl:1: .*num_tokens.*'many'.*\n.*jsonl:2: info.conversation.*JSON"):
+        problems.raise_any()
+
+
+CALLS: list[dict[str, Any]] = []
+
+
+def generate(folder: Path, **args: Any) -> None:
+    CALLS.append(args)
+    if args.get("fail"):
+        raise ValueError("fail: got true, expected false")
+    (folder / "train.jsonl").write_text("made")
+
+
+def rows(tag: str, count: int) -> str:
+    lines = ({"id": f"{tag}{n}", "tag": tag, "prompt": f"{n}?", "solution": n} for n in range(count))
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny_model(path, seed=1)
+    return str(path)
+
+
+def config(model: str, tmp_path: Path, **data: Any) -> RLVRConfig:
+    (tmp_path / "train.jsonl").write_text(rows("a", 3) + rows("b", 2))
+    (tmp_path / "val.jsonl").write_text(rows("a", 1))
+    files = {name: {"file_name": str(tmp_path / f"{name}.jsonl"), "prompt": "prompt"} for name in ("train", "val")}
+    verifiers = [{"name": "format"}]
+    return RLVRConfig.model_validate(
+        {
+            "pretrain": model,
+            "adv_estimator": "grpo",
+            "output_dir": str(tmp_path / "output"),
+            "rewards": {"one": {"tag_included": ["a", "b"], "verifiers": verifiers}}
+            if "domain_interleave_probs" not in data
+            else {name: {"tag_included": [tag], "verifiers": verifiers} for name, tag in (("one", "a"), ("two", "b"))},
+            "actor_train": {"data_args": files["train"] | data},
+            "validation": {"data_args": files["val"]},
+        }
+    )
+
+
+def test_datasets_are_read_and_told_of_in_a_line_each(model: str, tmp_path: Path) -> None:
+    run = config(model, tmp_path)
+    datasets = load_datasets(run, load_renderer(run))
+    assert datasets.train is not None and len(datasets.train) == 5
+    train, val = datasets.describe()
+    assert train.startswith("training data: 5 prompts (a 3, b 2): 5 rows read")
+    assert val.startswith("held-out data: 1 prompts (a 1)")
+    only = run.model_copy(update={"eval_only": True})
+    assert load_datasets(only, load_renderer(only)).train is None
+    assert len(load_datasets(run.model_copy(update={"validation": None}), load_renderer(run)).describe()) == 1
+
+
+def test_held_out_prompts_have_a_bound_of_their_own(model: str, tmp_path: Path) -> None:
+    run = config(model, tmp_path, prompt_overflow="drop")
+    renderer, short = load_renderer(run), {"prompt_length": 1}
+    with pytest.raises(DataError, match="more than prompt_length = 1 tokens"):
+        load_datasets(run.model_copy(update=short), renderer)
+    datasets = load_datasets(run.model_copy(update={**short, "val_prompt_length": 64, "eval_only": True}), renderer)
+    assert datasets.val is not None and len(datasets.val) == 1
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"file_name": "no-such.jsonl"}, "no-such.jsonl: no such file or folder"),
+    ({"prompt": "question"}, "train.jsonl:1: "),
+    ({"dataset_cls": "roll.nowhere:Data", "file_name": None}, "roll.nowhere"),
+    ({"domain_interleave_probs": {"one": 1.0}}, "domain_interleave_probs: got no share for 'two' (2 prompts)"),
+    ({"template": "{{ no such"}, "template"),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), WRONG, ids=[" ".join(data) for data, _ in WRONG])
+def test_wrong_data_is_exit_code_2_before_anything_starts(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], data: dict[str, Any], message: str
+) -> None:
+    assert run_rlvr(config(model, tmp_path, **data)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "output").exists()
+
+
+def test_data_is_made_once_for_equal_arguments(tmp_path: Path) -> None:
+    def make(**args: Any) -> int:
+        CALLS.clear()
+        make_data(DataGeneratorConfig(path=f"{__name__}:generate", folder=str(tmp_path / "data"), args=args))
+        return len(CALLS)
+
+    assert make(size=3) == 1 and CALLS == [{"size": 3}]
+    assert (tmp_path / "data" / "train.jsonl").read_text() == "made"
+    assert make(size=3) == 0
+    assert make(size=4) == 1
+    with pytest.raises(ValueError, match="expected false"):
+        make(fail=True)
+    assert make(size=4) == 1, "what a failed call may have left counts as not made"
+
+
+def test_a_generator_that_refuses_its_arguments_is_exit_code_2(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generator = DataGeneratorConfig(path=f"{__name__}:generate", folder=str(tmp_path / "data"), args={"fail": True})
+    assert run_rlvr(config(model, tmp_path).model_copy(update={"data_generator": generator})) == 2
+    assert "fail: got true, expected false" in capsys.readouterr().err
+
+
+class Rewards:
+    """A reward cluster, alive or not."""
+
+    def __init__(self, retries: list[int] | None) -> None:
+        self.retries = retries
+
+    def call(self, method: str) -> list[int]:
+        assert method == "take_retries"
+        if self.retries is None:
+            raise WorkerDiedError("reward_dead", 0, method, 3, "killed")
+        return self.retries
+
+
+def test_a_reward_worker_that_died_after_its_last_answer_does_not_end_the_step() -> None:
+    roles = PromptRolloutWorkers.__new__(PromptRolloutWorkers)
+    roles._rewards = {"alive": Rewards([2, 3]), "dead": Rewards(None)}  # type: ignore[dict-item]
+    assert roles.take_retries() == {"reward/alive/retries": 5, "reward/dead/retries": 0}

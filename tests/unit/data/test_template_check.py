@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 from tokenizers import processors
 
-from roll.agentic.tools.dialects import parsers
+from roll.agentic.tools.dialects import dialect, parsers
+from roll.agentic.tools.types import AssistantTurn, ToolSchema, call_id
+from roll.configs.data import DataArguments
+from roll.configs.loader import load_config
+from roll.configs.problems import ConfigErrors
+from roll.configs.rlvr import RLVRConfig
+from roll.data.columns import IntArray
+from roll.data.prompts import DataError
+from roll.data.renderer import ChatRenderer, Message, Tool
 from roll.data.template_check import TemplateReport, check_template
+from roll.data.templates import TEMPLATES, ChatTemplate
+from roll.distributed.strategy.generation.model_outline import stop_token_ids
+from roll.extras.importers.convert import convert
+from roll.extras.importers.draft import Kind
 from roll.models.tiny import make_tokenizer
+from roll.pipeline.prompts import load_datasets
+from roll.preflight.choices import CHECKS
+from roll.rollout.tokenization_audit import compare_tokens, first_difference
 from tests.support.chat_families import FAMILIES, family_tokenizer
+from tests.unit.configs.test_rlvr_config import MINIMAL
+from tests.unit.extras.importers.test_import import FILES
 
 APPEND_ONLY = {"answers": True, "tool calls": True, "answers after tools": True}
 FOUND = {
@@ -166,3 +187,196 @@ def test_plain_chatml_has_no_problem() -> None:
         "\n"
         "note     no-tools: the template has no tools: they are described and called in the Hermes form\n"
     )
+
+
+ADD = ToolSchema("add", "Adds.", {"type": "object", "properties": {"a": {"type": "integer"}}}).as_openai()
+ASKED: list[Message] = [{"role": "user", "content": "left or right?"}]
+
+
+def encode(renderer: ChatRenderer, text: str) -> IntArray:
+    return np.asarray(renderer.tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
+
+
+def grow(renderer: ChatRenderer, samples: list[str], tools: list[Tool] | None = None) -> tuple[IntArray, list[Message]]:
+    """A row of samples, with a result behind each call and a question behind other words, and its messages."""
+    ids, messages = renderer.prompt(ASKED, tools), list(ASKED)
+    for number, sample in enumerate(samples):
+        sampled = encode(renderer, sample)
+        ids = np.concatenate([ids, sampled])
+        turn = dialect("hermes").parse(renderer.decode_raw(sampled))
+        said = turn.as_openai() if turn.calls else AssistantTurn(sample.removesuffix("<|im_end|>")).as_openai()
+        messages.append(said)
+        if number == len(samples) - 1:
+            break
+        after: Message = {"role": "user", "content": "and then?"}
+        if turn.calls:
+            after = {"role": "tool", "content": "3", "tool_call_id": turn.calls[0].id, "name": "add"}
+        messages.append(after)
+        ids = np.concatenate([ids, renderer.continuation([after], sampled, tools)])
+    return ids, messages
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+CASES = [
+    ("qwen2_5", ["left<|im_end|>", "right<|im_end|>"], None),
+    ("qwen2_5", ["left<|im_end|>", "right"], None),  # cut off
+    ("qwen2_5", [CALL + "<|im_end|>", "right<|im_end|>"], None),
+    ("qwen2_5", [CALL.replace('{"a": 1}', '{"a":1}') + "<|im_end|>", "right<|im_end|>"], "white space"),
+    ("qwen2_5", [CALL.replace('"a": 1', '"a": 1.0e0') + "<|im_end|>", "right<|im_end|>"], "rewritten"),
+    (
+        "qwen3",
+        ["<think>\nleft\n</think>\n\nright<|im_end|>", "<think>\nleft\n</think>\n\nright<|im_end|>"],
+        "reasoning",
+    ),
+    ("qwen3", ["<think>\nleft\n</think>\n\nright<|im_end|>"], None),
+    ("qwen3", ["right<|im_end|>"], "reasoning"),  # the template gives the answer an empty one
+]
+
+
+@pytest.mark.parametrize(("family", "samples", "reason"), CASES)
+def test_a_difference_has_a_reason(family: str, samples: list[str], reason: str | None) -> None:
+    renderer = ChatRenderer(family_tokenizer(family))
+    tools = [ADD] if "<tool_call>" in samples[0] else None
+    ids, messages = grow(renderer, samples, tools)
+    assert compare_tokens(renderer, messages, ids, tools) == reason
+    lenient = compare_tokens(renderer, messages, ids, tools, "ignore_strippable")
+    assert lenient == (None if reason == "white space" else reason)
+    assert compare_tokens(renderer, messages, ids, tools, "disable") is None
+
+
+def test_reasoning_that_was_cut_off_is_lacking_as_any_other() -> None:
+    renderer = ChatRenderer(family_tokenizer("qwen2_5"))
+    after: Message = {"role": "user", "content": "and then?"}
+    messages = [*ASKED]
+    ids = renderer.prompt(ASKED)
+    for sample, thought, words in (("<think>le", "le", ""), ("<think>up</think>right<|im_end|>", "up", "right")):
+        sampled = encode(renderer, sample)
+        ids = np.concatenate([ids, sampled, renderer.continuation([after], sampled)])
+        messages += [{"role": "assistant", "content": words, "reasoning_content": thought}, after]
+    last: Message = {"role": "assistant", "content": "", "reasoning_content": "do"}
+    ids = np.concatenate([ids, encode(renderer, "<think>do")])
+    assert compare_tokens(renderer, [*messages, last], ids) == "reasoning"
+    messages[1] = {**messages[1], "content": "left"}
+    assert compare_tokens(renderer, [*messages, last], ids) == "rewritten"
+
+
+def test_the_same_text_in_other_tokens() -> None:
+    renderer = ChatRenderer(family_tokenizer("qwen2_5"))
+    letters = np.concatenate([encode(renderer, letter) for letter in "another answer"])
+    ids = np.concatenate([renderer.prompt(ASKED), letters])
+    messages = [*ASKED, {"role": "assistant", "content": "another answer"}]
+    assert compare_tokens(renderer, messages, ids) == "other tokens"
+
+
+@pytest.mark.parametrize("family", ["llama3_1", "mistral_nemo", "gpt_oss"])
+def test_a_conversation_that_the_template_refuses_is_a_reason_too(family: str) -> None:
+    renderer = ChatRenderer(family_tokenizer(family))
+    results: list[Message] = [{"role": "tool", "content": text, "name": "add"} for text in ("3", "4")]
+    sampled = encode(renderer, "left")
+    ids = np.concatenate([renderer.prompt(ASKED, [ADD]), sampled, renderer.continuation(results, sampled, [ADD])])
+    calls = [{"id": call_id(index), "function": {"name": "add", "arguments": {}}} for index in range(2)]
+    said: Message = {"role": "assistant", "content": "left"} | ({"tool_calls": calls} if family == "llama3_1" else {})
+    messages = [*ASKED, said, *results, {"role": "assistant", "content": "right"}]
+    for check in ("strict", "ignore_strippable"):
+        assert compare_tokens(renderer, messages, ids, [ADD], check) == "refused"
+    trained, why = first_difference(renderer, messages, ids, [ADD])
+    assert trained and why.startswith("(refused: ")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_words_as_the_tokenizer_writes_them_differ_where_the_template_says_so(family: str) -> None:
+    renderer = ChatRenderer(family_tokenizer(family))
+    ids = np.concatenate([renderer.prompt(ASKED), encode(renderer, "left then right")])
+    messages = [*ASKED, {"role": "assistant", "content": "left then right"}]
+    reasons = {"qwen3": "reasoning", "deepseek_v3": "rewritten", "glm4_5": "reasoning", "gpt_oss": "rewritten"}
+    assert compare_tokens(renderer, messages, ids) == reasons.get(family)
+
+
+TOKENIZER = make_tokenizer()
+QUOTED = "{% for m in messages %}{{ m['content'] }}{{ '!' if loud }}{% endfor %}{{ '<eos>' if add_generation_prompt }}"
+KEY = "actor_train.data_args.tag_templates"
+
+
+def load(folder: Path, *overrides: str) -> RLVRConfig:
+    (folder / "mine.yaml").write_text(MINIMAL)
+    return load_config(RLVRConfig, "mine", folder, overrides, CHECKS[RLVRConfig])
+
+
+def write(folder: Path) -> tuple[str, ...]:
+    """Rows of three tags, two of which have templates, one of them in a file; held out as well."""
+    tags = ["gsm8k", "aime", "mmlu", "gsm8k", "mmlu", "aime"]
+    rows = [
+        {"question": f"{i}+{i}=", "solution": "B" if tag == "mmlu" else "2", "tag": tag} for i, tag in enumerate(tags)
+    ]
+    for name in ("a.jsonl", "val.jsonl"):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "plain.jinja").write_text(TEMPLATES["plain"])
+    (folder / "quoted.jinja").write_text(QUOTED)
+    return (
+        f"actor_train.data_args.file_name={folder / 'a.jsonl'}",
+        f"validation.data_args.file_name={folder / 'val.jsonl'}",
+        f"{KEY}.gsm8k={folder / 'quoted.jinja'}",
+        f"{KEY}.aime=plain",
+    )
+
+
+def test_rows_of_a_tag_have_the_ids_of_transformers_with_its_template(tmp_path: Path) -> None:
+    config = load(tmp_path, *write(tmp_path), "actor_train.data_args.chat_template_kwargs={loud: true}")
+    # The variable is read by one of the templates alone.
+    general = ChatRenderer(TOKENIZER, "chatml")
+    datasets = load_datasets(config, general)
+    texts = {"gsm8k": QUOTED, "aime": TEMPLATES["plain"]}
+    for dataset in (datasets.train, datasets.val):
+        assert dataset is not None and [prompt.tag for prompt in dataset[:3]] == ["gsm8k", "aime", "mmlu"]
+        for prompt in dataset:
+            assert (prompt.prompt_ids is None) == (prompt.tag == "mmlu")
+            ids = general.prompt(prompt.messages) if prompt.prompt_ids is None else prompt.prompt_ids
+            expected = TOKENIZER.apply_chat_template(
+                list(prompt.messages),
+                chat_template=texts.get(prompt.tag, TEMPLATES["chatml"]),
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                loud=True,
+            )
+            assert np.array_equal(ids, expected), prompt.tag
+
+
+def test_a_prompt_that_is_too_long_by_its_own_template_is_treated_as_any_other(tmp_path: Path) -> None:
+    words = write(tmp_path)
+    with pytest.raises(DataError, match=r"a\.jsonl:1: 4\d tokens, expected at most prompt_length = 20"):
+        (tmp_path / "quoted.jinja").write_text("1" * 40 + QUOTED)
+        load_datasets(load(tmp_path, *words, "prompt_length=20"), ChatRenderer(TOKENIZER, "plain"))
+    config = load(tmp_path, *words, "prompt_length=20", "actor_train.data_args.prompt_overflow=left")
+    config.validation = None
+    train = load_datasets(config, ChatRenderer(TOKENIZER, "plain")).train
+    assert train is not None and train.report.overlong == 2
+    lengths = [len(prompt.prompt_ids) for prompt in train if prompt.tag == "gsm8k" and prompt.prompt_ids is not None]
+    assert lengths == [20, 20]
+
+
+def test_turns_end_where_any_of_the_templates_ends_them() -> None:
+    data = DataArguments(template="plain", tag_templates={"chat": "chatml"})
+    alone, end = stop_token_ids(None, TOKENIZER, "plain"), TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+    both = stop_token_ids(None, TOKENIZER, ChatTemplate.of(data))
+    assert set(both) == {*alone, *stop_token_ids(None, TOKENIZER, "chatml")} and end in both
+
+
+def test_what_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    tools = "tools={dialect: hermes, use: {calculator: {tool: calculator}}}"
+    with pytest.raises(ConfigErrors) as caught:
+        load(tmp_path, *write(tmp_path), f"{KEY}.gsmk=plain", f"{KEY}.mmlu=./absent", tools)
+    found = {problem.path: str(problem) for problem in caught.value.problems}
+    assert "did you mean gsm8k?" in found[f"{KEY}.gsmk"] and "absent" in found[f"{KEY}.mmlu"]
+    assert "conversations of several turns have one template" in found["tools"]
+    with pytest.raises(ConfigErrors, match=r"validation\.data_args\.tag_templates.*the same as"):
+        load(tmp_path, "validation.data_args.tag_templates={gsm8k: plain}")
+
+
+def test_tag_to_template_of_roll() -> None:
+    words = ["+tag_to_template={sums: chatml, talk: their_own}"]
+    imported = convert("roll", [FILES / "roll" / "run" / "rlvr.yaml"], words)
+    told = {outcome.key: outcome for outcome in imported.outcomes if outcome.key.startswith("tag_to_template")}
+    assert {outcome.kind for outcome in told.values()} == {Kind.DERIVED}
+    assert imported.exit_code == 0 and told["tag_to_template.talk"].value == "native"
+    assert "sums: chatml" in imported.text and "talk: native" in imported.text

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import huggingface_hub.constants
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config
 from transformers.core_model_loading import revert_weight_conversion
 
+from roll.models.freezing import UnknownPartError, freeze, frozen_parameters
 from roll.models.heads import load_value_head
-from roll.models.loading import fit_folder, load_causal_lm, load_config, outline
+from roll.models.loading import copy_companions, fit_folder, load_causal_lm, load_config, outline
+from roll.models.tiny import make_tokenizer
+from roll.models.tokenizer import load_tokenizer
 from roll.models.weight_files import INDEX, FolderFit, WeightFiles
 from tests.support.megatron_models import CONFIGS, checkpoint, make_model
 
@@ -330,3 +335,68 @@ class Headers:
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.names = tensors
         self.form = lambda name: (tuple(tensors[name].shape), "F32")
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a model in the hub's cache."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    model = tmp_path / "hub" / "models--org--small"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("a" * 40)
+    make_tokenizer().save_pretrained(model / "snapshots" / ("a" * 40))
+    (model / "snapshots" / ("a" * 40) / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    return "org/small"
+
+
+@pytest.mark.parametrize("place", ["hub", "home"])
+def test_a_model_of_the_hub_or_the_home_folder_keeps_its_tokenizer_and_its_ends(
+    place: str, cached: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "hub" / "models--org--small" / "snapshots"))
+    target = tmp_path / "saved"
+    target.mkdir()
+    (target / "generation_config.json").write_text("{}")
+    copy_companions(cached if place == "hub" else f"~/{'a' * 40}", target)
+    assert "eos_token_id" in (target / "generation_config.json").read_text()
+    assert load_tokenizer(str(target), alone=True).get_vocab() == make_tokenizer().get_vocab()
+
+
+def test_a_tokenizer_that_cannot_be_had_is_told(cached: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        copy_companions("org/other", tmp_path)
+    assert "org/other: its tokenizer is not in the hub's cache" in caplog.text
+
+
+def model_of(kind: type = AutoModelForCausalLM, **config: object):
+    shape = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 12}
+    with torch.device("meta"):
+        return kind.from_config(Qwen2Config(**shape, num_attention_heads=2, num_key_value_heads=1, **config))
+
+
+def test_a_prefix_is_a_whole_name_and_something_is_left_to_train() -> None:
+    frozen = frozen_parameters(model_of(), ["model.layers.1"])
+    assert frozen and {name.split(".")[2] for name in frozen} == {"1"}
+    assert frozen_parameters(model_of(), ["model.norm.weight"]) == {"model.norm.weight"}
+    for unknown in ("model.layers.", "layers.1", "model.layer"):
+        with pytest.raises(UnknownPartError, match="the nearest: model"):
+            frozen_parameters(model_of(), [unknown])
+    with pytest.raises(UnknownPartError, match="something left to train"):
+        frozen_parameters(model_of(tie_word_embeddings=True), ["model"])
+    assert frozen_parameters(model_of(AutoModel), ["model"], head=True)
+
+
+def test_a_tied_parameter_is_frozen_by_each_of_its_names() -> None:
+    both = {"model.embed_tokens.weight", "lm_head.weight"}
+    for name in ("model.embed_tokens", "lm_head"):
+        assert frozen_parameters(model_of(tie_word_embeddings=True), [name]) == both
+        assert len(frozen_parameters(model_of(tie_word_embeddings=False), [name])) == 1
+
+
+def test_a_trunk_has_the_names_of_the_whole_model() -> None:
+    trunk = model_of(AutoModel)
+    freeze(trunk, ["model.layers.0", "model.norm"])
+    still = {name for name, parameter in trunk.named_parameters() if not parameter.requires_grad}
+    assert {name.split(".")[0] for name in still} == {"layers", "norm"}
+    assert not any(name.startswith("layers.1") for name in still)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
+import os
+import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,12 +22,13 @@ from roll.algorithms.statistics import RunningStats
 from roll.configs.agentic import AgenticConfig
 from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.loader import load_config
-from roll.configs.pipeline import PipelineConfig
+from roll.configs.pipeline import PipelineConfig, RunConfig
 from roll.configs.problems import ConfigErrors
 from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.strategy.base import Metrics
+from roll.pipeline.launch import EXPECTED_ERRORS
 from roll.pipeline.loop import TrainingLoop
 from roll.pipeline.rl import RLPipeline
 from roll.pipeline.rollouts import GroupRules, StepRollouts
@@ -31,6 +37,7 @@ from roll.rollout.admission import Admission
 from roll.rollout.types import Collected, RolloutGroup
 from roll.tracking.checkpointer import Checkpointer
 from roll.tracking.files import CheckpointError, write_manifest
+from roll.tracking.trackers import TrackerContext
 from roll.utils.signals import SignalGuard
 
 
@@ -432,3 +439,102 @@ def test_a_step_looks_learned_that_is_short_and_near_the_best_reward_and_not_lat
         assert rollouts.confirm(20, 0.89) is None and rollouts.state_dict()["doubted"] == 20
         assert str(rollouts.confirm(20, 0.9)).startswith("learned: ")
         assert rollouts.confirm(20, None) is None, "without an evaluation nobody agrees"
+
+
+def test_what_is_done_aside_delays_nobody_and_is_there_when_the_session_ends(tmp_path: Path) -> None:
+    done: list[int] = []
+    gate = threading.Event()
+
+    def fail() -> None:
+        raise OSError("no space left on device")
+
+    def write(number: int) -> None:
+        assert gate.wait(30)
+        done.append(number)
+
+    with RunSession(RunConfig(output_dir=str(tmp_path), exp_name="aside"), time.time()) as session:
+        session.aside(lambda: write(1))
+        session.aside(fail)
+        session.aside(lambda: write(2))
+        assert done == []
+        gate.set()
+    assert done == [1, 2]
+    assert "no space left on device" in (session.folder.logs / "roll.log").read_text()
+    assert session.summary["status"] == "completed"
+
+
+def test_an_error_of_the_run_waits_for_what_is_done_aside(tmp_path: Path) -> None:
+    done: list[int] = []
+    config = RunConfig(output_dir=str(tmp_path), exp_name="aside")
+    with pytest.raises(KeyError), RunSession(config, time.time()) as session:
+        session.aside(lambda: (time.sleep(0.1), done.append(1)))
+        raise KeyError("on purpose")
+    assert done == [1]
+
+
+class Listening:
+    """A tracker."""
+
+    finished = 0
+    told: ClassVar[list[int]] = []
+
+    def __init__(self, context: TrackerContext) -> None:
+        self.told.clear()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.told.append(step)
+
+    def finish(self) -> None:
+        Listening.finished += 1
+
+
+def test_trackers_are_told_of_every_evaluation_and_of_other_steps_now_and_then(tmp_path: Path) -> None:
+    listening = {"track_with": f"{__name__}:Listening", "logging_steps": 4, "max_steps": 9}
+    with RunSession(RunConfig(output_dir=str(tmp_path), exp_name="told", **listening), time.time()) as session:
+        for step in range(10):
+            session.log_step(step, {"eval/success": 0.5} if step == 6 else {"actor/loss": 0.5})
+    assert Listening.told == [0, 4, 6, 8, 9]
+
+
+def test_a_run_that_a_full_disk_ends_says_why_and_lets_go_of_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_room(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    handlers, before = list(logging.getLogger().handlers), Listening.finished
+    config = RunConfig(output_dir=str(tmp_path), exp_name="full", track_with=f"{__name__}:Listening")
+    with pytest.raises(CheckpointError, match="is full"), RunSession(config, time.time()):
+        monkeypatch.setattr(os, "fsync", no_room)
+        raise CheckpointError("checkpoint-3: the disk is full")
+    assert Listening.finished == before + 1 and logging.getLogger().handlers == handlers
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Failed. No evaluation")
+    monkeypatch.undo()
+    with RunSession(config, time.time()):
+        pass  # nobody holds the folder
+
+
+def test_a_run_that_ends_well_but_cannot_say_so_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with (
+        pytest.raises(EXPECTED_ERRORS, match="No space left"),
+        RunSession(RunConfig(output_dir=str(tmp_path), exp_name="full"), time.time()),
+    ):
+        monkeypatch.setattr(os, "fsync", no_room)
+
+
+def test_what_failed_is_kept_whatever_its_words_are_and_the_page_names_the_runs_logs(tmp_path: Path) -> None:
+    config = RunConfig(output_dir=str(tmp_path), exp_name="words")
+    with pytest.raises(ValueError, match="no rows"), RunSession(config, time.time()) as session:
+        raise ValueError("no rows in caf\udce9.jsonl")
+    assert "no rows in caf\\udce9.jsonl" in (session.folder.logs / "traceback.txt").read_text()
+    assert "no rows" in (session.renders / "index.html").read_text()
+    logs = tmp_path / "logs"
+    config = RunConfig(output_dir=str(tmp_path), exp_name="page", logging_dir=str(logs), track_with=[])
+
+    with pytest.raises(ValueError, match="on purpose"), RunSession(config, time.time()) as session:
+        raise ValueError("on purpose")
+    page = (session.renders / "index.html").read_text()
+    assert str(logs / "roll.log") in page and str(logs / "traceback.txt") in page

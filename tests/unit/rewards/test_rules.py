@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from decimal import Decimal
@@ -13,18 +14,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roll.configs.rewards import RewardConfig
+from roll.data.prompts import Prompt
 from roll.extras.maths.choices import MultipleChoiceConfig, MultipleChoiceVerifier
 from roll.extras.maths.final_numbers import FinalAnswerConfig, FinalAnswerVerifier, last_number, number_text
 from roll.extras.maths.verifier import MathConfig, MathVerifier
+from roll.extras.worlds.single_turn import SCORERS, mathematical, same_words
 from roll.rewards import VERIFIERS, RewardError, Sample, Verdict
 from roll.rewards.answers import last_boxed
 from roll.rewards.custom import CustomConfig, CustomVerifier
 from roll.rewards.rules import (
+    CONSTRAINTS,
     FormatConfig,
     FormatVerifier,
+    InstructionConfig,
+    InstructionVerifier,
     LengthConfig,
     LengthVerifier,
 )
+from roll.rewards.scoring import References
 from roll.rewards.types import RewardTimeoutError
 
 
@@ -437,3 +445,296 @@ def test_any_text_is_judged_without_an_exception(maths):
         text = "".join(rng.choices(pieces, k=rng.randint(0, 10)))
         for verifier, truth in verifiers:
             assert verifier.check(sample(text, truth)).score in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "answer", "same"),
+    [
+        ("The Eiffel Tower.", "eiffel tower", True),
+        (r"He means \boxed{an Owl}", "owl", True),
+        ("<answer>Paris</answer> or <answer>Rome</answer>", "Rome", True),
+        ("<think>Rome</think>Paris", "Rome", False),
+        ("Paris or Rome", "Rome", False),
+        ("theatre", "atre", False),  # an article is a word of its own
+        *((given, answer, False) for given, answer in (("", "Rome"), ("", "A"), ("the", "A"), ("...", "?"))),
+        (r"\boxed{a}", "A", True),
+        # signs of numbers and names stay
+        *((given, answer, False) for given, answer in (("1.5", "15"), ("3,5", "35"), ("-5", "5"), ("1/2", "12"))),
+        *((given, answer, False) for given, answer in (("10:30", "1030"), ("5%", "5"), ("C++", "C"), ("C#", "C"))),
+        *((given, answer, True) for given, answer in (("18.", "18"), ("1,000", "1000"), ("$18", "18"))),
+        *((given, answer, True) for given, answer in (("U.S.A.", "usa"), ("COVID-19", "covid19"))),
+        ("it's the Paris!", "its paris", True),
+    ],
+)
+def test_words(given: str, answer: str, same: bool) -> None:
+    assert same_words(given, answer) == float(same)
+
+
+def test_blank_references_are_errors_and_expressions_are_compared() -> None:
+    with pytest.raises(ValueError, match="answer: got ' ', expected some words"):
+        same_words("", " ")
+    assert mathematical(r"\boxed{(x+1)^2}", "x^2 + 2x + 1") == 1.0
+    assert mathematical("no number at all", "4") == 0.0
+    with pytest.raises(ValueError, match="ground_truth"):
+        mathematical("4", " ")
+
+
+@pytest.mark.parametrize(
+    ("given", "answer", "there"),
+    [
+        *[(text, "18", False) for text in ("180", "118", "1.18", "18.5", "-18", "1,18", "x18")],
+        *[(text, "18", True) for text in ("18", "It is 18.", "$18", "x=18", "答案是18。", "(18)", "18, or so")],
+        ("Parisian", "Paris", False),
+        ("Paris!", "Paris", True),
+        ("我住在北京市", "北京", True),
+        ("in C++ too", "C++", True),
+    ],
+)
+def test_an_answer_is_contained_as_a_whole(given, answer, there):
+    assert SCORERS.get("contains")(given, answer) == float(there)
+
+
+def response_sample(response: str, constraints: object = None, **extra: object) -> Sample:
+    info = extra if constraints is None else {"constraints": constraints, **extra}
+    return Sample(prompt="Say hello, please.", response=response, ground_truth=None, data_source="tag", extra_info=info)
+
+
+def verify(response: str, *constraints: dict, **config: object) -> Verdict:
+    return InstructionVerifier(InstructionConfig(**config)).check(response_sample(response, list(constraints)))
+
+
+def test_the_name_leads_to_the_verifier():
+    assert VERIFIERS.get("instruction") is InstructionVerifier
+
+
+CASES = [
+    (
+        {"kind": "num_words", "min": 2, "max": 3},
+        ["one two", "one, two – three!", "don't well-known"],
+        ["one", "a b c d"],
+    ),
+    (
+        {"kind": "num_sentences", "min": 2, "max": 2},
+        ["A. B!", 'He said "no." So?', "你好。再见。", "A...\n\nB"],
+        ["A.", "A. B. C."],
+    ),
+    ({"kind": "num_paragraphs", "max": 2}, ["a", "a\nb\n \n\nc"], ["a\n\nb\n\nc"]),
+    ({"kind": "num_chars", "min": 3, "max": 3}, ["abc", " 日本語\n"], ["ab", "a b c"]),
+    ({"kind": "num_bullets", "min": 2, "max": 2}, ["- a\n* b", "Text:\n  • a\n+ b"], ["- a", "-a\n-b", "a - b\nc - d"]),
+    ({"kind": "placeholders", "min": 2}, ["[name], [street name]"], ["[name] []", "[a"]),
+    ({"kind": "keywords_include", "keywords": ["car", "new York"]}, ["A Car in New York!"], ["cart, New York", "car"]),
+    ({"kind": "keywords_include", "keywords": ["car"], "min_count": 2}, ["car, car"], ["car, cars"]),
+    ({"kind": "keywords_include", "keywords": ["苹果"], "whole_words": False}, ["我喜欢苹果吗"], ["我喜欢"]),
+    ({"kind": "keywords_include", "keywords": ["c++", "(a)"]}, ["C++ and (a)"], ["c", "C+++"[:3]]),
+    ({"kind": "keywords_exclude", "keywords": ["car", "bus"]}, ["cart"], ["a bus", "car"]),
+    ({"kind": "keywords_exclude", "keywords": ["car"], "min_count": 2}, ["car"], ["car car"]),
+    (
+        {"kind": "json"},
+        ['{"a": 1}', "```json\n[1]\n```", " 3 "],
+        ["{'a': 1}", '{"a": NaN}', 'x {"a": 1}', "[" * 100_000, "9" * 5000],
+    ),
+    ({"kind": "json", "required_keys": ["a", "b"]}, ['{"a": 1, "b": null}'], ['{"a": 1}', '["a", "b"]']),
+    ({"kind": "starts_with", "text": "Dear "}, ["\nDear Ann", "Dear"], ["dear Ann", "My Dear"]),
+    ({"kind": "ends_with", "text": "BYE.", "ignore_case": True}, ["so bye.\n"], ["bye"]),
+    ({"kind": "lowercase"}, ["no big letters, 1!", "ß 日本"], ["No"]),
+    ({"kind": "uppercase"}, ["LOUD 1!"], ["LOUd"]),
+    ({"kind": "no_commas"}, ["a; b."], ["a, b", "你好，世界"]),
+    ({"kind": "title"}, ["<<Spring>>\nIt is"], ["<< >>", "<Spring>", "<<Spring\n>>"]),
+    ({"kind": "regex", "pattern": r"\d{3}"}, ["a 123"], ["12"]),
+    ({"kind": "regex", "pattern": "a.*b", "mode": "fullmatch"}, ["a\nb"], ["a b."]),
+    ({"kind": "repeat_prompt"}, ["say  hello, please. Hello!"], ["Hello! Say hello, please."]),
+    ({"kind": "repeat_prompt", "text": "Ask"}, ["ask me"], ["me: ask"]),
+    (
+        {"kind": "sections", "min": 2},
+        ["Section 1\na\n\nSECTION 2\nb", "**Section I**\n# Section II"],
+        ["Section 1", "Section one\nSection two"],
+    ),
+    ({"kind": "sections", "splitter": "Tag", "min": 0, "max": 1}, ["Tag 1", "none"], ["Tag 1\nTag 2"]),
+]
+
+
+@pytest.mark.parametrize(("constraint", "good", "bad"), CASES)
+def test_kinds(constraint, good, bad):
+    for text in good:
+        assert verify(text, constraint).correct, text
+    for text in bad:
+        assert not verify(text, constraint).correct, text
+
+
+def test_every_kind_is_tested_and_a_blank_response_fulfils_none():
+    assert {case[0]["kind"] for case in CASES} == set(CONSTRAINTS)
+    for constraint, _, _ in CASES:
+        assert verify(" \n", constraint).score == 0.0, constraint
+
+
+def test_the_score_is_the_share_or_all_or_nothing():
+    constraints = [
+        {"kind": "lowercase"},
+        {"kind": "keywords_include", "keywords": ["a"]},
+        {"kind": "keywords_include", "keywords": ["z"]},
+    ]
+    parts = {"lowercase": 1.0, "keywords_include": 0.5}
+    assert verify("a b", *constraints) == Verdict(pytest.approx(2 / 3), False, None, parts, seeks_answer=False)
+    assert verify("a b", *constraints, strict=True) == Verdict(0.0, False, None, parts, seeks_answer=False)
+    assert verify("a z", *constraints, strict=True).score == 1.0
+
+
+def test_constraints_of_all_rows_add_to_those_of_the_row_also_of_columnar_files():
+    verifier = InstructionVerifier(InstructionConfig(key="rules", constraints=[{"kind": "lowercase"}]))
+    assert verifier.check(response_sample("a")).parts == {"lowercase": 1.0}
+    assert verifier.check(response_sample("a", rules=[{"kind": "no_commas"}])).parts == {
+        "lowercase": 1.0,
+        "no_commas": 1.0,
+    }
+    row = {"kind": "num_words", "min": 1.0, "max": None, "keywords": None}
+    assert verify("a", row).correct
+    verifier = InstructionVerifier(InstructionConfig())
+    assert verifier.check(response_sample("a", json.dumps([row]))).correct
+
+
+@pytest.mark.parametrize(
+    ("constraints", "message"),
+    [
+        (None, "extra_info.constraints: got null, expected a list"),
+        ([], r"got \[\], expected at least one constraint"),
+        ("[", "got text that is no JSON"),
+        ([{"kind": "num_word"}], r"constraints.0.kind: got \"num_word\", expected one of .*did you mean num_words\?"),
+        ([{"min": 1}], "constraints.0: got .*, expected a mapping with kind"),
+        (["num_words"], "constraints.0: got .*, expected a mapping"),
+        ([{"kind": "num_words"}], "constraints.0.min: got 0, expected at least 1"),
+        ([{"kind": "num_words", "min": 3, "max": 2}], "constraints.0.max: got 2, expected at least min = 3"),
+        ([{"kind": "num_words", "minimum": 3}], "constraints.0.minimum: got 3, expected no such key"),
+        ([{"kind": "json"}, {"kind": "regex", "pattern": "("}], "constraints.1.pattern: got .*regular expression"),
+        ([{"kind": "keywords_include", "keywords": []}], "constraints.0.keywords: got .*at least 1 long"),
+        ([{"kind": "keywords_include", "keywords": [" "]}], "constraints.0.keywords: got .*none blank"),
+        ([{"kind": "ends_with", "text": " "}], "constraints.0.text: got .*not blank"),
+        ([{"kind": "sections", "splitter": " "}], "constraints.0.splitter: got .*not blank"),
+    ],
+)
+def test_rows_that_cannot_be_understood_are_errors_with_the_row(constraints, message):
+    with pytest.raises(RewardError, match=message) as caught:
+        InstructionVerifier(InstructionConfig()).check(response_sample("a", constraints, id="row-7"))
+    assert "(row row-7)" in str(caught.value)
+
+
+def test_args_are_checked_at_start():
+    config = InstructionConfig(
+        constraints=[{"kind": "json"}, {"kind": "jsn"}, {"kind": "sections", "min": 2, "max": 1}]
+    )
+    first, second = config.problems()
+    assert (first.path, first.seen, first.hint) == ("constraints.1.kind", "jsn", "did you mean json?")
+    assert str(second) == "constraints.2.max: got 1, expected at least min = 2"
+    with pytest.raises(ValueError, match=r"constraints\.1\.kind"):
+        InstructionVerifier(config)
+
+
+def test_huge_and_strange_texts():
+    huge = ("Word. " * 200_000) + "\ud800\x00"
+    verdict = verify(huge, *(case[0] for case in CASES))
+    assert 0 <= verdict.score <= 1
+
+
+DOMAINS = {
+    "maths": ("math", {}),
+    "boxed": ("math", {"strict_boxed": True}),
+    "sums": ("gsm8k", {}),
+    "choices": ("multiple_choice", {"num_choices": 4}),
+    "orders": ("instruction", {}),
+    "programs": ("code", {}),
+    "own": ("custom", {"path": f"{__name__}:score"}),
+    "form": ("format", {}),
+}
+
+
+def score(data_source: str, solution_str: str, ground_truth: object, extra_info: object) -> float:
+    return 1.0
+
+
+def problems(rows: list[tuple[str, object]], **extra: object) -> dict[str, str]:
+    rewards = {
+        name: RewardConfig(tag_included=[name], verifiers=[{"name": verifier, "args": args}])
+        for name, (verifier, args) in DOMAINS.items()
+    }
+    told: list[str] = []
+    prompts = [
+        (f"f:{i}", Prompt(str(i), tag, ({"role": "user", "content": "?"},), truth, extra))
+        for i, (tag, truth) in enumerate(rows)
+    ]
+    found = dict(References(rewards, 30.0, told.append)(prompts))
+    assert not told
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tag", "truth", "reason"),
+    [
+        ("maths", float("nan"), "expected a finite number"),
+        ("maths", float("inf"), "expected a finite number"),
+        ("maths", "a\ud800", "half of a surrogate pair"),
+        ("maths", "  ", "expected a mathematical expression"),
+        ("maths", None, "expected a mathematical expression"),
+        ("maths", True, "expected a mathematical expression"),
+        ("maths", ["1"], "expected a mathematical expression"),
+        ("boxed", r"\frac{1}{2", "does not equal itself"),
+        ("sums", "at least 18", "expected a number"),
+        ("sums", float("nan"), "expected a number"),
+        ("sums", "18 or 19", "expected a number"),
+        ("sums", "", "expected a number"),
+        ("choices", "E", "expected the letter of one of 4"),
+        ("choices", "A or B", "expected the letter of one of 4"),
+        ("choices", 1, "expected the letter of one of 4"),
+        ("orders", None, "constraints"),
+        ("programs", "[", "tests"),
+        ("programs", [{"input": "\ud800", "output": "1"}], "half of a surrogate pair"),
+        ("programs", [], "tests"),
+    ],
+)
+def test_rows_that_cannot_be_scored_are_told_with_their_place(tag, truth, reason):
+    found = problems([("maths", "1"), (tag, truth)])
+    assert found.keys() == {"f:1"} and found["f:1"].startswith(f"rewards.{tag}.verifiers.0") and reason in found["f:1"]
+
+
+def test_references_that_can_be_reached_pass():
+    truths = [
+        "5",
+        5,
+        0.5,
+        r"\frac{1}{2}",
+        "x^2+1",
+        "blue",
+        r"so it is $\boxed{3}$",
+        r"\{1, 2\}",
+        "(0,1)",
+        "5 cm",
+        "HTH",
+        "7/8",
+    ]
+    rows = [("maths", truth) for truth in truths] + [("boxed", truth) for truth in truths]
+    rows += [("sums", truth) for truth in ("18", "9*2 = 18\n#### 18", 18, "$1,000.50")] + [
+        ("choices", "(B)"),
+        ("choices", "b"),
+    ]
+    rows += [("programs", '["assert f(1) == 2"]'), ("own", float("nan")), ("form", float("nan"))]
+    assert problems(rows) == {}
+
+
+def test_a_reference_that_costs_too_much_is_a_problem_of_its_row(monkeypatch):
+    monkeypatch.setitem(DOMAINS, "maths", (f"{__name__}:Slow", {}))
+    found = problems([("maths", "dear"), ("maths", "x+y"), ("maths", "dear")])
+    assert found.keys() == {"f:0", "f:2"} and "the reference answer costs too much" in found["f:0"]
+
+
+def test_many_rows_are_looked_at_in_little_time():
+    started = time.process_time()
+    assert problems([("maths", str(i)) for i in range(20_000)] + [("sums", f"#### {i}") for i in range(20_000)]) == {}
+    assert time.process_time() - started < 6
+
+
+class Slow(MathVerifier):
+    """Never ends with one reference."""
+
+    cpu_seconds = 0.2
+
+    def try_row(self, sample):
+        while sample.ground_truth == "dear":
+            pass

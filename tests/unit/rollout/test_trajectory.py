@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import pickle
+from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.data.batch import Batch
+from roll.data.columns import ExpertArray, Records
 from roll.data.requests import Completion, FinishReason
-from roll.rollout.metrics import rollout_metrics
+from roll.rollout.admission import Admission
+from roll.rollout.group_calls import FlatGroups
+from roll.rollout.metrics import overlap_metrics, rollout_metrics
 from roll.rollout.rows import groups_to_batch
-from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
+from roll.rollout.types import Collected, EpisodeEnd, RolloutGroup, Trajectory, Turn
 from roll.utils.seeding import derive_seed
+from tests.support.algorithms_batches import random_episodes, rows_of, to_batch
+from tests.support.examples import examples
 
 
 def make_turn(
@@ -256,3 +265,114 @@ def test_metrics_are_means_over_episodes_and_turns() -> None:
         "val/dropped": 2,
         "val/env_errors": 0,
     }
+
+
+def experts(first: int, tokens: int) -> ExpertArray:
+    """Two layers of one expert each, numbered on, the last token unknown."""
+    told = np.arange(first, first + 2 * tokens, dtype=np.int16).reshape(tokens, 2)
+    told[-1] = -1
+    return told
+
+
+def routed(turn: Turn, first: int) -> Turn:
+    tokens = len(turn.prompt_ids) + len(turn.completion.token_ids)
+    return replace(turn, completion=replace(turn.completion, experts=experts(first, tokens)))
+
+
+def with_experts(member: int = 0, *, history: bool = True) -> Trajectory:
+    """Two turns, the second with a prompt that begins with the first: rows of 4 and of 7 tokens."""
+    turns = [routed(make_turn([1, 2], [3, 4]), 0), routed(make_turn([1, 2, 3, 4, 5], [6, 7]), 100)]
+    return make_trajectory(turns, history=history, member=member)
+
+
+def test_a_row_has_for_each_token_the_experts_that_were_known_first() -> None:
+    batch = groups_to_batch([RolloutGroup(0, "A", (with_experts(),))], ["A"])
+    expected = [[0, 1], [2, 3], [4, 5], [106, 107], [108, 109], [110, 111], [-1, -1]]
+    assert batch.experts_TE is not None and batch.experts_TE.tolist() == expected
+    apart = groups_to_batch([RolloutGroup(0, "A", (with_experts(history=False),))], ["A"])
+    assert apart.experts_TE[:4].tolist() == [[0, 1], [2, 3], [4, 5], [-1, -1]]
+    assert apart.experts_TE[4:].tolist() == [*([100 + 2 * n, 101 + 2 * n] for n in range(6)), [-1, -1]]
+
+
+def test_rows_without_experts_are_left_to_the_routers() -> None:
+    plain = make_trajectory([make_turn([1], [2, 3])], history=True)
+    batch = groups_to_batch([RolloutGroup(0, "A", (plain, with_experts()))], ["A"])
+    assert batch.experts_TE[:3].tolist() == [[-1, -1]] * 3 and batch.experts_TE[3].tolist() == [0, 1]
+    assert groups_to_batch([RolloutGroup(0, "A", (plain,))], ["A"]).experts_TE is None
+
+
+def test_a_turn_that_tells_none_leaves_what_is_known_of_its_row() -> None:
+    silent = make_turn([1, 2, 3, 4, 5], [6, 7])
+    turns = [routed(make_turn([1, 2], [3, 4]), 0), silent]
+    groups = [RolloutGroup(0, "A", (make_trajectory(turns, history=True),))]
+    expected = [[0, 1], [2, 3], [4, 5], *[[-1, -1]] * 4]
+    for found in (groups, list(FlatGroups.of(groups))):
+        assert groups_to_batch(found, ["A"]).experts_TE.tolist() == expected
+    late = [make_turn([1, 2], [3, 4]), routed(silent, 100)]
+    groups = [RolloutGroup(0, "A", (make_trajectory(late, history=True),))]
+    told = groups_to_batch(list(FlatGroups.of(groups)), ["A"]).experts_TE
+    assert told[:2].tolist() == [[100, 101], [102, 103]] and len(told) == 7
+
+
+def test_groups_arrive_with_the_experts_of_their_rows_each_token_once(tmp_path: Path) -> None:
+    plain = make_trajectory([make_turn([1], [2, 3])], history=True)
+    groups = [
+        RolloutGroup(0, "A", (with_experts(0), plain, with_experts(2, history=False)), baseline=with_experts(-1)),
+        RolloutGroup(1, "A", (with_experts(0),)),
+    ]
+    sent = FlatGroups.of(groups)
+    assert len(sent.per_token["experts"][0]) == 3 * (4 + 4) + 4 + 7, "a turn adds its own, and that of the token before"
+    arrived = list(pickle.loads(pickle.dumps(sent)))
+    Collected(arrived, []).save(tmp_path)
+    for found in (arrived, Collected.load(tmp_path).groups):
+        for group, other in zip(groups, found, strict=True):
+            batch, same = (groups_to_batch([each], ["A"]) for each in (group, other))
+            assert batch.experts_TE.tolist() == same.experts_TE.tolist()
+            assert other.trajectories[0].turns[1].completion.experts.shape == (7, 2)
+        assert found[0].trajectories[1].turns[0].completion.experts is None
+        assert found[0].baseline.turns[0].completion.experts[:3].tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_completions_arrive_with_theirs() -> None:
+    first, second = (turn.completion for turn in with_experts().turns)
+    plain = make_turn([1], [2]).completion
+    found = list(pickle.loads(pickle.dumps(Records.of(Completion, [first, plain, second]))))
+    assert found[1].experts is None
+    for sent, got in ((first, found[0]), (second, found[2])):
+        np.testing.assert_array_equal(got.experts, sent.experts)
+        assert got.experts.dtype == np.int16 and got.experts.base is None
+
+
+@examples(60)
+@given(seed=st.integers(0, 2**32 - 1), history=st.booleans())
+def test_lags_are_those_of_the_oldest_token_of_each_group_and_of_all_tokens(seed: int, history: bool) -> None:
+    batch = to_batch(random_episodes(seed, empty_masks=False), history, seed)
+    if not batch.loss_mask_T.any():
+        return
+    version, rng = 7, np.random.default_rng(seed)
+    rows = rows_of(batch, batch.loss_mask_T)
+    versions = [0] * batch.num_tokens
+    for row in rows:  # weights come in the middle of rows
+        for token, sampled_by in zip(row, sorted(rng.integers(4, version + 1, len(row))), strict=True):
+            versions[token] = int(sampled_by)
+    batch = batch.replace(rollout_versions_T=torch.tensor(versions))
+    admission = Admission(4, ready={1, 2, 3}, running={5})
+
+    metrics = overlap_metrics(batch, admission, version)
+
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    assert batch.group_B is not None
+    for row, group in zip(rows, batch.group_B.tolist(), strict=True):
+        groups[group] += [version - versions[token] for token in row]
+    oldest = [max(lags) for lags in groups.values() if lags]
+    every = [lag for lags in groups.values() for lag in lags]
+    expected = {
+        "async/lag_mean": sum(oldest) / len(oldest),
+        "async/lag_max": max(oldest),
+        "async/token_lag": sum(every) / len(every),
+        "async/mixed": sum(len({versions[token] for token in row}) > 1 for row in rows) / len(rows),
+        "async/buffer_groups": 3,
+        "async/running_groups": 1,
+    }
+    expected |= {f"async/lag_{lag}": every.count(lag) / len(every) for lag in range(max(every) + 1)}
+    assert metrics == pytest.approx(expected)

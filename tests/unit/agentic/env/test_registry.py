@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
+import time
 from typing import Any
 
+import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
 
 import roll.agentic.env as envs
+from roll.agentic.env import frozen_lake, sokoban, sokoban_boards
 from roll.agentic.env.base import step_result
+from roll.agentic.env.game import MAX_PARSED_CHARS, ActionParser
+from roll.agentic.env.grid import draw_grid
 from roll.configs.problems import ConfigErrors
+from roll.rollout.env_runner import checked_frame
 from roll.utils.registry import UnknownNameError
 
 
@@ -167,3 +177,121 @@ def test_the_path_of_a_class_in_a_file_is_what_another_process_can_make(tmp_path
     code = f"import roll.agentic.env as envs\nprint(type(envs.make({envs.path_of(f'{file}:Game')!r})).__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "Game"
+
+
+ACTIONS = {"Up": 0, "Down": 1, "Turn left": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "action", "pattern"),
+    [
+        ("<answer>Up</answer>", "Up", ()),
+        ("<answer> up\n</answer>", "Up", ()),
+        ("I think so. <answer>TURN LEFT</answer> Done.", "Turn left", ()),
+        ("<answer>Up</answer> no, <answer>Down</answer>", "Down", ()),
+        ("<answer>Up</answer> no, <answer>Jump</answer>", None, ()),
+        *((text, None, ()) for text in ("<answer>Up Down</answer>", "<answer></answer>", "<answer>Up", "Up", "")),
+        ("<ANSWER>Up</ANSWER>", None, ()),
+        ("x" * 10 * MAX_PARSED_CHARS + "<answer>Up</answer>", "Up", ()),
+        ("<answer>Up</answer>" + "x" * MAX_PARSED_CHARS, None, ()),
+        ("go", None, (r"go(?: (Up))?",)),
+        ("MOVE: down", "Down", (r"(?i)move:\s*(\w+)",)),
+        ("<answer>Up</answer>", None, (r"(?i)move:\s*(\w+)",)),
+    ],
+)
+def test_the_last_answer_at_the_end_of_a_text_counts_whatever_its_case(text, action, pattern):
+    assert ActionParser(ACTIONS, *pattern).parse(text) == action
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [("<answer>(.*", 'action_pattern: got "<answer>\\(.*", expected a regular expression'), ("up|down", "group")],
+)
+def test_a_bad_pattern_names_the_key(pattern, message):
+    with pytest.raises(ValueError, match=message):
+        ActionParser(ACTIONS, pattern)
+
+
+def test_names_that_differ_only_in_case_are_refused():
+    with pytest.raises(ValueError, match="differ in more than case"):
+        ActionParser({"up": 0, "UP": 1})
+
+
+def test_a_long_text_against_a_slow_pattern_takes_bounded_time():
+    start = time.process_time()
+    assert ActionParser(ACTIONS).parse("<answer>" * 100_000) is None
+    think = ActionParser(ACTIONS, r"<think>.*?</think>\s*<answer>(.*?)</answer>")
+    assert think.parse("<think></think><answer>" * 10_000) is None
+    assert time.process_time() - start < 5.0
+
+
+@given(st.text())
+def test_any_text_is_parsed(text):
+    assert ActionParser(ACTIONS).parse(text) in (*ACTIONS, None)
+
+
+CORRIDOR = {"env_id": "tests.support.third_party_envs:Corridor-v0", "success_return": 1}
+
+
+def picture(env: Any) -> np.ndarray:
+    frame = checked_frame(env)
+    assert isinstance(frame, bytes)
+    return np.asarray(Image.open(io.BytesIO(frame)).convert("RGB")).astype(int)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "symbols"),
+    [(sokoban.TILES, sokoban_boards.SYMBOLS), (frozen_lake.TILES, frozen_lake.SYMBOLS)],
+)
+def test_every_kind_of_cell_looks_different(tiles: Any, symbols: Any) -> None:
+    assert set(tiles) == set(symbols)
+    drawn = [draw_grid([[kind]], tiles, side=24) for kind in symbols]
+    assert all(tile.shape == (24, 24, 3) and tile.dtype == np.uint8 for tile in drawn)
+    assert len({tile.tobytes() for tile in drawn}) == len(drawn)
+
+
+@pytest.mark.parametrize(("env_type", "rows"), [("sokoban", 6), ("frozen_lake", 4)])
+def test_a_grid_world_is_drawn_cell_by_cell_as_its_text_says(env_type: str, rows: int) -> None:
+    env = envs.make(env_type)
+    text, _ = env.reset(seed=3)
+    for action in ("Up", "Down", "Left", "Right"):
+        tiles = {}
+        view = env.render()
+        assert view.shape == (48 * rows, 48 * rows, 3)
+        for y, line in enumerate(text.split("\n")):
+            for x, symbol in enumerate(line):
+                cell = view[48 * y : 48 * y + 48, 48 * x : 48 * x + 48].tobytes()
+                assert tiles.setdefault(symbol, cell) == cell, "one look per symbol"
+        assert len(set(tiles.values())) == len(tiles)
+        text, _, terminated, truncated, _ = env.step(f"<answer>{action}</answer>")
+        if terminated or truncated:
+            break
+
+
+def test_a_recorded_picture_is_small_and_true_to_the_drawing() -> None:
+    env = envs.make("sokoban")
+    env.reset(seed=1)
+    frame = checked_frame(env)
+    assert isinstance(frame, bytes) and len(frame) < 12_000
+    assert np.abs(picture(env) - env.render().astype(int)).mean() < 6
+    assert checked_frame(env) is frame, "an equal picture is shared"
+
+
+def test_a_gymnasium_environment_brings_its_own_picture() -> None:
+    env = envs.make("gymnasium", **CORRIDOR, renderer="values")
+    env.reset(seed=0)
+    before = picture(env)
+    env.step("<answer>1</answer>")
+    assert before.shape == (20, 100, 3) and (picture(env) != before).any()
+    dark = envs.make("gymnasium", **CORRIDOR, renderer="values", env_kwargs={"render_mode": None})
+    dark.reset(seed=0)
+    assert checked_frame(dark) is None, "asked for none"
+
+
+def test_text_is_all_that_others_show() -> None:
+    for env in (
+        envs.make("gymnasium", **CORRIDOR),  # in its ansi form, which is the observation
+        envs.make("single_turn", items=[{"prompt": "1+1=", "answer": 2}]),
+    ):
+        env.reset(seed=0)
+        assert checked_frame(env) is None

@@ -9,7 +9,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor
 from roll.distributed.cluster.resources import NodeInfo, PlacementPlan, RoleRequest, plan_placement
 from roll.distributed.weights.buckets import (
     WeightChecksumError,
+    WeightMismatchError,
     as_tensor,
     checksum,
     pack_buckets,
@@ -29,9 +30,10 @@ from roll.distributed.weights.buckets import (
     unpack_bucket,
     verify,
 )
-from roll.distributed.weights.contents import WeightBucket
+from roll.distributed.weights.contents import BucketOutline, WeightBucket
+from roll.distributed.weights.lending import Lender
 from roll.distributed.weights.messages import BucketMessage, Close, Open, Payload, Reply, UpdateDigest
-from roll.distributed.weights.receiver import WeightReceiver
+from roll.distributed.weights.receiver import UpdateStream, WeightReceiver
 from roll.distributed.weights.segments import SegmentPool, SegmentReader, SharedMemory, open_on_gpu, share_on_gpu
 from roll.distributed.weights.sender import Link, Route, TransferRequest, TransferResult, plan_link, plan_routes
 from roll.distributed.weights.sync import WeightSync
@@ -608,3 +610,115 @@ def test_with_lora_the_base_goes_once_to_each_generator_and_then_the_adapter_alo
         (again, "adapter", 1, {0: [1]}, None),
         ("send_weights", "adapter", 2, {0: [0, 1]}, 0 if trains_between else None),
     ]
+
+
+def test_what_lies_in_shared_memory_is_lent_where_it_lies_until_all_have_given_it_back() -> None:
+    pool, lender = SegmentPool(), Lender()
+    with packing_into(pool.allocate):
+        (bucket,) = pack_buckets([("w", torch.arange(100.0))], 4096)
+    segment = pool.find(bucket.data)
+    assert segment is not None
+    pool.hand_over(segment, ["the worker"])
+    reader = SegmentReader()
+    place = lender.lend(
+        replace(bucket, data=reader.read(segment.place, len(bucket.data)), place=segment.place), ["0", "1"]
+    )
+    assert place == segment.place and lender.segments == [segment.id]
+    lender.take_back([segment.id], "0")
+    assert reader.take_released() == (), "another still reads it"
+    lender.take_back([segment.id], "1")
+    assert reader.take_released() == (segment.id,)
+
+
+def test_what_no_other_process_could_map_is_copied_into_memory_that_is_used_again() -> None:
+    lender, places = Lender(), set()
+    for value in range(3):
+        (bucket,) = pack_buckets([("w", torch.full((100,), float(value)))], 4096)
+        place = lender.lend(bucket, ["it"])
+        places.add(place)
+        seen = as_tensor(SegmentReader().read(place, len(bucket.data)))[:400].view(torch.float32)
+        assert seen.tolist() == [float(value)] * 100
+        lender.take_back(lender.segments, "it")
+        lender.end(1)
+        assert lender.segments == []
+    assert len(places) == 1
+
+
+SHAPES = {"a": (2, 3), "b": (4,), "c": (5, 1)}
+
+
+def on_host(shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> list[WeightBucket]:
+    return list(pack_buckets([(name, torch.ones(shape)) for name, shape in shapes.items()], 64))
+
+
+def on_device(shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> list[WeightBucket]:
+    """As they come through CUDA IPC or nccl, on a device that every machine has."""
+    data = torch.empty(64, dtype=torch.uint8, device="meta")
+    outlines = [BucketOutline((name,), ("float32",), (shape,)) for name, shape in shapes.items()]
+    return [WeightBucket(outline, data, 0, checked=True) for outline in outlines]
+
+
+def check(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    if tensors.keys() != SHAPES.keys():
+        raise WeightMismatchError("other names")
+    return {name: f"engine.{name}" for name in tensors}
+
+
+class Source:
+    """Buckets, and how many of them were asked for."""
+
+    def __init__(self, buckets: Iterable[WeightBucket]) -> None:
+        self.buckets, self.given = list(buckets), 0
+
+    async def __aiter__(self) -> AsyncIterator[WeightBucket]:
+        for bucket in self.buckets:
+            self.given += 1
+            yield bucket
+
+
+async def test_the_first_update_is_checked_as_a_whole_and_later_ones_are_loaded_as_they_come() -> None:
+    stream = UpdateStream(check)
+    for _ in range(2):  # through host memory, always
+        source = Source(on_host())
+        buckets, names = await stream.open(aiter(source))
+        assert source.given == 3 and names == {name: f"engine.{name}" for name in SHAPES}
+        assert [bucket.outline.names async for bucket in buckets] == [("a",), ("b",), ("c",)]
+    source = Source(on_device())
+    buckets, names = await stream.open(aiter(source))
+    assert source.given == 1 and names["c"] == "engine.c"
+    for number in range(1, 4):
+        assert (await anext(buckets)).outline.names == (list(SHAPES)[number - 1],)
+        assert source.given == number, "none is asked for before it can be loaded"
+    assert await anext(buckets, None) is None
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"a": (2, 3), "b": (5,)}, r"b has shape \(5,\), expected \(4,\)"),
+        ({"a": (2, 3), "x": (4,)}, r"x has shape \(4,\), expected None"),
+        ({"a": (2, 3), "c": (5, 1)}, "missing b, which the first update had"),
+        ({"a": (2, 3), "b": (4,), "c": (5, 1), "d": (1,)}, "d has shape"),
+    ],
+)
+async def test_an_update_from_a_device_that_is_not_like_the_first_is_refused(
+    shapes: dict[str, tuple[int, ...]], message: str
+) -> None:
+    with pytest.raises(WeightMismatchError, match=message):
+        stream = UpdateStream(check)
+        await stream.open(aiter(Source(on_host())))
+        buckets, _ = await stream.open(aiter(Source(on_device(shapes))))
+        async for _ in buckets:
+            pass
+
+
+async def test_a_first_update_that_is_refused_or_damaged_teaches_nothing() -> None:
+    stream = UpdateStream(check)
+    with pytest.raises(WeightMismatchError, match="other names"):
+        await stream.open(aiter(Source(on_host({"a": (1,)}))))
+    damaged = on_host()
+    damaged[1].data[0] ^= 1
+    with pytest.raises(WeightChecksumError):
+        await stream.open(aiter(Source(damaged)))
+    _, names = await stream.open(aiter(Source(on_host())))
+    assert names.keys() == SHAPES.keys()

@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
+import copy
+import csv
 import subprocess
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
+import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.distill import DistillConfig
 from roll.configs.dpo import DPOConfig
 from roll.configs.engines import cards
 from roll.configs.offline import SFTConfig
+from roll.configs.problems import NOTHING
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import ROLES, locate
 from roll.extras.importers import SYSTEMS
-from roll.extras.importers.table import IMPOSSIBLE, TRANSFORMS, Omitted, Partial, Untranslatable, advice, find, rows
+from roll.extras.importers.common import leaves
+from roll.extras.importers.convert import DERIVE, annotate, convert, report
+from roll.extras.importers.draft import Draft, Kind, value_at
+from roll.extras.importers.reading import Given, read
+from roll.extras.importers.recognise import pictures_in
+from roll.extras.importers.table import DERIVE as DERIVED
+from roll.extras.importers.table import (
+    DROP,
+    FOLDER,
+    IMPOSSIBLE,
+    SECTION,
+    TRANSFORMS,
+    Omitted,
+    Partial,
+    Row,
+    Untranslatable,
+    advice,
+    fill,
+    find,
+    rows,
+    spread,
+    usual,
+)
+from roll.preflight.choices import CHECKS
 
 DOCUMENTED = [line.split() for line in (Path(__file__).parent / "documented.txt").read_text().splitlines()]
 OPTIONS = "strategy_args.strategy_config."
@@ -129,3 +159,406 @@ def test_the_page_is_current() -> None:
     script = Path(__file__).resolve().parents[4] / "scripts" / "generate_migration_docs.py"
     done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+FILES = Path(__file__).parent / "files"
+GIVEN = {
+    "roll": FILES / "roll" / "run" / "rlvr.yaml",
+    "verl": FILES / "run_verl.sh",
+    "verl_sft": FILES / "run_verl_sft.sh",
+    "chatlearn": FILES / "chatlearn.yaml",
+    "mindspeed": FILES / "mindspeed.yaml",
+}
+NAMES = {"<role>": "actor_train", "<domain>": "sums", "<tag>": "Boxes", "**": "a"}
+SAMPLES: dict[str, Any] = {
+    "opposite": True,
+    "commas": ["q_proj", "v_proj"],
+    "bf16-or-fp32": True,
+    "unless-true": False,
+    "positive": 20,
+    "never": 20,
+    "period": 20,
+    "all": 20,
+    "first": ["one"],
+    "parts": ["model", "extra"],
+    "trackers": ["console"],
+    "attention": "flash_attention_2",
+    "schedule": "cosine",
+    "optimizer": "Muon",
+    "replay": "R2",
+    "wsd-fall": "1-sqrt",
+    "resume": "auto",
+    "dtype": "bfloat16",
+    "trainer": "megatron",
+    "generator": "vllm",
+    "env-manager": "StepEnvManager",
+    "grouping": "tags",
+    "divergence": "reverse_kl",
+    "normalisation": "mean_std",
+    "estimator": "group_norm",
+    "listed": "moe, mlp",
+    "policy-loss": "geo_mean",
+    "cut": "right",
+    "unbounded": 2,
+    "truncation": "left",
+    "text-none": "batch",
+}
+"""Values that mean something to each transformation."""
+
+
+def filled(row: Row) -> tuple[str, str]:
+    """The key there and here, names in place of what is in angle brackets."""
+    key = fill(row.key, {f"{name}": value for name, value in NAMES.items()})
+    return key, fill(row.ours, NAMES) or key
+
+
+def field_of(key: str) -> tuple[Any, Any] | None:
+    """Annotation and metadata of a key of ours."""
+    _, options, rest = key.partition(OPTIONS)
+    if options:
+        return next((found for card in cards() if (found := locate(card.options, rest.split(".")))), None)
+    schemas = (RLVRConfig, AgenticConfig, DistillConfig, DPOConfig, SFTConfig)
+    return next((found for schema in schemas if (found := locate(schema, key.split(".")))), None)
+
+
+def value_of(row: Row, ours: str) -> Any:
+    """What a user may write there: a value of the kind that the key here takes, where nothing is known."""
+    if row.how and row.how != "above-zero":
+        return SAMPLES[row.how]
+    field = field_of(ours)
+    if field is None:
+        return "text"
+    annotation, metadata = field
+    kinds = [annotation, *get_args(annotation)]
+    choices = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    adapter = TypeAdapter(Annotated[annotation, *metadata] if metadata else annotation)
+    for value in [row.default, *choices, True, 3, 1, 0.5, 0, -0.5, "text", ["text"], [3], {"a": 1}, {"a": "1"}]:
+        with suppress(ValidationError):
+            if value is not NOTHING and value is not None and (value or not row.how):
+                adapter.validate_python(value, strict=True)
+                return value
+    return {}
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value  # type: ignore[no-any-return]
+
+
+TRANSLATED = [
+    pytest.param(system, row, id=f"{system}:{row.key}")
+    for system in SYSTEMS
+    for row in rows(system)
+    if row.how not in (SECTION, DERIVED, DROP, IMPOSSIBLE)
+]
+
+
+def test_every_transformation_has_a_sample() -> None:
+    assert SAMPLES.keys() | {"above-zero"} == TRANSFORMS.keys()
+
+
+@pytest.mark.parametrize(("system", "row"), TRANSLATED)
+def test_a_key_there_becomes_the_key_here(system: str, row: Row) -> None:
+    key, ours = filled(row)
+    value = value_of(row, ours)
+    expected = TRANSFORMS[row.how](value) if row.how else value
+    values = nested(key, value)
+    draft = Draft(system, Given(values, values, frozenset()))
+    draft.take_all()
+    assert draft.get(ours, "nothing") == expected
+    for setting in row.beside:
+        assert draft.get(fill(setting.key, NAMES)) == setting.value
+    (outcome,) = (each for each in draft.outcomes if each.key == key)
+    assert outcome.kind in (Kind.KEPT, Kind.RENAMED, Kind.TRANSLATED) and outcome.ours == ours
+    field = field_of(ours)
+    if field is not None and expected != {}:
+        annotation, metadata = field
+        TypeAdapter(Annotated[annotation, *metadata] if metadata else annotation).validate_python(expected)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_of_what_is_read_together_nothing_goes_without_a_word(system: str) -> None:
+    """Each derived key beside a whole run of its system: told of, and the derivation takes it or says why not."""
+    silent, whole = [], read(system, [GIVEN[system]], [])
+    for row in rows(system):
+        if row.how != DERIVED or "<" in row.key or row.key.endswith("**") or ":" in row.key:
+            continue
+        given = copy.deepcopy(whole)
+        value = given.values
+        *above, last = row.key.split(".")
+        for part in above:
+            value = value.setdefault(part, {}) if isinstance(value.get(part, {}), dict) else {}
+        if last not in value and row.default is NOTHING:
+            continue  # nothing says what a user would write there
+        value.setdefault(last, row.default)
+        draft = Draft(system, given)
+        draft.take_all()
+        DERIVE[system](draft)
+        draft.tell_unused()
+        told = {name for outcome in draft.outcomes for name in outcome.key.split(", ")}
+        above_or_below = (f"{row.key}.".startswith(f"{name}.") or name.startswith(f"{row.key}.") for name in told)
+        if not any(above_or_below):
+            silent.append(row.key)
+    assert silent == []
+
+
+RELEASES = {"verl": ("0.6.1", "0.7.0", "0.8.0", "0.9.1"), "roll": ("0.3.0",)}
+SPEED = (
+    "preprocessing_num_workers",
+    "max_num_batched_tokens",
+    "max_running_requests",
+    "model_update_buffer_size_mb",
+    "rollout_workers",
+    "rpc_timeout",
+    "tokenization_sanity_check",
+    "enable_chunked_prefill",
+    "share_prompts",
+    "use_sequence_packing",
+    "infer_batch_size",
+    "max_tokens_per_microbatch_in_infer",
+    "sequence_length_round",
+    "logging_dir",
+)
+"""Parts of keys that change no result, or where something is written."""
+OLDER = ("actor_rollout_ref.actor.optim.warmup_style", "algorithm.rollout_is_level", "algorithm.rollout_is_mode")
+"""Keys with a default that none of these releases has, or that has been null since."""
+MANDATORY = ("actor_rollout_ref.rollout.name",)
+
+
+def lines(system: str) -> list[dict[str, str]]:
+    with (FOLDER / f"{system}_defaults.tsv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+def written_out(system: str, release: str, megatron: bool) -> dict[str, Any]:
+    """All defaults of a release as a tree."""
+    values: dict[str, Any] = {}
+    for line in lines(system):
+        key = line["key"]
+        others = "experimental" in line["source"] or ("megatron" in line["source"] and not megatron)
+        if release not in line["releases"].split() or "<" in key or others:
+            continue
+        *above, last = key.split(".")
+        node = values
+        for part in above:
+            inside = node.setdefault(part, {})
+            node = inside if isinstance(inside, dict) else node.setdefault(part, {})
+        node[last] = line["link"] or yaml.safe_load(line["value"])
+    return values
+
+
+CRITIC = ("algorithm.adv_estimator=gae", "critic.model.path=a", "critic.ppo_micro_batch_size_per_gpu=2")
+PENALTY = ("algorithm.use_kl_in_reward=true", "actor_rollout_ref.actor.use_kl_loss=false")
+
+
+@pytest.mark.parametrize(
+    ("release", "words"), [*((release, CRITIC) for release in RELEASES["verl"]), ("0.7.0", PENALTY), ("0.9.1", ())]
+)
+def test_a_file_with_all_defaults_of_verl_is_the_file_without(
+    release: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    file = tmp_path / "defaults.yaml"
+    file.write_text(yaml.safe_dump(written_out("verl", release, megatron=False)))
+    alone = convert("verl", [GIVEN["verl"]], words, CHECKS)
+    whole = convert("verl", [file, GIVEN["verl"]], words, CHECKS)
+    told = {each.key for each in whole.outcomes if each.kind in (Kind.UNKNOWN, Kind.IMPOSSIBLE)}
+    assert not told and not whole.problems
+    texts = [dict(leaves(yaml.safe_load(each.text))) for each in (alone, whole)]
+    changed = {key for key in texts[0].keys() | texts[1].keys() if texts[0].get(key) != texts[1].get(key)}
+    assert {key for key in changed if not any(part in key for part in SPEED)} == set()
+
+
+@pytest.mark.parametrize("system", ["verl", "verl_sft", "roll"])
+def test_what_a_row_says_of_a_default_is_what_the_releases_have(system: str) -> None:
+    given = {row.key: row.default for row in rows(system) if row.default is not NOTHING and row.key not in OLDER}
+    known = {key: usual(system, key).values for key in given if key not in MANDATORY}
+    assert len(known) > 4
+    wrong = {key: (given[key], values) for key, values in known.items() if given[key] not in values}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("system", ["verl", "verl_sft", "roll"])
+def test_every_default_has_its_source_and_releases(system: str) -> None:
+    found = lines(system)
+    assert len(found) > 100 and len({(line["key"], line["value"], line["link"]) for line in found}) == len(found)
+    suffix = ".py" if system == "roll" else ".yaml"
+    assert all(line["source"].endswith(suffix) and line["releases"] for line in found)
+    assert value_at(written_out(system, found[0]["releases"].split()[0], True), "x") is NOTHING
+
+
+UNKNOWN_NAMES = {"<role>": "actor_train", "<domain>": "sums", "<tag>": "Boxes", "<name>": "x"}
+RECORDING = ("profiler", "trace", "prometheus", "profile", "hydra", "runtime_env", "transfer_queue", "ray_init")
+OPEN_SECTIONS = {
+    "roll": """system_envs tag_to_template tracker_kwargs custom_env custom_envs tool_wrapper model_config_kwargs
+        model_args domain_interleave_probs strategy_config router_config backend_config student_train student_infer
+        student sft_train reward_model reward_manager_config response_filter_config filters generating_args rewards
+        llm_proxy env_config deepspeed_zero deepspeed_zero1 deepspeed_zero2 deepspeed_zero3
+        deepspeed_zero3_cpuoffload""",
+    "verl": """engine_kwargs override_config model_config moe_config quantization override_transformer_config
+        reward_kwargs overlong_buffer_cfg""",
+    "verl_sft": "apply_chat_template_kwargs override_config override_transformer_config",
+    "chatlearn": "",
+    "mindspeed": "defaults model limit_mm_image_per_prompt",
+}
+"""Sections whose keys are anybody's, are told as a whole, or are judged where the values lead (options of engines)."""
+
+
+def sections(system: str) -> list[str]:
+    """Every section that a row of the table lies in."""
+    keys = [fill(row.key, UNKNOWN_NAMES).split(".") for row in rows(system) if ":" not in row.key]
+    return sorted({".".join(parts[:count]) for parts in keys for count in range(1, len(parts))})
+
+
+def is_open(system: str, section: str) -> bool:
+    parts = section.split(".")
+    return any(part in OPEN_SECTIONS[system].split() for part in parts) or any(
+        word in part for part in parts for word in RECORDING
+    )
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_key_that_no_rule_knows_is_told_in_every_section(system: str) -> None:
+    values: dict[str, Any] = {}
+    closed = [section for section in sections(system) if not is_open(system, section)]
+    for section in closed:
+        node = values
+        for part in section.split("."):
+            node = node.setdefault(part, {})
+        node["key_of_nobody"] = 7
+    draft = Draft(system, Given(values, values, frozenset()))
+    draft.take_all()
+    told = {each.key for each in draft.outcomes if each.kind == Kind.IMPOSSIBLE} | {key for key, _ in draft.unknown}
+    assert len(closed) > 10
+    assert [section for section in closed if f"{section}.key_of_nobody" not in told] == []
+
+
+def unknown(system: str, *words: str) -> set[str]:
+    imported = convert(system, [GIVEN[system]], words, CHECKS)
+    found = {each.key for each in imported.outcomes if each.kind == Kind.UNKNOWN}
+    assert imported.exit_code == int(bool(found or imported.problems))
+    return found
+
+
+def test_a_link_makes_harmless_only_what_it_reads() -> None:
+    words = ["+texts.known=1", "+texts.other=2", "+texts.more.a=3", "max_steps=${texts.known}"]
+    assert unknown("roll", *words) == {"texts.other", "texts.more.a"}
+    assert unknown("roll", *words, "+nested={b: '${.c}', c: 1}") == {"texts.other", "texts.more.a", "nested.b"}
+    assert unknown("roll", *words, "+which=more", "eval_steps=${texts.${which}.a}") == {"texts.other"}
+    assert unknown("roll", *words, "eval_steps=${oc.select:texts.other,3}") == {"texts.more.a"}
+
+
+@pytest.mark.parametrize("key", ["some_template", "_private_", "action_pattern", "my_penalty"])
+def test_a_name_makes_no_key_harmless(key: str) -> None:
+    assert unknown("roll", f"+{key}=text") == {key}
+
+
+def test_an_argument_that_no_engine_has_is_unknown_and_braces_stand_for_several_keys() -> None:
+    engine = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    megatron = "actor_rollout_ref.actor.megatron.override_transformer_config"
+    words = [f"{engine}.max-modle-len=3", f"{engine}.max-model-len=4096", f"{megatron}.apply_rope_fusion=true"]
+    words += [f"{megatron}.key_of_nobody=1", "actor_rollout_ref.actor.strategy=megatron"]
+    imported = convert("verl", [GIVEN["verl"]], words, CHECKS)
+    found = {each.key for each in imported.outcomes if each.kind == Kind.UNKNOWN}
+    assert found == {f"{engine}.max-modle-len", f"{megatron}.key_of_nobody"} and imported.exit_code == 1
+    assert "max_model_len: 4096" in imported.text
+    assert spread("a.{b,c}.{d,e.f}") == ["a.b.d", "a.b.e.f", "a.c.d", "a.c.e.f"]
+    assert spread("a.<role>.b") == ["a.<role>.b"]
+
+
+PICTURES = [
+    {"pretrain": "Qwen/Qwen2.5-VL-7B-Instruct"},
+    {"pretrain": "OpenGVLab/InternVL3-8B"},
+    {"model": {"path": "${oc.env:MODELS}/Qwen3-Omni-30B-A3B"}},
+    {"model": {"partial_pretrain": "Qwen/Qwen2-Audio-7B"}},
+    {"models": {"policy": {"load": "/models/GLM-4.1V-9B"}}},
+    {"model": {"processor": "x"}},
+    {"megatron_training": {"tokenizer_name_or_path": "./Qwen2.5-VL-3B"}},
+    {"megatron_training": {"dataset_additional_keys": ["labels", "image"]}},
+    {"data": {"train_files": ["/data/geo3k/train.parquet"]}},
+    {"data": {"image_key": "images"}},
+    {"data": {"video_key": "clips"}},
+    {"data": {"return_multi_modal_inputs": False, "image_key": "images"}},
+    {"rewards": {"x": {"tag_included": ["mm_math"]}}},
+    {"rewards": {"x": {"worker_cls": "roll.pipeline.rlvr.rewards.detection_reward_worker.DetectionRewardWorker"}}},
+    {"custom_envs": {"x": {"env_manager_cls": "roll.pipeline.agentic.env_manager.vl_traj_env_manager.Manager"}}},
+    {"custom_envs": {"x": {"env_config": {"render_mode": "rgb_array"}}}},
+    {"actor_infer": {"strategy_args": {"strategy_config": {"limit_mm_per_prompt": {"image": 4}}}}},
+    {"actor_train": {"data_args": {"audio_folder": "/sounds"}}},
+    {"actor_train": {"model_args": {"freeze_module_prefix": "vision_model"}}},
+]
+TEXT = [
+    {"pretrain": "Qwen/Qwen2.5-7B-Instruct", "data": {"image_key": None}},
+    {"pretrain": "/models/evolve/Qwen3-8B", "actor": {"freeze_vision_tower": False}},
+    {"model": {"lora": {"freeze_vision_model": True}}, "rollout": {"limit_images": None}},
+    {"data": {"train_files": ["/data/Omni-MATH.parquet", "deepmath_103k.jsonl"]}},
+    {"rewards": {"x": {"worker_cls": "roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker"}}},
+    {"rollout": {"tokenization_sanity_check_mode": "off", "load_format": "auto", "layered_summon": True}},
+]
+
+
+@pytest.mark.parametrize("values", PICTURES, ids=str)
+def test_what_asks_for_pictures_video_or_sound_is_seen(values: dict[str, Any]) -> None:
+    assert list(pictures_in(values))
+
+
+@pytest.mark.parametrize("values", TEXT, ids=str)
+def test_text_is_no_picture(values: dict[str, Any]) -> None:
+    assert list(pictures_in(values)) == []
+
+
+@pytest.mark.parametrize(
+    ("system", "word"),
+    [
+        ("roll", "pretrain=Qwen/Qwen2.5-VL-7B-Instruct"),
+        ("roll", "+actor_train.data_args.image_max_pixels=1000"),
+        ("verl", "data.image_key=pictures"),
+        ("verl", "data.val_files=/data/geo3k/test.parquet"),
+        ("verl_sft", "model.partial_pretrain=Qwen/Qwen3-VL-8B-Instruct"),
+        ("chatlearn", "models.policy.load=/models/Qwen2.5-VL-7B-Instruct"),
+        ("mindspeed", "generate_config.limit_mm_image_per_prompt=2"),
+    ],
+)
+def test_pictures_are_refused_by_name(system: str, word: str) -> None:
+    imported = convert(system, [GIVEN[system]], [word])
+    told = {each.key for each in imported.outcomes if "pictures" in each.note and each.kind == Kind.IMPOSSIBLE}
+    assert word.partition("=")[0].lstrip("+") in told and imported.exit_code == 1
+
+
+def test_a_default_that_is_written_out_asks_for_no_pictures() -> None:
+    words = ["data.image_key=images", "data.return_multi_modal_inputs=true", "+data.video_key=videos"]
+    imported = convert("verl", [GIVEN["verl"]], words)
+    assert imported.exit_code == 0
+    assert {each.key for each in imported.outcomes if each.kind == Kind.DROPPED} >= {"data.image_key", "data.video_key"}
+    model = "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct"
+    assert convert("verl", [GIVEN["verl"]], [*words, model]).exit_code == 1
+    assert convert("roll", [GIVEN["roll"]], ["+actor_train.data_args.video_fps=2.0"]).exit_code == 0
+    assert convert("roll", [GIVEN["roll"]], ["+actor_train.data_args.video_fps=4.0"]).exit_code == 1
+
+
+def test_the_report_begins_with_what_a_user_must_look_at() -> None:
+    words = ["+key_of_nobody=1", "actor_train.mtp_training_mode=joint"]
+    imported = convert("roll", [GIVEN["roll"]], words, CHECKS)
+    text = report(imported)
+    order = [text.index(f"\n{kind} (") for kind in (Kind.UNKNOWN, Kind.TO_DO, Kind.DERIVED, Kind.DROPPED)]
+    assert text.startswith(f"{Kind.IMPOSSIBLE} (1)") and order == sorted(order)
+    assert "\nkept (" not in text and "\nkept (" in report(imported, everything=True)
+
+
+def test_what_is_lost_stands_above_its_place_in_the_result() -> None:
+    words = ["+actor_train.training_args.rate_of_nobody=1", "+key_of_nobody=1"]
+    imported = convert("roll", [GIVEN["roll"]], words, CHECKS)
+    lines = imported.text.splitlines()
+    place = lines.index("  # lost: actor_train.training_args.rate_of_nobody: unknown to the importer")
+    assert lines[place + 1] == "  training_args:"
+    assert lines[1] == "# lost: key_of_nobody: unknown to the importer"
+    assert "# TODO: rewards.talk.judge_prompt" in imported.text
+    plain = [line for line in lines if not line.lstrip().startswith("#")]
+    assert yaml.safe_load("\n".join(plain)) == yaml.safe_load(imported.text)
+
+
+def test_comments_keep_values_as_they_are() -> None:
+    text = "# head\na: 1\nb:\n  text: |\n    c: 2\n    # no comment\n  flow: {c: 1}\n"
+    said = annotate(text, [("b.text.c", "lost: one"), ("b.flow.c", "TODO: two"), ("z", "lost: three")])
+    assert yaml.safe_load(said) == yaml.safe_load(text)
+    assert said.splitlines()[:2] == ["# head", "# lost: three"] and "  # TODO: two\n  flow: {c: 1}" in said

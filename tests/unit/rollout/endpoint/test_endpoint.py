@@ -5,24 +5,48 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import anthropic
 import httpx
+import numpy as np
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from roll.agentic.tools.dialects import dialect
+from roll.configs.agent import AgentConfig
 from roll.data.renderer import ChatRenderer
-from roll.data.requests import Completion, GenerateRequest
-from roll.rollout.endpoint.errors import PortTakenError
+from roll.data.requests import Completion, FinishReason, GenerateRequest
+from roll.rollout.endpoint import server as bodies
+from roll.rollout.endpoint.errors import ApiError, PortTakenError
 from roll.rollout.endpoint.sampling import bytes_of
 from roll.rollout.endpoint.server import Endpoint
-from roll.rollout.endpoint.session import Session
+from roll.rollout.endpoint.session import History, Policy, Session, Wanted
 from roll.rollout.router import EngineUnavailableError
-from tests.support.said_engine import LIMITS, RENDERER, TOKENIZER, Engine, client, new_session, rows_of, serving
+from roll.rollout.rows import groups_to_batch
+from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
+from tests.support.chat_families import family_tokenizer
+from tests.support.examples import examples
+from tests.support.said_engine import (
+    EPISODE,
+    LIMITS,
+    PARAMS,
+    RENDERER,
+    TOKENIZER,
+    Engine,
+    client,
+    new_session,
+    rows_of,
+    serving,
+)
 
 USER = {"role": "user", "content": "17*3="}
 TOOL: dict[str, Any] = {
@@ -396,3 +420,420 @@ async def test_a_port_that_is_taken_is_named() -> None:
         port = int(endpoint.url.rpartition(":")[2].removesuffix("/v1"))
         with pytest.raises(PortTakenError, match=f"agent.port: got {port}, expected a free port of 127.0.0.1"):
             Endpoint(port)
+
+
+ADD_TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
+ADD_CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1.0}}\n</tool_call>'
+TEXTS = ["a", "<think>b</think>c", ADD_CALL, "<tool_call>{", " "]
+
+
+class Asynchronous(Engine):
+    """Answers in any order, under weights that change in between."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(["-"])
+        self.chance = chance
+        self.sampled: list[Completion] = []
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        for _ in range(self.chance.randrange(4)):
+            await asyncio.sleep(0)
+            self.version += self.chance.random() < 0.3
+        ids = TOKENIZER.encode(self.chance.choice(TEXTS)) + [TOKENIZER.eos_token_id] * (self.chance.random() < 0.7)
+        versions = np.sort([self.chance.randint(0, self.version) for _ in ids])
+        logprobs = np.array([-self.chance.random() for _ in ids], dtype=np.float32)
+        completion = Completion(request.request_id, np.array(ids), logprobs, FinishReason.STOP, versions)
+        self.log.append((request.prompt_ids.tolist(), ids))
+        self.sampled.append(completion)
+        return completion
+
+
+async def harness(session: Any, chance: random.Random) -> None:
+    """Goes on with one of its conversations, changes it, or begins another, some of them side by side."""
+    conversations: list[list[dict[str, Any]]] = [[{"role": "user", "content": "q"}]]
+
+    async def ask() -> None:
+        messages = [dict(message) for message in chance.choice(conversations)]
+        match chance.randrange(7):
+            case 0:  # compaction
+                messages = [{"role": "user", "content": "in short: q"}]
+            case 1 if len(messages) > 1:  # an edited message
+                chance.choice(messages)["content"] = "edited"
+            case 2 if len(messages) > 2:  # a retry
+                messages = messages[:-2]
+            case 3:  # a sub-agent
+                messages = [{"role": "system", "content": "help"}, {"role": "user", "content": "q"}]
+        tools = [ADD_TOOL] if chance.random() < 0.7 else []
+        stop = ("c",) if chance.random() < 0.2 else ()
+        for answer in await session.chat(messages, tools, Wanted(n=chance.choice([1, 1, 2]), stop=stop)):
+            said = answer.turn.as_openai()
+            follow = {"role": "tool", "content": "2"} if answer.turn.calls else {"role": "user", "content": "more"}
+            conversations.append([*messages, said, follow])
+
+    for _ in range(chance.randrange(1, 6)):
+        await asyncio.gather(*(ask() for _ in range(chance.randrange(1, 4))))
+
+
+def test_results_have_the_names_of_their_tools_where_the_template_writes_them() -> None:
+    """Clients send ids alone; gpt-oss reads who answers."""
+    renderer, calls = ChatRenderer(family_tokenizer("gpt_oss")), []
+    said = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"x": 1}<|call|>'
+
+    async def generate(request: GenerateRequest) -> Completion:
+        ids = np.array(renderer.tokenizer.encode(said, add_special_tokens=False))
+        calls.append(renderer.decode_raw(request.prompt_ids))
+        return Completion(
+            request.request_id, ids, np.zeros(len(ids), np.float32), FinishReason.STOP, np.zeros(len(ids))
+        )
+
+    async def run() -> None:
+        policy = Policy(renderer, dialect("harmony"), LIMITS)
+        session = Session(AgentConfig(command=["true"]), policy, generate, PARAMS, EPISODE)
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "q"}]
+        (answer,) = await session.chat(messages, [ADD_TOOL], Wanted())
+        (call,) = answer.turn.calls
+        messages += [answer.turn.as_openai(), {"role": "tool", "tool_call_id": call.id, "content": "2"}]
+        await session.chat(messages, [ADD_TOOL], Wanted())
+        assert session.counts["rows"] == 1
+
+    asyncio.run(run())
+    assert calls[1].endswith(
+        '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"2"<|end|><|start|>assistant'
+    )
+
+
+@examples(60)
+@given(seed=st.integers(0, 2**32))
+def test_rows_are_the_engines_own_log(seed: int) -> None:
+    async def run() -> tuple[Any, Asynchronous]:
+        chance = random.Random(seed)
+        engine = Asynchronous(chance)
+        session = new_session(engine)
+        await harness(session, chance)
+        return session, engine
+
+    session, engine = asyncio.run(run())
+    episode = Trajectory("sums", 0, 0, 0, tuple(session.turns), EpisodeEnd.TERMINATED, True, "", history=True)
+    batch = groups_to_batch([RolloutGroup(0, "sums", (episode,))], ["sums"])
+    assert batch.rollout_logprobs_T is not None and batch.rollout_versions_T is not None
+    expected = sorted(
+        (prompt, ids, completion.logprobs.tolist(), completion.versions.tolist())
+        for (prompt, ids), completion in zip(engine.log, engine.sampled, strict=True)
+    )
+    found = []
+    for tokens, mask, turns, logprobs, versions in zip(
+        *(
+            np.split(values.numpy(), np.cumsum(batch.lengths_B.numpy())[:-1])
+            for values in (
+                batch.tokens_T,
+                batch.loss_mask_T,
+                batch.turn_T,
+                batch.rollout_logprobs_T,
+                batch.rollout_versions_T,
+            )
+        ),
+        strict=True,
+    ):
+        for turn in np.unique(turns[mask]):
+            at = np.flatnonzero(mask & (turns == turn))
+            start = at[0]
+            found.append((tokens[:start].tolist(), tokens[at].tolist(), logprobs[at].tolist(), versions[at].tolist()))
+    assert sorted(found) == expected, "each answer once, behind exactly what it was sampled from"
+    assert session.counts["calls"] == len(expected) and session.counts["rows"] == len(batch.lengths_B)
+    if batch.sample_weight_B is not None:
+        assert abs(float(batch.sample_weight_B.sum()) - 1) < 1e-12, "together the weight of one episode"
+
+
+async def test_what_a_session_sends_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that begins many long requests cannot fill the memory of the worker; another's go on."""
+    monkeypatch.setattr(bodies, "MAX_BODY", 1000)
+
+    async with serving() as endpoint:
+        session, other = new_session(Engine(["x"])), new_session(Engine(["x"]))
+        port = int(endpoint.url.split(":")[2].split("/")[0])
+
+        async def begin(key: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+            writer.write(f"{head}Content-Length: 999\r\n\r\n".encode() + b" " * 400)
+            return reader, writer
+
+        async with asyncio.timeout(20):
+            with endpoint.open(session) as key:
+                opened = [await begin(key), await begin(key)]
+                while session.receiving < 800:
+                    await asyncio.sleep(0.001)
+                reader, last = await begin(key)
+                told = await reader.readuntil(b"}}")
+                assert told.startswith(b"HTTP/1.1 429") and b'"rate_limit_exceeded"' in told
+                async with client(endpoint, other) as policy:
+                    await policy.chat.completions.create(model="m", messages=[{"role": "user", "content": "q"}])
+                for _, writer in [*opened, (reader, last)]:
+                    writer.close()
+                while session.receiving:
+                    await asyncio.sleep(0.001)
+        assert session.counts["refused"] == 1 and len(other.turns) == 1
+
+
+async def test_a_body_that_is_no_object_says_so() -> None:
+    async with serving() as endpoint:
+        with endpoint.open(new_session(Engine(["x"]))) as key:
+            async with httpx.AsyncClient(headers={"x-api-key": key}) as http:
+                told = await http.post(f"{endpoint.url}/chat/completions", content=b"[]")
+    assert told.status_code == 400
+    assert told.json()["error"]["message"] == "the body: Input should be an object, got []"
+
+
+ASKING = b'[{"role":"user","content":"q"}]'
+HOSTILE = {
+    "messages": b'{"messages":[' + b",".join([b'{"role":"user","content":"a"}'] * 200_000) + b"]}",
+    "no messages": b'{"messages":[' + b",".join([b"1"] * 1_000_000) + b"]}",
+    "parts": b'{"messages":[{"role":"user","content":['
+    + b",".join([b'{"type":"text","text":"a"}'] * 200_000)
+    + b"]}]}",
+    "nested": b'{"messages":' + ASKING + b',"metadata":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+    "keys": b'{"messages":' + ASKING + b"," + b",".join(b'"k%d":1' % i for i in range(200_000)) + b"}",
+    "stops": b'{"messages":' + ASKING + b',"stop":[' + b",".join([b'"x"'] * 200_000) + b"]}",
+    "number": b'{"messages":' + ASKING + b',"seed":' + b"9" * 300_000 + b"}",
+    "text": b'{"messages":[{"role":"user","content":"' + b"ab " * 300_000 + b'"}]}',
+    "escapes": b'{"messages":[{"role":"user","content":"' + b'\\"' * 300_000 + b'"}]}',
+    "blank": b" " * 1_000_000 + b"{}",
+    "backslashes": b"\\" * 1_000_000,
+}
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+@pytest.mark.parametrize("kind", HOSTILE)
+async def test_a_hostile_body_is_refused_in_the_providers_form_before_it_is_parsed(path: str, kind: str) -> None:
+    async with serving() as endpoint:
+        session = new_session(Engine(["x"]))
+        with endpoint.open(session) as key:
+            async with httpx.AsyncClient(headers={"x-api-key": key}, timeout=60) as http:
+                told = await http.post(f"{endpoint.url}/{path}", content=HOSTILE[kind])
+        receiving = session.receiving
+    assert told.status_code in (400, 413) and receiving == 0
+    error = told.json()["error"]
+    assert {"messages": {"type", "message"}}.get(path, {"message", "type", "param", "code"}) == error.keys()
+    assert "got more than" in error["message"] or "nested more than" in error["message"] or "digits" in error["message"]
+
+
+def test_the_shape_of_a_text_does_not_depend_on_its_pieces() -> None:
+    """Strings, escapes and numbers may be cut anywhere; what stands in strings does not count."""
+    text = rb'{"a\"[{,": [1, "x\\", {"b": "\\\"],{"}], "' + b"{[,1" * 50 + b'": 1.5}'
+    bounds = bodies.Bounds(10**6, 10**6, 10**6)
+    whole = bodies.Shape(bounds)
+    whole.feed(text)
+    assert (whole._objects, whole._values, whole._depth) == (2, 2 + 1 + 3, 0)
+    for size in (1, 2, 3, 7):
+        pieces = bodies.Shape(bounds)
+        for at in range(0, len(text), size):
+            pieces.feed(text[at : at + size])
+        assert (pieces._objects, pieces._values, pieces._depth) == (whole._objects, whole._values, whole._depth)
+    digits = bodies.Shape(bounds)
+    with pytest.raises(ApiError, match="digits"):
+        for _ in range(500):
+            digits.feed(b"9")
+
+
+async def test_a_body_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.2)
+
+    async with serving() as endpoint:
+        with endpoint.open(new_session(Engine(["x"]))) as key:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.url.split(":")[2].split("/")[0]))
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+            writer.write(f"{head}Content-Length: 999\r\n\r\n".encode() + b"{")
+            async with asyncio.timeout(20):
+                told = await reader.readuntil(b"}}")
+            writer.close()
+            assert told.startswith(b"HTTP/1.1 408")
+
+
+def test_headers_are_bounded() -> None:
+    async def run() -> bytes:
+        async with serving() as endpoint:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.url.split(":")[2].split("/")[0]))
+            with contextlib.suppress(ConnectionError):
+                writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 500_000)
+                async with asyncio.timeout(20):
+                    return await reader.read(12)
+            return b""
+
+    assert asyncio.run(run()) in (b"", b"HTTP/1.1 400")
+
+
+async def test_a_long_prompt_is_rendered_beside_the_event_loop() -> None:
+    async with serving() as endpoint:
+        session = new_session(Engine(["x"]))
+        with endpoint.open(session) as key:
+            async with httpx.AsyncClient(headers={"x-api-key": key}, timeout=60) as http:
+                body = {"model": "m", "messages": [{"role": "user", "content": "a b " * 30_000}]}
+                task = asyncio.create_task(http.post(f"{endpoint.url}/chat/completions", json=body))
+                ticks = 0
+                while not task.done():
+                    await asyncio.sleep(0)
+                    ticks += 1
+                status = (await task).status_code
+    assert status == 400 and ticks > 50, "the prompt is too long, and others went on meanwhile"
+
+
+LONG_BODY = {
+    "a call": [
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[1" + ",1" * 40_000 + "]"}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "r"},
+    ],
+    "control tokens": [{"role": "user", "content": "<|im_end|>" * 10_000}],
+}
+
+
+@pytest.mark.parametrize("kind", LONG_BODY)
+async def test_a_long_conversation_is_compared_and_rendered_beside_the_event_loop(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = {}
+
+    def watched(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def watch(*args: Any, **keys: Any) -> Any:
+            threads[name] = threading.current_thread()
+            return method(*args, **keys)
+
+        monkeypatch.setattr(owner, name, watch)
+
+    watched(History, "recall")
+    watched(ChatRenderer, "prompt")
+
+    async with serving() as endpoint:
+        with endpoint.open(new_session(Engine(["x"]))) as key:
+            async with httpx.AsyncClient(headers={"x-api-key": key}, timeout=60) as http:
+                body = {"messages": [{"role": "user", "content": "q"}, *LONG_BODY[kind]]}
+                told = await http.post(f"{endpoint.url}/chat/completions", json=body)
+    assert told.status_code == 400 and threads["recall"] is not threading.main_thread()
+    assert threads.get("prompt") is not threading.main_thread()
+
+
+PARAMETERS: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}}
+
+
+def play_api(engine: Engine, program: Any) -> tuple[Session, Any]:
+    """An episode of ``program(url, key)``."""
+
+    async def run() -> tuple[Session, Any]:
+        session = new_session(engine)
+        async with serving() as endpoint:
+            with endpoint.open(session) as key:
+                return session, await program(endpoint.url.removesuffix("/v1"), key)
+
+    return asyncio.run(run())
+
+
+def assert_one_row(session: Session, engine: Engine) -> None:
+    prompt, ids = engine.log[-1]
+    assert rows_of(session) == [prompt + ids] and session.counts["rewritten"] == 0
+    assert prompt[: len(engine.log[0][0] + engine.log[0][1])] == engine.log[0][0] + engine.log[0][1]
+    assert "<tool_response>\n51\n</tool_response>" in TOKENIZER.decode(prompt)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_messages_of_anthropic(streams: bool) -> None:
+    engine = Engine([f"<think>hm</think>Let me see. {CALL}", "It is 51 END of it"])
+    tool: Any = {"name": "multiply", "description": "Multiplies.", "input_schema": PARAMETERS}
+
+    async def program(url: str, key: str) -> Any:
+        async with anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as client:
+
+            async def ask(messages: list[Any]) -> Any:
+                keys: Any = {"system": "Be brief.", "tools": [tool], "max_tokens": 200, "stop_sequences": ["END"]}
+                if not streams:
+                    return await client.messages.create(model="claude", messages=messages, **keys)
+                async with client.messages.stream(model="claude", messages=messages, **keys) as stream:
+                    return await stream.get_final_message()
+
+            messages: list[Any] = [{"role": "user", "content": "17*3="}]
+            first = await ask(messages)
+            thought, _, use = first.content
+            assert (thought.thinking, use.name, use.input) == ("hm", "multiply", {"a": 17, "b": 3})
+            assert first.stop_reason == "tool_use"
+            result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "51"}]}
+            messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+            return await ask(messages)
+
+    session, last = play_api(engine, program)
+    assert (last.content[0].text.strip(), last.stop_reason, last.stop_sequence) == ("It is 51", "stop_sequence", "END")
+    assert last.usage.input_tokens == len(engine.log[1][0]) and last.usage.output_tokens == len(engine.log[1][1])
+    assert_one_row(session, engine)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_responses_of_openai(streams: bool, named: bool) -> None:
+    engine = Engine([f"<think>hm</think>Let me see. {CALL}", "It is 51"])
+    tool: Any = {"type": "function", "name": "multiply", "description": "Multiplies.", "parameters": PARAMETERS}
+
+    async def program(url: str, key: str) -> Any:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+
+            async def ask(items: Any, **keys: Any) -> Any:
+                keys |= {"instructions": "Be brief.", "tools": [tool], "input": items}
+                if not streams:
+                    return await client.responses.create(model="gpt", **keys)
+                async with client.responses.stream(model="gpt", **keys) as stream:
+                    return await stream.get_final_response()
+
+            first = await ask("17*3=")
+            thought, said, call = first.output
+            assert (thought.type, said.content[0].text, call.name) == ("reasoning", "Let me see.", "multiply")
+            assert json.loads(call.arguments) == {"a": 17, "b": 3}
+            result = {"type": "function_call_output", "call_id": call.call_id, "output": "51"}
+            if named:
+                return await ask([result], previous_response_id=first.id)
+            plain = [item.model_dump(exclude_none=True) for item in first.output]
+            return await ask([{"role": "user", "content": "17*3="}, *plain, result])
+
+    session, last = play_api(engine, program)
+    assert (last.output_text, last.status) == ("It is 51", "completed")
+    assert last.usage.input_tokens == len(engine.log[1][0]) and last.usage.output_tokens == len(engine.log[1][1])
+    assert_one_row(session, engine)
+
+
+def test_both_refuse_in_their_own_words() -> None:
+    async def program(url: str, key: str) -> None:
+        long: Any = [{"role": "user", "content": "x" * LIMITS.sequence_length}]
+        async with anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as claude:
+            with pytest.raises(anthropic.BadRequestError, match="maximum context length") as full:
+                await claude.messages.create(model="m", max_tokens=9, messages=long)
+            assert full.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+            image: Any = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
+            with pytest.raises(anthropic.BadRequestError, match=r"messages.0.content.0.type: got 'image'"):
+                await claude.messages.create(model="m", max_tokens=9, messages=image)
+            with pytest.raises(anthropic.NotFoundError) as unknown:
+                await claude.messages.count_tokens(model="m", messages=image)
+            assert unknown.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+            assert unknown.value.body["type"] == "error"  # type: ignore[index]
+            with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+                await claude.messages.create(model="m", max_tokens=0, messages=long)
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="sk-ant-none", max_retries=0) as stranger:
+            with pytest.raises(anthropic.AuthenticationError):
+                await stranger.messages.create(model="m", max_tokens=9, messages=long)
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+            with pytest.raises(openai.NotFoundError, match="expected one of this episode"):
+                await client.responses.create(model="m", input="x", previous_response_id="resp_1")
+            search: Any = [{"type": "web_search"}]
+            with pytest.raises(openai.BadRequestError, match=r"tools.0.type: got 'web_search'"):
+                await client.responses.create(model="m", input="x", tools=search)
+            asked: Any = {"background": True, "conversation": "conv_1", "prompt": {"id": "p"}, "top_logprobs": 2}
+            for field, value in asked.items():
+                with pytest.raises(openai.BadRequestError, match=f"{field}: got"):
+                    await client.responses.create(model="m", input="x", **{field: value})
+            cut = await client.responses.create(model="m", input="x", max_output_tokens=1)
+            assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
+
+    session, _ = play_api(Engine(["abc"]), program)
+    assert session.counts["refused"] == 9 and len(session.turns) == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from roll.distributed.strategy.training import tensor_files
-from roll.distributed.strategy.training.pieces import ShardLayout, Slice, WeightShard, weight_shard
+from roll.distributed.strategy.training.checkpoint import BackgroundSaves, Contents, Snapshots
+from roll.distributed.strategy.training.pieces import ShardLayout, Slice, WeightShard, everywhere, weight_shard
 from roll.distributed.strategy.training.tensor_files import (
     BackgroundWriter,
     StoredTensors,
@@ -19,6 +22,8 @@ from roll.distributed.strategy.training.tensor_files import (
     plan_files,
     write_index,
 )
+from roll.distributed.strategy.training.trainer import export, plan_buckets
+from roll.distributed.weights.buckets import pack_buckets, unpack_bucket
 from roll.utils.checksums import WrittenFile, checksum_of
 
 
@@ -156,3 +161,115 @@ def test_what_cannot_be_written_is_an_error_and_blocks_nobody(tmp_path: Path) ->
         writer.add(tmp_path / "occupied" / file.name, tensors[name])
     with pytest.raises(OSError, match="occupied"):
         writer.close().result(30)
+
+
+def contents(path: Path, tensors: dict[str, Tensor], go: threading.Event | None = None) -> Contents:
+    """Nothing is written before ``go``."""
+
+    def write_rest() -> None:
+        assert go is None or go.wait(30)
+
+    def spread(tensor: Tensor) -> ShardLayout:
+        return ShardLayout(tuple(tensor.shape), tensor.dtype, tensor.device, everywhere(tensor.shape), lambda: tensor)
+
+    return Contents(
+        path, {"state": [weight_shard(name, spread(tensor)) for name, tensor in tensors.items()]}, write_rest
+    )
+
+
+def test_a_change_after_the_start_is_not_in_the_files(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(1000), "b": torch.ones(10, 3)}
+    saves = BackgroundSaves()
+    for number in (1, 2):
+        go = threading.Event()
+        saving = saves.start([contents(tmp_path / str(number), tensors, go)])
+        for tensor in tensors.values():
+            tensor.add_(1)
+        assert not saving.done() and not list(tmp_path.glob(f"{number}/*"))
+        go.set()
+        (written,) = saving.result(30)
+        assert Path(written.path) == tmp_path / str(number) / "state.safetensors"
+        stored = StoredTensors(tmp_path / str(number))
+        assert all(stored.get(name).equal(torch.full_like(tensor, number)) for name, tensor in tensors.items())
+
+
+def test_a_save_waits_for_the_copies_of_the_one_before(tmp_path: Path) -> None:
+    tensors, go, saves = {"a": torch.ones(1000)}, threading.Event(), BackgroundSaves()
+    first = saves.start([contents(tmp_path / "first", tensors, go)])
+    tensors["a"].zero_()
+    threading.Timer(0.2, go.set).start()
+    saves.start([contents(tmp_path / "second", tensors)]).result(30)
+    assert first.done()
+    assert StoredTensors(tmp_path / "first").get("a").eq(1).all()
+    assert StoredTensors(tmp_path / "second").get("a").eq(0).all()
+
+
+def test_a_failure_is_the_results_and_the_next_save_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "occupied").write_text("a file, not a folder")
+    saves = BackgroundSaves()
+    with pytest.raises(OSError, match="occupied"):
+        saves.start([contents(tmp_path / "occupied", {"a": torch.ones(3)})]).result(30)
+    saves.start([contents(tmp_path / "free", {"a": torch.ones(3)})]).result(30)
+    assert StoredTensors(tmp_path / "free").get("a").equal(torch.ones(3))
+
+
+def test_memory_of_snapshots_is_kept_and_shared() -> None:
+    snapshots, tensor = Snapshots(), torch.arange(6.0)
+    first, same, turned = snapshots.take([tensor, tensor.detach(), tensor.view(2, 3).T])
+    assert first.data_ptr() == same.data_ptr() != turned.data_ptr() and first.data_ptr() != tensor.data_ptr()
+    assert first.equal(tensor) and turned.equal(tensor.view(2, 3).T)
+    (again,) = snapshots.take([tensor + 1])
+    assert again.data_ptr() == first.data_ptr() and again.equal(tensor + 1)
+    assert snapshots.take([torch.ones(7)])[0].equal(torch.ones(7))
+
+
+def spread(tensor: Tensor) -> ShardLayout:
+    return ShardLayout(tuple(tensor.shape), tensor.dtype, tensor.device, everywhere(tensor.shape), lambda: tensor)
+
+
+def plain(name: str, tensor: Tensor) -> WeightShard:
+    return weight_shard(name, spread(tensor))
+
+
+def split(name: str, tensor: Tensor) -> WeightShard:
+    """A fused parameter: a tensor of a checkpoint for each row."""
+
+    def make(whole: Sequence[Tensor]) -> Mapping[str, Tensor]:
+        return {f"{name}.{i}": row for i, row in enumerate(whole[0])}
+
+    return WeightShard([spread(tensor)], make)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_an_export_is_what_packing_the_tensors_gives(check: bool) -> None:
+    torch.manual_seed(0)
+    a, b, fused = torch.randn(7, 3), torch.randn(50).to(torch.bfloat16), torch.randn(40, 16)
+    named = {"a": a, **{f"f.{i}": row for i, row in enumerate(fused)}, "b": b}
+    planned = plan_buckets([plain("a", a), split("f", fused), plain("b", b)], 512)
+    expected = list(pack_buckets(named.items(), 512))
+    assert [bucket.outline for bucket in planned] == [bucket.outline for bucket in expected]
+    for _ in range(2):
+        buckets = list(export(planned, [0], check=check))
+        assert [bucket.checksum for bucket in buckets] == [one.checksum if check else None for one in expected]
+        found = {name: tensor for bucket in buckets for name, tensor in unpack_bucket(bucket)}
+        assert found.keys() == named.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in named.items())
+        for tensor in (a, b, fused):
+            tensor.add_(1)
+        expected = list(pack_buckets(named.items(), 512))
+
+
+def test_a_fused_parameter_is_gathered_for_the_bucket_in_which_it_begins() -> None:
+    planned = plan_buckets([plain("a", torch.ones(16)), split("f", torch.ones(5, 16))], 128)
+    assert [bucket.outline.names for bucket in planned] == [("a", "f.0"), ("f.1", "f.2"), ("f.3", "f.4")]
+    assert [len(bucket.pieces) for bucket in planned] == [2, 0, 0]
+    with pytest.raises(ValueError, match="bucket_bytes: 0"):
+        plan_buckets([], 0)
+
+
+def test_a_rank_that_serves_nobody_reads_nothing_that_nobody_needs() -> None:
+    def own() -> Tensor:
+        raise AssertionError("read")
+
+    everyones = ShardLayout((3,), torch.float32, torch.device("cpu"), [Slice((0,), (3,), (0, 1))], own)
+    assert list(export(plan_buckets([weight_shard("a", everyones)], 64), [1], check=True)) == []
