@@ -4,8 +4,6 @@
 but not installed fails instead of being skipped.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Callable, Iterator

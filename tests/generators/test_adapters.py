@@ -1,7 +1,5 @@
 """LoRA: every generator with an adapter is the model that peft merges; the last test stops the engine."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -35,12 +33,12 @@ def reset(engine: Any, path: str) -> None:
     asyncio.run(engine.update_weights(buckets_of(weights_of(load(path))), 0))
 
 
-def test_before_the_first_adapter_the_model_is_the_base(lora_engine: Any, model_path: Any) -> None:
+def test_before_the_first_adapter_the_model_is_the_base(lora_engine, model_path):
     prompt_list = prompts(6, seed=30)
     assert_greedy(greedy(lora_engine, prompt_list), load(model_path("untied", 0)), prompt_list, 16)
 
 
-def test_an_adapter_makes_the_engine_pefts_merged_model(lora_engine: Any, model_path: Any) -> None:
+def test_an_adapter_makes_the_engine_pefts_merged_model(lora_engine, model_path):
     prompt_list = prompts(8, seed=31, low=40, high=90)
     path = model_path("untied", 0)
     for version in (1, 2, 3):  # each replaces the one before, and nothing of its cache is used
@@ -54,7 +52,7 @@ def test_an_adapter_makes_the_engine_pefts_merged_model(lora_engine: Any, model_
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
-def test_new_base_weights_drop_the_adapter(lora_engine: Any, model_path: Any) -> None:
+def test_new_base_weights_drop_the_adapter(lora_engine, model_path):
     prompt_list = prompts(6, seed=32, low=40)
     tensors, _ = make_adapter(model_path("untied", 0), seed=4)
     other = load(model_path("untied", 1))
@@ -67,7 +65,7 @@ def test_new_base_weights_drop_the_adapter(lora_engine: Any, model_path: Any) ->
     reset(lora_engine, model_path("untied", 0))
 
 
-def test_requests_in_flight_survive_updates_of_adapter_and_base(lora_engine: Any, model_path: Any) -> None:
+def test_requests_in_flight_survive_updates_of_adapter_and_base(lora_engine, model_path):
     path = model_path("untied", 0)
     (first, _), (second, merged) = (make_adapter(path, seed=seed) for seed in (7, 8))
     prompt_list = prompts(8, seed=33, low=40)
@@ -86,7 +84,7 @@ def test_requests_in_flight_survive_updates_of_adapter_and_base(lora_engine: Any
 
 
 @pytest.mark.parametrize("kind", ["missing name", "unknown name", "has shape"])
-def test_an_adapter_that_does_not_fit_changes_nothing(lora_engine: Any, model_path: Any, kind: str) -> None:
+def test_an_adapter_that_does_not_fit_changes_nothing(lora_engine, model_path, kind):
     path = model_path("untied", 0)
     good, merged = make_adapter(path, seed=10)
     asyncio.run(lora_engine.update_adapter(buckets_of(good), 10))
@@ -105,7 +103,7 @@ def test_an_adapter_that_does_not_fit_changes_nothing(lora_engine: Any, model_pa
     assert_greedy(greedy(lora_engine, prompt_list), merged, prompt_list, 16)
 
 
-async def test_shutdown_fails_what_is_in_flight_and_what_comes_after(lora_engine: Any) -> None:
+async def test_shutdown_fails_what_is_in_flight_and_what_comes_after(lora_engine):
     request = GenerateRequest("last", prompts(1, seed=35)[0], SamplingParams(max_new_tokens=900, temperature=2.0))
 
     await pause(lora_engine)

@@ -1,7 +1,5 @@
 """A generator tells the experts that its tokens went through, and a trainer goes through them again."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any
@@ -65,9 +63,7 @@ def preferred(path: str, batch: Batch) -> Tensor:
     return torch.cat(found)
 
 
-def test_each_token_but_the_last_tells_the_experts_that_it_went_through(
-    answers: tuple[list[GenerateRequest], list[Completion]], model_path: ModelPath
-) -> None:
+def test_each_token_but_the_last_tells_the_experts_that_it_went_through(answers, model_path):
     batch = batch_of(*answers)
     last_T = batch.positions_T == batch.lengths_B[batch.rows_T] - 1
     assert batch.experts_TE is not None and batch.experts_TE.dtype == torch.int16
@@ -76,9 +72,7 @@ def test_each_token_but_the_last_tells_the_experts_that_it_went_through(
     assert torch.equal(told[~last_T].long(), preferred(model_path("experts", 0), batch)[~last_T])
 
 
-def test_a_trainer_with_other_routers_goes_through_the_generators_experts(
-    answers: tuple[list[GenerateRequest], list[Completion]], model_path: ModelPath
-) -> None:
+def test_a_trainer_with_other_routers_goes_through_the_generators_experts(answers, model_path):
     batch = batch_of(*answers)
     sampled = torch.from_numpy(np.concatenate([completion.logprobs for completion in answers[1]]))
     trainer: Any = STRATEGIES.get("fsdp2_train")(

@@ -1,7 +1,5 @@
 """Every generator gives the same completions: transformers' greedy tokens and scores, whatever runs beside them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from typing import Any
@@ -47,7 +45,7 @@ def endless(oracle: PreTrainedModel) -> np.ndarray:
 
 
 @pytest.mark.parametrize("arrive", [burst, staggered])
-def test_greedy_tokens_are_those_of_transformers(engine: Any, oracle: PreTrainedModel, arrive: Any) -> None:
+def test_greedy_tokens_are_those_of_transformers(engine, oracle, arrive):
     prompt_list = prompts(24, seed=1)
     completions = asyncio.run(arrive(engine, requests_of(prompt_list, temperature=0.0, max_new_tokens=24)))
     assert_greedy(completions, oracle, prompt_list, 24)
@@ -67,9 +65,7 @@ def test_greedy_tokens_are_those_of_transformers(engine: Any, oracle: PreTrained
     ],
     ids=["plain", "cold", "nucleus", "everything"],
 )
-def test_logprobs_are_those_of_the_whole_distribution(
-    engine: Any, oracle: PreTrainedModel, params: dict[str, float], record_property: Any
-) -> None:
+def test_logprobs_are_those_of_the_whole_distribution(engine, oracle, params, record_property):
     """Temperature counts; penalties and truncation, which a trainer does not compute again, do not."""
     prompt_list = prompts(12, seed=2)
     completions = asyncio.run(burst(engine, requests_of(prompt_list, max_new_tokens=24, seed=5, **params)))
@@ -84,7 +80,7 @@ def test_logprobs_are_those_of_the_whole_distribution(
     assert worst < 1e-4
 
 
-def test_requests_with_different_parameters_do_not_disturb_each_other(engine: Any, oracle: PreTrainedModel) -> None:
+def test_requests_with_different_parameters_do_not_disturb_each_other(engine, oracle):
     prompt_list = prompts(12, seed=3)
     kinds: list[dict[str, float]] = [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.3}]
     requests = [
@@ -99,13 +95,13 @@ def test_requests_with_different_parameters_do_not_disturb_each_other(engine: An
 
 
 @pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=["top_k", "top_p", "min_p"])
-def test_truncation_to_one_token_is_greedy(engine: Any, oracle: PreTrainedModel, params: dict[str, float]) -> None:
+def test_truncation_to_one_token_is_greedy(engine, oracle, params):
     prompt_list = prompts(6, seed=4)
     completions = asyncio.run(burst(engine, requests_of(prompt_list, max_new_tokens=12, temperature=1.0, **params)))
     assert_greedy(completions, oracle, prompt_list, 12)
 
 
-def test_the_repetition_penalty_is_that_of_transformers(engine: Any, oracle: PreTrainedModel) -> None:
+def test_the_repetition_penalty_is_that_of_transformers(engine, oracle):
     prompt_list = prompts(6, seed=5)
     requests = requests_of(prompt_list, max_new_tokens=24, temperature=0.0, repetition_penalty=1.5)
     for completion, prompt in zip(asyncio.run(burst(engine, requests)), prompt_list, strict=True):
@@ -115,9 +111,7 @@ def test_the_repetition_penalty_is_that_of_transformers(engine: Any, oracle: Pre
 @pytest.mark.parametrize(
     ("presence", "frequency"), [(1.5, 0.0), (0.0, 1.1), (0.6, -0.3)], ids=["presence", "frequency", "both"]
 )
-def test_presence_and_frequency_mean_the_same_everywhere(
-    engine: Any, oracle: PreTrainedModel, presence: float, frequency: float
-) -> None:
+def test_presence_and_frequency_mean_the_same_everywhere(engine, oracle, presence, frequency):
     """Oracle: transformers, with the penalties on the logits of the tokens behind the prompt."""
     prompt_list, changed = prompts(6, seed=5), 0
     sampling = {"presence_penalty": presence, "frequency_penalty": frequency}
@@ -134,7 +128,7 @@ def test_presence_and_frequency_mean_the_same_everywhere(
     assert changed > 0
 
 
-def test_a_first_token_is_drawn_hot_among_a_few(engine: Any, oracle: PreTrainedModel) -> None:
+def test_a_first_token_is_drawn_hot_among_a_few(engine, oracle):
     """FIRE: the temperature of the first token is reported for it alone, and its own top-k bounds it alone."""
     (prompt,) = prompts(1, seed=9)
     plain = {"temperature": 0.3, "top_k": 2}
@@ -156,7 +150,7 @@ def test_a_first_token_is_drawn_hot_among_a_few(engine: Any, oracle: PreTrainedM
     assert found[1] <= set(likeliest[:2])
 
 
-def test_a_seed_gives_the_same_tokens_whenever_the_request_arrives(engine: Any) -> None:
+def test_a_seed_gives_the_same_tokens_whenever_the_request_arrives(engine):
     prompt_list = prompts(16, seed=6)
     requests = [
         GenerateRequest(str(i), prompt, SamplingParams(max_new_tokens=32, seed=100 + i))
@@ -170,7 +164,7 @@ def test_a_seed_gives_the_same_tokens_whenever_the_request_arrives(engine: Any) 
     assert len({tuple(c.token_ids) for c in asyncio.run(burst(engine, same_prompt))}) == 4
 
 
-def test_equal_prompts_differ_with_the_largest_seeds_and_without_one(engine: Any, oracle: PreTrainedModel) -> None:
+def test_equal_prompts_differ_with_the_largest_seeds_and_without_one(engine, oracle):
     (prompt,) = prompts(1, seed=8)
     params = [SamplingParams(max_new_tokens=20, seed=2**64 - 1 - i) for i in range(5)]
     several = asyncio.run(burst(engine, [GenerateRequest(str(i), prompt, p) for i, p in enumerate(params)]))
@@ -182,7 +176,7 @@ def test_equal_prompts_differ_with_the_largest_seeds_and_without_one(engine: Any
     assert len({tuple(c.token_ids) for c in completions}) == 4
 
 
-def test_stop_strings_end_a_completion_and_stay_in_it(engine: Any, oracle: PreTrainedModel) -> None:
+def test_stop_strings_end_a_completion_and_stay_in_it(engine, oracle):
     tokenizer = make_tokenizer()
     found = 0
     for random_prompt in prompts(12, seed=10):
@@ -205,7 +199,7 @@ def test_stop_strings_end_a_completion_and_stay_in_it(engine: Any, oracle: PreTr
     assert found >= 3
 
 
-def test_a_special_token_can_be_a_stop_string(engine: Any, oracle: PreTrainedModel) -> None:
+def test_a_special_token_can_be_a_stop_string(engine, oracle):
     tokenizer = make_tokenizer()
     specials = {i: tokenizer.decode([i]) for i in tokenizer.all_special_ids if i != tokenizer.eos_token_id}
     stop = tuple(specials.values())
@@ -217,7 +211,7 @@ def test_a_special_token_can_be_a_stop_string(engine: Any, oracle: PreTrainedMod
             assert completion.finish_reason is FinishReason.STOP
 
 
-def test_no_token_ends_an_answer_that_ignores_the_end(engine: Any, oracle: PreTrainedModel) -> None:
+def test_no_token_ends_an_answer_that_ignores_the_end(engine, oracle):
     prompt_list = prompts(12, seed=1)
     usual, on = (
         asyncio.run(burst(engine, requests_of(prompt_list, temperature=0.0, max_new_tokens=24, ignore_eos=ignores)))
@@ -230,14 +224,14 @@ def test_no_token_ends_an_answer_that_ignores_the_end(engine: Any, oracle: PreTr
         np.testing.assert_allclose(long.logprobs, forward_logprobs(oracle, prompt, long.token_ids, 1.0), atol=1e-4)
 
 
-def test_the_context_bounds_a_completion(engine: Any, oracle: PreTrainedModel, endless: np.ndarray) -> None:
+def test_the_context_bounds_a_completion(engine, oracle, endless):
     tail = np.array(greedy_oracle(oracle, endless, 1))
     prompt = np.concatenate([np.resize(endless, SEQUENCE_LENGTH - 4), tail])
     completion = asyncio.run(engine.generate(GenerateRequest("c", prompt, SamplingParams(temperature=0.0, seed=1))))
     assert completion.token_ids.tolist() == greedy_oracle(oracle, prompt, 3)
 
 
-def test_abort_gives_the_tokens_so_far(engine: Any, oracle: PreTrainedModel, endless: np.ndarray) -> None:
+def test_abort_gives_the_tokens_so_far(engine, oracle, endless):
     request = GenerateRequest("a", endless, SamplingParams(max_new_tokens=LONG, temperature=0.0))
     other = requests_of(prompts(3, seed=12), max_new_tokens=40, temperature=0.0)
 
@@ -256,7 +250,7 @@ def test_abort_gives_the_tokens_so_far(engine: Any, oracle: PreTrainedModel, end
     assert_greedy(others, oracle, [r.prompt_ids for r in other], 40)
 
 
-async def test_abort_ends_a_request_even_before_its_first_token(engine: Any, endless: np.ndarray) -> None:
+async def test_abort_ends_a_request_even_before_its_first_token(engine, endless):
     await pause(engine)
     task = asyncio.create_task(engine.generate(GenerateRequest("a", endless)))
     await asyncio.sleep(0)
@@ -269,7 +263,7 @@ async def test_abort_ends_a_request_even_before_its_first_token(engine: Any, end
     assert len(completion.token_ids) == len(completion.logprobs) == 0
 
 
-def test_a_cancelled_caller_aborts_its_request(engine: Any, endless: np.ndarray) -> None:
+def test_a_cancelled_caller_aborts_its_request(engine, endless):
     request = GenerateRequest("x", endless, SamplingParams(max_new_tokens=LONG, temperature=0.0))
 
     async def run() -> None:
@@ -288,7 +282,7 @@ def test_a_cancelled_caller_aborts_its_request(engine: Any, endless: np.ndarray)
     asyncio.run(run())
 
 
-async def test_requests_in_flight_wait_while_paused(engine: Any, oracle: PreTrainedModel, endless: np.ndarray) -> None:
+async def test_requests_in_flight_wait_while_paused(engine, oracle, endless):
     prompt_list = [endless, *prompts(3, seed=13)]
     requests = requests_of(prompt_list, max_new_tokens=200, temperature=0.0)
 
@@ -324,7 +318,7 @@ BAD = {
 }
 
 
-def test_bad_requests_are_refused_and_hurt_nobody(engine: Any, oracle: PreTrainedModel) -> None:
+def test_bad_requests_are_refused_and_hurt_nobody(engine, oracle):
     prompt_list = prompts(4, seed=14)
 
     async def run() -> Any:
@@ -339,7 +333,7 @@ def test_bad_requests_are_refused_and_hurt_nobody(engine: Any, oracle: PreTraine
     assert_greedy(asyncio.run(run()), oracle, prompt_list, 40)
 
 
-async def test_a_request_id_is_unique_among_those_in_flight(engine: Any, endless: np.ndarray) -> None:
+async def test_a_request_id_is_unique_among_those_in_flight(engine, endless):
     request = GenerateRequest("twin", endless, SamplingParams(max_new_tokens=LONG, temperature=0.0))
 
     first = asyncio.create_task(engine.generate(request))
@@ -350,9 +344,7 @@ async def test_a_request_id_is_unique_among_those_in_flight(engine: Any, endless
     await first
 
 
-async def test_requests_wait_while_the_weights_are_away(
-    engine: Any, oracle: PreTrainedModel, endless: np.ndarray
-) -> None:
+async def test_requests_wait_while_the_weights_are_away(engine, oracle, endless):
     prompt_list = [endless, *prompts(2, seed=15)]
     requests = requests_of(prompt_list, max_new_tokens=150, temperature=0.0)
 
@@ -375,7 +367,7 @@ async def test_requests_wait_while_the_weights_are_away(
     assert_greedy(completions, oracle, prompt_list, 150)
 
 
-def test_stats_count_tokens_and_requests(engine: Any) -> None:
+def test_stats_count_tokens_and_requests(engine):
     before = engine.stats()
     prompt_list = prompts(5, seed=16, low=70, high=90)
     completions = asyncio.run(burst(engine, requests_of([*prompt_list, *prompt_list], max_new_tokens=8)))
@@ -387,7 +379,7 @@ def test_stats_count_tokens_and_requests(engine: Any) -> None:
     assert all(isinstance(value, float) for value in engine.stats().values())
 
 
-def test_seeded_prompts_beyond_one_steps_budget_all_finish(engine: Any) -> None:
+def test_seeded_prompts_beyond_one_steps_budget_all_finish(engine):
     prompt_list = prompts(40, seed=31, low=200, high=300)  # 10,000 tokens at once
     requests = [
         GenerateRequest(f"many-{i}", p, SamplingParams(max_new_tokens=2, seed=i)) for i, p in enumerate(prompt_list)
@@ -396,7 +388,7 @@ def test_seeded_prompts_beyond_one_steps_budget_all_finish(engine: Any) -> None:
     assert all(len(completion.token_ids) > 0 for completion in completions)
 
 
-def test_a_greedy_request_has_no_hot_first_token(engine: Any, oracle: PreTrainedModel) -> None:
+def test_a_greedy_request_has_no_hot_first_token(engine, oracle):
     """Whoever is in the batch: agents may ask for temperature 0 where a run begins its answers hot."""
     prompt_list = prompts(8, seed=9)
     fire = {"first_token_temperature": 30.0, "first_token_top_k": 8, "max_new_tokens": 6, "seed": 5}
@@ -410,7 +402,7 @@ def test_a_greedy_request_has_no_hot_first_token(engine: Any, oracle: PreTrained
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
-def test_a_top_k_beyond_the_vocabulary_keeps_everything(engine: Any) -> None:
+def test_a_top_k_beyond_the_vocabulary_keeps_everything(engine):
     (prompt,) = prompts(1, seed=9)
     for most in (837, 838, 2**31, 2**70):
         kept = [{"top_k": most}, {"first_token_top_k": most}, {"top_k": 2, "first_token_top_k": most}]

@@ -1,7 +1,5 @@
 """Keys of ``generating_args`` in YAML, from there to a request's parameters and to the arguments that engines get."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,19 +90,19 @@ def for_sglang(request: GenerateRequest) -> dict[str, Any]:
     return {**sampling.pop("custom_params"), **sampling}
 
 
-def test_every_key_has_a_case() -> None:
+def test_every_key_has_a_case():
     assert CASES.keys() == GeneratingArguments.model_fields.keys() - NO_PARAMETER
 
 
 @pytest.mark.parametrize("key", CASES)
-def test_a_key_reaches_the_request_and_sglang(key: str, tmp_path: Path) -> None:
+def test_a_key_reaches_the_request_and_sglang(key, tmp_path):
     value, ours, _, theirs = CASES[key]
     plain, keyed = request_of(tmp_path, "{}"), request_of(tmp_path, f"{key}: {value}")
     assert changed(vars(plain.params), vars(keyed.params)) == ours
     assert changed(for_sglang(plain), for_sglang(keyed)) == theirs
 
 
-def test_keys_reach_vllm(tmp_path: Path) -> None:
+def test_keys_reach_vllm(tmp_path):
     pytest.importorskip("vllm")
     plain = for_vllm(request_of(tmp_path, "{}"))
     assert plain["stop_token_ids"] == STOPS and plain["ignore_eos"]

@@ -1,7 +1,5 @@
 """What trainers save is what generators open: every model folder, and every adapter on the model that it adapts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path
@@ -79,7 +77,7 @@ def checkpoint(request: pytest.FixtureRequest, saved: Path) -> Path:
 
 
 @pytest.mark.parametrize("folder", ["actor_train", "alone"])
-def test_a_model_folder_holds_a_model_alone(checkpoint: Path, folder: str) -> None:
+def test_a_model_folder_holds_a_model_alone(checkpoint, folder):
     names = {file.name for file in (checkpoint / folder).iterdir()}
     weights = {name for name in names if ".safetensors" in name}
     shared = {f"model-0000{rank}-of-00002.safetensors" for rank in (1, 2)} | {"model.safetensors.index.json"}
@@ -104,11 +102,11 @@ def assert_opens(generator: str, folder: Path, *, as_model: Path, seed: int) -> 
 
 
 @pytest.mark.parametrize("checkpoint", FIRST, indirect=True)
-def test_every_saved_model_opens_in_the_generator(generator: str, checkpoint: Path) -> None:
+def test_every_saved_model_opens_in_the_generator(generator, checkpoint):
     assert_opens(generator, checkpoint / "actor_train", as_model=checkpoint / "alone", seed=40)
 
 
-def test_every_saved_adapter_is_taken_by_the_generator(lora_engine: Any, checkpoint: Path) -> None:
+def test_every_saved_adapter_is_taken_by_the_generator(lora_engine, checkpoint):
     from peft import PeftModel
 
     folder = checkpoint / "adapter" / "actor_train"
@@ -122,9 +120,7 @@ def test_every_saved_adapter_is_taken_by_the_generator(lora_engine: Any, checkpo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["", "adapter"])
-def test_every_exported_folder_opens_in_the_generator(
-    generator: str, checkpoint: Path, part: str, tmp_path: Path
-) -> None:
+def test_every_exported_folder_opens_in_the_generator(generator, checkpoint, part, tmp_path):
     source = checkpoint / part
     export = Export(source / "actor_train", source / "resume" / "actor_train", merge=bool(part))
     export_folder(export, tmp_path / "model")

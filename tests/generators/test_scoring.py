@@ -1,7 +1,5 @@
 """What every generator says of tokens that it is given, as a teacher or a reference: that of ``TokenScorer``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -48,7 +46,7 @@ def scorer(generator: str, model_path: Callable[..., str], top_k: int) -> Iterat
     strategy.shutdown()
 
 
-def test_scores_are_those_of_the_model(scorer: Any, model_path: Callable[..., str], top_k: int) -> None:
+def test_scores_are_those_of_the_model(scorer, model_path, top_k):
     batch = given_rows()
     model = TokenScorer(
         load(model_path("tied", 0)),

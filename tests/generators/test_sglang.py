@@ -1,7 +1,5 @@
 """What only sglang has: seeds shared with hf_infer, its options, and its processes, alone and in a Ray worker."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import os
@@ -54,7 +52,7 @@ def sglang(model_path: Any) -> Iterator[Any]:
     engine.shutdown()
 
 
-def test_options_are_those_of_the_installed_sglang() -> None:
+def test_options_are_those_of_the_installed_sglang():
     assert list(CARD.option_problems({**SGLANG, "chunked_prefill_size": 64})) == []
     (typo,) = CARD.option_problems({**SGLANG, "chunked_prefil_size": 64})
     assert typo.hint == "did you mean chunked_prefill_size?"
@@ -62,7 +60,7 @@ def test_options_are_those_of_the_installed_sglang() -> None:
     assert ours - CARD.signature(SGLANG).arguments.keys() == {"python_executable"}
 
 
-def test_a_seed_gives_the_tokens_that_it_gives_in_hf_infer(sglang: Any, model_path: Any) -> None:
+def test_a_seed_gives_the_tokens_that_it_gives_in_hf_infer(sglang, model_path):
     kinds: list[dict[str, Any]] = [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 20, "repetition_penalty": 1.3}]
     requests = [
         GenerateRequest(str(i), prompt, SamplingParams(max_new_tokens=32, seed=2**64 - 1 - i, **kinds[i % 3]))
@@ -78,7 +76,7 @@ def test_a_seed_gives_the_tokens_that_it_gives_in_hf_infer(sglang: Any, model_pa
         assert found.token_ids.tolist() == wanted.token_ids.tolist()
 
 
-def test_prompts_that_begin_alike_share_their_cache_until_the_next_weights(sglang: Any, model_path: Any) -> None:
+def test_prompts_that_begin_alike_share_their_cache_until_the_next_weights(sglang, model_path):
     (prompt,) = prompts(1, seed=61, low=200, high=200)
 
     def shared_tokens() -> float:
@@ -92,12 +90,12 @@ def test_prompts_that_begin_alike_share_their_cache_until_the_next_weights(sglan
     assert shared_tokens() == 0
 
 
-def test_a_model_that_does_not_divide_is_refused_before_the_engine_starts(model_path: Any) -> None:
+def test_a_model_that_does_not_divide_is_refused_before_the_engine_starts(model_path):
     with pytest.raises(ValueError, match="tp_size: 2, but the model has num_key_value_heads 1"):
         STRATEGIES.get("sglang")(context_of("sglang", model_path("tied", 0), {**SGLANG, "tp_size": 2})).setup()
 
 
-async def test_requests_fail_when_one_of_the_engines_processes_dies(sglang: Any) -> None:
+async def test_requests_fail_when_one_of_the_engines_processes_dies(sglang):
     """The last test of this engine."""
     processes = engine_processes(os.getpid())
     victim = next(process for process in processes if "detokenizer" in title(process))
@@ -112,7 +110,7 @@ async def test_requests_fail_when_one_of_the_engines_processes_dies(sglang: Any)
     assert_gone(processes)
 
 
-def test_in_a_ray_worker_with_an_engine_of_two_processes(tmp_path: Path) -> None:
+def test_in_a_ray_worker_with_an_engine_of_two_processes(tmp_path):
     """Starts, generates, updates weights and adapter over tensor-parallel processes, which end with the worker."""
     import ray
 

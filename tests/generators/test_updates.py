@@ -1,7 +1,5 @@
 """New weights: after an update every generator is the new model, and nothing of the old one shows."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from collections.abc import AsyncIterator, Iterator
@@ -65,9 +63,7 @@ def greedy(engine: Any, prompt_list: list[np.ndarray], max_new_tokens: int = 16)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 10, 1 << 24], ids=["a bucket each", "one bucket"])
-def test_an_update_makes_the_engine_the_new_model(
-    fresh: Any, old: PreTrainedModel, new: PreTrainedModel, bucket_bytes: int
-) -> None:
+def test_an_update_makes_the_engine_the_new_model(fresh, old, new, bucket_bytes):
     prompt_list = prompts(12, seed=20, low=40, high=100)  # long enough for blocks of a prefix cache
     assert_greedy(greedy(fresh, prompt_list), old, prompt_list, 16)
     asyncio.run(fresh.update_weights(buckets_of(weights_of(new), bucket_bytes), 3))
@@ -80,16 +76,14 @@ def test_an_update_makes_the_engine_the_new_model(
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
-def test_updates_follow_each_other(fresh: Any, old: PreTrainedModel, new: PreTrainedModel) -> None:
+def test_updates_follow_each_other(fresh, old, new):
     prompt_list = prompts(6, seed=21, low=40, high=80)
     for version, model in enumerate([new, old, new, old], start=1):
         asyncio.run(fresh.update_weights(buckets_of(weights_of(model)), version))
         assert_greedy(greedy(fresh, prompt_list), model, prompt_list, 16)
 
 
-def test_shared_memory_is_read_where_it_lies_and_given_back(
-    fresh: Any, old: PreTrainedModel, new: PreTrainedModel
-) -> None:
+def test_shared_memory_is_read_where_it_lies_and_given_back(fresh, old, new):
     """What is free is overwritten, so that an engine that still needs it shows."""
     prompt_list = prompts(6, seed=24, low=40, high=80)
     pool, reader = SegmentPool(), SegmentReader()
@@ -119,7 +113,7 @@ def test_shared_memory_is_read_where_it_lies_and_given_back(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_are_cast_to_the_engines_dtype(fresh: Any, new: PreTrainedModel, dtype: torch.dtype) -> None:
+def test_weights_are_cast_to_the_engines_dtype(fresh, new, dtype):
     prompt_list = prompts(4, seed=22)
     weights = {name: tensor.to(dtype) for name, tensor in weights_of(new).items()}
     asyncio.run(fresh.update_weights(buckets_of(weights), 1))
@@ -129,9 +123,7 @@ def test_weights_are_cast_to_the_engines_dtype(fresh: Any, new: PreTrainedModel,
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["stale", "recomputed"])
-async def test_requests_in_flight_go_on(
-    fresh: Any, old: PreTrainedModel, new: PreTrainedModel, recompute: bool
-) -> None:
+async def test_requests_in_flight_go_on(fresh, old, new, recompute):
     prompt_list = prompts(30, seed=23, low=40, high=60)
     running = [p for p in prompt_list if len(greedy_oracle(old, p, 100)) == 100][:2]
     assert running
@@ -159,9 +151,7 @@ async def test_requests_in_flight_go_on(
             np.testing.assert_allclose(completion.logprobs[switch:], expected, atol=1e-5)
 
 
-async def test_a_prompt_that_waited_for_a_slot_is_computed_with_the_new_weights(
-    fresh: Any, new: PreTrainedModel
-) -> None:
+async def test_a_prompt_that_waited_for_a_slot_is_computed_with_the_new_weights(fresh, new):
     prompt, *others = prompts(1 + MAX_RUNNING, seed=25, low=150, high=200)
 
     await burst(fresh, requests_of([prompt], max_new_tokens=1))  # its keys and values may be found again
@@ -178,7 +168,7 @@ async def test_a_prompt_that_waited_for_a_slot_is_computed_with_the_new_weights(
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
-async def test_a_request_that_an_update_lets_begin_anew_can_be_ended(fresh: Any, new: PreTrainedModel) -> None:
+async def test_a_request_that_an_update_lets_begin_anew_can_be_ended(fresh, new):
     prompt_list = prompts(3, seed=26, low=40)
     requests = requests_of(prompt_list, temperature=0.0, max_new_tokens=16)
 
@@ -196,7 +186,7 @@ async def test_a_request_that_an_update_lets_begin_anew_can_be_ended(fresh: Any,
     assert set(whole.versions.tolist()) == {3}
 
 
-async def test_an_update_while_paused_leaves_the_engine_paused(fresh: Any, new: PreTrainedModel) -> None:
+async def test_an_update_while_paused_leaves_the_engine_paused(fresh, new):
     prompt_list = prompts(2, seed=24, low=40)
 
     await pause(fresh)
@@ -226,9 +216,7 @@ def changed(weights: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["a missing name", "an unknown name", "a wrong shape", "nothing"])
-def test_an_update_that_does_not_fit_changes_nothing(
-    fresh: Any, old: PreTrainedModel, new: PreTrainedModel, kind: str
-) -> None:
+def test_an_update_that_does_not_fit_changes_nothing(fresh, old, new, kind):
     prompt_list = prompts(4, seed=25, low=40)
     weights = {} if kind == "nothing" else changed(weights_of(new), kind)
     with pytest.raises(WeightMismatchError, match="the old weights stay"):
@@ -237,7 +225,7 @@ def test_an_update_that_does_not_fit_changes_nothing(
     assert_greedy(greedy(fresh, prompt_list), old, prompt_list, 16)
 
 
-def test_a_damaged_bucket_changes_nothing(fresh: Any, old: PreTrainedModel, new: PreTrainedModel) -> None:
+def test_a_damaged_bucket_changes_nothing(fresh, old, new):
     prompt_list = prompts(4, seed=26, low=40)
 
     async def damaged() -> AsyncIterator[WeightBucket]:
@@ -254,7 +242,7 @@ def test_a_damaged_bucket_changes_nothing(fresh: Any, old: PreTrainedModel, new:
     assert_greedy(greedy(fresh, prompt_list), old, prompt_list, 16)
 
 
-def test_a_sender_that_fails_changes_nothing(fresh: Any, old: PreTrainedModel, new: PreTrainedModel) -> None:
+def test_a_sender_that_fails_changes_nothing(fresh, old, new):
     prompt_list = prompts(2, seed=27, low=40)
 
     async def broken() -> AsyncIterator[WeightBucket]:

@@ -1,7 +1,5 @@
 """What only vllm has: its options, and its life in a Ray worker."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -37,7 +35,7 @@ if "vllm" not in os.environ.get("ROLL_GENERATORS", "vllm").split(","):
     pytest.skip("vllm: ROLL_GENERATORS leaves it out", allow_module_level=True)
 
 
-def test_the_strategy_imports_no_engine_and_names_the_extra_of_a_missing_one() -> None:
+def test_the_strategy_imports_no_engine_and_names_the_extra_of_a_missing_one():
     modules = "roll.distributed.strategy.vllm.strategy, roll.distributed.strategy.vllm.worker"
     code = f"import sys, {modules}; print('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
@@ -45,7 +43,7 @@ def test_the_strategy_imports_no_engine_and_names_the_extra_of_a_missing_one() -
         require_engine("no_such_engine", extra="nothing", strategy="none")
 
 
-def test_options_of_the_engine_are_passed_on_and_others_refused() -> None:
+def test_options_of_the_engine_are_passed_on_and_others_refused():
     assert list(CARD.option_problems({"block_size": 32, "max_num_batched_tokens": 512})) == []
     (typo,) = CARD.option_problems({"enforce_eagre": True})
     assert str(typo) == (
@@ -64,14 +62,12 @@ def test_options_of_the_engine_are_passed_on_and_others_refused() -> None:
         ({}, {"head": "value"}, "no 'value' head"),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_engine_starts(
-    model_path: Any, config: dict[str, Any], context: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_work_is_refused_before_the_engine_starts(model_path, config, context, message):
     with pytest.raises(ValueError, match=message):
         STRATEGIES.get("vllm")(context_of("vllm", model_path("tied", 0), config, **context)).setup()
 
 
-def test_why_the_engine_could_not_start_is_in_the_error(model_path: Any, tmp_path: Path) -> None:
+def test_why_the_engine_could_not_start_is_in_the_error(model_path, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(model_path("tied", 0), folder)
     save_file({"cpu.0": torch.zeros(2)}, folder / "rng.safetensors")
@@ -80,7 +76,7 @@ def test_why_the_engine_could_not_start_is_in_the_error(model_path: Any, tmp_pat
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, whose kernels take other heads")
-def test_heads_that_the_cpu_kernels_do_not_take_are_refused(tmp_path: Path) -> None:
+def test_heads_that_the_cpu_kernels_do_not_take_are_refused(tmp_path):
     from roll.models.tiny import make_tokenizer
 
     model = make_model("untied", 0)
@@ -91,7 +87,7 @@ def test_heads_that_the_cpu_kernels_do_not_take_are_refused(tmp_path: Path) -> N
         STRATEGIES.get("vllm")(context_of("vllm", str(tmp_path / "small"))).setup()
 
 
-def test_sockets_go_with_the_engines_folder(model_path: Any) -> None:
+def test_sockets_go_with_the_engines_folder(model_path):
     for folder, expected in ((Path("/tmp/short"), "/tmp/short"), (Path("/tmp", "long" * 20), None)):
         with environment(engine_environment(model_path("tied", 0), True, folder / "logging.json")):
             assert os.environ.get("VLLM_RPC_BASE_PATH") == expected
@@ -99,7 +95,7 @@ def test_sockets_go_with_the_engines_folder(model_path: Any) -> None:
 
 
 @pytest.mark.slow
-def test_in_a_ray_worker_with_an_engine_of_two_processes(model_path: Any) -> None:
+def test_in_a_ray_worker_with_an_engine_of_two_processes(model_path):
     """Starts, generates, updates over tensor-parallel workers, dies with an error, and leaves no process behind."""
     import ray
 

@@ -1,7 +1,5 @@
 """The CPU contract on one GPU: the same model gives the same scores, gradients and greedy tokens there."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any
@@ -62,7 +60,7 @@ def reference_logprobs(model_path: Path, batch: Batch) -> torch.Tensor:
     return out * batch.loss_mask_T
 
 
-def test_scores_on_the_gpu_equal_a_float64_forward_pass_and_survive_offloading(model_path: Path) -> None:
+def test_scores_on_the_gpu_equal_a_float64_forward_pass_and_survive_offloading(model_path):
     trainer = Fsdp2Train(context(model_path, "fsdp2_train"))
     trainer.setup()
     batch = random_batch(800)
@@ -77,7 +75,7 @@ def test_scores_on_the_gpu_equal_a_float64_forward_pass_and_survive_offloading(m
         trainer.onload(States.ALL)
 
 
-def test_training_on_the_gpu_lowers_the_loss(model_path: Path) -> None:
+def test_training_on_the_gpu_lowers_the_loss(model_path):
     trainer = Fsdp2Train(context(model_path, "fsdp2_train"))
     trainer.setup()
     batch = random_batch(800)
@@ -87,7 +85,7 @@ def test_training_on_the_gpu_lowers_the_loss(model_path: Path) -> None:
     assert last < first
 
 
-def test_greedy_generation_on_the_gpu_equals_transformers(model_path: Path) -> None:
+def test_greedy_generation_on_the_gpu_equals_transformers(model_path):
     prompts = [np.arange(10 + i, 20 + 2 * i, dtype=np.int64) for i in range(4)]
 
     async def sample() -> list[list[int]]:
@@ -107,7 +105,7 @@ def test_greedy_generation_on_the_gpu_equals_transformers(model_path: Path) -> N
 
 
 @pytest.mark.parametrize("window", [None, 7], ids=["full", "sliding"])
-def test_packed_sequences_in_one_call_of_a_kernel_equal_float64(window: int | None) -> None:
+def test_packed_sequences_in_one_call_of_a_kernel_equal_float64(window):
     """Values and gradients; 14 query heads share 2 of keys and values."""
     torch.manual_seed(0)
     plan = PackedSequences((5, 64, 1, 30))
@@ -127,7 +125,7 @@ def test_packed_sequences_in_one_call_of_a_kernel_equal_float64(window: int | No
         assert (found.double() - expected).norm() < 0.01 * expected.norm()
 
 
-def test_a_packed_row_in_bf16_scores_as_its_sequences_do_alone(model_path: Path) -> None:
+def test_a_packed_row_in_bf16_scores_as_its_sequences_do_alone(model_path):
     batch = random_batch(800)
     expected = reference_logprobs(model_path, batch)
     section = {
@@ -143,7 +141,7 @@ def test_a_packed_row_in_bf16_scores_as_its_sequences_do_alone(model_path: Path)
     torch.testing.assert_close(found.cpu().double(), expected, atol=0.1, rtol=0)
 
 
-def test_shards_of_a_lone_rank_train_as_its_replica_does(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_of_a_lone_rank_train_as_its_replica_does(model_path, monkeypatch):
     """``fully_shard`` with its streams and its collectives, which a lone rank does without otherwise."""
     batch = random_batch(800)
 
@@ -163,7 +161,7 @@ def test_shards_of_a_lone_rank_train_as_its_replica_does(model_path: Path, monke
     assert losses() == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_group_made_of_nccl_itself_broadcasts_and_can_be_given_up() -> None:
+def test_a_group_made_of_nccl_itself_broadcasts_and_can_be_given_up():
     """As a weight transfer makes it, beside the default group of an engine."""
     invitation, store = invite("127.0.0.1", "nccl", 1, 30.0)
     group = BroadcastGroup(invitation, 0, store, "127.0.0.1")

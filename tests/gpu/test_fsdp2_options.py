@@ -1,7 +1,5 @@
 """Options of ``fsdp2_train`` on one GPU: each changes speed or memory, and the gradient only by rounding."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +62,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("lora", [None, SPEC], ids=["all weights", "adapter"])
 @pytest.mark.parametrize("option", ["activation_offload", "liger"])
-def test_option_does_not_change_the_gradient(
-    model_path: Path, option: str, lora: LoraSpec | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_option_does_not_change_the_gradient(model_path, option, lora, monkeypatch):
     monkeypatch.setattr(strategy, "MIN_BYTES", 0)
     expected = gradient(model_path, {}, {}, lora)
     if option == "liger":

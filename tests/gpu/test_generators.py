@@ -1,7 +1,5 @@
 """The contract of the generators (``tests/generators``) on one GPU, and what only a GPU has to give back: memory."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import os
@@ -52,7 +50,7 @@ def require(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_the_contract_holds_on_a_gpu(name: str) -> None:
+def test_the_contract_holds_on_a_gpu(name):
     """In a process of its own: the engines of one leave the device to those of the next."""
     require(name)
     environment = os.environ | EXACT | {"ROLL_GENERATORS": name}
@@ -68,9 +66,7 @@ def in_use() -> int:
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_an_engine_that_sleeps_frees_the_device_and_wakes_as_it_was(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_sleeps_frees_the_device_and_wakes_as_it_was(name, tmp_path, monkeypatch):
     """Weights and cache leave; requests in flight wait, and go on although their keys and values are gone."""
     require(name)
     for variable, value in EXACT.items():

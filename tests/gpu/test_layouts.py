@@ -3,8 +3,6 @@
 GPU kernels add up in another order than a CPU's, and some matrix products round to TF32: the bounds are wider.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -46,7 +44,7 @@ def figures() -> dict[str, Figures]:
         for row in LAYOUTS
     ],
 )
-def test_layout_on_gpus(layout: Layout, figures: dict, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_layout_on_gpus(layout, figures, tmp_path_factory):
     package = PACKAGES.get(layout.strategy)
     if package is not None and not package.installed:
         pytest.skip(f"{package.module} is not installed (extra {package.extra})")

@@ -1,7 +1,5 @@
 """Every trainer that leaves a GPU gives its memory back, and goes on afterwards as if it had stayed."""
 
-from __future__ import annotations
-
 import os
 import traceback
 from pathlib import Path
@@ -164,7 +162,7 @@ def measured(layout: Layout, model: Path, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", ROWS, ids=lambda layout: layout.id)
-def test_a_trainer_that_leaves_gives_its_memory_back_and_goes_on(layout: Layout, model: Path, tmp_path: Path) -> None:
+def test_a_trainer_that_leaves_gives_its_memory_back_and_goes_on(layout, model, tmp_path):
     found = measured(layout, model, tmp_path)
     assert found["away"] <= found["scoring"] <= found["before"]
     assert not torch.equal(found["trained on"], found["stayed"])
@@ -173,5 +171,5 @@ def test_a_trainer_that_leaves_gives_its_memory_back_and_goes_on(layout: Layout,
 
 
 @pytest.mark.parametrize("layout", SCORERS, ids=lambda layout: layout.id)
-def test_a_scorer_that_leaves_gives_its_memory_back_and_goes_on(layout: Layout, model: Path, tmp_path: Path) -> None:
+def test_a_scorer_that_leaves_gives_its_memory_back_and_goes_on(layout, model, tmp_path):
     measured(layout, model, tmp_path)

@@ -1,7 +1,5 @@
 """Weights from a trainer to generators by the routes that only GPUs have: CUDA IPC on one, nccl between several."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -129,9 +127,7 @@ def stop(trainer: Cluster, infer: Cluster) -> None:
 
 @pytest.mark.parametrize("generator", ["hf_infer", "vllm", "sglang"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_generators_decode_with_the_weights_that_were_sent(
-    session: None, model: Path, case: Case, generator: str
-) -> None:
+def test_generators_decode_with_the_weights_that_were_sent(session, model, case, generator):
     require(case, generator)
     trainer, infer = start(case, model, generator)
     try:
@@ -150,7 +146,7 @@ def test_generators_decode_with_the_weights_that_were_sent(
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.name)
-def test_a_generator_that_dies_in_an_update_is_replaced(session: None, model: Path, case: Case) -> None:
+def test_a_generator_that_dies_in_an_update_is_replaced(session, model, case):
     """The trainer outlives it, and its group with it."""
     require(case, "hf_infer")
     trainer, infer = start(case, model, "hf_infer")

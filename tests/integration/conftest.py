@@ -4,8 +4,6 @@ Runs join one Ray cluster that lives as long as the tests, which saves its start
 end its own. Every process of a run carries its ``ROLL_FAULTS`` variable, so one that stays behind is found.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,17 +1,14 @@
 """Agent programs in runs of the RLVR pipeline as a user starts them: what is trained is what the engine saw."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import socket
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.conftest import ROOT, Launch, Rlvr, Run, rows, write
+from tests.integration.conftest import ROOT, Run, rows, write
 
 PROGRAM = ROOT / "tests" / "support" / "programs" / "openai_agent.py"
 SMALL = (
@@ -47,7 +44,7 @@ def assert_trained_is_what_was_sampled(run: Run) -> Counter[int]:
 
 
 @pytest.mark.timeout(600)
-def test_an_unmodified_client_script_is_trained_on_exactly_what_the_engine_saw(rlvr: Rlvr, tmp_path: Path) -> None:
+def test_an_unmodified_client_script_is_trained_on_exactly_what_the_engine_saw(rlvr, tmp_path):
     write(tmp_path / "train.jsonl", rows("t", [""] * 4))
     write(tmp_path / "val.jsonl", rows("v", [""] * 2))
     run = rlvr(
@@ -72,7 +69,7 @@ def test_an_unmodified_client_script_is_trained_on_exactly_what_the_engine_saw(r
 
 @pytest.mark.slow  # unit/rollout/agents/test_programs.py has its rows
 @pytest.mark.timeout(600)
-def test_an_agent_of_a_published_framework_is_trained(rlvr: Rlvr, tmp_path: Path) -> None:
+def test_an_agent_of_a_published_framework_is_trained(rlvr, tmp_path):
     pytest.importorskip("agents", reason="openai-agents is not installed")
     write(tmp_path / "train.jsonl", rows("t", [""] * 2))
     run = rlvr(
@@ -96,7 +93,7 @@ def test_an_agent_of_a_published_framework_is_trained(rlvr: Rlvr, tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_programs_play_environments_beside_a_policy_that_plays_itself(launch: Launch) -> None:
+def test_programs_play_environments_beside_a_policy_that_plays_itself(launch):
     run = launch(
         "max_steps=1",
         "sequence_length=160",
@@ -121,7 +118,7 @@ def test_programs_play_environments_beside_a_policy_that_plays_itself(launch: La
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_programs_go_on_while_weights_are_updated(rlvr: Rlvr, tmp_path: Path) -> None:
+def test_programs_go_on_while_weights_are_updated(rlvr, tmp_path):
     write(tmp_path / "train.jsonl", rows("t", [""] * 8))
     run = rlvr(
         *SMALL,
@@ -143,7 +140,7 @@ def test_programs_go_on_while_weights_are_updated(rlvr: Rlvr, tmp_path: Path) ->
     run.assert_nothing_left()
 
 
-def test_programs_that_fail_are_tried_again_dropped_and_counted(rlvr: Rlvr, tmp_path: Path) -> None:
+def test_programs_that_fail_are_tried_again_dropped_and_counted(rlvr, tmp_path):
     write(tmp_path / "train.jsonl", rows("t", [""] * 4))
     run = rlvr(
         *SMALL,
@@ -161,7 +158,7 @@ def test_programs_that_fail_are_tried_again_dropped_and_counted(rlvr: Rlvr, tmp_
 
 
 @pytest.mark.slow
-def test_a_port_that_is_taken_ends_the_run_with_a_line(rlvr: Rlvr) -> None:
+def test_a_port_that_is_taken_ends_the_run_with_a_line(rlvr):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,16 +1,13 @@
 """Evaluation beside rollouts: one version always, on the rollouts' engines or on replicas of its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import START_S, Launch, Rlvr, Run, assert_same_tensors
+from tests.integration.conftest import START_S, Run, assert_same_tensors
 from tests.integration.test_async_runs import schedule, used
 
 BESIDE = ("async_generation_ratio=1", "train_infer_correction.is_weight.enabled=true", "val_before_train=false")
@@ -31,7 +28,7 @@ def calls(run: Run, role: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_rollouts_in_environments_go_on_while_replicas_evaluate_and_an_environment_hangs(launch: Launch) -> None:
+def test_rollouts_in_environments_go_on_while_replicas_evaluate_and_an_environment_hangs(launch):
     hanging = (
         "{env_type: tests.support.faults:CountingEnv, max_steps: 3, agent_system_template: '', step_timeout: 0.5, "
         "env_config: {name: hanging, fault: sleep, fault_if: faulty}}"
@@ -75,7 +72,7 @@ ROLES = ("actor_infer", "val_infer")
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_an_evaluation_over_two_versions_is_an_error(rlvr: Rlvr) -> None:
+def test_an_evaluation_over_two_versions_is_an_error(rlvr):
     run = rlvr(
         "eval_only=true",
         "actor_infer.device_mapping=[0,1]",
@@ -90,7 +87,7 @@ def test_an_evaluation_over_two_versions_is_an_error(rlvr: Rlvr) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_evaluating_elsewhere_changes_neither_training_nor_what_is_measured(rlvr: Rlvr) -> None:
+def test_evaluating_elsewhere_changes_neither_training_nor_what_is_measured(rlvr):
     here = rlvr("eval_steps=1")
     assert here.wait() == 0, here.output
     elsewhere = rlvr("eval_steps=1", "val_infer={device_mapping: [1]}", output="elsewhere")
@@ -104,7 +101,7 @@ def test_evaluating_elsewhere_changes_neither_training_nor_what_is_measured(rlvr
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("victim", ["val-mid-0", "val_infer-0-generate-1"])
-def test_who_dies_in_an_evaluation_beside_rollouts_is_replaced(rlvr: Rlvr, tmp_path: Path, victim: str) -> None:
+def test_who_dies_in_an_evaluation_beside_rollouts_is_replaced(rlvr, tmp_path, victim):
     """A rollout worker, whose death costs groups of the evaluation and of training; and a replica."""
     orders = ("hold-val-mid-0", "hold-train-mid-5", f"hold-{victim}")
     run = rlvr(*BESIDE, "max_steps=3", "eval_steps=1", "val_infer={device_mapping: [1]}", orders=orders)

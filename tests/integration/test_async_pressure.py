@@ -1,14 +1,11 @@
 """Rollouts beside training under pressure, really caused: nobody starves, what waits is bounded, exits are clean."""
 
-from __future__ import annotations
-
 import itertools
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import Launch, Rlvr, Run, assert_same_tensors, rows, write
+from tests.integration.conftest import Run, assert_same_tensors, rows, write
 from tests.integration.test_async_evaluation import BESIDE, wait_for
 from tests.integration.test_async_runs import OVERLAP, assert_each_once, assert_finished, repeatable, schedule, used
 
@@ -23,7 +20,7 @@ def started(run: Run) -> set[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_faster_side_waits_for_the_slower_one_and_what_waits_is_bounded(rlvr: Rlvr) -> None:
+def test_the_faster_side_waits_for_the_slower_one_and_what_waits_is_bounded(rlvr):
     """Steps of 4 groups, 4 ahead, in order."""
     run = rlvr(*BESIDE, *NO_EVALUATION, "max_steps=4", orders=("hold-actor_train-0-train-1", "hold-train-group-8"))
     run.pid_at("actor_train-0-train-1")
@@ -52,7 +49,7 @@ def test_the_faster_side_waits_for_the_slower_one_and_what_waits_is_bounded(rlvr
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_one_environment_of_many_that_is_a_hundred_times_slower_holds_nobody_up(launch: Launch) -> None:
+def test_one_environment_of_many_that_is_a_hundred_times_slower_holds_nobody_up(launch):
     """Steps of 16 groups, 16 ahead, a window over all of them; the first draw is the slow one."""
 
     def env(name: str, seconds: float) -> str:
@@ -82,7 +79,7 @@ def test_one_environment_of_many_that_is_a_hundred_times_slower_holds_nobody_up(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_generator_that_dies_with_partial_answers_costs_only_them(rlvr: Rlvr, tmp_path: Path) -> None:
+def test_a_generator_that_dies_with_partial_answers_costs_only_them(rlvr, tmp_path):
     write(tmp_path / "train.jsonl", rows("t", ["", "linger"] * 5))
     worker = "actor_infer.worker_cls=tests.support.faults:FragileInferWorker"
     run = rlvr(*OVERLAP, *NO_EVALUATION, *LONG, worker, "max_steps=5", "max_running_groups=5", orders=("die-partial",))
@@ -96,7 +93,7 @@ def test_a_generator_that_dies_with_partial_answers_costs_only_them(rlvr: Rlvr, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_trainer_that_dies_ends_the_run_which_goes_on_from_its_last_cut(rlvr: Rlvr) -> None:
+def test_a_trainer_that_dies_ends_the_run_which_goes_on_from_its_last_cut(rlvr):
     overrides = (*OVERLAP, *NO_EVALUATION, "max_steps=4")
     run = rlvr(*overrides, orders=("die-actor_train-0-train-3",))
     assert run.wait() == 1, run.output
@@ -121,7 +118,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_on_shared_devices_requests_are_parked_while_the_trainer_has_them(rlvr: Rlvr, tmp_path: Path) -> None:
+def test_on_shared_devices_requests_are_parked_while_the_trainer_has_them(rlvr, tmp_path):
     """All roles on one device that they take turns on; and the run is repeated there bit for bit."""
     write(tmp_path / "train.jsonl", rows("t", ["", "linger"] * 5))
     (script := tmp_path / "start.py").write_text(TAKING_TURNS)
@@ -149,7 +146,7 @@ def test_on_shared_devices_requests_are_parked_while_the_trainer_has_them(rlvr: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_without_partial_rollouts_the_devices_come_back_until_answers_are_done(rlvr: Rlvr, tmp_path: Path) -> None:
+def test_without_partial_rollouts_the_devices_come_back_until_answers_are_done(rlvr, tmp_path):
     (script := tmp_path / "start.py").write_text(TAKING_TURNS)
     overrides = (*OVERLAP, *NO_EVALUATION, *LONG, "partial_rollout=false", "max_steps=3", "max_running_groups=5")
     run = rlvr(*overrides, script=script)

@@ -1,7 +1,5 @@
 """Runs whose rollouts go on beside training: every draw is used once, whatever is killed and whenever."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -132,7 +130,7 @@ def killed_at_random(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_every_draw_is_used_once_through_kills_and_groups_that_wait_outlive_the_run(rlvr: Rlvr, tmp_path: Path) -> None:
+def test_every_draw_is_used_once_through_kills_and_groups_that_wait_outlive_the_run(rlvr, tmp_path):
     write(tmp_path / "train.jsonl", rows("t", ORDERS))
     overrides = (*OVERLAP, "max_steps=8", "validation=null")
     first = rlvr(*overrides, orders=("hold-actor_train-0-train-2", "hold-actor_train-0-train-3"))
@@ -154,14 +152,14 @@ def test_every_draw_is_used_once_through_kills_and_groups_that_wait_outlive_the_
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_every_draw_is_used_once_through_forty_kills(rlvr: Rlvr, tmp_path: Path) -> None:
+def test_every_draw_is_used_once_through_forty_kills(rlvr, tmp_path):
     write(tmp_path / "train.jsonl", rows("t", ORDERS))
     overrides = (*OVERLAP, "max_steps=150", "val_before_train=false", "validation=null")
     assert_finished(killed_at_random(rlvr, overrides, 40, VICTIMS), 150)
 
 
 @pytest.mark.timeout(600)
-def test_a_generator_that_dies_beside_training_and_a_stop_lose_nothing(rlvr: Rlvr, tmp_path: Path) -> None:
+def test_a_generator_that_dies_beside_training_and_a_stop_lose_nothing(rlvr, tmp_path):
     write(tmp_path / "train.jsonl", rows("t", ["", "", "equal", "", "", "", "equal", "", "", ""]))
     overrides = (*OVERLAP, "max_steps=5", "eval_steps=2")
     run = rlvr(*overrides, orders=("hold-actor_train-0-train-2",))
@@ -195,7 +193,7 @@ def repeatable(run: Run) -> dict[int, dict[str, float]]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
-def test_a_run_through_a_kill_and_a_resume_is_repeated_bit_for_bit(rlvr: Rlvr, tmp_path: Path, kv: str) -> None:
+def test_a_run_through_a_kill_and_a_resume_is_repeated_bit_for_bit(rlvr, tmp_path, kv):
     write(tmp_path / "train.jsonl", rows("t", ORDERS))
     # Answers so long, and so few at a time, that weights come in the middle of them.
     longer = ("response_length=200", "sequence_length=240", "max_steps=5", "eval_steps=2", "max_running_groups=2")
@@ -222,9 +220,7 @@ def test_a_run_through_a_kill_and_a_resume_is_repeated_bit_for_bit(rlvr: Rlvr, t
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_steps_beside_rollouts_that_find_too_few_groups_are_repeated_by_the_schedule(
-    rlvr: Rlvr, tmp_path: Path
-) -> None:
+def test_steps_beside_rollouts_that_find_too_few_groups_are_repeated_by_the_schedule(rlvr, tmp_path):
     write(tmp_path / "train.jsonl", rows("t", [""] * 6 + ["right"] * 24 + [""] * 12))
     keys = (*OVERLAP, "actor_train.data_args.shuffle=false", "max_filtered_batches=2", "max_steps=6", "validation=null")
     first = rlvr(*keys)
@@ -249,7 +245,7 @@ def test_steps_beside_rollouts_that_find_too_few_groups_are_repeated_by_the_sche
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_without_partial_rollouts_every_answer_has_one_version(rlvr: Rlvr, tmp_path: Path) -> None:
+def test_without_partial_rollouts_every_answer_has_one_version(rlvr, tmp_path):
     write(tmp_path / "train.jsonl", rows("t", ORDERS))
     longer = ("response_length=200", "sequence_length=240", "max_steps=4", "max_running_groups=2")
     run = rlvr(*OVERLAP, *longer, "partial_rollout=false", "val_before_train=false", "validation=null")

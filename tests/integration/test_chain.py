@@ -1,7 +1,5 @@
 """The chain of examples, run with few steps as a user runs it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -15,7 +13,7 @@ FEW = ("max_steps=2", "save_steps=2", "eval_steps=0", "val_batch_size=16")
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_stage_reads_what_the_one_before_saved(tmp_path: Path) -> None:
+def test_every_stage_reads_what_the_one_before_saved(tmp_path):
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     command = [str(ROOT / "examples" / "chain_math.sh"), "3", str(tmp_path / "chain"), *FEW]
 

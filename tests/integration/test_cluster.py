@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -127,7 +126,7 @@ def start(placement: Placement) -> Iterator[Callable[..., Cluster]]:
         cluster.shutdown()
 
 
-def test_overlapping_roles_see_the_same_device_and_their_own_variables(start: Callable[..., Cluster]) -> None:
+def test_overlapping_roles_see_the_same_device_and_their_own_variables(start):
     names = ("CUDA_VISIBLE_DEVICES", "EVERYWHERE", "OWN")
     train = start("train", system_envs={"OWN": "yes", "CUDA_VISIBLE_DEVICES": "99"}).call("variables", *names)
     infer = start("infer", system_envs={"OWN": 3}).call("variables", *names)
@@ -138,7 +137,7 @@ def test_overlapping_roles_see_the_same_device_and_their_own_variables(start: Ca
     assert env == [["", "1", None]] * 2
 
 
-def test_torch_gets_the_threads_of_its_share_unless_told_otherwise(start: Callable[..., Cluster]) -> None:
+def test_torch_gets_the_threads_of_its_share_unless_told_otherwise(start):
     assert start("critic", system_envs={"OMP_NUM_THREADS": "1"}).call("torch_threads") == [1]
     cores = min(4, len(os.sched_getaffinity(0)))
     assert start("train").call("variables", "OMP_NUM_THREADS") == [[str(max(1, cores * 2 // 5))]] * 2
@@ -148,7 +147,7 @@ def test_a_worker_imports_with_a_calm_collector(start):
     assert start("critic", system_envs={"OF_ITS_OWN": "1"}).call("calm") == [True]
 
 
-def test_roles_apart_work_at_the_same_time(start: Callable[..., Cluster]) -> None:
+def test_roles_apart_work_at_the_same_time(start):
     train, critic = start("train"), start("critic")
     assert not train.placement.plan.shares_devices("train", "critic")
     refs = train.submit("nap", 1.0), critic.submit("nap", 1.0)
@@ -156,7 +155,7 @@ def test_roles_apart_work_at_the_same_time(start: Callable[..., Cluster]) -> Non
     assert max(begin for begin, _ in spans) < min(end for _, end in spans)
 
 
-def test_arguments_reach_all_ranks_or_each_its_own(start: Callable[..., Cluster]) -> None:
+def test_arguments_reach_all_ranks_or_each_its_own(start):
     train = start("train", init_kwargs={"greeting": "hello"})
     array = np.arange(10.0)
     assert train.call("add", array, number=1) == [(46.0, False), (47.0, False)]
@@ -167,7 +166,7 @@ def test_arguments_reach_all_ranks_or_each_its_own(start: Callable[..., Cluster]
         train.submit_each("add", [(array, 0)])
 
 
-def test_an_error_keeps_its_type_and_says_where(start: Callable[..., Cluster]) -> None:
+def test_an_error_keeps_its_type_and_says_where(start):
     train = start("train")
     Cluster.current_step = 7
     with pytest.raises(KeyError, match="missing") as caught:
@@ -184,7 +183,7 @@ def test_an_error_in_the_constructor_is_told(start):
         start("train", init_kwargs={"greeting": "fail"})
 
 
-def test_a_hung_call_names_worker_call_step_and_time(start: Callable[..., Cluster]) -> None:
+def test_a_hung_call_names_worker_call_step_and_time(start):
     train = start("train", rpc_timeout=1.0)
     Cluster.current_step = 3
     refs = train.submit_each("nap", [(0.1,), (4.0,)])
@@ -194,9 +193,7 @@ def test_a_hung_call_names_worker_call_step_and_time(start: Callable[..., Cluste
     assert train.alive() == [True, True]  # rank 1 is busy, not dead
 
 
-def test_what_a_hung_worker_does_is_found_out_without_its_help(
-    start: Callable[..., Cluster], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_a_hung_worker_does_is_found_out_without_its_help(start, caplog, monkeypatch, tmp_path):
     train, env = start("train", rpc_timeout=1.0), start("env")
     monkeypatch.setattr("roll.distributed.cluster.cluster._NOTICE_S", 0.4)
     Cluster.current_step = 3
@@ -212,9 +209,7 @@ def test_what_a_hung_worker_does_is_found_out_without_its_help(
     assert all("most recent call first" in text for text in workers)
 
 
-def test_stacks_are_asked_for_by_a_signal_and_of_processes_that_are_gone(
-    start: Callable[..., Cluster], tmp_path: Path
-) -> None:
+def test_stacks_are_asked_for_by_a_signal_and_of_processes_that_are_gone(start, tmp_path):
     train = start("train")
     path = tmp_path / "stacks"
     with explained({"train": train}, path):
@@ -228,7 +223,7 @@ def test_stacks_are_asked_for_by_a_signal_and_of_processes_that_are_gone(
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
-def test_a_killed_worker_is_noticed_at_once_and_can_be_replaced(start: Callable[..., Cluster]) -> None:
+def test_a_killed_worker_is_noticed_at_once_and_can_be_replaced(start):
     train = start("train", system_envs={"OWN": "yes"})
     Cluster.current_step = 4
     pids = train.call("pid")
@@ -250,7 +245,7 @@ def test_a_killed_worker_is_noticed_at_once_and_can_be_replaced(start: Callable[
     assert not set(pids) & set(train.call("pid"))
 
 
-def test_a_death_is_reported_rather_than_the_broken_connection_it_causes(start: Callable[..., Cluster]) -> None:
+def test_a_death_is_reported_rather_than_the_broken_connection_it_causes(start):
     train = start("train")
     train.rendezvous()
     assert train.call("join") == [2.0, 2.0]
@@ -265,14 +260,14 @@ def test_a_death_is_reported_rather_than_the_broken_connection_it_causes(start: 
     assert time.monotonic() - killed < 10
 
 
-def test_a_death_seen_by_another_worker_names_the_dead_one(start: Callable[..., Cluster]) -> None:
+def test_a_death_seen_by_another_worker_names_the_dead_one(start):
     infer, env = start("infer"), start("env")
     with pytest.raises(WorkerDiedError) as caught:
         env.call_rank(0, "relay", infer.handles[1])
     assert (caught.value.role, caught.value.rank) == ("infer", 1)
 
 
-def test_devices_that_are_taken_are_not_given_twice(placement: Placement) -> None:
+def test_devices_that_are_taken_are_not_given_twice(placement):
     begun = time.monotonic()
     with pytest.raises(
         PlacementError, match=r"other: 1 CPU, 4 GPU on node 0.*1 s; the cluster has 8 GPU \(3 free\)"
@@ -283,14 +278,14 @@ def test_devices_that_are_taken_are_not_given_twice(placement: Placement) -> Non
     assert len(caught.value.problems) == 1
 
 
-def test_plans_for_other_nodes_or_too_many_devices_are_refused_before_anything_starts(placement: Placement) -> None:
+def test_plans_for_other_nodes_or_too_many_devices_are_refused_before_anything_starts(placement):
     with pytest.raises(PlacementError, match="pretended-0"):
         create_placement(plan_placement([RoleRequest("role", (0,))], pretend_nodes(1, 8)))
     with pytest.raises(PlacementError, match=r"names device 8, but the cluster has 8 GPUs on 1 node \(ids 0–7\)"):
         plan_placement([RoleRequest("infer", (7, 8))], discover_nodes())
 
 
-def test_a_cluster_can_be_stopped_twice_and_says_when_it_is_not_running(start: Callable[..., Cluster]) -> None:
+def test_a_cluster_can_be_stopped_twice_and_says_when_it_is_not_running(start):
     train = start("train")
     train.shutdown()
     train.shutdown()
@@ -299,7 +294,7 @@ def test_a_cluster_can_be_stopped_twice_and_says_when_it_is_not_running(start: C
         train.call("ping")
 
 
-def test_a_worker_with_async_methods_runs_any_number_of_calls_at_the_same_time(placement: Placement) -> None:
+def test_a_worker_with_async_methods_runs_any_number_of_calls_at_the_same_time(placement):
     """Ray's own limit is 1,000; the others would wait for these, which wait for them."""
     cluster = Cluster("critic", Meeting, placement, rpc_timeout=60.0)
     cluster.start()

@@ -152,7 +152,7 @@ def assert_nothing_stays(tmp_path: Path, folder: str, seconds: float = 15.0) -> 
     assert (tmp_path / "shared").read_text() not in os.listdir("/dev/shm")
 
 
-def test_a_local_cluster_is_gone_after_an_exception_and_keeps_the_logs(tmp_path: Path) -> None:
+def test_a_local_cluster_is_gone_after_an_exception_and_keeps_the_logs(tmp_path):
     driver, folder = start_driver(tmp_path, "raise")
     output, _ = driver.communicate(timeout=60)
     assert driver.returncode == 1
@@ -161,7 +161,7 @@ def test_a_local_cluster_is_gone_after_an_exception_and_keeps_the_logs(tmp_path:
     assert any("words of a worker" in path.read_text() for path in (tmp_path / "logs").iterdir())
 
 
-def test_a_local_cluster_listens_on_loopback_only_and_follows_a_killed_driver(tmp_path: Path) -> None:
+def test_a_local_cluster_listens_on_loopback_only_and_follows_a_killed_driver(tmp_path):
     driver, folder = start_driver(tmp_path, "wait")
     members = marked_processes(folder)
     assert len(members) >= 4  # gcs, raylet, its agent, the worker and its child
@@ -178,9 +178,7 @@ def test_a_local_cluster_listens_on_loopback_only_and_follows_a_killed_driver(tm
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_to_all_processes_leaves_the_workers_for_saving_and_nothing_afterwards(
-    tmp_path: Path, number: signal.Signals, exit_code: int
-) -> None:
+def test_a_signal_to_all_processes_leaves_the_workers_for_saving_and_nothing_afterwards(tmp_path, number, exit_code):
     driver, folder = start_driver(tmp_path, "wait")
     time.sleep(0.3)
     if number == signal.SIGTERM:  # as schedulers do that know the cgroup; the sleeper obeys
@@ -198,7 +196,7 @@ def test_a_signal_to_all_processes_leaves_the_workers_for_saving_and_nothing_aft
 
 
 @pytest.mark.parametrize(("daemon", "words"), [("gcs_server", "head"), ("raylet", "node")])
-def test_the_death_of_a_daemon_ends_the_block_soon_and_is_named(tmp_path: Path, daemon: str, words: str) -> None:
+def test_the_death_of_a_daemon_ends_the_block_soon_and_is_named(tmp_path, daemon, words):
     driver, folder = start_driver(tmp_path, "wait")
     victims = [
         pid
@@ -214,7 +212,7 @@ def test_the_death_of_a_daemon_ends_the_block_soon_and_is_named(tmp_path: Path, 
     assert_nothing_stays(tmp_path, folder)
 
 
-def test_a_running_three_node_cluster_is_joined_used_and_left_running(tmp_path: Path) -> None:
+def test_a_running_three_node_cluster_is_joined_used_and_left_running(tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(JOINING_DRIVER)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False)
@@ -222,7 +220,7 @@ def test_a_running_three_node_cluster_is_joined_used_and_left_running(tmp_path: 
     assert "three nodes are fine" in done.stdout
 
 
-def test_an_address_where_nothing_answers_is_an_error_within_seconds() -> None:
+def test_an_address_where_nothing_answers_is_an_error_within_seconds():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"

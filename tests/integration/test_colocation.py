@@ -1,7 +1,5 @@
 """Roles that share devices take turns on them: in which order, and with the real engines on a local Ray."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,7 +74,7 @@ def step(manager: OffloadManager, calls: Calls) -> dict[str, Calls]:
     return phases
 
 
-def test_roles_on_the_same_devices_take_turns() -> None:
+def test_roles_on_the_same_devices_take_turns():
     manager, calls = recorded(actor_train=(0, 1), reference=(0, 1), actor_infer=(0, 1))
     assert calls == [("offload", "actor_train", ALL), ("offload", "reference", ALL)], "each makes room for the next"
     first, second = step(manager, calls), step(manager, calls)
@@ -91,7 +89,7 @@ def test_roles_on_the_same_devices_take_turns() -> None:
     assert first == second == expected
 
 
-def test_roles_apart_and_roles_in_host_memory_are_never_moved() -> None:
+def test_roles_apart_and_roles_in_host_memory_are_never_moved():
     manager, calls = recorded(actor_train=(0, 1), reference=(2,), actor_infer=(3, 4))
     for _ in range(2):
         assert not any(step(manager, calls).values())
@@ -100,7 +98,7 @@ def test_roles_apart_and_roles_in_host_memory_are_never_moved() -> None:
     assert not any(step(manager, calls).values())
 
 
-def test_a_reward_model_is_there_while_answers_are_sampled_and_leaves_for_training() -> None:
+def test_a_reward_model_is_there_while_answers_are_sampled_and_leaves_for_training():
     manager, calls = recorded(reward_chat=(1,), actor_train=(0, 1), actor_infer=(0, 1))
     assert calls == [("offload", "reward_chat", ALL), ("offload", "actor_train", ALL)]
     scoring = {"actor_infer": ALL, "reward_chat": WEIGHTS}
@@ -122,7 +120,7 @@ def test_a_reward_model_is_there_while_answers_are_sampled_and_leaves_for_traini
     ]
 
 
-def test_only_roles_whose_devices_are_needed_move() -> None:
+def test_only_roles_whose_devices_are_needed_move():
     manager, calls = recorded(actor_train=(0, 1, 2, 3), reference=(0, 1), actor_infer=(4, 5), critic=(2, 3))
     assert calls == [("offload", "actor_train", ALL)]
     assert manager.shares_devices("actor_train", "critic") and not manager.shares_devices("reference", "critic")
@@ -137,7 +135,7 @@ def test_only_roles_whose_devices_are_needed_move() -> None:
     assert calls == [("offload", "actor_train", ALL), ("onload", "reference", WEIGHTS), ("onload", "critic", WEIGHTS)]
 
 
-def test_an_evaluation_on_the_trainers_devices_leaves_the_rollouts_theirs() -> None:
+def test_an_evaluation_on_the_trainers_devices_leaves_the_rollouts_theirs():
     manager, calls = recorded(actor_train=(0, 1), val_infer=(0, 1), actor_infer=(2, 3))
     calls.clear()
     for needs in ({"actor_train": WEIGHTS, "val_infer": WEIGHTS}, {"val_infer": ALL, "actor_infer": ALL}):
@@ -150,7 +148,7 @@ def test_an_evaluation_on_the_trainers_devices_leaves_the_rollouts_theirs() -> N
     ]
 
 
-def test_rollouts_that_share_with_the_trainer_get_their_devices_back_for_an_evaluation_elsewhere() -> None:
+def test_rollouts_that_share_with_the_trainer_get_their_devices_back_for_an_evaluation_elsewhere():
     manager, calls = recorded(actor_infer=(0, 1), val_infer=(2,), actor_train=(0, 1))
     calls.clear()
     manager.load({"actor_train": WEIGHTS, "val_infer": WEIGHTS})
@@ -201,7 +199,7 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Clu
         placement.remove()
 
 
-def test_a_step_of_real_engines_that_take_turns(clusters: dict[str, Cluster], model: Path) -> None:
+def test_a_step_of_real_engines_that_take_turns(clusters, model):
     """On a CPU the strategies only note what would have left; using what is away is an error in each of them."""
     manager = OffloadManager(clusters, kinds=("cpu", "gpu"))
     actor, reference = (ModelCluster(clusters[name], manager) for name in ("actor_train", "reference"))
@@ -239,7 +237,7 @@ def test_a_step_of_real_engines_that_take_turns(clusters: dict[str, Cluster], mo
         assert figures[f"memory/{role}/rollout_{unit}"] > 0
 
 
-def test_a_dead_role_has_no_memory_figures(clusters: dict[str, Cluster]) -> None:
+def test_a_dead_role_has_no_memory_figures(clusters):
     import ray
 
     manager = OffloadManager(clusters)
@@ -251,7 +249,7 @@ def test_a_dead_role_has_no_memory_figures(clusters: dict[str, Cluster]) -> None
     assert roles == {"actor_train", "actor_infer"}
 
 
-def test_the_figures_of_a_process_grow_with_what_it_holds() -> None:
+def test_the_figures_of_a_process_grow_with_what_it_holds():
     if torch.cuda.is_initialized():
         pytest.skip("counts device memory here")
     worker = Worker("alone", 0, 1, {})
@@ -263,7 +261,7 @@ def test_the_figures_of_a_process_grow_with_what_it_holds() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
-def test_a_role_that_leaves_a_gpu_frees_its_memory(clusters: dict[str, Cluster], model: Path) -> None:
+def test_a_role_that_leaves_a_gpu_frees_its_memory(clusters, model):
     manager = OffloadManager({name: clusters[name] for name in ("actor_train", "actor_infer")})
     actor, infer = ModelCluster(clusters["actor_train"], manager), clusters["actor_infer"]
     actor.setup(context(model, "actor_train", "fsdp2_train"))

@@ -4,8 +4,6 @@ Each trainer runs in the same two processes. FSDP2 and DeepSpeed read on rank 0 
 the damage is in what rank 1 reads.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil
@@ -131,7 +129,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("damage", [*DAMAGES, "model folder"])
 @pytest.mark.parametrize("name", TRAINERS)
-def test_every_rank_fails_at_once_with_the_message_of_the_one_that_did(folder: Path, name: str, damage: str) -> None:
+def test_every_rank_fails_at_once_with_the_message_of_the_one_that_did(folder, name, damage):
     if not installed(TRAINERS[name][0]):
         pytest.skip(f"the package {TRAINERS[name][0]} is not installed")
     found = [json.loads((folder / f"{name}-{rank}.json").read_text())[damage] for rank in range(2)]

@@ -3,8 +3,6 @@
 The two processes start once and leave files that the tests judge, mostly beside ``fsdp2_train`` in one process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import shutil
@@ -287,9 +285,7 @@ def two_ranks(one_process: dict[str, Any], model: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_steps_with_uneven_shares_and_l2_are_those_of_one_process(
-    two_ranks: Path, one_process: dict[str, Any], name: str
-) -> None:
+def test_steps_with_uneven_shares_and_l2_are_those_of_one_process(two_ranks, one_process, name):
     for step, expected in enumerate(one_process["metrics"]):
         for rank in range(2):
             found = metrics_of(two_ranks, f"{name}-step{step}-{rank}")
@@ -304,7 +300,7 @@ def test_steps_with_uneven_shares_and_l2_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_nan_in_one_micro_batch_changes_nothing(two_ranks: Path, name: str) -> None:
+def test_nan_in_one_micro_batch_changes_nothing(two_ranks, name):
     assert_near(tensors_of(two_ranks, f"{name}-nan-0"), tensors_of(two_ranks, f"{name}-final-0"), 0.0)
     for rank in range(2):
         metrics = metrics_of(two_ranks, f"{name}-nan-{rank}")
@@ -314,14 +310,12 @@ def test_nan_in_one_micro_batch_changes_nothing(two_ranks: Path, name: str) -> N
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("how", ["resumed", "went_back"])
-def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(two_ranks: Path, name: str, how: str) -> None:
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(two_ranks, name, how):
     assert_near(tensors_of(two_ranks, f"{name}-{how}-0"), tensors_of(two_ranks, f"{name}-final-0"), 0.0)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_checkpoint_of_two_ranks_continues_with_fsdp2_on_one(
-    two_ranks: Path, one_process: dict[str, Any], model: Path, name: str
-) -> None:
+def test_checkpoint_of_two_ranks_continues_with_fsdp2_on_one(two_ranks, one_process, model, name):
     trainer = fsdp_trainer(model)
     trainer.load(two_ranks / f"{name}-checkpoint")
     trainer.train_step(make_batch(seed=2), loss_fn)
@@ -329,14 +323,12 @@ def test_checkpoint_of_two_ranks_continues_with_fsdp2_on_one(
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
-def test_checkpoint_of_fsdp2_continues_and_states_come_back_as_they_left(
-    two_ranks: Path, one_process: dict[str, Any], name: str
-) -> None:
+def test_checkpoint_of_fsdp2_continues_and_states_come_back_as_they_left(two_ranks, one_process, name):
     assert_near(tensors_of(two_ranks, f"from_fsdp2-{name}-0"), one_process["final"], 5e-6)
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
-def test_step_with_kl_over_the_vocabulary_is_that_of_one_process(two_ranks: Path, model: Path, name: str) -> None:
+def test_step_with_kl_over_the_vocabulary_is_that_of_one_process(two_ranks, model, name):
     trainer = fsdp_trainer(model, needs=(*BASIC, KlToReference()))
     metrics = trainer.train_step(with_reference(make_batch(seed=0)), loss_fn)
     found = metrics_of(two_ranks, f"kl-{name}-0")
@@ -346,7 +338,7 @@ def test_step_with_kl_over_the_vocabulary_is_that_of_one_process(two_ranks: Path
 
 
 @pytest.mark.parametrize("name", ["zero2-offload", "zero3"])
-def test_adapter_is_that_of_one_process(two_ranks: Path, one_process: dict[str, Any], model: Path, name: str) -> None:
+def test_adapter_is_that_of_one_process(two_ranks, one_process, model, name):
     trainer = fsdp_trainer(model, lora=LORA)
     metrics: Metrics = {}
     for step in range(2):
@@ -363,7 +355,7 @@ def test_adapter_is_that_of_one_process(two_ranks: Path, one_process: dict[str, 
     torch.testing.assert_close(torch.cat(parts), one_process["scores"][0], rtol=0, atol=5e-6)
 
 
-def test_critic_is_the_same_on_one_process(two_ranks: Path, model: Path) -> None:
+def test_critic_is_the_same_on_one_process(two_ranks, model):
     found = torch.cat([tensors_of(two_ranks, f"values-{rank}")["values"] for rank in range(2)])
     trained = fsdp_trainer(model, head="value", role="critic")
     for step in range(2):
@@ -378,7 +370,7 @@ def test_critic_is_the_same_on_one_process(two_ranks: Path, model: Path) -> None
 
 @pytest.mark.parametrize("name", SHARING)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_shared_prompts_are_computed_once(two_ranks: Path, name: str, rank: int) -> None:
+def test_shared_prompts_are_computed_once(two_ranks, name, rank):
     shared, single = (metrics_of(two_ranks, f"sharing-{name}-{is_on}-{rank}") for is_on in (True, False))
     assert shared["seen"] < 0.8 * single["seen"]
     for key in ("actor/loss", "actor/grad_norm") if name != "infer" else ():
@@ -388,7 +380,7 @@ def test_shared_prompts_are_computed_once(two_ranks: Path, name: str, rank: int)
 
 
 @pytest.mark.parametrize("name", ["zero3", "whole"])
-def test_bf16_reference_is_near_fp32(two_ranks: Path, model: Path, name: str) -> None:
+def test_bf16_reference_is_near_fp32(two_ranks, model, name):
     reference = Fsdp2Infer(make_context(model, "fsdp2_infer", needs=(*BASIC, hidden_states)))
     reference.setup()
     expected = reference.logprobs(make_batch(seed=1))
@@ -398,13 +390,11 @@ def test_bf16_reference_is_near_fp32(two_ranks: Path, model: Path, name: str) ->
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_save_beside_training_is_of_the_step_that_it_began_at(two_ranks: Path, name: str) -> None:
+def test_a_save_beside_training_is_of_the_step_that_it_began_at(two_ranks, name):
     assert_same_files(two_ranks / f"{name}-beside", two_ranks / f"{name}-checkpoint")
 
 
-def test_float32_weights_survive_a_checkpoint_and_a_failed_write_is_an_error_on_every_rank(
-    two_ranks: Path, model: Path
-) -> None:
+def test_float32_weights_survive_a_checkpoint_and_a_failed_write_is_an_error_on_every_rank(two_ranks, model):
     master, restored = (tensors_of(two_ranks, f"bf16-{name}-0") for name in ("master", "restored"))
     assert_near(restored, master, 0.0)
     rounded = [name for name, weight in master.items() if torch.equal(weight.bfloat16().float(), weight)]
@@ -419,7 +409,7 @@ def test_float32_weights_survive_a_checkpoint_and_a_failed_write_is_an_error_on_
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_nothing_is_said_that_a_user_cannot_change(two_ranks: Path, rank: int) -> None:
+def test_nothing_is_said_that_a_user_cannot_change(two_ranks, rank):
     assert (two_ranks / f"warnings-{rank}").read_text() == ""
 
 
@@ -435,12 +425,12 @@ def test_nothing_is_said_that_a_user_cannot_change(two_ranks: Path, rank: int) -
         ({"bf16": {"enable": True}}, "bf16.enable: .*did you mean enabled"),
     ],
 )
-def test_unknown_keys_are_refused_with_the_nearest_one(model: Path, options: dict[str, Any], message: str) -> None:
+def test_unknown_keys_are_refused_with_the_nearest_one(model, options, message):
     with pytest.raises(ValueError, match=message):
         DeepSpeedTrain(make_context(model, "deepspeed_train", options))
 
 
-def test_keys_of_every_section_and_second_names_are_known() -> None:
+def test_keys_of_every_section_and_second_names_are_known():
     zero = {"stage": 3, "stage3_max_live_parameters": 1, "max_live_parameters": 1, "offload_optimizer": {"ratio": 0.5}}
     assert not list(
         CARD.option_problems({"zero_optimization": zero, "bf16": {"enabled": "auto"}, "steps_per_print": 5})
@@ -458,11 +448,11 @@ def test_keys_of_every_section_and_second_names_are_known() -> None:
         ({"sequence_parallel_size": 2}, "model_args.ulysses_size"),
     ],
 )
-def test_what_is_decided_elsewhere_is_refused(options: dict[str, Any], message: str) -> None:
+def test_what_is_decided_elsewhere_is_refused(options, message):
     assert any(message in str(problem) for problem in DeepSpeedConfig.model_validate(options).problems())
 
 
-def test_auto_means_left_out() -> None:
+def test_auto_means_left_out():
     options = {"train_batch_size": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"}}
     options |= {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": False}}, "scheduler": "auto"}
     config = DeepSpeedConfig.model_validate(options | {"zero_optimization": {"stage": "auto"}})
@@ -470,14 +460,14 @@ def test_auto_means_left_out() -> None:
     assert (config.stage, config.precision, config.torch_adam) == (0, None, False)
 
 
-def test_training_in_fp16_is_refused(model: Path) -> None:
+def test_training_in_fp16_is_refused(model):
     trainer = DeepSpeedTrain(make_context(model, "deepspeed_train", {"fp16": {"enabled": True}}))
     with pytest.raises(ValueError, match="fp16 needs loss scaling"):
         trainer.setup()
 
 
 @pytest.mark.parametrize("name", ["zero", "zero2", "zero3", "zero3_cpuoffload"])
-def test_examples_are_used_as_documented(tmp_path: Path, name: str) -> None:
+def test_examples_are_used_as_documented(tmp_path, name):
     folder = tmp_path / "config"
     shutil.copytree(Path(__file__).parents[2] / "examples" / "config", folder)
     (folder / "mine.yaml").write_text(

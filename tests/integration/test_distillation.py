@@ -1,7 +1,5 @@
 """Whole distillations as a user starts them: from a teacher's role, from disk, and on the policy's own samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from roll.pipeline.rollouts import read_rollouts
 from roll.rollout.rows import groups_to_batch
-from tests.integration.conftest import TWO_RANKS, Offline, Rlvr, Run, assert_as_expected, packed, rows, write
+from tests.integration.conftest import TWO_RANKS, Offline, Run, assert_as_expected, packed, rows, write
 from tests.support.foreign import save_foreign_model
 from tests.support.imitation import Imitator, learnt, row, talk
 from tests.support.resuming import stop_and_resume
@@ -70,9 +68,7 @@ def distill(offline: Offline, teacher: Path) -> Distill:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_stopped_run_ends_where_an_undisturbed_one_does(
-    distill: Distill, expected: dict[int, dict[str, float]]
-) -> None:
+def test_a_stopped_run_ends_where_an_undisturbed_one_does(distill, expected):
     whole, _ = stop_and_resume(distill, last_step=4)
     assert_as_expected(whole, expected)
     assert whole.metrics[4]["eval/divergence"] < whole.metrics[0]["eval/divergence"]
@@ -85,9 +81,7 @@ ON_DISK = ("teacher_logprobs=kept", "logits_topk=5000")
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_what_a_teacher_wrote_takes_its_place(
-    distill: Distill, expected: dict[int, dict[str, float]], model: Path, tmp_path: Path
-) -> None:
+def test_what_a_teacher_wrote_takes_its_place(distill, expected, model, tmp_path):
     missing = distill(*ON_DISK, "teacher=null", "teacher_pretrain=null", output="missing")
     assert missing.wait() == 2 and "teacher_logprobs: got no" in missing.output, "told before Ray starts"
     assert not missing.path.exists()
@@ -130,9 +124,7 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_engine_learns_as_float64_does(
-    distill: Distill, expected: dict[int, dict[str, float]], layout: str
-) -> None:
+def test_every_engine_learns_as_float64_does(distill, expected, layout):
     if "vllm" in layout:
         pytest.importorskip("vllm")
     assert_as_expected(distill(*LAYOUTS[layout], "save_steps=4"), expected)
@@ -155,7 +147,7 @@ FORMS = {
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("form", FORMS)
-def test_on_the_policys_own_samples(rlvr: Rlvr, model: Path, teacher: Path, form: str) -> None:
+def test_on_the_policys_own_samples(rlvr, model, teacher, form):
     itself = rlvr(*TEACHER, *FORMS[form], f"teacher_pretrain={model}", output="itself")
     run = rlvr(*TEACHER, *FORMS[form], f"teacher_pretrain={teacher}", output="other")
     assert itself.wait() == 0, itself.output
@@ -173,9 +165,7 @@ def test_on_the_policys_own_samples(rlvr: Rlvr, model: Path, teacher: Path, form
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("top", [(), ("logits_topk=10000",)], ids=["hidden states", "top tokens"])
-def test_a_divergence_at_a_temperature_of_its_own(
-    rlvr: Rlvr, model: Path, teacher: Path, tmp_path: Path, top: tuple[str, ...]
-) -> None:
+def test_a_divergence_at_a_temperature_of_its_own(rlvr, model, teacher, tmp_path, top):
     form = (*FORMS["loss"][:3], "kd_temperature=2", "actor_infer.generating_args.temperature=0.8")
     words = (*TEACHER[:1], *TEACHER[2:4], *form, *top, "max_steps=1", "rollout_dump_dir=dumped")
     run = rlvr(*words, f"teacher_pretrain={teacher}")
@@ -197,7 +187,7 @@ def test_a_divergence_at_a_temperature_of_its_own(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_teachers_judge_rows_of_their_own_tags(rlvr: Rlvr, model: Path, teacher: Path, tmp_path: Path) -> None:
+def test_two_teachers_judge_rows_of_their_own_tags(rlvr, model, teacher, tmp_path):
     section = "strategy_args: {strategy_name: hf_infer}, device_mapping: [0]"
     owners = {"letters": ("itself", model), "digits": ("other", teacher)}
     several = ", ".join(
@@ -233,7 +223,7 @@ def test_two_teachers_judge_rows_of_their_own_tags(rlvr: Rlvr, model: Path, teac
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_policy_teaches_itself_with_the_solution(rlvr: Rlvr, model: Path, tmp_path: Path) -> None:
+def test_the_policy_teaches_itself_with_the_solution(rlvr, model, tmp_path):
     worked = [each | {"worked": "Up" * (1 + number % 3)} for number, each in enumerate(rows("t", [""] * 8))]
     write(tmp_path / "train.jsonl", worked)
     itself = (*TEACHER[:2], "max_steps=1", "is_pure_opd=true", f"teacher_pretrain={model}", "rollout_dump_dir=dumped")
@@ -262,7 +252,7 @@ def test_the_policy_teaches_itself_with_the_solution(rlvr: Rlvr, model: Path, tm
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_teacher_with_another_tokenizer(rlvr: Rlvr, model: Path, tmp_path: Path) -> None:
+def test_a_teacher_with_another_tokenizer(rlvr, model, tmp_path):
     pytest.importorskip("vllm")
     save_foreign_model(tmp_path / "foreign", seed=3)
     aligned = (*TEACHER, *FORMS["advantage"], "align_tokenizers=text")
@@ -279,7 +269,7 @@ def test_a_teacher_with_another_tokenizer(rlvr: Rlvr, model: Path, tmp_path: Pat
     assert run.metrics[1]["actor/advantage_mean"] == pytest.approx(-run.metrics[1]["teacher/reverse_kl"], rel=1e-5)
 
 
-def test_what_is_wrong_is_told_before_ray_starts(distill: Distill) -> None:
+def test_what_is_wrong_is_told_before_ray_starts(distill):
     run = distill("teacher=null", "precompute_only=true", "jsd_beta=0.2", "distill_loss_weight=2", output="wrong")
     assert run.wait() == 2, run.output
     for key in ("teacher", "precompute_only", "jsd_beta", "distill_loss_weight"):

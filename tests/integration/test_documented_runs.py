@@ -1,7 +1,5 @@
 """The training commands of the README and the documents, run for a step or two as they stand."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -41,7 +39,7 @@ def test_every_start_script_and_the_demonstrations_are_among_them():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(TRAINING)), ids=TRAINING)
-def test_a_documented_run_trains_and_ends(number: int, checkout: Path) -> None:
+def test_a_documented_run_trains_and_ends(number, checkout):
     name = f"run-{number}"
     words = shlex.split(TRAINING[number])
     tool = [sys.executable, "-m", "roll"] if words[0].endswith("roll") else [sys.executable]

@@ -1,7 +1,5 @@
 """Whole runs on preferences as a user starts them, on an untrained model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -74,7 +72,7 @@ def dpo(offline: Offline) -> Dpo:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_stopped_run_ends_where_an_undisturbed_one_does(dpo: Dpo, expected: dict[int, dict[str, float]]) -> None:
+def test_a_stopped_run_ends_where_an_undisturbed_one_does(dpo, expected):
     whole, second = stop_and_resume(dpo, last_step=4)
     assert_learnt(whole, expected)
     assert "using" in (second.path / "logs" / "roll.log").read_text(), "the reference's scores are read again"
@@ -96,9 +94,7 @@ REFERENCES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reference", REFERENCES)
-def test_every_reference_and_engine_learns_as_float64_does(
-    dpo: Dpo, expected: dict[int, dict[str, float]], reference: str
-) -> None:
+def test_every_reference_and_engine_learns_as_float64_does(dpo, expected, reference):
     assert_learnt(dpo(*REFERENCES[reference], "actor_infer=null", "save_steps=4"), expected)
 
 
@@ -117,7 +113,7 @@ def without_pairs(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_answers_without_pairs_are_taken_up_again_bit_for_bit(dpo: Dpo, tmp_path: Path) -> None:
+def test_answers_without_pairs_are_taken_up_again_bit_for_bit(dpo, tmp_path):
     scored_by_step = ("precompute_reference=false", "reference={strategy_args: {strategy_name: hf_infer}}")
     kto = without_pairs(tmp_path)
 
@@ -129,7 +125,7 @@ def test_answers_without_pairs_are_taken_up_again_bit_for_bit(dpo: Dpo, tmp_path
 
 
 @pytest.mark.slow
-def test_an_adapter_and_answers_without_pairs(dpo: Dpo, tmp_path: Path) -> None:
+def test_an_adapter_and_answers_without_pairs(dpo, tmp_path):
     lora = ("precompute_reference=false", "actor_train.model_args.lora_target=all-linear", "actor_infer=null")
     adapter = dpo(*lora, "actor_train.training_args.learning_rate=0.01", output="adapter")
     kto = dpo(*without_pairs(tmp_path), output="kto")
@@ -141,7 +137,7 @@ def test_an_adapter_and_answers_without_pairs(dpo: Dpo, tmp_path: Path) -> None:
     assert kto.metrics[4]["eval/loss"] < kto.metrics[0]["eval/loss"]
 
 
-def test_what_is_wrong_is_told_before_ray_starts(dpo: Dpo, tmp_path: Path) -> None:
+def test_what_is_wrong_is_told_before_ray_starts(dpo, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"ask": "a", "chosen": "x", "rejected": "x"}\n')
     rows = dpo("actor_train.data_args.file_name=bad.jsonl", output="rows")
     keys = dpo("precompute_reference=false", "label_smoothing=0.9", "preferences.rejected=chosen", output="keys")

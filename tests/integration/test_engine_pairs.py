@@ -1,7 +1,5 @@
 """Every trainer with every generator: the demonstrations with ``train=`` and ``infer=``, two steps on a tiny model."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -12,7 +10,7 @@ from _pytest.mark import ParameterSet
 
 from roll.configs.engines import packages
 from roll.models.tiny import make_tiny_model
-from tests.integration.conftest import LAUNCHER, RLVR_LAUNCHER, ROOT, Launch, Run
+from tests.integration.conftest import LAUNCHER, RLVR_LAUNCHER, ROOT, Run
 
 PACKAGES = packages()
 
@@ -91,13 +89,13 @@ def pairs(always: list[tuple[str, str]]) -> list[ParameterSet]:
 
 
 @pytest.mark.parametrize(("trainer", "generator"), pairs(ALWAYS))
-def test_sokoban(launch: Launch, wide_headed: Path, trainer: str, generator: str) -> None:
+def test_sokoban(launch, wide_headed, trainer, generator):
     options = (*SMALL, *AGENTIC, f"pretrain={wide_headed}", *environment(trainer, generator))
     check_run(launch(*options, config="agentic_sokoban", script=LAUNCHER, folder=EXAMPLES))
 
 
 @pytest.mark.parametrize(("trainer", "generator"), pairs([]))
-def test_maths(launch: Launch, wide_headed: Path, trainer: str, generator: str) -> None:
+def test_maths(launch, wide_headed, trainer, generator):
     options = (*SMALL, *RLVR, f"pretrain={wide_headed}", *environment(trainer, generator))
     check_run(launch(*options, config="rlvr_math", script=RLVR_LAUNCHER, folder=EXAMPLES))
 
@@ -122,7 +120,7 @@ def environment(trainer: str, generator: str) -> tuple[str, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["megatron", "fsdp2"])
-def test_an_adapter_is_trained_against_the_actor_without_it(launch: Launch, wide_headed: Path, trainer: str) -> None:
+def test_an_adapter_is_trained_against_the_actor_without_it(launch, wide_headed, trainer):
     options = (*SMALL, *RLVR, f"pretrain={wide_headed}", *environment(trainer, "vllm"))
     lora = ("actor_train.model_args.lora_target=all-linear", "actor_train.model_args.lora_rank=4")
     # One optimizer step per rollout, of two data-parallel ranks or one: in the first, the policy is the reference.

@@ -1,7 +1,5 @@
 """What the documents tell a user to do, done: environments of one's own and of libraries, and the README's pictures."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

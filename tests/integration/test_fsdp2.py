@@ -1,10 +1,7 @@
 """``fsdp2_train``: the same step whatever the cutting, the sharding and the number of processes; exact continuation."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -183,7 +180,7 @@ def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("cutting", CUTTINGS)
-def test_the_training_pass_gives_the_old_logprobs_of_a_scoring_pass(model: Path, cutting: str) -> None:
+def test_the_training_pass_gives_the_old_logprobs_of_a_scoring_pass(model, cutting):
     """To the bit, since both see the same micro-batches here."""
     batch = make_batch()
     options = json.loads(json.dumps(CUTTINGS[cutting]))
@@ -214,7 +211,7 @@ def with_common_prompts(batch: Batch) -> Batch:
 
 
 @pytest.mark.parametrize("cutting", CUTTINGS)
-def test_gradient_of_shared_prompts_is_that_of_single_sequences(model: Path, cutting: str) -> None:
+def test_gradient_of_shared_prompts_is_that_of_single_sequences(model, cutting):
     batch = with_common_prompts(make_batch())
     assert worth_sharing(batch)
     trainer = make_trainer(model, **json.loads(json.dumps(CUTTINGS[cutting])))
@@ -225,9 +222,7 @@ def test_gradient_of_shared_prompts_is_that_of_single_sequences(model: Path, cut
 
 
 @pytest.mark.parametrize("cutting", CUTTINGS)
-def test_gradient_with_kl_over_the_vocabulary_does_not_depend_on_the_cutting(
-    model: Path, untied_model: Path, cutting: str
-) -> None:
+def test_gradient_with_kl_over_the_vocabulary_does_not_depend_on_the_cutting(model, untied_model, cutting):
     batch = with_reference(make_batch())
     path = untied_model if cutting == "packed" else model
     trainer = make_trainer(path, needs=(*BASIC, KlToReference()), **json.loads(json.dumps(CUTTINGS[cutting])))
@@ -241,7 +236,7 @@ def test_gradient_with_kl_over_the_vocabulary_does_not_depend_on_the_cutting(
     assert metrics["actor/kl_loss"] == pytest.approx(sum(divergences) / len(divergences), abs=1e-6)
 
 
-def test_kl_to_the_reference_grows_from_zero_as_the_policy_learns(model: Path) -> None:
+def test_kl_to_the_reference_grows_from_zero_as_the_policy_learns(model):
     from transformers import AutoModelForCausalLM
 
     trainer = make_trainer(
@@ -272,7 +267,7 @@ def test_kl_to_the_reference_grows_from_zero_as_the_policy_learns(model: Path) -
     assert found.max() > 0.01
 
 
-def test_kl_over_the_vocabulary_needs_the_kept_output_layer(model: Path) -> None:
+def test_kl_over_the_vocabulary_needs_the_kept_output_layer(model):
     with pytest.raises(ValueError, match="kl_penalty 'full'"):
         make_trainer(model).train_step(with_reference(make_batch()), build_policy_loss(ALGORITHM))
     with pytest.raises(ValueError, match=r"kl_penalty 'full'.*kl_T"):
@@ -357,7 +352,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, untied_model: Path) -> P
 
 
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_every_sharding_ends_with_the_same_weights(two_ranks: Path, untied_model: Path, name: str) -> None:
+def test_every_sharding_ends_with_the_same_weights(two_ranks, untied_model, name):
     trainer = make_trainer(untied_model)
     for step in range(3):
         trainer.train_step(make_batch(seed=step), policy_loss)
@@ -365,12 +360,12 @@ def test_every_sharding_ends_with_the_same_weights(two_ranks: Path, untied_model
 
 
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(two_ranks: Path, name: str) -> None:
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(two_ranks, name):
     final, resumed = (load_file(two_ranks / f"{name}-0/{kind}.safetensors") for kind in ("final", "resumed"))
     assert_near(resumed, final, 0.0)
 
 
-def test_checkpoint_of_two_ranks_continues_on_one(two_ranks: Path, untied_model: Path) -> None:
+def test_checkpoint_of_two_ranks_continues_on_one(two_ranks, untied_model):
     trainer = make_trainer(untied_model)
     trainer.load(two_ranks / "full-checkpoint")
     trainer.train_step(make_batch(seed=2), policy_loss)
@@ -378,7 +373,7 @@ def test_checkpoint_of_two_ranks_continues_on_one(two_ranks: Path, untied_model:
 
 
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_nan_on_one_rank_skips_the_step_on_both(two_ranks: Path, name: str) -> None:
+def test_nan_on_one_rank_skips_the_step_on_both(two_ranks, name):
     assert_near(
         load_file(two_ranks / f"{name}-0/after_nan.safetensors"),
         load_file(two_ranks / f"{name}-0/final.safetensors"),
@@ -390,15 +385,13 @@ def test_nan_on_one_rank_skips_the_step_on_both(two_ranks: Path, name: str) -> N
         assert "actor/loss" not in metrics
 
 
-def test_only_rank_0_receives_weight_buckets(two_ranks: Path) -> None:
+def test_only_rank_0_receives_weight_buckets(two_ranks):
     assert not load_file(two_ranks / "full-1/final.safetensors")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2_infer", "megatron_infer"])
 @pytest.mark.parametrize("head", ["value", "score"])
-def test_a_head_is_found_in_a_folder_at_home(
-    strategy: str, head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_is_found_in_a_folder_at_home(strategy, head, tmp_path, monkeypatch):
     package = packages().get(strategy)
     if package is not None and not package.installed:
         pytest.skip(f"{package.module} is not installed")
@@ -412,7 +405,7 @@ def test_a_head_is_found_in_a_folder_at_home(
     assert values[0].any() and torch.equal(*values)
 
 
-def test_critic_of_two_ranks_scores_the_same_on_one(two_ranks: Path) -> None:
+def test_critic_of_two_ranks_scores_the_same_on_one(two_ranks):
     critic = Fsdp2Infer(make_context(two_ranks / "critic" / "critic", head="value"))
     critic.setup()
     values = critic.logprobs(make_batch(seed=1)).values_T
@@ -421,7 +414,7 @@ def test_critic_of_two_ranks_scores_the_same_on_one(two_ranks: Path) -> None:
     torch.testing.assert_close(values, found, rtol=0, atol=1e-5)
 
 
-def test_bf16_reference_is_near_fp32(two_ranks: Path, untied_model: Path) -> None:
+def test_bf16_reference_is_near_fp32(two_ranks, untied_model):
     reference = Fsdp2Infer(make_context(untied_model, needs=(*BASIC, hidden_states)))
     reference.setup()
     reference_scores = reference.logprobs(make_batch(seed=1))
@@ -433,9 +426,7 @@ def test_bf16_reference_is_near_fp32(two_ranks: Path, untied_model: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["full", "replica"])
-def test_two_ranks_take_the_same_step_with_kl_over_the_vocabulary(
-    two_ranks: Path, untied_model: Path, name: str
-) -> None:
+def test_two_ranks_take_the_same_step_with_kl_over_the_vocabulary(two_ranks, untied_model, name):
     trainer = make_trainer(untied_model, needs=(*BASIC, KlToReference()))
     for step in range(2):
         batch = with_reference(make_batch(seed=step), seed=step)
@@ -454,13 +445,13 @@ def test_two_ranks_take_the_same_step_with_kl_over_the_vocabulary(
                 assert written[key] == pytest.approx(metrics[key], abs=2e-5), key
 
 
-def test_failed_write_is_an_error_on_every_rank(two_ranks: Path) -> None:
+def test_failed_write_is_an_error_on_every_rank(two_ranks):
     for number, rank in product(range(2), range(2)):
         assert "occupied" in (two_ranks / f"error{rank}-{number}").read_text()
 
 
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_a_save_beside_training_is_of_the_step_that_it_began_at(two_ranks: Path, name: str) -> None:
+def test_a_save_beside_training_is_of_the_step_that_it_began_at(two_ranks, name):
     assert_same_files(two_ranks / f"{name}-beside", two_ranks / f"{name}-checkpoint")
 
 
@@ -468,7 +459,7 @@ def test_a_save_beside_training_is_of_the_step_that_it_began_at(two_ranks: Path,
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_saved_model_loads_in_transformers_and_continues_exactly(model: Path, tmp_path: Path, dtype: str) -> None:
+def test_saved_model_loads_in_transformers_and_continues_exactly(model, tmp_path, dtype):
     from transformers import AutoModelForCausalLM
 
     trainer = make_trainer(model, model_args={"dtype": dtype})
@@ -490,7 +481,7 @@ def test_saved_model_loads_in_transformers_and_continues_exactly(model: Path, tm
     assert resumed.optimizer_steps == 2
 
 
-def test_a_checkpoint_of_the_model_alone_starts_the_moments_anew(model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_model_alone_starts_the_moments_anew(model, tmp_path):
     trainer = ProbedTrain(replace(make_context(model), saves=frozenset({"model"})))
     trainer.setup()
     trainer.train_step(make_batch(), policy_loss)
@@ -508,7 +499,7 @@ def test_a_checkpoint_of_the_model_alone_starts_the_moments_anew(model: Path, tm
         assert state["step"] == 0 and not state["exp_avg"].any() and not state["exp_avg_sq"].any()
 
 
-def test_loading_restores_the_generator(model: Path, tmp_path: Path) -> None:
+def test_loading_restores_the_generator(model, tmp_path):
     trainer = make_trainer(model)
     trainer.save(tmp_path)
     expected = torch.rand(3)
@@ -516,7 +507,7 @@ def test_loading_restores_the_generator(model: Path, tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_skipped_step_leaves_weights_and_schedule(model: Path) -> None:
+def test_skipped_step_leaves_weights_and_schedule(model):
     trainer = make_trainer(model)
     before = exported(trainer)
     metrics = trainer.train_step(make_batch(), nan_loss)
@@ -533,7 +524,7 @@ def test_skipped_step_leaves_weights_and_schedule(model: Path) -> None:
     assert metrics["actor/skipped_steps"] == 1
 
 
-def test_the_rows_of_an_episode_that_branched_count_as_one_sequence(model: Path) -> None:
+def test_the_rows_of_an_episode_that_branched_count_as_one_sequence(model):
     seen = []
 
     def watched(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
@@ -549,7 +540,7 @@ def test_the_rows_of_an_episode_that_branched_count_as_one_sequence(model: Path)
     assert seen[0].max_length == pytest.approx(max(sampled_B[:2].sum(), sampled_B[2:].max()).item())
 
 
-def test_l2_penalty_is_added_to_the_loss(model: Path) -> None:
+def test_l2_penalty_is_added_to_the_loss(model):
     batch = make_batch()
     plain, penalised = make_trainer(model), make_trainer(model, l2=0.01)
     weights = exported(plain)
@@ -560,7 +551,7 @@ def test_l2_penalty_is_added_to_the_loss(model: Path) -> None:
     assert_near(penalised.gradient, expected)
 
 
-def test_offloaded_states_must_come_back_before_use_and_the_optimizer_can_start_again(model: Path) -> None:
+def test_offloaded_states_must_come_back_before_use_and_the_optimizer_can_start_again(model):
     trainer = make_trainer(model)
     trainer.offload(States.OPTIMIZER)
     trainer.logprobs(make_batch())
@@ -574,7 +565,7 @@ def test_offloaded_states_must_come_back_before_use_and_the_optimizer_can_start_
     assert trainer.train_step(make_batch(), policy_loss)["actor/lr"] == first["actor/lr"]
 
 
-def test_moved_parameters_are_still_the_ones_that_are_trained(model: Path) -> None:
+def test_moved_parameters_are_still_the_ones_that_are_trained(model):
     trainer, moved = make_trainer(model), make_trainer(model)
     moved.weights.move(torch.device("cpu"))
     for each in (trainer, moved):
@@ -593,7 +584,7 @@ def failing_loss(scores: TokenScores, batch: Batch, context: LossContext) -> Los
     return output
 
 
-def test_failed_step_leaves_no_gradient_behind(model: Path) -> None:
+def test_failed_step_leaves_no_gradient_behind(model):
     trainer, batch = make_trainer(model), make_batch()
     with pytest.raises(RuntimeError, match="the loss broke"):
         trainer.train_step(batch, failing_loss)
@@ -609,9 +600,7 @@ def test_failed_step_leaves_no_gradient_behind(model: Path) -> None:
         (lambda folder: (folder / "actor_train" / "model.safetensors").unlink(), "no model.safetensors in it"),
     ],
 )
-def test_incomplete_checkpoint_is_refused(
-    model: Path, tmp_path: Path, break_it: Callable[[Path], None], message: str
-) -> None:
+def test_incomplete_checkpoint_is_refused(model, tmp_path, break_it, message):
     trainer = make_trainer(model)
     trainer.save(tmp_path)
     break_it(tmp_path)
@@ -619,12 +608,12 @@ def test_incomplete_checkpoint_is_refused(
         trainer.load(tmp_path)
 
 
-def test_training_in_fp16_is_refused(model: Path) -> None:
+def test_training_in_fp16_is_refused(model):
     with pytest.raises(ValueError, match="fp16"):
         make_trainer(model, model_args={"dtype": "fp16"})
 
 
-def test_lone_worker_can_offload_to_the_cpu(model: Path) -> None:
+def test_lone_worker_can_offload_to_the_cpu(model):
     trainer = make_trainer(model, {"cpu_offload": True})
     try:
         batch = make_batch()
@@ -634,7 +623,7 @@ def test_lone_worker_can_offload_to_the_cpu(model: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_log_probabilities_of_a_teacher_are_not_rounded_to_the_models_format(model: Path) -> None:
+def test_log_probabilities_of_a_teacher_are_not_rounded_to_the_models_format(model):
     config = DivergenceConfig(kd_objective="forward_kl", logits_topk=2)
     needs = (*BASIC, Divergence(config, TEMPERATURE))
     trainer = make_trainer(model, {"cpu_offload": True}, model_args={"dtype": "bf16"}, needs=needs)

@@ -1,7 +1,5 @@
 """What ``fsdp2_train`` adds to plain sharding: lean loading, checkpoints in shards, offloaded activations."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -118,7 +116,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, small: Path) -> Path:
     return path
 
 
-def test_only_rank_0_ever_holds_the_whole_model(folder: Path) -> None:
+def test_only_rank_0_ever_holds_the_whole_model(folder):
     """Each of two ranks keeps half of a model of 270 MB; rank 0 reads a copy of it first."""
     (first, whole), (second, _) = (json.loads((folder / "taken" / str(rank)).read_text()) for rank in range(2))
     assert whole > 250e6
@@ -128,14 +126,14 @@ def test_only_rank_0_ever_holds_the_whole_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_shards_of_two_ranks_continue_on_four(folder: Path, name: str) -> None:
+def test_shards_of_two_ranks_continue_on_four(folder, name):
     assert_near(load_file(folder / f"{name}-state.safetensors"), load_file(folder / "state.safetensors"), 0.0)
     assert_near(load_file(folder / f"{name}-after.safetensors"), load_file(folder / "after.safetensors"), 5e-6)
     assert float((folder / f"{name}-loss").read_text()) == pytest.approx(float((folder / "loss").read_text()), abs=2e-6)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_is_saved_beside_training_is_that_of_the_start(folder: Path, name: str) -> None:
+def test_what_is_saved_beside_training_is_that_of_the_start(folder, name):
     """The model's tensors are whole in the files; the optimizer's lie there as the ranks had them."""
     saved = folder / f"gathered from {name}"
     optimizer, resumed = saved / "resume/actor_train/optimizer", StoredTensors(saved / "resume/actor_train/optimizer")
@@ -153,7 +151,7 @@ def test_what_is_saved_beside_training_is_that_of_the_start(folder: Path, name: 
     assert any("@" in key for key in stored) == (name != "whole replicas")
 
 
-def test_shards_written_beside_training_are_those_of_the_start(folder: Path) -> None:
+def test_shards_written_beside_training_are_those_of_the_start(folder):
     """Tensors alone are compared: the library writes a header's metadata in an order of chance."""
     names = sorted(file.relative_to(folder / "two") for file in (folder / "two").rglob("*.safetensors"))
     assert len(names) == 3  # two of shards, and the generators' states
@@ -164,14 +162,14 @@ def test_shards_written_beside_training_are_those_of_the_start(folder: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["two", *(f"by {name}" for name in LAYOUTS)])
-def test_shards_of_several_ranks_continue_on_one(folder: Path, small: Path, name: str) -> None:
+def test_shards_of_several_ranks_continue_on_one(folder, small, name):
     trainer = make_trainer(small)
     trainer.load(folder / name)
     assert trainer.optimizer_steps == 2
     assert_near(state_of(trainer), load_file(folder / "state.safetensors"), 0.0)
 
 
-def test_shards_start_the_moments_anew_where_these_are_not_loaded(small: Path, tmp_path: Path) -> None:
+def test_shards_start_the_moments_anew_where_these_are_not_loaded(small, tmp_path):
     trainer = make_trainer(small, SHARDED)
     step(trainer, 0)
     trainer.save(tmp_path)
@@ -183,21 +181,21 @@ def test_shards_start_the_moments_anew_where_these_are_not_loaded(small: Path, t
 
 
 @pytest.mark.parametrize("parts", [PARTS, ("model", "rng")])
-def test_shards_are_no_checkpoint_of_another_engine(small: Path, tmp_path: Path, parts: tuple[str, ...]) -> None:
+def test_shards_are_no_checkpoint_of_another_engine(small, tmp_path, parts):
     trainer = make_trainer(small, SHARDED)
     trainer.save(tmp_path)
     with pytest.raises(ValueError, match="it holds shards of actor_train; expected the strategy that wrote them"):
         restore_checkpoint(tmp_path, "actor_train", trainer.trained, parts)  # as other engines do
 
 
-def test_shards_hold_no_pickle(folder: Path) -> None:
+def test_shards_hold_no_pickle(folder):
     files = [file for file in (folder / "two").rglob("*") if file.is_file()]
     assert {file.suffix for file in files} <= {".safetensors", ".json"}, files
     assert len(list((folder / "two" / SHARDS).glob("shard-*.safetensors"))) == 2
     assert [path.name for path in (folder / "two").iterdir()] == ["resume"], "what others could not open is no model"
 
 
-def test_missing_shards_are_refused(folder: Path, small: Path, tmp_path: Path) -> None:
+def test_missing_shards_are_refused(folder, small, tmp_path):
     import shutil
 
     shutil.copytree(folder / "two", tmp_path / "copy")
@@ -206,7 +204,7 @@ def test_missing_shards_are_refused(folder: Path, small: Path, tmp_path: Path) -
         make_trainer(small).load(tmp_path / "copy")
 
 
-def test_offloaded_activations_change_nothing(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_activations_change_nothing(small, monkeypatch):
     monkeypatch.setattr(strategy, "MIN_BYTES", 0)
     results = []
     for offload in (False, True):
@@ -225,9 +223,7 @@ def test_offloaded_activations_change_nothing(small: Path, monkeypatch: pytest.M
         ({"fsdp_size": 2, "cpu_offload": True}, {}, "fsdp_size: 2, expected a divisor of the 1 workers"),
     ],
 )
-def test_sizes_that_do_not_divide_are_refused(
-    small: Path, config: dict[str, Any], model_args: dict[str, Any], message: str
-) -> None:
+def test_sizes_that_do_not_divide_are_refused(small, config, model_args, message):
     try:
         with pytest.raises(ValueError, match=message):
             make_trainer(small, config, model_args=model_args)
@@ -237,12 +233,12 @@ def test_sizes_that_do_not_divide_are_refused(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_liger_kernels_need_a_gpu(small: Path) -> None:
+def test_liger_kernels_need_a_gpu(small):
     with pytest.raises(ValueError, match="use_liger_kernel: true, expected false on a machine without a GPU"):
         make_trainer(small, model_args={"use_liger_kernel": True})
 
 
-def test_missing_liger_kernels_name_the_extra(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_liger_kernels_name_the_extra(small, monkeypatch):
     import importlib.util
 
     if importlib.util.find_spec("liger_kernel") is not None:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow  # two minutes of other tests and a demonstration
-def test_the_gpu_check_is_rehearsed_without_a_gpu_and_leaves_its_figures(tmp_path: Path) -> None:
+def test_the_gpu_check_is_rehearsed_without_a_gpu_and_leaves_its_figures(tmp_path):
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "GPU_CHECK_SECONDS": "780"}
     script = [str(ROOT / "scripts" / "gpu_check.sh"), "--rehearse", str(tmp_path)]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=800)
@@ -25,12 +25,12 @@ def test_the_gpu_check_is_rehearsed_without_a_gpu_and_leaves_its_figures(tmp_pat
     assert {"train/fsdp2_train", "generate/hf_infer", "weights/fsdp2_train"} <= set(check["figures"])
 
 
-def test_a_wrong_call_shows_the_usage() -> None:
+def test_a_wrong_call_shows_the_usage():
     done = subprocess.run([str(ROOT / "scripts" / "gpu_check.sh")], capture_output=True, text=True)
     assert done.returncode == 2 and "KIT_FOLDER OUT_FOLDER" in done.stderr
 
 
-def test_a_damaged_kit_is_not_installed_and_the_figures_say_so(tmp_path: Path) -> None:
+def test_a_damaged_kit_is_not_installed_and_the_figures_say_so(tmp_path):
     kit = tmp_path / "kit"
     kit.mkdir()
     (kit / "kit.tar.xz.00").write_bytes(b"damaged")

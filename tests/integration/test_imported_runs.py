@@ -1,7 +1,5 @@
 """Runs of the four systems: imported, they are what one would write here, and go to the end on the tiny model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from roll.configs.compose import compose_config
 from roll.configs.engines import packages
 from roll.configs.loader import load_composed
 from roll.configs.rlvr import RLVRConfig
-from tests.integration.conftest import RLVR_LAUNCHER, Launch
+from tests.integration.conftest import RLVR_LAUNCHER
 
 HERE = Path(__file__).parent / "imported"
 FAST, SLOW = ("verl_grpo.sh",), ("roll.yaml", "verl_ppo.sh", "chatlearn.yaml", "mindspeed.yaml")
@@ -68,7 +66,7 @@ def load(name: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("file", RUNS)
-def test_what_is_imported_is_what_one_would_write(file: str, data: Path) -> None:
+def test_what_is_imported_is_what_one_would_write(file, data):
     import_run(file, data)
     found, own = load("mine", data), load(Path(file).stem, HERE / "ours")
     if file.endswith(".sh") or file == "chatlearn.yaml":  # no row is of these
@@ -78,7 +76,7 @@ def test_what_is_imported_is_what_one_would_write(file: str, data: Path) -> None
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("file", [*FAST, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)])
-def test_an_imported_run_goes_to_the_end(file: str, data: Path, launch: Launch) -> None:
+def test_an_imported_run_goes_to_the_end(file, data, launch):
     import_run(file, data)
     engine = load("mine", data)["actor_train"]["strategy_args"]["strategy_name"]
     package = packages().get(engine)

@@ -1,19 +1,15 @@
 """A run whose environments ask a model on the run's own devices, and what it makes of a judge that dies or fails."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import Launch, Rlvr
 from tests.support.judged_env import question, score
 from tests.support.judges import WORDS, digit_model, greedy_words
 
 
 @pytest.mark.slow
-def test_rewards_are_what_the_judge_says_and_its_failures_are_none(launch: Launch, tmp_path: Path) -> None:
+def test_rewards_are_what_the_judge_says_and_its_failures_are_none(launch, tmp_path):
     judge, episodes, die = digit_model(tmp_path / "judge"), tmp_path / "episodes", tmp_path / "die"
     die.touch()
     env = "{env_type: tests.support.judged_env:JudgedEnv, max_steps: 2, agent_system_template: '', env_config: %s}"
@@ -41,7 +37,7 @@ def test_rewards_are_what_the_judge_says_and_its_failures_are_none(launch: Launc
 
 
 @pytest.mark.slow
-def test_a_conversation_is_a_row_that_turns_and_answer_are_paid_in(rlvr: Rlvr, tmp_path: Path) -> None:
+def test_a_conversation_is_a_row_that_turns_and_answer_are_paid_in(rlvr, tmp_path):
     run = rlvr(
         "user={path: tests.support.users:Counting, max_turns: 2}",
         "sequence_length=120",

@@ -1,14 +1,12 @@
 """An agentic run that filters and keeps its rollouts, and one that trains on them again without playing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
-from tests.integration.conftest import Launch, assert_same_tensors
+from tests.integration.conftest import assert_same_tensors
 
 KEYS = (
     "max_steps=2",
@@ -58,7 +56,7 @@ def recounted(folder: Path) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_a_run_on_kept_rollouts_is_the_run_that_kept_them(launch: Launch, tmp_path: Path) -> None:
+def test_a_run_on_kept_rollouts_is_the_run_that_kept_them(launch, tmp_path):
     first = launch(*KEYS, f"rollout_dump_dir={tmp_path / 'kept'}")
     assert first.wait() == 0, first.output
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["step-00001", "step-00002"]

@@ -4,8 +4,6 @@ What a layout computes is compared with ``fsdp2_train`` in one process, which th
 Face in float64. All layouts of this file run in one pair of processes.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import traceback
@@ -398,11 +396,11 @@ def expected_after(folder: Path, kind: str, *seeds: int, **kwargs: Any) -> tuple
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_nothing_is_said_that_a_user_cannot_change(folder: Path, rank: int) -> None:
+def test_nothing_is_said_that_a_user_cannot_change(folder, rank):
     assert (folder / f"warnings-{rank}").read_text() == ""
 
 
-def test_step_with_a_nan_changes_nothing(folder: Path) -> None:
+def test_step_with_a_nan_changes_nothing(folder):
     found = found_by(case_skipped_step, folder)
     assert found["metrics"]["actor/skipped_steps"] == 1.0
     assert all(math.isfinite(value) for value in found["metrics"].values())
@@ -412,7 +410,7 @@ def test_step_with_a_nan_changes_nothing(folder: Path) -> None:
     assert_near(found["weights"], weights, NEAR)
 
 
-def test_rank_without_sequences_takes_part(folder: Path) -> None:
+def test_rank_without_sequences_takes_part(folder):
     found = found_by(case_empty_share, folder)
     trainer = make_trainer(folder / "dense", "fsdp2_train")
     metrics = step(trainer, 3, num_sequences=1)
@@ -428,14 +426,14 @@ def test_rank_without_sequences_takes_part(folder: Path) -> None:
         pytest.param(case_shared_expert, "moe", {}, id="a shared expert beside the dispatcher"),
     ],
 )
-def test_a_step_is_that_of_fsdp2(folder: Path, case: Any, kind: str, options: dict[str, float]) -> None:
+def test_a_step_is_that_of_fsdp2(folder, case, kind, options):
     found = found_by(case, folder)
     metrics, weights = expected_after(folder, kind, 1, **options)
     assert_same_metrics(found["metrics"], metrics)
     assert_near(found["weights"], weights, NEAR)
 
 
-def test_checkpoint_continues_in_another_layout_and_engine_and_equals_one_saved_beside_training(folder: Path) -> None:
+def test_checkpoint_continues_in_another_layout_and_engine_and_equals_one_saved_beside_training(folder):
     found = found_by(case_checkpoint, folder)
     assert found["steps"] == 2
     _, weights = expected_after(folder, "dense", 1, 2)
@@ -448,7 +446,7 @@ def test_checkpoint_continues_in_another_layout_and_engine_and_equals_one_saved_
     assert_same_files(folder / "saved-beside", folder / "saved-dense")
 
 
-def test_checkpoint_with_experts_travels_both_ways(folder: Path) -> None:
+def test_checkpoint_with_experts_travels_both_ways(folder):
     _, weights = expected_after(folder, "moe", 1, 2)
     assert_near(found_by(case_checkpoint_of_fsdp2, folder)["weights"], weights, NEAR)
     assert_near(found_by(case_checkpoint_of_experts, folder)["weights"], weights, NEAR)
@@ -458,7 +456,7 @@ def test_checkpoint_with_experts_travels_both_ways(folder: Path) -> None:
     assert_near(exported(trainer), weights, NEAR)
 
 
-def test_bf16_continues_bit_for_bit_alone_and_in_stages_with_tied_embeddings(folder: Path) -> None:
+def test_bf16_continues_bit_for_bit_alone_and_in_stages_with_tied_embeddings(folder):
     found = found_by(case_checkpoint_bf16, folder)
     assert found["equal"] and found["count"] > 40
     stored = StoredTensors(folder / "saved-bf16" / "resume" / "actor_train" / "optimizer")
@@ -472,7 +470,7 @@ def test_bf16_continues_bit_for_bit_alone_and_in_stages_with_tied_embeddings(fol
     assert stages == alone
 
 
-def test_critic_trains_and_is_saved_like_any_other(folder: Path) -> None:
+def test_critic_trains_and_is_saved_like_any_other(folder):
     found = found_by(case_critic, folder)
     trainer = make_trainer(folder / "dense", "fsdp2_train", role="critic", head="value")
     expected = [step(trainer, 1), step(trainer, 2)]
@@ -486,7 +484,7 @@ def test_critic_trains_and_is_saved_like_any_other(folder: Path) -> None:
     torch.testing.assert_close(other.logprobs(make_batch(4)).values_T, values, rtol=0, atol=NEAR)
 
 
-def test_kl_over_the_vocabulary(folder: Path) -> None:
+def test_kl_over_the_vocabulary(folder):
     batch = with_reference(make_batch(1))
     trainer = make_trainer(folder / "dense", "fsdp2_train", needs=(*BASIC, KlToReference()))
     metrics = trainer.train_step(batch, build_policy_loss(FULL_KL))
@@ -496,7 +494,7 @@ def test_kl_over_the_vocabulary(folder: Path) -> None:
         torch.testing.assert_close(found["kl"], kl_T, rtol=1e-5, atol=NEAR)
 
 
-def test_a_quantity_is_one_function_for_every_engine_and_cut(folder: Path) -> None:
+def test_a_quantity_is_one_function_for_every_engine_and_cut(folder):
     import transformers
 
     batch, start = make_batch(1), {"needs": (logprobs, cubes)}
@@ -514,7 +512,7 @@ def test_a_quantity_is_one_function_for_every_engine_and_cut(folder: Path) -> No
         assert_near(found["weights"], weights, NEAR)
 
 
-def test_reference_scores_and_hidden_states(folder: Path) -> None:
+def test_reference_scores_and_hidden_states(folder):
     scorer = make_trainer(folder / "dense", "fsdp2_infer", needs=(*BASIC, hidden_states))
     scores = scorer.logprobs(make_batch(1))
     for found in found_by(case_reference, folder).values():
@@ -523,7 +521,7 @@ def test_reference_scores_and_hidden_states(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["tp", "pp", "cp", "balanced"])
-def test_shared_prompts_are_computed_once_where_rows_can_follow_a_plan(folder: Path, layout: str) -> None:
+def test_shared_prompts_are_computed_once_where_rows_can_follow_a_plan(folder, layout):
     found = found_by(case_shared_prompts, folder)
     shared, single = found[f"{layout} True"], found[f"{layout} False"]
     torch.testing.assert_close(shared["scores"], single["scores"], rtol=0, atol=NEAR)
@@ -534,7 +532,7 @@ def test_shared_prompts_are_computed_once_where_rows_can_follow_a_plan(folder: P
         assert shared["tokens"] < 0.8 * single["tokens"]
 
 
-def test_a_reference_computes_shared_prompts_once(folder: Path) -> None:
+def test_a_reference_computes_shared_prompts_once(folder):
     scorer = make_trainer(folder / "dense", "fsdp2_infer", needs=(*BASIC, hidden_states))
     found = found_by(case_shared_prompts, folder)["infer"]
     expected = scorer.logprobs(make_groups(1)).hidden_TH
@@ -542,7 +540,7 @@ def test_a_reference_computes_shared_prompts_once(folder: Path) -> None:
     assert found["tokens"] < 0.8 * make_groups(1).num_tokens
 
 
-def test_frozen_routers_stay_and_a_balancing_loss_adds_to_the_gradient_alone(folder: Path) -> None:
+def test_frozen_routers_stay_and_a_balancing_loss_adds_to_the_gradient_alone(folder):
     names = found_by(case_frozen_router, folder)["same"]
     assert names == [f"model.layers.{layer}.mlp.gate.weight" for layer in range(4)]
     found = found_by(case_balancing_loss, folder)
@@ -550,7 +548,7 @@ def test_frozen_routers_stay_and_a_balancing_loss_adds_to_the_gradient_alone(fol
     assert abs(found["norms"][0] - found["norms"][1]) > 1e-4
 
 
-def test_setup_says_what_does_not_fit(folder: Path) -> None:
+def test_setup_says_what_does_not_fit(folder):
     messages = found_by(case_refused_setup, folder)
     assert "expected a multiple of 4" in messages["workers"]
     assert "overlap_grad_reduse" in messages["heads"] and "did you mean overlap_grad_reduce?" in messages["heads"]
@@ -572,7 +570,7 @@ def test_setup_says_what_does_not_fit(folder: Path) -> None:
         ({TP: 2}, "sequence_parallel: got false, expected true with experts"),
     ],
 )
-def test_model_that_does_not_fit_the_layout(options: dict[str, Any], expected: str) -> None:
+def test_model_that_does_not_fit_the_layout(options, expected):
     from transformers import Qwen3MoeConfig
 
     from roll.distributed.strategy.megatron.fit import check_model_fit
@@ -584,7 +582,7 @@ def test_model_that_does_not_fit_the_layout(options: dict[str, Any], expected: s
     assert any(expected in str(problem) for problem in problems), problems
 
 
-def test_unknown_model_class_is_named() -> None:
+def test_unknown_model_class_is_named():
     from transformers import GemmaConfig
 
     from roll.distributed.strategy.megatron.fit import check_model_fit

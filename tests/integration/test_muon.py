@@ -1,7 +1,5 @@
 """``optimizer: muon``: PyTorch's Muon on one rank, the same bits in every layout and after resuming."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +107,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return path
 
 
-def test_one_rank_steps_as_pytorch_does(model: Path) -> None:
+def test_one_rank_steps_as_pytorch_does(model):
     trainer = make_trainer(model)
     weights, chosen = trainer.weights, layer_matrices(trainer.weights)
     assert {name.rpartition(".layers.")[2].split(".", 1)[1] for name in chosen} == {
@@ -136,12 +134,12 @@ def test_one_rank_steps_as_pytorch_does(model: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_steps_as_one_rank_does(folder: Path, model: Path, layout: str) -> None:
+def test_every_layout_steps_as_one_rank_does(folder, model, layout):
     assert_equal(load_file(folder / f"{layout}.safetensors"), given_steps(make_trainer(model)))
 
 
 @pytest.mark.parametrize("name", ["trained", "sharded"])
-def test_four_ranks_train_and_resume_as_one(folder: Path, model: Path, name: str) -> None:
+def test_four_ranks_train_and_resume_as_one(folder, model, name):
     trainer = make_trainer(model)
     state = train(trainer)
     assert_equal(load_file(folder / f"{name}.safetensors"), state)
@@ -153,7 +151,7 @@ def test_four_ranks_train_and_resume_as_one(folder: Path, model: Path, name: str
         assert_equal(pair[1], pair[0])
 
 
-def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path, model: Path) -> None:
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path, model):
     trainer = make_trainer(model)
     trainer.save(tmp_path)
     other = make_trainer(model, training_args={"optimizer": "adamw"})

@@ -3,8 +3,6 @@
 The oracle is the model's own forward pass, one sequence at a time, in float64.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -92,7 +90,7 @@ def oracle(model: Any, batch: Batch) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_scores_and_gradient_are_those_of_the_models_own_head(two_ranks: Path, engine: str, family: str) -> None:
+def test_scores_and_gradient_are_those_of_the_models_own_head(two_ranks, engine, family):
     model = load_causal_lm(str(two_ranks / family), dtype=torch.float64)
     batch = make_batch(seed=0)
     wanted = oracle(model, batch)
@@ -108,6 +106,6 @@ def test_scores_and_gradient_are_those_of_the_models_own_head(two_ranks: Path, e
 
 @pytest.mark.parametrize("train_first", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_one_rank_scores_otherwise_ends_all(two_ranks: Path, engine: str, train_first: bool) -> None:
+def test_what_one_rank_scores_otherwise_ends_all(two_ranks, engine, train_first):
     told = [json.loads((two_ranks / f"{engine}-refused-{train_first}-{rank}.json").read_text()) for rank in (0, 1)]
     assert told[0] == told[1] and told[0].startswith("HyperCLOVAXForCausalLM: ")

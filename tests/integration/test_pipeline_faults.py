@@ -1,7 +1,5 @@
 """What goes wrong in a run, by really doing it: a clear message, the right exit code, nothing lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -14,7 +12,7 @@ import psutil
 import pytest
 
 from roll.tracking.files import find_damage
-from tests.integration.conftest import Launch, RayCluster, Run, assert_same_tensors
+from tests.integration.conftest import Run, assert_same_tensors
 
 
 def assert_failed(run: Run, *messages: str, steps: int) -> None:
@@ -32,7 +30,7 @@ def assert_failed(run: Run, *messages: str, steps: int) -> None:
     run.assert_nothing_left()
 
 
-def test_a_wrong_configuration_is_told_at_once_and_whole_before_ray_starts(launch: Launch) -> None:
+def test_a_wrong_configuration_is_told_at_once_and_whole_before_ray_starts(launch):
     started = time.monotonic()
     run = launch(
         "train_env_manager.tags=[Conting]",
@@ -50,7 +48,7 @@ def test_a_wrong_configuration_is_told_at_once_and_whole_before_ray_starts(launc
     assert not run.path.exists(), "nothing was started"
 
 
-def test_a_signal_while_ray_starts_leaves_nothing_behind(launch: Launch) -> None:
+def test_a_signal_while_ray_starts_leaves_nothing_behind(launch):
     run = launch(local=True)
     assert run.process.stdout
     while "start …" not in run.process.stdout.readline():
@@ -64,9 +62,7 @@ def test_a_signal_while_ray_starts_leaves_nothing_behind(launch: Launch) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("daemon", "words"), [("gcs_server", "head"), ("raylet", "node")])
-def test_the_death_of_a_daemon_of_a_runs_own_cluster_ends_it_soon_with_the_reason(
-    launch: Launch, daemon: str, words: str
-) -> None:
+def test_the_death_of_a_daemon_of_a_runs_own_cluster_ends_it_soon_with_the_reason(launch, daemon, words):
     hold = "hold-actor_train-0-train-3"
     run = launch("max_steps=50", "save_steps=1", local=True, orders=(hold,))
     run.pid_at("actor_train-0-train-3")
@@ -84,7 +80,7 @@ def test_the_death_of_a_daemon_of_a_runs_own_cluster_ends_it_soon_with_the_reaso
     run.assert_nothing_left()
 
 
-def test_two_workers_of_each_kind_and_the_death_of_a_trainer(launch: Launch, ray_cluster: RayCluster) -> None:
+def test_two_workers_of_each_kind_and_the_death_of_a_trainer(launch, ray_cluster):
     run = launch(
         "max_steps=4",
         "actor_train.device_mapping=[0,1]",
@@ -116,13 +112,13 @@ def test_two_workers_of_each_kind_and_the_death_of_a_trainer(launch: Launch, ray
 
 
 @pytest.mark.slow
-def test_a_dead_rollout_worker_that_may_not_be_replaced_ends_the_run_with_a_checkpoint(launch: Launch) -> None:
+def test_a_dead_rollout_worker_that_may_not_be_replaced_ends_the_run_with_a_checkpoint(launch):
     run = launch("max_worker_restarts=0", "save_steps=50", orders=("die-train_env_manager-mid-2",))
     assert_failed(run, "train_env_manager rank 0 died in", "step 2", "max_worker_restarts=0", steps=1)
 
 
 @pytest.mark.slow
-def test_steps_with_a_nan_loss_are_skipped_and_counted_and_too_many_end_the_run(launch: Launch) -> None:
+def test_steps_with_a_nan_loss_are_skipped_and_counted_and_too_many_end_the_run(launch):
     run = launch("max_steps=6", "max_bad_steps=4", orders=("nan-2", "nan-4", "nan-5"))
     assert_failed(run, "TrainingDivergedError: 4 optimizer steps in a row", "max_bad_steps=4", steps=5)
     assert [run.metrics[step]["actor/skipped_steps"] for step in range(1, 6)] == [0, 2, 0, 2, 2]
@@ -131,7 +127,7 @@ def test_steps_with_a_nan_loss_are_skipped_and_counted_and_too_many_end_the_run(
     assert all(tensor.isfinite().all() for tensor in run.tensors(5).values())
 
 
-def test_an_environment_that_never_starts_ends_the_run_before_models_are_loaded(launch: Launch) -> None:
+def test_an_environment_that_never_starts_ends_the_run_before_models_are_loaded(launch):
     run = launch("custom_envs.Counting.env_type=tests.support.faults:MuteEnv")
     assert run.wait() == 1, run.output
     assert "custom_envs.Counting: MuteEnv.reset returned observation None (NoneType), expected text" in run.output
@@ -140,7 +136,7 @@ def test_an_environment_that_never_starts_ends_the_run_before_models_are_loaded(
     run.assert_nothing_left()
 
 
-def test_environments_fail_alone(launch: Launch) -> None:
+def test_environments_fail_alone(launch):
     run = launch(config="faulty_envs", orders=("hold-actor_train-0-train-1", "hold-actor_train-0-train-2"))
     run.pid_at("actor_train-0-train-1")
     turns = [json.loads(line) for line in (run.faults / "turns.jsonl").read_text().splitlines()]
@@ -182,7 +178,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("beside", ["false", "true"])
-def test_a_full_disk_leaves_the_earlier_checkpoint(launch: Launch, small_disk: Path, beside: str) -> None:
+def test_a_full_disk_leaves_the_earlier_checkpoint(launch, small_disk, beside):
     run = launch(f"checkpoint_config.output_dir={small_disk}/checkpoints", f"async_save={beside}")
     assert run.wait() == 1, run.output
     assert f"the disk under {small_disk}/checkpoints is full" in " ".join(run.output.split())
@@ -193,7 +189,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(launch: Launch, small_disk: P
 
 
 @pytest.mark.slow
-def test_a_hung_call_is_named_after_rpc_timeout(launch: Launch) -> None:
+def test_a_hung_call_is_named_after_rpc_timeout(launch):
     run = launch("rpc_timeout=40", orders=("hold-actor_train-0-logprobs",))
     run.pid_at("actor_train-0-logprobs")
     assert_failed(run, "RpcTimeoutError: actor_train rank 0: logprobs at step 1 gave no answer", steps=0)

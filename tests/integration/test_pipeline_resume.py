@@ -1,7 +1,5 @@
 """A run that is stopped in every way and taken up again ends where an undisturbed one does."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -92,7 +90,7 @@ def check_checkpoint_is_a_hugging_face_model(run: Run) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_run_stopped_in_every_way_ends_where_an_undisturbed_one_does(launch: Launch, model: Path) -> None:
+def test_a_run_stopped_in_every_way_ends_where_an_undisturbed_one_does(launch, model):
     whole = launch(*FULL, "num_renders=1", "track_with=[stdout]", "system_envs.API_TOKEN=hunter2", local=True)
     first = launch(*FULL, output="disturbed", local=True, orders=("hold-train_env_manager-group-3",))
 

@@ -1,20 +1,18 @@
 """A run that records a step: traces of each role and rank, Ray's timeline, model FLOPs beside a peak, the same bits."""
 
-from __future__ import annotations
-
 import gzip
 import json
 
 import pytest
 
-from tests.integration.conftest import Rlvr, assert_same_tensors
+from tests.integration.conftest import assert_same_tensors
 
 ROLES = ("actor_infer", "actor_train", "reference")
 RECORDED = "profiler={steps: [2], shapes: true, memory: true, ray_timeline: true, peak_tflops: 0.01}"
 
 
 @pytest.mark.slow
-def test_a_recorded_step_computes_what_another_does(rlvr: Rlvr) -> None:
+def test_a_recorded_step_computes_what_another_does(rlvr):
     keys = ("max_steps=2", "save_steps=2", "use_kl_loss=true", "kl_loss_coef=0.1")
     plain = rlvr(*keys, output="plain")
     assert plain.wait() == 0, plain.output

@@ -1,7 +1,5 @@
 """Whole runs that train a reward model as a user starts them; what they save is what a verifier loads."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable
@@ -55,7 +53,7 @@ def scores(folder: Path, answers: list[str]) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_stopped_run_ends_where_an_undisturbed_one_does_and_is_a_verifier(rm: Rm) -> None:
+def test_a_stopped_run_ends_where_an_undisturbed_one_does_and_is_a_verifier(rm):
     whole, _ = stop_and_resume(rm, last_step=6)
     metrics = whole.metrics
     assert metrics[0]["eval/loss"] == pytest.approx(0.693147, abs=1e-6), "an untrained head says nothing"
@@ -72,7 +70,7 @@ def test_a_stopped_run_ends_where_an_undisturbed_one_does_and_is_a_verifier(rm: 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("train", ["fsdp2", "megatron"])
-def test_an_adapter_resumes_bit_for_bit_and_is_a_verifier(rm: Rm, tmp_path: Path, train: str) -> None:
+def test_an_adapter_resumes_bit_for_bit_and_is_a_verifier(rm, tmp_path, train):
     def start(*overrides: str, **options: Any) -> Run:
         return rm(
             f"train={train}",
@@ -103,7 +101,7 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_engine_saves_the_same_classifier(rm: Rm, layout: str) -> None:
+def test_every_engine_saves_the_same_classifier(rm, layout):
     runs = [rm(), rm(*LAYOUTS[layout], output="other")]
     answers = [RIGHT, WRONG, "Up", "x"]
     found = []
@@ -114,7 +112,7 @@ def test_every_engine_saves_the_same_classifier(rm: Rm, layout: str) -> None:
 
 
 @pytest.mark.slow
-def test_scores_and_steps_are_learnt_too(rm: Rm) -> None:
+def test_scores_and_steps_are_learnt_too(rm):
     regression = rm("reward_loss=regression", "max_steps=8", output="regression")
     process = rm("reward_loss=process", "max_steps=8", output="process")
     for run in (regression, process):
@@ -126,7 +124,7 @@ def test_scores_and_steps_are_learnt_too(rm: Rm) -> None:
     assert right > wrong
 
 
-def test_what_is_wrong_is_told_before_ray_starts(rm: Rm) -> None:
+def test_what_is_wrong_is_told_before_ray_starts(rm):
     run = rm("reward_loss=process", "sample_overflow=truncate", "answers.score=worth", "center_coef=0.1")
     assert run.wait() == 2, run.output
     for key in ("sample_overflow", "answers.score", "center_coef"):

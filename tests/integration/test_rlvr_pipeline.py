@@ -1,7 +1,5 @@
 """Whole RLVR runs as a user starts them, on an untrained model and verifiers that go wrong on request."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -21,7 +19,6 @@ from tests.integration.conftest import (
     AUTHENTICATED,
     ROOT,
     RayCluster,
-    Rlvr,
     Run,
     assert_same_tensors,
     position,
@@ -46,7 +43,7 @@ def words(run: Run) -> str:
 
 @pytest.mark.timeout(600)
 @pytest.mark.slow
-def test_a_stopped_run_meets_the_data_and_ends_as_an_undisturbed_one_does(rlvr: Rlvr, tmp_path: Path) -> None:
+def test_a_stopped_run_meets_the_data_and_ends_as_an_undisturbed_one_does(rlvr, tmp_path):
     write(tmp_path / "train.jsonl", rows("t", ["", "", "equal", "", "", "", "equal", "", "", ""]))
     steps = 5
     overrides = (FILTER, f"max_steps={steps}", "eval_steps=2")
@@ -102,7 +99,7 @@ def test_a_stopped_run_meets_the_data_and_ends_as_an_undisturbed_one_does(rlvr: 
 
 
 @pytest.mark.slow
-def test_a_run_that_stops_at_the_edge_of_an_epoch_goes_on_with_the_next(rlvr: Rlvr, tmp_path: Path) -> None:
+def test_a_run_that_stops_at_the_edge_of_an_epoch_goes_on_with_the_next(rlvr, tmp_path):
     write(tmp_path / "train.jsonl", rows("t", [""] * 4))
     first = rlvr("max_steps=1", "val_before_train=false")
     assert first.wait() == 0, first.output
@@ -125,9 +122,7 @@ def test_a_run_that_stops_at_the_edge_of_an_epoch_goes_on_with_the_next(rlvr: Rl
     assert [second.metrics[step]["rollout/epoch"] for step in (1, 2)] == [1, 2], "how often all data has been met"
 
 
-def test_two_domains_are_trained_and_evaluated_to_the_end(
-    rlvr: Rlvr, tmp_path: Path, ray_cluster: RayCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_domains_are_trained_and_evaluated_to_the_end(rlvr, tmp_path, ray_cluster, capsys):
     write(tmp_path / "train.jsonl", rows("t", [""] * 8) + rows("u", [""] * 8, "digits"))
     write(tmp_path / "val.jsonl", rows("v", ["", "equal", "x"]) + rows("w", [""] * 3, "digits"))
     verifiers = (
@@ -242,7 +237,7 @@ def check_evaluations(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_answers_without_a_reward_are_dropped_and_counted_until_they_are_too_many(rlvr: Rlvr, tmp_path: Path) -> None:
+def test_answers_without_a_reward_are_dropped_and_counted_until_they_are_too_many(rlvr, tmp_path):
     orders = ["", "raise-odd", "raise", "hang"] + ["raise"] * 4
     write(tmp_path / "train.jsonl", rows("t", orders))
     unbuildable = rlvr("rewards.letters.verifiers=[{name: 'tests.support.scoring:Unbuildable'}]", output="unbuildable")
@@ -272,7 +267,7 @@ def test_answers_without_a_reward_are_dropped_and_counted_until_they_are_too_man
 
 
 @pytest.mark.slow
-def test_prompts_of_which_none_is_worth_training_on_end_the_run_with_advice(rlvr: Rlvr, tmp_path: Path) -> None:
+def test_prompts_of_which_none_is_worth_training_on_end_the_run_with_advice(rlvr, tmp_path):
     write(tmp_path / "train.jsonl", rows("t", [""] * 4 + ["equal"] * 16))
     run = rlvr(
         FILTER,
@@ -299,9 +294,7 @@ SHORT = [*[""] * 4, *["right"] * 6, "", *["right"] * 2, *["right"] * 4, *[""] * 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", ["[0]", "[0,1]"])
-def test_steps_that_find_too_few_groups_train_on_those_and_are_resumed_to_the_bit(
-    rlvr: Rlvr, tmp_path: Path, devices: str
-) -> None:
+def test_steps_that_find_too_few_groups_train_on_those_and_are_resumed_to_the_bit(rlvr, tmp_path, devices):
     """Stopped in the update of the short step, killed in that behind the step without a group."""
     write(tmp_path / "train.jsonl", rows("t", SHORT))
     keys = (FILTER, "max_filtered_batches=3", "actor_train.data_args.shuffle=false", "max_steps=4")
@@ -325,7 +318,7 @@ def test_steps_that_find_too_few_groups_train_on_those_and_are_resumed_to_the_bi
 
 
 @pytest.mark.slow
-def test_a_run_that_has_learned_ends_well_before_its_last_step(rlvr: Rlvr, tmp_path: Path) -> None:
+def test_a_run_that_has_learned_ends_well_before_its_last_step(rlvr, tmp_path):
     write(tmp_path / "train.jsonl", rows("t", [""] * 4 + ["right"] * 16))
     write(tmp_path / "val.jsonl", rows("v", ["right"] * 4))
     keys = (FILTER, "actor_train.data_args.shuffle=false", "max_steps=9", "save_steps=9", "val_before_train=false")
@@ -342,7 +335,7 @@ def test_a_run_that_has_learned_ends_well_before_its_last_step(rlvr: Rlvr, tmp_p
     assert again.wait() == 0 and "is finished" in words(again)
 
 
-def test_wrong_data_and_unknown_verifiers_are_told_before_ray_starts(rlvr: Rlvr, tmp_path: Path) -> None:
+def test_wrong_data_and_unknown_verifiers_are_told_before_ray_starts(rlvr, tmp_path):
     lines = [json.dumps(row) for row in rows("t", [""] * 4)]
     lines[1] = lines[1][:-1]
     lines[2] = lines[2].replace('"prompt"', '"question"')
@@ -361,7 +354,7 @@ def test_wrong_data_and_unknown_verifiers_are_told_before_ray_starts(rlvr: Rlvr,
     assert not data.path.exists() and not plugin.path.exists(), "something was started"
 
 
-def test_a_model_can_be_scored_without_training(rlvr: Rlvr) -> None:
+def test_a_model_can_be_scored_without_training(rlvr):
     greedy = "validation.generating_args={temperature: 0, num_return_sequences: 1}"
     run = rlvr("eval_only=true", "actor_train.data_args.file_name=null", greedy)
     assert run.wait() == 0, run.output
@@ -391,7 +384,7 @@ TWO_ENGINES = (
 
 
 @pytest.mark.slow
-def test_the_answers_to_a_prompt_stay_on_one_engine_the_greedy_baseline_included(rlvr: Rlvr) -> None:
+def test_the_answers_to_a_prompt_stay_on_one_engine_the_greedy_baseline_included(rlvr):
     run = rlvr(*TWO_ENGINES, "adv_estimator=remax", "generate_opt_level=0", "is_num_return_sequences_expand=false")
     assert run.wait() == 0, run.output
     engines = engines_by_prompt(run)
@@ -405,7 +398,7 @@ def test_the_answers_to_a_prompt_stay_on_one_engine_the_greedy_baseline_included
 
 
 @pytest.mark.slow
-def test_answers_spread_over_engines_a_critic_and_the_kl_over_the_vocabulary(rlvr: Rlvr, model: Path) -> None:
+def test_answers_spread_over_engines_a_critic_and_the_kl_over_the_vocabulary(rlvr, model):
     from safetensors.torch import load_file
 
     run = rlvr(
@@ -435,7 +428,7 @@ def test_answers_spread_over_engines_a_critic_and_the_kl_over_the_vocabulary(rlv
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_online_dpo_is_taken_up_again_bit_for_bit(rlvr: Rlvr, tmp_path: Path) -> None:
+def test_online_dpo_is_taken_up_again_bit_for_bit(rlvr, tmp_path):
     write(tmp_path / "train.jsonl", rows("t", ["", "", "equal", "", "", "", "equal", "", "", ""]))
     pairs = ("online_dpo={beta: 0.5}", "adv_estimator=gae", "loss_agg_mode=seq-mean-token-mean", "max_steps=3")
     batch = "actor_train.training_args.per_device_train_batch_size=2"

@@ -1,7 +1,5 @@
 """Rollouts as a run makes them: environment workers and an engine with an untrained tiny model on a local Ray."""
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -165,7 +163,7 @@ def tokens(group: RolloutGroup) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("tag", ["Step", "Traj"])
-def test_a_group_shares_its_start_and_repeats_itself(tag: str, play: Callable[..., list[RolloutGroup]]) -> None:
+def test_a_group_shares_its_start_and_repeats_itself(tag, play):
     spec = GroupSpec(3, tag, env_seed=11, group_size=4)
     (alone,) = play(spec)
     company = [GroupSpec(n, "Step", env_seed=n, group_size=4) for n in range(4, 8)]
@@ -180,7 +178,7 @@ def test_a_group_shares_its_start_and_repeats_itself(tag: str, play: Callable[..
     assert len({str(member) for member in tokens(greedy)}) == 1
 
 
-def test_the_rows_of_a_real_rollout_hold_what_was_sampled(play: Callable[..., list[RolloutGroup]]) -> None:
+def test_the_rows_of_a_real_rollout_hold_what_was_sampled(play):
     groups = play(GroupSpec(0, "Step", 5, 2), GroupSpec(1, "Traj", 5, 2))
     batch = groups_to_batch(groups, ["Traj", "Step"])
     sampled = [token for group in groups for member in tokens(group) for turn in member for token in turn]
@@ -196,14 +194,14 @@ def test_the_rows_of_a_real_rollout_hold_what_was_sampled(play: Callable[..., li
         assert later.prompt_ids[: len(prefix)].tolist() == prefix
 
 
-def test_with_redundancy_the_first_to_finish_count(play: Callable[..., list[RolloutGroup]]) -> None:
+def test_with_redundancy_the_first_to_finish_count(play):
     (group,) = play(GroupSpec(0, "Unequal", 5, group_size=2, redundancy=3))
     members = [trajectory.member for trajectory in group.trajectories]
     assert len(members) == 2 and members == sorted(members) and set(members) <= set(range(5))
     assert (group.dropped, group.errors) == (0, ())
 
 
-def test_an_environment_that_keeps_failing_is_dropped_and_counted(play: Callable[..., list[RolloutGroup]]) -> None:
+def test_an_environment_that_keeps_failing_is_dropped_and_counted(play):
     broken, built, fine = play(GroupSpec(8, "Crash", 0, 2), GroupSpec(9, "Broken", 0, 1), GroupSpec(10, "Step", 0, 2))
     assert (len(broken.trajectories), broken.dropped) == (0, 2)
     assert sorted(broken.errors) == [
@@ -219,9 +217,7 @@ def test_an_environment_that_keeps_failing_is_dropped_and_counted(play: Callable
     ("tag", "message"),
     [("CrashOnce", "raised RuntimeError: the floor gave way"), ("HangOnce", "took longer than step_timeout=1s")],
 )
-def test_a_fault_that_passes_costs_one_more_attempt(
-    tag: str, message: str, orders: Path, play: Callable[..., list[RolloutGroup]]
-) -> None:
+def test_a_fault_that_passes_costs_one_more_attempt(tag, message, orders, play):
     (orders / tag.removesuffix("Once").lower()).touch()
     (group,) = play(GroupSpec(4, tag, 0, 3))
     assert [t.member for t in group.trajectories] == [0, 1, 2]
@@ -231,28 +227,26 @@ def test_a_fault_that_passes_costs_one_more_attempt(
     assert error.endswith(f"environment step {message}")
 
 
-def test_a_prompt_that_does_not_fit_is_counted_with_its_length(play: Callable[..., list[RolloutGroup]]) -> None:
+def test_a_prompt_that_does_not_fit_is_counted_with_its_length(play):
     (group,) = play(GroupSpec(0, "Long", 0, 2))
     assert (len(group.trajectories), group.dropped) == (0, 2)
     assert all(re.search(r"Long: the first prompt has \d+ tokens, but prompt_length is 200", e) for e in group.errors)
 
 
-def test_a_probe_needs_neither_models_nor_a_setup(clusters: tuple[Cluster, Cluster], context: EnvWorkerContext) -> None:
+def test_a_probe_needs_neither_models_nor_a_setup(clusters, context):
     envs, _ = clusters
     (problems,) = envs.call("probe", context.envs, context.retries, 0)
     (problem,) = problems
     assert problem.startswith("custom_envs.Broken: environment reset raised TypeError") and "no_such_key" in problem
 
 
-def test_scripted_groups_solve_their_boards_without_the_engine(play: Callable[..., list[RolloutGroup]]) -> None:
+def test_scripted_groups_solve_their_boards_without_the_engine(play):
     (group,) = play(GroupSpec(0, "Step", 5, group_size=6, player=ScriptedPlay(expert_share=1.0)))
     assert all(t.success and t.end is EpisodeEnd.TERMINATED for t in group.trajectories)
     assert {turn.completion.weight_version for t in group.trajectories for turn in t.turns} == {-1}
 
 
-def test_groups_of_a_worker_that_died_are_played_again_alike(
-    clusters: tuple[Cluster, Cluster], context: EnvWorkerContext, orders: Path, play: Callable[..., list[RolloutGroup]]
-) -> None:
+def test_groups_of_a_worker_that_died_are_played_again_alike(clusters, context, orders, play):
     envs, infer = clusters
     recovered: list[BaseException] = []
 
@@ -271,7 +265,7 @@ def test_groups_of_a_worker_that_died_are_played_again_alike(
     assert [tokens(group) for group in groups] == [tokens(group) for group in undisturbed]
 
 
-def test_a_batch_travels_through_the_object_store_without_a_copy(clusters: tuple[Cluster, Cluster]) -> None:
+def test_a_batch_travels_through_the_object_store_without_a_copy(clusters):
     @ray.remote(num_cpus=0)
     def look(refs: list[ray.ObjectRef]) -> tuple[bool, int, int]:
         with warnings.catch_warnings():

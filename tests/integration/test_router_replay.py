@@ -1,12 +1,9 @@
 """Whole runs of a mixture of experts whose choice is replayed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import Rlvr
 from tests.support.contract import save_model
 from tests.support.resuming import stop_and_resume
 
@@ -31,9 +28,7 @@ def experts(tmp_path: Path) -> tuple[str, ...]:
         ("R3", "deepspeed_train"),
     ],
 )
-def test_a_policy_is_trained_with_the_experts_that_were_chosen_before(
-    rlvr: Rlvr, experts: tuple[str, ...], mode: str, trainer: str
-) -> None:
+def test_a_policy_is_trained_with_the_experts_that_were_chosen_before(rlvr, experts, mode, trainer):
     reference = ("use_kl_loss=true", "kl_loss_coef=0.01")  # whose routers choose by themselves
     engine = (f"actor_train.strategy_args.strategy_name={trainer}", f"actor_train.router_replay.mode={mode}")
     run = rlvr(*experts, *reference, *engine)
@@ -45,9 +40,7 @@ def test_a_policy_is_trained_with_the_experts_that_were_chosen_before(
 
 
 @pytest.mark.slow
-def test_a_stopped_run_beside_training_resumes_with_the_experts_of_its_rollouts(
-    rlvr: Rlvr, experts: tuple[str, ...]
-) -> None:
+def test_a_stopped_run_beside_training_resumes_with_the_experts_of_its_rollouts(rlvr, experts):
     def start(*overrides: str, **options: object) -> object:
         return rlvr(*experts, "actor_train.router_replay.mode=R3", "max_steps=4", *overrides, **options)
 
@@ -56,7 +49,7 @@ def test_a_stopped_run_beside_training_resumes_with_the_experts_of_its_rollouts(
 
 
 @pytest.mark.slow
-def test_what_was_sampled_under_several_weights_keeps_its_experts(rlvr: Rlvr, experts: tuple[str, ...]) -> None:
+def test_what_was_sampled_under_several_weights_keeps_its_experts(rlvr, experts):
     run = rlvr(*experts, *ASYNC, "actor_train.router_replay.mode=R3", "max_steps=4")
     assert run.wait() == 0, run.output
     assert {metrics["router_replay/share"] for step, metrics in run.metrics.items() if step} == {1.0}

@@ -1,7 +1,5 @@
 """Whole supervised runs as a user starts them, on an untrained model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +32,7 @@ def sft(offline: Offline) -> Sft:
 
 
 @pytest.mark.timeout(600)
-def test_a_stopped_run_ends_where_an_undisturbed_one_does(sft: Sft, expected: dict[int, dict[str, float]]) -> None:
+def test_a_stopped_run_ends_where_an_undisturbed_one_does(sft, expected):
     whole, _ = stop_and_resume(sft, last_step=4, thoroughly=False)
     assert_as_expected(whole, expected)
     before, after = whole.summary["eval"]["before"], whole.summary["eval"]["after"]
@@ -69,16 +67,14 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=() if name == "deepspeed" else pytest.mark.slow) for name in LAYOUTS]
 )
-def test_every_engine_and_layout_learns_as_float64_does(
-    sft: Sft, expected: dict[int, dict[str, float]], layout: str
-) -> None:
+def test_every_engine_and_layout_learns_as_float64_does(sft, expected, layout):
     run = sft(*LAYOUTS[layout], "actor_infer=null", "save_steps=4")
     assert_as_expected(run, expected)
     assert (run.checkpoint(4) / "actor_train" / "model.safetensors").is_file()
 
 
 @pytest.mark.slow
-def test_an_adapter_learns_alike_in_two_engines(sft: Sft, expected: dict[int, dict[str, float]]) -> None:
+def test_an_adapter_learns_alike_in_two_engines(sft, expected):
     lora = ("actor_train.model_args.lora_target=all-linear", "actor_train.model_args.lora_rank=4")
     faster = "actor_train.training_args.learning_rate=0.01"
     engines = ("fsdp2", "megatron")
@@ -95,7 +91,7 @@ def test_an_adapter_learns_alike_in_two_engines(sft: Sft, expected: dict[int, di
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-def test_without_a_generator_it_trains_and_wrong_rows_are_told_before_ray_starts(sft: Sft, tmp_path: Path) -> None:
+def test_without_a_generator_it_trains_and_wrong_rows_are_told_before_ray_starts(sft, tmp_path):
     lines = (tmp_path / "train.jsonl").read_text().splitlines()
     lines[1] = lines[1][:-1]
     lines[2] = lines[2].replace("assistant", "asistant")

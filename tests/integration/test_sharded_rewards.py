@@ -1,14 +1,12 @@
 """A whole RLVR run whose reward model is divided over two devices of its worker, one of which is lost on the way."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import Rlvr, Run
+from tests.integration.conftest import Run
 from tests.unit.rewards.test_sharded_reward_model import make
 
 HOLD = "hold-train-group-6"
@@ -21,7 +19,7 @@ def ranks(run: Run) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_run_scores_as_with_the_whole_model_and_outlives_a_part_of_it(rlvr: Rlvr, tmp_path: Path) -> None:
+def test_a_run_scores_as_with_the_whole_model_and_outlives_a_part_of_it(rlvr, tmp_path):
     folder = make("Qwen2Config", tmp_path)
 
     def launched(devices: str, size: int, *orders: str) -> Run:

@@ -1,7 +1,5 @@
 """A policy with tools on real Ray: what it calls is answered, scored, trained and evaluated."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Iterator
@@ -9,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import FAULTS, RLVR_LAUNCHER, ROOT, Launch, Rlvr, assert_same_tensors, write
+from tests.integration.conftest import FAULTS, RLVR_LAUNCHER, ROOT, assert_same_tensors, write
 from tests.integration.conftest import rows as data
 from tests.integration.test_agents import assert_trained_is_what_was_sampled
 from tests.integration.test_async_runs import ORDERS, OVERLAP, assert_finished, repeatable
@@ -57,7 +55,7 @@ def prepare(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_tool_is_called_answered_and_learnt_from(launch: Launch) -> None:
+def test_a_tool_is_called_answered_and_learnt_from(launch):
     run = launch(*FEW, config="rlvr_tools", script=RLVR_LAUNCHER, folder=ROOT / "examples" / "config")
     assert run.wait() == 0, run.output
     for step in (1, 2):
@@ -72,9 +70,7 @@ def test_a_tool_is_called_answered_and_learnt_from(launch: Launch) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_tools_of_all_kinds_beside_training_through_epochs_filters_and_evaluations(
-    rlvr: Rlvr, url: str, tmp_path: Path
-) -> None:
+def test_tools_of_all_kinds_beside_training_through_epochs_filters_and_evaluations(rlvr, url, tmp_path):
     prepare(tmp_path)
     run = rlvr(
         *CALLING,
@@ -104,7 +100,7 @@ def test_tools_of_all_kinds_beside_training_through_epochs_filters_and_evaluatio
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_with_tools_is_the_same_through_a_kill_and_a_resume(rlvr: Rlvr, url: str, tmp_path: Path) -> None:
+def test_a_run_with_tools_is_the_same_through_a_kill_and_a_resume(rlvr, url, tmp_path):
     prepare(tmp_path)
     more = (f"tools.servers.http={{url: '{url}', only: [multiply], timeout: 60}}", "max_steps=4", "eval_steps=2")
     first = rlvr(*CALLING, *more, orders=("hold-actor_train-0-train-3",))

@@ -4,8 +4,6 @@
 rollout, checkpoint, packing and a trainer's micro-batches to the loss.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -36,7 +34,7 @@ OTHER_PLACES = ["# place: the generator", "# place: the loss"]
 """Marks in ``tests/support/toy_columns.py``."""
 
 
-def test_three_columns_take_six_places(tmp_path: Path) -> None:
+def test_three_columns_take_six_places(tmp_path):
     root = Path(roll.__file__).parents[1]
     shutil.copytree(root / "roll", tmp_path / "roll", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name, before, added in PLACES:

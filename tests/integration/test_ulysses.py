@@ -1,7 +1,5 @@
 """Sequences shared by several ranks: the scores and the gradient of one process, whatever the layout and the model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -169,7 +167,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_that_share_sequences_score_and_learn_like_one(found: list[dict[str, Any]], name: str) -> None:
+def test_ranks_that_share_sequences_score_and_learn_like_one(found, name):
     for rank in found:
         assert rank[name]["scores"] <= 5e-6, rank[name]
         assert rank[name]["gradient"] <= 1e-6, rank[name]
@@ -177,7 +175,7 @@ def test_ranks_that_share_sequences_score_and_learn_like_one(found: list[dict[st
     assert (found[0][name]["largest gradient"] > 0.001) == (name != "no loss tokens")
 
 
-def test_sequences_of_a_packed_row_see_themselves_only_and_bf16_is_near_fp32(found: list[dict[str, Any]]) -> None:
+def test_sequences_of_a_packed_row_see_themselves_only_and_bf16_is_near_fp32(found):
     assert 0 < found[0]["bf16"] < 0.2
     assert [rank["neighbour"] for rank in found] == [0.0] * WORLD
 
@@ -190,7 +188,7 @@ def test_sequences_of_a_packed_row_see_themselves_only_and_bf16_is_near_fp32(fou
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, 2, "of the kind dynamic"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(model: dict[str, Any], size: int, message: str) -> None:
+def test_what_cannot_be_shared_is_refused(model, size, message):
     import transformers
 
     config = transformers.LlamaConfig(**({"hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 1} | model))
@@ -200,7 +198,7 @@ def test_what_cannot_be_shared_is_refused(model: dict[str, Any], size: int, mess
         ulysses.enable(made, size)
 
 
-def test_other_kernels_are_refused() -> None:
+def test_other_kernels_are_refused():
     model = make_model()
     model.config._attn_implementation = "eager"
     with pytest.raises(ValueError, match="'eager', expected sdpa or fa2"):

@@ -1,7 +1,5 @@
 """Weights of trained layouts on the ranks that send them: to the last bit, and nowhere else whole."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -87,7 +85,7 @@ def found_by(layout: Layout, folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
-def test_the_ranks_that_send_have_the_models_weights_to_the_last_bit(layout: Layout, folder: Path) -> None:
+def test_the_ranks_that_send_have_the_models_weights_to_the_last_bit(layout, folder):
     expected = load_file(folder / layout.model / "model.safetensors")
     for rank, found in enumerate(found_by(layout, folder)):
         for targets in TARGETS:
@@ -102,7 +100,7 @@ def test_the_ranks_that_send_have_the_models_weights_to_the_last_bit(layout: Lay
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.name in CUT], ids=lambda layout: layout.id)
-def test_a_rank_that_serves_nobody_never_has_a_whole_tensor(layout: Layout, folder: Path) -> None:
+def test_a_rank_that_serves_nobody_never_has_a_whole_tensor(layout, folder):
     """But for what its layout has whole anyway: embeddings with the tensor parallelism of FSDP2, norms."""
     expected = load_file(folder / layout.model / "model.safetensors")
     cut = [name for name in expected if layout.id != "fsdp2_train-tp2" or "proj" in name]

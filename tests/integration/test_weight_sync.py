@@ -1,7 +1,5 @@
 """Weights from a sharded trainer to two generators on a local Ray: by every route a CPU has, and when it goes wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import os
@@ -167,9 +165,7 @@ def assert_serves(generator: Cluster, model: Path, weights: dict[str, np.ndarray
         assert completion.weight_version == version
 
 
-def test_generators_decode_as_hugging_face_with_the_trained_weights(
-    clusters: tuple[Cluster, Cluster], model: Path, route: Route
-) -> None:
+def test_generators_decode_as_hugging_face_with_the_trained_weights(clusters, model, route):
     trainer, generator = clusters
     updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, check=True)
     outputs = set()
@@ -182,9 +178,7 @@ def test_generators_decode_as_hugging_face_with_the_trained_weights(
     assert len(outputs) > 1, "training changes nothing that greedy decoding shows"
 
 
-def test_each_rank_serves_those_that_are_near_it(
-    clusters: tuple[Cluster, Cluster], model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_serves_those_that_are_near_it(clusters, model, monkeypatch):
     trainer, generator = clusters
     updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES)
     for version, route in ((30, Route.SHARED_MEMORY), (31, Route.COLLECTIVE)):
@@ -198,9 +192,7 @@ def test_each_rank_serves_those_that_are_near_it(
     assert_serves(generator, model, trainer.call("weights")[0], 32)
 
 
-def test_damage_in_an_update_that_is_not_checked_is_found_in_the_first_of_a_generator(
-    clusters: tuple[Cluster, Cluster],
-) -> None:
+def test_damage_in_an_update_that_is_not_checked_is_found_in_the_first_of_a_generator(clusters):
     trainer, generator = clusters
     updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES)
     trainer.call_rank(0, "spoil", damaged_bucket=1)
@@ -210,9 +202,7 @@ def test_damage_in_an_update_that_is_not_checked_is_found_in_the_first_of_a_gene
     updates.sync(34)
 
 
-def test_a_replaced_generator_gets_the_version_of_the_others(
-    clusters: tuple[Cluster, Cluster], model: Path, route: Route
-) -> None:
+def test_a_replaced_generator_gets_the_version_of_the_others(clusters, model, route):
     trainer, generator = clusters
     updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, check=True)
     trainer.call("learn", 7)
@@ -225,9 +215,7 @@ def test_a_replaced_generator_gets_the_version_of_the_others(
     assert_serves(generator, model, weights, 5)
 
 
-def test_it_gets_that_version_also_when_the_trainer_has_moved_on(
-    clusters: tuple[Cluster, Cluster], model: Path
-) -> None:
+def test_it_gets_that_version_also_when_the_trainer_has_moved_on(clusters, model):
     trainer, generator = clusters
     updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, check=True, trains_between=True)
     updates.sync(8)
@@ -240,9 +228,7 @@ def test_it_gets_that_version_also_when_the_trainer_has_moved_on(
     assert_serves(generator, model, trainer.call("weights")[0], 9)
 
 
-def test_a_damaged_bucket_is_refused_by_name_and_the_old_weights_stay(
-    clusters: tuple[Cluster, Cluster], model: Path, route: Route
-) -> None:
+def test_a_damaged_bucket_is_refused_by_name_and_the_old_weights_stay(clusters, model, route):
     trainer, generator = clusters
     updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, check=True)
     updates.sync(10)
@@ -258,7 +244,7 @@ def test_a_damaged_bucket_is_refused_by_name_and_the_old_weights_stay(
     assert_serves(generator, model, trainer.call("weights")[0], 12)
 
 
-def test_names_that_do_not_fit_and_a_wrong_digest_are_refused_by_name(clusters: tuple[Cluster, Cluster]) -> None:
+def test_names_that_do_not_fit_and_a_wrong_digest_are_refused_by_name(clusters):
     trainer, generator = clusters
     updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, check=True)
     trainer.call_rank(0, "spoil", lost_bucket=0)
@@ -272,9 +258,7 @@ def test_names_that_do_not_fit_and_a_wrong_digest_are_refused_by_name(clusters: 
     updates.sync(15)
 
 
-def test_a_generator_that_dies_in_an_update_is_named_and_replaced(
-    clusters: tuple[Cluster, Cluster], model: Path, route: Route
-) -> None:
+def test_a_generator_that_dies_in_an_update_is_named_and_replaced(clusters, model, route):
     trainer, generator = clusters
     updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, check=True)
     trainer.call("learn", 16)
@@ -291,7 +275,7 @@ def test_a_generator_that_dies_in_an_update_is_named_and_replaced(
     assert_serves(generator, model, weights, 16)
 
 
-def test_a_generator_that_hangs_is_named(clusters: tuple[Cluster, Cluster], model: Path) -> None:
+def test_a_generator_that_hangs_is_named(clusters, model):
     trainer, generator = clusters
     updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, check=True)
     generator.call_rank(0, "order", hang_at=2)
@@ -303,7 +287,7 @@ def test_a_generator_that_hangs_is_named(clusters: tuple[Cluster, Cluster], mode
     updates.sync(19)
 
 
-def test_little_stays_behind(clusters: tuple[Cluster, Cluster]) -> None:
+def test_little_stays_behind(clusters):
     import ray
 
     def used() -> float:
@@ -324,9 +308,7 @@ def test_little_stays_behind(clusters: tuple[Cluster, Cluster]) -> None:
         time.sleep(0.1)
 
 
-def test_with_lora_generators_decode_as_hugging_face_with_base_and_adapter(
-    clusters: tuple[Cluster, Cluster], model: Path
-) -> None:
+def test_with_lora_generators_decode_as_hugging_face_with_base_and_adapter(clusters, model):
     trainer, generator = clusters
     lora = LoraSpec(rank=4, alpha=32, targets=("q_proj", "v_proj", "down_proj"))
     train = dataclasses.replace(context(model, "actor_train", "fsdp2_train"), lora=lora)

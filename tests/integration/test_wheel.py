@@ -1,7 +1,5 @@
 """The package as ``pip install`` leaves it: the ``roll`` command in an environment of its own, outside any checkout."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

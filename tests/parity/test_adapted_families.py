@@ -1,7 +1,5 @@
 """Adapters on other kinds of models: trained, kept and merged as peft itself would, or refused with the reason."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -71,7 +69,7 @@ def logits(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_an_adapter_is_what_peft_makes_of_its_folder(tmp_path: Path, kind: str) -> None:
+def test_an_adapter_is_what_peft_makes_of_its_folder(tmp_path, kind):
     folder = make_folder(kind, tmp_path / "model")
     trainer: Any = STRATEGIES.get("fsdp2_train")(make_context(Layout("one", "fsdp2_train", 1, lora=SPEC), folder, 0))
     trainer.setup()
@@ -116,12 +114,12 @@ def test_an_adapter_is_what_peft_makes_of_its_folder(tmp_path: Path, kind: str) 
         ),
     ],
 )
-def test_a_layer_that_cannot_be_adapted_is_named(kind: str, target: str, reason: str) -> None:
+def test_a_layer_that_cannot_be_adapted_is_named(kind, target, reason):
     with pytest.raises(UnknownLayerError, match=reason):
         adapted_layers(outline("lm", config_of(kind)), (target,))
 
 
-def test_what_all_linear_or_named_targets_leave_out_is_counted() -> None:
+def test_what_all_linear_or_named_targets_leave_out_is_counted():
     found = left_out(outline("lm", config_of("DeepseekV3")), ("all-linear",))
     assert "mlp.experts.gate_up_proj (1 tensors, 4,096 parameters)" in found
     assert "mlp.experts.down_proj (1 tensors, 2,048 parameters)" in found
@@ -143,7 +141,7 @@ def saved(path: Path, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal"])
-def test_an_adapter_that_left_its_base_alone_is_usual(tmp_path: Path, init: Any) -> None:
+def test_an_adapter_that_left_its_base_alone_is_usual(tmp_path, init):
     assert unusual_entry(saved(tmp_path, init_lora_weights=init)) is None
     assert unusual_entry(saved(tmp_path, layers_to_transform=[0], fan_in_fan_out=True)) is None
 
@@ -164,12 +162,12 @@ def test_an_adapter_that_left_its_base_alone_is_usual(tmp_path: Path, init: Any)
         {"modules_to_save": ["lm_head"]},
     ],
 )
-def test_an_adapter_that_is_more_than_two_matrices_is_named(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_an_adapter_that_is_more_than_two_matrices_is_named(tmp_path, options):
     key, *_ = options
     assert f"{key} is " in (unusual_entry(saved(tmp_path, **options)) or "")
 
 
-def test_what_a_later_peft_adds_is_not_trusted() -> None:
+def test_what_a_later_peft_adds_is_not_trusted():
     assert unusual_entry({"peft_type": "LORA", "r": 4, "some_new_kind": {"a": 1}}) == "some_new_kind is {'a': 1}"
     assert unusual_entry({"peft_type": "ADALORA", "r": 4}) == "peft_type is 'ADALORA'"
     assert unusual_entry({"peft_type": "LORA", "r": 4, "some_new_kind": None}) is None

@@ -1,7 +1,5 @@
 """Folders of ``roll export`` from the checkpoints of every trainer: Transformers loads the trainer's own weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +117,7 @@ def expected_weights(runs: Runs, layout: Layout) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("layout", ALL)
-def test_the_folder_has_the_trained_weights_to_the_bit(runs: Runs, layout: Layout, tmp_path: Path) -> None:
+def test_the_folder_has_the_trained_weights_to_the_bit(runs, layout, tmp_path):
     checkpoint = runs.of(layout)
     merges = layout.lora is not None
     exported = export_folder(
@@ -135,7 +133,7 @@ def test_the_folder_has_the_trained_weights_to_the_bit(runs: Runs, layout: Layou
 
 
 @pytest.mark.parametrize("layout", ALL)
-def test_the_folder_gives_the_policys_probabilities(runs: Runs, layout: Layout, tmp_path: Path) -> None:
+def test_the_folder_gives_the_policys_probabilities(runs, layout, tmp_path):
     checkpoint = runs.of(layout)
     export_folder(export_of(checkpoint, merge=layout.lora is not None), tmp_path / "model")
     bits = layout.model_args.get("dtype") == "bf16"
@@ -167,7 +165,7 @@ def save_shards(folder: Path) -> dict[str, Tensor]:
     return {name.removeprefix("model."): one.detach() for name, one in trainer.weights.parameters.items()}
 
 
-def test_shards_have_what_is_frozen_too(tmp_path: Path) -> None:
+def test_shards_have_what_is_frozen_too(tmp_path):
     expected = save_shards(tmp_path)
     export_folder(export_of(tmp_path / "checkpoint"), tmp_path / "exported")
     found = dict(load(tmp_path / "exported").named_parameters())
@@ -175,7 +173,7 @@ def test_shards_have_what_is_frozen_too(tmp_path: Path) -> None:
     assert not [name for name, tensor in expected.items() if not found[name].equal(tensor)]
 
 
-def test_shards_of_an_earlier_version_lack_what_is_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_of_an_earlier_version_lack_what_is_frozen(tmp_path, monkeypatch):
     monkeypatch.setattr("roll.distributed.strategy.fsdp2.weights.is_adapter", lambda name: True)
     save_shards(tmp_path)
     with pytest.raises(ValueError, match=r"no model\.embed_tokens\.weight in it, an earlier version left out"):
@@ -193,7 +191,7 @@ def _save_replaced(rank: int, port: int, strategy: str, model: Path, folder: Pat
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "deepspeed_train", "megatron_train"])
-def test_a_saved_model_is_configured_as_it_was_trained(strategy: str, tmp_path: Path) -> None:
+def test_a_saved_model_is_configured_as_it_was_trained(strategy, tmp_path):
     if strategy in PACKAGES and not PACKAGES[strategy].installed:
         pytest.skip(f"{PACKAGES[strategy].module} is not installed")
     run_ranks(_save_replaced, 1, strategy, make_model(tmp_path / "model", "qwen2"), tmp_path)
@@ -207,7 +205,7 @@ def test_a_saved_model_is_configured_as_it_was_trained(strategy: str, tmp_path: 
 
 
 @pytest.mark.parametrize("layout", [layout for layout in FSDP2 if layout.lora])
-def test_an_adapter_that_is_not_merged_is_one_of_peft(runs: Runs, layout: Layout, tmp_path: Path) -> None:
+def test_an_adapter_that_is_not_merged_is_one_of_peft(runs, layout, tmp_path):
     from peft import PeftModel
 
     checkpoint = runs.of(layout)

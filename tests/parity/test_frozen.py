@@ -1,7 +1,5 @@
 """Frozen parts: every trainer takes the steps of plain Hugging Face in float64, and goes on from a checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +61,7 @@ def figures() -> dict[tuple[str, int, bool], Any]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: getattr(layout, "id", None))
-def test_steps_are_those_of_a_model_with_frozen_parts(
-    layout: Layout, figures: dict[tuple[str, int, bool], Any], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_steps_are_those_of_a_model_with_frozen_parts(layout, figures, tmp_path_factory):
     package = PACKAGES.get(layout.strategy)
     if package is not None and not package.installed:
         pytest.skip(f"{package.module} is not installed")
@@ -104,7 +100,7 @@ def _hand_over(rank: int, port: int, model: Path, folder: Path) -> None:
     leave_rank()
 
 
-def test_a_checkpoint_goes_on_in_another_engine(tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_in_another_engine(tmp_path):
     """No moments of what is frozen are kept, or missed by who reads them; the model's folder has all weights."""
     if not PACKAGES["megatron_train"].installed:
         pytest.skip("megatron-core is not installed")
@@ -145,9 +141,7 @@ def _freeze_later(rank: int, port: int, engine: str, config: dict[str, Any], mod
     ("engine", "config"),
     [("fsdp2_train", {}), ("fsdp2_train", {"checkpoint": "sharded"}), ("deepspeed_train", {}), ("megatron_train", {})],
 )
-def test_what_is_frozen_from_a_checkpoint_on_is_the_checkpoints(
-    engine: str, config: dict[str, Any], tmp_path: Path
-) -> None:
+def test_what_is_frozen_from_a_checkpoint_on_is_the_checkpoints(engine, config, tmp_path):
     if engine in PACKAGES and not PACKAGES[engine].installed:
         pytest.skip(f"{engine} is not installed")
     model = make_model(tmp_path / "model", "qwen2")

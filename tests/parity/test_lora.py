@@ -1,7 +1,5 @@
 """LoRA beside what the matrix shows: scores without the adapter, base weights, checkpoints, folders that peft reads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -132,7 +130,7 @@ def part(folder: Path, name: str, key: str) -> dict[str, Tensor]:
     return {k.removeprefix(f"{key}/"): v for k, v in tensors.items() if k.startswith(f"{key}/")}
 
 
-def test_scores_with_the_adapter_off_are_the_base_models(folder: Path, expected: Expected, name: str) -> None:
+def test_scores_with_the_adapter_off_are_the_base_models(folder, expected, name):
     found, mask = part(folder, name, "scores"), make_batch(0).loss_mask_T
     for key, reference in (("on", expected.after_T), ("off", expected.before_T)):
         tolerance = 0.06 if "bf16" in name else 5e-6
@@ -140,28 +138,28 @@ def test_scores_with_the_adapter_off_are_the_base_models(folder: Path, expected:
     assert (found["on"] - found["off"]).abs().max() > 1e-3
 
 
-def test_resumed_adapter_equals_the_uninterrupted_one_bit_for_bit(folder: Path, name: str) -> None:
+def test_resumed_adapter_equals_the_uninterrupted_one_bit_for_bit(folder, name):
     assert_near(part(folder, name, "resumed"), part(folder, name, "end"), 0.0)
 
 
-def test_base_weights_leave_under_plain_names_unchanged(folder: Path, model: Path, name: str) -> None:
+def test_base_weights_leave_under_plain_names_unchanged(folder, model, name):
     state = load_causal_lm(str(model)).state_dict()
     dtype = torch.bfloat16 if "bf16" in name else torch.float32
     assert_near(part(folder, name, "base"), {n: t.to(dtype) for n, t in state.items() if n != "lm_head.weight"}, 0.0)
 
 
-def test_checkpoints_of_two_ranks_continue_on_one(folder: Path, model: Path, expected: Expected, name: str) -> None:
+def test_checkpoints_of_two_ranks_continue_on_one(folder, model, expected, name):
     trainer = make_trainer(ALONE, model)
     trainer.load(folder / f"{name}-checkpoint")
     assert_near(train(trainer, LAST), expected.weights, 3e-3 if "bf16" in name else 5e-6)
 
 
 @pytest.mark.skipif(not PACKAGES["megatron_train"].installed, reason="megatron-core is not installed")
-def test_checkpoint_of_fsdp2_continues_in_megatron(folder: Path, expected: Expected) -> None:
+def test_checkpoint_of_fsdp2_continues_in_megatron(folder, expected):
     assert_near(part(folder, "stages", "from-alone"), expected.weights, 5e-6)
 
 
-def test_checkpoints_are_folders_that_peft_loads(folder: Path, model: Path, name: str) -> None:
+def test_checkpoints_are_folders_that_peft_loads(folder, model, name):
     from peft import PeftModel
 
     checkpoint = folder / f"{name}-checkpoint"
@@ -179,7 +177,7 @@ def test_checkpoints_are_folders_that_peft_loads(folder: Path, model: Path, name
     assert set(load_file(adapter / ADAPTER_FILE)) == set(part(folder, "alone", "end"))
 
 
-def test_all_linear_means_all_but_the_output_layer_and_what_is_excluded(model: Path) -> None:
+def test_all_linear_means_all_but_the_output_layer_and_what_is_excluded(model):
     trainer = make_trainer(ALONE, model, spec=replace(ADAPTER, targets=("all-linear",)))
     names = adapted_names(exported_adapter(trainer))
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -191,7 +189,7 @@ def test_all_linear_means_all_but_the_output_layer_and_what_is_excluded(model: P
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "megatron_train"])
-def test_training_starts_from_an_adapter_that_is_there(model: Path, tmp_path: Path, strategy: str) -> None:
+def test_training_starts_from_an_adapter_that_is_there(model, tmp_path, strategy):
     if strategy in PACKAGES and not PACKAGES[strategy].installed:
         pytest.skip(f"{PACKAGES[strategy].module} is not installed")
     first = make_trainer(ALONE, model)
@@ -203,7 +201,7 @@ def test_training_starts_from_an_adapter_that_is_there(model: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "megatron_train"])
-def test_an_adapter_of_more_layers_is_no_start(model: Path, tmp_path: Path, strategy: str) -> None:
+def test_an_adapter_of_more_layers_is_no_start(model, tmp_path, strategy):
     if strategy in PACKAGES and not PACKAGES[strategy].installed:
         pytest.skip(f"{PACKAGES[strategy].module} is not installed")
     make_trainer(ALONE, model).save_model(tmp_path)
@@ -214,7 +212,7 @@ def test_an_adapter_of_more_layers_is_no_start(model: Path, tmp_path: Path, stra
         make_trainer(replace(ALONE, strategy=strategy), model, spec=narrower)
 
 
-def test_dropout_acts_in_training_only(model: Path) -> None:
+def test_dropout_acts_in_training_only(model):
     trainer = make_trainer(ALONE, model, spec=replace(ADAPTER, dropout=0.5))
     scorer = trainer.weights.scorer
     assert not any(module.training for module in scorer.model.modules())
@@ -227,13 +225,13 @@ def test_dropout_acts_in_training_only(model: Path) -> None:
     assert not any(module.training for module in scorer.model.modules())
 
 
-def test_unknown_target_is_refused_with_the_nearest_names(model: Path) -> None:
+def test_unknown_target_is_refused_with_the_nearest_names(model):
     with pytest.raises(ValueError, match=r"lora_target: 'qproj' matches no linear layer.*the nearest: q_proj"):
         inject_adapter(load_causal_lm(str(model)), replace(ADAPTER, targets=("v_proj", "qproj")))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "megatron_train"])
-def test_what_has_no_adapter_says_so(model: Path, strategy: str) -> None:
+def test_what_has_no_adapter_says_so(model, strategy):
     if strategy in PACKAGES and not PACKAGES[strategy].installed:
         pytest.skip(f"{PACKAGES[strategy].module} is not installed")
     trainer = make_trainer(replace(ALONE, strategy=strategy), model, spec=None)
@@ -243,19 +241,19 @@ def test_what_has_no_adapter_says_so(model: Path, strategy: str) -> None:
         trainer.logprobs(make_batch(0), adapter=False)
 
 
-def test_layers_that_are_split_are_refused(model: Path) -> None:
+def test_layers_that_are_split_are_refused(model):
     with pytest.raises(ValueError, match="tensor_parallel_size: 2, expected 1 with lora_target"):
         make_trainer(replace(ALONE, strategy_config={"tensor_parallel_size": 2}), model)
 
 
 @pytest.mark.skipif(not PACKAGES["megatron_train"].installed, reason="megatron-core is not installed")
-def test_megatron_refuses_dropout_of_an_adapter(model: Path) -> None:
+def test_megatron_refuses_dropout_of_an_adapter(model):
     spec = replace(ADAPTER, dropout=0.1)
     with pytest.raises(ValueError, match=r"actor_train\.model_args\.lora_dropout: got 0\.1, expected 0"):
         make_trainer(replace(ALONE, strategy="megatron_train"), model, spec=spec)
 
 
-def test_missing_peft_names_the_extra(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_peft_names_the_extra(model, monkeypatch):
     import importlib.util
 
     find = importlib.util.find_spec

@@ -1,7 +1,5 @@
 """Every trainer and layout takes the same three steps as plain Hugging Face in float64."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 
@@ -35,7 +33,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, bo
 
 
 @pytest.mark.parametrize("layout", CASES)
-def test_parity(layout: Layout, figures: dict, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_parity(layout, figures, tmp_path_factory):
     package = PACKAGES.get(layout.strategy)
     if package is not None and not package.installed:
         pytest.skip(f"{package.module} is not installed (extra {package.extra})")

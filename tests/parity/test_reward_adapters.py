@@ -1,7 +1,5 @@
 """A reward model that is an adapter and a head: the base that peft and Transformers score with is a language model."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -129,7 +127,7 @@ def stored_name(name: str) -> str:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_scores_and_learns_as_in_peft(layout: Layout, model: Path, start: str, tmp_path: Path) -> None:
+def test_it_scores_and_learns_as_in_peft(layout, model, start, tmp_path):
     trainer = make_trainer(layout, model, lora=replace(ADAPTER, start=start))
     assert_near(exported_adapter(trainer), load_file(Path(start) / ADAPTER_FILE), 0.0)
     base = {name: p.detach().clone() for name, p in parameters(trainer).items() if not p.requires_grad}
@@ -165,9 +163,7 @@ def test_it_scores_and_learns_as_in_peft(layout: Layout, model: Path, start: str
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_resumed_reward_model_equals_the_uninterrupted_one_bit_for_bit(
-    layout: Layout, model: Path, start: str, tmp_path: Path
-) -> None:
+def test_a_resumed_reward_model_equals_the_uninterrupted_one_bit_for_bit(layout, model, start, tmp_path):
     trainer = make_trainer(layout, model, lora=replace(ADAPTER, start=start))
     train(trainer, 0, 1)
     trainer.save(tmp_path)
@@ -182,7 +178,7 @@ def test_a_resumed_reward_model_equals_the_uninterrupted_one_bit_for_bit(
             resumed.shutdown()
 
 
-def test_beside_a_base_of_16_bits_the_adapter_and_the_head_are_float32(model: Path, start: str, tmp_path: Path) -> None:
+def test_beside_a_base_of_16_bits_the_adapter_and_the_head_are_float32(model, start, tmp_path):
     trainer = make_trainer(ALONE, model, model_args={"dtype": "bf16"}, lora=replace(ADAPTER, start=start))
     kinds = {name: parameter.dtype for name, parameter in trainer.weights.parameters.items()}
     trained = set(trainer.weights.trained)

@@ -1,7 +1,5 @@
 """Train, send the weights, generate, score: the trainer agrees with what the generator says it sampled."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time
@@ -169,13 +167,7 @@ async def generate(engine: Any, weights: dict[str, Tensor], version: int) -> tup
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_generators_sample_from_the_trained_policy(
-    trainer: str,
-    model: Path,
-    generators: dict[str, Any],
-    loop: asyncio.AbstractEventLoop,
-    tmp_path: Path,
-) -> None:
+def test_generators_sample_from_the_trained_policy(trainer, model, generators, loop, tmp_path):
     if not installed(trainer):
         pytest.skip(f"{trainer}: {PACKAGES[trainer].module} is not installed")
     layout, version = TRAINERS[trainer], 1 + list(TRAINERS).index(trainer)

@@ -1,7 +1,5 @@
 """What a model folder has beside what is trained: computed with as Transformers does, and saved as it was."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -112,9 +110,7 @@ def scores(trainer: Any) -> Tensor:
 
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "deepspeed_train"])
 @pytest.mark.parametrize("kind", ["balanced", "published"])
-def test_all_of_a_folder_is_computed_with_and_saved_again(
-    request: pytest.FixtureRequest, tmp_path: Path, strategy: str, kind: str
-) -> None:
+def test_all_of_a_folder_is_computed_with_and_saved_again(request, tmp_path, strategy, kind):
     folder = request.getfixturevalue(kind)
     trainer = make_trainer(folder, strategy)
     assert differ(scores(trainer), folder) < 1e-4
@@ -136,9 +132,7 @@ def test_all_of_a_folder_is_computed_with_and_saved_again(
 
 
 @pytest.mark.parametrize("kind", ["balanced", "published"])
-def test_an_export_from_the_optimizers_weights_has_all_of_the_folder(
-    request: pytest.FixtureRequest, tmp_path: Path, kind: str
-) -> None:
+def test_an_export_from_the_optimizers_weights_has_all_of_the_folder(request, tmp_path, kind):
     folder = request.getfixturevalue(kind)
     trainer = make_trainer(folder, model_args={"dtype": "bf16"}, config={"param_dtype": "fp32"})
     trainer.train_step(make_batch(0), policy_loss)
@@ -150,7 +144,7 @@ def test_an_export_from_the_optimizers_weights_has_all_of_the_folder(
     assert differ(scores(trainer), tmp_path / "out") < 1e-4
 
 
-def test_an_adapter_is_merged_into_all_of_the_folder(published: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_merged_into_all_of_the_folder(published, tmp_path):
     trainer = make_trainer(published, lora=ADAPTER)
     for step in range(2):
         trainer.train_step(make_batch(step), policy_loss)
@@ -172,21 +166,21 @@ def sharded_main(rank: int, port: int, folder: Path, out: Path) -> None:
 
 
 @pytest.mark.slow  # two processes that import all over again
-def test_shards_of_two_ranks_become_all_of_the_folder(balanced: Path, tmp_path: Path) -> None:
+def test_shards_of_two_ranks_become_all_of_the_folder(balanced, tmp_path):
     run_ranks(sharded_main, 2, balanced, tmp_path)
     made = export_folder(Export(tmp_path / "actor_train", tmp_path / "resume" / "actor_train"), tmp_path / "out")
     assert made.num_tensors == len(load_file(balanced / "model.safetensors"))
     assert differ(load_file(tmp_path / "scores.safetensors")["scores"], tmp_path / "out") < 1e-4
 
 
-def test_shards_of_a_model_with_other_parts_are_refused(published: Path) -> None:
+def test_shards_of_a_model_with_other_parts_are_refused(published):
     with pytest.raises(ValueError, match=r"checkpoint: got sharded, expected whole: .* \(qwen3_5\) has more than"):
         make_trainer(published, config={"checkpoint": "sharded"})
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "deepspeed_train", "megatron_train", "hf_infer"])
 @pytest.mark.parametrize("change", ["tied", "layer", "head"])
-def test_every_engine_reads_a_folder_alike(tmp_path: Path, strategy: str, change: str) -> None:
+def test_every_engine_reads_a_folder_alike(tmp_path, strategy, change):
     folder = make_model(tmp_path / "model", "qwen2")
     tensors, file = load_file(folder / "model.safetensors"), folder / "model.safetensors"
     more = {"tied": "lm_head.weight", "layer": "model.layers.4.input_layernorm.weight", "head": "v_head.weight"}[change]
@@ -208,7 +202,7 @@ def test_every_engine_reads_a_folder_alike(tmp_path: Path, strategy: str, change
         assert torch.equal(load_file(tmp_path / "saved" / "model.safetensors")[more], tensors[more])
 
 
-def test_a_tower_survives_the_end_of_the_folder_that_it_came_from(published: Path, tmp_path: Path) -> None:
+def test_a_tower_survives_the_end_of_the_folder_that_it_came_from(published, tmp_path):
     folder = shutil.copytree(published, tmp_path / "model")
     trainer = make_trainer(folder)
     (folder / "model.safetensors").unlink()

@@ -1,7 +1,5 @@
 """Packages that are as if they were not installed."""
 
-from __future__ import annotations
-
 import importlib.abc
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A tool that does whatever it is told, also to the process that it runs in. It is found by path and imports little."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Agent programs for runs of the real pipeline, and workers that log what was sampled and what is trained."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any

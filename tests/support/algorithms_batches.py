@@ -1,7 +1,5 @@
 """Random episodes as nested Python lists, for oracles that share nothing with the flat layout, and their batches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A zoo of environments, each broken in one way, for the check of environments. ``Safe`` is what they all would be."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

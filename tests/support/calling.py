@@ -1,7 +1,5 @@
 """A tool dialect that an untrained model speaks: what it says decides by its letters whether and what it calls."""
 
-from __future__ import annotations
-
 from roll.agentic.tools.dialects.base import BaseDialect, Call, ReadTurn, Schemas
 from roll.agentic.tools.types import AssistantTurn, CallError
 

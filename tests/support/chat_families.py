@@ -1,7 +1,5 @@
 """Small tokenizers with the chat templates and the control tokens of published models."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the tests of all generators share: models, requests, and transformers as the oracle."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,7 +1,5 @@
 """Routers of Transformers' Qwen3 mixture of experts for the oracle of the parity tests: two experts in each layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

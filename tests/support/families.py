@@ -1,7 +1,5 @@
 """Every causal language model that Transformers knows, tiny and random, made of its configuration class alone."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence

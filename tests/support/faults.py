@@ -5,8 +5,6 @@ that ``system_envs.ROLL_FAULTS`` names. ``gate(name)`` notes that a process has 
 makes it wait there, ``die-<name>`` makes it kill itself once, as ``kill -9`` would.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """A tokenizer that is not the tiny model's, and a model with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -5,8 +5,6 @@ returns how far each is from the oracle. The oracle shares no code with the stra
 from the model's own logits, writes the loss out, and lets ``torch.optim.AdamW`` step in float64.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

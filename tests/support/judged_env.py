@@ -1,7 +1,5 @@
 """An environment that asks a judge (``tests.support.judges``), and a judge that dies."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

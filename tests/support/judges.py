@@ -1,7 +1,5 @@
 """A judge that says digits, and what it says by Transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

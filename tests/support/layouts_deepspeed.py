@@ -1,7 +1,5 @@
 """DeepSpeed's rows of the parity matrix."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.support.harness import ADAPTER, ALL_ADAPTED, Layout

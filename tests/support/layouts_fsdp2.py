@@ -1,7 +1,5 @@
 """The layouts of ``fsdp2_train``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.support.harness import ADAPTER, ALL_ADAPTED, ATTENTION_ADAPTED, BF16_BOUNDS, Layout

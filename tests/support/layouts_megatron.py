@@ -1,7 +1,5 @@
 """Parallel layouts of ``megatron_train``: each is one row of the parity matrix."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.support.harness import ADAPTER, ALL_ADAPTED, ATTENTION_ADAPTED, Layout

@@ -1,7 +1,5 @@
 """``mcp_server.py`` on loopback."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Tiny random models of every class that converts to Megatron-Core, each with something in it that could go wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """A model folder that comes with code of its own: without this code nothing in it can be read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Groups of processes as the tests of trainers start them, the files that they leave for the tests, and comparisons."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Runs that are stopped in an update, killed in another, taken up again, and end as if nothing had happened."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """An engine that says what it is told to, and an endpoint before it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

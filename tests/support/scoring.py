@@ -1,7 +1,5 @@
 """Verifiers for runs of the real pipeline. They are found by path, in child processes that import nothing heavy."""
 
-from __future__ import annotations
-
 import time
 
 from roll.configs.base import Config

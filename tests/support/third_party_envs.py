@@ -1,7 +1,5 @@
 """A module of gymnasium environments as other packages ship them: importing it registers them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium

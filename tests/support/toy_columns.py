@@ -4,8 +4,6 @@ declares them.
 The generator tells how surprised it was by each token, a grade of the whole answer, and a picture that it drew.
 """
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import sys

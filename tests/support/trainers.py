@@ -1,7 +1,5 @@
 """A batch, its shares and a context, for the tests of trainers that run the same step in several ways."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

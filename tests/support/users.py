@@ -1,7 +1,5 @@
 """A user who answers a policy (``roll.configs.rlvr``)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from roll.data.prompts import Prompt

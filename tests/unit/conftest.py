@@ -1,7 +1,5 @@
 """What holds for the tests of the parts."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from pathlib import Path

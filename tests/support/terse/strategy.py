@@ -1,7 +1,5 @@
 """The toy engine itself: ``hf_infer`` that is cut short."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from roll.configs.worker import StrategyArguments

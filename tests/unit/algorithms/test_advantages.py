@@ -1,7 +1,5 @@
 """Advantage estimators against loops over nested lists in float64."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import defaultdict
@@ -71,7 +69,7 @@ def oracle_step_returns(episode: Episode, gamma: float) -> list[float]:
 
 @examples(60)
 @given(seed=seeds, history=st.booleans())
-def test_grpo_normalises_episode_scores_within_their_group(seed: int, history: bool) -> None:
+def test_grpo_normalises_episode_scores_within_their_group(seed, history):
     episodes = random_episodes(seed)
     batch = to_batch(episodes, history, seed)
     out = compute_advantages(batch, AlgorithmConfig(adv_estimator="grpo"))
@@ -87,7 +85,7 @@ def test_grpo_normalises_episode_scores_within_their_group(seed: int, history: b
     assert_close(out, out.returns_T, {t.id: e.score for e in live for turn in e.turns for t in turn.sampled})
 
 
-def test_grpo_gives_zero_to_equal_rewards_and_the_score_itself_to_a_group_of_one() -> None:
+def test_grpo_gives_zero_to_equal_rewards_and_the_score_itself_to_a_group_of_one():
     def one(group: int, token: int, reward: float) -> Episode:
         return Episode(group, 0, [Turn([Token(token, True, 0, 0, 0, 0)], reward, 0)])
 
@@ -97,7 +95,7 @@ def test_grpo_gives_zero_to_equal_rewards_and_the_score_itself_to_a_group_of_one
     assert advantages[:3].tolist() == [0.0, 0.0, 0.0]
 
 
-def test_grpo_weighs_a_long_episode_once() -> None:
+def test_grpo_weighs_a_long_episode_once():
     def turn(token: int, reward: float) -> Turn:
         return Turn([Token(token, True, 0, 0, 0, 0)], reward, 0)
 
@@ -151,7 +149,7 @@ def oracle_group_advantage(name: str, members: list[Episode], index: int, everyo
     rounded=st.booleans(),
     estimator=st.sampled_from(["grpo", "grpo_passk", "maxrl", "rloo", "opo", "gpg"]),
 )
-def test_group_estimators_are_their_definitions(seed: int, history: bool, rounded: bool, estimator: str) -> None:
+def test_group_estimators_are_their_definitions(seed, history, rounded, estimator):
     episodes = random_episodes(seed, max_episodes=10)
     if rounded:  # zeros and ties
         for turn in (turn for e in episodes for turn in e.turns):
@@ -176,14 +174,14 @@ def lone(group: int, token: int, reward: float) -> Episode:
     return Episode(group, 0, [Turn([Token(token, True, 0, 0, 0, 0)], reward, 0)])
 
 
-def test_grpo_passk_divides_the_lead_by_the_spread() -> None:
+def test_grpo_passk_divides_the_lead_by_the_spread():
     batch = to_batch([lone(0, 0, 1.0), lone(0, 1, 4.0), lone(0, 2, 3.0), lone(5, 3, 7.0)], history=False)
     advantages = compute_advantages(batch, AlgorithmConfig(adv_estimator="grpo_passk")).advantages_T
     spread_of_three = statistics.stdev([1.0, 4.0, 3.0]) + 1e-6
     assert advantages.tolist() == pytest.approx([0.0, 1.0 / spread_of_three, 0.0, 7.0 / (1 + 1e-6)])
 
 
-def test_maxrl_weighs_one_success_among_four_by_three_and_refuses_penalties() -> None:
+def test_maxrl_weighs_one_success_among_four_by_three_and_refuses_penalties():
     episodes = [lone(0, 0, 1.0), lone(0, 1, 0.0), lone(0, 2, 0.0), lone(0, 3, 0.0), lone(5, 4, 0.0), lone(5, 5, 0.0)]
     config = AlgorithmConfig(adv_estimator="maxrl")
     advantages = compute_advantages(to_batch(episodes, history=False), config).advantages_T
@@ -196,7 +194,7 @@ def test_maxrl_weighs_one_success_among_four_by_three_and_refuses_penalties() ->
     "estimator", ["grpo", "grpo_passk", "maxrl", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"]
 )
 @pytest.mark.parametrize("keys", [{}, {"norm_adv_by_std_in_grpo": False}])
-def test_equal_rewards_of_a_group_teach_exactly_nothing(estimator: str, keys: dict[str, bool]) -> None:
+def test_equal_rewards_of_a_group_teach_exactly_nothing(estimator, keys):
     episodes = [
         Episode(0, 0, [Turn([Token(10 * i + j, True, 0, 0, 0, 0) for j in range(i + 1)], 0.1, 0)]) for i in range(7)
     ]
@@ -206,9 +204,7 @@ def test_equal_rewards_of_a_group_teach_exactly_nothing(estimator: str, keys: di
 
 @examples(60)
 @given(seed=seeds, history=st.booleans(), gamma=unit, baseline=st.booleans())
-def test_reinforce_plus_plus_whitens_returns_over_sampled_tokens(
-    seed: int, history: bool, gamma: float, baseline: bool
-) -> None:
+def test_reinforce_plus_plus_whitens_returns_over_sampled_tokens(seed, history, gamma, baseline):
     episodes = random_episodes(seed)
     batch = to_batch(episodes, history, seed)
     name = "reinforce_plus_plus_baseline" if baseline else "reinforce_plus_plus"
@@ -232,7 +228,7 @@ def test_reinforce_plus_plus_whitens_returns_over_sampled_tokens(
 
 @examples(60)
 @given(seed=seeds, history=st.booleans())
-def test_remax_takes_the_greedy_score_from_what_is_still_to_come(seed: int, history: bool) -> None:
+def test_remax_takes_the_greedy_score_from_what_is_still_to_come(seed, history):
     episodes = random_episodes(seed)
     batch = to_batch(episodes, history, seed)
     out = compute_advantages(batch, AlgorithmConfig(adv_estimator="remax", gamma=0.5, step_reward_gamma=0.123))
@@ -249,7 +245,7 @@ def test_remax_takes_the_greedy_score_from_what_is_still_to_come(seed: int, hist
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_greedy_score_that_is_not_finite_is_refused(bad: float) -> None:
+def test_a_greedy_score_that_is_not_finite_is_refused(bad):
     batch = to_batch(random_episodes(1, empty_masks=False), history=False)
     baseline_B = batch.baseline_B.clone()
     baseline_B[1] = bad
@@ -259,7 +255,7 @@ def test_a_greedy_score_that_is_not_finite_is_refused(bad: float) -> None:
 
 @examples(60)
 @given(seed=seeds, history=st.booleans(), gamma=unit, step_gamma=unit)
-def test_reinforce_discounts_within_and_across_turns(seed: int, history: bool, gamma: float, step_gamma: float) -> None:
+def test_reinforce_discounts_within_and_across_turns(seed, history, gamma, step_gamma):
     episodes = random_episodes(seed)
     batch = to_batch(episodes, history, seed)
     config = AlgorithmConfig(adv_estimator="reinforce", gamma=gamma, step_reward_gamma=step_gamma)
@@ -279,9 +275,7 @@ def test_reinforce_discounts_within_and_across_turns(seed: int, history: bool, g
 
 @examples(60)
 @given(seed=seeds, history=st.booleans(), gamma=unit, lambd=unit)
-def test_gae_carries_value_and_advantage_through_unsampled_tokens(
-    seed: int, history: bool, gamma: float, lambd: float
-) -> None:
+def test_gae_carries_value_and_advantage_through_unsampled_tokens(seed, history, gamma, lambd):
     episodes = random_episodes(seed)
     batch = to_batch(episodes, history, seed)
     out = compute_advantages(batch, AlgorithmConfig(gamma=gamma, lambd=lambd))
@@ -303,7 +297,7 @@ def test_gae_carries_value_and_advantage_through_unsampled_tokens(
 
 @examples(60)
 @given(seed=seeds, history=st.booleans(), gamma=unit, lambd=unit)
-def test_turn_level_gae_shares_one_advantage_per_turn(seed: int, history: bool, gamma: float, lambd: float) -> None:
+def test_turn_level_gae_shares_one_advantage_per_turn(seed, history, gamma, lambd):
     episodes = random_episodes(seed)
     batch = to_batch(episodes, history, seed)
     config = AlgorithmConfig(turn_level_gae=True, step_reward_gamma=gamma, lambd=lambd, gamma=0.123)
@@ -324,7 +318,7 @@ def test_turn_level_gae_shares_one_advantage_per_turn(seed: int, history: bool, 
 
 @examples(80)
 @given(seed=seeds, gamma=unit, estimator=st.sampled_from(["step_reinforce", "gigpo"]))
-def test_step_level_estimators_compare_turns_in_the_same_state(seed: int, gamma: float, estimator: str) -> None:
+def test_step_level_estimators_compare_turns_in_the_same_state(seed, gamma, estimator):
     episodes = random_episodes(seed)
     batch = to_batch(episodes, False, seed)
     weights = {"step_reward_weight": 0.7, "episode_reward_weight": 0.3}
@@ -352,7 +346,7 @@ def test_step_level_estimators_compare_turns_in_the_same_state(seed: int, gamma:
     assert_close(out, out.advantages_T, expected, 1e-4)
 
 
-def test_step_level_estimators_refuse_rows_of_several_turns() -> None:
+def test_step_level_estimators_refuse_rows_of_several_turns():
     turns = [Turn([Token(i, True, 0, 0, 0, 0)], 1.0, 0) for i in range(2)]
     batch = to_batch([Episode(0, 0, turns)], history=True)
     with pytest.raises(ValueError, match="several turns"):
@@ -361,7 +355,7 @@ def test_step_level_estimators_refuse_rows_of_several_turns() -> None:
 
 @examples(30)
 @given(seed=seeds, estimator=st.sampled_from(sorted(ADV_ESTIMATORS)))
-def test_whitening_then_clipping(seed: int, estimator: str) -> None:
+def test_whitening_then_clipping(seed, estimator):
     batch = to_batch(suited(estimator, random_episodes(seed)), False, seed)
     plain = compute_advantages(batch, AlgorithmConfig(adv_estimator=estimator)).advantages_T
     out = compute_advantages(
@@ -380,7 +374,7 @@ def test_whitening_then_clipping(seed: int, estimator: str) -> None:
 
 
 @pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
-def test_row_order_changes_nothing(estimator: str) -> None:
+def test_row_order_changes_nothing(estimator):
     episodes = suited(estimator, random_episodes(11, max_episodes=20))
     config = AlgorithmConfig(adv_estimator=estimator, whiten_advantages=True)
     ordered = compute_advantages(to_batch(episodes, False), config)
@@ -389,7 +383,7 @@ def test_row_order_changes_nothing(estimator: str) -> None:
 
 
 @pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
-def test_a_batch_without_sampled_tokens_has_no_advantages(estimator: str) -> None:
+def test_a_batch_without_sampled_tokens_has_no_advantages(estimator):
     batch = to_batch([Episode(0, 0, [Turn([Token(0, False, 0, 0, 0, 0)], 0.0, 0)])], history=False)
     out = compute_advantages(batch, AlgorithmConfig(adv_estimator=estimator, whiten_advantages=True))
     assert out.advantages_T.tolist() == [0.0] and out.returns_T.tolist() == [0.0]
@@ -398,7 +392,7 @@ def test_a_batch_without_sampled_tokens_has_no_advantages(estimator: str) -> Non
 
 @pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_rewards_that_are_not_finite_are_refused(estimator: str, bad: float) -> None:
+def test_rewards_that_are_not_finite_are_refused(estimator, bad):
     batch = to_batch(random_episodes(1, empty_masks=False), history=False)
     rewards = batch.rewards_T.clone()
     rewards[batch.loss_mask_T.nonzero()[-1]] = bad
@@ -406,7 +400,7 @@ def test_rewards_that_are_not_finite_are_refused(estimator: str, bad: float) -> 
         compute_advantages(batch.replace(rewards_T=rewards), AlgorithmConfig(adv_estimator=estimator))
 
 
-def test_values_that_are_not_finite_and_stray_rewards_are_refused() -> None:
+def test_values_that_are_not_finite_and_stray_rewards_are_refused():
     batch = to_batch(random_episodes(1), history=False)
     with pytest.raises(ValueError, match="values_T"):
         compute_advantages(batch.replace(values_T=batch.values_T / 0.0), AlgorithmConfig())
@@ -426,7 +420,7 @@ def test_values_that_are_not_finite_and_stray_rewards_are_refused() -> None:
         ("grpo", "rewards_T"),
     ],
 )
-def test_a_missing_column_is_named(estimator: str, column: str) -> None:
+def test_a_missing_column_is_named(estimator, column):
     batch = to_batch(random_episodes(1), history=False).replace(**{column: None})
     with pytest.raises(ValueError, match=f"{estimator}.*{column}"):
         compute_advantages(batch, AlgorithmConfig(adv_estimator=estimator))
@@ -436,19 +430,19 @@ def ones(batch: Batch, config: AlgorithmConfig) -> Batch:
     return batch.replace(advantages_T=torch.ones(batch.num_tokens), returns_T=torch.zeros(batch.num_tokens))
 
 
-def test_estimators_have_the_names_of_the_configuration_or_are_reached_by_path_and_masked() -> None:
+def test_estimators_have_the_names_of_the_configuration_or_are_reached_by_path_and_masked():
     assert tuple(ADVANTAGES.names()) == tuple(sorted(ADV_ESTIMATORS))
     batch = to_batch(random_episodes(2), history=False)
     out = compute_advantages(batch, AlgorithmConfig(adv_estimator=f"{__name__}:ones"))
     assert torch.equal(out.advantages_T, batch.loss_mask_T.float())
 
 
-def test_rows_without_traj_are_episodes_of_their_own() -> None:
+def test_rows_without_traj_are_episodes_of_their_own():
     batch = to_batch(random_episodes(4), history=True)
     assert torch.equal(find_episodes(batch).token_M, find_episodes(batch.replace(traj_B=None, turn_B=None)).token_M)
 
 
-def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant() -> None:
+def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant():
     batch = to_batch(random_episodes(5, max_episodes=20), history=False)
     out = compute_advantages(batch, AlgorithmConfig(lambd=1.0))
     perfect = out.replace(values_T=out.returns_T)
@@ -459,7 +453,7 @@ def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant(
 
 @examples(40)
 @given(seed=seeds, size=st.sampled_from([0, 1, 2, 63, 64, 65, 127, 128, 129, 4095, 4097]))
-def test_reverse_recurrence_is_the_plain_loop(seed: int, size: int) -> None:
+def test_reverse_recurrence_is_the_plain_loop(seed, size):
     rng = np.random.default_rng(seed)
     inputs, carry = rng.normal(size=size), rng.choice([0.0, 0.3, 0.95, 1.0], size=size)
     expected, x = np.empty(size), 0.0
@@ -518,9 +512,7 @@ def oracle(episodes: list[Episode], batch: Batch, lone_tail: bool, bound: float 
 @given(
     seed=seeds, history=st.booleans(), bound=st.sampled_from([None, 1.1, 10.0]), name=st.sampled_from(TOKEN_BASELINES)
 )
-def test_the_baseline_is_weighted_by_the_gradient_so_far(
-    seed: int, history: bool, bound: float | None, name: str
-) -> None:
+def test_the_baseline_is_weighted_by_the_gradient_so_far(seed, history, bound, name):
     episodes = random_episodes(seed)
     batch = with_probabilities(to_batch(episodes, history, seed), seed)
     correction = {} if bound is None else {"is_weight": {"enabled": True, "upper_bound": bound}}
@@ -530,7 +522,7 @@ def test_the_baseline_is_weighted_by_the_gradient_so_far(
 
 
 @pytest.mark.parametrize("name", TOKEN_BASELINES)
-def test_equal_rewards_teach_nothing_where_there_is_somebody_to_compare_with(name: str) -> None:
+def test_equal_rewards_teach_nothing_where_there_is_somebody_to_compare_with(name):
     episodes = list(random_episodes(3, max_episodes=7, empty_masks=False))
     for e in episodes:
         e.group, e.turns = 0, e.turns[:1]
@@ -545,7 +537,7 @@ def test_equal_rewards_teach_nothing_where_there_is_somebody_to_compare_with(nam
     assert int(out.advantages_T.count_nonzero()) == lone
 
 
-def test_certain_tokens_are_compared_by_the_plain_mean() -> None:
+def test_certain_tokens_are_compared_by_the_plain_mean():
     """Where no token could have been another one, nothing has a gradient to weigh by."""
     batch = Batch(
         torch.tensor([1, 1]),
@@ -564,7 +556,7 @@ def test_certain_tokens_are_compared_by_the_plain_mean() -> None:
         )
 
 
-def test_without_scoring_there_is_nothing_to_weigh_by() -> None:
+def test_without_scoring_there_is_nothing_to_weigh_by():
     config = AlgorithmConfig(adv_estimator="optimal_token_baseline", train_infer_correction={"bypass": True})
     assert [problem.path for problem in config.problems()] == ["adv_estimator"]
     assert AlgorithmConfig(adv_estimator="optimal_token_baseline").wants_old_logprobs
@@ -582,7 +574,7 @@ def whole_and_branched(seed: int) -> tuple[Batch, Batch]:
 @examples(25)
 @given(seed=seeds)
 @pytest.mark.parametrize("estimator", sorted(set(ADVANTAGES.names()) - BY_ROW))
-def test_advantages_and_returns_are_those_of_one_row(estimator: str, seed: int) -> None:
+def test_advantages_and_returns_are_those_of_one_row(estimator, seed):
     config = AlgorithmConfig(adv_estimator=estimator, gamma=0.9, lambd=0.8)
     batches = whole_and_branched(seed)
     if estimator == "maxrl":  # takes no rewards below 0
@@ -605,7 +597,7 @@ def loss_of(mode: LossAggMode, sft: bool) -> LossFn:
 @examples(25)
 @given(seed=seeds, sft=st.booleans())
 @pytest.mark.parametrize("mode", get_args(LossAggMode))
-def test_the_gradient_is_that_of_one_row_in_every_aggregation(mode: LossAggMode, sft: bool, seed: int) -> None:
+def test_the_gradient_is_that_of_one_row_in_every_aggregation(mode, sft, seed):
     whole, branched = (
         batch.replace(advantages_T=torch.cos(batch.tokens_T.double()), old_logprobs_T=None)
         for batch in whole_and_branched(seed)
@@ -635,7 +627,7 @@ def assert_same_gradient(loss_fn: LossFn, whole: Batch, branched: Batch) -> None
 @examples(25)
 @given(seed=seeds)
 @pytest.mark.parametrize("mode", get_args(LossAggMode))
-def test_masked_tokens_leave_the_branches_the_weight_of_one_row(mode: LossAggMode, seed: int) -> None:
+def test_masked_tokens_leave_the_branches_the_weight_of_one_row(mode, seed):
     rejecting = {"filters": [{"enabled": True, "agg_type": "token", "ratio_enabled": True, "ratio_high": 1.0}]}
     config = AlgorithmConfig.model_validate({"loss_agg_mode": mode, "train_infer_correction": rejecting})
     whole, branched = (
@@ -648,7 +640,7 @@ def test_masked_tokens_leave_the_branches_the_weight_of_one_row(mode: LossAggMod
 @examples(25)
 @given(seed=seeds)
 @pytest.mark.parametrize("mode", get_args(LossAggMode))
-def test_value_targets_of_turns_have_the_weight_of_one_row(mode: LossAggMode, seed: int) -> None:
+def test_value_targets_of_turns_have_the_weight_of_one_row(mode, seed):
     config = AlgorithmConfig(adv_estimator="gae", turn_level_gae=True, loss_agg_mode=mode)
     whole, branched = (
         batch.replace(returns_T=torch.cos(batch.tokens_T)).with_loss_mask(value_mask(batch, config))
@@ -660,9 +652,7 @@ def test_value_targets_of_turns_have_the_weight_of_one_row(mode: LossAggMode, se
 @examples(25)
 @given(seed=seeds, parts=st.integers(1, 5))
 @pytest.mark.parametrize("mode", get_args(LossAggMode))
-def test_the_branches_of_an_episode_may_lie_in_different_micro_batches(
-    mode: LossAggMode, seed: int, parts: int
-) -> None:
+def test_the_branches_of_an_episode_may_lie_in_different_micro_batches(mode, seed, parts):
     branched = whole_and_branched(seed)[1].replace(old_logprobs_T=None)
     if not branched.loss_mask_T.any():
         return

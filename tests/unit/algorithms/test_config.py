@@ -1,12 +1,9 @@
 """The algorithm section: documented defaults, bounds, cross-field rules, no torch."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pydantic
 import pytest
@@ -37,12 +34,12 @@ from roll.configs.rl import RLConfig
 from roll.configs.teacher import OnPolicyDistillationConfig, OpdForm
 
 
-def test_defaults_have_no_problems() -> None:
+def test_defaults_have_no_problems():
     assert not list(AlgorithmConfig().problems())
 
 
 @pytest.mark.parametrize("estimator", [*ADV_ESTIMATORS, "my.module:estimator"])
-def test_known_and_foreign_estimators_are_accepted(estimator: str) -> None:
+def test_known_and_foreign_estimators_are_accepted(estimator):
     keys = {"gdpo_reward_keys": ["format/score"]} if estimator == "gdpo" else {}
     assert not list(AlgorithmConfig(adv_estimator=estimator, **keys).problems())
 
@@ -124,7 +121,7 @@ def test_known_and_foreign_estimators_are_accepted(estimator: str) -> None:
         ),
     ],
 )
-def test_rules_between_keys(keys: dict[str, Any], key: str, hint: str) -> None:
+def test_rules_between_keys(keys, key, hint):
     (problem,) = AlgorithmConfig(**keys).problems()
     assert problem.path == key and hint in str(problem)
 
@@ -137,14 +134,14 @@ def test_rules_between_keys(keys: dict[str, Any], key: str, hint: str) -> None:
         ({"enabled": True, "ratio_enabled": False}, "filters.1.ratio_enabled", "one of them"),
     ],
 )
-def test_rules_of_train_infer_filters(keys: dict[str, Any], key: str, hint: str) -> None:
+def test_rules_of_train_infer_filters(keys, key, hint):
     correction = AlgorithmConfig(train_infer_correction={"filters": [{}, keys]}).train_infer_correction
     (problem,) = rules_broken(correction)
     assert problem.path == key and hint in str(problem)
 
 
 @pytest.mark.parametrize("name", [*PG_VARIANTS, "my.module:loss"])
-def test_known_and_foreign_policy_losses_are_accepted(name: str) -> None:
+def test_known_and_foreign_policy_losses_are_accepted(name):
     assert not list(AlgorithmConfig(pg_variant=name).problems())
 
 
@@ -171,12 +168,12 @@ def test_known_and_foreign_policy_losses_are_accepted(name: str) -> None:
         {"reward_normalisation": {}},
     ],
 )
-def test_values_out_of_range_and_unknown_keys_are_refused(keys: dict[str, Any]) -> None:
+def test_values_out_of_range_and_unknown_keys_are_refused(keys):
     with pytest.raises(pydantic.ValidationError):
         AlgorithmConfig(**keys)
 
 
-def test_the_overlong_limit_is_that_of_a_turn_unless_it_is_given() -> None:
+def test_the_overlong_limit_is_that_of_a_turn_unless_it_is_given():
     run = {"response_length": 64, "sequence_length": 128, "prompt_length": 16}
     buffer = {"enable": True, "len": 16}
     assert AlgorithmConfig(overlong_buffer=buffer).overlong_max_length is None
@@ -186,7 +183,7 @@ def test_the_overlong_limit_is_that_of_a_turn_unless_it_is_given() -> None:
     assert "at most the limit of 64 tokens" in problem.expected
 
 
-def test_what_the_algorithm_needs_of_a_run() -> None:
+def test_what_the_algorithm_needs_of_a_run():
     assert AlgorithmConfig(adv_estimator="remax").estimator.greedy_baseline
     assert not AlgorithmConfig(adv_estimator="rloo").estimator.greedy_baseline
     assert AlgorithmConfig(kl_penalty="full", add_token_level_kl=True).uses_full_kl
@@ -194,7 +191,7 @@ def test_what_the_algorithm_needs_of_a_run() -> None:
     assert not AlgorithmConfig(kl_penalty="full").uses_full_kl
 
 
-def test_every_key_is_described_and_the_section_loads_without_torch() -> None:
+def test_every_key_is_described_and_the_section_loads_without_torch():
     assert all(field.description for field in AlgorithmConfig.model_fields.values())
     code = "import sys, roll.configs.algorithm; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -223,7 +220,7 @@ ELSEWHERE = {"ppo_epochs", "max_grad_norm", "l2", "critic_warmup", "enable_old_l
         *RewardNormalizationConfig.model_fields["grouping"].annotation.__args__,  # type: ignore[union-attr]
     ],
 )
-def test_registered_names_are_documented(name: str) -> None:
+def test_registered_names_are_documented(name):
     assert f"`{name}`" in DOCS or f": {name}`" in DOCS
 
 
@@ -246,7 +243,7 @@ def section(heading: str) -> str:
 
 
 @pytest.mark.parametrize(("heading", "name"), [(heading, name) for heading in TABLES for name in TABLES[heading]])
-def test_a_loss_has_its_formula_and_its_paper(heading: str, name: str) -> None:
+def test_a_loss_has_its_formula_and_its_paper(heading, name):
     rows = [row.strip("|").split(" | ") for row in section(heading).splitlines() if row.startswith("| `")]
     (cells,) = [cells for cells in rows if f"`{name}`" in cells[0]]
     assert "`" in "".join(cells[1:-1]), "a formula"
@@ -254,7 +251,7 @@ def test_a_loss_has_its_formula_and_its_paper(heading: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ADVANTAGES.names())
-def test_an_estimator_has_its_formula_and_its_paper(name: str) -> None:
+def test_an_estimator_has_its_formula_and_its_paper(name):
     (heading,) = re.findall(rf"^### .*`{name}`.*$", DOCS, re.MULTILINE)
     text = section(heading)
     assert "`" in text and SOURCE.search(text)
@@ -276,5 +273,5 @@ SECTIONS = (
 
 
 @pytest.mark.parametrize("key", sorted({key for section in SECTIONS for key in section.model_fields} - ELSEWHERE))
-def test_keys_are_documented(key: str) -> None:
+def test_keys_are_documented(key):
     assert re.search(rf"\b{key}\b", DOCS)

@@ -1,7 +1,5 @@
 """Train/infer mismatch: weights and rejection against loops over nested lists, and their way into the loss."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -59,7 +57,7 @@ def at_level(episodes: list[Episode], history: bool, level: str, value: Any) -> 
 
 @examples(60)
 @given(seed=seeds, history=st.booleans(), level=levels, bound=st.sampled_from([None, 0.7, 1.2]))
-def test_importance_weights_are_their_definition(seed: int, history: bool, level: str, bound: float | None) -> None:
+def test_importance_weights_are_their_definition(seed, history, level, bound):
     episodes = random_episodes(seed)
     config = corrected(is_weight={"enabled": True, "weight_type": level, "upper_bound": bound})
     batch = to_batch(episodes, history, seed).replace(advantages_T=None)
@@ -77,7 +75,7 @@ def test_importance_weights_are_their_definition(seed: int, history: bool, level
 
 @examples(30)
 @given(seed=seeds, history=st.booleans(), level=levels)
-def test_normalised_weights_have_mean_one_over_what_they_are_of(seed: int, history: bool, level: str) -> None:
+def test_normalised_weights_have_mean_one_over_what_they_are_of(seed, history, level):
     episodes = random_episodes(seed)
     batch = to_batch(episodes, history, seed)
     if not batch.loss_mask_T.any():
@@ -100,7 +98,7 @@ def test_normalised_weights_have_mean_one_over_what_they_are_of(seed: int, histo
     assert got == pytest.approx({i: weight / mean for i, weight in weights.items()}, rel=1e-4)
 
 
-def test_a_bypass_wants_no_scores_of_the_trainer() -> None:
+def test_a_bypass_wants_no_scores_of_the_trainer():
     config = corrected(bypass=True)
     assert not config.wants_old_logprobs and config.bypasses_old_logprobs
     config.add_token_level_kl = True
@@ -112,7 +110,7 @@ def test_a_bypass_wants_no_scores_of_the_trainer() -> None:
 
 @examples(40)
 @given(seed=seeds, history=st.booleans())
-def test_a_veto_rejects_the_rows_of_impossible_tokens(seed: int, history: bool) -> None:
+def test_a_veto_rejects_the_rows_of_impossible_tokens(seed, history):
     episodes = random_episodes(seed)
     batch = to_batch(episodes, history, seed)
     veto = {"enabled": True, "ratio_low": 0.4, "ratio_high": 1e9, "whole_rows": True}
@@ -128,9 +126,7 @@ def test_a_veto_rejects_the_rows_of_impossible_tokens(seed: int, history: bool) 
 
 @examples(60)
 @given(seed=seeds, history=st.booleans(), level=levels, ratio=st.booleans(), other=levels)
-def test_filters_keep_what_lies_within_all_their_bounds(
-    seed: int, history: bool, level: str, ratio: bool, other: str
-) -> None:
+def test_filters_keep_what_lies_within_all_their_bounds(seed, history, level, ratio, other):
     episodes = random_episodes(seed)
     for token in (t for e in episodes for turn in e.turns for t in turn.sampled):
         token.old_logprob, token.rollout_logprob = -abs(token.old_logprob), -abs(token.rollout_logprob)
@@ -159,7 +155,7 @@ def test_filters_keep_what_lies_within_all_their_bounds(
 
 @examples(30)
 @given(seed=seeds, level=levels, parts=st.integers(1, 5))
-def test_weights_with_gradient_are_computed_in_the_loss(seed: int, level: str, parts: int) -> None:
+def test_weights_with_gradient_are_computed_in_the_loss(seed, level, parts):
     batch, scores = make_batch(seed)
     if not batch.loss_mask_T.any():
         return
@@ -184,7 +180,7 @@ def test_weights_with_gradient_are_computed_in_the_loss(seed: int, level: str, p
     assert_any_split_adds_up(loss_fn, scores, batch, parts, seed)
 
 
-def test_detached_weights_are_constants_and_the_others_are_not() -> None:
+def test_detached_weights_are_constants_and_the_others_are_not():
     batch, scores = make_batch(8)
     batch = batch.replace(rollout_logprobs_T=batch.ref_logprobs_T, old_logprobs_T=scores.logprobs_T)
     gradients = []
@@ -199,7 +195,7 @@ def test_detached_weights_are_constants_and_the_others_are_not() -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_engines_that_agree_leave_everything_as_it_was(level: str) -> None:
+def test_engines_that_agree_leave_everything_as_it_was(level):
     batch = to_batch(random_episodes(3), history=True)
     batch = batch.replace(rollout_logprobs_T=batch.old_logprobs_T)
     keys = {"agg_type": level, "enabled": True, "diff_enabled": True}
@@ -209,7 +205,7 @@ def test_engines_that_agree_leave_everything_as_it_was(level: str) -> None:
     assert (out.weights_T[out.loss_mask_T] == 1).all() and metrics["mismatch/rejected_frac"] == 0
 
 
-def test_log_probabilities_that_are_missing_or_not_finite_are_refused_by_name() -> None:
+def test_log_probabilities_that_are_missing_or_not_finite_are_refused_by_name():
     batch = to_batch(random_episodes(3), history=False).replace(old_logprobs_T=None)
     for keys in ({"is_weight": {"enabled": True}}, {"filters": [{"enabled": True}]}):
         config = corrected(**keys)
@@ -246,9 +242,7 @@ def sampled_by(batch: Batch, seed: int) -> Tensor:
 
 @examples(60)
 @given(seed=seeds, bound=st.sampled_from([0.7, 1.2, 5.0]), parts=st.integers(1, 4))
-def test_the_loss_on_rows_that_several_versions_sampled_is_that_of_decoupled_ppo(
-    seed: int, bound: float, parts: int
-) -> None:
+def test_the_loss_on_rows_that_several_versions_sampled_is_that_of_decoupled_ppo(seed, bound, parts):
     """The clipped ratio new to proximal policy, times the truncated ratio of the latter to the one that sampled."""
     batch, scores = make_batch(seed)
     if not batch.loss_mask_T.any():
@@ -280,7 +274,7 @@ def test_the_loss_on_rows_that_several_versions_sampled_is_that_of_decoupled_ppo
 
 @examples(40)
 @given(seed=seeds, history=st.booleans(), level=levels)
-def test_the_distance_to_the_sampler_is_told_by_age(seed: int, history: bool, level: str) -> None:
+def test_the_distance_to_the_sampler_is_told_by_age(seed, history, level):
     episodes = random_episodes(seed)
     batch = with_versions(to_batch(episodes, history, seed), seed)
     keys = {"enabled": True, "agg_type": level, "ratio_low": 0.5, "ratio_high": 2.0}
@@ -302,7 +296,7 @@ def test_the_distance_to_the_sampler_is_told_by_age(seed: int, history: bool, le
     assert metrics == pytest.approx(expected)
 
 
-def test_shares_by_age_are_told_of_what_is_switched_on() -> None:
+def test_shares_by_age_are_told_of_what_is_switched_on():
     batch = with_versions(to_batch(random_episodes(3, empty_masks=False), history=True), 3)
     plain = mismatch_by_lag(batch, VERSION, corrected().train_infer_correction)
     assert plain and {name.rpartition("_")[0] for name in plain} == {"async/log_ratio_mean", "async/log_ratio_max"}

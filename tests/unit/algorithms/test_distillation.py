@@ -1,7 +1,5 @@
 """What a teacher's opinion becomes: advantages, rewards, a loss."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any
@@ -50,7 +48,7 @@ def rl(**keys: object) -> RLConfig:
     return RLConfig(teacher=WorkerConfig(), teacher_pretrain="org/model", adv_estimator="reinforce", **keys)
 
 
-def test_the_gap_is_added_where_the_configuration_says() -> None:
+def test_the_gap_is_added_where_the_configuration_says():
     config = rl(opd_kl_coef=0.5)
     expected = [a + 0.5 * gap for a, gap in zip(BATCH.advantages_T.tolist(), GAPS, strict=True)]
     assert teacher_advantages(BATCH, config.teacher_term).advantages_T.tolist() == pytest.approx(expected)
@@ -62,7 +60,7 @@ def test_the_gap_is_added_where_the_configuration_says() -> None:
     assert found.advantages_T.tolist() == pytest.approx([2 * gap for gap in GAPS]) and not found.returns_T.any()
 
 
-def test_a_token_counts_for_no_more_than_the_bound_says() -> None:
+def test_a_token_counts_for_no_more_than_the_bound_says():
     config = rl(opd_kl_coef=2.0, opd_token_kld_clip=1.5)
     expected = [a + max(-1.5, min(2 * gap, 1.5)) for a, gap in zip(BATCH.advantages_T.tolist(), GAPS, strict=True)]
     assert teacher_advantages(BATCH, config.teacher_term).advantages_T.tolist() == pytest.approx(expected)
@@ -76,7 +74,7 @@ def test_a_token_counts_for_no_more_than_the_bound_says() -> None:
     )
 
 
-def test_chunks_of_text_share_their_gap() -> None:
+def test_chunks_of_text_share_their_gap():
     alone = BATCH.replace(teacher_chunk_T=torch.tensor([-1, 0, 1, -1, 0, -1, 0, 1, 2]))
     for form in (teacher_advantages, teacher_rewards):
         expected, found = (form(batch, rl(opd_kl_coef=0.3).teacher_term) for batch in (BATCH, alone))
@@ -91,7 +89,7 @@ def test_chunks_of_text_share_their_gap() -> None:
     assert metrics["teacher/aligned"] == pytest.approx(5 / 6) and metrics["teacher/reverse_kl"] == pytest.approx(0.25)
 
 
-def test_the_policy_is_the_one_before_the_update() -> None:
+def test_the_policy_is_the_one_before_the_update():
     recomputed = BATCH.replace(old_logprobs_T=BATCH.rollout_logprobs_T + 0.125)
     metrics = [teacher_metrics(batch) for batch in (BATCH, recomputed)]
     mean = sum(gap for gap, mask in zip(GAPS, MASK, strict=True) if mask) / sum(MASK)
@@ -115,7 +113,7 @@ def scores() -> TokenScores:
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_the_loss_is_a_weighted_sum_of_divergence_and_likelihood(mode: str) -> None:
+def test_the_loss_is_a_weighted_sum_of_divergence_and_likelihood(mode):
     config = DistillLossConfig(distill_loss_weight=0.75, loss_agg_mode=mode)
     found = build_distill_loss(config)(scores(), BATCH, LossContext.of(BATCH))
     given, weights = scores(), []
@@ -130,7 +128,7 @@ def test_the_loss_is_a_weighted_sum_of_divergence_and_likelihood(mode: str) -> N
     assert float(found.metrics["distill/nll"]) == pytest.approx(nll)
 
 
-def test_shares_of_micro_batches_add_up() -> None:
+def test_shares_of_micro_batches_add_up():
     build = build_distill_loss(DistillLossConfig(distill_loss_weight=0.5))
     context, given = LossContext.of(BATCH), scores()
     whole = build(given, BATCH, context).loss
@@ -145,7 +143,7 @@ def test_shares_of_micro_batches_add_up() -> None:
     assert float(build(TokenScores(logprobs_T=ones, divergence_T=ones), blank, context).loss.detach()) == 0
 
 
-def test_an_rl_loss_takes_the_divergence_with_its_coefficient() -> None:
+def test_an_rl_loss_takes_the_divergence_with_its_coefficient():
     given = scores()
     config = rl(opd_form="loss", opd_kl_coef=0.5, is_pure_opd=True, loss_agg_mode="token-mean")
     batch = no_advantages(BATCH)
@@ -199,7 +197,7 @@ def distributions(seed: int, count: int = 4, width: int = 7) -> tuple[torch.Tens
 
 
 @pytest.mark.parametrize("objective", SETTINGS)
-def test_they_are_what_their_papers_say(objective: str) -> None:
+def test_they_are_what_their_papers_say(objective):
     teacher, student = distributions(1)
     found = divergence_addends(teacher, student, config(objective)).sum(-1)
     expected = [by_hand(objective, t.tolist(), s.tolist()) for t, s in zip(teacher.exp(), student.exp(), strict=True)]
@@ -209,7 +207,7 @@ def test_they_are_what_their_papers_say(objective: str) -> None:
 
 
 @pytest.mark.parametrize("objective", SETTINGS)
-def test_gradients_are_those_of_small_differences(objective: str) -> None:
+def test_gradients_are_those_of_small_differences(objective):
     teacher, _ = distributions(2, count=1, width=4)
     logits = torch.randn(1, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True)
 
@@ -219,7 +217,7 @@ def test_gradients_are_those_of_small_differences(objective: str) -> None:
     assert torch.autograd.gradcheck(value, (logits,))
 
 
-def test_limits() -> None:
+def test_limits():
     teacher, student = distributions(4)
     forward, reverse = (
         divergence_addends(teacher, student, config(name)).sum(-1) for name in ("forward_kl", "reverse_kl")
@@ -238,7 +236,7 @@ def test_limits() -> None:
     assert float(half[0].max()) < math.log(2)
 
 
-def test_impossible_outcomes_add_nothing() -> None:
+def test_impossible_outcomes_add_nothing():
     """An id that both mask (``comparison.MASKED``) counts for nothing, and its gradient is no NaN."""
     teacher = torch.tensor([[0.5, 0.5, 0.0]]).log().clamp_min(-1e30)
     logits = torch.tensor([[0.3, -0.2, -1e30]], requires_grad=True)
@@ -277,14 +275,14 @@ def random_ends(rng: random.Random, length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_chunks_are_the_shortest_that_both_have(seed: int) -> None:
+def test_chunks_are_the_shortest_that_both_have(seed):
     rng = random.Random(seed)
     length = rng.randint(1, 12)
     own, other = random_ends(rng, length), random_ends(rng, length)
     assert list(common_chunks(own, other)) == brute_force(own, other)
 
 
-def test_ends_that_only_one_side_has() -> None:
+def test_ends_that_only_one_side_has():
     assert common_chunks([1, 2, 5], [2, 4, 5]) == ([0, 0, 1], [0, 1, 1])
     assert common_chunks([3, WITHIN], [1, 3]) == ([0, NO_CHUNK], [0, 0]), "it ends amid a character"
     assert common_chunks([2, 2, 3], [2, 3]) == ([0, 0, 1], [0, 1]), "a token without text"
@@ -292,7 +290,7 @@ def test_ends_that_only_one_side_has() -> None:
     assert common_chunks([], [1]) == ([], [NO_CHUNK])
 
 
-def test_sums_of_chunks_are_shared_out() -> None:
+def test_sums_of_chunks_are_shared_out():
     rng = random.Random(0)
     own, theirs = [], []  # (row, chunk) of tokens
     for row in range(6):
@@ -317,7 +315,7 @@ def test_sums_of_chunks_are_shared_out() -> None:
         assert gaps[token].item() == pytest.approx((said - math.fsum(sampled)) / len(sampled), abs=1e-12)
 
 
-def test_a_token_each_is_what_it_is_without_chunks() -> None:
+def test_a_token_each_is_what_it_is_without_chunks():
     values = torch.randn(40, generator=torch.Generator().manual_seed(0))
     rows_T = torch.arange(40) // 8
     chunk_T = torch.arange(40) % 8

@@ -1,7 +1,5 @@
 """KL estimators, their controller, and the train/infer mismatch metrics."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -25,14 +23,14 @@ def oracle(kind: str, d: float) -> float:
 
 
 @pytest.mark.parametrize("kind", KL_ESTIMATORS.names())
-def test_estimators_follow_their_formula_also_far_out(kind: str) -> None:
+def test_estimators_follow_their_formula_also_far_out(kind):
     d = torch.tensor([-1e4, -25.0, -3.0, -0.1, 0.0, 0.1, 3.0, 9.0, 25.0, 1e4], dtype=torch.float64)
     got = kl_divergence(d - 1.5, torch.full_like(d, -1.5), kind)
     assert got.tolist() == pytest.approx([oracle(kind, x) for x in d.tolist()], rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KL_ESTIMATORS.names() if kind.endswith("+")])
-def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(kind: str) -> None:
+def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(kind):
     logprobs = torch.tensor([-0.3, -1.0, -2.0], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([-0.5, -0.4, -9.5], dtype=torch.float64)
     kl_divergence(logprobs, ref, kind).sum().backward()
@@ -40,13 +38,13 @@ def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KL_ESTIMATORS.names() if not kind.endswith("+")])
-def test_gradients_flow_to_the_policy(kind: str) -> None:
+def test_gradients_flow_to_the_policy(kind):
     logprobs = torch.tensor([-0.3, -1.0, -2.0], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([-0.5, -0.4, -2.5], dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda x: kl_divergence(x, ref, kind), (logprobs,))
 
 
-def test_k1_and_k3_estimate_the_true_divergence_and_every_documented_name_is_registered() -> None:
+def test_k1_and_k3_estimate_the_true_divergence_and_every_documented_name_is_registered():
     torch.manual_seed(0)
     p, q = torch.randn(2, 6, dtype=torch.float64).log_softmax(-1)
     true = (p.exp() * (p - q)).sum()
@@ -56,7 +54,7 @@ def test_k1_and_k3_estimate_the_true_divergence_and_every_documented_name_is_reg
     assert {*KL_ESTIMATORS.names(), "full"} == set(KlPenalty.__args__)  # type: ignore[attr-defined]
 
 
-def test_a_fixed_coefficient_stays_that_of_the_configuration_also_in_a_resumed_run() -> None:
+def test_a_fixed_coefficient_stays_that_of_the_configuration_also_in_a_resumed_run():
     controller = KlController.of(AlgorithmConfig(add_token_level_kl=True, init_kl_coef=0.3).kl.reward)
     controller.update(100.0, 10_000)
     assert controller.coef == 0.3
@@ -66,7 +64,7 @@ def test_a_fixed_coefficient_stays_that_of_the_configuration_also_in_a_resumed_r
     assert controller.coef == 0.1
 
 
-def test_an_adaptive_coefficient_moves_towards_the_target_by_bounded_steps() -> None:
+def test_an_adaptive_coefficient_moves_towards_the_target_by_bounded_steps():
     config = AlgorithmConfig(add_token_level_kl=True, init_kl_coef=0.1, target_kl=2.0, kl_horizon=100)
     controller = KlController.of(config.kl.reward)
     controller.update(2.2, 50)  # 10 % above
@@ -80,14 +78,14 @@ def test_an_adaptive_coefficient_moves_towards_the_target_by_bounded_steps() -> 
     assert restored.coef == controller.coef
 
 
-def test_a_step_of_more_sequences_than_the_horizon_moves_the_coefficient_by_a_fifth_at_most() -> None:
+def test_a_step_of_more_sequences_than_the_horizon_moves_the_coefficient_by_a_fifth_at_most():
     controller = KlController(0.1, target=0.1, horizon=100)
     for kl, coef in ((0.01, 0.08), (5.0, 0.096), (0.1, 0.096)):
         controller.update(kl, 1024)
         assert controller.coef == pytest.approx(coef)
 
 
-def test_the_coefficient_of_the_loss_is_steered_by_its_own_target() -> None:
+def test_the_coefficient_of_the_loss_is_steered_by_its_own_target():
     config = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_target=2.0, kl_horizon=100)
     controller = KlController.of(config.kl.loss)
     controller.update(2.2, 50)
@@ -97,7 +95,7 @@ def test_the_coefficient_of_the_loss_is_steered_by_its_own_target() -> None:
     assert config.kl.reward is None and fixed.coef == 0
 
 
-def test_mismatch_compares_the_two_engines_on_sampled_tokens() -> None:
+def test_mismatch_compares_the_two_engines_on_sampled_tokens():
     batch = to_batch(random_episodes(7, max_episodes=10), history=False)
     rows = zip(
         batch.loss_mask_T.tolist(), batch.rollout_logprobs_T.tolist(), batch.old_logprobs_T.tolist(), strict=True

@@ -1,7 +1,5 @@
 """Losses against loops in float64, by finite differences, and under every way of splitting a batch."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from dataclasses import replace
@@ -84,7 +82,7 @@ def oracle_policy_loss(scores: TokenScores, batch: Batch, config: AlgorithmConfi
 
 @examples(60)
 @given(seed=seeds, mode=st.sampled_from(MODES), history=st.booleans(), plain=st.booleans(), full=st.booleans())
-def test_policy_loss_is_the_loop(seed: int, mode: LossAggMode, history: bool, plain: bool, full: bool) -> None:
+def test_policy_loss_is_the_loop(seed, mode, history, plain, full):
     batch, scores = make_batch(seed, history)
     if not batch.loss_mask_T.any():
         return
@@ -96,7 +94,7 @@ def test_policy_loss_is_the_loop(seed: int, mode: LossAggMode, history: bool, pl
 
 @examples(60)
 @given(seed=seeds, mode=st.sampled_from(MODES), turns=st.booleans(), clip=st.sampled_from([None, 0.5]))
-def test_value_loss_is_the_loop(seed: int, mode: LossAggMode, turns: bool, clip: float | None) -> None:
+def test_value_loss_is_the_loop(seed, mode, turns, clip):
     batch, scores = make_batch(seed)
     if not batch.loss_mask_T.any():
         return
@@ -113,7 +111,7 @@ def test_value_loss_is_the_loop(seed: int, mode: LossAggMode, turns: bool, clip:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_with_turn_level_gae_only_first_tokens_of_turns_teach_the_critic(mode: LossAggMode) -> None:
+def test_with_turn_level_gae_only_first_tokens_of_turns_teach_the_critic(mode):
     batch, scores = make_batch(1, max_episodes=20)
     config = AlgorithmConfig(turn_level_gae=True, loss_agg_mode=mode)
     _, grads = gradient(build_value_loss(config), scores, batch, context(batch))
@@ -122,7 +120,7 @@ def test_with_turn_level_gae_only_first_tokens_of_turns_teach_the_critic(mode: L
     assert torch.equal(grads[2] != 0, learned)
 
 
-def test_sft_loss_is_the_mean_negative_log_likelihood() -> None:
+def test_sft_loss_is_the_mean_negative_log_likelihood():
     batch, scores = make_batch(5)
     out = build_sft_loss()(scores, batch, context(batch))
     assert out.loss.item() == pytest.approx(-scores.logprobs_T[batch.loss_mask_T].mean().item())
@@ -131,9 +129,7 @@ def test_sft_loss_is_the_mean_negative_log_likelihood() -> None:
 
 @examples(40)
 @given(seed=seeds, mode=st.sampled_from(MODES), parts=st.integers(1, 6), critic=st.booleans(), turns=st.booleans())
-def test_any_split_adds_up_to_the_same_loss_gradient_and_metrics(
-    seed: int, mode: LossAggMode, parts: int, critic: bool, turns: bool
-) -> None:
+def test_any_split_adds_up_to_the_same_loss_gradient_and_metrics(seed, mode, parts, critic, turns):
     batch, scores = make_batch(seed, history=False)  # rows of one trajectory land in different parts
     if not batch.loss_mask_T.any():
         return
@@ -147,7 +143,7 @@ def test_any_split_adds_up_to_the_same_loss_gradient_and_metrics(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_policy_gradients_agree_with_finite_differences(mode: LossAggMode) -> None:
+def test_policy_gradients_agree_with_finite_differences(mode):
     batch, scores = make_batch(8)
     loss_fn = build_policy_loss(AlgorithmConfig(loss_agg_mode=mode, **EVERYTHING | {"kl_penalty": "full"}))
     _, exact = gradient(loss_fn, scores, batch, context(batch))
@@ -162,7 +158,7 @@ def test_policy_gradients_agree_with_finite_differences(mode: LossAggMode) -> No
             assert exact[column, i].item() == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-4, abs=1e-8)
 
 
-def test_value_gradients_agree_with_finite_differences() -> None:
+def test_value_gradients_agree_with_finite_differences():
     batch, scores = make_batch(8)
     loss_fn = build_value_loss(AlgorithmConfig(value_clip=0.5))
 
@@ -172,7 +168,7 @@ def test_value_gradients_agree_with_finite_differences() -> None:
     assert torch.autograd.gradcheck(loss, (scores.values_T.clone().requires_grad_(),))
 
 
-def test_on_fresh_samples_the_gradient_is_that_of_reinforce() -> None:
+def test_on_fresh_samples_the_gradient_is_that_of_reinforce():
     batch, scores = make_batch(4)
     _, got = gradient(
         build_policy_loss(AlgorithmConfig(loss_agg_mode="token-mean", dual_clip_loss=True)),
@@ -183,7 +179,7 @@ def test_on_fresh_samples_the_gradient_is_that_of_reinforce() -> None:
     torch.testing.assert_close(got[0], -batch.advantages_T / batch.loss_mask_T.sum())
 
 
-def test_the_old_policy_of_fresh_rows_is_the_current_one() -> None:
+def test_the_old_policy_of_fresh_rows_is_the_current_one():
     batch, scores = make_batch(4, max_episodes=20)
     on_policy_B = torch.arange(batch.num_sequences) % 2 == 0
     fresh_T = on_policy_B[batch.rows_T]
@@ -223,20 +219,20 @@ def loss_of(batch: Batch, scores: TokenScores, **keys: Any) -> float:
     ],
     ids=str,
 )
-def test_each_option_changes_the_loss(keys: dict[str, Any]) -> None:
+def test_each_option_changes_the_loss(keys):
     batch, scores = make_batch(0, max_episodes=20)
     assert (batch.scores_B > 0).any() and batch.num_sequences > 4
     assert abs(loss_of(batch, scores, **keys) - loss_of(batch, scores)) > 1e-4
 
 
 @pytest.mark.parametrize("mode", ["token-sum", "seq-mean-token-sum-norm"])
-def test_a_constant_divides_in_place_of_the_longest(mode: LossAggMode) -> None:
+def test_a_constant_divides_in_place_of_the_longest(mode):
     batch, scores = make_batch(0, max_episodes=20)
     undivided = loss_of(batch, scores, loss_agg_mode={"token-sum": mode}.get(mode, "seq-mean-token-sum"))
     assert loss_of(batch, scores, loss_agg_mode=mode, loss_agg_norm=40) == pytest.approx(undivided / 40)
 
 
-def test_the_loss_has_its_own_estimator_beside_that_of_the_reward() -> None:
+def test_the_loss_has_its_own_estimator_beside_that_of_the_reward():
     batch, scores = make_batch(0, max_episodes=20)
     on = {"use_kl_loss": True, "kl_loss_coef": 0.5}
     assert loss_of(batch, scores, **on, kl_loss_penalty="k3", kl_penalty="full") == loss_of(
@@ -246,7 +242,7 @@ def test_the_loss_has_its_own_estimator_beside_that_of_the_reward() -> None:
     assert full.uses_full_kl and not AlgorithmConfig(**on, kl_penalty="full", kl_loss_penalty="k3").uses_full_kl
 
 
-def test_the_cap_bounds_every_token_of_ppo_from_above() -> None:
+def test_the_cap_bounds_every_token_of_ppo_from_above():
     batch, scores = make_batch(0, max_episodes=20)
     keys = {"loss_agg_mode": "token-sum", "pg_loss_cap": 0.6}
     oracle = AlgorithmConfig(pg_clip=0.2)
@@ -264,7 +260,7 @@ def test_the_cap_bounds_every_token_of_ppo_from_above() -> None:
     )
 
 
-def test_dual_clip_bounds_only_the_loss_of_bad_actions() -> None:
+def test_dual_clip_bounds_only_the_loss_of_bad_actions():
     batch = Batch(
         lengths_B=torch.tensor([2]),
         tokens_T=torch.tensor([0, 1]),
@@ -279,7 +275,7 @@ def test_dual_clip_bounds_only_the_loss_of_bad_actions() -> None:
     assert out.metrics["actor/clip_frac"].item() == 1.0
 
 
-def test_metrics_of_the_policy() -> None:
+def test_metrics_of_the_policy():
     batch, scores = make_batch(6)
     metrics = build_policy_loss(AlgorithmConfig())(scores, batch, context(batch)).metrics
     on = batch.loss_mask_T
@@ -293,7 +289,7 @@ def test_metrics_of_the_policy() -> None:
     assert not any(isinstance(v, Tensor) and v.requires_grad for v in metrics.values())
 
 
-def test_the_training_pass_measures_the_mismatch_where_nobody_scored_the_rollouts() -> None:
+def test_the_training_pass_measures_the_mismatch_where_nobody_scored_the_rollouts():
     batch, scores = make_batch(6)
     generated = scores.logprobs_T.detach().float() + 0.1 * torch.randn(batch.num_tokens)
     fresh = batch.replace(old_logprobs_T=None, rollout_logprobs_T=generated)
@@ -313,7 +309,7 @@ def test_the_training_pass_measures_the_mismatch_where_nobody_scored_the_rollout
     assert with_it.loss.item() == without.loss.item()
 
 
-def test_scores_where_nothing_was_sampled_are_never_read() -> None:
+def test_scores_where_nothing_was_sampled_are_never_read():
     batch, scores = make_batch(3)
     noise = torch.where(batch.loss_mask_T, 0.0, torch.nan).double()
     dirty = TokenScores(*(column_T + noise for column_T in columns_of(scores)))
@@ -323,14 +319,14 @@ def test_scores_where_nothing_was_sampled_are_never_read() -> None:
     assert torch.equal(clean_out.loss, dirty_out.loss) and torch.equal(clean_gradient, dirty_gradient)
 
 
-def test_a_micro_batch_without_sampled_tokens_adds_a_differentiable_zero() -> None:
+def test_a_micro_batch_without_sampled_tokens_adds_a_differentiable_zero():
     batch, scores = make_batch(3)
     empty = batch.replace(loss_mask_T=torch.zeros_like(batch.loss_mask_T))
     out, grads = gradient(build_policy_loss(AlgorithmConfig(**EVERYTHING)), scores, empty, context(batch))
     assert out.loss.item() == 0.0 and not grads.any()
 
 
-def test_entropy_coefficient_decays_over_the_run() -> None:
+def test_entropy_coefficient_decays_over_the_run():
     config = AlgorithmConfig(entropy_loss_coef=0.4, entropy_loss_coef_end=0.1)
     assert [entropy_coef(config, step, 4) for step in range(5)] == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.1])
     assert entropy_coef(AlgorithmConfig(entropy_loss_coef=0.4), 3, 4) == 0.4
@@ -343,7 +339,7 @@ def test_entropy_coefficient_decays_over_the_run() -> None:
         build_policy_loss(config)
 
 
-def test_loss_functions_travel_between_processes() -> None:
+def test_loss_functions_travel_between_processes():
     batch, scores = make_batch(2)
     config = AlgorithmConfig(entropy_loss_coef_end=0.0, **EVERYTHING)
     for loss_fn in (build_policy_loss(config, 10), build_value_loss(config), build_sft_loss()):
@@ -351,7 +347,7 @@ def test_loss_functions_travel_between_processes() -> None:
         assert torch.equal(travelled(scores, batch, context(batch)).loss, loss_fn(scores, batch, context(batch)).loss)
 
 
-def test_what_is_missing_is_named() -> None:
+def test_what_is_missing_is_named():
     batch, scores = make_batch(2)
     ctx = context(batch)
     with pytest.raises(ValueError, match="advantages_T"):
@@ -475,9 +471,7 @@ def oracle(
 @examples(15)
 @given(seed=seeds, mode=st.sampled_from(MODES), history=st.booleans())
 @pytest.mark.parametrize(("name", "sampling"), CASES)
-def test_loss_and_gradient_are_their_definition(
-    name: str, sampling: str, seed: int, mode: LossAggMode, history: bool
-) -> None:
+def test_loss_and_gradient_are_their_definition(name, sampling, seed, mode, history):
     batch, scores = make_batch(seed, history)
     if not batch.loss_mask_T.any():
         return
@@ -498,7 +492,7 @@ def test_loss_and_gradient_are_their_definition(
 @examples(10)
 @given(seed=seeds, parts=st.integers(1, 6), weighted=st.booleans())
 @pytest.mark.parametrize(("name", "sampling"), CASES)
-def test_any_split_adds_up(name: str, sampling: str, seed: int, parts: int, weighted: bool) -> None:
+def test_any_split_adds_up(name, sampling, seed, parts, weighted):
     batch, scores = make_batch(seed, history=False)
     if not batch.loss_mask_T.any():
         return
@@ -508,7 +502,7 @@ def test_any_split_adds_up(name: str, sampling: str, seed: int, parts: int, weig
 
 
 @pytest.mark.parametrize("name", ["gmpo", "kimi15", "kl_cov", "sapo", "ppo", "vanilla"])
-def test_gradients_agree_with_finite_differences(name: str) -> None:
+def test_gradients_agree_with_finite_differences(name):
     batch, scores = make_batch(8)
     loss_fn = build_policy_loss(AlgorithmConfig(**keys_of(name, "token")))
 
@@ -518,7 +512,7 @@ def test_gradients_agree_with_finite_differences(name: str) -> None:
     assert torch.autograd.gradcheck(loss, (scores.logprobs_T.clone().requires_grad_(),))
 
 
-def test_gspo_has_the_gradient_of_the_sequence_loss() -> None:
+def test_gspo_has_the_gradient_of_the_sequence_loss():
     batch, scores = make_batch(8)
     batch = batch.replace(advantages_T=(batch.rows_T + 1.0) * batch.loss_mask_T)  # one advantage per sequence
     config = AlgorithmConfig(importance_sampling="seq", use_pg_clip_range=True, pg_clip_low=1.0, pg_clip_high=1e6)
@@ -534,7 +528,7 @@ def test_gspo_has_the_gradient_of_the_sequence_loss() -> None:
 
 
 @pytest.mark.parametrize("name", PG_VARIANTS)
-def test_on_fresh_samples_every_loss_starts_as_the_plain_policy_gradient(name: str) -> None:
+def test_on_fresh_samples_every_loss_starts_as_the_plain_policy_gradient(name):
     batch, scores = make_batch(4, history=False)
     fresh = batch.replace(old_logprobs_T=scores.logprobs_T, advantages_T=(batch.rows_T - 1.5) * batch.loss_mask_T)
     defaults = AlgorithmConfig(pg_variant=name)
@@ -564,7 +558,7 @@ def test_on_fresh_samples_every_loss_starts_as_the_plain_policy_gradient(name: s
         *((name, "importance_sampling", "seq") for name in WITH_RATIO),
     ],
 )
-def test_each_parameter_changes_its_loss_and_no_other(name: str, key: str, value: Any) -> None:
+def test_each_parameter_changes_its_loss_and_no_other(name, key, value):
     batch, scores = make_batch(0, max_episodes=20)
     assert abs(loss_of(batch, scores, pg_variant=name, **{key: value}) - loss_of(batch, scores, pg_variant=name)) > 1e-4
     changed = loss_of(batch, scores, pg_variant="vanilla", **{key: value})
@@ -572,18 +566,18 @@ def test_each_parameter_changes_its_loss_and_no_other(name: str, key: str, value
 
 
 @pytest.mark.parametrize("name", [name for name in PG_VARIANTS if name not in ("ppo", "clip_cov")])
-def test_each_variant_differs_from_ppo(name: str) -> None:
+def test_each_variant_differs_from_ppo(name):
     batch, scores = make_batch(0, max_episodes=20)
     assert abs(loss_of(batch, scores, pg_variant=name) - loss_of(batch, scores)) > 1e-4
 
 
-def test_use_topr_loss_is_topr() -> None:
+def test_use_topr_loss_is_topr():
     batch, scores = make_batch(0, max_episodes=20)
     assert loss_of(batch, scores, use_topr_loss=True) == loss_of(batch, scores, pg_variant="topr")
 
 
 @pytest.mark.parametrize(("name", "sampling"), CASES)
-def test_enormous_ratios_stay_finite(name: str, sampling: str) -> None:
+def test_enormous_ratios_stay_finite(name, sampling):
     batch, scores = make_batch(3)
     far = batch.replace(old_logprobs_T=batch.old_logprobs_T - 1e4)
     out, grads = gradient(build_policy_loss(AlgorithmConfig(**keys_of(name, sampling))), scores, far, context(far))
@@ -591,7 +585,7 @@ def test_enormous_ratios_stay_finite(name: str, sampling: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "sampling"), CASES)
-def test_every_variant_adds_a_differentiable_zero_without_sampled_tokens(name: str, sampling: str) -> None:
+def test_every_variant_adds_a_differentiable_zero_without_sampled_tokens(name, sampling):
     batch, scores = make_batch(3)
     empty = batch.replace(loss_mask_T=torch.zeros_like(batch.loss_mask_T))
     loss_fn = build_policy_loss(AlgorithmConfig(**keys_of(name, sampling)))
@@ -599,7 +593,7 @@ def test_every_variant_adds_a_differentiable_zero_without_sampled_tokens(name: s
     assert out.loss.item() == 0.0 and not grads.any()
 
 
-def test_clip_frac_counts_tokens_beyond_a_bound() -> None:
+def test_clip_frac_counts_tokens_beyond_a_bound():
     batch = Batch(
         lengths_B=torch.tensor([3]),
         tokens_T=torch.tensor([0, 1, 2]),
@@ -613,7 +607,7 @@ def test_clip_frac_counts_tokens_beyond_a_bound() -> None:
         assert float(out.metrics["actor/clip_frac"]) == pytest.approx(expected / 3), name
 
 
-def test_token_weights_multiply_the_policy_gradient_alone() -> None:
+def test_token_weights_multiply_the_policy_gradient_alone():
     batch, scores = make_batch(0, max_episodes=20)
     weights_T = torch.rand(batch.num_tokens, generator=torch.Generator().manual_seed(0))
     others = {"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_loss_coef": 0.2, "sft_loss_coef": 0.4}
@@ -624,7 +618,7 @@ def test_token_weights_multiply_the_policy_gradient_alone() -> None:
     assert loss_of(weighted, scores, rl_loss_coef=0.0, **others) == loss_of(batch, scores, rl_loss_coef=0.0, **others)
 
 
-def test_kl_cov_without_marks_is_an_error() -> None:
+def test_kl_cov_without_marks_is_an_error():
     batch, scores = make_batch(2)
     with pytest.raises(ValueError, match=r"kl_cov.*marked_T"):
         loss_of(batch.replace(marked_T=None), scores, pg_variant="kl_cov")
@@ -634,7 +628,7 @@ def halved(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tenso
     return -0.5 * tokens.advantage_M * tokens.logprobs_M, torch.zeros_like(tokens.row_M, dtype=torch.bool)
 
 
-def test_losses_have_the_names_of_the_configuration_or_are_reached_by_path_and_travel() -> None:
+def test_losses_have_the_names_of_the_configuration_or_are_reached_by_path_and_travel():
     batch, scores = make_batch(2)
     loss_fn = pickle.loads(pickle.dumps(build_policy_loss(AlgorithmConfig(pg_variant=f"{__name__}:halved"))))
     got = loss_fn(scores, batch, context(batch)).loss.item()
@@ -697,7 +691,7 @@ def batch() -> Batch:
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_the_step_is_that_of_float64_however_the_conversations_are_cut(model: Path, batch: Batch, mode: Any) -> None:
+def test_the_step_is_that_of_float64_however_the_conversations_are_cut(model, batch, mode):
     oracle = Imitator(model)
     loss = oracle.loss(TALKS, per_row=mode != "token-mean")
     loss.backward()
@@ -734,7 +728,7 @@ def run(batch: Batch, **keys: float | str) -> dict[str, float]:
     return {"total": float(found.loss)} | {name: float(value) for name, value in found.metrics.items()}
 
 
-def test_pairs_lead_by_their_margin() -> None:
+def test_pairs_lead_by_their_margin():
     found = run(BATCH, reward_loss="bradley_terry", center_coef=0.1)
     leads = (1.5 - 0.5 - 0.25, -1.0 - 2.0)
     expected = sum(math.log1p(math.exp(-lead)) for lead in leads) / 2 + 0.1 * (2.0**2 + 1.0**2) / 2
@@ -743,7 +737,7 @@ def test_pairs_lead_by_their_margin() -> None:
     assert found["rm/chosen_score"] == pytest.approx(0.25)
 
 
-def test_ends_meet_their_targets() -> None:
+def test_ends_meet_their_targets():
     errors = (0.5, 0.5, -1.0, 1.5)
     found = run(BATCH, reward_loss="regression")
     assert found["total"] == pytest.approx(sum(error**2 for error in errors) / 4)
@@ -755,7 +749,7 @@ def test_ends_meet_their_targets() -> None:
 
 
 @pytest.mark.parametrize("loss", ["bradley_terry", "regression", "process"])
-def test_a_placeholder_adds_nothing(loss: str) -> None:
+def test_a_placeholder_adds_nothing(loss):
     blank = take_micro_batch(BATCH, [], 0)
     values = torch.ones(2, requires_grad=True)
     found = build_reward_loss(RewardLossConfig(reward_loss=loss))(
@@ -765,7 +759,7 @@ def test_a_placeholder_adds_nothing(loss: str) -> None:
     assert found.loss == 0 and not values.grad.any()
 
 
-def test_calibration_is_the_distance_of_shares_and_probabilities() -> None:
+def test_calibration_is_the_distance_of_shares_and_probabilities():
     stated = torch.tensor([0.05, 0.05, 0.95, 0.95, 0.95, 0.95, 1.0, 0.61])
     right = torch.tensor([0, 0, 1, 1, 1, 0, 1, 1]).bool()
     expected = (abs(0.1 - 0) + abs(4 * 0.95 + 1 - 4) + abs(0.61 - 1)) / 8

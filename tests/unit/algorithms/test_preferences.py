@@ -1,7 +1,5 @@
 """Losses of preferences against their formulas, and the same however the pairs are cut."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +35,7 @@ def total(config: PreferenceConfig, batch: Batch, parts: list[Batch], logprobs: 
 
 @pytest.mark.parametrize("cutting", CUTTINGS)
 @pytest.mark.parametrize("loss", PREFERENCES)
-def test_the_gradient_does_not_depend_on_the_cutting(loss: str, cutting: str) -> None:
+def test_the_gradient_does_not_depend_on_the_cutting(loss, cutting):
     batch = make_labelled(0) if loss == "kto" else make_preferences(0)
     generator = torch.Generator().manual_seed(3)
     scores_T = (-3 * torch.rand(batch.num_tokens, generator=generator).double() - 0.01) * batch.loss_mask_T
@@ -57,7 +55,7 @@ def test_the_gradient_does_not_depend_on_the_cutting(loss: str, cutting: str) ->
     assert not pieces[-1].grad.any()
 
 
-def test_a_pair_says_what_its_formula_says() -> None:
+def test_a_pair_says_what_its_formula_says():
     batch = Batch(
         torch.tensor([3, 4]),
         torch.arange(7),
@@ -81,7 +79,7 @@ def test_a_pair_says_what_its_formula_says() -> None:
 
 
 @pytest.mark.parametrize("logprob", [-1e-30, -1e-9, -0.3, math.log(0.5), -2.0, -50.0, -1e4])
-def test_the_rest_of_a_probability_is_exact_at_both_ends(logprob: float) -> None:
+def test_the_rest_of_a_probability_is_exact_at_both_ends(logprob):
     value = torch.tensor(logprob, dtype=torch.float64, requires_grad=True)
     found = log_of_rest(value)
     expected = math.log(-math.expm1(logprob)) if logprob > -1 else math.log1p(-math.exp(logprob))
@@ -90,13 +88,13 @@ def test_the_rest_of_a_probability_is_exact_at_both_ends(logprob: float) -> None
     assert value.grad is not None and torch.isfinite(value.grad)
 
 
-def test_a_certain_answer_has_a_finite_loss() -> None:
+def test_a_certain_answer_has_a_finite_loss():
     value = torch.zeros(1, requires_grad=True)
     log_of_rest(value).backward()
     assert torch.isfinite(log_of_rest(value)).all() and torch.isfinite(value.grad).all()
 
 
-def test_what_is_missing_is_named() -> None:
+def test_what_is_missing_is_named():
     batch = make_preferences(0)
     loss = build_preference_loss(PreferenceConfig())
     scores = TokenScores(torch.zeros(batch.num_tokens))
@@ -116,7 +114,7 @@ def test_what_is_missing_is_named() -> None:
         ({"preference_loss": "orpo"}, "nll_coef"),
     ],
 )
-def test_keys_that_a_loss_does_not_read_are_refused(given: dict, key: str) -> None:
+def test_keys_that_a_loss_does_not_read_are_refused(given, key):
     assert [problem.path for problem in PreferenceConfig(**given).problems()] == [key]
 
 
@@ -243,12 +241,12 @@ def answers(batch: Batch, policy_T: Tensor) -> list[Answer]:
     return [Answer(policy[mask], reference[mask]) for policy, reference, mask in zip(*columns, strict=True)]
 
 
-def test_every_loss_has_a_case() -> None:
+def test_every_loss_has_a_case():
     assert {name.split()[0].strip(",") for name in CASES} == set(PreferenceLoss.__args__)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradient_are_those_of_the_paper(name: str) -> None:
+def test_loss_and_gradient_are_those_of_the_paper(name):
     keys, formula = CASES[name]
     loss = name.split()[0].strip(",")
     config = PreferenceConfig(preference_loss=loss, **keys)
@@ -301,7 +299,7 @@ def rollout() -> Batch:
     )
 
 
-def test_the_best_and_the_worst_of_each_group_are_a_pair() -> None:
+def test_the_best_and_the_worst_of_each_group_are_a_pair():
     whole = rollout()
     batch, metrics = best_and_worst(whole.replace(rewards_T=whole.loss_mask_T.float()))
     assert batch.rewards_T is not None and torch.equal(batch.rewards_T > 0, batch.loss_mask_T)
@@ -313,7 +311,7 @@ def test_the_best_and_the_worst_of_each_group_are_a_pair() -> None:
     assert metrics == {"dpo/pair_frac": 0.5, "dpo/score_gap": pytest.approx((1 + 0.75 + 0 + 1) / 4)}
 
 
-def test_a_step_on_the_pairs_is_dpo_in_float64() -> None:
+def test_a_step_on_the_pairs_is_dpo_in_float64():
     whole = rollout()
     assert whole.ref_logprobs_T is not None
     generator = torch.Generator().manual_seed(0)
@@ -341,7 +339,7 @@ def test_a_step_on_the_pairs_is_dpo_in_float64() -> None:
     assert logprobs_T.grad.tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_what_has_no_pair_is_refused() -> None:
+def test_what_has_no_pair_is_refused():
     with pytest.raises(ValueError, match="two answers in one group"):
         best_and_worst(rollout().select([0, 1, 7]))
     with pytest.raises(ValueError, match="scores_B"):

@@ -1,7 +1,5 @@
 """Reward normalisation, clipping, KL in the reward and running statistics against loops in float64."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics
@@ -50,9 +48,7 @@ def shaped(batch: Batch, **keys: Any) -> list[float]:
     method=st.sampled_from(["asym_clip", "identity", "mean", "mean_std"]),
     clip=st.sampled_from([None, 0.5]),
 )
-def test_normalised_scores_are_the_new_sums_of_rewards(
-    seed: int, history: bool, grouping: str, method: str, clip: float | None
-) -> None:
+def test_normalised_scores_are_the_new_sums_of_rewards(seed, history, grouping, method, clip):
     episodes = random_episodes(seed)
     batch = to_batch(episodes, history, seed)
     config = AlgorithmConfig(reward_normalization={"grouping": grouping, "method": method}, reward_clip=clip)
@@ -85,7 +81,7 @@ def test_normalised_scores_are_the_new_sums_of_rewards(
         assert metrics["reward/score_mean"] == pytest.approx(statistics.mean(e.score for e in live), abs=1e-6)
 
 
-def test_each_grouping_compares_with_its_own_peers() -> None:
+def test_each_grouping_compares_with_its_own_peers():
     batch = lone_turns([0.0, 2.0, 10.0, 12.0], groups=[1, 1, 2, 2], tags=[1, 2, 1, 2])
     high = 1 / 2**0.5
     by_state = shaped(batch, reward_normalization={"grouping": "state", "method": "mean_std"})
@@ -97,7 +93,7 @@ def test_each_grouping_compares_with_its_own_peers() -> None:
     assert by_batch == pytest.approx([-6 / std, -4 / std, 4 / std, 6 / std], rel=1e-5)
 
 
-def test_asym_clip_bounds_failures_tighter_than_successes() -> None:
+def test_asym_clip_bounds_failures_tighter_than_successes():
     scores = [0.0] * 30 + [100.0, -100.0]
     plain = shaped(lone_turns(scores), reward_normalization={"method": "mean_std"})
     clipped = shaped(lone_turns(scores), reward_normalization={"method": "asym_clip"})
@@ -105,7 +101,7 @@ def test_asym_clip_bounds_failures_tighter_than_successes() -> None:
     assert max(clipped) == 3.0 and min(clipped) == -1.0
 
 
-def test_reward_norm_shift_and_scale_do_only_their_half() -> None:
+def test_reward_norm_shift_and_scale_do_only_their_half():
     batch = lone_turns([1.0, 3.0, 5.0, 9.0], groups=[1, 1, 2, 2])
     assert shaped(batch, reward_norm="group", reward_shift=True) == pytest.approx([-1, 1, -2, 2])
     std = statistics.stdev([1, 3]), statistics.stdev([5, 9])
@@ -121,9 +117,7 @@ NORM_TYPES = st.sampled_from([None, "batch", "group", "running"])
 
 @examples(80)
 @given(mean_type=NORM_TYPES, std_type=NORM_TYPES, scores=st.lists(st.integers(-9, 9), min_size=1, max_size=8))
-def test_mean_and_spread_may_come_from_different_peers(
-    mean_type: str | None, std_type: str | None, scores: list[int]
-) -> None:
+def test_mean_and_spread_may_come_from_different_peers(mean_type, std_type, scores):
     groups = [i % 3 for i in range(len(scores))]
     earlier = [2.0, 7.0, -4.0]
     running = RunningStats()
@@ -147,7 +141,7 @@ def test_mean_and_spread_may_come_from_different_peers(
 
 
 @pytest.mark.parametrize("keys", [{"reward_norm": "running"}, {"use_reward_scaling": True, "use_reward_norm": True}])
-def test_running_normalisation_uses_all_scores_so_far(keys: dict[str, Any]) -> None:
+def test_running_normalisation_uses_all_scores_so_far(keys):
     running = RunningStats()
     config = AlgorithmConfig(**keys)
     shape_rewards(lone_turns([1.0, 2.0, 6.0]), config.reward, running)
@@ -157,19 +151,19 @@ def test_running_normalisation_uses_all_scores_so_far(keys: dict[str, Any]) -> N
     assert out.rewards_T.tolist() == pytest.approx(expected)
 
 
-def test_reward_scaling_alone_keeps_the_mean() -> None:
+def test_reward_scaling_alone_keeps_the_mean():
     scores = [1.0, 2.0, 6.0]
     expected = [x / (statistics.stdev(scores) + 1e-6) for x in scores]
     assert shaped(lone_turns(scores), use_reward_scaling=True) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("keys", [{"reward_norm": "group", "reward_scale": True}, {"use_reward_scaling": True}])
-def test_equal_scores_are_not_divided_by_nothing(keys: dict[str, Any]) -> None:
+def test_equal_scores_are_not_divided_by_nothing(keys):
     assert shaped(lone_turns([0.1] * 7), **keys) == pytest.approx([0.1] * 7)
 
 
 @given(score=st.floats(-10, 10), sizes=st.lists(st.integers(1, 130), min_size=1, max_size=4))
-def test_equal_scores_of_several_steps_have_no_spread(score: float, sizes: list[int]) -> None:
+def test_equal_scores_of_several_steps_have_no_spread(score, sizes):
     stats = RunningStats()
     for size in [*sizes, 86, 87]:
         stats.update(torch.full((size,), score, dtype=torch.float64))
@@ -178,7 +172,7 @@ def test_equal_scores_of_several_steps_have_no_spread(score: float, sizes: list[
 
 @examples(40)
 @given(st.lists(st.lists(st.floats(-100, 100), max_size=6), min_size=1, max_size=5))
-def test_running_stats_equal_those_of_all_values_and_survive_a_checkpoint(parts: list[list[float]]) -> None:
+def test_running_stats_equal_those_of_all_values_and_survive_a_checkpoint(parts):
     stats = RunningStats()
     for part in parts:
         stats.update(torch.tensor(part, dtype=torch.float64))
@@ -192,7 +186,7 @@ def test_running_stats_equal_those_of_all_values_and_survive_a_checkpoint(parts:
 
 @examples(40)
 @given(seed=seeds, kind=st.sampled_from(["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]))
-def test_kl_is_taken_from_each_sampled_token(seed: int, kind: str) -> None:
+def test_kl_is_taken_from_each_sampled_token(seed, kind):
     episodes = random_episodes(seed)
     batch = to_batch(episodes, False, seed)
     out, metrics = apply_kl_penalty(batch, AlgorithmConfig(kl_penalty=kind).kl_penalty, 0.3)
@@ -218,7 +212,7 @@ def test_kl_is_taken_from_each_sampled_token(seed: int, kind: str) -> None:
     assert metrics["reward/kl_coef"] == 0.3
 
 
-def test_the_kl_over_the_vocabulary_comes_from_the_training_engine() -> None:
+def test_the_kl_over_the_vocabulary_comes_from_the_training_engine():
     batch = to_batch(random_episodes(3), history=False)
     kl_T = torch.rand(batch.num_tokens) * batch.loss_mask_T
     config = AlgorithmConfig(kl_penalty="full", add_token_level_kl=True)
@@ -235,7 +229,7 @@ def test_the_kl_over_the_vocabulary_comes_from_the_training_engine() -> None:
         apply_kl_penalty(batch.replace(kl_T=kl_T * torch.nan), config.kl_penalty, 0.3)
 
 
-def test_kl_falls_back_on_the_rollout_engine_and_needs_a_reference() -> None:
+def test_kl_falls_back_on_the_rollout_engine_and_needs_a_reference():
     batch = to_batch(random_episodes(3), history=False)
     fallback, _ = apply_kl_penalty(batch.replace(old_logprobs_T=None), AlgorithmConfig().kl_penalty, 0.1)
     named, _ = apply_kl_penalty(
@@ -254,9 +248,7 @@ def test_kl_falls_back_on_the_rollout_engine_and_needs_a_reference() -> None:
     coef=st.sampled_from([None, 1.0, 0.3]),
     norm=st.booleans(),
 )
-def test_lengths_change_the_score_before_it_is_normalised(
-    seed: int, history: bool, buffer: tuple[int, int, float] | None, coef: float | None, norm: bool
-) -> None:
+def test_lengths_change_the_score_before_it_is_normalised(seed, history, buffer, coef, norm):
     episodes = random_episodes(seed)
     batch = to_batch(episodes, history, seed)
     keys: dict[str, Any] = {"reward_norm": "batch" if norm else None, "reward_shift": norm}
@@ -315,7 +307,7 @@ def totals(batch: Batch) -> list[float]:
     return [float(part.sum()) for part in batch.rewards_T.split(batch.lengths_B.tolist())]
 
 
-def test_an_answer_is_punished_the_more_the_nearer_it_is_to_the_limit() -> None:
+def test_an_answer_is_punished_the_more_the_nearer_it_is_to_the_limit():
     batch = answers([4, 6, 7, 8, 10], [0.0] * 5, [0] * 5)
     buffer = {"enable": True, "len": 4, "max_length": 10, "penalty_factor": 2.0}
     config = AlgorithmConfig(overlong_buffer=buffer)
@@ -325,7 +317,7 @@ def test_an_answer_is_punished_the_more_the_nearer_it_is_to_the_limit() -> None:
         shape_rewards(batch, AlgorithmConfig(overlong_buffer={**buffer, "max_length": None}).reward, RunningStats())
 
 
-def test_short_successes_gain_and_long_failures_lose() -> None:
+def test_short_successes_gain_and_long_failures_lose():
     batch = answers([2, 4, 6, 2, 6, 3, 3, 9], [1, 1, 1, 0, 0, 1, 0, 1], [0, 0, 0, 0, 0, 1, 1, 2])
     out, _ = shape_rewards(batch, AlgorithmConfig(add_len_reward=True).reward, RunningStats())
     gained = [new - old for new, old in zip(totals(out), totals(batch), strict=True)]
@@ -335,7 +327,7 @@ def test_short_successes_gain_and_long_failures_lose() -> None:
         shape_rewards(batch.replace(group_B=None), AlgorithmConfig(add_len_reward=True).reward, RunningStats())
 
 
-def test_the_greedy_score_is_normalised_like_those_it_is_compared_with() -> None:
+def test_the_greedy_score_is_normalised_like_those_it_is_compared_with():
     batch = lone_turns([1.0, 3.0, 5.0, 9.0], groups=[1, 1, 2, 2]).replace(baseline_B=torch.tensor([3.0, 3.0, 9.0, 9.0]))
     for keys in ({"reward_norm": "group"}, {"reward_norm": "batch", "reward_clip": 0.5}, {"use_reward_scaling": True}):
         out, _ = shape_rewards(batch, AlgorithmConfig(**keys).reward, RunningStats())
@@ -345,7 +337,7 @@ def test_the_greedy_score_is_normalised_like_those_it_is_compared_with() -> None
         shape_rewards(batch.replace(baseline_B=batch.baseline_B * torch.nan), AlgorithmConfig().reward, RunningStats())
 
 
-def test_rewards_are_whitened_over_sampled_tokens_and_one_alone_becomes_zero() -> None:
+def test_rewards_are_whitened_over_sampled_tokens_and_one_alone_becomes_zero():
     batch = to_batch(random_episodes(9, max_episodes=20), history=False)
     out = whiten_token_rewards(batch)
     values = batch.rewards_T[batch.loss_mask_T].double()
@@ -356,13 +348,13 @@ def test_rewards_are_whitened_over_sampled_tokens_and_one_alone_becomes_zero() -
     assert whiten(torch.zeros(0)).tolist() == []
 
 
-def test_rewards_that_are_not_finite_are_refused() -> None:
+def test_rewards_that_are_not_finite_are_refused():
     batch = lone_turns([1.0, float("nan")])
     with pytest.raises(ValueError, match="nan at token 0 of sequence 1"):
         shape_rewards(batch, AlgorithmConfig().reward, RunningStats())
 
 
-def test_log_probabilities_of_unsampled_tokens_cost_nothing() -> None:
+def test_log_probabilities_of_unsampled_tokens_cost_nothing():
     batch = to_batch(random_episodes(3), history=False)
     noise = torch.where(batch.loss_mask_T, 0.0, -5.0)
     clean, clean_metrics = apply_kl_penalty(batch, AlgorithmConfig().kl_penalty, 0.1)
@@ -377,7 +369,7 @@ KEYS = {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a", "b"]}
 
 @examples(60)
 @given(seed=st.integers(0, 2**32 - 1), history=st.booleans(), weights=st.sampled_from([None, [1.0, 0.25], [0.0, 2.0]]))
-def test_rewards_are_normalised_apart_and_summed(seed: int, history: bool, weights: list[float] | None) -> None:
+def test_rewards_are_normalised_apart_and_summed(seed, history, weights):
     episodes = random_episodes(seed)
     batch = to_batch(episodes, history, seed)
     generator = torch.Generator().manual_seed(seed % 2**31)
@@ -418,12 +410,12 @@ def test_rewards_are_normalised_apart_and_summed(seed: int, history: bool, weigh
         ({"overlong_buffer": {"enable": True, "len": 2}}, "overlong_buffer.enable"),
     ],
 )
-def test_what_gdpo_does_not_read_is_refused(keys: dict[str, object], path: str) -> None:
+def test_what_gdpo_does_not_read_is_refused(keys, path):
     config = AlgorithmConfig.model_validate(KEYS | keys)
     assert [problem.path for problem in config.problems()] == [path]
 
 
-def test_every_domain_has_the_verifiers_that_are_named() -> None:
+def test_every_domain_has_the_verifiers_that_are_named():
     rewards = {
         "maths": {"tag_included": ["m"], "verifiers": [{"name": "math"}, {"name": "format"}]},
         "other": {"tag_included": ["o"], "verifiers": [{"name": "format"}]},

@@ -1,7 +1,5 @@
 """Masks, sample weights, Clip-Cov's choice and PF-PPO's draw, against loops and counted frequencies."""
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from typing import Any
@@ -63,7 +61,7 @@ def stretch(value: float, values: list[float]) -> float:
 
 @examples(60)
 @given(seed=seeds, history=st.booleans(), difficulty=st.booleans(), length=st.booleans())
-def test_sample_weights_are_their_definition(seed: int, history: bool, difficulty: bool, length: bool) -> None:
+def test_sample_weights_are_their_definition(seed, history, difficulty, length):
     episodes = random_episodes(seed)
     config = AlgorithmConfig(difficulty_loss_weight=difficulty, length_loss_weight=length)
     batch = to_batch(episodes, history, seed)
@@ -85,7 +83,7 @@ def test_sample_weights_are_their_definition(seed: int, history: bool, difficult
 
 @examples(60)
 @given(seed=seeds, history=st.booleans(), low=st.sampled_from([-0.5, 0.0]), high=st.sampled_from([0.3, 1.0]))
-def test_groups_outside_the_bounds_of_difficulty_are_masked(seed: int, history: bool, low: float, high: float) -> None:
+def test_groups_outside_the_bounds_of_difficulty_are_masked(seed, history, low, high):
     episodes = random_episodes(seed)
     config = AlgorithmConfig(difficulty_mask=True, difficulty_low_threshold=low, difficulty_high_threshold=high)
     out, metrics = select_for_policy(to_batch(episodes, history, seed), config.parts, seed=0)
@@ -100,13 +98,13 @@ def lone(group: int, token: int, reward: float, tokens: int = 1) -> Episode:
     return Episode(group, 0, [Turn([Token(100 * token + i, True, 0, 0, 0, 0) for i in range(tokens)], reward, 0)])
 
 
-def test_bounds_of_difficulty_do_not_belong_to_the_interval() -> None:
+def test_bounds_of_difficulty_do_not_belong_to_the_interval():
     batch = to_batch([lone(0, 0, 0.0), lone(1, 1, 1.0), lone(2, 2, 0.0), lone(2, 3, 1.0)], history=False)
     out, _ = select_for_policy(batch, AlgorithmConfig(difficulty_mask=True).parts, seed=0)
     assert out.loss_mask_T.tolist() == [False, False, True, True]
 
 
-def test_only_failed_samples_may_be_too_long() -> None:
+def test_only_failed_samples_may_be_too_long():
     episodes = [lone(0, 0, 1.0, 3), lone(0, 1, 0.0, 3), lone(0, 2, 0.0, 2), lone(0, 3, -1.0, 4)]
     batch = to_batch(episodes, history=False)
     config = AlgorithmConfig(error_max_len_clip=True, error_max_len_threshold=2)
@@ -117,7 +115,7 @@ def test_only_failed_samples_may_be_too_long() -> None:
     assert off.loss_mask_T.all()
 
 
-def test_masked_samples_leave_the_loss_and_its_denominators() -> None:
+def test_masked_samples_leave_the_loss_and_its_denominators():
     batch, scores = make_batch(0, max_episodes=20)
     means = sorted(group_scores(batch, "test").unique().tolist())
     bounds = {"difficulty_low_threshold": means[0], "difficulty_high_threshold": means[-1] + 1}
@@ -131,7 +129,7 @@ def test_masked_samples_leave_the_loss_and_its_denominators() -> None:
     assert masked == pytest.approx(loss_fn(alone, part, context(part)).loss.item())
 
 
-def test_samples_that_were_cut_off_are_masked() -> None:
+def test_samples_that_were_cut_off_are_masked():
     batch = to_batch([lone(0, i, 1.0, 2) for i in range(3)], history=False)
     batch = batch.replace(truncated_B=torch.tensor([False, True, False]))
     out, metrics = select_for_policy(batch, AlgorithmConfig(max_len_mask=True).parts, seed=0)
@@ -143,7 +141,7 @@ def test_samples_that_were_cut_off_are_masked() -> None:
 
 @examples(60)
 @given(seed=seeds, history=st.booleans(), difficulty=st.booleans())
-def test_samples_masked_for_all_are_as_if_never_played(seed: int, history: bool, difficulty: bool) -> None:
+def test_samples_masked_for_all_are_as_if_never_played(seed, history, difficulty):
     episodes = random_episodes(seed)
     batch = to_batch(episodes, history, seed)
     truncated_B = torch.rand(batch.num_sequences, generator=torch.Generator().manual_seed(seed % 2**31)) < 0.3
@@ -177,7 +175,7 @@ COVARIANCE = {"pg_variant": "clip_cov", "clip_cov_lb": 0.2, "clip_cov_ub": 1.5}
 
 @examples(40)
 @given(seed=seeds, share=st.sampled_from([0.001, 0.1, 1.0]))
-def test_clip_cov_takes_out_tokens_of_high_covariance(seed: int, share: float) -> None:
+def test_clip_cov_takes_out_tokens_of_high_covariance(seed, share):
     batch, _ = make_batch(seed, max_episodes=20)
     config = AlgorithmConfig(**COVARIANCE, clip_cov_ratio=share)
     out, metrics = select_for_policy(batch, config.parts, seed=1)
@@ -194,7 +192,7 @@ def test_clip_cov_takes_out_tokens_of_high_covariance(seed: int, share: float) -
 
 
 @pytest.mark.parametrize("key", [{"clip_cov_lb": 1.0}, {"clip_cov_ub": 0.5}, {"clip_cov_ratio": 0.05}])
-def test_each_key_of_clip_cov_changes_the_choice(key: dict[str, float]) -> None:
+def test_each_key_of_clip_cov_changes_the_choice(key):
     batch, _ = make_batch(0, max_episodes=20)
 
     def chosen(**keys: Any) -> torch.Tensor:
@@ -206,7 +204,7 @@ def test_each_key_of_clip_cov_changes_the_choice(key: dict[str, float]) -> None:
 
 @examples(40)
 @given(seed=seeds, share=st.sampled_from([0.001, 0.1, 1.0]))
-def test_kl_cov_marks_the_tokens_of_the_largest_covariance(seed: int, share: float) -> None:
+def test_kl_cov_marks_the_tokens_of_the_largest_covariance(seed, share):
     batch, _ = make_batch(seed, max_episodes=20)
     config = AlgorithmConfig(pg_variant="kl_cov", kl_cov_ratio=share)
     out, metrics = select_for_policy(batch.replace(marked_T=None), config.parts, seed=1)
@@ -222,7 +220,7 @@ def test_kl_cov_marks_the_tokens_of_the_largest_covariance(seed: int, share: flo
     assert out.weights_T is None and torch.equal(out.loss_mask_T, batch.loss_mask_T)
 
 
-def test_clip_cov_falls_back_on_the_rollout_engine() -> None:
+def test_clip_cov_falls_back_on_the_rollout_engine():
     batch, _ = make_batch(0, max_episodes=20)
     config = AlgorithmConfig(**COVARIANCE)
     named, _ = select_for_policy(batch, config.parts, seed=0)
@@ -241,7 +239,7 @@ def test_clip_cov_falls_back_on_the_rollout_engine() -> None:
         ("max_random", 2.0, [0.1, 0.1, 0.1, 0.4]),
     ],
 )
-def test_pf_ppo_draws_rows_by_their_score(method: str, power: float, weights: list[float]) -> None:
+def test_pf_ppo_draws_rows_by_their_score(method, power, weights):
     scores = [1.0, -2.0, 0.0, 3.0] * 2000
     batch = to_batch([lone(0, i, s) for i, s in enumerate(scores)], history=False)
     keys = {"reweight_method": method, "weight_pow": power}
@@ -254,7 +252,7 @@ def test_pf_ppo_draws_rows_by_their_score(method: str, power: float, weights: li
     assert metrics["actor/pf_ppo_distinct_frac"] == len(out.tokens_T.unique()) / len(scores)
 
 
-def test_pf_ppo_draws_no_episode_that_was_taken_out_of_the_step() -> None:
+def test_pf_ppo_draws_no_episode_that_was_taken_out_of_the_step():
     config = AlgorithmConfig(use_pf_ppo=True, pf_ppo={"reweight_method": "max_min"}, max_len_mask=True, mask_type="all")
     scores = [5.0, 1.0, 0.0, -5.0, 0.5, 0.75]
     batch = to_batch([lone(0, i, s) for i, s in enumerate(scores)], history=False)
@@ -267,7 +265,7 @@ def test_pf_ppo_draws_no_episode_that_was_taken_out_of_the_step() -> None:
     assert metrics["actor/pf_ppo_distinct_frac"] == len(drawn.unique()) / 4
 
 
-def test_pf_ppo_draws_evenly_where_every_score_is_zero_and_by_the_seed_alone() -> None:
+def test_pf_ppo_draws_evenly_where_every_score_is_zero_and_by_the_seed_alone():
     batch = to_batch([lone(0, i, 0.0) for i in range(50)], history=False)
     rows = pf_ppo_rows(batch, AlgorithmConfig(use_pf_ppo=True), torch.Generator().manual_seed(0))
     assert len(rows.unique()) > 20
@@ -292,7 +290,7 @@ EVERY_OPTION: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("keys", EVERY_OPTION, ids=str)
-def test_a_batch_without_sampled_tokens_stays_without(keys: dict[str, Any]) -> None:
+def test_a_batch_without_sampled_tokens_stays_without(keys):
     batch = to_batch([Episode(0, 0, [Turn([Token(0, False, 0, 0, 0, 0)], 0.0, 0)])], history=False)
     batch = batch.replace(advantages_T=torch.zeros(1), truncated_B=torch.tensor([True]))
     out, metrics = select_for_policy(batch, AlgorithmConfig(**keys).parts, seed=0)
@@ -311,14 +309,14 @@ def test_a_batch_without_sampled_tokens_stays_without(keys: dict[str, Any]) -> N
         ({"max_len_mask": True}, "truncated_B"),
     ],
 )
-def test_a_missing_column_is_named(keys: dict[str, Any], column: str) -> None:
+def test_a_missing_column_is_named(keys, column):
     batch, _ = make_batch(1)
     (key,) = keys
     with pytest.raises(ValueError, match=f"{key}.*{column}"):
         select_for_policy(batch.replace(**{column: None}), AlgorithmConfig(**keys).parts, seed=0)
 
 
-def test_scores_that_are_not_finite_are_refused() -> None:
+def test_scores_that_are_not_finite_are_refused():
     batch: Batch = make_batch(1)[0]
     bad = batch.replace(scores_B=batch.scores_B * torch.nan)
     for key in ("difficulty_mask", "use_pf_ppo"):
@@ -328,7 +326,7 @@ def test_scores_that_are_not_finite_are_refused() -> None:
 
 @pytest.mark.parametrize("column", ["advantages_T", "old_logprobs_T", "ref_logprobs_T", "scores_B"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_the_losses_read_must_be_finite(column: str, bad: float) -> None:
+def test_what_the_losses_read_must_be_finite(column, bad):
     batch: Batch = make_batch(1)[0]
     values = getattr(batch, column).clone()
     values[-1] = bad

@@ -5,8 +5,6 @@ A case is a stage of the step, keys that hold in both runs, and the key that is 
 same, the named one must not.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -370,7 +368,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(("stage", "given", "change"), CASES)
-def test_each_key_changes_what_it_should(step: Any, stage: str, given: str, change: str) -> None:
+def test_each_key_changes_what_it_should(step, stage, given, change):
     before, after = step(given), step(merged(given, change))
     changed = [name for name in STAGES if not equal(before[name], after[name])]
     assert changed[:1] == [stage]
@@ -393,7 +391,7 @@ def merged(given: str, change: str) -> str:
         ("selection", "", filters()),
     ],
 )
-def test_keys_that_the_run_reads_change_the_numbers_too(step: Any, stage: str, given: str, change: str) -> None:
+def test_keys_that_the_run_reads_change_the_numbers_too(step, stage, given, change):
     before, after = step(given), step(merged(given, change))
     assert not equal(before[stage], after[stage])
 
@@ -409,7 +407,7 @@ def leaves(section: type[Config], prefix: str = "") -> set[str]:
     return found
 
 
-def test_the_cases_name_every_key_and_every_name() -> None:
+def test_the_cases_name_every_key_and_every_name():
     texts = [text for _, given, change in CASES for text in (*given.split(), change)]
     keys = {text.partition("=")[0] for _, _, change in CASES for text in change.split()}
     assert leaves(AlgorithmConfig) - keys == set()

@@ -1,14 +1,11 @@
 """Loading a configuration: composition, strictness, rules across sections, and all mistakes at once."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -876,12 +873,12 @@ def test_a_key_that_yaml_takes_for_no_text_is_told_beside_other_problems(problem
 
 
 @pytest.mark.parametrize("text", ["", r"\n", r"\n\n", r"\t", r"\r\n"])
-def test_a_stop_string_is_neither_empty_nor_a_spelled_escape(text: str) -> None:
+def test_a_stop_string_is_neither_empty_nor_a_spelled_escape(text):
     (problem,) = GeneratingArguments(stop_strings=["</s>", text]).problems()
     assert problem.path == "stop_strings.1" and problem.seen == text
 
 
-def test_other_stop_strings_are_taken() -> None:
+def test_other_stop_strings_are_taken():
     assert list(GeneratingArguments(stop_strings=["\n", "\\boxed", "\\\\", " "]).problems()) == []
 
 
@@ -894,7 +891,7 @@ def test_other_stop_strings_are_taken() -> None:
         ({"num_train_epochs": 1}, "1 epoch of optimizer steps, each on 32 pairs", False),
     ],
 )
-def test_the_length_of_a_run_on_given_samples(given: dict[str, Any], begin: str, warned: bool) -> None:
+def test_the_length_of_a_run_on_given_samples(given, begin, warned):
     training = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "warmup_steps": 10}
     actor = {"training_args": training, "device_mapping": [0], "strategy_args": {"strategy_name": "fsdp2_train"}}
     (line,) = describe_batches(DPOConfig.model_validate({"pretrain": "tiny", "actor_train": actor, **given}))

@@ -1,7 +1,5 @@
 """``roll explain``: every key by any of its names, without anything heavy."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

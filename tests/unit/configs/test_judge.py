@@ -1,7 +1,5 @@
 """The section ``judge``: who asks, which devices it may have, and what of ROLL's cluster ``reward`` it becomes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -32,7 +30,7 @@ def problems(folder: Path, *overrides: str, text: str = TEXT) -> dict[str, str]:
     return {problem.path: str(problem) for problem in caught.value.problems}
 
 
-def test_it_is_a_cluster_of_its_own_and_a_model_that_counts(tmp_path: Path) -> None:
+def test_it_is_a_cluster_of_its_own_and_a_model_that_counts(tmp_path):
     words = "judge={model: some/judge, device_mapping: [0, 1], num_gpus_per_worker: 2, max_tokens: 9}"
     trust = "judge.engine.model_args.trust_remote_code=true"
     config = load(tmp_path, words, trust)
@@ -44,13 +42,13 @@ def test_it_is_a_cluster_of_its_own_and_a_model_that_counts(tmp_path: Path) -> N
     assert hosted.judge is config.judge and hosted.worker.num_gpus_per_worker == 2
 
 
-def test_who_asks_has_a_judge_and_a_judge_is_asked(tmp_path: Path) -> None:
+def test_who_asks_has_a_judge_and_a_judge_is_asked(tmp_path):
     found = problems(tmp_path, text=TEXT)
     assert "the model that Lake (tests.support.judged_env:JudgedEnv) asks" in found["judge"]
     assert "no environment calls a model" in problems(tmp_path, "judge={model: some/judge}", text=MINIMAL)["judge"]
 
 
-def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
+def test_everything_wrong_is_told_at_once(tmp_path):
     found = problems(
         tmp_path,
         "judge={model: ./absent, max_tokens: 20, engine: {max_length: 20}}",
@@ -70,7 +68,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
     assert "devices apart from those that train" in beside["judge.device_mapping"]
 
 
-def test_the_cluster_reward_of_roll_becomes_it() -> None:
+def test_the_cluster_reward_of_roll_becomes_it():
     engine = "strategy_args: {strategy_name: vllm, strategy_config: {gpu_memory_utilization: 0.5}}"
     words = "model_args: {model_name_or_path: some/judge, dtype: bf16}, generating_args: {max_new_tokens: 99, top_p: 1}"
     reward = f"+reward={{{words}, {engine}, device_mapping: 'list(range(0,2))', llm_proxy: {{proxy_type: policy}}}}"

@@ -1,7 +1,5 @@
 """Words of the command line: each means what it would mean in a file, or is refused with its key and a hint."""
 
-from __future__ import annotations
-
 import logging
 import math
 import shlex
@@ -78,13 +76,13 @@ SAME = [
 
 
 @pytest.mark.parametrize("value", SAME)
-def test_a_value_means_what_it_means_in_a_file(value: str) -> None:
+def test_a_value_means_what_it_means_in_a_file(value):
     expected = OmegaConf.to_container(OmegaConf.create(f"key: {value}"))
     assert read(f"key={value}") == expected
     assert type(read(f"key={value}")["key"]) is type(expected["key"])  # type: ignore[index,call-overload]
 
 
-def test_links_need_no_quotes_in_collections_and_colons_no_space() -> None:
+def test_links_need_no_quotes_in_collections_and_colons_no_space():
     assert read("a=[${b},{c:${d.e},f:${oc.env:X,${y}}}]") == {"a": ["${b}", {"c": "${d.e}", "f": "${oc.env:X,${y}}"}]}
     assert read("a={b:1,c:[x,y],d:{e:true},f:tests.x:Y,g:'u v',h:null}") == {
         "a": {"b": 1, "c": ["x", "y"], "d": {"e": True}, "f": "tests.x:Y", "g": "u v", "h": None}
@@ -125,7 +123,7 @@ def test_links_need_no_quotes_in_collections_and_colons_no_space() -> None:
         "1" * 5000,
     ],
 )
-def test_a_value_that_yaml_would_read_otherwise_or_not_at_all_is_refused_with_a_way_to_write_it(value: str) -> None:
+def test_a_value_that_yaml_would_read_otherwise_or_not_at_all_is_refused_with_a_way_to_write_it(value):
     overrides, (problem,) = parse_overrides([f"some.key={value}"])
     assert not overrides and problem.path == "some.key" and problem.seen == value and "some.key=" in problem.hint
     if value.strip() and value.isprintable():  # the hint, through a shell, is the text
@@ -134,7 +132,7 @@ def test_a_value_that_yaml_would_read_otherwise_or_not_at_all_is_refused_with_a_
         assert shlex.split(command) == [word] and read(word) == {"some.key": value}
 
 
-def test_pythons_none_is_answered_with_null() -> None:
+def test_pythons_none_is_answered_with_null():
     overrides, (problem,) = parse_overrides(["some.key=None"])
     assert not overrides and problem.hint == "write some.key=null"
 
@@ -156,12 +154,12 @@ def test_pythons_none_is_answered_with_null() -> None:
         ("a:b=1", "is no key"),
     ],
 )
-def test_what_is_no_key_is_refused(word: str, hint: str) -> None:
+def test_what_is_no_key_is_refused(word, hint):
     overrides, (problem,) = parse_overrides([word])
     assert not overrides and problem.path == word and hint in problem.hint
 
 
-def test_signs_before_a_key_and_keys_that_come_twice(caplog: pytest.LogCaptureFixture) -> None:
+def test_signs_before_a_key_and_keys_that_come_twice(caplog):
     assert read("+a=1", "++b.c=2", "d-e=3") == {"a": 1, "b.c": 2, "d-e": 3}
     ((deleted,), _) = parse_overrides(["~a.b"])
     assert deleted.deletes and deleted.path == ("a", "b")
@@ -247,7 +245,7 @@ def test_a_key_that_hydra_cannot_read_is_a_problem_like_any_other():
     assert (problem.path, problem.expected) == ("+rewards.ä.timeout=1", "key=value")
 
 
-def test_the_lines_for_a_machine_without_a_gpu_work_as_they_stand(tmp_path: Path) -> None:
+def test_the_lines_for_a_machine_without_a_gpu_work_as_they_stand(tmp_path):
     _, _, commented = (SHIPPED / "my_model.yaml").read_text().partition("#\n# defaults:")
     lines = [line.removeprefix("# ") for line in f"# defaults:{commented}".splitlines()]
     (tmp_path / "mine.yaml").write_text("\n".join(lines) + "\npretrain: org/model\n")
@@ -270,9 +268,7 @@ def test_the_lines_for_a_machine_without_a_gpu_work_as_they_stand(tmp_path: Path
         ("dpo_math", ["pretrain=org/model", "~warm_start"], []),
     ],
 )
-def test_what_is_for_the_tiny_model_alone_is_named_where_there_is_none(
-    name: str, overrides: list[str], unread: list[str]
-) -> None:
+def test_what_is_for_the_tiny_model_alone_is_named_where_there_is_none(name, overrides, unread):
     schema: Any = import_path(PROGRAMS[configurations(SHIPPED)[name][0]].schema)
     lines = describe_batches(load_config(schema, name, SHIPPED, overrides))
     assert [line.partition(":")[0] for line in lines if "nothing reads" in line] == unread
@@ -329,18 +325,16 @@ ENV = "custom_envs.SimpleSokoban.env_config"
         ),
     ],
 )
-def test_what_its_receiver_would_refuse_or_take_for_something_else_is_refused_before_the_run(
-    name: str, override: str, path: str
-) -> None:
+def test_what_its_receiver_would_refuse_or_take_for_something_else_is_refused_before_the_run(name, override, path):
     assert [each for each in found(name, override) if each.startswith(path)]
 
 
 @pytest.mark.parametrize("name", sorted(PIPELINES))
-def test_arguments_of_the_shipped_configurations_pass(name: str) -> None:
+def test_arguments_of_the_shipped_configurations_pass(name):
     assert found(name) == []
 
 
-def test_all_problems_of_a_users_own_receiver_are_found_at_once_as_far_as_it_says(tmp_path: Path) -> None:
+def test_all_problems_of_a_users_own_receiver_are_found_at_once_as_far_as_it_says(tmp_path):
     def check(**args: Any) -> None:
         if args.get("size", 1) > 3:
             raise ValueError("size: at most 3")
@@ -363,7 +357,7 @@ def test_all_problems_of_a_users_own_receiver_are_found_at_once_as_far_as_it_say
 
 
 @pytest.mark.parametrize("key", ["actor_train.data_args.system_prompt", "tokenizer_path", "tools"])
-def test_the_word_none_is_not_taken_for_text(tmp_path: Path, key: str) -> None:
+def test_the_word_none_is_not_taken_for_text(tmp_path, key):
     *above, last = key.split(".")
     text = "defaults: [rlvr_math, _self_]\n" + "".join(f"{'  ' * n}{part}:\n" for n, part in enumerate(above))
     (tmp_path / "mine.yaml").write_text(f"{text}{'  ' * len(above)}{last}: None\n")
@@ -373,7 +367,7 @@ def test_the_word_none_is_not_taken_for_text(tmp_path: Path, key: str) -> None:
     assert key in {problem.path for problem in caught.value.problems}
 
 
-def test_null_in_place_of_a_section_is_answered_with_what_leaving_it_out_means() -> None:
+def test_null_in_place_of_a_section_is_answered_with_what_leaving_it_out_means():
     schema: Any = import_path(PROGRAMS["agentic"].schema)
     with pytest.raises(ConfigErrors) as caught:
         load_config(schema, "agentic_sokoban", SHIPPED, ["train_env_manager.query_filter_config=null"])

@@ -1,11 +1,8 @@
 """What a resumed run may differ in from the one that saved its checkpoint."""
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +38,7 @@ def differences(name: str, *overrides: str, rows: Rows = ROWS) -> tuple[set[str]
     return {each.key for each in moved}, {each.key for each in told}
 
 
-def test_every_key_of_every_pipeline_has_an_effect_and_every_pattern_a_key() -> None:
+def test_every_key_of_every_pipeline_has_an_effect_and_every_pattern_a_key():
     schemas = {schema.__name__: schema for schema in PIPELINE_RULES}
     places = {place for key in all_keys(schemas, ()) for place in key.places}
     assert not sorted(place for place in places if effect_of(place) is None)
@@ -54,7 +51,7 @@ def test_every_key_of_every_pipeline_has_an_effect_and_every_pattern_a_key() -> 
 
 
 @pytest.mark.parametrize("name", list(SCHEMAS))
-def test_layout_engine_and_length_of_a_run_are_free_and_a_seed_is_not(name: str) -> None:
+def test_layout_engine_and_length_of_a_run_are_free_and_a_seed_is_not(name):
     free = ["max_steps=7", "save_steps=3", "eval_steps=5", "exp_name=other", "track_with=stdout", "logging_steps=2"]
     free += ["actor_train.infer_batch_size=3", "max_worker_restarts=0", "actor_train.use_sequence_packing=true"]
     assert differences(name, *free) == (set(), set())
@@ -63,7 +60,7 @@ def test_layout_engine_and_length_of_a_run_are_free_and_a_seed_is_not(name: str)
     assert differences(name, f"{learned}=0.5", "max_grad_norm=0.1") == (set(), {learned, "max_grad_norm"})
 
 
-def test_a_batch_that_is_as_large_on_other_devices_is_the_same(name: str = "sft_math") -> None:
+def test_a_batch_that_is_as_large_on_other_devices_is_the_same(name="sft_math"):
     args = loaded(name).actor_train.training_args
     per_device, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
     batch = "actor_train.training_args.per_device_train_batch_size"
@@ -82,7 +79,7 @@ def test_a_batch_that_is_as_large_on_other_devices_is_the_same(name: str = "sft_
         ("agentic_sokoban", "train_env_manager.group_size", 3),
     ],
 )
-def test_what_the_draws_of_a_step_follow_from_is_refused(name: str, key: str, value: object) -> None:
+def test_what_the_draws_of_a_step_follow_from_is_refused(name, key, value):
     config = loaded(name)
     other = config.model_copy(deep=True)
     section, _, last = key.rpartition(".")
@@ -93,7 +90,7 @@ def test_what_the_draws_of_a_step_follow_from_is_refused(name: str, key: str, va
     assert str(change.was).lower() in problem.expected and "resume_with_changes=true" in problem.hint
 
 
-def test_environments_at_once_are_layout_with_one_tag_and_the_order_of_tags_with_several() -> None:
+def test_environments_at_once_are_layout_with_one_tag_and_the_order_of_tags_with_several():
     one = loaded("agentic_sokoban")
     more = one.model_copy(deep=True)
     more.train_env_manager.env_groups *= 2
@@ -106,7 +103,7 @@ def test_environments_at_once_are_layout_with_one_tag_and_the_order_of_tags_with
     assert "train_env_manager.tags" in {each.key for each in compare(record(one), record(more), type(one))[0]}
 
 
-def test_a_file_may_move_but_not_change(tmp_path: Path) -> None:
+def test_a_file_may_move_but_not_change(tmp_path):
     file = "actor_train.data_args.file_name"
     assert differences("rlvr_math", f"{file}=/elsewhere/train.jsonl") == (set(), set())
     config, other = loaded("rlvr_math"), loaded("rlvr_math", f"{file}=other.jsonl")
@@ -121,7 +118,7 @@ def test_a_file_may_move_but_not_change(tmp_path: Path) -> None:
     assert "prompt_length" in {each.key for each in told}
 
 
-def test_sections_that_come_or_go_are_reported_as_a_whole_and_keys_of_other_versions_not_at_all() -> None:
+def test_sections_that_come_or_go_are_reported_as_a_whole_and_keys_of_other_versions_not_at_all():
     config = loaded("rlvr_math")
     without = record(config.model_copy(update={"validation": None}))
     assert [each.key for each in compare(without, record(config), RLVRConfig)[1]] == ["validation"]
@@ -143,7 +140,7 @@ def test_sections_that_come_or_go_are_reported_as_a_whole_and_keys_of_other_vers
         lambda rows: rows[:-1],
     ],
 )
-def test_the_identity_of_a_dataset_is_the_content_of_its_rows_in_their_order(tmp_path: Path, change: Any) -> None:
+def test_the_identity_of_a_dataset_is_the_content_of_its_rows_in_their_order(tmp_path, change):
     rows = [{"prompt": f"{n}?", "solution": n, "tag": "t"} for n in range(5)]
 
     def identity(name: str, written: list[Any], **args: Any) -> Rows:

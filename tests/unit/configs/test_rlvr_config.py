@@ -1,7 +1,5 @@
 """The configuration of an RLVR run: its rules, each with the key that is wrong, and its arithmetic in words."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -159,13 +157,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("overrides", "key", "message"), WRONG, ids=[" ".join(entry[0])[:60] for entry in WRONG])
-def test_what_is_wrong_is_told_with_its_key(problems: Problems, overrides: list[str], key: str, message: str) -> None:
+def test_what_is_wrong_is_told_with_its_key(problems, overrides, key, message):
     found = problems(*overrides)
     assert list(found) == [key]
     assert message in found[key]
 
 
-def test_all_mistakes_are_told_at_once_and_none_hides_another(problems: Problems) -> None:
+def test_all_mistakes_are_told_at_once_and_none_hides_another(problems):
     found = problems(
         f"{VERIFIER}=[{{name: nope}}]", f"{TRAIN}.file_name=null", "adv_estimator=gigpo", "rewards.choice.timeout=-1"
     )
@@ -182,7 +180,7 @@ def test_all_mistakes_are_told_at_once_and_none_hides_another(problems: Problems
     }  # fmt: skip
 
 
-def test_domains_clusters_and_sampling_follow_from_the_sections(load: Load) -> None:
+def test_domains_clusters_and_sampling_follow_from_the_sections(load):
     config = load(
         "validation.generating_args={num_return_sequences: 3, temperature: 0.2}", "rollout_workers.world_size=2"
     )
@@ -200,7 +198,7 @@ def test_domains_clusters_and_sampling_follow_from_the_sections(load: Load) -> N
     ]
 
 
-def test_held_out_data_has_the_columns_and_the_sampling_of_training_with_one_answer(load: Load) -> None:
+def test_held_out_data_has_the_columns_and_the_sampling_of_training_with_one_answer(load):
     config = load("actor_infer.generating_args={temperature: 0.6, num_return_sequences: 4, max_new_tokens: 20}")
     assert (config.val_sampling.temperature, config.val_sampling.max_new_tokens) == (0.6, 20)
     assert config.num_val_samples == 1
@@ -209,7 +207,7 @@ def test_held_out_data_has_the_columns_and_the_sampling_of_training_with_one_ans
     assert (config.validation.data_args.prompt, config.validation.data_args.response) == ("question", "answer")
 
 
-def test_the_arithmetic_is_told_in_words_also_of_an_evaluation_alone(load: Load) -> None:
+def test_the_arithmetic_is_told_in_words_also_of_an_evaluation_alone(load):
     config = load("eval_only=true", f"{TRAIN}.file_name=null", "actor_infer.generating_args.temperature=0")
     assert describe_batches(config) == ["each evaluation: at most 8 prompts × 1 answer = 8 samples"]
     config = load("validation.generating_args.num_return_sequences=2", "ppo_epochs=3")
@@ -250,16 +248,12 @@ def test_the_arithmetic_is_told_in_words_also_of_an_evaluation_alone(load: Load)
         (["agent={command: [echo]}", "tools={use: {calculator: {tool: calculator}}}"], "tools", "null with agent"),
     ],
 )
-def test_agent_programs_that_cannot_be_run_are_refused(
-    problems: Problems, overrides: list[str], key: str, told: str
-) -> None:
+def test_agent_programs_that_cannot_be_run_are_refused(problems, overrides, key, told):
     found = problems(*overrides)
     assert found.keys() == {key} and told in found[key]
 
 
-def test_an_agent_program_is_accepted_and_what_is_wrong_with_one_is_told_at_once(
-    load: Load, problems: Problems
-) -> None:
+def test_an_agent_program_is_accepted_and_what_is_wrong_with_one_is_told_at_once(load, problems):
     agent = load("agent={command: [python, agent.py], env: {COLOUR: blue}, max_calls: 3}").agent
     assert agent is not None and agent.command == ["python", "agent.py"] and agent.reward == "task"
     found = problems("agent={timeout: 0, cwd: /no/where, verify: [judge], dialect: hermez, sandbox: {processes: 0}}")
@@ -267,9 +261,7 @@ def test_an_agent_program_is_accepted_and_what_is_wrong_with_one_is_told_at_once
     assert found.keys() == {f"agent.{key}" for key in wrong}
 
 
-def test_files_of_an_agent_program_are_found_wherever_a_worker_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_an_agent_program_are_found_wherever_a_worker_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tests").mkdir()
     for name in ("agent.py", "python", "tests/judge.py"):
@@ -287,7 +279,7 @@ def test_files_of_an_agent_program_are_found_wherever_a_worker_starts(
     assert agent.sandbox.readable == [str(tmp_path / "tests")]
 
 
-def test_a_length_in_epochs_becomes_steps_when_the_data_is_known(load: Load) -> None:
+def test_a_length_in_epochs_becomes_steps_when_the_data_is_known(load):
     config = load("total_epochs=3")
     assert any("until total_epochs 3 end" in line for line in describe_batches(config))
     known = config.with_length(10 * config.rollout_batch_size + 1)
@@ -304,7 +296,7 @@ ONLINE = (
 )
 
 
-def test_pairs_of_a_rollout_are_counted_as_pairs(load: Load) -> None:
+def test_pairs_of_a_rollout_are_counted_as_pairs(load):
     config = load(*ONLINE)
     assert (config.optimizer_steps_per_epoch, config.total_optimizer_steps) == (2, 20)
     assert not config.uses_critic and {"actor_train", "actor_infer", "reference"} == set(config.roles)
@@ -314,7 +306,7 @@ def test_pairs_of_a_rollout_are_counted_as_pairs(load: Load) -> None:
     load(*ONLINE, "async_generation_ratio=1")  # pairs of any policy's answers: nothing to weigh
 
 
-def test_what_pairs_cannot_do_is_told_at_once(problems: Problems) -> None:
+def test_what_pairs_cannot_do_is_told_at_once(problems):
     found = problems(
         "online_dpo={}",
         "num_return_sequences_in_group=1",
@@ -344,7 +336,7 @@ def problems_of(name: str, *overrides: str) -> dict[str, str]:
     return {problem.path: str(problem) for problem in raised.value.problems}
 
 
-def test_what_the_document_shows_is_valid_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_document_shows_is_valid_in_an_empty_folder(tmp_path, monkeypatch):
     document = (SHIPPED.parents[1] / "docs" / "agents.md").read_text(encoding="utf-8")
     agent, program, _, tools, functions = re.findall(r"```(?:yaml|python)\n(.*?)```", document, re.DOTALL)
     (tmp_path / "agent.yaml").write_text(f"defaults: [rlvr_math, _self_]\n{agent}")
@@ -356,7 +348,7 @@ def test_what_the_document_shows_is_valid_in_an_empty_folder(tmp_path: Path, mon
     assert [roll(["validate", name]) for name in ("./agent.yaml", "./mine.yaml")] == [0, 0]
 
 
-def test_wrong_tools_are_told_at_once() -> None:
+def test_wrong_tools_are_told_at_once():
     found = problems_of(
         "rlvr_tools",
         "tools.dialect=hermess",
@@ -371,7 +363,7 @@ def test_wrong_tools_are_told_at_once() -> None:
     assert "missing a required argument: 'corpus'" in found["tools.use.find.args"]
 
 
-def test_a_tool_has_a_name_that_dialects_can_write_and_its_environment_keeps_the_conversation() -> None:
+def test_a_tool_has_a_name_that_dialects_can_write_and_its_environment_keeps_the_conversation():
     assert "letters, digits" in problems_of("rlvr_tools", "+tools.use={two words: {tool: calculator}}")["tools.use"]
     found = problems_of("agentic_sokoban", "+tools.use.calculator.tool=calculator")
     assert "traj with tools" in found["custom_envs.SimpleSokoban.env_manager_cls"]
@@ -391,20 +383,20 @@ def test_a_tool_has_a_name_that_dialects_can_write_and_its_environment_keeps_the
         ("profiler.peak_tflops=0", "profiler.peak_tflops", "more than 0"),
     ],
 )
-def test_what_is_not_there_cannot_be_recorded(change: str, path: str, expected: str, capsys) -> None:
+def test_what_is_not_there_cannot_be_recorded(change, path, expected, capsys):
     assert main(["validate", "rlvr_math", change]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"1. {path} got" in said and expected in said
 
 
-def test_nsight_needs_nsys_before_anything_starts(monkeypatch, capsys, tmp_path) -> None:
+def test_nsight_needs_nsys_before_anything_starts(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert main(["train", "rlvr_math", "profiler.nsight={}"]) == 2
     assert "nsys (Nsight Systems)" in capsys.readouterr().err
 
 
-def test_ranks_by_role() -> None:
+def test_ranks_by_role():
     config = ProfilerConfig(roles=["critic"], ranks=[0, 2])
     assert config.profiled("critic", 2) == [0] and config.profiled("actor_train", 2) == []
     assert ProfilerConfig(ranks=None).profiled("actor_train", 3) == [0, 1, 2]
@@ -483,7 +475,7 @@ def wrong(schema: type, values: dict) -> set[str]:
         (TAUGHT | {"teacher": VLLM | {"infer_batch_size": 2}}, {"teacher.infer_batch_size"}),
     ],
 )
-def test_a_teacher_of_an_rl_run(given: dict, keys: set[str]) -> None:
+def test_a_teacher_of_an_rl_run(given, keys):
     assert wrong(RLVRConfig, RLVR | given) == keys
 
 
@@ -510,11 +502,11 @@ def test_a_teacher_of_an_rl_run(given: dict, keys: set[str]) -> None:
         ({"m": MATHS, "c": CODE | {"pretrane": "org/x"}}, {"teachers.c.pretrane"}),
     ],
 )
-def test_several_teachers_have_tags_of_their_own(given: dict, keys: set[str]) -> None:
+def test_several_teachers_have_tags_of_their_own(given, keys):
     assert wrong(RLVRConfig, RLVR | TWO_TAGS | {"teachers": given}) == keys
 
 
-def test_several_teachers_take_the_place_of_one() -> None:
+def test_several_teachers_take_the_place_of_one():
     several = RLVR | TWO_TAGS | {"teachers": {"m": MATHS, "c": CODE}}
     assert wrong(RLVRConfig, several | TAUGHT) == {"teachers"}
     assert wrong(RLVRConfig, several | {"teacher_prompt": "{prompt}"}) == {"teacher_prompt"}
@@ -553,11 +545,11 @@ def test_several_teachers_take_the_place_of_one() -> None:
         ),
     ],
 )
-def test_a_teacher_of_a_distillation(given: dict, keys: set[str]) -> None:
+def test_a_teacher_of_a_distillation(given, keys):
     assert wrong(DistillConfig, DISTILL | given) == keys
 
 
-def test_an_id_stands_for_one_token(tmp_path: Path) -> None:
+def test_an_id_stands_for_one_token(tmp_path):
     for folder in (tmp_path, tmp_path / "larger"):
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text('{"model_type": "qwen2"}')

@@ -1,7 +1,5 @@
 """The ragged batch against plain lists of sequences."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import pickle
@@ -49,7 +47,7 @@ def lists(batch: Batch) -> Sequences:
 
 
 @given(sequences_strategy)
-def test_positions_and_rows_count_as_lists_do(sequences: Sequences) -> None:
+def test_positions_and_rows_count_as_lists_do(sequences):
     batch = make_batch(sequences)
     assert lists(batch) == sequences
     assert batch.num_sequences == len(sequences)
@@ -60,7 +58,7 @@ def test_positions_and_rows_count_as_lists_do(sequences: Sequences) -> None:
 
 
 @given(sequences_strategy, st.data())
-def test_select_takes_any_rows_in_any_order(sequences: Sequences, data: st.DataObject) -> None:
+def test_select_takes_any_rows_in_any_order(sequences, data):
     batch = make_batch(sequences)
     rows = data.draw(st.lists(st.sampled_from(range(len(sequences))), max_size=12)) if sequences else []
     expected = [sequences[row] for row in rows]
@@ -70,7 +68,7 @@ def test_select_takes_any_rows_in_any_order(sequences: Sequences, data: st.DataO
 
 
 @given(sequences_strategy, st.integers(1, 6))
-def test_split_gives_every_row_to_one_part_and_balances_tokens(sequences: Sequences, num_parts: int) -> None:
+def test_split_gives_every_row_to_one_part_and_balances_tokens(sequences, num_parts):
     batch = make_batch(sequences)
     parts = batch.split(num_parts)
     assert len(parts) == num_parts
@@ -83,7 +81,7 @@ def test_split_gives_every_row_to_one_part_and_balances_tokens(sequences: Sequen
 
 
 @given(sequences_strategy, st.integers(1, 6), st.integers(0, 50))
-def test_split_balances_the_work_of_attention(sequences: Sequences, num_parts: int, linear: int) -> None:
+def test_split_balances_the_work_of_attention(sequences, num_parts, linear):
     batch = make_batch(sequences)
     parts = batch.split(num_parts, linear)
     assert sorted(row for part in parts for row in part.tolist()) == list(range(len(sequences)))
@@ -92,7 +90,7 @@ def test_split_balances_the_work_of_attention(sequences: Sequences, num_parts: i
     assert max(loads) - min(loads) <= heaviest
 
 
-def test_one_long_sequence_weighs_as_much_as_many_short_ones() -> None:
+def test_one_long_sequence_weighs_as_much_as_many_short_ones():
     batch = make_batch([[1] * length for length in (8, 4, 4, 4, 4)])
     by_tokens, by_work = batch.split(2), batch.split(2, 0)  # 8² = 4 × 4²
     assert sorted(len(part) for part in by_tokens) == [2, 3] and sorted(len(part) for part in by_work) == [1, 4]
@@ -107,7 +105,7 @@ def test_one_long_sequence_weighs_as_much_as_many_short_ones() -> None:
     assert batch.balance(2, 0)["global_seqlen/balanced_max"] == 16.0
 
 
-def test_split_keeps_groups_whole_where_that_costs_no_balance() -> None:
+def test_split_keeps_groups_whole_where_that_costs_no_balance():
     batch = make_batch([[1] * length for length in (5, 4, 6, 5, 5, 6, 4, 5)])
     whole = batch.replace(group_B=torch.tensor([7, 7, 3, 3, 9, 9, 4, 4])).split(2)
     assert [part.tolist() for part in whole] == [[0, 1, 2, 3], [4, 5, 6, 7]] or [part.tolist() for part in whole] == [
@@ -118,7 +116,7 @@ def test_split_keeps_groups_whole_where_that_costs_no_balance() -> None:
     assert [part.tolist() for part in uneven] == [part.tolist() for part in batch.split(2)]
 
 
-def test_an_empty_share_goes_through_every_method() -> None:
+def test_an_empty_share_goes_through_every_method():
     full = make_batch([[1, 2, 3], [4]])
     empty = full.select([])
     assert (empty.num_sequences, empty.num_tokens) == (0, 0)
@@ -131,7 +129,7 @@ def test_an_empty_share_goes_through_every_method() -> None:
     assert pickle.loads(pickle.dumps(empty)).num_sequences == 0
 
 
-def test_a_wrong_shape_names_the_field() -> None:
+def test_a_wrong_shape_names_the_field():
     batch = make_batch([[1, 2, 3], [4]])
     with pytest.raises(ValueError, match=r"Batch.loss_mask_T: got shape \(3,\), expected \(4\)"):
         batch.replace(loss_mask_T=torch.ones(3, dtype=torch.bool))
@@ -147,7 +145,7 @@ def test_a_wrong_shape_names_the_field() -> None:
             batch.replace(ref_hidden_TH=wrong)
 
 
-def test_a_batch_does_not_change() -> None:
+def test_a_batch_does_not_change():
     batch = make_batch([[1, 2]])
     with pytest.raises(dataclasses.FrozenInstanceError):
         batch.tokens_T = torch.zeros(2)  # type: ignore[misc]
@@ -155,7 +153,7 @@ def test_a_batch_does_not_change() -> None:
     assert batch.rewards_T is not None
 
 
-def test_pickles_out_of_band_without_a_copy() -> None:
+def test_pickles_out_of_band_without_a_copy():
     batch = make_batch([[1, 2, 3], [4]])
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
@@ -166,7 +164,7 @@ def test_pickles_out_of_band_without_a_copy() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_read_only_memory_gives_a_usable_batch_without_a_warning() -> None:
+def test_read_only_memory_gives_a_usable_batch_without_a_warning():
     """As out of Ray's object store, where arrays are read-only."""
     batch = make_batch([[1, 2, 3], [4]])
     buffers: list[pickle.PickleBuffer] = []
@@ -189,9 +187,7 @@ def three_rows() -> Batch:
 
 
 @given(lengths_lists, st.integers(1, 9), st.integers(1, 200), st.integers(1, 8))
-def test_micro_batches_hold_every_sequence_once_within_the_limits(
-    lengths: torch.Tensor, max_sequences: int, max_tokens: int, round_to: int
-) -> None:
+def test_micro_batches_hold_every_sequence_once_within_the_limits(lengths, max_sequences, max_tokens, round_to):
     groups = make_micro_batches(lengths, max_sequences=max_sequences, max_tokens=max_tokens, round_to=round_to)
     assert sorted(row for rows in groups for row in rows.tolist()) == list(range(len(lengths)))
     for rows in groups:
@@ -201,7 +197,7 @@ def test_micro_batches_hold_every_sequence_once_within_the_limits(
 
 
 @given(lengths_lists, st.integers(1, 200))
-def test_packs_hold_every_sequence_once_within_the_budget(lengths: torch.Tensor, max_tokens: int) -> None:
+def test_packs_hold_every_sequence_once_within_the_budget(lengths, max_tokens):
     packs = make_packs(lengths, max_tokens=max_tokens)
     assert sorted(row for rows in packs for row in rows.tolist()) == list(range(len(lengths)))
     loads = sorted(int(lengths[rows].sum()) for rows in packs)
@@ -209,7 +205,7 @@ def test_packs_hold_every_sequence_once_within_the_budget(lengths: torch.Tensor,
     assert len(loads) < 2 or loads[0] + loads[1] > max_tokens, "two rows that fit in one"
 
 
-def test_padding_waste_counts_padded_tokens_and_sorting_by_length_leaves_hardly_any() -> None:
+def test_padding_waste_counts_padded_tokens_and_sorting_by_length_leaves_hardly_any():
     lengths = torch.randint(5, 400, (512,), generator=torch.Generator().manual_seed(0))
     budgeted = padding_waste(lengths, make_micro_batches(lengths, max_tokens=4096))
     unsorted = padding_waste(lengths, list(torch.arange(512).split(16)))
@@ -219,14 +215,14 @@ def test_padding_waste_counts_padded_tokens_and_sorting_by_length_leaves_hardly_
     assert padding_waste(torch.tensor([], dtype=torch.int64), []) == 0
 
 
-def test_sequence_over_the_budget_gets_its_own_micro_batch_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_sequence_over_the_budget_gets_its_own_micro_batch_and_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         groups = make_micro_batches(torch.tensor([5, 50, 5]), max_tokens=10)
     assert [rows.tolist() for rows in groups] == [[1], [0, 2]]
     assert "50 tokens exceeds the budget of 10" in caplog.text
 
 
-def test_rectangles_pad_on_the_right_packed_rows_restart_positions_and_no_first_token_is_learned() -> None:
+def test_rectangles_pad_on_the_right_packed_rows_restart_positions_and_no_first_token_is_learned():
     inputs = rectangle(three_rows(), round_to=3)
     assert inputs.position_ids_RC is None
     assert inputs.input_ids_RC.tolist() == [[11, 12, 13, 0, 0, 0], [21, 22, 0, 0, 0, 0], [31, 32, 33, 34, 0, 0]]
@@ -242,7 +238,7 @@ def test_rectangles_pad_on_the_right_packed_rows_restart_positions_and_no_first_
         rectangle(batch.replace(loss_mask_T=torch.ones(9).bool()))
 
 
-def test_placeholder_has_the_same_columns_and_no_loss_tokens() -> None:
+def test_placeholder_has_the_same_columns_and_no_loss_tokens():
     batch = three_rows().replace(
         scores_B=torch.ones(3), parts_BK=torch.ones(3, 2), advantages_T=torch.ones(9), ref_hidden_TH=torch.ones(9, 4)
     )
@@ -256,6 +252,6 @@ def test_placeholder_has_the_same_columns_and_no_loss_tokens() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"max_sequences": 0}, {"max_tokens": 0}, {"round_to": 0}])
-def test_limits_below_one_are_refused(limits: dict[str, int]) -> None:
+def test_limits_below_one_are_refused(limits):
     with pytest.raises(ValueError, match=f"{next(iter(limits))}: 0, expected at least 1"):
         make_micro_batches(torch.tensor([3]), **limits)

@@ -1,7 +1,5 @@
 """Datasets of conversations: columns, lengths, what is wrong with a row, and what is reported."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
@@ -49,7 +47,7 @@ def said(data: Conversations, row: int) -> str:
     return str(RENDERER.tokenizer.decode(one.tokens_T[one.loss_mask_T]))
 
 
-def test_questions_with_answers_and_conversations_are_read_from_every_format(tmp_path: Path) -> None:
+def test_questions_with_answers_and_conversations_are_read_from_every_format(tmp_path):
     import pyarrow
     from pyarrow import parquet
 
@@ -67,7 +65,7 @@ def test_questions_with_answers_and_conversations_are_read_from_every_format(tmp
     assert tokens == [*RENDERER.prompt(TALK[:1]).tolist(), *RENDERER.tokenizer.encode("Up<|im_end|>")]
 
 
-def test_everything_wrong_with_the_rows_is_told_by_line(tmp_path: Path) -> None:
+def test_everything_wrong_with_the_rows_is_told_by_line(tmp_path):
     bad = write(
         tmp_path / "bad.jsonl",
         [
@@ -97,7 +95,7 @@ def test_everything_wrong_with_the_rows_is_told_by_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("overflow", "kept"), [("drop", 1), ("truncate", 2)])
-def test_what_is_too_long_is_left_out_or_cut_and_counted(tmp_path: Path, overflow: str, kept: int) -> None:
+def test_what_is_too_long_is_left_out_or_cut_and_counted(tmp_path, overflow, kept):
     rows = [
         {"q": "a", "r": "Up"},
         {"q": "a", "r": "z" * 100},
@@ -113,7 +111,7 @@ def test_what_is_too_long_is_left_out_or_cut_and_counted(tmp_path: Path, overflo
         load(path, {"prompt": "q", "response": "r"}, overflow=overflow, max_tokens=4)
 
 
-def test_rows_behind_the_checked_ones_may_pass_the_filter(tmp_path: Path) -> None:
+def test_rows_behind_the_checked_ones_may_pass_the_filter(tmp_path):
     rows = [{"prompt": "1+1=", "response": "2", "source": source} for source in ("a", "a", "b")]
     columns = {"prompt": "prompt", "response": "response", "dataset_filter": {"source": "b"}}
     args = DataArguments(file_name=str(write(tmp_path / "data.jsonl", rows)), **columns)
@@ -123,7 +121,7 @@ def test_rows_behind_the_checked_ones_may_pass_the_filter(tmp_path: Path) -> Non
         check_conversations(Reading(args, seed=0, head=9), None)
 
 
-def test_held_out_questions_bring_what_rewards_need(tmp_path: Path) -> None:
+def test_held_out_questions_bring_what_rewards_need(tmp_path):
     row = {"q": "a", "r": "Up", "solution": "7", "tag": "sums", "level": 3}
     path = write(tmp_path / "val.jsonl", [row])
     (question,) = load(path, {"prompt": "q", "response": "r"}, scoring=Scoring(["sums"], "solution")).questions
@@ -145,7 +143,7 @@ def before_scores(data: Conversations) -> list[str]:
     return [RENDERER.tokenizer.decode(tokens[:index]) for index in mask[: data.batch.lengths_B[0]].nonzero()[:, 0]]
 
 
-def test_a_score_stands_behind_the_whole_conversation_or_behind_each_step(tmp_path: Path) -> None:
+def test_a_score_stands_behind_the_whole_conversation_or_behind_each_step(tmp_path):
     data = load_scores(tmp_path, [{"ask": "a?", "answer": "b", "score": -1.5}], in_steps=False)
     talk = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
     assert before_scores(data) == [RENDERER.tokenizer.apply_chat_template(talk, tokenize=False)]
@@ -156,7 +154,7 @@ def test_a_score_stands_behind_the_whole_conversation_or_behind_each_step(tmp_pa
     assert data.batch.returns_T[data.batch.loss_mask_T].tolist() == [1.0, 0.25]
 
 
-def test_a_step_that_spells_a_control_token_is_letters(tmp_path: Path) -> None:
+def test_a_step_that_spells_a_control_token_is_letters(tmp_path):
     row = {"ask": "a?", "steps": ["x <|im_end|>", "y"], "step_labels": [True, False]}
     data = load_scores(tmp_path, [row], in_steps=True)
     head = "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n"
@@ -167,7 +165,7 @@ def test_a_step_that_spells_a_control_token_is_letters(tmp_path: Path) -> None:
         load_scores(tmp_path, [row | {"steps": ["x <|im", "_end|>"]}], in_steps=True)
 
 
-def test_rows_without_scores_are_told(tmp_path: Path) -> None:
+def test_rows_without_scores_are_told(tmp_path):
     with pytest.raises(DataError, match=r"data.jsonl:1: column 'score': 'good', expected a number"):
         load_scores(tmp_path, [{"ask": "a", "answer": "b", "score": "good"}], in_steps=False)
     with pytest.raises(DataError, match=r"data.jsonl:1: column 'score': inf, expected a finite number"):
@@ -202,7 +200,7 @@ def sides(data: Conversations) -> list[str]:
     return [RENDERER.tokenizer.decode(tokens[mask][:-1]) for tokens, mask in rows]
 
 
-def test_columns_messages_and_conversations_say_the_same(tmp_path: Path) -> None:
+def test_columns_messages_and_conversations_say_the_same(tmp_path):
     ask = {"role": "user", "content": "a?"}
     answers = [{"role": "assistant", "content": text} for text in ("good", "bad")]
     rows = {
@@ -219,7 +217,7 @@ def test_columns_messages_and_conversations_say_the_same(tmp_path: Path) -> None
     assert str(found[0].report).startswith("1 pairs, 9 of ")
 
 
-def test_with_one_side_of_a_pair_goes_the_other(tmp_path: Path) -> None:
+def test_with_one_side_of_a_pair_goes_the_other(tmp_path):
     rows = [
         {"ask": "a", "chosen": "yes", "rejected": "n" * 90},
         {"ask": "b", "chosen": "one", "rejected": "two"},
@@ -232,7 +230,7 @@ def test_with_one_side_of_a_pair_goes_the_other(tmp_path: Path) -> None:
     assert [question.messages[-1]["content"] for question in data.questions] == ["b", "d"]
 
 
-def test_labelled_answers_need_no_pair(tmp_path: Path) -> None:
+def test_labelled_answers_need_no_pair(tmp_path):
     rows = [{"ask": "a", "response": text, "label": label} for text, label in (("x", True), ("y", 0), ("z", "true"))]
     data = load_pairs(tmp_path, rows, label="label", prompt="ask", response="response")
     assert data.batch.pair_B is None and data.batch.preferred_B.tolist() == [True, False, True]
@@ -240,7 +238,7 @@ def test_labelled_answers_need_no_pair(tmp_path: Path) -> None:
         load_pairs(tmp_path, [rows[0] | {"label": "maybe"}], label="label", prompt="ask", response="response")
 
 
-def test_what_is_too_long_says_which_side(tmp_path: Path) -> None:
+def test_what_is_too_long_says_which_side(tmp_path):
     rows = [{"ask": "a", "chosen": "y", "rejected": "n" * 90}, {"ask": "a" * 90, "chosen": "y", "rejected": "n"}]
     with pytest.raises(DataError) as error:
         load_pairs(tmp_path, rows)
@@ -258,7 +256,7 @@ def test_what_is_too_long_says_which_side(tmp_path: Path) -> None:
         (None, "null, expected a number"),
     ],
 )
-def test_a_margin_is_a_number_that_a_loss_can_take(tmp_path: Path, margin: float | None, words: str) -> None:
+def test_a_margin_is_a_number_that_a_loss_can_take(tmp_path, margin, words):
     row = {"ask": "a", "chosen": "x", "rejected": "y", "margin": margin}
     with pytest.raises(DataError, match=f"data.jsonl:1: column 'margin': {words}"):
         load_pairs(tmp_path, [row], margin="margin")
@@ -282,7 +280,7 @@ def test_a_margin_is_a_number_that_a_loss_can_take(tmp_path: Path, margin: float
         ),
     ],
 )
-def test_rows_that_are_no_pair_are_told(tmp_path: Path, row: dict[str, Any], keys: dict[str, str], words: str) -> None:
+def test_rows_that_are_no_pair_are_told(tmp_path, row, keys, words):
     with pytest.raises(DataError, match=f"data.jsonl:1: .*{words}"):
         load_pairs(tmp_path, [row], **keys)
 
@@ -298,7 +296,7 @@ def pairs(path: Path, episodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(best_and_worst(DataArguments(file_name=str(file), prompt="prompt"), seed=0))
 
 
-def test_a_group_gives_its_best_and_its_worst(tmp_path: Path) -> None:
+def test_a_group_gives_its_best_and_its_worst(tmp_path):
     scored = [(0, 0.5, "b"), (0, 1.0, "a"), (0, 0.0, "c"), (1, 1.0, "x"), (1, 1.0, "y"), (2, 0.0, "z")]
     asked = {"messages": [{"role": "user", "content": "0?"}], "prompt": "0?", "tag": "sums", "solution": "7"}
     assert pairs(tmp_path, [episode(*each) for each in scored]) == [
@@ -306,7 +304,7 @@ def test_a_group_gives_its_best_and_its_worst(tmp_path: Path) -> None:
     ]
 
 
-def test_a_question_is_the_whole_conversation(tmp_path: Path) -> None:
+def test_a_question_is_the_whole_conversation(tmp_path):
     messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "0?"}]
     episodes = [episode(0, score, text) for score, text in ((1.0, "a"), (0.0, "b"))]
     for each in episodes:
@@ -315,7 +313,7 @@ def test_a_question_is_the_whole_conversation(tmp_path: Path) -> None:
     assert found["messages"] == messages and "prompt" not in found, "half of a question is none"
 
 
-def test_what_is_no_answer_is_told(tmp_path: Path) -> None:
+def test_what_is_no_answer_is_told(tmp_path):
     with pytest.raises(DataError, match=r"jsonl:2: an episode of 2 turns[\s\S]*jsonl:3: no episode of a run"):
         pairs(tmp_path, [episode(0, 1.0, "a"), episode(0, 0.0, "b", turns=2), {"prompt": "x"}])
     with pytest.raises(DataError, match=r"2 episodes of 2 groups, none with two different scores.* rollout_dump_dir"):

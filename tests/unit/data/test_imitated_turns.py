@@ -4,8 +4,6 @@ The oracle knows nothing of the renderer: it renders the conversation up to each
 ``apply_chat_template``, and looks at ids alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -138,7 +136,7 @@ def unread(name: str, case: str) -> bool:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_learned_is_what_the_template_writes_behind_the_prompt(name: str, case: str) -> None:
+def test_what_is_learned_is_what_the_template_writes_behind_the_prompt(name, case):
     """Ids and mask of every row equal those of the oracle, whose answers are learned once each, and in order."""
     messages, tools, renderer = CASES[case], case == "tools", renderer_of(name)
     if unread(name, case):
@@ -172,7 +170,7 @@ def test_what_is_learned_is_what_the_template_writes_behind_the_prompt(name: str
 
 @pytest.mark.parametrize("name", ["deepseek_v3", THINKING])
 @pytest.mark.parametrize("beside", [False, True])
-def test_behind_a_prompt_that_opens_reasoning_the_reasoning_is_learned(name: str, beside: bool) -> None:
+def test_behind_a_prompt_that_opens_reasoning_the_reasoning_is_learned(name, beside):
     """As the model would sample it: nothing of it is lost, though the template has no place for it."""
     space = "\n" if name == "deepseek_v3" else ""
     messages = [asks("where?"), thinks(1, beside=beside), asks("and then?"), thinks(2, beside=beside)]
@@ -188,7 +186,7 @@ def test_behind_a_prompt_that_opens_reasoning_the_reasoning_is_learned(name: str
 
 @pytest.mark.parametrize("family", ["qwen3", "glm4_5"])
 @pytest.mark.parametrize("beside", [False, True])
-def test_behind_a_prompt_that_has_closed_reasoning_the_answer_alone_is_learned(family: str, beside: bool) -> None:
+def test_behind_a_prompt_that_has_closed_reasoning_the_answer_alone_is_learned(family, beside):
     renderer = ChatRenderer(family_tokenizer(family), ChatTemplate("native", {"enable_thinking": False}))
     messages = [asks("where?"), thinks(1, beside=beside)]
     ((ids, mask),) = renderer.rows(messages)
@@ -201,7 +199,7 @@ def test_behind_a_prompt_that_has_closed_reasoning_the_answer_alone_is_learned(f
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_goes_on_as_a_rollout_does(family: str) -> None:
+def test_a_row_goes_on_as_a_rollout_does(family):
     """Where turns share a row it has the ids of one that was sampled and continued."""
     renderer = renderer_of(family)
     messages = [asks("where?"), says("left"), asks("and then?"), says("right")]
@@ -232,7 +230,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_template_leaves_out_is_told(name: str) -> None:
+def test_what_a_template_leaves_out_is_told(name):
     """Reasoning of answers that are learned, and of earlier ones; where an answer lacks it, so does what follows."""
     left_out, found = LeftOut(renderer_of(name)), set[str]()
     for case in ("inline reasoning", "reasoning beside"):
@@ -257,13 +255,13 @@ def test_what_a_template_leaves_out_is_told(name: str) -> None:
         ("qwen2_5", [asks("?"), says("a", prefix=True)], "reads no 'prefix' of a message"),
     ],
 )
-def test_other_parts_that_are_left_out_are_told(family: str, messages: list[Message], told: str) -> None:
+def test_other_parts_that_are_left_out_are_told(family, messages, told):
     learned = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     found = LeftOut(renderer_of(family)).of(messages, learned, None)
     assert any(told in what for what in found), found
 
 
-def test_a_template_without_a_place_for_systems_or_tools_says_so() -> None:
+def test_a_template_without_a_place_for_systems_or_tools_says_so():
     forgets = (
         "{% for m in messages if m.role in ('user', 'assistant') %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     )
@@ -274,7 +272,7 @@ def test_a_template_without_a_place_for_systems_or_tools_says_so() -> None:
     assert whole == found and LeftOut(renderer, "prompt").of([asks("?")], (), None) == ()
 
 
-def test_templates_that_write_nothing_of_an_answer_or_fail_are_refused() -> None:
+def test_templates_that_write_nothing_of_an_answer_or_fail_are_refused():
     mute = (
         "{% for m in messages %}<|im_start|>{{ m.content if not m.mute else '' }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>{% endif %}"
@@ -288,7 +286,7 @@ def test_templates_that_write_nothing_of_an_answer_or_fail_are_refused() -> None
         ChatRenderer(family_tokenizer("qwen2_5"), careless).history([{**asks("?"), "note": 3}])
 
 
-def test_a_developer_speaks_as_the_system_where_the_template_has_no_such_role() -> None:
+def test_a_developer_speaks_as_the_system_where_the_template_has_no_such_role():
     for family in ("qwen2_5", "gpt_oss"):
         renderer = renderer_of(family)
         developer, system = (
@@ -309,7 +307,7 @@ LLAMA2 = (
 )
 
 
-def test_white_space_before_the_mark_is_the_templates() -> None:
+def test_white_space_before_the_mark_is_the_templates():
     """Llama 2 writes a space there: it is learned, and a mark that was sampled is not written twice."""
     tokenizer = family_tokenizer("mistral_nemo")
     renderer = ChatRenderer(tokenizer, LLAMA2)
@@ -323,7 +321,7 @@ def test_white_space_before_the_mark_is_the_templates() -> None:
     assert grown.tolist() == ids[: len(grown)].tolist()
 
 
-def test_a_part_of_a_conversation_alone_can_be_learned_of_messages_as_they_are_read() -> None:
+def test_a_part_of_a_conversation_alone_can_be_learned_of_messages_as_they_are_read():
     renderer = renderer_of("qwen2_5")
     messages = CASES["several turns"]
     ((ids, mask),) = renderer.rows(messages, learned=[4])

@@ -1,7 +1,5 @@
 """Datasets of prompts: columns, filters, lengths, and what is wrong with a row."""
 
-from __future__ import annotations
-
 import json
 import logging
 import pickle
@@ -76,7 +74,7 @@ def reasons(path: Path, **args: Any) -> list[str]:
     return [problem.removeprefix(f"{path}:") for problem in raised.value.problems]
 
 
-def test_rows_become_a_sequence_of_prompts(tmp_path: Path) -> None:
+def test_rows_become_a_sequence_of_prompts(tmp_path):
     path = dataset(tmp_path, {"id": "x", "level": 3, "sources": ["a"]}, {"id": 7, "solution": {"any": [1.5, None]}})
     first, second = load(path)
     assert (first.id, first.tag, first.ground_truth, first.prompt_ids) == ("x", "math", "2", None)
@@ -89,7 +87,7 @@ def test_rows_become_a_sequence_of_prompts(tmp_path: Path) -> None:
     assert [p.id for p in pickle.loads(pickle.dumps(prompts))] == ["a", "b", "c"]
 
 
-def test_columns_have_other_names_and_rows_without_id_are_named_by_their_place(tmp_path: Path) -> None:
+def test_columns_have_other_names_and_rows_without_id_are_named_by_their_place(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('[{"q": "a", "r": 1, "t": "x"}, {"q": "b", "r": 2, "t": "y"}]')
     prompts = load(path, prompt="q", response="r", tag="t")
@@ -101,7 +99,7 @@ def test_columns_have_other_names_and_rows_without_id_are_named_by_their_place(t
     assert load(path, prompt="q", response=None, tag="t")[0].ground_truth is None
 
 
-def test_conversations_and_the_system_prompt(tmp_path: Path) -> None:
+def test_conversations_and_the_system_prompt(tmp_path):
     system = {"role": "system", "content": "Be brief."}
     long = [system, *USER, {"role": "assistant", "content": "6"}, {"role": "user", "content": "Sure?", "name": None}]
     path = dataset(tmp_path, {"messages": USER}, {"messages": long}, {"messages": json.dumps(USER)})
@@ -113,7 +111,7 @@ def test_conversations_and_the_system_prompt(tmp_path: Path) -> None:
     assert load(path, system_prompt="Think.")[0].messages == (think, {"role": "user", "content": "1+1="})
 
 
-def test_a_row_has_a_system_message_and_a_matter_of_its_own(tmp_path: Path) -> None:
+def test_a_row_has_a_system_message_and_a_matter_of_its_own(tmp_path):
     rows = [{"s": "Add.", "question": "Sum up:", "input": "1 2"}, {"s": None, "question": "Greet.", "input": " "}]
     prompts = load(dataset(tmp_path, *rows), prompt="question", system="s", query="input", system_prompt="Think.")
     assert [[message["content"] for message in prompt.messages] for prompt in prompts] == [
@@ -131,7 +129,7 @@ def test_a_row_has_a_system_message_and_a_matter_of_its_own(tmp_path: Path) -> N
     assert [problem.path for problem in DataArguments(query="input", messages="m").problems()] == ["query"]
 
 
-def test_rows_as_verl_writes_them(tmp_path: Path) -> None:
+def test_rows_as_verl_writes_them(tmp_path):
     rows = [
         {
             "data_source": "openai/gsm8k",
@@ -162,12 +160,12 @@ def test_rows_as_verl_writes_them(tmp_path: Path) -> None:
     assert [p.messages for p in named] == [p.messages for p in by_index]
 
 
-def test_a_column_whose_name_has_a_dot_comes_before_the_path(tmp_path: Path) -> None:
+def test_a_column_whose_name_has_a_dot_comes_before_the_path(tmp_path):
     path = dataset(tmp_path, {"a.b": "flat", "a": {"b": "nested"}}, {"a": {"b": "nested"}})
     assert [p.ground_truth for p in load(path, response="a.b")] == ["flat", "nested"]
 
 
-def test_a_missing_tag_is_the_default_one(tmp_path: Path) -> None:
+def test_a_missing_tag_is_the_default_one(tmp_path):
     path = dataset(tmp_path, {}, {"tag": None}, {"tag": 5})
     assert [p.tag for p in load(path, default_tag="other")] == ["math", "other", "5"]
     assert [p.tag for p in load(path, tag="domain", default_tag="other")] == ["other"] * 3
@@ -228,16 +226,14 @@ LAST_WORD = [*USER, {"role": "assistant", "content": "6"}]
         ),
     ],
 )
-def test_what_is_wrong_with_a_row_is_said_with_its_line(
-    tmp_path: Path, row: dict[str, Any], args: dict[str, Any], reason: str
-) -> None:
+def test_what_is_wrong_with_a_row_is_said_with_its_line(tmp_path, row, args, reason):
     fine = {column: USER for column in ("m",) if column in row}
     path = dataset(tmp_path, fine, row)
     problems = reasons(path, **args)
     assert problems[-1].startswith(f"2: {reason}")
 
 
-def test_all_problems_of_all_files_come_together(tmp_path: Path) -> None:
+def test_all_problems_of_all_files_come_together(tmp_path):
     one = dataset(tmp_path, {}, {"prompt": ""})
     other = tmp_path / "other.jsonl"
     other.write_text('{"prompt": "x"\n{"prompt": "x", "solution": 1, "tag": "arts"}\n')
@@ -253,7 +249,7 @@ def test_all_problems_of_all_files_come_together(tmp_path: Path) -> None:
     assert isinstance(raised.value, ValueError) and raised.value.count == 4
 
 
-def test_rows_without_an_id_or_with_that_of_another_are_told_apart_by_their_place(tmp_path: Path) -> None:
+def test_rows_without_an_id_or_with_that_of_another_are_told_apart_by_their_place(tmp_path):
     path = dataset(tmp_path, *({"id": value} for value in ("a", 1, "a", 1.0, None, 2.5, "", [1])))
     data = load(path)
     names = [prompt.id.replace(str(path), "data") for prompt in data]
@@ -262,7 +258,7 @@ def test_rows_without_an_id_or_with_that_of_another_are_told_apart_by_their_plac
     assert "ids that others have too" in note and note.endswith(f"2 rows, the first {path}:3")
 
 
-def test_a_dataset_without_prompts_is_an_error(tmp_path: Path) -> None:
+def test_a_dataset_without_prompts_is_an_error(tmp_path):
     path = dataset(tmp_path)
     assert reasons(path) == [" no rows"]
     path = dataset(tmp_path, {"source": "a"}, {"source": "a"})
@@ -272,7 +268,7 @@ def test_a_dataset_without_prompts_is_an_error(tmp_path: Path) -> None:
     ]
 
 
-def test_the_filter_keeps_sources_and_difficulties(tmp_path: Path) -> None:
+def test_the_filter_keeps_sources_and_difficulties(tmp_path):
     rows = [{"id": f"{source}{level}", "source": source, "difficulty": level} for source in "abc" for level in range(4)]
     path = dataset(tmp_path, *rows)
 
@@ -286,7 +282,7 @@ def test_the_filter_keeps_sources_and_difficulties(tmp_path: Path) -> None:
     assert (report.rows, report.filtered, report.prompts) == (12, 8, 4)
 
 
-def test_the_filter_reads_dotted_columns_and_numbers_in_text_and_nothing_of_what_it_leaves_out(tmp_path: Path) -> None:
+def test_the_filter_reads_dotted_columns_and_numbers_in_text_and_nothing_of_what_it_leaves_out(tmp_path):
     path = dataset(tmp_path, {"meta": {"level": "1.5"}}, {"meta": {"level": 3}}, {"meta": {"level": "nan"}})
     rules = {"difficulty_column": "meta.level", "min_difficulty": 2}
     assert reasons(path, dataset_filter=rules) == ["3: column 'meta.level': 'nan', expected a number"]
@@ -297,7 +293,7 @@ def test_the_filter_reads_dotted_columns_and_numbers_in_text_and_nothing_of_what
     assert len(load(path, dataset_filter={"source": "a"}, allowed_tags={"math"})) == 1
 
 
-def test_num_samples_takes_the_first_or_draws_by_the_seed(tmp_path: Path) -> None:
+def test_num_samples_takes_the_first_or_draws_by_the_seed(tmp_path):
     path = dataset(tmp_path, *({"id": n} for n in range(100)))
 
     def drawn(seed: int, **args: Any) -> list[int]:
@@ -315,7 +311,7 @@ def long_and_short(tmp_path: Path) -> tuple[Path, list[list[int]]]:
     return dataset(tmp_path, *rows), whole
 
 
-def test_prompts_that_are_too_long_stop_the_run(tmp_path: Path) -> None:
+def test_prompts_that_are_too_long_stop_the_run(tmp_path):
     path, whole = long_and_short(tmp_path)
     limit = len(whole[2])
     expected = f"expected at most prompt_length = {limit} (see data_args.prompt_overflow)"
@@ -329,7 +325,7 @@ def test_prompts_that_are_too_long_stop_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_prompts_that_are_too_long_lose_a_side(tmp_path: Path, side: str) -> None:
+def test_prompts_that_are_too_long_lose_a_side(tmp_path, side):
     path, whole = long_and_short(tmp_path)
     limit = len(whole[2])
     prompts = load(path, renderer=RENDERER, prompt_length=limit, prompt_overflow=side)
@@ -340,7 +336,7 @@ def test_prompts_that_are_too_long_lose_a_side(tmp_path: Path, side: str) -> Non
     assert (prompts.report.overlong, prompts.report.longest) == (2, len(whole[3]))
 
 
-def test_prompts_that_are_too_long_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_that_are_too_long_are_left_out(tmp_path, caplog):
     path, whole = long_and_short(tmp_path)
     with caplog.at_level(logging.INFO):
         prompts = load(path, renderer=RENDERER, prompt_length=len(whole[2]), prompt_overflow="drop")
@@ -352,7 +348,7 @@ def test_prompts_that_are_too_long_are_left_out(tmp_path: Path, caplog: pytest.L
     )
 
 
-def test_lengths_count_the_system_prompt_and_need_no_limit(tmp_path: Path) -> None:
+def test_lengths_count_the_system_prompt_and_need_no_limit(tmp_path):
     path = dataset(tmp_path, {})
     short, long = (load(path, renderer=RENDERER, system_prompt=system).report.longest for system in (None, "Think."))
     assert short == len(RENDERER.prompt([{"role": "user", "content": "1+1="}]))
@@ -361,7 +357,7 @@ def test_lengths_count_the_system_prompt_and_need_no_limit(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("count", [3, 2500])
-def test_a_template_that_refuses_messages_is_told_by_row(tmp_path: Path, count: int) -> None:
+def test_a_template_that_refuses_messages_is_told_by_row(tmp_path, count):
     picky = ChatRenderer(
         make_tokenizer(),
         "{% if messages[0].content == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}{{ messages[0].role }}",
@@ -370,7 +366,7 @@ def test_a_template_that_refuses_messages_is_told_by_row(tmp_path: Path, count: 
     assert reasons(path, renderer=picky) == [f"{count - 1}: the chat template refuses the messages: no bad words"]
 
 
-def test_processes_measure_the_same_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_measure_the_same_lengths(tmp_path, monkeypatch):
     path, whole = long_and_short(tmp_path)
     monkeypatch.setattr(prompts_module, "_CHUNK_PER_PROCESS", 2)
     args = {"renderer": RENDERER, "prompt_length": len(whole[2]), "prompt_overflow": "right"}
@@ -390,7 +386,7 @@ def broken(data_args: DataArguments, seed: int) -> list[Any]:
     return [{"prompt": "fine", "tag": "math", "solution": None}, 3, {"prompt": "x", "extra": object()}]
 
 
-def test_a_dataset_class_takes_the_place_of_files_and_may_be_in_one(tmp_path: Path) -> None:
+def test_a_dataset_class_takes_the_place_of_files_and_may_be_in_one(tmp_path):
     name = f"{__name__}:addition"
     prompts = load(dataset_cls=name, default_tag="sums", seed=40)
     assert [(p.id, p.tag, p.ground_truth) for p in prompts] == [(f"{name}:{n}", "sums", 39 + n) for n in (1, 2, 3)]
@@ -403,7 +399,7 @@ def test_a_dataset_class_takes_the_place_of_files_and_may_be_in_one(tmp_path: Pa
     assert [(p.id, p.ground_truth) for p in load(dataset_cls=name, seed=7)] == [(f"{name}:1", 7)]
 
 
-def test_mistakes_of_a_dataset_class_have_their_row() -> None:
+def test_mistakes_of_a_dataset_class_have_their_row():
     name = f"{__name__}:broken"
     with pytest.raises(DataError) as raised:
         load(dataset_cls=name)
@@ -434,13 +430,13 @@ def test_mistakes_of_a_dataset_class_have_their_row() -> None:
         ({"domain_interleave_probs": {"a": 0.0, "b": 1.0}}, r'got \{"a": 0.0\}, expected positive'),
     ],
 )
-def test_rules_between_the_keys(args: dict[str, Any], problem: str | None) -> None:
+def test_rules_between_the_keys(args, problem):
     found = list(DataArguments(**args).problems())
     assert len(found) == (problem is not None)
     assert problem is None or re.search(problem, str(found[0]))
 
 
-def test_rules_of_the_filter_and_of_the_columns() -> None:
+def test_rules_of_the_filter_and_of_the_columns():
     args = DataArguments(dataset_filter={"min_difficulty": 2, "max_difficulty": 1})
     (problem,) = args.dataset_filter.problems()
     assert str(problem) == "min_difficulty: got 2.0, expected at most max_difficulty = 1.0"
@@ -462,7 +458,7 @@ def row(name: str = "a", **columns: object) -> Prompt:
     return Prompt(name, "sums", MESSAGES, ground_truth="7", extra_info=columns)
 
 
-def test_placeholders_are_columns_of_the_row() -> None:
+def test_placeholders_are_columns_of_the_row():
     writer = TeacherPrompts("{prompt} is {answer}: {worked.steps} {n} \\boxed{x} {{n}}", RENDERER, "answer")
     prompt = row(worked={"steps": "{prompt} up"}, n=2)
     *before, last = writer.messages(prompt)
@@ -474,7 +470,7 @@ def test_placeholders_are_columns_of_the_row() -> None:
         writer.messages(row())
 
 
-def test_long_columns_lose_their_end() -> None:
+def test_long_columns_lose_their_end():
     tokenizer, text = RENDERER.tokenizer, "3+4=7, 30+40=70"
     for most in range(1, 20):
         said = TeacherPrompts("{prompt}{answer}|{solution}", RENDERER, "answer", most).messages(row(solution=text))
@@ -487,7 +483,7 @@ def test_long_columns_lose_their_end() -> None:
     assert cut[-1]["content"] in ("ab", "ab\N{GREEK SMALL LETTER ALPHA}"), "no part of a character"
 
 
-def test_everything_wrong_with_the_rows_is_told() -> None:
+def test_everything_wrong_with_the_rows_is_told():
     writer = TeacherPrompts("{prompt} {solution}", RENDERER)
     rows = [row("a", solution="7"), row("b"), row("c", solution=None), row("d", solution="9" * 80)]
     writer.check(rows[:1], 60)
@@ -520,7 +516,7 @@ seeds = st.integers(0, 2**40)
 
 @examples(40)
 @given(size=st.integers(1, 40), seed=seeds, epochs=st.integers(1, 30))
-def test_every_epoch_has_every_prompt_once(size: int, seed: int, epochs: int) -> None:
+def test_every_epoch_has_every_prompt_once(size, seed, epochs):
     dataset = prompts(a=size)
     sampler = PromptSampler(dataset, seed)
     for epoch in range(epochs):
@@ -536,9 +532,7 @@ def test_every_epoch_has_every_prompt_once(size: int, seed: int, epochs: int) ->
     mixed=st.booleans(),
     shuffle=st.booleans(),
 )
-def test_two_samplers_agree_whatever_the_order_of_asking(
-    seed: int, draws: list[int], mixed: bool, shuffle: bool
-) -> None:
+def test_two_samplers_agree_whatever_the_order_of_asking(seed, draws, mixed, shuffle):
     dataset = prompts(a=7, b=50, c=1)
     one, other = (PromptSampler(dataset, seed, shuffle, SHARES if mixed else None) for _ in range(2))
     first = {n: (one[n].id, one.epoch_of(n)) for n in draws}
@@ -548,7 +542,7 @@ def test_two_samplers_agree_whatever_the_order_of_asking(
 
 @examples(25)
 @given(seed=seeds, stop=st.integers(0, 3000), mixed=st.booleans())
-def test_a_run_that_goes_on_at_any_draw_sees_what_the_unbroken_one_saw(seed: int, stop: int, mixed: bool) -> None:
+def test_a_run_that_goes_on_at_any_draw_sees_what_the_unbroken_one_saw(seed, stop, mixed):
     dataset = prompts(a=10, b=3, c=5)
     shares = SHARES if mixed else None
     unbroken = ids(PromptSampler(dataset, seed, True, shares), range(stop + 60))
@@ -557,9 +551,7 @@ def test_a_run_that_goes_on_at_any_draw_sees_what_the_unbroken_one_saw(seed: int
 
 @examples(20)
 @given(seed=seeds, sizes=st.tuples(*[st.integers(1, 30)] * 3), shuffle=st.booleans())
-def test_within_a_domain_nothing_repeats_before_all_of_it_was_seen(
-    seed: int, sizes: tuple[int, int, int], shuffle: bool
-) -> None:
+def test_within_a_domain_nothing_repeats_before_all_of_it_was_seen(seed, sizes, shuffle):
     dataset = prompts(**dict(zip("abc", sizes, strict=True)))
     sampler = PromptSampler(dataset, seed, shuffle, SHARES)
     drawn: Counter[str] = Counter()
@@ -574,7 +566,7 @@ def test_within_a_domain_nothing_repeats_before_all_of_it_was_seen(
             assert len(set(per_tag[tag][start : start + size])) == size
 
 
-def test_without_shuffling_the_order_is_that_of_the_dataset() -> None:
+def test_without_shuffling_the_order_is_that_of_the_dataset():
     dataset = prompts(a=2, b=3)
     assert ids(PromptSampler(dataset, 0, shuffle=False), range(12)) == ["a0", "a1", "b0", "b1", "b2"] * 2 + ["a0", "a1"]
     mixed = PromptSampler(dataset, 0, False, {"a": 0.5, "b": 0.5})
@@ -582,7 +574,7 @@ def test_without_shuffling_the_order_is_that_of_the_dataset() -> None:
     assert [name for name in drawn if name[0] == "b"][:7] == ["b0", "b1", "b2", "b0", "b1", "b2", "b0"]
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_epochs_and_seeds_have_orders_of_their_own():
     dataset = prompts(a=30)
     orders = {
         tuple(ids(PromptSampler(dataset, seed), range(epoch * 30, epoch * 30 + 30)))
@@ -592,7 +584,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert len(orders) == 25
 
 
-def test_positions_of_a_prompt_are_spread_over_the_epochs_and_domains_have_their_shares() -> None:
+def test_positions_of_a_prompt_are_spread_over_the_epochs_and_domains_have_their_shares():
     """Each of 5 prompts comes first in about a fifth of 2,000 epochs; 4 standard deviations are 72."""
     sampler = PromptSampler(prompts(a=5), 0)
     first = Counter(sampler[5 * epoch].id for epoch in range(2000))
@@ -604,7 +596,7 @@ def test_positions_of_a_prompt_are_spread_over_the_epochs_and_domains_have_their
         assert all(abs(drawn[tag] - 10_000 * share) < 200 for tag, share in SHARES.items())
 
 
-def test_the_order_of_the_shares_in_the_file_does_not_matter() -> None:
+def test_the_order_of_the_shares_in_the_file_does_not_matter():
     dataset = prompts(a=4, b=4, c=4)
     turned = dict(reversed(SHARES.items()))
     assert ids(PromptSampler(dataset, 1, True, SHARES), range(50)) == ids(
@@ -612,7 +604,7 @@ def test_the_order_of_the_shares_in_the_file_does_not_matter() -> None:
     )
 
 
-def test_the_order_stays_the_same_between_versions() -> None:
+def test_the_order_stays_the_same_between_versions():
     """A checkpoint's position means the same prompts tomorrow."""
     dataset = prompts(a=4, b=2)
     assert ids(PromptSampler(dataset, 42), range(8)) == ["a1", "a0", "b0", "b1", "a2", "a3", "a1", "a3"]
@@ -628,7 +620,7 @@ def test_the_order_stays_the_same_between_versions() -> None:
     ]
 
 
-def test_tags_may_share_a_domain() -> None:
+def test_tags_may_share_a_domain():
     dataset = prompts(gsm8k=2, aime=2, humaneval=1)
     domains = {"gsm8k": "math", "aime": "math", "humaneval": "code"}
     sampler = PromptSampler(dataset, 0, True, {"math": 0.5, "code": 0.5}, domains)
@@ -640,7 +632,7 @@ def test_tags_may_share_a_domain() -> None:
     }
 
 
-def test_a_far_position_is_reached_directly() -> None:
+def test_a_far_position_is_reached_directly():
     sampler = PromptSampler(prompts(a=3, b=4), 0)
     assert sampler[10**15].id in {"a0", "a1", "a2", "b0", "b1", "b2", "b3"}
     assert sampler.epoch_of(10**15) == 10**15 // 7
@@ -656,19 +648,19 @@ def test_a_far_position_is_reached_directly() -> None:
         ({}, "expected a sum of 1, not 0"),
     ],
 )
-def test_wrong_shares_are_named(shares: dict[str, float], message: str) -> None:
+def test_wrong_shares_are_named(shares, message):
     with pytest.raises(ValueError, match=message):
         PromptSampler(prompts(a=1, b=2), 0, True, shares)
 
 
-def test_no_prompts_and_no_draw_before_the_first() -> None:
+def test_no_prompts_and_no_draw_before_the_first():
     with pytest.raises(ValueError, match="no prompts"):
         PromptSampler([], 0)
     with pytest.raises(IndexError, match="draw -1"):
         PromptSampler(prompts(a=1), 0)[-1]
 
 
-def test_an_episodes_question_is_the_whole_conversation(tmp_path: Path) -> None:
+def test_an_episodes_question_is_the_whole_conversation(tmp_path):
     messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
     turns = [{"observation": "1+1", "text": "2"}, {"observation": "Sure?", "text": "Yes"}]
     info = {"ground_truth": "2", "conversation": json.dumps(messages)}
@@ -680,7 +672,7 @@ def test_an_episodes_question_is_the_whole_conversation(tmp_path: Path) -> None:
     assert list(found.messages) == [*messages, *said] and found.prompt == "Sure?"
 
 
-def test_what_is_wrong_with_a_row_of_somebody_elses_is_told_with_its_place(tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_row_of_somebody_elses_is_told_with_its_place(tmp_path):
     file, problems = tmp_path / "answers.jsonl", Problems()
     turns = [{"observation": "1+1", "text": "2"}]
     rows = [
@@ -736,7 +728,7 @@ def config(model: str, tmp_path: Path, **data: Any) -> RLVRConfig:
     )
 
 
-def test_datasets_are_read_and_told_of_in_a_line_each(model: str, tmp_path: Path) -> None:
+def test_datasets_are_read_and_told_of_in_a_line_each(model, tmp_path):
     run = config(model, tmp_path)
     datasets = load_datasets(run, load_renderer(run))
     assert datasets.train is not None and len(datasets.train) == 5
@@ -748,7 +740,7 @@ def test_datasets_are_read_and_told_of_in_a_line_each(model: str, tmp_path: Path
     assert len(load_datasets(run.model_copy(update={"validation": None}), load_renderer(run)).describe()) == 1
 
 
-def test_held_out_prompts_have_a_bound_of_their_own(model: str, tmp_path: Path) -> None:
+def test_held_out_prompts_have_a_bound_of_their_own(model, tmp_path):
     run = config(model, tmp_path, prompt_overflow="drop")
     renderer, short = load_renderer(run), {"prompt_length": 1}
     with pytest.raises(DataError, match="more than prompt_length = 1 tokens"):
@@ -767,15 +759,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("data", "message"), WRONG, ids=[" ".join(data) for data, _ in WRONG])
-def test_wrong_data_is_exit_code_2_before_anything_starts(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], data: dict[str, Any], message: str
-) -> None:
+def test_wrong_data_is_exit_code_2_before_anything_starts(model, tmp_path, capsys, data, message):
     assert run_rlvr(config(model, tmp_path, **data)) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "output").exists()
 
 
-def test_data_is_made_once_for_equal_arguments(tmp_path: Path) -> None:
+def test_data_is_made_once_for_equal_arguments(tmp_path):
     def make(**args: Any) -> int:
         CALLS.clear()
         make_data(DataGeneratorConfig(path=f"{__name__}:generate", folder=str(tmp_path / "data"), args=args))
@@ -790,9 +780,7 @@ def test_data_is_made_once_for_equal_arguments(tmp_path: Path) -> None:
     assert make(size=4) == 1, "what a failed call may have left counts as not made"
 
 
-def test_a_generator_that_refuses_its_arguments_is_exit_code_2(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_generator_that_refuses_its_arguments_is_exit_code_2(model, tmp_path, capsys):
     generator = DataGeneratorConfig(path=f"{__name__}:generate", folder=str(tmp_path / "data"), args={"fail": True})
     assert run_rlvr(config(model, tmp_path).model_copy(update={"data_generator": generator})) == 2
     assert "fail: got true, expected false" in capsys.readouterr().err
@@ -811,7 +799,7 @@ class Rewards:
         return self.retries
 
 
-def test_a_reward_worker_that_died_after_its_last_answer_does_not_end_the_step() -> None:
+def test_a_reward_worker_that_died_after_its_last_answer_does_not_end_the_step():
     roles = PromptRolloutWorkers.__new__(PromptRolloutWorkers)
     roles._rewards = {"alive": Rewards([2, 3]), "dead": Rewards(None)}  # type: ignore[dict-item]
     assert roles.take_retries() == {"reward/alive/retries": 5, "reward/dead/retries": 0}

@@ -1,7 +1,5 @@
 """Requests and completions as flat arrays: what arrives is what was sent."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 
@@ -33,7 +31,7 @@ def completions() -> list[Completion]:
     ]
 
 
-def test_requests_arrive_as_they_were_also_none() -> None:
+def test_requests_arrive_as_they_were_also_none():
     flat = pickle.loads(pickle.dumps(Records.of(GenerateRequest, requests())))
     assert len(flat.values["params"].values) == 2, "what differs in the seed alone is sent once"
     for sent, got in zip(requests(), flat, strict=True):
@@ -43,7 +41,7 @@ def test_requests_arrive_as_they_were_also_none() -> None:
     assert list(Records.of(GenerateRequest, [])) == [] and list(Records.of(Completion, [])) == []
 
 
-def test_completions_arrive_as_they_were_beside_an_empty_one_of_another_kind() -> None:
+def test_completions_arrive_as_they_were_beside_an_empty_one_of_another_kind():
     flat = pickle.loads(pickle.dumps(Records.of(Completion, completions())))
     for sent, got in zip(completions(), flat, strict=True):
         assert (got.request_id, got.finish_reason) == (sent.request_id, sent.finish_reason)

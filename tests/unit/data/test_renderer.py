@@ -1,10 +1,7 @@
 """Conversations to token ids, against the tokenizer's own rendering of the whole conversation."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,7 +57,7 @@ TOKENIZERS = {
 }
 
 
-def test_variables_reach_the_template_wherever_it_is_used() -> None:
+def test_variables_reach_the_template_wherever_it_is_used():
     thinking, silent = (
         ChatRenderer(family_tokenizer("qwen3"), ChatTemplate("native", {"enable_thinking": value}))
         for value in (True, False)
@@ -100,7 +97,7 @@ def whole(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> li
 @FAMILIES
 @examples(30)
 @given(system=st.none() | sentences, user=sentences)
-def test_a_prompt_is_what_transformers_makes_of_it(family: str, system: str | None, user: str) -> None:
+def test_a_prompt_is_what_transformers_makes_of_it(family, system, user):
     tokenizer = TOKENIZERS[family]
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": user})
@@ -108,7 +105,7 @@ def test_a_prompt_is_what_transformers_makes_of_it(family: str, system: str | No
 
 
 @FAMILIES
-def test_many_prompts_are_what_they_are_one_by_one(family: str) -> None:
+def test_many_prompts_are_what_they_are_one_by_one(family):
     tokenizer = TOKENIZERS[family]
     renderer = ChatRenderer(tokenizer)
     conversations: list[list[Message]] = [
@@ -124,7 +121,7 @@ def test_many_prompts_are_what_they_are_one_by_one(family: str) -> None:
 @FAMILIES
 @examples(30)
 @given(turns=st.lists(st.tuples(sentences, sentences), min_size=1, max_size=4), closed=st.booleans())
-def test_a_grown_conversation_is_the_whole_one(family: str, turns: list[tuple[str, str]], closed: bool) -> None:
+def test_a_grown_conversation_is_the_whole_one(family, turns, closed):
     """Whether the answers end with the end-of-turn token or were cut off before it."""
     tokenizer = TOKENIZERS[family]
     renderer = ChatRenderer(tokenizer)
@@ -139,7 +136,7 @@ def test_a_grown_conversation_is_the_whole_one(family: str, turns: list[tuple[st
 
 
 @FAMILIES
-def test_several_messages_may_follow_an_answer(family: str) -> None:
+def test_several_messages_may_follow_an_answer(family):
     tokenizer = TOKENIZERS[family]
     renderer = ChatRenderer(tokenizer)
     messages: list[Message] = [{"role": "user", "content": "a"}]
@@ -149,7 +146,7 @@ def test_several_messages_may_follow_an_answer(family: str) -> None:
     assert ids == whole(tokenizer, [*messages, {"role": "assistant", "content": "call"}, *said])
 
 
-def test_sampled_ids_stay_although_the_tokenizer_would_merge_them() -> None:
+def test_sampled_ids_stay_although_the_tokenizer_would_merge_them():
     tokenizer = TOKENIZERS["llama"]
     renderer = ChatRenderer(tokenizer)
     by_letter = np.concatenate([encode(tokenizer, letter) for letter in "another answer"])
@@ -170,7 +167,7 @@ def test_sampled_ids_stay_although_the_tokenizer_would_merge_them() -> None:
     assert len(history) > len(whole(tokenizer, messages))
 
 
-def test_nothing_sampled_is_closed_too_and_words_like_the_placeholder_are_ordinary_words() -> None:
+def test_nothing_sampled_is_closed_too_and_words_like_the_placeholder_are_ordinary_words():
     renderer = ChatRenderer(TOKENIZERS["tiny"])
     added = renderer.continuation([{"role": "user", "content": "b"}], np.zeros(0, dtype=np.int64))
     assert str(TOKENIZERS["tiny"].decode(added)).startswith("<|im_end|>\n<|im_start|>user\n")
@@ -183,7 +180,7 @@ def test_nothing_sampled_is_closed_too_and_words_like_the_placeholder_are_ordina
     assert ids == whole(tokenizer, [*said, {"role": "assistant", "content": nasty + "!"}, *said])
 
 
-def test_a_template_may_be_given_as_text_or_file(tmp_path: Path) -> None:
+def test_a_template_may_be_given_as_text_or_file(tmp_path):
     tokenizer = TOKENIZERS["qwen"]
     messages = [{"role": "user", "content": "left or right"}]
     inline = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
@@ -232,7 +229,7 @@ BEGINNINGS = {"llama3": "<|begin_of_text|>", "gemma": "<bos>"}
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
-def test_a_named_template_writes_exactly_this(name: str) -> None:
+def test_a_named_template_writes_exactly_this(name):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     if name in BEGINNINGS:
@@ -243,7 +240,7 @@ def test_a_named_template_writes_exactly_this(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
-def test_a_conversation_can_grow_under_a_named_template(name: str) -> None:
+def test_a_conversation_can_grow_under_a_named_template(name):
     tokenizer = make_tokenizer()
     if name in BEGINNINGS:
         tokenizer.add_special_tokens({"bos_token": BEGINNINGS[name]})
@@ -255,7 +252,7 @@ def test_a_conversation_can_grow_under_a_named_template(name: str) -> None:
     assert grown.tolist() == renderer.prompt(messages).tolist()
 
 
-def test_a_tokenizer_without_a_first_token_gets_none_and_decode_leaves_out_the_markers() -> None:
+def test_a_tokenizer_without_a_first_token_gets_none_and_decode_leaves_out_the_markers():
     tokenizer = make_tokenizer()
     assert tokenizer.bos_token is None
     assert tokenizer.decode(ChatRenderer(tokenizer, "llama3").prompt(TURNS)).startswith("<|start_header_id|>user")
@@ -263,7 +260,7 @@ def test_a_tokenizer_without_a_first_token_gets_none_and_decode_leaves_out_the_m
     assert ChatRenderer(tokenizer).decode(encode(tokenizer, " left , right <|eot_id|>")) == " left , right "
 
 
-def test_a_missing_template_or_one_without_the_assistants_words_is_told_at_once() -> None:
+def test_a_missing_template_or_one_without_the_assistants_words_is_told_at_once():
     bare = make_tokenizer()
     bare.chat_template = None
     with pytest.raises(ValueError, match=r"data_args.template is 'native', but the tokenizer has no chat template"):
@@ -279,7 +276,7 @@ def test_a_missing_template_or_one_without_the_assistants_words_is_told_at_once(
         renderer.continuation([{"role": "user", "content": "b"}], np.zeros(0, dtype=np.int64))
 
 
-def test_a_rendered_prompt_is_remembered_and_cannot_be_changed() -> None:
+def test_a_rendered_prompt_is_remembered_and_cannot_be_changed():
     renderer = ChatRenderer(TOKENIZERS["tiny"])
     first, second = (renderer.prompt([{"role": "user", "content": "a"}]) for _ in range(2))
     assert first is second
@@ -315,7 +312,7 @@ def bracketed(renderer: ChatRenderer, ids: IntArray, mask: np.ndarray) -> str:
 
 
 @FAMILIES
-def test_what_the_assistant_says_is_marked_and_nothing_else(family: str) -> None:
+def test_what_the_assistant_says_is_marked_and_nothing_else(family):
     renderer = ChatRenderer(TOKENIZERS[family])
     assert bracketed(renderer, *renderer.conversation(DIALOGUE)) == WITH_ANSWERS[family]
     first, last = WITH_ANSWERS[family].split("[another")[0], WITH_ANSWERS[family].rpartition("[")[2]
@@ -324,7 +321,7 @@ def test_what_the_assistant_says_is_marked_and_nothing_else(family: str) -> None
 
 
 @FAMILIES
-def test_a_conversation_to_imitate_has_the_ids_of_one_that_was_sampled(family: str) -> None:
+def test_a_conversation_to_imitate_has_the_ids_of_one_that_was_sampled(family):
     renderer = ChatRenderer(TOKENIZERS[family])
     end = renderer.tokenizer.eos_token_id
     first, second = (
@@ -336,7 +333,7 @@ def test_a_conversation_to_imitate_has_the_ids_of_one_that_was_sampled(family: s
     np.testing.assert_array_equal(mask, np.repeat([False, True, False, True], [len(part) for part in grown]))
 
 
-def test_without_a_mark_in_the_template_an_answer_ends_with_the_end_of_the_sequence() -> None:
+def test_without_a_mark_in_the_template_an_answer_ends_with_the_end_of_the_sequence():
     """The template has no such token between turns, so neither has a row: each answer has one of its own."""
     renderer = ChatRenderer(TOKENIZERS["tiny"], "plain")
     rows = renderer.rows(DIALOGUE)
@@ -346,7 +343,7 @@ def test_without_a_mark_in_the_template_an_answer_ends_with_the_end_of_the_seque
     ]
 
 
-def test_a_template_that_rewrites_earlier_turns_makes_a_row_for_each() -> None:
+def test_a_template_that_rewrites_earlier_turns_makes_a_row_for_each():
     forgetful = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
         "{{ m.content if loop.last or m.role != 'assistant' else '…' }}{{ '<|im_end|>\n' }}{% endfor %}"
@@ -362,7 +359,7 @@ def test_a_template_that_rewrites_earlier_turns_makes_a_row_for_each() -> None:
 
 
 @pytest.mark.parametrize("said", ["left right ", "<|im_end|>"])
-def test_a_text_of_far_too_many_tokens_is_counted_as_far_as_it_takes(said: str) -> None:
+def test_a_text_of_far_too_many_tokens_is_counted_as_far_as_it_takes(said):
     renderer = ChatRenderer(TOKENIZERS["qwen"])
     messages: list[Message] = [{"role": "user", "content": said * 200_000}]
     with pytest.raises(TooManyTokensError) as raised:

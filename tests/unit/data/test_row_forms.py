@@ -1,7 +1,5 @@
 """Rows as people have them: each form is read as the same conversation in OpenAI's, or refused in words."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from collections.abc import Mapping, Sequence
@@ -300,14 +298,14 @@ def rows_of(data: Conversations) -> list[tuple[list[int], list[bool]]]:
 
 
 @pytest.mark.parametrize("form", ACCEPTED, ids=[form.name for form in ACCEPTED])
-def test_a_form_is_read_as_the_same_conversation_in_openais(tmp_path: Path, form: Form) -> None:
+def test_a_form_is_read_as_the_same_conversation_in_openais(tmp_path, form):
     data = load(write(tmp_path / "data.jsonl", [form.row]), form.keys)
     expected = RENDERER.rows(form.same, form.learned, form.tools)
     assert rows_of(data) == [(ids.tolist(), mask.tolist()) for ids, mask in expected]
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=[case[2][:60] for case in REFUSED])
-def test_what_is_not_understood_is_refused_with_its_line(tmp_path: Path, case: Any) -> None:
+def test_what_is_not_understood_is_refused_with_its_line(tmp_path, case):
     row, keys, reason = case
     fine: dict[str, Any] = {"m": PLAIN, "q": "1+1?", "r": "2", "p": [user()], "c": "2", "f": TOOLS}
     path = write(tmp_path / "data.jsonl", [fine, row])
@@ -317,7 +315,7 @@ def test_what_is_not_understood_is_refused_with_its_line(tmp_path: Path, case: A
     assert caught.value.problems[0].startswith(f"{path}:2: {reason}"), caught.value.problems[0]
 
 
-def test_parquet_gives_every_row_and_message_the_keys_of_all(tmp_path: Path) -> None:
+def test_parquet_gives_every_row_and_message_the_keys_of_all(tmp_path):
     """A struct that is there for others comes as null, and so do keys of arguments and of schemas."""
     other = {
         "name": "look",
@@ -345,7 +343,7 @@ def test_parquet_gives_every_row_and_message_the_keys_of_all(tmp_path: Path) -> 
     assert rows_of(load(tmp_path / "data.parquet", M)) == rows_of(load(write(tmp_path / "data.jsonl", rows), M))
 
 
-def test_columns_that_nobody_reads_never_refuse_a_file(tmp_path: Path) -> None:
+def test_columns_that_nobody_reads_never_refuse_a_file(tmp_path):
     twice = pa.array([[("k", 1), ("k", 2)]] * 2, pa.map_(pa.string(), pa.int64()))
     odd = {
         "at": [datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)] * 2,
@@ -372,7 +370,7 @@ def test_columns_that_nobody_reads_never_refuse_a_file(tmp_path: Path) -> None:
     assert note.endswith("columns that nobody reads: functions")
 
 
-def test_marks_blank_lines_and_other_line_ends_are_no_rows(tmp_path: Path) -> None:
+def test_marks_blank_lines_and_other_line_ends_are_no_rows(tmp_path):
     lines = [json.dumps({"m": PLAIN, "n": number}) for number in range(2)]
     path = tmp_path / "data.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n\r\n".join(lines).encode() + b"\r\n \r\n")
@@ -405,13 +403,13 @@ def pairs(path: Path, keys: Mapping[str, Any]) -> Conversations:
         ({"p": "1+1?", "chosen": "2", "rejected": "3", "id": None, "x": {"a": 1}}, {"prompt": "p"}),
     ],
 )
-def test_pairs_take_the_same_forms(tmp_path: Path, row: Row, keys: Mapping[str, Any]) -> None:
+def test_pairs_take_the_same_forms(tmp_path, row, keys):
     data = pairs(write(tmp_path / "data.jsonl", [row]), keys)
     expected = [RENDERER.rows([user(), says(text)])[0] for text in ("2", "3")]
     assert rows_of(data) == [(ids.tolist(), mask.tolist()) for ids, mask in expected]
 
 
-def test_pairs_of_calls_are_compared_with_the_tools_told(tmp_path: Path) -> None:
+def test_pairs_of_calls_are_compared_with_the_tools_told(tmp_path):
     answers = [says("", tool_calls=[called({"a": number})]) for number in (1, 2)]
     row = {"p": [user()], "chosen": [answers[0]], "rejected": [answers[1]], "tools": TOOLS}
     data = pairs(write(tmp_path / "data.jsonl", [row]), {"messages": "p"})
@@ -430,7 +428,7 @@ def test_pairs_of_calls_are_compared_with_the_tools_told(tmp_path: Path) -> None
         ({"q": [user()], "r": [says()], "score": "1", "x": [1]}, PR),
     ],
 )
-def test_scored_answers_take_the_same_forms(tmp_path: Path, row: Row, keys: Mapping[str, Any]) -> None:
+def test_scored_answers_take_the_same_forms(tmp_path, row, keys):
     args = DataArguments(file_name=str(write(tmp_path / "data.jsonl", [row])), **keys)
     data = load_scored(args, RewardColumns(), in_steps=False, renderer=RENDERER, max_tokens=4000)
     whole = RENDERER.history(PLAIN).tolist()
@@ -447,7 +445,7 @@ def test_scored_answers_take_the_same_forms(tmp_path: Path, row: Row, keys: Mapp
         ({"q": [*USES, user("so?")], "tools": [FUNCTION]}, {"messages": "q"}, [*USES, user("so?")], TOOLS),
     ],
 )
-def test_prompts_take_the_same_forms(tmp_path: Path, row: Row, keys: Any, messages: Any, tools: Any) -> None:
+def test_prompts_take_the_same_forms(tmp_path, row, keys, messages, tools):
     path = write(tmp_path / "data.jsonl", [{**row, "tag": "sums", "solution": "2"}])
     args = DataArguments(file_name=str(path), **keys)
     (prompt,) = load_prompts(args, renderer=RENDERER, prompt_length=4000, allowed_tags={"sums"}, seed=0)
@@ -457,7 +455,7 @@ def test_prompts_take_the_same_forms(tmp_path: Path, row: Row, keys: Any, messag
         load_prompts(args, renderer=RENDERER, prompt_length=len(ids) - 1, allowed_tags={"sums"}, seed=0)
 
 
-def test_what_is_left_out_is_told_once_for_a_file(tmp_path: Path) -> None:
+def test_what_is_left_out_is_told_once_for_a_file(tmp_path):
     rows = [{"m": PLAIN}, {"m": [user(name="Ann"), says()]}, {"m": [user(name="Bob"), says()]}]
     path = write(tmp_path / "data.jsonl", rows)
     report = load(path, M).report
@@ -469,7 +467,7 @@ def test_what_is_left_out_is_told_once_for_a_file(tmp_path: Path) -> None:
     assert "leaves out reasoning_content of answers that are learned: 1 row, the first" in note
 
 
-def test_rewritten_turns_make_samples_of_their_own_and_one_question(tmp_path: Path) -> None:
+def test_rewritten_turns_make_samples_of_their_own_and_one_question(tmp_path):
     data = load(write(tmp_path / "data.jsonl", [{"m": TWO}, {"m": PLAIN}]), M)
     assert len(data.batch.samples) == 3 and len(data.questions) == 2
     assert str(data.report).startswith("2 conversations as 3 samples, ")

@@ -1,7 +1,5 @@
 """Rows that share prompts: every token once, everybody sees what it would see alone, and the scores are the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -69,7 +67,7 @@ def visible_pairs(batch: Batch) -> set[tuple[int, int]]:
 
 @examples(60)
 @given(batches)
-def test_a_token_sees_itself_and_what_stands_before_it_in_its_sequences(batch: Batch) -> None:
+def test_a_token_sees_itself_and_what_stands_before_it_in_its_sequences(batch):
     ids, positions, cell_T, _ = shared_row(batch)
     assert torch.equal(ids[cell_T], batch.tokens_T) and torch.equal(positions[cell_T], batch.positions_T)
     assert sorted(set(cell_T.tolist())) == list(range(len(ids))), "every cell holds a token of some sequence"
@@ -81,7 +79,7 @@ def test_a_token_sees_itself_and_what_stands_before_it_in_its_sequences(batch: B
 
 @examples(60)
 @given(batches)
-def test_only_equal_prompts_up_to_the_token_that_predicts_are_shared(batch: Batch) -> None:
+def test_only_equal_prompts_up_to_the_token_that_predicts_are_shared(batch):
     shared = SharedPrompts.find(batch)
     tokens, masks = (column.split(batch.lengths_B.tolist()) for column in (batch.tokens_T, batch.loss_mask_T))
     prompts = []
@@ -99,9 +97,7 @@ def test_only_equal_prompts_up_to_the_token_that_predicts_are_shared(batch: Batc
 
 @examples(60)
 @given(batches, st.integers(1, 6), st.integers(1, 40))
-def test_micro_batches_hold_every_sequence_once_within_the_limits(
-    batch: Batch, max_sequences: int, max_tokens: int
-) -> None:
+def test_micro_batches_hold_every_sequence_once_within_the_limits(batch, max_sequences, max_tokens):
     groups = make_shared_batches(batch, max_sequences=max_sequences, max_tokens=max_tokens)
     assert sorted(row for rows in groups for row in rows.tolist()) == list(range(batch.num_sequences))
     for rows in groups:
@@ -110,13 +106,13 @@ def test_micro_batches_hold_every_sequence_once_within_the_limits(
         assert len(rows) == 1 or SharedPrompts.find(part).num_tokens(part) <= max_tokens
 
 
-def test_members_of_a_group_stay_together() -> None:
+def test_members_of_a_group_stay_together():
     batch = make_batch([(8, [2] * 4), (9, [3] * 4), (7, [4] * 4)])
     groups = make_shared_batches(batch, max_sequences=4)
     assert all(len(SharedPrompts.find(batch.select(rows)).lengths_G) == 1 for rows in groups)
 
 
-def test_sharing_must_save_and_must_not_need_large_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharing_must_save_and_must_not_need_large_masks(monkeypatch):
     assert worth_sharing(make_batch([(20, [4] * 4)]))
     assert not worth_sharing(make_batch([(20, [4])] * 4, seed=1)), "four prompts"
     assert not worth_sharing(make_batch([(2, [30] * 4)])), "next to nothing to share"
@@ -126,7 +122,7 @@ def test_sharing_must_save_and_must_not_need_large_masks(monkeypatch: pytest.Mon
     assert not worth_sharing(make_batch([(20, [4] * 4)]))
 
 
-def test_blocks_are_cut_to_size_and_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_cut_to_size_and_by_length(monkeypatch):
     batch = make_batch([(9, [30, 30, 30, 3, 3])])
     assert [tuple(block.query_RQ.shape) for block in shared_row(batch)[3].blocks] == [(1, 8), (3, 31), (2, 4)]
     monkeypatch.setattr(shared_prompts, "MAX_BLOCK_CELLS", 2 * 31 * 39)
@@ -155,7 +151,7 @@ def scores_and_gradient(model: PreTrainedModel, batch: Batch, make_input: Any) -
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_scores_and_gradient_are_those_of_separate_rows(name: str) -> None:
+def test_scores_and_gradient_are_those_of_separate_rows(name):
     model, batch = make_model(CONFIGS[name]), make_batch(GROUPS)
     expected = scores_and_gradient(model, batch, rectangle)
     assert planned_attention.enable_sharing(model)
@@ -163,7 +159,7 @@ def test_scores_and_gradient_are_those_of_separate_rows(name: str) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
 
 
-def test_a_pair_shares_what_its_rows_begin_with_though_only_their_ends_are_scored() -> None:
+def test_a_pair_shares_what_its_rows_begin_with_though_only_their_ends_are_scored():
     model = make_model(CONFIGS["qwen2"])
     assert planned_attention.enable_sharing(model)
     whole = make_batch([(12, [5, 3]), (9, [6, 2])])
@@ -189,7 +185,7 @@ def test_a_pair_shares_what_its_rows_begin_with_though_only_their_ends_are_score
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
 
 
-def test_a_model_that_takes_plans_computes_other_rows_as_before() -> None:
+def test_a_model_that_takes_plans_computes_other_rows_as_before():
     model, batch = make_model(CONFIGS["qwen2"]), make_batch(GROUPS)
     before = [score_batch(TokenScorer(model), batch, packing=packing) for packing in (False, True)]
     assert planned_attention.enable_sharing(model)
@@ -198,7 +194,7 @@ def test_a_model_that_takes_plans_computes_other_rows_as_before() -> None:
         assert torch.equal(one.logprobs_T, other.logprobs_T)
 
 
-def test_recomputed_activations_give_the_same_gradient() -> None:
+def test_recomputed_activations_give_the_same_gradient():
     model, batch = make_model(CONFIGS["qwen2"]), make_batch(GROUPS)
     assert planned_attention.enable_sharing(model)
     expected = scores_and_gradient(model, batch, row_with_shared_prompts)
@@ -217,7 +213,7 @@ def test_recomputed_activations_give_the_same_gradient() -> None:
     ],
     ids=["eager", "sliding window", "capped attention"],
 )
-def test_models_with_another_attention_take_no_plans(config: Any, attention: str) -> None:
+def test_models_with_another_attention_take_no_plans(config, attention):
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     assert not planned_attention.enable_sharing(model)
     assert model.config._attn_implementation == attention

@@ -1,7 +1,5 @@
 """The check of chat templates, on those of published models and on some that are broken in one way each."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -72,7 +70,7 @@ def names(report: TemplateReport) -> set[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_published_templates_do(family: str) -> None:
+def test_what_published_templates_do(family):
     report = check(family)
     assert names(report) == FOUND[family]
     rewrites = family in ("mistral_nemo", "deepseek_v3")
@@ -86,7 +84,7 @@ def test_what_published_templates_do(family: str) -> None:
     assert report.ending == others.get(family, FAMILIES[family].eos)
 
 
-def test_what_a_finding_says() -> None:
+def test_what_a_finding_says():
     texts = {
         family: {each.name: each.text for each in check(family).findings} for family in FAMILIES
     }  # the last of a name
@@ -137,7 +135,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_template_is_found_out(case: str) -> None:
+def test_a_broken_template_is_found_out(case):
     name, template = BROKEN[case]
     tokenizer = make_tokenizer()
     if case in ("raises", "is no template"):
@@ -162,9 +160,7 @@ def test_a_broken_template_is_found_out(case: str) -> None:
         ("<s>", CHATML + OPEN, False, set()),
     ],
 )
-def test_the_first_token_is_missed_only_where_the_tokenizer_writes_it(
-    bos: str, template: str, adds: bool, found: set[str]
-) -> None:
+def test_the_first_token_is_missed_only_where_the_tokenizer_writes_it(bos, template, adds, found):
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"bos_token": bos})
     if adds:
@@ -176,7 +172,7 @@ def test_the_first_token_is_missed_only_where_the_tokenizer_writes_it(
     assert {finding.name for finding in report.problems} == found - {"no-bos"}
 
 
-def test_plain_chatml_has_no_problem() -> None:
+def test_plain_chatml_has_no_problem():
     report = check_template(make_tokenizer(), "chatml", parsers())
     assert report.append_only == APPEND_ONLY and not report.problems and names(report) == {"no-tools"}
     assert report.page() == (
@@ -234,7 +230,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "samples", "reason"), CASES)
-def test_a_difference_has_a_reason(family: str, samples: list[str], reason: str | None) -> None:
+def test_a_difference_has_a_reason(family, samples, reason):
     renderer = ChatRenderer(family_tokenizer(family))
     tools = [ADD] if "<tool_call>" in samples[0] else None
     ids, messages = grow(renderer, samples, tools)
@@ -244,7 +240,7 @@ def test_a_difference_has_a_reason(family: str, samples: list[str], reason: str 
     assert compare_tokens(renderer, messages, ids, tools, "disable") is None
 
 
-def test_reasoning_that_was_cut_off_is_lacking_as_any_other() -> None:
+def test_reasoning_that_was_cut_off_is_lacking_as_any_other():
     renderer = ChatRenderer(family_tokenizer("qwen2_5"))
     after: Message = {"role": "user", "content": "and then?"}
     messages = [*ASKED]
@@ -260,7 +256,7 @@ def test_reasoning_that_was_cut_off_is_lacking_as_any_other() -> None:
     assert compare_tokens(renderer, [*messages, last], ids) == "rewritten"
 
 
-def test_the_same_text_in_other_tokens() -> None:
+def test_the_same_text_in_other_tokens():
     renderer = ChatRenderer(family_tokenizer("qwen2_5"))
     letters = np.concatenate([encode(renderer, letter) for letter in "another answer"])
     ids = np.concatenate([renderer.prompt(ASKED), letters])
@@ -269,7 +265,7 @@ def test_the_same_text_in_other_tokens() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama3_1", "mistral_nemo", "gpt_oss"])
-def test_a_conversation_that_the_template_refuses_is_a_reason_too(family: str) -> None:
+def test_a_conversation_that_the_template_refuses_is_a_reason_too(family):
     renderer = ChatRenderer(family_tokenizer(family))
     results: list[Message] = [{"role": "tool", "content": text, "name": "add"} for text in ("3", "4")]
     sampled = encode(renderer, "left")
@@ -284,7 +280,7 @@ def test_a_conversation_that_the_template_refuses_is_a_reason_too(family: str) -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_words_as_the_tokenizer_writes_them_differ_where_the_template_says_so(family: str) -> None:
+def test_words_as_the_tokenizer_writes_them_differ_where_the_template_says_so(family):
     renderer = ChatRenderer(family_tokenizer(family))
     ids = np.concatenate([renderer.prompt(ASKED), encode(renderer, "left then right")])
     messages = [*ASKED, {"role": "assistant", "content": "left then right"}]
@@ -320,7 +316,7 @@ def write(folder: Path) -> tuple[str, ...]:
     )
 
 
-def test_rows_of_a_tag_have_the_ids_of_transformers_with_its_template(tmp_path: Path) -> None:
+def test_rows_of_a_tag_have_the_ids_of_transformers_with_its_template(tmp_path):
     config = load(tmp_path, *write(tmp_path), "actor_train.data_args.chat_template_kwargs={loud: true}")
     # The variable is read by one of the templates alone.
     general = ChatRenderer(TOKENIZER, "chatml")
@@ -342,7 +338,7 @@ def test_rows_of_a_tag_have_the_ids_of_transformers_with_its_template(tmp_path: 
             assert np.array_equal(ids, expected), prompt.tag
 
 
-def test_a_prompt_that_is_too_long_by_its_own_template_is_treated_as_any_other(tmp_path: Path) -> None:
+def test_a_prompt_that_is_too_long_by_its_own_template_is_treated_as_any_other(tmp_path):
     words = write(tmp_path)
     with pytest.raises(DataError, match=r"a\.jsonl:1: 4\d tokens, expected at most prompt_length = 20"):
         (tmp_path / "quoted.jinja").write_text("1" * 40 + QUOTED)
@@ -355,14 +351,14 @@ def test_a_prompt_that_is_too_long_by_its_own_template_is_treated_as_any_other(t
     assert lengths == [20, 20]
 
 
-def test_turns_end_where_any_of_the_templates_ends_them() -> None:
+def test_turns_end_where_any_of_the_templates_ends_them():
     data = DataArguments(template="plain", tag_templates={"chat": "chatml"})
     alone, end = stop_token_ids(None, TOKENIZER, "plain"), TOKENIZER.convert_tokens_to_ids("<|im_end|>")
     both = stop_token_ids(None, TOKENIZER, ChatTemplate.of(data))
     assert set(both) == {*alone, *stop_token_ids(None, TOKENIZER, "chatml")} and end in both
 
 
-def test_what_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+def test_what_is_wrong_is_told_at_once(tmp_path):
     tools = "tools={dialect: hermes, use: {calculator: {tool: calculator}}}"
     with pytest.raises(ConfigErrors) as caught:
         load(tmp_path, *write(tmp_path), f"{KEY}.gsmk=plain", f"{KEY}.mmlu=./absent", tools)
@@ -373,7 +369,7 @@ def test_what_is_wrong_is_told_at_once(tmp_path: Path) -> None:
         load(tmp_path, "validation.data_args.tag_templates={gsm8k: plain}")
 
 
-def test_tag_to_template_of_roll() -> None:
+def test_tag_to_template_of_roll():
     words = ["+tag_to_template={sums: chatml, talk: their_own}"]
     imported = convert("roll", [FILES / "roll" / "run" / "rlvr.yaml"], words)
     told = {outcome.key: outcome for outcome in imported.outcomes if outcome.key.startswith("tag_to_template")}

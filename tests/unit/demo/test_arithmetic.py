@@ -1,7 +1,5 @@
 """The arithmetic data set: right answers, a split by operands, a teacher that forgets as often as told."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -54,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_rows_say_what_is_asked_and_what_is_right(folder: Path) -> None:
+def test_rows_say_what_is_asked_and_what_is_right(folder):
     assert {path.name for path in folder.iterdir()} == set(NAMES)
     for name, count in (("train.jsonl", 8192), ("val.jsonl", 1024)):
         rows = _read(folder / name)
@@ -76,19 +74,19 @@ def _carries(x: int, operation: str, y: int) -> int:
     return sum((right // 10**k) % 10 != digit for k, digit in enumerate(without))
 
 
-def test_held_out_operands_are_never_trained_on_in_any_order_or_operation(folder: Path) -> None:
+def test_held_out_operands_are_never_trained_on_in_any_order_or_operation(folder):
     pairs = {name: {frozenset(_operands(row["prompt"])[::2]) for row in _read(folder / name)} for name in NAMES}
     train, val, demonstrations = (pairs[name] for name in NAMES)
     assert not val & (train | demonstrations)
 
 
 @given(numbers, numbers)
-def test_the_split_sees_the_pair_and_not_its_order(x: int, y: int) -> None:
+def test_the_split_sees_the_pair_and_not_its_order(x, y):
     assert is_held_out(x, y, 0.3) == is_held_out(y, x, 0.3)
     assert not is_held_out(x, y, 0.0) and is_held_out(x, y, 1.0)
 
 
-def test_the_split_holds_out_its_share_of_the_pairs_for_every_seed(tmp_path: Path) -> None:
+def test_the_split_holds_out_its_share_of_the_pairs_for_every_seed(tmp_path):
     pairs = [(x, y) for x in range(200) for y in range(x + 1)]
     assert sum(is_held_out(x, y, 0.1) for x, y in pairs) / len(pairs) == pytest.approx(0.1, abs=0.01)
     found = []
@@ -102,7 +100,7 @@ def test_the_split_holds_out_its_share_of_the_pairs_for_every_seed(tmp_path: Pat
     assert all(len({files[name] for files in found}) == 3 for name in NAMES)
 
 
-def test_equal_arguments_write_equal_bytes(tmp_path: Path, folder: Path) -> None:
+def test_equal_arguments_write_equal_bytes(tmp_path, folder):
     for name in (*NAMES, "mine.txt"):
         (tmp_path / name).write_text("old")
     write_dataset(tmp_path)
@@ -110,7 +108,7 @@ def test_equal_arguments_write_equal_bytes(tmp_path: Path, folder: Path) -> None
     assert all((tmp_path / name).read_bytes() == (folder / name).read_bytes() for name in NAMES)
 
 
-def test_a_failure_leaves_no_half_written_file(tmp_path: Path) -> None:
+def test_a_failure_leaves_no_half_written_file(tmp_path):
     (tmp_path / "val.jsonl").mkdir()  # cannot be replaced by a file, whatever the user's rights
     with pytest.raises(OSError):
         write_dataset(tmp_path, num_train=10, num_val=10, num_demonstrations=10)
@@ -118,7 +116,7 @@ def test_a_failure_leaves_no_half_written_file(tmp_path: Path) -> None:
 
 
 @given(numbers, operations, numbers)
-def test_a_worked_solution_is_right_in_every_step(x: int, operation: str, y: int) -> None:
+def test_a_worked_solution_is_right_in_every_step(x, operation, y):
     problem = _make(x, operation, y)
     solution = worked_solution(problem)
     assert _answer(solution) == problem.answer == ORACLE[operation](problem.x, problem.y)
@@ -131,9 +129,7 @@ def test_a_worked_solution_is_right_in_every_step(x: int, operation: str, y: int
 
 
 @given(numbers, operations, numbers, st.sets(st.integers(0, 5)))
-def test_a_forgotten_carry_makes_the_answer_wrong_and_nothing_else_does(
-    x: int, operation: str, y: int, forgotten: set[int]
-) -> None:
+def test_a_forgotten_carry_makes_the_answer_wrong_and_nothing_else_does(x, operation, y, forgotten):
     problem = _make(x, operation, y)
     harmless = forgotten - set(problem.carried_columns)
     assert worked_solution(problem, harmless) == worked_solution(problem)
@@ -141,7 +137,7 @@ def test_a_forgotten_carry_makes_the_answer_wrong_and_nothing_else_does(
         assert _answer(worked_solution(problem, forgotten)) != problem.answer
 
 
-def test_three_solutions_as_a_person_writes_them() -> None:
+def test_three_solutions_as_a_person_writes_them():
     assert worked_solution(Problem(347, "+", 285)) == ("<think>7+5+0=12 4+8+1=13 3+2+1=06</think><answer>632</answer>")
     assert worked_solution(Problem(632, "-", 347)) == "<think>2-7-0=15 3-4-1=18 6-3-1=02</think><answer>285</answer>"
     assert worked_solution(Problem(632, "-", 347), {1, 2}) == (
@@ -150,7 +146,7 @@ def test_three_solutions_as_a_person_writes_them() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.75, 1.0])
-def test_the_teacher_forgets_at_its_rate(tmp_path: Path, rate: float) -> None:
+def test_the_teacher_forgets_at_its_rate(tmp_path, rate):
     write_dataset(tmp_path, forget_rate=rate, num_train=1, num_val=1, num_demonstrations=4000)
     right, num_forgotten, num_due = [], 0, 0
     for row in _read(tmp_path / "demonstrations.jsonl"):
@@ -173,7 +169,7 @@ def _subsets(columns: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [tuple(c for i, c in enumerate(columns) if mask >> i & 1) for mask in range(2 ** len(columns))][::-1]
 
 
-def test_digits_and_tags_are_one_token_each(folder: Path) -> None:
+def test_digits_and_tags_are_one_token_each(folder):
     tokenizer = make_tokenizer()
     lengths = set()
     for row in _read(folder / "demonstrations.jsonl")[:200]:
@@ -185,7 +181,7 @@ def test_digits_and_tags_are_one_token_each(folder: Path) -> None:
     assert max(lengths) <= 35
 
 
-def test_only_the_operations_asked_for_are_drawn(tmp_path: Path) -> None:
+def test_only_the_operations_asked_for_are_drawn(tmp_path):
     write_dataset(tmp_path, operations=["-"], num_train=50, num_val=50, num_demonstrations=50)
     rows = _read(tmp_path / "train.jsonl") + _read(tmp_path / "val.jsonl")
     assert {row["operation"] for row in rows} == {"-"}
@@ -212,7 +208,7 @@ def test_only_the_operations_asked_for_are_drawn(tmp_path: Path) -> None:
         ({"min_operand": 1, "max_operand": 30, "num_demonstrations": 9, "num_train": 9}, "num_val: got 1024"),
     ],
 )
-def test_bad_arguments_name_the_key_and_write_nothing(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments_name_the_key_and_write_nothing(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         write_dataset(tmp_path / "data", **arguments)
     assert not (tmp_path / "data").exists() or not list((tmp_path / "data").iterdir())
@@ -228,9 +224,7 @@ def pairs(folder: Path, slip_rate: float) -> list[tuple[Problem, dict]]:
 
 
 @pytest.mark.parametrize("slip_rate", [0.0, 0.8])
-def test_the_chosen_answer_is_right_and_the_steps_are_labelled_up_to_the_first_mistake(
-    tmp_path: Path, slip_rate: float
-) -> None:
+def test_the_chosen_answer_is_right_and_the_steps_are_labelled_up_to_the_first_mistake(tmp_path, slip_rate):
     for problem, row in pairs(tmp_path, slip_rate):
         assert row["chosen"] == worked_solution(problem) != row["rejected"]
         assert row["response"] == (row["chosen"] if row["label"] else row["rejected"]) == "".join(row["steps"])
@@ -238,13 +232,13 @@ def test_the_chosen_answer_is_right_and_the_steps_are_labelled_up_to_the_first_m
         assert all(row["step_labels"]) == row["label"]
 
 
-def test_without_slips_carries_are_forgotten_and_nothing_else(tmp_path: Path) -> None:
+def test_without_slips_carries_are_forgotten_and_nothing_else(tmp_path):
     found = pairs(tmp_path, 0.0)
     assert 300 < len(found) < 600 and all(problem.carried_columns for problem, _ in found)
     assert all(row["rejected"] == worked_solution(problem, problem.carried_columns) for problem, row in found)
 
 
-def test_slips_are_of_every_kind_and_in_problems_without_carries_too(tmp_path: Path) -> None:
+def test_slips_are_of_every_kind_and_in_problems_without_carries_too(tmp_path):
     found = pairs(tmp_path, 0.8)
     assert len(found) == 900
     kinds = {"forgotten": 0, "carry": 0, "answer follows": 0, "answer alone": 0}
@@ -261,7 +255,7 @@ def test_slips_are_of_every_kind_and_in_problems_without_carries_too(tmp_path: P
     assert all(count > 40 for count in kinds.values()), kinds
 
 
-def test_other_tools_are_another_warm_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tools_are_another_warm_start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "shown.jsonl").write_text("{}\n")
 

@@ -1,7 +1,5 @@
 """The data of the tool demonstration."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter
@@ -26,7 +24,7 @@ def operands(text: str) -> frozenset[str]:
     return frozenset(text.strip("=").split("*"))
 
 
-def test_the_teacher_calls_as_often_as_it_is_told_and_the_answers_are_the_calculators(tmp_path: Path) -> None:
+def test_the_teacher_calls_as_often_as_it_is_told_and_the_answers_are_the_calculators(tmp_path):
     write_dataset(tmp_path, call_rate=0.5, slip_rate=0.2, **COUNTS)
     rows = [row["messages"] for row in read(tmp_path / "demonstrations.jsonl")]
     kinds = {"called": 0, "slipped": 0, "guessed": 0}
@@ -42,7 +40,7 @@ def test_the_teacher_calls_as_often_as_it_is_told_and_the_answers_are_the_calcul
     assert [round(kinds[kind] / len(rows), 1) for kind in kinds] == [0.5, 0.2, 0.3]
 
 
-def test_the_teacher_of_python_forgets_to_print_and_mends_every_second_program(tmp_path: Path) -> None:
+def test_the_teacher_of_python_forgets_to_print_and_mends_every_second_program(tmp_path):
     write_dataset(tmp_path, tool="python", call_rate=0.3, slip_rate=0.4, **COUNTS)
     rows = [row["messages"] for row in read(tmp_path / "demonstrations.jsonl")]
     programs: dict[str, str] = {}
@@ -64,7 +62,7 @@ def test_the_teacher_of_python_forgets_to_print_and_mends_every_second_program(t
         assert asyncio.run(tool.call({"code": code}, {})) == programs[code]
 
 
-def test_equal_arguments_give_equal_files_and_held_out_pairs_are_nowhere_else(tmp_path: Path) -> None:
+def test_equal_arguments_give_equal_files_and_held_out_pairs_are_nowhere_else(tmp_path):
     for name in "ab":
         write_dataset(tmp_path / name, **COUNTS)
     for file in ("train.jsonl", "val.jsonl", "demonstrations.jsonl"):
@@ -87,6 +85,6 @@ def test_equal_arguments_give_equal_files_and_held_out_pairs_are_nowhere_else(tm
         ({"tool": "abacus"}, "tool: got 'abacus', expected one of calculator, python"),
     ],
 )
-def test_wrong_arguments_are_named(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_wrong_arguments_are_named(arguments, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         write_dataset(tmp_path, **arguments)

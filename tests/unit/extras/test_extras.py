@@ -1,7 +1,5 @@
 """Extras: each is found by its entry and has its page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

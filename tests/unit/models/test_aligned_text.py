@@ -1,7 +1,5 @@
 """A row in another model's tokens: which tokens of both stand for the same text."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -32,7 +30,7 @@ def rows_of(tokenizer: PreTrainedTokenizerFast) -> Batch:
 
 
 @pytest.mark.parametrize("backwards", [False, True])
-def test_a_chunk_is_the_same_text_on_both_sides(merging: PreTrainedTokenizerFast, backwards: bool) -> None:
+def test_a_chunk_is_the_same_text_on_both_sides(merging, backwards):
     policy, teacher = (merging, make_tokenizer()) if backwards else (make_tokenizer(), merging)
     batch = rows_of(policy)
     theirs, chunk_S, chunk_T = Retokenizer(policy, teacher).batch(batch)
@@ -53,7 +51,7 @@ def test_a_chunk_is_the_same_text_on_both_sides(merging: PreTrainedTokenizerFast
         assert few[2].max() < chunk_T.max(), "what is beyond the length is in no chunk"
 
 
-def test_the_same_tokenizer_has_a_chunk_for_each_token() -> None:
+def test_the_same_tokenizer_has_a_chunk_for_each_token():
     policy = make_tokenizer()
     batch = rows_of(policy)
     theirs, chunk_S, chunk_T = Retokenizer(policy, make_tokenizer()).batch(batch)
@@ -70,7 +68,7 @@ def _within_characters(batch: Batch, tokenizer: PreTrainedTokenizerFast) -> torc
     return torch.tensor(["\ufffd" in tokenizer.decode([token]) for token in batch.tokens_T.tolist()])
 
 
-def test_what_is_sampled_against_the_tokenizers_habit(merging: PreTrainedTokenizerFast) -> None:
+def test_what_is_sampled_against_the_tokenizers_habit(merging):
     policy = make_tokenizer()
     prompt = policy.encode("user\n", add_special_tokens=False)
     half = policy.encode("√", add_special_tokens=False)[:-1]
@@ -85,7 +83,7 @@ def test_what_is_sampled_against_the_tokenizers_habit(merging: PreTrainedTokeniz
     assert merging.decode(theirs.tokens_T[(theirs.rows_T == 0) & (chunk_S != NO_CHUNK)].tolist()) == "Up"
 
 
-def test_a_tokenizer_that_does_not_tell_places_is_refused(merging: PreTrainedTokenizerFast) -> None:
+def test_a_tokenizer_that_does_not_tell_places_is_refused(merging):
     class Slow:
         is_fast = False
 

@@ -1,7 +1,5 @@
 """Logits of every family are those of the model's own forward pass, whatever it does after its trunk."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -44,14 +42,14 @@ def difference(family: str) -> float:
 
 
 @pytest.mark.parametrize("family", CHANGING)
-def test_a_head_that_changes_logits_is_run_as_it_is(family: str) -> None:
+def test_a_head_that_changes_logits_is_run_as_it_is(family):
     model = tiny_model(with_factors(tiny_config(family)))
     assert not OutputHead(model).is_plain
     assert difference(family) < 1e-5
 
 
 @pytest.mark.parametrize("family", PLAIN)
-def test_a_head_that_is_the_output_layer_stays_it(family: str) -> None:
+def test_a_head_that_is_the_output_layer_stays_it(family):
     model = tiny_model(tiny_config(family))
     assert OutputHead(model).is_plain
     assert difference(family) < 1e-5
@@ -59,7 +57,7 @@ def test_a_head_that_is_the_output_layer_stays_it(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_family_is_scored_wrong_without_a_word(family: str) -> None:
+def test_no_family_is_scored_wrong_without_a_word(family):
     try:
         model = tiny_model(with_factors(tiny_config(family)))
         model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
@@ -80,7 +78,7 @@ def make_batch(lengths: tuple[int, ...] = (9, 12, 7)) -> Batch:
     return batch.replace(loss_mask_T=batch.positions_T > 2)
 
 
-def test_the_gradient_is_that_of_the_models_own_forward_in_chunks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gradient_is_that_of_the_models_own_forward_in_chunks_too(monkeypatch):
     model = tiny_model(with_factors(tiny_config("minicpm3")))
     monkeypatch.setattr(scoring, "MAX_CHUNK_LOGITS", 5 * 96)
     ids = torch.randint(3, 90, (1, 14), generator=torch.Generator().manual_seed(0))
@@ -99,7 +97,7 @@ def test_the_gradient_is_that_of_the_models_own_forward_in_chunks_too(monkeypatc
 
 
 @pytest.mark.parametrize("family", ["minicpm3", "hyperclovax"])
-def test_a_copy_of_the_output_layer_goes_through_its_models_head(family: str) -> None:
+def test_a_copy_of_the_output_layer_goes_through_its_models_head(family):
     model = tiny_model(with_factors(tiny_config(family)))
     ids = torch.randint(3, 90, (1, 14), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -113,7 +111,7 @@ def test_a_copy_of_the_output_layer_goes_through_its_models_head(family: str) ->
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_scores_unlike_the_models_own_are_refused(monkeypatch: pytest.MonkeyPatch, packing: bool) -> None:
+def test_scores_unlike_the_models_own_are_refused(monkeypatch, packing):
     """What no table knows is found where it is scored first: here a trunk whose result is not the head's input."""
     model = tiny_model(tiny_config("qwen2"))
     scorer = TokenScorer(model)
@@ -133,7 +131,7 @@ def test_scores_unlike_the_models_own_are_refused(monkeypatch: pytest.MonkeyPatc
     assert not scorer.is_checked
 
 
-def test_a_state_that_runs_on_in_a_packed_row_is_found() -> None:
+def test_a_state_that_runs_on_in_a_packed_row_is_found():
     scorer = TokenScorer(tiny_model(tiny_config("qwen3_5_text")))
     score_batch(scorer, make_batch(), checks=True)
     scorer.is_checked = False
@@ -141,7 +139,7 @@ def test_a_state_that_runs_on_in_a_packed_row_is_found() -> None:
         score_batch(scorer, make_batch(), checks=True, packing=True)
 
 
-def test_few_tokens_are_compared_and_no_logits_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_tokens_are_compared_and_no_logits_of_a_long_prompt(monkeypatch):
     model, batch, rows = tiny_model(tiny_config("qwen2")), make_batch((200, 120, 90)), []
     batch = batch.replace(loss_mask_T=batch.positions_T > 40)
     scorer = TokenScorer(model)
@@ -152,7 +150,7 @@ def test_few_tokens_are_compared_and_no_logits_of_a_long_prompt(monkeypatch: pyt
     assert times <= 1 and compared == sum(rows) == scoring.CHECKED_ROWS * scoring.CHECKED_TOKENS
 
 
-def test_a_model_without_a_trunk_of_its_own_is_refused() -> None:
+def test_a_model_without_a_trunk_of_its_own_is_refused():
     class Whole(nn.Module):
         base_model = property(lambda self: self)
 
@@ -163,7 +161,7 @@ def test_a_model_without_a_trunk_of_its_own_is_refused() -> None:
         OutputHead(Whole())  # type: ignore[arg-type]
 
 
-def test_an_entry_of_that_name_which_the_models_code_does_not_read_changes_nothing() -> None:
+def test_an_entry_of_that_name_which_the_models_code_does_not_read_changes_nothing():
     config = tiny_config("qwen2", logit_scale=0.5, final_logit_softcapping=2.0)
     scorer, batch = TokenScorer(tiny_model(config)), make_batch()
     plain = score_batch(TokenScorer(tiny_model(tiny_config("qwen2"))), batch).logprobs_T
@@ -171,6 +169,6 @@ def test_an_entry_of_that_name_which_the_models_code_does_not_read_changes_nothi
 
 
 @pytest.mark.parametrize("family", CHANGING)
-def test_megatron_refuses_what_it_would_not_compute(family: str) -> None:
+def test_megatron_refuses_what_it_would_not_compute(family):
     with pytest.raises(ValueError, match="expected"):
         megatron_config(with_factors(tiny_config(family)))

@@ -1,7 +1,5 @@
 """Models that come with code of their own: nothing of it runs unless ``trust_remote_code`` says so."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path
@@ -55,7 +53,7 @@ def own_modules() -> list[str]:
     return [name for name in sys.modules if name.endswith(("modeling_own", "tokenization_own"))]
 
 
-def test_nothing_runs_unless_asked(own: str) -> None:
+def test_nothing_runs_unless_asked(own):
     """First in the file: nothing has loaded the modules yet."""
     for load in (load_config, load_causal_lm, load_tokenizer, lambda path: check_same_ids("tiny", path)):
         with pytest.raises(ValueError, match=KEY):
@@ -65,7 +63,7 @@ def test_nothing_runs_unless_asked(own: str) -> None:
     assert not own_modules()
 
 
-def test_asked_it_is_the_models_own_code_that_runs(own: str) -> None:
+def test_asked_it_is_the_models_own_code_that_runs(own):
     model = load_causal_lm(own, trust_remote_code=True)
     assert type(model).__name__ == "OwnForCausalLM" and type(model.config).__name__ == "OwnConfig"
     tokenizer = load_tokenizer(own, trust_remote_code=True)
@@ -75,7 +73,7 @@ def test_asked_it_is_the_models_own_code_that_runs(own: str) -> None:
     assert layer.weight_VH.equal(model.get_output_embeddings().weight)
 
 
-def test_commands_that_read_its_tokenizer_ask_too(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_that_read_its_tokenizer_ask_too(own, capsys):
     doctor = ["doctor", "--json", "--model", own]
     for command in (["template", "check", own], doctor):
         assert main(command) in (1, 2)
@@ -85,7 +83,7 @@ def test_commands_that_read_its_tokenizer_ask_too(own: str, capsys: pytest.Captu
     assert KEY not in (told := capsys.readouterr()).out + told.err and told.out
 
 
-def test_logits_that_only_its_own_code_knows_are_those_that_are_trained(own: str, tmp_path: Path) -> None:
+def test_logits_that_only_its_own_code_knows_are_those_that_are_trained(own, tmp_path):
     """Also where they are compared: in the first micro-batch."""
     folder = make_model(tmp_path / "own_head", logit_factor=0.5)
     trainer = Fsdp2Train(make_context(folder, "fsdp2_train", model_args={"trust_remote_code": True}, temperature=1.0))
@@ -100,7 +98,7 @@ def test_logits_that_only_its_own_code_knows_are_those_that_are_trained(own: str
     assert found[tokens][1:][mask].tolist() == pytest.approx(torch.tensor(wanted)[mask].tolist(), abs=1e-5)
 
 
-def test_its_sequences_stand_in_rows_of_their_own(own: str) -> None:
+def test_its_sequences_stand_in_rows_of_their_own(own):
     packs = make_context(
         Path(own), "fsdp2_train", model_args={"trust_remote_code": True}, worker={"use_sequence_packing": True}
     )
@@ -116,7 +114,7 @@ def worker(trusts: bool, **sections: Any) -> WorkerConfig:
     return WorkerConfig.model_validate({"model_args": {"trust_remote_code": trusts}, **sections})
 
 
-def test_a_generator_samples_with_it(own: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_generator_samples_with_it(own, caplog):
     sections = {"strategy_args": {"strategy_name": "hf_infer"}}
     options: dict[str, Any] = {"sequence_length": 64, "max_running_requests": 4, "seed": 1}
     with pytest.raises(ValueError, match=KEY), local_generator(own, worker(False, **sections), **options):
@@ -135,7 +133,7 @@ def values(scores: Any, batch: Any, context: Any) -> LossOutput:
     return LossOutput((scores.logprobs_T * batch.loss_mask_T).sum() / 7, {})
 
 
-def test_a_trainer_learns_with_it_and_saves_it(own: str, tmp_path: Path, capsys: Any) -> None:
+def test_a_trainer_learns_with_it_and_saves_it(own, tmp_path, capsys):
     with pytest.raises(ValueError, match=KEY):
         Fsdp2Train(make_context(Path(own), "fsdp2_train")).setup()
     context = make_context(Path(own), "fsdp2_train", model_args={"trust_remote_code": True}, temperature=1.0)
@@ -164,7 +162,7 @@ def test_a_trainer_learns_with_it_and_saves_it(own: str, tmp_path: Path, capsys:
     assert (tmp_path / "out" / "modeling_own.py").is_file()
 
 
-def test_vllm_and_sglang_are_told(own: str) -> None:
+def test_vllm_and_sglang_are_told(own):
     from roll.configs.engines.sglang import SglangConfig
     from roll.configs.engines.vllm import VllmConfig
     from roll.distributed.strategy.sglang.strategy import engine_arguments as sglang_arguments
@@ -178,7 +176,7 @@ def test_vllm_and_sglang_are_told(own: str) -> None:
         assert sglang_arguments(context, SglangConfig(), outline, on_cpu=True)["trust_remote_code"] is trusts
 
 
-def test_a_reward_model_has_a_switch_of_its_own(own: str, tmp_path: Path) -> None:
+def test_a_reward_model_has_a_switch_of_its_own(own, tmp_path):
     folder = str(make_model(tmp_path / "own_reward", "SequenceClassification", num_labels=1))
     with pytest.raises(ValueError, match=KEY):
         RewardModelVerifier(RewardModelConfig(model_path=folder))
@@ -217,7 +215,7 @@ def refusals(*args: Any, **sections: Any) -> dict[str, str]:
     return {problem.path: problem.expected for problem in errors.value.problems}
 
 
-def test_a_configuration_says_it_for_every_role(own: str) -> None:
+def test_a_configuration_says_it_for_every_role(own):
     everyone = ("actor_train", "actor_infer", "reference")
     found = config(own, everyone)
     assert ModelArguments().trust_remote_code is False
@@ -235,13 +233,13 @@ def test_a_configuration_says_it_for_every_role(own: str) -> None:
     assert not trusted_code(config("tiny", ()))
 
 
-def test_megatron_refuses_it(own: str) -> None:
+def test_megatron_refuses_it(own):
     megatron = {"strategy_args": {"strategy_name": "megatron_train"}}
     found = refusals(own, ("actor_train", "actor_infer", "reference"), actor_train=megatron)
     assert "Megatron's own code" in found["actor_train.model_args.trust_remote_code"]
 
 
-def test_transformers_still_does_not_know_the_model(own: str) -> None:
+def test_transformers_still_does_not_know_the_model(own):
     """Last in the file: what was trusted above stays with those who said so."""
     with pytest.raises(ValueError):
         AutoConfig.from_pretrained(own, trust_remote_code=False)

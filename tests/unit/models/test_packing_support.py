@@ -1,7 +1,5 @@
 """Which models may have several sequences in one row: those that ``packing.json`` lists, as it was measured."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -46,7 +44,7 @@ WRONG = ("bloom", "falcon", "gpt_oss", "lfm2_moe", "mamba2", "mpt", "nemotron_h"
 
 
 @pytest.mark.parametrize("family", RIGHT)
-def test_what_is_listed_keeps_sequences_apart(family: str) -> None:
+def test_what_is_listed_keeps_sequences_apart(family):
     config = tiny_config(family)
     found = packing_differences(config)
     assert {"sdpa", "eager"} <= found.keys() and max(found.values()) <= BOUND
@@ -54,7 +52,7 @@ def test_what_is_listed_keeps_sequences_apart(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", WRONG)
-def test_what_is_not_listed_does_not(family: str) -> None:
+def test_what_is_not_listed_does_not(family):
     config = tiny_config(family)
     assert max(packing_differences(config).values()) > 1000 * BOUND
     assert "see each other" in packing_problem(config)
@@ -62,7 +60,7 @@ def test_what_is_not_listed_does_not(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_list_is_what_is_measured(family: str) -> None:
+def test_the_list_is_what_is_measured(family):
     entry, problem = measured(family)
     assert (family in KNOWN) == (entry is not None)
     if entry is not None:
@@ -71,7 +69,7 @@ def test_the_list_is_what_is_measured(family: str) -> None:
         assert problem.partition("(")[0] == OTHERS[family].partition("(")[0]
 
 
-def test_every_family_is_in_the_list_which_the_documentation_shows() -> None:
+def test_every_family_is_in_the_list_which_the_documentation_shows():
     assert KNOWN.keys() | OTHERS.keys() == set(FAMILIES)
     for family in ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"):  # those that Megatron has, too
         assert family in KNOWN
@@ -91,14 +89,14 @@ CONDITIONS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
-def test_an_entry_that_changes_who_sees_whom_counts(name: str) -> None:
+def test_an_entry_that_changes_who_sees_whom_counts(name):
     family, change, told = CONDITIONS[name]
     config = tiny_config(family, **change)
     assert max(packing_differences(config).values()) > 100 * BOUND
     assert told in packing_problem(config) and packing_problem(tiny_config(family)) == ""
 
 
-def test_windows_and_mixtures_of_layers_are_fine_where_they_were_measured_and_other_classes_unknown() -> None:
+def test_windows_and_mixtures_of_layers_are_fine_where_they_were_measured_and_other_classes_unknown():
     mixed = {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2), "use_sliding_window": True}
     assert packing_problem(tiny_config("qwen2", **mixed, sliding_window=8)) == ""
     assert packing_problem(tiny_config("mistral", sliding_window=None)) == ""
@@ -136,7 +134,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2_infer", "deepspeed_infer", "hf_infer"])
-def test_validation_refuses_a_packed_role_with_its_reason(hybrid: Path, strategy: str) -> None:
+def test_validation_refuses_a_packed_role_with_its_reason(hybrid, strategy):
     role = {"strategy_args": {"strategy_name": strategy}, "use_sequence_packing": True}
     values = {**VALUES, "pretrain": "tiny", "reference_pretrain": str(hybrid), "reference": role}
     with pytest.raises(ConfigErrors) as errors:
@@ -145,7 +143,7 @@ def test_validation_refuses_a_packed_role_with_its_reason(hybrid: Path, strategy
     assert told["reference.use_sequence_packing"].startswith("false: qwen3_5_text lets the sequences of a row see")
 
 
-def test_loading_refuses_it_where_the_configuration_was_not_at_hand(hybrid: Path, tmp_path: Path) -> None:
+def test_loading_refuses_it_where_the_configuration_was_not_at_hand(hybrid, tmp_path):
     for kind, name in ((Fsdp2Train, "fsdp2_train"), (Fsdp2Infer, "fsdp2_infer")):
         context = make_context(hybrid, name, worker={"use_sequence_packing": True})
         with pytest.raises(ValueError, match=r"actor_train\.use_sequence_packing: true, expected false: q"):
@@ -158,9 +156,7 @@ def test_loading_refuses_it_where_the_configuration_was_not_at_hand(hybrid: Path
         HfInfer(context).start()
 
 
-def test_prompts_are_not_shared_in_a_model_that_is_not_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_prompts_are_not_shared_in_a_model_that_is_not_known(tmp_path, monkeypatch, caplog):
     """Sharing is on by default: the run goes on without it and says so once."""
     tiny_model(tiny_config("nemotron")).save_pretrained(tmp_path / "model")
     context: StrategyContext = make_context(tmp_path / "model", "fsdp2_infer")
@@ -216,7 +212,7 @@ def dense(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tens
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-def test_attention_and_its_gradient_are_block_diagonal(heads: int, kv_heads: int, window: int | None) -> None:
+def test_attention_and_its_gradient_are_block_diagonal(heads, kv_heads, window):
     assert planned_attention.enable(AutoModelForCausalLM.from_config(CONFIGS["qwen2"]))
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, n, sum(LENGTHS), 8) for n in (heads, kv_heads, kv_heads)]
@@ -246,14 +242,14 @@ def scores_and_gradient(name: str, attention: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_packed_rows_score_and_learn_as_under_a_mask_over_the_whole_row(name: str) -> None:
+def test_packed_rows_score_and_learn_as_under_a_mask_over_the_whole_row(name):
     model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="sdpa")
     assert planned_attention.enable(model)
     for found, wanted in zip(scores_and_gradient(name, "sdpa"), scores_and_gradient(name, "eager"), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
 
 
-def test_a_model_whose_layers_drop_arguments_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_layers_drop_arguments_is_left_as_it_is(monkeypatch):
     model = AutoModelForCausalLM.from_config(CONFIGS["qwen2"], attn_implementation="sdpa")
     layer: type[nn.Module] = type(model.model.layers[0])
     monkeypatch.setattr(layer, "forward", lambda self, hidden_states: hidden_states)

@@ -1,7 +1,5 @@
 """Sampling and stop strings: distributions against exact probabilities, the hash against plain integers."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
@@ -62,9 +60,7 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> tuple[float, fl
         (1.2, 6, 0.9, 1.0, 0.1),
     ],
 )
-def test_tokens_follow_the_distribution_of_transformers_warpers(
-    temperature: float, top_k: int, top_p: float, penalty: float, min_p: float
-) -> None:
+def test_tokens_follow_the_distribution_of_transformers_warpers(temperature, top_k, top_p, penalty, min_p):
     logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 0.3, 1.2])
     seen = torch.tensor([[0, 3, 6]])
     warped = logits[None].double()
@@ -90,7 +86,7 @@ def test_tokens_follow_the_distribution_of_transformers_warpers(
     torch.testing.assert_close(logprobs_B.double(), full[tokens_B], atol=1e-6, rtol=0)
 
 
-def test_presence_and_frequency_come_off_the_logits_of_what_was_sampled() -> None:
+def test_presence_and_frequency_come_off_the_logits_of_what_was_sampled():
     """Oracle: the formula in float64, after the repetition penalty and before the temperature."""
     logits = torch.tensor([2.0, -1.5, 1.0, 0.5, 0.0, 1.2])
     count = torch.tensor([3, 1, 0, 0, 2, 0], dtype=torch.int32)
@@ -113,7 +109,7 @@ def test_presence_and_frequency_come_off_the_logits_of_what_was_sampled() -> Non
     torch.testing.assert_close(logprobs_B.double(), full[tokens_B], atol=1e-6, rtol=0)
 
 
-def test_consecutive_tokens_of_one_seed_are_independent() -> None:
+def test_consecutive_tokens_of_one_seed_are_independent():
     seeds = np.arange(NUM_DRAWS, dtype=np.uint64)
     first, second = (uniforms(seeds, np.full(NUM_DRAWS, i, dtype=np.uint64)) for i in (0, 1))
     pairs = (first * 8).astype(int) * 8 + (second * 8).astype(int)
@@ -121,7 +117,7 @@ def test_consecutive_tokens_of_one_seed_are_independent() -> None:
     assert statistic < bound
 
 
-def test_rows_with_different_parameters_do_not_disturb_each_other() -> None:
+def test_rows_with_different_parameters_do_not_disturb_each_other():
     torch.manual_seed(0)
     logits = torch.randn(6, 50)
     parameters = [(1.0, 0, 1.0, 1.0), (0.0, 0, 1.0, 1.0), (0.5, 3, 1.0, 1.0), (2.0, 0, 0.5, 1.0), (1.0, 5, 0.9, 1.8)]
@@ -135,7 +131,7 @@ def test_rows_with_different_parameters_do_not_disturb_each_other() -> None:
         assert together[row] == alone[0]
 
 
-def test_a_first_token_has_a_temperature_of_its_own_and_the_others_theirs() -> None:
+def test_a_first_token_has_a_temperature_of_its_own_and_the_others_theirs():
     logits = torch.tensor([2.0, 1.5, 1.0, -3.0])
     same, none = [0.5] * NUM_DRAWS, [0] * NUM_DRAWS
     ones = [1.0] * NUM_DRAWS
@@ -153,7 +149,7 @@ def test_a_first_token_has_a_temperature_of_its_own_and_the_others_theirs() -> N
             torch.testing.assert_close(logprobs_B[chosen_B].double(), full[tokens_B[chosen_B]], atol=1e-6, rtol=0)
 
 
-def test_a_first_token_has_a_top_k_of_its_own_and_the_others_theirs() -> None:
+def test_a_first_token_has_a_top_k_of_its_own_and_the_others_theirs():
     logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0]).expand(600, -1)
     few = [None] * 200 + [2] * 200 + [0] * 200
     rows = SamplerRows.build([1.0] * 600, [3] * 600, [1.0] * 600, [1.0] * 600, CPU, first_top_k=few)
@@ -162,7 +158,7 @@ def test_a_first_token_has_a_top_k_of_its_own_and_the_others_theirs() -> None:
         assert tuple(len(part.unique()) for part in tokens_B.split(200)) == expected
 
 
-def test_greedy_takes_the_maximum_and_the_ends_of_the_unit_interval_pick_possible_tokens() -> None:
+def test_greedy_takes_the_maximum_and_the_ends_of_the_unit_interval_pick_possible_tokens():
     torch.manual_seed(0)
     logits = torch.randn(20, 30)
     tokens_B, logprobs_B = sample(logits, rows_of(20, temperature=0.0), draws_uniform(20))
@@ -175,7 +171,7 @@ def test_greedy_takes_the_maximum_and_the_ends_of_the_unit_interval_pick_possibl
         assert set(tokens_B.tolist()) == {1, 2}
 
 
-def test_uniforms_are_split_mix_64_in_plain_integers() -> None:
+def test_uniforms_are_split_mix_64_in_plain_integers():
     def mix(z: int) -> int:
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
@@ -191,7 +187,7 @@ def test_uniforms_are_split_mix_64_in_plain_integers() -> None:
         assert 0 < value < 1
 
 
-def test_few_tokens_ask_for_a_look_at_the_text() -> None:
+def test_few_tokens_ask_for_a_look_at_the_text():
     tokenizer = make_tokenizer()
     finder = StopStrings(tokenizer)
     asked = sum(finder.may_end(("</answer>",), token) for token in range(len(tokenizer)))

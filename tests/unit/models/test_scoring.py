@@ -1,7 +1,5 @@
 """Scores of loss tokens equal those from the model's own full logits, however the batch is cut."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle
@@ -25,7 +23,6 @@ from roll.algorithms.quantities import (
     Given,
     KlToReference,
     OutputLayer,
-    Quantity,
     TopTokens,
     WholeVocabulary,
     asked_of,
@@ -90,7 +87,7 @@ def full_scores(model: PreTrainedModel, batch: Batch, temperature: float) -> tup
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_scores_equal_those_of_the_full_logits(name: str) -> None:
+def test_scores_equal_those_of_the_full_logits(name):
     model, batch = make_model(CONFIGS[name]), make_batch()
     with torch.no_grad():
         logprobs, entropy = full_scores(model, batch, 0.7)
@@ -99,7 +96,7 @@ def test_scores_equal_those_of_the_full_logits(name: str) -> None:
     torch.testing.assert_close(scores.entropy_T.double(), entropy, rtol=0, atol=5e-6)
 
 
-def test_squares_are_those_of_the_full_logits() -> None:
+def test_squares_are_those_of_the_full_logits():
     model, batch = make_model(), make_batch()
     scores = score_batch(TokenScorer(model, temperature=0.7, needs=(quantities.prob_square_sum,)), batch)
     with torch.no_grad():
@@ -112,7 +109,7 @@ def test_squares_are_those_of_the_full_logits() -> None:
 
 
 @pytest.mark.parametrize("cutting", CUTTINGS)
-def test_scores_do_not_depend_on_the_cutting(cutting: str) -> None:
+def test_scores_do_not_depend_on_the_cutting(cutting):
     scorer, batch = TokenScorer(make_model()), make_batch()
     expected = score_batch(scorer, batch)
     found = score_batch(scorer, batch, **CUTTINGS[cutting])
@@ -121,7 +118,7 @@ def test_scores_do_not_depend_on_the_cutting(cutting: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_packed_sequences_see_only_themselves(attention: str) -> None:
+def test_packed_sequences_see_only_themselves(attention):
     model, batch = make_model(), make_batch()
     model.set_attn_implementation(attention)
     scorer = TokenScorer(model)
@@ -135,13 +132,13 @@ def test_packed_sequences_see_only_themselves(attention: str) -> None:
     assert not torch.equal(before.logprobs_T[middle], after.logprobs_T[middle])
 
 
-def test_temperature_zero_scores_as_temperature_one() -> None:
+def test_temperature_zero_scores_as_temperature_one():
     model, batch = make_model(), make_batch()
     greedy, plain = (score_batch(TokenScorer(model, temperature=t), batch) for t in (0.0, 1.0))
     assert torch.equal(greedy.logprobs_T, plain.logprobs_T)
 
 
-def test_chunked_output_layer_gives_the_same_scores_and_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_output_layer_gives_the_same_scores_and_gradient(monkeypatch):
     batch, results = make_batch(), []
     for budget in (2**25, 37 * 4):
         monkeypatch.setattr(scoring, "MAX_CHUNK_LOGITS", budget)
@@ -153,7 +150,7 @@ def test_chunked_output_layer_gives_the_same_scores_and_gradient(monkeypatch: py
         torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-5)
 
 
-def test_gradient_of_many_chunks_is_as_precise_in_bf16_as_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_of_many_chunks_is_as_precise_in_bf16_as_that_of_one(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     weight_VH = 0.05 * torch.randn(1024, 64, generator=generator)
     hidden_KH, target_K = torch.randn(1024, 64, generator=generator), torch.randint(0, 1024, (1024,))
@@ -175,7 +172,7 @@ def test_gradient_of_many_chunks_is_as_precise_in_bf16_as_that_of_one(monkeypatc
         assert (gradient(torch.bfloat16, number) - exact).norm() < 0.003 * exact.norm()
 
 
-def test_output_layer_sees_only_positions_that_predict_loss_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_layer_sees_only_positions_that_predict_loss_tokens(monkeypatch):
     model, batch, seen = make_model(), make_batch(), []
     scorer = TokenScorer(model)
     head = scorer.head
@@ -203,7 +200,7 @@ class PeakMemory(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("full_kl", [False, True])
-def test_memory_does_not_grow_with_vocabulary_times_tokens(monkeypatch: pytest.MonkeyPatch, full_kl: bool) -> None:
+def test_memory_does_not_grow_with_vocabulary_times_tokens(monkeypatch, full_kl):
     vocabulary, budget = 4000, 4000 * 64
     monkeypatch.setattr(scoring, "MAX_CHUNK_LOGITS", budget)
     model = make_model(Qwen2Config(**{**SMALL, "vocab_size": vocabulary}))
@@ -245,7 +242,7 @@ def with_reference(model: PreTrainedModel, reference: PreTrainedModel, batch: Ba
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_kl_over_the_vocabulary_is_that_of_the_full_logits(name: str) -> None:
+def test_kl_over_the_vocabulary_is_that_of_the_full_logits(name):
     model, reference = make_model(CONFIGS[name]), make_model(CONFIGS[name], seed=2)
     scorer, batch = with_reference(model, reference, make_batch())
     expected = full_kl(model, reference, batch, 0.7)
@@ -258,9 +255,7 @@ def test_kl_over_the_vocabulary_is_that_of_the_full_logits(name: str) -> None:
 
 
 @pytest.mark.parametrize("budget", [2**25, 37 * 6])
-def test_gradient_of_the_kl_over_the_vocabulary_is_that_of_a_direct_one(
-    monkeypatch: pytest.MonkeyPatch, budget: int
-) -> None:
+def test_gradient_of_the_kl_over_the_vocabulary_is_that_of_a_direct_one(monkeypatch, budget):
     monkeypatch.setattr(scoring, "MAX_CHUNK_LOGITS", budget)
     model, reference = make_model(), make_model(seed=2)
     scorer, batch = with_reference(model, reference, make_batch())
@@ -273,7 +268,7 @@ def test_gradient_of_the_kl_over_the_vocabulary_is_that_of_a_direct_one(
         assert (found.grad.double() - expected.grad).norm() < 3e-5 * expected.grad.norm()
 
 
-def test_hidden_states_are_kept_for_loss_tokens_alone_and_kl_needs_the_references_output_layer() -> None:
+def test_hidden_states_are_kept_for_loss_tokens_alone_and_kl_needs_the_references_output_layer():
     batch = make_batch()
     hidden_TH = score_batch(TokenScorer(make_model(), needs=(logprobs, hidden_states)), batch, packing=True).hidden_TH
     assert hidden_TH.shape == (batch.num_tokens, 16) and hidden_TH.dtype == torch.float32
@@ -288,7 +283,7 @@ def test_hidden_states_are_kept_for_loss_tokens_alone_and_kl_needs_the_reference
         )
 
 
-def test_columns_of_any_name_travel_and_are_put_together() -> None:
+def test_columns_of_any_name_travel_and_are_put_together():
     one, other = (TokenScores.of(logprobs_T=torch.tensor([x]), own_T=torch.tensor([2 * x])) for x in (1.0, 2.0))
     assert one.others.keys() == {"own_T"} and pickle.loads(pickle.dumps(one)).columns == one.columns
     places = [torch.tensor([2]), torch.tensor([0])]
@@ -296,7 +291,7 @@ def test_columns_of_any_name_travel_and_are_put_together() -> None:
     assert whole.logprobs_T.tolist() == [2.0, 0.0, 1.0] and whole.others["own_T"].tolist() == [4.0, 0.0, 2.0]
 
 
-def test_without_loss_tokens_scores_are_zero_and_without_an_output_layer_there_are_none() -> None:
+def test_without_loss_tokens_scores_are_zero_and_without_an_output_layer_there_are_none():
     scores = score_batch(TokenScorer(make_model()), make_batch().select([]))
     assert scores.logprobs_T.shape == (0,)
     batch = make_batch()
@@ -306,7 +301,7 @@ def test_without_loss_tokens_scores_are_zero_and_without_an_output_layer_there_a
         TokenScorer(make_model().base_model)
 
 
-def test_value_of_a_token_comes_from_the_state_before_it() -> None:
+def test_value_of_a_token_comes_from_the_state_before_it():
     model, batch = make_model().base_model, make_batch()
     head = ValueHead(16)
     torch.nn.init.normal_(head.linear.weight)
@@ -317,7 +312,7 @@ def test_value_of_a_token_comes_from_the_state_before_it() -> None:
     torch.testing.assert_close(values[row], expected.detach(), rtol=0, atol=2e-6)
 
 
-def test_fresh_value_head_predicts_zero_and_a_saved_one_is_found(tmp_path: Path) -> None:
+def test_fresh_value_head_predicts_zero_and_a_saved_one_is_found(tmp_path):
     from safetensors.torch import save_file
 
     assert not load_value_head(4, tmp_path)(torch.randn(3, 4)).any()
@@ -325,7 +320,7 @@ def test_fresh_value_head_predicts_zero_and_a_saved_one_is_found(tmp_path: Path)
     assert load_value_head(4, tmp_path)(torch.ones(1, 4)).item() == 5
 
 
-def test_trunk_and_causal_lm_load_from_one_folder_with_other_entries_of_the_configuration(tmp_path: Path) -> None:
+def test_trunk_and_causal_lm_load_from_one_folder_with_other_entries_of_the_configuration(tmp_path):
     model = make_model()
     model.save_pretrained(tmp_path)
     loaded, trunk = (load_causal_lm(str(tmp_path), dtype=torch.float32, trunk=trunk) for trunk in (False, True))
@@ -339,7 +334,7 @@ def test_trunk_and_causal_lm_load_from_one_folder_with_other_entries_of_the_conf
         load_causal_lm(str(tmp_path), config_kwargs={"rms_norm_epsilon": 0.5})
 
 
-def test_unusable_model_folders_are_explained(tmp_path: Path) -> None:
+def test_unusable_model_folders_are_explained(tmp_path):
     with pytest.raises(ValueError, match="no such folder"):
         load_causal_lm(str(tmp_path / "missing"))
     with pytest.raises(ValueError, match=r"no config\.json"):
@@ -355,13 +350,13 @@ def test_unusable_model_folders_are_explained(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
-def test_missing_weights_are_refused_not_invented(tmp_path: Path) -> None:
+def test_missing_weights_are_refused_not_invented(tmp_path):
     make_model(Qwen2Config(**SMALL, tie_word_embeddings=False)).base_model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"1 weights are missing, the first is 'lm_head\.weight'"):
         load_causal_lm(str(tmp_path))
 
 
-def test_fused_experts_go_out_as_the_checkpoint_names_them(tmp_path: Path) -> None:
+def test_fused_experts_go_out_as_the_checkpoint_names_them(tmp_path):
     from safetensors.torch import load_file
     from transformers import Qwen3MoeConfig
 
@@ -397,7 +392,7 @@ def scored(model: Any, batch: Batch, **options: Any) -> TokenScores:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_told_choice_repeats_the_scores_and_another_changes_them(family: str) -> None:
+def test_a_told_choice_repeats_the_scores_and_another_changes_them(family):
     model, batch = make_model(FAMILIES[family]), make_batch()
     plain = score_batch(TokenScorer(copy.deepcopy(model)), batch)
     told = scored(model, batch)
@@ -411,7 +406,7 @@ def test_a_told_choice_repeats_the_scores_and_another_changes_them(family: str) 
 
 
 @pytest.mark.parametrize("cutting", CUTTINGS)
-def test_what_is_told_is_what_the_routers_prefer_however_the_batch_is_cut(cutting: str) -> None:
+def test_what_is_told_is_what_the_routers_prefer_however_the_batch_is_cut(cutting):
     model, batch = make_model(FAMILIES["qwen3_moe"]), make_batch()
     expected = []
     for row in range(batch.num_sequences):
@@ -422,7 +417,7 @@ def test_what_is_told_is_what_the_routers_prefer_however_the_batch_is_cut(cuttin
     assert torch.equal(told.experts_TE, torch.cat(expected).short())
 
 
-def test_a_replayed_choice_holds_under_other_routers_and_trains_them() -> None:
+def test_a_replayed_choice_holds_under_other_routers_and_trains_them():
     model, batch = make_model(FAMILIES["qwen3_moe"]), make_batch()
     told = scored(model, batch).experts_TE
     for layer in model.model.layers:
@@ -441,7 +436,7 @@ def test_a_replayed_choice_holds_under_other_routers_and_trains_them() -> None:
     assert gradient.abs().max() > 0
 
 
-def test_a_shared_prompt_takes_the_experts_of_a_row_that_has_some() -> None:
+def test_a_shared_prompt_takes_the_experts_of_a_row_that_has_some():
     tokens = torch.tensor([1, 2, 3, 4, 1, 2, 3, 5])
     experts_TE = torch.tensor([[-1]] * 4 + [[0], [1], [2], [3]], dtype=torch.int16)
     mask_T = torch.tensor([False, False, False, True] * 2)
@@ -452,7 +447,7 @@ def test_a_shared_prompt_takes_the_experts_of_a_row_that_has_some() -> None:
     assert (take_micro_batch(batch, [], 0).experts_TE == -1).all()
 
 
-def test_models_and_choices_that_do_not_go_together_are_told() -> None:
+def test_models_and_choices_that_do_not_go_together_are_told():
     batch = make_batch()
     with pytest.raises(ValueError, match="Qwen2ForCausalLM has no layers with experts"):
         scored(make_model(), batch)
@@ -565,7 +560,7 @@ def beside(student: PreTrainedModel, teacher: Path | None, config: DivergenceCon
 
 @pytest.mark.parametrize("config", [KL, JSD], ids=["forward_kl", "js_divergence"])
 @pytest.mark.parametrize("kind", TEACHERS)
-def test_whole_distributions(kind: str, config: DivergenceConfig, tmp_path: Path) -> None:
+def test_whole_distributions(kind, config, tmp_path):
     student, teacher, batch = make(STUDENT, 1), make(TEACHERS[kind], 2), ragged_batch()
     teacher.save_pretrained(tmp_path)
     num_ids = min(37, TEACHERS[kind].vocab_size)
@@ -579,7 +574,7 @@ def test_whole_distributions(kind: str, config: DivergenceConfig, tmp_path: Path
 
 @pytest.mark.parametrize("top_k", [1, 5, 37])
 @pytest.mark.parametrize("kind", TEACHERS)
-def test_top_tokens_and_the_rest(kind: str, top_k: int) -> None:
+def test_top_tokens_and_the_rest(kind, top_k):
     student, teacher, batch = make(STUDENT, 1), make(TEACHERS[kind], 2), ragged_batch()
     config = DivergenceConfig(kd_objective="forward_kl", logits_topk=top_k)
     with_top = asked(teacher, batch, top_k)
@@ -592,9 +587,7 @@ def test_top_tokens_and_the_rest(kind: str, top_k: int) -> None:
 
 
 @pytest.mark.parametrize("top_k", [None, 4])
-def test_chunks_and_layouts_give_the_same_divergence_and_gradient(
-    top_k: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_and_layouts_give_the_same_divergence_and_gradient(top_k, tmp_path, monkeypatch):
     teacher = make(TEACHERS["more ids"], 2)
     teacher.save_pretrained(tmp_path)
     batch, results = asked(teacher, ragged_batch(), top_k), []
@@ -619,7 +612,7 @@ def test_chunks_and_layouts_give_the_same_divergence_and_gradient(
     ],
     ids=["hidden", "top"],
 )
-def test_what_a_teacher_says_comes_to_where_the_model_runs(top_k: int | None, columns: list[Tensor]) -> None:
+def test_what_a_teacher_says_comes_to_where_the_model_runs(top_k, columns):
     """Inputs are placed by the parameters, which FSDP2 keeps in host memory with ``cpu_offload``; it moves no view."""
     config = DivergenceConfig(kd_objective="forward_kl", logits_topk=top_k)
     divergence = Divergence(config, 1.0, "teacher", layer=OutputLayer(torch.empty(37, 24, device="meta")))
@@ -638,14 +631,14 @@ def test_what_a_teacher_says_comes_to_where_the_model_runs(top_k: int | None, co
     assert found.device.type == "meta" and found.shape == (3,)
 
 
-def test_a_model_without_the_teachers_layer_says_so() -> None:
+def test_a_model_without_the_teachers_layer_says_so():
     batch = asked(make(TEACHERS["same ids"], 2), ragged_batch(), None)
     with pytest.raises(ValueError, match="holds no output layer of it"):
         score_batch(TokenScorer(make(STUDENT, 1), needs=(Divergence(KL, 1.0, "teacher"),)), batch)
 
 
 @pytest.mark.parametrize(("top_k", "asked"), [(None, hidden_states), (8, TopTokens(8, 30))])
-def test_a_teacher_computes_what_the_policy_asks_for(top_k: int | None, asked: Quantity) -> None:
+def test_a_teacher_computes_what_the_policy_asks_for(top_k, asked):
     config = DivergenceConfig(kd_objective="forward_kl", logits_topk=top_k)
     needs = (*BASIC, KlToReference(), Divergence(config, 1.0, "teacher", 30))
     assert asked_of("teacher", needs) == (logprobs, asked)

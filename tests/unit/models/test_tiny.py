@@ -1,11 +1,8 @@
 """The embedded model: its tokenizer on any text, its files, its seed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import unicodedata
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +35,7 @@ pieces = st.one_of(
 
 
 @given(st.lists(pieces, max_size=8).map("".join))
-def test_any_text_comes_back(text: str) -> None:
+def test_any_text_comes_back(text):
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     assert TOKENIZER.decode(ids) == unicodedata.normalize("NFC", text)
     assert all(0 <= index < len(TOKENIZER) for index in ids)
@@ -46,7 +43,7 @@ def test_any_text_comes_back(text: str) -> None:
 
 @given(st.lists(pieces, max_size=8).map("".join))
 @example("\uf900")  # a character that composition replaces
-def test_the_plain_class_reads_a_folder_as_transformers_own_choice_does(read: tuple[Any, Any], text: str) -> None:
+def test_the_plain_class_reads_a_folder_as_transformers_own_choice_does(read, text):
     plain, chosen = read
     ids = plain.encode(text)
     assert ids == chosen.encode(text)
@@ -65,7 +62,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return plain, chosen
 
 
-def test_a_tokenizer_alone_needs_no_torch(tmp_path: Path) -> None:
+def test_a_tokenizer_alone_needs_no_torch(tmp_path):
     make_tiny_model(tmp_path / "model", seed=0)
     code = (
         "import sys; from roll.models.tokenizer import load_tokenizer as load; load(sys.argv[1]); print(*sys.modules)"
@@ -76,7 +73,7 @@ def test_a_tokenizer_alone_needs_no_torch(tmp_path: Path) -> None:
     assert "transformers" in loaded.stdout.split() and "torch" not in loaded.stdout.split()
 
 
-def test_what_games_say_often_is_one_token_each_and_chat_markers_are_special() -> None:
+def test_what_games_say_often_is_one_token_each_and_chat_markers_are_special():
     for text in domain_tokens():
         ids = TOKENIZER.encode(text, add_special_tokens=False)
         assert (len(ids), TOKENIZER.decode(ids, skip_special_tokens=True)) == (1, text)
@@ -88,7 +85,7 @@ def test_what_games_say_often_is_one_token_each_and_chat_markers_are_special() -
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_sokoban_turn_costs_23_prompt_and_4_answer_tokens(seed: int) -> None:
+def test_a_sokoban_turn_costs_23_prompt_and_4_answer_tokens(seed):
     env = envs.make("sokoban", min_solution=1, max_solution=4, num_walls=4, show_coordinates=True)
     observation, _ = env.reset(seed=seed)
     renderer = ChatRenderer(TOKENIZER)
@@ -110,7 +107,7 @@ def _opening(renderer: ChatRenderer, observation: str) -> list[int]:
     return ids
 
 
-def test_the_model_loads_as_any_other_and_keeps_its_tokenizer(tmp_path: Path) -> None:
+def test_the_model_loads_as_any_other_and_keeps_its_tokenizer(tmp_path):
     path = tmp_path / "tiny"
     make_tiny_model(path, seed=3)
     model = AutoModelForCausalLM.from_pretrained(path)
@@ -129,7 +126,7 @@ def test_the_model_loads_as_any_other_and_keeps_its_tokenizer(tmp_path: Path) ->
     assert [child.name for child in tmp_path.iterdir()] == ["tiny"]  # nothing half-built is left
 
 
-def test_the_seed_decides_the_weights_and_disturbs_nobody(tmp_path: Path) -> None:
+def test_the_seed_decides_the_weights_and_disturbs_nobody(tmp_path):
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -143,7 +140,7 @@ def test_the_seed_decides_the_weights_and_disturbs_nobody(tmp_path: Path) -> Non
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == weights[2]
 
 
-def test_the_model_is_what_transformers_itself_would_make_without_importing_its_models(tmp_path: Path) -> None:
+def test_the_model_is_what_transformers_itself_would_make_without_importing_its_models(tmp_path):
     code = (
         "import sys; from pathlib import Path; from roll.models.tiny import make_tiny_model as make;"
         "make(Path(sys.argv[1]), seed=5, num_heads=2, hidden_size=32, num_layers=1); print(*sys.modules)"

@@ -1,7 +1,5 @@
 """Tensors of a folder: read by name from what Transformers writes, and taken, kept or refused by a model."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -33,7 +31,7 @@ def model() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
-def test_reads_all_that_a_saved_model_holds(model: PreTrainedModel, tmp_path: Path, shard_size: str) -> None:
+def test_reads_all_that_a_saved_model_holds(model, tmp_path, shard_size):
     model.save_pretrained(tmp_path, max_shard_size=shard_size)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard_size == "20KB")
     files = WeightFiles(str(tmp_path))
@@ -41,7 +39,7 @@ def test_reads_all_that_a_saved_model_holds(model: PreTrainedModel, tmp_path: Pa
         assert torch.equal(files.read(name), weight)
 
 
-def test_a_model_without_output_layer_has_names_without_prefix(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_model_without_output_layer_has_names_without_prefix(model, tmp_path):
     model.get_decoder().save_pretrained(tmp_path)
     files = WeightFiles(str(tmp_path))
     assert torch.equal(files.read("model.norm.weight"), model.get_parameter("model.norm.weight"))
@@ -49,7 +47,7 @@ def test_a_model_without_output_layer_has_names_without_prefix(model: PreTrained
         files.read("lm_head.weight")
 
 
-def test_a_folder_without_weights_is_an_error(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_an_error(model, tmp_path):
     model.config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"no model\.safetensors in it"):
         WeightFiles(str(tmp_path))
@@ -196,7 +194,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_folder_that_is_not_the_models_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_folder_that_is_not_the_models_is_refused(tmp_path, name):
     kind, change, reason = REFUSED[name]
     change(tmp_path, written(tmp_path, kind))
     with pytest.raises(ValueError, match=f"model path .*{reason}"):
@@ -226,14 +224,14 @@ KEPT: dict[str, tuple[str, Change, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_what_the_model_does_not_compute_with_is_kept(tmp_path: Path, name: str) -> None:
+def test_what_the_model_does_not_compute_with_is_kept(tmp_path, name):
     kind, change, kept = KEPT[name]
     change(tmp_path, written(tmp_path, kind))
     assert fit_folder("lm", str(tmp_path), load_config(str(tmp_path))).kept == kept
     assert not load_causal_lm(str(tmp_path)).training
 
 
-def test_layers_behind_those_that_predict_further_tokens_are_refused(tmp_path: Path) -> None:
+def test_layers_behind_those_that_predict_further_tokens_are_refused(tmp_path):
     with_more("model.layers.3.eh_proj.weight", 16, 32, num_nextn_predict_layers=1)(
         tmp_path, written(tmp_path, "DeepseekV3")
     )
@@ -241,12 +239,12 @@ def test_layers_behind_those_that_predict_further_tokens_are_refused(tmp_path: P
         load_causal_lm(str(tmp_path))
 
 
-def test_the_output_layer_is_no_business_of_a_trunk(tmp_path: Path) -> None:
+def test_the_output_layer_is_no_business_of_a_trunk(tmp_path):
     with_more("lm_head.weight", 32, 16)(tmp_path, written(tmp_path, "Qwen2"))
     assert fit_folder("value", str(tmp_path), load_config(str(tmp_path))).kept == ["lm_head.weight"]
 
 
-def test_a_head_of_several_outputs_is_no_start_of_a_value_head(tmp_path: Path) -> None:
+def test_a_head_of_several_outputs_is_no_start_of_a_value_head(tmp_path):
     with_more("score.weight", 2, 16)(tmp_path, written(tmp_path, "Llama"))
     with pytest.raises(ValueError, match=r"score\.weight: got shape \(2, 16\), expected \(1, 16\)"):
         load_value_head(16, tmp_path)
@@ -276,14 +274,14 @@ def shards(model: PreTrainedModel, tmp_path: Path) -> tuple[Path, list[Path], di
         ),
     ],
 )
-def test_files_that_are_not_those_of_the_index_are_refused(shards, damage: Callable[[Path], Any], reason: str) -> None:
+def test_files_that_are_not_those_of_the_index_are_refused(shards, damage, reason):
     folder, files, _ = shards
     damage(files[0])
     with pytest.raises(ValueError, match=reason):
         load_causal_lm(str(folder))
 
 
-def test_an_index_that_names_what_is_not_in_its_file_is_refused(shards) -> None:
+def test_an_index_that_names_what_is_not_in_its_file_is_refused(shards):
     folder, _, names = shards
     (folder / INDEX).write_text(json.dumps({"weight_map": {**names, "model.more.weight": files_of(names)[0]}}))
     with pytest.raises(ValueError, match=r"1 tensors are not in the files that it names: model\.more\.weight"):
@@ -294,7 +292,7 @@ def files_of(names: dict[str, str]) -> list[str]:
     return sorted(set(names.values()))
 
 
-def test_a_tensor_in_two_files_is_refused(shards) -> None:
+def test_a_tensor_in_two_files_is_refused(shards):
     folder, files, names = shards
     name = next(name for name, file in names.items() if file == files[0].name)
     first, second = load_file(files[0]), load_file(files[1])
@@ -318,7 +316,7 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_what_transformers_saves_of_a_family_fits_it(kind: str) -> None:
+def test_what_transformers_saves_of_a_family_fits_it(kind):
     """Made of no more than names and shapes, in the sizes that the family has by default, with few layers."""
     config = transformers.AutoConfig.for_model(kind)
     if getattr(config, "layer_types", None) is None and kind != "jamba":
@@ -351,9 +349,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("place", ["hub", "home"])
-def test_a_model_of_the_hub_or_the_home_folder_keeps_its_tokenizer_and_its_ends(
-    place: str, cached: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_of_the_hub_or_the_home_folder_keeps_its_tokenizer_and_its_ends(place, cached, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "hub" / "models--org--small" / "snapshots"))
     target = tmp_path / "saved"
     target.mkdir()
@@ -363,7 +359,7 @@ def test_a_model_of_the_hub_or_the_home_folder_keeps_its_tokenizer_and_its_ends(
     assert load_tokenizer(str(target), alone=True).get_vocab() == make_tokenizer().get_vocab()
 
 
-def test_a_tokenizer_that_cannot_be_had_is_told(cached: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tokenizer_that_cannot_be_had_is_told(cached, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         copy_companions("org/other", tmp_path)
     assert "org/other: its tokenizer is not in the hub's cache" in caplog.text
@@ -375,7 +371,7 @@ def model_of(kind: type = AutoModelForCausalLM, **config: object):
         return kind.from_config(Qwen2Config(**shape, num_attention_heads=2, num_key_value_heads=1, **config))
 
 
-def test_a_prefix_is_a_whole_name_and_something_is_left_to_train() -> None:
+def test_a_prefix_is_a_whole_name_and_something_is_left_to_train():
     frozen = frozen_parameters(model_of(), ["model.layers.1"])
     assert frozen and {name.split(".")[2] for name in frozen} == {"1"}
     assert frozen_parameters(model_of(), ["model.norm.weight"]) == {"model.norm.weight"}
@@ -387,14 +383,14 @@ def test_a_prefix_is_a_whole_name_and_something_is_left_to_train() -> None:
     assert frozen_parameters(model_of(AutoModel), ["model"], head=True)
 
 
-def test_a_tied_parameter_is_frozen_by_each_of_its_names() -> None:
+def test_a_tied_parameter_is_frozen_by_each_of_its_names():
     both = {"model.embed_tokens.weight", "lm_head.weight"}
     for name in ("model.embed_tokens", "lm_head"):
         assert frozen_parameters(model_of(tie_word_embeddings=True), [name]) == both
         assert len(frozen_parameters(model_of(tie_word_embeddings=False), [name])) == 1
 
 
-def test_a_trunk_has_the_names_of_the_whole_model() -> None:
+def test_a_trunk_has_the_names_of_the_whole_model():
     trunk = model_of(AutoModel)
     freeze(trunk, ["model.layers.0", "model.norm"])
     still = {name for name, parameter in trunk.named_parameters() if not parameter.requires_grad}

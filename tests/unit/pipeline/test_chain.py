@@ -1,7 +1,5 @@
 """The chain of examples: its configurations are those that the script names, valid, and hold the same problems out."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -27,12 +25,12 @@ def stages_of_the_script() -> dict[str, list[str]]:
     return {name: words.replace('"', "").replace("$folder", "/chain").split() for name, words in found}
 
 
-def test_the_script_runs_every_configuration() -> None:
+def test_the_script_runs_every_configuration():
     assert list(stages_of_the_script()) == STAGES and len(STAGES) == 5
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_a_stage_is_valid_and_starts_from_an_earlier_one(name: str) -> None:
+def test_a_stage_is_valid_and_starts_from_an_earlier_one(name):
     words = stages_of_the_script()[name]
     composed = compose_config(name, FOLDER, ["output_dir=/chain", "seed=3", *words])
     program = PROGRAMS[str(program_of(composed.values))]
@@ -45,7 +43,7 @@ def test_a_stage_is_valid_and_starts_from_an_earlier_one(name: str) -> None:
     assert bool(models) == (name not in ("1-sft", "2-student"))
 
 
-def test_what_is_held_out_is_trained_on_by_no_stage(tmp_path: Path) -> None:
+def test_what_is_held_out_is_trained_on_by_no_stage(tmp_path):
     args = compose_config("1-sft", FOLDER, []).values["data_generator"]["args"]
     sets = [compose_config(name, FOLDER, []).values["data_generator"]["args"] for name in STAGES]
     assert all(other == args for other in sets), "the stages share their data"

@@ -1,7 +1,5 @@
 """The ``roll`` command: what it lists, how it finds a pipeline, and how little it loads to say so."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

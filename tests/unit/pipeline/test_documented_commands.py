@@ -3,8 +3,6 @@
 A command of a kind that nobody has thought of here fails, so that it gets its check.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib
@@ -63,7 +61,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("command", FOUND)
-def test_a_documented_command_is_one_that_works(command: str) -> None:
+def test_a_documented_command_is_one_that_works(command):
     words = shlex.split(command)
     settings = [words.pop(0) for word in list(words) if re.match(r"[A-Za-z_]+=", word) and words[0] == word]
     if not words:  # an override shown by itself
@@ -90,7 +88,7 @@ def test_a_documented_command_is_one_that_works(command: str) -> None:
         assert tool in TOOLS, f"no check for {tool}"
 
 
-def test_make_demo_runs_a_valid_configuration(machine: None) -> None:
+def test_make_demo_runs_a_valid_configuration(machine):
     (recipe,) = re.findall(r"^demo:.*\n\t\$\(BIN\)/python (.*) \$\(DEMO_ARGS\)$", makefile(), re.MULTILINE)
     check_start_script(shlex.split(recipe))
 

@@ -1,11 +1,8 @@
 """Two prompts in the same words that show different pictures are two prompts, wherever that is asked."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -50,7 +47,7 @@ def batch(*rows: list[int]) -> Batch:
 
 
 @given(st.lists(st.integers(0, 2**20 - 1), min_size=1, max_size=4), st.binary(max_size=9))
-def test_ids_of_content_are_outside_the_vocabulary_and_stand_for_its_tokens(tokens: list[int], data: bytes) -> None:
+def test_ids_of_content_are_outside_the_vocabulary_and_stand_for_its_tokens(tokens, data):
     ids = content_ids(Item(np.frombuffer(data, dtype=np.uint8)), tokens)
     assert (ids < 0).all() and ids.dtype == np.int64 and vocabulary_ids(ids).tolist() == tokens
     assert vocabulary_ids(torch.from_numpy(ids)).tolist() == tokens
@@ -58,19 +55,19 @@ def test_ids_of_content_are_outside_the_vocabulary_and_stand_for_its_tokens(toke
     assert identity(content_ids(same, tokens)) == identity(ids) != identity(content_ids(CAT, tokens))
 
 
-def test_the_two_prompts_have_equal_ids_for_a_model() -> None:
+def test_the_two_prompts_have_equal_ids_for_a_model():
     assert vocabulary_ids(np.array(prompt(CAT))).tolist() == vocabulary_ids(np.array(prompt(DOG))).tolist() == WORDS
     assert rectangle(batch(prompt(CAT), prompt(DOG))).input_ids_RC.tolist() == [[*WORDS, 5, 6]] * 2
 
 
-def test_a_turn_continues_no_row_with_another_picture() -> None:
+def test_a_turn_continues_no_row_with_another_picture():
     recorder = Recorder()
     assert recorder.add(make_turn(prompt(CAT), [5])).row == 0
     assert recorder.add(make_turn([*prompt(DOG), 5, 7], [8])).row == 1
     assert recorder.add(make_turn([*prompt(CAT), 5, 7], [8])).row == 0
 
 
-def test_groups_arrive_with_each_their_picture() -> None:
+def test_groups_arrive_with_each_their_picture():
     def group(second: Item) -> RolloutGroup:
         turns = [make_turn(prompt(CAT), [5]), make_turn([*prompt(second), 5, 7], [8])]
         return RolloutGroup(0, "A", (make_trajectory(turns, history=True),))
@@ -82,7 +79,7 @@ def test_groups_arrive_with_each_their_picture() -> None:
         assert found.trajectories[0].turns[1].prompt_ids.tolist() == [*prompt(item), 5, 7]
 
 
-def test_rows_share_no_prompt_with_another_picture() -> None:
+def test_rows_share_no_prompt_with_another_picture():
     mixed = batch(prompt(CAT), prompt(DOG), prompt(CAT))
     assert SharedPrompts.find(mixed).prompt_B.tolist() == [0, 1, 0]
     assert [rows.tolist() for rows in make_shared_batches(mixed, max_sequences=2)] == [[0, 2], [1]]
@@ -90,7 +87,7 @@ def test_rows_share_no_prompt_with_another_picture() -> None:
     assert SharedPrompts.find(pairs).lengths_G.tolist() == [2], "a pair shares what is in front of its pictures"
 
 
-def test_hf_infer_computes_both_prompts(tmp_path: Path) -> None:
+def test_hf_infer_computes_both_prompts(tmp_path):
     folder = tmp_path / "tiny"
     make_tiny_model(folder, seed=0)
     engine = ContinuousBatching(
@@ -108,7 +105,7 @@ def test_hf_infer_computes_both_prompts(tmp_path: Path) -> None:
     assert (engine.counters.prefill_tokens, engine.counters.shared_tokens) == (2 * 5, 5)
 
 
-def test_other_answers_of_ktos_comparison_are_to_another_picture_too() -> None:
+def test_other_answers_of_ktos_comparison_are_to_another_picture_too():
     crossed = cross(batch(prompt(CAT), prompt(DOG)), max_tokens=8)
     assert crossed.tokens_T.view(2, -1)[:, :6].tolist() == [prompt(CAT), prompt(DOG)]
     asked = batch(prompt(CAT), prompt(CAT), prompt(DOG))
@@ -120,11 +117,11 @@ def test_other_answers_of_ktos_comparison_are_to_another_picture_too() -> None:
     assert cross(asked, max_tokens=8).tokens_T.view(3, -1)[:, 6].tolist() == [52, 52, 50]
 
 
-def test_kept_columns_are_of_one_picture() -> None:
+def test_kept_columns_are_of_one_picture():
     assert digest_of(batch(prompt(CAT))) == digest_of(batch(prompt(CAT))) != digest_of(batch(prompt(DOG)))
 
 
-def test_an_endpoints_session_counts_and_samples_them_apart() -> None:
+def test_an_endpoints_session_counts_and_samples_them_apart():
     def ids(item: Item) -> IntArray:
         return np.array(prompt(item))
 
@@ -142,7 +139,7 @@ def test_an_endpoints_session_counts_and_samples_them_apart() -> None:
     assert len({cat, dog, second_cat}) == 3 and lone_dog == dog, "the dog is asked for the first time in either"
 
 
-def test_questions_of_a_dataset_are_told_apart_by_their_items() -> None:
+def test_questions_of_a_dataset_are_told_apart_by_their_items():
     messages = [{"role": "user", "content": "What is it?"}]
     assert conversation_digest(messages, [CAT]) == conversation_digest(messages, [CAT])
     assert len({conversation_digest(messages, items) for items in ([], [CAT], [DOG], [CAT, DOG])}) == 4

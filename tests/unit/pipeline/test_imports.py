@@ -1,7 +1,5 @@
 """What a process of a run imports: seconds of its start, in each of them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -64,9 +62,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [(ENV_WORKER, {"torch", *MODELS}), (PROMPT_WORKER, {"torch", *MODELS}), (DRIVER, MODELS)],
     ids=["environments", "prompts", "driver"],
 )
-def test_a_process_without_a_model_imports_what_it_needs_and_no_models(
-    code: str, unneeded: set[str], model: Path
-) -> None:
+def test_a_process_without_a_model_imports_what_it_needs_and_no_models(code, unneeded, model):
     done = subprocess.run([sys.executable, "-c", code, str(model)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not unneeded & set(done.stdout.split())

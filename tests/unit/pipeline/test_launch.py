@@ -27,9 +27,7 @@ class Stop(Exception):
     """Ends a start."""
 
 
-def test_the_table_of_roles_is_whole_on_a_terminal_of_80_columns_and_in_the_log_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_table_of_roles_is_whole_on_a_terminal_of_80_columns_and_in_the_log_file(monkeypatch, tmp_path):
     def stop(plan: Any) -> None:
         raise Stop
 
@@ -51,9 +49,7 @@ def test_the_table_of_roles_is_whole_on_a_terminal_of_80_columns_and_in_the_log_
 
 
 @pytest.mark.parametrize("dead", [[], ["gcs_server"]], ids=["alive", "dead"])
-def test_ray_is_asked_to_end_workers_only_while_its_daemons_are_there(
-    monkeypatch: pytest.MonkeyPatch, dead: Any
-) -> None:
+def test_ray_is_asked_to_end_workers_only_while_its_daemons_are_there(monkeypatch, dead):
     """Without its head each such call waits for a minute, after which Ray ends the process, and no reason is left."""
     calls: list[str] = []
 

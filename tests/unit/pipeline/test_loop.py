@@ -1,7 +1,5 @@
 """The loop of a run: when it evaluates, and when it saves."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging
@@ -92,13 +90,7 @@ def run(
         ({"val_before_train": False, "val_after_train": False, "eval_steps": 0, "save_steps": None}, [], []),
     ],
 )
-def test_evaluations_and_checkpoints_are_those_that_were_asked_for(
-    tmp_path: Path,
-    keys: dict[str, Any],
-    evaluated: list[tuple[str, int]],
-    saved: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_evaluations_and_checkpoints_are_those_that_were_asked_for(tmp_path, keys, evaluated, saved, monkeypatch):
     monkeypatch.setattr(Cluster, "current_step", None)  # as it was, when the run is over
     loop = run(tmp_path, **keys)
     assert loop.evaluated == evaluated
@@ -107,9 +99,7 @@ def test_evaluations_and_checkpoints_are_those_that_were_asked_for(
     assert loop.session.summary["steps"] == 5
 
 
-def test_who_evaluates_a_checkpoint_in_its_run_loses_none_of_its_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_evaluates_a_checkpoint_in_its_run_loses_none_of_its_metrics(tmp_path, monkeypatch):
     monkeypatch.setattr(Cluster, "current_step", None)
     run(tmp_path)
 
@@ -128,9 +118,7 @@ def test_who_evaluates_a_checkpoint_in_its_run_loses_none_of_its_metrics(
         assert lines() == trained | {3: trained[3] | {"eval/success": 0.5}}
 
 
-def test_a_checkpoint_of_another_pipeline_is_evaluated_and_not_gone_on_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_of_another_pipeline_is_evaluated_and_not_gone_on_from(tmp_path, monkeypatch):
     monkeypatch.setattr(Cluster, "current_step", None)
     run(tmp_path / "first")
     last = str(tmp_path / "first" / "loop" / "checkpoints" / "checkpoint-5")
@@ -140,9 +128,7 @@ def test_a_checkpoint_of_another_pipeline_is_evaluated_and_not_gone_on_from(
     assert judged.evaluated == [("after", 5)]
 
 
-def test_a_resumed_run_that_is_another_is_refused_or_says_what_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_that_is_another_is_refused_or_says_what_has_changed(tmp_path, monkeypatch):
     monkeypatch.setattr(Cluster, "current_step", None)
     run(tmp_path, max_steps=3)
     resumed = {"resume_from_checkpoint": True, "max_steps": 4}
@@ -160,9 +146,7 @@ def test_a_resumed_run_that_is_another_is_refused_or_says_what_has_changed(
     assert not run(tmp_path, seed=7, max_grad_norm=0.5, **{**resumed, "max_steps": 5}).session.changes
 
 
-def test_a_checkpoint_without_a_record_is_resumed_with_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_without_a_record_is_resumed_with_one_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(Cluster, "current_step", None)
     run(tmp_path, max_steps=3)
     checkpoint = tmp_path / "loop" / "checkpoints" / "checkpoint-3"
@@ -196,9 +180,7 @@ class Learning(Counting):
 
 
 @pytest.mark.parametrize(("agrees", "last"), [(3, 3), (4, 4), (9, 5)])
-def test_a_run_ends_as_learned_where_its_evaluation_agrees(
-    tmp_path: Path, agrees: int, last: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_ends_as_learned_where_its_evaluation_agrees(tmp_path, agrees, last, monkeypatch):
     monkeypatch.setattr(Cluster, "current_step", None)
     monkeypatch.setattr(Learning, "agrees", agrees)
     loop = run(tmp_path, AgenticConfig, make=Learning, eval_steps=0, save_steps=99)
@@ -225,9 +207,7 @@ def test_a_run_ends_as_learned_where_its_evaluation_agrees(
     assert finished in ({}, {0.9: True, None: False})
 
 
-def test_a_run_that_is_stopped_while_it_asks_whether_all_is_learned_asks_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_stopped_while_it_asks_whether_all_is_learned_asks_again(tmp_path, monkeypatch):
     monkeypatch.setattr(Cluster, "current_step", None)
 
     class Stopped(Learning):
@@ -249,7 +229,7 @@ class Playing(RLPipeline):
     rollout = evaluate = None  # type: ignore[assignment]
 
 
-def test_an_error_in_shaping_leaves_what_a_rescued_checkpoint_has_as_it_was() -> None:
+def test_an_error_in_shaping_leaves_what_a_rescued_checkpoint_has_as_it_was():
     keys = {"reward_norm": "running", "reward_shift": True, "adv_estimator": "maxrl", "add_token_level_kl": True}
     config = RLConfig.model_validate({**keys, "target_kl": 0.1, "reference": {}})
     shaping = Shaping(config.parts)
@@ -289,7 +269,7 @@ class Counter:
 
 
 @pytest.mark.parametrize("mask_type", ["loss", "all"])
-def test_an_optimizer_step_of_which_masks_leave_nothing_is_no_failed_one(mask_type: str) -> None:
+def test_an_optimizer_step_of_which_masks_leave_nothing_is_no_failed_one(mask_type):
     keys = {"adv_estimator": "gae", "critic": {}, "max_len_mask": True, "mask_type": mask_type}
     pipeline: Any = Playing.__new__(Playing)
     pipeline.config, pipeline.bad_steps = RLConfig.model_validate(keys), 0
@@ -305,7 +285,7 @@ def test_an_optimizer_step_of_which_masks_leave_nothing_is_no_failed_one(mask_ty
 
 
 @pytest.mark.parametrize(("kept", "coef"), [(2, 0.1 * (1 + 0.2 * 2 / 10)), (0, 0.1)])
-def test_episodes_that_are_taken_out_of_a_step_do_not_move_the_coefficient_of_the_kl(kept: int, coef: float) -> None:
+def test_episodes_that_are_taken_out_of_a_step_do_not_move_the_coefficient_of_the_kl(kept, coef):
     """Ziegler et al. 2019, section 2.2: a KL of ten times the target, over the sequences that were played."""
     keys = {"add_token_level_kl": True, "init_kl_coef": 0.1, "target_kl": 0.1, "kl_horizon": 10, "reference": {}}
     masks = {"max_len_mask": True, "mask_type": "all"}
@@ -316,7 +296,7 @@ def test_episodes_that_are_taken_out_of_a_step_do_not_move_the_coefficient_of_th
     assert shaping.kl_reward.coef == pytest.approx(coef)
 
 
-def test_an_evaluation_reads_none_of_what_only_the_next_step_of_rl_depends_on() -> None:
+def test_an_evaluation_reads_none_of_what_only_the_next_step_of_rl_depends_on():
     pipeline: Any = Playing.__new__(Playing)
     pipeline.config = PipelineConfig(eval_only=True)
     pipeline.session = SimpleNamespace(summary={})
@@ -335,7 +315,7 @@ def test_an_evaluation_reads_none_of_what_only_the_next_step_of_rl_depends_on() 
         ({"train_infer_correction": {"bypass": True}}, []),
     ],
 )
-def test_rows_that_are_scored_before_the_update(keys: dict[str, Any], scored: list[int]) -> None:
+def test_rows_that_are_scored_before_the_update(keys, scored):
     pipeline: Any = SimpleNamespace(config=AlgorithmConfig.model_validate(keys))
     batch = Batch(torch.ones(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64), torch.ones(4).bool())
     steps = [torch.tensor([1, 3]), torch.tensor([2, 0])]
@@ -350,9 +330,7 @@ def test_rows_that_are_scored_before_the_update(keys: dict[str, Any], scored: li
         (["is_use_additional_prompts=true", "+max_filtered_batches=1"], None),
     ],
 )
-def test_groups_are_counted_against_a_bound_only_where_some_may_be_turned_down(
-    keys: list[str], most: int | None
-) -> None:
+def test_groups_are_counted_against_a_bound_only_where_some_may_be_turned_down(keys, most):
     """The bound holds for groups under way too: additional ones would not be started."""
     asked: dict[str, Any] = {}
 
@@ -372,7 +350,7 @@ def test_groups_are_counted_against_a_bound_only_where_some_may_be_turned_down(
 
 
 @pytest.mark.parametrize(("taken", "sizes"), [(8, [8] * 4), (7, [9, 9, 10]), (4, [8, 8]), (3, [12]), (1, [4])])
-def test_a_batch_that_fell_short_makes_fewer_optimizer_steps_and_not_smaller_ones(taken: int, sizes: list[int]) -> None:
+def test_a_batch_that_fell_short_makes_fewer_optimizer_steps_and_not_smaller_ones(taken, sizes):
     rows = torch.ones(4 * taken, dtype=torch.int64)
     config = SimpleNamespace(groups_per_step=8, optimizer_steps_per_epoch=4, ppo_epochs=2, seed=0)
     pipeline: Any = SimpleNamespace(config=config, taken=SimpleNamespace(admission=SimpleNamespace(taken=range(taken))))
@@ -405,9 +383,7 @@ def scored(tag: str, *scores: float) -> RolloutGroup:
         ([scored("unknown", 0.0)], 0.0, True),
     ],
 )
-def test_what_is_attained_is_a_share_of_the_best_reward_or_of_successes_where_that_is_not_known(
-    groups: list[RolloutGroup], share: float, wrong: bool
-) -> None:
+def test_what_is_attained_is_a_share_of_the_best_reward_or_of_successes_where_that_is_not_known(groups, share, wrong):
     rules = Scored(RLConfig())
     assert rules.attained(groups) == pytest.approx(share)
     assert rules.all_wrong(groups) == wrong
@@ -426,8 +402,8 @@ def test_what_is_attained_is_a_share_of_the_best_reward_or_of_successes_where_th
     ],
 )
 def test_a_step_looks_learned_that_is_short_and_near_the_best_reward_and_not_lately_doubted(
-    kept: list[RolloutGroup], rest: list[RolloutGroup], doubted: int, looks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kept, rest, doubted, looks, monkeypatch
+):
     monkeypatch.setattr("roll.pipeline.rollouts.remarks_on", lambda *_, **__: [])
     monkeypatch.setattr("roll.pipeline.rollouts.sampled_tokens", lambda groups: 0)
     config = RLConfig(rollout_batch_size=2, eval_steps=10)
@@ -441,7 +417,7 @@ def test_a_step_looks_learned_that_is_short_and_near_the_best_reward_and_not_lat
         assert rollouts.confirm(20, None) is None, "without an evaluation nobody agrees"
 
 
-def test_what_is_done_aside_delays_nobody_and_is_there_when_the_session_ends(tmp_path: Path) -> None:
+def test_what_is_done_aside_delays_nobody_and_is_there_when_the_session_ends(tmp_path):
     done: list[int] = []
     gate = threading.Event()
 
@@ -463,7 +439,7 @@ def test_what_is_done_aside_delays_nobody_and_is_there_when_the_session_ends(tmp
     assert session.summary["status"] == "completed"
 
 
-def test_an_error_of_the_run_waits_for_what_is_done_aside(tmp_path: Path) -> None:
+def test_an_error_of_the_run_waits_for_what_is_done_aside(tmp_path):
     done: list[int] = []
     config = RunConfig(output_dir=str(tmp_path), exp_name="aside")
     with pytest.raises(KeyError), RunSession(config, time.time()) as session:
@@ -488,7 +464,7 @@ class Listening:
         Listening.finished += 1
 
 
-def test_trackers_are_told_of_every_evaluation_and_of_other_steps_now_and_then(tmp_path: Path) -> None:
+def test_trackers_are_told_of_every_evaluation_and_of_other_steps_now_and_then(tmp_path):
     listening = {"track_with": f"{__name__}:Listening", "logging_steps": 4, "max_steps": 9}
     with RunSession(RunConfig(output_dir=str(tmp_path), exp_name="told", **listening), time.time()) as session:
         for step in range(10):
@@ -496,9 +472,7 @@ def test_trackers_are_told_of_every_evaluation_and_of_other_steps_now_and_then(t
     assert Listening.told == [0, 4, 6, 8, 9]
 
 
-def test_a_run_that_a_full_disk_ends_says_why_and_lets_go_of_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_a_full_disk_ends_says_why_and_lets_go_of_everything(tmp_path, monkeypatch, capsys):
     def no_room(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -514,7 +488,7 @@ def test_a_run_that_a_full_disk_ends_says_why_and_lets_go_of_everything(
         pass  # nobody holds the folder
 
 
-def test_a_run_that_ends_well_but_cannot_say_so_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_well_but_cannot_say_so_fails(tmp_path, monkeypatch):
     def no_room(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -525,7 +499,7 @@ def test_a_run_that_ends_well_but_cannot_say_so_fails(tmp_path: Path, monkeypatc
         monkeypatch.setattr(os, "fsync", no_room)
 
 
-def test_what_failed_is_kept_whatever_its_words_are_and_the_page_names_the_runs_logs(tmp_path: Path) -> None:
+def test_what_failed_is_kept_whatever_its_words_are_and_the_page_names_the_runs_logs(tmp_path):
     config = RunConfig(output_dir=str(tmp_path), exp_name="words")
     with pytest.raises(ValueError, match="no rows"), RunSession(config, time.time()) as session:
         raise ValueError("no rows in caf\udce9.jsonl")

@@ -3,12 +3,9 @@
 The ranks run in this process, behind the same pickling as over Ray; real clusters: ``tests/integration``.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,7 +122,7 @@ def make_batch(lengths: Sequence[int]) -> Batch:
     return Batch(lengths_B, tokens, tokens > 0, group_B=torch.arange(len(lengths)))
 
 
-def test_of_maxima_the_greatest_of_all_ranks_counts() -> None:
+def test_of_maxima_the_greatest_of_all_ranks_counts():
     model, _ = make_model(3)
     history = model.train(make_batch([1, 1, 1, 1]), [torch.tensor([0, 1, 2, 3]), torch.tensor([0])])
     assert history == [{"steps": 1.0, "rows_max": 2.0}, {"steps": 2.0, "rows_max": 1.0}]
@@ -135,9 +132,7 @@ lengths_strategy = st.lists(st.integers(1, 10), min_size=1, max_size=12)
 
 
 @given(lengths_strategy, st.integers(1, 5), st.integers(1, 3), st.booleans())
-def test_scores_come_back_in_the_order_of_the_batch(
-    lengths: list[int], dp_size: int, copies: int, values: bool
-) -> None:
+def test_scores_come_back_in_the_order_of_the_batch(lengths, dp_size, copies, values):
     batch = make_batch(lengths)
     model, strategies = make_model(dp_size * copies, copies=copies, values=values)
     assert (model.size, model.dp_size) == (dp_size * copies, dp_size)
@@ -155,7 +150,7 @@ def test_scores_come_back_in_the_order_of_the_batch(
 
 
 @given(lengths_strategy, st.integers(1, 5), st.data())
-def test_only_the_rows_that_are_asked_for_are_scored(lengths: list[int], dp_size: int, data: st.DataObject) -> None:
+def test_only_the_rows_that_are_asked_for_are_scored(lengths, dp_size, data):
     batch = make_batch(lengths)
     rows = sorted(data.draw(st.sets(st.integers(0, len(lengths) - 1), min_size=1)))
     model, strategies = make_model(dp_size)
@@ -167,7 +162,7 @@ def test_only_the_rows_that_are_asked_for_are_scored(lengths: list[int], dp_size
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 4))
-def test_rows_of_the_first_optimizer_step_alone_are_not_trained_later(num_rows: int, steps: int, epochs: int) -> None:
+def test_rows_of_the_first_optimizer_step_alone_are_not_trained_later(num_rows, steps, epochs):
     first, *later = plan_optimizer_steps(num_rows, steps, epochs, seed=0)
     found = rows_trained_later([first, *later]).tolist()
     assert found == sorted({row for rows in later for row in rows.tolist()})
@@ -175,9 +170,7 @@ def test_rows_of_the_first_optimizer_step_alone_are_not_trained_later(num_rows: 
 
 
 @given(lengths_strategy, st.integers(1, 5), st.integers(1, 2), st.integers(1, 6), st.integers(1, 2))
-def test_each_optimizer_step_reaches_the_ranks_in_disjoint_shares(
-    lengths: list[int], dp_size: int, copies: int, steps_per_epoch: int, epochs: int
-) -> None:
+def test_each_optimizer_step_reaches_the_ranks_in_disjoint_shares(lengths, dp_size, copies, steps_per_epoch, epochs):
     batch = make_batch(lengths)
     model, strategies = make_model(dp_size * copies, copies=copies)
     steps = plan_optimizer_steps(len(lengths), steps_per_epoch, epochs, seed=0)
@@ -193,9 +186,7 @@ def test_each_optimizer_step_reaches_the_ranks_in_disjoint_shares(
 
 
 @given(st.integers(0, 40), st.integers(1, 9), st.integers(1, 4), st.integers(0, 3))
-def test_every_epoch_sees_every_row_once_in_steps_of_nearly_equal_size(
-    num_rows: int, steps_per_epoch: int, epochs: int, seed: int
-) -> None:
+def test_every_epoch_sees_every_row_once_in_steps_of_nearly_equal_size(num_rows, steps_per_epoch, epochs, seed):
     steps = plan_optimizer_steps(num_rows, steps_per_epoch, epochs, seed)
     per_epoch = min(num_rows, steps_per_epoch)
     assert len(steps) == per_epoch * epochs
@@ -206,7 +197,7 @@ def test_every_epoch_sees_every_row_once_in_steps_of_nearly_equal_size(
         assert not sizes or max(sizes) - min(sizes) <= 1
 
 
-def test_epochs_are_shuffled_anew_and_the_seed_repeats_them() -> None:
+def test_epochs_are_shuffled_anew_and_the_seed_repeats_them():
     def orders(seed: int) -> list[list[int]]:
         return [rows.tolist() for rows in plan_optimizer_steps(50, 1, 3, seed)]
 
@@ -219,7 +210,7 @@ def test_epochs_are_shuffled_anew_and_the_seed_repeats_them() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_a_rank_gets_only_the_rows_that_it_trains_on() -> None:
+def test_a_rank_gets_only_the_rows_that_it_trains_on():
     """What travels is its share, once, however many epochs there are."""
     model, _ = make_model(4)
     steps: list[Tensor] = [torch.arange(8)] * 3
@@ -228,9 +219,7 @@ def test_a_rank_gets_only_the_rows_that_it_trains_on() -> None:
 
 
 @pytest.mark.parametrize(("shares_of", "rows"), [("tokens", [2, 3]), ("work", [1, 4])])
-def test_ranks_get_equal_shares_of_what_balance_ranks_by_names(
-    shares_of: str, rows: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_get_equal_shares_of_what_balance_ranks_by_names(shares_of, rows, tmp_path, monkeypatch):
     monkeypatch.setattr("roll.pipeline.roles.OffloadManager", lambda _: None)  # all is on the devices
     make_tiny_model(tmp_path, seed=0, num_heads=2)
     EchoStrategy.copies, EchoStrategy.scores_values = 1, False

@@ -1,7 +1,5 @@
 """Keys in a file of YAML that a role's engine, a session and its evaluations are told of."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,7 +62,7 @@ def context(config: RLVRConfig, role: str) -> StrategyContext:
         ),
     ],
 )
-def test_an_engine_is_told_what_is_asked_for(role: str, words: str, name: str, value: Any, tmp_path: Path) -> None:
+def test_an_engine_is_told_what_is_asked_for(role, words, name, value, tmp_path):
     before, after = context(loaded(tmp_path), role), context(loaded(tmp_path, words), role)
     assert getattr(before, name) != value and getattr(after, name) == value
 
@@ -78,7 +76,7 @@ def test_an_engine_is_told_what_is_asked_for(role: str, words: str, name: str, v
         (["adapter_name_or_path=/made/before"], "start", "/made/before"),
     ],
 )
-def test_an_adapter_is_the_one_that_is_asked_for(words: list[str], name: str, value: Any, tmp_path: Path) -> None:
+def test_an_adapter_is_the_one_that_is_asked_for(words, name, value, tmp_path):
     whole = [f"{MODEL}.lora_target=all-linear", f"{MODEL}.lora_rank=4", "~reference"]
     plain = _lora(loaded(tmp_path, *whole).actor_train.model_args)
     asked = _lora(loaded(tmp_path, *whole, *(f"{MODEL}.{each}" for each in words)).actor_train.model_args)
@@ -90,7 +88,7 @@ def write(path: Path) -> None:
     (path / "weights").write_text("none")
 
 
-def test_a_session_runs_the_hook_where_checkpoints_are_to_go(tmp_path: Path) -> None:
+def test_a_session_runs_the_hook_where_checkpoints_are_to_go(tmp_path):
     folders = [f"output_dir={tmp_path}/out", f"checkpoint_config.output_dir={tmp_path}/kept"]
     hook = f"checkpoint_config.post_save_hook=[sh, -c, 'echo $ROLL_STEP $ROLL_CHECKPOINT >> {tmp_path}/told']"
     with RunSession(loaded(tmp_path, *folders, hook, "max_ckpt_to_keep=1"), time.time()) as session:
@@ -102,7 +100,7 @@ def test_a_session_runs_the_hook_where_checkpoints_are_to_go(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("given", "written"), [("2", 2), ("0", 0), ("null", 70)])
-def test_as_many_answers_of_an_evaluation_are_written_as_asked(given: str, written: int, tmp_path: Path) -> None:
+def test_as_many_answers_of_an_evaluation_are_written_as_asked(given, written, tmp_path):
     config = loaded(tmp_path, f"num_written_episodes={given}", f"output_dir={tmp_path}/out")
     shown: list[Any] = []
     with RunSession(config, time.time()) as session:

@@ -1,10 +1,7 @@
 """What a run tells of the groups that it takes."""
 
-from __future__ import annotations
-
 import json
 import logging
-from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, cast
@@ -50,9 +47,7 @@ def taken(caplog: pytest.LogCaptureFixture, *groups: RolloutGroup) -> str:
     return caplog.text
 
 
-def test_failed_episodes_and_late_tools_are_told_and_nothing_where_all_went_well(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_failed_episodes_and_late_tools_are_told_and_nothing_where_all_went_well(caplog):
     late = group(0, tool_calls=3, call_timeouts=2)
     told = taken(caplog, late, group(1, ("broken: no disk",), tool_calls=4, call_timeouts=1), group(2))
     assert "broken: no disk" in told
@@ -80,7 +75,7 @@ def limit(tag: str) -> int:
     return 4
 
 
-def test_metrics_of_a_step_are_those_of_the_rows_that_are_saved() -> None:
+def test_metrics_of_a_step_are_those_of_the_rows_that_are_saved():
     half = answers(3, (0.5, 1), (0.5, 2), dropped=1)
     collected = Collected([MIXED], [RIGHT, WRONG, half])
     found = step_metrics(collected, filters=True)
@@ -116,7 +111,7 @@ def remarked(collected: Collected, num_groups: int, *, compares: bool = False) -
     return dict(remarks_on(7, collected, num_groups, limit, compares=compares))
 
 
-def test_what_matters_of_a_step_is_remarked_in_a_line() -> None:
+def test_what_matters_of_a_step_is_remarked_in_a_line():
     assert remarked(Collected([answers(0, (1, 2), (0, 3))], []), 1, compares=True) == {}
     assert remarked(Collected([MIXED], []), 1) == {
         "cut": "step 7: 50% of the answers are cut at response_length 4 (rollout/cut_off): raise it, or ask for less"
@@ -136,7 +131,7 @@ def test_what_matters_of_a_step_is_remarked_in_a_line() -> None:
     assert "100% of the answers are cut at sequence_length (" in remarked(by_sequence, 1)["cut"]
 
 
-def test_a_remark_is_made_aloud_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_remark_is_made_aloud_ever_more_rarely(caplog):
     remarks = Remarks()
     with caplog.at_level(logging.INFO):
         for step in range(1, 11):
@@ -147,7 +142,7 @@ def test_a_remark_is_made_aloud_ever_more_rarely(caplog: pytest.LogCaptureFixtur
     assert len(caplog.records) == 11, "the others are in the log file"
 
 
-def test_a_failure_says_what_all_answers_have_in_common() -> None:
+def test_a_failure_says_what_all_answers_have_in_common():
     groups = [answers(0, (0, 4), (0, 4), (0, 4)), answers(1, (0, 1), dropped=2)]
     assert describe_failure(groups, limit) == (
         "all 4 sampled answers scored 0; 75% were cut at response_length 4; in 100% there was no answer or action; "
@@ -158,7 +153,7 @@ def test_a_failure_says_what_all_answers_have_in_common() -> None:
     )
 
 
-def test_some_groups_of_each_step_are_kept_trained_ones_first(tmp_path: Path) -> None:
+def test_some_groups_of_each_step_are_kept_trained_ones_first(tmp_path):
     folder = RunFolder(tmp_path, "run")
     write_samples(folder, 3, Collected([MIXED], [RIGHT, WRONG]), 2)
     write_samples(folder, 4, Collected([MIXED, MIXED, MIXED], [WRONG]), 2)
@@ -172,7 +167,7 @@ def test_some_groups_of_each_step_are_kept_trained_ones_first(tmp_path: Path) ->
     assert [path.name for path in folder.trajectories.iterdir()] == ["train-00003.jsonl"]
 
 
-def test_of_older_steps_every_other_one_goes_where_all_are_too_large(tmp_path: Path) -> None:
+def test_of_older_steps_every_other_one_goes_where_all_are_too_large(tmp_path):
     sizes = []
     for step in range(1, 101):
         (tmp_path / f"train-{step:05d}.jsonl").write_text("x" * 100)
@@ -187,7 +182,7 @@ def test_of_older_steps_every_other_one_goes_where_all_are_too_large(tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["train-00100.jsonl"]
 
 
-def test_a_step_without_a_group_to_train_on_is_none_of_which_all_failed() -> None:
+def test_a_step_without_a_group_to_train_on_is_none_of_which_all_failed():
     scheduler: Any = SimpleNamespace(take=lambda *_, **options: Collected([], [RIGHT]))
     assert take(SESSION, scheduler, Admission(1), 1, "train on").rejected == [RIGHT]
     failed = RolloutGroup(0, "t", (), 2, ("no disk",))
@@ -239,7 +234,7 @@ def started(limit: int = 9) -> tuple[Connected, Workers, Workers, Workers]:
 LOST = RuntimeError("lost")
 
 
-def test_a_death_that_hits_an_evaluation_and_the_rollouts_beside_it_is_repaired_once_for_both() -> None:
+def test_a_death_that_hits_an_evaluation_and_the_rollouts_beside_it_is_repaired_once_for_both():
     roles, players, _, _ = started()
     players.lives = False
     roles.recover(LOST, evaluates=True)
@@ -252,7 +247,7 @@ def test_a_death_that_hits_an_evaluation_and_the_rollouts_beside_it_is_repaired_
 
 
 @pytest.mark.parametrize("evaluates", [True, False])
-def test_only_those_who_generate_for_the_lost_groups_are_brought_back(evaluates: bool) -> None:
+def test_only_those_who_generate_for_the_lost_groups_are_brought_back(evaluates):
     """The trainer may have moved on since the others got their weights, and cannot send these any more."""
     roles, _, generator, evaluator = started()
     generator.lives = evaluator.lives = False
@@ -260,7 +255,7 @@ def test_only_those_who_generate_for_the_lost_groups_are_brought_back(evaluates:
     assert (generator.restarts, evaluator.restarts) == (([0], [1]) if evaluates else ([1], [0]))
 
 
-def test_the_dead_are_replaced_as_often_as_is_allowed() -> None:
+def test_the_dead_are_replaced_as_often_as_is_allowed():
     roles, players, generator, _ = started(limit=1)
     players.lives = generator.lives = False
     with pytest.raises(WorkerDiedError, match="max_worker_restarts=1 is used up"):

@@ -1,7 +1,5 @@
 """Several teachers: each row is judged by the one of its tag, to float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -71,7 +69,7 @@ def oracle(model: PreTrainedModel, batch: Batch, row: int) -> Tensor:
     return logprobs.gather(1, one.tokens_T[1:, None])[:, 0][one.loss_mask_T[1:]]
 
 
-def test_each_row_is_scored_by_the_teacher_of_its_tag() -> None:
+def test_each_row_is_scored_by_the_teacher_of_its_tag():
     batch, models = make_batch(), {"a": make(1), "b": make(2)}
     here = {name: Here(model) for name, model in models.items()}
     teachers = TaggedTeachers(here, {"a": [0, 2], "b": [1]}, {"a": 0.3, "b": 1.0})
@@ -98,7 +96,7 @@ def test_each_row_is_scored_by_the_teacher_of_its_tag() -> None:
     assert here["a"].seen == 3, "it has nothing to score"
 
 
-def test_the_terms_of_several_teachers_of_a_row_add_up() -> None:
+def test_the_terms_of_several_teachers_of_a_row_add_up():
     batch, models = make_batch(), {"all": make(1), "some": make(2)}
     weights = {"all": 0.3, "some": 0.7}
     here = {name: Here(model) for name, model in models.items()}
@@ -120,7 +118,7 @@ def test_the_terms_of_several_teachers_of_a_row_add_up() -> None:
     assert metrics["teacher/all/logprob"] == pytest.approx(float(alone.mean()), rel=1e-5)
 
 
-def test_rows_of_a_teacher_with_other_tokens_have_chunks_and_others_have_their_tokens() -> None:
+def test_rows_of_a_teacher_with_other_tokens_have_chunks_and_others_have_their_tokens():
     batch = make_batch()
     tokens, chunks = Here(make(1)), Here(make(2), chunks=True)
     teachers = TaggedTeachers({"a": tokens, "b": chunks}, {"a": [0, 2], "b": [1]}, {"a": 1.0, "b": 1.0})
@@ -174,7 +172,7 @@ def rollouts(renderer: ChatRenderer) -> Batch:
 
 
 @torch.no_grad()
-def test_the_answer_is_scored_behind_the_teachers_prompt(teacher: Imitator) -> None:
+def test_the_answer_is_scored_behind_the_teachers_prompt(teacher):
     renderer = ChatRenderer(teacher.tokenizer)
     writer = TeacherPrompts("{prompt} It is {solution}.", renderer, "solution")
     prompts = {

@@ -1,7 +1,5 @@
 """Model FLOPs against PyTorch's own counter, and the peaks of devices by their names."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +28,7 @@ LENGTHS = (33, 7, 64)
 
 @pytest.mark.parametrize("config", [Qwen2Config(**SIZES), Qwen3MoeConfig(**SIZES, **MIXTURE)])
 @pytest.mark.parametrize("trains", [False, True])
-def test_operations_are_those_that_pytorch_counts(config: Any, trains: bool) -> None:
+def test_operations_are_those_that_pytorch_counts(config, trains):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     with FlopCounterMode(display=False) as counter:
         for length in LENGTHS:
@@ -66,7 +64,7 @@ def measured(config: PipelineConfig, name: str | None, **options: Any) -> dict[s
     return timer.step_metrics()
 
 
-def test_metrics_of_a_step() -> None:
+def test_metrics_of_a_step():
     config = PipelineConfig.model_validate({"pretrain": "tiny"})
     found = measured(config, "NVIDIA H100 80GB HBM3", passes=3)
     seconds = found["time/train"]
@@ -79,7 +77,7 @@ def test_metrics_of_a_step() -> None:
     assert found["mfu/train"] == pytest.approx(flops / 2 / seconds / 67e12)  # float32
 
 
-def test_tokens_of_rollouts_beside_training_are_those_of_the_time_since_the_batch_before() -> None:
+def test_tokens_of_rollouts_beside_training_are_those_of_the_time_since_the_batch_before():
     timer, used = PhaseTimer(), Utilisation(PipelineConfig.model_validate({}), cluster(None, (0,)))
     started = time.perf_counter()
     for _ in range(2):  # the second batch is there at once: it was played while the first was trained on
@@ -91,7 +89,7 @@ def test_tokens_of_rollouts_beside_training_are_those_of_the_time_since_the_batc
     assert metrics["tokens_per_s/rollout"] < 1000 / 0.05
 
 
-def test_a_peak_that_is_not_known_is_not_guessed_and_a_step_without_the_policy_has_no_operations() -> None:
+def test_a_peak_that_is_not_known_is_not_guessed_and_a_step_without_the_policy_has_no_operations():
     for name in (None, "NVIDIA Z1"):
         found = measured(PipelineConfig.model_validate({}), name)
         assert "tflops_per_device/train" in found and "mfu/train" not in found
@@ -105,7 +103,7 @@ def test_a_peak_that_is_not_known_is_not_guessed_and_a_step_without_the_policy_h
 @pytest.mark.parametrize(
     ("rows", "tokens"), [(None, sum(LENGTHS)), (torch.tensor([2, 0]), 64 + 33), (torch.empty(0, dtype=torch.int64), 0)]
 )
-def test_rows_that_nobody_has_scored_do_not_count(rows: torch.Tensor | None, tokens: int) -> None:
+def test_rows_that_nobody_has_scored_do_not_count(rows, tokens):
     timer = PhaseTimer()
     with timer.phase("logprobs") as span:
         Utilisation(PipelineConfig.model_validate({}), cluster(None, (0,), (1,))).scored(span, make_batch(), rows)
@@ -115,7 +113,7 @@ def test_rows_that_nobody_has_scored_do_not_count(rows: torch.Tensor | None, tok
     assert rates == pytest.approx(expected)
 
 
-def test_an_adapter_needs_no_gradients_of_the_frozen_matrices() -> None:
+def test_an_adapter_needs_no_gradients_of_the_frozen_matrices():
     whole, adapted = (
         PipelineConfig.model_validate({"actor_train": {"model_args": args}})
         for args in ({}, {"lora_target": "all-linear"})
@@ -146,11 +144,11 @@ def test_an_adapter_needs_no_gradients_of_the_frozen_matrices() -> None:
         ("Tesla V100-SXM2-16GB", None),
     ],
 )
-def test_devices_are_known_by_their_names(name: str, kind: str | None) -> None:
+def test_devices_are_known_by_their_names(name, kind):
     assert known_gpu(name) == (None if kind is None else GPUS[kind])
 
 
-def test_operations_of_prompts_that_were_shared_count_once() -> None:
+def test_operations_of_prompts_that_were_shared_count_once():
     config = PipelineConfig.model_validate({"pretrain": "tiny"})
     prompt, own = torch.arange(40), torch.arange(8 * 10).view(8, 10) + 100
     tokens = torch.cat([prompt.expand(8, -1), own], dim=1).flatten()

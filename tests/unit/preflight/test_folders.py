@@ -1,7 +1,5 @@
 """Folders of models whose tensors, tokens or layers do not fit are refused before anything starts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -128,24 +126,24 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "deepspeed_train", "megatron_train"])
-def test_a_whole_folder_is_valid_for_every_trainer(folder: Path, strategy: str) -> None:
+def test_a_whole_folder_is_valid_for_every_trainer(folder, strategy):
     assert problems(folder, strategy) == {}
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit_is_named(folder: Path, name: str) -> None:
+def test_what_does_not_fit_is_named(folder, name):
     change, reason = WRONG[name]
     change(folder)
     assert reason in problems(folder)["pretrain"]
 
 
-def test_the_tokens_without_a_row_are_named_with_their_ids(folder: Path) -> None:
+def test_the_tokens_without_a_row_are_named_with_their_ids(folder):
     add_token(folder)
     rows = len(make_tokenizer())
     assert f"beyond the model's vocabulary (vocab_size {rows}): '<|new|>' ({rows});" in problems(folder)["pretrain"]
 
 
-def test_a_teacher_has_a_row_for_each_token_of_the_policy(folder: Path) -> None:
+def test_a_teacher_has_a_row_for_each_token_of_the_policy(folder):
     teacher = folder.parent / "teacher"
     shutil.copytree(folder, teacher)
     configure(teacher, vocab_size=40)
@@ -158,7 +156,7 @@ def test_a_teacher_has_a_row_for_each_token_of_the_policy(folder: Path) -> None:
         check_rows(made)
 
 
-def test_a_model_that_is_not_looked_at_before_a_run_has_a_row_for_each_token(folder: Path) -> None:
+def test_a_model_that_is_not_looked_at_before_a_run_has_a_row_for_each_token(folder):
     made = validate(SFTConfig, settings(folder, "fsdp2_train"))
     check_rows(made)
     add_token(folder)
@@ -166,7 +164,7 @@ def test_a_model_that_is_not_looked_at_before_a_run_has_a_row_for_each_token(fol
         check_rows(made)
 
 
-def test_weights_that_are_not_here_are_no_problem_before_a_run(folder: Path) -> None:
+def test_weights_that_are_not_here_are_no_problem_before_a_run(folder):
     made = validate(SFTConfig, settings(folder, "fsdp2_train"))
     assert list(check_formats(made, needed=True)) == []
     (folder / "model.safetensors").unlink()
@@ -174,7 +172,7 @@ def test_weights_that_are_not_here_are_no_problem_before_a_run(folder: Path) -> 
     assert [problem.path for problem in check_formats(made, needed=True)] == ["pretrain"]
 
 
-def test_what_all_linear_leaves_out_of_a_mixture_is_said(tmp_path: Path) -> None:
+def test_what_all_linear_leaves_out_of_a_mixture_is_said(tmp_path):
     config = transformers.MixtralConfig(vocab_size=64, num_local_experts=4, **SIZES)
     config.save_pretrained(tmp_path / "model")
     made = validate(SFTConfig, settings(tmp_path / "model", "fsdp2_train", lora_target="all-linear"))
@@ -194,7 +192,7 @@ def adapter(folder: Path) -> Path:
     return target
 
 
-def test_an_adapter_to_start_from_has_the_matrices_that_are_trained(folder: Path, adapter: Path) -> None:
+def test_an_adapter_to_start_from_has_the_matrices_that_are_trained(folder, adapter):
     def found(targets: str) -> str:
         args = {"lora_target": targets, "lora_rank": 2, "lora_alpha": 4, "adapter_name_or_path": str(adapter)}
         return problems(folder, **args).get("actor_train.model_args.adapter_name_or_path", "")
@@ -210,7 +208,7 @@ def test_an_adapter_to_start_from_has_the_matrices_that_are_trained(folder: Path
     assert "expected a whole safetensors file" in found("q_proj,v_proj")
 
 
-def test_an_adapter_of_another_model_is_told(folder: Path, adapter: Path) -> None:
+def test_an_adapter_of_another_model_is_told(folder, adapter):
     args = {"lora_target": "q_proj,v_proj", "lora_rank": 2, "lora_alpha": 4, "adapter_name_or_path": str(adapter)}
     assert describe_adapter(validate(SFTConfig, settings(folder, "fsdp2_train", **args))) == []
     config = json.loads((adapter / "adapter_config.json").read_text())
@@ -219,7 +217,7 @@ def test_an_adapter_of_another_model_is_told(folder: Path, adapter: Path) -> Non
     assert f"the adapter was made for org/other, pretrain is {folder}" in line
 
 
-def test_layers_of_gpt2_are_adapted_or_named(tmp_path: Path) -> None:
+def test_layers_of_gpt2_are_adapted_or_named(tmp_path):
     transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=8192).save_pretrained(tmp_path / "model")
     assert problems(tmp_path / "model", lora_target="all-linear") == {}
     found = problems(tmp_path / "model", lora_target="q_proj")
@@ -252,13 +250,11 @@ def adapter_problems(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "deepspeed_train", "megatron_train"])
-def test_an_adapter_is_trained(adapter_problems: Any, strategy: str) -> None:
+def test_an_adapter_is_trained(adapter_problems, strategy):
     assert adapter_problems(strategy) == {}
 
 
-def test_an_adapter_of_a_language_model_or_one_that_adds_otherwise_is_no_start(
-    adapter_problems: Any, tmp_path: Path
-) -> None:
+def test_an_adapter_of_a_language_model_or_one_that_adds_otherwise_is_no_start(adapter_problems, tmp_path):
     key, spec = f"{KEY}.adapter_name_or_path", LoraSpec(8, 16, ("q_proj", "down_proj"))
     write_adapter_config(tmp_path, spec, "base", NAMES, scores=True)
     assert adapter_problems("fsdp2_train", adapter_name_or_path=str(tmp_path)) == {}

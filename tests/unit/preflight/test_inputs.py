@@ -1,7 +1,5 @@
 """Data and models that a configuration names: what ``roll validate`` finds in them, and how long it takes."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import threading
@@ -54,7 +52,7 @@ def row(**changes: Any) -> dict[str, Any]:
     return {"prompt": "1+1=", "solution": "2", "tag": "arithmetic"} | changes
 
 
-def test_rows_are_counted_and_absent_files_are_no_problem(load: Load, tmp_path: Path) -> None:
+def test_rows_are_counted_and_absent_files_are_no_problem(load, tmp_path):
     write(tmp_path / "train.jsonl", row(), row(prompt="2+2="))
     assert check_data(load()) == (
         [f"data: {tmp_path}/train.jsonl: 2 rows (arithmetic 2)", f"data: {tmp_path}/val.jsonl: nothing here yet"],
@@ -73,7 +71,7 @@ def test_rows_are_counted_and_absent_files_are_no_problem(load: Load, tmp_path: 
     ],
     ids=["missing column", "broken row", "tag without a domain", "no tag", "empty"],
 )
-def test_rows_that_the_run_would_refuse_are_problems(load: Load, tmp_path: Path, rows: list[Any], reason: str) -> None:
+def test_rows_that_the_run_would_refuse_are_problems(load, tmp_path, rows, reason):
     write(tmp_path / "train.jsonl", *rows)
     write(tmp_path / "val.jsonl", row())
     _, (problem,) = check_data(load())
@@ -81,7 +79,7 @@ def test_rows_that_the_run_would_refuse_are_problems(load: Load, tmp_path: Path,
     assert reason in problem.hint
 
 
-def test_only_the_head_of_each_file_is_read_and_equal_problems_are_counted(load: Load, tmp_path: Path) -> None:
+def test_only_the_head_of_each_file_is_read_and_equal_problems_are_counted(load, tmp_path):
     write(tmp_path / "train.jsonl", *[row(tag="geometry")] * 300)
     _, (problem,) = check_data(load())
     assert problem.hint.endswith("and 295 more")
@@ -92,7 +90,7 @@ def test_only_the_head_of_each_file_is_read_and_equal_problems_are_counted(load:
     assert lines_said[0].endswith(f"{HEAD:,} rows checked, the first {HEAD:,} of each file (arithmetic {HEAD:,})")
 
 
-def test_validate_reports_them_with_exit_code_2(load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_reports_them_with_exit_code_2(load, tmp_path, capsys):
     write(tmp_path / "train.jsonl", row(tag="geometry"))
     words = [
         "validate",
@@ -105,7 +103,7 @@ def test_validate_reports_them_with_exit_code_2(load: Load, tmp_path: Path, caps
     assert "2 problems" in capsys.readouterr().err
 
 
-def test_conversations_are_read_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_conversations_are_read_too(tmp_path, capsys):
     """``roll validate`` of a supervised run: a missing column, a broken row, an empty answer, a tag nobody scores."""
     good = {"prompt": "1+1=", "response": "2", "solution": "2", "tag": "arithmetic"}
     files = [f"{TRAIN}.file_name={tmp_path}/train.jsonl", f"{VAL}.file_name={tmp_path}/val.jsonl"]
@@ -126,9 +124,7 @@ def test_conversations_are_read_too(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "1 rows (conversation 1)" in capsys.readouterr().out
 
 
-def test_what_the_chat_template_leaves_out_or_refuses_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_chat_template_leaves_out_or_refuses_is_told(tmp_path, capsys):
     asked, thinks = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2", "reasoning": "one"}
     good = {"prompt": "1+1=", "response": "2", "solution": "2", "tag": "arithmetic"}
     write(tmp_path / "train.jsonl", {"m": [asked, thinks], "when": "now"}, {"m": [thinks, asked, thinks]})
@@ -175,16 +171,14 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     server.server_close()
 
 
-def test_a_hub_is_asked_for_a_models_name(load: Load, hub: list[str]) -> None:
+def test_a_hub_is_asked_for_a_models_name(load, hub):
     assert check_hub(load("pretrain=org/there")) == (["pretrain: org/there: a name on the Hugging Face hub, there"], [])
     lines, (problem,) = check_hub(load("pretrain=org/nowhere"))
     assert (lines, problem.path) == ([], "pretrain") and "401" in problem.hint
     assert hub == ["/api/models/org/there", "/api/models/org/nowhere"]
 
 
-def test_a_hub_that_does_not_answer_does_not_hold_anything_up(
-    load: Load, hub: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_does_not_answer_does_not_hold_anything_up(load, hub, monkeypatch):
     monkeypatch.setattr(inputs, "HUB_SECONDS", 0.5)
     started = time.monotonic()
     said = (["pretrain: org/slow: a name on the Hugging Face hub, not checked: no answer"], [])
@@ -194,7 +188,7 @@ def test_a_hub_that_does_not_answer_does_not_hold_anything_up(
     assert time.monotonic() - started < 4
 
 
-def test_offline_nothing_is_asked(load: Load, hub: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_nothing_is_asked(load, hub, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (line,), problems = check_hub(load("pretrain=org/nowhere"))
     assert line.endswith("not checked: HF_HUB_OFFLINE is set")
@@ -202,9 +196,7 @@ def test_offline_nothing_is_asked(load: Load, hub: list[str], monkeypatch: pytes
 
 
 @pytest.mark.parametrize("folder", ["taken", "taken/below"])
-def test_an_output_folder_that_cannot_be_made_is_told_before_the_run(
-    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
-) -> None:
+def test_an_output_folder_that_cannot_be_made_is_told_before_the_run(load, tmp_path, monkeypatch, folder):
     (tmp_path / "taken").write_text("")
     monkeypatch.chdir(tmp_path)
     (problem,) = (each for each in check_machine(load(f"output_dir={folder}")) if each.path == "output_dir")
@@ -212,7 +204,7 @@ def test_an_output_folder_that_cannot_be_made_is_told_before_the_run(
     assert not [each for each in check_machine(load("output_dir=new/er")) if each.path == "output_dir"]
 
 
-def test_rollouts_that_cannot_be_kept_or_are_not_there_are_told_before_the_run(load: Load, tmp_path: Path) -> None:
+def test_rollouts_that_cannot_be_kept_or_are_not_there_are_told_before_the_run(load, tmp_path):
     def told(*words: str) -> set[str]:
         return {each.path for each in check_machine(load(*words))} - {"actor_train.device_mapping"}
 
@@ -225,9 +217,7 @@ def test_rollouts_that_cannot_be_kept_or_are_not_there_are_told_before_the_run(l
     assert not told(f"rollout_replay_dir={tmp_path}", f"rollout_dump_dir={tmp_path}/new")
 
 
-def test_what_a_run_reads_of_an_earlier_one_that_it_would_move_aside_is_told_before_the_run(
-    load: Load, tmp_path: Path
-) -> None:
+def test_what_a_run_reads_of_an_earlier_one_that_it_would_move_aside_is_told_before_the_run(load, tmp_path):
     model, schedule = tmp_path / "mine" / "checkpoints" / "checkpoint-2" / "actor_train", tmp_path / "mine" / "s.jsonl"
     words = (f"output_dir={tmp_path}", f"pretrain={model}", f"replay_schedule={schedule}", "async_generation_ratio=1")
     words = (*words, "train_infer_correction.is_weight.enabled=true", "exp_name=mine")
@@ -243,7 +233,7 @@ def test_what_a_run_reads_of_an_earlier_one_that_it_would_move_aside_is_told_bef
     assert not told("exp_name=again") and not told("resume_from_checkpoint=true")
 
 
-def test_an_output_folder_where_even_root_cannot_write_is_told_before_the_run(load: Load) -> None:
+def test_an_output_folder_where_even_root_cannot_write_is_told_before_the_run(load):
     (problem,) = (each for each in check_machine(load("output_dir=/proc/x")) if each.path == "output_dir")
     assert problem.hint.startswith("/proc is not writable")
 
@@ -258,7 +248,7 @@ def test_an_output_folder_where_even_root_cannot_write_is_told_before_the_run(lo
         ("rewards.arithmetic.query_filter_config={path: 'os:getcwd'}", "too many positional arguments"),
     ],
 )
-def test_a_function_of_the_step_is_compared_with_its_call(load: Load, override: str, words: str) -> None:
+def test_a_function_of_the_step_is_compared_with_its_call(load, override, words):
     config = load(override)
     for problems in (check_inputs(config)[1], list(check_machine(config))):
         (problem,) = (each for each in problems if each.path == override.partition("=")[0].replace("={", ".")
@@ -269,7 +259,7 @@ def test_a_function_of_the_step_is_compared_with_its_call(load: Load, override: 
     assert not [each for each in check_inputs(right)[1] if each.path in ours]
 
 
-def test_references_that_no_answer_can_equal_are_problems_of_their_rows(load: Load, tmp_path: Path) -> None:
+def test_references_that_no_answer_can_equal_are_problems_of_their_rows(load, tmp_path):
     write(
         tmp_path / "train.jsonl", row(), row(prompt="2+2=", solution=float("nan")), row(prompt="3+3=", solution="six")
     )
@@ -280,7 +270,7 @@ def test_references_that_no_answer_can_equal_are_problems_of_their_rows(load: Lo
 
 
 @pytest.mark.parametrize("name", ["sft_math", "dpo_math"])
-def test_references_of_held_out_questions_are_tried_where_answers_to_them_are_scored(name: str, tmp_path: Path) -> None:
+def test_references_of_held_out_questions_are_tried_where_answers_to_them_are_scored(name, tmp_path):
     answers = {"response": "2"} if name == "sft_math" else {"chosen": "2", "rejected": "3"}
     file = tmp_path / "val.jsonl"
     write(file, row(**answers), row(prompt="2+2=", solution="four", **answers), row(prompt="3+3=", **answers))

@@ -1,7 +1,5 @@
 """What a run says of its chat template before it starts, under the templates of published models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -45,11 +43,11 @@ def with_tools(folder: Path, family: str, *overrides: str, template: str | None 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_auto_is_the_dialect_that_the_template_speaks(family: str) -> None:
+def test_auto_is_the_dialect_that_the_template_speaks(family):
     assert dialect_for("auto", ChatRenderer(family_tokenizer(family))).name == (FAMILIES[family].dialect or "hermes")
 
 
-def test_a_template_whose_dialect_nobody_knows_asks_for_one(tmp_path: Path) -> None:
+def test_a_template_whose_dialect_nobody_knows_asks_for_one(tmp_path):
     with pytest.raises(ConfigErrors) as raised:
         with_tools(tmp_path, "qwen2_5", "tools.dialect=auto", template=MUTE)
     (problem,) = raised.value.problems
@@ -97,14 +95,12 @@ MORE = "; roll template check shows more"
         ),
     ],
 )
-def test_runs_with_tools_say_what_their_template_does(
-    family: str, dialect: str, lines: list[str], tmp_path: Path
-) -> None:
+def test_runs_with_tools_say_what_their_template_does(family, dialect, lines, tmp_path):
     told = describe_template(with_tools(tmp_path, family, f"tools.dialect={dialect}"))
     assert [line.removeprefix("chat template: ") for line in told] == lines
 
 
-def test_runs_whose_conversations_grow_say_what_their_template_does_and_others_nothing() -> None:
+def test_runs_whose_conversations_grow_say_what_their_template_does_and_others_nothing():
     assert describe_template(load("rlvr_math")) == describe_template(load("sft_math")) == []
     assert describe_template(load("agentic_sokoban")) == []
     traj = load("agentic_sokoban", "custom_envs.SimpleSokoban.env_manager_cls=traj")

@@ -1,7 +1,5 @@
 """Episodes to watch: safe whatever the model says, complete, and readable by a browser and a GIF decoder."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import io
@@ -10,7 +8,6 @@ import re
 import time
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -79,7 +76,7 @@ class Page(HTMLParser):
 # Pages
 
 
-def test_a_page_shows_picture_words_action_and_both_rewards_of_each_turn() -> None:
+def test_a_page_shows_picture_words_action_and_both_rewards_of_each_turn():
     page = Page(render_episode_html(episode(frames=FRAMES)))
     assert len(page.frames) == 3
     assert "I go <answer>Down</answer>" in page.frames[0] and "\nDown\n" in page.frames[0] and "-0.10" in page.frames[0]
@@ -93,7 +90,7 @@ def test_a_page_shows_picture_words_action_and_both_rewards_of_each_turn() -> No
     }
 
 
-def test_where_nobody_looks_for_an_action_none_is_not_called_invalid() -> None:
+def test_where_nobody_looks_for_an_action_none_is_not_called_invalid():
     unknown = episode(info={VALID_UNKNOWN: True})
     page = Page(render_episode_html(unknown))
     assert "no valid action" not in page.frames[1] and "\nDown\n" in page.frames[0]
@@ -101,7 +98,7 @@ def test_where_nobody_looks_for_an_action_none_is_not_called_invalid() -> None:
     assert [scene.left for scene in _scenes(episode())] == ["Down", "no valid action", "solved"]
 
 
-def test_without_pictures_boards_or_turns_the_words_are_shown() -> None:
+def test_without_pictures_boards_or_turns_the_words_are_shown():
     page = Page(render_episode_html(episode()))
     assert not [tag for tag, _ in page.elements if tag == "img"]
     assert all(SOKOBAN in frame for frame in page.frames)
@@ -113,12 +110,12 @@ def test_without_pictures_boards_or_turns_the_words_are_shown() -> None:
     assert "out of context after 0 turns" in Page(render_episode_html(empty)).frames[0]
 
 
-def test_a_very_long_text_is_cut_and_says_so() -> None:
+def test_a_very_long_text_is_cut_and_says_so():
     text = render_episode_html(episode(final_observation="y" * (MAX_SHOWN + 1234)))
     assert "(1,234 more characters)" in text and len(text) < 2 * MAX_SHOWN + 20_000
 
 
-def test_hostile_text_stays_text() -> None:
+def test_hostile_text_stays_text():
     hostile = episode(
         tag=HOSTILE,
         turns=(turn(HOSTILE, HOSTILE, HOSTILE), turn(f"{HOSTILE}\n{SOKOBAN}\n{HOSTILE}", HOSTILE, None)),
@@ -132,7 +129,7 @@ def test_hostile_text_stays_text() -> None:
     assert "<script>alert(1)</script><img src=x onerror=alert(2)>" in page.frames[0], "shown as it was said"
 
 
-def test_a_page_needs_nothing_from_outside() -> None:
+def test_a_page_needs_nothing_from_outside():
     text = render_episode_html(episode(frames=FRAMES))
     page = Page(text)
     assert not [attrs for tag, attrs in page.elements if tag in ("link", "iframe")]
@@ -144,7 +141,7 @@ def test_a_page_needs_nothing_from_outside() -> None:
 # GIFs
 
 
-def test_a_gif_has_a_picture_per_turn_and_holds_the_last(tmp_path: Path) -> None:
+def test_a_gif_has_a_picture_per_turn_and_holds_the_last(tmp_path):
     path = tmp_path / "episode.gif"
     turns = (turn(SOKOBAN, HOSTILE * 30, None), turn("lake", "x", "Up"))
     render_episode_gif(episode(turns=turns, frames=(FRAMES[0], "a text between", FRAMES[2])), path)
@@ -158,7 +155,7 @@ def test_a_gif_has_a_picture_per_turn_and_holds_the_last(tmp_path: Path) -> None
     assert durations[-1] > durations[0] > 0
 
 
-def test_equal_turns_keep_their_pictures_and_times_and_a_long_episode_has_few(tmp_path: Path) -> None:
+def test_equal_turns_keep_their_pictures_and_times_and_a_long_episode_has_few(tmp_path):
     """GIF writers merge equal pictures; the time that they are shown must add up all the same."""
     path = tmp_path / "still.gif"
     render_episode_gif(episode(turns=(turn("no board", "a", "a"),) * 4, final_observation="no board"), path)
@@ -169,7 +166,7 @@ def test_equal_turns_keep_their_pictures_and_times_and_a_long_episode_has_few(tm
         assert MAX_PICTURES // 2 < gif.n_frames <= MAX_PICTURES + 1
 
 
-def test_rendering_costs_little(tmp_path: Path) -> None:
+def test_rendering_costs_little(tmp_path):
     """Sixteen episodes of ten turns: 3.9 s of one core before pictures shared their tiles and their palette."""
     episodes = [episode(group, turns=(turn(SOKOBAN, "go", "Up"),) * 10, frames=FRAMES[:1] * 11) for group in range(16)]
     save_renders(episodes[:1], tmp_path, step=0, limit=1)
@@ -181,14 +178,14 @@ def test_rendering_costs_little(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "observation", ["", "word " * 500, "Ω 中文 🙂\t\x07", "#" * 60 + "\n#P" + "_" * 57 + "#\n" + "#" * 60]
 )
-def test_odd_observations_can_be_drawn(tmp_path: Path, observation: str) -> None:
+def test_odd_observations_can_be_drawn(tmp_path, observation):
     render_episode_gif(episode(final_observation=observation, turns=()), tmp_path / "odd.gif")
 
 
 # Choosing, saving, listing
 
 
-def test_solved_unsolved_and_recorded_episodes_of_different_groups_are_chosen() -> None:
+def test_solved_unsolved_and_recorded_episodes_of_different_groups_are_chosen():
     episodes = [episode(group, member, success=group < 2) for group in range(4) for member in range(3)]
     chosen = choose_episodes(episodes, 4)
     assert [(t.group_id, t.success) for t in chosen] == [(0, True), (2, False), (1, True), (3, False)]
@@ -199,7 +196,7 @@ def test_solved_unsolved_and_recorded_episodes_of_different_groups_are_chosen() 
     assert [t.group_id for t in choose_episodes(episodes, 4)] == [0, 9, 1]
 
 
-def test_saved_renders_are_listed_in_an_index_with_the_learning_curve(tmp_path: Path) -> None:
+def test_saved_renders_are_listed_in_an_index_with_the_learning_curve(tmp_path):
     folder = tmp_path / "renders"
     metrics = [{"step": step, "rollout/success": 0.1 * step, "rollout/reward": None} for step in range(5)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
@@ -222,12 +219,12 @@ def test_saved_renders_are_listed_in_an_index_with_the_learning_curve(tmp_path: 
     ElementTree.parse(folder / "learning_curve.svg")
 
 
-def test_an_index_of_a_bare_folder_has_no_curve(tmp_path: Path) -> None:
+def test_an_index_of_a_bare_folder_has_no_curve(tmp_path):
     save_renders([episode()], tmp_path, step=1, limit=1)
     assert "<svg" not in render_index(tmp_path).read_text()
 
 
-def test_the_index_of_a_supervised_run_shows_its_loss(tmp_path: Path) -> None:
+def test_the_index_of_a_supervised_run_shows_its_loss(tmp_path):
     lines = [{"step": step, "sft/loss": 3.4 - step if step else None, "eval/loss": 2.0} for step in range(4)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = render_index(tmp_path).read_text(encoding="utf-8")
@@ -238,7 +235,7 @@ def test_the_index_of_a_supervised_run_shows_its_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", ["failed", "interrupted"])
-def test_the_page_of_a_run_that_failed_says_why_and_what_is_known(tmp_path: Path, status: str) -> None:
+def test_the_page_of_a_run_that_failed_says_why_and_what_is_known(tmp_path, status):
     (tmp_path / "renders").mkdir()
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "traceback.txt").write_text("Traceback")
@@ -252,7 +249,7 @@ def test_the_page_of_a_run_that_failed_says_why_and_what_is_known(tmp_path: Path
     assert "script" not in [tag for tag, _ in Page(text).elements]
 
 
-def test_a_run_that_failed_before_its_first_step_has_no_blank_page(tmp_path: Path) -> None:
+def test_a_run_that_failed_before_its_first_step_has_no_blank_page(tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps({"status": "failed", "error": "RunFailedError: custom_envs.X"}))
     assert "RunFailedError: custom_envs.X" in render_index(tmp_path).read_text()
 
@@ -262,7 +259,7 @@ def test_a_run_that_failed_before_its_first_step_has_no_blank_page(tmp_path: Pat
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_the_curve_maps_values_to_the_axis() -> None:
+def test_the_curve_maps_values_to_the_axis():
     root = ElementTree.parse(io.StringIO(learning_curve_svg({"success": [(0, 0.0), (10, 1.0), (5, 0.5)]}))).getroot()
     dots = [(float(dot.get("cx", "")), float(dot.get("cy", ""))) for dot in root.iter(f"{SVG}circle")]
     lines = sorted(float(line.get("y1", "")) for line in root.iter(f"{SVG}line"))
@@ -270,7 +267,7 @@ def test_the_curve_maps_values_to_the_axis() -> None:
     assert dots[1] == pytest.approx(((dots[0][0] + dots[2][0]) / 2, (lines[0] + lines[-1]) / 2), abs=0.1)
 
 
-def test_a_narrow_curve_keeps_its_letters_and_has_a_legend_below_the_title() -> None:
+def test_a_narrow_curve_keeps_its_letters_and_has_a_legend_below_the_title():
     names = {"training": [(0, 0.1), (9, 0.4)], "held-out": [(0, 0.2)]}
     wide, narrow = (ElementTree.fromstring(learning_curve_svg(names, width=width)) for width in (760, 360))
     assert wide.get("font-size") == narrow.get("font-size") == "13"
@@ -283,7 +280,7 @@ def test_a_narrow_curve_keeps_its_letters_and_has_a_legend_below_the_title() -> 
         assert all(0 < float(t.get("x", "")) < float(root.get("viewBox", "").split()[2]) - 40 for t in legend)
 
 
-def test_a_long_title_has_the_legend_below_it() -> None:
+def test_a_long_title_has_the_legend_below_it():
     names = {"training": [(0, 0.1)], "held-out": [(0, 0.2)]}
     for title, below in (("Loss by training step", False), ("A" * 70, True)):
         root = ElementTree.fromstring(learning_curve_svg(names, title=title))
@@ -291,7 +288,7 @@ def test_a_long_title_has_the_legend_below_it() -> None:
         assert (heights["held-out"] > heights[title] + 10) == below == (heights["training"] > heights[title] + 10)
 
 
-def test_several_curves_are_named_and_long_ones_are_smoothed() -> None:
+def test_several_curves_are_named_and_long_ones_are_smoothed():
     noisy = [(step, float(step % 2)) for step in range(200)]
     root = ElementTree.fromstring(learning_curve_svg({"seed <0>": noisy, "seed 1": [(1, 0.3), (2, float("nan"))]}))
     texts = [element.text for element in root.iter(f"{SVG}text")]
@@ -303,7 +300,7 @@ def test_several_curves_are_named_and_long_ones_are_smoothed() -> None:
 
 
 @pytest.mark.parametrize("points", [[], [(3, 0.5)], [(0, float("nan"))], [(-5, 0.2), (1e6, 7.0)]])
-def test_few_or_odd_points_still_make_a_picture(points: list[tuple[float, float]]) -> None:
+def test_few_or_odd_points_still_make_a_picture(points):
     ElementTree.fromstring(learning_curve_svg({"success": points}))
 
 

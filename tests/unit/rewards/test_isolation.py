@@ -1,7 +1,5 @@
 """Rule verifiers in child processes: timeouts, deaths, orphans, and a protocol that nothing disturbs."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """The judge, against real HTTP servers on loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import email.utils
 import json
@@ -163,14 +161,14 @@ def test_a_judges_number_becomes_a_score_between_0_and_1():
         ("<grade>3</grade>", {"score_pattern": "<grade>(.*?)</grade>", "min_score": 1, "max_score": 5}, (0.5, True)),
     ],
 )
-def test_scores_are_read_by_the_pattern_and_scaled(words: str, args: dict[str, Any], expected: tuple[float, bool]):
+def test_scores_are_read_by_the_pattern_and_scaled(words, args, expected):
     with serving(says(words)) as server:
         verdict = score(server.url, **args)
     assert (verdict.score, verdict.correct) == expected
 
 
 @pytest.mark.parametrize("path", ["/v1", "/v1/", "/v1/chat/completions", "/openai/v1?api-version=2"])
-def test_the_endpoints_path_is_completed_once(path: str):
+def test_the_endpoints_path_is_completed_once(path):
     with serving(says("Score: 1")) as server:
         score(f"http://127.0.0.1:{server.port}{path}")
     before, _, query = path.partition("?")
@@ -197,7 +195,7 @@ def test_a_busy_endpoint_is_asked_again_when_it_says_also_by_a_date():
 
 
 @pytest.mark.parametrize("unreadable", ["soon", "nan", "Mon, 99 Foo"])
-def test_an_unreadable_retry_after_means_the_usual_wait(unreadable: str):
+def test_an_unreadable_retry_after_means_the_usual_wait(unreadable):
     with serving(Reply(429, "", {"Retry-After": unreadable}), says("Score: 10")) as server:
         assert score(server.url).score == 1.0
 
@@ -215,7 +213,7 @@ def test_endpoints_that_fail_or_ask_for_a_long_wait_are_given_up():
 
 
 @pytest.mark.parametrize("status", [301, 400, 401, 403, 404, 422])
-def test_a_refusal_is_not_repeated(status: int):
+def test_a_refusal_is_not_repeated(status):
     with serving(Reply(status, "no such thing")) as server:
         with pytest.raises(RewardError, match=f"status {status}, expected 200: 'no such thing'"):
             score(server.url)
@@ -234,7 +232,7 @@ def test_a_refusal_is_not_repeated(status: int):
         (says("Score: 11"), "score: got '11', expected yes, no or 0 to 10"),
     ],
 )
-def test_an_answer_without_a_score_is_asked_for_again_and_then_an_error(reply: Reply, message: str):
+def test_an_answer_without_a_score_is_asked_for_again_and_then_an_error(reply, message):
     with serving(reply) as server, pytest.raises(RewardError, match=message):
         score(server.url, max_attempts=2)
     assert len(server.bodies) == 2
@@ -325,7 +323,7 @@ def test_a_cancelled_call_frees_its_slot():
         assert asyncio.run(run(server.url)).score == 0.5
 
 
-def test_the_key_is_sent_and_shown_nowhere(key: str, caplog: pytest.LogCaptureFixture):
+def test_the_key_is_sent_and_shown_nowhere(key, caplog):
     caplog.set_level(logging.DEBUG)
     caplog.set_level(logging.DEBUG, "roll")  # a run's log may have set it
     echo = json.dumps({"error": f"Incorrect API key provided: {KEY}"})
@@ -344,7 +342,7 @@ def test_the_key_is_sent_and_shown_nowhere(key: str, caplog: pytest.LogCaptureFi
     assert "attempt 1 failed" in caplog.text and KEY not in caplog.text
 
 
-def test_a_redirect_does_not_carry_the_key_away(key: str):
+def test_a_redirect_does_not_carry_the_key_away(key):
     with serving(says("Score: 5")) as elsewhere:
         with (
             serving(Reply(307, "", {"Location": elsewhere.url})) as server,
@@ -355,7 +353,7 @@ def test_a_redirect_does_not_carry_the_key_away(key: str):
 
 
 @pytest.mark.parametrize("value", [None, "", "  "])
-def test_a_missing_key_is_an_error_at_start(value: str | None, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_key_is_an_error_at_start(value, monkeypatch):
     monkeypatch.delenv("JUDGE_API_KEY", raising=False)
     if value is not None:
         monkeypatch.setenv("JUDGE_API_KEY", value)
@@ -364,14 +362,14 @@ def test_a_missing_key_is_an_error_at_start(value: str | None, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("value", ["secret key", "secret\nkey", "sécret"])
-def test_a_value_that_cannot_be_a_key_is_an_error_that_does_not_show_it(value: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_value_that_cannot_be_a_key_is_an_error_that_does_not_show_it(value, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", value)
     with pytest.raises(ValueError, match="JUDGE_API_KEY cannot be a key") as caught:
         JudgeVerifier(make_config("http://127.0.0.1:1", judge_api_key_env="JUDGE_API_KEY"))
     assert value not in str(caught.value)
 
 
-def test_a_proxy_of_the_environment_is_used_for_others_but_not_for_loopback(monkeypatch: pytest.MonkeyPatch):
+def test_a_proxy_of_the_environment_is_used_for_others_but_not_for_loopback(monkeypatch):
     for name in ("NO_PROXY", "no_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     with serving(says("Score: 1")) as proxy, serving(says("Score: 9")) as server:
@@ -438,7 +436,7 @@ def test_a_prompt_of_ones_own_sees_the_row():
         ({"min_score": 5, "max_score": 5}, "max_score: got 5.0, expected more than min_score = 5"),
     ],
 )
-def test_wrong_configurations_are_named(args: dict[str, Any], problem: str):
+def test_wrong_configurations_are_named(args, problem):
     config = JudgeConfig(**{"judge_api_url": "http://host/v1", "judge_model_name": "wise", **args})
     with pytest.raises(ValueError, match=problem):
         JudgeVerifier(config)
@@ -554,7 +552,7 @@ def verdicts(config: JudgeConfig) -> list[float]:
     return asyncio.run(run())
 
 
-def test_the_score_is_that_of_transformers_greedy_words(judge: str) -> None:
+def test_the_score_is_that_of_transformers_greedy_words(judge):
     found = verdicts(JudgeConfig(**settings(judge)))
     for sample, score in zip(SAMPLES, found, strict=True):
         words = greedy_words(judge, [{"role": "user", "content": f"{sample.prompt}|{sample.response}"}])
@@ -562,12 +560,12 @@ def test_the_score_is_that_of_transformers_greedy_words(judge: str) -> None:
     assert len(set(found)) > 1
 
 
-def test_what_a_judge_says_depends_on_its_question_alone(judge: str) -> None:
+def test_what_a_judge_says_depends_on_its_question_alone(judge):
     warm = JudgeConfig(**settings(judge, temperature=5.0, max_concurrency=2))
     assert verdicts(warm) == verdicts(warm.model_copy(update={"max_concurrency": 8}))
 
 
-async def test_words_without_a_score_are_an_error_after_all_attempts(judge: str) -> None:
+async def test_words_without_a_score_are_an_error_after_all_attempts(judge):
     reward = RewardConfig(
         tag_included=["sums"],
         retries=0,
@@ -597,7 +595,7 @@ async def test_words_without_a_score_are_an_error_after_all_attempts(judge: str)
         ),
     ],
 )
-def test_keys_of_the_other_kind_are_refused(changes: dict[str, Any], path: str, words: str) -> None:
+def test_keys_of_the_other_kind_are_refused(changes, path, words):
     verifier = {"name": "judge", "args": settings("org/judge") | changes}
     (problem,) = check_rewards(RewardConfig(tag_included=["a"], verifiers=[verifier]))
     assert path in problem.path and words in str(problem)

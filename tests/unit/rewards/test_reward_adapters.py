@@ -1,7 +1,5 @@
 """A reward model that is a LoRA adapter with a head, as peft keeps one: its scores are peft's in float64."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil
@@ -71,7 +69,7 @@ def scores(folder: Path, **args: Any) -> list[float]:
     return asyncio.run(judge())
 
 
-def test_it_is_a_verifier(base: Path, adapter: Path) -> None:
+def test_it_is_a_verifier(base, adapter):
     outputs = outputs_of(adapter)
     model = peft.PeftModel.from_pretrained(classifier(base, outputs), adapter).double().eval()
     tokenizer = make_tokenizer()
@@ -100,7 +98,7 @@ def changed(adapter: Path, target: Path, **config: Any) -> Path:
     return folder
 
 
-def test_what_cannot_be_loaded_is_named(adapter: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_is_named(adapter, tmp_path):
     assert "task_type is 'CAUSAL_LM'" in refused(changed(adapter, tmp_path / "lm", task_type="CAUSAL_LM"))
     gone = changed(adapter, tmp_path / "gone", base_model_name_or_path=str(tmp_path / "nowhere"))
     assert "base_model_name_or_path" in (words := refused(gone)) and "no such folder" in words

@@ -1,7 +1,5 @@
 """Verifiers by rule, called in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -184,7 +182,7 @@ def test_some_texts_have_no_number(text):
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**12), max_value=10**12, places=6))
-def test_decimals_survive_with_separators(value: Decimal):
+def test_decimals_survive_with_separators(value):
     assert last_number(f"It costs ${value:,f}.") == Fraction(value)
     assert Decimal(number_text(Fraction(value))) == value
 
@@ -466,11 +464,11 @@ def test_any_text_is_judged_without_an_exception(maths):
         ("it's the Paris!", "its paris", True),
     ],
 )
-def test_words(given: str, answer: str, same: bool) -> None:
+def test_words(given, answer, same):
     assert same_words(given, answer) == float(same)
 
 
-def test_blank_references_are_errors_and_expressions_are_compared() -> None:
+def test_blank_references_are_errors_and_expressions_are_compared():
     with pytest.raises(ValueError, match="answer: got ' ', expected some words"):
         same_words("", " ")
     assert mathematical(r"\boxed{(x+1)^2}", "x^2 + 2x + 1") == 1.0

@@ -1,7 +1,5 @@
 """A reward domain: several verifiers, their weights, new attempts and errors."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

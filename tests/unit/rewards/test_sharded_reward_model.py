@@ -1,7 +1,5 @@
 """A reward model divided over processes: the scores of the whole one, and nothing left of it however it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -73,7 +71,7 @@ def values(verdicts: Iterable[Verdict]) -> list[float]:
     return [verdict.score for verdict in verdicts]
 
 
-def test_its_scores_are_those_of_the_whole_model_before_and_after_a_turn_of_others(llama: Path) -> None:
+def test_its_scores_are_those_of_the_whole_model_before_and_after_a_turn_of_others(llama):
     async def run() -> tuple[list[Verdict], list[Verdict], list[int]]:
         verifier = sharded(llama, label=1)
         try:
@@ -96,7 +94,7 @@ def test_its_scores_are_those_of_the_whole_model_before_and_after_a_turn_of_othe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_that_are_divided_in_other_ways(family: str, tmp_path: Path) -> None:
+def test_families_that_are_divided_in_other_ways(family, tmp_path):
     folder = make(family, tmp_path, **FAMILIES[family])
     whole = values(score_all(folder))
     assert values(score_all(folder, tensor_parallel_size=2)) == pytest.approx(whole, abs=1e-5)
@@ -105,7 +103,7 @@ def test_families_that_are_divided_in_other_ways(family: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_costs_its_batch_and_all_start_anew(qwen: Path) -> None:
+def test_a_rank_that_is_killed_costs_its_batch_and_all_start_anew(qwen):
     async def run() -> list[Verdict]:
         verifier = sharded(qwen)
         try:
@@ -129,7 +127,7 @@ def test_a_rank_that_is_killed_costs_its_batch_and_all_start_anew(qwen: Path) ->
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_a_failure_too(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_hangs_is_a_failure_too(qwen, monkeypatch):
     monkeypatch.setattr(device_classifiers, "PASS_TIMEOUT", 2.0)
 
     async def run() -> list[int]:
@@ -146,7 +144,7 @@ def test_a_rank_that_hangs_is_a_failure_too(qwen: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_ranks_die_with_a_worker_that_is_killed(qwen: Path, tmp_path: Path) -> None:
+def test_ranks_die_with_a_worker_that_is_killed(qwen, tmp_path):
     program = """
 import asyncio, sys
 from pathlib import Path
@@ -177,7 +175,7 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-def test_what_cannot_be_loaded_is_told_in_words(qwen: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_is_told_in_words(qwen, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     headless = tmp_path / "headless"
@@ -203,7 +201,7 @@ def test_what_cannot_be_loaded_is_told_in_words(qwen: Path, tmp_path: Path) -> N
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_it_leaves_its_gpus_and_comes_back(qwen: Path) -> None:
+def test_it_leaves_its_gpus_and_comes_back(qwen):
     async def run() -> list[Verdict]:
         verifier = sharded(qwen, device="auto")
         try:
@@ -223,7 +221,7 @@ def problems(folder: Path, **args: Any) -> list[ConfigProblem]:
     return list(RewardModelConfig(**{"model_path": str(folder), "tensor_parallel_size": 2, **args}).problems())
 
 
-def test_what_cannot_be_divided_is_told_before_the_run(qwen: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_divided_is_told_before_the_run(qwen, tmp_path):
     import json
 
     from transformers import BertConfig
@@ -262,7 +260,7 @@ def derived(section: Mapping[str, Any]) -> RewardConfig:
     return RewardConfig.model_validate(derive({"rewards": {"chat": section}})["rewards"]["chat"])
 
 
-def test_a_worker_takes_as_many_devices_as_the_model_is_divided_over_and_no_fewer(qwen: Path) -> None:
+def test_a_worker_takes_as_many_devices_as_the_model_is_divided_over_and_no_fewer(qwen):
     config = derived(domain(qwen, device_mapping=[0, 1, 2, 3], num_gpus_per_worker=None))
     assert config.num_gpus_per_worker == 2 and config.worker_config().num_workers == 2
     assert not list(check_rewards(config))

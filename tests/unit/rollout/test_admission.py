@@ -1,7 +1,5 @@
 """The bounds of ``Admission`` as properties: whatever finishes when, is turned down, is lost, or is stopped."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -97,7 +95,7 @@ def world_of(chosen: dict) -> World:
 
 @examples(300)
 @given(worlds)
-def test_the_lag_is_bounded_nothing_is_lost_and_nothing_overtaken_by_more_than_the_window(chosen: dict) -> None:
+def test_the_lag_is_bounded_nothing_is_lost_and_nothing_overtaken_by_more_than_the_window(chosen):
     world = world_of(chosen)
     admission = world.admission
     batch, ahead, window = admission.batch_size, admission.ahead, admission.window
@@ -124,7 +122,7 @@ def test_the_lag_is_bounded_nothing_is_lost_and_nothing_overtaken_by_more_than_t
 
 @examples(200)
 @given(worlds, st.sampled_from([0.05, 0.3]))
-def test_after_batches_that_fell_short_the_lag_is_bounded_and_nothing_is_lost(chosen: dict, giving_up: float) -> None:
+def test_after_batches_that_fell_short_the_lag_is_bounded_and_nothing_is_lost(chosen, giving_up):
     world = world_of(chosen | {"losing": 0.0})
     world.giving_up = giving_up
     admission = world.admission
@@ -141,9 +139,7 @@ def test_after_batches_that_fell_short_the_lag_is_bounded_and_nothing_is_lost(ch
 
 
 @given(st.integers(1, 8), st.integers(1, 10), st.booleans(), st.integers(0, 2**32), st.sampled_from([0.0, 0.1, 0.5, 1]))
-def test_where_a_search_ends_depends_on_its_groups_and_not_on_their_order(
-    batch: int, most: int, fell_short: bool, seed: int, share: float
-) -> None:
+def test_where_a_search_ends_depends_on_its_groups_and_not_on_their_order(batch, most, fell_short, seed, share):
     wanted = [random.Random(seed).random() < share for _ in range(batch * most)]
 
     def played(order: random.Random) -> tuple[tuple[int, ...], int]:
@@ -174,7 +170,7 @@ def test_where_a_search_ends_depends_on_its_groups_and_not_on_their_order(
 
 
 @given(worlds)
-def test_with_nothing_ahead_and_no_window_a_run_is_synchronous_and_in_order(chosen: dict) -> None:
+def test_with_nothing_ahead_and_no_window_a_run_is_synchronous_and_in_order(chosen):
     world = world_of(chosen | {"ahead": 0, "window": 1})
     admission, order = world.admission, []
     for step in range(1, 10):
@@ -185,7 +181,7 @@ def test_with_nothing_ahead_and_no_window_a_run_is_synchronous_and_in_order(chos
 
 
 @given(worlds, st.integers(1, 9))
-def test_nothing_is_left_over_at_the_end_of_a_run(chosen: dict, last: int) -> None:
+def test_nothing_is_left_over_at_the_end_of_a_run(chosen, last):
     world = world_of(chosen)
     world.admission.last_step = last
     for step in range(1, last + 1):
@@ -201,7 +197,7 @@ def test_nothing_is_left_over_at_the_end_of_a_run(chosen: dict, last: int) -> No
     | {"slow": frozenset(), "seed": 0},
     False,
 )
-def test_every_draw_is_used_exactly_once_through_stops_at_any_moment(chosen: dict, keeps: bool) -> None:
+def test_every_draw_is_used_exactly_once_through_stops_at_any_moment(chosen, keeps):
     """A run is stopped at random moments and resumed from the last checkpoint or a rescue: with or without groups."""
     world = world_of(chosen)
     done = 0
@@ -234,7 +230,7 @@ def test_every_draw_is_used_exactly_once_through_stops_at_any_moment(chosen: dic
     assert len(world.trained) == (done + 5) * admission.batch_size == admission.counts()["trained"]
 
 
-def test_a_run_that_goes_on_without_the_saved_groups_plays_them_again() -> None:
+def test_a_run_that_goes_on_without_the_saved_groups_plays_them_again():
     admission = Admission(2, ahead=2)
     admission.load_state_dict(
         {"next_draw": 6, "trained": 2, "settled": 0, "again": [4], "ready": [2, 3, 5]}, keeps_groups=False
@@ -244,7 +240,7 @@ def test_a_run_that_goes_on_without_the_saved_groups_plays_them_again() -> None:
     assert [admission.start() for _ in range(4)] == [2, 3, 4, 5]
 
 
-def test_what_was_discarded_is_played_again_before_others() -> None:
+def test_what_was_discarded_is_played_again_before_others():
     admission = Admission(2, ahead=2)
     admission.open(1)
     for draw in [admission.start() for _ in range(4)]:
@@ -256,7 +252,7 @@ def test_what_was_discarded_is_played_again_before_others() -> None:
     assert admission.take() == (0, 1)
 
 
-def test_a_slow_draw_holds_up_a_strict_order_and_not_a_window() -> None:
+def test_a_slow_draw_holds_up_a_strict_order_and_not_a_window():
     def ready(window: int) -> Admission:
         admission = Admission(2, ahead=2, window=window)
         admission.open(1)
@@ -274,7 +270,7 @@ def test_a_slow_draw_holds_up_a_strict_order_and_not_a_window() -> None:
 
 @examples(200)
 @given(worlds)
-def test_the_batch_is_the_lowest_ready_draws_within_the_window_of_the_oldest_under_way(chosen: dict) -> None:
+def test_the_batch_is_the_lowest_ready_draws_within_the_window_of_the_oldest_under_way(chosen):
     world = world_of(chosen)
     admission = world.admission
     for step in range(1, 12):
@@ -290,7 +286,7 @@ def test_the_batch_is_the_lowest_ready_draws_within_the_window_of_the_oldest_und
         admission.commit()
 
 
-def test_a_step_that_was_not_committed_is_an_error() -> None:
+def test_a_step_that_was_not_committed_is_an_error():
     admission = Admission(1)
     admission.open(1)
     admission.finish(admission.start())

@@ -1,7 +1,5 @@
 """Threads that many environments share: few for quick calls, as many as block, and none for one that hangs."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
@@ -36,7 +34,7 @@ def wait_until(condition: Any) -> None:
     raise AssertionError("it never happened")
 
 
-async def test_quick_calls_of_many_environments_share_a_few_threads() -> None:
+async def test_quick_calls_of_many_environments_share_a_few_threads():
     _, boxes = mailboxes(500)
     idents = [await asyncio.gather(*(box.run("step", threading.get_ident, 5) for box in boxes)) for _ in range(4)]
     for box in boxes:
@@ -46,7 +44,7 @@ async def test_quick_calls_of_many_environments_share_a_few_threads() -> None:
     assert len(set(idents)) < 10  # more than one where the machine is busy
 
 
-async def test_calls_that_block_at_the_same_time_all_get_a_thread() -> None:
+async def test_calls_that_block_at_the_same_time_all_get_a_thread():
     barrier = threading.Barrier(64)
 
     _, boxes = mailboxes(64)
@@ -56,7 +54,7 @@ async def test_calls_that_block_at_the_same_time_all_get_a_thread() -> None:
         box.close(nothing)
 
 
-async def test_a_call_that_hangs_delays_no_other_and_its_thread_serves_nobody_else(gate: threading.Event) -> None:
+async def test_a_call_that_hangs_delays_no_other_and_its_thread_serves_nobody_else(gate):
     _, (hung, *boxes) = mailboxes(20)
     where: list[int] = []
 
@@ -82,7 +80,7 @@ async def test_a_call_that_hangs_delays_no_other_and_its_thread_serves_nobody_el
     assert where[1] == where[0], "calls of one environment stay in their order"
 
 
-def test_a_call_that_is_given_up_before_it_begins_never_does(gate: threading.Event) -> None:
+def test_a_call_that_is_given_up_before_it_begins_never_does(gate):
     _, (first, second) = mailboxes(2)
     begun: list[str] = []
 
@@ -104,7 +102,7 @@ def test_a_call_that_is_given_up_before_it_begins_never_does(gate: threading.Eve
     assert begun == ["closed"]
 
 
-def test_a_thread_that_was_given_up_is_ended_even_if_it_is_busy() -> None:
+def test_a_thread_that_was_given_up_is_ended_even_if_it_is_busy():
     before = threading.active_count()
 
     def busy() -> None:
@@ -121,7 +119,7 @@ def test_a_thread_that_was_given_up_is_ended_even_if_it_is_busy() -> None:
     wait_until(lambda: threading.active_count() <= before)
 
 
-def test_an_environment_that_is_given_up_as_its_call_ends_is_closed_all_the_same() -> None:
+def test_an_environment_that_is_given_up_as_its_call_ends_is_closed_all_the_same():
     """What is raised in a thread comes at any time, also when the call is over by then."""
     closed: list[int] = []
     limit = 1.5 * PATIENCE_S
@@ -148,7 +146,7 @@ def test_an_environment_that_is_given_up_as_its_call_ends_is_closed_all_the_same
 
 
 @pytest.mark.parametrize("own_thread", [False, True])
-def test_calls_of_one_environment_run_in_their_order_one_at_a_time(own_thread: bool, gate: threading.Event) -> None:
+def test_calls_of_one_environment_run_in_their_order_one_at_a_time(own_thread, gate):
     order: list[str] = []
 
     async def play() -> None:
@@ -167,7 +165,7 @@ def test_calls_of_one_environment_run_in_their_order_one_at_a_time(own_thread: b
     wait_until(lambda: order == ["first", "second", "closed"])
 
 
-async def test_an_environment_with_its_own_thread_stays_in_it() -> None:
+async def test_an_environment_with_its_own_thread_stays_in_it():
     threads, alone = mailboxes(3, own_thread=True)
     boxes = [*alone, threads.mailbox()]
     rounds = [await asyncio.gather(*(box.run("step", threading.get_ident, 5) for box in boxes)) for _ in range(5)]
@@ -177,7 +175,7 @@ async def test_an_environment_with_its_own_thread_stays_in_it() -> None:
     assert all(idents[:3] == rounds[0][:3] for idents in rounds)
 
 
-def test_the_threads_end_with_the_last_environment() -> None:
+def test_the_threads_end_with_the_last_environment():
     before = threading.active_count()
 
     async def play() -> CallThreads:
@@ -201,7 +199,7 @@ def test_the_threads_end_with_the_last_environment() -> None:
     wait_until(lambda: threading.active_count() <= before)
 
 
-async def test_an_environment_that_was_slow_twice_is_given_a_thread_at_once(gate: threading.Event) -> None:
+async def test_an_environment_that_was_slow_twice_is_given_a_thread_at_once(gate):
     """Nobody looks for slow calls in between: the loop does not get to it."""
 
     _, (slow, blocked) = mailboxes(2)
@@ -222,7 +220,7 @@ async def test_an_environment_that_was_slow_twice_is_given_a_thread_at_once(gate
     assert order == ["slow", "blocked"]
 
 
-async def test_calls_that_wait_for_a_moment_each_wait_side_by_side() -> None:
+async def test_calls_that_wait_for_a_moment_each_wait_side_by_side():
     """None of them is in its thread for so long that it is found there."""
     idents: set[int] = set()
 
@@ -237,7 +235,7 @@ async def test_calls_that_wait_for_a_moment_each_wait_side_by_side() -> None:
     assert len(idents) > 10
 
 
-def test_what_fails_while_an_environment_is_closed_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_fails_while_an_environment_is_closed_is_told_in_the_log(caplog):
     def fail() -> None:
         raise OSError("the door is stuck")
 

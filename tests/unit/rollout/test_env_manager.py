@@ -1,7 +1,5 @@
 """Episodes with a scripted policy: what it is shown, what it is asked for, what is kept."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 from collections.abc import Callable
@@ -122,7 +120,7 @@ def shown(turn: Turn) -> str:
     return str(TOKENIZER.decode(turn.prompt_ids))
 
 
-def test_step_mode_shows_each_turn_afresh() -> None:
+def test_step_mode_shows_each_turn_afresh():
     trajectory = play(manager("step", max_steps=3), Policy("a", "b", "c"))
     head = "<|im_start|>system\nRepeat after me.<|im_end|>\n<|im_start|>user\n"
     tail = "<|im_end|>\n<|im_start|>assistant\n"
@@ -135,7 +133,7 @@ def test_step_mode_shows_each_turn_afresh() -> None:
 
 
 @pytest.mark.parametrize("end", ["<|im_end|>", ""])
-def test_traj_mode_is_one_growing_conversation(end: str) -> None:
+def test_traj_mode_is_one_growing_conversation(end):
     trajectory = play(manager("traj", max_steps=3), Policy("a", "b", "c", end=end))
     assert trajectory.history
     for earlier, later in zip(trajectory.turns, trajectory.turns[1:], strict=False):
@@ -149,7 +147,7 @@ def test_traj_mode_is_one_growing_conversation(end: str) -> None:
     )
 
 
-def test_a_turn_keeps_what_happened_in_it() -> None:
+def test_a_turn_keeps_what_happened_in_it():
     trajectory = play(manager("step", max_steps=4), Policy("a", "bad", "win"))
     assert (trajectory.tag, trajectory.group_id, trajectory.member, trajectory.seed) == ("Echo", 4, 1, 9)
     assert [turn.text for turn in trajectory.turns] == ["a", "bad", "win"]
@@ -170,7 +168,7 @@ def test_a_turn_keeps_what_happened_in_it() -> None:
         ("more", EpisodeEnd.TRUNCATED, False),  # the manager's own limit
     ],
 )
-def test_how_an_episode_ends(last: str, end: EpisodeEnd, success: bool) -> None:
+def test_how_an_episode_ends(last, end, success):
     trajectory = play(manager("step", max_steps=2), Policy("a", last))
     assert (len(trajectory.turns), trajectory.end, trajectory.success) == (2, end, success)
     assert trajectory.info["state_key"] == "after 2"
@@ -178,7 +176,7 @@ def test_how_an_episode_ends(last: str, end: EpisodeEnd, success: bool) -> None:
 
 
 @MODES
-def test_the_loss_mask_covers_the_sampled_tokens_and_no_other(mode: str) -> None:
+def test_the_loss_mask_covers_the_sampled_tokens_and_no_other(mode):
     trajectory = play(manager(mode, max_steps=3), Policy("a", "bad", "c"))
     batch = groups_to_batch([RolloutGroup(4, "Echo", (trajectory,))], ["Echo"])
     assert batch.num_sequences == (1 if mode == "traj" else 3)
@@ -192,7 +190,7 @@ def test_the_loss_mask_covers_the_sampled_tokens_and_no_other(mode: str) -> None
     assert batch.tokens_T[int(batch.offsets_B[-1]) :].tolist() == final.tolist()
 
 
-def test_an_episode_stops_when_the_next_prompt_leaves_no_room() -> None:
+def test_an_episode_stops_when_the_next_prompt_leaves_no_room():
     prompts = [len(turn.prompt_ids) for turn in play(manager("traj", max_steps=6), Policy("a")).turns]
     full = play(manager("traj", LengthLimits(4000, prompts[3]), max_steps=6), Policy("a"))
     assert (len(full.turns), full.end, full.success) == (3, EpisodeEnd.CONTEXT_FULL, False)
@@ -209,7 +207,7 @@ def test_an_episode_stops_when_the_next_prompt_leaves_no_room() -> None:
 
 
 @MODES
-def test_a_first_prompt_that_cannot_fit_is_an_error(mode: str) -> None:
+def test_a_first_prompt_that_cannot_fit_is_an_error(mode):
     length = len(play(manager(mode, max_steps=1), Policy("a")).turns[0].prompt_ids)
     expected = rf"Echo: the first prompt has {length} tokens, but prompt_length is "
     with pytest.raises(PromptTooLongError, match=rf"{expected}{length - 1} and sequence_length 8000"):
@@ -228,7 +226,7 @@ def test_a_first_prompt_that_cannot_fit_is_an_error(mode: str) -> None:
         (10, ["", "seed 9\na", "seed 9\na\na 1\nb", "seed 9\na\na 1\nb\nb 2\nc"]),
     ],
 )
-def test_step_mode_repeats_the_last_turns_in_words(history_length: int, expected: list[str]) -> None:
+def test_step_mode_repeats_the_last_turns_in_words(history_length, expected):
     config: dict[str, Any] = {
         "history_length": history_length,
         "agent_system_template": "",
@@ -240,7 +238,7 @@ def test_step_mode_repeats_the_last_turns_in_words(history_length: int, expected
 
 
 @MODES
-def test_placeholders_are_filled_at_every_turn(mode: str) -> None:
+def test_placeholders_are_filled_at_every_turn(mode):
     trajectory = play(
         manager(
             mode,
@@ -258,13 +256,13 @@ def test_placeholders_are_filled_at_every_turn(mode: str) -> None:
 
 
 @MODES
-def test_placeholders_have_a_second_name_and_the_length_of_an_answer(mode: str) -> None:
+def test_placeholders_have_a_second_name_and_the_length_of_an_answer(mode):
     template = "{turn_idx} of {actions_left}, {max_response_length} tokens"
     trajectory = play(manager(mode, max_steps=2, agent_template=template, max_tokens_per_step=3), Policy("a", "b"))
     assert [f"{turn} of {3 - turn}, 3 tokens" in shown(trajectory.turns[turn - 1]) for turn in (1, 2)] == [True, True]
 
 
-def test_placeholders_of_history() -> None:
+def test_placeholders_of_history():
     template = "{step_count} before {current_step}: {current_observation} ({history_length} shown)"
     played = play(manager("step", max_steps=3, agent_template=template, history_length=1), Policy("a", "b", "c"))
     expected = ["0 before 1: seed 9 (0 shown)", "1 before 2: a 1 (1 shown)", "2 before 3: b 2 (1 shown)"]
@@ -272,13 +270,13 @@ def test_placeholders_of_history() -> None:
 
 
 @MODES
-def test_braces_in_what_the_environment_or_the_policy_says_are_left_alone(mode: str) -> None:
+def test_braces_in_what_the_environment_or_the_policy_says_are_left_alone(mode):
     words = '{"move": {"turn": 1}} {turn} {observation}'
     trajectory = play(manager(mode, max_steps=2, agent_template="{turn}. {observation}"), Policy(words))
     assert f"user\n2. {words} 1<|im_end|>" in shown(trajectory.turns[1])
 
 
-def test_an_empty_system_text_makes_no_message_and_an_environment_without_info_will_do() -> None:
+def test_an_empty_system_text_makes_no_message_and_an_environment_without_info_will_do():
     trajectory = play(manager("traj", max_steps=1, agent_system_template=""), Policy("a"))
     assert shown(trajectory.turns[0]) == "<|im_start|>user\nseed 9<|im_end|>\n<|im_start|>assistant\n"
     trajectory = play(manager("step", max_steps=2), Policy("a"), make_env=BareEnv)
@@ -306,9 +304,7 @@ class PictureEnv(EchoEnv):
         return np.full((30, 50, 3), 20 * self.num_steps, dtype=np.uint8)
 
 
-def test_only_a_recorded_episode_has_pictures_if_there_are_any_and_is_the_same_else(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_only_a_recorded_episode_has_pictures_if_there_are_any_and_is_the_same_else(caplog):
     plain = play(manager("step", max_steps=3), Policy("a", "b"), make_env=PictureEnv)
     recorded = play(manager("step", max_steps=3), Policy("a", "b"), replace(SPEC, record=True), PictureEnv)
     assert plain.frames == () and len(recorded.frames) == 4
@@ -334,20 +330,20 @@ def test_only_a_recorded_episode_has_pictures_if_there_are_any_and_is_the_same_e
         (None, None),
     ],
 )
-def test_pictures_come_as_arrays_images_or_text(view: Any, shown: Any) -> None:
+def test_pictures_come_as_arrays_images_or_text(view, shown):
     env = EchoEnv()
     env.render = lambda: view  # type: ignore[method-assign]
     frame = checked_frame(env)
     assert (Image.open(io.BytesIO(frame)).size if isinstance(frame, bytes) else frame) == shown
 
 
-def test_a_plan_records_the_first_groups_alone() -> None:
+def test_a_plan_records_the_first_groups_alone():
     plan = GroupPlan(("Echo",), (2,), group_size=3, redundancy=0, seed=0, name="val", num_recorded=2)
     assert [plan.spec(n).record for n in range(4)] == [True, True, False, False]
     assert not GroupPlan(("Echo",), (2,), 3, 0, 0, "train").spec(0).record
 
 
-def test_requests_carry_the_sampling_of_the_tag_and_ids_of_their_own() -> None:
+def test_requests_carry_the_sampling_of_the_tag_and_ids_of_their_own():
     params = SamplingParams(max_new_tokens=50, temperature=0.7, top_p=0.9, top_k=5, stop=("!",))
     policy = Policy("a")
     play(manager("step", params=params, max_steps=2), policy)
@@ -367,7 +363,7 @@ def test_requests_carry_the_sampling_of_the_tag_and_ids_of_their_own() -> None:
     assert len({request.request_id for request in policy.requests}) == 4
 
 
-def test_seeds_differ_between_turns_and_members_and_repeat_themselves() -> None:
+def test_seeds_differ_between_turns_and_members_and_repeat_themselves():
     def seeds(sampling_seed: int) -> list[int | None]:
         policy = Policy("a", "b", "c")
         play(manager("traj", max_steps=3), policy, EpisodeSpec("Echo", 0, 0, 9, sampling_seed))
@@ -378,7 +374,7 @@ def test_seeds_differ_between_turns_and_members_and_repeat_themselves() -> None:
     assert seeds(1) == one
 
 
-def test_an_aborted_request_a_crash_and_a_refusing_template_end_the_episode() -> None:
+def test_an_aborted_request_a_crash_and_a_refusing_template_end_the_episode():
     with pytest.raises(EpisodeAbortedError, match="request Echo-4-1-1 was aborted"):
         play(manager("step"), Policy("a", "abort"))
     with pytest.raises(EnvCrashError, match="environment step raised ZeroDivisionError"):
@@ -407,19 +403,19 @@ class ToolKeeper(EchoEnv):
 
 
 @MODES
-def test_an_environment_that_counts_turns_with_tools_has_no_more_of_them(mode: str) -> None:
+def test_an_environment_that_counts_turns_with_tools_has_no_more_of_them(mode):
     episode = play(manager(mode, max_steps=2), Policy("a"), make_env=lambda: ToolKeeper(tool_turns=1))
     assert len(episode.turns) == 2 and "tool_turns" not in episode.info
     assert len(play(manager(mode, max_steps=2), Policy("a"), make_env=lambda: ToolKeeper(tool_turns="-")).turns) == 2
 
 
-def test_tools_that_are_none_are_a_failure_of_the_episode() -> None:
+def test_tools_that_are_none_are_a_failure_of_the_episode():
     with pytest.raises(EnvError, match="the chat template refuses what was said"):
         play(manager("traj"), Policy("a"), make_env=lambda: ToolKeeper(tools=3))
 
 
 @pytest.mark.parametrize("mode", ["step", "traj"])
-def test_equal_specs_give_equal_episodes_in_a_real_environment(mode: str) -> None:
+def test_equal_specs_give_equal_episodes_in_a_real_environment(mode):
     """Sokoban, played by the script that makes the demonstrations."""
     environment = {"min_solution": 3, "max_solution": 8, "max_steps": 8}
 
@@ -441,6 +437,6 @@ def test_equal_specs_give_equal_episodes_in_a_real_environment(mode: str) -> Non
     assert all(len(turn.completion.token_ids) == 4 for turn in expert.turns)
 
 
-def test_managers_have_names() -> None:
+def test_managers_have_names():
     assert ENV_MANAGERS.get("step") is StepEnvManager
     assert ENV_MANAGERS.get("traj") is TrajEnvManager

@@ -1,7 +1,5 @@
 """Environments that break the protocol cost their episode, never the run, its files or its pages."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,7 +169,7 @@ def write_everything(group: RolloutGroup, folder: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REPORTED))
-def test_a_broken_answer_is_counted_with_its_place(name: str, tokenizer_path: str, folder: RunFolder) -> None:
+def test_a_broken_answer_is_counted_with_its_place(name, tokenizer_path, folder):
     faults, message = REPORTED[name]
     group = play(tokenizer_path, **faults)
     assert (len(group.trajectories), group.dropped, len(group.errors)) == (0, 2, 4), "each is tried once more"
@@ -179,9 +177,7 @@ def test_a_broken_answer_is_counted_with_its_place(name: str, tokenizer_path: st
     write_everything(group, folder)
 
 
-def test_a_first_observation_that_does_not_fit_costs_its_episode_and_a_later_one_ends_it(
-    tokenizer_path: str, folder: RunFolder
-) -> None:
+def test_a_first_observation_that_does_not_fit_costs_its_episode_and_a_later_one_ends_it(tokenizer_path, folder):
     group = play(tokenizer_path, reset=("x" * 1_000_000, {}))
     assert (len(group.trajectories), group.dropped) == (0, 2)
     assert "Maze: the first prompt has 1000" in group.errors[0] and "prompt_length is 200" in group.errors[0]
@@ -191,7 +187,7 @@ def test_a_first_observation_that_does_not_fit_costs_its_episode_and_a_later_one
     assert sum(path.stat().st_size for path in folder.renders.iterdir()) < 400_000, "pages stay readable"
 
 
-def test_what_numpy_calls_text_numbers_and_truth_is_taken_as_plain_values(tokenizer_path: str) -> None:
+def test_what_numpy_calls_text_numbers_and_truth_is_taken_as_plain_values(tokenizer_path):
     step = {"observation": np.str_("b"), "reward": np.float32(0.5), "terminated": np.bool_(True), "truncated": 0}
     info = {"success": np.int64(1), "penalty": np.array(-0.25), "action": np.str_("go")}
     (first, _) = play(tokenizer_path, step=step, info=info).trajectories
@@ -200,9 +196,7 @@ def test_what_numpy_calls_text_numbers_and_truth_is_taken_as_plain_values(tokeni
     assert (turn.task_reward, turn.penalty, first.success, first.end) == (0.75, -0.25, True, "terminated")
 
 
-def test_other_entries_of_the_info_never_cost_an_episode_nor_pass_for_counts(
-    tokenizer_path: str, folder: RunFolder
-) -> None:
+def test_other_entries_of_the_info_never_cost_an_episode_nor_pass_for_counts(tokenizer_path, folder):
     extras = {"note": SURROGATE, "log": "z" * 99_999, "huge": 10**5000, "low": -(10**5000), "odd": Unspeakable(), 5: 6}
     group = play(tokenizer_path, info=extras | {SURROGATE: 1, "nan": float("nan")})
     assert len(group.trajectories) == 2
@@ -242,7 +236,7 @@ ANYTHING = st.one_of(
     ),
 )
 @examples(200)
-def test_an_answer_is_made_of_plain_values_or_refused_by_name(step: dict[str, Any], info: dict[Any, Any]) -> None:
+def test_an_answer_is_made_of_plain_values_or_refused_by_name(step, info):
     env = Maze(step=step, info=info)
     try:
         observation, reward, terminated, truncated, seen = checked_step(env, "go")
@@ -256,7 +250,7 @@ def test_an_answer_is_made_of_plain_values_or_refused_by_name(step: dict[str, An
 
 @given(answer=st.one_of(ANYTHING, st.tuples(ANYTHING, ANYTHING)))
 @examples(100)
-def test_a_first_answer_too(answer: Any) -> None:
+def test_a_first_answer_too(answer):
     try:
         observation, info = checked_reset(Maze(reset=answer), 0)
     except EnvProtocolError as error:
@@ -269,9 +263,7 @@ def test_a_first_answer_too(answer: Any) -> None:
     step=st.dictionaries(st.sampled_from(sorted(FINE)), ANYTHING, max_size=1), key=st.text(max_size=3), value=ANYTHING
 )
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_is_answered_the_group_is_counted_and_can_be_shown(
-    step: dict[str, Any], key: str, value: Any, tokenizer_path: str, folder: RunFolder
-) -> None:
+def test_whatever_is_answered_the_group_is_counted_and_can_be_shown(step, key, value, tokenizer_path, folder):
     group = play(tokenizer_path, step=step, info={key: value})
     assert len(group.trajectories) + group.dropped == 2
     write_everything(group, folder)
@@ -279,7 +271,7 @@ def test_whatever_is_answered_the_group_is_counted_and_can_be_shown(
         assert groups_to_batch([group], ["Maze"]).rewards_T.isfinite().all()
 
 
-def test_a_probe_finds_environments_that_never_start_before_any_setup() -> None:
+def test_a_probe_finds_environments_that_never_start_before_any_setup():
     """One reset of each tag, with the retries that an episode has too."""
     mazes = {
         "Fine": maze(),

@@ -1,7 +1,5 @@
 """An environment in threads, its own or shared, or in the event loop, and everything it may do wrong there."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
@@ -92,7 +90,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("own_thread", [False, True])
-def test_no_call_runs_in_the_callers_thread_and_all_in_one_where_it_matters(own_thread: bool) -> None:
+def test_no_call_runs_in_the_callers_thread_and_all_in_one_where_it_matters(own_thread):
     async def play() -> OddEnv:
         runner = EnvRunner(lambda: built[0], timeout=5, own_thread=own_thread)
         built.append(await asyncio.to_thread(OddEnv))
@@ -114,7 +112,7 @@ def test_no_call_runs_in_the_callers_thread_and_all_in_one_where_it_matters(own_
     wait_until(lambda: env.closed)
 
 
-async def test_the_environment_is_built_where_it_is_played_and_once() -> None:
+async def test_the_environment_is_built_where_it_is_played_and_once():
     built: list[int] = []
 
     def make() -> OddEnv:
@@ -131,7 +129,7 @@ async def test_the_environment_is_built_where_it_is_played_and_once() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"own_thread": True}, {"instant": True}], ids=["shared", "own", "instant"])
 @pytest.mark.parametrize("name", sorted(ERRORS))
-async def test_whatever_a_step_raises_is_a_crash_that_says_so(name: str, options: dict[str, bool]) -> None:
+async def test_whatever_a_step_raises_is_a_crash_that_says_so(name, options):
     runner = EnvRunner(OddEnv, timeout=5, **options)
     await runner.reset(0)
     with pytest.raises(EnvCrashError) as caught:
@@ -144,7 +142,7 @@ async def test_whatever_a_step_raises_is_a_crash_that_says_so(name: str, options
     assert error.__cause__ is not None
 
 
-def test_an_instant_environment_plays_in_the_callers_thread_and_lets_others_in_between() -> None:
+def test_an_instant_environment_plays_in_the_callers_thread_and_lets_others_in_between():
     order: list[str] = []
 
     async def play(name: str) -> OddEnv:
@@ -166,7 +164,7 @@ def test_an_instant_environment_plays_in_the_callers_thread_and_lets_others_in_b
     assert order == ["a", "b"] * 3
 
 
-def test_a_class_says_that_it_is_instant_or_wants_a_thread_of_its_own() -> None:
+def test_a_class_says_that_it_is_instant_or_wants_a_thread_of_its_own():
     assert envs.is_instant("sokoban") and envs.is_instant("frozen_lake")
     assert not envs.is_instant("sokoban", {"dim_room": [10, 10], "num_boxes": 4, "max_steps": 20})
     assert not envs.is_instant("sokoban", {"num_boxes": "many"}), "it cannot even be made"
@@ -176,7 +174,7 @@ def test_a_class_says_that_it_is_instant_or_wants_a_thread_of_its_own() -> None:
     assert envs.wants_own_thread(f"{__name__}:ThreadBound")
 
 
-async def test_a_step_of_the_wrong_form_and_a_failed_construction_are_named() -> None:
+async def test_a_step_of_the_wrong_form_and_a_failed_construction_are_named():
     runner = EnvRunner(OddEnv, timeout=5)
     with pytest.raises(EnvProtocolError, match=r"OddEnv.step returned \('one', 0.0\) \(tuple\), expected \(obs"):
         await runner.step("short")
@@ -193,7 +191,7 @@ async def test_a_step_of_the_wrong_form_and_a_failed_construction_are_named() ->
 
 
 @pytest.mark.parametrize("own_thread", [False, True])
-async def test_a_hung_environment_is_given_up_and_delays_no_other(gate: threading.Event, own_thread: bool) -> None:
+async def test_a_hung_environment_is_given_up_and_delays_no_other(gate, own_thread):
     threads = CallThreads()
     hung = EnvRunner(lambda: OddEnv(gate), timeout=1.0, threads=threads, own_thread=own_thread)
     other = EnvRunner(OddEnv, timeout=5, threads=threads, own_thread=own_thread)
@@ -211,7 +209,7 @@ async def test_a_hung_environment_is_given_up_and_delays_no_other(gate: threadin
     assert spent < 1.0
 
 
-async def test_a_late_answer_to_a_call_given_up_is_dropped(gate: threading.Event) -> None:
+async def test_a_late_answer_to_a_call_given_up_is_dropped(gate):
     runner = EnvRunner(lambda: OddEnv(gate), timeout=0.1)
     with pytest.raises(EnvTimeoutError):
         await runner.step("hang")
@@ -220,7 +218,7 @@ async def test_a_late_answer_to_a_call_given_up_is_dropped(gate: threading.Event
     runner.close()
 
 
-def test_a_late_answer_to_a_loop_that_is_gone_harms_nobody(gate: threading.Event) -> None:
+def test_a_late_answer_to_a_loop_that_is_gone_harms_nobody(gate):
     failures: list[threading.ExceptHookArgs] = []
     env = OddEnv(gate)
 
@@ -241,7 +239,7 @@ def test_a_late_answer_to_a_loop_that_is_gone_harms_nobody(gate: threading.Event
     assert failures == []
 
 
-async def test_cancelling_the_caller_is_no_failure_of_the_environment(gate: threading.Event) -> None:
+async def test_cancelling_the_caller_is_no_failure_of_the_environment(gate):
     runner = EnvRunner(lambda: OddEnv(gate), timeout=5)
     hanging = asyncio.create_task(runner.step("hang"))
     await asyncio.sleep(0.05)
@@ -251,7 +249,7 @@ async def test_cancelling_the_caller_is_no_failure_of_the_environment(gate: thre
     runner.close()
 
 
-def test_with_a_lock_one_call_runs_at_a_time() -> None:
+def test_with_a_lock_one_call_runs_at_a_time():
     inside = 0
     most = 0
 
@@ -276,7 +274,7 @@ def test_with_a_lock_one_call_runs_at_a_time() -> None:
     assert asyncio.run(play(None)) > 1
 
 
-async def test_the_wait_for_a_turn_is_no_part_of_the_time_limit() -> None:
+async def test_the_wait_for_a_turn_is_no_part_of_the_time_limit():
     lock, threads = OneAtATime(), CallThreads()
     runners = [EnvRunner(OddEnv, timeout=1.0, lock=lock, threads=threads) for _ in range(6)]
     await asyncio.gather(*(runner.call("nap", lambda env: time.sleep(0.25)) for runner in runners))
@@ -284,7 +282,7 @@ async def test_the_wait_for_a_turn_is_no_part_of_the_time_limit() -> None:
         runner.close()
 
 
-async def test_a_hung_environment_keeps_others_out_as_long_as_it_is_inside(gate: threading.Event) -> None:
+async def test_a_hung_environment_keeps_others_out_as_long_as_it_is_inside(gate):
     lock, threads = OneAtATime(), CallThreads()
     hung = EnvRunner(lambda: OddEnv(gate), timeout=0.1, lock=lock, threads=threads)
     other = EnvRunner(OddEnv, timeout=0.1, lock=lock, threads=threads)
@@ -299,7 +297,7 @@ async def test_a_hung_environment_keeps_others_out_as_long_as_it_is_inside(gate:
 
 
 @pytest.mark.parametrize("own_thread", [False, True])
-def test_closing_ends_the_thread_after_its_work(own_thread: bool) -> None:
+def test_closing_ends_the_thread_after_its_work(own_thread):
     before = threading.active_count()
 
     async def play() -> list[Any]:
@@ -315,9 +313,7 @@ def test_closing_ends_the_thread_after_its_work(own_thread: bool) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("the door is stuck"), SystemExit(3), asyncio.CancelledError()])
-async def test_what_fails_while_an_instant_environment_is_closed_is_told_in_the_log(
-    error: BaseException, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_what_fails_while_an_instant_environment_is_closed_is_told_in_the_log(error, caplog):
     """It would take the place of the failure for which the environment is thrown away, and end the run."""
 
     class Stuck(OddEnv):

@@ -1,7 +1,5 @@
 """Groups between processes: equal in every field, with the arrays of all turns as three."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -40,7 +38,7 @@ def there_and_back(*groups: RolloutGroup) -> tuple[list[RolloutGroup], int]:
     return list(pickle.loads(data, buffers=buffers)), len(buffers)
 
 
-def test_groups_arrive_as_they_were_in_three_arrays() -> None:
+def test_groups_arrive_as_they_were_in_three_arrays():
     steps = make_trajectory([make_turn([1, 2], [3, 4], 0.5), make_turn([1, 2], [], 0.0, -0.1)], history=False)
     steps = replace(steps, info={"prompt_id": "p", "count": 3}, frames=(b"png", "text"))
     groups = [
@@ -55,13 +53,13 @@ def test_groups_arrive_as_they_were_in_three_arrays() -> None:
     assert there_and_back() == ([], 3)
 
 
-def test_a_conversation_is_there_once_and_does_not_keep_other_groups() -> None:
+def test_a_conversation_is_there_once_and_does_not_keep_other_groups():
     long = make_trajectory(conversation([([1] * 100, [2] * 100, 0.0)] * 20), history=True)
     (group, _), _ = there_and_back(RolloutGroup(0, "A", (long,)), RolloutGroup(1, "A", (long,)))
     assert len(group.trajectories[0].turns[0].prompt_ids.base) == 20 * 200  # type: ignore[arg-type]
 
 
-def test_what_is_no_conversation_though_it_should_be_one_arrives_too() -> None:
+def test_what_is_no_conversation_though_it_should_be_one_arrives_too():
     turns = [make_turn([1, 2], [3]), make_turn([1, 2, 4, 5], [6]), make_turn([1], [2]), make_turn([1, 2, 3], [4])]
     group = RolloutGroup(0, "A", (make_trajectory(turns, history=True),))
     assert_equal(there_and_back(group)[0], [group])

@@ -1,9 +1,6 @@
 """Rollouts that a run has kept, and those that another takes in place of playing."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +33,7 @@ def scheduler() -> RolloutScheduler:
     return RolloutScheduler(Plan(), nobody, lambda error: None, 1.0)  # type: ignore[arg-type]
 
 
-def test_kept_rollouts_are_taken_as_if_they_had_been_played(tmp_path: Path) -> None:
+def test_kept_rollouts_are_taken_as_if_they_had_been_played(tmp_path):
     steps = {1: Collected([group(0), group(2)], [group(1)]), 2: Collected([group(3), group(4)], [])}
     for step, collected in steps.items():
         write_rollouts(str(tmp_path), step, collected)
@@ -57,6 +54,6 @@ def test_kept_rollouts_are_taken_as_if_they_had_been_played(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("numbers", [[0], [0, 1, 2], [1, 2]])
-def test_rollouts_of_other_batches_are_refused(numbers: list[int]) -> None:
+def test_rollouts_of_other_batches_are_refused(numbers):
     with pytest.raises(ValueError, match=r"expected 2 from 0 on"):
         scheduler().take_found(Admission(2), 1, Collected([group(number) for number in numbers], []))

@@ -1,7 +1,5 @@
 """A worker's end of groups that are started and fetched many at a time."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -41,7 +39,7 @@ async def fetched(player: Player, series: Series) -> tuple[list[int], list[int]]
     return [group.group_id for group in finished.groups], finished.failed
 
 
-async def test_what_has_finished_is_fetched_once_and_failures_are_raised_when_asked_for() -> None:
+async def test_what_has_finished_is_fetched_once_and_failures_are_raised_when_asked_for():
     player = Player()
     await player.start_groups(FIRST, specs(0, 1, 2))
     waiting = asyncio.create_task(fetched(player, FIRST))
@@ -55,7 +53,7 @@ async def test_what_has_finished_is_fetched_once_and_failures_are_raised_when_as
     assert await fetched(player, FIRST) == ([4], [])
 
 
-async def test_a_series_that_is_given_up_ends_and_what_arrives_late_for_it_is_not_played() -> None:
+async def test_a_series_that_is_given_up_ends_and_what_arrives_late_for_it_is_not_played():
     player = Player()
     await player.start_groups(FIRST, specs(0, 2))
     waiting = asyncio.create_task(fetched(player, FIRST))
@@ -70,7 +68,7 @@ async def test_a_series_that_is_given_up_ends_and_what_arrives_late_for_it_is_no
     assert await fetched(player, SECOND) == ([0], [])
 
 
-async def test_two_callers_do_not_meet() -> None:
+async def test_two_callers_do_not_meet():
     player, other = Player(), Series("another", 5)
     await player.start_groups(FIRST, specs(0))
     await player.start_groups(other, specs(0, 2))

@@ -1,10 +1,7 @@
 """Environments that ask a judge: what it says, and failures of it, which are never a reward."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +31,7 @@ class InstantlyAsking(JudgedEnv):
     instant = True
 
 
-async def test_what_it_says_is_what_transformers_says(tmp_path: Path) -> None:
+async def test_what_it_says_is_what_transformers_says(tmp_path):
     folder = digit_model(tmp_path)
     questions: list[Any] = [f"{i}+1=" for i in range(6)] + [
         TALK,
@@ -76,7 +73,7 @@ def play(ask: AskFn, *answers: str, timeout: float = 30.0, **env_config: Any) ->
     return asyncio.run(run())
 
 
-def test_environments_wait_for_it_side_by_side() -> None:
+def test_environments_wait_for_it_side_by_side():
     waiting, all_here = [], asyncio.Event()
 
     async def ask(question: JudgeQuestion) -> str:
@@ -92,7 +89,7 @@ def test_environments_wait_for_it_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("catches", [False, True])
-def test_a_failure_is_one_of_the_environment_whether_it_is_caught_or_not(catches: bool) -> None:
+def test_a_failure_is_one_of_the_environment_whether_it_is_caught_or_not(catches):
     async def ask(question: JudgeQuestion) -> str:
         raise RewardError("judge: too long")
 
@@ -101,7 +98,7 @@ def test_a_failure_is_one_of_the_environment_whether_it_is_caught_or_not(catches
 
 
 @pytest.mark.parametrize("catches", [False, True])
-def test_a_judge_that_died_is_no_failure_of_the_environment(catches: bool) -> None:
+def test_a_judge_that_died_is_no_failure_of_the_environment(catches):
     async def ask(question: JudgeQuestion) -> str:
         raise EngineUnavailableError("gone")
 
@@ -109,7 +106,7 @@ def test_a_judge_that_died_is_no_failure_of_the_environment(catches: bool) -> No
         play(ask, "1", catches=catches)
 
 
-def test_waiting_for_it_is_part_of_the_step() -> None:
+def test_waiting_for_it_is_part_of_the_step():
     async def ask(question: JudgeQuestion) -> str:
         await asyncio.sleep(1)
         return "1"
@@ -118,7 +115,7 @@ def test_waiting_for_it_is_part_of_the_step() -> None:
         play(ask, "1", timeout=0.2)
 
 
-def test_an_environment_that_asks_is_built_before_the_run_and_never_instant() -> None:
+def test_an_environment_that_asks_is_built_before_the_run_and_never_instant():
     instant = f"{InstantlyAsking.__module__}:{InstantlyAsking.__qualname__}"
     assert envs.asks_judge(PATH) and not envs.asks_judge("sokoban") and not envs.is_instant(instant)
     worker = EnvironmentWorker("train_env_manager", 0, 1, {})
@@ -128,7 +125,7 @@ def test_an_environment_that_asks_is_built_before_the_run_and_never_instant() ->
     assert problem.startswith("custom_envs.Wrong: environment construction raised") and "no_such_key" in problem
 
 
-def test_the_check_of_environments_answers_in_its_place() -> None:
+def test_the_check_of_environments_answers_in_its_place():
     report = check_env(JudgedEnv, answers=["1"], judge_says="7", episodes=2, max_steps=2)
     assert not {"step-raises", "cannot-travel", "could-be-instant"} & {finding.name for finding in report.findings}
     assert ("rewards", "0.7 to 0.7 for a step") in report.facts

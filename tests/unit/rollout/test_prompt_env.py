@@ -1,7 +1,5 @@
 """A prompt as an environment of one turn, and the worker that plays a group of them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
@@ -79,7 +77,7 @@ def play(prompt: Prompt, engine: Engine, scorer: Scorer, limits: LengthLimits = 
     return asyncio.run(PromptManager(RENDERER, PARAMS, limits).run_episode(env, env.watch(engine.generate), EPISODE))
 
 
-def test_an_answer_is_one_turn_with_the_verdict_as_its_reward() -> None:
+def test_an_answer_is_one_turn_with_the_verdict_as_its_reward():
     engine = Engine("two: 2")
     scorer = Scorer(Verdict(0.75, True, "2", {"math/score": 1.0, "format/score": 0.5}))
     trajectory = play(PROMPT, engine, scorer)
@@ -101,7 +99,7 @@ def test_an_answer_is_one_turn_with_the_verdict_as_its_reward() -> None:
     assert batch.loss_mask_T.tolist() == [False] * len(turn.prompt_ids) + [True] * sampled
 
 
-def test_where_nobody_looks_for_an_answer_there_is_no_rate_of_valid_ones() -> None:
+def test_where_nobody_looks_for_an_answer_there_is_no_rate_of_valid_ones():
     silent = play(PROMPT, Engine("two"), Scorer(Verdict(0.5, False, notes={"custom/why": "x"}, seeks_answer=False)))
     missing = play(PROMPT, Engine("two"), Scorer(Verdict(0.0, False)))
     found = play(PROMPT, Engine("two"), Scorer(Verdict(0.0, False, "2")))
@@ -111,7 +109,7 @@ def test_where_nobody_looks_for_an_answer_there_is_no_rate_of_valid_ones() -> No
 
 
 @pytest.mark.parametrize(("reason", "truncated"), [(FinishReason.STOP, False), (FinishReason.LENGTH, True)])
-def test_the_verifier_learns_all_that_is_known(reason: FinishReason, truncated: bool) -> None:
+def test_the_verifier_learns_all_that_is_known(reason, truncated):
     scorer = Scorer(Verdict(0.0, False))
     trajectory = play(PROMPT, Engine("no idea", reason), scorer)
     (sample,) = scorer.samples
@@ -128,7 +126,7 @@ def test_the_verifier_learns_all_that_is_known(reason: FinishReason, truncated: 
     assert trajectory.turns[0].action is None, "no answer was found"
 
 
-def test_a_prompt_is_used_as_it_was_cut_and_ends_the_episode_where_it_does_not_fit() -> None:
+def test_a_prompt_is_used_as_it_was_cut_and_ends_the_episode_where_it_does_not_fit():
     engine = Engine()
     play(replace(PROMPT, prompt_ids=np.array([7, 8, 9])), engine, Scorer(Verdict(1.0, True)))
     assert engine.requests[0].prompt_ids.tolist() == [7, 8, 9]
@@ -175,7 +173,7 @@ class Choosy(Scorer):
         return Verdict(1.0, True, "2")
 
 
-def test_a_group_answers_one_prompt_with_seeds_of_their_own(tokenizer_path: str) -> None:
+def test_a_group_answers_one_prompt_with_seeds_of_their_own(tokenizer_path):
     engine = Engine()
     group = run_group(tokenizer_path, engine, Choosy(), spec())
     assert [trajectory.member for trajectory in group.trajectories] == [0, 1, 2]
@@ -190,7 +188,7 @@ def test_a_group_answers_one_prompt_with_seeds_of_their_own(tokenizer_path: str)
     assert rooms == [{4}, {3}], "held-out samples have a bound of their own"
 
 
-def test_an_answer_without_a_reward_is_dropped_and_told(tokenizer_path: str) -> None:
+def test_an_answer_without_a_reward_is_dropped_and_told(tokenizer_path):
     group = run_group(tokenizer_path, Engine(), Choosy(1), spec())
     assert len(group.trajectories) == 2 and group.dropped == 1
     assert group.errors == ("sums group 5 member 1: rewards.maths: cannot tell",)
@@ -199,7 +197,7 @@ def test_an_answer_without_a_reward_is_dropped_and_told(tokenizer_path: str) -> 
     assert not lost.trajectories and lost.dropped == 3 and len(lost.errors) == 3
 
 
-def test_the_baseline_is_one_more_greedy_answer_without_which_the_group_is_lost(tokenizer_path: str) -> None:
+def test_the_baseline_is_one_more_greedy_answer_without_which_the_group_is_lost(tokenizer_path):
     engine = Engine()
     group = run_group(tokenizer_path, engine, Choosy(), spec(baseline=True))
     assert [trajectory.member for trajectory in group.trajectories] == [0, 1, 2]
@@ -209,7 +207,7 @@ def test_the_baseline_is_one_more_greedy_answer_without_which_the_group_is_lost(
     assert not lost.trajectories and lost.baseline is None and lost.dropped == 3
 
 
-def test_a_draw_decides_prompt_and_seed_and_later_epochs_have_other_seeds() -> None:
+def test_a_draw_decides_prompt_and_seed_and_later_epochs_have_other_seeds():
     prompts = [replace(PROMPT, id=f"p{n}") for n in range(5)]
     plan = PromptPlan(PromptSampler(prompts, seed=3), group_size=4, num_slots=8, seed=3, sampling="train")
     specs = [plan.spec(n) for n in range(10)]

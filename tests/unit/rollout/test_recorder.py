@@ -1,7 +1,5 @@
 """Rows of an episode against the engine's own log, for a harness that does whatever it likes with its history."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +14,7 @@ from roll.configs.env import CustomEnvConfig
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.models.tiny import make_tokenizer
-from roll.rollout.env_manager import TOOL_TURNS, EnvManager, EpisodeSpec, LengthLimits, StepEnvManager, TrajEnvManager
+from roll.rollout.env_manager import TOOL_TURNS, EpisodeSpec, LengthLimits, StepEnvManager, TrajEnvManager
 from roll.rollout.group_calls import FlatGroups
 from roll.rollout.recorder import Recorder
 from roll.rollout.rows import groups_to_batch
@@ -136,7 +134,7 @@ def assert_trained(trajectory: Trajectory, log: EngineLog) -> int:
 
 @examples(300)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_rows_are_the_engines_own_log(seed: int) -> None:
+def test_rows_are_the_engines_own_log(seed):
     assert_trained(*play(seed))
 
 
@@ -166,7 +164,7 @@ class Game:
 
 @examples(60)
 @given(seed=st.integers(0, 2**32 - 1), manager_class=st.sampled_from([TrajEnvManager, StepEnvManager]))
-def test_the_environment_loop_trains_on_the_engines_own_log_too(seed: int, manager_class: type[EnvManager]) -> None:
+def test_the_environment_loop_trains_on_the_engines_own_log_too(seed, manager_class):
     rng = np.random.default_rng(seed)
     engine = Engine(rng)
 
@@ -183,7 +181,7 @@ def test_the_environment_loop_trains_on_the_engines_own_log_too(seed: int, manag
     assert rows <= 1 if trajectory.history else rows <= len(engine.log)
 
 
-def test_a_conversation_with_a_sub_agent_and_a_compaction_is_three_rows() -> None:
+def test_a_conversation_with_a_sub_agent_and_a_compaction_is_three_rows():
     def say(prompt: list[int], *answer: int) -> Turn:
         ids = np.array(answer, dtype=np.int64)
         zeros = np.zeros(len(ids))

@@ -1,7 +1,5 @@
 """Which groups there are, and how they are collected from workers that die, hang and dawdle, on a local Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading
@@ -113,7 +111,7 @@ def notes(folder: Path) -> list[list[str]]:
     return [line.split() for line in (folder / "notes").read_text().splitlines()]
 
 
-def test_a_group_id_decides_tag_and_seed() -> None:
+def test_a_group_id_decides_tag_and_seed():
     specs = [PLAN.spec(group_id) for group_id in range(300)]
     assert [spec.tag for spec in specs[:6]] == ["A", "A", "B", "A", "A", "B"]
     assert {(spec.group_size, spec.redundancy, spec.greedy) for spec in specs} == {(4, 1, False)}
@@ -134,9 +132,7 @@ def test_a_group_id_decides_tag_and_seed() -> None:
     assert [weighted.spec(n).env_seed for n in range(9)] == [PLAN.spec(n).env_seed for n in range(9)]
 
 
-def test_groups_come_in_order_from_all_workers_and_never_too_many_at_once(
-    scheduler: Callable[..., RolloutScheduler], folder: Path
-) -> None:
+def test_groups_come_in_order_from_all_workers_and_never_too_many_at_once(scheduler, folder):
     arrived: list[int] = []
     groups = scheduler().collect(12, first=10, on_group=lambda group: arrived.append(group.group_id))
     assert [group.group_id for group in groups] == list(range(10, 22))
@@ -148,13 +144,13 @@ def test_groups_come_in_order_from_all_workers_and_never_too_many_at_once(
     assert max(int(playing) for *_, playing in played) <= 2
 
 
-def test_no_more_groups_run_than_are_allowed(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
+def test_no_more_groups_run_than_are_allowed(scheduler, folder):
     assert ids(scheduler(max_running=1).collect(4)) == [0, 1, 2, 3]
     assert [note[3] for note in notes(folder)] == ["1"] * 4
     assert ids(scheduler(max_running=99).collect(6)) == list(range(6)), "the plan has three slots"
 
 
-def test_extra_groups_make_up_for_stragglers(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
+def test_extra_groups_make_up_for_stragglers(scheduler, folder):
     (folder / "hang-1").touch()
     admission = Admission(4, ahead=2, window=6)
     started_at = time.monotonic()
@@ -174,7 +170,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
     raise AssertionError("it never happened")
 
 
-def test_groups_of_a_dead_worker_are_played_again(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
+def test_groups_of_a_dead_worker_are_played_again(scheduler, folder):
     for order in ("die-2", "die-5"):
         (folder / order).touch()
     collecting = scheduler()
@@ -189,9 +185,7 @@ def test_groups_of_a_dead_worker_are_played_again(scheduler: Callable[..., Rollo
     assert min(counts[2], counts[5]) >= 2
 
 
-def test_groups_that_lost_their_engine_are_played_again(
-    scheduler: Callable[..., RolloutScheduler], folder: Path
-) -> None:
+def test_groups_that_lost_their_engine_are_played_again(scheduler, folder):
     (folder / "engine-1").touch()
     groups = scheduler().collect(3)
     assert [group.group_id for group in groups] == [0, 1, 2]
@@ -199,9 +193,7 @@ def test_groups_that_lost_their_engine_are_played_again(
     assert isinstance(error, EngineUnavailableError)
 
 
-def test_what_cannot_be_recovered_ends_the_rollout_and_a_hung_group_is_named(
-    scheduler: Callable[..., RolloutScheduler], folder: Path
-) -> None:
+def test_what_cannot_be_recovered_ends_the_rollout_and_a_hung_group_is_named(scheduler, folder):
     def give_up(error: BaseException) -> None:
         raise error
 
@@ -216,7 +208,7 @@ def test_what_cannot_be_recovered_ends_the_rollout_and_a_hung_group_is_named(
         scheduler(rpc_timeout=1.0).collect(3)
 
 
-def test_a_tick_may_stop_the_rollout(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
+def test_a_tick_may_stop_the_rollout(scheduler, folder):
     def stop() -> None:
         ticks.append(time.monotonic())
         if len(ticks) == 4:
@@ -239,9 +231,7 @@ def started_ids(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("order", ["", "die-3", "engine-4"])
-def test_a_rejected_group_is_replaced_by_that_of_the_next_id_whatever_happens(
-    scheduler: Callable[..., RolloutScheduler], folder: Path, order: str
-) -> None:
+def test_a_rejected_group_is_replaced_by_that_of_the_next_id_whatever_happens(scheduler, folder, order):
     if order:
         (folder / order).touch()
     arrived: list[RolloutGroup] = []
@@ -254,9 +244,7 @@ def test_a_rejected_group_is_replaced_by_that_of_the_next_id_whatever_happens(
     assert set(started_ids(folder)) == set(range(8)), "nothing was started in vain"
 
 
-def test_a_step_takes_what_a_search_has_found_when_it_is_over(
-    scheduler: Callable[..., RolloutScheduler], folder: Path
-) -> None:
+def test_a_step_takes_what_a_search_has_found_when_it_is_over(scheduler, folder):
     admission = Admission(3)
     options: Any = {"accept": lambda group: group.group_id == 4, "max_batches": 3}
     collected = scheduler().take(admission, 1, **options)
@@ -268,9 +256,7 @@ def test_a_step_takes_what_a_search_has_found_when_it_is_over(
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_a_search_that_finds_nothing_may_go_on_to_its_end(
-    scheduler: Callable[..., RolloutScheduler], folder: Path, goes_on: bool
-) -> None:
+def test_a_search_that_finds_nothing_may_go_on_to_its_end(scheduler, folder, goes_on):
     asked: list[int] = []
 
     def ask(rejected: Iterable[RolloutGroup]) -> bool:
@@ -281,15 +267,13 @@ def test_a_search_that_finds_nothing_may_go_on_to_its_end(
     assert (collected.groups, len(collected.rejected)) == ([], 8 if goes_on else 4) and asked == [4]
 
 
-def test_the_bound_of_a_search_itself_is_still_enough(scheduler: Callable[..., RolloutScheduler]) -> None:
+def test_the_bound_of_a_search_itself_is_still_enough(scheduler):
     collected = scheduler().take(Admission(3), 1, accept=lambda group: group.group_id >= 3, max_batches=2)
     assert ids(collected.groups) == [3, 4, 5] and ids(collected.rejected) == [0, 1, 2]
     assert ids(scheduler().take(Admission(3), 1, max_batches=1).groups) == [0, 1, 2]
 
 
-def test_with_extra_groups_every_id_is_accepted_rejected_or_given_back(
-    scheduler: Callable[..., RolloutScheduler], folder: Path
-) -> None:
+def test_with_extra_groups_every_id_is_accepted_rejected_or_given_back(scheduler, folder):
     (folder / "hang-1").touch()
     admission, collecting = Admission(4, ahead=2, window=6), scheduler()
     collected = collecting.take(admission, 1, accept=lambda group: group.group_id != 2, max_batches=5)
@@ -301,15 +285,13 @@ def test_with_extra_groups_every_id_is_accepted_rejected_or_given_back(
     assert set(ids(collecting.take(admission, 2).groups)) >= again, "they come first"
 
 
-def test_extra_groups_do_not_stretch_the_cap(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
+def test_extra_groups_do_not_stretch_the_cap(scheduler, folder):
     collected = scheduler().take(Admission(4, ahead=3, window=7), 1, accept=lambda group: False, max_batches=1)
     assert (ids(collected.groups), ids(collected.rejected)) == ([], [0, 1, 2, 3])
     assert started_ids(folder) == list(range(4))
 
 
-def test_with_a_lag_groups_are_played_beside_training_and_not_too_many(
-    scheduler: Callable[..., RolloutScheduler], folder: Path
-) -> None:
+def test_with_a_lag_groups_are_played_beside_training_and_not_too_many(scheduler, folder):
     admission, collecting = Admission(3, ahead=3), scheduler(beside=True)
     try:
         for step in range(1, 5):
@@ -323,9 +305,7 @@ def test_with_a_lag_groups_are_played_beside_training_and_not_too_many(
         collecting.close()
 
 
-def test_a_stop_before_rollouts_beside_have_begun_leaves_nothing_to_wait_for(
-    scheduler: Callable[..., RolloutScheduler], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_before_rollouts_beside_have_begun_leaves_nothing_to_wait_for(scheduler, monkeypatch):
     begin, collecting = threading.Thread.start, scheduler(beside=True)
 
     def stopped(thread: threading.Thread) -> None:
@@ -341,9 +321,7 @@ def test_a_stop_before_rollouts_beside_have_begun_leaves_nothing_to_wait_for(
 
 
 @pytest.mark.parametrize("order", ["die-4", "engine-5"])
-def test_what_is_lost_beside_training_is_played_again_with_the_next_batch(
-    scheduler: Callable[..., RolloutScheduler], folder: Path, order: str
-) -> None:
+def test_what_is_lost_beside_training_is_played_again_with_the_next_batch(scheduler, folder, order):
     (folder / order).touch()
     admission, collecting = Admission(3, ahead=3), scheduler(beside=True)
     try:
@@ -357,9 +335,7 @@ def test_what_is_lost_beside_training_is_played_again_with_the_next_batch(
         collecting.close()
 
 
-def test_rollouts_go_on_beside_training_after_a_loss_that_a_batch_had_not_to_wait_for(
-    scheduler: Callable[..., RolloutScheduler], folder: Path
-) -> None:
+def test_rollouts_go_on_beside_training_after_a_loss_that_a_batch_had_not_to_wait_for(scheduler, folder):
     admission, collecting = Admission(3, ahead=6), scheduler(beside=True)
     try:
         collecting.take(admission, 1)
@@ -375,9 +351,7 @@ def test_rollouts_go_on_beside_training_after_a_loss_that_a_batch_had_not_to_wai
         collecting.close()
 
 
-def test_groups_of_another_configuration_are_played_again_after_a_resume(
-    scheduler: Callable[..., RolloutScheduler], folder: Path
-) -> None:
+def test_groups_of_another_configuration_are_played_again_after_a_resume(scheduler, folder):
     """Of the finished groups that a checkpoint holds, some have another size, tag or no baseline by now."""
     admission = Admission(4)
     admission.load_state_dict(
@@ -397,7 +371,7 @@ def test_groups_of_another_configuration_are_played_again_after_a_resume(
     assert collecting.commit(admission) == {"trained": 4, "settled": 1, "waiting": 0}
 
 
-def test_a_resumed_run_goes_on_with_another_filter(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
+def test_a_resumed_run_goes_on_with_another_filter(scheduler, folder):
     """What was turned down before a resume stays so, and is no reason to give up again."""
     admission = Admission(2)
     first = scheduler(beside=True)
@@ -414,18 +388,14 @@ def test_a_resumed_run_goes_on_with_another_filter(scheduler: Callable[..., Roll
 
 
 @pytest.mark.parametrize(("settled", "words"), [(1, "turned down there and is not here"), (9, "is turned down here")])
-def test_a_repetition_with_other_rewards_says_so(
-    scheduler: Callable[..., RolloutScheduler], settled: int, words: str
-) -> None:
+def test_a_repetition_with_other_rewards_says_so(scheduler, settled, words):
     steps = {1: StepDraws(frozenset({0, 2}), frozenset({settled}))}
     repeating = scheduler(beside=True, replay=Schedule(frozenset(), steps, {draw: {} for draw in range(10)}))
     with pytest.raises(ValueError, match=words):
         repeating.take(Admission(2, ahead=8), 1, accept=lambda group: group.group_id != 2 or settled == 1)
 
 
-def test_what_fails_beside_training_is_raised_by_the_next_batch(
-    scheduler: Callable[..., RolloutScheduler], folder: Path
-) -> None:
+def test_what_fails_beside_training_is_raised_by_the_next_batch(scheduler, folder):
     admission, collecting = Admission(3, ahead=3), scheduler(beside=True)
     collecting.take(admission, 1)
     admission.commit()

@@ -1,7 +1,5 @@
 """The generation client against real engine workers on a local Ray, with an engine that does what its prompts say."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time
@@ -134,7 +132,7 @@ def within(seconds: float, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     return asyncio.run(asyncio.wait_for(work(), seconds))
 
 
-def test_many_requests_travel_in_few_calls_and_each_answer_finds_its_caller(engines: list[Any]) -> None:
+def test_many_requests_travel_in_few_calls_and_each_answer_finds_its_caller(engines):
     async def work() -> list[Completion]:
         client = GenerationClient(engines)
         return await asyncio.gather(*(client.generate(request(SAY, number)) for number in range(400)))
@@ -150,7 +148,7 @@ def test_many_requests_travel_in_few_calls_and_each_answer_finds_its_caller(engi
     assert all(polls < 40 for _, polls in counts)
 
 
-def test_requests_go_to_the_engine_with_the_fewest_in_flight(engines: list[Any]) -> None:
+def test_requests_go_to_the_engine_with_the_fewest_in_flight(engines):
     async def work() -> list[float]:
         client = GenerationClient(engines)
         waiting = [asyncio.create_task(client.generate(request(WAIT, 0))) for _ in range(10)]
@@ -164,7 +162,7 @@ def test_requests_go_to_the_engine_with_the_fewest_in_flight(engines: list[Any])
     assert within(30, work) == [5, 5]
 
 
-def test_a_caller_who_leaves_at_once_leaves_no_request_behind(engines: list[Any]) -> None:
+def test_a_caller_who_leaves_at_once_leaves_no_request_behind(engines):
     async def work() -> list[float]:
         client = GenerationClient(engines)
         for _ in range(100):
@@ -183,7 +181,7 @@ async def running_at(engines: Sequence[Any]) -> list[float]:
     return [(await engine.stats.remote())["running"] for engine in engines]
 
 
-def test_episodes_that_ask_turn_after_turn_share_the_line(engines: list[Any]) -> None:
+def test_episodes_that_ask_turn_after_turn_share_the_line(engines):
     async def episode(client: GenerationClient, number: int) -> list[int]:
         return [int((await client.generate(request(SAY, 10 * number + turn))).token_ids[0]) for turn in range(5)]
 
@@ -194,7 +192,7 @@ def test_episodes_that_ask_turn_after_turn_share_the_line(engines: list[Any]) ->
     assert within(30, work) == [[10 * number + turn for turn in range(5)] for number in range(20)]
 
 
-def test_two_clients_of_one_engine_do_not_meet(engines: list[Any]) -> None:
+def test_two_clients_of_one_engine_do_not_meet(engines):
     async def work() -> list[Completion]:
         clients = [GenerationClient(engines[:1]) for _ in range(3)]
         return await asyncio.gather(*(clients[n % 3].generate(request(SAY, n)) for n in range(30)))
@@ -202,7 +200,7 @@ def test_two_clients_of_one_engine_do_not_meet(engines: list[Any]) -> None:
     assert [completion.token_ids[0] for completion in within(30, work)] == list(range(30))
 
 
-def test_an_error_of_the_engine_reaches_its_caller_and_no_other(engines: list[Any]) -> None:
+def test_an_error_of_the_engine_reaches_its_caller_and_no_other(engines):
     async def work() -> list[Any]:
         client = GenerationClient(engines[:1])
         orders = [SAY, FAIL, SAY, FAIL_ODDLY, SAY]
@@ -216,7 +214,7 @@ def test_an_error_of_the_engine_reaches_its_caller_and_no_other(engines: list[An
     assert (type(fourth), str(fourth)) == (GenerationError, "infer[0] could not generate: OddError: 3: odd")
 
 
-def test_a_line_that_breaks_leaves_nobody_waiting() -> None:
+def test_a_line_that_breaks_leaves_nobody_waiting():
     async def work() -> list[Any]:
         client = GenerationClient([engine])
         waiting = [asyncio.create_task(client.generate(request(WAIT, n))) for n in range(3)]
@@ -229,7 +227,7 @@ def test_a_line_that_breaks_leaves_nobody_waiting() -> None:
     ray.kill(engine)
 
 
-def test_cancelling_a_caller_aborts_its_request(engines: list[Any]) -> None:
+def test_cancelling_a_caller_aborts_its_request(engines):
     async def work() -> Completion:
         client = GenerationClient(engines[:1])
         before = (await engines[0].stats.remote())["aborted"]
@@ -247,7 +245,7 @@ def test_cancelling_a_caller_aborts_its_request(engines: list[Any]) -> None:
     assert within(30, work).token_ids[0] == 8  # the aborted request's late answer disturbs nobody
 
 
-def test_a_request_given_up_in_the_tick_it_was_made_is_never_sent(engines: list[Any]) -> None:
+def test_a_request_given_up_in_the_tick_it_was_made_is_never_sent(engines):
     async def work() -> Completion:
         client = GenerationClient(engines[:1])
         kept = asyncio.create_task(client.generate(request(SAY, 3)))
@@ -261,7 +259,7 @@ def test_a_request_given_up_in_the_tick_it_was_made_is_never_sent(engines: list[
     assert ray.get(engines[0].stats.remote())["running"] == 0
 
 
-def test_a_dead_engine_fails_what_it_held_and_nothing_else(engines: list[Any]) -> None:
+def test_a_dead_engine_fails_what_it_held_and_nothing_else(engines):
     async def work() -> tuple[list[Any], float]:
         client = GenerationClient([engines[0], dying])
         calls = [client.generate(request(order, n)) for n, order in enumerate([SAY, WAIT, SAY, WAIT])]
@@ -285,7 +283,7 @@ def test_a_dead_engine_fails_what_it_held_and_nothing_else(engines: list[Any]) -
     assert [type(result) for result in within(30, again)] == [EngineUnavailableError] * 3
 
 
-def test_an_engine_that_kills_itself_is_noticed() -> None:
+def test_an_engine_that_kills_itself_is_noticed():
     async def work() -> Completion:
         return await GenerationClient([dying]).generate(request(DIE, 0))
 
@@ -294,7 +292,7 @@ def test_an_engine_that_kills_itself_is_noticed() -> None:
         within(30, work)
 
 
-def test_without_continuous_batching_a_new_batch_waits_for_the_one_before() -> None:
+def test_without_continuous_batching_a_new_batch_waits_for_the_one_before():
     """``generate_opt_level: 0``."""
 
     async def work() -> list[int]:
@@ -380,7 +378,7 @@ def counts(workers: list[Any]) -> list[tuple[int, int]]:
     return taken
 
 
-def test_answers_of_one_tick_travel_in_one_call_to_each_worker_and_find_their_way_back(workers: list[Any]) -> None:
+def test_answers_of_one_tick_travel_in_one_call_to_each_worker_and_find_their_way_back(workers):
     async def work() -> list[Verdict]:
         client = client_of(workers)
         return await asyncio.gather(*(client.send(sample(str(n))) for n in range(101)))
@@ -392,7 +390,7 @@ def test_answers_of_one_tick_travel_in_one_call_to_each_worker_and_find_their_wa
     assert counts(workers) == [(1, 51), (1, 50)]
 
 
-def test_an_answer_goes_to_the_worker_with_the_fewest_in_flight(workers: list[Any]) -> None:
+def test_an_answer_goes_to_the_worker_with_the_fewest_in_flight(workers):
     async def work() -> None:
         client = client_of(workers)
         waiting = [asyncio.create_task(client.send(sample("wait"))) for _ in range(3)]
@@ -407,7 +405,7 @@ def test_an_answer_goes_to_the_worker_with_the_fewest_in_flight(workers: list[An
     assert counts(workers) == [(1, 2), (5, 5)]
 
 
-def test_an_answer_that_cannot_be_judged_fails_alone(workers: list[Any]) -> None:
+def test_an_answer_that_cannot_be_judged_fails_alone(workers):
     async def work() -> list[Verdict | BaseException]:
         client = client_of(workers)
         responses = ("1", "fail", "2", "nan", "inf", "3")
@@ -420,7 +418,7 @@ def test_an_answer_that_cannot_be_judged_fails_alone(workers: list[Any]) -> None
         assert str(error).startswith("rewards.numbers: Obedient failed after 1 attempt: ")
 
 
-def test_an_answer_that_was_given_up_before_it_left_is_not_sent(workers: list[Any]) -> None:
+def test_an_answer_that_was_given_up_before_it_left_is_not_sent(workers):
     async def work() -> None:
         client = client_of(workers)
         gone, stays = (asyncio.create_task(client.send(sample(text))) for text in "12")
@@ -433,7 +431,7 @@ def test_an_answer_that_was_given_up_before_it_left_is_not_sent(workers: list[An
     assert sum(answers for _, answers in counts(workers)) == 1
 
 
-def test_a_cancelled_caller_does_not_disturb_the_others(workers: list[Any]) -> None:
+def test_a_cancelled_caller_does_not_disturb_the_others(workers):
     async def work() -> None:
         client = client_of(workers)
         gone, stays, late = (asyncio.create_task(client.send(sample(text))) for text in "456")
@@ -446,7 +444,7 @@ def test_a_cancelled_caller_does_not_disturb_the_others(workers: list[Any]) -> N
     within(30, work)
 
 
-def test_what_breaks_a_worker_reaches_all_who_wait_for_it(session: None) -> None:
+def test_what_breaks_a_worker_reaches_all_who_wait_for_it(session):
     broken = start_worker()
     ray.get(broken.break_down.remote())
 
@@ -459,7 +457,7 @@ def test_what_breaks_a_worker_reaches_all_who_wait_for_it(session: None) -> None
     assert all(isinstance(error, ZeroDivisionError) for error in within(30, work))
 
 
-def test_a_dead_worker_is_an_engine_that_can_be_brought_back(session: None) -> None:
+def test_a_dead_worker_is_an_engine_that_can_be_brought_back(session):
     doomed = start_worker()
 
     async def work() -> list[Any]:

@@ -1,12 +1,9 @@
 """Groups that a checkpoint keeps come back equal in every field, those of environments and those of prompts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import fields, is_dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -116,7 +113,7 @@ def assert_equal(left: Any, right: Any, where: str = "") -> None:
 
 
 @pytest.mark.parametrize("kind", ["step", "traj", "prompt"])
-def test_a_saved_group_is_equal_in_every_field(kind: str, tmp_path: Path) -> None:
+def test_a_saved_group_is_equal_in_every_field(kind, tmp_path):
     def play(generate: GenerateFn, spec: EpisodeSpec) -> Awaitable[Trajectory]:
         return prompt_episode(generate, spec) if kind == "prompt" else environment_episode(kind, generate, spec)
 
@@ -133,11 +130,11 @@ def test_a_saved_group_is_equal_in_every_field(kind: str, tmp_path: Path) -> Non
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
 
 
-def test_nothing_is_loaded_where_nothing_was_saved(tmp_path: Path) -> None:
+def test_nothing_is_loaded_where_nothing_was_saved(tmp_path):
     assert Collected.load(tmp_path / "resume") == Collected([], [])
 
 
-def test_a_step_is_recorded_with_the_token_at_which_each_version_begins(tmp_path: Path) -> None:
+def test_a_step_is_recorded_with_the_token_at_which_each_version_begins(tmp_path):
     played = group(prompt_episode, 1, record=False)
     turn = played.trajectories[0].turns[0]
 

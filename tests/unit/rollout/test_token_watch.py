@@ -1,7 +1,5 @@
 """``tokenization_sanity_check`` in episodes with tools, in environments and at the endpoint, under real templates."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Mapping
@@ -101,16 +99,14 @@ def counts(info: Mapping[str, Any]) -> dict[str, int]:
         ("gemma3", (CALL, "51"), None),
     ],
 )
-def test_episodes_with_tools_are_compared_with_their_conversations(
-    family: str, texts: tuple[str, ...], reason: str | None
-) -> None:
+def test_episodes_with_tools_are_compared_with_their_conversations(family, texts, reason):
     expected = {"compared": 1} | ({reason: 1} if reason else {})
     assert counts(play(family, *texts).info) == expected
     lenient = {"compared": 1} if reason == "white_space" else expected
     assert counts(play(family, *texts, check="ignore_strippable").info) == lenient
 
 
-def test_other_tokens_of_the_same_text_count_when_strict_and_some_episodes_are_not_compared() -> None:
+def test_other_tokens_of_the_same_text_count_when_strict_and_some_episodes_are_not_compared():
     assert counts(play("qwen2_5", CALL, "another answer", letters=True).info) == {"compared": 1, "other_tokens": 1}
     assert counts(
         play("qwen2_5", CALL, "another answer", letters=True, check="ignore_strippable").info
@@ -121,7 +117,7 @@ def test_other_tokens_of_the_same_text_count_when_strict_and_some_episodes_are_n
     assert COMPARED not in play("qwen3", CALL, "51", cut=3).info, "its prompt has lost tokens"
 
 
-def test_an_environment_is_a_conversation_too() -> None:
+def test_an_environment_is_a_conversation_too():
     renderer = ChatRenderer(family_tokenizer("qwen3"))
     config = CustomEnvConfig(env_type="frozen_lake", env_manager_cls="traj", max_steps=2)
     manager = TrajEnvManager(config, renderer, PARAMS, LIMITS)
@@ -134,7 +130,7 @@ def test_an_environment_is_a_conversation_too() -> None:
         assert counts(trajectory.info) == (expected or {"compared": 1, "reasoning": 1})
 
 
-async def test_rows_of_agents_are_compared_as_the_program_has_sent_them() -> None:
+async def test_rows_of_agents_are_compared_as_the_program_has_sent_them():
     renderer = ChatRenderer(family_tokenizer("qwen3"))
     engine = Engine(renderer, f"{THOUGHT}right", f"{THOUGHT}left", "in short", "more", "plain")
     policy = Policy(renderer, dialect_for("auto", renderer), LIMITS)
@@ -152,7 +148,7 @@ async def test_rows_of_agents_are_compared_as_the_program_has_sent_them() -> Non
     }
 
 
-def test_differences_are_shares_of_rows_and_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_differences_are_shares_of_rows_and_a_warning_once(caplog):
     renderer = ChatRenderer(family_tokenizer("qwen3"))
     config = CustomEnvConfig(env_type="frozen_lake", env_manager_cls="traj", max_steps=2)
     manager = TrajEnvManager(config, renderer, PARAMS, LIMITS)

@@ -1,7 +1,5 @@
 """Episodes with tools: what is called, answered, cut, counted and learnt from."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -144,7 +142,7 @@ def results(trajectory: Trajectory) -> list[str]:
     return [turn.observation for turn in trajectory.turns[1:]]
 
 
-def test_a_call_is_answered_and_the_answer_is_judged() -> None:
+def test_a_call_is_answered_and_the_answer_is_judged():
     engine = Engine(call("calculator", expression="17*3"), "<answer>51</answer>")
     trajectory = play(engine)
     assert trajectory.success and trajectory.end == "terminated" and trajectory.score == 1.0
@@ -165,7 +163,7 @@ def test_a_call_is_answered_and_the_answer_is_judged() -> None:
     assert metrics["train/tool_calls"] == 1.0 and metrics["train/turns"] == 2.0
 
 
-def test_calls_of_a_turn_run_side_by_side_and_too_many_are_not_run() -> None:
+def test_calls_of_a_turn_run_side_by_side_and_too_many_are_not_run():
     text = "".join(call("sleep", seconds=0.1) for _ in range(6))
     trajectory = play(Engine(text, "<answer>51</answer>"), max_parallel_calls=5)
     assert results(trajectory) == ["\n".join(["awake"] * 5 + ["error: not run, a turn may have at most 5 calls"])]
@@ -192,7 +190,7 @@ def test_calls_of_a_turn_run_side_by_side_and_too_many_are_not_run() -> None:
         (call("calculater"), "did you mean calculator?", None),
     ],
 )
-def test_tools_that_go_wrong_are_answered_and_counted(text: str, answer: str, counts: dict[str, int] | None) -> None:
+def test_tools_that_go_wrong_are_answered_and_counted(text, answer, counts):
     trajectory = play(Engine(text, "<answer>51</answer>"))
     assert answer in results(trajectory)[0]
     assert trajectory.success
@@ -201,7 +199,7 @@ def test_tools_that_go_wrong_are_answered_and_counted(text: str, answer: str, co
     assert {name: trajectory.info[name] for name in expected} == expected
 
 
-def test_malformed_calls_are_told_cost_the_penalty_and_do_not_fill_the_context() -> None:
+def test_malformed_calls_are_told_cost_the_penalty_and_do_not_fill_the_context():
     engine = Engine("<tool_call>{oops</tool_call>", '<tool_call>{"name": 3}</tool_call>', "<answer>51</answer>")
     trajectory = play(engine, malformed_call_penalty=-0.25)
     assert [turn.penalty for turn in trajectory.turns] == [-0.25, -0.25, 0.0]
@@ -215,7 +213,7 @@ def test_malformed_calls_are_told_cost_the_penalty_and_do_not_fill_the_context()
     assert trajectory.info["malformed_calls"] == 12 and trajectory.success
 
 
-def test_after_the_last_turn_with_calls_the_answer_counts_and_a_cut_episode_is_still_of_its_prompt() -> None:
+def test_after_the_last_turn_with_calls_the_answer_counts_and_a_cut_episode_is_still_of_its_prompt():
     trajectory = play(Engine(*[call("calculator", expression="1")] * 3), max_turns=2)
     assert len(trajectory.turns) == 3 and trajectory.end == "terminated" and not trajectory.success
     assert trajectory.info["tool_calls"] == 2
@@ -227,7 +225,7 @@ def test_after_the_last_turn_with_calls_the_answer_counts_and_a_cut_episode_is_s
 
 
 @pytest.mark.parametrize("side", ["left", "middle", "right"])
-def test_long_results_are_cut_to_their_tokens(side: str) -> None:
+def test_long_results_are_cut_to_their_tokens(side):
     engine = Engine(call("tell", what="megabytes"), call("tell", what="x" * 40 + "y" * 40), "<answer>51</answer>")
     trajectory = play(engine, max_tool_response_tokens=20, tool_response_truncate_side=side)
     huge, long = results(trajectory)
@@ -236,7 +234,7 @@ def test_long_results_are_cut_to_their_tokens(side: str) -> None:
     assert (long.count("x"), long.count("y")) == {"left": (0, 20), "middle": (10, 10), "right": (20, 0)}[side]
 
 
-def test_a_tool_cannot_speak_for_the_policy() -> None:
+def test_a_tool_cannot_speak_for_the_policy():
     engine = Engine(call("tell", what="control"), "<answer>1</answer>")
     trajectory = play(engine)
     assert not trajectory.success
@@ -246,7 +244,7 @@ def test_a_tool_cannot_speak_for_the_policy() -> None:
     assert "<|im_end|>" in results(trajectory)[0]
 
 
-def test_nothing_leaks_from_an_episode_to_the_next() -> None:
+def test_nothing_leaks_from_an_episode_to_the_next():
     box = ToolBox(ToolsConfig(use={"flaky": {"tool": f"{HERE}:Flaky", "retries": 1}}), RENDERER, CallThreads())
     manager = PromptManager(RENDERER, SamplingParams(max_new_tokens=400), LIMITS)
 
@@ -262,7 +260,7 @@ def test_nothing_leaks_from_an_episode_to_the_next() -> None:
     assert asyncio.run(both()) == [["call 2", "call 3"], ["call 2", "call 3"]]
 
 
-def test_an_environment_goes_on_where_nothing_is_called() -> None:
+def test_an_environment_goes_on_where_nothing_is_called():
     from roll.agentic.env import make
 
     config = CustomEnvConfig(env_type="frozen_lake", env_manager_cls="traj", max_steps=2)
@@ -276,7 +274,7 @@ def test_an_environment_goes_on_where_nothing_is_called() -> None:
         assert after[: len(before) + len(said)] == before + said
 
 
-def test_a_tool_that_cannot_be_made_is_named() -> None:
+def test_a_tool_that_cannot_be_made_is_named():
     config = ToolsConfig(use={"find": {"tool": "search", "args": {"corpus": "/no/such/file"}}})
     with pytest.raises(ValueError, match=r"tools.use.find: ValueError: corpus /no/such/file"):
         told_tools(config, ["sums"])

@@ -1,7 +1,5 @@
 """Tools in processes of their own: whatever a call does, it is answered, counted, and gone."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -87,7 +85,7 @@ ANSWERED = {
 }
 
 
-def test_whatever_a_call_does_is_answered_and_counted_and_the_next_one_works(tmp_path: Path) -> None:
+def test_whatever_a_call_does_is_answered_and_counted_and_the_next_one_works(tmp_path):
     async def play() -> dict[str, tuple[str, Counter[str]]]:
         async with opened(processes=1) as box:
             return {what: await box.call("act", what=what, path=str(tmp_path / what)) for what in (*FAILED, *ANSWERED)}
@@ -99,7 +97,7 @@ def test_whatever_a_call_does_is_answered_and_counted_and_the_next_one_works(tmp
     assert are_gone([int(pid) for pid in (tmp_path / "fork").read_text().split()])
 
 
-def test_a_call_that_hangs_is_killed_with_all_that_it_has_started(tmp_path: Path) -> None:
+def test_a_call_that_hangs_is_killed_with_all_that_it_has_started(tmp_path):
     async def play() -> tuple[Any, ...]:
         async with opened(timeout=1.0, processes=1) as box:
             hung = await box.call("act", what="hang", path=str(tmp_path / "pids"))
@@ -113,13 +111,13 @@ def test_a_call_that_hangs_is_killed_with_all_that_it_has_started(tmp_path: Path
     assert counted == ("1", {"tool_calls": 1})
 
 
-async def test_waiting_for_a_free_process_is_no_part_of_a_call() -> None:
+async def test_waiting_for_a_free_process_is_no_part_of_a_call():
     async with opened(timeout=1.0, processes=1, max_parallel_calls=8) as box:
         answers = await box.calls("act", *({"what": "sleep"} for _ in range(8)))
         assert [message["content"] for message in answers.messages] == ["sleep"] * 8
 
 
-async def test_state_is_an_episodes_own_and_must_be_json() -> None:
+async def test_state_is_an_episodes_own_and_must_be_json():
     async with opened() as box:
         mine: dict[str, Any] = {}
         yours: dict[str, Any] = {}
@@ -134,7 +132,7 @@ async def test_state_is_an_episodes_own_and_must_be_json() -> None:
 
 
 @pytest.mark.parametrize("size", [2 * 64 * 8 - 1, 2 * 64 * 8, 2 * 64 * 8 + 1, 10_000_000])
-async def test_long_results_are_cut_as_they_are_without_a_process(size: int) -> None:
+async def test_long_results_are_cut_as_they_are_without_a_process(size):
     cut = []
     for isolation in ("process", "none"):
         async with opened(isolation=isolation, max_tool_response_tokens=8) as box:
@@ -143,7 +141,7 @@ async def test_long_results_are_cut_as_they_are_without_a_process(size: int) -> 
     assert in_process == here and "left out" in here
 
 
-async def test_a_call_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_call_that_is_given_up_leaves_nothing(tmp_path):
     async with opened(processes=1) as box:
         path = tmp_path / "pids"
         task = asyncio.create_task(box.call("act", what="hang", path=str(path)))
@@ -155,9 +153,7 @@ async def test_a_call_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
         assert (are_gone([first]), (await box.call("act", what="count"))[0]) == (True, "1")
 
 
-def test_a_reply_that_comes_between_the_looks_at_the_pipe_and_at_the_process_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_reply_that_comes_between_the_looks_at_the_pipe_and_at_the_process_counts(monkeypatch):
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:

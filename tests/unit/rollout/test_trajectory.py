@@ -1,11 +1,8 @@
 """Trajectories to rows of the batch, and what is told about them."""
 
-from __future__ import annotations
-
 import pickle
 from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -67,7 +64,7 @@ def make_trajectory(
     )
 
 
-def test_rewards_by_name_are_of_every_row_of_the_episode() -> None:
+def test_rewards_by_name_are_of_every_row_of_the_episode():
     turns = [make_turn([1], [2], 0.5), make_turn([3], [4], 1.0)]
     one = replace(make_trajectory(turns, history=False), info={"math/score": 1, "math/format": 0.25, "solved": True})
     other = replace(make_trajectory(turns[:1], history=True, member=1), info={"math/score": -2.0, "note": "x"})
@@ -91,7 +88,7 @@ def conversation(turns: list[tuple[list[int], list[int], float]]) -> list[Turn]:
     return made
 
 
-def test_separate_turns_are_a_row_each() -> None:
+def test_separate_turns_are_a_row_each():
     turns = [make_turn([1, 2], [3, 4], 0.5, key="s0"), make_turn([5], [6], 1.0, -0.25, key="s1")]
     batch = groups_to_batch(
         [RolloutGroup(7, "B", (make_trajectory(turns, history=False, tag="B", group=7),))], ["A", "B"]
@@ -114,7 +111,7 @@ def test_separate_turns_are_a_row_each() -> None:
     assert {name: getattr(batch, name).tolist() for name in expected} == expected
 
 
-def test_a_conversation_is_one_row() -> None:
+def test_a_conversation_is_one_row():
     turns = conversation([([1, 2], [3], 0.5), ([4], [5, 6], 0.0), ([7], [8], 2.0)])
     batch = groups_to_batch([RolloutGroup(0, "A", (make_trajectory(turns, history=True),))], ["A"])
     assert batch.lengths_B.tolist() == [8]
@@ -135,7 +132,7 @@ episodes = st.tuples(st.lists(added, min_size=1, max_size=4), st.booleans())
 
 
 @given(st.lists(st.lists(episodes, max_size=3), min_size=1, max_size=3))
-def test_rows_against_a_plain_loop(groups: list[list[tuple[list[tuple[list[int], list[int], float]], bool]]]) -> None:
+def test_rows_against_a_plain_loop(groups):
     made = []
     rows: list[tuple[int, int, list[int], list[bool], list[float]]] = []
     traj = 0
@@ -182,7 +179,7 @@ def _rows(batch: Batch) -> list[tuple[int, int, list[int], list[bool], list[floa
     return list(zip(batch.group_B.tolist(), batch.traj_B.tolist(), *columns, strict=True))
 
 
-def test_a_turn_in_which_nothing_was_sampled_is_no_row() -> None:
+def test_a_turn_in_which_nothing_was_sampled_is_no_row():
     turns = [make_turn([1], []), make_turn([2], [3], 1.0), make_turn([4], [])]
     empty = make_trajectory([make_turn([9], [])], history=False)
     batch = groups_to_batch([RolloutGroup(0, "A", (empty, make_trajectory(turns, history=False)))], ["A"])
@@ -192,7 +189,7 @@ def test_a_turn_in_which_nothing_was_sampled_is_no_row() -> None:
         groups_to_batch([RolloutGroup(0, "A", (empty,), dropped=1)], ["A"])
 
 
-def test_rows_that_the_length_limit_cut_off_are_told() -> None:
+def test_rows_that_the_length_limit_cut_off_are_told():
     whole, cut = make_turn([1], [2]), make_turn([1, 2], [3, 4], finish=FinishReason.LENGTH)
     full = EpisodeEnd.CONTEXT_FULL
 
@@ -209,7 +206,7 @@ def test_rows_that_the_length_limit_cut_off_are_told() -> None:
     assert truncated([whole], history=True, end=full) == [True]
 
 
-def test_the_greedy_score_stands_on_every_row_of_its_group() -> None:
+def test_the_greedy_score_stands_on_every_row_of_its_group():
     def trajectory(group: int, member: int, reward: float) -> Trajectory:
         return make_trajectory(
             [make_turn([1], [2]), make_turn([1], [2], reward)], history=False, group=group, member=member
@@ -230,7 +227,7 @@ def test_the_greedy_score_stands_on_every_row_of_its_group() -> None:
     assert metrics["rollout/episodes"] == 4
 
 
-def test_metrics_are_means_over_episodes_and_turns() -> None:
+def test_metrics_are_means_over_episodes_and_turns():
     won = make_trajectory([make_turn([1, 2], [3], 0.0), make_turn([1], [3, 4], 1.0)], history=False, tag="A")
     lost = make_trajectory([make_turn([1, 2, 3], [3], -1.0, -0.5)], history=False, tag="B")
     groups = [RolloutGroup(0, "A", (won,), dropped=1, errors=("x", "y")), RolloutGroup(1, "B", (lost,))]
@@ -285,7 +282,7 @@ def with_experts(member: int = 0, *, history: bool = True) -> Trajectory:
     return make_trajectory(turns, history=history, member=member)
 
 
-def test_a_row_has_for_each_token_the_experts_that_were_known_first() -> None:
+def test_a_row_has_for_each_token_the_experts_that_were_known_first():
     batch = groups_to_batch([RolloutGroup(0, "A", (with_experts(),))], ["A"])
     expected = [[0, 1], [2, 3], [4, 5], [106, 107], [108, 109], [110, 111], [-1, -1]]
     assert batch.experts_TE is not None and batch.experts_TE.tolist() == expected
@@ -294,14 +291,14 @@ def test_a_row_has_for_each_token_the_experts_that_were_known_first() -> None:
     assert apart.experts_TE[4:].tolist() == [*([100 + 2 * n, 101 + 2 * n] for n in range(6)), [-1, -1]]
 
 
-def test_rows_without_experts_are_left_to_the_routers() -> None:
+def test_rows_without_experts_are_left_to_the_routers():
     plain = make_trajectory([make_turn([1], [2, 3])], history=True)
     batch = groups_to_batch([RolloutGroup(0, "A", (plain, with_experts()))], ["A"])
     assert batch.experts_TE[:3].tolist() == [[-1, -1]] * 3 and batch.experts_TE[3].tolist() == [0, 1]
     assert groups_to_batch([RolloutGroup(0, "A", (plain,))], ["A"]).experts_TE is None
 
 
-def test_a_turn_that_tells_none_leaves_what_is_known_of_its_row() -> None:
+def test_a_turn_that_tells_none_leaves_what_is_known_of_its_row():
     silent = make_turn([1, 2, 3, 4, 5], [6, 7])
     turns = [routed(make_turn([1, 2], [3, 4]), 0), silent]
     groups = [RolloutGroup(0, "A", (make_trajectory(turns, history=True),))]
@@ -314,7 +311,7 @@ def test_a_turn_that_tells_none_leaves_what_is_known_of_its_row() -> None:
     assert told[:2].tolist() == [[100, 101], [102, 103]] and len(told) == 7
 
 
-def test_groups_arrive_with_the_experts_of_their_rows_each_token_once(tmp_path: Path) -> None:
+def test_groups_arrive_with_the_experts_of_their_rows_each_token_once(tmp_path):
     plain = make_trajectory([make_turn([1], [2, 3])], history=True)
     groups = [
         RolloutGroup(0, "A", (with_experts(0), plain, with_experts(2, history=False)), baseline=with_experts(-1)),
@@ -333,7 +330,7 @@ def test_groups_arrive_with_the_experts_of_their_rows_each_token_once(tmp_path: 
         assert found[0].baseline.turns[0].completion.experts[:3].tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_completions_arrive_with_theirs() -> None:
+def test_completions_arrive_with_theirs():
     first, second = (turn.completion for turn in with_experts().turns)
     plain = make_turn([1], [2]).completion
     found = list(pickle.loads(pickle.dumps(Records.of(Completion, [first, plain, second]))))
@@ -345,7 +342,7 @@ def test_completions_arrive_with_theirs() -> None:
 
 @examples(60)
 @given(seed=st.integers(0, 2**32 - 1), history=st.booleans())
-def test_lags_are_those_of_the_oldest_token_of_each_group_and_of_all_tokens(seed: int, history: bool) -> None:
+def test_lags_are_those_of_the_oldest_token_of_each_group_and_of_all_tokens(seed, history):
     batch = to_batch(random_episodes(seed, empty_masks=False), history, seed)
     if not batch.loss_mask_T.any():
         return

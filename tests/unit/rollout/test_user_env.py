@@ -1,10 +1,7 @@
 """A conversation about a prompt: the user's turns and rewards, the answer that is scored, and a user who fails."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,7 +73,7 @@ def play(user: Guide, *texts: str, **keys: Any) -> Any:
     return trajectory, engine
 
 
-def test_the_user_answers_and_the_last_answer_is_scored() -> None:
+def test_the_user_answers_and_the_last_answer_is_scored():
     user = Guide()
     trajectory, engine = play(user, "7", "99", "51")
     question = [message["content"] for message in PROMPT.messages]
@@ -94,14 +91,14 @@ def test_the_user_answers_and_the_last_answer_is_scored() -> None:
     assert "larger" in TOKENIZER.decode(engine.log[1][0])
 
 
-def test_after_its_last_turn_the_answer_is_scored_without_the_user() -> None:
+def test_after_its_last_turn_the_answer_is_scored_without_the_user():
     user = Guide()
     trajectory, _ = play(user, "7", "8", "9", max_turns=2)
     assert [turn.task_reward for turn in trajectory.turns] == [0.25, 0.25, 1.0] and len(user.seen) == 2
     assert SCORED[0].response == "9"
 
 
-async def test_an_episode_that_is_given_up_as_the_user_answers_is_over() -> None:
+async def test_an_episode_that_is_given_up_as_the_user_answers_is_over():
     """``asyncio.wait_for`` of Python 3.11 forgets a cancellation that comes together with its result."""
 
     class Interrupted(Guide):
@@ -136,13 +133,13 @@ async def test_an_episode_that_is_given_up_as_the_user_answers_is_over() -> None
         ("odd", r"the user answered \('text', nan, False\), expected \(text, finite number, true or false\)"),
     ],
 )
-def test_a_user_who_fails_is_a_failure_of_the_episode(fault: str, told: str) -> None:
+def test_a_user_who_fails_is_a_failure_of_the_episode(fault, told):
     with pytest.raises(UserError, match=told) as raised:
         play(Guide(fault), "7", timeout=0.1)
     assert isinstance(raised.value, EnvError) and not SCORED
 
 
-def test_a_worker_plays_them_and_counts_failures(tokenizer_path: str) -> None:
+def test_a_worker_plays_them_and_counts_failures(tokenizer_path):
     def group(fault: str) -> RolloutGroup:
         worker = PromptWorker("rollout", 0, 1, {})
         user = UserConfig(path=PATH, args={"fault": fault}, retries=2)
@@ -159,7 +156,7 @@ def test_a_worker_plays_them_and_counts_failures(tokenizer_path: str) -> None:
     assert bad.dropped == 1 and len(bad.errors) == 3 and "ZeroDivisionError" in bad.errors[0]
 
 
-def test_what_is_no_user_is_told_before_the_run(tmp_path: Path) -> None:
+def test_what_is_no_user_is_told_before_the_run(tmp_path):
     def problems(*overrides: str) -> dict[str, str]:
         (tmp_path / "mine.yaml").write_text(MINIMAL)
         with pytest.raises(ConfigErrors) as caught:

@@ -1,7 +1,5 @@
 """Checkpoints are whole or absent, whatever happens while they are written."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -40,7 +38,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_saved_checkpoint_is_found_with_its_files_and_state(tmp_path: Path) -> None:
+def test_a_saved_checkpoint_is_found_with_its_files_and_state(tmp_path):
     checkpointer = Checkpointer(tmp_path / "checkpoints")
     saved = checkpointer.save(3, write_weights("abc"), {"step": 3, "seeds": [1, 2], "lr": 1e-4})
     assert saved.name == "checkpoint-3" and checkpointer.latest() == saved
@@ -52,7 +50,7 @@ def test_a_saved_checkpoint_is_found_with_its_files_and_state(tmp_path: Path) ->
     assert names(tmp_path / "checkpoints") == ["checkpoint-3"]
 
 
-def test_old_checkpoints_are_pruned_but_never_the_newest(tmp_path: Path) -> None:
+def test_old_checkpoints_are_pruned_but_never_the_newest(tmp_path):
     checkpointer = Checkpointer(tmp_path, max_to_keep=2)
     for step in (8, 9, 10, 11):
         checkpointer.save(step, write_weights(), {})
@@ -63,7 +61,7 @@ def test_old_checkpoints_are_pruned_but_never_the_newest(tmp_path: Path) -> None
     assert checkpointer.latest() == tmp_path / "checkpoint-4"
 
 
-def test_a_hook_that_fails_costs_no_checkpoint_and_no_run_unless_it_is_required(tmp_path: Path, caplog) -> None:
+def test_a_hook_that_fails_costs_no_checkpoint_and_no_run_unless_it_is_required(tmp_path, caplog):
     hook = PostSaveHook([sys.executable, "-c", "raise SystemExit('no room')"])
     checkpointer = Checkpointer(tmp_path, max_to_keep=1, hook=hook)
     checkpointer.save(3, write_weights(), {})
@@ -78,14 +76,14 @@ def test_a_hook_that_fails_costs_no_checkpoint_and_no_run_unless_it_is_required(
     assert required.latest() == required.saved == tmp_path / "checkpoint-5"
 
 
-def test_zero_keeps_all(tmp_path: Path) -> None:
+def test_zero_keeps_all(tmp_path):
     checkpointer = Checkpointer(tmp_path, max_to_keep=0)
     for step in range(5):
         checkpointer.save(step, write_weights(), {})
     assert len(names(tmp_path)) == 5
 
 
-def test_pruning_leaves_folders_without_a_manifest_alone(tmp_path: Path) -> None:
+def test_pruning_leaves_folders_without_a_manifest_alone(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
     checkpointer = Checkpointer(tmp_path, max_to_keep=1)
     checkpointer.save(2, write_weights(), {})
@@ -93,7 +91,7 @@ def test_pruning_leaves_folders_without_a_manifest_alone(tmp_path: Path) -> None
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-3"]
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+def test_saving_a_step_again_replaces_it(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(5, write_weights("old"), {})
     checkpointer.save(5, write_weights("new"), {})
@@ -101,7 +99,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint-5" / "actor" / "model.bin").read_text() == "new"
 
 
-def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path: Path) -> None:
+def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     saved = checkpointer.save(5, write_weights("old"), {})
     saved.rename(tmp_path / "checkpoint-5.replaced")
@@ -121,7 +119,7 @@ def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path: Pat
         (lambda c: (c / MANIFEST_FILE).write_text("[]"), "lacks step"),
     ],
 )
-def test_a_damaged_checkpoint_is_passed_by_with_the_reason(tmp_path: Path, caplog, damage, reason: str) -> None:
+def test_a_damaged_checkpoint_is_passed_by_with_the_reason(tmp_path, caplog, damage, reason):
     checkpointer = Checkpointer(tmp_path)
     good = checkpointer.save(1, write_weights(), {})
     bad = checkpointer.save(2, write_weights(), {})
@@ -130,7 +128,7 @@ def test_a_damaged_checkpoint_is_passed_by_with_the_reason(tmp_path: Path, caplo
     assert "checkpoint-2" in caplog.text and reason in caplog.text
 
 
-def test_a_truncated_safetensors_file_is_refused_at_saving(tmp_path: Path) -> None:
+def test_a_truncated_safetensors_file_is_refused_at_saving(tmp_path):
     from safetensors.numpy import save_file
 
     def write(folder: Path, cut: int) -> None:
@@ -145,7 +143,7 @@ def test_a_truncated_safetensors_file_is_refused_at_saving(tmp_path: Path) -> No
     assert names(tmp_path) == [good.name]
 
 
-def test_resolve_understands_false_true_and_paths(tmp_path: Path, caplog) -> None:
+def test_resolve_understands_false_true_and_paths(tmp_path, caplog):
     run = tmp_path / "run"
     checkpointer = Checkpointer(run / "checkpoints")
     assert checkpointer.resolve(False) is None and checkpointer.resolve(True) is None
@@ -164,7 +162,7 @@ def test_resolve_understands_false_true_and_paths(tmp_path: Path, caplog) -> Non
         checkpointer.resolve(str(first))
 
 
-def test_a_failing_writer_leaves_nothing_behind_and_its_error_travels(tmp_path: Path) -> None:
+def test_a_failing_writer_leaves_nothing_behind_and_its_error_travels(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, write_weights(), {})
 
@@ -184,7 +182,7 @@ def fill(folder: Path) -> None:
             file.flush()
 
 
-def test_a_full_disk_is_reported_and_keeps_the_earlier_checkpoint(small_disk: Path) -> None:
+def test_a_full_disk_is_reported_and_keeps_the_earlier_checkpoint(small_disk):
     checkpointer = Checkpointer(small_disk)
     good = checkpointer.save(1, write_weights("x" * 200_000), {})
     with pytest.raises(CheckpointError, match=r"the disk under .* is full: 0\.2 MiB needed .* MiB free") as caught:
@@ -219,7 +217,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         OSError(errno.EDQUOT, "Disk quota exceeded"),
     ],
 )
-def test_a_full_disk_is_recognised_behind_an_engines_own_exception(tmp_path: Path, error: Exception) -> None:
+def test_a_full_disk_is_recognised_behind_an_engines_own_exception(tmp_path, error):
     def write(folder: Path) -> None:
         try:
             raise error
@@ -248,9 +246,7 @@ checkpointer.save(2, write, {"step": 2})
 """
 
 
-def test_a_kill_in_the_middle_of_a_save_leaves_the_earlier_checkpoint_and_the_next_save_cleans_up(
-    tmp_path: Path,
-) -> None:
+def test_a_kill_in_the_middle_of_a_save_leaves_the_earlier_checkpoint_and_the_next_save_cleans_up(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None and child.stdout.readline() == "writing\n"
     child.send_signal(signal.SIGKILL)
@@ -284,7 +280,7 @@ class SlowWrite:
         return finish
 
 
-def test_a_save_in_the_background_appears_when_it_is_whole_and_one_runs_at_a_time(tmp_path: Path) -> None:
+def test_a_save_in_the_background_appears_when_it_is_whole_and_one_runs_at_a_time(tmp_path):
     checkpointer = Checkpointer(tmp_path, background=True)
     slow, state = SlowWrite(), {"step": 1}
     path = checkpointer.save(1, slow, state)
@@ -300,7 +296,7 @@ def test_a_save_in_the_background_appears_when_it_is_whole_and_one_runs_at_a_tim
 
 
 @pytest.mark.parametrize("how", ["check", "wait", "save"])
-def test_a_save_that_fails_in_the_background_fails_what_comes_next_as_it_would_itself(tmp_path: Path, how: str) -> None:
+def test_a_save_that_fails_in_the_background_fails_what_comes_next_as_it_would_itself(tmp_path, how):
     checkpointer = Checkpointer(tmp_path, background=True)
     checkpointer.save(1, write_weights(), {})
     full = SlowWrite(OSError(errno.ENOSPC, "No space left on device"))
@@ -317,7 +313,7 @@ def test_a_save_that_fails_in_the_background_fails_what_comes_next_as_it_would_i
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_what_the_disk_refuses_is_told_in_a_line(tmp_path: Path, background: bool) -> None:
+def test_what_the_disk_refuses_is_told_in_a_line(tmp_path, background):
     checkpointer = Checkpointer(tmp_path, background=background)
     failing = SlowWrite(OSError(errno.EIO, "Input/output error"))
     failing.go.set()
@@ -328,7 +324,7 @@ def test_what_the_disk_refuses_is_told_in_a_line(tmp_path: Path, background: boo
 
 
 @pytest.mark.parametrize("told", [b"weight5", b"weigh"])
-def test_checksums_are_of_what_was_written_and_nothing_is_read_back(tmp_path: Path, told: bytes) -> None:
+def test_checksums_are_of_what_was_written_and_nothing_is_read_back(tmp_path, told):
     """A disk that keeps other bytes is found when the checkpoint is read, one that keeps fewer at once."""
     checkpointer, write = Checkpointer(tmp_path), SlowWrite()
     write.told = told
@@ -343,7 +339,7 @@ def test_checksums_are_of_what_was_written_and_nothing_is_read_back(tmp_path: Pa
         assert names(tmp_path) == []
 
 
-def test_a_kill_in_the_middle_of_a_save_in_the_background_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
+def test_a_kill_in_the_middle_of_a_save_in_the_background_leaves_the_earlier_checkpoint(tmp_path):
     code = KILLED.replace("Checkpointer(sys.argv[1])", "Checkpointer(sys.argv[1], background=True)")
     child = subprocess.Popen(
         [sys.executable, "-c", code + "time.sleep(60)", str(tmp_path)], stdout=subprocess.PIPE, text=True
@@ -359,7 +355,7 @@ def test_a_kill_in_the_middle_of_a_save_in_the_background_leaves_the_earlier_che
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
 
 
-def test_a_checkpoint_of_an_earlier_version_is_refused_in_a_line(tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_earlier_version_is_refused_in_a_line(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     saved = checkpointer.save(1, write_weights(), {})
     (saved / MANIFEST_FILE).write_text((saved / MANIFEST_FILE).read_text().replace("xxh3", "crc32"))
@@ -367,7 +363,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_in_a_line(tmp_path: Path)
         checkpointer.resolve(str(saved))
 
 
-def test_the_temporary_folder_of_a_living_process_is_left_alone(tmp_path: Path) -> None:
+def test_the_temporary_folder_of_a_living_process_is_left_alone(tmp_path):
     with subprocess.Popen(["sleep", "60"]) as other:
         (tmp_path / f".tmp-checkpoint-7-{other.pid}").mkdir()
         Checkpointer(tmp_path).save(1, write_weights(), {})
@@ -375,19 +371,19 @@ def test_the_temporary_folder_of_a_living_process_is_left_alone(tmp_path: Path) 
         other.kill()
 
 
-def test_order_survives_a_clock_that_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_survives_a_clock_that_is_set_back(tmp_path, monkeypatch):
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, write_weights(), {})
     monkeypatch.setattr(time, "time", lambda: 1000.0)
     assert checkpointer.save(2, write_weights(), {}) == checkpointer.latest()
 
 
-def test_saving_needs_neither_torch_nor_pickle() -> None:
+def test_saving_needs_neither_torch_nor_pickle():
     code = "import sys, roll.tracking.checkpointer, roll.tracking.checkpointer; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_random_states_come_back_through_a_checkpoint(tmp_path: Path) -> None:
+def test_random_states_come_back_through_a_checkpoint(tmp_path):
     import torch
 
     random.gauss(0, 1), np.random.normal(), torch.rand(1)
@@ -402,9 +398,7 @@ def test_random_states_come_back_through_a_checkpoint(tmp_path: Path) -> None:
     assert draw() == expected
 
 
-def test_a_whole_checkpoint_has_no_damage_also_in_the_home_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_checkpoint_has_no_damage_also_in_the_home_folder(tmp_path, monkeypatch):
     assert find_damage(Checkpointer(tmp_path).save(1, write_weights(), {})) is None
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Checkpointer("~/saved").save(1, write_weights(), {}) == tmp_path / "saved" / "checkpoint-1"
@@ -418,7 +412,7 @@ assert sys.argv[1:] == ["$HOME; true", str(folder)], sys.argv
 """
 
 
-def test_it_finds_the_folder_and_the_step_and_no_shell_reads_its_arguments(tmp_path: Path, monkeypatch) -> None:
+def test_it_finds_the_folder_and_the_step_and_no_shell_reads_its_arguments(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checkpoint-7").mkdir()
     hook = PostSaveHook([sys.executable, "-c", TELL, "$HOME; true"])
@@ -428,7 +422,7 @@ def test_it_finds_the_folder_and_the_step_and_no_shell_reads_its_arguments(tmp_p
     assert hook.metrics() == {"checkpoint/hook_runs": 1, "checkpoint/hook_failures": 0} and hook.exit_code == 0
 
 
-def test_how_it_ended_is_told(tmp_path: Path, caplog) -> None:
+def test_how_it_ended_is_told(tmp_path, caplog):
     hook = PostSaveHook([sys.executable, "-c", "import sys; print('x' * 9000, 'the end'); sys.exit(3)"])
     problem = hook.run(tmp_path, 1)
     assert problem is not None and "ended with exit code 3: xx" in problem and problem.endswith("the end")
@@ -440,7 +434,7 @@ def test_how_it_ended_is_told(tmp_path: Path, caplog) -> None:
     assert absent.failures == 1
 
 
-def test_what_takes_too_long_is_killed_with_all_that_it_has_started(tmp_path: Path) -> None:
+def test_what_takes_too_long_is_killed_with_all_that_it_has_started(tmp_path):
     script = "sleep 60 & echo $! > child; sleep 60"
     hook = PostSaveHook(["sh", "-c", f"cd {tmp_path}; {script}"], timeout=1.0)
     started = time.monotonic()
@@ -454,7 +448,7 @@ def test_what_takes_too_long_is_killed_with_all_that_it_has_started(tmp_path: Pa
     assert not stat.exists() or stat.read_text().split()[2] == "Z"
 
 
-def test_what_it_leaves_running_does_not_hold_the_save(tmp_path: Path) -> None:
+def test_what_it_leaves_running_does_not_hold_the_save(tmp_path):
     hook = PostSaveHook(["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/child"])
     started = time.monotonic()
     assert hook.run(tmp_path, 1) is None
@@ -462,7 +456,7 @@ def test_what_it_leaves_running_does_not_hold_the_save(tmp_path: Path) -> None:
     os.kill(int((tmp_path / "child").read_text()), 9)
 
 
-def test_a_run_counts_its_failures(tmp_path: Path) -> None:
+def test_a_run_counts_its_failures(tmp_path):
     saving = {"post_save_hook": ["sh", "-c", "exit 5"], "post_save_timeout": 30}
     config = RunConfig.model_validate({"output_dir": str(tmp_path), "exp_name": "run", "checkpoint_config": saving})
     with RunSession(config, time.time()) as session:

@@ -1,7 +1,5 @@
 """Each service with its real package, offline: metrics, the configuration without secrets, tables of answers."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math
@@ -52,7 +50,7 @@ def track(name: str, run: RunFolder) -> None:
     assert files and not any(SECRET.encode() in file.read_bytes() for file in files)
 
 
-def test_wandb(run: RunFolder) -> None:
+def test_wandb(run):
     track("wandb", run)
     (folder,) = (run.logs / "wandb").glob("offline-run-*")
     assert len(list(folder.glob("*.wandb"))) == 1
@@ -60,7 +58,7 @@ def test_wandb(run: RunFolder) -> None:
     assert json.loads(table.read_text())["data"] == [list(row.values()) for row in ROWS]
 
 
-def test_mlflow(run: RunFolder) -> None:
+def test_mlflow(run):
     track("mlflow", run)
     from mlflow import MlflowClient
 
@@ -77,14 +75,14 @@ def test_mlflow(run: RunFolder) -> None:
     assert table["data"] == [list(row.values()) for row in ROWS] and table["columns"][0] == "tag"
 
 
-def test_swanlab(run: RunFolder) -> None:
+def test_swanlab(run):
     track("swanlab", run)
     (file,) = (run.logs / "swanlab").glob("run-*/run-*.swanlab")
     content = file.read_bytes()
     assert b"rollout/reward" in content and b"eval/pass@8" in content and b"answers" in content
 
 
-def test_trackio(run: RunFolder) -> None:
+def test_trackio(run):
     track("trackio", run)
     (file,) = (run.logs / "trackio").glob("*.db")
     with sqlite3.connect(file) as database:
@@ -96,7 +94,7 @@ def test_trackio(run: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_missing_package_says_how_to_install_it(name: str, run: RunFolder, monkeypatch, capsys) -> None:
+def test_a_missing_package_says_how_to_install_it(name, run, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=rf"pip install 'roll-rl\[{name}\]'"):
         MultiTracker(name, {}, TrackerContext(run))
@@ -107,12 +105,12 @@ def test_a_missing_package_says_how_to_install_it(name: str, run: RunFolder, mon
     assert f'track_with got "{name}"' in said and f"roll-rl[{name}]" in said
 
 
-def test_options_of_a_service_are_checked_before_the_start(capsys) -> None:
+def test_options_of_a_service_are_checked_before_the_start(capsys):
     assert main(["validate", "rlvr_math", "track_with=mlflow", "tracker_kwargs={experiment: x}"]) == 2
     assert "did you mean 'experiment_name'" in " ".join(capsys.readouterr().err.split())
 
 
-def test_an_episode_becomes_a_row() -> None:
+def test_an_episode_becomes_a_row():
     completion = Completion("r", [5], [-0.5], FinishReason.STOP, 0)
     ids = np.array([1, 2], dtype=np.int32)
     turns = tuple(

@@ -1,7 +1,5 @@
 """Trackers, the run's folder, redaction, timing and the display: what a run leaves and what a person sees."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -61,7 +59,7 @@ class Recorder:
 RECORDER = f"{__name__}:Recorder"
 
 
-def test_importing_the_package_loads_neither_torch_nor_a_service() -> None:
+def test_importing_the_package_loads_neither_torch_nor_a_service():
     code = (
         "import sys, roll.tracking, roll.tracking.trackers, roll.tracking.run, roll.tracking.display, "
         "roll.report.render, roll.tracking.monitor\n"
@@ -71,7 +69,7 @@ def test_importing_the_package_loads_neither_torch_nor_a_service() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_tensorboard_files_read_back_with_tensorboards_own_reader(run: RunFolder) -> None:
+def test_tensorboard_files_read_back_with_tensorboards_own_reader(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     tracker = MultiTracker("tensorboard", {"flush_secs": 5}, TrackerContext(run))
@@ -83,7 +81,7 @@ def test_tensorboard_files_read_back_with_tensorboards_own_reader(run: RunFolder
     assert all(math.isnan(event.value) for event in events.Scalars("time/train"))
 
 
-def test_tensorboard_shows_the_configuration_without_its_secrets(run: RunFolder) -> None:
+def test_tensorboard_shows_the_configuration_without_its_secrets(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = {"seed": 7, "pretrain": "tiny", "tracker_kwargs": {"wandb": {"api_key": "hunter2hunter2"}}}
@@ -96,7 +94,7 @@ def test_tensorboard_shows_the_configuration_without_its_secrets(run: RunFolder)
     assert b"hunter2" not in text
 
 
-def test_tensorboard_forgets_the_steps_that_a_resumed_run_takes_again(run: RunFolder) -> None:
+def test_tensorboard_forgets_the_steps_that_a_resumed_run_takes_again(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for resumed_step, steps, value in ((None, range(1, 6), 1.0), (3, range(4, 6), 2.0)):
@@ -109,9 +107,7 @@ def test_tensorboard_forgets_the_steps_that_a_resumed_run_takes_again(run: RunFo
     assert [(event.step, event.value) for event in events] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0)]
 
 
-def test_stdout_writes_one_plain_line_a_step_and_options_are_flat_or_keyed_by_name(
-    run: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stdout_writes_one_plain_line_a_step_and_options_are_flat_or_keyed_by_name(run, capsys):
     MultiTracker("stdout", None, TrackerContext(run)).log({"rollout/reward": 0.25, "actor/loss": 1e-7}, 3)
     assert capsys.readouterr().out == "step=3 actor/loss=1e-07 rollout/reward=0.25\n"
     assert tracker_options("tensorboard", {"log_dir": "x"}) == {"tensorboard": {"log_dir": "x"}}
@@ -121,7 +117,7 @@ def test_stdout_writes_one_plain_line_a_step_and_options_are_flat_or_keyed_by_na
     assert tracker_options([], None) == {}
 
 
-def test_a_failing_tracker_is_reported_once_and_the_others_go_on(run: RunFolder, caplog, capsys) -> None:
+def test_a_failing_tracker_is_reported_once_and_the_others_go_on(run, caplog, capsys):
     tracker = MultiTracker([RECORDER, "stdout"], {RECORDER: {"fail_at": 2}, "stdout": {}}, TrackerContext(run))
     for step in (1, 2, 3):
         tracker.log({"a/b": 1.0}, step)
@@ -146,13 +142,13 @@ def test_a_failing_tracker_is_reported_once_and_the_others_go_on(run: RunFolder,
         (["wandb"], {"wandb": 3}, "tracker_kwargs.wandb: got 3, expected a mapping"),
     ],
 )
-def test_wrong_options_are_clear_errors(names, kwargs, message: str) -> None:
+def test_wrong_options_are_clear_errors(names, kwargs, message):
     with pytest.raises(ValueError) as caught:
         tracker_options(names, kwargs)
     assert message in str(caught.value)
 
 
-def test_an_unknown_tracker_suggests_the_near_name() -> None:
+def test_an_unknown_tracker_suggests_the_near_name():
     with pytest.raises(UnknownNameError, match="Did you mean 'tensorboard'"):
         tracker_options("tensorbord", {})
     assert TRACKERS.names() == sorted(("stdout", "tensorboard", *SERVICES))
@@ -167,12 +163,12 @@ HARMLESS = """max_tokens max_new_tokens pad_token eos_token_id num_tokens tokens
 keyboard secretary token_budget stop_token author"""
 
 
-def test_names_of_secrets_and_names_that_only_look_like_some() -> None:
+def test_names_of_secrets_and_names_that_only_look_like_some():
     assert [name for name in SECRETS.split() if not is_secret_name(name)] == []
     assert [name for name in [*HARMLESS.split(), ""] if is_secret_name(name)] == []
 
 
-def test_redaction_hides_secrets_wherever_they_are_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redaction_hides_secrets_wherever_they_are_and_nothing_else(monkeypatch):
     monkeypatch.setenv("SOME_SERVICE_TOKEN", "from-the-environment")
     config = {
         "system_envs": {"WANDB_API_KEY": "0123456789abcdef", "OMP_NUM_THREADS": "1"},
@@ -205,7 +201,7 @@ def test_redaction_hides_secrets_wherever_they_are_and_nothing_else(monkeypatch:
 # The run's folder
 
 
-def test_the_folder_has_its_parts_and_a_config_without_secrets(run: RunFolder, tmp_path: Path) -> None:
+def test_the_folder_has_its_parts_and_a_config_without_secrets(run, tmp_path):
     run.write_config({"seed": 1, "hf_token": "hf_123456789", "path": tmp_path, "modes": ("a", "b"), "text": "schön √"})
     expected = {"seed": 1, "hf_token": REDACTED, "path": str(tmp_path), "modes": ["a", "b"], "text": "schön √"}
     assert yaml.safe_load(run.config_path.read_text(encoding="utf-8")) == expected
@@ -213,7 +209,7 @@ def test_the_folder_has_its_parts_and_a_config_without_secrets(run: RunFolder, t
     assert run.path == tmp_path / "exp" and folders == {"logs", "checkpoints", "trajectories", "renders"}
 
 
-def test_metrics_are_strict_json_and_are_cut_back_to_the_resumed_step(run: RunFolder, caplog) -> None:
+def test_metrics_are_strict_json_and_are_cut_back_to_the_resumed_step(run, caplog):
     for step in range(1, 5):
         run.log_metrics(step, {"rollout/reward": np.float32(step), "actor/loss": math.nan, "kl/max": math.inf})
     with run.metrics_path.open("a") as file:
@@ -228,7 +224,7 @@ def test_metrics_are_strict_json_and_are_cut_back_to_the_resumed_step(run: RunFo
     assert run.metrics_path.read_text() == ""
 
 
-def test_a_line_that_a_kill_cut_within_a_character_is_left_out(run: RunFolder, caplog) -> None:
+def test_a_line_that_a_kill_cut_within_a_character_is_left_out(run, caplog):
     run.log_metrics(1, {"eval/算术/success": 0.5})
     whole = run.metrics_path.read_bytes()
     run.metrics_path.write_bytes(whole + whole[: whole.index("术".encode()) + 1])
@@ -236,7 +232,7 @@ def test_a_line_that_a_kill_cut_within_a_character_is_left_out(run: RunFolder, c
     assert "cut off" in caplog.text
 
 
-def test_the_summary_is_replaced_whole_by_what_json_can_hold(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_summary_is_replaced_whole_by_what_json_can_hold(run, monkeypatch):
     summary = {"status": "running", "eval": {"before": {"success": 0.28}}, "tokens_per_s": {"rollout": np.float64(9)}}
     run.write_summary(summary)
     assert json.loads(run.summary_path.read_text()) == summary
@@ -249,7 +245,7 @@ def test_the_summary_is_replaced_whole_by_what_json_can_hold(run: RunFolder, mon
         run.write_summary({"x": object()})
 
 
-def test_trajectories_are_written_turn_by_turn(run: RunFolder) -> None:
+def test_trajectories_are_written_turn_by_turn(run):
     completion = Completion("r", np.arange(4), np.zeros(4, np.float32), FinishReason.STOP, np.full(4, 2))
     turn = Turn(np.arange(9), completion, "go <b>", "#P_", None, -0.1, -0.5, "k")
     trajectory = Trajectory("T", 1, 0, 5, (turn,), EpisodeEnd.TRUNCATED, False, "#_P", True, {"boxes": np.int64(1)})
@@ -272,7 +268,7 @@ def test_trajectories_are_written_turn_by_turn(run: RunFolder) -> None:
     ]
 
 
-def test_close_takes_the_log_handlers_down(run: RunFolder) -> None:
+def test_close_takes_the_log_handlers_down(run):
     before = list(logging.getLogger().handlers)
     console = logging.StreamHandler(io.StringIO())
     for _ in range(2):  # twice must not log twice
@@ -290,7 +286,7 @@ def test_close_takes_the_log_handlers_down(run: RunFolder) -> None:
 # Timing and memory
 
 
-def test_phases_are_timed_per_step_and_per_run_even_when_they_fail() -> None:
+def test_phases_are_timed_per_step_and_per_run_even_when_they_fail():
     timer = PhaseTimer()
     for _ in range(2):
         with timer.phase("rollout") as span:
@@ -309,7 +305,7 @@ def test_phases_are_timed_per_step_and_per_run_even_when_they_fail() -> None:
     assert timer.tokens_per_s()["rollout"] < metrics["tokens_per_s/rollout"]
 
 
-def test_peak_memory_counts_living_children() -> None:
+def test_peak_memory_counts_living_children():
     before = peak_memory_mb()
     assert before > 10
     code = "x = bytearray(100_000_000); print('ready', flush=True); input()"
@@ -341,7 +337,7 @@ def play(display: Display) -> None:
         display.finish("Learned it")
 
 
-def test_off_a_terminal_there_are_plain_lines_only() -> None:
+def test_off_a_terminal_there_are_plain_lines_only():
     stream = io.StringIO()
     display = Display(stream=stream)
     play(display)
@@ -353,7 +349,7 @@ def test_off_a_terminal_there_are_plain_lines_only() -> None:
     assert lines[4].startswith("step 2/2") and lines[5:] == ["a note", "Learned it"]
 
 
-def test_on_a_terminal_the_panel_shows_the_figures_and_goes_away_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_the_panel_shows_the_figures_and_goes_away_at_the_end(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
     stream = Terminal()
@@ -384,16 +380,14 @@ def test_on_a_terminal_the_panel_shows_the_figures_and_goes_away_at_the_end(monk
 @pytest.mark.parametrize(
     ("words", "shown"), [(("",), ""), (("\x1b[0m",), ""), (("%d steps", "no"), "%d steps ('no',)"), (("a\nb",), "a")]
 )
-def test_a_record_that_cannot_be_shown_as_it_is_ends_nothing(
-    words: tuple[str, ...], shown: str, stream: io.StringIO
-) -> None:
+def test_a_record_that_cannot_be_shown_as_it_is_ends_nothing(words, shown, stream):
     display, logger = Display(stream=stream), logging.Logger("a library's")
     logger.addHandler(display.log_handler())
     logger.warning(*words)
     assert list(display.warnings) == [shown]
 
 
-def test_an_exception_passes_through_and_the_terminal_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_passes_through_and_the_terminal_is_restored(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     stream = Terminal()
     stdout = sys.stdout
@@ -402,7 +396,7 @@ def test_an_exception_passes_through_and_the_terminal_is_restored(monkeypatch: p
     assert stream.getvalue().endswith("\x1b[?25h") and sys.stdout is stdout
 
 
-def test_a_reader_that_goes_away_does_not_stop_the_run() -> None:
+def test_a_reader_that_goes_away_does_not_stop_the_run():
     code = (
         "import sys\nfrom roll.tracking.display import Display\ndisplay = Display()\ndisplay.start(10000)\n"
         "for step in range(10000): display.step(step, {'rollout/success': 0.5})\n"
@@ -417,7 +411,7 @@ def test_a_reader_that_goes_away_does_not_stop_the_run() -> None:
     assert errors.count("the display's output is gone") == 1
 
 
-def test_a_terminal_without_unicode_gets_question_marks_and_sparklines_have_a_width() -> None:
+def test_a_terminal_without_unicode_gets_question_marks_and_sparklines_have_a_width():
     raw = io.BytesIO()
     display = Display(stream=io.TextIOWrapper(raw, encoding="ascii", line_buffering=True))
     play(display)
@@ -438,20 +432,18 @@ def test_a_terminal_without_unicode_gets_question_marks_and_sparklines_have_a_wi
         (0.30, 0.38, 560, "Learned: success 30.0% → 38.0%"),
     ],
 )
-def test_a_difference_within_noise_is_not_called_learning(
-    tmp_path: Path, before: float, after: float, size: int, words: str
-) -> None:
+def test_a_difference_within_noise_is_not_called_learning(tmp_path, before, after, size, words):
     evals = {"before": {"success": before, "episodes": size}, "after": {"success": after, "episodes": size}}
     assert closing_line({"eval": evals}, tmp_path).startswith(words)
 
 
-def test_the_interval_of_a_difference_is_newcombes() -> None:
+def test_the_interval_of_a_difference_is_newcombes():
     """The examples (a) and (h) of his table II, there as the difference of the first to the second."""
     assert difference_interval(48 / 80, 80, 56 / 70, 70) == pytest.approx((0.0524, 0.3339), abs=5e-5)
     assert difference_interval(0 / 10, 10, 10 / 10, 10) == pytest.approx((0.6075, 1.0), abs=5e-5)
 
 
-def test_the_time_left_counts_the_last_evaluation_and_the_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_counts_the_last_evaluation_and_the_checkpoints(monkeypatch):
     now = 0.0
     monkeypatch.setattr(display_module.time, "monotonic", lambda: now)
     stream = io.StringIO()
@@ -480,7 +472,7 @@ def test_the_time_left_counts_the_last_evaluation_and_the_checkpoints(monkeypatc
     assert left == ["1m 05s", "40s", "42s", "7s"]
 
 
-def test_the_closing_line_says_what_was_learned_and_where_to_look(tmp_path: Path) -> None:
+def test_the_closing_line_says_what_was_learned_and_where_to_look(tmp_path):
     summary = {
         "status": "completed",
         "steps": 40,
@@ -536,13 +528,11 @@ def test_the_closing_line_says_what_was_learned_and_where_to_look(tmp_path: Path
         ({}, {"loss": 0.6, "pairwise_accuracy": 0.9}, "Held-out accuracy on pairs after training: 90.0%, loss 0.6000"),
     ],
 )
-def test_the_closing_line_leads_with_what_the_pipeline_itself_measures(
-    tmp_path: Path, before: dict[str, float], after: dict[str, float], words: str
-) -> None:
+def test_the_closing_line_leads_with_what_the_pipeline_itself_measures(tmp_path, before, after, words):
     assert closing_line({"eval": {"before": before, "after": after}}, tmp_path).startswith(f"{words};")
 
 
-def test_the_closing_line_says_that_a_run_ended_as_learned(tmp_path: Path) -> None:
+def test_the_closing_line_says_that_a_run_ended_as_learned(tmp_path):
     evals = {"before": {"accuracy": 0.1, "prompts": 200}, "after": {"accuracy": 0.95, "prompts": 200}}
     line = closing_line({"status": "completed", "learned": "learned: 96% attained", "eval": evals}, tmp_path)
     assert line.startswith("Ended as learned: 96% attained. Learned: accuracy 10.0% → 95.0%")
@@ -560,7 +550,7 @@ def test_progress_is_silent_off_a_terminal_until_nothing_was_said_for_long(monke
     assert out.getvalue().endswith("rollout: 2/32 groups\n")
 
 
-def test_a_fresh_run_moves_what_an_earlier_one_left_aside(tmp_path: Path) -> None:
+def test_a_fresh_run_moves_what_an_earlier_one_left_aside(tmp_path):
     for number in range(3):
         run = RunFolder(tmp_path, "demo")
         aside = run.claim(fresh=True)
@@ -572,7 +562,7 @@ def test_a_fresh_run_moves_what_an_earlier_one_left_aside(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "demo.2/metrics.jsonl").read_text())["step"] == 1
 
 
-def test_a_resumed_run_stays_in_its_folder(tmp_path: Path) -> None:
+def test_a_resumed_run_stays_in_its_folder(tmp_path):
     first = RunFolder(tmp_path, "demo")
     first.claim(fresh=True)
     first.write_summary({"status": "interrupted"})
@@ -583,7 +573,7 @@ def test_a_resumed_run_stays_in_its_folder(tmp_path: Path) -> None:
     second.close()
 
 
-def test_a_folder_that_another_run_holds_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_another_run_holds_is_refused(tmp_path):
     holder = RunFolder(tmp_path, "demo")
     holder.claim(fresh=True)
     with pytest.raises(ValueError, match=r"demo is in use by another run"):
@@ -604,12 +594,12 @@ def test_a_folder_that_another_run_holds_is_refused(tmp_path: Path) -> None:
         ("trackio", {"gpu_log_interval": [1]}),
     ],
 )
-def test_values_of_options_are_those_that_the_tracker_declares(name: str, options: dict[str, object]) -> None:
+def test_values_of_options_are_those_that_the_tracker_declares(name, options):
     with pytest.raises(ValueError, match=rf"tracker_kwargs: {name}\.{next(iter(options))} is "):
         tracker_options(name, options)
 
 
-def test_values_that_fit_an_options_type_pass() -> None:
+def test_values_that_fit_an_options_type_pass():
     tracker_options("tensorboard", {"flush_secs": 5, "log_dir": None})
     tracker_options("wandb", {"tags": ["a", "b"], "mode": "offline", "project": "x"})
     tracker_options("trackio", {"gpu_log_interval": 5, "private": None})

@@ -1,7 +1,5 @@
 """The garbage collector of a process that spares what is there."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Idle seconds, against a list of all seconds."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 from hypothesis import given, settings
@@ -14,7 +12,7 @@ EVENTS = st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["begin", "end", 
 
 @settings(max_examples=100)
 @given(EVENTS)
-def test_idle_is_what_no_piece_of_work_covers(events: list[tuple[int, str]]) -> None:
+def test_idle_is_what_no_piece_of_work_covers(events):
     """Each event comes so many seconds after the one before; a second is idle if no work was open in it."""
     now, idle, told = 0, 0, 0.0
     clock = IdleClock(lambda: float(now))
@@ -33,7 +31,7 @@ def test_idle_is_what_no_piece_of_work_covers(events: list[tuple[int, str]]) -> 
             assert told == idle
 
 
-def test_work_that_fails_is_over() -> None:
+def test_work_that_fails_is_over():
     now = 0.0
     clock = IdleClock(lambda: now)
     try:

@@ -1,7 +1,5 @@
 """Freed memory stays with the process."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys
@@ -23,7 +21,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def test_what_was_freed_is_used_again() -> None:
+def test_what_was_freed_is_used_again():
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
     if ended.returncode == 3:
         pytest.skip("another C library")

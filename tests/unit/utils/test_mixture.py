@@ -1,7 +1,5 @@
 """Mixtures: every share right at every length."""
 
-from __future__ import annotations
-
 from collections import Counter
 from fractions import Fraction
 
@@ -15,14 +13,14 @@ WEIGHTS = st.lists(st.one_of(st.integers(1, 50), st.floats(0.01, 9.0)), min_size
 
 @settings(max_examples=25, deadline=None)
 @given(weights=WEIGHTS, seed=st.integers(0, 9))
-def test_each_share_is_right_to_within_one_at_every_length(weights: list[float], seed: int) -> None:
+def test_each_share_is_right_to_within_one_at_every_length(weights, seed):
     mixture, total, counts = Mixture(weights, seed), sum(map(Fraction, map(str, weights))), Counter[int]()
     for length in range(1, 80):
         counts[mixture[length - 1]] += 1
         assert all(abs(counts[k] - length * Fraction(str(w)) / total) < 1 for k, w in enumerate(weights))
 
 
-def test_whole_rounds_are_exact_and_the_order_depends_on_the_seed_alone() -> None:
+def test_whole_rounds_are_exact_and_the_order_depends_on_the_seed_alone():
     mixture = Mixture([0.7, 0.1, 0.2])
     for start in range(0, 300, 10):
         assert Counter(mixture[start + n] for n in range(10)) == {0: 7, 1: 1, 2: 2}

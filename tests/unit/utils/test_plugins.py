@@ -1,12 +1,7 @@
 """Packages of a user's own: imported before their names are looked for, here and in processes that are started."""
 
-from __future__ import annotations
-
 import os
 import sys
-from pathlib import Path
-
-import pytest
 
 from roll.configs.loader import plugin_problems
 from roll.configs.rewards import RewardConfig
@@ -29,7 +24,7 @@ class Own(RuleVerifier):
 """
 
 
-async def test_a_plugin_is_imported_here_and_in_the_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_plugin_is_imported_here_and_in_the_children(tmp_path, monkeypatch):
     (tmp_path / "verifier.py").write_text(_VERIFIER)
     (tmp_path / "plugin.py").write_text(_PLUGIN.replace("{folder}", str(tmp_path)))
     monkeypatch.setattr(VERIFIERS, "_entries", dict(VERIFIERS._entries))
@@ -48,7 +43,7 @@ async def test_a_plugin_is_imported_here_and_in_the_children(tmp_path: Path, mon
         await scorer.close()
 
 
-def test_plugins_that_cannot_be_imported_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugins_that_cannot_be_imported_are_told(tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text("1 / 0\n")
     first, second = map(str, plugin_problems(["no_such_package_here", f"{tmp_path}/broken.py"]))
     assert first.startswith("plugins.0: got") and "No module named 'no_such_package_here'" in first

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ def counters() -> Registry[type]:
     return registry
 
 
-def test_objects_and_paths_give_the_same(counters: Registry[type]) -> None:
+def test_objects_and_paths_give_the_same(counters):
     assert counters.get("plain") is counters.get("by_path") is counters.get("collections:Counter") is Counter
     assert counters.get("collections.Counter") is Counter
     assert counters.names() == ["by_path", "plain"]
@@ -27,7 +26,7 @@ def test_objects_and_paths_give_the_same(counters: Registry[type]) -> None:
     assert "collections:Counter" not in counters
 
 
-def test_a_path_is_imported_at_first_use_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_is_imported_at_first_use_only(tmp_path, monkeypatch):
     (tmp_path / "late_plugin.py").write_text("thing = object()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     registry: Registry[object] = Registry("thing")
@@ -39,7 +38,7 @@ def test_a_path_is_imported_at_first_use_only(tmp_path: Path, monkeypatch: pytes
     assert "late_plugin" in sys.modules
 
 
-def test_a_wrong_name_is_answered_with_a_suggestion(counters: Registry[type]) -> None:
+def test_a_wrong_name_is_answered_with_a_suggestion(counters):
     with pytest.raises(UnknownNameError, match=r"unknown counter 'plian'. Did you mean 'plain'\?") as caught:
         counters.get("plian")
     assert "Registered: by_path, plain; or give package.module:attribute" in str(caught.value)
@@ -53,12 +52,12 @@ def test_a_wrong_name_is_answered_with_a_suggestion(counters: Registry[type]) ->
 @pytest.mark.parametrize(
     "name", ["", ":", "collections:", ":Counter", ".Counter", "a-b:c", "a:b-c", "a..b:c", "os:a.b"]
 )
-def test_what_is_no_path_is_never_imported(counters: Registry[type], name: str) -> None:
+def test_what_is_no_path_is_never_imported(counters, name):
     with pytest.raises(UnknownNameError, match="unknown counter"):
         counters.get(name)
 
 
-def test_a_path_that_leads_nowhere_says_how_far_it_led() -> None:
+def test_a_path_that_leads_nowhere_says_how_far_it_led():
     with pytest.raises(UnknownNameError, match="cannot import module 'no_such_module'"):
         import_path("no_such_module:thing", "reward")
     with pytest.raises(
@@ -67,7 +66,7 @@ def test_a_path_that_leads_nowhere_says_how_far_it_led() -> None:
         import_path("collections:Countr", "reward")
 
 
-def test_a_name_is_not_taken_twice(counters: Registry[type]) -> None:
+def test_a_name_is_not_taken_twice(counters):
     counters.register("plain", Counter)  # the same thing again is harmless: modules are imported twice in tests
     with pytest.raises(ValueError, match="counter 'plain' is already registered as"):
         counters.register("plain", dict)
@@ -75,7 +74,7 @@ def test_a_name_is_not_taken_twice(counters: Registry[type]) -> None:
     assert counters.get("plain") is dict
 
 
-def test_seeds_depend_on_every_part_and_on_nothing_else() -> None:
+def test_seeds_depend_on_every_part_and_on_nothing_else():
     seeds = [derive_seed(*parts) for parts in [(0,), (1,), (0, 0), (0, "train", 1), (0, "train", 2), (0, "val", 1)]]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -90,7 +89,7 @@ def test_seeds_depend_on_every_part_and_on_nothing_else() -> None:
     assert outputs == {f"{seeds[3]}\n"}
 
 
-def test_importing_roll_loads_nothing_heavy() -> None:
+def test_importing_roll_loads_nothing_heavy():
     code = (
         "import sys, roll, roll.configs.agentic, roll.utils.registry\n"
         "print(sorted({'torch', 'ray', 'transformers'} & sys.modules.keys()))"
@@ -124,7 +123,7 @@ def test_a_file_is_a_path_too(tmp_path):
         ("from math import cosine", "importing it raised ImportError: cannot import name 'cosine'"),
     ],
 )
-def test_code_that_cannot_be_imported_is_an_error_about_its_path(code: str, words: str, tmp_path: Path):
+def test_code_that_cannot_be_imported_is_an_error_about_its_path(code, words, tmp_path):
     (tmp_path / "mine.py").write_text(f"{code}\n")
     with pytest.raises(UnknownNameError, match=rf"reward .*mine\.py:score': {words}"):
         import_path(f"{tmp_path}/mine.py:score", "reward")

@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM: when they act, when they wait, and what the second one does."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -21,7 +19,7 @@ def kill_self(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_raises_with_the_exit_code_and_the_old_handlers_return(number: signal.Signals, exit_code: int) -> None:
+def test_a_signal_raises_with_the_exit_code_and_the_old_handlers_return(number, exit_code):
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(Interrupted, match=f"stopped by {number.name}") as caught, SignalGuard():
         kill_self(number)
@@ -31,7 +29,7 @@ def test_a_signal_raises_with_the_exit_code_and_the_old_handlers_return(number: 
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_within_deferred_blocks_a_signal_waits_for_the_end_of_the_outermost() -> None:
+def test_within_deferred_blocks_a_signal_waits_for_the_end_of_the_outermost():
     steps = []
     with pytest.raises(Interrupted), SignalGuard() as guard:
         with guard.deferred():
@@ -44,7 +42,7 @@ def test_within_deferred_blocks_a_signal_waits_for_the_end_of_the_outermost() ->
     assert steps == ["inner", "outer"]
 
 
-def test_an_error_in_a_deferred_block_stays_and_a_keyboard_interrupt_gets_the_signals_exit_code() -> None:
+def test_an_error_in_a_deferred_block_stays_and_a_keyboard_interrupt_gets_the_signals_exit_code():
     with pytest.raises(ValueError, match="broken"), SignalGuard() as guard, guard.deferred():
         kill_self(signal.SIGTERM)
         raise ValueError("broken")
@@ -54,7 +52,7 @@ def test_an_error_in_a_deferred_block_stays_and_a_keyboard_interrupt_gets_the_si
     assert caught.value.exit_code == 143
 
 
-def test_one_signal_delivered_twice_counts_once() -> None:
+def test_one_signal_delivered_twice_counts_once():
     with pytest.raises(Interrupted), SignalGuard():
         try:
             kill_self(signal.SIGINT)
@@ -62,7 +60,7 @@ def test_one_signal_delivered_twice_counts_once() -> None:
             kill_self(signal.SIGINT)  # while the first one unwinds
 
 
-def test_a_failure_beside_the_main_thread_stops_it_and_is_raised_from_the_block() -> None:
+def test_a_failure_beside_the_main_thread_stops_it_and_is_raised_from_the_block():
     with pytest.raises(OSError, match="gone") as caught, SignalGuard() as guard, guard.deferred():
         thread = threading.Thread(target=guard.stop_for, args=(OSError("gone"),))
         thread.start()
@@ -71,7 +69,7 @@ def test_a_failure_beside_the_main_thread_stops_it_and_is_raised_from_the_block(
     assert isinstance(caught.value.__cause__, Interrupted)
 
 
-def test_a_failure_while_a_run_stops_is_no_second_press_and_hides_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_while_a_run_stops_is_no_second_press_and_hides_no_reason(monkeypatch):
     monkeypatch.setattr(signals, "_SAME_PRESS_S", -1.0)  # a second press would end this process
     saved = []
     with pytest.raises(Interrupted, match="stopped by SIGTERM"), SignalGuard() as guard:
@@ -85,7 +83,7 @@ def test_a_failure_while_a_run_stops_is_no_second_press_and_hides_no_reason(monk
     assert saved
 
 
-def test_a_signal_that_is_ignored_stays_so() -> None:
+def test_a_signal_that_is_ignored_stays_so():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         with SignalGuard():
@@ -94,7 +92,7 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_second_press_ends_the_process_at_once() -> None:
+def test_a_second_press_ends_the_process_at_once():
     program = f"""
 import os, signal, time
 from roll.utils.signals import SignalGuard
@@ -107,7 +105,7 @@ with SignalGuard() as guard, guard.deferred():
     assert subprocess.run([sys.executable, "-c", program], timeout=30, check=False).returncode == 130
 
 
-def test_outside_the_main_thread_it_changes_nothing() -> None:
+def test_outside_the_main_thread_it_changes_nothing():
     seen = []
 
     def run() -> None:
@@ -121,7 +119,7 @@ def test_outside_the_main_thread_it_changes_nothing() -> None:
     assert seen == [before]
 
 
-def test_a_signal_can_be_outlived_from_any_thread_and_children_still_obey_it() -> None:
+def test_a_signal_can_be_outlived_from_any_thread_and_children_still_obey_it():
     code = (
         "import os, signal, subprocess, sys, threading\n"
         "from roll.utils.signals import outlive\n"

@@ -32,7 +32,7 @@ async def work(slots: asyncio.Semaphore, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
 
-async def test_a_wait_for_ones_turn_does_not_count() -> None:
+async def test_a_wait_for_ones_turn_does_not_count():
     slots = asyncio.Semaphore(1)
     async with taken(slots, 2 * LIMIT), time_limit(LIMIT) as limit:
         await work(slots, 0)
@@ -40,7 +40,7 @@ async def test_a_wait_for_ones_turn_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("before", [0.0, 0.8 * LIMIT])
-async def test_work_before_and_after_the_wait_counts(before: float) -> None:
+async def test_work_before_and_after_the_wait_counts(before):
     waited = 2 * LIMIT - before
     slots, began = asyncio.Semaphore(1), time.monotonic()
     async with taken(slots, 2 * LIMIT):
@@ -51,13 +51,13 @@ async def test_work_before_and_after_the_wait_counts(before: float) -> None:
     assert (time.monotonic() - began) >= LIMIT + waited - 0.01
 
 
-async def test_tasks_inside_wait_for_each_other() -> None:
+async def test_tasks_inside_wait_for_each_other():
     slots = asyncio.Semaphore(1)
     async with time_limit(3 * LIMIT):
         await asyncio.gather(*(work(slots, LIMIT) for _ in range(4)))
 
 
-async def test_without_a_limit_and_after_its_end_there_is_nothing_to_stop() -> None:
+async def test_without_a_limit_and_after_its_end_there_is_nothing_to_stop():
     slots = asyncio.Semaphore(1)
     await work(slots, 0)
     async with taken(slots, LIMIT):
@@ -72,7 +72,7 @@ async def test_without_a_limit_and_after_its_end_there_is_nothing_to_stop() -> N
     assert not slots.locked()
 
 
-async def test_a_program_that_waits_for_a_sandbox_has_all_of_its_time() -> None:
+async def test_a_program_that_waits_for_a_sandbox_has_all_of_its_time():
     sandbox = Sandbox(allow_unsafe=True, max_parallel=1)
     first = asyncio.create_task(sandbox.run_program("import time; time.sleep(2.5)"))
     await asyncio.sleep(0)

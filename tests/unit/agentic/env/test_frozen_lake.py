@@ -1,7 +1,5 @@
 """Frozen lake: maps, moves, slips, rewards."""
 
-from __future__ import annotations
-
 import pytest
 from gymnasium.utils.env_checker import check_env
 

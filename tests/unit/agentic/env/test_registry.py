@@ -1,7 +1,5 @@
 """Environments by name and by path, and the check of their configuration."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys
@@ -243,7 +241,7 @@ def picture(env: Any) -> np.ndarray:
     ("tiles", "symbols"),
     [(sokoban.TILES, sokoban_boards.SYMBOLS), (frozen_lake.TILES, frozen_lake.SYMBOLS)],
 )
-def test_every_kind_of_cell_looks_different(tiles: Any, symbols: Any) -> None:
+def test_every_kind_of_cell_looks_different(tiles, symbols):
     assert set(tiles) == set(symbols)
     drawn = [draw_grid([[kind]], tiles, side=24) for kind in symbols]
     assert all(tile.shape == (24, 24, 3) and tile.dtype == np.uint8 for tile in drawn)
@@ -251,7 +249,7 @@ def test_every_kind_of_cell_looks_different(tiles: Any, symbols: Any) -> None:
 
 
 @pytest.mark.parametrize(("env_type", "rows"), [("sokoban", 6), ("frozen_lake", 4)])
-def test_a_grid_world_is_drawn_cell_by_cell_as_its_text_says(env_type: str, rows: int) -> None:
+def test_a_grid_world_is_drawn_cell_by_cell_as_its_text_says(env_type, rows):
     env = envs.make(env_type)
     text, _ = env.reset(seed=3)
     for action in ("Up", "Down", "Left", "Right"):
@@ -268,7 +266,7 @@ def test_a_grid_world_is_drawn_cell_by_cell_as_its_text_says(env_type: str, rows
             break
 
 
-def test_a_recorded_picture_is_small_and_true_to_the_drawing() -> None:
+def test_a_recorded_picture_is_small_and_true_to_the_drawing():
     env = envs.make("sokoban")
     env.reset(seed=1)
     frame = checked_frame(env)
@@ -277,7 +275,7 @@ def test_a_recorded_picture_is_small_and_true_to_the_drawing() -> None:
     assert checked_frame(env) is frame, "an equal picture is shared"
 
 
-def test_a_gymnasium_environment_brings_its_own_picture() -> None:
+def test_a_gymnasium_environment_brings_its_own_picture():
     env = envs.make("gymnasium", **CORRIDOR, renderer="values")
     env.reset(seed=0)
     before = picture(env)
@@ -288,7 +286,7 @@ def test_a_gymnasium_environment_brings_its_own_picture() -> None:
     assert checked_frame(dark) is None, "asked for none"
 
 
-def test_text_is_all_that_others_show() -> None:
+def test_text_is_all_that_others_show():
     for env in (
         envs.make("gymnasium", **CORRIDOR),  # in its ansi form, which is the observation
         envs.make("single_turn", items=[{"prompt": "1+1=", "answer": 2}]),

@@ -1,7 +1,5 @@
 """Sokoban: rules, boards, rewards, against a search that shares no code with the library's."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

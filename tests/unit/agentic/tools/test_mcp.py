@@ -1,7 +1,5 @@
 """Real servers of tools, on pipes and on loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Iterator
@@ -46,7 +44,7 @@ async def use(config: McpServerConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", ["pipes", "http"])
-def test_the_tools_of_a_server_are_called(way: str, request: pytest.FixtureRequest) -> None:
+def test_the_tools_of_a_server_are_called(way, request):
     config: dict[str, Any] = {"command": COMMAND} if way == "pipes" else {"url": request.getfixturevalue("url")}
     seen = asyncio.run(use(McpServerConfig(**config, timeout=60)))
     assert seen["sum"] == "21" and seen["sums"] == [str(2 * n) for n in range(8)]
@@ -54,7 +52,7 @@ def test_the_tools_of_a_server_are_called(way: str, request: pytest.FixtureReque
     assert seen["variable"]["required"] == ["name"]
 
 
-async def test_the_example_is_a_server() -> None:
+async def test_the_example_is_a_server():
     config = McpServerConfig(command=["python", str(EXAMPLE)], timeout=60)
 
     server = McpServer("sums", config)
@@ -69,7 +67,7 @@ async def test_the_example_is_a_server() -> None:
         await server.close()
 
 
-async def test_a_server_that_died_is_started_again_and_gets_its_variables() -> None:
+async def test_a_server_that_died_is_started_again_and_gets_its_variables():
     server = McpServer("sums", McpServerConfig(command=COMMAND, env={"CITY": "Bern"}, timeout=60))
     try:
         tools = await server.tools()
@@ -83,7 +81,7 @@ async def test_a_server_that_died_is_started_again_and_gets_its_variables() -> N
         await server.close()
 
 
-async def test_an_error_that_answers_one_call_leaves_the_connection_to_the_others() -> None:
+async def test_an_error_that_answers_one_call_leaves_the_connection_to_the_others():
     server = McpServer("strict", McpServerConfig(command=STRICT, timeout=60))
     try:
         tools = await server.tools()
@@ -100,7 +98,7 @@ async def test_an_error_that_answers_one_call_leaves_the_connection_to_the_other
         await server.close()
 
 
-async def test_a_server_that_went_away_is_named_by_the_cause() -> None:
+async def test_a_server_that_went_away_is_named_by_the_cause():
     with served() as address:
         server = McpServer("sums", McpServerConfig(url=address, timeout=60))
         tools = await server.tools()
@@ -123,7 +121,7 @@ async def test_a_server_that_went_away_is_named_by_the_cause() -> None:
         ({"command": COMMAND, "only": ["add", "subtract"], "timeout": 60}, "only: got subtract, expected tools of"),
     ],
 )
-def test_a_server_that_is_none_says_so(config: dict[str, Any], words: str) -> None:
+def test_a_server_that_is_none_says_so(config, words):
     with pytest.raises(ValueError, match=words):
         asyncio.run(McpServer("sums", McpServerConfig(**config)).tools())
 
@@ -131,7 +129,7 @@ def test_a_server_that_is_none_says_so(config: dict[str, Any], words: str) -> No
 SILENT = McpServerConfig(command=["python", "-c", "import time; time.sleep(600)"], start_timeout=600)
 
 
-async def test_a_connection_that_is_being_made_is_given_up_at_once() -> None:
+async def test_a_connection_that_is_being_made_is_given_up_at_once():
     server = McpServer("sums", SILENT)
     waiting = asyncio.create_task(server.call("add", {}))
     await asyncio.sleep(0.2)
@@ -142,7 +140,7 @@ async def test_a_connection_that_is_being_made_is_given_up_at_once() -> None:
 
 
 @pytest.mark.parametrize("config", [SILENT, McpServerConfig(command=COMMAND, timeout=60)], ids=["silent", "connected"])
-async def test_a_connection_ends_as_cancelled_when_it_is_cancelled(config: McpServerConfig) -> None:
+async def test_a_connection_ends_as_cancelled_when_it_is_cancelled(config):
     server = McpServer("sums", config)
     waiting = asyncio.create_task(server.call("add", {"a": 1, "b": 2}))
     if config is SILENT:
@@ -156,7 +154,7 @@ async def test_a_connection_ends_as_cancelled_when_it_is_cancelled(config: McpSe
     assert connection.cancelled()
 
 
-async def test_a_call_that_is_given_up_leaves_the_connection_to_the_others() -> None:
+async def test_a_call_that_is_given_up_leaves_the_connection_to_the_others():
     server = McpServer("sums", McpServerConfig(command=COMMAND, timeout=60))
     first, second = (asyncio.create_task(server.call("add", {"a": n, "b": n})) for n in (1, 2))
     await asyncio.sleep(0)

@@ -1,7 +1,5 @@
 """Functions and classes as tools, and those that are built in."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json
@@ -11,7 +9,6 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import httpx
@@ -69,7 +66,7 @@ class Counter(Tool):
 HERE = "tests.unit.agentic.tools.test_tool"
 
 
-def test_a_function_is_described_by_its_signature_and_docstring() -> None:
+def test_a_function_is_described_by_its_signature_and_docstring():
     tool = make_tool("money", f"{HERE}:convert", {})
     assert tool.schema.as_openai() == {
         "type": "function",
@@ -100,17 +97,17 @@ def test_a_function_is_described_by_its_signature_and_docstring() -> None:
         ({"amount": 1, "form": "GBP"}, "form: Unexpected keyword argument"),
     ],
 )
-def test_wrong_arguments_are_told_to_the_policy(arguments: dict[str, Any], expected: str) -> None:
+def test_wrong_arguments_are_told_to_the_policy(arguments, expected):
     with pytest.raises(ToolError, match=expected):
         make_tool("money", f"{HERE}:convert", {}).call(arguments, {})
 
 
-def test_coroutine_functions_are_awaited() -> None:
+def test_coroutine_functions_are_awaited():
     result = FunctionTool(wait).call({"seconds": 0}, {})
     assert asyncio.run(result) == "done"  # type: ignore[arg-type]
 
 
-def test_a_class_is_made_with_its_arguments_and_keeps_what_it_likes_in_an_episode() -> None:
+def test_a_class_is_made_with_its_arguments_and_keeps_what_it_likes_in_an_episode():
     tool, state = make_tool("count", f"{HERE}:Counter", {"start": 5}), {}
     assert [tool.call({}, state), tool.call({}, state), tool.call({}, {})] == [6, 7, 6]
     assert tool.schema.name == "count"
@@ -130,19 +127,19 @@ def test_a_class_is_made_with_its_arguments_and_keeps_what_it_likes_in_an_episod
         ("search", {}, "args", "missing a required argument: 'corpus'"),
     ],
 )
-def test_what_is_no_tool_says_why(target: str, args: dict[str, Any], key: str, words: str) -> None:
+def test_what_is_no_tool_says_why(target, args, key, words):
     (problem,) = check_tool(target, args)
     assert problem.path == key and words in str(problem)
 
 
-def test_a_file_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_imported_says_why(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("RATES = rates()\n", encoding="utf-8")
     (problem,) = check_tool(f"{file}:convert", {})
     assert problem.path == "tool" and "importing it raised NameError: name 'rates' is not defined" in str(problem)
 
 
-def test_good_tools_have_no_problem() -> None:
+def test_good_tools_have_no_problem():
     good: list[tuple[str, dict[str, Any]]] = [("calculator", {}), ("python", {}), ("search", {"corpus": "x"})]
     assert [check_tool(target, args) for target, args in good] == [[], [], []]
 
@@ -159,7 +156,7 @@ def test_good_tools_have_no_problem() -> None:
         (object, "<class 'object'>"),
     ],
 )
-def test_any_result_becomes_text(result: Any, expected: str) -> None:
+def test_any_result_becomes_text(result, expected):
     assert text_of(result) == expected
 
 
@@ -167,7 +164,7 @@ numbers = st.integers(0, 999)
 
 
 @given(a=numbers, b=numbers, c=st.integers(1, 99))
-def test_the_calculator_calculates(a: int, b: int, c: int) -> None:
+def test_the_calculator_calculates(a, b, c):
     assert calculator(f"{a}+{b}*{c}-({a}-{b})") == str(a + b * c - (a - b))
     assert float(calculator(f"{a}/{c}")) == pytest.approx(a / c, rel=1e-11)
     assert calculator(f"{a}//{c}") == str(a // c)
@@ -199,7 +196,7 @@ def test_the_calculator_calculates(a: int, b: int, c: int) -> None:
         "f'{1:9999999}'",
     ],
 )
-def test_what_the_calculator_cannot_do_is_an_answer_in_no_time(expression: str) -> None:
+def test_what_the_calculator_cannot_do_is_an_answer_in_no_time(expression):
     """It runs in the event loop that plays all episodes, on what a policy has written."""
     assert calculator("1") == "1", "whose import takes its time"
     tracemalloc.start()
@@ -215,18 +212,18 @@ def test_what_the_calculator_cannot_do_is_an_answer_in_no_time(expression: str) 
     ("expression", "value"),
     [("(-1)**99999", "-1"), ("2**-2", "0.25"), ("2**64*3", str(2**64 * 3)), ("round(7/3, 2)", "2.33"), ("1<<9", "512")],
 )
-def test_the_calculator_takes_large_and_small_powers(expression: str, value: str) -> None:
+def test_the_calculator_takes_large_and_small_powers(expression, value):
     assert calculator(expression) == value
 
 
-def test_a_passage_may_hold_line_breaks_that_json_does_not_escape(tmp_path: Path) -> None:
+def test_a_passage_may_hold_line_breaks_that_json_does_not_escape(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     texts = ["high\u2028Alps", "long\x85Nile"]
     corpus.write_text("\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts), encoding="utf-8")
     assert SearchTool(str(corpus)).passages == texts
 
 
-def test_search_finds_the_passage_and_says_when_there_is_none(tmp_path: Path) -> None:
+def test_search_finds_the_passage_and_says_when_there_is_none(tmp_path):
     rows = [
         {"title": "Alps", "text": "Mountains in the middle of Europe."},
         {"text": "The Nile is a river in Africa."},
@@ -242,7 +239,7 @@ def test_search_finds_the_passage_and_says_when_there_is_none(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("arguments", [{}, {"query": 3}, {"query": " "}, {"query": "a", "num_results": 0}])
-def test_search_says_what_it_expects(arguments: dict[str, Any], tmp_path: Path) -> None:
+def test_search_says_what_it_expects(arguments, tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"text": "rivers"}\n', encoding="utf-8")
     with pytest.raises(ToolError, match="expected"):
@@ -250,7 +247,7 @@ def test_search_says_what_it_expects(arguments: dict[str, Any], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("content", ["", '{"text": "a"}\n', "no json\n", '{"words": 1}\n', None])
-def test_a_corpus_that_is_none_says_so(content: str | None, tmp_path: Path) -> None:
+def test_a_corpus_that_is_none_says_so(content, tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     if content is not None:
         corpus.write_text(content, encoding="utf-8")
@@ -294,7 +291,7 @@ def server() -> Iterator[Server]:
         thread.join()
 
 
-def test_passages_are_numbered_in_their_order(server: Server) -> None:
+def test_passages_are_numbered_in_their_order(server):
     server.answer = {
         "result": [[{"document": {"contents": "Nile\nA river."}, "score": 2.5}, {"title": "Rhine", "text": "Another."}]]
     }
@@ -307,13 +304,13 @@ def test_passages_are_numbered_in_their_order(server: Server) -> None:
 
 
 @pytest.mark.parametrize("answer", [[], {"result": []}, {"result": [[{"document": {"words": 3}}]]}, "text"])
-def test_an_answer_of_another_shape_says_so(server: Server, answer: Any) -> None:
+def test_an_answer_of_another_shape_says_so(server, answer):
     server.answer = answer
     with pytest.raises(ValueError, match="the server answered"):
         RetrievalTool(server.url).call({"query": "rivers"}, {})
 
 
-def test_a_server_that_fails_is_no_empty_answer_and_senseless_arguments_are_refused(server: Server) -> None:
+def test_a_server_that_fails_is_no_empty_answer_and_senseless_arguments_are_refused(server):
     server.status = 503
     with pytest.raises(httpx.HTTPStatusError):
         RetrievalTool(server.url).call({"query": "rivers"}, {})

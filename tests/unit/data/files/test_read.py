@@ -1,7 +1,5 @@
 """Reading datasets: every format, and the place of everything that is wrong."""
 
-from __future__ import annotations
-
 import csv
 import datetime
 import decimal
@@ -99,13 +97,11 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("name", sorted(WRITERS))
-def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
+def test_every_format_gives_the_same_rows(tmp_path, name):
     assert read(WRITERS[name](tmp_path / name, ROWS)) == ROWS
 
 
-def test_files_are_read_in_order_globs_by_name_relative_to_the_working_directory_and_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_read_in_order_globs_by_name_relative_to_the_working_directory_and_home(tmp_path, monkeypatch):
     for number in (2, 0, 1):
         jsonl(tmp_path / f"part{number}.jsonl", [{"n": number}])
     jsonl(tmp_path / "deep" / "er" / "x.jsonl", [{"n": 9}])
@@ -120,7 +116,7 @@ def test_files_are_read_in_order_globs_by_name_relative_to_the_working_directory
     assert read("a.jsonl") == read("~/a.jsonl") == ROWS
 
 
-def test_a_folder_of_one_format_is_read_whole(tmp_path: Path) -> None:
+def test_a_folder_of_one_format_is_read_whole(tmp_path):
     as_parquet(tmp_path / "train-00000-of-00002.parquet", ROWS[:2])
     as_parquet(tmp_path / "train-00001-of-00002.parquet", ROWS[2:])
     write(tmp_path / "dataset_infos.json", "{}")
@@ -128,7 +124,7 @@ def test_a_folder_of_one_format_is_read_whole(tmp_path: Path) -> None:
     assert read(tmp_path) == ROWS
 
 
-def test_a_folder_of_several_splits_or_formats_is_not_guessed_at(tmp_path: Path) -> None:
+def test_a_folder_of_several_splits_or_formats_is_not_guessed_at(tmp_path):
     as_parquet(tmp_path / "gsm" / "train-00000-of-00001.parquet", ROWS)
     as_parquet(tmp_path / "gsm" / "test-00000-of-00001.parquet", ROWS)
     as_parquet(tmp_path / "both" / "a.parquet", ROWS)
@@ -149,7 +145,7 @@ def test_a_folder_of_several_splits_or_formats_is_not_guessed_at(tmp_path: Path)
     assert len(read(tmp_path / "names")) == 3
 
 
-def test_a_folder_of_saved_splits_must_name_one(tmp_path: Path) -> None:
+def test_a_folder_of_saved_splits_must_name_one(tmp_path):
     for split in ("train", "test"):
         saved_dataset(tmp_path / "all" / split, ROWS)
     write(tmp_path / "all" / "dataset_dict.json", json.dumps({"splits": ["train", "test"]}))
@@ -159,7 +155,7 @@ def test_a_folder_of_saved_splits_must_name_one(tmp_path: Path) -> None:
     assert read(tmp_path / "all" / "train") == ROWS
 
 
-def test_a_broken_saved_dataset_is_told(tmp_path: Path) -> None:
+def test_a_broken_saved_dataset_is_told(tmp_path):
     write(tmp_path / "odd" / "state.json", "[]")
     assert complaints(tmp_path / "odd")[0].startswith(f"{tmp_path}/odd/state.json: is not what datasets.save_to_disk")
     folder = saved_dataset(tmp_path / "short", ROWS)
@@ -169,7 +165,7 @@ def test_a_broken_saved_dataset_is_told(tmp_path: Path) -> None:
     assert "flatten_indices() before saving" in complaints(selected)[0]
 
 
-def test_names_that_lead_nowhere(tmp_path: Path) -> None:
+def test_names_that_lead_nowhere(tmp_path):
     jsonl(tmp_path / "train.jsonl", ROWS)
     write(tmp_path / "train.xlsx", "")
     (tmp_path / "folder").mkdir()
@@ -184,7 +180,7 @@ def test_names_that_lead_nowhere(tmp_path: Path) -> None:
     ]
 
 
-def test_a_file_that_is_named_twice_is_an_error(tmp_path: Path) -> None:
+def test_a_file_that_is_named_twice_is_an_error(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", ROWS)
     (tmp_path / "link.jsonl").symlink_to(path)
     assert complaints(path, tmp_path / "l*") == [
@@ -192,7 +188,7 @@ def test_a_file_that_is_named_twice_is_an_error(tmp_path: Path) -> None:
     ]
 
 
-def test_a_file_that_vanishes_is_told_and_the_next_one_read(tmp_path: Path) -> None:
+def test_a_file_that_vanishes_is_told_and_the_next_one_read(tmp_path):
     problems = Problems()
     for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
         jsonl(tmp_path / name, [{"n": name}])
@@ -205,7 +201,7 @@ def test_a_file_that_vanishes_is_told_and_the_next_one_read(tmp_path: Path) -> N
         problems.raise_any()
 
 
-def test_every_bad_line_of_json_lines_has_its_number(tmp_path: Path) -> None:
+def test_every_bad_line_of_json_lines_has_its_number(tmp_path):
     lines = [
         b'\xef\xbb\xbf{"n": 1}',  # a byte order mark is no error
         b'{"n": 1,}',
@@ -239,7 +235,7 @@ def json_message(text: bytes | str) -> str:
     return f"{raised.value.msg} (column {raised.value.colno})"
 
 
-def test_rows_of_a_json_array_know_their_lines(tmp_path: Path) -> None:
+def test_rows_of_a_json_array_know_their_lines(tmp_path):
     path = write(tmp_path / "a.json", '\n[ {"n": 1}, {"n":\n 2},\n\n3,{"n": 4}\n]\n')
     problems = Problems()
     rows = list(read_rows([str(path)], problems))
@@ -265,12 +261,12 @@ def test_rows_of_a_json_array_know_their_lines(tmp_path: Path) -> None:
         ("[" * 100_000, "1 (row 1): invalid JSON: nested too deeply"),
     ],
 )
-def test_json_that_is_no_array_of_objects(tmp_path: Path, text: str, problem: str) -> None:
+def test_json_that_is_no_array_of_objects(tmp_path, text, problem):
     path = write(tmp_path / "a.json", text)
     assert complaints(path) == [f"{path}:{problem}"]
 
 
-def test_no_rows_are_no_problem_of_the_file(tmp_path: Path) -> None:
+def test_no_rows_are_no_problem_of_the_file(tmp_path):
     assert (
         read(write(tmp_path / "a.json", "[ ]"), write(tmp_path / "b.jsonl", "\n"), write(tmp_path / "c.csv", "")) == []
     )
@@ -284,17 +280,17 @@ json_values = st.text(max_size=4) | st.integers() | st.lists(st.text('[]{},\\"\n
     rows=st.lists(st.dictionaries(st.text(max_size=3), json_values, max_size=3), max_size=4),
     indent=st.none() | st.integers(0, 2),
 )
-def test_json_arrays_are_read_as_the_library_reads_them(tmp_path: Path, rows: list[Any], indent: int | None) -> None:
+def test_json_arrays_are_read_as_the_library_reads_them(tmp_path, rows, indent):
     assert read(write(tmp_path / "a.json", json.dumps(rows, indent=indent))) == rows
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.csv"])
-def test_bytes_that_are_no_utf8_have_their_line(tmp_path: Path, name: str) -> None:
+def test_bytes_that_are_no_utf8_have_their_line(tmp_path, name):
     path = write(tmp_path / name, b"\xef\xbb\xbfone\ntwo \xe9\n")
     assert complaints(path) == [f"{path}:2: invalid UTF-8 at byte 5 of the line"]
 
 
-def test_csv_fields_may_be_empty_long_and_of_many_lines(tmp_path: Path) -> None:
+def test_csv_fields_may_be_empty_long_and_of_many_lines(tmp_path):
     limit = csv.field_size_limit()
     text = "x" * 200_000
     path = write(tmp_path / "a.csv", f'\ufeffid,prompt\r\n1,"two\nlines"\r\n\r\n2,\r\n3,{text}\r\n')
@@ -309,7 +305,7 @@ def test_csv_fields_may_be_empty_long_and_of_many_lines(tmp_path: Path) -> None:
     assert csv.field_size_limit() == limit
 
 
-def test_wrong_csv_has_its_lines(tmp_path: Path) -> None:
+def test_wrong_csv_has_its_lines(tmp_path):
     path = write(tmp_path / "a.csv", 'id,prompt\n1,a,b\n2,"x"y\n3\n4,fine\n5,"never closed\n6,z\n')
     assert complaints(path) == [
         f"{path}:2: 3 fields, expected 2 (is a comma or a quote unquoted?)",
@@ -321,7 +317,7 @@ def test_wrong_csv_has_its_lines(tmp_path: Path) -> None:
     assert complaints(twice) == [f"{twice}:2: the columns 'id', 'id', expected distinct names"]
 
 
-def test_what_only_claims_to_be_parquet_or_arrow(tmp_path: Path) -> None:
+def test_what_only_claims_to_be_parquet_or_arrow(tmp_path):
     for name in ("a.parquet", "a.arrow", "short.arrow", "file.arrow"):
         content = {"short.arrow": b"", "file.arrow": b"ARROW1\0\0 and no more"}.get(name, b"these are words\n" * 9)
         path = write(tmp_path / name, content)
@@ -329,7 +325,7 @@ def test_what_only_claims_to_be_parquet_or_arrow(tmp_path: Path) -> None:
         assert problem.startswith(f"{path}: cannot be read")
 
 
-def test_rows_of_parquet_are_counted_through_its_parts(tmp_path: Path) -> None:
+def test_rows_of_parquet_are_counted_through_its_parts(tmp_path):
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.table({"n": range(10)}), path, row_group_size=3)
     problems = Problems()
@@ -339,7 +335,7 @@ def test_rows_of_parquet_are_counted_through_its_parts(tmp_path: Path) -> None:
     ]
 
 
-def test_arrow_values_become_json_values(tmp_path: Path) -> None:
+def test_arrow_values_become_json_values(tmp_path):
     table = pa.table(
         {
             "nested": [[{"role": "user", "content": None}]],
@@ -367,7 +363,7 @@ def test_arrow_values_become_json_values(tmp_path: Path) -> None:
     assert second["image"] == Unreadable("raw: bytes, expected text, a number, a list or a mapping")
 
 
-def test_a_value_that_nothing_can_read_is_a_problem_only_for_its_reader(tmp_path: Path) -> None:
+def test_a_value_that_nothing_can_read_is_a_problem_only_for_its_reader(tmp_path):
     twice = pa.array([[("k", 1), ("k", 2)], [("k", 3)]], pa.map_(pa.string(), pa.int64()))
     nanoseconds = pa.array([1, 2], pa.timestamp("ns"))
     parquet.write_table(pa.table({"n": [1, 2], "map": twice, "at": nanoseconds}), tmp_path / "a.parquet")
@@ -380,7 +376,7 @@ def test_a_value_that_nothing_can_read_is_a_problem_only_for_its_reader(tmp_path
         assert read(write(tmp_path / name, text)) == [{"n": digits, "m": 1}]
 
 
-def test_numpy_values_become_json_values() -> None:
+def test_numpy_values_become_json_values():
     problems = Problems()
     values = {
         "list": np.array([[1, 2]], dtype=np.int32),
@@ -409,7 +405,7 @@ def test_numpy_values_become_json_values() -> None:
         problems.raise_any()
 
 
-def test_many_problems_are_counted_and_the_first_shown(tmp_path: Path) -> None:
+def test_many_problems_are_counted_and_the_first_shown(tmp_path):
     path = write(tmp_path / "a.jsonl", "x\n" * 1500)
     problems = Problems()
     list(read_rows([str(path)], problems))

@@ -1,7 +1,5 @@
 """A local Ray cluster that does not come up in time."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import mmap
@@ -30,9 +28,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize("error", SLOW, ids=lambda error: str(error)[:24])
-def test_a_start_that_is_too_slow_is_tried_once_more_and_then_ends_with_one_line(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_that_is_too_slow_is_tried_once_more_and_then_ends_with_one_line(error, monkeypatch):
     folders: list[Path] = []
 
     def too_slow(*, _temp_dir: str, **_: object) -> None:
@@ -47,7 +43,7 @@ def test_a_start_that_is_too_slow_is_tried_once_more_and_then_ends_with_one_line
     assert not [folder for folder in folders if folder.exists()]
 
 
-def test_what_more_time_does_not_mend_is_not_tried_again() -> None:
+def test_what_more_time_does_not_mend_is_not_tried_again():
     assert not started_too_slowly(ValueError("object_store_memory must be at least 78643200"))
 
 
@@ -60,7 +56,7 @@ def operators(file: Path) -> dict[str, set[int]]:
     return found
 
 
-def test_a_worker_records_from_one_call_to_another(tmp_path: Path) -> None:
+def test_a_worker_records_from_one_call_to_another(tmp_path):
     worker = Worker("actor_train", 0, 1, {})
     assert worker.stop_recording(tmp_path / "nothing") == []
     worker.start_recording(RecordingOptions(memory=True, shapes=True))
@@ -82,7 +78,7 @@ def test_a_worker_records_from_one_call_to_another(tmp_path: Path) -> None:
     assert "aten::exp" not in operators(tmp_path / "again.trace.json.gz"), "of the time in between"
 
 
-def test_memory_is_a_counter_beside_the_operators(tmp_path: Path) -> None:
+def test_memory_is_a_counter_beside_the_operators(tmp_path):
     worker = Worker("actor_train", 0, 1, {})
     worker.start_recording(RecordingOptions(memory=True))
     worker.start_recording(RecordingOptions(memory=True))  # what was under way is given up

@@ -29,7 +29,7 @@ def devices(plan: PlacementPlan, role: str) -> list[tuple[int, tuple[int, ...]]]
     return [(slot.node, slot.devices) for slot in plan.workers(role)]
 
 
-def test_each_worker_takes_the_next_devices_of_its_mapping_on_one_node() -> None:
+def test_each_worker_takes_the_next_devices_of_its_mapping_on_one_node():
     plan = plan_placement([RoleRequest("train", (0, 1, 2, 3, 6, 7), 2)], pretend_nodes(2, 4))
     assert devices(plan, "train") == [(0, (0, 1)), (0, (2, 3)), (1, (6, 7))]
     assert len(plan.workers("train")) == 3
@@ -41,7 +41,7 @@ def test_each_worker_takes_the_next_devices_of_its_mapping_on_one_node() -> None
     assert (len(plan.workers("actor_train")), len(plan.workers("actor_infer"))) == (8, 2)
 
 
-def test_overlapping_mappings_share_devices_and_apart_ones_do_not() -> None:
+def test_overlapping_mappings_share_devices_and_apart_ones_do_not():
     plan = plan_placement(
         [RoleRequest("train", (0, 1, 2, 3)), RoleRequest("infer", (3, 4)), RoleRequest("critic", (5,))],
         pretend_nodes(1, 8),
@@ -51,7 +51,7 @@ def test_overlapping_mappings_share_devices_and_apart_ones_do_not() -> None:
     assert not plan.shares_devices("train", "critic")
 
 
-def test_without_a_gpu_every_core_is_a_slot_unless_other_nodes_have_gpus() -> None:
+def test_without_a_gpu_every_core_is_a_slot_unless_other_nodes_have_gpus():
     nodes = nodes_from_resources([("a", 0, 1), ("b", 0, 6), ("c", 0, 0)])
     assert [(node.kind, node.num_devices) for node in nodes] == [("cpu", 2), ("cpu", 6), ("cpu", 0)]
     nodes = nodes_from_resources([("head", 0, 8), ("worker", 4, 32)])
@@ -60,7 +60,7 @@ def test_without_a_gpu_every_core_is_a_slot_unless_other_nodes_have_gpus() -> No
     assert devices(plan, "train") == [(1, (0, 1, 2, 3))]
 
 
-def test_roles_without_devices_spread_by_cores_away_from_devices_in_use() -> None:
+def test_roles_without_devices_spread_by_cores_away_from_devices_in_use():
     nodes = [NodeInfo("small", "cpu", 4, 4), NodeInfo("large", "cpu", 12, 12)]
     plan = plan_placement([RoleRequest("env", None, world_size=16)], nodes)
     assert [len(plan.slots_on(node)) for node in (0, 1)] == [4, 12]
@@ -69,7 +69,7 @@ def test_roles_without_devices_spread_by_cores_away_from_devices_in_use() -> Non
     assert [slot.node for slot in plan.workers("env")] == [1, 1]
 
 
-def test_a_device_outside_the_cluster_is_named_with_what_there_is() -> None:
+def test_a_device_outside_the_cluster_is_named_with_what_there_is():
     assert problems_of([RoleRequest("actor_infer", (8, 9, 7))], pretend_nodes(1, 8)) == (
         "actor_infer: device_mapping names devices 8, 9, but the cluster has 8 devices on 1 node (ids 0–7)",
     )
@@ -78,7 +78,7 @@ def test_a_device_outside_the_cluster_is_named_with_what_there_is() -> None:
     )
 
 
-def test_all_problems_of_all_roles_are_reported_at_once() -> None:
+def test_all_problems_of_all_roles_are_reported_at_once():
     seen = problems_of(
         [
             RoleRequest("a", (0, 0, 1), 2),
@@ -104,14 +104,14 @@ def test_all_problems_of_all_roles_are_reported_at_once() -> None:
     )
 
 
-def test_a_cluster_without_nodes_and_an_unknown_role_are_reported() -> None:
+def test_a_cluster_without_nodes_and_an_unknown_role_are_reported():
     assert "the cluster has no node" in problems_of([RoleRequest("env", None, world_size=1)], [])
     plan = plan_placement([RoleRequest("train", (0,))], pretend_nodes(1, 1))
     with pytest.raises(KeyError, match=r"'trian' has no place; placed roles: train"):
         plan.workers("trian")
 
 
-def test_threads_are_an_even_share_of_the_cores_per_device_in_use() -> None:
+def test_threads_are_an_even_share_of_the_cores_per_device_in_use():
     plan = plan_placement(
         [RoleRequest("train", (0, 1, 2, 3), 2), RoleRequest("infer", (0,)), RoleRequest("env", None, world_size=1)],
         pretend_nodes(1, 8),
@@ -120,13 +120,13 @@ def test_threads_are_an_even_share_of_the_cores_per_device_in_use() -> None:
     assert plan.threads(plan.workers("infer")[0], 2) == 1
 
 
-def test_reserved_cpus_count_colocated_workers_once_and_stay_within_the_node() -> None:
+def test_reserved_cpus_count_colocated_workers_once_and_stay_within_the_node():
     requests = [RoleRequest("train", (0, 1)), RoleRequest("infer", (0, 1)), RoleRequest("env", None, world_size=3)]
     assert plan_placement(requests, [NodeInfo("big", "gpu", 8, 64)]).cpus_on(0) == 5
     assert plan_placement(requests, [NodeInfo("small", "cpu", 2, 2)]).cpus_on(0) == 2
 
 
-def test_the_description_names_places_and_partners() -> None:
+def test_the_description_names_places_and_partners():
     plan = plan_placement(
         [
             RoleRequest("train", (0, 1, 2, 3)),
@@ -144,7 +144,7 @@ def test_the_description_names_places_and_partners() -> None:
     ]
 
 
-def test_the_description_fits_a_terminal_of_80_columns() -> None:
+def test_the_description_fits_a_terminal_of_80_columns():
     names = ["actor_train", "actor_infer", "critic", "reference", "train_env_manager", "val_env_manager"]
     plan = plan_placement([RoleRequest(name, tuple(range(32))) for name in names], pretend_nodes(4, 8))
     lines = plan.describe()
@@ -156,7 +156,7 @@ def test_the_description_fits_a_terminal_of_80_columns() -> None:
 @pytest.mark.parametrize(
     ("ids", "text"), [([], ""), ([3], "3"), ([1, 0], "0, 1"), ([0, 1, 2, 5, 7, 8, 9], "0–2, 5, 7–9")]
 )
-def test_runs_of_ids_are_joined(ids: list[int], text: str) -> None:
+def test_runs_of_ids_are_joined(ids, text):
     assert format_ids(ids) == text
 
 
@@ -166,9 +166,7 @@ def test_runs_of_ids_are_joined(ids: list[int], text: str) -> None:
     each=st.integers(1, 4),
     mapping=st.lists(st.integers(-1, 33), min_size=1, max_size=12, unique=True),
 )
-def test_a_plan_keeps_the_mapping_and_never_splits_a_worker(
-    num_nodes: int, per_node: int, each: int, mapping: list[int]
-) -> None:
+def test_a_plan_keeps_the_mapping_and_never_splits_a_worker(num_nodes, per_node, each, mapping):
     home = {device: device // per_node for device in range(num_nodes * per_node)}
     shares = [mapping[i : i + each] for i in range(0, len(mapping), each)]
     fits = len(mapping) % each == 0 and all(device in home for device in mapping)
@@ -182,6 +180,6 @@ def test_a_plan_keeps_the_mapping_and_never_splits_a_worker(
         assert devices(plan, "role") == [(home[share[0]], tuple(share)) for share in shares]
 
 
-def test_planning_imports_neither_ray_nor_torch() -> None:
+def test_planning_imports_neither_ray_nor_torch():
     code = "import sys, roll.distributed.cluster.resources; sys.exit('ray' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

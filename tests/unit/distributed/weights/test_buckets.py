@@ -1,7 +1,5 @@
 """Weight buckets and updates: bit-exact round trips, refusals, and models whose checkpoint names are not their own."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import weakref
@@ -46,7 +44,7 @@ def as_bytes(tensor: Tensor) -> bytes:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_round_trips_bit_for_bit(dtype: torch.dtype) -> None:
+def test_every_dtype_round_trips_bit_for_bit(dtype):
     torch.manual_seed(0)
     sources = {
         "matrix": (torch.randn(7, 5) * 3).to(dtype),
@@ -63,7 +61,7 @@ def test_every_dtype_round_trips_bit_for_bit(dtype: torch.dtype) -> None:
         assert as_bytes(received[name]) == as_bytes(tensor)
 
 
-def test_buckets_respect_their_size_except_for_a_larger_tensor() -> None:
+def test_buckets_respect_their_size_except_for_a_larger_tensor():
     lengths = [10, 10, 300, 1, 40, 24, 1]
     tensors = [(f"w{i}", torch.full((n,), float(i))) for i, n in enumerate(lengths)]
     buckets = list(pack_buckets(iter(tensors), 256))
@@ -77,7 +75,7 @@ def test_buckets_respect_their_size_except_for_a_larger_tensor() -> None:
         list(pack_buckets(tensors, 0))
 
 
-def test_unpacking_copies_nothing_and_reads_read_only_arrays(recwarn: pytest.WarningsRecorder) -> None:
+def test_unpacking_copies_nothing_and_reads_read_only_arrays(recwarn):
     (bucket,) = pack_buckets([("w", torch.arange(8.0)), ("v", torch.arange(3))], 1 << 10)
     bucket.data.setflags(write=False)
     base = bucket.data.__array_interface__["data"][0]
@@ -86,7 +84,7 @@ def test_unpacking_copies_nothing_and_reads_read_only_arrays(recwarn: pytest.War
     assert not recwarn.list
 
 
-def test_damage_is_noticed() -> None:
+def test_damage_is_noticed():
     (bucket,) = pack_buckets([("w", torch.arange(64.0))], 1 << 10)
     data = bucket.data.copy()
     data[77] ^= 4
@@ -124,7 +122,7 @@ def exported(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "mixtral", "qwen3_moe"])
-def test_an_update_makes_the_receiver_equal_to_the_sender(kind: str) -> None:
+def test_an_update_makes_the_receiver_equal_to_the_sender(kind):
     receiver, sender = pair(kind)
     buckets = pack_buckets(exported(sender).items(), 4096)
     tensors = unpacked(buckets)
@@ -154,7 +152,7 @@ def take(receiver: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
     WeightUpdate(receiver, tensors).apply(tensors)
 
 
-def test_what_needs_no_cast_becomes_the_models_without_a_copy_and_is_let_go_at_the_next_update() -> None:
+def test_what_needs_no_cast_becomes_the_models_without_a_copy_and_is_let_go_at_the_next_update():
     receiver, sender = pair("tied")
     buckets = read_only_buckets(sender)
     watched = [weakref.ref(bucket.data) for bucket in buckets]
@@ -169,7 +167,7 @@ def test_what_needs_no_cast_becomes_the_models_without_a_copy_and_is_let_go_at_t
     assert [array for array in watched if array() is not None] == []
 
 
-def test_an_adapter_leaves_the_buckets_of_the_base_as_they_are() -> None:
+def test_an_adapter_leaves_the_buckets_of_the_base_as_they_are():
     receiver, sender = pair("untied")
     buckets = read_only_buckets(sender)
     before = [bucket.data.tobytes() for bucket in buckets]
@@ -187,7 +185,7 @@ def test_an_adapter_leaves_the_buckets_of_the_base_as_they_are() -> None:
     assert [bucket.data.tobytes() for bucket in buckets] == before
 
 
-def test_weights_come_to_the_host_once_for_all_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_come_to_the_host_once_for_all_adapters(monkeypatch):
     receiver, _ = pair("untied")
     spec = LoraSpec(rank=2, alpha=4.0, targets=("q_proj", "down_proj"))
     adapter, shapes = MergedAdapter(receiver, spec), matrix_shapes(receiver, spec)
@@ -198,7 +196,7 @@ def test_weights_come_to_the_host_once_for_all_adapters(monkeypatch: pytest.Monk
     assert len(fetched) == len(shapes) // 2, "a layer has two matrices"
 
 
-def test_weights_are_cast_to_the_receivers_dtype() -> None:
+def test_weights_are_cast_to_the_receivers_dtype():
     receiver, sender = pair("untied")
     take(receiver.to(torch.bfloat16), exported(sender))
     for name, parameter in receiver.named_parameters():
@@ -206,7 +204,7 @@ def test_weights_are_cast_to_the_receivers_dtype() -> None:
 
 
 @pytest.mark.parametrize("names", [("lm_head.weight",), ("model.embed_tokens.weight", "lm_head.weight")])
-def test_tied_weights_may_come_under_any_of_their_names(names: tuple[str, ...]) -> None:
+def test_tied_weights_may_come_under_any_of_their_names(names):
     receiver, sender = pair("tied")
     weights = exported(sender)
     table = weights.pop("model.embed_tokens.weight")
@@ -215,7 +213,7 @@ def test_tied_weights_may_come_under_any_of_their_names(names: tuple[str, ...]) 
     assert torch.equal(receiver.get_output_embeddings().weight, table)
 
 
-def test_all_that_does_not_match_is_listed_at_once() -> None:
+def test_all_that_does_not_match_is_listed_at_once():
     receiver, sender = pair("qwen3_moe")
     weights = exported(sender)
     expert = "model.layers.1.mlp.experts.2.up_proj.weight"
@@ -235,7 +233,7 @@ def test_all_that_does_not_match_is_listed_at_once() -> None:
     assert all(torch.equal(value, before[name]) for name, value in receiver.state_dict().items())
 
 
-def test_bucket_data_is_plain_bytes() -> None:
+def test_bucket_data_is_plain_bytes():
     (bucket,) = pack_buckets([("w", torch.arange(4, dtype=torch.bfloat16))], 1 << 10)
     assert bucket.data.dtype == np.uint8
     assert bucket.outline.dtypes == ("bfloat16",)

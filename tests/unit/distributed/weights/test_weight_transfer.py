@@ -1,7 +1,5 @@
 """The parts of a weight update: checksums, shared memory, routes, and what a receiver does with what it gets."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import inspect
@@ -46,7 +44,7 @@ def random_bytes(size: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_checksum_is_the_stated_sum(size: int) -> None:
+def test_the_checksum_is_the_stated_sum(size):
     data = random_bytes(size)
     words = [int.from_bytes(data[i : i + 8].tobytes(), "little") for i in range(0, size, 8)]
     rows = size // 4096
@@ -55,7 +53,7 @@ def test_the_checksum_is_the_stated_sum(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES[1:])
-def test_the_checksum_sees_every_single_change(size: int) -> None:
+def test_the_checksum_sees_every_single_change(size):
     data, dice = random_bytes(size), random.Random(1)
     before = checksum(data)
     for position in {0, size - 1, *(dice.randrange(size) for _ in range(200))}:
@@ -65,7 +63,7 @@ def test_the_checksum_sees_every_single_change(size: int) -> None:
     assert checksum(data) == before
 
 
-def test_the_checksum_sees_moved_lost_and_stale_blocks() -> None:
+def test_the_checksum_sees_moved_lost_and_stale_blocks():
     data = random_bytes(8 * 4096)
     blocks = data.reshape(8, 4096)
     moved, lost, stale = blocks.copy(), blocks.copy(), blocks.copy()
@@ -81,7 +79,7 @@ def test_the_checksum_sees_moved_lost_and_stale_blocks() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_long_tensors_arrive_bit_for_bit_whatever_their_layout(dtype: torch.dtype, transposed: bool) -> None:
+def test_long_tensors_arrive_bit_for_bit_whatever_their_layout(dtype, transposed):
     source = (torch.randn(400, 501) * 3).to(dtype)
     source = source.t() if transposed else source
     if dtype.is_floating_point:
@@ -98,7 +96,7 @@ def tensors(num: int = 6, size: int = 1000, seed: int = 0) -> list[tuple[str, Te
     return [(f"w{i}", torch.randn(size, generator=generator)) for i in range(num)]
 
 
-def test_a_handle_to_device_memory_is_what_pytorch_rebuilds_a_tensor_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handle_to_device_memory_is_what_pytorch_rebuilds_a_tensor_from(monkeypatch):
     """CUDA's own part is simulated; that the arguments come back in their places is not."""
     from torch.multiprocessing import reductions
 
@@ -114,7 +112,7 @@ def test_a_handle_to_device_memory_is_what_pytorch_rebuilds_a_tensor_from(monkey
     assert dict(zip(names, opened, strict=True)) == sent | {"storage_device": 1}
 
 
-def test_packing_without_a_place_for_it_takes_private_memory() -> None:
+def test_packing_without_a_place_for_it_takes_private_memory():
     pool = SegmentPool()
     with packing_into(pool.allocate):
         (inside,) = pack_buckets(tensors(2), 1 << 20)
@@ -123,7 +121,7 @@ def test_packing_without_a_place_for_it_takes_private_memory() -> None:
     assert inside.checksum == outside.checksum
 
 
-def test_segments_are_used_again_once_every_reader_has_let_go() -> None:
+def test_segments_are_used_again_once_every_reader_has_let_go():
     pool, readers = SegmentPool(), {"a": SegmentReader(), "b": SegmentReader()}
     first = pool.find(pool.allocate(64, at_least=8192))
     assert first is not None and len(first.array) == 8192
@@ -144,7 +142,7 @@ def test_segments_are_used_again_once_every_reader_has_let_go() -> None:
     assert len(pool.ids) == 2
 
 
-def test_segments_that_were_never_released_are_used_again_once_their_reader_says_that_it_has_none() -> None:
+def test_segments_that_were_never_released_are_used_again_once_their_reader_says_that_it_has_none():
     pool, reader = SegmentPool(), SegmentReader()
     held, lost, abandoned = (pool.find(pool.allocate(100)) for _ in range(3))
     assert held is not None and lost is not None and abandoned is not None
@@ -165,7 +163,7 @@ def test_segments_that_were_never_released_are_used_again_once_their_reader_says
     assert not reader.read(lost.place, 0).size
 
 
-def test_the_smallest_segment_that_fits_is_taken_and_little_stays_after_an_update() -> None:
+def test_the_smallest_segment_that_fits_is_taken_and_little_stays_after_an_update():
     pool = SegmentPool()
     sizes = 3 * 4096, 4096, 2 * 4096
     for segment in [pool.find(pool.allocate(size)) for size in sizes]:
@@ -184,7 +182,7 @@ def test_the_smallest_segment_that_fits_is_taken_and_little_stays_after_an_updat
     assert len(pool.ids) == 2
 
 
-def test_another_process_reads_a_segment_and_a_killed_writer_leaves_no_file() -> None:
+def test_another_process_reads_a_segment_and_a_killed_writer_leaves_no_file():
     before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     script = """
 import os, sys
@@ -221,13 +219,7 @@ os.kill(os.getpid(), 9)
         ("gpu", (0, 2), None, 1, [(Route.SHARED_MEMORY, None)]),
     ],
 )
-def test_the_route_follows_from_the_places(
-    kind: str,
-    trainer: tuple[int, ...] | None,
-    generator: tuple[int, ...] | None,
-    per_worker: int,
-    expected: list[tuple[Route, int | None]],
-) -> None:
+def test_the_route_follows_from_the_places(kind, trainer, generator, per_worker, expected):
     nodes = [NodeInfo(str(i), kind, 2, 2.0) for i in range(2)]  # type: ignore[arg-type]
     alone = {"world_size": 1}
     plan = plan_placement(
@@ -263,14 +255,7 @@ def test_the_route_follows_from_the_places(
         ("cpu", 2, (2, 3), (0, 2), 1, {0: {0: "gloo", 1: "shared"}}),
     ],
 )
-def test_the_nearest_trainer_serves_a_generator(
-    kind: str,
-    num_nodes: int,
-    trainer: tuple[int, ...],
-    generator: tuple[int, ...],
-    per_worker: int,
-    expected: dict[int, dict[int, str]],
-) -> None:
+def test_the_nearest_trainer_serves_a_generator(kind, num_nodes, trainer, generator, per_worker, expected):
     words = {
         "ipc 0": Link(Route.CUDA_IPC, 0),
         "ipc 1": Link(Route.CUDA_IPC, 1),
@@ -359,7 +344,7 @@ class Sender:
         return reply.digest
 
 
-async def test_an_update_arrives_whole_in_few_segments() -> None:
+async def test_an_update_arrives_whole_in_few_segments():
     engine = Engine()
 
     sender = Sender(engine)
@@ -372,7 +357,7 @@ async def test_an_update_arrives_whole_in_few_segments() -> None:
         assert len(sender.pool.ids) <= 4, "more buckets under way than a pipeline needs"
 
 
-async def test_an_engine_that_lives_in_the_buckets_makes_the_sender_alternate_between_two_sets() -> None:
+async def test_an_engine_that_lives_in_the_buckets_makes_the_sender_alternate_between_two_sets():
     engine = Engine(copies=False)
 
     sender = Sender(engine)
@@ -386,7 +371,7 @@ async def test_an_engine_that_lives_in_the_buckets_makes_the_sender_alternate_be
     assert len(sender.pool.ids) == 20
 
 
-async def test_buckets_that_come_out_of_order_are_loaded_in_order() -> None:
+async def test_buckets_that_come_out_of_order_are_loaded_in_order():
     engine = Engine()
 
     async with asyncio.timeout(20):
@@ -401,7 +386,7 @@ async def test_buckets_that_come_out_of_order_are_loaded_in_order() -> None:
         assert list(engine.weights) == [name for name, _ in named]
 
 
-async def test_what_is_behind_a_refused_bucket_is_refused_too() -> None:
+async def test_what_is_behind_a_refused_bucket_is_refused_too():
     engine = Engine()
 
     async with asyncio.timeout(20):
@@ -419,7 +404,7 @@ async def test_what_is_behind_a_refused_bucket_is_refused_too() -> None:
         assert await sender.send_all(1, tensors(seed=1)) == sender.digest.hex()
 
 
-async def test_outlines_are_told_once() -> None:
+async def test_outlines_are_told_once():
     engine = Engine()
 
     sender = Sender(engine)
@@ -435,7 +420,7 @@ async def test_outlines_are_told_once() -> None:
         await sender.send(bucket)
 
 
-def test_damage_is_found_where_it_is_looked_for() -> None:
+def test_damage_is_found_where_it_is_looked_for():
     engine = Engine()
 
     async def run(check: bool) -> None:
@@ -453,7 +438,7 @@ def test_damage_is_found_where_it_is_looked_for() -> None:
         asyncio.run(run(check=True))
 
 
-def test_digests_tell_a_lost_a_swapped_and_a_renamed_bucket() -> None:
+def test_digests_tell_a_lost_a_swapped_and_a_renamed_bucket():
     buckets = list(pack_buckets(tensors(4), 4096))
     renamed = [replace(buckets[0], outline=replace(buckets[0].outline, names=("other",))), *buckets[1:]]
     sequences = (buckets, buckets[:-1], [buckets[1], buckets[0], *buckets[2:]], renamed)
@@ -466,7 +451,7 @@ def test_digests_tell_a_lost_a_swapped_and_a_renamed_bucket() -> None:
     assert len(digests) == len(sequences)
 
 
-async def test_a_damaged_bucket_reaches_neither_the_engine_nor_the_next_update() -> None:
+async def test_a_damaged_bucket_reaches_neither_the_engine_nor_the_next_update():
     engine = Engine()
 
     sender = Sender(engine)
@@ -486,7 +471,7 @@ async def test_a_damaged_bucket_reaches_neither_the_engine_nor_the_next_update()
     assert engine.version == 2
 
 
-def test_an_engine_that_fails_or_stops_early_is_reported_and_not_waited_for() -> None:
+def test_an_engine_that_fails_or_stops_early_is_reported_and_not_waited_for():
     async def run(engine: Engine, error: type[Exception], match: str) -> None:
         sender = Sender(engine)
         with pytest.raises(error, match=match):
@@ -498,7 +483,7 @@ def test_an_engine_that_fails_or_stops_early_is_reported_and_not_waited_for() ->
     asyncio.run(run(Engine(stop_at=1), RuntimeError, "stopped reading before the last bucket"))
 
 
-async def test_an_update_that_was_never_closed_is_given_up_at_the_next() -> None:
+async def test_an_update_that_was_never_closed_is_given_up_at_the_next():
     engine = Engine()
 
     sender = Sender(engine)
@@ -512,7 +497,7 @@ async def test_an_update_that_was_never_closed_is_given_up_at_the_next() -> None
     assert isinstance(engine.error, asyncio.CancelledError)
 
 
-def test_what_was_checked_once_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_checked_once_is_not_checked_again(monkeypatch):
     (bucket,) = pack_buckets(tensors(1), 1 << 20)
     verify(bucket)
     spoiled = replace(bucket, checksum=bucket.checksum + 1)
@@ -555,7 +540,7 @@ def recorded_sync(**options: bool) -> tuple[WeightSync, RecordingTrainer]:
     return updates, trainer
 
 
-def test_before_the_first_sync_a_replaced_generator_keeps_what_it_loaded() -> None:
+def test_before_the_first_sync_a_replaced_generator_keeps_what_it_loaded():
     updates, trainer = recorded_sync()
     updates.restore(1)
     assert trainer.sent == []
@@ -567,7 +552,7 @@ def test_before_the_first_sync_a_replaced_generator_keeps_what_it_loaded() -> No
     ]
 
 
-def test_the_first_update_of_every_generator_is_checked() -> None:
+def test_the_first_update_of_every_generator_is_checked():
     updates, trainer = recorded_sync()
     for version in range(3):
         updates.sync(version)
@@ -584,7 +569,7 @@ def test_the_first_update_of_every_generator_is_checked() -> None:
     assert trainer.checked == [True] * 3
 
 
-def test_a_trainer_that_moves_on_keeps_what_it_sent() -> None:
+def test_a_trainer_that_moves_on_keeps_what_it_sent():
     updates, trainer = recorded_sync(trains_between=True)
     updates.sync(3)
     updates.restore(0)
@@ -595,7 +580,7 @@ def test_a_trainer_that_moves_on_keeps_what_it_sent() -> None:
 
 
 @pytest.mark.parametrize("trains_between", [False, True])
-def test_with_lora_the_base_goes_once_to_each_generator_and_then_the_adapter_alone(trains_between: bool) -> None:
+def test_with_lora_the_base_goes_once_to_each_generator_and_then_the_adapter_alone(trains_between):
     updates, trainer = recorded_sync(adapter_only=True, trains_between=trains_between)
     updates.sync(0)
     updates.sync(1)
@@ -612,7 +597,7 @@ def test_with_lora_the_base_goes_once_to_each_generator_and_then_the_adapter_alo
     ]
 
 
-def test_what_lies_in_shared_memory_is_lent_where_it_lies_until_all_have_given_it_back() -> None:
+def test_what_lies_in_shared_memory_is_lent_where_it_lies_until_all_have_given_it_back():
     pool, lender = SegmentPool(), Lender()
     with packing_into(pool.allocate):
         (bucket,) = pack_buckets([("w", torch.arange(100.0))], 4096)
@@ -630,7 +615,7 @@ def test_what_lies_in_shared_memory_is_lent_where_it_lies_until_all_have_given_i
     assert reader.take_released() == (segment.id,)
 
 
-def test_what_no_other_process_could_map_is_copied_into_memory_that_is_used_again() -> None:
+def test_what_no_other_process_could_map_is_copied_into_memory_that_is_used_again():
     lender, places = Lender(), set()
     for value in range(3):
         (bucket,) = pack_buckets([("w", torch.full((100,), float(value)))], 4096)
@@ -676,7 +661,7 @@ class Source:
             yield bucket
 
 
-async def test_the_first_update_is_checked_as_a_whole_and_later_ones_are_loaded_as_they_come() -> None:
+async def test_the_first_update_is_checked_as_a_whole_and_later_ones_are_loaded_as_they_come():
     stream = UpdateStream(check)
     for _ in range(2):  # through host memory, always
         source = Source(on_host())
@@ -701,9 +686,7 @@ async def test_the_first_update_is_checked_as_a_whole_and_later_ones_are_loaded_
         ({"a": (2, 3), "b": (4,), "c": (5, 1), "d": (1,)}, "d has shape"),
     ],
 )
-async def test_an_update_from_a_device_that_is_not_like_the_first_is_refused(
-    shapes: dict[str, tuple[int, ...]], message: str
-) -> None:
+async def test_an_update_from_a_device_that_is_not_like_the_first_is_refused(shapes, message):
     with pytest.raises(WeightMismatchError, match=message):
         stream = UpdateStream(check)
         await stream.open(aiter(Source(on_host())))
@@ -712,7 +695,7 @@ async def test_an_update_from_a_device_that_is_not_like_the_first_is_refused(
             pass
 
 
-async def test_a_first_update_that_is_refused_or_damaged_teaches_nothing() -> None:
+async def test_a_first_update_that_is_refused_or_damaged_teaches_nothing():
     stream = UpdateStream(check)
     with pytest.raises(WeightMismatchError, match="other names"):
         await stream.open(aiter(Source(on_host({"a": (1,)}))))

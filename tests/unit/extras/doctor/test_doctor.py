@@ -1,14 +1,11 @@
 """What ``roll doctor`` says of machines as they are, and of made-up ones."""
 
-from __future__ import annotations
-
 import json
 import resource
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -26,7 +23,7 @@ def levels(findings: Iterator[Finding]) -> dict[str, str]:
     return {finding.name: finding.level for finding in findings}
 
 
-def test_a_fix_is_told_where_something_is_wrong_and_a_check_that_fails_hides_no_other() -> None:
+def test_a_fix_is_told_where_something_is_wrong_and_a_check_that_fails_hides_no_other():
     findings = [judged("a", "fine", fix="do it"), judged("b", "slow", warning=True, fix="do it")]
     assert [finding.fix for finding in findings] == ["", "do it"] and exit_code(findings) == 0
     findings.append(judged("c", "broken", error=True, warning=True, fix="mend it"))
@@ -44,7 +41,7 @@ def test_a_fix_is_told_where_something_is_wrong_and_a_check_that_fails_hides_no_
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_limits_of_a_control_group_go_before_the_machine(tmp_path: Path, version: int) -> None:
+def test_limits_of_a_control_group_go_before_the_machine(tmp_path, version):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n")
     files = (
@@ -65,7 +62,7 @@ def test_limits_of_a_control_group_go_before_the_machine(tmp_path: Path, version
     assert memory.seen == "8.0 GiB, the control group's limit; 8.0 GiB available"
 
 
-def test_without_limits_the_machine_is_what_there_is(tmp_path: Path) -> None:
+def test_without_limits_the_machine_is_what_there_is(tmp_path):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 67108864 kB\n")
     (tmp_path / "memory.max").write_text("max")
@@ -87,17 +84,17 @@ def test_without_limits_the_machine_is_what_there_is(tmp_path: Path) -> None:
         (machine.judge_locked(65536, rdma=False), "ok"),
     ],
 )
-def test_bounds(found: Finding, level: str) -> None:
+def test_bounds(found, level):
     assert found.level == level and bool(found.fix) == (level != "ok")
 
 
-def test_ports_that_are_taken_are_named() -> None:
+def test_ports_that_are_taken_are_named():
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         assert not machine._can_bind(server.server_port)
     assert "ports" in levels(machine.check_ports())
 
 
-def test_versions_against_what_is_asked_for() -> None:
+def test_versions_against_what_is_asked_for():
     texts = ["torch>=2.11", "ray>=99", "absent>=1", 'wandb>=0.20; extra == "wandb"', 'peft<0.1; extra == "lora"']
     requirements = [Requirement(text) for text in texts]
     found = levels(machine.check_requirements(requirements, {"torch": "2.13.0+cpu", "ray": "2.60.0", "peft": "0.21"}))
@@ -105,7 +102,7 @@ def test_versions_against_what_is_asked_for() -> None:
     assert levels(machine.check_python("3.10.1", ">=3.11,<3.14")) == {"python": "error"}
 
 
-def test_a_version_that_no_file_of_constraints_has_is_named() -> None:
+def test_a_version_that_no_file_of_constraints_has_is_named():
     requirements = [Requirement("pytest"), Requirement("absent")]
     seen = machine.compare_tested(["pytest==0.0.1\nabsent==3", "pytest==0.0.2"], requirements).seen
     assert seen.startswith("not tested: pytest ") and seen.endswith("(tested: 0.0.1, 0.0.2)")
@@ -113,7 +110,7 @@ def test_a_version_that_no_file_of_constraints_has_is_named() -> None:
     assert "not tested" not in machine.compare_tested(pins, requirements).seen
 
 
-def test_the_disk_is_tried_where_the_output_will_be_and_left_as_it_was(tmp_path: Path) -> None:
+def test_the_disk_is_tried_where_the_output_will_be_and_left_as_it_was(tmp_path):
     found = list(machine.check_disk(tmp_path / "output" / "run"))
     assert [finding.name for finding in found] == ["disk room", "disk speed"]
     assert str(tmp_path) in found[0].seen and not list(tmp_path.iterdir())
@@ -128,7 +125,7 @@ class _Hub(BaseHTTPRequestHandler):
         pass
 
 
-def test_the_hub_is_asked_and_its_token_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_is_asked_and_its_token_is_never_shown(monkeypatch):
     with HTTPServer(("127.0.0.1", 0), _Hub) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         monkeypatch.setenv("HF_ENDPOINT", f"http://me:hf_hidden@127.0.0.1:{server.server_port}")
@@ -141,7 +138,7 @@ def test_the_hub_is_asked_and_its_token_is_never_shown(monkeypatch: pytest.Monke
     assert [finding.level for finding in machine.check_hub()] == ["ok"]
 
 
-def test_machines_are_compared_with_the_driver() -> None:
+def test_machines_are_compared_with_the_driver():
     driver = {"roll": "1", "ray": "2", "torch": "3"}
     reports = [
         NodeReport("near", driver, 0.01, 0.001, []),
@@ -155,9 +152,7 @@ def test_machines_are_compared_with_the_driver() -> None:
     assert clocks == ["ok", "error", "warning", "ok"]
 
 
-def test_the_command_examines_this_machine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_examines_this_machine(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("WANDB_API_KEY", "very-secret-value")
     make_tokenizer().save_pretrained(tmp_path)
@@ -169,12 +164,12 @@ def test_the_command_examines_this_machine(
     assert "very-secret-value" not in told
 
 
-def test_a_model_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_is_an_error(tmp_path):
     assert levels(machine.check_chat_template(str(tmp_path / "none"))) == {"template": "error"}
 
 
 @pytest.mark.slow
-def test_every_machine_of_a_cluster_is_examined(tmp_path: Path) -> None:
+def test_every_machine_of_a_cluster_is_examined(tmp_path):
     from roll.distributed.cluster.ray_session import ray_session
     from roll.extras.doctor.nodes import check_cluster
 

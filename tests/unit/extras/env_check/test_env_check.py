@@ -1,7 +1,5 @@
 """The check of environments: a zoo of broken ones is caught, the built-in ones pass."""
 
-from __future__ import annotations
-
 import re
 import threading
 from pathlib import Path
@@ -69,12 +67,12 @@ def names(report: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("env", ZOO, ids=lambda env: env.__name__)
-def test_a_broken_environment_is_caught_by_name(env: type[envs.TextEnv]) -> None:
+def test_a_broken_environment_is_caught_by_name(env):
     report = check_env(env, **QUICK, slow=0.02 if env is zoo.Sluggish else 1.0)
     assert names(report) == {ZOO[env]}, report.findings
 
 
-def test_what_they_all_would_be_passes() -> None:
+def test_what_they_all_would_be_passes():
     report = check_env(zoo.Safe)
     assert not report.problems(), report.findings
     assert len(report.tried) == 16 and dict(report.facts)["rewards"] == "-0.1 to 1 for a step"
@@ -146,17 +144,17 @@ def sum_of_two(seed: int) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(("env_type", "env_config", "options"), BUILT_IN)
-def test_built_in_environments_pass(env_type: str, env_config: dict[str, Any], options: dict[str, Any]) -> None:
+def test_built_in_environments_pass(env_type, env_config, options):
     if env_type in ("gem", "textarena"):
         pytest.importorskip(env_type, reason=f"pip install 'roll-rl[{env_type}]'")
     assert_env_ok(env_type, env_config, **options)
 
 
-def test_every_built_in_environment_is_checked_here_or_where_there_is_a_server() -> None:
+def test_every_built_in_environment_is_checked_here_or_where_there_is_a_server():
     assert {env_type for env_type, _, _ in BUILT_IN} | {"openenv"} == set(envs.registered())
 
 
-def test_every_rule_is_caught_here_and_documented() -> None:
+def test_every_rule_is_caught_here_and_documented():
     elsewhere = {"cannot-travel", "ends-process"}
     notes = {name for name, rule in RULES.items() if rule.severity == "note"}
     assert set(ZOO.values()) | elsewhere | notes == set(RULES)
@@ -166,14 +164,14 @@ def test_every_rule_is_caught_here_and_documented() -> None:
     assert re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE) == list(RULES)
 
 
-def test_what_cannot_reach_another_process_is_told() -> None:
+def test_what_cannot_reach_another_process_is_told():
     report = check_env(Guess, {"lock": threading.Lock()}, answers=["<answer>1</answer>", "<answer>7</answer>"])
     assert [finding.name for finding in report.findings if finding.severity == "error"] == ["cannot-travel"]
     assert "cannot be pickled: TypeError" in str(report.findings[0])
     assert "instance-not-picklable" in {finding.name for finding in report.findings}
 
 
-def test_answers_are_tried_where_actions_have_no_names() -> None:
+def test_answers_are_tried_where_actions_have_no_names():
     wins = check_env(Guess, answers=[f"<answer>{digit}</answer>" for digit in zoo.DIGITS])
     guessed = check_env(Guess)
     assert not wins.problems() and not guessed.problems()
@@ -181,14 +179,14 @@ def test_answers_are_tried_where_actions_have_no_names() -> None:
     assert "success-not-seen" in {finding.name for finding in check_env(Guess, answers=["hm"]).findings}
 
 
-def test_the_example_passes_notes_are_no_problems_and_a_class_without_a_path_is_refused() -> None:
+def test_the_example_passes_notes_are_no_problems_and_a_class_without_a_path_is_refused():
     report = check_env("examples.custom_environment:GuessNumber")
     assert not report.problems() and "step-after-end" in {finding.name for finding in report.findings}
     with pytest.raises(ConfigErrors, match="cannot import module 'nowhere'"):
         check_env(type("Inner", (zoo.Safe,), {"__module__": "nowhere"}))
 
 
-def test_the_helper_raises_with_every_finding_and_its_fix() -> None:
+def test_the_helper_raises_with_every_finding_and_its_fix():
     with pytest.raises(AssertionError, match=r"error failure-paid: .* paid 1, the best success 1\. Pay an episode"):
         assert_env_ok(zoo.PaidFailure, **QUICK)
     assert_env_ok(zoo.PaidFailure, allow=["failure-paid"], **QUICK)
@@ -196,7 +194,7 @@ def test_the_helper_raises_with_every_finding_and_its_fix() -> None:
         assert_env_ok(zoo.PaidFailure, allow=["failure_paid"])
 
 
-def test_the_command_prints_a_page_and_says_by_its_code_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_page_and_says_by_its_code_what_it_found(capsys):
     path = "tests.support.broken_envs:Gullible"
     assert main(["env", "check", "tests.support.broken_envs:Safe", "--episodes", "3"]) == 0
     page = capsys.readouterr().out
@@ -209,7 +207,7 @@ def test_the_command_prints_a_page_and_says_by_its_code_what_it_found(capsys: py
 
 
 @pytest.mark.parametrize("fault", ["exit", "_exit", "abort"])
-def test_an_environment_that_ends_its_process_gets_its_page(capsys: pytest.CaptureFixture[str], fault: str) -> None:
+def test_an_environment_that_ends_its_process_gets_its_page(capsys, fault):
     assert main(["env", "check", "tests.support.broken_envs:Fatal", f"fault={fault}", "--episodes", "3"]) == 1
     page = capsys.readouterr().out
     if fault == "exit":
@@ -231,8 +229,6 @@ def test_an_environment_that_ends_its_process_gets_its_page(capsys: pytest.Captu
         (["tests.support.broken_envs:Saef"], "did you mean 'Safe'"),
     ],
 )
-def test_wrong_usage_is_told_with_the_nearest_name(
-    capsys: pytest.CaptureFixture[str], words: list[str], said: str
-) -> None:
+def test_wrong_usage_is_told_with_the_nearest_name(capsys, words, said):
     assert main(["env", "check", *words]) == 2
     assert said in capsys.readouterr().err

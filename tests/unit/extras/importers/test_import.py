@@ -1,7 +1,5 @@
 """Whole imports: from files of other systems to a configuration that says the same."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -38,7 +36,7 @@ def kinds(imported: Imported, kind: Kind) -> set[str]:
     return {outcome.key for outcome in imported.outcomes if outcome.kind == kind}
 
 
-def test_rlvr_of_roll(tmp_path: Path) -> None:
+def test_rlvr_of_roll(tmp_path):
     imported = convert("roll", [FILES / "roll" / "run" / "rlvr.yaml"])
     config = loaded(imported, tmp_path)
     assert isinstance(config, RLVRConfig)
@@ -65,7 +63,7 @@ def test_rlvr_of_roll(tmp_path: Path) -> None:
     assert judge.args["engine"]["strategy_args"] == {"strategy_name": "vllm"}
 
 
-def test_options_of_megatron_in_files_of_roll(tmp_path: Path) -> None:
+def test_options_of_megatron_in_files_of_roll(tmp_path):
     base = "actor_train.strategy_args.strategy_config"
     words = [
         "actor_train.model_args.dtype=null",
@@ -85,7 +83,7 @@ def test_options_of_megatron_in_files_of_roll(tmp_path: Path) -> None:
     assert kinds(imported, Kind.IMPOSSIBLE) == {"reference.strategy_args.strategy_config.bf16"}
 
 
-def test_distillation_of_roll(tmp_path: Path) -> None:
+def test_distillation_of_roll(tmp_path):
     imported = convert("roll", [FILES / "roll" / "run" / "distill.yaml"])
     config = loaded(imported, tmp_path)
     assert isinstance(config, DistillConfig)
@@ -104,7 +102,7 @@ def test_distillation_of_roll(tmp_path: Path) -> None:
     assert yaml.safe_load(other.text)["distill_on_prompt"] is True
 
 
-def test_supervised_training_of_roll(tmp_path: Path) -> None:
+def test_supervised_training_of_roll(tmp_path):
     imported = convert("roll", [FILES / "roll" / "run" / "sft.yaml"])
     config = loaded(imported, tmp_path)
     assert isinstance(config, SFTConfig) and imported.exit_code == 0, report(imported)
@@ -121,7 +119,7 @@ def test_supervised_training_of_roll(tmp_path: Path) -> None:
     assert (columns["system"], columns["query"]) == ("system", "input")
 
 
-def test_preferences_of_roll(tmp_path: Path) -> None:
+def test_preferences_of_roll(tmp_path):
     imported = convert("roll", [FILES / "roll" / "run" / "dpo.yaml"])
     config = loaded(imported, tmp_path)
     assert isinstance(config, DPOConfig) and imported.exit_code == 0, report(imported)
@@ -137,7 +135,7 @@ def test_preferences_of_roll(tmp_path: Path) -> None:
     assert (ipo.preference_loss, ipo.label_smoothing, ipo.precompute_reference) == ("ipo", 0.0, True)
 
 
-def test_on_policy_distillation_of_roll(tmp_path: Path) -> None:
+def test_on_policy_distillation_of_roll(tmp_path):
     imported = convert("roll", [FILES / "roll" / "run" / "opd.yaml"])
     config = loaded(imported, tmp_path)
     assert isinstance(config, RLVRConfig)
@@ -150,7 +148,7 @@ def test_on_policy_distillation_of_roll(tmp_path: Path) -> None:
     assert isinstance(off, RLVRConfig) and off.teacher is None, "use_opd is off"
 
 
-def test_a_teacher_that_is_told_the_solution_of_roll(tmp_path: Path) -> None:
+def test_a_teacher_that_is_told_the_solution_of_roll(tmp_path):
     file = FILES / "roll" / "run" / "opd.yaml"
     words = [
         "opsd_mode=true",
@@ -171,7 +169,7 @@ def test_a_teacher_that_is_told_the_solution_of_roll(tmp_path: Path) -> None:
     assert isinstance(cut, RLVRConfig) and (cut.teacher_column_length, cut.opd_token_kld_clip) == (64, 0.5)
 
 
-def test_several_teachers_of_roll(tmp_path: Path) -> None:
+def test_several_teachers_of_roll(tmp_path):
     def section(model: str, tags: str, coefficient: float = 0.5) -> str:
         strategy = "strategy_args: {strategy_name: megatron_infer, strategy_config: {tensor_model_parallel_size: 2}}"
         own = (
@@ -201,7 +199,7 @@ def test_several_teachers_of_roll(tmp_path: Path) -> None:
     assert dict(zip(both.tags, both.teacher_coefficients, strict=True)) == {"sums": 0.3, "code": 0.8}
 
 
-def test_agentic_of_roll(tmp_path: Path) -> None:
+def test_agentic_of_roll(tmp_path):
     imported = convert("roll", [FILES / "roll" / "run" / "agentic.yaml"])
     config = loaded(imported, tmp_path)
     assert isinstance(config, AgenticConfig)
@@ -222,7 +220,7 @@ def test_agentic_of_roll(tmp_path: Path) -> None:
     assert {"tracker_kwargs.api_key", "system_envs.USE_MODELSCOPE"} <= kinds(imported, Kind.TO_DO)
 
 
-def test_options_that_nothing_here_has_are_left_out_and_told(tmp_path: Path) -> None:
+def test_options_that_nothing_here_has_are_left_out_and_told(tmp_path):
     engine = "actor_infer.strategy_args.strategy_config.online_quantization"
     words = [f"+{engine}=mx8", "custom_envs.Boxes={env_type: sokoban, max_steps: 2, env_config: {grid_colours: 3}}"]
     imported = convert("roll", [FILES / "roll" / "run" / "agentic.yaml"], words, CHECKS)
@@ -232,7 +230,7 @@ def test_options_that_nothing_here_has_are_left_out_and_told(tmp_path: Path) -> 
     assert imported.exit_code == 1
 
 
-def test_environments_of_gem_in_files_of_roll(tmp_path: Path) -> None:
+def test_environments_of_gem_in_files_of_roll(tmp_path):
     words = ["custom_envs.Boxes={env_type: 'rg:letter_counting', max_steps: 1, env_config: {size: 9, seed: 2}}"]
     imported = convert("roll", [FILES / "roll" / "run" / "agentic.yaml"], words)
     env = yaml.safe_load(imported.text)["custom_envs"]["Boxes"]
@@ -241,7 +239,7 @@ def test_environments_of_gem_in_files_of_roll(tmp_path: Path) -> None:
     assert imported.problems == () and imported.exit_code == 0, report(imported)
 
 
-def test_a_launch_script_of_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_script_of_verl(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     imported = convert("verl", [SCRIPT], ["actor_rollout_ref.actor.optim.weight_decay=0.1"])
     config = loaded(imported, tmp_path)
@@ -265,7 +263,7 @@ def test_a_launch_script_of_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "trainer.default_local_dir" in kinds(imported, Kind.TO_DO)  # $(date)
 
 
-def test_supervised_training_of_verl(tmp_path: Path) -> None:
+def test_supervised_training_of_verl(tmp_path):
     imported = convert("verl", [FILES / "run_verl_sft.sh"])
     config = loaded(imported, tmp_path)
     assert isinstance(config, SFTConfig) and imported.exit_code == 0, report(imported)
@@ -283,7 +281,7 @@ def test_supervised_training_of_verl(tmp_path: Path) -> None:
     assert kinds(other, Kind.IMPOSSIBLE) == {"data.truncation", "data.multiturn.tools_key"}
 
 
-def test_supervised_training_of_verl_with_an_engine(tmp_path: Path) -> None:
+def test_supervised_training_of_verl_with_an_engine(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text(
         "torchrun --nproc_per_node 4 -m verl.trainer.sft_trainer data.train_files=a.parquet model.path=Qwen/Qwen3-0.6B "
@@ -305,7 +303,7 @@ def test_supervised_training_of_verl_with_an_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["", "trainer.save_freq=-1"])
-def test_supervised_training_of_verl_saves_its_last_step_whatever_is_said(word: str, tmp_path: Path) -> None:
+def test_supervised_training_of_verl_saves_its_last_step_whatever_is_said(word, tmp_path):
     (tmp_path / "run.sh").write_text(
         "torchrun --nproc_per_node 1 -m verl.trainer.fsdp_sft_trainer data.train_files=a.parquet "
         f"data.train_batch_size=8 model.partial_pretrain=Qwen/Qwen3-0.6B {word}"
@@ -326,7 +324,7 @@ TAUGHT = [
 ]
 
 
-def test_on_policy_distillation_of_verl(tmp_path: Path) -> None:
+def test_on_policy_distillation_of_verl(tmp_path):
     loss = "distillation.distillation_loss"
     imported = convert("verl", [SCRIPT], [*TAUGHT, f"{loss}.loss_mode=k1", f"{loss}.use_policy_gradient=True"])
     config = loaded(imported, tmp_path)
@@ -369,7 +367,7 @@ def test_on_policy_distillation_of_verl(tmp_path: Path) -> None:
     assert off.exit_code == 0 and loaded(off, tmp_path).num_gpus_per_node == 4
 
 
-def test_several_teachers_of_verl(tmp_path: Path) -> None:
+def test_several_teachers_of_verl(tmp_path):
     entries = "distillation.teacher_models"
     words = ["distillation.enabled=True", "distillation.n_gpus_per_node=4", "distillation.nnodes=2"]
     sources = {"a": "openai/gsm8k", "b": "lighteval/MATH"}
@@ -392,7 +390,7 @@ def test_several_teachers_of_verl(tmp_path: Path) -> None:
     assert kinds(elsewhere, Kind.IMPOSSIBLE) == {"distillation.teacher_key"}
 
 
-def test_megatron_of_verl_and_no_key_without_a_word(tmp_path: Path) -> None:
+def test_megatron_of_verl_and_no_key_without_a_word(tmp_path):
     script = tmp_path / "run.sh"
     text = SCRIPT.read_text().replace("main_ppo \\", "main_ppo --config-name=ppo_megatron_trainer.yaml \\")
     script.write_text(text)
@@ -431,7 +429,7 @@ SERVERS = """
 """
 
 
-def test_tools_of_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_of_verl(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tools.yaml").write_text(TOOLS)
     (tmp_path / "servers.json").write_text(SERVERS)
@@ -460,7 +458,7 @@ def test_tools_of_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [outcome.seen for outcome in imported.outcomes if outcome.kind == Kind.IMPOSSIBLE] == ["The Web"]
 
 
-def test_tools_of_verl_that_cannot_be_read(tmp_path: Path) -> None:
+def test_tools_of_verl_that_cannot_be_read(tmp_path):
     key = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
     (tmp_path / "empty.yaml").write_text("a: 1\n")
     for path, words in (("nowhere.yaml", "is not there"), (str(tmp_path / "empty.yaml"), "no list of tools")):
@@ -471,7 +469,7 @@ def test_tools_of_verl_that_cannot_be_read(tmp_path: Path) -> None:
     assert kinds(alone, Kind.IMPOSSIBLE) == {"actor_rollout_ref.rollout.multi_turn.enable"}
 
 
-def test_a_critic_and_a_reward_function_of_verl(tmp_path: Path) -> None:
+def test_a_critic_and_a_reward_function_of_verl(tmp_path):
     function = tmp_path / "score.py"
     function.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
@@ -493,7 +491,7 @@ def test_a_critic_and_a_reward_function_of_verl(tmp_path: Path) -> None:
     assert config.actor_train.data_args.default_tag == "custom"
 
 
-def test_a_reward_function_of_lists_and_a_package_of_verl(tmp_path: Path) -> None:
+def test_a_reward_function_of_lists_and_a_package_of_verl(tmp_path):
     imported = convert(
         "verl",
         [SCRIPT],
@@ -517,7 +515,7 @@ def test_a_reward_function_of_lists_and_a_package_of_verl(tmp_path: Path) -> Non
     assert {domain.timeout_score for domain in prime.rewards.values()} == {0.0}
 
 
-def test_a_sandbox_service_of_verl_and_roll(tmp_path: Path) -> None:
+def test_a_sandbox_service_of_verl_and_roll(tmp_path):
     url = "http://sandbox:8080/run_code"
     words = [
         "data.train_files=taco/train.parquet",
@@ -536,7 +534,7 @@ def test_a_sandbox_service_of_verl_and_roll(tmp_path: Path) -> None:
     assert config.rewards["sums"].verifiers[0].args == {"tests_key": "test_cases", "remote": {"url": url}}
 
 
-def test_a_penalty_of_short_answers_is_a_verifier_of_the_one_worker_that_has_it(tmp_path: Path) -> None:
+def test_a_penalty_of_short_answers_is_a_verifier_of_the_one_worker_that_has_it(tmp_path):
     worker, coefficient = "rewards.sums.worker_cls=roll.rewards.{}", "rewards.sums.response_length_penalty_coef=0.4"
     file, names = FILES / "roll" / "run" / "rlvr.yaml", {}
     for cls in ("CrossThinkQARuleRewardWorker", "MathRuleRewardWorker"):
@@ -549,7 +547,7 @@ def test_a_penalty_of_short_answers_is_a_verifier_of_the_one_worker_that_has_it(
     assert coefficient.partition("=")[0] in kinds(imported, Kind.DROPPED)
 
 
-def test_a_reward_model_of_verl_and_an_older_spelling(tmp_path: Path) -> None:
+def test_a_reward_model_of_verl_and_an_older_spelling(tmp_path):
     words = [
         "reward_model.enable=true",
         f"reward_model.model.path={tmp_path}",
@@ -594,9 +592,7 @@ def test_a_reward_model_of_verl_and_an_older_spelling(tmp_path: Path) -> None:
         ({"token_veto_threshold": "1e-4"}, [("token", 1e-4, 1e9, True)]),
     ],
 )
-def test_rejections_of_verl_become_bounds_of_the_ratio(
-    tmp_path: Path, words: dict[str, str], expected: list[tuple[str, float, float, bool]]
-) -> None:
+def test_rejections_of_verl_become_bounds_of_the_ratio(tmp_path, words, expected):
     given = [f"algorithm.rollout_correction.rollout_{key}={value}" for key, value in words.items()]
     imported = convert("verl", [SCRIPT], given)
     config = loaded(imported, tmp_path)
@@ -609,14 +605,14 @@ def test_rejections_of_verl_become_bounds_of_the_ratio(
             assert [r - 1 - math.log(r) for r in (f.ratio_low, f.ratio_high)] == pytest.approx([0.5, 0.5])
 
 
-def test_a_mean_of_k3_is_no_bound_of_a_ratio() -> None:
+def test_a_mean_of_k3_is_no_bound_of_a_ratio():
     words = ["rs=seq_mean_k3", "rs_threshold=0.01", "is=token", "is_threshold='0.5_5.0'"]
     imported = convert("verl", [SCRIPT], [f"algorithm.rollout_correction.rollout_{word}" for word in words])
     base = "algorithm.rollout_correction"
     assert {f"{base}.rollout_rs", f"{base}.rollout_is_threshold"} == kinds(imported, Kind.IMPOSSIBLE)
 
 
-def test_numbers_that_the_environment_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_the_environment_has(tmp_path, monkeypatch):
     script = tmp_path / "run.sh"
     script.write_text(SCRIPT.read_text().replace("${NODES:-1}", "$COUNTED"))
     imported = convert("verl", [script])
@@ -625,7 +621,7 @@ def test_numbers_that_the_environment_has(tmp_path: Path, monkeypatch: pytest.Mo
     assert loaded(convert("verl", [script]), tmp_path).num_nodes == 2
 
 
-def test_chatlearn(tmp_path: Path) -> None:
+def test_chatlearn(tmp_path):
     imported = convert("chatlearn", [FILES / "chatlearn.yaml"])
     config = loaded(imported, tmp_path)
     assert isinstance(config, RLVRConfig)
@@ -672,9 +668,7 @@ def test_chatlearn(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_code_that_comes_with_a_model_runs_where_they_ask(
-    system: str, file: Path, words: list[str], trusted: set[str], tmp_path: Path
-) -> None:
+def test_code_that_comes_with_a_model_runs_where_they_ask(system, file, words, trusted, tmp_path):
     imported = convert(system, [file], words)
     config = loaded(imported, tmp_path)
     assert {role for role in ROLES if config.trusts(role)} == trusted
@@ -693,7 +687,7 @@ def test_code_that_comes_with_a_model_runs_where_they_ask(
         (["+train_infer_correction={is_weight: {enabled: true}}"], False, Kind.DROPPED),
     ],
 )
-def test_old_log_probabilities_of_roll(words: list[str], kept: bool, kind: Kind, tmp_path: Path) -> None:
+def test_old_log_probabilities_of_roll(words, kept, kind, tmp_path):
     key = "force_disable_old_logprobs_recompute"
     imported = convert("roll", [FILES / "roll" / "run" / "rlvr.yaml"], [f"+{key}=true", *words])
     config = loaded(imported, tmp_path)
@@ -702,7 +696,7 @@ def test_old_log_probabilities_of_roll(words: list[str], kept: bool, kind: Kind,
     assert key in kinds(imported, kind)
 
 
-def test_replayed_experts_of_roll_and_verl() -> None:
+def test_replayed_experts_of_roll_and_verl():
     replay = "router_replay.mode"
     roll = [f"+{role}.router_replay={{mode: R3}}" for role in ("actor_train", "actor_infer")]
     written = yaml.safe_load(convert("roll", [FILES / "roll" / "run" / "rlvr.yaml"], roll).text)
@@ -716,7 +710,7 @@ def test_replayed_experts_of_roll_and_verl() -> None:
     assert f"{actor}.router_replay.record_file" in kinds(imported, Kind.IMPOSSIBLE)
 
 
-def test_a_reward_model_of_verl_is_trusted_by_itself() -> None:
+def test_a_reward_model_of_verl_is_trusted_by_itself():
     words = ["reward_model.enable=true", "reward_model.model.path=a/b", "reward_model.model.trust_remote_code=true"]
     written = yaml.safe_load(convert("verl", [SCRIPT], words).text)
     (verifier,) = written["rewards"]["reward_model"]["verifiers"]
@@ -738,7 +732,7 @@ def test_a_reward_model_of_verl_is_trusted_by_itself() -> None:
         ("verl", SCRIPT, "actor_rollout_ref.actor.optim.a_rate_of_nobody=1"),
     ],
 )
-def test_what_changes_results_is_impossible(system: str, file: Path, word: str) -> None:
+def test_what_changes_results_is_impossible(system, file, word):
     imported = convert(system, [file], [word])
     assert imported.exit_code == 1
     told = kinds(imported, Kind.IMPOSSIBLE) | kinds(imported, Kind.UNKNOWN)
@@ -747,7 +741,7 @@ def test_what_changes_results_is_impossible(system: str, file: Path, word: str) 
     assert expected in report(imported)
 
 
-def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_refused(tmp_path):
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "broken.yaml").write_text("a: [1\n")
     (tmp_path / "other.sh").write_text("python train.py a=1\n")
@@ -782,12 +776,12 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_values_of_another_kind_than_a_key_has_are_refused(system: str, name: str, word: str, words: str) -> None:
+def test_values_of_another_kind_than_a_key_has_are_refused(system, name, word, words):
     with pytest.raises(UnreadableError, match=f"{name}: a value is of another kind than .* takes: {words}"):
         convert(system, [FILES / name], [word])
 
 
-def test_included_files_that_are_missing_are_told(tmp_path: Path) -> None:
+def test_included_files_that_are_missing_are_told(tmp_path):
     file = tmp_path / "grpo.yaml"
     file.write_text(
         "defaults:\n  - ppo_trainer\n  - actor@actor_rollout_ref.actor: dp\n  - _self_\nalgorithm: {gamma: 0.9}\n"
@@ -798,7 +792,7 @@ def test_included_files_that_are_missing_are_told(tmp_path: Path) -> None:
     assert yaml.safe_load(imported.text)["gamma"] == 0.9
 
 
-def test_the_command_writes_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_and_reports(tmp_path, capsys):
     target = tmp_path / "mine.yaml"
     assert main(["import", "verl", str(SCRIPT), "trainer.total_training_steps=7", "-o", str(target)]) == 0
     assert yaml.safe_load(target.read_text())["max_steps"] == 7
@@ -816,21 +810,19 @@ def test_the_command_writes_and_reports(tmp_path: Path, capsys: pytest.CaptureFi
     ("file", "system"),
     [(FILES / "chatlearn.yaml", "chatlearn"), (FILES / "mindspeed.yaml", "mindspeed"), (SCRIPT, "verl")],
 )
-def test_files_of_others_are_answered_with_the_command(
-    file: Path, system: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_of_others_are_answered_with_the_command(file, system, capsys):
     assert main(["train", str(file)]) == 2
     err = capsys.readouterr().err
     assert f"roll import {system} {file} -o mine.yaml" in err and err.count("\n") == 1
 
 
-def test_a_file_of_roll_is_told_what_is_wrong_and_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_roll_is_told_what_is_wrong_and_the_command(capsys):
     assert main(["validate", str(FILES / "roll" / "run" / "rlvr.yaml")]) == 2
     err = capsys.readouterr().err
     assert "rewards.sums.model_args" in err and "roll import roll" in err
 
 
-def test_a_model_of_roll_has_one_configuration_and_fsdp2_its_options(tmp_path: Path) -> None:
+def test_a_model_of_roll_has_one_configuration_and_fsdp2_its_options(tmp_path):
     options = "actor_infer.strategy_args.strategy_config"
     words = ["actor_train.model_args.model_config_kwargs.rope_theta=5000.0", f"{options}.max_num_seqs=8"]
     words += ["actor_infer.strategy_args.strategy_name=vllm", "checkpoint_config.async_upload=false"]
@@ -848,7 +840,7 @@ def test_a_model_of_roll_has_one_configuration_and_fsdp2_its_options(tmp_path: P
     assert loaded(imported, tmp_path).actor_train.strategy_args.strategy_config.get("reduce_dtype") is None
 
 
-def test_devices_of_chatlearn_on_several_nodes(tmp_path: Path) -> None:
+def test_devices_of_chatlearn_on_several_nodes(tmp_path):
     words = [f"models.{name}.num_gpu=16" for name in ("policy", "policy_trainer", "ref_policy")]
     config = loaded(convert("chatlearn", [FILES / "chatlearn.yaml"], words), tmp_path)
     assert isinstance(config, RLVRConfig) and config.num_nodes == 2

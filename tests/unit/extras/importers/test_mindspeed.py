@@ -1,7 +1,5 @@
 """MindSpeed RL's files: what becomes of stages, roles and devices."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -32,7 +30,7 @@ def kinds(imported: Imported, kind: Kind) -> set[str]:
     return {outcome.key for outcome in imported.outcomes if outcome.kind == kind}
 
 
-def test_a_policy_and_its_reference_their_model_and_their_devices(tmp_path: Path) -> None:
+def test_a_policy_and_its_reference_their_model_and_their_devices(tmp_path):
     imported = convert("mindspeed", [FILE])
     config = loaded(imported, tmp_path)
     assert imported.exit_code == 0, report(imported)
@@ -54,7 +52,7 @@ def test_a_policy_and_its_reference_their_model_and_their_devices(tmp_path: Path
     assert "rl_config.verifier_function" not in kinds(imported, Kind.IMPOSSIBLE)
 
 
-def test_a_critic(tmp_path: Path) -> None:
+def test_a_critic(tmp_path):
     words = ["megatron_training.stage=ray_ppo", "rl_config.adv_estimator=gae", "rl_config.cliprange_value=0.3"]
     words += ["critic_config.lr=5.0e-6", "critic_config.tensor_model_parallel_size=4", "critic_config.adam_beta2=0.9"]
     imported = convert("mindspeed", [FILE], words)
@@ -79,7 +77,7 @@ tools:
 """
 
 
-def test_tools_of_episodes_with_several_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_of_episodes_with_several_turns(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tools.yaml").write_text(TOOLS)
     words = ["rl_config.multi_turn_enable=true", "rl_config.tool_config_path=./tools.yaml"]
@@ -95,13 +93,13 @@ def test_tools_of_episodes_with_several_turns(tmp_path: Path, monkeypatch: pytes
     assert (config.prompt_length, config.response_length, config.sequence_length) == (512, 1024, 3512)
 
 
-def test_tools_that_cannot_be_read_are_told() -> None:
+def test_tools_that_cannot_be_read_are_told():
     switch, file = "rl_config.multi_turn_enable", "rl_config.tool_config_path"
     assert switch in kinds(convert("mindspeed", [FILE], [f"{switch}=true"]), Kind.IMPOSSIBLE)
     assert file in kinds(convert("mindspeed", [FILE], [f"{switch}=true", f"{file}=/nowhere.yaml"]), Kind.IMPOSSIBLE)
 
 
-def test_stages_may_overlap_within_a_step_but_none_without_a_pipeline_becomes_grpo_in_silence() -> None:
+def test_stages_may_overlap_within_a_step_but_none_without_a_pipeline_becomes_grpo_in_silence():
     """Its driver waits for all of them before it updates the actor."""
     imported = convert("mindspeed", [FILE], ["rl_config.blocking=false"])
     assert imported.exit_code == 0
@@ -137,7 +135,7 @@ megatron_training:
 """
 
 
-def test_preferences_stay_preferences(tmp_path: Path) -> None:
+def test_preferences_stay_preferences(tmp_path):
     (tmp_path / "dpo.yaml").write_text(DPO)
     imported = convert("mindspeed", [tmp_path / "dpo.yaml"], checks=CHECKS)
     assert imported.exit_code == 0, report(imported)
@@ -163,9 +161,7 @@ def test_preferences_stay_preferences(tmp_path: Path) -> None:
         ("reward", "orm", RewardTrainingConfig, {"reward_loss": "bradley_terry"}),
     ],
 )
-def test_other_stages_stay_what_they_are(
-    tmp_path: Path, section: str, stage: str, schema: type, keys: dict[str, str]
-) -> None:
+def test_other_stages_stay_what_they_are(tmp_path, section, stage, schema, keys):
     text = DPO.replace("megatron_training:", f"{section}:").replace("stage: dpo", f"stage: {stage}")
     text = "\n".join(line for line in text.splitlines() if "ref_model" not in line and "dpo_loss" not in line)
     if stage == "sft":
@@ -181,7 +177,7 @@ def test_other_stages_stay_what_they_are(
     assert ("sft.split" in kinds(imported, Kind.TO_DO)) == (stage == "sft")
 
 
-def test_dropout_that_nobody_switched_off_is_reported() -> None:
+def test_dropout_that_nobody_switched_off_is_reported():
     silent = convert("mindspeed", [FILE])
     assert "megatron_training.hidden_dropout" in kinds(silent, Kind.TO_DO)
     off = convert("mindspeed", [FILE], ["+actor_config.hidden_dropout=0", "+megatron_training.attention_dropout=0.0"])
@@ -190,7 +186,7 @@ def test_dropout_that_nobody_switched_off_is_reported() -> None:
     assert "actor_config.hidden_dropout" in kinds(on, Kind.IMPOSSIBLE)
 
 
-def test_scores_of_another_scale_are_reported() -> None:
+def test_scores_of_another_scale_are_reported():
     imported = convert(
         "mindspeed", [FILE], ["rl_config.verifier_function=[base_acc]", "rl_config.verifier_weight=[1.0]"]
     )
@@ -198,7 +194,7 @@ def test_scores_of_another_scale_are_reported() -> None:
     assert "base_acc" in note and "<think>" in note
 
 
-def test_the_model_s_file_and_experts(tmp_path: Path) -> None:
+def test_the_model_s_file_and_experts(tmp_path):
     text = FILE.read_text() + "model:\n  qwen25_7b: {num_experts: 8, hidden_dropout: 0.1, attention_dropout: 0.0}\n"
     (tmp_path / "experts.yaml").write_text(text)
     imported = convert("mindspeed", [tmp_path / "experts.yaml"])
@@ -209,7 +205,7 @@ def test_the_model_s_file_and_experts(tmp_path: Path) -> None:
     assert "moe_aux_loss_coeff" not in convert("mindspeed", [FILE]).text
 
 
-def test_what_a_critic_does_not_say_is_the_training_section_s(tmp_path: Path) -> None:
+def test_what_a_critic_does_not_say_is_the_training_section_s(tmp_path):
     words = ["megatron_training.stage=ray_ppo", "+megatron_training.adam_beta2=0.9", "rl_config.adv_estimator=gae"]
     words += ["+critic_config={lr: 5.0e-6, tensor_model_parallel_size: 4}", "+megatron_training.lr=1.0e-7"]
     config = loaded(convert("mindspeed", [FILE], words), tmp_path)
@@ -219,7 +215,7 @@ def test_what_a_critic_does_not_say_is_the_training_section_s(tmp_path: Path) ->
     assert config.actor_train.training_args.adam_beta2 == 0.9
 
 
-def test_packed_rows_of_supervised_training_are_told(tmp_path: Path) -> None:
+def test_packed_rows_of_supervised_training_are_told(tmp_path):
     text = (
         "sft: {stage: sft, data_path: ./pack, tokenizer_name_or_path: ./model, seq_length: 4096, train_iters: 5, "
         "global_batch_size: 8, micro_batch_size: 2, lr: 1.0e-5, lr_warmup_fraction: 0.01, reset_position_ids: %s}"

@@ -1,7 +1,5 @@
 """ROLL's files: what their engines, teachers, rewards and devices say together."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -39,7 +37,7 @@ deepspeed_zero2:
 """
 
 
-def test_a_preset_may_leave_the_data_type_to_the_model_and_another_type_is_told(tmp_path: Path) -> None:
+def test_a_preset_may_leave_the_data_type_to_the_model_and_another_type_is_told(tmp_path):
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "deepspeed_zero2.yaml").write_text(PRESET)
     (tmp_path / "config" / "traj_envs.yaml").write_text((RUNS.parent / "config" / "traj_envs.yaml").read_text())
@@ -53,7 +51,7 @@ def test_a_preset_may_leave_the_data_type_to_the_model_and_another_type_is_told(
     assert f"{OPTIONS}.fp16" in kinds(convert("roll", [AGENTIC], words), Kind.IMPOSSIBLE)
 
 
-def test_devices_of_the_model_that_is_asked_count(tmp_path: Path) -> None:
+def test_devices_of_the_model_that_is_asked_count(tmp_path):
     words = ["+reward={model_args: {model_name_or_path: a/judge}, strategy_args: {strategy_name: vllm}, "]
     words[0] += "device_mapping: 'list(range(8,10))'}"
     config = loaded(convert("roll", [AGENTIC], [*words, "num_gpus_per_node=8"]), tmp_path)
@@ -67,7 +65,7 @@ FSDP2 = """
 """
 
 
-def test_options_of_fsdp2_by_their_longer_names(tmp_path: Path) -> None:
+def test_options_of_fsdp2_by_their_longer_names(tmp_path):
     words = ["actor_train.strategy_args.strategy_name=fsdp2_train", f"{OPTIONS}={''.join(FSDP2.split(chr(10)))}"]
     imported = convert("roll", [RLVR], words)
     config = loaded(imported, tmp_path)
@@ -86,9 +84,7 @@ def test_options_of_fsdp2_by_their_longer_names(tmp_path: Path) -> None:
         ("bf16", "float32", "bf16", Kind.IMPOSSIBLE),
     ],
 )
-def test_the_data_type_among_the_options_of_an_engine(
-    given: str, asked: str, taken: str, kind: Kind, tmp_path: Path
-) -> None:
+def test_the_data_type_among_the_options_of_an_engine(given, asked, taken, kind, tmp_path):
     key = "actor_infer.strategy_args.strategy_config.dtype"
     imported = convert("roll", [RLVR], [f"actor_infer.model_args.dtype={given}", f"+{key}={asked}"])
     config = loaded(imported, tmp_path)
@@ -96,7 +92,7 @@ def test_the_data_type_among_the_options_of_an_engine(
     assert key in kinds(imported, kind)
 
 
-def test_normalisations_that_nothing_reads_are_left_out(tmp_path: Path) -> None:
+def test_normalisations_that_nothing_reads_are_left_out(tmp_path):
     words = ["+reward_norm=batch", "+reward_shift=true", "+reward_scale=true", "+use_reward_norm=true"]
     words += ["norm_mean_type=null", "norm_std_type=null"]
     imported = convert("roll", [RLVR], words)
@@ -106,7 +102,7 @@ def test_normalisations_that_nothing_reads_are_left_out(tmp_path: Path) -> None:
     assert {"reward_scale", "use_reward_norm"} <= kinds(imported, Kind.DROPPED)
 
 
-def test_a_single_teacher_judges_every_tag_of_a_students_own_samples(tmp_path: Path) -> None:
+def test_a_single_teacher_judges_every_tag_of_a_students_own_samples(tmp_path):
     files, key = [RUNS / "opd.yaml"], "teacher.tag_included"
     tags = "[gsm8k, sums]"
     words = [f"++rewards={{one: {{worker_cls: a.MathRuleRewardWorker, tag_included: {tags}}}}}"]
@@ -119,7 +115,7 @@ def test_a_single_teacher_judges_every_tag_of_a_students_own_samples(tmp_path: P
     assert imported.schema is RLVRConfig
 
 
-def test_checkpoints_of_another_machine_and_rollout_loops_of_ones_own_are_told() -> None:
+def test_checkpoints_of_another_machine_and_rollout_loops_of_ones_own_are_told():
     imported = convert("roll", [RLVR], ["resume_from_checkpoint=/nowhere/checkpoint-50"], CHECKS)
     assert "resume_from_checkpoint" in kinds(imported, Kind.TO_DO) and not imported.problems
     own = "roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop"
@@ -135,7 +131,7 @@ WRAPPED = """
 """
 
 
-def test_tools_that_an_environment_is_wrapped_in_are_those_of_its_tag(tmp_path: Path) -> None:
+def test_tools_that_an_environment_is_wrapped_in_are_those_of_its_tag(tmp_path):
     base = "custom_envs.Boxes.tool_wrapper"
     imported = convert("roll", [AGENTIC], [f"+{base}={''.join(WRAPPED.split(chr(10)))}"])
     config = loaded(imported, tmp_path)
@@ -147,7 +143,7 @@ def test_tools_that_an_environment_is_wrapped_in_are_those_of_its_tag(tmp_path: 
     assert told == {f"{base}.tool_configs": "search", f"{base}.wrapper_args.tool_reward": 0.1}
 
 
-def test_a_tool_of_several_environments_has_their_tags_and_the_most_time(tmp_path: Path) -> None:
+def test_a_tool_of_several_environments_has_their_tags_and_the_most_time(tmp_path):
     words = [
         "train_env_manager.tags=[Boxes,Shop]",
         "custom_env.Shop.env_type=sokoban",
@@ -161,7 +157,7 @@ def test_a_tool_of_several_environments_has_their_tags_and_the_most_time(tmp_pat
     assert (found["tags"], found["args"]) == (["Boxes", "Shop"], {"wall_seconds": 9.0})
 
 
-def test_an_environment_that_is_not_here_is_told_with_the_nearest() -> None:
+def test_an_environment_that_is_not_here_is_told_with_the_nearest():
     imported = convert("roll", [AGENTIC], ["custom_env.Boxes.env_type=webshop"])
     (told,) = [each for each in imported.outcomes if each.kind == Kind.IMPOSSIBLE]
     assert told.key == "custom_envs.Boxes.env_type" and "the nearest here is shop" in told.note
@@ -174,7 +170,7 @@ QUESTIONS = """
 """
 
 
-def test_questions_of_a_dataset_are_an_environment_of_one_turn_with_its_tools(tmp_path: Path) -> None:
+def test_questions_of_a_dataset_are_an_environment_of_one_turn_with_its_tools(tmp_path):
     imported = convert("roll", [AGENTIC], [f"custom_envs.Boxes={''.join(QUESTIONS.split(chr(10)))}"])
     config = loaded(imported, tmp_path)
     assert isinstance(config, AgenticConfig) and config.tools is not None
@@ -187,7 +183,7 @@ def test_questions_of_a_dataset_are_an_environment_of_one_turn_with_its_tools(tm
     assert "custom_envs.Boxes.env_config.dataset_name" in kinds(imported, Kind.TO_DO)
 
 
-def test_a_game_that_tells_itself_is_told_by_the_template(tmp_path: Path) -> None:
+def test_a_game_that_tells_itself_is_told_by_the_template(tmp_path):
     words = ["custom_env.Boxes.env_type=sokoban_native_env", "custom_env.Boxes.agent_template=placeholder"]
     imported = convert("roll", [AGENTIC], words)
     config = loaded(imported, tmp_path)
@@ -196,7 +192,7 @@ def test_a_game_that_tells_itself_is_told_by_the_template(tmp_path: Path) -> Non
     assert (env.env_type, env.agent_template) == ("sokoban", None)
 
 
-def test_the_generator_has_the_adapter_that_is_trained(tmp_path: Path) -> None:
+def test_the_generator_has_the_adapter_that_is_trained(tmp_path):
     words = ["+actor_train.model_args.lora_target=all-linear", "+actor_infer.model_args.lora_target='q_proj,v_proj'"]
     config = loaded(convert("roll", [AGENTIC], words), tmp_path)
     assert isinstance(config, AgenticConfig)
@@ -206,7 +202,7 @@ def test_the_generator_has_the_adapter_that_is_trained(tmp_path: Path) -> None:
     )
 
 
-def test_a_file_that_trains_nothing_is_an_evaluation(tmp_path: Path) -> None:
+def test_a_file_that_trains_nothing_is_an_evaluation(tmp_path):
     words = ["~actor_train", "~reference", "~val_env_manager", "~async_generation_ratio", "max_steps=9"]
     imported = convert("roll", [AGENTIC], words)
     config = loaded(imported, tmp_path)
@@ -218,7 +214,7 @@ def test_a_file_that_trains_nothing_is_an_evaluation(tmp_path: Path) -> None:
 RUNNER = "roll.pipeline.agentic.agent_runner.gem_runner.GEMRunner"
 
 
-def test_a_runner_that_plays_turns_is_the_manager_itself(tmp_path: Path) -> None:
+def test_a_runner_that_plays_turns_is_the_manager_itself(tmp_path):
     words = [
         "env_manager_cls=roll.pipeline.agentic.env_manager.proxy_env_manager.ProxyEnvManager",
         f"+custom_env.Boxes.agent_runner_cls={RUNNER}",
@@ -234,7 +230,7 @@ def test_a_runner_that_plays_turns_is_the_manager_itself(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("word", "told"), [("warmup_steps=20", True), ("warmup_ratio=0.1", True), ("warmup_steps=0", False)]
 )
-def test_a_warm_up_begins_otherwise_and_this_is_told(word: str, told: bool) -> None:
+def test_a_warm_up_begins_otherwise_and_this_is_told(word, told):
     base = "actor_train.training_args"
     imported = convert("roll", [RLVR], [f"+{base}.warmup_steps=0", f"+{base}.warmup_ratio=0", f"+{base}.{word}"])
     assert any("rate k / W" in note for note in imported.notes) == told

@@ -1,7 +1,5 @@
 """Launch scripts are read, never run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path
@@ -70,30 +68,30 @@ def words(text: str) -> list[str]:
         pytest.param(f"cat > note.txt <<-END\n  don't\n  END\n{RUN} b=2", ["b=2"], id="a document that is no command"),
     ],
 )
-def test_words_of_a_script(script: str, expected: list[str]) -> None:
+def test_words_of_a_script(script, expected):
     assert words(script) == expected
 
 
 @pytest.mark.parametrize("line", ["a.b=1 \\\n  # c=2 \\\n  d=3", "a.b=1 \\ \n  d=3"])
-def test_what_ends_a_command_unseen_is_noted(line: str) -> None:
+def test_what_ends_a_command_unseen_is_noted(line):
     found = read_script(f"{RUN} {line}", "verl")
     assert found.overrides == ["a.b=1"], "as bash has it"
     assert "ends the command" in found.notes[0]
 
 
-def test_processes_of_torchrun_are_settings() -> None:
+def test_processes_of_torchrun_are_settings():
     run = "torchrun --nnodes=1 --nproc-per-node $N -m verl.trainer.fsdp_sft_trainer a=1 engine=fsdp optim=fsdp"
     found = read_script(f"N=4\n{run}", "verl_sft").overrides
     assert found == ["a=1", "engine.strategy=fsdp", "trainer.nnodes=1", "trainer.n_gpus_per_node=4"]
 
 
 @pytest.mark.parametrize("sum", ["__import__('os').getpid()", "2 ** 10000", "1 / 0", "[1]"])
-def test_nothing_but_sums_is_computed(sum: str) -> None:
+def test_nothing_but_sums_is_computed(sum):
     found = read_script(f"{RUN} a=$(({sum}))", "verl")
     assert all(word.startswith("a=$((") for word in found.overrides)
 
 
-def test_what_a_shell_computes_is_never_run_and_told(tmp_path: Path) -> None:
+def test_what_a_shell_computes_is_never_run_and_told(tmp_path):
     witness = tmp_path / "ran"
     found = read_script(f"{RUN} a=$(touch {witness}) b=`touch {witness}` c=1", "verl")
     assert found.overrides == ["c=1"]
@@ -105,7 +103,7 @@ def test_what_a_shell_computes_is_never_run_and_told(tmp_path: Path) -> None:
     assert list(found.unread) == ["trainer.nnodes"] and "trainer.n_gpus_per_node=4" in found.overrides
 
 
-def test_the_named_configuration_is_found() -> None:
+def test_the_named_configuration_is_found():
     found = read_script(f"D=$PWD\n{RUN} --config-path=$D/config --config-name 'mine' a=1 2>&1 | tee x=y", "verl")
     assert found.config == "${oc.env:PWD}/config/mine"
     assert found.overrides == ["a=1"]
@@ -137,7 +135,7 @@ if [ -z "$BACKEND" ]; then BACKEND=unset; fi
 """
 
 
-def test_branches_are_chosen_by_the_variables_of_the_script() -> None:
+def test_branches_are_chosen_by_the_variables_of_the_script():
     found = read_script(f"{BRANCHES}{RUN} a=$NAME b=$EXTRA c=$N d=$BACKEND", "verl")
     assert found.overrides == ["a=first", "b=none", "c=8", "d=unset"] and not found.notes
     other = read_script(f"{BRANCHES.replace('ENGINE=megatron', 'ENGINE=fsdp2')}{RUN} a=$NAME c=$N", "verl")
@@ -151,7 +149,7 @@ def test_branches_are_chosen_by_the_variables_of_the_script() -> None:
     ("line", "by"),
     [("if [ $RANK = 0 ]; then", ("RANK",)), ("if grep -q x y; then", ()), ("while [ $RANK ]; do", ("RANK",))],
 )
-def test_what_only_a_shell_can_choose_is_never_guessed(line: str, by: tuple[str, ...]) -> None:
+def test_what_only_a_shell_can_choose_is_never_guessed(line, by):
     end = "done" if line.endswith("do") else "fi"
     found = read_script(f"A=0\n{line}\n  A=1\n{end}\n{RUN} a=$A b=2", "verl")
     assert found.overrides == ["b=2"] and found.unread == {"a": Unread("1 or 0", by)}
@@ -169,7 +167,7 @@ fi
 """
 
 
-def test_variables_of_the_environment_decide() -> None:
+def test_variables_of_the_environment_decide():
     command = f'{DEVICES}{RUN} "${{ARGS[@]}}" n=$N d=$DEVICE'
     asked = read_script(command, "verl")
     assert asked.overrides == ["a=1", "b=2"]
@@ -180,7 +178,7 @@ def test_variables_of_the_environment_decide() -> None:
     assert npu.overrides == ["a=1", "b=2", "c=3", "n=4", "d=npu"]
 
 
-def test_of_several_commands_a_shell_chooses_one_and_of_several_values_the_last_decides() -> None:
+def test_of_several_commands_a_shell_chooses_one_and_of_several_values_the_last_decides():
     found = read_script(f"if [ $A ]; then\n  {RUN} a=1 n=2\nelse\n  {RUN} a=1 n=3\nfi", "verl")
     assert found.overrides == ["a=1"] and found.unread == {"n": Unread("2 or 3", ("A",))}
     assert words(f"if [ $A ]; then N=1; else N=2; fi\n{RUN} n=$N n=3") == ["n=3"]
@@ -188,7 +186,7 @@ def test_of_several_commands_a_shell_chooses_one_and_of_several_values_the_last_
     assert later.overrides == [] and list(later.unread) == ["n"]
 
 
-def test_variables_of_files_that_the_script_reads_and_those_that_it_sets_itself(tmp_path: Path) -> None:
+def test_variables_of_files_that_the_script_reads_and_those_that_it_sets_itself(tmp_path):
     (tmp_path / "base.sh").write_text("export NUM=8\nif [ $NUM -gt 4 ]; then BIG=yes; fi\n")
     text = f"source scripts/base.sh\n{RUN} n=$NUM b=$BIG"
     found = read_script(text, "verl", find=lambda path: tmp_path / Path(path).name)
@@ -297,7 +295,7 @@ run $A $B
 
 
 @pytest.mark.parametrize("name", AS_BASH)
-def test_words_are_those_that_bash_makes(name: str, tmp_path: Path) -> None:
+def test_words_are_those_that_bash_makes(name, tmp_path):
     script = tmp_path / "run.sh"
     start = "shopt -u extglob; run() { printf '%s\\0' \"$@\"; }\n"
     script.write_text(start + AS_BASH[name])
@@ -311,12 +309,12 @@ def test_words_are_those_that_bash_makes(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "echo a=1", "python train.py a=1", f"# {RUN} a=1"])
-def test_a_script_without_the_command_is_refused(text: str) -> None:
+def test_a_script_without_the_command_is_refused(text):
     with pytest.raises(ScriptError, match="no command that starts"):
         read_script(text, "verl")
 
 
-def test_paths_of_the_script_itself_are_text() -> None:
+def test_paths_of_the_script_itself_are_text():
     text = 'HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"\nM=Qwen/Qwen3-8B\n'
     text += f'{RUN} a="$HERE/data" b=$(basename $M) c=${{M##*/}} d=${{M%%/*}} e=`dirname $M` f="$(dirname "$0")/x"'
     found = read_script(text, "verl", "work/scripts/run.sh")
@@ -324,12 +322,12 @@ def test_paths_of_the_script_itself_are_text() -> None:
 
 
 @pytest.mark.parametrize("start", ["eval $CMD", 'bash -c "$CMD"', 'ray job submit -- bash -lc "$CMD"', 'eval "$CMD"'])
-def test_a_command_in_a_variable(start: str) -> None:
+def test_a_command_in_a_variable(start):
     text = f'A="[\'x y\', \'z\']"\nCMD="{RUN} \\\n  a=\\"$A\\" b=1 \\$@"\necho "now: $CMD"\n{start}'
     assert words(text) == ["a=['x y', 'z']", "b=1"]
 
 
-def test_functions_are_read_where_they_are_called_and_the_first_of_several_runs_counts() -> None:
+def test_functions_are_read_where_they_are_called_and_the_first_of_several_runs_counts():
     text = f'train() {{\n  local name="$1"\n  shift\n  {RUN} a=$name "$@"\n}}\nfunction set_b {{ B=2; }}\nset_b\n'
     assert words(f"{text}train one b=$B c=3") == ["a=one", "b=2", "c=3"]
     assert words(text) == ["a="], "a function that another file calls"
@@ -356,7 +354,7 @@ esac
 """
 
 
-def test_cases_and_lists_are_chosen_by_the_variables_of_the_script() -> None:
+def test_cases_and_lists_are_chosen_by_the_variables_of_the_script():
     found = read_script(f"{CASES}{RUN} a=$A b=$B d=$D", "verl")
     assert found.overrides == ["a=1", "b=2", "d=3"]
     assert words(f"{CASES.replace(':-small', ':-big')}{RUN} a=$A d=$D") == ["a=10", "d=3"]
@@ -371,7 +369,7 @@ def test_cases_and_lists_are_chosen_by_the_variables_of_the_script() -> None:
         'if [[ -z "${1:-}" ]]; then exit 2; fi',
     ],
 )
-def test_a_script_that_ends_without_its_arguments_is_read_as_with_them(check: str) -> None:
+def test_a_script_that_ends_without_its_arguments_is_read_as_with_them(check):
     text = f'{check}\nprocesses=$1\nshift\n{RUN} a=1 trainer.n_gpus_per_node=$processes b=${{2:-3}} "$@"'
     found = read_script(text, "verl")
     assert found.overrides == ["a=1", "b=3"]

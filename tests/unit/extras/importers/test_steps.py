@@ -4,8 +4,6 @@
 ``core_algos``, the schedules of ``torch_functional``) and ROLL (``roll/configs``, ``rlvr_config``, ``agentic_config``).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +109,7 @@ def step_of(config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("system", "name"), [(system, name) for system in RUNS for name in RUNS[system]])
-def test_a_step_is_what_it_was(system: str, name: str, tmp_path: Path) -> None:
+def test_a_step_is_what_it_was(system, name, tmp_path):
     run = RUNS[system][name]
     config = imported(system, run, tmp_path)
     found, expected = step_of(config), dict(run["expected"])
@@ -225,7 +223,7 @@ def imported_of_others(
 
 
 @pytest.mark.parametrize("name", CHATLEARN["runs"])
-def test_an_optimizer_step_of_chatlearn(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_step_of_chatlearn(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = CHATLEARN["runs"][name]
     (tmp_path / "template.yaml").write_text(yaml.safe_dump(CHATLEARN["templates"][run["template"]]))
@@ -244,7 +242,7 @@ def test_an_optimizer_step_of_chatlearn(name: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("name", MINDSPEED["runs"])
-def test_an_optimizer_step_of_mindspeed(name: str, tmp_path: Path) -> None:
+def test_an_optimizer_step_of_mindspeed(name, tmp_path):
     run, values = MINDSPEED["runs"][name], {}
     for section in (*MINDSPEED["sections"], "critic_config", "ref_config"):
         given = {} if run.get("bare") else MINDSPEED["sections"].get(section, {})

@@ -1,7 +1,5 @@
 """The tables of other systems' keys: where each leads, and that none is forgotten."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import subprocess
@@ -78,7 +76,7 @@ def known(path: str) -> bool:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_a_key_whose_own_keys_are_told_is_not_judged_as_a_whole(system: str) -> None:
+def test_a_key_whose_own_keys_are_told_is_not_judged_as_a_whole(system):
     all_rows = list(rows(system))
     inner = [row.key for row in all_rows if not row.key.endswith("**")]
     judged = {row.key for row in all_rows if row.how == IMPOSSIBLE}
@@ -86,7 +84,7 @@ def test_a_key_whose_own_keys_are_told_is_not_judged_as_a_whole(system: str) -> 
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_every_row_leads_to_a_key_that_exists(system: str) -> None:
+def test_every_row_leads_to_a_key_that_exists(system):
     lost = []
     for row in rows(system):
         for key in (row.ours, *(setting.key for setting in row.beside)):
@@ -98,19 +96,19 @@ def test_every_row_leads_to_a_key_that_exists(system: str) -> None:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_a_key_has_one_row_and_says_what_becomes_of_it(system: str) -> None:
+def test_a_key_has_one_row_and_says_what_becomes_of_it(system):
     assert [key for key, count in Counter(row.key for row in rows(system)).items() if count > 1] == []
     silent = [row.key for row in rows(system) if row.how in ("drop", "impossible") and not row.note]
     assert silent == []
 
 
-def test_every_documented_key_has_a_row() -> None:
+def test_every_documented_key_has_a_row():
     assert len(DOCUMENTED) > 800
     assert {system for system, _ in DOCUMENTED} == set(SYSTEMS)
     assert [(system, key) for system, key in DOCUMENTED if find(system, key.split(".")) is None] == []
 
 
-def test_the_closest_row_is_taken() -> None:
+def test_the_closest_row_is_taken():
     row, found = find("roll", ["critic", "model_args", "flash_attn"]) or pytest.fail("no row")
     assert (row.ours, found) == ("<role>.model_args.attn_implementation", {"<role>": "critic"})
     assert find("roll", ["somebody", "model_args", "flash_attn"]) is None
@@ -131,15 +129,15 @@ def test_the_closest_row_is_taken() -> None:
         ("rollout_backend", "use actor_infer.strategy_args.strategy_name"),
     ],
 )
-def test_hints_are_made_from_the_tables(path: str, hint: str) -> None:
+def test_hints_are_made_from_the_tables(path, hint):
     assert advice(path.split(".")) == hint
 
 
-def test_no_hint_where_no_system_has_the_name() -> None:
+def test_no_hint_where_no_system_has_the_name():
     assert advice(["nobodys_key"]) is None
 
 
-def test_values_are_carried_over() -> None:
+def test_values_are_carried_over():
     assert TRANSFORMS["opposite"](True) is False
     assert TRANSFORMS["commas"](["q_proj", "v_proj"]) == "q_proj,v_proj"
     assert TRANSFORMS["never"](-1) is None and TRANSFORMS["never"](20) == 20
@@ -155,7 +153,7 @@ def test_values_are_carried_over() -> None:
     assert some.value.value == "stdout"
 
 
-def test_the_page_is_current() -> None:
+def test_the_page_is_current():
     script = Path(__file__).resolve().parents[4] / "scripts" / "generate_migration_docs.py"
     done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
@@ -254,12 +252,12 @@ TRANSLATED = [
 ]
 
 
-def test_every_transformation_has_a_sample() -> None:
+def test_every_transformation_has_a_sample():
     assert SAMPLES.keys() | {"above-zero"} == TRANSFORMS.keys()
 
 
 @pytest.mark.parametrize(("system", "row"), TRANSLATED)
-def test_a_key_there_becomes_the_key_here(system: str, row: Row) -> None:
+def test_a_key_there_becomes_the_key_here(system, row):
     key, ours = filled(row)
     value = value_of(row, ours)
     expected = TRANSFORMS[row.how](value) if row.how else value
@@ -278,7 +276,7 @@ def test_a_key_there_becomes_the_key_here(system: str, row: Row) -> None:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_of_what_is_read_together_nothing_goes_without_a_word(system: str) -> None:
+def test_of_what_is_read_together_nothing_goes_without_a_word(system):
     """Each derived key beside a whole run of its system: told of, and the derivation takes it or says why not."""
     silent, whole = [], read(system, [GIVEN[system]], [])
     for row in rows(system):
@@ -355,9 +353,7 @@ PENALTY = ("algorithm.use_kl_in_reward=true", "actor_rollout_ref.actor.use_kl_lo
 @pytest.mark.parametrize(
     ("release", "words"), [*((release, CRITIC) for release in RELEASES["verl"]), ("0.7.0", PENALTY), ("0.9.1", ())]
 )
-def test_a_file_with_all_defaults_of_verl_is_the_file_without(
-    release: str, words: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_file_with_all_defaults_of_verl_is_the_file_without(release, words, tmp_path):
     file = tmp_path / "defaults.yaml"
     file.write_text(yaml.safe_dump(written_out("verl", release, megatron=False)))
     alone = convert("verl", [GIVEN["verl"]], words, CHECKS)
@@ -370,7 +366,7 @@ def test_a_file_with_all_defaults_of_verl_is_the_file_without(
 
 
 @pytest.mark.parametrize("system", ["verl", "verl_sft", "roll"])
-def test_what_a_row_says_of_a_default_is_what_the_releases_have(system: str) -> None:
+def test_what_a_row_says_of_a_default_is_what_the_releases_have(system):
     given = {row.key: row.default for row in rows(system) if row.default is not NOTHING and row.key not in OLDER}
     known = {key: usual(system, key).values for key in given if key not in MANDATORY}
     assert len(known) > 4
@@ -379,7 +375,7 @@ def test_what_a_row_says_of_a_default_is_what_the_releases_have(system: str) -> 
 
 
 @pytest.mark.parametrize("system", ["verl", "verl_sft", "roll"])
-def test_every_default_has_its_source_and_releases(system: str) -> None:
+def test_every_default_has_its_source_and_releases(system):
     found = lines(system)
     assert len(found) > 100 and len({(line["key"], line["value"], line["link"]) for line in found}) == len(found)
     suffix = ".py" if system == "roll" else ".yaml"
@@ -418,7 +414,7 @@ def is_open(system: str, section: str) -> bool:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_a_key_that_no_rule_knows_is_told_in_every_section(system: str) -> None:
+def test_a_key_that_no_rule_knows_is_told_in_every_section(system):
     values: dict[str, Any] = {}
     closed = [section for section in sections(system) if not is_open(system, section)]
     for section in closed:
@@ -440,7 +436,7 @@ def unknown(system: str, *words: str) -> set[str]:
     return found
 
 
-def test_a_link_makes_harmless_only_what_it_reads() -> None:
+def test_a_link_makes_harmless_only_what_it_reads():
     words = ["+texts.known=1", "+texts.other=2", "+texts.more.a=3", "max_steps=${texts.known}"]
     assert unknown("roll", *words) == {"texts.other", "texts.more.a"}
     assert unknown("roll", *words, "+nested={b: '${.c}', c: 1}") == {"texts.other", "texts.more.a", "nested.b"}
@@ -449,11 +445,11 @@ def test_a_link_makes_harmless_only_what_it_reads() -> None:
 
 
 @pytest.mark.parametrize("key", ["some_template", "_private_", "action_pattern", "my_penalty"])
-def test_a_name_makes_no_key_harmless(key: str) -> None:
+def test_a_name_makes_no_key_harmless(key):
     assert unknown("roll", f"+{key}=text") == {key}
 
 
-def test_an_argument_that_no_engine_has_is_unknown_and_braces_stand_for_several_keys() -> None:
+def test_an_argument_that_no_engine_has_is_unknown_and_braces_stand_for_several_keys():
     engine = "actor_rollout_ref.rollout.engine_kwargs.vllm"
     megatron = "actor_rollout_ref.actor.megatron.override_transformer_config"
     words = [f"{engine}.max-modle-len=3", f"{engine}.max-model-len=4096", f"{megatron}.apply_rope_fusion=true"]
@@ -498,12 +494,12 @@ TEXT = [
 
 
 @pytest.mark.parametrize("values", PICTURES, ids=str)
-def test_what_asks_for_pictures_video_or_sound_is_seen(values: dict[str, Any]) -> None:
+def test_what_asks_for_pictures_video_or_sound_is_seen(values):
     assert list(pictures_in(values))
 
 
 @pytest.mark.parametrize("values", TEXT, ids=str)
-def test_text_is_no_picture(values: dict[str, Any]) -> None:
+def test_text_is_no_picture(values):
     assert list(pictures_in(values)) == []
 
 
@@ -519,13 +515,13 @@ def test_text_is_no_picture(values: dict[str, Any]) -> None:
         ("mindspeed", "generate_config.limit_mm_image_per_prompt=2"),
     ],
 )
-def test_pictures_are_refused_by_name(system: str, word: str) -> None:
+def test_pictures_are_refused_by_name(system, word):
     imported = convert(system, [GIVEN[system]], [word])
     told = {each.key for each in imported.outcomes if "pictures" in each.note and each.kind == Kind.IMPOSSIBLE}
     assert word.partition("=")[0].lstrip("+") in told and imported.exit_code == 1
 
 
-def test_a_default_that_is_written_out_asks_for_no_pictures() -> None:
+def test_a_default_that_is_written_out_asks_for_no_pictures():
     words = ["data.image_key=images", "data.return_multi_modal_inputs=true", "+data.video_key=videos"]
     imported = convert("verl", [GIVEN["verl"]], words)
     assert imported.exit_code == 0
@@ -536,7 +532,7 @@ def test_a_default_that_is_written_out_asks_for_no_pictures() -> None:
     assert convert("roll", [GIVEN["roll"]], ["+actor_train.data_args.video_fps=4.0"]).exit_code == 1
 
 
-def test_the_report_begins_with_what_a_user_must_look_at() -> None:
+def test_the_report_begins_with_what_a_user_must_look_at():
     words = ["+key_of_nobody=1", "actor_train.mtp_training_mode=joint"]
     imported = convert("roll", [GIVEN["roll"]], words, CHECKS)
     text = report(imported)
@@ -545,7 +541,7 @@ def test_the_report_begins_with_what_a_user_must_look_at() -> None:
     assert "\nkept (" not in text and "\nkept (" in report(imported, everything=True)
 
 
-def test_what_is_lost_stands_above_its_place_in_the_result() -> None:
+def test_what_is_lost_stands_above_its_place_in_the_result():
     words = ["+actor_train.training_args.rate_of_nobody=1", "+key_of_nobody=1"]
     imported = convert("roll", [GIVEN["roll"]], words, CHECKS)
     lines = imported.text.splitlines()
@@ -557,7 +553,7 @@ def test_what_is_lost_stands_above_its_place_in_the_result() -> None:
     assert yaml.safe_load("\n".join(plain)) == yaml.safe_load(imported.text)
 
 
-def test_comments_keep_values_as_they_are() -> None:
+def test_comments_keep_values_as_they_are():
     text = "# head\na: 1\nb:\n  text: |\n    c: 2\n    # no comment\n  flow: {c: 1}\n"
     said = annotate(text, [("b.text.c", "lost: one"), ("b.flow.c", "TODO: two"), ("z", "lost: three")])
     assert yaml.safe_load(said) == yaml.safe_load(text)

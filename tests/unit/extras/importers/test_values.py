@@ -1,7 +1,5 @@
 """Values that the other systems have as constants or defaults, and that are written out here."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path
@@ -33,7 +31,7 @@ def kind_of(imported: Imported, key: str) -> set[Kind]:
 
 
 @pytest.mark.parametrize(("clip", "bound"), [(0.2, 1.4), (0.1, 1.2), (0.28, 1.56)])
-def test_the_dual_clip_of_roll_follows_its_clip_range(clip: float, bound: float) -> None:
+def test_the_dual_clip_of_roll_follows_its_clip_range(clip, bound):
     words = ("dual_clip_loss=true", f"pg_clip={clip}", "actor_train.pg_variant=ppo", "use_topr_loss=false")
     _, config = values("roll", ROLL / "rlvr.yaml", *words)
     assert (config["dual_clip_loss"], config["dual_clip_c"]) == (True, bound)
@@ -43,7 +41,7 @@ def test_the_dual_clip_of_roll_follows_its_clip_range(clip: float, bound: float)
     assert "dual_clip_c" not in unread
 
 
-def test_the_kl_loss_of_roll_is_k3() -> None:
+def test_the_kl_loss_of_roll_is_k3():
     loss = ("use_kl_loss=true", "kl_loss_coef=0.01")
     _, alone = values("roll", ROLL / "rlvr.yaml", *loss, "add_token_level_kl=false")
     assert alone["kl_penalty"] == "k3"
@@ -53,7 +51,7 @@ def test_the_kl_loss_of_roll_is_k3() -> None:
     assert usual["kl_loss_penalty"] == "k3" and usual.get("kl_penalty", "k1") in ("k1", "kl")
 
 
-def test_a_distillation_of_roll_clips_no_gradients_unless_it_says_so() -> None:
+def test_a_distillation_of_roll_clips_no_gradients_unless_it_says_so():
     _, config = values("roll", ROLL / "distill.yaml")
     assert config["max_grad_norm"] >= 1e6
     _, bounded = values("roll", ROLL / "distill.yaml", "max_grad_norm=0.5")
@@ -63,7 +61,7 @@ def test_a_distillation_of_roll_clips_no_gradients_unless_it_says_so() -> None:
 
 
 @pytest.mark.parametrize("name", ["dpo.yaml", "sft.yaml", "distill.yaml"])
-def test_nodes_follow_from_the_devices_of_training_on_given_samples(name: str) -> None:
+def test_nodes_follow_from_the_devices_of_training_on_given_samples(name):
     words = ["num_gpus_per_node=2", "actor_train.device_mapping='list(range(0,4))'"]
     if name == "distill.yaml":
         words[1] = words[1].replace("actor_train", "student")
@@ -73,13 +71,13 @@ def test_nodes_follow_from_the_devices_of_training_on_given_samples(name: str) -
     assert config["num_nodes"] >= 2 and not any(each.path == "num_nodes" for each in imported.problems)
 
 
-def test_a_tracker_that_is_not_here_is_left_to_the_user() -> None:
+def test_a_tracker_that_is_not_here_is_left_to_the_user():
     imported, config = values("roll", ROLL / "rlvr.yaml", "track_with=ml_tracker", "tracker_kwargs={project: p}")
     assert config["track_with"] == "stdout" and "tracker_kwargs" not in config
     assert Kind.TO_DO in kind_of(imported, "track_with") and not imported.problems
 
 
-def test_a_reward_worker_without_a_counterpart_trains_on_no_other_reward() -> None:
+def test_a_reward_worker_without_a_counterpart_trains_on_no_other_reward():
     imported, config = values("roll", ROLL / "rlvr.yaml", "rewards.sums.worker_cls=mine.rewards.PoemRewardWorker")
     (verifier,) = (each for each in config["rewards"]["sums"]["verifiers"] if each["name"] != "format")
     assert verifier == {"name": "custom", "args": {"path": "poem_reward_worker.py:score"}}
@@ -91,7 +89,7 @@ VERL = FILES / "run_verl.sh"
 SIZES = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 1}
 
 
-def test_the_model_engine_of_verl_names_the_trainer() -> None:
+def test_the_model_engine_of_verl_names_the_trainer():
     sizes = [f"actor_rollout_ref.actor.megatron.{key}={value}" for key, value in SIZES.items()]
     imported, config = values("verl", VERL, "model_engine=megatron", *sizes)
     strategy = config["actor_train"]["strategy_args"]
@@ -106,7 +104,7 @@ def test_the_model_engine_of_verl_names_the_trainer() -> None:
     assert kind_of(other, "model_engine") == {Kind.IMPOSSIBLE}
 
 
-def test_the_gates_of_sapo_come_from_verl() -> None:
+def test_the_gates_of_sapo_come_from_verl():
     gates = ("actor_rollout_ref.actor.tau_pos=0.8", "actor_rollout_ref.actor.tau_neg=1.2")
     _, config = values("verl", VERL, *gates, "actor_rollout_ref.actor.policy_loss.loss_mode=sapo")
     assert (config["sapo_tau_pos"], config["sapo_tau_neg"]) == (0.8, 1.2)
@@ -114,7 +112,7 @@ def test_the_gates_of_sapo_come_from_verl() -> None:
     assert "sapo_tau_pos" not in config and imported.exit_code == 0
 
 
-def test_what_moves_the_optimizers_state_of_verl_loses_nothing() -> None:
+def test_what_moves_the_optimizers_state_of_verl_loses_nothing():
     base = "actor_rollout_ref.actor.optim.override_optimizer_config"
     words = [f"{base}.optimizer_cpu_offload=true", f"{base}.optimizer_offload_fraction=1.0"]
     words += [
@@ -126,7 +124,7 @@ def test_what_moves_the_optimizers_state_of_verl_loses_nothing() -> None:
     assert imported.exit_code == 0
 
 
-def test_a_supervised_trainer_with_an_engine_is_known_by_what_it_builds_on(tmp_path: Path) -> None:
+def test_a_supervised_trainer_with_an_engine_is_known_by_what_it_builds_on(tmp_path):
     file = tmp_path / "engine.yaml"
     data = "train_batch_size: 64, messages_key: messages, train_files: /d/a.parquet, max_length: 512, truncation: right"
     file.write_text(
@@ -139,7 +137,7 @@ def test_a_supervised_trainer_with_an_engine_is_known_by_what_it_builds_on(tmp_p
     assert (config["sequence_length"], config["actor_train"]["training_args"]["learning_rate"]) == (512, 2e-5)
 
 
-def test_devices_of_chatlearn_that_only_a_shell_knows_are_asked_for(tmp_path: Path) -> None:
+def test_devices_of_chatlearn_that_only_a_shell_knows_are_asked_for(tmp_path):
     content = yaml.safe_load((FILES / "chatlearn.yaml").read_text())
     content["models"]["policy"]["num_gpu"] = "${models.policy_trainer.num_gpu}"
     (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(content))
@@ -155,7 +153,7 @@ def test_devices_of_chatlearn_that_only_a_shell_knows_are_asked_for(tmp_path: Pa
     assert read["actor_infer"]["device_mapping"] == "list(range(0,4))" == read["actor_train"]["device_mapping"]
 
 
-def test_devices_that_only_a_shell_knows_are_whole_nodes_that_hold_the_layout(tmp_path: Path) -> None:
+def test_devices_that_only_a_shell_knows_are_whole_nodes_that_hold_the_layout(tmp_path):
     content = yaml.safe_load((FILES / "chatlearn.yaml").read_text())
     content["models"]["policy"] |= {"num_gpu": "${models.policy_trainer.num_gpu}", "tensor_model_parallel_size": 16}
     content["models"]["ref_policy"]["num_gpu"] = "${models.policy_trainer.num_gpu}"
@@ -178,7 +176,7 @@ def test_devices_that_only_a_shell_knows_are_whole_nodes_that_hold_the_layout(tm
     assert Kind.TO_DO in kind_of(imported, "models.policy.tensor_model_parallel_size")
 
 
-def test_one_length_of_chatlearn_for_prompt_and_answer_is_shared(tmp_path: Path) -> None:
+def test_one_length_of_chatlearn_for_prompt_and_answer_is_shared(tmp_path):
     content = yaml.safe_load((FILES / "chatlearn.yaml").read_text())
     for key in ("max_prompt_tokens_length", "max_response_tokens_length"):
         del content["models"]["policy"][key]
@@ -190,7 +188,7 @@ def test_one_length_of_chatlearn_for_prompt_and_answer_is_shared(tmp_path: Path)
     assert Kind.IMPOSSIBLE in kind_of(imported, "models.policy.seq_length")
 
 
-def test_agents_and_rollouts_of_several_episodes_of_chatlearn_are_reported_once() -> None:
+def test_agents_and_rollouts_of_several_episodes_of_chatlearn_are_reported_once():
     words = ("+runtime_args.task_type=agent", "+runtime_args.raw_chat=true", "+runtime_args.use_partial_rollout=true")
     words += ("+models.partial_rollout_manager={max_rollout_round: 2, rollout_ratio: [0.5, 0.5]}",)
     imported, _ = values("chatlearn", FILES / "chatlearn.yaml", *words)
@@ -206,7 +204,7 @@ FROM_PARTS = re.compile(r"no_(load|save)_(optim|rng)|(clip_ratio|swanlab|profile
 
 
 @pytest.mark.parametrize("system", ["chatlearn", "mindspeed"])
-def test_what_rows_leave_to_a_derivation_is_read_by_one(system: str) -> None:
+def test_what_rows_leave_to_a_derivation_is_read_by_one(system):
     folder = Path(chatlearn.__file__).parent
     names = (f"{system}.py", "verl_tools.py", "common.py")
     code = "".join((folder / name).read_text() for name in names)
@@ -214,7 +212,7 @@ def test_what_rows_leave_to_a_derivation_is_read_by_one(system: str) -> None:
     assert [name for name in sorted(left) if not FROM_PARTS.fullmatch(name)] == []
 
 
-def test_what_chatlearn_does_not_say_has_its_defaults() -> None:
+def test_what_chatlearn_does_not_say_has_its_defaults():
     rate = "models.policy_trainer.optimizer"
     _, config = values("chatlearn", FILES / "chatlearn.yaml", f"++{rate}={{lr: 1.0e-6}}")
     arguments = config["actor_train"]["training_args"]
@@ -227,7 +225,7 @@ def test_what_chatlearn_does_not_say_has_its_defaults() -> None:
     assert (arguments["lr_scheduler_type"], arguments["min_lr_ratio"], arguments["warmup_steps"]) == ("cosine", 0.2, 5)
 
 
-def test_losses_of_mindspeed_are_means_over_tokens() -> None:
+def test_losses_of_mindspeed_are_means_over_tokens():
     for stage in ("ray_grpo", "ray_dapo"):
         _, config = values("mindspeed", FILES / "mindspeed.yaml", f"megatron_training.stage={stage}")
         assert config["loss_agg_mode"] == "token-mean"
@@ -329,7 +327,7 @@ def drafted(system: str, keys: dict[str, Any]) -> Draft:
         ("mindspeed", {f"{MINDSPEED}.profile": False, f"{MINDSPEED}.profile_step_start": 2}, None),
     ],
 )
-def test_recordings(system: str, keys: dict[str, Any], expected: dict[str, Any] | None) -> None:
+def test_recordings(system, keys, expected):
     draft = drafted(system, keys)
     found = draft.get("profiler")
     if expected is None:
@@ -352,12 +350,12 @@ def test_recordings(system: str, keys: dict[str, Any], expected: dict[str, Any] 
         (["wandb", "trackio", "file"], ["wandb", "trackio"], {"wandb": {"project": "p"}, "trackio": {"project": "p"}}),
     ],
 )
-def test_trackers_of_verl(names: list[str], expected: Any, projects: dict[str, Any]) -> None:
+def test_trackers_of_verl(names, expected, projects):
     draft = drafted("verl", {"trainer.logger": names, "trainer.project_name": "p"})
     assert draft.get("track_with") == expected and draft.get("tracker_kwargs") == projects
 
 
-def test_trackers_and_recordings_of_other_runs_of_roll() -> None:
+def test_trackers_and_recordings_of_other_runs_of_roll():
     options = {"project": "p", "experiment_name": "e", "logdir": "here", "login_kwargs": {"api_key": "hunter2"}}
     draft = drafted("roll", {"track_with": "swanlab", "tracker_kwargs": options})
     assert draft.get("track_with") == "swanlab"

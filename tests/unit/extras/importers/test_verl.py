@@ -1,7 +1,5 @@
 """verl's runs as other people's scripts spell them: what becomes of sizes, adapters and losses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -34,12 +32,12 @@ def impossible(result: Imported) -> set[str]:
 
 
 @pytest.mark.parametrize("loss", ["gspo", "sapo", "geo_mean"])
-def test_losses_of_whole_answers_average_each_answer_whatever_is_said(loss: str, tmp_path: Path) -> None:
+def test_losses_of_whole_answers_average_each_answer_whatever_is_said(loss, tmp_path):
     _, config = imported(tmp_path, f"{ACTOR}.policy_loss.loss_mode={loss}", f"{ACTOR}.loss_agg_mode=token-mean")
     assert config.loss_agg_mode == "seq-mean-token-mean"
 
 
-def test_an_adapter_of_megatron(tmp_path: Path) -> None:
+def test_an_adapter_of_megatron(tmp_path):
     words = [f"{MODEL}.lora.{word}" for word in ("rank=32", "alpha=64", "lora_A_init_method=kaiming")]
     layers = f"{MODEL}.lora.target_modules=[linear_qkv,linear_fc2]"
     megatron = {"old": "main_ppo \\", "new": "main_ppo --config-name=ppo_megatron_trainer \\"}
@@ -52,7 +50,7 @@ def test_an_adapter_of_megatron(tmp_path: Path) -> None:
     assert (config.actor_train.model_args.lora_alpha, config.actor_train.model_args.lora_target) == (32, "all-linear")
 
 
-def test_a_schedule_there_counts_batches(tmp_path: Path) -> None:
+def test_a_schedule_there_counts_batches(tmp_path):
     words = [
         f"{ACTOR}.optim.{word}" for word in ("lr_warmup_steps=10", "lr_scheduler_type=cosine", "lr_decay_steps=50")
     ]
@@ -70,7 +68,7 @@ def test_a_schedule_there_counts_batches(tmp_path: Path) -> None:
     assert config.actor_train.training_args.warmup_ratio == 0.1
 
 
-def test_groups_micro_batches_and_token_budgets(tmp_path: Path) -> None:
+def test_groups_micro_batches_and_token_budgets(tmp_path):
     _, config = imported(tmp_path, f"{ROLLOUT}.n_agent=5", f"{ROLLOUT}.n=1", f"{ACTOR}.ppo_mini_batch_size=40")
     assert (config.num_return_sequences_in_group, config.actor_train.global_train_batch_size) == (5, 40)
     words = [f"{ACTOR}.use_dynamic_bsz=False", f"{ACTOR}.ppo_micro_batch_size=8"]
@@ -87,14 +85,12 @@ def test_groups_micro_batches_and_token_budgets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", [f"{MODEL}.vla", f"{ROLLOUT}.use_tree_search", f"{ACTOR}.policy_loss.own_share"])
-def test_keys_of_somebodys_own_verl_are_told(key: str, tmp_path: Path) -> None:
+def test_keys_of_somebodys_own_verl_are_told(key, tmp_path):
     result, _ = imported(tmp_path, f"{key}=1")
     assert {each.key for each in result.outcomes if each.kind == Kind.UNKNOWN} == {key}
 
 
-def test_values_that_only_a_shell_can_tell_are_told_and_links_in_a_name_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_that_only_a_shell_can_tell_are_told_and_links_in_a_name_stay(tmp_path, monkeypatch):
     old, new = "trainer.nnodes=$NODES", "trainer.nnodes=$(nproc)"
     result, config = imported(tmp_path, old=old, new=new)
     assert impossible(result) == {"trainer.nnodes"} and result.exit_code == 1
@@ -106,14 +102,14 @@ def test_values_that_only_a_shell_can_tell_are_told_and_links_in_a_name_stay(
 
 
 @pytest.mark.parametrize("low", [1.5, 10])
-def test_a_lower_bound_that_no_ratio_reaches(low: float, tmp_path: Path) -> None:
+def test_a_lower_bound_that_no_ratio_reaches(low, tmp_path):
     words = [f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_low={low}", f"{ACTOR}.clip_ratio_high=0.2"]
     result, config = imported(tmp_path, *words)
     assert not impossible(result)
     assert (config.cispo_epsilon_low, config.cispo_epsilon_high, config.pg_clip_low) == (1.0, 0.2, 1.0)
 
 
-def test_a_sum_of_tokens_is_divided_by_the_width_of_answers(tmp_path: Path) -> None:
+def test_a_sum_of_tokens_is_divided_by_the_width_of_answers(tmp_path):
     word = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
     _, config = imported(tmp_path, word)
     assert config.loss_agg_norm == config.response_length
@@ -121,7 +117,7 @@ def test_a_sum_of_tokens_is_divided_by_the_width_of_answers(tmp_path: Path) -> N
     assert config.loss_agg_norm == 100
 
 
-def test_weights_and_masks_of_a_release_between(tmp_path: Path) -> None:
+def test_weights_and_masks_of_a_release_between(tmp_path):
     key = "algorithm.rollout_is"
     words = [f"{key}=true", f"{key}_threshold=2.0", f"{key}_level=sequence"]
     result, config = imported(tmp_path, *words)
@@ -137,13 +133,13 @@ def test_weights_and_masks_of_a_release_between(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("bound", "told"), [("3.0", True), ("10000.0", False)])
-def test_the_cut_of_the_weights_of_dppo_is_told(bound: str, told: bool, tmp_path: Path) -> None:
+def test_the_cut_of_the_weights_of_dppo_is_told(bound, told, tmp_path):
     words = [f"{ACTOR}.policy_loss.loss_mode=dppo_tv", f"{ACTOR}.clip_ratio_c={bound}"]
     result, _ = imported(tmp_path, *words)
     assert (f"{ACTOR}.clip_ratio_c" in impossible(result)) is told
 
 
-def test_a_text_where_a_number_belongs_is_told(tmp_path: Path) -> None:
+def test_a_text_where_a_number_belongs_is_told(tmp_path):
     result, config = imported(tmp_path, f"{ROLLOUT}.n=many")
     assert impossible(result) == {f"{ROLLOUT}.n"} and config.num_return_sequences_in_group == 1
 
@@ -157,7 +153,7 @@ def test_a_text_where_a_number_belongs_is_told(tmp_path: Path) -> None:
         (("skip_rollout=false", "skip_dump_dir=kept"), None),
     ],
 )
-def test_rollouts_that_later_runs_take_are_kept(words: tuple[str, ...], folder: str | None, tmp_path: Path) -> None:
+def test_rollouts_that_later_runs_take_are_kept(words, folder, tmp_path):
     result, config = imported(tmp_path, *(f"+{ROLLOUT}.{word}" for word in words))
     assert config.rollout_dump_dir == folder
     told = {each.ours for each in result.outcomes if each.kind == Kind.TO_DO}
@@ -184,7 +180,7 @@ MEAN = "mean over the tokens of each micro-batch"
         ((f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",), False, False),
     ],
 )
-def test_releases_are_told_apart_by_their_keys(words: tuple[str, ...], mixed: bool, mean: bool, tmp_path: Path) -> None:
+def test_releases_are_told_apart_by_their_keys(words, mixed, mean, tmp_path):
     result, _ = imported(tmp_path, *words)
     assert (any("no release of verl reads all" in note for note in result.notes)) is mixed
     assert (any(MEAN in note for note in result.notes)) is mean
@@ -196,7 +192,7 @@ def test_releases_are_told_apart_by_their_keys(words: tuple[str, ...], mixed: bo
 @pytest.mark.parametrize(
     "word", ["ppo_epochs=2", "ppo_mini_batch_size=8", "grad_clip=0.5", "loss_agg_mode=seq-mean-token-mean"]
 )
-def test_what_a_critic_has_of_its_own_is_told(word: str, tmp_path: Path) -> None:
+def test_what_a_critic_has_of_its_own_is_told(word, tmp_path):
     key, _, value = word.partition("=")
     policy = (f"{ACTOR}.{key}={value}", "algorithm.adv_estimator=gae")
     alike, _ = imported(tmp_path, f"critic.{word}", *policy)
@@ -205,7 +201,7 @@ def test_what_a_critic_has_of_its_own_is_told(word: str, tmp_path: Path) -> None
     assert impossible(other) == {f"critic.{key}"}
 
 
-def test_fields_of_megatron_that_a_critic_has_of_its_own(tmp_path: Path) -> None:
+def test_fields_of_megatron_that_a_critic_has_of_its_own(tmp_path):
     extra = "megatron.override_transformer_config"
     words = [f"{ACTOR}.strategy=megatron", "algorithm.adv_estimator=gae", f"{ACTOR}.{extra}.recompute_granularity=full"]
     words += [f"critic.{extra}.recompute_granularity=selective", f"critic.{extra}.apply_rope_fusion=true"]
@@ -218,7 +214,7 @@ def test_fields_of_megatron_that_a_critic_has_of_its_own(tmp_path: Path) -> None
     assert any("key_of_nobody" in key for key in unknown)
 
 
-def test_a_variable_that_nothing_sets_leaves_the_model_open(tmp_path: Path) -> None:
+def test_a_variable_that_nothing_sets_leaves_the_model_open(tmp_path):
     words = [f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.tensor_model_parallel_size=8", "trainer.nnodes=2"]
     script = tmp_path / "run.sh"
     script.write_text(SCRIPT.read_text().replace("=Qwen/Qwen2-7B-Instruct", "=$MODEL_OF_NOBODY"))
@@ -236,9 +232,7 @@ def test_a_variable_that_nothing_sets_leaves_the_model_open(tmp_path: Path) -> N
         (("temperature=1.0", "do_sample=False", "mode=sync"), False),
     ],
 )
-def test_the_temperature_says_whether_held_out_answers_are_sampled(
-    words: tuple[str, ...], samples: bool, tmp_path: Path
-) -> None:
+def test_the_temperature_says_whether_held_out_answers_are_sampled(words, samples, tmp_path):
     rollout = "actor_rollout_ref.rollout"
     given = [f"{rollout}.{word if word.startswith('mode') else f'val_kwargs.{word}'}" for word in words]
     _, config = imported(tmp_path, *given)
@@ -251,14 +245,14 @@ def notes(result: Imported) -> str:
     return " ".join(result.notes)
 
 
-def test_scores_of_minus_one_are_told_where_the_files_may_have_them(tmp_path: Path) -> None:
+def test_scores_of_minus_one_are_told_where_the_files_may_have_them(tmp_path):
     result, _ = imported(tmp_path, "data.train_files=dapo-math-17k.parquet", "data.val_files=aime-2024.parquet")
     assert "1 or -1" in notes(result)
     result, _ = imported(tmp_path, "data.train_files=gsm8k/train.parquet", "data.val_files=math/test.parquet")
     assert "1 or -1" not in notes(result)
 
 
-def test_a_coefficient_without_its_switch_is_told(tmp_path: Path) -> None:
+def test_a_coefficient_without_its_switch_is_told(tmp_path):
     script = tmp_path / "old.sh"
     script.write_text("python3 -m verl.trainer.main_ppo algorithm.kl_ctrl.kl_coef=0.002 data.train_batch_size=64")
     assert "kl_coef = 0.002 from the reward" in notes(convert("verl", [script]))
@@ -266,7 +260,7 @@ def test_a_coefficient_without_its_switch_is_told(tmp_path: Path) -> None:
         assert "releases before 0.3" not in notes(convert("verl", [script], [word])), word
 
 
-def test_the_first_name_of_packing(tmp_path: Path) -> None:
+def test_the_first_name_of_packing(tmp_path):
     script = tmp_path / "old.sh"
     script.write_text(
         f"python3 -m verl.trainer.main_ppo {MODEL}.use_rmpad=True critic.model.use_rmpad=True "
@@ -308,7 +302,7 @@ def imported_async(
 
 
 @pytest.mark.parametrize("package", ["verl.experimental", "recipe"])
-def test_a_version_of_the_weights_is_a_step(package: str, tmp_path: Path) -> None:
+def test_a_version_of_the_weights_is_a_step(package, tmp_path):
     words = [*VERSION, "rollout.total_rollout_steps=830", "rollout.test_freq=5", "trainer.save_freq=3"]
     words += [f"{ASYNC}.staleness_threshold=0.5", f"{ASYNC}.partial_rollout=False"]
     words += ["actor_rollout_ref.actor.optim.lr_warmup_steps=10"]
@@ -323,7 +317,7 @@ def test_a_version_of_the_weights_is_a_step(package: str, tmp_path: Path) -> Non
     assert told == ["4 fetches × 2 batches × 10 prompts between two updates of the generator, which is a step"]
 
 
-def test_their_defaults_are_those_of_the_trainer_and_without_a_number_of_prompts_epochs_count(tmp_path: Path) -> None:
+def test_their_defaults_are_those_of_the_trainer_and_without_a_number_of_prompts_epochs_count(tmp_path):
     _, config, _ = imported_async(tmp_path, f"verl.experimental.{STREAMING}")
     assert (config.rollout_batch_size, config.max_steps, config.async_generation_ratio) == (40, 2, 0.1)
     assert config.train_infer_correction.bypass and config.rollout_window == 1 and config.partial_rollout
@@ -332,7 +326,7 @@ def test_their_defaults_are_those_of_the_trainer_and_without_a_number_of_prompts
     assert (config.total_epochs, config.eval_steps) == (7, 4)
 
 
-def test_a_threshold_below_a_group_takes_turns(tmp_path: Path) -> None:
+def test_a_threshold_below_a_group_takes_turns(tmp_path):
     words = (f"{ASYNC}.staleness_threshold=0", f"{ASYNC}.partial_rollout=False")
     _, config, kinds = imported_async(tmp_path, f"verl.experimental.{STREAMING}", *VERSION, *words)
     assert not config.overlaps and config.rollout_window == 0 and config.partial_rollout
@@ -349,16 +343,14 @@ def test_a_threshold_below_a_group_takes_turns(tmp_path: Path) -> None:
         (("trainer.n_gpus_per_node=8", "rollout.nnodes=2"), list(range(8)), [8, 9, 10, 16, 17, 18], 3, 8),
     ],
 )
-def test_both_sides_have_devices_of_their_own(
-    words: tuple[str, ...], training: list[int], generating: list[int], nodes: int, gpus: int, tmp_path: Path
-) -> None:
+def test_both_sides_have_devices_of_their_own(words, training, generating, nodes, gpus, tmp_path):
     _, config, _ = imported_async(tmp_path, f"recipe.{ONE_STEP}", *words, prompts=40)
     assert config.actor_train.device_mapping == training and config.actor_infer.device_mapping == generating
     assert config.reference is not None and config.reference.device_mapping == training
     assert (config.num_nodes, config.num_gpus_per_node) == (nodes, gpus)
 
 
-def test_one_step_off_is_one_batch_ahead(tmp_path: Path) -> None:
+def test_one_step_off_is_one_batch_ahead(tmp_path):
     _, config, kinds = imported_async(tmp_path, f"verl.experimental.{ONE_STEP}", "trainer.total_epochs=3", prompts=40)
     assert Kind.IMPOSSIBLE not in kinds.values()
     assert (config.async_generation_ratio, config.max_lag, config.rollout_window) == (1, 1, 0)
@@ -366,7 +358,7 @@ def test_one_step_off_is_one_batch_ahead(tmp_path: Path) -> None:
     assert config.train_infer_correction.bypass
 
 
-def test_old_samples_without_weights_are_told(tmp_path: Path) -> None:
+def test_old_samples_without_weights_are_told(tmp_path):
     _, config, kinds = imported_async(tmp_path, f"recipe.{ONE_STEP}", prompts=40)
     assert kinds[f"{CORRECTION}.rollout_is"] == Kind.IMPOSSIBLE
     assert config.train_infer_correction.is_weight.enabled and not config.train_infer_correction.bypass
@@ -379,7 +371,7 @@ SCORED = [
 
 
 @pytest.mark.parametrize("words", SCORED)
-def test_what_the_trainer_scores_has_weights_and_filters(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_what_the_trainer_scores_has_weights_and_filters(words, tmp_path):
     correction = (f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_rs=seq_mean_k1")
     _, config, kinds = imported_async(tmp_path, f"recipe.{STREAMING}", *words, *correction)
     assert Kind.IMPOSSIBLE not in kinds.values()
@@ -398,14 +390,12 @@ def test_what_the_trainer_scores_has_weights_and_filters(words: tuple[str, ...],
         ((f"{ASYNC}.image_refs.enabled=True",), {f"{ASYNC}.image_refs.enabled"}),
     ],
 )
-def test_what_cannot_be_said_beside_the_samplers_probabilities_is_told(
-    words: tuple[str, ...], told: set[str], tmp_path: Path
-) -> None:
+def test_what_cannot_be_said_beside_the_samplers_probabilities_is_told(words, told, tmp_path):
     result, _, _ = imported_async(tmp_path, f"verl.experimental.{STREAMING}", *words)
     assert {each.key for each in result.outcomes if each.kind in (Kind.IMPOSSIBLE, Kind.UNKNOWN)} == told
 
 
-def test_a_configuration_that_a_script_names_tells_the_engine_and_a_word_for_a_number_is_told(tmp_path: Path) -> None:
+def test_a_configuration_that_a_script_names_tells_the_engine_and_a_word_for_a_number_is_told(tmp_path):
     name = "--config-name=fully_async_ppo_megatron_trainer"
     _, config, _ = imported_async(tmp_path, f"verl.experimental.{STREAMING}", config=name)
     assert config.actor_train.strategy_args.strategy_name == "megatron_train"
@@ -413,7 +403,7 @@ def test_a_configuration_that_a_script_names_tells_the_engine_and_a_word_for_a_n
     assert kinds[f"{ASYNC}.require_batches"] == Kind.IMPOSSIBLE and config.rollout_batch_size == 40
 
 
-def test_the_penalty_of_long_answers_in_its_newest_place(tmp_path: Path) -> None:
+def test_the_penalty_of_long_answers_in_its_newest_place(tmp_path):
     key = "reward.reward_kwargs"
     words = [f"+{key}.overlong_buffer_cfg.{word}" for word in ("enable=True", "len=128", "penalty_factor=0.5")]
     words += ["reward.reward_manager.name=dapo", f"+{key}.max_resp_len=512"]
@@ -422,7 +412,7 @@ def test_the_penalty_of_long_answers_in_its_newest_place(tmp_path: Path) -> None
     assert config.overlong_buffer.penalty_factor == 0.5
 
 
-def test_devices_apart_without_such_a_trainer_are_told(tmp_path: Path) -> None:
+def test_devices_apart_without_such_a_trainer_are_told(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("python -m verl.trainer.main_ppo actor_rollout_ref.hybrid_engine=False trainer.v1.trainer_mode=x")
     kinds = {each.key: each.kind for each in convert("verl", [script]).outcomes}
@@ -451,7 +441,7 @@ def imported_mode(folder: Path, mode: str, *words: str) -> tuple[RLVRConfig, dic
     return read, {key: each.kind for each in result.outcomes for key in each.key.split(", ")}
 
 
-def test_the_newer_trainer_with_devices_apart(tmp_path: Path) -> None:
+def test_the_newer_trainer_with_devices_apart(tmp_path):
     own = "actor_rollout_ref.rollout"
     words = (f"{own}.nnodes=1", f"{own}.n_gpus_per_node=3", f"{V1}.separate_async.parameter_sync_step=2")
     config, kinds = imported_mode(tmp_path, "separate_async", *words)
@@ -462,7 +452,7 @@ def test_the_newer_trainer_with_devices_apart(tmp_path: Path) -> None:
     assert (config.max_steps, config.rollout_batch_size, config.eval_steps) == (30, 20, 6)
 
 
-def test_mini_batches_between_two_updates_of_the_newer_trainer_are_a_step(tmp_path: Path) -> None:
+def test_mini_batches_between_two_updates_of_the_newer_trainer_are_a_step(tmp_path):
     words = ("actor_rollout_ref.rollout.n_gpus_per_node=3", f"{V1}.separate_async.parameter_sync_step=2")
     words += ("actor_rollout_ref.actor.optim.lr_warmup_steps=4", f"{V1}.colocate_async.parameter_sync_step=7")
     config, kinds = imported_mode(tmp_path, "separate_async", *words)
@@ -472,7 +462,7 @@ def test_mini_batches_between_two_updates_of_the_newer_trainer_are_a_step(tmp_pa
     assert config.actor_train.training_args.warmup_steps == 4  # their schedule goes on with each mini-batch
 
 
-def test_a_batch_that_is_not_so_many_mini_batches_is_told(tmp_path: Path) -> None:
+def test_a_batch_that_is_not_so_many_mini_batches_is_told(tmp_path):
     words = ("actor_rollout_ref.rollout.n_gpus_per_node=3", "data.train_batch_size=40")
     _, kinds = imported_mode(tmp_path, "separate_async", *words)
     assert Kind.IMPOSSIBLE not in kinds.values()  # 4 mini-batches by default
@@ -489,8 +479,8 @@ def test_a_batch_that_is_not_so_many_mini_batches_is_told(tmp_path: Path) -> Non
     ],
 )
 def test_batches_before_the_first_step_of_the_newer_trainer_are_how_far_rollouts_are_ahead(
-    words: list[str], ratio: float, window: float, tmp_path: Path
-) -> None:
+    words, ratio, window, tmp_path
+):
     given = [f"{V1}.separate_async.{word}" for word in (*words, "parameter_sync_step=2")]
     config, kinds = imported_mode(tmp_path, "separate_async", "actor_rollout_ref.rollout.n_gpus_per_node=3", *given)
     assert Kind.IMPOSSIBLE not in kinds.values()
@@ -498,7 +488,7 @@ def test_batches_before_the_first_step_of_the_newer_trainer_are_how_far_rollouts
 
 
 @pytest.mark.parametrize(("oldest", "ratio", "window"), [(8, 1, 1), (1, 1, 0), (0, 0, 0)])
-def test_the_newer_trainer_on_shared_devices(oldest: int, ratio: int, window: int, tmp_path: Path) -> None:
+def test_the_newer_trainer_on_shared_devices(oldest, ratio, window, tmp_path):
     words = (f"{V1}.sampler.max_off_policy_threshold={oldest}", f"{V1}.sampler.max_off_policy_strategy=drop")
     config, kinds = imported_mode(tmp_path, "colocate_async", *words)
     assert Kind.IMPOSSIBLE not in kinds.values()
@@ -507,7 +497,7 @@ def test_the_newer_trainer_on_shared_devices(oldest: int, ratio: int, window: in
     assert config.max_lag <= oldest
 
 
-def test_what_a_mode_does_beyond_that_is_told(tmp_path: Path) -> None:
+def test_what_a_mode_does_beyond_that_is_told(tmp_path):
     config, kinds = imported_mode(tmp_path, "colocate_async", f"{V1}.sampler.custom_sampler.path=mine.py")
     assert kinds[f"{V1}.sampler.custom_sampler.path"] == Kind.IMPOSSIBLE
     usual = ("sampler.custom_sampler.path=null", "sampler.sync_refill_failed_groups=false", "sampler.sampler_kwargs={}")

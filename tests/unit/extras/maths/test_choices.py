@@ -1,7 +1,5 @@
 """Letters that a response chooses, as models write them, and what only looks like a choice."""
 
-from __future__ import annotations
-
 import pytest
 
 from roll.extras.maths.choices import MultipleChoiceConfig, MultipleChoiceVerifier

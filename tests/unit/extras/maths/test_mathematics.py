@@ -1,7 +1,5 @@
 """Mathematical answers: labelled pairs, values of texts, and what a policy might try."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

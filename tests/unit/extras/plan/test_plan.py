@@ -1,7 +1,5 @@
 """What ``roll plan`` computes, beside what PyTorch and the engines do."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -71,7 +69,7 @@ def make_role(config: dict[str, Any], lora: tuple[str, ...] = (), trained: bool 
 
 @pytest.mark.parametrize("kind", KNOWN)
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_are_those_of_the_model(kind: str, tied: bool) -> None:
+def test_parameters_are_those_of_the_model(kind, tied):
     mixture = MIXTURE if kind.endswith("_moe") else {}
     config = AutoConfig.for_model(kind, **SIZES, **mixture, tie_word_embeddings=tied, pad_token_id=None)
     with torch.device("meta"):
@@ -82,13 +80,13 @@ def test_parameters_are_those_of_the_model(kind: str, tied: bool) -> None:
     assert shape.exact and shape.active < shape.parameters
 
 
-def test_a_shape_without_sizes_is_refused() -> None:
+def test_a_shape_without_sizes_is_refused():
     with pytest.raises(ValueError, match="no vocab_size, hidden_size"):
         ModelShape.of({"model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 1, "intermediate_size": 4})
 
 
 @pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj")])
-def test_an_adapter_has_the_parameters_of_peft(targets: tuple[str, ...]) -> None:
+def test_an_adapter_has_the_parameters_of_peft(targets):
     config = AutoConfig.for_model("qwen2", **SIZES)
     model = AutoModelForCausalLM.from_config(config)
     inject_adapter(model, LoraSpec(8, 16, targets))
@@ -98,7 +96,7 @@ def test_an_adapter_has_the_parameters_of_peft(targets: tuple[str, ...]) -> None
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("frozen", ["model.embed_tokens,model.layers.1", "lm_head", "model.layers"])
-def test_frozen_parts_have_no_gradients_and_no_moments(frozen: str, tied: bool) -> None:
+def test_frozen_parts_have_no_gradients_and_no_moments(frozen, tied):
     config = AutoConfig.for_model("qwen2", **SIZES, tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_config(config)
     freeze(model, frozen.split(","))
@@ -144,7 +142,7 @@ def saved_bytes(kind: str, layers: int, tokens: int, dtype: torch.dtype, autocas
         ("qwen2", "bf16", False, ("q_proj", "v_proj")),
     ],
 )
-def test_activations_are_what_autograd_keeps(kind: str, dtype: str, autocast: bool, lora: tuple[str, ...]) -> None:
+def test_activations_are_what_autograd_keeps(kind, dtype, autocast, lora):
     tokens, stored = 512, torch.bfloat16 if dtype == "bf16" and not autocast else torch.float32
     two, three = (saved_bytes(kind, layers, tokens, stored, autocast, lora) for layers in (2, 3))
     config = AutoConfig.for_model(kind, **SIZES)
@@ -153,12 +151,12 @@ def test_activations_are_what_autograd_keeps(kind: str, dtype: str, autocast: bo
     assert (three - two - copies) / tokens == pytest.approx(kept_per_token(role, Layout(autocast=autocast)), rel=2e-3)
 
 
-def test_the_output_layer_is_cut_as_the_scorer_cuts_it() -> None:
+def test_the_output_layer_is_cut_as_the_scorer_cuts_it():
     assert CHUNK_LOGITS == scoring.MAX_CHUNK_LOGITS
     assert BYTES_PER_CHUNK_LOGIT == scoring.BYTES_PER_CHUNK_LOGIT
 
 
-def test_the_cache_is_as_large_as_hf_infer_makes_it() -> None:
+def test_the_cache_is_as_large_as_hf_infer_makes_it():
     shape = ModelShape.of(SIZES | {"model_type": "qwen2"})
     cache = SlotCache(shape.layers)
     cache.reserve(37, 150)
@@ -179,7 +177,7 @@ def trained(**section: Any) -> dict[str, int]:
     return trainer_memory(make_role(QWEN_7B, **section), AROUND).phases["train"]
 
 
-def test_what_saves_memory_saves_it_in_its_part() -> None:
+def test_what_saves_memory_saves_it_in_its_part():
     args: dict[str, Any] = {"disable_gradient_checkpointing": True}
     plain = trained(model_args=args, world_size=4, strategy_args={"strategy_config": {"fsdp_size": 1}})
     sharded = trained(model_args=args, world_size=4)
@@ -192,7 +190,7 @@ def test_what_saves_memory_saves_it_in_its_part() -> None:
     assert larger["activations"] == 2 * sharded["activations"]
 
 
-def test_times_follow_from_counts_and_rates() -> None:
+def test_times_follow_from_counts_and_rates():
     role, device = make_role(QWEN_7B), GPUS["H100"]
     samples = Samples(rows=64, prompt=512, answer=512, group=8)
     train = training_time(role, samples, device, 8)
@@ -210,7 +208,7 @@ def test_times_follow_from_counts_and_rates() -> None:
     "text",
     ["H100,memory", "H100,memory=-1", "H100,memory=inf", "H100,link=nan", "H100,tflops=1e400", "H100,colour=3", "X9"],
 )
-def test_devices_that_cannot_be_understood_are_named(text: str) -> None:
+def test_devices_that_cannot_be_understood_are_named(text):
     with pytest.raises(ValueError, match=r"--devices: got .*, expected"):
         parse_devices(text)
     assert parse_devices("h100,memory=94,efficiency=0.5").memory == 94 * 2**30
@@ -223,13 +221,13 @@ def seven_billion(tmp_path: Path) -> str:
     return f"pretrain={tmp_path}"
 
 
-def test_a_plan_that_fits(seven_billion: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_fits(seven_billion, capsys):
     assert main(["plan", "rlvr_math", seven_billion, "actor_train.model_args.dtype=bf16", "--devices", "H200"]) == 0
     told = capsys.readouterr().out
     assert "it fits" in told and "GPU 0 and 1 like it" in told and "512 samples" in told and "GiB" in told
 
 
-def test_models_of_rewards_count(seven_billion: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_of_rewards_count(seven_billion, tmp_path, capsys):
     small = tmp_path / "small"
     small.mkdir()
     (small / "config.json").write_text(json.dumps(QWEN_7B | {"num_hidden_layers": 4, "num_labels": 1}))
@@ -268,7 +266,7 @@ def test_models_of_rewards_count(seven_billion: str, tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize("strategy", ["hf_infer", "vllm"])
-def test_a_teacher_works_beside_the_roles_that_score(strategy: str, seven_billion: str, capsys: Any) -> None:
+def test_a_teacher_works_beside_the_roles_that_score(strategy, seven_billion, capsys):
     make_tokenizer().save_pretrained(seven_billion.partition("=")[2])
     words = [seven_billion, f"teacher_{seven_billion}", f"teacher.strategy_args.strategy_name={strategy}"]
     words += ["teacher.device_mapping=[1]", "teacher.model_args.dtype=bf16", "--devices", "H200", "--json"]
@@ -281,7 +279,7 @@ def test_a_teacher_works_beside_the_roles_that_score(strategy: str, seven_billio
     assert told["seconds"]["logprobs of teacher"] > 0
 
 
-def test_several_teachers_are_planned(seven_billion: str, capsys: Any) -> None:
+def test_several_teachers_are_planned(seven_billion, capsys):
     folder = seven_billion.partition("=")[2]
     make_tokenizer().save_pretrained(folder)
     words = [seven_billion, "teacher=null", "teacher_pretrain=null", "--devices", "H200", "--json"]
@@ -311,7 +309,7 @@ def test_several_teachers_are_planned(seven_billion: str, capsys: Any) -> None:
     assert told["seconds"]["logprobs of teachers.a"] == pytest.approx(seconds[0] / 2, rel=0.05), "half of the rows"
 
 
-def test_advice_is_what_the_plan_with_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_advice_is_what_the_plan_with_it_says(capsys):
     command = ["plan", "rlvr_math", "--devices", "A100,memory=1.5", "--json"]
     assert main(command) == 1
     told = json.loads(capsys.readouterr().out)
@@ -331,14 +329,12 @@ def test_advice_is_what_the_plan_with_it_says(capsys: pytest.CaptureFixture[str]
         (["rlvr_math", "pretrain=nobody/nothing", "--devices", "H100"], "a folder with nothing but its config.json"),
     ],
 )
-def test_a_wrong_command_line_is_told(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_is_told(words, expected, capsys):
     assert main(["plan", *words]) == 2
     assert expected in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_silent_hub_is_asked_once_and_its_cache_counts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_silent_hub_is_asked_once_and_its_cache_counts(monkeypatch, capsys):
     asked: list[str] = []
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr("roll.preflight.inputs.ask_hub", lambda what, seconds: asked.append(what))
@@ -349,7 +345,7 @@ def test_a_silent_hub_is_asked_once_and_its_cache_counts(
     assert len(asked) == 1 and "1 problem" in said and "nothing but its config.json" in said
 
 
-def test_the_rates_of_a_busy_machine_are_the_best_of_several_tries_and_it_is_said_to_be_busy() -> None:
+def test_the_rates_of_a_busy_machine_are_the_best_of_several_tries_and_it_is_said_to_be_busy():
     quiet = cpu_of([(60e9, 9e9), (67e9, 10e9), (66e9, 8e9)], load=0.2, count=2)
     assert (quiet.flops, quiet.bandwidth) == (67e9, 10e9) and "60 to 67 GFLOP/s" in quiet.tried
     assert "load" not in quiet.tried
@@ -357,7 +353,7 @@ def test_the_rates_of_a_busy_machine_are_the_best_of_several_tries_and_it_is_sai
     assert "the machine is busy" in cpu_of([(8e9, 9e9), (67e9, 10e9)], load=0.2, count=2).tried
 
 
-def test_tries_are_timed_by_the_processor_and_not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tries_are_timed_by_the_processor_and_not_by_the_clock(monkeypatch):
     monkeypatch.setattr(probe, "SECONDS", 0.01)
     tries = probe.rates()
     monkeypatch.setattr(probe.time, "perf_counter", lambda: pytest.fail("the clock"))
@@ -366,7 +362,7 @@ def test_tries_are_timed_by_the_processor_and_not_by_the_clock(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("rows", "group"), [(8, 8), (16, 8), (4, 8), (8, 1), (6, 4)])
-def test_operations_of_shared_prompts_are_those_of_the_rows_that_trainers_make(rows: int, group: int) -> None:
+def test_operations_of_shared_prompts_are_those_of_the_rows_that_trainers_make(rows, group):
     role = make_role(QWEN_7B, training_args={"per_device_train_batch_size": rows})
     samples = Samples(64, 200, 56, group)
     own = torch.arange(rows * 56).view(rows, 56) + 1000
@@ -383,9 +379,7 @@ def test_operations_of_shared_prompts_are_those_of_the_rows_that_trainers_make(r
     assert shared_share(make_role(QWEN_7B, share_prompts=False), samples) == 1
 
 
-def test_a_time_that_nobody_waits_for_is_said_with_what_takes_it(
-    seven_billion: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_time_that_nobody_waits_for_is_said_with_what_takes_it(seven_billion, capsys):
     words = ["plan", "rlvr_math", seven_billion, "--devices", "CPU,memory=4000,tflops=0.01"]
     assert main(words) == 0
     last = capsys.readouterr().out.splitlines()[-1]
@@ -435,7 +429,7 @@ def start(file: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("nodes", NODES)
-def test_a_batch_file_is_sound_shell(nodes: str, tmp_path: Path) -> None:
+def test_a_batch_file_is_sound_shell(nodes, tmp_path):
     file = written("slurm", tmp_path, nodes)
     assert subprocess.run(["bash", "-n", str(file)], check=False).returncode == 0
     text = file.read_text()
@@ -446,7 +440,7 @@ def test_a_batch_file_is_sound_shell(nodes: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nodes", NODES)
-def test_a_batch_file_passes_the_signal_on_and_goes_on_later(nodes: str, tmp_path: Path) -> None:
+def test_a_batch_file_passes_the_signal_on_and_goes_on_later(nodes, tmp_path):
     process = start(written("slurm", tmp_path, nodes))
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == 143
@@ -458,13 +452,13 @@ def test_a_batch_file_passes_the_signal_on_and_goes_on_later(nodes: str, tmp_pat
     assert len(starts) == (2 if nodes == "two" else 0)
 
 
-def test_a_folder_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_there_is_told(tmp_path, capsys):
     file = tmp_path / "none" / "run.sh"
     assert main(["plan", "rlvr_math", "--devices", "A100", "--write", "slurm", "-o", str(file)]) == 2
     assert f"roll plan: -o {file}: No such file or directory" in capsys.readouterr().err
 
 
-def test_a_batch_file_ends_with_the_code_of_the_run(tmp_path: Path) -> None:
+def test_a_batch_file_ends_with_the_code_of_the_run(tmp_path):
     process = start(written("slurm", tmp_path, "one"))
     (tmp_path / "finish").write_text("3")
     assert process.wait(timeout=30) == 3
@@ -472,7 +466,7 @@ def test_a_batch_file_ends_with_the_code_of_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nodes", NODES)
-def test_a_manifest_follows_the_schema(nodes: str, tmp_path: Path) -> None:
+def test_a_manifest_follows_the_schema(nodes, tmp_path):
     manifest: dict[str, Any] = yaml.safe_load(written("kuberay", tmp_path, nodes, "exp_name=My_Run").read_text())
     schema = json.loads(SCHEMA.read_text())
     jsonschema.Draft202012Validator(schema).validate(manifest)

@@ -1,7 +1,5 @@
 """Tests as public datasets of programming tasks have them, each with programs that pass and programs that do not."""
 
-from __future__ import annotations
-
 import base64
 import json
 import pickle

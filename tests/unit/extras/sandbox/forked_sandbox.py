@@ -1,7 +1,5 @@
 """A sandbox without isolation or start-up, for tables of programs that do no harm: a forked process for each run."""
 
-from __future__ import annotations
-
 import marshal
 import os
 import tempfile

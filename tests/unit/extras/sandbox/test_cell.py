@@ -1,7 +1,5 @@
 """Agent programs in the sandbox: what they see, what they reach, and what ends them."""
 
-from __future__ import annotations
-
 import json
 import socket
 import sys
@@ -24,9 +22,7 @@ def setup_module() -> None:
         pytest.skip(f"no sandbox: {error}", allow_module_level=True)
 
 
-def test_a_program_in_the_sandbox_sees_its_folder_and_reaches_the_endpoint_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_program_in_the_sandbox_sees_its_folder_and_reaches_the_endpoint_alone(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     (tmp_path / "metrics.jsonl").write_text("the run's own")
     (tmp_path / "template" / "src").mkdir(parents=True)
@@ -94,15 +90,13 @@ open(os.environ["ROLL_ANSWER"], "w").write(json.dumps(seen) + answer)
         ("while True: pass", {"cpu_seconds": 1}, "exit code 137|exit code 152"),
     ],
 )
-def test_what_is_more_than_a_command_may_use_ends_it(
-    program: str, limits: dict[str, int], told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_more_than_a_command_may_use_ends_it(program, limits, told, monkeypatch):
     monkeypatch.setattr(cell, "_LOOK_S", 0.05)
     with pytest.raises(AgentError, match=told):
         play(Engine([GOOD]), command=script(program), sandbox=limits, timeout=60)
 
 
-def test_a_program_that_forks_and_stays_is_ended_with_its_sandbox() -> None:
+def test_a_program_that_forks_and_stays_is_ended_with_its_sandbox():
     mark = f"agent-mark-{time.time_ns()}"
     forks = f"""
         import os
@@ -118,7 +112,7 @@ def test_a_program_that_forks_and_stays_is_ended_with_its_sandbox() -> None:
     assert marked(mark) == []
 
 
-def test_a_sandbox_that_cannot_be_set_up_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_sandbox_that_cannot_be_set_up_is_named(monkeypatch, tmp_path):
     broken = tmp_path / "inner.py"
     broken.write_text("raise SystemExit('no namespaces today')")
     monkeypatch.setattr(cell, "INNER", broken)

@@ -1,7 +1,5 @@
 """The code verifier: formats of tests, comparison, and programs that want a score they did not earn."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

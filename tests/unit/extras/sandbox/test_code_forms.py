@@ -1,7 +1,5 @@
 """The forms of tests that public datasets have: right programs score in each, wrong ones in none."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

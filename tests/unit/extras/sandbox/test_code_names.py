@@ -1,7 +1,5 @@
 """Names of test code: the program's where the row asks for it, Python's everywhere else. Programs that plant them."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Programs on a sandbox service: a real HTTP server on loopback that runs them in this library's own sandbox."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -124,7 +122,7 @@ def score_all(url: str, codes: list[str], tests: object, remote: dict[str, Any] 
     [(PROGRAM, PROGRAM.replace("+", "-"), PROGRAMS), (ADD, SUBTRACT, CALLS), (ADD, SUBTRACT, ASSERTIONS)],
     ids=["programs", "calls", "assertions"],
 )
-def test_programs_score_as_in_the_local_sandbox(good: str, bad: str, tests: object) -> None:
+def test_programs_score_as_in_the_local_sandbox(good, bad, tests):
     with serving() as service:
         right, wrong = score_all(service.url, [good, bad], tests, partial=True)
     assert (right.score, right.correct) == (1.0, True)
@@ -146,13 +144,13 @@ def test_programs_score_as_in_the_local_sandbox(good: str, bad: str, tests: obje
         "while True:\n    pass",
     ],
 )
-def test_what_did_not_pass_the_tests_scores_nothing(forgery: str) -> None:
+def test_what_did_not_pass_the_tests_scores_nothing(forgery):
     with serving() as service:
         [verdict] = score_all(service.url, [forgery], ASSERTIONS, limits=SandboxLimits(wall_seconds=1, memory_mb=256))
     assert (verdict.score, verdict.parts["tests_passed"]) == (0.0, 0.0)
 
 
-def test_a_test_that_takes_too_long_costs_that_test_only() -> None:
+def test_a_test_that_takes_too_long_costs_that_test_only():
     code = "def add(a, b):\n    while a == 1:\n        pass\n    return a + b"
     with serving() as service:
         limits = SandboxLimits(wall_seconds=1, memory_mb=256)
@@ -163,7 +161,7 @@ def test_a_test_that_takes_too_long_costs_that_test_only() -> None:
 _ERROR = json.dumps({"status": "SandboxError", "message": "no pod is free"})
 
 
-def test_programs_may_do_without_imports() -> None:
+def test_programs_may_do_without_imports():
     with serving() as service:
         program = "print(Counter(sys.stdin.readline().split())['a'])"
         assert score_all(service.url, [program], [{"input": "a b a", "output": "2"}])[0].correct
@@ -171,7 +169,7 @@ def test_programs_may_do_without_imports() -> None:
         assert score_all(service.url, [function], ["assert f([1, 2]) == 3"])[0].correct
 
 
-def test_failures_of_the_service_are_tried_again_and_counted() -> None:
+def test_failures_of_the_service_are_tried_again_and_counted():
     with serving((503, "busy"), (200, "<html>"), (200, _ERROR)) as service:
         [verdict] = score_all(service.url, [PROGRAM], PROGRAMS, {"max_attempts": 4})
     assert verdict.correct and verdict.parts["request_retries"] == 3.0
@@ -188,12 +186,12 @@ def test_failures_of_the_service_are_tried_again_and_counted() -> None:
         ((404, "not here"), "status 404, expected 200: 'not here'"),
     ],
 )
-def test_a_service_that_does_not_run_the_program_is_an_error_and_no_zero(fault: tuple[int, str], message: str) -> None:
+def test_a_service_that_does_not_run_the_program_is_an_error_and_no_zero(fault, message):
     with serving(fault, fault) as service, pytest.raises(RewardError, match=message):
         score_all(service.url, [PROGRAM], PROGRAMS, {"max_attempts": 2})
 
 
-def test_a_key_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_is_sent_and_never_told(monkeypatch, caplog):
     monkeypatch.setenv("SANDBOX_KEY", KEY)
     caplog.set_level(logging.DEBUG)
     refused = pytest.raises(RewardError, match="<redacted> is unknown")
@@ -205,14 +203,14 @@ def test_a_key_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch, caplog: p
         score_all("http://localhost:9", [PROGRAM], PROGRAMS, {"api_key_env": "NO_SUCH_KEY"})
 
 
-def test_no_more_than_max_concurrency_programs_run() -> None:
+def test_no_more_than_max_concurrency_programs_run():
     code = "import time\ntime.sleep(0.2)\nprint(3)"
     with serving() as service:
         verdicts = score_all(service.url, [code] * 5, PROGRAMS[:1], {"max_concurrency": 2})
     assert [verdict.score for verdict in verdicts] == [1.0] * 5 and service.most == 2
 
 
-def test_a_silent_service_times_out() -> None:
+def test_a_silent_service_times_out():
     class Silent(Handler):
         def do_POST(self) -> None:
             time.sleep(2)
@@ -233,7 +231,7 @@ def test_a_silent_service_times_out() -> None:
         ({"limits": {"cpu_seconds": 3}}, r"limits.cpu_seconds: got 3.0, expected no such key with remote.*gets wall_"),
     ],
 )
-def test_what_the_service_does_not_read_is_refused(args: dict[str, Any], message: str) -> None:
+def test_what_the_service_does_not_read_is_refused(args, message):
     [problem] = section_problems(CodeConfig, {"remote": {"url": "http://host:8080"}, **args})
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(str(problem))

@@ -1,7 +1,5 @@
 """The sandbox against programs that try to get out, to stay, or to take the machine."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import errno
@@ -782,7 +780,7 @@ def test_it_works_in_a_thread_without_the_main_loop(sandbox):
     assert results == ["1\n"]
 
 
-def test_nothing_waits_for_ever_where_the_kernel_refuses_namespaces() -> None:
+def test_nothing_waits_for_ever_where_the_kernel_refuses_namespaces():
     """As it does in a chroot."""
     program = """
 from roll.extras.sandbox import inner

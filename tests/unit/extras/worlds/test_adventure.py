@@ -1,7 +1,5 @@
 """The text adventure: houses can be solved, doors need keys, the expert's way is a shortest one."""
 
-from __future__ import annotations
-
 import copy
 import random
 import re
@@ -51,7 +49,7 @@ def fewest_steps(env: AdventureEnv) -> int:
     raise AssertionError("no way to the treasure")
 
 
-def test_a_house_is_told_and_solved() -> None:
+def test_a_house_is_told_and_solved():
     env = in_house(HOUSE, step_penalty=-0.01, door_reward=0.25, reward_scale=2.0)
     seen = [env.observation()]
     rewards = []
@@ -74,7 +72,7 @@ def test_a_house_is_told_and_solved() -> None:
 
 
 @pytest.mark.parametrize("name", ["go east", "go south", "unlock east", "unlock north", "take"])
-def test_what_cannot_be_done_changes_nothing(name: str) -> None:
+def test_what_cannot_be_done_changes_nothing(name):
     env = in_house(HOUSE)
     before = env.observation()
     text, reward, terminated, truncated, info = env.step(answer(name))
@@ -83,7 +81,7 @@ def test_what_cannot_be_done_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("said", ["", "go north", answer("walk north"), answer("go north, take")])
-def test_what_is_no_action_costs_the_penalty(said: str) -> None:
+def test_what_is_no_action_costs_the_penalty(said):
     env = in_house(HOUSE, format_penalty=-0.25)
     before = env.observation()
     text, reward, _, _, info = env.step(said)
@@ -91,7 +89,7 @@ def test_what_is_no_action_costs_the_penalty(said: str) -> None:
 
 
 @pytest.mark.parametrize(("num_rooms", "num_doors"), [(2, 0), (2, 1), (4, 3), (6, 2)])
-def test_every_house_is_solved_by_its_expert_in_the_fewest_steps(num_rooms: int, num_doors: int) -> None:
+def test_every_house_is_solved_by_its_expert_in_the_fewest_steps(num_rooms, num_doors):
     env = AdventureEnv(num_rooms=num_rooms, num_doors=num_doors, max_steps=40)
     for seed in range(12):
         env.reset(seed=seed)
@@ -104,7 +102,7 @@ def test_every_house_is_solved_by_its_expert_in_the_fewest_steps(num_rooms: int,
         assert steps == fewest == env.house.distances[State()]
 
 
-def test_houses_have_what_was_asked_for_and_never_a_key_out_of_reach() -> None:
+def test_houses_have_what_was_asked_for_and_never_a_key_out_of_reach():
     for seed in range(300):
         house = draw_house(random.Random(seed), 8, 3, 40)
         assert len(house.names) == len(set(house.names)) == 8 and len(house.keys) == 3 and house.treasure != 0
@@ -129,7 +127,7 @@ def _states(house: House) -> set[State]:
     return seen
 
 
-def test_all_ways_are_short_enough_for_the_limit() -> None:
+def test_all_ways_are_short_enough_for_the_limit():
     env = AdventureEnv(num_rooms=6, num_doors=2, max_steps=7)
     lengths = set()
     for seed in range(100):
@@ -140,14 +138,14 @@ def test_all_ways_are_short_enough_for_the_limit() -> None:
         draw_house(random.Random(0), 12, 3, 1)
 
 
-def test_seeds_give_different_houses_and_the_same_seed_the_same() -> None:
+def test_seeds_give_different_houses_and_the_same_seed_the_same():
     env = AdventureEnv()
     keys = [env.reset(seed=seed)[1]["state_key"] for seed in range(50)]
     assert len(set(keys)) == 50
     assert keys == [AdventureEnv().reset(seed=seed)[1]["state_key"] for seed in range(50)]
 
 
-def test_what_no_house_has_is_refused() -> None:
+def test_what_no_house_has_is_refused():
     with pytest.raises(ValueError, match="num_doors: got 2, expected at most 1, the passages between 2 rooms"):
         AdventureEnv(num_rooms=2, num_doors=2)
     with pytest.raises(ValueError, match="max_steps: got 3, expected at least 4"):
@@ -156,7 +154,7 @@ def test_what_no_house_has_is_refused() -> None:
         AdventureEnv().expert_actions()
 
 
-def test_the_instruction_names_every_action_and_gymnasium_accepts_it() -> None:
+def test_the_instruction_names_every_action_and_gymnasium_accepts_it():
     instruction = AdventureEnv().env_instruction
     assert all(re.search(rf"\b{name}\b", instruction) for name in ACTIONS)
     check_env(AdventureEnv(), skip_render_check=True)

@@ -1,7 +1,5 @@
 """Environments of the package gem, as it ships them."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -35,7 +33,7 @@ def search(env: TextEnv, seed: int) -> tuple[int, float, bool]:
     raise AssertionError
 
 
-def test_a_game_is_won_and_the_seed_repeats_it_beside_others() -> None:
+def test_a_game_is_won_and_the_seed_repeats_it_beside_others():
     game()  # its import draws numbers
     before = random.getstate()
     env = game()
@@ -48,7 +46,7 @@ def test_a_game_is_won_and_the_seed_repeats_it_beside_others() -> None:
     assert random.getstate() == before
 
 
-def test_a_text_without_an_answer_is_not_told_and_steps_are_bounded() -> None:
+def test_a_text_without_an_answer_is_not_told_and_steps_are_bounded():
     env = game(action_pattern="<answer>(.*?)</answer>", max_steps=2, reward_scale=2.0)
     first, start = env.reset(seed=1)
     same, reward, terminated, truncated, info = env.step("\\boxed{7}")
@@ -58,7 +56,7 @@ def test_a_text_without_an_answer_is_not_told_and_steps_are_bounded() -> None:
     assert info["state_key"] != start["state_key"]
 
 
-def test_a_question_has_one_answer() -> None:
+def test_a_question_has_one_answer():
     env = game(env_id="rg:letter_counting", env_kwargs={"size": 20, "seed": 4})
     question, _ = env.reset(seed=3)
     _, reward, terminated, truncated, info = env.step("I do not know")
@@ -66,7 +64,7 @@ def test_a_question_has_one_answer() -> None:
     assert reward < 1
 
 
-def test_what_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_there_is_told(monkeypatch):
     pytest.importorskip("gem.envs", reason="pip install 'roll-rl[gem]'")
     with pytest.raises(ConfigErrors, match="did you mean game:GuessTheNumber"):
         envs.make("gem", env_id="game:GuessNumber-v0-easy")

@@ -1,7 +1,5 @@
 """Third-party gymnasium environments played as text: as gymnasium ships them."""
 
-from __future__ import annotations
-
 import sys
 from collections import deque
 

@@ -1,7 +1,5 @@
 """The word game: marks, what may be hidden, rewards, the expert."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -28,12 +26,12 @@ def answer(word: str) -> str:
         ("aabbb", "bbaaa", "oooo."),
     ],
 )
-def test_marks(guess: str, word: str, expected: str) -> None:
+def test_marks(guess, word, expected):
     assert marks(guess, word) == expected
 
 
 @given(LETTERS, LETTERS)
-def test_a_letter_is_marked_as_often_as_both_words_have_it(guess: str, word: str) -> None:
+def test_a_letter_is_marked_as_often_as_both_words_have_it(guess, word):
     marked = marks(guess, word)
     for letter in set(guess):
         told = [mark for mark, tried in zip(marked, guess, strict=True) if tried == letter]
@@ -42,13 +40,13 @@ def test_a_letter_is_marked_as_often_as_both_words_have_it(guess: str, word: str
     assert [mark == "+" for mark in marked] == [left == right for left, right in zip(guess, word, strict=True)]
 
 
-def test_the_words_are_of_five_letters_in_order_and_distinct() -> None:
+def test_the_words_are_of_five_letters_in_order_and_distinct():
     assert list(WORDS) == sorted(set(WORDS))
     assert all(len(word) == 5 and word.isascii() and word.islower() and word.isalpha() for word in WORDS)
 
 
 @pytest.mark.parametrize("history", [True, False])
-def test_the_observation_tells_the_guesses(history: bool) -> None:
+def test_the_observation_tells_the_guesses(history):
     env = HiddenWordEnv(words=["crane", "creek", "erase"], show_history=history)
     seed = next(seed for seed in range(100) if env.reset(seed=seed) and env.expert_actions() and env._word == "creek")
     assert env.reset(seed=seed)[0] == "No guess yet."
@@ -58,7 +56,7 @@ def test_the_observation_tells_the_guesses(history: bool) -> None:
     assert (reward, terminated, truncated, info["success"], info["action"]) == (1.0, True, False, True, "creek")
 
 
-def test_what_is_no_listed_word_tells_nothing_and_costs_a_guess() -> None:
+def test_what_is_no_listed_word_tells_nothing_and_costs_a_guess():
     env = HiddenWordEnv(max_steps=3, format_penalty=-0.25, reward_scale=2.0)
     text, start = env.reset(seed=0)
     for said, last in ((answer("zzzzz"), False), ("crane", False), (answer("crane crane"), True)):
@@ -69,7 +67,7 @@ def test_what_is_no_listed_word_tells_nothing_and_costs_a_guess() -> None:
         env.step(answer("crane"))
 
 
-def test_each_place_is_paid_once_and_a_repeated_guess_tells_nothing_new() -> None:
+def test_each_place_is_paid_once_and_a_repeated_guess_tells_nothing_new():
     env = HiddenWordEnv(words=["abcd", "abxx", "xbcx"], letter_reward=0.1, step_penalty=-0.01, solved_reward=1.0)
     seed = next(seed for seed in range(100) if env.reset(seed=seed) and env._word == "abcd")
     env.reset(seed=seed)
@@ -78,7 +76,7 @@ def test_each_place_is_paid_once_and_a_repeated_guess_tells_nothing_new() -> Non
     assert [step[4]["action_is_effective"] for step in steps] == [True, False, True, True]
 
 
-def test_the_splits_share_no_hidden_word_and_all_words_may_be_guessed() -> None:
+def test_the_splits_share_no_hidden_word_and_all_words_may_be_guessed():
     hidden = {}
     for split in ("train", "eval", "all"):
         env = HiddenWordEnv(split=split)
@@ -95,7 +93,7 @@ def test_the_splits_share_no_hidden_word_and_all_words_may_be_guessed() -> None:
     )
 
 
-def test_the_expert_names_what_fits_and_wins_nearly_always() -> None:
+def test_the_expert_names_what_fits_and_wins_nearly_always():
     env, rng, wins = HiddenWordEnv(), random.Random(0), 0
     for seed in range(200):
         env.reset(seed=seed)
@@ -121,16 +119,16 @@ def test_the_expert_names_what_fits_and_wins_nearly_always() -> None:
         (["crane"], "words: got"),
     ],
 )
-def test_words_that_cannot_be_played_are_refused(words: list[str], said: str) -> None:
+def test_words_that_cannot_be_played_are_refused(words, said):
     with pytest.raises(ValueError, match=said):
         HiddenWordEnv(words=words)
 
 
-def test_a_split_without_words_is_refused() -> None:
+def test_a_split_without_words_is_refused():
     with pytest.raises(ValueError, match=r"holdout_fraction: got 0\.01, expected at least one of 2 words"):
         HiddenWordEnv(words=["crane", "creek"], split="eval", holdout_fraction=0.01)
 
 
 @pytest.mark.parametrize("history", [True, False])
-def test_gymnasium_accepts_it(history: bool) -> None:
+def test_gymnasium_accepts_it(history):
     check_env(HiddenWordEnv(show_history=history), skip_render_check=True)

@@ -1,7 +1,5 @@
 """Environments behind an OpenEnv server: a real one where the package is, and sockets that go wrong."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -58,7 +56,7 @@ def play(env: TextEnv, seed: int) -> list[Any]:
         low, high = (guess + 1, high) if "higher" in text else (low, guess - 1)
 
 
-def test_a_real_server_is_played_and_the_seed_repeats(url: str) -> None:
+def test_a_real_server_is_played_and_the_seed_repeats(url):
     env, other = guessing(url), guessing(url)
     lengths = set()
     for seed in range(5):
@@ -73,7 +71,7 @@ def test_a_real_server_is_played_and_the_seed_repeats(url: str) -> None:
     other.close()
 
 
-def test_what_the_server_does_not_understand_is_no_action(url: str) -> None:
+def test_what_the_server_does_not_understand_is_no_action(url):
     env = guessing(url, action_pattern=ANSWER, max_steps=3)
     first, _ = env.reset(seed=0)
     for said in ("no tags", "<answer>seven</answer>"):
@@ -94,14 +92,14 @@ def test_what_the_server_does_not_understand_is_no_action(url: str) -> None:
         ("hangs", TimeoutError, "timed out"),
     ],
 )
-def test_a_server_that_fails_is_a_failure(url: str, fault: str, error: type[Exception], told: str) -> None:
+def test_a_server_that_fails_is_a_failure(url, fault, error, told):
     env = guessing(url, reset_kwargs={"fault": fault}, timeout=0.5)
     env.reset(seed=0)
     with pytest.raises(error, match=told):
         env.step("1")
 
 
-def test_an_episode_without_a_reward_is_a_failure(url: str) -> None:
+def test_an_episode_without_a_reward_is_a_failure(url):
     env = guessing(url, reset_kwargs={"fault": "pays nothing"})
     env.reset(seed=0)
     with pytest.raises(RuntimeError, match="the episode ended, and no step of it said a reward"):
@@ -109,7 +107,7 @@ def test_an_episode_without_a_reward_is_a_failure(url: str) -> None:
             env.step(number)
 
 
-def test_it_passes_the_check(url: str) -> None:
+def test_it_passes_the_check(url):
     config = {"url": url, "action_key": "number", "action_pattern": ANSWER, "success_return": 1.0}
     assert_env_ok("openenv", config, answers=NUMBERS, episodes=2, allow=["seeds-alike"])
 
@@ -147,7 +145,7 @@ def data(**keys: Any) -> str:
         ),
     ],
 )
-def test_answers_of_another_kind_are_failures(answer: str, told: str) -> None:
+def test_answers_of_another_kind_are_failures(answer, told):
     with socket_that(lambda connection, _: connection.send(answer)) as address:
         env = envs.make("openenv", url=address, success_return=1)
         with pytest.raises(Exception, match=told):
@@ -155,7 +153,7 @@ def test_answers_of_another_kind_are_failures(answer: str, told: str) -> None:
         env.close()
 
 
-def test_a_connection_that_breaks_is_a_failure_and_so_is_no_server() -> None:
+def test_a_connection_that_breaks_is_a_failure_and_so_is_no_server():
     def once(connection: ServerConnection, message: str) -> None:
         assert json.loads(message) == {"type": "reset", "data": {"level": 2, "seed": 7}}
         connection.send(data())
@@ -182,12 +180,12 @@ def test_a_connection_that_breaks_is_a_failure_and_so_is_no_server() -> None:
         ({"success_return": 1}, "url: got nothing"),
     ],
 )
-def test_wrong_configurations_are_problems(config: dict[str, Any], message: str) -> None:
+def test_wrong_configurations_are_problems(config, message):
     (problem,) = envs.check_env_config("openenv", config)
     assert re.search(message, str(problem)), problem
 
 
-def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_that_is_missing_is_named(monkeypatch):
     hide(monkeypatch, ["websockets"])
     (problem,) = envs.check_env_config("openenv", {"url": "http://x", "success_return": 1})
     assert "expected the package websockets to be installed (pip install 'roll-rl[openenv]')" in str(problem)

@@ -1,7 +1,5 @@
 """The shop: the catalogue and its search, commands as text and as calls of tools, what is paid, the expert."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -46,7 +44,7 @@ def in_shop(goal: Goal, **config: object) -> ShopEnv:
     return env
 
 
-def test_a_visit_is_told_and_paid() -> None:
+def test_a_visit_is_told_and_paid():
     env = in_shop(Goal("mug", ("red", "small"), 8), step_penalty=-0.01, goal_reward=2.0, reward_scale=0.5)
     wanted = "Wanted: red mug, small, at most 8 francs."
     assert env.observation() == wanted and env.expert_actions() == ["search red mug"]
@@ -65,21 +63,21 @@ def test_a_visit_is_told_and_paid() -> None:
     ("number", "score"),
     [(1, 2 / 4), (2, 1.0), (3, 3 / 4)],  # red and large and dear; right; blue
 )
-def test_what_is_bought_is_paid_by_the_demands_that_it_meets(number: int, score: float) -> None:
+def test_what_is_bought_is_paid_by_the_demands_that_it_meets(number, score):
     env = in_shop(Goal("mug", ("red", "small"), 8))
     env.step(answer("search red mug"))
     _, reward, terminated, _, info = env.step(answer(f"buy {number}"))
     assert terminated and reward == pytest.approx(score) and info["success"] == (score == 1)
 
 
-def test_another_kind_of_product_earns_nothing() -> None:
+def test_another_kind_of_product_earns_nothing():
     env = in_shop(Goal("mug", ("red", "small"), 9))
     env.step(answer("search hat"))
     assert env.step(answer("buy 1"))[1:3] == (0.0, True)
 
 
 @pytest.mark.parametrize("said", ["view 1", "buy 1", "buy 99"])
-def test_what_is_not_listed_cannot_be_had(said: str) -> None:
+def test_what_is_not_listed_cannot_be_had(said):
     env = in_shop(Goal("mug", ("red", "small"), 8))
     before, key = env.observation(), env.state_key()
     text, reward, terminated, _, info = env.step(answer(said))
@@ -89,21 +87,21 @@ def test_what_is_not_listed_cannot_be_had(said: str) -> None:
 
 
 @pytest.mark.parametrize("said", ["", "buy 1", answer("buy"), answer("buy one"), answer("search"), answer("steal 1")])
-def test_what_is_no_command_costs_the_penalty(said: str) -> None:
+def test_what_is_no_command_costs_the_penalty(said):
     env = in_shop(Goal("mug", ("red", "small"), 8), format_penalty=-0.25)
     before = env.observation()
     text, reward, _, _, info = env.step(said)
     assert (text, reward, info["action"], info["action_is_effective"]) == (before, -0.25, None, False)
 
 
-def test_the_search_ranks_by_words_and_says_when_there_is_nothing() -> None:
+def test_the_search_ranks_by_words_and_says_when_there_is_nothing():
     env = in_shop(Goal("mug", ("red", "small"), 8))
     assert env.catalogue.search("red mug") == (0, 1, 2) and env.catalogue.search("a blue one, please") == (2,)
     assert env.catalogue.search("small") == (), "a detail, which titles do not say"
     assert env.step(answer("search umbrella"))[0].endswith("\nNothing found.")
 
 
-def test_every_wish_can_be_met_by_the_expert_who_looks_at_details() -> None:
+def test_every_wish_can_be_met_by_the_expert_who_looks_at_details():
     env, views = ShopEnv(), 0
     for seed in range(150):
         env.reset(seed=seed)
@@ -117,7 +115,7 @@ def test_every_wish_can_be_met_by_the_expert_who_looks_at_details() -> None:
     assert views > 150
 
 
-def test_the_splits_want_different_products() -> None:
+def test_the_splits_want_different_products():
     wanted = {}
     for split in ("train", "eval", "all"):
         env = ShopEnv(split=split)
@@ -126,7 +124,7 @@ def test_the_splits_want_different_products() -> None:
     assert 0.1 < len(wanted["eval"]) / len(wanted["all"]) < 0.3
 
 
-def test_another_process_has_the_same_catalogue_and_finds_the_same() -> None:
+def test_another_process_has_the_same_catalogue_and_finds_the_same():
     code = (
         "from roll.extras.worlds.shop import ShopEnv\n"
         "env = ShopEnv()\n"
@@ -142,7 +140,7 @@ def test_another_process_has_the_same_catalogue_and_finds_the_same() -> None:
     assert catalogue(env.config.shelves()) is env.catalogue, "made once in a process"
 
 
-def test_commands_are_calls_of_tools_where_a_dialect_is_given() -> None:
+def test_commands_are_calls_of_tools_where_a_dialect_is_given():
     env = in_shop(Goal("mug", ("red", "small"), 8), dialect="hermes")
     _, info = env.reset(seed=0)
     assert [tool["function"]["name"] for tool in info["tools"]] == ["search", "view", "buy"]
@@ -159,7 +157,7 @@ def test_commands_are_calls_of_tools_where_a_dialect_is_given() -> None:
     assert env.step(call("buy", number=2))[4]["success"]
 
 
-def test_a_conversation_with_tools_is_played_by_the_manager() -> None:
+def test_a_conversation_with_tools_is_played_by_the_manager():
     tokenizer = make_tokenizer()
     said = [call("search", query="red mug"), "Hm.", call("buy", number=2)]
 
@@ -192,10 +190,10 @@ def test_a_conversation_with_tools_is_played_by_the_manager() -> None:
         ({"dialect": "hermas"}, "hermes"),
     ],
 )
-def test_what_cannot_be_sold_is_refused(config: dict[str, object], said: str) -> None:
+def test_what_cannot_be_sold_is_refused(config, said):
     with pytest.raises(ValueError, match=said):
         ShopEnv(**config)
 
 
-def test_gymnasium_accepts_it() -> None:
+def test_gymnasium_accepts_it():
     check_env(ShopEnv(), skip_render_check=True)

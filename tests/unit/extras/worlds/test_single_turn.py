@@ -1,7 +1,5 @@
 """The environment of one turn."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -116,13 +114,13 @@ def env(file: str, **keys: Any) -> SingleTurnEnv:
     return SingleTurnEnv(dataset={"file_name": file, "prompt": "meta.question"}, **keys)
 
 
-def test_the_seed_picks_a_question_the_same_in_every_environment(file: str) -> None:
+def test_the_seed_picks_a_question_the_same_in_every_environment(file):
     asked = {seed: env(file).reset(seed=seed)[0] for seed in range(20)}
     assert set(asked.values()) == {"1/2 + 1/4?", "2 + 3?"}
     assert asked == {seed: env(file).reset(seed=seed)[0] for seed in range(20)}
 
 
-def test_a_process_reads_the_files_once(file: str) -> None:
+def test_a_process_reads_the_files_once(file):
     config = QuestionsConfig(file_name=file, prompt="meta.question")
     first = read_questions(config)
     Path(file).unlink()
@@ -140,13 +138,13 @@ def test_a_process_reads_the_files_once(file: str) -> None:
         ("contains", "surely 3/4", 1.0),
     ],
 )
-def test_scorers(file: str, scorer: str, said: str, score: float) -> None:
+def test_scorers(file, scorer, said, score):
     game = env(file, scorer=scorer)
     game.reset(seed=0, options={"prompt": "1/2 + 1/4?", "answer": "3/4"})
     assert game.step(said)[4]["task_reward"] == score
 
 
-def test_all_rows_that_hold_no_question_are_told_and_there_is_one_source(tmp_path: Path, file: str) -> None:
+def test_all_rows_that_hold_no_question_are_told_and_there_is_one_source(tmp_path, file):
     path = tmp_path / "questions.jsonl"
     path.write_text('{"prompt": "a", "answer": 1}\n{"prompt": ["a"], "answer": 1}\n{"prompt": "b"}\n', encoding="utf-8")
     with pytest.raises(DataError) as caught:

@@ -1,7 +1,5 @@
 """Games of the package textarena, as it ships them."""
 
-from __future__ import annotations
-
 import random
 import re
 import threading
@@ -38,7 +36,7 @@ def search(env: TextEnv, seed: int) -> tuple[int, float, dict[str, Any]]:
     raise AssertionError
 
 
-def test_a_game_alone_is_won_and_pays_at_its_end() -> None:
+def test_a_game_alone_is_won_and_pays_at_its_end():
     env = game("GuessTheNumber-v0")
     text, info = env.reset(seed=0)
     assert "between 1 and 20" in text and info["success"] is False
@@ -48,7 +46,7 @@ def test_a_game_alone_is_won_and_pays_at_its_end() -> None:
     assert played == [search(game("GuessTheNumber-v0"), seed) for seed in range(6)]
 
 
-def test_what_the_game_refuses_is_no_action_and_what_it_ends_with_is_its_reward() -> None:
+def test_what_the_game_refuses_is_no_action_and_what_it_ends_with_is_its_reward():
     env = game("GuessTheNumber-v0", reward_scale=2.0)
     env.reset(seed=1)
     assert env.step("[10]")[1] == 0.0
@@ -60,7 +58,7 @@ def test_what_the_game_refuses_is_no_action_and_what_it_ends_with_is_its_reward(
     assert text.startswith("Invalid Move")
 
 
-def test_a_conversation_is_told_what_is_new_and_a_pattern_finds_the_move() -> None:
+def test_a_conversation_is_told_what_is_new_and_a_pattern_finds_the_move():
     env = game("GuessTheNumber-v0", show_history=False, action_pattern="<answer>(.*?)</answer>", max_steps=2)
     first, start = env.reset(seed=1)
     text, _, _, _, info = env.step("between [1] and [20] <answer>[7]</answer>")
@@ -70,7 +68,7 @@ def test_a_conversation_is_told_what_is_new_and_a_pattern_finds_the_move() -> No
     assert (same, info["action"], terminated, truncated) == (text, None, False, True)
 
 
-def test_a_board_is_played_and_the_seed_repeats_it() -> None:
+def test_a_board_is_played_and_the_seed_repeats_it():
     small = {"env_kwargs": {"num_boxes": 1}}
     first, second = game("Sokoban-v0", **small), game("Sokoban-v0", **small)
     assert first.reset(seed=1)[0] != first.reset(seed=2)[0] == second.reset(seed=2)[0]
@@ -78,7 +76,7 @@ def test_a_board_is_played_and_the_seed_repeats_it() -> None:
     assert [first.step(move) for move in moves] == [second.step(move) for move in moves]
 
 
-def test_games_side_by_side_draw_from_numbers_of_their_own() -> None:
+def test_games_side_by_side_draw_from_numbers_of_their_own():
     def play(env: TextEnv, between: Callable[[], object]) -> list[str]:
         seen = [env.reset(seed=5)[0]]
         for _ in range(8):
@@ -98,7 +96,7 @@ def test_games_side_by_side_draw_from_numbers_of_their_own() -> None:
     assert len(alone) > 3 and alone == play(game("Blackjack-v0"), lambda: other.reset(seed=9))
 
 
-def test_a_game_against_a_random_player_is_won_and_lost() -> None:
+def test_a_game_against_a_random_player_is_won_and_lost():
     env = game("TicTacToe-v0", num_players=2, opponent="random", player=1)
     outcomes = set()
     for seed in range(12):
@@ -120,7 +118,7 @@ def confused(seen: str, rng: random.Random) -> str:
     raise ConnectionError("the other model is away")
 
 
-def test_a_game_that_the_opponent_spoils_is_a_failure_and_no_reward() -> None:
+def test_a_game_that_the_opponent_spoils_is_a_failure_and_no_reward():
     env = game("TicTacToe-v0", num_players=2, opponent=f"{HERE}:stubborn")
     env.reset(seed=0)
     with pytest.raises(RuntimeError, match=r"opponent .*:stubborn lost by a move that is not allowed: 99"):
@@ -152,7 +150,7 @@ class Stuck:
         return False, {}
 
 
-def test_a_game_that_hangs_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_game_that_hangs_does_not_hold_up_the_others(monkeypatch):
     monkeypatch.setitem(ENV_REGISTRY, "Stuck-v0", EnvSpec("Stuck-v0", Stuck, None))
     monkeypatch.setattr(own_random, "_PATIENCE_S", 0.05)
     stuck = game("Stuck-v0")
@@ -180,12 +178,12 @@ def test_a_game_that_hangs_does_not_hold_up_the_others(monkeypatch: pytest.Monke
         ({"env_id": "GuessTheNumber-v0", "action_pattern": "x"}, "action_pattern: .*a group around the answer"),
     ],
 )
-def test_wrong_configurations_are_problems(config: dict[str, Any], message: str) -> None:
+def test_wrong_configurations_are_problems(config, message):
     (problem,) = envs.check_env_config("textarena", config)
     assert re.search(message, str(problem)), problem
 
 
-def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_that_is_missing_is_named(monkeypatch):
     hide(monkeypatch, ["textarena"])
     (problem,) = envs.check_env_config("textarena", {"env_id": "GuessTheNumber-v0"})
     assert "expected the package textarena to be installed (pip install 'roll-rl[textarena]')" in str(problem)

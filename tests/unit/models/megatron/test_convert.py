@@ -1,7 +1,5 @@
 """Whole weights cut into the shards of any layout come back to the last bit, and the shards hold the right rows."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys
@@ -9,7 +7,7 @@ import sys
 import pytest
 import torch
 from torch import Tensor
-from transformers import GptOssConfig, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import GptOssConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3MoeConfig
 
 from roll.models.megatron.config import MegatronModelConfig, megatron_config, padded_vocab_size, parallel_size_problems
 from roll.models.megatron.names import ExpertModules, ParallelLayout, join, load_shards, shard, shard_group
@@ -73,7 +71,7 @@ def round_trip(
 @pytest.mark.parametrize("stages", STAGES)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("case", CONFIGS)
-def test_every_layout_comes_back_to_the_last_bit(case: str, tp: int, stages: str) -> None:
+def test_every_layout_comes_back_to_the_last_bit(case, tp, stages):
     weights, config = checkpoint(make_model(CONFIGS[case])), megatron_config(CONFIGS[case])
     variants: list[tuple[int, ModuleSet, ExpertModules]] = [(1, "local", "sequential"), (1, "te", "sequential")]
     if config.num_experts:
@@ -85,7 +83,7 @@ def test_every_layout_comes_back_to_the_last_bit(case: str, tp: int, stages: str
         assert all(torch.equal(back[name], weights[name]) for name in weights)
 
 
-def test_experts_may_have_another_tensor_parallel_size() -> None:
+def test_experts_may_have_another_tensor_parallel_size():
     case = CONFIGS["qwen2 moe, every other layer dense"]
     weights, config = checkpoint(make_model(case)), megatron_config(case)
     back = round_trip(config, weights, [WHOLE], 4, 2, ("local", "sequential"), expert_tp=2)
@@ -93,7 +91,7 @@ def test_experts_may_have_another_tensor_parallel_size() -> None:
     assert all(torch.equal(back[name], weights[name]) for name in weights)
 
 
-def test_reads_one_parameter_at_a_time() -> None:
+def test_reads_one_parameter_at_a_time():
     case = CONFIGS["qwen2"]
     weights, config = checkpoint(make_model(case)), megatron_config(case)
     read: list[str] = []
@@ -109,7 +107,7 @@ def test_reads_one_parameter_at_a_time() -> None:
         assert len(read) == expected
 
 
-def test_rows_of_a_query_group_follow_each_other() -> None:
+def test_rows_of_a_query_group_follow_each_other():
     config = megatron_config(CONFIGS["qwen3, tied"])  # 4 heads in 2 groups, 16 wide
     kinds = {"q_proj": 0, "k_proj": 100, "v_proj": 200}
 
@@ -125,7 +123,7 @@ def test_rows_of_a_query_group_follow_each_other() -> None:
     assert torch.equal(torch.cat(halves), whole)
 
 
-def test_a_shard_of_the_gated_layer_has_its_gate_above_its_up_projection() -> None:
+def test_a_shard_of_the_gated_layer_has_its_gate_above_its_up_projection():
     config = megatron_config(CONFIGS["llama"])
 
     def labelled(name: str) -> Tensor:
@@ -136,7 +134,7 @@ def test_a_shard_of_the_gated_layer_has_its_gate_above_its_up_projection() -> No
     assert second[:, 0].tolist() == [*range(24, 48), *range(124, 148)]
 
 
-def test_legacy_grouped_experts_multiply_from_the_left() -> None:
+def test_legacy_grouped_experts_multiply_from_the_left():
     """As in Megatron's ``GroupedMLP.forward``: ``x @ weight1.view(experts, hidden, -1)[i]``."""
     case = CONFIGS["qwen3 moe"]
     weights, config = checkpoint(make_model(case)), megatron_config(case)
@@ -154,7 +152,7 @@ def test_legacy_grouped_experts_multiply_from_the_left() -> None:
         torch.testing.assert_close(both[:, :12] @ second.view(4, -1, 32)[expert], both[:, :12] @ down[:, 12:].T)
 
 
-def test_padding_is_zero_and_is_cut_off_again() -> None:
+def test_padding_is_zero_and_is_cut_off_again():
     case = CONFIGS["qwen2, tied"]
     weights, config = checkpoint(make_model(case)), megatron_config(case)
     name = "embedding.word_embeddings.weight"
@@ -166,7 +164,7 @@ def test_padding_is_zero_and_is_cut_off_again() -> None:
     assert dict(join(name, shards, config, ranks[0]))["model.embed_tokens.weight"].shape == (97, 32)
 
 
-def test_number_formats_stay_and_a_missing_shard_is_an_error() -> None:
+def test_number_formats_stay_and_a_missing_shard_is_an_error():
     case = CONFIGS["qwen3 moe"]
     weights = {name: weight.bfloat16() for name, weight in checkpoint(make_model(case)).items()}
     shards = load_shards(
@@ -183,12 +181,12 @@ def test_number_formats_stay_and_a_missing_shard_is_an_error() -> None:
     ("name", "rows"),
     [("embedding.word_embeddings.weight", 97), ("decoder.layers.0.self_attention.linear_qkv.weight", 64)],
 )
-def test_wrong_sizes_are_not_padded_or_folded_away(name: str, rows: int) -> None:
+def test_wrong_sizes_are_not_padded_or_folded_away(name, rows):
     with pytest.raises(ValueError, match=rf"weight: 96 rows, expected {rows} by the model's configuration"):
         shard(name, lambda _: torch.zeros(96, 32), megatron_config(CONFIGS["qwen3, tied"]), WHOLE)
 
 
-def test_sizes_of_query_groups_wide_heads_and_layers_with_experts() -> None:
+def test_sizes_of_query_groups_wide_heads_and_layers_with_experts():
     config = megatron_config(CONFIGS["qwen3"])
     expected = {"num_query_groups": 2, "kv_channels": 24, "ffn_hidden_size": 48, "qk_layernorm": True}
     assert config.transformer.items() >= (expected | {"add_qkv_bias": False, "add_bias_linear": False}).items()
@@ -213,7 +211,7 @@ def test_sizes_of_query_groups_wide_heads_and_layers_with_experts() -> None:
         (GptOssConfig(**SHAPE), "GptOssConfig", ""),
     ],
 )
-def test_an_unknown_class_is_named_with_the_known_ones(config: PreTrainedConfig, seen: str, nearest: str) -> None:
+def test_an_unknown_class_is_named_with_the_known_ones(config, seen, nearest):
     config.architectures = [seen]
     with pytest.raises(ValueError, match=rf"^{seen} \(model_type .*Qwen3MoeForCausalLM \(nearest: {nearest}"):
         megatron_config(config)
@@ -248,13 +246,13 @@ def rope(**changes: object) -> LlamaConfig:
         ),
     ],
 )
-def test_what_megatron_does_not_compute_is_named(config: PreTrainedConfig, problem: str) -> None:
+def test_what_megatron_does_not_compute_is_named(config, problem):
     with pytest.raises(ValueError, match="ForCausalLM: Megatron-Core cannot compute this model") as error:
         megatron_config(config)
     assert problem in str(error.value)
 
 
-def test_all_problems_come_at_once() -> None:
+def test_all_problems_come_at_once():
     with pytest.raises(ValueError) as error:
         megatron_config(
             LlamaConfig(**SHAPE, hidden_act="relu", mlp_bias=True, rope_parameters=dict(LLAMA3, factor=2.0))
@@ -263,11 +261,11 @@ def test_all_problems_come_at_once() -> None:
 
 
 @pytest.mark.parametrize(("size", "rows"), [(1, 97), (2, 98), (4, 100), (97, 97), (8, 104)])
-def test_padded_vocabulary_is_the_next_multiple(size: int, rows: int) -> None:
+def test_padded_vocabulary_is_the_next_multiple(size, rows):
     assert padded_vocab_size(97, size) == rows
 
 
-def test_parallel_sizes_that_do_not_divide_are_all_named() -> None:
+def test_parallel_sizes_that_do_not_divide_are_all_named():
     moe = megatron_config(CONFIGS["qwen3 moe, second layer dense"])
     for tensor, expert in [(1, 1), (2, 4), (4, 2)]:
         assert not list(parallel_size_problems(moe, tensor=tensor, expert=expert))
@@ -283,7 +281,7 @@ def test_parallel_sizes_that_do_not_divide_are_all_named() -> None:
     assert "expert_tensor_parallel_size" in [p.path for p in parallel_size_problems(moe, tensor=2, expert_tensor=16)]
 
 
-def test_nothing_of_this_imports_megatron() -> None:
+def test_nothing_of_this_imports_megatron():
     modules = ", ".join(f"roll.models.megatron.{name}" for name in ("config", "names"))
     code = f"import sys, {modules}; sys.exit('megatron' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

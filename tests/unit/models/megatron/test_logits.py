@@ -1,7 +1,5 @@
 """Megatron-Core's own model, filled by the converter, computes what Transformers does, and gives the weights back."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -126,7 +124,7 @@ def logits(model: nn.Module, tokens_BT: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_same_logits_and_the_same_weights_back(case: str, start_groups: StartGroups) -> None:
+def test_same_logits_and_the_same_weights_back(case, start_groups):
     start_groups()
     reference = make_model(CONFIGS[case])
     weights, config = checkpoint(reference), megatron_config(CONFIGS[case])
@@ -155,9 +153,7 @@ def test_same_logits_and_the_same_weights_back(case: str, start_groups: StartGro
         ("qwen2 moe, every other layer dense", {"tp": 4, "ep": 2, "etp": 2}),
     ],
 )
-def test_every_rank_of_a_layout_has_the_parameters_and_shapes_that_megatron_gives_it(
-    case: str, sizes: dict[str, int], start_groups: StartGroups
-) -> None:
+def test_every_rank_of_a_layout_has_the_parameters_and_shapes_that_megatron_gives_it(case, sizes, start_groups):
     weights, config = checkpoint(make_model(CONFIGS[case])), megatron_config(CONFIGS[case])
     uneven = {"num_layers_in_first_pipeline_stage": 1} if sizes.get("pp") == 2 else {}
     dense = sizes.get("tp", 1)

@@ -1,7 +1,5 @@
 """The name map as data: complete, without doubles, and the same model under both sets of Megatron's modules."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -39,7 +37,7 @@ def hf_names(config: MegatronModelConfig, names: list[str]) -> Counter[str]:
 
 @pytest.mark.parametrize(("modules", "experts"), MODULE_SETS)
 @pytest.mark.parametrize("case", CONFIGS)
-def test_each_weight_of_a_checkpoint_is_covered_once(case: str, modules: ModuleSet, experts: ExpertModules) -> None:
+def test_each_weight_of_a_checkpoint_is_covered_once(case, modules, experts):
     config = megatron_config(CONFIGS[case])
     names = list(parameter_names(config, WHOLE, modules, experts))
     assert len(set(names)) == len(names)
@@ -47,13 +45,13 @@ def test_each_weight_of_a_checkpoint_is_covered_once(case: str, modules: ModuleS
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_adapters_go_on_all_linear_layers_but_gates(case: str) -> None:
+def test_adapters_go_on_all_linear_layers_but_gates(case):
     modules = make_model(CONFIGS[case]).named_modules()
     linear = {name for name, module in modules if isinstance(module, nn.Linear) and name != "lm_head"}
     assert set(adaptable_layers(megatron_config(CONFIGS[case]))) == {n for n in linear if "shared_expert_gate" not in n}
 
 
-def test_an_adapter_is_cut_where_its_layer_is() -> None:
+def test_an_adapter_is_cut_where_its_layer_is():
     config = megatron_config(CONFIGS["qwen3"])
     forms = {
         "self_attention.linear_qkv.lora.k_proj.lora_A": ("replicated", "self_attn.k_proj.lora_A"),
@@ -68,7 +66,7 @@ def test_an_adapter_is_cut_where_its_layer_is() -> None:
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_each_local_name_has_one_transformer_engine_name_for_the_same_weights(case: str) -> None:
+def test_each_local_name_has_one_transformer_engine_name_for_the_same_weights(case):
     config = megatron_config(CONFIGS[case])
     local, te = (list(parameter_names(config, WHOLE, modules)) for modules in ("local", "te"))  # type: ignore[arg-type]
     renamed = {mine: theirs for mine, theirs in zip(local, te, strict=True) if mine != theirs}
@@ -82,7 +80,7 @@ def test_each_local_name_has_one_transformer_engine_name_for_the_same_weights(ca
     assert not renamed
 
 
-def test_transformer_engine_names_of_a_dense_layer() -> None:
+def test_transformer_engine_names_of_a_dense_layer():
     names = list(parameter_names(megatron_config(CONFIGS["qwen3"]), ParallelLayout(layers=(2,)), "te"))
     assert names == [
         "embedding.word_embeddings.weight",
@@ -99,7 +97,7 @@ def test_transformer_engine_names_of_a_dense_layer() -> None:
     ]
 
 
-def test_transformer_engine_names_are_those_that_megatron_saves_its_own_modules_under() -> None:
+def test_transformer_engine_names_are_those_that_megatron_saves_its_own_modules_under():
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -109,7 +107,7 @@ def test_transformer_engine_names_are_those_that_megatron_saves_its_own_modules_
         assert name_in(entry, "te") == saved_under.get(prefix, "") + entry.local.removeprefix(prefix)
 
 
-def test_transformer_engine_names_of_grouped_experts() -> None:
+def test_transformer_engine_names_of_grouped_experts():
     config = megatron_config(CONFIGS["qwen3 moe"])
     stage = ParallelLayout(layers=(1,), first_stage=False, last_stage=False, ep_rank=1, ep_size=2)
     names = [name for name in parameter_names(config, stage, "te", "grouped") if ".mlp." in name]
@@ -125,7 +123,7 @@ def test_transformer_engine_names_of_grouped_experts() -> None:
     )
 
 
-def test_a_tied_output_layer_exists_only_away_from_the_embedding() -> None:
+def test_a_tied_output_layer_exists_only_away_from_the_embedding():
     config = megatron_config(CONFIGS["qwen2, tied"])
     assert "output_layer.weight" not in parameter_names(config, WHOLE, "local")
     last = ParallelLayout(layers=(2,), first_stage=False)
@@ -142,12 +140,12 @@ def test_a_tied_output_layer_exists_only_away_from_the_embedding() -> None:
         "mtp.layers.0.eh_proj.weight",
     ],
 )
-def test_an_unknown_parameter_is_an_error(name: str) -> None:
+def test_an_unknown_parameter_is_an_error(name):
     with pytest.raises(ValueError, match=f"Megatron parameter '{name}': not one of those that Qwen3ForCausalLM has"):
         source(name, megatron_config(CONFIGS["qwen3"]), WHOLE)
 
 
-def test_a_layer_or_expert_that_the_rank_does_not_hold_is_an_error() -> None:
+def test_a_layer_or_expert_that_the_rank_does_not_hold_is_an_error():
     config = megatron_config(CONFIGS["qwen3 moe"])
     stage = ParallelLayout(layers=(1, 2), ep_size=2)
     with pytest.raises(ValueError, match="layer 2, but the rank holds 2"):
@@ -156,7 +154,7 @@ def test_a_layer_or_expert_that_the_rank_does_not_hold_is_an_error() -> None:
         source("decoder.layers.0.mlp.experts.linear_fc1.weight3", config, stage)
 
 
-def test_parts_that_stand_or_fall_together() -> None:
+def test_parts_that_stand_or_fall_together():
     expert = "model.layers.3.mlp.experts.7.up_proj.weight"
     assert module_parts(expert) == tuple(f"model.layers.3.mlp.experts.{name}_proj" for name in ("gate_up", "down"))
     assert module_parts("model.norm.weight") == ("model.norm.weight",)

@@ -1,7 +1,5 @@
 """The environment managers of a run, their workers in this process."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +41,7 @@ def roles(*overrides: str) -> AgenticRolloutWorkers:
     return AgenticRolloutWorkers(config, run)
 
 
-def test_every_environment_is_tried_before_anything_is_set_up() -> None:
+def test_every_environment_is_tried_before_anything_is_set_up():
     roles().probe()
     mute = roles("custom_envs.Counting.env_type=tests.support.faults:MuteEnv")
     with pytest.raises(RunFailedError) as caught:
@@ -52,7 +50,7 @@ def test_every_environment_is_tried_before_anything_is_set_up() -> None:
     assert str(caught.value) == line, "told once, though each worker finds it"
 
 
-def test_evaluations_alone_are_recorded_twice_as_many_as_are_shown() -> None:
+def test_evaluations_alone_are_recorded_twice_as_many_as_are_shown():
     envs = roles("num_renders=3")
     assert [scheduler.plan.spec(5).record for scheduler in (envs.train, envs.val, envs.val_greedy)] == [
         False,

@@ -1,7 +1,5 @@
 """A saved model that all tests of these commands share, and the command line as a user calls it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``roll chat`` through pipes, and the conversation behind it."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 
@@ -27,7 +25,7 @@ def said(words: str) -> dict[str, str]:
     return {"role": "user", "content": words}
 
 
-def test_a_conversation_through_pipes(model, monkeypatch, capsys) -> None:
+def test_a_conversation_through_pipes(model, monkeypatch, capsys):
     renderer, oracle = ChatRenderer(make_tokenizer()), load(model)
     first_prompt = renderer.prompt([SYSTEM, said("Up?")])
     first = np.array(greedy_oracle(oracle, first_prompt, 6))
@@ -41,7 +39,7 @@ def test_a_conversation_through_pipes(model, monkeypatch, capsys) -> None:
     assert "/what: no such command" in err and "/reset starts over" in err
 
 
-def test_bytes_that_are_no_text_are_asked_as_marks(model, monkeypatch, capsys) -> None:
+def test_bytes_that_are_no_text_are_asked_as_marks(model, monkeypatch, capsys):
     renderer, oracle = ChatRenderer(make_tokenizer()), load(model)
     expected = greedy_oracle(oracle, renderer.prompt([said("Up\ufffd?")]), 6)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Up\xff?\n"), "utf-8", "surrogateescape"))
@@ -50,14 +48,14 @@ def test_bytes_that_are_no_text_are_asked_as_marks(model, monkeypatch, capsys) -
 
 
 @pytest.mark.parametrize("words", ["", "a\udcff"])
-def test_a_system_message_is_a_text(words, capsys) -> None:
+def test_a_system_message_is_a_text(words, capsys):
     for command in (["chat", "."], ["generate", ".", "x.jsonl", "-o", "y.jsonl", "--chat"]):
         with pytest.raises(SystemExit) as ended:
             main([*command, "--system", words])
         assert ended.value.code == 2 and "--system: got" in capsys.readouterr().err
 
 
-def test_words_come_as_they_are_sampled_and_what_was_said_counts_when_one_stops_listening(model, monkeypatch) -> None:
+def test_words_come_as_they_are_sampled_and_what_was_said_counts_when_one_stops_listening(model, monkeypatch):
     monkeypatch.setattr(conversation, "POLL_S", 0.002)
     worker: WorkerConfig = generator_section("hf_infer", {})
     renderer = ChatRenderer(make_tokenizer())
@@ -82,7 +80,7 @@ def test_words_come_as_they_are_sampled_and_what_was_said_counts_when_one_stops_
         assert asyncio.run(listen("k", 1000))
 
 
-def test_a_model_that_cannot_be_talked_with_is_code_2(tmp_path, capsys) -> None:
+def test_a_model_that_cannot_be_talked_with_is_code_2(tmp_path, capsys):
     assert main(["chat", str(tmp_path)]) == 2
     assert "config.json" in capsys.readouterr().err
     assert main(["chat", str(tmp_path), "generating_args.temprature=1"]) == 2

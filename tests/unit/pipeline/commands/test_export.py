@@ -1,7 +1,5 @@
 """``roll export``: checkpoints of every kind of model become folders that Transformers loads."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -75,7 +73,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert not [name for name, tensor in expected.items() if not found[name].equal(tensor)]
 
 
-def test_a_merged_adapter_is_a_whole_model(runs, model: str, tmp_path: Path, capsys) -> None:
+def test_a_merged_adapter_is_a_whole_model(runs, model, tmp_path, capsys):
     run, trained = runs["adapter"]
     assert export(run, "-o", tmp_path / "out", "--merge-adapter", "--max-shard-size", "60KB") == 0
     assert f"{tmp_path / 'out'}: " in capsys.readouterr().out
@@ -99,7 +97,7 @@ def test_a_merged_adapter_is_a_whole_model(runs, model: str, tmp_path: Path, cap
     assert len(files) >= 3 and not (tmp_path / ".out.unfinished").exists()
 
 
-def test_an_adapter_keeps_its_form(runs, tmp_path: Path) -> None:
+def test_an_adapter_keeps_its_form(runs, tmp_path):
     run, trained = runs["adapter"]
     assert export(run / "checkpoints" / "checkpoint-7", "-o", tmp_path / "out", "--dtype", "bf16") == 0
     found = load_file(tmp_path / "out" / "adapter_model.safetensors")
@@ -111,7 +109,7 @@ def test_an_adapter_keeps_its_form(runs, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["critic", "critic-shards"])
-def test_a_critic_has_a_trunk_and_its_head(runs, tmp_path: Path, name: str) -> None:
+def test_a_critic_has_a_trunk_and_its_head(runs, tmp_path, name):
     run, trained = runs[name]
     for dtype in ("fp32", "fp16"):
         assert export(run, "-o", tmp_path / dtype, "--role", "critic", "--dtype", dtype) == 0
@@ -125,7 +123,7 @@ def test_a_critic_has_a_trunk_and_its_head(runs, tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["reward", "reward-shards"])
-def test_a_reward_model_is_a_classifier(runs, tmp_path: Path, name: str) -> None:
+def test_a_reward_model_is_a_classifier(runs, tmp_path, name):
     run, trained = runs[name]
     assert export(run, "-o", tmp_path / "out", "--dtype", "fp32") == 0
     found = parameters(AutoModelForSequenceClassification.from_pretrained(tmp_path / "out"))
@@ -135,7 +133,7 @@ def test_a_reward_model_is_a_classifier(runs, tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["reward-adapter", "reward-adapter-shards"])
-def test_an_adapter_of_a_reward_model_becomes_a_classifier(runs, model: str, tmp_path: Path, name: str) -> None:
+def test_an_adapter_of_a_reward_model_becomes_a_classifier(runs, model, tmp_path, name):
     from peft import PeftModel
 
     run, trained = runs[name]
@@ -158,7 +156,7 @@ def test_an_adapter_of_a_reward_model_becomes_a_classifier(runs, model: str, tmp
     assert len(adapted) == 4, "the adapter has learnt"
 
 
-def test_exporting_needs_neither_ray_nor_a_gpu(runs, tmp_path: Path) -> None:
+def test_exporting_needs_neither_ray_nor_a_gpu(runs, tmp_path):
     code = (
         "import sys; from roll.__main__ import main; code = main(sys.argv[1:]); "
         "sys.exit(code or any(name == 'ray' or name.startswith('ray.') for name in sys.modules))"
@@ -174,7 +172,7 @@ def refused(capsys: Any, *words: object) -> str:
     return error
 
 
-def test_what_cannot_be_exported_is_refused(runs, model: str, tmp_path: Path, capsys) -> None:
+def test_what_cannot_be_exported_is_refused(runs, model, tmp_path, capsys):
     out = ("-o", tmp_path / "out")
     assert "no adapter in it" in refused(capsys, runs["reward"][0], *out, "--merge-adapter")
     assert "no such folder" in refused(capsys, tmp_path / "absent", *out)
@@ -212,16 +210,14 @@ def test_what_cannot_be_exported_is_refused(runs, model: str, tmp_path: Path, ca
         ({"base_model_name_or_path": None}, "expected --base MODEL"),
     ],
 )
-def test_a_configuration_that_is_not_the_adapters_is_refused(
-    runs, tmp_path: Path, capsys, change: dict[str, Any], reason: str
-) -> None:
+def test_a_configuration_that_is_not_the_adapters_is_refused(runs, tmp_path, capsys, change, reason):
     folder = shutil.copytree(runs["adapter"][0] / "checkpoints" / "checkpoint-7" / "actor_train", tmp_path / "adapter")
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config | change))
     assert reason in refused(capsys, folder, "-o", tmp_path / "out", "--merge-adapter")
 
 
-def test_a_folder_that_is_there_stays_unless_asked(model: str, tmp_path: Path, capsys) -> None:
+def test_a_folder_that_is_there_stays_unless_asked(model, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     assert "--overwrite" in refused(capsys, model, "-o", tmp_path / "out")
@@ -233,13 +229,13 @@ def test_a_folder_that_is_there_stays_unless_asked(model: str, tmp_path: Path, c
 
 
 @pytest.mark.parametrize("folder", [".", "/", ""])
-def test_a_folder_that_cannot_be_replaced_is_refused(model: str, tmp_path: Path, monkeypatch, capsys, folder) -> None:
+def test_a_folder_that_cannot_be_replaced_is_refused(model, tmp_path, monkeypatch, capsys, folder):
     monkeypatch.chdir(tmp_path)
     assert "got the working folder or" in refused(capsys, model, "-o", folder, "--overwrite")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_checkpoint_is_refused(runs, tmp_path: Path, capsys) -> None:
+def test_a_damaged_checkpoint_is_refused(runs, tmp_path, capsys):
     checkpoint = shutil.copytree(runs["reward"][0] / "checkpoints" / "checkpoint-7", tmp_path / "checkpoint-7")
     with (checkpoint / "actor_train" / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
@@ -247,7 +243,7 @@ def test_a_damaged_checkpoint_is_refused(runs, tmp_path: Path, capsys) -> None:
     assert "has checksum" in refused(capsys, checkpoint, "-o", tmp_path / "out")
 
 
-def test_weights_without_their_float32_are_widened_and_that_is_said(runs, tmp_path: Path, capsys) -> None:
+def test_weights_without_their_float32_are_widened_and_that_is_said(runs, tmp_path, capsys):
     folder = runs["reward"][0] / "checkpoints" / "checkpoint-7" / "actor_train"
     copy = shutil.copytree(folder, tmp_path / "model")
     assert export(copy, "-o", tmp_path / "out", "--dtype", "fp32") == 0
@@ -259,11 +255,11 @@ def test_weights_without_their_float32_are_widened_and_that_is_said(runs, tmp_pa
 @pytest.mark.parametrize(
     ("size", "expected"), [("1000", 1000), ("500MB", 5 * 10**8), ("4GiB", 4 * 2**30), ("1.5 g", 15 * 10**8)]
 )
-def test_sizes(size: str, expected: int) -> None:
+def test_sizes(size, expected):
     assert num_bytes(size) == expected
 
 
 @pytest.mark.parametrize("size", ["", "0", "GB", "-1GB", "4 apples"])
-def test_a_wrong_size_is_refused(size: str) -> None:
+def test_a_wrong_size_is_refused(size):
     with pytest.raises(ValueError, match="max-shard-size"):
         num_bytes(size)

@@ -1,7 +1,5 @@
 """``roll generate``: order, seeds, going on, what cannot be answered, and the forms that prompts come in."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -17,7 +15,7 @@ from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
 from roll.models.lora import write_adapter_config
 from roll.models.tiny import make_tokenizer
 from tests.support.contract import LORA, greedy_oracle, load, make_adapter
-from tests.unit.pipeline.commands.conftest import Write, read
+from tests.unit.pipeline.commands.conftest import read
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = ("--temperature", "0", "--max-tokens", "8")
@@ -28,7 +26,7 @@ def oracle(model: str, ids: list[int], max_new_tokens: int = 8) -> str:
     return make_tokenizer().decode(tokens, skip_special_tokens=True)
 
 
-def test_texts_are_continued_and_messages_rendered(model: str, rows: Write, tmp_path: Path, capsys) -> None:
+def test_texts_are_continued_and_messages_rendered(model, rows, tmp_path, capsys):
     tokenizer = make_tokenizer()
     talk = [{"role": "system", "content": "Short."}, {"role": "user", "content": "Up or Down?"}]
     files = [rows("a.jsonl", [{"prompt": "one two", "k": [1]}]), rows("b.jsonl", [{"messages": talk}])]
@@ -51,7 +49,7 @@ def test_texts_are_continued_and_messages_rendered(model: str, rows: Write, tmp_
     assert read(tmp_path / "five.jsonl")[0]["said"][0]["text"] == oracle(model, prompt.tolist())
 
 
-def test_an_interrupted_output_is_finished_as_if_nothing_had_happened(model, rows, tmp_path, capsys) -> None:
+def test_an_interrupted_output_is_finished_as_if_nothing_had_happened(model, rows, tmp_path, capsys):
     prompts = rows("prompts.jsonl", [{"prompt": f"prompt {n} " * (1 + n % 3)} for n in range(12)])
     whole, other = tmp_path / "whole.jsonl", tmp_path / "other.jsonl"
     command = ["generate", model, prompts, "-n", "2", "--max-tokens", "6", "--seed", "3", "--concurrency", "4"]
@@ -78,7 +76,7 @@ def test_an_interrupted_output_is_finished_as_if_nothing_had_happened(model, row
     assert other.read_bytes() == whole.read_bytes()
 
 
-def test_a_prompt_that_cannot_be_answered_is_told_in_its_row(model, rows, tmp_path, capsys) -> None:
+def test_a_prompt_that_cannot_be_answered_is_told_in_its_row(model, rows, tmp_path, capsys):
     prompts = rows("prompts.jsonl", [{"prompt": "a"}, {"prompt": "word " * 40}, {"prompt": "b"}])
     out = tmp_path / "out.jsonl"
     command = ["generate", model, prompts, "-o", str(out), "-n", "2", "--max-length", "32", *GREEDY]
@@ -90,7 +88,7 @@ def test_a_prompt_that_cannot_be_answered_is_told_in_its_row(model, rows, tmp_pa
     assert "sequence_length is 32" in lines[1]["answers"][0]["error"]
 
 
-def test_everything_that_is_wrong_is_told_before_a_model_loads(rows, tmp_path, capsys) -> None:
+def test_everything_that_is_wrong_is_told_before_a_model_loads(rows, tmp_path, capsys):
     wrong = rows("wrong.jsonl", [{"question": "?"}, {"prompt": 3}, {"prompt": "x", "answers": "y"}])
     out = str(tmp_path / "out.jsonl")
     assert main(["generate", "/nowhere", wrong, "-o", out]) == 2
@@ -115,14 +113,14 @@ def test_everything_that_is_wrong_is_told_before_a_model_loads(rows, tmp_path, c
 
 
 @pytest.mark.parametrize("words", [["generate", "/nowhere", "p.jsonl", "-o", "out.jsonl"], ["chat", "/nowhere"]])
-def test_a_length_that_no_prompt_has_is_refused(words: list[str], capsys) -> None:
+def test_a_length_that_no_prompt_has_is_refused(words, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([*words, "--max-length", "0"])
     assert f"{words[0]}: --max-length: got 0, expected at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("targets", [None, "all-linear", r".*_proj", ["model.layers.0.self_attn.q_proj"]])
-def test_an_adapter_is_put_on_the_model_that_it_names(model, rows, tmp_path, targets) -> None:
+def test_an_adapter_is_put_on_the_model_that_it_names(model, rows, tmp_path, targets):
     from safetensors.torch import save_file
 
     tensors, merged = make_adapter(model, seed=3)

@@ -1,18 +1,12 @@
 """Progress of a command off a terminal: a line from time to time, also where nothing is finished yet."""
 
-from __future__ import annotations
-
 import time
-
-import pytest
 
 from roll.pipeline.commands import progress as progress_module
 from roll.pipeline.commands.progress import progress
 
 
-def test_lines_come_while_nothing_is_finished_and_end_with_the_work(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_come_while_nothing_is_finished_and_end_with_the_work(capsys, monkeypatch):
     monkeypatch.setattr(progress_module, "QUIET_SECONDS", 0.02)
     with progress("rows answered", 1000, 3) as advance:
         time.sleep(0.3)

@@ -1,7 +1,5 @@
 """``roll score``: any answers, any verifiers, nothing heavy for rules, and no failure that looks like a 0."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -37,7 +35,7 @@ SUMS = [
 ]
 
 
-def test_answers_are_scored_by_a_rule_and_failures_are_told(rows: Write, tmp_path: Path, capsys) -> None:
+def test_answers_are_scored_by_a_rule_and_failures_are_told(rows, tmp_path, capsys):
     out, figures = tmp_path / "scores.jsonl", tmp_path / "figures.json"
     command = ["score", rows("sums.jsonl", SUMS), "--verifier", "math", "-o", str(out), "--summary", str(figures)]
     assert main(command) == 1  # an answer has no score
@@ -57,7 +55,7 @@ def test_answers_are_scored_by_a_rule_and_failures_are_told(rows: Write, tmp_pat
     assert "accuracy        0.5000 ± 0.2887" in printed and "failed          1\n" in printed
 
 
-def test_texts_and_several_rows_of_one_prompt_are_answers_too(rows, capsys) -> None:
+def test_texts_and_several_rows_of_one_prompt_are_answers_too(rows, capsys):
     question = [{"role": "user", "content": "1+1"}]
     lines = [{"messages": question, "truth": {"value": "2"}, "said": rf"\boxed{{{n}}}"} for n in (2, 3)]
     command = ["score", rows("a.jsonl", lines), "--verifier", "math", "--answer-key", "said"]
@@ -69,7 +67,7 @@ def test_texts_and_several_rows_of_one_prompt_are_answers_too(rows, capsys) -> N
     assert "score 3.0" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_runs_episodes_are_scored_with_their_reference_answers(tmp_path, capsys) -> None:
+def test_a_runs_episodes_are_scored_with_their_reference_answers(tmp_path, capsys):
     episodes = [answer(text=rf"\boxed{{{n}}}", ground_truth="7") for n in (7, 8)]
     path = tmp_path / "eval-00003.jsonl"
     path.write_text("".join(to_json(trajectory_record(episode)) + "\n" for episode in episodes))
@@ -78,7 +76,7 @@ def test_a_runs_episodes_are_scored_with_their_reference_answers(tmp_path, capsy
     assert "prompts 1 answers 2 failed 0 score 0.5000" in out
 
 
-def test_the_rewards_of_a_configuration_score_by_tag(rows, tmp_path, capsys) -> None:
+def test_the_rewards_of_a_configuration_score_by_tag(rows, tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text(
         "rewards:\n"
         "  sums:\n"
@@ -103,7 +101,7 @@ def test_the_rewards_of_a_configuration_score_by_tag(rows, tmp_path, capsys) -> 
     assert "tag None, expected one of sum, word" in capsys.readouterr().err
 
 
-def test_everything_that_is_wrong_is_told_at_once(rows, tmp_path, capsys) -> None:
+def test_everything_that_is_wrong_is_told_at_once(rows, tmp_path, capsys):
     file = rows("a.jsonl", [{"answers": ["x"]}, {"solution": 1}, {"solution": 1, "answers": [3]}])
     assert main(["score", file, "--verifier", "math"]) == 2
     told = " ".join(capsys.readouterr().err.split())
@@ -121,7 +119,7 @@ def test_everything_that_is_wrong_is_told_at_once(rows, tmp_path, capsys) -> Non
     assert main(["score", rows("empty.jsonl", []), "--verifier", "math"]) == 2
 
 
-def test_references_that_no_answer_can_equal_are_told(rows, capsys) -> None:
+def test_references_that_no_answer_can_equal_are_told(rows, capsys):
     wrong = [{**SUMS[0], "id": number, "solution": "about six"} for number in range(9)]
     path = rows("sums.jsonl", [SUMS[0], *wrong])
     main(["score", path, "--verifier", "gsm8k"])
@@ -130,7 +128,7 @@ def test_references_that_no_answer_can_equal_are_told(rows, capsys) -> None:
     assert "… and 6 more rows to which no answer can be right" in told
 
 
-def test_scores_and_figures_take_the_place_of_no_other_file(rows, capsys, tmp_path) -> None:
+def test_scores_and_figures_take_the_place_of_no_other_file(rows, capsys, tmp_path):
     file = rows("a.jsonl", SUMS)
     assert main(["score", file, "--verifier", "math", "-o", file]) == 2
     assert "--output: got" in capsys.readouterr().err and read(file) == SUMS
@@ -144,7 +142,7 @@ def test_scores_and_figures_take_the_place_of_no_other_file(rows, capsys, tmp_pa
     assert "--output: got ., a folder" in capsys.readouterr().err
 
 
-def test_figures_that_cannot_be_written_are_printed(rows, monkeypatch, capsys) -> None:
+def test_figures_that_cannot_be_written_are_printed(rows, monkeypatch, capsys):
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
@@ -155,13 +153,13 @@ def test_figures_that_cannot_be_written_are_printed(rows, monkeypatch, capsys) -
 
 
 @pytest.mark.parametrize("count", ["0", "-1"])
-def test_rules_need_a_process(rows, capsys, count: str) -> None:
+def test_rules_need_a_process(rows, capsys, count):
     with pytest.raises(SystemExit, match="2"):
         main(["score", rows("a.jsonl", SUMS), "--verifier", "math", "--processes", count])
     assert f"score: --processes: got {count}, expected at least 1" in capsys.readouterr().err
 
 
-def test_scores_that_are_not_all_there_leave_no_file(tmp_path) -> None:
+def test_scores_that_are_not_all_there_leave_no_file(tmp_path):
     with pytest.raises(KeyboardInterrupt), _written(tmp_path / "scores.jsonl") as file:
         assert file is not None
         file.write("{}")
@@ -169,7 +167,7 @@ def test_scores_that_are_not_all_there_leave_no_file(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_figures_and_scores_go_into_folders_that_are_made(rows, tmp_path) -> None:
+def test_figures_and_scores_go_into_folders_that_are_made(rows, tmp_path):
     out, figures = tmp_path / "new" / "scores.jsonl", tmp_path / "other" / "figures.json"
     command = ["score", rows("a.jsonl", SUMS[:2]), "--verifier", "math", "-o", str(out), "--summary", str(figures)]
     assert main(command) == 0
@@ -183,13 +181,13 @@ def test_figures_and_scores_go_into_folders_that_are_made(rows, tmp_path) -> Non
         (["judge", "judge_model_type=inference", "judge_model_name=./absent"], "'./absent': no such folder"),
     ],
 )
-def test_a_model_that_cannot_score_is_told_without_a_traceback(rows, model, capsys, verifier, reason) -> None:
+def test_a_model_that_cannot_score_is_told_without_a_traceback(rows, model, capsys, verifier, reason):
     words = [word.format(model=model) for word in verifier]
     assert main(["score", rows("a.jsonl", SUMS[:1]), "--verifier", *words]) == 2
     assert reason in capsys.readouterr().err
 
 
-def test_figures_are_those_of_a_runs_evaluation() -> None:
+def test_figures_are_those_of_a_runs_evaluation():
     groups: list[RolloutGroup] = [
         group(answer(0.25, True, "1"), answer(0.5, False, "2"), answer(1.0, True, "1"), answer(0.0, False, None)),
         group(answer(0.0, False, "1"), answer(0.75, False, "2"), answer(0.0, True, "3"), answer(0.1, True, "3")),
@@ -204,7 +202,7 @@ def test_figures_are_those_of_a_runs_evaluation() -> None:
     assert found["accuracy"] == pytest.approx(expected["x/mean@4"]) and "x/worst@2" in expected
 
 
-def test_rules_load_neither_ray_nor_torch(rows) -> None:
+def test_rules_load_neither_ray_nor_torch(rows):
     code = (
         "import sys; from roll.__main__ import main; code = main(sys.argv[1:]);"
         "bad = {'torch', 'ray', 'transformers'} & set(sys.modules); sys.exit(repr(bad) if bad else code)"
@@ -266,7 +264,7 @@ def scores(rows: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scor
     return score
 
 
-def test_a_function_in_a_file_with_arguments_a_score_that_is_enough_and_more_to_tell(scores: Scores) -> None:
+def test_a_function_in_a_file_with_arguments_a_score_that_is_enough_and_more_to_tell(scores):
     own = "[{name: custom, args: {path: 'mine.py:plain'}}]"
     (found,) = scores(own, "ab")
     assert (found["score"], found["correct"]) == (2.0, True)
@@ -279,14 +277,14 @@ def test_a_function_in_a_file_with_arguments_a_score_that_is_enough_and_more_to_
 
 
 @pytest.mark.parametrize(("size", "together"), [(2, {1.0, 2.0}), (3, {3.0})])
-def test_a_function_of_lists(scores: Scores, size: int, together: set[float]) -> None:
+def test_a_function_of_lists(scores, size, together):
     keys = f"{{path: 'mine.py:of_lists', batch: true, batch_size: {size}, batch_wait: 0.3}}"
     found = scores(f"[{{name: custom, args: {keys}}}]", "a", "ab", "abc")
     assert [each["score"] for each in found] == [1.0, 2.0, 3.0]
     assert {each["parts"]["custom/together"] for each in found} == together
 
 
-def test_functions_that_take_too_long_fail_or_have_the_score_for_it(scores: Scores) -> None:
+def test_functions_that_take_too_long_fail_or_have_the_score_for_it(scores):
     awaited = "[{name: custom, args: {path: 'mine.py:awaited'}}]"
     limits = "timeout: 0.3, retries: 0,"
     good, late = scores(awaited, "ab", "slow", keys=limits, code=1)
@@ -299,13 +297,13 @@ def test_functions_that_take_too_long_fail_or_have_the_score_for_it(scores: Scor
 
 
 @pytest.mark.parametrize(("name", "top"), [("mine.py:Backwards", ""), ("from_mine", "plugins: [mine.py]")])
-def test_a_class_in_a_file_and_a_name_of_a_plugin(scores: Scores, name: str, top: str) -> None:
+def test_a_class_in_a_file_and_a_name_of_a_plugin(scores, name, top):
     right, wrong = scores(f"[{{name: '{name}'}}]", "ab", "ba", top=top)
     assert (right["score"], right["answer"], wrong["score"]) == (1.0, "ba", 0.0)
 
 
 @pytest.mark.parametrize(("decides", "correct"), [("null", [True, True]), ("true", [False, True])])
-def test_who_decides(scores: Scores, decides: str, correct: list[bool]) -> None:
+def test_who_decides(scores, decides, correct):
     own = "{name: custom, args: {path: 'mine.py:plain'}}"
     found = scores(f"[{own}, {{name: 'mine.py:Backwards', decides: {decides}}}]", "ba", "ab")
     assert [each["correct"] for each in found] == correct

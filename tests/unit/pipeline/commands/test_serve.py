@@ -1,7 +1,5 @@
 """``roll serve``: requests of real clients, answered by a real model in a process of its own."""
 
-from __future__ import annotations
-
 import re
 import signal
 import socket
@@ -36,7 +34,7 @@ def served(model: str) -> Iterator[openai.OpenAI]:
     assert process.returncode == 0
 
 
-def test_answers_are_the_models_own_whoever_asks(served: openai.OpenAI, model: str) -> None:
+def test_answers_are_the_models_own_whoever_asks(served, model):
     renderer, oracle = ChatRenderer(make_tokenizer()), load(model)
     expected = greedy_oracle(oracle, renderer.prompt([UP]), 6)
     chat = served.chat.completions.create(model="any", messages=[UP], max_tokens=6, temperature=0)  # type: ignore[list-item]
@@ -46,7 +44,7 @@ def test_answers_are_the_models_own_whoever_asks(served: openai.OpenAI, model: s
     assert text.choices[0].text == renderer.decode(np.array(written))
 
 
-def test_a_seed_repeats_an_answer_and_no_seed_does_not(served: openai.OpenAI) -> None:
+def test_a_seed_repeats_an_answer_and_no_seed_does_not(served):
     def texts(**keys: int) -> set[str]:
         return {
             choice.text
@@ -59,7 +57,7 @@ def test_a_seed_repeats_an_answer_and_no_seed_does_not(served: openai.OpenAI) ->
     assert len(texts(seed=7, n=3)) == 3
 
 
-def test_requests_are_refused_in_the_words_of_the_api(served: openai.OpenAI) -> None:
+def test_requests_are_refused_in_the_words_of_the_api(served):
     with pytest.raises(openai.BadRequestError, match="echo"):
         served.completions.create(model="m", prompt="1", echo=True)
     with pytest.raises(openai.BadRequestError, match="64"):
@@ -68,7 +66,7 @@ def test_requests_are_refused_in_the_words_of_the_api(served: openai.OpenAI) -> 
     assert served.models.list().data[0].id == "policy"
 
 
-def test_a_port_that_is_taken_is_named(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken_is_named(model, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -85,9 +83,7 @@ def test_a_port_that_is_taken_is_named(model: str, capsys: pytest.CaptureFixture
         (["--dialect", "x"], "'x'"),
     ],
 )
-def test_wrong_options_are_refused(
-    words: list[str], named: str, model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_options_are_refused(words, named, model, capsys):
     try:
         code = main(["serve", model, *words])
     except SystemExit as ended:

@@ -1,14 +1,10 @@
 """The reference's log-probabilities on disk, and what tells one file from another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
-import pytest
 import torch
 
 from roll.data.batch import Batch
@@ -29,7 +25,7 @@ class Scorer:
         return lambda: TokenScores(logprobs_T=torch.full((batch.num_tokens,), self.value))
 
 
-def test_what_is_kept_is_taken_by_who_scores_in_the_same_number_format(tmp_path: Path) -> None:
+def test_what_is_kept_is_taken_by_who_scores_in_the_same_number_format(tmp_path):
     batch = Batch(torch.tensor([3]), torch.arange(3), torch.tensor([False, True, True]))
     scorers = {"fp32": Scorer(-1.0), "bf16": Scorer(-2.0)}
 
@@ -43,7 +39,7 @@ def test_what_is_kept_is_taken_by_who_scores_in_the_same_number_format(tmp_path:
     assert [scorer.asked for scorer in scorers.values()] == [1, 1]
 
 
-def test_what_is_kept_of_one_model_is_not_taken_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_of_one_model_is_not_taken_for_another(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -71,7 +67,7 @@ def crossed(rows: list[tuple[list[int], list[int]]], max_tokens: int = 9) -> lis
     return [(ids.tolist(), said.tolist()) for ids, said in pairs]
 
 
-def test_a_question_gets_the_next_answer_to_another_one_cut_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_question_gets_the_next_answer_to_another_one_cut_at_the_end(caplog):
     rows = [([1], [10, 11]), ([2, 2], [20]), ([2, 2], [21]), ([3], [30, 31, 32]), ([1], [12])]
     found = crossed(rows)
     assert [ids for ids, _ in found] == [[1, 20], [2, 2, 30, 31, 32], [2, 2, 30, 31, 32], [3, 12], [1, 20]]

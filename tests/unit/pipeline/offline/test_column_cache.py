@@ -1,9 +1,6 @@
 """Columns that are kept on disk: computed once, and only for what they were made for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +14,7 @@ from roll.pipeline.column_cache import cached_columns, check_writable, digest_of
 BATCH = Batch(torch.tensor([2, 1]), torch.tensor([5, 6, 7]), torch.tensor([False, True, False]))
 
 
-def test_two_runs_that_keep_the_same_at_the_same_time_do_not_disturb_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_runs_that_keep_the_same_at_the_same_time_do_not_disturb_each_other(tmp_path, monkeypatch):
     file, processes = tmp_path / "x.safetensors", iter([1, 2])
     monkeypatch.setattr("os.getpid", lambda: process)
 
@@ -39,7 +34,7 @@ def test_two_runs_that_keep_the_same_at_the_same_time_do_not_disturb_each_other(
     assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
 
 
-def test_a_file_that_cannot_be_written_is_told_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_written_is_told_with_its_name(tmp_path, monkeypatch):
     def full(*_: object, **__: object) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
@@ -49,7 +44,7 @@ def test_a_file_that_cannot_be_written_is_told_with_its_name(tmp_path: Path, mon
     assert not list(tmp_path.iterdir())
 
 
-def test_they_are_computed_once(tmp_path: Path) -> None:
+def test_they_are_computed_once(tmp_path):
     file, calls = tmp_path / "new" / "x.safetensors", []
 
     def compute() -> dict[str, torch.Tensor]:
@@ -69,7 +64,7 @@ def test_they_are_computed_once(tmp_path: Path) -> None:
         read_cached(file, ["a"], "numbers")
 
 
-def test_a_folder_that_cannot_be_written_is_told_with_its_key(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_told_with_its_key(tmp_path):
     check_writable(str(tmp_path / "new" / "folder"), "reference_dir")
     assert not list((tmp_path / "new" / "folder").iterdir())
     (tmp_path / "file").touch()
@@ -77,7 +72,7 @@ def test_a_folder_that_cannot_be_written_is_told_with_its_key(tmp_path: Path) ->
         check_writable(str(tmp_path / "file"), "reference_dir")
 
 
-def test_their_names_say_what_they_depend_on(tmp_path: Path) -> None:
+def test_their_names_say_what_they_depend_on(tmp_path):
     digests = {
         digest_of(BATCH),
         digest_of(BATCH, ["top 5"]),

@@ -1,7 +1,5 @@
 """What a distillation learns of conversations, and the loss on it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -54,7 +52,7 @@ def oracle(student: Imitator, teacher: Imitator, *, on_prompt: bool) -> float:
 
 
 @pytest.mark.parametrize("on_prompt", [False, True])
-def test_the_loss_is_taken_on_answers_or_on_all(models: tuple[Path, Path], tmp_path: Path, on_prompt: bool) -> None:
+def test_the_loss_is_taken_on_answers_or_on_all(models, tmp_path, on_prompt):
     student, teacher = (Imitator(path) for path in models)
     want = oracle(student, teacher, on_prompt=on_prompt)
     rows = [{"talk": [{"role": role, "content": text} for role, text in talk]} for talk in TALKS]

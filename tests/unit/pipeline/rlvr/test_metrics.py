@@ -1,11 +1,8 @@
 """Accuracy over several samples, rewards by domain, and which groups dynamic sampling keeps."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import mean, pstdev
 from typing import Any
 
@@ -53,13 +50,13 @@ def config(**rewards: dict[str, Any]) -> RLVRConfig:
 
 
 @given(correct=st.lists(st.booleans(), min_size=1, max_size=9), data=st.data())
-def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer(correct: list[bool], data: st.DataObject) -> None:
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer(correct, data):
     k = data.draw(st.integers(1, len(correct)))
     exact = mean(any(subset) for subset in itertools.combinations(correct, k))
     assert pass_at_k(len(correct), sum(correct), k) == pytest.approx(exact, abs=1e-12)
 
 
-def test_pass_at_k_counts_with_the_samples_that_there_are() -> None:
+def test_pass_at_k_counts_with_the_samples_that_there_are():
     assert pass_at_k(3, 1, 8) == 1
     assert pass_at_k(3, 0, 8) == 0
 
@@ -79,19 +76,19 @@ VOTES = [
 
 
 @pytest.mark.parametrize(("votes", "expected"), VOTES)
-def test_the_majority_decides_and_ties_share_the_vote(votes: list[tuple[str | None, bool]], expected: float) -> None:
+def test_the_majority_decides_and_ties_share_the_vote(votes, expected):
     answers = [Judged(0, correct, text) for text, correct in votes]
     assert majority_correct(answers) == majority_of_k(answers, 9) == pytest.approx(expected)
 
 
 @given(scores=st.lists(st.floats(-2, 2), min_size=1, max_size=7), data=st.data())
-def test_best_of_k_is_the_mean_over_all_choices(scores: list[float], data: st.DataObject) -> None:
+def test_best_of_k_is_the_mean_over_all_choices(scores, data):
     k = data.draw(st.integers(1, len(scores)))
     assert best_of_k(scores, k) == pytest.approx(mean(map(max, itertools.combinations(scores, k))), abs=1e-12)
     assert best_of_k(scores, len(scores)) == max(scores)
 
 
-def test_the_majority_of_k_is_the_mean_over_all_choices_or_near_it() -> None:
+def test_the_majority_of_k_is_the_mean_over_all_choices_or_near_it():
     answers = [Judged(0, text == "1", text) for text in "1112233"]
     for k, choices in ((2, 21), (3, 35)):
         exact = mean(map(majority_correct, itertools.combinations(answers, k)))
@@ -102,7 +99,7 @@ def test_the_majority_of_k_is_the_mean_over_all_choices_or_near_it() -> None:
     assert majority_of_k(many, 4) == majority_of_k(many, 4)
 
 
-def test_accuracy_over_several_samples_by_prompt_and_by_tag() -> None:
+def test_accuracy_over_several_samples_by_prompt_and_by_tag():
     groups = [
         group(answer(1.0, True, "1"), answer(0.25, False, "2"), answer(0.5, False, "2"), answer(0.0, False)),
         group(answer(0.5, True, "x", "b"), answer(0.75, True, "x", "b"), tag="b", dropped=2),
@@ -132,7 +129,7 @@ def test_accuracy_over_several_samples_by_prompt_and_by_tag() -> None:
     )
 
 
-def test_prompts_to_which_nobody_looks_for_an_answer_have_no_vote() -> None:
+def test_prompts_to_which_nobody_looks_for_an_answer_have_no_vote():
     unread = {VALID_UNKNOWN: True}
     groups = [
         group(answer(1.0, True, "1"), answer(0.0, False, "2")),
@@ -150,13 +147,13 @@ def test_prompts_to_which_nobody_looks_for_an_answer_have_no_vote() -> None:
 
 
 @pytest.mark.parametrize(("n", "ks"), [(1, {1}), (2, {1, 2}), (6, {1, 2, 4, 6}), (8, {1, 2, 4, 8})])
-def test_pass_at_k_is_told_for_powers_of_two_and_for_all(n: int, ks: set[int]) -> None:
+def test_pass_at_k_is_told_for_powers_of_two_and_for_all(n, ks):
     metrics = accuracy_metrics([group(*[answer(1.0, True, "1")] * n)], n, "eval")
     assert {int(name.rpartition("@")[2]) for name in metrics if "pass@" in name} == ks
     assert accuracy_metrics([group(dropped=n)], n, "eval") == {}
 
 
-def test_rewards_are_told_by_domain_with_the_verifiers_own_numbers() -> None:
+def test_rewards_are_told_by_domain_with_the_verifiers_own_numbers():
     groups = [
         group(answer(1.0, True, **{"math/score": 2.0, "kind": "x"}), answer(0.0, **{"math/score": 0.0}), dropped=1),
         group(answer(0.5, True, tag="b", **{"math/score": 1.0}), tag="b"),
@@ -180,7 +177,7 @@ def test_rewards_are_told_by_domain_with_the_verifiers_own_numbers() -> None:
     assert reward_metrics([group(dropped=4)], config()) == {"reward/A/errors": 4} | none
 
 
-def test_too_many_errors_of_a_domain_end_the_run_with_the_numbers_and_the_last_error() -> None:
+def test_too_many_errors_of_a_domain_end_the_run_with_the_numbers_and_the_last_error():
     limits = config(A={"tag_included": ["a"], "max_error_rate": 0.25}, B={"tag_included": ["b"], "max_error_rate": 1.0})
     good, bad = group(*[answer()] * 4), group(*[answer()] * 3, dropped=1, errors=["first", "second"])
     hopeless = group(tag="b", dropped=4, errors=["other"])
@@ -197,7 +194,7 @@ def keeps(limits: RewardFilterConfig, *scores: float) -> bool:
     return passes_filter(group(*map(answer, scores)), limits)
 
 
-def test_dynamic_sampling_keeps_groups_with_scores_strictly_between_the_bounds() -> None:
+def test_dynamic_sampling_keeps_groups_with_scores_strictly_between_the_bounds():
     spread = RewardFilterConfig(type="std_filter", low=0.1, high=0.5)
     assert keeps(spread, 0.0, 0.5)
     assert not keeps(spread, 0.0, 0.2)  # the standard deviation, of all and not of a sample, is the lower bound
@@ -211,7 +208,7 @@ def test_dynamic_sampling_keeps_groups_with_scores_strictly_between_the_bounds()
         assert not keeps(RewardFilterConfig.model_validate({"type": kind, "low": -1.0}))
 
 
-def test_dynamic_sampling_by_a_function_of_the_users(tmp_path: Path) -> None:
+def test_dynamic_sampling_by_a_function_of_the_users(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "def keep(group):\n    return len(group.trajectories) > 2\n"
@@ -227,7 +224,7 @@ def test_dynamic_sampling_by_a_function_of_the_users(tmp_path: Path) -> None:
 
 
 @given(score=st.floats(-1e6, 1e6), size=st.integers(1, 16))
-def test_equal_scores_have_no_spread_whatever_they_are(score: float, size: int) -> None:
+def test_equal_scores_have_no_spread_whatever_they_are(score, size):
     assert not keeps(RewardFilterConfig(type="std_filter"), *[score] * size)
     assert not keeps(RewardFilterConfig(type="mean_filter", low=score), *[score] * size)
     assert keeps(RewardFilterConfig(type="std_filter"), *[score] * size, score + 1.0)

@@ -1,7 +1,5 @@
 """Task folders of Harbor: read, refused with all reasons, played and judged where their scripts expect to be."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess
@@ -75,7 +73,7 @@ def load(*folders: Path) -> Sequence[Prompt]:
     return load_prompts(args, renderer=None, prompt_length=None, allowed_tags=None, seed=0)
 
 
-def test_folders_of_tasks_are_a_dataset(tmp_path: Path) -> None:
+def test_folders_of_tasks_are_a_dataset(tmp_path):
     folder_of(tmp_path, name="b", toml='[task]\nname = "org/second"\n')
     folder_of(tmp_path, name="a")
     first, second = load(tmp_path)
@@ -105,7 +103,7 @@ def test_folders_of_tasks_are_a_dataset(tmp_path: Path) -> None:
         ({"toml": "[environment"}, "Expected ']'"),
     ],
 )
-def test_tasks_that_need_more_are_refused_with_the_reason(tmp_path: Path, keys: dict[str, str], told: str) -> None:
+def test_tasks_that_need_more_are_refused_with_the_reason(tmp_path, keys, told):
     folder_of(tmp_path, name="good")
     folder_of(tmp_path, name="bad", **keys)
     with pytest.raises(DataError) as caught:
@@ -113,7 +111,7 @@ def test_tasks_that_need_more_are_refused_with_the_reason(tmp_path: Path, keys: 
     assert told in str(caught.value) and "/bad: " in str(caught.value) and "/good: " not in str(caught.value)
 
 
-def test_a_folder_without_tasks_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_tasks_is_named(tmp_path):
     with pytest.raises(DataError, match=r"no task\.toml in it"):
         load(tmp_path)
 
@@ -130,7 +128,7 @@ def episode(prompt: Prompt, tmp_path: Path, *arguments: str) -> tuple[subprocess
 
 
 @needs_namespaces
-def test_a_task_is_played_in_its_place_and_judged_by_its_verifier(tmp_path: Path) -> None:
+def test_a_task_is_played_in_its_place_and_judged_by_its_verifier(tmp_path):
     (prompt,) = load(folder_of(tmp_path))
     program = (
         "import os; numbers = open('/app/in/numbers.txt').read().split(); os.mkdir('/app/out'); "
@@ -152,7 +150,7 @@ def test_a_task_is_played_in_its_place_and_judged_by_its_verifier(tmp_path: Path
 
 
 @needs_namespaces
-def test_an_agent_program_plays_it_as_an_episode(tmp_path: Path) -> None:
+def test_an_agent_program_plays_it_as_an_episode(tmp_path):
     (prompt,) = load(folder_of(tmp_path))
     module = ["python", "-m", "roll.rollout.agents.harbor_task"]
     program = ASK + "os.mkdir('/app/out'); open('/app/out/sum.txt', 'w').write(answer)"
@@ -183,7 +181,7 @@ def test_an_agent_program_plays_it_as_an_episode(tmp_path: Path) -> None:
         ("sleep 60", "took longer than 0.5 s"),
     ],
 )
-def test_a_verifier_that_gives_no_reward_is_a_failure(tmp_path: Path, test: str, told: str) -> None:
+def test_a_verifier_that_gives_no_reward_is_a_failure(tmp_path, test, told):
     (prompt,) = load(folder_of(tmp_path, test=test))
     task = {**prompt.extra_info["harbor"], "verifier_timeout": 0.5 if "sleep" in test else 60}
     with pytest.raises(TaskError, match=told):
@@ -191,7 +189,7 @@ def test_a_verifier_that_gives_no_reward_is_a_failure(tmp_path: Path, test: str,
 
 
 @needs_namespaces
-def test_rewards_by_name_are_their_mean_unless_one_is_called_so(tmp_path: Path) -> None:
+def test_rewards_by_name_are_their_mean_unless_one_is_called_so(tmp_path):
     text = """cat > /logs/verifier/reward.json << END
 {"style": 0.5, "tests": 1%s}
 END"""

@@ -1,7 +1,5 @@
 """Agent programs as processes, functions and services: started, judged, ended with all they started."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -51,7 +49,7 @@ answer = policy.chat.completions.create(model="gpt-5", messages=task["messages"]
 """
 
 
-def test_an_unmodified_client_script_plays_an_episode() -> None:
+def test_an_unmodified_client_script_plays_an_episode():
     engine = Engine([f"<think>hm</think>{GOOD}"])
     episode = play(engine, command=script(CLIENT))
     assert (episode.success, episode.score, episode.end) == (True, 1.0, EpisodeEnd.TERMINATED)
@@ -60,7 +58,7 @@ def test_an_unmodified_client_script_plays_an_episode() -> None:
     assert episode.turns[0].action == f"<think>hm</think>{GOOD}", "the answer that the verifier found"
 
 
-def test_an_agent_of_a_published_framework_calls_its_tool_in_one_row() -> None:
+def test_an_agent_of_a_published_framework_calls_its_tool_in_one_row():
     pytest.importorskip("agents", reason="openai-agents is not installed")
     call = '<tool_call>{"name": "multiply", "arguments": {"a": 17, "b": 3}}</tool_call>'
     engine = Engine([call, "<answer>51</answer>"])
@@ -72,9 +70,7 @@ def test_an_agent_of_a_published_framework_calls_its_tool_in_one_row() -> None:
     assert "multiply" in told and "51" in told
 
 
-def test_a_program_may_say_what_its_answer_is_and_knows_nothing_that_it_should_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_program_may_say_what_its_answer_is_and_knows_nothing_that_it_should_not(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     program = (
         ASK
@@ -111,20 +107,20 @@ json.dump([task, dict(os.environ), os.getcwd(), os.listdir()], open({str(tmp_pat
         (ASK + "\nfor _ in range(160):\n    os.write(1, b'x' * 65536)\nraise SystemExit('the end')\n", "the end$"),
     ],
 )
-def test_a_program_that_fails_is_a_failure_and_no_reward(program: str, told: str) -> None:
+def test_a_program_that_fails_is_a_failure_and_no_reward(program, told):
     with pytest.raises(AgentError, match=told) as caught:
         play(Engine([GOOD]), command=script(program))
     assert len(str(caught.value)) < 1000
 
 
-def test_a_command_that_is_not_there_is_named() -> None:
+def test_a_command_that_is_not_there_is_named():
     with pytest.raises(AgentError, match=r"exit code 127: no_such_agent: No such file or directory"):
         play(Engine([GOOD]), command=["no_such_agent"])
     with pytest.raises(AgentError, match=r"agent.cwd: cannot start in '/no/where'"):
         play(Engine([GOOD]), command=["true"], cwd="/no/where")
 
 
-def test_a_program_that_never_ends_is_ended_with_all_that_it_has_started() -> None:
+def test_a_program_that_never_ends_is_ended_with_all_that_it_has_started():
     mark = f"agent-mark-{time.time_ns()}"
     program = f"""
         import os, subprocess, sys, time
@@ -152,9 +148,7 @@ async def stubborn(task: AgentTask) -> None:
             await asyncio.sleep(0.05)
 
 
-def test_a_coroutine_that_ignores_its_end_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_coroutine_that_ignores_its_end_is_left_alone(monkeypatch, caplog):
     monkeypatch.setattr("roll.rollout.agents.episode._PATIENCE_S", 0.2)
     threading.Timer(3.0, LET_GO.set).start()  # the end of the event loop waits for it too
     with pytest.raises(AgentError, match=r"took longer than agent.timeout=0.3 s"):
@@ -162,12 +156,12 @@ def test_a_coroutine_that_ignores_its_end_is_left_alone(
     assert "does not end, though it is cancelled" in caplog.text
 
 
-def test_time_in_which_the_policy_answers_is_not_the_programs() -> None:
+def test_time_in_which_the_policy_answers_is_not_the_programs():
     episode = play(Engine([GOOD], seconds=3), type="python", path=f"{HERE}:coroutine", timeout=2.5)
     assert episode.success and len(episode.turns) == 4
 
 
-def test_daemons_of_a_program_that_ended_are_gone_before_its_answer_is_judged() -> None:
+def test_daemons_of_a_program_that_ended_are_gone_before_its_answer_is_judged():
     mark = f"agent-mark-{time.time_ns()}"
     daemon = f"""
 if os.fork() == 0:
@@ -182,7 +176,7 @@ os._exit(0)
     assert episode.success and marked(mark) == []
 
 
-async def test_calls_after_the_end_are_refused(tmp_path: Path) -> None:
+async def test_calls_after_the_end_are_refused(tmp_path):
     keys = tmp_path / "keys"
 
     player = AgentPlayer(
@@ -200,7 +194,7 @@ async def test_calls_after_the_end_are_refused(tmp_path: Path) -> None:
     await player.endpoint.stop()
 
 
-async def test_cancelling_an_episode_ends_its_program() -> None:
+async def test_cancelling_an_episode_ends_its_program():
     mark = f"agent-mark-{time.time_ns()}"
 
     engine = Engine([GOOD], seconds=1000)
@@ -215,7 +209,7 @@ async def test_cancelling_an_episode_ends_its_program() -> None:
     await player.endpoint.stop()
 
 
-def test_what_the_engine_raises_ends_the_program_and_is_no_fault_of_it() -> None:
+def test_what_the_engine_raises_ends_the_program_and_is_no_fault_of_it():
     class Dying(Engine):
         async def generate(self, request: GenerateRequest) -> Completion:
             raise EngineUnavailableError("engine worker 0 died")
@@ -228,7 +222,7 @@ def test_what_the_engine_raises_ends_the_program_and_is_no_fault_of_it() -> None
     assert marked(mark) == []
 
 
-def test_a_program_that_meets_a_limit_is_judged_by_what_it_has() -> None:
+def test_a_program_that_meets_a_limit_is_judged_by_what_it_has():
     more = "ask('/chat/completions', messages=task['messages'])\n"
     episode = play(Engine([GOOD, "no"]), command=script(ASK + more * 3), max_calls=2)
     assert (episode.end, episode.success, len(episode.turns)) == (EpisodeEnd.TRUNCATED, False, 2)
@@ -243,7 +237,7 @@ def test_a_program_that_meets_a_limit_is_judged_by_what_it_has() -> None:
         play(Engine([GOOD]), command=script(ASK + cut))
 
 
-def test_rewards_of_the_program_itself_count_where_it_is_allowed_to_say_them() -> None:
+def test_rewards_of_the_program_itself_count_where_it_is_allowed_to_say_them():
     post = (
         ASK
         + """
@@ -308,7 +302,7 @@ def number(task: AgentTask) -> Any:
     return 51
 
 
-def test_functions_are_programs_too() -> None:
+def test_functions_are_programs_too():
     once = play(Engine([GOOD, "no"]), type="python", path=f"{HERE}:plain")
     assert once.success and len(once.turns) == 2 and {turn.row for turn in once.turns} == {0}
     many = play(Engine(["x", "y", "z", GOOD], seconds=0.05), type="python", path=f"{HERE}:coroutine")
@@ -345,7 +339,7 @@ async def service() -> AsyncIterator[str]:
     await serving
 
 
-async def test_a_running_service_is_a_program_too() -> None:
+async def test_a_running_service_is_a_program_too():
     async with service() as url:
         player = AgentPlayer(AgentConfig(type="url", url=url), RENDERER, 0)
         episode = await play_with(player, Engine([GOOD]))
@@ -357,7 +351,7 @@ async def test_a_running_service_is_a_program_too() -> None:
     await player.endpoint.stop()
 
 
-def test_a_worker_that_is_killed_leaves_nothing_of_its_programs_but_in_its_sessions_folder(tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_leaves_nothing_of_its_programs_but_in_its_sessions_folder(tmp_path):
     mark = f"agent-mark-{time.time_ns()}"
 
     program = f"""
@@ -395,7 +389,7 @@ def judged(program: str, verify: str, **keys: Any) -> Any:
 
 
 @pytest.mark.parametrize("sandbox", [None, {}])
-def test_a_command_judges_the_folder_that_the_program_has_left(sandbox: Any, tmp_path: Path) -> None:
+def test_a_command_judges_the_folder_that_the_program_has_left(sandbox, tmp_path):
     told = tmp_path / "told"
     tell = f"json.dump(seen, open({str(told)!r}, 'w'))" if sandbox is None else "open(os.environ['ROLL_REWARD'])"
     episode = judged(LEAVES, JUDGE + tell, sandbox=sandbox)
@@ -404,14 +398,14 @@ def test_a_command_judges_the_folder_that_the_program_has_left(sandbox: Any, tmp
         assert json.loads(told.read_text()) == ["51", "17*3=['task.json', 'work']", GOOD, False]
 
 
-def test_a_program_that_is_cut_off_is_judged_too() -> None:
+def test_a_program_that_is_cut_off_is_judged_too():
     again = "ask('/chat/completions', model='m', messages=task['messages'])\n"
     episode = judged(LEAVES + again * 2, "import os; open(os.environ['ROLL_REWARD'], 'w').write('1')", max_calls=2)
     assert (episode.score, episode.success, episode.end, len(episode.turns)) == (1.0, True, EpisodeEnd.TRUNCATED, 2)
     assert [turn.task_reward for turn in episode.turns] == [0.0, 1.0]
 
 
-def test_what_the_program_writes_or_leaves_running_is_no_reward() -> None:
+def test_what_the_program_writes_or_leaves_running_is_no_reward():
     mark = f"agent-mark-{time.time_ns()}"
     cheats = (
         LEAVES
@@ -446,7 +440,7 @@ if os.fork() == 0:
         ("import os; os.symlink('/etc/passwd', os.environ['ROLL_REWARD'])", "ROLL_REWARD cannot be read"),
     ],
 )
-def test_a_judgement_that_fails_is_a_failure_and_no_reward(verify: str, told: str) -> None:
+def test_a_judgement_that_fails_is_a_failure_and_no_reward(verify, told):
     keys = {"verify_timeout": 0.5} if "sleep" in verify else {}
     with pytest.raises(AgentError, match=told):
         judged(ASK, verify, **keys)

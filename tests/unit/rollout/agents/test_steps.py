@@ -1,7 +1,5 @@
 """Environments that an agent program plays: it acts by the endpoint, and the environment says what that is worth."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
@@ -96,7 +94,7 @@ async def act(client: httpx.AsyncClient, action: Any) -> Any:
     return answer.json() if answer.is_success else (answer.status_code, answer.json()["error"]["code"])
 
 
-def test_each_step_pays_the_answer_before_it() -> None:
+def test_each_step_pays_the_answer_before_it():
     told = []
 
     async def climb(task: AgentTask, client: httpx.AsyncClient) -> None:
@@ -122,7 +120,7 @@ def test_each_step_pays_the_answer_before_it() -> None:
     assert metrics["rollout/reward"] == pytest.approx(0.9) and "rollout/valid_rate" not in metrics
 
 
-def test_the_answer_of_a_program_that_takes_no_step_is_one() -> None:
+def test_the_answer_of_a_program_that_takes_no_step_is_one():
     async def words(task: AgentTask, client: httpx.AsyncClient) -> None:
         await ask(task, client)
 
@@ -134,7 +132,7 @@ def test_the_answer_of_a_program_that_takes_no_step_is_one() -> None:
     assert play(answer).score == -0.1 and not play(answer).success
 
 
-def test_steps_beyond_the_last_are_refused_and_the_episode_is_truncated() -> None:
+def test_steps_beyond_the_last_are_refused_and_the_episode_is_truncated():
     told = []
 
     async def wait(task: AgentTask, client: httpx.AsyncClient) -> None:
@@ -146,7 +144,7 @@ def test_steps_beyond_the_last_are_refused_and_the_episode_is_truncated() -> Non
     assert (episode.end, episode.success, episode.score) == (EpisodeEnd.TRUNCATED, False, pytest.approx(-0.2))
 
 
-def test_wrong_steps_are_refused() -> None:
+def test_wrong_steps_are_refused():
     told = []
 
     async def wrong(task: AgentTask, client: httpx.AsyncClient) -> str:
@@ -169,7 +167,7 @@ def test_wrong_steps_are_refused() -> None:
     assert told == [(403, "no_environment")]
 
 
-def test_an_environment_that_fails_ends_the_episode_without_a_reward() -> None:
+def test_an_environment_that_fails_ends_the_episode_without_a_reward():
     async def fall(task: AgentTask, client: httpx.AsyncClient) -> None:
         await ask(task, client)
         await act(client, "fall")
@@ -180,7 +178,7 @@ def test_an_environment_that_fails_ends_the_episode_without_a_reward() -> None:
 
 
 @pytest.mark.parametrize(("first", "reward"), [(None, "task"), ("up", "task"), ("up", "call")])
-def test_a_step_for_whose_failure_the_program_does_not_wait_is_a_failure_too(first: str | None, reward: str) -> None:
+def test_a_step_for_whose_failure_the_program_does_not_wait_is_a_failure_too(first, reward):
     under_way: list[asyncio.Future[Any]] = []
     FALLING.clear()
 
@@ -198,7 +196,7 @@ def test_a_step_for_whose_failure_the_program_does_not_wait_is_a_failure_too(fir
         play(leave, reward=reward)
 
 
-def test_a_reward_of_the_programs_own_replaces_that_of_the_environment() -> None:
+def test_a_reward_of_the_programs_own_replaces_that_of_the_environment():
     async def post(task: AgentTask, client: httpx.AsyncClient) -> None:
         await act(client, await ask(task, client))
         assert (await client.post("/reward", json={"reward": 7.0})).is_success
@@ -206,7 +204,7 @@ def test_a_reward_of_the_programs_own_replaces_that_of_the_environment() -> None
     assert play(post, reward="call").score == 7.0
 
 
-def test_metrics_of_programs_are_means_over_their_episodes_alone() -> None:
+def test_metrics_of_programs_are_means_over_their_episodes_alone():
     async def climb(task: AgentTask, client: httpx.AsyncClient) -> None:
         await act(client, await ask(task, client))
 

@@ -1,7 +1,5 @@
 """Environments of the package verifiers, played as they are through an episode's endpoint."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json
@@ -70,7 +68,7 @@ def play(engine: Engine, prompt: Prompt, **keys: Any) -> Session:
 
 
 @needs_verifiers
-def test_the_tasks_are_a_dataset(tmp_path: Path) -> None:
+def test_the_tasks_are_a_dataset(tmp_path):
     rows = prompts(toml(tmp_path, "[select]\nskip = 1\nlimit = 2"))
     assert [(row.id, row.tag, row.messages[-1]["content"]) for row in rows] == [
         ("vf_sums:0", "vf_sums", "1+2="),
@@ -81,7 +79,7 @@ def test_the_tasks_are_a_dataset(tmp_path: Path) -> None:
 
 @needs_verifiers
 @pytest.mark.parametrize(("answer", "reward"), [("it is 1", 1.5), ("nine hundred and ninety-nine", 0.0), ("2", 0.5)])
-def test_one_turn_is_played_and_its_rewards_are_summed(tmp_path: Path, answer: str, reward: float) -> None:
+def test_one_turn_is_played_and_its_rewards_are_summed(tmp_path, answer, reward):
     engine = Engine([answer])
     session = play(engine, prompts(toml(tmp_path))[0])
     assert session.reward == reward and len(session.turns) == 1
@@ -89,7 +87,7 @@ def test_one_turn_is_played_and_its_rewards_are_summed(tmp_path: Path, answer: s
 
 
 @needs_verifiers
-def test_several_turns_are_one_row(tmp_path: Path) -> None:
+def test_several_turns_are_one_row(tmp_path):
     engine = Engine(["7", "1"])
     session = play(engine, prompts(toml(tmp_path, kind="multi"))[0])
     assert session.reward == 1.5 and len(session.turns) == 2 and len(rows_of(session)) == 1
@@ -98,13 +96,13 @@ def test_several_turns_are_one_row(tmp_path: Path) -> None:
 
 
 @needs_verifiers
-def test_a_limit_of_its_own_ends_an_episode_that_is_judged(tmp_path: Path) -> None:
+def test_a_limit_of_its_own_ends_an_episode_that_is_judged(tmp_path):
     session = play(Engine(["7", "1"]), prompts(toml(tmp_path, "[env.solver]\nmax_turns = 1", kind="multi"))[0])
     assert session.reward == 0.5 and len(session.turns) == 1 and session.counts["refused"] == 0
 
 
 @needs_verifiers
-def test_its_tools_are_called(tmp_path: Path) -> None:
+def test_its_tools_are_called(tmp_path):
     call = '<tool_call>{"name": "add", "arguments": {"left": 0, "right": 1}}</tool_call>'
     engine = Engine([call, "1"])
     session = play(engine, prompts(toml(tmp_path, kind="tool"))[0])
@@ -121,19 +119,19 @@ def test_its_tools_are_called(tmp_path: Path) -> None:
         ("not a number", "the reward is nan, expected a finite number"),
     ],
 )
-def test_a_reward_that_fails_is_a_failure(tmp_path: Path, fault: str, told: str) -> None:
+def test_a_reward_that_fails_is_a_failure(tmp_path, fault, told):
     with pytest.raises(RuntimeError, match=told):
         play(Engine(["1"]), prompts(toml(tmp_path, fault=fault))[0])
 
 
 @needs_verifiers
-def test_an_engine_that_fails_is_a_failure(tmp_path: Path) -> None:
+def test_an_engine_that_fails_is_a_failure(tmp_path):
     with pytest.raises(RuntimeError, match=r"max_calls_exceeded|ProviderError"):
         play(Engine(["7", "1"]), prompts(toml(tmp_path, kind="multi"))[0], max_calls=1)
 
 
 @needs_verifiers
-async def test_another_python_writes_the_dataset_and_plays_it(tmp_path: Path) -> None:
+async def test_another_python_writes_the_dataset_and_plays_it(tmp_path):
     command = [sys.executable, PROGRAM, toml(tmp_path)]
     written = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
     (tmp_path / "tasks.jsonl").write_text(written)
@@ -162,7 +160,7 @@ async def test_another_python_writes_the_dataset_and_plays_it(tmp_path: Path) ->
         ("[env", "TOMLDecodeError"),
     ],
 )
-def test_wrong_files_are_named(tmp_path: Path, text: str, told: str) -> None:
+def test_wrong_files_are_named(tmp_path, text, told):
     path = tmp_path / "env.toml"
     path.write_text(text)
     with pytest.raises(DataError, match=rf"env\.toml: (?s:.*){told}"):
@@ -171,7 +169,7 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, told: str) -> None:
         prompts(None)
 
 
-def test_the_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_that_is_missing_is_named(tmp_path, monkeypatch):
     hide(monkeypatch, ["verifiers"])
     path = toml(tmp_path)
     with pytest.raises(DataError, match=r"env\.toml: got no package verifiers.*pip install 'roll-rl\[verifiers\]'"):

@@ -1,7 +1,5 @@
 """The endpoint as programs see it, through the real ``openai`` client."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -88,7 +86,7 @@ async def refusal(policy: openai.AsyncOpenAI, **keys: Any) -> tuple[int, str | N
     return refused(caught.value)
 
 
-def test_a_conversation_with_tools_is_one_row_of_what_was_sampled() -> None:
+def test_a_conversation_with_tools_is_one_row_of_what_was_sampled():
     engine = Engine([CALL, "<think>easy</think>It is <answer>51</answer>"])
 
     async def program(policy: openai.AsyncOpenAI) -> Any:
@@ -113,7 +111,7 @@ def test_a_conversation_with_tools_is_one_row_of_what_was_sampled() -> None:
     assert [turn.action for turn in session.turns] == ["multiply", None]
 
 
-def test_streams_choices_and_logprobs_are_those_of_the_api() -> None:
+def test_streams_choices_and_logprobs_are_those_of_the_api():
     engine = Engine(["first", CALL, "third STOP rest"], end=False)
 
     async def program(policy: openai.AsyncOpenAI) -> Any:
@@ -145,7 +143,7 @@ def test_streams_choices_and_logprobs_are_those_of_the_api() -> None:
     assert len(rows_of(session)) == 3
 
 
-def test_a_token_tells_its_bytes_where_it_is_part_of_a_character() -> None:
+def test_a_token_tells_its_bytes_where_it_is_part_of_a_character():
     async def program(policy: openai.AsyncOpenAI) -> Any:
         return await policy.chat.completions.create(model="m", messages=[USER], logprobs=True)  # type: ignore[list-item]
 
@@ -163,7 +161,7 @@ def test_a_token_tells_its_bytes_where_it_is_part_of_a_character() -> None:
     assert bytes_of(ChatRenderer(other, "qwen2_5"), 3, "\ufffd") is None
 
 
-def test_tool_calls_arrive_in_a_stream() -> None:
+def test_tool_calls_arrive_in_a_stream():
     async def program(policy: openai.AsyncOpenAI) -> Any:
         async with policy.chat.completions.stream(model="m", messages=[USER], tools=[TOOL]) as stream:  # type: ignore[list-item]
             return await stream.get_final_completion()
@@ -174,7 +172,7 @@ def test_tool_calls_arrive_in_a_stream() -> None:
     assert json.loads(choice.message.tool_calls[0].function.arguments) == {"a": 17, "b": 3}
 
 
-def test_what_a_program_changes_is_a_row_of_its_own_and_is_counted() -> None:
+def test_what_a_program_changes_is_a_row_of_its_own_and_is_counted():
     engine = Engine(["one", "two", "three", "four", "five"])
 
     async def program(policy: openai.AsyncOpenAI) -> None:
@@ -206,7 +204,7 @@ def test_what_a_program_changes_is_a_row_of_its_own_and_is_counted() -> None:
     assert prompts[2][: len(prompts[0])] == prompts[0], "what is as it was is not rendered again"
 
 
-def test_examples_of_the_program_are_no_rewriting() -> None:
+def test_examples_of_the_program_are_no_rewriting():
     messages = [USER, {"role": "assistant", "content": "51"}, {"role": "user", "content": "2*3="}]
 
     async def program(policy: openai.AsyncOpenAI) -> None:
@@ -217,7 +215,7 @@ def test_examples_of_the_program_are_no_rewriting() -> None:
     assert session.turns[0].prompt_ids.tolist() == RENDERER.prompt(messages).tolist()
 
 
-def test_plain_completions_go_on_with_what_was_sampled() -> None:
+def test_plain_completions_go_on_with_what_was_sampled():
     engine = Engine(["bcd", "fgh", "x"])
 
     async def program(policy: openai.AsyncOpenAI) -> Any:
@@ -236,7 +234,7 @@ def test_plain_completions_go_on_with_what_was_sampled() -> None:
     assert len(rows_of(session)) == 3, "the token that ended the first answer is not part of the second prompt"
 
 
-def test_wrong_requests_are_answered_as_the_api_does() -> None:
+def test_wrong_requests_are_answered_as_the_api_does():
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
 
     async def program(policy: openai.AsyncOpenAI) -> None:
@@ -282,7 +280,7 @@ def test_wrong_requests_are_answered_as_the_api_does() -> None:
     assert not session.turns and session.counts["refused"] == 16
 
 
-async def test_a_key_opens_its_episode_alone_and_only_until_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_key_opens_its_episode_alone_and_only_until_it_ends(caplog):
     caplog.set_level("DEBUG", logger="uvicorn")
     caplog.set_level("DEBUG", logger="roll")
     async with serving() as endpoint, contextlib.AsyncExitStack() as stack:
@@ -306,7 +304,7 @@ async def test_a_key_opens_its_episode_alone_and_only_until_it_ends(caplog: pyte
         assert mine not in caplog.text and other not in caplog.text
 
 
-def test_more_than_a_session_may_have_at_once_is_refused_and_the_rest_goes_on() -> None:
+def test_more_than_a_session_may_have_at_once_is_refused_and_the_rest_goes_on():
     engine = Engine(["x"], seconds=0.3)
 
     async def program(policy: openai.AsyncOpenAI) -> list[Any]:
@@ -319,7 +317,7 @@ def test_more_than_a_session_may_have_at_once_is_refused_and_the_rest_goes_on() 
     assert len({request.params.seed for request in engine.requests}) == 3, "equal prompts get answers of their own"
 
 
-def test_calls_beyond_the_last_are_refused_for_good() -> None:
+def test_calls_beyond_the_last_are_refused_for_good():
     async def program(policy: openai.AsyncOpenAI) -> None:
         await policy.chat.completions.create(model="m", messages=[USER], n=2)  # type: ignore[list-item]
         assert await refusal(policy) == (403, "max_calls_exceeded", None)
@@ -343,9 +341,7 @@ LONG = "ab " * 100_000
     ],
     ids=["words", "tool", "messages", "completion", "response", "anthropic"],
 )
-def test_what_is_far_too_long_is_refused_before_it_is_tokenised(
-    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_far_too_long_is_refused_before_it_is_tokenised(path, body, monkeypatch):
     async def program(policy: openai.AsyncOpenAI) -> httpx.Response:
         async with httpx.AsyncClient(base_url=str(policy.base_url), headers=policy.auth_headers) as http:
             return await http.post(path, json=body, timeout=60)
@@ -357,7 +353,7 @@ def test_what_is_far_too_long_is_refused_before_it_is_tokenised(
     assert session.cut_off and session.counts["refused"] == 1
 
 
-def test_a_program_that_no_longer_waits_has_its_request_given_up() -> None:
+def test_a_program_that_no_longer_waits_has_its_request_given_up():
     engine = Engine(["x"], seconds=60)
 
     async def program(policy: openai.AsyncOpenAI) -> None:
@@ -370,7 +366,7 @@ def test_a_program_that_no_longer_waits_has_its_request_given_up() -> None:
     assert engine.given_up == 1 and not session.turns
 
 
-async def test_requests_under_way_when_the_episode_ends_are_given_up() -> None:
+async def test_requests_under_way_when_the_episode_ends_are_given_up():
     engine = Engine(["x"], seconds=60)
 
     session = new_session(engine)
@@ -385,7 +381,7 @@ async def test_requests_under_way_when_the_episode_ends_are_given_up() -> None:
     assert engine.given_up == 1 and not session.turns
 
 
-def test_an_engine_that_dies_ends_the_episode_with_its_error() -> None:
+def test_an_engine_that_dies_ends_the_episode_with_its_error():
     class Dying(Engine):
         async def generate(self, request: GenerateRequest) -> Completion:
             raise EngineUnavailableError("engine worker 0 died")
@@ -398,7 +394,7 @@ def test_an_engine_that_dies_ends_the_episode_with_its_error() -> None:
         session.failure.result()
 
 
-def test_sampling_is_the_runs_unless_requests_may_choose() -> None:
+def test_sampling_is_the_runs_unless_requests_may_choose():
     async def program(policy: openai.AsyncOpenAI) -> None:
         for seed in (1, 1, 2, None):
             await policy.chat.completions.create(  # type: ignore[call-overload]
@@ -415,7 +411,7 @@ def test_sampling_is_the_runs_unless_requests_may_choose() -> None:
     assert one == again and len({one, two, none}) == 3
 
 
-async def test_a_port_that_is_taken_is_named() -> None:
+async def test_a_port_that_is_taken_is_named():
     async with serving() as endpoint:
         port = int(endpoint.url.rpartition(":")[2].removesuffix("/v1"))
         with pytest.raises(PortTakenError, match=f"agent.port: got {port}, expected a free port of 127.0.0.1"):
@@ -474,7 +470,7 @@ async def harness(session: Any, chance: random.Random) -> None:
         await asyncio.gather(*(ask() for _ in range(chance.randrange(1, 4))))
 
 
-def test_results_have_the_names_of_their_tools_where_the_template_writes_them() -> None:
+def test_results_have_the_names_of_their_tools_where_the_template_writes_them():
     """Clients send ids alone; gpt-oss reads who answers."""
     renderer, calls = ChatRenderer(family_tokenizer("gpt_oss")), []
     said = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"x": 1}<|call|>'
@@ -504,7 +500,7 @@ def test_results_have_the_names_of_their_tools_where_the_template_writes_them() 
 
 @examples(60)
 @given(seed=st.integers(0, 2**32))
-def test_rows_are_the_engines_own_log(seed: int) -> None:
+def test_rows_are_the_engines_own_log(seed):
     async def run() -> tuple[Any, Asynchronous]:
         chance = random.Random(seed)
         engine = Asynchronous(chance)
@@ -544,7 +540,7 @@ def test_rows_are_the_engines_own_log(seed: int) -> None:
         assert abs(float(batch.sample_weight_B.sum()) - 1) < 1e-12, "together the weight of one episode"
 
 
-async def test_what_a_session_sends_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_a_session_sends_at_once_is_bounded(monkeypatch):
     """A program that begins many long requests cannot fill the memory of the worker; another's go on."""
     monkeypatch.setattr(bodies, "MAX_BODY", 1000)
 
@@ -575,7 +571,7 @@ async def test_what_a_session_sends_at_once_is_bounded(monkeypatch: pytest.Monke
         assert session.counts["refused"] == 1 and len(other.turns) == 1
 
 
-async def test_a_body_that_is_no_object_says_so() -> None:
+async def test_a_body_that_is_no_object_says_so():
     async with serving() as endpoint:
         with endpoint.open(new_session(Engine(["x"]))) as key:
             async with httpx.AsyncClient(headers={"x-api-key": key}) as http:
@@ -604,7 +600,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("path", ["chat/completions", "messages"])
 @pytest.mark.parametrize("kind", HOSTILE)
-async def test_a_hostile_body_is_refused_in_the_providers_form_before_it_is_parsed(path: str, kind: str) -> None:
+async def test_a_hostile_body_is_refused_in_the_providers_form_before_it_is_parsed(path, kind):
     async with serving() as endpoint:
         session = new_session(Engine(["x"]))
         with endpoint.open(session) as key:
@@ -617,7 +613,7 @@ async def test_a_hostile_body_is_refused_in_the_providers_form_before_it_is_pars
     assert "got more than" in error["message"] or "nested more than" in error["message"] or "digits" in error["message"]
 
 
-def test_the_shape_of_a_text_does_not_depend_on_its_pieces() -> None:
+def test_the_shape_of_a_text_does_not_depend_on_its_pieces():
     """Strings, escapes and numbers may be cut anywhere; what stands in strings does not count."""
     text = rb'{"a\"[{,": [1, "x\\", {"b": "\\\"],{"}], "' + b"{[,1" * 50 + b'": 1.5}'
     bounds = bodies.Bounds(10**6, 10**6, 10**6)
@@ -635,7 +631,7 @@ def test_the_shape_of_a_text_does_not_depend_on_its_pieces() -> None:
             digits.feed(b"9")
 
 
-async def test_a_body_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_does_not_arrive_is_given_up(monkeypatch):
     monkeypatch.setattr(bodies, "BODY_SECONDS", 0.2)
 
     async with serving() as endpoint:
@@ -649,7 +645,7 @@ async def test_a_body_that_does_not_arrive_is_given_up(monkeypatch: pytest.Monke
             assert told.startswith(b"HTTP/1.1 408")
 
 
-def test_headers_are_bounded() -> None:
+def test_headers_are_bounded():
     async def run() -> bytes:
         async with serving() as endpoint:
             reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.url.split(":")[2].split("/")[0]))
@@ -662,7 +658,7 @@ def test_headers_are_bounded() -> None:
     assert asyncio.run(run()) in (b"", b"HTTP/1.1 400")
 
 
-async def test_a_long_prompt_is_rendered_beside_the_event_loop() -> None:
+async def test_a_long_prompt_is_rendered_beside_the_event_loop():
     async with serving() as endpoint:
         session = new_session(Engine(["x"]))
         with endpoint.open(session) as key:
@@ -693,9 +689,7 @@ LONG_BODY = {
 
 
 @pytest.mark.parametrize("kind", LONG_BODY)
-async def test_a_long_conversation_is_compared_and_rendered_beside_the_event_loop(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_long_conversation_is_compared_and_rendered_beside_the_event_loop(kind, monkeypatch):
     threads = {}
 
     def watched(owner: type, name: str) -> None:
@@ -742,7 +736,7 @@ def assert_one_row(session: Session, engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_messages_of_anthropic(streams: bool) -> None:
+def test_messages_of_anthropic(streams):
     engine = Engine([f"<think>hm</think>Let me see. {CALL}", "It is 51 END of it"])
     tool: Any = {"name": "multiply", "description": "Multiplies.", "input_schema": PARAMETERS}
 
@@ -773,7 +767,7 @@ def test_messages_of_anthropic(streams: bool) -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("named", [False, True])
-def test_responses_of_openai(streams: bool, named: bool) -> None:
+def test_responses_of_openai(streams, named):
     engine = Engine([f"<think>hm</think>Let me see. {CALL}", "It is 51"])
     tool: Any = {"type": "function", "name": "multiply", "description": "Multiplies.", "parameters": PARAMETERS}
 
@@ -803,7 +797,7 @@ def test_responses_of_openai(streams: bool, named: bool) -> None:
     assert_one_row(session, engine)
 
 
-def test_both_refuse_in_their_own_words() -> None:
+def test_both_refuse_in_their_own_words():
     async def program(url: str, key: str) -> None:
         long: Any = [{"role": "user", "content": "x" * LIMITS.sequence_length}]
         async with anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as claude:

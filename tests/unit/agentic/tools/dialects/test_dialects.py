@@ -1,7 +1,5 @@
 """Tool calls in every family's notation: written and read back, as models write them, malformed, cut off, garbage."""
 
-from __future__ import annotations
-
 import json
 import keyword
 from dataclasses import replace
@@ -52,7 +50,7 @@ def turns(draw: st.DrawFn) -> AssistantTurn:
 
 @EACH
 @given(turn=turns())
-def test_what_is_written_reads_as_it_was_meant(name: str, turn: AssistantTurn) -> None:
+def test_what_is_written_reads_as_it_was_meant(name, turn):
     speaks = dialect(name)
     assert speaks.parse(speaks.format(turn)) == turn
 
@@ -60,7 +58,7 @@ def test_what_is_written_reads_as_it_was_meant(name: str, turn: AssistantTurn) -
 @EACH
 @examples(50)
 @given(turn=turns(), data=st.data())
-def test_a_turn_cut_off_anywhere_makes_no_call_up(name: str, turn: AssistantTurn, data: st.DataObject) -> None:
+def test_a_turn_cut_off_anywhere_makes_no_call_up(name, turn, data):
     speaks = dialect(name)
     text = speaks.format(turn)
     cut = speaks.parse(text[: data.draw(st.integers(0, len(text)))])
@@ -70,7 +68,7 @@ def test_a_turn_cut_off_anywhere_makes_no_call_up(name: str, turn: AssistantTurn
 @EACH
 @examples(50)
 @given(turn=turns(), data=st.data())
-def test_damaged_text_never_raises(name: str, turn: AssistantTurn, data: st.DataObject) -> None:
+def test_damaged_text_never_raises(name, turn, data):
     speaks = dialect(name)
     text = speaks.format(turn)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -155,7 +153,7 @@ PIECES = [
 @example(["[f(a=", "(" * 300, ")" * 300, ")]"])
 @example(["[f(a=[0b" + "1" * 20_000 + "])]"])
 @example(['<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>"])
-def test_any_text_reads_as_some_turn(name: str, pieces: list[str]) -> None:
+def test_any_text_reads_as_some_turn(name, pieces):
     text = "".join(pieces)
     check_turn(dialect(name).parse(text), text)
 
@@ -243,7 +241,7 @@ AS_MODELS_WRITE = [
 
 
 @pytest.mark.parametrize(("name", "text", "content", "count"), AS_MODELS_WRITE)
-def test_calls_as_models_write_them(name: str, text: str, content: str, count: int) -> None:
+def test_calls_as_models_write_them(name, text, content, count):
     assert say(text, name) == (content, [ADD] * count)
 
 
@@ -259,7 +257,7 @@ NOT_CALLS = [
 
 
 @pytest.mark.parametrize(("name", "text"), NOT_CALLS)
-def test_words_are_not_taken_for_calls(name: str, text: str) -> None:
+def test_words_are_not_taken_for_calls(name, text):
     assert dialect(name).parse(text) == AssistantTurn(text)
 
 
@@ -331,7 +329,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize(("name", "text", "reason"), MALFORMED)
-def test_a_malformed_call_says_what_was_expected(name: str, text: str, reason: str) -> None:
+def test_a_malformed_call_says_what_was_expected(name, text, reason):
     speaks = dialect(name)
     (error,) = speaks.parse(text).errors
     assert reason in error.reason
@@ -339,7 +337,7 @@ def test_a_malformed_call_says_what_was_expected(name: str, text: str, reason: s
     assert error.reason in answer and answer.endswith(speaks.example)
 
 
-def test_a_malformed_call_leaves_its_neighbours_alone() -> None:
+def test_a_malformed_call_leaves_its_neighbours_alone():
     good = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
     for bad in ("<tool_call>{</tool_call>", "<tool_call>{", "<tool_call></tool_call>"):
         turn = dialect("hermes").parse(f"{good}{bad}{good}")
@@ -349,7 +347,7 @@ def test_a_malformed_call_leaves_its_neighbours_alone() -> None:
     assert len(turn.calls) == 2 and len(turn.errors) == 1
 
 
-def test_an_id_that_comes_twice_is_an_error_and_no_id_of_the_models_own_is_given_again() -> None:
+def test_an_id_that_comes_twice_is_an_error_and_no_id_of_the_models_own_is_given_again():
     call = {"name": "f", "arguments": {}, "id": "abcdef123"}
     turn = dialect("mistral").parse("[TOOL_CALLS]" + json.dumps([call, call, {"name": "g", "arguments": {}}]))
     assert [call.id for call in turn.calls] == ["abcdef123", "call00001"]
@@ -360,7 +358,7 @@ def test_an_id_that_comes_twice_is_an_error_and_no_id_of_the_models_own_is_given
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm"])
-def test_a_schema_says_what_bare_words_are(name: str) -> None:
+def test_a_schema_says_what_bare_words_are(name):
     bare = {"code": "42", "times": "3", "loud": "True", "list": "[1, 2]", "free": "x = 1"}
     if name == "glm":
         pairs = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in bare.items())
@@ -388,11 +386,11 @@ def test_a_schema_says_what_bare_words_are(name: str) -> None:
         (None, "null", None),
     ],
 )
-def test_a_schema_may_allow_several_types(schema: Any, words: str, value: Any) -> None:
+def test_a_schema_may_allow_several_types(schema, words, value):
     assert read_bare(words, schema) == value
 
 
-def test_reasoning_stands_apart_from_words() -> None:
+def test_reasoning_stands_apart_from_words():
     parse = dialect("hermes").parse
     assert parse("<think>\nhm\n</think>\n\n4") == AssistantTurn("4", reasoning="hm")
     assert parse("hm\n</think>\n\n4") == AssistantTurn("4", reasoning="hm")  # the prompt opened the tag
@@ -402,7 +400,7 @@ def test_reasoning_stands_apart_from_words() -> None:
     assert parse(inside) == AssistantTurn("4", reasoning="I could <tool_call>{}</tool_call>")
 
 
-def test_what_a_dialect_cannot_write_and_an_unknown_dialect_are_refused() -> None:
+def test_what_a_dialect_cannot_write_and_an_unknown_dialect_are_refused():
     turn = AssistantTurn("", (ToolCall("call00000", "get-weather", {}),))
     assert dialect("hermes").parse(dialect("hermes").format(turn)) == turn
     with pytest.raises(ValueError, match="llama_pythonic cannot write"):
@@ -415,7 +413,7 @@ def test_what_a_dialect_cannot_write_and_an_unknown_dialect_are_refused() -> Non
         dialect("hermess")
 
 
-def test_errors_and_foreign_ids_are_not_written() -> None:
+def test_errors_and_foreign_ids_are_not_written():
     turn = AssistantTurn("", (ToolCall("call_of_an_api", "f", {}),), (CallError("x", "expected y"),))
     kept = replace(turn, calls=(ToolCall("call00000", "f", {}),), errors=())
     assert dialect("hermes").parse(dialect("hermes").format(turn)) == kept
@@ -424,13 +422,13 @@ def test_errors_and_foreign_ids_are_not_written() -> None:
     assert dialect("mistral").parse(dialect("mistral").format(its_own)) == its_own
 
 
-def test_a_long_call_is_shortened_in_its_answer() -> None:
+def test_a_long_call_is_shortened_in_its_answer():
     speaks = dialect("hermes")
     (error,) = speaks.parse('<tool_call>{"name": "' + "x" * 10_000).errors
     assert len(speaks.error_text(error)) < 500
 
 
-def test_turns_and_schemas_as_messages() -> None:
+def test_turns_and_schemas_as_messages():
     turn = AssistantTurn("So.", (ToolCall("call00000", "f", {"a": 1}),), reasoning="hm")
     function = {"name": "f", "arguments": {"a": 1}}
     assert turn.as_openai() == {

@@ -1,8 +1,5 @@
 """Activations in host memory give the same gradient, bit for bit."""
 
-from __future__ import annotations
-
-import pytest
 import torch
 from torch import nn
 
@@ -10,7 +7,7 @@ from roll.distributed.strategy.fsdp2 import strategy
 from roll.distributed.strategy.fsdp2.strategy import OffloadedActivations
 
 
-def test_gradient_is_the_same_and_parameters_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_is_the_same_and_parameters_stay(monkeypatch):
     monkeypatch.setattr(strategy, "MIN_BYTES", 0)
     moved: list[torch.Size] = []
     unpack = strategy._unpack
@@ -34,7 +31,7 @@ def test_gradient_is_the_same_and_parameters_stay(monkeypatch: pytest.MonkeyPatc
     assert not shapes & {tuple(view.shape) for p in model.parameters() for view in (p, p.t() if p.ndim == 2 else p)}
 
 
-def test_small_tensors_stay() -> None:
+def test_small_tensors_stay():
     weight = torch.randn(4, 4, requires_grad=True)
     with OffloadedActivations():
         loss = (weight * weight).sum()
@@ -42,7 +39,7 @@ def test_small_tensors_stay() -> None:
     torch.testing.assert_close(weight.grad, 2 * weight.detach())
 
 
-def test_a_tensor_comes_back_with_its_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_comes_back_with_its_strides(monkeypatch):
     """Attention kernels of a GPU look at them: the mask's rows are padded, and a head's share may be transposed."""
     monkeypatch.setattr(strategy, "MIN_BYTES", 0)
     padded = torch.randn(2, 1, 5, 8)[..., :6].expand(2, 3, 5, 6)

@@ -1,7 +1,5 @@
 """The model behind a folder of peft, and which adapters are no such addition as every engine makes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ def save(folder: Path, **options: Any) -> str:
     return str(folder)
 
 
-def test_an_adapter_is_found_with_its_base(tmp_path: Path) -> None:
+def test_an_adapter_is_found_with_its_base(tmp_path):
     assert base_of(save(tmp_path, task_type="CAUSAL_LM")) == ("base", LoraSpec(4, 8, ("q_proj",)))
     assert base_of("org/model") == ("org/model", None)
 
@@ -33,7 +31,7 @@ def test_an_adapter_is_found_with_its_base(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options", [{"use_rslora": True}, {"alpha_pattern": {"q_proj": 3}}, {"use_dora": True}, {"bias": "all"}]
 )
-def test_an_adapter_that_adds_otherwise_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_an_adapter_that_adds_otherwise_is_refused(tmp_path, options):
     folder = save(tmp_path, **options)
     (key,) = options
     written = json.loads((tmp_path / "adapter_config.json").read_text())[key]

@@ -1,7 +1,5 @@
 """An engine in its own process: calls, their errors, and its death, with a small engine of the tests' own."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal
@@ -79,7 +77,7 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_calls_run_side_by_side_and_bring_their_results(engine: EngineProcess) -> None:
+def test_calls_run_side_by_side_and_bring_their_results(engine):
     waiting = engine.submit("wait")
     assert engine.submit("add", 2, 3).result(20) == {"sum": 5}
     assert not waiting.done()
@@ -87,7 +85,7 @@ def test_calls_run_side_by_side_and_bring_their_results(engine: EngineProcess) -
     assert waiting.result(20) == "woken"
 
 
-def test_an_error_belongs_to_its_call(engine: EngineProcess) -> None:
+def test_an_error_belongs_to_its_call(engine):
     with pytest.raises(ValueError, match="got 3, expected 4"):
         engine.submit("refuse").result(20)
     with pytest.raises(EngineCallError, match="OSError: no disk"):
@@ -95,7 +93,7 @@ def test_an_error_belongs_to_its_call(engine: EngineProcess) -> None:
     assert engine.submit("add", 1, 1).result(20) == {"sum": 2}
 
 
-def test_the_last_words_of_an_engine_reach_all_who_wait(engine: EngineProcess) -> None:
+def test_the_last_words_of_an_engine_reach_all_who_wait(engine):
     waiting = engine.submit("wait")
     engine.submit("die")
     with pytest.raises(EngineStoppedError, match="the engine died: out of memory"):
@@ -104,21 +102,21 @@ def test_the_last_words_of_an_engine_reach_all_who_wait(engine: EngineProcess) -
         engine.submit("add", 1, 1)
 
 
-def test_an_engine_that_dies_within_an_answer_fails_all_who_wait(engine: EngineProcess) -> None:
+def test_an_engine_that_dies_within_an_answer_fails_all_who_wait(engine):
     waiting = engine.submit("wait")
     engine.submit("die_while_answering")
     with pytest.raises(EngineStoppedError, match="exit code 3"):
         waiting.result(20)
 
 
-def test_an_engine_ends_when_its_caller_dies_within_a_call(engine: EngineProcess) -> None:
+def test_an_engine_ends_when_its_caller_dies_within_a_call(engine):
     assert engine.submit("add", 1, 1).result(20) == {"sum": 2}
     engine._socket.sendall(pickle.dumps((1, "add", (2, 3)))[:-5])
     engine._socket.shutdown(socket.SHUT_WR)
     assert gone(engine._process.pid)
 
 
-def test_a_killed_engine_fails_its_callers_and_takes_its_processes_along(engine: EngineProcess) -> None:
+def test_a_killed_engine_fails_its_callers_and_takes_its_processes_along(engine):
     child = engine.submit("spawn").result(20)
     waiting = engine.submit("wait")
     os.kill(engine._process.pid, signal.SIGKILL)
@@ -127,7 +125,7 @@ def test_a_killed_engine_fails_its_callers_and_takes_its_processes_along(engine:
     assert gone(child)
 
 
-def test_close_stops_the_engine_with_its_processes(engine: EngineProcess) -> None:
+def test_close_stops_the_engine_with_its_processes(engine):
     child = engine.submit("spawn").result(20)
     waiting = engine.submit("wait")
     engine.close()

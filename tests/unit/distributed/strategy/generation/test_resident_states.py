@@ -1,14 +1,12 @@
 """What of a generator is on its device, as it is told to leave and to come back."""
 
-from __future__ import annotations
-
 from roll.distributed.strategy.base import States
 from roll.distributed.strategy.generation.generator import ResidentStates
 
 BOTH = States.WEIGHTS | States.CACHE
 
 
-def test_states_leave_and_come_back_once_the_cache_with_the_weights() -> None:
+def test_states_leave_and_come_back_once_the_cache_with_the_weights():
     states = ResidentStates()
     assert states.leave(States.WEIGHTS) == BOTH
     assert states.come_back(States.WEIGHTS) == States.WEIGHTS

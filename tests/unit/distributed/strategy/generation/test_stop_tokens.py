@@ -1,7 +1,5 @@
 """Where generation stops: what a turn of each model family ends with, with calls and without."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any
@@ -50,14 +48,14 @@ SAID: Message = {"role": "assistant", "content": "left", "reasoning_content": "r
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generation_stops_where_the_template_ends_a_turn(family: str) -> None:
+def test_generation_stops_where_the_template_ends_a_turn(family):
     tokenizer = family_tokenizer(family)
     assert set(tokenizer.convert_ids_to_tokens(stop_token_ids(None, tokenizer, "native"))) == STOPS[family]
 
 
 @pytest.mark.parametrize("kind", ["call", "answer"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_turn_as_the_template_writes_it_has_its_first_stop_at_its_end(family: str, kind: str) -> None:
+def test_a_turn_as_the_template_writes_it_has_its_first_stop_at_its_end(family, kind):
     renderer = ChatRenderer(family_tokenizer(family))
     turn, after, tools, word = (CALLED, RESULT, [TOOL], "add") if kind == "call" else (SAID, ASKED[0], None, "left")
     prompt, whole = renderer.prompt(ASKED, tools).tolist(), renderer.history([*ASKED, turn], tools)
@@ -79,7 +77,7 @@ def random_model(path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["glm4_5", "gpt_oss"])
-def test_an_engine_stops_there_without_being_told(family: str, tmp_path: Path) -> None:
+def test_an_engine_stops_there_without_being_told(family, tmp_path):
     random_model(tmp_path, family)
     tokenizer = family_tokenizer(family)
     stops = set(tokenizer.convert_tokens_to_ids(sorted(STOPS[family])))

@@ -1,7 +1,5 @@
 """hf_infer against transformers' own ``generate`` and plain forwards, with small random models."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random
@@ -150,9 +148,7 @@ async def held_at(engine: HfInfer, num_tokens: int) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of a GPU depend on the batch's shape")
 @pytest.mark.parametrize(("low", "high"), [(1, 60), (120, 240)])
-def test_on_a_cpu_the_rest_of_the_batch_changes_not_one_bit(
-    low: int, high: int, model_path: Callable[..., str]
-) -> None:
+def test_on_a_cpu_the_rest_of_the_batch_changes_not_one_bit(low, high, model_path):
     with one_thread(), engine_of(model_path()) as engine:
         requests = requests_of(prompts(40, seed=3, low=low, high=high), max_new_tokens=6, seed=7)
         together = asyncio.run(burst(engine, requests))
@@ -164,7 +160,7 @@ def test_on_a_cpu_the_rest_of_the_batch_changes_not_one_bit(
             assert a.logprobs.tobytes() == b.logprobs.tobytes()
 
 
-def test_padding_of_a_prompt_needs_no_room(tmp_path: Path) -> None:
+def test_padding_of_a_prompt_needs_no_room(tmp_path):
     """520 tokens are computed as 640, of which a cache of 576 positions keeps what it needs."""
     model = make_model("qwen2", 0, max_position_embeddings=1024)
     model.save_pretrained(tmp_path)
@@ -176,7 +172,7 @@ def test_padding_of_a_prompt_needs_no_room(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_staggered_greedy_requests_equal_transformers_generate(family: str, model_path: Callable[..., str]) -> None:
+def test_staggered_greedy_requests_equal_transformers_generate(family, model_path):
     path = model_path(family)
     rng = random.Random(1)
     requests = [
@@ -198,9 +194,7 @@ def test_staggered_greedy_requests_equal_transformers_generate(family: str, mode
 
 
 @pytest.mark.parametrize("attention", ["fa2", "eager"])
-def test_sampled_logprobs_are_those_of_the_full_tempered_distribution(
-    attention: str, model_path: Callable[..., str]
-) -> None:
+def test_sampled_logprobs_are_those_of_the_full_tempered_distribution(attention, model_path):
     """``fa2`` falls back to sdpa."""
     rng = random.Random(2)
     choices = [{"top_k": 3}, {"top_p": 0.6}, {"repetition_penalty": 1.5}, {}]
@@ -216,7 +210,7 @@ def test_sampled_logprobs_are_those_of_the_full_tempered_distribution(
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
 
 
-def test_scores_of_a_batch_agree_with_the_sampled_logprobs(model_path: Callable[..., str]) -> None:
+def test_scores_of_a_batch_agree_with_the_sampled_logprobs(model_path):
     requests = requests_of(prompts(10), max_new_tokens=8, temperature=0.8, seed=5)
     with engine_of(model_path(), temperature=0.8) as engine:
         completions = asyncio.run(burst(engine, requests))
@@ -234,7 +228,7 @@ def test_scores_of_a_batch_agree_with_the_sampled_logprobs(model_path: Callable[
     np.testing.assert_allclose(scores.logprobs_T[batch.loss_mask_T].numpy(), sampled, atol=1e-5)
 
 
-def test_requests_without_a_seed_differ_and_repeat_with_the_run_seed(model_path: Callable[..., str]) -> None:
+def test_requests_without_a_seed_differ_and_repeat_with_the_run_seed(model_path):
     prompt = prompts(1)[0]
     requests = requests_of([prompt] * 4, max_new_tokens=12)
 
@@ -248,7 +242,7 @@ def test_requests_without_a_seed_differ_and_repeat_with_the_run_seed(model_path:
     assert run(2) != first
 
 
-def test_samples_of_one_prompt_share_its_prefill(model_path: Callable[..., str]) -> None:
+def test_samples_of_one_prompt_share_its_prefill(model_path):
     prompt = prompts(1, low=40)[0]
     requests = [GenerateRequest(str(i), prompt, SamplingParams(max_new_tokens=6, seed=i)) for i in range(5)]
 
@@ -272,9 +266,7 @@ def test_samples_of_one_prompt_share_its_prefill(model_path: Callable[..., str])
         np.testing.assert_allclose(sample.logprobs, forward_logprobs(model, prompt, sample.token_ids, 1.0), atol=1e-5)
 
 
-def test_a_completion_ends_with_the_token_that_completed_a_stop_string(
-    shared_engine: HfInfer, model_path: Callable[..., str]
-) -> None:
+def test_a_completion_ends_with_the_token_that_completed_a_stop_string(shared_engine, model_path):
     tokenizer = make_tokenizer()
     for index, request in enumerate(requests_of(prompts(12), temperature=0, max_new_tokens=20)):
         full = asyncio.run(shared_engine.generate(request)).token_ids.tolist()
@@ -288,7 +280,7 @@ def test_a_completion_ends_with_the_token_that_completed_a_stop_string(
         assert completion.finish_reason is FinishReason.STOP
 
 
-def test_every_stated_end_of_sequence_token_stops(model_path: Callable[..., str], tmp_path: Path) -> None:
+def test_every_stated_end_of_sequence_token_stops(model_path, tmp_path):
     model = load(model_path())
     requests = requests_of(prompts(6), temperature=0, max_new_tokens=20)
     full = [greedy_oracle(model, r.prompt_ids, 20, eos_token_id=None) for r in requests]
@@ -304,7 +296,7 @@ def test_every_stated_end_of_sequence_token_stops(model_path: Callable[..., str]
             assert completion.finish_reason is (FinishReason.LENGTH if stop is None else FinishReason.STOP)
 
 
-def test_generation_ends_when_the_context_is_full(shared_engine: HfInfer) -> None:
+def test_generation_ends_when_the_context_is_full(shared_engine):
     prompt = prompts(1, low=SEQUENCE_LENGTH - 5, high=SEQUENCE_LENGTH - 5)[0]
     completion = asyncio.run(shared_engine.generate(GenerateRequest("full", prompt, SamplingParams(seed=0))))
     assert (len(completion.token_ids), completion.finish_reason) == (5, FinishReason.LENGTH)
@@ -322,15 +314,13 @@ def test_generation_ends_when_the_context_is_full(shared_engine: HfInfer) -> Non
         (5, {"stop": ("",)}, "stop is"),
     ],
 )
-def test_a_bad_request_is_refused_with_its_numbers(
-    prompt_len: int, params: dict[str, Any], message: str, shared_engine: HfInfer
-) -> None:
+def test_a_bad_request_is_refused_with_its_numbers(prompt_len, params, message, shared_engine):
     request = GenerateRequest("bad", np.ones(prompt_len, dtype=np.int64), SamplingParams(**params))
     with pytest.raises(ValueError, match=message):
         asyncio.run(shared_engine.generate(request))
 
 
-async def test_abort_returns_what_was_sampled_and_leaves_the_others_alone(model_path: Callable[..., str]) -> None:
+async def test_abort_returns_what_was_sampled_and_leaves_the_others_alone(model_path):
     long, other, waiting = requests_of(prompts(3), temperature=0, max_new_tokens=150)
 
     with engine_of(model_path(), max_running_requests=2) as engine:
@@ -351,7 +341,7 @@ async def test_abort_returns_what_was_sampled_and_leaves_the_others_alone(model_
         assert engine.stats()["running"] == 0
 
 
-async def test_a_cancelled_caller_aborts_its_request(model_path: Callable[..., str]) -> None:
+async def test_a_cancelled_caller_aborts_its_request(model_path):
     with engine_of(model_path()) as engine:
         request = GenerateRequest("gone", prompts(1)[0], SamplingParams(max_new_tokens=200, seed=0))
         task = asyncio.create_task(engine.generate(request))
@@ -368,7 +358,7 @@ async def test_a_cancelled_caller_aborts_its_request(model_path: Callable[..., s
         await engine.generate(request)
 
 
-async def test_offload_keeps_requests_which_go_on_after_onload(model_path: Callable[..., str]) -> None:
+async def test_offload_keeps_requests_which_go_on_after_onload(model_path):
     requests = requests_of(prompts(5), temperature=0, max_new_tokens=60)
 
     with one_thread(), engine_of(model_path()) as engine:
@@ -392,7 +382,7 @@ async def test_offload_keeps_requests_which_go_on_after_onload(model_path: Calla
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
-async def test_new_weights_answer_the_requests_after_an_update(family: str, model_path: Callable[..., str]) -> None:
+async def test_new_weights_answer_the_requests_after_an_update(family, model_path):
     """Qwen2 here has tied embeddings, Llama has not."""
     requests = requests_of(prompts(6), temperature=0, max_new_tokens=12)
 
@@ -411,9 +401,7 @@ async def test_new_weights_answer_the_requests_after_an_update(family: str, mode
 
 
 @pytest.mark.parametrize("recompute_kv", [True, False])
-async def test_a_request_in_flight_goes_on_with_the_new_weights(
-    recompute_kv: bool, model_path: Callable[..., str]
-) -> None:
+async def test_a_request_in_flight_goes_on_with_the_new_weights(recompute_kv, model_path):
     request = GenerateRequest("x", prompts(1)[0], SamplingParams(temperature=0, max_new_tokens=100))
 
     with engine_of(model_path()) as engine:
@@ -434,7 +422,7 @@ async def test_a_request_in_flight_goes_on_with_the_new_weights(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of a GPU depend on the batch's shape")
 @pytest.mark.parametrize("recompute_kv", [True, False])
-def test_recorded_requests_are_sampled_again_bit_for_bit(recompute_kv: bool, model_path: Callable[..., str]) -> None:
+def test_recorded_requests_are_sampled_again_bit_for_bit(recompute_kv, model_path):
     """In another order, in fewer slots, with updates at other times."""
     requests = [
         GenerateRequest(f"{n}", prompt, SamplingParams(seed=n, max_new_tokens=8 + 5 * n, repetition_penalty=1 + n % 2))
@@ -474,9 +462,7 @@ def test_recorded_requests_are_sampled_again_bit_for_bit(recompute_kv: bool, mod
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_logprobs_after_an_update_are_those_of_a_fresh_scoring_when_recomputed(
-    recompute: bool, model_path: Callable[..., str]
-) -> None:
+def test_logprobs_after_an_update_are_those_of_a_fresh_scoring_when_recomputed(recompute, model_path):
     requests = requests_of(prompts(4), temperature=1.0, max_new_tokens=40)
 
     async def run(engine: HfInfer) -> list[Completion]:
@@ -498,7 +484,7 @@ def test_logprobs_after_an_update_are_those_of_a_fresh_scoring_when_recomputed(
     assert bool(max(differences) < 1e-5) is recompute
 
 
-def test_drained_requests_end_before_an_update_and_new_ones_wait_for_it(model_path: Callable[..., str]) -> None:
+def test_drained_requests_end_before_an_update_and_new_ones_wait_for_it(model_path):
     first, second = (requests_of(prompts(4, seed=seed), temperature=1.0, max_new_tokens=40) for seed in (1, 2))
     second = [replace(request, request_id=f"later {n}") for n, request in enumerate(second)]
 
@@ -522,7 +508,7 @@ def test_drained_requests_end_before_an_update_and_new_ones_wait_for_it(model_pa
     assert {version for one in later for version, _ in one.runs} == {1}
 
 
-def test_a_request_that_waits_for_an_update_ends_when_it_is_aborted(model_path: Callable[..., str]) -> None:
+def test_a_request_that_waits_for_an_update_ends_when_it_is_aborted(model_path):
     first, second = requests_of(prompts(2), temperature=1.0, max_new_tokens=10)
 
     async def run(engine: HfInfer) -> tuple[Completion, Completion]:
@@ -542,7 +528,7 @@ def test_a_request_that_waits_for_an_update_ends_when_it_is_aborted(model_path: 
     assert len(other.token_ids) == 10 and engine.counters.generated_tokens == 10
 
 
-def test_refused_updates_leave_the_old_weights(model_path: Callable[..., str]) -> None:
+def test_refused_updates_leave_the_old_weights(model_path):
     request = GenerateRequest("x", prompts(1)[0], SamplingParams(temperature=0, max_new_tokens=12))
     other = load(model_path(seed=1))
     norm = "model.norm.weight"
@@ -573,9 +559,7 @@ def test_refused_updates_leave_the_old_weights(model_path: Callable[..., str]) -
         asyncio.run(run(engine))
 
 
-def test_an_update_that_fails_half_way_stops_the_engine_and_whoever_waits(
-    model_path: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_that_fails_half_way_stops_the_engine_and_whoever_waits(model_path, monkeypatch):
     async def broken(*_: Any) -> None:
         raise MemoryError("no room for the new weights")
 
@@ -593,9 +577,7 @@ def test_an_update_that_fails_half_way_stops_the_engine_and_whoever_waits(
         asyncio.run(run(engine))
 
 
-async def test_an_error_in_a_step_fails_every_pending_request_and_all_later_ones(
-    model_path: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_error_in_a_step_fails_every_pending_request_and_all_later_ones(model_path, monkeypatch):
     requests = requests_of(prompts(5), max_new_tokens=200, seed=0)
 
     with engine_of(model_path(), max_running_requests=3) as engine:
@@ -618,7 +600,7 @@ async def test_an_error_in_a_step_fails_every_pending_request_and_all_later_ones
                 await call
 
 
-async def test_nan_weights_fail_the_requests(model_path: Callable[..., str]) -> None:
+async def test_nan_weights_fail_the_requests(model_path):
     with engine_of(model_path()) as engine:
         await engine.update_weights(
             buckets_of(model_path(), **{"model.norm.weight": torch.full((64,), torch.nan)}), version=1
@@ -627,7 +609,7 @@ async def test_nan_weights_fail_the_requests(model_path: Callable[..., str]) -> 
             await engine.generate(GenerateRequest("x", prompts(1)[0]))
 
 
-def test_a_bounded_cache_makes_requests_wait_and_changes_no_token(model_path: Callable[..., str]) -> None:
+def test_a_bounded_cache_makes_requests_wait_and_changes_no_token(model_path):
     requests = requests_of(prompts(12), temperature=0, max_new_tokens=20)
     with engine_of(model_path()) as engine:
         engine._batching._max_cache_tokens = engine._batching._cache._max_positions = 200
@@ -640,7 +622,7 @@ def test_a_bounded_cache_makes_requests_wait_and_changes_no_token(model_path: Ca
         assert completion.token_ids.tolist() == greedy_oracle(model, request.prompt_ids, 20)
 
 
-def test_workers_are_replicas(model_path: Callable[..., str]) -> None:
+def test_workers_are_replicas(model_path):
     context = StrategyContext(WorkerConfig(), "actor_infer", model_path(), rank=2, world_size=4, sequence_length=64)
     engine = HfInfer(context)
     info = engine.setup()
@@ -648,7 +630,7 @@ def test_workers_are_replicas(model_path: Callable[..., str]) -> None:
     assert (info.dp_rank, info.dp_size) == (2, 4)
 
 
-def test_a_sliding_window_is_accepted_only_where_it_hides_nothing(tmp_path: Path) -> None:
+def test_a_sliding_window_is_accepted_only_where_it_hides_nothing(tmp_path):
     make_model("qwen2", 0, use_sliding_window=True, sliding_window=48, max_window_layers=1).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"sliding_attention \(window 48\)"), engine_of(str(tmp_path)):
@@ -660,7 +642,7 @@ def test_a_sliding_window_is_accepted_only_where_it_hides_nothing(tmp_path: Path
         assert completion.token_ids.tolist() == greedy_oracle(load(str(tmp_path)), request.prompt_ids, 18)
 
 
-def test_what_cannot_work_is_refused_before_the_first_request(model_path: Callable[..., str]) -> None:
+def test_what_cannot_work_is_refused_before_the_first_request(model_path):
     refused = pytest.raises(ValueError, match=r"sequence_length: 1024, but the model has positions for at most 512")
     with refused, engine_of(model_path(), sequence_length=1024):
         pass

@@ -1,7 +1,5 @@
 """A vocabulary that lies on two ranks, the last row of the second being padding."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,7 +73,7 @@ def rank_main(rank: int, port: int, folder: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_ranks_with_and_without_padding_tell_the_same(tmp_path: Path) -> None:
+def test_ranks_with_and_without_padding_tell_the_same(tmp_path):
     run_ranks(rank_main, 2, tmp_path)
     for rank in range(2):
         for shared, found in torch.load(tmp_path / f"{rank}.pt").items():
@@ -89,7 +87,7 @@ HEADS, KEY_HEADS, HIDDEN_WIDTH = 4, 2, 8
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_row_is_shorter_than_its_sequences_and_padded_for_tensor_parallel_ranks(packing: bool) -> None:
+def test_a_row_is_shorter_than_its_sequences_and_padded_for_tensor_parallel_ranks(packing):
     groups = make_groups(0)
     found = lay_out(groups, rounding := Rounding(1, packing, 8, 0, 1, sharing=True))
     rows, columns = found.input_ids_RS.shape
@@ -103,12 +101,12 @@ def test_a_row_is_shorter_than_its_sequences_and_padded_for_tensor_parallel_rank
     assert wider.input_ids_RS[0, wider.source_K].equal(found.input_ids_RS[0, found.source_K])
 
 
-def test_what_does_not_share_enough_stays_a_rectangle() -> None:
+def test_what_does_not_share_enough_stays_a_rectangle():
     batch = make_batch(0)
     assert lay_out(batch, Rounding(1, False, 1, 0, 1, sharing=True)).planned is None
 
 
-def test_attention_by_the_plan_is_that_of_the_sequences() -> None:
+def test_attention_by_the_plan_is_that_of_the_sequences():
     groups = make_groups(0)
     attention = CoreAttention(None, SimpleNamespace(cp=SimpleNamespace(size=lambda: 1)))
     plain, shared = (lay_out(groups, Rounding(1, False, 4, 0, 1, sharing=sharing)) for sharing in (False, True))

@@ -1,7 +1,5 @@
 """What of the SGLang strategy runs without SGLang: its sampler, its CPU kernel, and the checks of its options."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +37,7 @@ def params_of(seed: int, prompt: list[int], **changes: Any) -> dict[str, Any]:
     return {**defaults, **changes, "seed": seed, "prompt_len": len(prompt), "__req__": request}
 
 
-def test_random_numbers_are_those_of_hf_infer() -> None:
+def test_random_numbers_are_those_of_hf_infer():
     seeds = np.array([0, 1, 2**63 - 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15], dtype=np.uint64).repeat(50)
     index = np.tile(np.arange(50, dtype=np.uint64), 6)
     expected = sampling.uniforms(seeds, index)
@@ -47,7 +45,7 @@ def test_random_numbers_are_those_of_hf_infer() -> None:
     np.testing.assert_array_equal(found.numpy(), expected)
 
 
-def test_a_repetition_penalty_follows_its_request_from_batch_to_batch() -> None:
+def test_a_repetition_penalty_follows_its_request_from_batch_to_batch():
     """Oracle: the sampler of hf_infer with the tokens seen, kept as Python sets."""
     torch.manual_seed(0)
     requests = [params_of(2**64 - 1 - i, [i, i + 1, i + 2], repetition_penalty=1.0 + i) for i in range(4)]
@@ -71,7 +69,7 @@ def test_a_repetition_penalty_follows_its_request_from_batch_to_batch() -> None:
             position[i] += 1
 
 
-def test_counts_follow_their_request_from_batch_to_batch() -> None:
+def test_counts_follow_their_request_from_batch_to_batch():
     requests = [params_of(i, [i, i], temperature=0.0, frequency_penalty=i / 2.0) for i in range(3)]
     logits = torch.tensor([3.0, 2.9, 2.8])
     drawn: list[list[int]] = [[], [], []]
@@ -83,7 +81,7 @@ def test_counts_follow_their_request_from_batch_to_batch() -> None:
     assert drawn == [[0, 0], [0, 1, 2, 0], [0, 1, 2]]
 
 
-def test_what_is_drawn_inside_a_prompt_is_not_seen() -> None:
+def test_what_is_drawn_inside_a_prompt_is_not_seen():
     request = params_of(1, list(range(10)), repetition_penalty=5.0, presence_penalty=1.0)
     batch = SampledBatch([request], torch.device("cpu"), VOCAB)
     logits = torch.full((1, VOCAB), -50.0)
@@ -96,7 +94,7 @@ def test_what_is_drawn_inside_a_prompt_is_not_seen() -> None:
     assert request["__count__"].tolist() == [0] * 30 + [1] + [0] * (VOCAB - 31)
 
 
-def test_a_batch_is_known_by_its_requests() -> None:
+def test_a_batch_is_known_by_its_requests():
     requests = [params_of(i, [1]) for i in range(3)]
     batch = SampledBatch(requests[:2], torch.device("cpu"), VOCAB)
     assert batch.holds([requests[0], requests[1]])
@@ -106,7 +104,7 @@ def test_a_batch_is_known_by_its_requests() -> None:
 
 
 @pytest.mark.parametrize("is_neox", [True, False], ids=["llama", "gptj"])
-def test_rotary_positions_are_those_of_transformers(is_neox: bool) -> None:
+def test_rotary_positions_are_those_of_transformers(is_neox):
     torch.manual_seed(0)
     tokens, heads, key_heads, size, positions = 7, 4, 2, 16, torch.randint(0, 100, (7,))
     angles = torch.arange(100)[:, None] * 10000.0 ** (-torch.arange(0, size, 2) / size)
@@ -126,12 +124,12 @@ def test_rotary_positions_are_those_of_transformers(is_neox: bool) -> None:
 
 
 @pytest.mark.parametrize(("tp_size", "expected"), [(2, "0,1|2,4"), (3, "0|1|2"), (5, "0|1|2|4|0")])
-def test_tensor_parallel_processes_share_the_cores(monkeypatch: Any, tp_size: int, expected: str) -> None:
+def test_tensor_parallel_processes_share_the_cores(monkeypatch, tp_size, expected):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {4, 2, 1, 0})
     assert environment(tp_size)["SGLANG_CPU_OMP_THREADS_BIND"] == expected
 
 
-def test_on_a_cpu_tensor_parallel_processes_share_a_model_evenly() -> None:
+def test_on_a_cpu_tensor_parallel_processes_share_a_model_evenly():
     model = SimpleNamespace(num_key_value_heads=2, intermediate_size=96)
     check_tensor_parallel(model, 1, lora=True)
     check_tensor_parallel(model, 2, lora=False)
@@ -159,7 +157,7 @@ def fake_environment(tmp_path: Path) -> str:
     return str(python)
 
 
-def test_an_argument_that_sglang_does_not_have_or_that_is_set_elsewhere_is_named(fake_environment: str) -> None:
+def test_an_argument_that_sglang_does_not_have_or_that_is_set_elsewhere_is_named(fake_environment):
     options = {"python_executable": fake_environment, "tp_size": 1, "chunked_prefil_size": 64}
     (problem,) = CARD.option_problems(options)
     assert (problem.path, problem.seen) == ("chunked_prefil_size", 64)
@@ -172,7 +170,7 @@ def test_an_argument_that_sglang_does_not_have_or_that_is_set_elsewhere_is_named
     ]
 
 
-def test_arguments_are_those_of_the_sglang_that_is_installed(fake_environment: str) -> None:
+def test_arguments_are_those_of_the_sglang_that_is_installed(fake_environment):
     """Not those of the version whose arguments are shipped."""
     known = {"python_executable": fake_environment, "chunked_by": "pages", "chunk_limit": "4k"}
     assert not list(CARD.option_problems(known))
@@ -183,7 +181,7 @@ def test_arguments_are_those_of_the_sglang_that_is_installed(fake_environment: s
 
 
 @pytest.mark.parametrize(("python", "message"), [("/no/python", "no such program"), (sys.executable, "not installed")])
-def test_an_environment_without_sglang_is_refused(python: str, message: str, tmp_path: Path) -> None:
+def test_an_environment_without_sglang_is_refused(python, message, tmp_path):
     worker = WorkerConfig(
         strategy_args=StrategyArguments(strategy_name="sglang", strategy_config={"python_executable": python})
     )
@@ -191,6 +189,6 @@ def test_an_environment_without_sglang_is_refused(python: str, message: str, tmp
         SglangStrategy(StrategyContext(worker, "actor_infer", str(tmp_path)))
 
 
-def test_importing_the_strategy_imports_no_engine() -> None:
+def test_importing_the_strategy_imports_no_engine():
     code = "import sys, roll.distributed.strategy.sglang.strategy; assert not {'sglang', 'vllm'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,9 +1,6 @@
 """Learning-rate schedules have their documented values; only matrices decay."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,11 +32,11 @@ def rates(total_steps: int, **kwargs: object) -> list[float]:
         (6, LINEAR | {"lr_decay_steps": 4}, [8, 6, 4, 2, 0, 0, 0, 0]),
     ],
 )
-def test_rates_follow_their_schedule(steps: int, keys: dict[str, Any], expected: list[float]) -> None:
+def test_rates_follow_their_schedule(steps, keys, expected):
     assert rates(steps, **keys)[: len(expected)] == pytest.approx(expected)
 
 
-def test_a_cosine_has_as_many_half_periods_as_asked_for() -> None:
+def test_a_cosine_has_as_many_half_periods_as_asked_for():
     expected = [8 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 4))) for step in range(5)]
     assert rates(4, lr_scheduler_type="cosine", min_lr_ratio=0.1) == pytest.approx([*expected, 0.8])
     expected = [4 * (1 + math.cos(math.pi * 3 * step / 6)) for step in range(7)]
@@ -49,7 +46,7 @@ def test_a_cosine_has_as_many_half_periods_as_asked_for() -> None:
     assert [problem.path for problem in args.problems()] == ["lr_decay_steps", "num_cycles"]
 
 
-def test_inverse_square_root_is_that_of_transformers() -> None:
+def test_inverse_square_root_is_that_of_transformers():
     parameter = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=8.0)
     theirs = get_inverse_sqrt_schedule(optimizer, num_warmup_steps=4)
@@ -60,7 +57,7 @@ def test_inverse_square_root_is_that_of_transformers() -> None:
     assert found[:5] == pytest.approx([1.6, 3.2, 4.8, 6.4, 8.0])
 
 
-def test_wsd_is_level_and_falls_at_the_end() -> None:
+def test_wsd_is_level_and_falls_at_the_end():
     falls = {
         "linear": [1, 0.75, 0.5, 0.25, 0],
         "cosine": [1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5, 0],
@@ -74,7 +71,7 @@ def test_wsd_is_level_and_falls_at_the_end() -> None:
     assert rates(20, lr_scheduler_type="wsd")[17:21] == pytest.approx([8, 8, 4, 0]), "a tenth"
 
 
-def test_weight_decay_goes_to_its_end() -> None:
+def test_weight_decay_goes_to_its_end():
     def decays(**keys: object) -> list[float]:
         args = TrainingArguments.model_validate({"weight_decay": 0.1, **keys})
         return [weight_decay(args, step, 5) for step in range(6)]
@@ -86,7 +83,7 @@ def test_weight_decay_goes_to_its_end() -> None:
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_only_matrices_decay_by_the_given_or_by_a_changed_weight_decay(changed: bool) -> None:
+def test_only_matrices_decay_by_the_given_or_by_a_changed_weight_decay(changed):
     local = {"matrix": nn.Parameter(torch.ones(2, 2)), "norm": nn.Parameter(torch.ones(3))}
     args = TrainingArguments() if changed else TrainingArguments(learning_rate=0.1, weight_decay=0.5)
     optimizer = make_adamw(local, local, args)
@@ -100,7 +97,7 @@ def test_only_matrices_decay_by_the_given_or_by_a_changed_weight_decay(changed: 
 
 
 @pytest.mark.parametrize("shape", [(5, 9), (9, 5), (6, 6), (1, 4)])
-def test_singular_values_go_through_the_quintic(shape: tuple[int, int]) -> None:
+def test_singular_values_go_through_the_quintic(shape):
     """The iteration multiplies matrices; the oracle puts the values of an SVD into ``a s + b s³ + c s⁵`` in float64."""
     matrix = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
     left, values, right = np.linalg.svd(matrix.numpy(), full_matrices=False)
@@ -114,5 +111,5 @@ def test_singular_values_go_through_the_quintic(shape: tuple[int, int]) -> None:
     assert torch.allclose(orthogonalise(matrix.bfloat16()).double(), found, atol=0.05)
 
 
-def test_no_gradient_moves_nothing() -> None:
+def test_no_gradient_moves_nothing():
     assert torch.equal(orthogonalise(torch.zeros(3, 4)), torch.zeros(3, 4))

@@ -1,7 +1,5 @@
 """Safetensors files that several ranks write: readable by the library, hashed as written, whole or an error."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -78,14 +76,7 @@ def write(folder: Path, tensors: dict[str, Tensor], ranks: int, single: bool = F
         (3, {"MAX_FILE_BYTES": 40, "MIN_SHARE_BYTES": 1}, True, ["model.safetensors"]),
     ],
 )
-def test_the_library_reads_what_any_number_of_ranks_has_written(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    ranks: int,
-    limits: dict[str, int],
-    single: bool,
-    names: list[str] | None,
-) -> None:
+def test_the_library_reads_what_any_number_of_ranks_has_written(tmp_path, monkeypatch, ranks, limits, single, names):
     for limit, value in limits.items():
         monkeypatch.setattr(tensor_files, limit, value)
     tensors = some_tensors()
@@ -107,7 +98,7 @@ def test_the_library_reads_what_any_number_of_ranks_has_written(
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_ranks_get_nearly_equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_get_nearly_equal_shares(monkeypatch):
     monkeypatch.setattr(tensor_files, "MIN_SHARE_BYTES", 1)
     tensors = {str(number): torch.zeros(100 + 7 * (number % 5)) for number in range(40)}
     files = plan_files("model", pieces_of(tensors, 4), 4)
@@ -126,7 +117,7 @@ def spread_over(tensor: Tensor, regions: tuple[Slice, ...]) -> WeightShard:
     return weight_shard("w", ShardLayout(tuple(tensor.shape), tensor.dtype, tensor.device, regions, lambda: tensor))
 
 
-def test_rows_are_written_by_a_rank_that_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_written_by_a_rank_that_has_them(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_files, "MIN_SHARE_BYTES", 1)
     tensor = torch.randn(5, 3)
     pieces = cut_at_ranks([spread_over(tensor, ROWS)], 4)
@@ -144,14 +135,14 @@ def test_rows_are_written_by_a_rank_that_has_them(tmp_path: Path, monkeypatch: p
         StoredTensors(tmp_path).get("w")
 
 
-def test_what_is_no_block_of_rows_or_too_little_is_gathered() -> None:
+def test_what_is_no_block_of_rows_or_too_little_is_gathered():
     columns, rows = spread_over(torch.randn(5, 3), COLUMNS), spread_over(torch.randn(5, 3), ROWS)
     assert cut_at_ranks([rows], 4) == [rows]
     whole = spread_over(torch.zeros(2**27, 1, device="meta"), (Slice((0, 0), (2**27, 1), (0, 1, 2, 3)),))
     assert cut_at_ranks([whole, columns], 4) == [whole, columns]
 
 
-def test_what_cannot_be_written_is_an_error_and_blocks_nobody(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_an_error_and_blocks_nobody(tmp_path):
     (tmp_path / "occupied").write_text("a file, not a folder")
     tensors = {str(number): torch.zeros(1000) for number in range(8)}
     (file,) = plan_files("model", pieces_of(tensors, 1), 1)
@@ -177,7 +168,7 @@ def contents(path: Path, tensors: dict[str, Tensor], go: threading.Event | None 
     )
 
 
-def test_a_change_after_the_start_is_not_in_the_files(tmp_path: Path) -> None:
+def test_a_change_after_the_start_is_not_in_the_files(tmp_path):
     tensors = {"a": torch.ones(1000), "b": torch.ones(10, 3)}
     saves = BackgroundSaves()
     for number in (1, 2):
@@ -193,7 +184,7 @@ def test_a_change_after_the_start_is_not_in_the_files(tmp_path: Path) -> None:
         assert all(stored.get(name).equal(torch.full_like(tensor, number)) for name, tensor in tensors.items())
 
 
-def test_a_save_waits_for_the_copies_of_the_one_before(tmp_path: Path) -> None:
+def test_a_save_waits_for_the_copies_of_the_one_before(tmp_path):
     tensors, go, saves = {"a": torch.ones(1000)}, threading.Event(), BackgroundSaves()
     first = saves.start([contents(tmp_path / "first", tensors, go)])
     tensors["a"].zero_()
@@ -204,7 +195,7 @@ def test_a_save_waits_for_the_copies_of_the_one_before(tmp_path: Path) -> None:
     assert StoredTensors(tmp_path / "second").get("a").eq(0).all()
 
 
-def test_a_failure_is_the_results_and_the_next_save_goes_on(tmp_path: Path) -> None:
+def test_a_failure_is_the_results_and_the_next_save_goes_on(tmp_path):
     (tmp_path / "occupied").write_text("a file, not a folder")
     saves = BackgroundSaves()
     with pytest.raises(OSError, match="occupied"):
@@ -213,7 +204,7 @@ def test_a_failure_is_the_results_and_the_next_save_goes_on(tmp_path: Path) -> N
     assert StoredTensors(tmp_path / "free").get("a").equal(torch.ones(3))
 
 
-def test_memory_of_snapshots_is_kept_and_shared() -> None:
+def test_memory_of_snapshots_is_kept_and_shared():
     snapshots, tensor = Snapshots(), torch.arange(6.0)
     first, same, turned = snapshots.take([tensor, tensor.detach(), tensor.view(2, 3).T])
     assert first.data_ptr() == same.data_ptr() != turned.data_ptr() and first.data_ptr() != tensor.data_ptr()
@@ -241,7 +232,7 @@ def split(name: str, tensor: Tensor) -> WeightShard:
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_an_export_is_what_packing_the_tensors_gives(check: bool) -> None:
+def test_an_export_is_what_packing_the_tensors_gives(check):
     torch.manual_seed(0)
     a, b, fused = torch.randn(7, 3), torch.randn(50).to(torch.bfloat16), torch.randn(40, 16)
     named = {"a": a, **{f"f.{i}": row for i, row in enumerate(fused)}, "b": b}
@@ -259,7 +250,7 @@ def test_an_export_is_what_packing_the_tensors_gives(check: bool) -> None:
         expected = list(pack_buckets(named.items(), 512))
 
 
-def test_a_fused_parameter_is_gathered_for_the_bucket_in_which_it_begins() -> None:
+def test_a_fused_parameter_is_gathered_for_the_bucket_in_which_it_begins():
     planned = plan_buckets([plain("a", torch.ones(16)), split("f", torch.ones(5, 16))], 128)
     assert [bucket.outline.names for bucket in planned] == [("a", "f.0"), ("f.1", "f.2"), ("f.3", "f.4")]
     assert [len(bucket.pieces) for bucket in planned] == [2, 0, 0]
@@ -267,7 +258,7 @@ def test_a_fused_parameter_is_gathered_for_the_bucket_in_which_it_begins() -> No
         plan_buckets([], 0)
 
 
-def test_a_rank_that_serves_nobody_reads_nothing_that_nobody_needs() -> None:
+def test_a_rank_that_serves_nobody_reads_nothing_that_nobody_needs():
     def own() -> Tensor:
         raise AssertionError("read")
 
