@@ -34,7 +34,7 @@ import psutil
 from roll.agentic.env.base import StepResult
 from roll.agentic.env.sokoban import SokobanEnv
 from roll.extras.maths.final_numbers import FinalAnswerConfig, FinalAnswerVerifier
-from roll.rewards import Sample, Verdict, Verifier
+from roll.rewards import RewardResult, Sample, Verifier
 from roll.tracking.files import read_json_lines, write_atomic
 
 RATIO, RATIO_WAITING, POINTS = 0.87, 0.65, 2.0
@@ -65,7 +65,7 @@ class WaitingAnswer(Verifier):
         super().__init__(config)
         self.rule = FinalAnswerVerifier(config)
 
-    async def score(self, sample: Sample) -> Verdict:
+    async def score(self, sample: Sample) -> RewardResult:
         await asyncio.sleep(float(os.environ[WAIT]))
         return self.rule.check(sample)
 

@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-from roll.rewards.types import RewardError, RuleVerifier, Sample, Verdict, Verifier
+from roll.rewards.types import RewardError, RewardResult, RuleVerifier, Sample, Verifier
 from roll.utils.registry import Registry
 
-__all__ = ["VERIFIERS", "RewardError", "RuleVerifier", "Sample", "Verdict", "Verifier"]
+__all__ = ["VERIFIERS", "RewardError", "RewardResult", "RuleVerifier", "Sample", "Verifier"]
 
 VERIFIERS: Registry[type[Verifier]] = Registry("verifier")
 VERIFIERS.register("math", "roll.extras.maths.verifier:MathVerifier")

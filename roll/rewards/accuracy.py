@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from statistics import fmean, pstdev, stdev
 from typing import NamedTuple
 
-from roll.rewards.types import Verdict
+from roll.rewards.types import RewardResult
 
 MAX_CHOICES = 100
 """Choices of k answers that ``maj@k`` looks at."""
@@ -107,7 +107,7 @@ class Tally:
         """Answers that count as wrong because they cost too much to judge."""
         self._prompts: defaultdict[Hashable, list[Judged]] = defaultdict(list)
 
-    def add(self, prompt: Hashable, verdict: Verdict | None) -> None:
+    def add(self, prompt: Hashable, verdict: RewardResult | None) -> None:
         """Takes in one answer to a prompt; ``None``: it could not be scored."""
         of_prompt = self._prompts[prompt]
         if verdict is None:

@@ -15,7 +15,7 @@ from pydantic import Field
 from roll.configs.arguments import argument_problems
 from roll.configs.base import Config
 from roll.configs.problems import NOTHING, ConfigProblem
-from roll.rewards.types import Batching, RewardError, RewardTimeoutError, RuleVerifier, Sample, Verdict
+from roll.rewards.types import Batching, RewardError, RewardResult, RewardTimeoutError, RuleVerifier, Sample
 from roll.utils.foreign import Fault, describe_error
 from roll.utils.registry import UnknownNameError, import_path
 
@@ -100,7 +100,7 @@ class CustomVerifier(RuleVerifier):
         side_by_side = _is_async(import_path(config.path, "function"))
         return Batching(size, 0.0, side_by_side=True) if side_by_side else None
 
-    def check(self, sample: Sample) -> Verdict:
+    def check(self, sample: Sample) -> RewardResult:
         """Raises ``RewardError`` when the function returns no finite number."""
         if self.config.batch:
             [outcome] = self._check_list([sample])
@@ -109,7 +109,7 @@ class CustomVerifier(RuleVerifier):
             return outcome
         return self._verdict(self._finished(self._call(sample)))
 
-    def check_all(self, samples: Sequence[Sample], timeout: float) -> Sequence[Verdict | RewardError]:
+    def check_all(self, samples: Sequence[Sample], timeout: float) -> Sequence[RewardResult | RewardError]:
         """Raises ``RewardError`` when a function of lists does not return one result for each sample."""
         if self.config.batch:
             return self._check_list(samples)
@@ -126,7 +126,7 @@ class CustomVerifier(RuleVerifier):
             **self.config.kwargs,
         )
 
-    def _check_list(self, samples: Sequence[Sample]) -> list[Verdict | RewardError]:
+    def _check_list(self, samples: Sequence[Sample]) -> list[RewardResult | RewardError]:
         results = self._finished(
             self._function(
                 data_sources=[sample.data_source for sample in samples],
@@ -142,10 +142,10 @@ class CustomVerifier(RuleVerifier):
             raise RewardError(f"{self.config.path} returned a {seen}, expected a list of {len(samples)} results")
         return [self._verdict_or_error(result) for result in results]
 
-    async def _check_side_by_side(self, samples: Sequence[Sample], timeout: float) -> list[Verdict | RewardError]:
+    async def _check_side_by_side(self, samples: Sequence[Sample], timeout: float) -> list[RewardResult | RewardError]:
         return list(await asyncio.gather(*(self._check_within(sample, timeout) for sample in samples)))
 
-    async def _check_within(self, sample: Sample, timeout: float) -> Verdict | RewardError:
+    async def _check_within(self, sample: Sample, timeout: float) -> RewardResult | RewardError:
         with Fault() as fault:
             async with asyncio.timeout(timeout) as limit:
                 result = await self._call(sample)
@@ -155,16 +155,16 @@ class CustomVerifier(RuleVerifier):
             return RewardTimeoutError(f"took longer than {timeout:g} s")
         return RewardError(describe_error(fault.error))
 
-    def _verdict_or_error(self, result: Any) -> Verdict | RewardError:
+    def _verdict_or_error(self, result: Any) -> RewardResult | RewardError:
         try:
             return self._verdict(result)
         except RewardError as error:
             return error
 
-    def _verdict(self, result: Any) -> Verdict:
+    def _verdict(self, result: Any) -> RewardResult:
         if not isinstance(result, Mapping):
             score = self._number(result, "a result")
-            return Verdict(score=score, correct=score >= self.config.success_score, seeks_answer=False)
+            return RewardResult(score=score, correct=score >= self.config.success_score, seeks_answer=False)
         if "score" not in result:
             raise RewardError(f"{self.config.path} returned the keys {', '.join(map(str, result))}, expected score")
         rest = {str(name): value for name, value in result.items()}
@@ -174,7 +174,7 @@ class CustomVerifier(RuleVerifier):
         answer = _pop_first(rest, _ANSWERS)
         rest = {name: value for name, value in rest.items() if value is not None}
         parts = {name: float(value) for name, value in rest.items() if _is_finite(value)}
-        return Verdict(
+        return RewardResult(
             score=score,
             correct=score >= self.config.success_score if correct is None else bool(correct),
             answer=None if answer is None else str(answer),

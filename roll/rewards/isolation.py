@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from roll.rewards.types import OverBudgetError, RewardError, RewardTimeoutError, RuleVerifier, Sample, Verdict
+from roll.rewards.types import OverBudgetError, RewardError, RewardResult, RewardTimeoutError, RuleVerifier, Sample
 from roll.utils.children import ChildDiedError, ChildError, ChildPool, ChildTimeoutError, Reply, serve, words_of
 from roll.utils.registry import import_path, importable_path
 
@@ -76,7 +76,7 @@ class RulePool:
         except ChildError as error:
             raise RewardError(str(error)) from error
 
-    async def check(self, verifier: int, sample: Sample, timeout: float) -> Verdict:
+    async def check(self, verifier: int, sample: Sample, timeout: float) -> RewardResult:
         """Judges a sample in the next free child.
 
         Args:
@@ -92,7 +92,7 @@ class RulePool:
 
     async def check_all(
         self, verifier: int, samples: Sequence[Sample], timeout: float, side_by_side: bool = False
-    ) -> list[Verdict | RewardError]:
+    ) -> list[RewardResult | RewardError]:
         """Judges several samples in one call, in the next free child; those that it could not judge are errors.
 
         Args:
@@ -202,7 +202,7 @@ def _within(seconds: float, function: Callable[..., T], *args: object) -> T:
         raise OverBudgetError(f"ended in a {type(error).__name__}") from None
 
 
-def _bounded(verifier: RuleVerifier, sample: Sample, timeout: float) -> Verdict | RewardError:
+def _bounded(verifier: RuleVerifier, sample: Sample, timeout: float) -> RewardResult | RewardError:
     """A verdict, or whether the answer or the reference costs too much."""
     try:
         return _within(_cpu_seconds(verifier, timeout), verifier.check, sample)
@@ -226,13 +226,13 @@ def _cpu_seconds(verifier: RuleVerifier, timeout: float) -> float:
     return min(verifier.cpu_seconds or timeout, timeout / 4)
 
 
-def _told(outcome: Verdict | RewardError) -> dict[str, Any]:
+def _told(outcome: RewardResult | RewardError) -> dict[str, Any]:
     """A child's account of a sample, as JSON; ``_outcome`` reads it."""
     if isinstance(outcome, RewardError):
         kind = next(name for name, cls in _ERRORS.items() if isinstance(outcome, cls))
         return {"error": words_of(outcome, RewardError), "kind": kind}
-    if not isinstance(outcome, Verdict):
-        raise TypeError(f"check returned {type(outcome).__name__}, expected a Verdict")
+    if not isinstance(outcome, RewardResult):
+        raise TypeError(f"check returned {type(outcome).__name__}, expected a RewardResult")
     return {
         "score": float(outcome.score),
         "correct": bool(outcome.correct),
@@ -243,8 +243,8 @@ def _told(outcome: Verdict | RewardError) -> dict[str, Any]:
     }
 
 
-def _outcome(told: Mapping[str, Any]) -> Verdict | RewardError:
-    return _ERRORS[told["kind"]](told["error"]) if "error" in told else Verdict(**told)
+def _outcome(told: Mapping[str, Any]) -> RewardResult | RewardError:
+    return _ERRORS[told["kind"]](told["error"]) if "error" in told else RewardResult(**told)
 
 
 _ERRORS = {"timeout": RewardTimeoutError, "over_budget": OverBudgetError, "failed": RewardError}

@@ -34,7 +34,7 @@ from roll.rewards.endpoint import (
     url_problems,
 )
 from roll.rewards.judge_model import HostedJudge, HostModel
-from roll.rewards.types import RewardError, Sample, Verdict, Verifier
+from roll.rewards.types import RewardError, RewardResult, Sample, Verifier
 
 DEFAULT_PROMPT = """\
 You grade an answer to a task. What is quoted stands between marks that carry the code {{ boundary }}.
@@ -165,7 +165,7 @@ class JudgeConfig(Patience):
 class JudgeVerifier(Verifier):
     """Asks the judge for a score and scales it to [0, 1]. Serves one event loop.
 
-    ``Verdict.parts`` has ``judge_score``, the number as the judge gave it.
+    ``RewardResult.parts`` has ``judge_score``, the number as the judge gave it.
 
     Args:
         host: starts a model in this process, for ``judge_model_type: inference``.
@@ -201,7 +201,7 @@ class JudgeVerifier(Verifier):
         self._template = _environment().from_string(config.judge_prompt)
         self._pattern = re.compile(config.score_pattern)
 
-    async def score(self, sample: Sample) -> Verdict:
+    async def score(self, sample: Sample) -> RewardResult:
         """Asks, again where that may help.
 
         Raises:
@@ -215,7 +215,7 @@ class JudgeVerifier(Verifier):
             raw, _ = await self._endpoint.ask(self._body(question), self._read_score)
         score = (raw - self._judge.min_score) / (self._judge.max_score - self._judge.min_score)
         correct = score >= self._judge.correct_threshold
-        return Verdict(score=score, correct=correct, parts={"judge_score": raw}, seeks_answer=False)
+        return RewardResult(score=score, correct=correct, parts={"judge_score": raw}, seeks_answer=False)
 
     async def offload(self) -> None:
         """Takes a hosted judge off its device; questions wait."""

@@ -27,7 +27,7 @@ from roll.rewards.classifiers import (
     load_tokenizer_of,
 )
 from roll.rewards.device_classifiers import LocalClassifier, ShardedClassifier
-from roll.rewards.types import RewardError, Sample, Verdict, Verifier
+from roll.rewards.types import RewardError, RewardResult, Sample, Verifier
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ _PROBE = "\u241fanswer\u241f"
 class RewardModelVerifier(Verifier):
     """Scores the conversation with the answer in it. Serves one event loop.
 
-    ``Verdict.parts`` has ``output`` (the logit or probability before scale and shift), ``truncated`` (1 where the
+    ``RewardResult.parts`` has ``output`` (the logit or probability before scale and shift), ``truncated`` (1 where the
     conversation was cut) and ``control_tokens`` (how many control tokens the answer spells out).
 
     Raises:
@@ -78,7 +78,7 @@ class RewardModelVerifier(Verifier):
         """Loads a model that is divided; one that is not is there."""
         await self.classifier.start()
 
-    async def score(self, sample: Sample) -> Verdict:
+    async def score(self, sample: Sample) -> RewardResult:
         """Scores together with the samples that others bring at the same time; the score does not depend on them.
 
         Raises:
@@ -90,7 +90,7 @@ class RewardModelVerifier(Verifier):
         if not math.isfinite(score):
             raise RewardError(f"reward model {self._args.model_path!r}: got the score {score}, expected a number")
         parts = {"output": output, "truncated": float(truncated), "control_tokens": float(control_tokens)}
-        return Verdict(score=score, correct=score >= self._args.threshold(), parts=parts, seeks_answer=False)
+        return RewardResult(score=score, correct=score >= self._args.threshold(), parts=parts, seeks_answer=False)
 
     async def close(self) -> None:
         """Ends threads and processes, closes connections."""

@@ -15,7 +15,7 @@ from roll.configs.base import Config
 from roll.configs.parsing import section_problems
 from roll.configs.problems import ConfigErrors, ConfigProblem, pattern_problems
 from roll.configs.schema import did_you_mean
-from roll.rewards.types import ANSWER_CPU_S, RewardError, RuleVerifier, Sample, Verdict
+from roll.rewards.types import ANSWER_CPU_S, RewardError, RewardResult, RuleVerifier, Sample
 
 
 class FormatConfig(Config):
@@ -55,14 +55,14 @@ class FormatVerifier(RuleVerifier):
         self._pattern = re.compile(self.config.pattern or THINK_ANSWER, re.DOTALL)
 
     @classmethod
-    def wrong(cls, config: Config) -> Verdict:
+    def wrong(cls, config: Config) -> RewardResult:
         assert isinstance(config, FormatConfig)
-        return Verdict(config.penalty, correct=False, seeks_answer=False)
+        return RewardResult(config.penalty, correct=False, seeks_answer=False)
 
-    def check(self, sample: Sample) -> Verdict:
+    def check(self, sample: Sample) -> RewardResult:
         matches = self._pattern.fullmatch(sample.response) is not None
         score = self.config.score if matches else self.config.penalty
-        return Verdict(score=score, correct=matches, seeks_answer=False)
+        return RewardResult(score=score, correct=matches, seeks_answer=False)
 
 
 class LengthConfig(Config):
@@ -94,10 +94,10 @@ class LengthVerifier(RuleVerifier):
         assert isinstance(config, LengthConfig)
         return max(config.penalty, 0.0)
 
-    def check(self, sample: Sample) -> Verdict:
+    def check(self, sample: Sample) -> RewardResult:
         low, high = self.config.min_tokens, self.config.max_tokens
         missing = min(max(high - sample.num_tokens, 0) / (high - low), 1.0)
-        return Verdict(score=self.config.penalty * missing, correct=missing == 0, seeks_answer=False)
+        return RewardResult(score=self.config.penalty * missing, correct=missing == 0, seeks_answer=False)
 
 
 class Constraint(Config):
@@ -348,10 +348,10 @@ class InstructionVerifier(RuleVerifier):
         _constraints_of(config, sample)
 
     @classmethod
-    def wrong(cls, config: Config) -> Verdict:
+    def wrong(cls, config: Config) -> RewardResult:
         return replace(super().wrong(config), seeks_answer=False)
 
-    def check(self, sample: Sample) -> Verdict:
+    def check(self, sample: Sample) -> RewardResult:
         """Raises ``RewardError`` when the row's constraints cannot be understood or there are none."""
         blank = not sample.response.strip()
         held: dict[str, list[bool]] = {}
@@ -359,7 +359,7 @@ class InstructionVerifier(RuleVerifier):
             held.setdefault(constraint.kind, []).append(not blank and constraint.holds(sample))
         results = [result for of_kind in held.values() for result in of_kind]
         share = sum(results) / len(results)
-        return Verdict(
+        return RewardResult(
             score=float(all(results)) if self.config.strict else share,
             correct=all(results),
             parts={kind: sum(of_kind) / len(of_kind) for kind, of_kind in held.items()},

@@ -23,10 +23,10 @@ from roll.rewards.types import (
     Batching,
     OverBudgetError,
     RewardError,
+    RewardResult,
     RewardTimeoutError,
     RuleVerifier,
     Sample,
-    Verdict,
     Verifier,
 )
 from roll.utils.foreign import describe_error
@@ -148,7 +148,7 @@ class DomainScorer:
         self._slots = asyncio.Semaphore(config.max_concurrency)
         self._others: dict[int, Verifier] = {}
         self._rules: dict[int, int] = {}
-        self._batches: dict[int, MicroBatcher[Sample, Verdict | RewardError]] = {}
+        self._batches: dict[int, MicroBatcher[Sample, RewardResult | RewardError]] = {}
         specs: list[RuleSpec] = []
         gathered: dict[int, Batching] = {}
         for i, verifier in enumerate(config.verifiers):
@@ -180,7 +180,7 @@ class DomainScorer:
         except RewardError as error:
             raise RewardError(f"rewards.{self.name}: {error}") from error
 
-    async def score(self, sample: Sample) -> Verdict:
+    async def score(self, sample: Sample) -> RewardResult:
         """All verifiers' say about a sample, as one verdict.
 
         ``parts`` has ``<verifier>/score`` and every verifier's own parts as ``<verifier>/<part>``, ``notes`` likewise.
@@ -194,7 +194,7 @@ class DomainScorer:
         failures = [result for result in results if isinstance(result, BaseException)]
         if failures:
             raise next((failure for failure in failures if not isinstance(failure, RewardError)), failures[0])
-        return self._combine([result for result in results if isinstance(result, Verdict)])
+        return self._combine([result for result in results if isinstance(result, RewardResult)])
 
     def take_retries(self) -> int:
         """New attempts of verifiers since the last call."""
@@ -218,7 +218,7 @@ class DomainScorer:
         for verifier in self._others.values():
             await verifier.close()
 
-    async def _attempt(self, i: int, sample: Sample) -> Verdict:
+    async def _attempt(self, i: int, sample: Sample) -> RewardResult:
         attempts = self.config.retries + 1
         retrying = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(attempts),
@@ -243,18 +243,18 @@ class DomainScorer:
         except Exception as error:
             reason = str(error) if isinstance(error, RewardError) else describe_error(error)
             if instead is not None and isinstance(error, RewardTimeoutError):
-                return Verdict(instead, correct=False, parts={"timeout": 1.0}, seeks_answer=False)
+                return RewardResult(instead, correct=False, parts={"timeout": 1.0}, seeks_answer=False)
             counted = "1 attempt" if attempts == 1 else f"{attempts} attempts"
             raise RewardError(f"rewards.{self.name}: {self._labels[i]} failed after {counted}: {reason}") from error
 
     def _count_retry(self, _: tenacity.RetryCallState) -> None:
         self._retries += 1
 
-    async def _check_all(self, i: int, side_by_side: bool, samples: list[Sample]) -> list[Verdict | RewardError]:
+    async def _check_all(self, i: int, side_by_side: bool, samples: list[Sample]) -> list[RewardResult | RewardError]:
         assert self._pool is not None
         return await self._pool.check_all(self._rules[i], samples, self.config.timeout, side_by_side)
 
-    async def _judge(self, i: int, sample: Sample, alone: bool) -> Verdict:
+    async def _judge(self, i: int, sample: Sample, alone: bool) -> RewardResult:
         timeout = self.config.timeout
         if i in self._batches and not alone:
             outcome = await self._batches[i].submit(sample)
@@ -273,7 +273,7 @@ class DomainScorer:
             raise RewardTimeoutError(f"took longer than {timeout:g} s") from error
         return finite(verdict)
 
-    def _combine(self, verdicts: Sequence[Verdict]) -> Verdict:
+    def _combine(self, verdicts: Sequence[RewardResult]) -> RewardResult:
         parts: dict[str, float] = {}
         notes: dict[str, str] = {}
         for label, verdict in zip(self._labels, verdicts, strict=True):
@@ -282,7 +282,7 @@ class DomainScorer:
             notes |= {f"{label}/{note}": text for note, text in verdict.notes.items()}
         chosen = [verdicts[i] for i in self._deciding]
         score = sum(spec.weight * one.score for spec, one in zip(self.config.verifiers, verdicts, strict=True))
-        total = Verdict(
+        total = RewardResult(
             score=score,
             correct=all(verdict.correct for verdict in chosen),
             answer=next((verdict.answer for verdict in chosen if verdict.answer is not None), None),
@@ -298,7 +298,7 @@ class DomainScorer:
         return finite(total)
 
 
-def finite(verdict: Verdict) -> Verdict:
+def finite(verdict: RewardResult) -> RewardResult:
     """The verdict itself.
 
     Raises:

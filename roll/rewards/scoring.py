@@ -21,7 +21,7 @@ from roll.data.questions import Answer, ResponseRow
 from roll.rewards import VERIFIERS
 from roll.rewards.isolation import RulePool, rule_spec
 from roll.rewards.scorer import DomainScorer, check_rewards
-from roll.rewards.types import RewardError, RuleVerifier, Sample, Verdict, Verifier
+from roll.rewards.types import RewardError, RewardResult, RuleVerifier, Sample, Verifier
 
 
 def parse_rewards(rewards: Mapping[str, Any]) -> dict[str, RewardConfig]:
@@ -93,12 +93,12 @@ class Scoring:
         for scorer in self._scorers.values():
             await scorer.close()
 
-    async def score(self, row: ResponseRow) -> Sequence[Verdict | RewardError]:
+    async def score(self, row: ResponseRow) -> Sequence[RewardResult | RewardError]:
         """A verdict for each answer of a row, or why there is none."""
         domain = domain_of(self._domains, row.tag)
         return await asyncio.gather(*(self._score(domain, row, answer) for answer in row.answers))
 
-    async def _score(self, domain: str, row: ResponseRow, answer: Answer | None) -> Verdict | RewardError:
+    async def _score(self, domain: str, row: ResponseRow, answer: Answer | None) -> RewardResult | RewardError:
         if answer is None:
             return RewardError("there is no answer: generating it failed")
         sample = Sample(

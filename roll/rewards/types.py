@@ -2,7 +2,7 @@
 
 A worked example: the dataset's row ``{"prompt": "47+85=", "response": "132", "tag": "arithmetic"}`` was answered with
 ``<think>…</think><answer>132</answer>``. The two make a ``Sample``; the verifier ``gsm8k`` returns
-``Verdict(score=1.0, correct=True, answer="132")``.
+``RewardResult(score=1.0, correct=True, answer="132")``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RewardResult:
     """Judgement of one verifier, or of a domain's weighted sum of several, on a sample."""
 
     score: float
@@ -123,7 +123,7 @@ class Verifier(ABC):
         return None
 
     @abstractmethod
-    async def score(self, sample: Sample) -> Verdict:
+    async def score(self, sample: Sample) -> RewardResult:
         """Judges one sample.
 
         Raises:
@@ -168,9 +168,9 @@ class RuleVerifier(Verifier):
     wrong answer. ``None``: only the domain's ``timeout`` ends it, and the sample has no reward."""
 
     @classmethod
-    def wrong(cls, config: Config) -> Verdict:
-        """Verdict on a wrong answer."""
-        return Verdict(0.0, correct=False)
+    def wrong(cls, config: Config) -> RewardResult:
+        """RewardResult on a wrong answer."""
+        return RewardResult(0.0, correct=False)
 
     @classmethod
     def tries_row(cls, config: Config, sample: Sample) -> bool:
@@ -190,7 +190,7 @@ class RuleVerifier(Verifier):
         """Tells how samples are gathered; ``None``: each is judged by itself."""
         return None
 
-    def check_all(self, samples: Sequence[Sample], timeout: float) -> Sequence[Verdict | RewardError]:
+    def check_all(self, samples: Sequence[Sample], timeout: float) -> Sequence[RewardResult | RewardError]:
         """Judges several samples, in the child process; may take any time and raise anything.
 
         Args:
@@ -202,9 +202,9 @@ class RuleVerifier(Verifier):
         return [self.check(sample) for sample in samples]
 
     @abstractmethod
-    def check(self, sample: Sample) -> Verdict:
+    def check(self, sample: Sample) -> RewardResult:
         """Judges one sample; may take any time and raise anything."""
 
-    async def score(self, sample: Sample) -> Verdict:
+    async def score(self, sample: Sample) -> RewardResult:
         """Runs ``check`` in this process (tests; reward workers use ``roll.rewards.isolation``)."""
         return self.check(sample)

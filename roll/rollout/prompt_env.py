@@ -17,14 +17,14 @@ from roll.data.prompts import Prompt
 from roll.data.questions import CONVERSATION
 from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
-from roll.rewards.types import Sample, Verdict
+from roll.rewards.types import RewardResult, Sample
 from roll.rollout.env_manager import TOOL_TURNS, EnvManager, LengthLimits
 from roll.rollout.errors import EnvError, contained
 from roll.rollout.types import OVER_BUDGET, VALID_UNKNOWN, Turn
 from roll.utils.foreign import clean_text, describe_error
 from roll.utils.registry import import_path
 
-ScoreFn = Callable[[Sample], Awaitable[Verdict]]
+ScoreFn = Callable[[Sample], Awaitable[RewardResult]]
 
 
 class PromptEnv:

@@ -14,7 +14,7 @@ from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import GenerateFn, SamplingParams
 from roll.data.templates import ChatTemplate
-from roll.rewards.types import RewardError, Sample, Verdict
+from roll.rewards.types import RewardError, RewardResult, Sample
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_manager import EpisodeSpec, LengthLimits
 from roll.rollout.errors import EnvError
@@ -139,7 +139,7 @@ class PromptWorker(RolloutWorker):
     async def set_rewards(self, domains: Mapping[str, Sequence[Any]]) -> None:
         """Sets where answers are scored from now on: handles of the workers of each domain."""
         self.rewards: dict[str, ScoreFn] = {
-            name: WorkerClient[Sample, Verdict](f"the rewards {name!r}", handles, "score").send
+            name: WorkerClient[Sample, RewardResult](f"the rewards {name!r}", handles, "score").send
             for name, handles in domains.items()
         }
 
@@ -162,10 +162,10 @@ class PromptWorker(RolloutWorker):
         partner, generate = await with_tools(env, spec.prompt.tag, self._tools, generate)
         return await manager.run_episode(partner, generate, episode)
 
-    async def _score(self, sample: Sample) -> Verdict:
+    async def _score(self, sample: Sample) -> RewardResult:
         domain = self.context.domains.get(sample.data_source)
         if domain is None:
-            return Verdict(0.0, correct=False)
+            return RewardResult(0.0, correct=False)
         try:
             return await self.rewards[domain](sample)
         except RewardError as error:

@@ -14,7 +14,7 @@ from roll.configs.rewards import RewardConfig
 from roll.data.requests import JudgeQuestion, SamplingParams
 from roll.distributed.cluster.worker import Worker
 from roll.rewards.scorer import DomainScorer
-from roll.rewards.types import RewardError, Sample, Verdict
+from roll.rewards.types import RewardError, RewardResult, Sample
 from roll.rollout.router import EngineUnavailableError
 from roll.utils.foreign import Fault
 
@@ -68,11 +68,11 @@ class RewardWorker(HostingWorker):
         self.hosted = await asyncio.to_thread(DomainScorer, name, config, config.num_processes, host=host)
         await self.hosted.start()
 
-    async def score(self, samples: Sequence[Sample]) -> list[Verdict | RewardError]:
+    async def score(self, samples: Sequence[Sample]) -> list[RewardResult | RewardError]:
         """Judges answers side by side; those that could not be judged come back as errors."""
         return list(await asyncio.gather(*map(self._score, samples)))
 
-    async def _score(self, sample: Sample) -> Verdict | RewardError:
+    async def _score(self, sample: Sample) -> RewardResult | RewardError:
         try:
             return await self.hosted.score(sample)
         except RewardError as error:

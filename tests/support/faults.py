@@ -23,7 +23,7 @@ from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import BucketMessage, Message, Open, Payload, Reply
 from roll.distributed.weights.sender import Link
 from roll.pipeline.workers import InferWorker, TrainWorker
-from roll.rewards.types import RewardError, Sample, Verdict
+from roll.rewards.types import RewardError, RewardResult, Sample
 from roll.rollout.env_worker import EnvironmentWorker
 from roll.rollout.plans import GroupSpec
 from roll.rollout.prompt_worker import PromptSpec, PromptWorker
@@ -184,7 +184,7 @@ class GatedRewardWorker(RewardWorker):
 
     calls = 0
 
-    async def score(self, samples: Sequence[Sample]) -> list[Verdict | RewardError]:
+    async def score(self, samples: Sequence[Sample]) -> list[RewardResult | RewardError]:
         self.calls += 1
         await async_gate(f"{self.role}-{self.rank}-score-{self.calls}")
         return await super().score(samples)

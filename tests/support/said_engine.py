@@ -18,7 +18,7 @@ from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.models.tiny import make_tokenizer
-from roll.rewards.types import Sample, Verdict
+from roll.rewards.types import RewardResult, Sample
 from roll.rollout.agents.episode import AgentPlayer
 from roll.rollout.endpoint.server import Endpoint
 from roll.rollout.endpoint.session import Policy, Session
@@ -111,9 +111,9 @@ answer = ask("/chat/completions", model="any", messages=task["messages"])["choic
 """A program that asks once, without a client's long start."""
 
 
-async def judge(sample: Sample) -> Verdict:
+async def judge(sample: Sample) -> RewardResult:
     good = f"<answer>{sample.ground_truth}</answer>" in sample.response
-    return Verdict(float(good), good, sample.response)
+    return RewardResult(float(good), good, sample.response)
 
 
 async def play_with(player: AgentPlayer, engine: Engine) -> Trajectory:

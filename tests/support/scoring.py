@@ -3,7 +3,7 @@
 import time
 
 from roll.configs.base import Config
-from roll.rewards.types import RuleVerifier, Sample, Verdict
+from roll.rewards.types import RewardResult, RuleVerifier, Sample
 
 
 class Letters(RuleVerifier):
@@ -14,7 +14,7 @@ class Letters(RuleVerifier):
     response).
     """
 
-    def check(self, sample: Sample) -> Verdict:
+    def check(self, sample: Sample) -> RewardResult:
         total = sum(map(ord, sample.response))
         order = sample.ground_truth
         if order == "raise" or (order == "raise-odd" and total % 2):
@@ -24,14 +24,14 @@ class Letters(RuleVerifier):
         if order == "linger":
             time.sleep(total % 4 / 10)
         score = {"equal": 0.1, "right": 1.0}.get(order, total % 64 / 64)
-        return Verdict(score, score >= 0.5, sample.response[:1] or None, {"letters": float(len(sample.response))})
+        return RewardResult(score, score >= 0.5, sample.response[:1] or None, {"letters": float(len(sample.response))})
 
 
 class Brief(RuleVerifier):
     """One point for an answer that ended by itself."""
 
-    def check(self, sample: Sample) -> Verdict:
-        return Verdict(float(not sample.truncated), True)
+    def check(self, sample: Sample) -> RewardResult:
+        return RewardResult(float(not sample.truncated), True)
 
 
 class Unbuildable(RuleVerifier):
@@ -40,5 +40,5 @@ class Unbuildable(RuleVerifier):
     def __init__(self, config: Config) -> None:
         raise OSError("there is no word list")
 
-    def check(self, sample: Sample) -> Verdict:
+    def check(self, sample: Sample) -> RewardResult:
         raise NotImplementedError

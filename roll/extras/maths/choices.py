@@ -13,7 +13,7 @@ from roll.configs.base import Config
 from roll.extras.maths.prose import leads_to
 from roll.extras.maths.words import ALTERNATIVES, DOUBTS, FAULTS, NEGATIONS, RETRACTIONS, denied
 from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, all_boxed, last_box, last_boxed, last_group
-from roll.rewards.types import ANSWER_CPU_S, RuleVerifier, Sample, Verdict
+from roll.rewards.types import ANSWER_CPU_S, RewardResult, RuleVerifier, Sample
 
 _BEFORE = r"(?:\\[(\[]|[\s*_`$(\[{\"'“]){0,10}"
 _COMMAND = r"(?:\\(?:text|mathrm|mathbf|textbf|textrm|mathit|bf|rm|boxed)\s{0,3}\{?[\s({\[*]{0,5})?"
@@ -213,12 +213,12 @@ class MultipleChoiceVerifier(RuleVerifier):
         if not isinstance(truth, str) or _choices(config.num_choices).whole(truth, sample.prompt) is None:
             raise ValueError(f"ground_truth: got {truth!r}, expected the letter of one of {config.num_choices}")
 
-    def check(self, sample: Sample) -> Verdict:
+    def check(self, sample: Sample) -> RewardResult:
         """Raises ``ValueError`` when the ground truth is no letter."""
         self.check_row(self.config, sample)
         expected = self._reader.whole(sample.ground_truth, sample.prompt)
         answer = self.extract(sample.response, sample.prompt)
-        return Verdict(score=float(answer == expected), correct=answer == expected, answer=answer)
+        return RewardResult(score=float(answer == expected), correct=answer == expected, answer=answer)
 
     def extract(self, response: str, prompt: str = "") -> str | None:
         """The chosen letter, upper case; ``None`` if there is none or more than one.

@@ -14,7 +14,7 @@ from roll.extras.maths.prose import corrected, last_expression
 from roll.extras.maths.units import canonical_unit
 from roll.extras.maths.words import ALTERNATIVES, BOUNDS, NEGATIONS, denied
 from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, last_group
-from roll.rewards.types import ANSWER_CPU_S, RuleVerifier, Sample, Verdict
+from roll.rewards.types import ANSWER_CPU_S, RewardResult, RuleVerifier, Sample
 
 MAX_NUMBER_CHARS = 1000
 """Longer numbers are no answers; Python refuses to convert more than 4300 digits."""
@@ -176,15 +176,15 @@ class FinalAnswerVerifier(RuleVerifier):
     cpu_seconds = ANSWER_CPU_S
     best = 1.0
 
-    def check(self, sample: Sample) -> Verdict:
+    def check(self, sample: Sample) -> RewardResult:
         """Raises ``ValueError`` when the ground truth holds no number."""
         expected = _number_truth(sample)
         region, is_prose = self.region(sample.response)
         found = None if region is None else last_number(region) if is_prose else whole_number(region, sample.prompt)
         if found is None:
-            return Verdict(score=0.0, correct=False)
+            return RewardResult(score=0.0, correct=False)
         correct = found == expected
-        return Verdict(score=float(correct), correct=correct, answer=number_text(found))
+        return RewardResult(score=float(correct), correct=correct, answer=number_text(found))
 
     @classmethod
     def check_row(cls, config: Config, sample: Sample) -> None:

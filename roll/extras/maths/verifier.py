@@ -24,7 +24,7 @@ from roll.rewards.answers import (
     last_boxed,
     last_group,
 )
-from roll.rewards.types import ANSWER_CPU_S, RuleVerifier, Sample, Verdict
+from roll.rewards.types import ANSWER_CPU_S, RewardResult, RuleVerifier, Sample
 
 _PLAIN_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")
 
@@ -87,7 +87,7 @@ class MathVerifier(RuleVerifier):
         if not (any(same_text(truth, text) for text in written) or any(same(gold, answer) for gold, answer in pairs)):
             raise ValueError(f"ground_truth: got {truth[:80]!r}, which as an answer does not equal itself")
 
-    def check(self, sample: Sample) -> Verdict:
+    def check(self, sample: Sample) -> RewardResult:
         """Raises ``ValueError`` when the ground truth is no expression."""
         from roll.extras.maths.equality import name_of, same
         from roll.extras.maths.reader import readings, same_text
@@ -98,14 +98,14 @@ class MathVerifier(RuleVerifier):
         measured = any(isinstance(value, Quantity) for value in references)
         found = self.extract(sample.response, sample.truncated, with_nouns=measured)
         if found is None:
-            return Verdict(score=0.0, correct=False)
+            return RewardResult(score=0.0, correct=False)
         # Words of the question and of the reference are known to be what is counted.
         known = frozenset(re.findall(r"[^\W\d_]{2,}", f"{sample.prompt} {truth}".lower()))
         answers = readings(found, known)
         pairs = ((gold, answer) for gold in references for answer in answers)
         match = next((answer for gold, answer in pairs if same(gold, answer)), None)
         correct = match is not None or same_text(truth, found)
-        return Verdict(score=float(correct), correct=correct, answer=name_of(match or answers[0]))
+        return RewardResult(score=float(correct), correct=correct, answer=name_of(match or answers[0]))
 
     def extract(self, response: str, truncated: bool = False, with_nouns: bool = False) -> str | None:
         """The text of the answer, ``None`` if there is none.

@@ -26,7 +26,7 @@ from roll.extras.sandbox.harness import decode, encode
 from roll.extras.sandbox.pool import Sandbox, SandboxLimits
 from roll.extras.sandbox.remote import READ_LIMITS, RemoteSandbox, RemoteSandboxConfig
 from roll.rewards.answers import check_plain
-from roll.rewards.types import Sample, Verdict, Verifier
+from roll.rewards.types import RewardResult, Sample, Verifier
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _LOCAL = ("backend", "allow_unsafe", "python", "readable", "max_parallel")
@@ -193,7 +193,7 @@ class CodeVerifier(Verifier):
         check_plain(sample.ground_truth if config.tests_key is None else sample.extra_info.get(config.tests_key))
         _suite(config, sample)
 
-    async def score(self, sample: Sample) -> Verdict:
+    async def score(self, sample: Sample) -> RewardResult:
         """Score 0 and no answer where the response has no program.
 
         Raises:
@@ -204,7 +204,7 @@ class CodeVerifier(Verifier):
         suite = _suite(config, sample)
         code = extract_code(sample.response, config.extract, suite.asked, finished=not sample.truncated)
         if code is None:
-            return Verdict(score=0.0, correct=False, answer=None, parts={"tests_passed": 0.0})
+            return RewardResult(score=0.0, correct=False, answer=None, parts={"tests_passed": 0.0})
         total = len(suite.tests)
         runs = self._run_programs if isinstance(suite.tests[0], ProgramTest) else self._run_in_process
         passed, retries = await runs(code, suite)
@@ -213,7 +213,7 @@ class CodeVerifier(Verifier):
         parts = {"tests_passed": passed / total}
         if config.remote is not None:
             parts["request_retries"] = float(retries)
-        return Verdict(score=score, correct=correct, answer=code.strip(), parts=parts)
+        return RewardResult(score=score, correct=correct, answer=code.strip(), parts=parts)
 
     async def close(self) -> None:
         """Closes the connections to a service."""

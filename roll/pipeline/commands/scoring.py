@@ -23,7 +23,7 @@ from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, report
 from roll.pipeline.commands.progress import page, progress
 from roll.rewards.accuracy import Tally
 from roll.rewards.scoring import References, Scoring, domain_of, parse_rewards
-from roll.rewards.types import RewardError, Verdict
+from roll.rewards.types import RewardError, RewardResult
 from roll.tracking.files import to_json, write_atomic
 from roll.utils.registry import plugin_variables
 from roll.utils.threads import in_order
@@ -168,9 +168,13 @@ async def _score(job: Job, domains: Mapping[str, RewardConfig], total: int) -> t
                     for verdict in verdicts:
                         if isinstance(verdict, RewardError) and len(errors) < SHOWN_ERRORS:
                             errors.append(f"{row.row.place}: {verdict}")
-                        elif isinstance(verdict, Verdict) and verdict.over_budget and tally.over_budget < SHOWN_ERRORS:
+                        elif (
+                            isinstance(verdict, RewardResult)
+                            and verdict.over_budget
+                            and tally.over_budget < SHOWN_ERRORS
+                        ):
                             sys.stderr.write(f"counts as wrong: {row.row.place}: {verdict.over_budget}\n")
-                        tally.add(row.group, verdict if isinstance(verdict, Verdict) else None)
+                        tally.add(row.group, verdict if isinstance(verdict, RewardResult) else None)
                     if file is not None:
                         scored = {**row.row.values, job.score_key: [_record(verdict) for verdict in verdicts]}
                         file.write(to_json(scored) + "\n")
@@ -193,7 +197,7 @@ def _written(path: Path | None) -> Iterator[IO[str] | None]:
         unfinished.unlink(missing_ok=True)
 
 
-def _record(verdict: Verdict | RewardError) -> dict[str, Any]:
+def _record(verdict: RewardResult | RewardError) -> dict[str, Any]:
     """A score; one that is missing has its reason and no number."""
     if isinstance(verdict, RewardError):
         return {"error": str(verdict)}

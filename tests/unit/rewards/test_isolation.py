@@ -17,7 +17,7 @@ import pytest
 from roll.configs.base import Config
 from roll.configs.rewards import RewardConfig
 from roll.extras.maths.verifier import MathVerifier
-from roll.rewards import VERIFIERS, RewardError, RuleVerifier, Sample, Verdict
+from roll.rewards import VERIFIERS, RewardError, RewardResult, RuleVerifier, Sample
 from roll.rewards.isolation import MAX_ANSWER_CHARS, RulePool, rule_spec
 from roll.rewards.rules import FormatConfig, FormatVerifier
 from roll.rewards.scorer import DomainScorer
@@ -43,7 +43,7 @@ class Echo(RuleVerifier):
         if config.fail:
             raise ValueError("told to fail")
 
-    def check(self, sample: Sample) -> Verdict:
+    def check(self, sample: Sample) -> RewardResult:
         word, _, rest = sample.response.partition(" ")
         match word:
             case "hang":
@@ -67,9 +67,9 @@ class Echo(RuleVerifier):
             case "number":
                 return 1.0
             case "parts":
-                return Verdict(1.0, True, parts={str(i): 1.0 for i in range(100_000)})
+                return RewardResult(1.0, True, parts={str(i): 1.0 for i in range(100_000)})
             case "notes":
-                return Verdict(1.0, True, notes={"why": rest * 2000}, seeks_answer=False)
+                return RewardResult(1.0, True, notes={"why": rest * 2000}, seeks_answer=False)
             case "fork":
                 process = subprocess.Popen(["sleep", "300"])
                 Path(rest).write_text(str(process.pid))
@@ -77,7 +77,7 @@ class Echo(RuleVerifier):
             case "child":
                 Path(rest).write_text(str(os.getpid()))
                 re.match(r"(a+)+$", "a" * 60 + "b")
-        return Verdict(float(os.getpid()), sample.truncated, sample.response, {"tokens": sample.num_tokens})
+        return RewardResult(float(os.getpid()), sample.truncated, sample.response, {"tokens": sample.num_tokens})
 
 
 class Nested:
@@ -122,13 +122,13 @@ def test_samples_and_verdicts_cross_unchanged():
             return first, [await pool.check(0, sample(text), 10) for text in texts], pool.pids
 
     first, verdicts, pids = asyncio.run(run())
-    assert first == Verdict(float(pids[0]), True, "hi", {"tokens": 7.0})
+    assert first == RewardResult(float(pids[0]), True, "hi", {"tokens": 7.0})
     assert [verdict.answer for verdict in verdicts] == [text[:MAX_ANSWER_CHARS] for text in texts]
 
 
 async def test_texts_of_a_verdict_travel_bounded():
     async with pool_of() as pool:
-        assert await pool.check(0, sample("notes x"), 10) == Verdict(
+        assert await pool.check(0, sample("notes x"), 10) == RewardResult(
             1.0, True, notes={"why": "x" * MAX_ANSWER_CHARS}, seeks_answer=False
         )
 
@@ -170,7 +170,7 @@ async def test_a_mathematical_bomb_is_answered():
         await pool.start()
         for bomb in (r"\boxed{9^{9^{9^{9}}}}", "9**9**9**9", r"\boxed{" + "x^" * 40 + "}"):
             assert not (await pool.check(0, sample(bomb), 10)).correct
-        assert await pool.check(0, sample(r"\boxed{5}"), 10) == Verdict(1.0, True, "5")
+        assert await pool.check(0, sample(r"\boxed{5}"), 10) == RewardResult(1.0, True, "5")
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ async def test_a_mathematical_bomb_is_answered():
         ("sys.exit", "SystemExit: 3"),
         ("raise me", "KeyError: 'me'"),
         ("mute", r"MuteError: \(its message cannot be read: ValueError\)"),
-        ("number", "TypeError: check returned float, expected a Verdict"),
+        ("number", "TypeError: check returned float, expected a RewardResult"),
         ("parts", "a reply of [0-9]+ bytes, expected at most"),
     ],
 )
@@ -370,7 +370,7 @@ RULES = {
 }
 
 
-def check(name: str, response: str, truth: object, args: dict[str, object]) -> tuple[Verdict, float]:
+def check(name: str, response: str, truth: object, args: dict[str, object]) -> tuple[RewardResult, float]:
     cls = VERIFIERS.get(name)
     verifier = cls(cls.config_class(**args))
     started = time.process_time()
@@ -418,12 +418,12 @@ def test_long_answers_are_read_in_linear_time(name):
     assert not slow
 
 
-def scored(verifiers: list[dict[str, object]], *samples: Sample, **keys: object) -> list[Verdict | RewardError]:
-    async def run() -> list[Verdict | RewardError]:
+def scored(verifiers: list[dict[str, object]], *samples: Sample, **keys: object) -> list[RewardResult | RewardError]:
+    async def run() -> list[RewardResult | RewardError]:
         config = RewardConfig(tag_included=["tag"], verifiers=verifiers, timeout=10, retries=0, **keys)
         scorer = DomainScorer("d", config)
         await scorer.start()
-        found: list[Verdict | RewardError] = []
+        found: list[RewardResult | RewardError] = []
         try:
             for sample in samples:
                 try:
@@ -442,15 +442,15 @@ def test_what_takes_too_much_cpu_time_is_a_wrong_answer_with_its_reason():
     """The pattern is the user's, the text on which it backtracks without end is the policy's."""
     pattern = {"name": "format", "args": {"pattern": "(a|a)*b", "penalty": -1.0}, "weight": 0.5}
     dear, right = scored([pattern, {"name": "math"}], *(Sample("?", text, "5", "tag") for text in ("a" * 60, "aab")))
-    assert isinstance(dear, Verdict) and dear.over_budget == "format: took more than 1 s of CPU time"
+    assert isinstance(dear, RewardResult) and dear.over_budget == "format: took more than 1 s of CPU time"
     assert (dear.score, dear.correct) == (-0.5, False), "as a response that does not match"
-    assert isinstance(right, Verdict) and right.score == 0.5 and not right.over_budget
+    assert isinstance(right, RewardResult) and right.score == 0.5 and not right.over_budget
 
 
 def test_a_reference_that_costs_too_much_is_no_fault_of_the_answer():
     own = {"name": f"{__name__}:Echoing"}
     dear, reference = scored([own], *(Sample("?", text, truth, "tag") for text, truth in (("dear", ""), ("", "dear"))))
-    assert isinstance(dear, Verdict) and not dear.correct and "CPU time" in dear.over_budget
+    assert isinstance(dear, RewardResult) and not dear.correct and "CPU time" in dear.over_budget
     assert isinstance(reference, RewardError) and "the reference answer costs too much" in str(reference)
 
 
@@ -463,9 +463,9 @@ class Echoing(RuleVerifier):
         while sample.ground_truth == "dear":
             pass
 
-    def check(self, sample: Sample) -> Verdict:
+    def check(self, sample: Sample) -> RewardResult:
         self.try_row(sample)
         while sample.response == "dear":
             with contextlib.suppress(Exception):
                 sum(range(1000))
-        return Verdict(1.0, correct=True)
+        return RewardResult(1.0, correct=True)

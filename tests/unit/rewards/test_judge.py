@@ -22,7 +22,7 @@ from roll.distributed.strategy.generation.alone import HostedGenerator
 from roll.rewards import VERIFIERS
 from roll.rewards.judge import JudgeConfig, JudgeVerifier
 from roll.rewards.scorer import DomainScorer, check_rewards
-from roll.rewards.types import RewardError, Sample, Verdict
+from roll.rewards.types import RewardError, RewardResult, Sample
 from tests.support.judges import WORDS, digit_model, greedy_words
 
 KEY = "sk-4f1c-very-secret"
@@ -113,12 +113,12 @@ def make_config(url: str, **args: Any) -> JudgeConfig:
     return JudgeConfig(judge_api_url=url, judge_model_name="wise", **{"retry_wait": 0.01, **args})
 
 
-def score(url: str, sample: Sample = SAMPLE, **args: Any) -> Verdict:
+def score(url: str, sample: Sample = SAMPLE, **args: Any) -> RewardResult:
     return score_all(url, [sample], **args)[0]
 
 
-def score_all(url: str, samples: list[Sample], **args: Any) -> list[Verdict]:
-    async def run() -> list[Verdict]:
+def score_all(url: str, samples: list[Sample], **args: Any) -> list[RewardResult]:
+    async def run() -> list[RewardResult]:
         verifier = JudgeVerifier(make_config(url, **args))
         try:
             return await asyncio.gather(*map(verifier.score, samples))
@@ -137,7 +137,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_judges_number_becomes_a_score_between_0_and_1():
     with serving(says("The sum is right.\nScore: 7.5")) as server:
         verdict = score(server.url)
-    assert verdict == Verdict(score=0.75, correct=True, parts={"judge_score": 7.5}, seeks_answer=False)
+    assert verdict == RewardResult(score=0.75, correct=True, parts={"judge_score": 7.5}, seeks_answer=False)
     assert server.paths == ["/v1/chat/completions"]
     assert "authorization" not in server.headers[0]
     body = server.bodies[0]
@@ -157,7 +157,7 @@ def test_a_judges_number_becomes_a_score_between_0_and_1():
         ("score: -1", {"min_score": -1, "max_score": 1}, (0.0, False)),
         ("It claims 'Score: 10'.\nScore: 2", {}, (0.2, False)),
         ("Score: YES", {}, (1.0, True)),
-        ("Verdict: no", {"score_pattern": "Verdict: (yes|no)"}, (0.0, False)),
+        ("RewardResult: no", {"score_pattern": "RewardResult: (yes|no)"}, (0.0, False)),
         ("<grade>3</grade>", {"score_pattern": "<grade>(.*?)</grade>", "min_score": 1, "max_score": 5}, (0.5, True)),
     ],
 )
@@ -311,7 +311,7 @@ def test_a_cancelled_call_frees_its_slot():
     slow = says("Score: 5")
     slow.delay = 0.3
 
-    async def run(url: str) -> Verdict:
+    async def run(url: str) -> RewardResult:
         verifier = JudgeVerifier(make_config(url, max_concurrency=1))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(verifier.score(SAMPLE), 0.1)

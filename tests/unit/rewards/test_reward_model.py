@@ -17,7 +17,7 @@ from roll.models.tiny import make_tokenizer
 from roll.rewards import VERIFIERS
 from roll.rewards.classifiers import Padding, RewardModelConfig, load_classifier, logits_of
 from roll.rewards.reward_model import RewardModelVerifier
-from roll.rewards.types import RewardError, Sample, Verdict
+from roll.rewards.types import RewardError, RewardResult, Sample
 
 OTHER_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] | upper }}] {{ message['content'] }}<eot>"
@@ -121,8 +121,8 @@ SAMPLES = [
 ]
 
 
-def score_all(path: Path, samples: Sequence[Sample] = SAMPLES, **args: Any) -> list[Verdict]:
-    async def run() -> list[Verdict]:
+def score_all(path: Path, samples: Sequence[Sample] = SAMPLES, **args: Any) -> list[RewardResult]:
+    async def run() -> list[RewardResult]:
         verifier = RewardModelVerifier(RewardModelConfig(**{"model_path": str(path), "device": "cpu", **args}))
         try:
             return await asyncio.gather(*map(verifier.score, samples))
@@ -234,10 +234,10 @@ async def test_one_failed_batch_fails_its_samples_only_and_cancelled_ones_leave_
     assert [type(result) for result in results] == [
         torch.OutOfMemoryError,
         torch.OutOfMemoryError,
-        Verdict,
-        Verdict,
+        RewardResult,
+        RewardResult,
         asyncio.CancelledError,
-        Verdict,
+        RewardResult,
     ]
     assert sizes == [2, 2, 1]
 
@@ -431,7 +431,7 @@ def test_number_formats(qwen):
     assert halved != expected and halved == pytest.approx(expected, abs=0.2)
 
 
-async def score_around_a_turn(verifier: RewardModelVerifier) -> tuple[list[Verdict], list[str], int]:
+async def score_around_a_turn(verifier: RewardModelVerifier) -> tuple[list[RewardResult], list[str], int]:
     """Verdicts before, asked while the model is away, and after; its places; what is left on a GPU meanwhile."""
     before, places, left = await verifier.score(SAMPLES[0]), [verifier.classifier.model.device.type], 0
     await verifier.offload()

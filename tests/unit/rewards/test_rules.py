@@ -18,7 +18,7 @@ from roll.extras.maths.choices import MultipleChoiceConfig, MultipleChoiceVerifi
 from roll.extras.maths.final_numbers import FinalAnswerConfig, FinalAnswerVerifier, last_number, number_text
 from roll.extras.maths.verifier import MathConfig, MathVerifier
 from roll.extras.worlds.single_turn import SCORERS, mathematical, same_words
-from roll.rewards import VERIFIERS, RewardError, Sample, Verdict
+from roll.rewards import VERIFIERS, RewardError, RewardResult, Sample
 from roll.rewards.answers import last_boxed
 from roll.rewards.custom import CustomConfig, CustomVerifier
 from roll.rewards.rules import (
@@ -109,7 +109,7 @@ def test_unequal_mathematics_is_wrong(maths, response, truth):
     ["", "  \n", "nothing to see here", "\\boxed{", "\\boxed{}", "(" * 20_000, "a" * 1_000_000, "\\boxed{" * 5000],
 )
 def test_no_mathematics_is_no_answer(maths, response):
-    assert maths.check(sample(response, 5)) == Verdict(score=0.0, correct=False, answer=None)
+    assert maths.check(sample(response, 5)) == RewardResult(score=0.0, correct=False, answer=None)
 
 
 def test_equal_answers_have_one_name(maths):
@@ -211,7 +211,7 @@ def test_final_answers(response, truth, strict, flexible):
 
 def test_final_answers_that_are_missing_and_patterns():
     verifier = FinalAnswerVerifier(FinalAnswerConfig())
-    assert verifier.check(sample("", 7)) == Verdict(0.0, False)
+    assert verifier.check(sample("", 7)) == RewardResult(0.0, False)
     assert verifier.check(sample("#### " + "1" * 1_000_000, 7)).answer is None
     assert verifier.check(sample("#### 1,072.0", 72)).answer == "1072"
     pattern = FinalAnswerVerifier(FinalAnswerConfig(answer_pattern="=([^=]*)$", method="flexible"))
@@ -260,7 +260,7 @@ def test_choices_beyond_those_there_are_do_not_count():
 )
 def test_the_built_in_format(response, matches):
     verdict = FormatVerifier(FormatConfig(score=0.5, penalty=-1)).check(sample(response))
-    assert verdict == Verdict(score=0.5 if matches else -1.0, correct=matches, seeks_answer=False)
+    assert verdict == RewardResult(score=0.5 if matches else -1.0, correct=matches, seeks_answer=False)
 
 
 def test_a_format_of_ones_own_matches_the_whole_response():
@@ -273,7 +273,7 @@ def test_a_format_of_ones_own_matches_the_whole_response():
 @pytest.mark.parametrize(("tokens", "score"), [(0, -0.5), (100, -0.5), (250, -0.25), (400, 0.0), (900, 0.0)])
 def test_a_short_answer_has_a_penalty_that_falls_to_nothing(tokens, score):
     verdict = LengthVerifier(LengthConfig(min_tokens=100, max_tokens=400)).check(sample("…", num_tokens=tokens))
-    assert verdict == Verdict(score=score, correct=tokens >= 400, seeks_answer=False)
+    assert verdict == RewardResult(score=score, correct=tokens >= 400, seeks_answer=False)
     assert next(LengthConfig(min_tokens=5, max_tokens=5).problems()).path == "max_tokens"
 
 
@@ -302,27 +302,27 @@ def custom(**values: object) -> CustomVerifier:
 
 def test_a_function_by_path_scores():
     verdict = custom(kwargs={"bonus": 0.25}).check(sample("4", "4"))
-    assert verdict == Verdict(score=1.25, correct=True, answer="4", parts={"length": 1.0, "tag": 1.0})
+    assert verdict == RewardResult(score=1.25, correct=True, answer="4", parts={"length": 1.0, "tag": 1.0})
     assert not custom(success_score=1.5).check(sample("4", "4")).correct
 
 
 @pytest.mark.parametrize(
     ("result", "verdict"),
     [
-        (1, Verdict(1.0, True, seeks_answer=False)),
-        (np.float32(0.5), Verdict(0.5, False, seeks_answer=False)),
-        (True, Verdict(1.0, True, seeks_answer=False)),
-        ({"score": 1, "x": 2}, Verdict(1.0, True, parts={"x": 2.0}, seeks_answer=False)),
+        (1, RewardResult(1.0, True, seeks_answer=False)),
+        (np.float32(0.5), RewardResult(0.5, False, seeks_answer=False)),
+        (True, RewardResult(1.0, True, seeks_answer=False)),
+        ({"score": 1, "x": 2}, RewardResult(1.0, True, parts={"x": 2.0}, seeks_answer=False)),
         (
             {"score": 0, "why": "no unit", "hint": None, "x": 2},
-            Verdict(0.0, False, parts={"x": 2.0}, notes={"why": "no unit"}, seeks_answer=False),
+            RewardResult(0.0, False, parts={"x": 2.0}, notes={"why": "no unit"}, seeks_answer=False),
         ),
         (
             {"score": 1, "x": [1, {"a": "é"}], "y": float("nan"), "z": {2}},
-            Verdict(1.0, True, notes={"x": '[1, {"a": "é"}]', "y": "NaN", "z": "{2}"}, seeks_answer=False),
+            RewardResult(1.0, True, notes={"x": '[1, {"a": "é"}]', "y": "NaN", "z": "{2}"}, seeks_answer=False),
         ),
-        ({"score": 0.2, "acc": True, "pred": 7}, Verdict(0.2, True, "7")),
-        ({"score": 1, "correct": 0.0, "answer": None}, Verdict(1.0, False)),
+        ({"score": 0.2, "acc": True, "pred": 7}, RewardResult(0.2, True, "7")),
+        ({"score": 1, "correct": 0.0, "answer": None}, RewardResult(1.0, False)),
     ],
 )
 def test_results_of_a_function(result, verdict):
@@ -497,7 +497,7 @@ def response_sample(response: str, constraints: object = None, **extra: object) 
     return Sample(prompt="Say hello, please.", response=response, ground_truth=None, data_source="tag", extra_info=info)
 
 
-def verify(response: str, *constraints: dict, **config: object) -> Verdict:
+def verify(response: str, *constraints: dict, **config: object) -> RewardResult:
     return InstructionVerifier(InstructionConfig(**config)).check(response_sample(response, list(constraints)))
 
 
@@ -572,8 +572,8 @@ def test_the_score_is_the_share_or_all_or_nothing():
         {"kind": "keywords_include", "keywords": ["z"]},
     ]
     parts = {"lowercase": 1.0, "keywords_include": 0.5}
-    assert verify("a b", *constraints) == Verdict(pytest.approx(2 / 3), False, None, parts, seeks_answer=False)
-    assert verify("a b", *constraints, strict=True) == Verdict(0.0, False, None, parts, seeks_answer=False)
+    assert verify("a b", *constraints) == RewardResult(pytest.approx(2 / 3), False, None, parts, seeks_answer=False)
+    assert verify("a b", *constraints, strict=True) == RewardResult(0.0, False, None, parts, seeks_answer=False)
     assert verify("a z", *constraints, strict=True).score == 1.0
 
 

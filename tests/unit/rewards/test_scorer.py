@@ -11,7 +11,7 @@ from pydantic import Field
 from roll.configs.base import Config
 from roll.configs.rewards import RewardConfig
 from roll.distributed.strategy.base import States
-from roll.rewards import RewardError, Sample, Verdict, Verifier
+from roll.rewards import RewardError, RewardResult, Sample, Verifier
 from roll.rewards.scorer import DomainScorer, best_reward, check_rewards
 from roll.rollout.reward_worker import RewardWorker
 
@@ -36,7 +36,7 @@ class Fake(Verifier):
         self.device = device
         self.closed = False
 
-    async def score(self, sample: Sample) -> Verdict:
+    async def score(self, sample: Sample) -> RewardResult:
         self.calls += 1
         self.running += 1
         self.most = max(self.most, self.running)
@@ -46,7 +46,7 @@ class Fake(Verifier):
                 raise ConnectionError("no route")
         finally:
             self.running -= 1
-        return Verdict(self.config.score, self.config.correct, self.config.answer, {"calls": float(self.calls)})
+        return RewardResult(self.config.score, self.config.correct, self.config.answer, {"calls": float(self.calls)})
 
     async def offload(self) -> None:
         self.running = -1
@@ -91,8 +91,8 @@ async def scorer_of(*verifiers: dict, num_processes: int = 1, context: dict | No
         await scorer.close()
 
 
-def score(sample: Sample, *verifiers: dict, **values: object) -> Verdict:
-    async def run() -> Verdict:
+def score(sample: Sample, *verifiers: dict, **values: object) -> RewardResult:
+    async def run() -> RewardResult:
         async with scorer_of(*verifiers, **values) as scorer:
             return await scorer.score(sample)
 
@@ -110,9 +110,9 @@ async def test_a_weighted_sum_of_rules_in_child_processes():
     async with scorer_of(*verifiers, num_processes=2) as scorer:
         await scorer.start()
         good, bare, empty, huge = await asyncio.gather(*(scorer.score(sample(response)) for response in responses))
-    assert good == Verdict(2.25, True, "5", {"math/score": 1.0, "format/score": 1.0, "format_2/score": 1.0})
-    assert bare == Verdict(1.5, True, "5", {"math/score": 1.0, "format/score": -1.0, "format_2/score": 0.0})
-    assert empty == huge == Verdict(-0.5, False, None, {"math/score": 0, "format/score": -1, "format_2/score": 0})
+    assert good == RewardResult(2.25, True, "5", {"math/score": 1.0, "format/score": 1.0, "format_2/score": 1.0})
+    assert bare == RewardResult(1.5, True, "5", {"math/score": 1.0, "format/score": -1.0, "format_2/score": 0.0})
+    assert empty == huge == RewardResult(-0.5, False, None, {"math/score": 0, "format/score": -1, "format_2/score": 0})
 
 
 def test_texts_are_kept_and_a_score_alone_says_nothing_about_the_answer():
@@ -264,10 +264,10 @@ async def test_a_worker_of_rewards_takes_its_models_off_the_device_and_back():
 def test_a_verifier_may_be_a_class_in_a_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
-        "from roll.rewards import RuleVerifier, Verdict\n"
+        "from roll.rewards import RuleVerifier, RewardResult\n"
         "class Long(RuleVerifier):\n"
         "    def check(self, sample):\n"
-        "        return Verdict(float(len(sample.response)), True)\n"
+        "        return RewardResult(float(len(sample.response)), True)\n"
     )
     verdict = score(sample("four"), {"name": f"{file}:Long"})
     assert (verdict.score, verdict.parts) == (4.0, {"Long/score": 4.0})

@@ -21,7 +21,7 @@ from roll.rewards import device_classifiers
 from roll.rewards.classifiers import RewardModelConfig
 from roll.rewards.reward_model import RewardModelVerifier
 from roll.rewards.scorer import check_rewards
-from roll.rewards.types import RewardError, Verdict
+from roll.rewards.types import RewardError, RewardResult
 from tests.unit.rewards.test_reward_model import SAMPLES, SHAPE, llama, qwen, save, score_all
 
 __all__ = ["llama", "qwen"]  # fixtures
@@ -67,12 +67,12 @@ def running(process_ids: Iterable[int]) -> list[int]:
     return found
 
 
-def values(verdicts: Iterable[Verdict]) -> list[float]:
+def values(verdicts: Iterable[RewardResult]) -> list[float]:
     return [verdict.score for verdict in verdicts]
 
 
 def test_its_scores_are_those_of_the_whole_model_before_and_after_a_turn_of_others(llama):
-    async def run() -> tuple[list[Verdict], list[Verdict], list[int]]:
+    async def run() -> tuple[list[RewardResult], list[RewardResult], list[int]]:
         verifier = sharded(llama, label=1)
         try:
             first = await asyncio.gather(*map(verifier.score, SAMPLES))
@@ -104,7 +104,7 @@ def test_families_that_are_divided_in_other_ways(family, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_costs_its_batch_and_all_start_anew(qwen):
-    async def run() -> list[Verdict]:
+    async def run() -> list[RewardResult]:
         verifier = sharded(qwen)
         try:
             await verifier.start()
@@ -202,7 +202,7 @@ def test_what_cannot_be_loaded_is_told_in_words(qwen, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_it_leaves_its_gpus_and_comes_back(qwen):
-    async def run() -> list[Verdict]:
+    async def run() -> list[RewardResult]:
         verifier = sharded(qwen, device="auto")
         try:
             before = await verifier.score(SAMPLES[0])

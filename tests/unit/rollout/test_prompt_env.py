@@ -15,7 +15,7 @@ from roll.data.questions import question_in
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.models.tiny import make_tiny_model, make_tokenizer
-from roll.rewards.types import RewardError, Sample, Verdict
+from roll.rewards.types import RewardError, RewardResult, Sample
 from roll.rollout.env_manager import EpisodeSpec, LengthLimits
 from roll.rollout.errors import PromptTooLongError
 from roll.rollout.metrics import rollout_metrics
@@ -61,11 +61,11 @@ class Engine:
 class Scorer:
     """Gives the verdict, or raises the error; keeps the samples."""
 
-    def __init__(self, outcome: Verdict | Exception) -> None:
+    def __init__(self, outcome: RewardResult | Exception) -> None:
         self.outcome = outcome
         self.samples: list[Sample] = []
 
-    async def score(self, sample: Sample) -> Verdict:
+    async def score(self, sample: Sample) -> RewardResult:
         self.samples.append(sample)
         if isinstance(self.outcome, Exception):
             raise self.outcome
@@ -79,7 +79,7 @@ def play(prompt: Prompt, engine: Engine, scorer: Scorer, limits: LengthLimits = 
 
 def test_an_answer_is_one_turn_with_the_verdict_as_its_reward():
     engine = Engine("two: 2")
-    scorer = Scorer(Verdict(0.75, True, "2", {"math/score": 1.0, "format/score": 0.5}))
+    scorer = Scorer(RewardResult(0.75, True, "2", {"math/score": 1.0, "format/score": 0.5}))
     trajectory = play(PROMPT, engine, scorer)
     (turn,) = trajectory.turns
     assert turn.prompt_ids.tolist() == RENDERER.prompt(MESSAGES).tolist()
@@ -100,9 +100,11 @@ def test_an_answer_is_one_turn_with_the_verdict_as_its_reward():
 
 
 def test_where_nobody_looks_for_an_answer_there_is_no_rate_of_valid_ones():
-    silent = play(PROMPT, Engine("two"), Scorer(Verdict(0.5, False, notes={"custom/why": "x"}, seeks_answer=False)))
-    missing = play(PROMPT, Engine("two"), Scorer(Verdict(0.0, False)))
-    found = play(PROMPT, Engine("two"), Scorer(Verdict(0.0, False, "2")))
+    silent = play(
+        PROMPT, Engine("two"), Scorer(RewardResult(0.5, False, notes={"custom/why": "x"}, seeks_answer=False))
+    )
+    missing = play(PROMPT, Engine("two"), Scorer(RewardResult(0.0, False)))
+    found = play(PROMPT, Engine("two"), Scorer(RewardResult(0.0, False, "2")))
     assert silent.info["custom/why"] == "x"
     metrics = [rollout_metrics([RolloutGroup(0, "sums", of)], "r") for of in ((silent,), (silent, missing, found))]
     assert "r/valid_rate" not in metrics[0] and metrics[1]["r/valid_rate"] == 0.5
@@ -110,7 +112,7 @@ def test_where_nobody_looks_for_an_answer_there_is_no_rate_of_valid_ones():
 
 @pytest.mark.parametrize(("reason", "truncated"), [(FinishReason.STOP, False), (FinishReason.LENGTH, True)])
 def test_the_verifier_learns_all_that_is_known(reason, truncated):
-    scorer = Scorer(Verdict(0.0, False))
+    scorer = Scorer(RewardResult(0.0, False))
     trajectory = play(PROMPT, Engine("no idea", reason), scorer)
     (sample,) = scorer.samples
     assert sample == Sample(
@@ -128,10 +130,10 @@ def test_the_verifier_learns_all_that_is_known(reason, truncated):
 
 def test_a_prompt_is_used_as_it_was_cut_and_ends_the_episode_where_it_does_not_fit():
     engine = Engine()
-    play(replace(PROMPT, prompt_ids=np.array([7, 8, 9])), engine, Scorer(Verdict(1.0, True)))
+    play(replace(PROMPT, prompt_ids=np.array([7, 8, 9])), engine, Scorer(RewardResult(1.0, True)))
     assert engine.requests[0].prompt_ids.tolist() == [7, 8, 9]
     with pytest.raises(PromptTooLongError, match="sums: the first prompt has"):
-        play(PROMPT, Engine(), Scorer(Verdict(1.0, True)), LengthLimits(prompt_length=8, sequence_length=80))
+        play(PROMPT, Engine(), Scorer(RewardResult(1.0, True)), LengthLimits(prompt_length=8, sequence_length=80))
     with pytest.raises(RewardError, match="cannot tell"):
         play(PROMPT, Engine(), Scorer(RewardError("cannot tell")))
 
@@ -163,14 +165,14 @@ class Choosy(Scorer):
     """Fails for some of the answers, by the order in which they come."""
 
     def __init__(self, *failing: int) -> None:
-        super().__init__(Verdict(1.0, True, "2"))
+        super().__init__(RewardResult(1.0, True, "2"))
         self.failing = failing
 
-    async def score(self, sample: Sample) -> Verdict:
+    async def score(self, sample: Sample) -> RewardResult:
         self.samples.append(sample)
         if len(self.samples) - 1 in self.failing:
             raise RewardError("rewards.maths: cannot tell")
-        return Verdict(1.0, True, "2")
+        return RewardResult(1.0, True, "2")
 
 
 def test_a_group_answers_one_prompt_with_seeds_of_their_own(tokenizer_path):

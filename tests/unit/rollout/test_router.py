@@ -16,7 +16,7 @@ from roll.data.requests import Completion, FinishReason, GenerateRequest
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.strategy.base import StrategyContext
 from roll.pipeline.workers import InferWorker
-from roll.rewards.types import RewardError, Sample, Verdict, Verifier
+from roll.rewards.types import RewardError, RewardResult, Sample, Verifier
 from roll.rollout.reward_worker import RewardWorker, WorkerClient
 from roll.rollout.router import EngineUnavailableError, GenerationClient, GenerationError
 
@@ -317,14 +317,14 @@ def test_without_continuous_batching_a_new_batch_waits_for_the_one_before():
 class Obedient(Verifier):
     """The answer is a number, the score, or an order."""
 
-    async def score(self, sample: Sample) -> Verdict:
+    async def score(self, sample: Sample) -> RewardResult:
         if sample.response == "fail":
             raise ArithmeticError("no such number")
         if sample.response == "die":
             os._exit(1)
         if sample.response == "wait":
             await asyncio.sleep(60)
-        return Verdict(float(sample.response), True, sample.response)
+        return RewardResult(float(sample.response), True, sample.response)
 
 
 class CountingRewardWorker(RewardWorker):
@@ -334,7 +334,7 @@ class CountingRewardWorker(RewardWorker):
     answers = 0
     broken = False
 
-    async def score(self, samples: Sequence[Sample]) -> list[Verdict | RewardError]:
+    async def score(self, samples: Sequence[Sample]) -> list[RewardResult | RewardError]:
         self.calls += 1
         self.answers += len(samples)
         if self.broken:
@@ -365,7 +365,7 @@ def workers(session: None) -> list[Any]:
     return [start_worker(), start_worker()]
 
 
-def client_of(workers: list[Any]) -> WorkerClient[Sample, Verdict]:
+def client_of(workers: list[Any]) -> WorkerClient[Sample, RewardResult]:
     return WorkerClient("the rewards 'numbers'", workers, "score")
 
 
@@ -379,7 +379,7 @@ def counts(workers: list[Any]) -> list[tuple[int, int]]:
 
 
 def test_answers_of_one_tick_travel_in_one_call_to_each_worker_and_find_their_way_back(workers):
-    async def work() -> list[Verdict]:
+    async def work() -> list[RewardResult]:
         client = client_of(workers)
         return await asyncio.gather(*(client.send(sample(str(n))) for n in range(101)))
 
@@ -406,7 +406,7 @@ def test_an_answer_goes_to_the_worker_with_the_fewest_in_flight(workers):
 
 
 def test_an_answer_that_cannot_be_judged_fails_alone(workers):
-    async def work() -> list[Verdict | BaseException]:
+    async def work() -> list[RewardResult | BaseException]:
         client = client_of(workers)
         responses = ("1", "fail", "2", "nan", "inf", "3")
         return await asyncio.gather(*(client.send(sample(text)) for text in responses), return_exceptions=True)

@@ -15,7 +15,7 @@ from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
 from roll.models.tiny import make_tokenizer
-from roll.rewards.types import Sample, Verdict
+from roll.rewards.types import RewardResult, Sample
 from roll.rollout.admission import Admission
 from roll.rollout.env_manager import ENV_MANAGERS, EpisodeSpec, LengthLimits
 from roll.rollout.env_runner import EnvRunner
@@ -76,8 +76,10 @@ async def environment_episode(mode: str, generate: GenerateFn, spec: EpisodeSpec
 
 
 async def prompt_episode(generate: GenerateFn, spec: EpisodeSpec) -> Trajectory:
-    async def score(sample: Sample) -> Verdict:
-        return Verdict(0.25, False, TEXT, parts={"format": 1 / 7}, notes={"why": TEXT}, seeks_answer=spec.member > 0)
+    async def score(sample: Sample) -> RewardResult:
+        return RewardResult(
+            0.25, False, TEXT, parts={"format": 1 / 7}, notes={"why": TEXT}, seeks_answer=spec.member > 0
+        )
 
     prompt = Prompt("p1", "sums", ({"role": "user", "content": TEXT},), ground_truth={"value": 2})
     env = PromptEnv(prompt, score)

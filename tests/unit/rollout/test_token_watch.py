@@ -16,7 +16,7 @@ from roll.configs.tools import ToolsConfig
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
-from roll.rewards.types import Sample, Verdict
+from roll.rewards.types import RewardResult, Sample
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.endpoint.session import Policy, Session, Wanted
 from roll.rollout.env_manager import EpisodeSpec, LengthLimits, TrajEnvManager
@@ -53,8 +53,8 @@ class Engine:
         return Completion(request.request_id, np.array(ids), zeros.astype(np.float32), FinishReason.STOP, zeros)
 
 
-async def judge(sample: Sample) -> Verdict:
-    return Verdict(1.0, True, sample.response)
+async def judge(sample: Sample) -> RewardResult:
+    return RewardResult(1.0, True, sample.response)
 
 
 def episode(member: int = 0) -> EpisodeSpec:

@@ -16,7 +16,7 @@ from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.models.tiny import make_tokenizer
-from roll.rewards.types import Sample, Verdict
+from roll.rewards.types import RewardResult, Sample
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_manager import AsyncEnv, EnvManager, EpisodeSpec, LengthLimits, TrajEnvManager
 from roll.rollout.env_runner import EnvRunner
@@ -116,9 +116,9 @@ class Engine:
         return Completion(request.request_id, ids, logprobs, FinishReason.STOP, np.zeros(len(ids), dtype=np.int64))
 
 
-async def judge(sample: Sample) -> Verdict:
+async def judge(sample: Sample) -> RewardResult:
     good = f"<answer>{sample.ground_truth}</answer>" in sample.response
-    return Verdict(float(good), good, sample.response)
+    return RewardResult(float(good), good, sample.response)
 
 
 def play(engine: Engine, manager: EnvManager | None = None, env: AsyncEnv | None = None, **keys: Any) -> Trajectory:

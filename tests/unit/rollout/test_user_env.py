@@ -13,7 +13,7 @@ from roll.configs.rlvr import RLVRConfig, UserConfig
 from roll.data.prompts import Prompt
 from roll.data.requests import SamplingParams
 from roll.preflight.choices import CHECKS
-from roll.rewards.types import Sample, Verdict
+from roll.rewards.types import RewardResult, Sample
 from roll.rollout.errors import EnvError
 from roll.rollout.prompt_env import PromptEnv, PromptManager, UserEnv, UserError, load_user
 from roll.rollout.prompt_worker import PromptWorker, PromptWorkerContext
@@ -56,9 +56,9 @@ class Silent:
 PATH = f"{Guide.__module__}:Guide"
 
 
-async def judge(sample: Sample) -> Verdict:
+async def judge(sample: Sample) -> RewardResult:
     SCORED.append(sample)
-    return Verdict(1.0, True, sample.response)
+    return RewardResult(1.0, True, sample.response)
 
 
 SCORED: list[Sample] = []

@@ -10,17 +10,17 @@ from roll.rewards.scorer import DomainScorer
 from roll.utils.registry import PLUGINS, load_inherited_plugins, plugin_variables
 
 _PLUGIN = """
-from roll.rewards import VERIFIERS, RuleVerifier, Verdict
+from roll.rewards import VERIFIERS, RuleVerifier, RewardResult
 ANSWERS = {"asked": 0.0}
 VERIFIERS.register("of_a_plugin", "{folder}/verifier.py:Own")
 """
 _VERIFIER = """
 import sys
-from roll.rewards import RuleVerifier, Verdict
+from roll.rewards import RuleVerifier, RewardResult
 class Own(RuleVerifier):
     def check(self, sample):
         told = any(hasattr(module, "ANSWERS") for name, module in sys.modules.items() if name.startswith("_file_"))
-        return Verdict(float(told), True)
+        return RewardResult(float(told), True)
 """
 
 

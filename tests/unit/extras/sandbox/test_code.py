@@ -14,7 +14,7 @@ from roll.extras.sandbox.code_tests import CallTest, CodeTest, ProgramTest, pars
 from roll.extras.sandbox.harness import decode, encode
 from roll.extras.sandbox.pool import Sandbox, SandboxLimits
 from roll.extras.sandbox.verifier import CodeConfig, CodeVerifier, extract_code, same_output, same_value
-from roll.rewards import VERIFIERS, Sample, Verdict
+from roll.rewards import VERIFIERS, RewardResult, Sample
 from roll.rewards.types import SandboxUnavailableError
 from tests.unit.extras.sandbox.code_forms import FORMS
 
@@ -31,7 +31,7 @@ def isolation():
         pytest.skip(f"nothing isolates programs here: {error}")
 
 
-def score(code: str | None, tests: object, extra: dict | None = None, **args) -> Verdict:
+def score(code: str | None, tests: object, extra: dict | None = None, **args) -> RewardResult:
     response = "No idea." if code is None else f"Here it is:\n```python\n{code}\n```\nDone."
     sample = Sample(prompt="?", response=response, ground_truth=tests, data_source="code", extra_info=extra or {})
     verifier = CodeVerifier(CodeConfig(**{"limits": SandboxLimits(**LIMITS), **args}))

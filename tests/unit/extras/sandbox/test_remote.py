@@ -15,7 +15,7 @@ import pytest
 from roll.configs.parsing import rules_broken, section_problems
 from roll.extras.sandbox.pool import Sandbox, SandboxLimits
 from roll.extras.sandbox.verifier import CodeConfig, CodeVerifier
-from roll.rewards import RewardError, Sample, Verdict
+from roll.rewards import RewardError, RewardResult, Sample
 from roll.rewards.types import SandboxUnavailableError
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -106,7 +106,7 @@ def score_all(url: str, codes: list[str], tests: object, remote: dict[str, Any] 
     )
     assert not list(rules_broken(config))
 
-    async def run() -> list[Verdict]:
+    async def run() -> list[RewardResult]:
         verifier = CodeVerifier(config)
         samples = [Sample("?", f"```python\n{code}\n```", tests, "code") for code in codes]
         try:

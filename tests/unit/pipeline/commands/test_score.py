@@ -15,7 +15,7 @@ from roll.pipeline.prompts import accuracy_metrics
 from roll.report.trajectories import trajectory_record
 from roll.rewards import VERIFIERS
 from roll.rewards.accuracy import Tally
-from roll.rewards.types import Verdict
+from roll.rewards.types import RewardResult
 from roll.rollout.types import RolloutGroup
 from roll.tracking.files import to_json
 from roll.utils.registry import PLUGINS
@@ -195,7 +195,7 @@ def test_figures_are_those_of_a_runs_evaluation():
     tally = Tally()
     for number, each in enumerate(groups):
         for episode in each.trajectories:
-            tally.add(number, Verdict(episode.score, episode.success, episode.turns[-1].action))
+            tally.add(number, RewardResult(episode.score, episode.success, episode.turns[-1].action))
     found = tally.summary()
     expected = accuracy_metrics(groups, 4, "x")
     assert {f"x/{name}": value for name, value in found.items() if "@" in name} == pytest.approx(expected)
@@ -217,7 +217,7 @@ Scores = Callable[..., list[dict[str, Any]]]
 MINE = """
 import asyncio, time
 
-from roll.rewards import RuleVerifier, VERIFIERS, Verdict
+from roll.rewards import RuleVerifier, VERIFIERS, RewardResult
 
 
 def plain(data_source, solution_str, ground_truth, extra_info, unit=1.0):
@@ -239,7 +239,7 @@ async def awaited(data_source, solution_str, ground_truth, extra_info):
 class Backwards(RuleVerifier):
     def check(self, sample):
         right = sample.response[::-1] == sample.ground_truth
-        return Verdict(float(right), right, sample.response[::-1])
+        return RewardResult(float(right), right, sample.response[::-1])
 
 
 VERIFIERS.register("from_mine", f"{__file__}:Backwards")

@@ -23,7 +23,7 @@ from roll.pipeline.prompts import (
 from roll.pipeline.rollouts import passes_filter
 from roll.pipeline.session import RunFailedError
 from roll.rewards.accuracy import Judged, Tally, best_of_k, majority_correct, majority_of_k, pass_at_k
-from roll.rewards.types import Verdict
+from roll.rewards.types import RewardResult
 from roll.rollout.types import VALID_UNKNOWN, EpisodeEnd, RolloutGroup, Trajectory, Turn
 
 COMPLETION = Completion("r", np.arange(1), np.zeros(1, dtype=np.float32), FinishReason.STOP, np.zeros(1, np.int64))
@@ -141,7 +141,7 @@ def test_prompts_to_which_nobody_looks_for_an_answer_have_no_vote():
     tally = Tally()
     for number, each in enumerate(groups):
         for episode in each.trajectories:
-            verdict = Verdict(episode.score, episode.success, episode.turns[-1].action, seeks_answer=number == 0)
+            verdict = RewardResult(episode.score, episode.success, episode.turns[-1].action, seeks_answer=number == 0)
             tally.add(number, verdict)
     assert (tally.summary()["maj@2"], tally.summary()["found"]) == (0.5, 1)
 
