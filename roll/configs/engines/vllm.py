@@ -38,8 +38,11 @@ class VllmConfig(PassedOnOptions):
     tensor_parallel_size: int | None = Field(
         default=None, ge=1, description="Devices of one engine. null: num_gpus_per_worker."
     )
-    block_size: int = Field(
-        default=16, ge=1, description="Tokens per block of the KV cache; on a CPU rounded up to a multiple of 32."
+    block_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens per block of the KV cache; on a CPU rounded up to a multiple of 32. null: as vLLM chooses "
+        "for the model's attention; 32 on a CPU.",
     )
     max_model_len: int | None = Field(default=None, ge=1, description="Longest context. null: sequence_length.")
     load_format: str = Field(

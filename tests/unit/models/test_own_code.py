@@ -172,7 +172,9 @@ def test_vllm_and_sglang_are_told(own):
     for trusts, model in ((True, own),):
         context = StrategyContext(worker(trusts), "actor_infer", model)
         outline = ModelOutline(context)
-        assert engine_arguments(context, VllmConfig(), outline, on_cpu=True)["trust_remote_code"] is trusts
+        cpu, gpu = (engine_arguments(context, VllmConfig(), outline, on_cpu=on_cpu) for on_cpu in (True, False))
+        assert cpu["trust_remote_code"] is gpu["trust_remote_code"] is trusts
+        assert cpu["block_size"] == 32 and "block_size" not in gpu, "one that is given keeps vLLM from choosing"
         assert sglang_arguments(context, SglangConfig(), outline, on_cpu=True)["trust_remote_code"] is trusts
 
 

@@ -60,7 +60,6 @@ def engine_arguments(
         "distributed_executor_backend": "uni" if devices == 1 else "mp",
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
-        "block_size": config.block_size,
         "load_format": config.load_format,
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": config.enable_prefix_caching,
@@ -77,6 +76,8 @@ def engine_arguments(
         if room is None:
             raise ValueError(f"lora_rank: {context.lora.rank}, expected at most {LORA_RANKS[-1]} with vllm")
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+    if config.block_size is not None:  # vLLM takes no other size for one that is given
+        arguments["block_size"] = config.block_size
     if on_cpu:
         arguments |= _cpu_arguments(context, config, outline)
     else:
@@ -85,8 +86,8 @@ def engine_arguments(
 
 
 def _cpu_arguments(context: StrategyContext, config: VllmConfig, outline: ModelOutline) -> dict[str, Any]:
-    block = -(-config.block_size // CPU_BLOCK) * CPU_BLOCK
-    if block != config.block_size:
+    block = -(-(config.block_size or CPU_BLOCK) // CPU_BLOCK) * CPU_BLOCK
+    if config.block_size not in (None, block):
         logger.info(
             "%s: block_size %d is %d on a CPU, whose kernels want multiples of %d",
             context.role,
