@@ -10,6 +10,7 @@ import yaml
 
 from roll.configs.pipeline import ProfilerConfig
 from roll.extras.importers import chatlearn
+from roll.extras.importers.convert import DERIVE as DERIVATIONS
 from roll.extras.importers.convert import Imported, convert
 from roll.extras.importers.draft import Draft, Kind, value_at
 from roll.extras.importers.reading import Given, read
@@ -247,7 +248,7 @@ def drafted(system: str, keys: dict[str, Any]) -> Draft:
         node[last] = value
     draft = Draft(system, Given(given.values, given.links, given.missing))
     draft.take_all()
-    DERIVE[system](draft)
+    DERIVATIONS[system](draft)
     draft.tell_unused()
     return draft
 
