@@ -164,7 +164,7 @@ def ray_cluster() -> Iterator[RayCluster]:
     )
     assert process.stdout
     yield RayCluster(process, process.stdout.readline().strip())
-    process.communicate(timeout=60)
+    process.communicate(timeout=180)
 
 
 @pytest.fixture(scope="session")
