@@ -2,9 +2,10 @@
 
 import marshal
 import os
+import signal
 import tempfile
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -32,6 +33,8 @@ class ForkedSandbox(Sandbox):
             if child == 0:
                 _become(mode, source, given.fileno(), out.fileno(), limits, dict(provided or {}))
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            with suppress(ProcessLookupError):  # a program without end would run on; a sandbox ends all that is in it
+                os.killpg(child, signal.SIGKILL)
             out.seek(0)
             text = out.read().decode()
         return SandboxResult(text, "", code, False, False, False, None, 0.0)
@@ -43,6 +46,7 @@ def _become(mode: str, source: str, given: int, out: int, limits: SandboxLimits,
     import sys
 
     faulthandler.disable()
+    os.setpgid(0, 0)
     code = 1
     try:
         for descriptor, target in ((given, 0), (out, 1), (os.open(os.devnull, os.O_WRONLY), 2)):
