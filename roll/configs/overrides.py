@@ -17,6 +17,8 @@ from omegaconf._utils import get_yaml_loader
 
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem, Words, show
 
+logger = logging.getLogger(__name__)
+
 MAX_VALUES = 200_000
 """Keys and values of a file with its aliases written out. The largest configuration here has some hundreds."""
 _ALIAS = re.compile(r"(?:^|[\s\[{,:-])\*\S", re.MULTILINE)
@@ -85,8 +87,6 @@ def _included(text: str) -> list[str]:
             names += [f"{str(key).split()[-1]}/{value}" for key, value in entry.items()]
     return names
 
-
-logger = logging.getLogger(__name__)
 
 _KEY = re.compile(r"(?P<sign>\+{1,2}|~)?(?P<path>[\w-]+(?:\.[\w-]+)*)", re.ASCII)
 _SPACED = re.compile(r"(?:^|(?<=\0))([^\0=]+)(?:\0=\0?|=\0)([^\0=]+)(?=\0|$)")

@@ -46,6 +46,8 @@ from roll.utils.memory import keep_freed_memory, relax_gc
 from roll.utils.registry import UnknownNameError, import_path, plugin_variables
 from roll.utils.signals import Interrupted, SignalGuard
 
+logger = logging.getLogger(__name__)
+
 ASKING = signal.SIGUSR1
 
 
@@ -91,8 +93,6 @@ def write_stacks(clusters: Mapping[str, Cluster], path: Path, why: str) -> None:
     if fault.error is not None:
         logger.error("the stacks of all processes could not be written", exc_info=fault.error)
 
-
-logger = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT", bound=PipelineConfig)
 WorkerClasses = Mapping[str, type[Worker]]

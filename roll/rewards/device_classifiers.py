@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
+logger = logging.getLogger(__name__)
+
 
 class HeldClassifier(Classifier):
     """A model that passes over one batch, or moves, at a time, in the order of the calls."""
@@ -92,8 +94,6 @@ def move(model: PreTrainedModel, place: torch.device | str) -> None:
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
-
-logger = logging.getLogger(__name__)
 
 LOAD_TIMEOUT = 3600.0
 """Seconds for reading the weights."""

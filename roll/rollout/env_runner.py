@@ -28,6 +28,8 @@ from roll.rollout.reward_worker import Asking
 from roll.rollout.types import Frame
 from roll.utils.foreign import Fault, clean_text, describe_error
 
+logger = logging.getLogger(__name__)
+
 MAX_TEXT = 4_000_000
 """Bytes of an observation: more than any context holds, few enough to tokenize."""
 
@@ -215,8 +217,6 @@ def _shown(value: object) -> str:
         return f"{reprlib.repr(value)} ({kind})"
     return f"something of type {kind}"
 
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

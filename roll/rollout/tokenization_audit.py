@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from roll.data.columns import IntArray
     from roll.data.renderer import ChatRenderer, Message, Tool
 
+logger = logging.getLogger(__name__)
+
 
 TokenCheck: TypeAlias = Literal["strict", "ignore_strippable", "disable"]
 """Differences that count: every one, those of the text beyond white space, or none."""
@@ -99,8 +101,6 @@ TOKENS = "tokens_"
 """Start of the keys of ``Trajectory.info`` that count compared rows."""
 COMPARED = f"{TOKENS}compared"
 REASONS: tuple[TokenDifference, ...] = get_args(TokenDifference)
-
-logger = logging.getLogger(__name__)
 
 
 def key_of(reason: TokenDifference) -> str:

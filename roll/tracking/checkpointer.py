@@ -41,6 +41,8 @@ from roll.utils.checksums import WrittenFile
 from roll.utils.children import ending
 from roll.utils.threads import in_background
 
+logger = logging.getLogger(__name__)
+
 FOLDER_VARIABLE, STEP_VARIABLE = "ROLL_CHECKPOINT", "ROLL_STEP"
 KEY = "checkpoint_config.post_save_hook"
 _TOLD_BYTES = 2000
@@ -117,8 +119,6 @@ class PostSaveHook:
             said.seek(max(0, said.seek(0, os.SEEK_END) - _TOLD_BYTES))
             return f"{problem}: {said.read().decode(errors='replace').strip()}".rstrip(": ")
 
-
-logger = logging.getLogger(__name__)
 
 STATE_FILE = "pipeline_state.json"
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ray.exceptions import RayActorError
     from ray.util.placement_group import PlacementGroup
 
+logger = logging.getLogger(__name__)
+
 
 ACTOR_SHARE = 0.001
 """Ray resource units that one worker claims inside its bundle, which already holds the real amounts."""
@@ -202,8 +204,6 @@ def _look_around() -> tuple[list[str], int]:
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
-
-logger = logging.getLogger(__name__)
 
 _START_S = 300.0
 """Time until every started process must have answered."""

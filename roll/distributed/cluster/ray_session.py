@@ -24,6 +24,8 @@ from roll.distributed.cluster.errors import RaySessionError
 from roll.distributed.cluster.reaper import MARK, Reaper
 from roll.distributed.replaced import environment, replaced
 
+logger = logging.getLogger(__name__)
+
 _STARTED_TOO_SLOWLY = (
     "timed out during startup",  # the node does not register
     "Timed out waiting for file",  # the head does not say at which port it listens
@@ -75,8 +77,6 @@ def bare_node() -> AbstractContextManager[None]:
         Node, start_api_server=start_api_server, start_log_monitor=start_nothing, start_monitor=start_nothing
     )
 
-
-logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 10.0
 _START_TIMEOUTS_S = (30.0, 180.0)

@@ -106,7 +106,7 @@ CONTEXT_BYTES = 700 * 2**20
 PARTS = ("weights", "gradients", "moments", "activations", "logits", "kv cache", "buckets", "heap", "process")
 PHASES = ("load", "sync", "rollout", "logprobs", "train")
 BUCKETS_HELD = {"cpu": 2, "gpu": 1}
-"""Buckets that a sender has at a time, see ``training/export.py``."""
+"""Buckets that a sender has at a time, see ``training/trainer.py``."""
 SLOT_BLOCK, POSITION_BLOCK, LEAST_ROWS = 16, 64, 16
 """Of ``hf_infer``'s cache and decoding, see ``models/slot_cache.py`` and ``hf_infer/continuous_batching.py``."""
 CPU_CACHE_SHARE = 4

@@ -34,6 +34,8 @@ from roll.rollout.types import AGENT, VALID_UNKNOWN, EpisodeEnd, Trajectory, Tur
 from roll.utils.foreign import describe_error
 from roll.utils.registry import import_path
 
+logger = logging.getLogger(__name__)
+
 _NO_LIMIT_S = 1e8
 """The episode's time is watched by whoever runs the program, who cancels it."""
 
@@ -106,8 +108,6 @@ def _answer(value: object, name: str) -> str | None:
         raise AgentError(f"{name} returned {value!r:.80} ({type(value).__name__}), expected a text or nothing")
     return value
 
-
-logger = logging.getLogger(__name__)
 
 PROGRAMS: Mapping[str, Callable[[AgentConfig], AgentProgram]] = {
     "process": ProcessProgram,

@@ -36,6 +36,8 @@ from roll.rollout.endpoint.session import Session
 from roll.rollout.endpoint.step import RewardRequest, StepRequest
 from roll.utils.foreign import describe_error
 
+logger = logging.getLogger(__name__)
+
 MAX_BODY = 32 << 20
 """Bytes of a request, whatever the context."""
 BODY_SECONDS = 60.0
@@ -137,8 +139,6 @@ async def read_body(request: Request, session: Session) -> bytes:
         session.receiving -= len(body)
     return bytes(body)
 
-
-logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 MAX_HEADERS = 64 << 10

@@ -31,6 +31,8 @@ from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.receiver import UpdateStream, receive, tensors_of
 
+logger = logging.getLogger(__name__)
+
 _OF_GENERATORS = States.WEIGHTS | States.CACHE
 _COLDEST = 1e-30
 """Temperature below which logits that are divided by it leave the range of float32."""
@@ -129,8 +131,6 @@ def check_request(request: GenerateRequest, *, vocab_size: int, sequence_length:
 def _is_warm(temperature: float) -> bool:
     return _COLDEST <= temperature < float("inf")
 
-
-logger = logging.getLogger(__name__)
 
 PlanT = TypeVar("PlanT")
 """Findings of an engine's check of an update, for loading it."""

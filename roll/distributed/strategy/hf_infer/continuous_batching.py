@@ -14,7 +14,7 @@ at a width of its own length (MKL adds up products of more than 192 columns in t
 A sequence with recorded versions waits where its next token is one of later weights: in the queue, or in its slot,
 where what it would sample is thrown away and its keys and values stay.
 
-Everything here is synchronous and single-threaded; ``engine_thread.py`` runs it.
+Everything here is synchronous and single-threaded; ``strategy.py`` runs it in a thread.
 """
 
 from __future__ import annotations

@@ -40,6 +40,8 @@ from roll.models.tokenizer import check_vocabulary, load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+logger = logging.getLogger(__name__)
+
 
 T = TypeVar("T")
 
@@ -215,8 +217,6 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *
 def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
-
-logger = logging.getLogger(__name__)
 
 CACHE_SHARE = 0.6  # of the device memory that is free after loading; the rest is for activations and logits
 

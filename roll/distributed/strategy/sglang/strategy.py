@@ -46,6 +46,8 @@ from roll.distributed.weights.receiver import on_device
 from roll.models.lora import adapted_names
 from roll.models.tokenizer import locate_model
 
+logger = logging.getLogger(__name__)
+
 
 def require_sglang(python: str | None) -> None:
     """Checks that SGLang is installed for an interpreter (``None``: this one), without starting it.
@@ -58,8 +60,6 @@ def require_sglang(python: str | None) -> None:
     elif problem := interpreter_problem(python):
         raise MissingEngineError(str(problem.under("strategy_config")))
 
-
-logger = logging.getLogger(__name__)
 
 SERVER = "roll.distributed.strategy.sglang.server"
 CPU_CACHE_SHARE = 0.25  # of the host memory that is free, at most, unless max_total_tokens says otherwise

@@ -58,6 +58,8 @@ from roll.models.weight_files import FolderFit, shown
 from roll.utils.checksums import WrittenFile
 from roll.utils.threads import in_background
 
+logger = logging.getLogger(__name__)
+
 SHARDS_FOLDER = "shards"
 """Folder of a checkpoint's shards, with the configuration and the tokenizer of their model beside them."""
 
@@ -109,8 +111,6 @@ class StoredShards:
                 Slice(tuple(offsets), tuple(sizes), ()).cut(whole).copy_(file.get_tensor(name))
         return whole
 
-
-logger = logging.getLogger(__name__)
 
 MODEL = "model"
 ADAPTER = Path(ADAPTER_FILE).stem

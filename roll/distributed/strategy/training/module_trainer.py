@@ -53,6 +53,8 @@ from roll.models.scoring import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+logger = logging.getLogger(__name__)
+
 
 KEY = "model_args.use_liger_kernel"
 
@@ -78,8 +80,6 @@ def use_liger_kernels(model: PreTrainedModel) -> None:
         raise ValueError(f"{KEY}: Liger has no kernels for {kind!r}, expected false, or a model such as {near}")
     _apply_liger_kernel_to_instance(model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
 
-
-logger = logging.getLogger(__name__)
 
 ATTENTION = {"auto": None, "fa2": "flash_attention_2"}
 

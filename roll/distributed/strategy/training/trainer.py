@@ -59,6 +59,8 @@ from roll.models.scoring import split_batch
 from roll.utils.checksums import WrittenFile
 from roll.utils.memory import paused_collector
 
+logger = logging.getLogger(__name__)
+
 _PACKERS = 2
 """Buckets in host memory that are packed at once."""
 
@@ -143,8 +145,6 @@ def _packers() -> ThreadPoolExecutor:
     """Copies and sums release the interpreter's lock."""
     return ThreadPoolExecutor(_PACKERS, thread_name_prefix="packer")
 
-
-logger = logging.getLogger(__name__)
 
 _SQUARE = "gradient's squared norm"
 

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams as VllmSamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
+logger = logging.getLogger(__name__)
+
 
 T = TypeVar("T")
 
@@ -105,8 +107,6 @@ async def _cancel_others() -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
-
-logger = logging.getLogger(__name__)
 
 STAGED_BUCKETS = 2  # copies kept from one update to the next; fresh memory costs more than the copy into it
 SHUTDOWN_S = 2.0  # the engine's own clean-up takes less; then its process is killed, which it survives for seconds more
