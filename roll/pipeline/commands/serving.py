@@ -51,7 +51,6 @@ def run(job: Job) -> int:
     from roll.rollout.endpoint.errors import PortTakenError
     from roll.rollout.endpoint.session import Policy
     from roll.rollout.env_manager import LengthLimits
-    from roll.utils.registry import UnknownNameError
 
     worker = job.worker
     try:
@@ -73,7 +72,7 @@ def run(job: Job) -> int:
     except PortTakenError:
         sys.stderr.write(f"roll serve: --port: got {job.port}, expected a free port of 127.0.0.1, or 0 for any\n")
         return EXIT_USAGE
-    except (CheckpointError, UnknownNameError, ValueError, OSError) as error:
+    except (CheckpointError, ValueError, OSError) as error:
         sys.stderr.write(f"roll serve: {error}\n")
         return EXIT_USAGE
 
