@@ -9,10 +9,10 @@ MAX_WORDS = 500
 
 
 class Fault:
-    """Catches what foreign code raises, whatever it is: the ``with`` block ends there, and ``error`` is it.
+    """Catches any ``Exception``: the ``with`` block ends there, and ``error`` is it (``None``: nothing was raised).
 
-    For code that may raise anything and must not end its caller: an environment, a tool, a chat template, a tracker.
-    What one's own code raises is caught by its type.
+    For code that may raise anything and must not end its caller (an environment, a tool, a chat template, a tracker),
+    and for work whose failure is handed to those who wait for it. Errors that one knows are caught by their types.
     """
 
     def __init__(self) -> None:
