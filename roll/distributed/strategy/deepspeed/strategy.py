@@ -99,7 +99,7 @@ class DeepSpeedInfer(ModuleScorer[EngineWeights]):
     def shutdown(self) -> None:
         if self._weights is not None:
             self._weights.engine.destroy()
-            self._weights = None
+            self._weights = self.own_forward = None
 
     @property
     def _stage(self) -> int:

@@ -23,9 +23,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import to_device
-from roll.distributed.strategy.training.module_trainer import decoder_layers
 from roll.distributed.strategy.training.optim import MASTER, MOMENTS
 from roll.distributed.strategy.training.pieces import Part, ShardLayout, Slice, everywhere, find_regions
+from roll.models.heads import decoder_layers
 from roll.models.loading import resolve_dtype
 from roll.models.lora import is_adapter
 from roll.models.scoring import TokenScorer
@@ -298,7 +298,7 @@ def _shard(
     mp_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     pinned = torch.cuda.is_available()
     offload_policy = CPUOffloadPolicy(pin_memory=pinned) if config.cpu_offload else OffloadPolicy()
-    for layer in decoder_layers(scorer):
+    for layer in decoder_layers(scorer.model):
         fully_shard(
             layer,
             mesh=mesh,
