@@ -108,7 +108,7 @@ class OwnForward:
             own = [self.own(row.batch) for row in rows]
             usual_T = _column(self.usual(micro_batch))
         generated_T = self.generated(micro_batch)
-        found, other, from_generated = [0.0] * 3, [0.0] * 3, []
+        found, other = [0.0] * 3, [0.0] * 3
         what = "projected hidden states" if any(True for _ in self.value_heads()) else "log-probabilities"
         for row, (scores, bound) in zip(rows, own, strict=True):
             at = row.batch.loss_mask_T
@@ -117,10 +117,9 @@ class OwnForward:
                 every = not self.has_experts and math.isclose(bound, BOUNDS[torch.float32], rel_tol=1e-3)
                 widened = bound * max(1.0, 1.0 / self.temperature)
                 found = max(found, _against(_differences(ours_K, theirs_K), widened, every=every))
-                if generated_T is not None:
-                    from_generated.append(_differences(ours_K, generated_T[row.tokens][at]))
-        if from_generated and len(pooled := torch.cat(from_generated)) >= LEAST_GENERATED:
-            other = _against(pooled, GENERATOR_BOUND, every=False)
+        if generated_T is not None and int(micro_batch.loss_mask_T.sum()) >= LEAST_GENERATED:
+            differences_T = _differences(usual_T, generated_T)[micro_batch.loss_mask_T]
+            other = _against(differences_T, GENERATOR_BOUND, every=False)
         all_found = self.gather(found + other)
         for worst, theirs in ((all_found[:, :3], "own forward pass"), (all_found[:, 3:], "generator")):
             times, difference, bound = worst[int(worst[:, 0].argmax())].tolist()

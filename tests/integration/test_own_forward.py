@@ -163,3 +163,58 @@ def test_parts_that_do_not_fit_together_are_found_with_the_layer(two_ranks, name
     assert first == second and first["compared"] == ["padded"]
     layer, key = {"tensor": ("1", "tensor_parallel_size: 1"), "ulysses": ("0", "ulysses_size: 1")}[name]
     assert f"they part in model.layers.{layer} (Qwen3DecoderLayer)" in first["told"] and key in first["told"]
+
+
+def megatron_main(rank: int, port: int, model: Path, out: Path) -> None:
+    """A packed row over two sequence-parallel ranks, in which sequences see each other; and another generator."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from roll.distributed.strategy.megatron.input import MegatronInput
+    from roll.distributed.strategy.megatron.strategy import MegatronTrain
+
+    def as_one(one: MegatronInput) -> Any:
+        bounds = one.cumulative_lengths
+        bounds = None if bounds is None else bounds[[0, -1]]
+        return (
+            bounds
+            if bounds is None
+            else PackedSeqParams("thd", bounds, bounds, None, None, int(bounds[1]), int(bounds[1]))
+        )
+
+    enter_rank(port)
+    strategy = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    worker: dict[str, Any] = {"use_sequence_packing": True, "share_prompts": False}
+    sizes: dict[str, Any] = {"training_args": {"per_device_train_batch_size": 9}, "rank": rank, "world_size": 2}
+    worker["infer_batch_size"] = 9
+    context = make_context(model, "megatron_train", strategy, temperature=1.0, worker=worker, **sizes)
+    found, batch, told = MegatronTrain(context), make_batch(), []
+    found.setup()
+    with (
+        mock.patch.object(MegatronInput, "packed_seq_params", as_one),
+        pytest.raises(ValueError, match="log-probabilities of the first micro-batch") as refused,
+    ):
+        found.logprobs(batch)
+    told.append(str(refused.value))
+    right = found.logprobs(batch).logprobs_T
+    assert right is not None and found.own_forward is not None and found.own_forward.compared == {"packed"}
+    found.own_forward.compared.clear()
+    with pytest.raises(ValueError, match="from those of the generator") as refused:
+        found.train_step(batch.replace(rollout_logprobs_T=right - 0.2), loss_fn)
+    told.append(str(refused.value))
+    found.train_step(batch.replace(rollout_logprobs_T=right), loss_fn)
+    assert found.optimizer_steps == 1
+    found.own_forward.compared.clear()
+    found.train_step(batch.replace(rollout_logprobs_T=right - 0.2), loss_fn)  # of weights before the step
+    (out / f"megatron-{rank}.json").write_text(json.dumps(told))
+    leave_rank()
+
+
+def test_megatron_is_compared_with_itself_on_one_sequence_and_with_the_generator(tmp_path):
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    tiny_model(tiny_config("qwen2", tie_word_embeddings=True)).save_pretrained(tmp_path / "qwen2")
+    run_ranks(megatron_main, 2, tmp_path / "qwen2", tmp_path)
+    first, second = (json.loads((tmp_path / f"megatron-{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    leak, generator = first
+    assert "they part in decoder.layers.0 (TransformerLayer)" in leak and "set use_sequence_packing: false" in leak
+    assert leak.startswith("Qwen2: ") and "strategy" in generator
