@@ -32,6 +32,7 @@ from roll.data.shared_prompts import AttentionPlan, make_shared_batches, worth_s
 from roll.models import planned_attention
 from roll.models.heads import OutputHead, ValueHead, trunk_of
 from roll.models.routing import ExpertRouting
+from roll.models.state_layers import StateLayers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,6 +75,7 @@ class TokenScorer(nn.Module):
     ) -> None:
         super().__init__()
         self.routing = ExpertRouting(model) if routes else None
+        self.state_layers = StateLayers(model)
         self._takes_plans = planned_attention.enable(model)
         self.needs = tuple(needs)
         self.model = model
@@ -114,6 +116,7 @@ class TokenScorer(nn.Module):
         if by_own_forward:
             return self._score_by_own_forward(input_ids_RC, source_K, target_K, experts_NE)
         trunk = self.model if self.value_head is not None else trunk_of(self.model)
+        self.state_layers.set_borders(attention)
         if isinstance(attention, PackedSequences) and not self._takes_plans:
             attention = None  # the positions tell the model
         if self.routing is not None:
@@ -121,6 +124,8 @@ class TokenScorer(nn.Module):
         device = input_ids_RC.device
         planned = {} if attention is None else planned_attention.plan_arguments(attention, device)
         output = trunk(input_ids=input_ids_RC, position_ids=position_ids_RC, use_cache=False, **planned)
+        if not torch.is_grad_enabled():
+            self.state_layers.set_borders(None)  # the model may go on without this scorer
         hidden_KH = output.last_hidden_state.flatten(0, 1).index_select(0, source_K)
         if self.value_head is not None:
             return {"values_T": self.value_head(hidden_KH)}
@@ -170,6 +175,7 @@ class TokenScorer(nn.Module):
     ) -> dict[str, Tensor]:
         if self.routing is not None:
             self.routing.replay(experts_NE)
+        self.state_layers.set_borders(None)
         if self.value_head is not None:
             hidden_KH = self.model(input_ids=ids_1C, use_cache=False).last_hidden_state[0, source_K]
             bound = BOUNDS.get(hidden_KH.dtype, BOUNDS[torch.float32])
