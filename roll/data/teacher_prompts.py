@@ -85,6 +85,6 @@ class TeacherPrompts:
                     problems.add(prompt.id, f"teacher_prompt: {error}")
             for name, ids in zip(filled, self._renderer.prompts(list(filled.values())), strict=True):
                 if len(ids) > most:
-                    expected = f"expected at most {most:,}: sequence_length less the longest answer"
+                    expected = f"expected at most {most:,}: sequence_length minus the longest response"
                     problems.add(name, f"teacher_prompt: {len(ids):,} tokens, {expected}")
         problems.raise_any()

@@ -295,7 +295,7 @@ class DatasetTeacher:
         most = int(found["ids"].max()) if len(found["ids"]) else -1
         if most >= self._vocab_size:
             raise ValueError(
-                f"teacher_logprobs: seen token {most}, expected less than {self._vocab_size}, the policy's vocabulary; "
+                f"teacher_logprobs: got token {most}, expected less than {self._vocab_size}, the policy's vocabulary; "
                 "the file was written for another policy"
             )
         columns = {}
