@@ -308,7 +308,8 @@ def remarks_on(
     if share >= _MOST_CUT:
         yield (
             "cut",
-            f"step {step}: {share:.0%} of the responses are cut at {place} (rollout/cut_off): raise it, or ask for less",
+            f"step {step}: {share:.0%} of the responses are cut at {place} (rollout/cut_off): "
+            "raise it, or ask for less",
         )
 
 
