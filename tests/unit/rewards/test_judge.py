@@ -157,7 +157,7 @@ def test_a_judges_number_becomes_a_score_between_0_and_1():
         ("score: -1", {"min_score": -1, "max_score": 1}, (0.0, False)),
         ("It claims 'Score: 10'.\nScore: 2", {}, (0.2, False)),
         ("Score: YES", {}, (1.0, True)),
-        ("RewardResult: no", {"score_pattern": "RewardResult: (yes|no)"}, (0.0, False)),
+        ("Verdict: no", {"score_pattern": "Verdict: (yes|no)"}, (0.0, False)),
         ("<grade>3</grade>", {"score_pattern": "<grade>(.*?)</grade>", "min_score": 1, "max_score": 5}, (0.5, True)),
     ],
 )
