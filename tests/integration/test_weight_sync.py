@@ -251,7 +251,7 @@ def test_names_that_do_not_fit_and_a_wrong_digest_are_refused_by_name(clusters):
         updates.sync(13)
     trainer.call_rank(0, "spoil")
     generator.call_rank(1, "order", lie=1)
-    with pytest.raises(WeightTransferError, match=r"actor_infer rank 1 .* digest of what arrived 0000"):
+    with pytest.raises(WeightTransferError, match=r"actor_infer rank 1 .* digest of the received data 0000"):
         updates.sync(14)
     generator.call_rank(1, "order")
     updates.sync(15)
