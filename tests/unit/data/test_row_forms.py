@@ -227,7 +227,11 @@ REFUSED: list[tuple[Row, dict[str, str], str]] = [
     ({"m": [user(), says("")]}, M, "m[1].content: empty, expected an answer"),
     ({"m": [user(), says("", tool_calls=[])]}, M, "m[1].content: empty, expected an answer"),
     ({"m": [user(), says(None)]}, M, "m[1]: no content, got 'role', 'content'; expected text"),
-    ({"m": [user(), {"role": "critic", "content": "2"}]}, M, "m[1].role: 'critic', expected one of system, developer"),
+    (
+        {"m": [user(), {"role": "critic", "content": "2"}]},
+        M,
+        "m[1].role: 'critic', expected one of system, developer, user, assistant, tool",
+    ),
     ({"m": [user(), says(weight=0)]}, M, "column 'm': nothing to learn: weight or train"),
     ({"m": [user(), says(weight=0.5)]}, M, "m[1].weight: 0.5, expected 0 or 1"),
     ({"m": [user(), says(weight="1")]}, M, "m[1].weight: '1', expected 0 or 1"),
