@@ -513,12 +513,7 @@ def test_every_epoch_has_every_prompt_once(size, seed, epochs):
 
 
 @examples(40)
-@given(
-    seed=seeds,
-    draws=st.lists(st.integers(0, 20_000), max_size=30),
-    mixed=st.booleans(),
-    shuffle=st.booleans(),
-)
+@given(seed=seeds, draws=st.lists(st.integers(0, 20_000), max_size=30), mixed=st.booleans(), shuffle=st.booleans())
 def test_two_samplers_agree_whatever_the_order_of_asking(seed, draws, mixed, shuffle):
     dataset = prompts(a=7, b=50, c=1)
     one, other = (PromptSampler(dataset, seed, shuffle, SHARES if mixed else None) for _ in range(2))

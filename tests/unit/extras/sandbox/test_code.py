@@ -50,13 +50,7 @@ HUMAN_EVAL = {
 
 
 @pytest.mark.parametrize(
-    ("code", "tests"),
-    [
-        (PROGRAM, PROGRAM_TESTS),
-        (ADD, CALLS),
-        (ADD, ADD_TESTS),
-        (ADD, HUMAN_EVAL),
-    ],
+    ("code", "tests"), [(PROGRAM, PROGRAM_TESTS), (ADD, CALLS), (ADD, ADD_TESTS), (ADD, HUMAN_EVAL)]
 )
 def test_right_programs_score(code, tests):
     verdict = score(code, tests)

@@ -92,10 +92,7 @@ def test_nothing_is_right_where_the_answer_is_blank(scorer):
         env.step("")
 
 
-ROWS = [
-    {"meta": {"question": "1/2 + 1/4?"}, "answer": "3/4"},
-    {"meta": {"question": "2 + 3?"}, "answer": 5},
-]
+ROWS = [{"meta": {"question": "1/2 + 1/4?"}, "answer": "3/4"}, {"meta": {"question": "2 + 3?"}, "answer": 5}]
 
 
 @pytest.fixture
