@@ -41,12 +41,7 @@ needs_namespaces = pytest.mark.skipif(
 
 
 def folder_of(
-    parent: Path,
-    *,
-    name: str = "sums",
-    toml: str = "",
-    dockerfile: str = DOCKERFILE,
-    test: str | None = TEST,
+    parent: Path, *, name: str = "sums", toml: str = "", dockerfile: str = DOCKERFILE, test: str | None = TEST
 ) -> Path:
     folder = parent / name
     for part in ("environment/data", "tests"):
