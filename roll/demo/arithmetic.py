@@ -20,6 +20,7 @@ import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import Formatter
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -31,6 +32,9 @@ from roll.utils.seeding import derive_seed
 TAG = "arithmetic"
 TRAIN, VAL, DEMONSTRATIONS = "train.jsonl", "val.jsonl", "demonstrations.jsonl"
 WORKED = "worked.jsonl"
+
+SHORT = "{x}{operation}{y}="
+"""The wording that the tiny model's demonstrations have."""
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 Rate = Annotated[float, Field(ge=0, le=1)]
@@ -46,10 +50,9 @@ class Problem:
     """``+`` or ``-``."""
     y: int
 
-    @property
-    def prompt(self) -> str:
+    def prompt(self, wording: str) -> str:
         """Question to the policy, such as ``47+85=``."""
-        return f"{self.x}{self.operation}{self.y}="
+        return wording.format(x=self.x, operation=self.operation, y=self.y)
 
     @property
     def answer(self) -> int:
@@ -122,8 +125,14 @@ def check_operands(min_operand: int = 100, max_operand: int = 999, held_out_shar
         raise ValueError(f"held_out_share: got {held_out_share}, expected a number between 0 and 1, both excluded")
 
 
-def _check_arguments(*, operations: Sequence[str] = ("+", "-"), forget_rate: float = 0.75, **others: Any) -> None:
+def _check_arguments(
+    *, operations: Sequence[str] = ("+", "-"), wording: str = SHORT, forget_rate: float = 0.75, **others: Any
+) -> None:
     check_operands(**others)
+    if [part for _, part, *_ in Formatter().parse(wording) if part is not None] != ["x", "operation", "y"]:
+        raise ValueError(
+            f"wording: got {wording!r}, expected a text with {{x}}, {{operation}} and {{y}}, in this order"
+        )
     if not operations or set(operations) - {"+", "-"} or len(set(operations)) < len(operations):
         raise ValueError(f"operations: got {operations!r}, expected '+', '-' or both, each once")
     if not 0 <= forget_rate <= 1:
@@ -145,6 +154,7 @@ def write_dataset(
     min_operand: int = 100,
     max_operand: int = 999,
     operations: Sequence[str] = ("+", "-"),
+    wording: str = SHORT,
     held_out_share: Share = 0.1,
     forget_rate: Rate = 0.75,
     num_train: Rows = 8192,
@@ -164,6 +174,7 @@ def write_dataset(
         seed: draws the problems and the omissions; the split does not depend on it.
         max_operand: largest operand; with as many digits as ``min_operand`` all prompts are equally long.
         operations: ``+``, ``-`` or both, drawn evenly; a difference has the larger operand first.
+        wording: a question, with ``{x}``, ``{operation}`` and ``{y}``.
         held_out_share: part of all operand pairs from which ``val.jsonl`` is drawn.
         forget_rate: probability of a written 0 for a carry or borrow that is due.
         num_train, num_val, num_demonstrations, num_worked: rows of the files.
@@ -173,7 +184,7 @@ def write_dataset(
     """
     counts = {"num_train": num_train, "num_val": num_val, "num_demonstrations": num_demonstrations}
     operands = {"min_operand": min_operand, "max_operand": max_operand, "held_out_share": held_out_share}
-    _check_arguments(operations=operations, forget_rate=forget_rate, **operands, **counts)
+    _check_arguments(operations=operations, wording=wording, forget_rate=forget_rate, **operands, **counts)
 
     def draw(name: str, count: int, held_out: bool) -> list[Problem]:
         rng = random.Random(derive_seed(seed, TAG, name))
@@ -195,17 +206,17 @@ def write_dataset(
         for problem in draw("demonstrations", num_demonstrations, held_out=False)
     ]
     files = {
-        TRAIN: (_row("train", *item) for item in enumerate(draw("train", num_train, held_out=False))),
+        TRAIN: (_row("train", *item, wording) for item in enumerate(draw("train", num_train, held_out=False))),
         VAL: (
-            # With the way to the answer, for whoever measures imitation.
-            _row("val", index, problem) | {"response": worked_solution(problem)}
+            # With the way to the answer, to measure imitation by.
+            _row("val", index, problem, wording) | {"response": worked_solution(problem)}
             for index, problem in enumerate(draw("val", num_val, held_out=True))
         ),
-        DEMONSTRATIONS: (_demonstration(index, *item) for index, item in enumerate(demonstrations)),
+        DEMONSTRATIONS: (_demonstration(index, *item, wording) for index, item in enumerate(demonstrations)),
     }
     if num_worked:
         worked = draw("worked", num_worked, held_out=False)
-        files[WORKED] = (_demonstration(index, problem, ()) for index, problem in enumerate(worked))
+        files[WORKED] = (_demonstration(index, problem, (), wording) for index, problem in enumerate(worked))
     write_together(folder, files)
 
 
@@ -221,11 +232,11 @@ def _problem(x: int, y: int, operation: str) -> Problem:
     return Problem(max(x, y), "-", min(x, y)) if operation == "-" else Problem(x, operation, y)
 
 
-def _row(split: str, index: int, problem: Problem) -> dict[str, Any]:
+def _row(split: str, index: int, problem: Problem, wording: str) -> dict[str, Any]:
     return {
         "id": f"{TAG}-{split}-{index}",
         "tag": TAG,
-        "prompt": problem.prompt,
+        "prompt": problem.prompt(wording),
         "solution": str(problem.answer),
         "operands": [problem.x, problem.y],
         "operation": problem.operation,
@@ -233,10 +244,10 @@ def _row(split: str, index: int, problem: Problem) -> dict[str, Any]:
     }
 
 
-def _demonstration(index: int, problem: Problem, forgotten_columns: Collection[int]) -> dict[str, Any]:
+def _demonstration(index: int, problem: Problem, forgotten_columns: Collection[int], wording: str) -> dict[str, Any]:
     return {
         "id": f"{TAG}-demonstration-{index}",
-        "prompt": problem.prompt,
+        "prompt": problem.prompt(wording),
         "response": worked_solution(problem, forgotten_columns),
     }
 
