@@ -135,13 +135,13 @@ class AgentConfig(Config):
             given = bool(getattr(self, key))
             if kind == self.type and not given:
                 expected = f"what type {kind} runs: give agent.{key}"
-                yield self.problem(key, expected, "type", seen=NOTHING)
+                yield self.problem(key, expected, "type", got=NOTHING)
             elif kind != self.type and given:
                 yield self.problem(key, f"nothing with type {self.type}; it is read with type {kind}", "type")
         for key in _OF_COMMANDS if self.type != "process" else ():
-            if (seen := getattr(self, key)) not in (None, {}, []):
+            if (got := getattr(self, key)) not in (None, {}, []):
                 expected = f"nothing with type {self.type}, which starts no command"
-                yield self.problem(key, expected, "type", seen="a section" if key == "sandbox" else seen)
+                yield self.problem(key, expected, "type", got="a section" if key == "sandbox" else got)
         if self.url and not self.url.startswith(("http://", "https://")):
             yield self.problem("url", "an address that begins with http:// or https://")
         yield from self._judge_problems()
@@ -155,7 +155,7 @@ class AgentConfig(Config):
             expected = f"task or call with type {self.type}: verify judges the folder of a command"
             yield self.problem("reward", expected, "type")
         elif self.reward == "verify" and not self.verify:
-            yield self.problem("verify", "a command that writes the reward, with reward verify", "reward", seen=NOTHING)
+            yield self.problem("verify", "a command that writes the reward, with reward verify", "reward", got=NOTHING)
         elif self.reward != "verify" and self.verify and self.type == "process":
             expected = f"nothing with reward {self.reward}; it is read with reward verify"
             yield self.problem("verify", expected, "reward")

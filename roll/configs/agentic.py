@@ -227,8 +227,8 @@ def check_no_dataset(config: AgenticConfig) -> Iterator[ConfigProblem]:
     default = type(data)(template=data.template, chat_template_kwargs=data.chat_template_kwargs)
     expected = "no such key in the agentic pipeline: the environments are the data"
     for key in type(data).model_fields:
-        if (seen := getattr(data, key)) != getattr(default, key):
-            yield ConfigProblem(f"actor_train.data_args.{key}", seen, expected)
+        if (got := getattr(data, key)) != getattr(default, key):
+            yield ConfigProblem(f"actor_train.data_args.{key}", got, expected)
 
 
 def check_temperature(config: AgenticConfig) -> Iterator[ConfigProblem]:

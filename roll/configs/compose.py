@@ -53,7 +53,7 @@ def compose_config(config_name: str, config_path: Path, overrides: Sequence[str]
     tree = _read(config_name, config_path)
     parsed, problems = parse_overrides(overrides)
     groups = config_groups(config_path)
-    problems = [_no_choice(each.path, each.seen, groups) if each.path in groups else each for each in problems]
+    problems = [_no_choice(each.path, each.got, groups) if each.path in groups else each for each in problems]
     chosen = [item for item in parsed if item.key in groups]
     for item in chosen:
         problems += _choose(tree, item, groups, config_path)

@@ -99,7 +99,7 @@ class CustomEnvConfig(Config):
                     known = ", ".join(f"{{{each}}}" for each in PLACEHOLDERS)
                     near = nearest(name, PLACEHOLDERS)
                     hint = f"did you mean {{{near}}}?" if near else ""
-                    yield self.problem(key, f"placeholders among {known}", seen=f"{{{name}}}", hint=hint)
+                    yield self.problem(key, f"placeholders among {known}", got=f"{{{name}}}", hint=hint)
 
     def _agent_problems(self, agent: AgentConfig) -> Iterator[ConfigProblem]:
         if self.history_length:

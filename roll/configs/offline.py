@@ -65,8 +65,8 @@ def check_data_keys(config: OfflineConfig) -> Iterator[ConfigProblem]:
     default = DataArguments()
     for path, data in datasets(config):
         for key, words in unread.items():
-            if (seen := getattr(data, key)) != getattr(default, key):
-                yield ConfigProblem(f"{path}.{key}", seen, words)
+            if (got := getattr(data, key)) != getattr(default, key):
+                yield ConfigProblem(f"{path}.{key}", got, words)
 
 
 def check_answers(config: OfflineConfig) -> Iterator[ConfigProblem]:

@@ -118,7 +118,7 @@ class PromptsConfig(PipelineConfig):
                 if owners.setdefault(tag, name) != name:
                     key, other = f"rewards.{name}.tag_included", f"rewards.{owners[tag]}.tag_included"
                     expected = f"every tag in one domain; {tag} is in {owners[tag]} already"
-                    yield self.problem(key, expected, other, seen=reward.tag_included)
+                    yield self.problem(key, expected, other, got=reward.tag_included)
         if self.eval_only and self.validation is None:
             yield self.problem("eval_only", "false, or a validation section", "validation")
 

@@ -467,9 +467,9 @@ def check_batches(config: RLConfig) -> Iterator[ConfigProblem]:
             for name in {role, "actor_train"}
             for key in ("training_args.per_device_train_batch_size", "device_mapping", "world_size", "strategy_args")
         ]
-        path, seen = f"{base}.gradient_accumulation_steps", arguments.gradient_accumulation_steps
+        path, got = f"{base}.gradient_accumulation_steps", arguments.gradient_accumulation_steps
         involved = ("rollout_batch_size", "actor_train.training_args.gradient_accumulation_steps", *involves)
-        yield ConfigProblem(path, seen, expected, hint, involves=involved)
+        yield ConfigProblem(path, got, expected, hint, involves=involved)
 
 
 def check_overlap(config: RLConfig) -> Iterator[ConfigProblem]:

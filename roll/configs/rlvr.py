@@ -165,7 +165,7 @@ class RLVRConfig(TinyTeacherConfig, RLConfig, PromptsConfig):
     def problems(self) -> Iterator[ConfigProblem]:
         yield from super().problems()
         if not self.rewards:
-            yield self.problem("rewards", "at least one reward domain", seen=NOTHING)
+            yield self.problem("rewards", "at least one reward domain", got=NOTHING)
 
 
 def check_online_dpo(config: RLVRConfig) -> Iterator[ConfigProblem]:
@@ -177,8 +177,8 @@ def check_online_dpo(config: RLVRConfig) -> Iterator[ConfigProblem]:
         expected = "a loss of pairs"
         yield ConfigProblem("online_dpo.preference_loss", loss, expected)
     if config.num_return_sequences_in_group < 2:
-        seen, expected = config.num_return_sequences_in_group, "at least 2 with online_dpo: the best and the worst"
-        yield ConfigProblem("num_return_sequences_in_group", seen, expected, involves=involved)
+        got, expected = config.num_return_sequences_in_group, "at least 2 with online_dpo: the best and the worst"
+        yield ConfigProblem("num_return_sequences_in_group", got, expected, involves=involved)
     for key in ("agent", "tools", "user", "teacher", "teachers"):
         if getattr(config, key):
             expected = "null with online_dpo, which compares two answers of one turn"

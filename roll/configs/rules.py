@@ -86,8 +86,8 @@ def check_sampling(path: str, arguments: GeneratingArguments) -> Iterator[Config
 def check_frozen(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Only what is trained has parts that are not."""
     for role, worker in sections(config):
-        if role not in TRAINED and (seen := worker.model_args.freeze_module_prefix) is not None:
-            yield ConfigProblem(f"{role}.model_args.freeze_module_prefix", seen, f"null: {role} trains nothing")
+        if role not in TRAINED and (got := worker.model_args.freeze_module_prefix) is not None:
+            yield ConfigProblem(f"{role}.model_args.freeze_module_prefix", got, f"null: {role} trains nothing")
 
 
 def check_parallelism(config: PipelineConfig) -> Iterator[ConfigProblem]:

@@ -178,7 +178,7 @@ class GeneratingArguments(Config):
             if not text or _ESCAPES.fullmatch(text):
                 words = "a text that is not empty" if not text else "no spelled escape"
                 hint = f'in double quotes it is the character: ["{text}"]' if text else "every answer would end with it"
-                yield self.problem(f"stop_strings.{index}", words, seen=text, hint=hint)
+                yield self.problem(f"stop_strings.{index}", words, got=text, hint=hint)
         for name in ("first_token_temperature", "first_token_top_k"):
             if self.is_greedy and getattr(self, name) is not None:
                 yield self.problem(name, f"null with {key} {getattr(self, key)}: greedy", key)

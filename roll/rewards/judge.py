@@ -150,7 +150,7 @@ class JudgeConfig(Patience):
         if self.judge_model_type == "inference":
             for key in ("judge_api_url", "judge_api_key_env", "extra_body"):
                 if getattr(self, key):
-                    yield self.problem(key, f"no such key with {kind} inference: no endpoint is asked", kind, seen="…")
+                    yield self.problem(key, f"no such key with {kind} inference: no endpoint is asked", kind, got="…")
         elif self.judge_api_url is None:
             expected = f"the endpoint's address, or {kind}: inference for a judge on the run's own devices"
             yield self.problem("judge_api_url", expected, kind)
@@ -158,7 +158,7 @@ class JudgeConfig(Patience):
             yield from url_problems("judge_api_url", self.judge_api_url, "judge_api_key_env")
         if self.judge_model_type == "api" and self.engine != JudgeEngine():
             yield self.problem(
-                "engine", f"no such key with {kind} api: the endpoint has its own", kind, seen="a section"
+                "engine", f"no such key with {kind} api: the endpoint has its own", kind, got="a section"
             )
 
 

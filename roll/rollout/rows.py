@@ -1,6 +1,6 @@
 """Rows to the training batch: here the loss mask is born.
 
-Which turns share a row is decided while an episode runs (``roll.rollout.recorder``).
+Which turns share a row is decided while an episode runs (``roll.rollout.env_manager``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from roll.data.columns import (
 )
 from roll.data.requests import Completion, FinishReason
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import derive_seed
 
 
 @dataclass
@@ -62,7 +62,7 @@ class _Columns:
 def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str], parts: Sequence[str] = ()) -> Batch:
     """The training batch of some rollout groups, rows in the order of groups, members and turns.
 
-    An episode is a row, one for each way in which it went on (``roll.rollout.recorder``), or one for each turn.
+    An episode is a row, one for each way in which it went on (``roll.rollout.env_manager``), or one for each turn.
 
     Args:
         groups: finished groups; trajectories and turns in which nothing was sampled are left out. So are groups without

@@ -25,8 +25,7 @@ from roll.distributed.cluster.resources import RoleRequest, WorkerSlot, plan_pla
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.weights import sync
 from roll.distributed.weights.buckets import unpack_bucket
-from roll.distributed.weights.contents import WeightBucket
-from roll.distributed.weights.messages import BucketMessage, Close, Message, Reply, WeightTransferError
+from roll.distributed.weights.contents import BucketMessage, Close, Message, Reply, WeightBucket, WeightTransferError
 from roll.distributed.weights.sender import Link, Route, TransferRequest, TransferResult
 from roll.distributed.weights.sync import WeightSync
 from roll.models.lora import LoraSpec

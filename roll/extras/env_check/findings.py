@@ -1,4 +1,4 @@
-"""Rules for what a check of an environment may find: a name, how bad it is, what was seen, and what to do."""
+"""Rules for what a check of an environment may find: a name, how bad it is, what was found, and what to do."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ RULES: dict[str, Rule] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One rule that was seen broken."""
+    """A violation of one rule."""
 
     name: str
     """Key of ``RULES``."""
-    seen: str
+    got: str
 
     @property
     def severity(self) -> Severity:
@@ -92,7 +92,7 @@ class Finding:
         return RULES[self.name].fix
 
     def __str__(self) -> str:
-        return f"{self.severity} {self.name}: {self.seen}. {self.fix}"
+        return f"{self.severity} {self.name}: {self.got}. {self.fix}"
 
 
 @dataclass(frozen=True)

@@ -198,9 +198,9 @@ def _nearest_divisor(number: int, near: int, multiple_of: int) -> int:
     return min(fits, key=lambda n: abs(n - near)) if fits else near
 
 
-def to_do(draft: Draft, key: str, note: str, seen: Any = None, ours: str = "") -> None:
+def to_do(draft: Draft, key: str, note: str, got: Any = None, ours: str = "") -> None:
     """Notes something outside of the configuration that the user has to see to."""
-    draft.tell(Kind.TO_DO, key, seen, ours, note=note)
+    draft.tell(Kind.TO_DO, key, got, ours, note=note)
 
 
 def set_budget(draft: Draft, role: str, phase: str, tokens: int, keys: list[str]) -> None:

@@ -315,16 +315,16 @@ def convert(
         if _unset(str(value)):
             draft.tell(Kind.TO_DO, key, value, note="set the variable before the run")
     for problem in found:
-        if _UNSET in str(problem.seen):
+        if _UNSET in str(problem.got):
             continue
         if problem.path in _PATHS or problem.path.endswith(_PATH_ENDS[system.removesuffix("_sft")]):
-            draft.tell(Kind.TO_DO, problem.path, problem.seen, note="there is no such file or folder on this machine")
+            draft.tell(Kind.TO_DO, problem.path, problem.got, note="there is no such file or folder on this machine")
         elif problem.path.startswith("plugins.") or (
             problem.path.startswith("tools.use.") and problem.path.endswith(".tool")
         ):
-            draft.tell(Kind.TO_DO, problem.path, problem.seen, note="it cannot be imported on this machine")
+            draft.tell(Kind.TO_DO, problem.path, problem.got, note="it cannot be imported on this machine")
         elif problem.expected.startswith("the package "):
-            draft.tell(Kind.TO_DO, problem.path, problem.seen, note=f"it needs {problem.expected}: {problem.hint}")
+            draft.tell(Kind.TO_DO, problem.path, problem.got, note=f"it needs {problem.expected}: {problem.hint}")
         else:
             problems.append(problem)
     written = [
@@ -503,9 +503,9 @@ def _told(outcomes: Sequence[Outcome]) -> Iterator[str]:
     together: dict[str, list[str]] = {}
     for outcome in outcomes:
         if outcome.ours:
-            seen = "" if outcome.seen is NOTHING else f" {show(outcome.seen)}"
+            got = "" if outcome.got is NOTHING else f" {show(outcome.got)}"
             value = "" if outcome.value is NOTHING else f": {show(outcome.value)}"
-            line = f"{outcome.key}{seen} → {outcome.ours}{value}"
+            line = f"{outcome.key}{got} → {outcome.ours}{value}"
             note = f" ({outcome.note})" if outcome.note else ""
             yield from textwrap.wrap(
                 line + note, WIDTH, initial_indent="  ", subsequent_indent="      ", break_long_words=False

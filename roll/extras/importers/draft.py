@@ -54,7 +54,7 @@ class Outcome:
     kind: Kind
     key: str
     """Theirs, dotted."""
-    seen: Any
+    got: Any
     ours: str = ""
     value: Any = NOTHING
     note: str = ""
@@ -247,9 +247,9 @@ class Draft:
             self.remove(".".join(above))
         return value
 
-    def tell(self, kind: Kind, key: str, seen: Any, ours: str = "", value: Any = NOTHING, note: str = "") -> None:
+    def tell(self, kind: Kind, key: str, got: Any, ours: str = "", value: Any = NOTHING, note: str = "") -> None:
         """Notes what has become of a key of theirs."""
-        self.outcomes.append(Outcome(kind, key, seen, ours, value, note))
+        self.outcomes.append(Outcome(kind, key, got, ours, value, note))
 
     def derive(self, keys: Sequence[str] | str, ours: str, value: Any, note: str = "") -> None:
         """Gives a key of ours a value that follows from several of theirs, in place of the default of one of them."""
@@ -286,14 +286,14 @@ class Draft:
         if (value := self.remove(key)) is not NOTHING:
             self.retell(key, Kind.DROPPED, note, value)
 
-    def retell(self, ours: str, kind: Kind, note: str, seen: Any = NOTHING) -> None:
+    def retell(self, ours: str, kind: Kind, note: str, got: Any = NOTHING) -> None:
         """Changes what was noted of the keys that became one of ours, or lie below it."""
         about = [each for each in self.outcomes if each.ours == ours or each.ours.startswith(f"{ours}.")]
         self.outcomes = [each for each in self.outcomes if each not in about]
-        told = {each.key: each.seen for each in about if each.kind != Kind.THEIRS}
+        told = {each.key: each.got for each in about if each.kind != Kind.THEIRS}
         if len(told) > 1 and all(key.startswith(f"{ours}.") for key in told):
             told = {ours: "a section"}
-        for key, value in told.items() if about else [(ours, seen)]:
+        for key, value in told.items() if about else [(ours, got)]:
             self.tell(kind, key, value, note=note)
 
     def forget(self, ours: str) -> None:

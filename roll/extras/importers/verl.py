@@ -144,8 +144,8 @@ def _set_loss(draft: Draft) -> None:
         draft.carry(f"{_LOSS}.log_prob_min_clamp", "opd_logprob_min", float)
         return
     for key in ("loss_max_clamp", "log_prob_min_clamp"):
-        if (seen := draft.theirs(f"{_LOSS}.{key}")) is not None:
-            _tell(draft, f"{_LOSS}.{key}", seen, "opd_form", "a divergence over the vocabulary is not clamped")
+        if (got := draft.theirs(f"{_LOSS}.{key}")) is not None:
+            _tell(draft, f"{_LOSS}.{key}", got, "opd_form", "a divergence over the vocabulary is not clamped")
     draft.derive(f"{_LOSS}.use_policy_gradient", "opd_form", "loss")
     objective = _DIVERGENCES.get(mode)
     if objective is None:
@@ -161,8 +161,8 @@ def _set_loss(draft: Draft) -> None:
         draft.carry(f"{_LOSS}.jsd_beta", "jsd_beta", float)
 
 
-def _tell(draft: Draft, key: str, seen: Any, ours: str, note: str) -> None:
-    draft.tell(Kind.IMPOSSIBLE, key, seen, ours, note=note)
+def _tell(draft: Draft, key: str, got: Any, ours: str, note: str) -> None:
+    draft.tell(Kind.IMPOSSIBLE, key, got, ours, note=note)
 
 
 PROJECTS = {"wandb": "project", "swanlab": "project", "trackio": "project", "mlflow": "experiment_name"}

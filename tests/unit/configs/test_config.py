@@ -225,7 +225,7 @@ def test_library_entries_are_checked_though_only_chosen_ones_are_read():
         )
     found = {problem.path: problem for problem in caught.value.problems}
     assert found["custom_env.LargerSokoban.max_step"].hint == "did you mean max_steps?"
-    assert found["custom_env.Smal.env_type"].seen is NOTHING
+    assert found["custom_env.Smal.env_type"].got is NOTHING
 
 
 def test_unknown_configurations_links_to_nowhere_and_open_values_are_problems(tmp_path, problems):
@@ -458,7 +458,7 @@ def test_hub_names_and_home_folders_are_accepted_and_folders_without_a_model_are
     assert load("resume_from_checkpoint='~/checkpoint-3'").resume_from_checkpoint == "~/checkpoint-3"
     found = problems("pretrain=~nobody-here/m", "plugins=[~nobody-here/p.py]", "max_steps=0")
     assert found.keys() == {"pretrain", "plugins", "max_steps"}
-    assert found["plugins"].seen == "~nobody-here/p.py" and "user of this machine" in found["pretrain"].expected
+    assert found["plugins"].got == "~nobody-here/p.py" and "user of this machine" in found["pretrain"].expected
     assert load("system_envs.X='~5 of them'").system_envs == {"X": "~5 of them"}
 
 
@@ -791,8 +791,8 @@ def test_what_is_no_key_is_told_beside_other_problems(problems, word):
 def test_lists_outside_of_hydras_grammar_are_lists(problems, load):
     text = MINIMAL.replace("Lake:", "Größe:").replace("Lake", "Größe")
     assert load("train_env_manager.tags=[Größe]", text=text).train_env_manager.tags == ["Größe"]
-    assert problems("train_env_manager.tags=[Größe]")["train_env_manager.tags.0"].seen == "Größe"
-    assert problems("max_steps=[1")["max_steps"].seen == "[1"
+    assert problems("train_env_manager.tags=[Größe]")["train_env_manager.tags.0"].got == "Größe"
+    assert problems("max_steps=[1")["max_steps"].got == "[1"
 
 
 @pytest.mark.parametrize(
@@ -818,7 +818,7 @@ def test_a_file_with_another_kind_than_what_it_includes_hides_no_problem(tmp_pat
     )
     with pytest.raises(ConfigErrors) as told:
         load_config(RLVRConfig, "mine", tmp_path)
-    seen = {problem.path: problem.seen for problem in told.value.problems}
+    seen = {problem.path: problem.got for problem in told.value.problems}
     assert seen == {
         "actor_infer": [1],
         "actor_train.training_args.learning_rate": -1e-3,
@@ -875,7 +875,7 @@ def test_a_key_that_yaml_takes_for_no_text_is_told_beside_other_problems(problem
 @pytest.mark.parametrize("text", ["", r"\n", r"\n\n", r"\t", r"\r\n"])
 def test_a_stop_string_is_neither_empty_nor_a_spelled_escape(text):
     (problem,) = GeneratingArguments(stop_strings=["</s>", text]).problems()
-    assert problem.path == "stop_strings.1" and problem.seen == text
+    assert problem.path == "stop_strings.1" and problem.got == text
 
 
 def test_other_stop_strings_are_taken():

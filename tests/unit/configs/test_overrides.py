@@ -126,7 +126,7 @@ def test_links_need_no_quotes_in_collections_and_colons_no_space():
 )
 def test_a_value_that_yaml_would_read_otherwise_or_not_at_all_is_refused_with_a_way_to_write_it(value):
     overrides, (problem,) = parse_overrides([f"some.key={value}"])
-    assert not overrides and problem.path == "some.key" and problem.seen == value and "some.key=" in problem.hint
+    assert not overrides and problem.path == "some.key" and problem.got == value and "some.key=" in problem.hint
     if value.strip() and value.isprintable():  # the hint, through a shell, is the text
         command = problem.hint.removeprefix("for this very text: ")
         word = subprocess.run(["sh", "-c", f"printf %s {command}"], capture_output=True, text=True, check=True).stdout

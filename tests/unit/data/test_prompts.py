@@ -26,11 +26,11 @@ from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import DataError, Prompt, PromptDataset, load_prompts
 from roll.data.questions import Answer, AnswerColumns, read_responses
 from roll.data.renderer import ChatRenderer
-from roll.data.teacher_prompts import TeacherPrompts
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.models.tiny import make_tiny_model, make_tokenizer
 from roll.pipeline.prompts import PromptRolloutWorkers, load_datasets, load_renderer, make_data
 from roll.pipeline.rlvr import run_rlvr
+from roll.pipeline.teachers import TeacherPrompts
 from roll.utils.registry import UnknownNameError
 from tests.support.examples import examples
 

@@ -620,7 +620,7 @@ def test_args_are_checked_at_start():
         constraints=[{"kind": "json"}, {"kind": "jsn"}, {"kind": "sections", "min": 2, "max": 1}]
     )
     first, second = config.problems()
-    assert (first.path, first.seen, first.hint) == ("constraints.1.kind", "jsn", "did you mean json?")
+    assert (first.path, first.got, first.hint) == ("constraints.1.kind", "jsn", "did you mean json?")
     assert str(second) == "constraints.2.max: got 1, expected at least min = 2"
     with pytest.raises(ValueError, match=r"constraints\.1\.kind"):
         InstructionVerifier(config)

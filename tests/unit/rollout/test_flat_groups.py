@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from roll.rollout.group_calls import FlatGroups
 from roll.rollout.types import RolloutGroup, Trajectory
+from roll.rollout.workers import FlatGroups
 from tests.unit.rollout.test_trajectory import conversation, make_trajectory, make_turn
 
 

@@ -23,7 +23,7 @@ from roll.configs.pipeline import RunConfig
 from roll.pipeline.session import RunSession
 from roll.tracking.checkpointer import Checkpointer, PostSaveHook, restore_rng_state, rng_state
 from roll.tracking.files import MANIFEST_FILE, CheckpointError, find_damage
-from roll.utils.checksums import WrittenFile
+from roll.utils.hashing import WrittenFile
 
 
 def write_weights(text: str = "weights"):

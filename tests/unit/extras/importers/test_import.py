@@ -455,7 +455,7 @@ def test_tools_of_verl(tmp_path, monkeypatch):
     assert (config.tools.max_turns, config.tools.max_parallel_calls, config.tools.dialect) == (4, 3, "hermes")
     notes = {outcome.note for outcome in imported.outcomes if outcome.kind == Kind.TO_DO}
     assert any("FindTool a subclass" in note and "words, most" in note for note in notes)
-    assert [outcome.seen for outcome in imported.outcomes if outcome.kind == Kind.IMPOSSIBLE] == ["The Web"]
+    assert [outcome.got for outcome in imported.outcomes if outcome.kind == Kind.IMPOSSIBLE] == ["The Web"]
 
 
 def test_tools_of_verl_that_cannot_be_read(tmp_path):

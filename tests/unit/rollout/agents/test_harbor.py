@@ -15,7 +15,7 @@ from roll.data.prompts import DataError, Prompt, load_prompts
 from roll.rollout.agents import harbor_task
 from roll.rollout.agents.episode import AgentPlayer
 from roll.rollout.agents.harbor_task import TaskError
-from roll.rollout.prompt_env import PromptEnv
+from roll.rollout.prompt_worker import PromptEnv
 from roll.rollout.types import Trajectory
 from tests.support.said_engine import ASK, EPISODE, LIMITS, PARAMS, RENDERER, Engine, judge, script
 
