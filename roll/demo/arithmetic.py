@@ -126,7 +126,12 @@ def check_operands(min_operand: int = 100, max_operand: int = 999, held_out_shar
 
 
 def _check_arguments(
-    *, operations: Sequence[str] = ("+", "-"), wording: str = SHORT, forget_rate: float = 0.75, **others: Any
+    *,
+    operations: Sequence[str] = ("+", "-"),
+    max_second: int | None = None,
+    wording: str = SHORT,
+    forget_rate: float = 0.75,
+    **others: Any,
 ) -> None:
     check_operands(**others)
     if [part for _, part, *_ in Formatter().parse(wording) if part is not None] != ["x", "operation", "y"]:
@@ -140,9 +145,12 @@ def _check_arguments(
     for key in ("num_train", "num_val", "num_demonstrations"):
         if (count := others.get(key, 1)) < 1:
             raise ValueError(f"{key}: got {count}, expected at least 1")
-    size = others.get("max_operand", 999) - others.get("min_operand", 100) + 1
+    low, high = others.get("min_operand", 100), others.get("max_operand", 999)
+    if max_second is not None and not low <= max_second <= high:
+        raise ValueError(f"max_second: got {max_second}, expected min_operand {low} to max_operand {high}")
+    num_pairs = (high - low + 1) * ((high if max_second is None else max_second) - low + 1)
     for key in ("num_train", "num_val", "num_demonstrations", "num_worked"):
-        if others.get(key, 0) > (most := size * size * len(operations)):
+        if others.get(key, 0) > (most := num_pairs * len(operations)):
             raise ValueError(f"{key}: got {others[key]:,}, expected at most {most:,}, the problems that there are")
 
 
@@ -153,6 +161,7 @@ def write_dataset(
     seed: int = 0,
     min_operand: int = 100,
     max_operand: int = 999,
+    max_second: int | None = None,
     operations: Sequence[str] = ("+", "-"),
     wording: str = SHORT,
     held_out_share: Share = 0.1,
@@ -173,6 +182,7 @@ def write_dataset(
         folder: made if it is not there.
         seed: draws the problems and the omissions; the split does not depend on it.
         max_operand: largest operand; with as many digits as ``min_operand`` all prompts are equally long.
+        max_second: largest second operand; ``None``: as large as the first.
         operations: ``+``, ``-`` or both, drawn evenly; a difference has the larger operand first.
         wording: a question, with ``{x}``, ``{operation}`` and ``{y}``.
         held_out_share: part of all operand pairs from which ``val.jsonl`` is drawn.
@@ -184,13 +194,15 @@ def write_dataset(
     """
     counts = {"num_train": num_train, "num_val": num_val, "num_demonstrations": num_demonstrations}
     operands = {"min_operand": min_operand, "max_operand": max_operand, "held_out_share": held_out_share}
-    _check_arguments(operations=operations, wording=wording, forget_rate=forget_rate, **operands, **counts)
+    _check_arguments(
+        operations=operations, max_second=max_second, wording=wording, forget_rate=forget_rate, **operands, **counts
+    )
 
     def draw(name: str, count: int, held_out: bool) -> list[Problem]:
         rng = random.Random(derive_seed(seed, TAG, name))
         share = held_out_share if held_out else 1 - held_out_share
         # Each pair is in the split with probability `share`: four times the need is enough, or else all pairs.
-        pairs = _pairs(rng, min_operand, max_operand, limit=1000 + int(4 * count / share))
+        pairs = _pairs(rng, min_operand, max_operand, max_second, limit=1000 + int(4 * count / share))
         kept = ((x, y) for x, y in pairs if is_held_out(x, y, held_out_share) == held_out)
         found = dict.fromkeys(_problem(x, y, rng.choice(operations)) for x, y in kept)
         if len(found) < count:
@@ -220,11 +232,11 @@ def write_dataset(
     write_together(folder, files)
 
 
-def _pairs(rng: random.Random, low: int, high: int, limit: int) -> Iterator[tuple[int, int]]:
+def _pairs(rng: random.Random, low: int, high: int, high_second: int | None, limit: int) -> Iterator[tuple[int, int]]:
     """At most ``limit`` distinct ordered pairs of numbers from ``low`` to ``high``, in random order."""
-    size = high - low + 1
-    for index in rng.sample(range(size * size), min(limit, size * size)):
-        x, y = divmod(index, size)
+    size, size_second = high - low + 1, (high if high_second is None else high_second) - low + 1
+    for index in rng.sample(range(size * size_second), min(limit, size * size_second)):
+        x, y = divmod(index, size_second)
         yield low + x, low + y
 
 
