@@ -118,13 +118,13 @@ def _examine_nodes(output_dir: Path) -> Iterator[Finding]:
             host, versions, findings = ray.get(pending[name], timeout=PATIENCE_S)
             ahead, doubt = _clock(examiners[name], ray)
         if (error := fault.error) is not None:
-            seen = f"{where}: {type(error).__name__}: {(str(error).strip().splitlines() or ['no reason given'])[-1]}"
+            got = f"{where}: {type(error).__name__}: {(str(error).strip().splitlines() or ['no reason given'])[-1]}"
             fix = "Install the same environment, roll included, at the same place on every machine."
-            yield Finding("error", "cluster", seen, fix)
+            yield Finding("error", "cluster", got, fix)
             continue
         own = [replace(finding, node=f"{host} ({name[:8]})") for finding in findings]
         reports.append(NodeReport(host, versions, ahead, doubt, own))
-    yield Finding("ok", "cluster", f"{len(reports)} of {len(nodes)} machines examined")
+    yield Finding("ok", "cluster", f"{len(reports)} of {len(nodes)} machines checked")
     yield from compare(own_versions(), reports)
     yield from (finding for report in reports for finding in report.findings)
 
@@ -144,13 +144,13 @@ def _clock(examiner: Any, ray: Any) -> tuple[float, float]:
 def compare(driver: dict[str, str], reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """Versions and clocks of the machines against the driver's."""
     for report in reports:
-        others = {name: seen for name, seen in report.versions.items() if seen != driver.get(name)}
-        told = ", ".join(f"{name} {seen} (driver: {driver.get(name)})" for name, seen in others.items())
+        others = {name: got for name, got in report.versions.items() if got != driver.get(name)}
+        told = ", ".join(f"{name} {got} (driver: {driver.get(name)})" for name, got in others.items())
         strict = any(name in others for name in ("roll", "ray", "python"))
         fix = "Install the same versions on every machine: objects travel between them pickled."
         yield judged(f"versions on {report.node}", told or "the driver's", error=strict, warning=bool(others), fix=fix)
         skew = abs(report.clock_s)
-        seen = f"{report.clock_s:+.3f} s against the driver's (± {report.uncertainty_s:.3f} s)"
+        got = f"{report.clock_s:+.3f} s against the driver's (± {report.uncertainty_s:.3f} s)"
         certain = skew - report.uncertainty_s
         fix = "Let chrony or systemd-timesyncd set the clocks of all machines."
-        yield judged(f"clock of {report.node}", seen, error=certain > LARGE_SKEW_S, warning=certain > SKEW_S, fix=fix)
+        yield judged(f"clock of {report.node}", got, error=certain > LARGE_SKEW_S, warning=certain > SKEW_S, fix=fix)

@@ -110,7 +110,7 @@ def print_page(report: Report, allow: Collection[str], console: Console) -> None
         style = _STYLES["note" if allowed else finding.severity]
         console.print()
         console.print(Text.assemble((f"{label:{_LABEL}}", style), (finding.name, "bold")))
-        _print(console, " " * _LABEL, finding.seen)
+        _print(console, " " * _LABEL, finding.got)
         _print(console, " " * _LABEL, f"fix: {finding.fix}")
     console.print()
     console.print(_verdict(report, allow))
