@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from roll.algorithms.distillation import build_distill_loss
 from roll.algorithms.preferences import build_preference_loss, build_reward_loss
@@ -321,10 +322,23 @@ def checkpoint_weights(model: Any) -> dict[str, Tensor]:
     }
 
 
+class _Exact(TorchFunctionMode):
+    """What a model's code computes in float32 whatever its weights are, norms and states above all, is in float64."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def exact(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        func = Tensor.double if func is Tensor.float else func
+        return func(*map(exact, args), **{name: exact(value) for name, value in (kwargs or {}).items()})
+
+
 def _oracle_rows(model: Any, batch: Batch) -> Iterator[tuple[int, Batch, Tensor]]:
     for row in range(batch.num_sequences):
         one = batch.select([row])
-        with given_experts(model, one):
+        with given_experts(model, one), _Exact():
             logits = model(one.tokens_T[None], use_cache=False).logits[0]
         yield row, one, (logits / TEMPERATURE).log_softmax(-1)
 
@@ -535,7 +549,8 @@ def _oracle_values(model: Any, batch: Batch) -> Iterator[tuple[Batch, Tensor]]:
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft, with its layers in it
     for row in range(batch.num_sequences):
         one = batch.select([row])
-        hidden = model.model(input_ids=one.tokens_T[None], use_cache=False).last_hidden_state[0]
+        with _Exact():
+            hidden = model.model(input_ids=one.tokens_T[None], use_cache=False).last_hidden_state[0]
         yield one, model.score(hidden)[one.loss_mask_T.nonzero().flatten() - 1, 0]
 
 

@@ -32,12 +32,15 @@ LONGROPE = {
     "rope_theta": 10000.0,
     "partial_rotary_factor": 0.75,
     "factor": 16.0,
-    "original_max_position_embeddings": 16,
+    "original_max_position_embeddings": 32,
     "short_factor": [1.0] * 6,
     "long_factor": [3.0] * 6,
 }
 TWO_LAYERS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
-LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2, "rms_norm_eps": 1e-3}
+"""A recurrent state begins near zero, and the normalisation behind it would show its rounding in place of its value."""
+
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,16 @@ KNOWN: dict[str, Known] = {
     "mistral": Known("Mistral", "mistral", {"sliding_window": 8}),
     "phi3": Known("Phi-3, Phi-4 (14B)", "phi3", {"sliding_window": 8}),
     "phi4_mini": Known(
-        "Phi-4-mini", "phi3", {"sliding_window": None, "rope_parameters": LONGROPE, "tie_word_embeddings": True}
+        "Phi-4-mini",
+        "phi3",
+        {
+            "sliding_window": None,
+            "rope_parameters": LONGROPE,
+            "original_max_position_embeddings": 32,
+            "tie_word_embeddings": True,
+        },
     ),
-    "gemma2": Known("Gemma 2", "gemma2", TWO_LAYERS, scores=True),
+    "gemma2": Known("Gemma 2", "gemma2", TWO_LAYERS | CAPS, scores=True),
     "gemma3": Known("Gemma 3 (text)", "gemma3_text", TWO_LAYERS),
     "qwen2": Known("Qwen2, Qwen2.5", "qwen2", {"tie_word_embeddings": True}, megatron=True),
     "qwen3": Known("Qwen3", "qwen3", megatron=True),
@@ -102,6 +112,8 @@ def make_known(path: Path, name: str, vocabulary: int) -> Path:
     model = tiny_model(config, scores=scores)
     with torch.no_grad():
         for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor_name.endswith(("gate.weight", "router.weight")) and tensor.ndim == 2:
+                tensor.mul_(3.0)  # experts that score alike would be chosen by rounding
             if tensor.ndim == 1 and not re.search(r"inv_freq|A_log", tensor_name) and tensor.is_floating_point():
                 tensor.add_(0.1 * torch.randn_like(tensor))
     model.save_pretrained(path)
