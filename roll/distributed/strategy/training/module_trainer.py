@@ -39,7 +39,7 @@ from roll.distributed.strategy.training.trainer import Trainer
 from roll.models import planned_attention, ulysses
 from roll.models.freezing import freeze
 from roll.models.heads import ValueHead, decoder_layers, load_teacher_layer
-from roll.models.loading import classifier_entries, load_config, make_skeleton, resolve_dtype, save_config
+from roll.models.loading import check_rope, classifier_entries, load_config, make_skeleton, resolve_dtype, save_config
 from roll.models.lora import adapter_dropout, adapter_off, inject_adapter, left_out
 from roll.models.own_forward import PACKING, SHARING, OwnForward, of_module, own_scores
 from roll.models.packing_support import check_packing, has_own_code, packing_problem
@@ -88,8 +88,8 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype, names: Sequence[st
     Raises:
         ImportError: an adapter without peft, or Liger's kernels without liger-kernel.
         ValueError: the adapter's targets, or parts to freeze, are not in the model, Liger's kernels cannot run,
-            Transformers has no classifier of a reward model's kind, or the model is not known to keep packed sequences
-            apart.
+            Transformers has no classifier of a reward model's kind, the model is not known to keep packed sequences
+            apart, or a row's positions depend on those beside it.
     """
     args = context.worker.model_args
     model = make_skeleton(
@@ -101,6 +101,7 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype, names: Sequence[st
         trust_remote_code=args.trust_remote_code,
         names=names,
     )
+    check_rope(model.config, context.sequence_length)
     if context.worker.use_sequence_packing:
         check_packing(model, context.role)
     if args.use_liger_kernel:
