@@ -19,7 +19,7 @@ class VerifierConfig(Config):
     weight: float = Field(default=1.0, allow_inf_nan=False, description="Factor of its score in the domain's sum.")
     decides: bool | None = Field(
         default=None,
-        description="Whether a sample counts as solved only if this verifier says so. null: the first of the list "
+        description="true: a sample counts as solved only if this verifier says so. null: the first of the list "
         "decides, the others only add to the reward.",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="The verifier's keys.")

@@ -86,6 +86,10 @@ class Strategy:
         return {"trains": self.trains, "scores": self.scores, "generates": self.generates}[task_of(role)]
 
 
+VERBS = {"trains": "trains", "scores": "computes log-probs", "generates": "generates"}
+"""What a strategy does, as messages and the documentation say it."""
+
+
 def task_of(role: str) -> Literal["trains", "scores", "generates"]:
     """The verb of a role."""
     if role in ("actor_train", "critic"):
