@@ -26,7 +26,8 @@ class DPOConfig(PreferenceConfig, OfflineConfig):
     precompute_reference: bool = Field(
         default=False,
         description="The reference computes the log-probs of all pairs once, before the first step, and the results "
-        "are stored on disk. Without a section reference the untrained policy does it: no further copy of the model is needed.",
+        "are stored on disk. Without a section reference the untrained policy does it: no further copy of the model is "
+        "needed.",
     )
     reference_dir: str | None = Field(
         default=None,
