@@ -69,8 +69,8 @@ Keys in the tables of each system, by the result of the import.
 MEASURED = """
 ## On real files
 
-Files from the systems' own repositories and from their users' forks. *Validates*: only paths and environment variables are left
-to edit (and, for GEM's environments, a package to install). *Whole*: in addition, no key is
+Files from the systems' own repositories and from their users' forks. *Validates*: only paths and environment
+variables are left to edit (and, for GEM's environments, a package to install). *Whole*: in addition, no key is
 impossible. They were retyped from stored versions of the files and measured on 26 November 2026; some of them were used
 while the importer was being fixed. Someone who had not written the importer compared some 290 values in 19 more files
 by hand; 8 differed without a report at first, and these cases are fixed.
@@ -144,8 +144,8 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "or `max_new_tokens` is smaller; both are `prompt_length` and `response_length` here.",
         "A warm-up of W steps begins with a rate of 0 there: it is k / W in step k, and (k + 1) / (W + 1) here.",
         "Agentic batches are not filled up or cut at random (`batch_adjust_mode`).",
-        "Files of the SFT, DPO and distillation pipelines become configurations of the same pipelines here; `num_train_epochs` "
-        "then sets the length of the run, and held-out samples are read whole.",
+        "Files of the SFT, DPO and distillation pipelines become configurations of the same pipelines here; "
+        "`num_train_epochs` then sets the length of the run, and held-out samples are read whole.",
     ),
     "verl": (
         "A mini-batch counts prompts there and samples here: `ppo_mini_batch_size × n = per device × accumulated × "
@@ -253,8 +253,8 @@ def _page(system: str) -> str:
         "",
     ]
     lines += [
-        f"What `roll import` makes of each key of {SYSTEMS[system]}; *there* is that system, *here* this library. How to "
-        "convert a file: [migrating](../migrating.md).",
+        f"What `roll import` makes of each key of {SYSTEMS[system]}; *there* is that system, *here* this library. How "
+        "to convert a file: [migrating](../migrating.md).",
         "",
         "## Differences in meaning",
         "",

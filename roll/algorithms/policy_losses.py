@@ -1,4 +1,4 @@
-"""The policy-gradient losses: what one sampled token costs, before weights, aggregation and the other terms.
+"""The policy-gradient losses of one sampled token, before weights, aggregation and the other terms.
 
 A loss is a pure function ``(tokens, config) -> (loss_M, clipped_M)`` in ``POLICY_LOSSES``, or anybody's by
 ``package.module:function``; ``config`` holds the keys of this loss, and all keys for a function of the user's own. It
@@ -28,7 +28,7 @@ SEQUENCE_EXPONENT_BOUND = 10.0
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """Everything that a policy loss knows of the sampled tokens; all [M], on one device."""
+    """What a policy loss gets of the sampled tokens; all [M], on one device."""
 
     logprobs_M: Tensor
     """log p under the policy being trained; gradients flow through it."""

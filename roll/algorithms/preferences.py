@@ -1,4 +1,4 @@
-"""Losses of preferences: a chosen answer beside a rejected one, or answers that are good or bad by themselves.
+"""Losses of preferences: pairs of a chosen and a rejected response, or single responses labelled good or bad.
 
 An answer is the tokens of a row with loss mask 1, and its reward is what the policy adds to the reference's
 log-probability of it. A loss is a sum over the pairs (KTO: answers) of a micro-batch, divided by their number in the

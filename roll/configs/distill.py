@@ -1,4 +1,4 @@
-"""A distillation: a fixed dataset, and what a teacher makes of each token. Its keys and their rules."""
+"""A distillation run: a fixed dataset, and a teacher's distribution at each token. Its keys and their rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules between a role and its engine: options that exclude each other, that another role reads, that nobody reads."""
+"""Rules between a role and its engine: options that exclude each other, or that this role does not read."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class RewardFilterConfig(Config):
 
 
 class RewardWorkers(Config):
-    """The processes that score answers, or are asked about them, beside those of the roles."""
+    """The processes that compute rewards or host a judge."""
 
     world_size: int | None = Field(
         default=None, ge=1, le=10_000, description="Worker processes. null: devices, else 1."

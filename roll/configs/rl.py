@@ -77,7 +77,7 @@ class AdditionalPromptsConfig(Config):
 
 
 class OverlapConfig(Config):
-    """Rollouts that go on beside training: how far ahead, and what happens to requests in flight."""
+    """Rollouts that run ahead of training: how far, and what happens to requests in flight."""
 
     switches: ClassVar[tuple[str, ...]] = ("async_generation_ratio",)
 

@@ -1,4 +1,4 @@
-"""The teacher of a distillation: which model it is, where it runs, and how it counts in reinforcement learning."""
+"""The teacher of a distillation: its model, its role, and its term in reinforcement learning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OpdForm: TypeAlias = Literal["advantage", "reward", "loss"]
 
 @dataclass(frozen=True)
 class TeacherTerm:
-    """What a teacher's opinion of a sampled token counts for: its log-probability minus the policy's."""
+    """The teacher's term of a sampled token: its log-prob minus the policy's."""
 
     form: OpdForm
     coefficient: float
@@ -80,7 +80,7 @@ class TeacherConfig(Config):
 
 
 class TinyTeacherConfig(TeacherConfig):
-    """A teacher that may be made on the spot."""
+    """A teacher that can be created and trained by the run."""
 
     teacher_warm_start: PromptWarmStartConfig = Field(
         default_factory=PromptWarmStartConfig,

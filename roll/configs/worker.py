@@ -193,7 +193,7 @@ class Muon(Config):
 
 
 class Falling(Config):
-    """Learning rates that fall to the end of the run, or sooner."""
+    """Learning rates that fall until the end of the run, or sooner."""
 
     lr_decay_steps: int | None = Field(
         default=None,

@@ -17,7 +17,7 @@ _NEVER = "(?!)"
 
 
 class ControlText:
-    """Hides control texts in what users and tools say, and encodes them as the letters that they are.
+    """Hides control texts in messages of users and tools, and encodes them as plain letters.
 
     Control tokens are those that the tokenizer calls special, and added tokens with a bar in them, as ``<｜User｜>``,
     which DeepSeek's tokenizer does not call so. Others, such as ``<think>``, are words that a message may use.

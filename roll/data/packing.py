@@ -1,4 +1,4 @@
-"""Cuts a ragged batch into micro-batches, and lays a micro-batch out as a model's input.
+"""Splits a ragged batch into micro-batches, and arranges a micro-batch as a model's input.
 
 Three layouts. A *rectangle* is rows padded on the right: causal attention never looks to the right, so no attention
 mask is needed and padding costs only its own tokens; sequences are sorted by length first, so that there is hardly any.
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class PackedSequences:
-    """The sequences of a packed row, each causal and blind to the others."""
+    """The sequences of a packed row; each attends causally and only to itself."""
 
     lengths: tuple[int, ...]
     """Tokens of each, in the row's order."""

@@ -71,7 +71,7 @@ class RenderedTurn:
 
 
 class TooManyTokensError(ValueError):
-    """A text that has more tokens than it may have, by what the first pieces of it have (``count``)."""
+    """A text has too many tokens, counted on its first pieces (``count``)."""
 
     def __init__(self, count: int) -> None:
         super().__init__(f"more than {count} tokens")

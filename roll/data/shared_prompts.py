@@ -32,7 +32,7 @@ SIMILAR = 0.75
 
 @dataclass(frozen=True, eq=False)
 class AttentionBlock:
-    """Rows of queries that attend at a time; padded cells repeat token 0, and what they give is dropped."""
+    """Rows of queries that attend at a time; padded cells repeat token 0, and their results are dropped."""
 
     query_RQ: Tensor
     """int64: index into N."""
@@ -65,7 +65,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """The prompts of a batch and who has them."""
+    """The prompts of a batch and the rows that share them."""
 
     prompt_B: Tensor
     """int64: index into G."""

@@ -1,4 +1,4 @@
-"""Text that a teacher reads in place of a prompt: the question, with columns of its row hidden from the policy."""
+"""Text that a teacher reads instead of a prompt: the question, with columns of the row that the policy does not get."""
 
 from __future__ import annotations
 

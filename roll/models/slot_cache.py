@@ -101,7 +101,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """The cache of all layers. Tell it what the next forward is (``plan_prefill``, ``plan_decode``), then run that.
+    """The cache of all layers. Announce the next forward pass (``plan_prefill``, ``plan_decode``), then run it.
 
     Args:
         max_positions: bound on slots × capacity beyond which memory is not kept for later; ``None``: no bound.

@@ -1,4 +1,4 @@
-"""What steps cost: recordings of single ones, tokens per second, and model FLOPs relative to the peak (MFU).
+"""Profiling of steps: recordings, tokens per second, and model FLOPs relative to the peak (MFU).
 
 Model FLOPs are those that the mathematics asks for: a forward and a backward pass over the tokens, without what
 recomputation and padding add (Chowdhery et al. 2022, PaLM, appendix B), and of prompts that sequences share once. They
@@ -33,7 +33,7 @@ NSIGHT_DEFAULTS = {"t": "cuda,cudnn,cublas,nvtx", "stop-on-exit": "true"}
 
 
 class StepProfiler:
-    """Has workers record the steps that are asked for.
+    """Has workers record the configured steps.
 
     Args:
         folder: of the files, which all machines share.

@@ -40,7 +40,7 @@ from roll.utils.seeding import derive_seed
 
 
 class RLPipeline(GroupRules, TrainingLoop):
-    """Trains a policy. Subclasses bring the rollouts, which ``rollout_workers`` play, and their rules."""
+    """Trains a policy. Subclasses provide the rollouts, which ``rollout_workers`` run, and their rules."""
 
     config: RLConfig
 

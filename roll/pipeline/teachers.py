@@ -1,4 +1,4 @@
-"""Teachers: scores of rollouts and datasets, also by tag, with another tokenizer, or with prompts of their own."""
+"""Teachers: log-probs of rollouts and datasets, also by tag, with another tokenizer, or with other prompts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _MORE_TOKENS = 2
 
 
 class AlignedTeacher:
-    """Scores of a policy's batch from a teacher that reads other tokens."""
+    """Log-probs of a policy's batch from a teacher with another tokenizer."""
 
     def __init__(self, teacher: ModelCluster, retokenizer: Retokenizer) -> None:
         self._teacher = teacher
@@ -106,7 +106,7 @@ def aligned(
 
 
 class TaggedTeachers:
-    """Scores of a policy's batch, each row by the teachers of its tag.
+    """Log-probs of a policy's batch, each row by the teachers of its tag.
 
     Args:
         teachers: by name, set up.
@@ -173,7 +173,7 @@ class TaggedTeachers:
 
 
 class PrivilegedTeacher:
-    """Scores of the policy's answers behind prompts of the teacher's own.
+    """Log-probs of the policy's responses after the teacher's own prompts.
 
     Zhao et al. 2026, *Self-Distilled Reasoner: On-Policy Self-Distillation for Large Language Models*.
 
@@ -243,7 +243,7 @@ def _setting(config: DistillConfig) -> str:
 
 
 class DatasetTeacher:
-    """Scores answers with the teacher's role, or reads what one has written.
+    """Computes log-probs of given responses with the teacher's role, or reads stored ones.
 
     Args:
         model: the role, set up; ``None`` where all of it is on disk.

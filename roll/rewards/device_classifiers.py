@@ -1,4 +1,4 @@
-"""Classifiers on devices of their reward worker: one there, or one divided over several by tensor parallelism.
+"""Classifiers on a reward worker's devices: on one, or split over several by tensor parallelism.
 
 They take turns there with the run's other models. One that is divided has a process for each device.
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class HeldClassifier(Classifier):
-    """A model that passes over one batch, or moves, at a time, in the order of the calls."""
+    """A model that processes one batch, or moves, at a time, in the order of the calls."""
 
     def __init__(self, sizes: PreTrainedConfig) -> None:
         self._padding = Padding(sizes)
@@ -106,7 +106,7 @@ _HOST = "127.0.0.1"
 
 
 class RankError(Exception):
-    """What a rank says in place of an answer."""
+    """What a rank sends instead of a result."""
 
 
 class ShardedClassifier(HeldClassifier):

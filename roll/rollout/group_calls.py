@@ -1,4 +1,4 @@
-"""Groups between the driver and the workers that play them: the calls, the worker's end, and finished groups as arrays.
+"""Groups between the driver and the rollout workers: the calls, the worker's side, and finished groups as arrays.
 
 A remote call costs each end some tenths of a millisecond, as much as many a group: groups are started and fetched many
 at a time. A conversation is sent once: the prompts of its earlier turns are its beginnings, and what a column tells of
@@ -38,7 +38,7 @@ _PER_TOKEN = columns_along(Completion, Axis.TOKEN)
 
 @dataclass(frozen=True)
 class FlatGroups:
-    """Groups on their way to the driver."""
+    """Groups in the form in which they are sent to the driver."""
 
     groups: Records[RolloutGroup]
     """Without their episodes."""
@@ -196,7 +196,7 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True)
 class Series:
-    """The groups that one caller has started since it last gave its groups up. None of the older ones count."""
+    """The groups that one caller has started since it last abandoned its groups. Older ones are ignored."""
 
     caller: str
     number: int
@@ -204,7 +204,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Finished:
-    """Outcome of some groups."""
+    """The outcome of some groups."""
 
     groups: FlatGroups
     failed: list[int]
@@ -240,7 +240,7 @@ class _Playing:
 
 
 class GroupWorker(Worker, ABC):
-    """Plays groups. Subclasses say how."""
+    """Runs groups. Subclasses define how."""
 
     def __init__(self, role: str, rank: int, world_size: int, env: Mapping[str, str]) -> None:
         super().__init__(role, rank, world_size, env)
@@ -294,7 +294,7 @@ class GroupWorker(Worker, ABC):
 
 @dataclass(frozen=True)
 class GroupCall:
-    """A group under way."""
+    """A running group."""
 
     group_id: int
     worker: int

@@ -1,4 +1,4 @@
-"""A prompt as an environment, of one turn or with a user who answers: the reward is a verifier's, somewhere else."""
+"""A prompt as an environment, of one turn or with a simulated user; a verifier elsewhere computes the reward."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ScoreFn = Callable[[Sample], Awaitable[RewardResult]]
 
 
 class PromptEnv:
-    """One prompt that is answered once (an ``AsyncEnv``).
+    """One prompt with one response (an ``AsyncEnv``).
 
     Args:
         score: judges the answer; what it raises ends the episode.
@@ -103,7 +103,7 @@ class PromptEnv:
 
 
 class PromptManager(EnvManager):
-    """Plays ``PromptEnv``s: the policy sees the dataset's messages as they are."""
+    """Runs ``PromptEnv``s: the policy gets the dataset's messages unchanged."""
 
     history = True
 
@@ -127,11 +127,11 @@ class PromptManager(EnvManager):
 
 
 class UserError(EnvError):
-    """The user failed, took too long or answered something else than was asked for."""
+    """The user raised, took too long or returned something invalid."""
 
 
 class User(Protocol):
-    """A class of one's own; one object serves all conversations of a rollout worker, so it keeps nothing of any."""
+    """A user-defined class; one object serves all conversations of a rollout worker, so it keeps no state of one."""
 
     async def respond(self, messages: Sequence[Mapping[str, str]], prompt: Prompt) -> tuple[str, float, bool]:
         """Words of the user, the reward of the policy's last turn, and whether the conversation is over.
@@ -160,7 +160,7 @@ def load_user(config: UserConfig) -> User:
 
 
 class UserEnv:
-    """A prompt with a user (an ``AsyncEnv``), for one episode. Its last answer is that of the prompt."""
+    """A prompt with a user (an ``AsyncEnv``), for one episode. The last response is scored."""
 
     def __init__(self, env: PromptEnv, user: User, config: UserConfig) -> None:
         self._env = env

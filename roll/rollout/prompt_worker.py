@@ -1,4 +1,4 @@
-"""The Ray worker that has prompts answered and the answers scored."""
+"""The Ray worker that generates and scores responses to prompts."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 class UnscoredAnswerError(EnvError):
-    """The verifiers could not judge an answer; it has no reward and must not count."""
+    """The verifiers could not judge a response; it has no reward and must not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSpec(GroupSpec):
-    """The answers to one prompt."""
+    """The responses to one prompt."""
 
     prompt: Prompt
     sampling: str
@@ -48,7 +48,7 @@ class PromptSpec(GroupSpec):
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """Group ``i`` answers the ``i``-th prompt that the sampler draws (a ``RolloutPlan``)."""
+    """Group ``i`` has the ``i``-th prompt of the sampler (a ``RolloutPlan``)."""
 
     prompts: PromptSampler
     group_size: int
@@ -98,7 +98,7 @@ class PromptWorkerContext:
 
 
 class PromptWorker(RolloutWorker):
-    """Has prompts answered and scored. ``rollout_workers.worker_cls`` may name a subclass."""
+    """Generates and scores responses. ``rollout_workers.worker_cls`` may name a subclass."""
 
     val_client: GenerationClient | None = None
     """The way to the engines that answer held-out prompts, if others than those of the rollouts do."""

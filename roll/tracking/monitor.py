@@ -1,4 +1,4 @@
-"""Account of the time and the memory that a run uses."""
+"""Measures the time and the memory that a run uses."""
 
 from __future__ import annotations
 

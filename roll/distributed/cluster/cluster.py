@@ -1,4 +1,4 @@
-"""A role's workers as one thing: seated by Ray, called all together, noticed when one is gone, and replaced."""
+"""A role's workers as one object: placed by Ray, called together, and replaced when one dies."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class NodeView:
 
 @dataclass(frozen=True)
 class Placement:
-    """Reserved devices. Give them back with ``remove``."""
+    """Reserved devices. Release them with ``remove``."""
 
     plan: PlacementPlan
     groups: Mapping[int, PlacementGroup]

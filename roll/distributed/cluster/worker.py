@@ -1,4 +1,4 @@
-"""The base of every role's worker: one process that Ray started on its seat."""
+"""The base class of all workers: one process, started by Ray."""
 
 from __future__ import annotations
 

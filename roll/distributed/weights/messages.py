@@ -1,4 +1,4 @@
-"""Messages between a sender of weights and its receivers, over Ray's actor calls; the bytes go beside them.
+"""Messages between a sender of weights and its receivers, over Ray's actor calls; the bytes are sent separately.
 
 An update is ``Open``, a ``BucketMessage`` each bucket, ``Close``; before the first over a new process group, ``Join``.
 The sender waits for replies before it goes on, so at most a few buckets are under way.
@@ -18,7 +18,7 @@ Payload: TypeAlias = Literal["weights", "adapter"]
 
 
 class WeightTransferError(ValueError):
-    """An update of weights did not arrive as it was sent, or the receiver refused it."""
+    """A weight update was damaged or refused by the receiver."""
 
     def __init__(self, role: str, rank: int, payload: Payload, version: int, reason: str) -> None:
         super().__init__(role, rank, payload, version, reason)
@@ -34,7 +34,7 @@ class WeightTransferError(ValueError):
 
 @dataclass(frozen=True)
 class Open:
-    """An update begins; one that was not closed is given up."""
+    """An update begins; an earlier one that was not closed is dropped."""
 
     payload: Payload
     version: int

@@ -1,4 +1,4 @@
-"""The command ``roll doctor``: all checks side by side, a page or JSON, and the exit code."""
+"""The command ``roll doctor``: all checks in parallel, a page or JSON, and the exit code."""
 
 from __future__ import annotations
 

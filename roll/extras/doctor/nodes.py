@@ -1,4 +1,4 @@
-"""The machines of a Ray cluster: each is examined by itself, and all are compared."""
+"""The machines of a Ray cluster: each is checked, and all are compared."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def own_versions() -> dict[str, str]:
 
 
 class Examiner:
-    """Lives on a machine of the cluster and examines it."""
+    """Runs on a machine of the cluster and checks it."""
 
     def clock(self) -> float:
         return time.time()

@@ -1,4 +1,4 @@
-"""verl's trainers that generate beside training: fully asynchronous, one step off, and the modes of `trainer.v1`."""
+"""verl's trainers that generate during training: fully asynchronous, one step off, and the modes of `trainer.v1`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ MOST_CHANGES = 6
 
 @dataclass(frozen=True)
 class Advice:
-    """Overrides, and the fullest place with them."""
+    """Overrides, and the fullest device with them."""
 
     overrides: tuple[str, ...]
     needed: int

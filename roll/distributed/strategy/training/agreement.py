@@ -1,4 +1,4 @@
-"""Facts that one rank alone has, told to the others: a row of numbers, or a failure."""
+"""Sends what only one rank knows to the others: a row of numbers, or a failure."""
 
 from __future__ import annotations
 

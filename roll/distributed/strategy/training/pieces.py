@@ -1,4 +1,4 @@
-"""Tensors whose parts lie on several ranks, made whole where they are written or sent from, and nowhere else.
+"""Gathers tensors that are spread over ranks, only where they are written or sent from.
 
 All ranks know who has which part. So a tensor needs no collective: its parts travel by messages from those who have
 them to those who want it whole, over any process group, and from the trainer's own memory or from a copy of it.
