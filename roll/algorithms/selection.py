@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.correction import Levels, batch_weights, engine_logprobs, passes_filter
-from roll.algorithms.episodes import find_episodes
-from roll.algorithms.statistics import group_moments, mean, sums
+from roll.algorithms.reductions import find_episodes, group_moments, mean, sums
 from roll.algorithms.types import require_columns, require_finite
 from roll.configs.algorithm import AlgorithmParts, SelectionConfig
 from roll.configs.policy_loss import ClipCov, KlCov, PolicyVariant

@@ -15,9 +15,8 @@ from roll.configs.resuming import Rows
 from roll.data.files.read import read_rows
 from roll.data.files.rows import DataError, Problems, Row, plain_row
 from roll.data.prompt_rows import RowError, passes, unread_columns
-from roll.utils.checksums import Checksum
+from roll.utils.hashing import Checksum, derive_seed
 from roll.utils.registry import import_path
-from roll.utils.seeding import derive_seed
 
 T = TypeVar("T")
 

@@ -35,8 +35,7 @@ from roll.rollout.metrics import step_metrics
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.scheduler import RolloutScheduler
 from roll.tracking.checkpointer import Write
-from roll.utils.checksums import WrittenFile
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import WrittenFile, derive_seed
 
 
 class RLPipeline(GroupRules, TrainingLoop):

@@ -28,7 +28,7 @@ from roll.models.lora import LoraSpec
 from roll.models.tokenizer import policy_tokenizer
 from roll.pipeline.model_cluster import BaseModelReference, ModelCluster, OffloadManager, Scorer
 from roll.pipeline.teachers import TaggedTeachers, aligned, shared_ids, with_teacher
-from roll.utils.checksums import WrittenFile
+from roll.utils.hashing import WrittenFile
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import itertools
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +18,6 @@ from roll.configs.rl import RLConfig
 from roll.data.requests import FinishReason
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.session import RunFailedError, RunSession
-from roll.report.trajectories import answer_row, trajectory_record, write_trajectories
 from roll.rollout.admission import Admission
 from roll.rollout.metrics import mean, rollout_metrics, sampled_tokens, spread_metrics
 from roll.rollout.scheduler import RolloutScheduler
@@ -26,7 +25,49 @@ from roll.rollout.types import Collected, RolloutGroup, Trajectory
 from roll.tracking.display import NOTED
 from roll.tracking.files import to_json, write_atomic
 from roll.tracking.run import TRAINED, RunFolder
+from roll.tracking.trackers import AnswerRow
 from roll.utils.registry import import_path
+
+
+def write_trajectories(folder: RunFolder, name: str, trajectories: Iterable[Trajectory]) -> Path:
+    """Writes episodes in full to ``trajectories/<name>.jsonl``, one line each."""
+    path = folder.trajectories / f"{name}.jsonl"
+    write_atomic(path, "".join(to_json(trajectory_record(item)) + "\n" for item in trajectories))
+    return path
+
+
+def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
+    """An episode as JSON values: text, actions and rewards per turn; token ids are counted, not listed."""
+    turns = [
+        {
+            "observation": turn.observation,
+            "text": turn.text,
+            "action": turn.action,
+            "task_reward": turn.task_reward,
+            "penalty": turn.penalty,
+            "prompt_tokens": len(turn.prompt_ids),
+            "completion_tokens": len(turn.completion.token_ids),
+            "finish_reason": turn.completion.finish_reason,
+            "weight_version": turn.completion.weight_version,
+        }
+        for turn in trajectory.turns
+    ]
+    names = ("tag", "group_id", "member", "seed", "success", "score", "end", "final_observation", "info")
+    return {name: getattr(trajectory, name) for name in names} | {"turns": turns}
+
+
+def answer_row(trajectory: Trajectory) -> AnswerRow:
+    """An episode as a row of a tracker's table."""
+    turns = trajectory.turns
+    said = [text for turn in turns for text in (turn.observation, turn.text)]
+    return AnswerRow(
+        tag=trajectory.tag,
+        prompt=said[0] if said else "",
+        answer="\n".join(said[1:]),
+        score=float(trajectory.score),
+        success=bool(trajectory.success),
+    )
+
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from typing import Any
 from roll.configs.pipeline import RunConfig
 from roll.configs.problems import ConfigErrors
 from roll.configs.resuming import Change, Record, Rows, compare
+from roll.pipeline.profiling import PhaseTimer, Span, peak_memory_mb
 from roll.report.render import render_index
 from roll.tracking.checkpointer import Checkpointer, PostSaveHook
 from roll.tracking.display import Display, closing_line
 from roll.tracking.files import CheckpointError, write_atomic
-from roll.tracking.monitor import PhaseTimer, Span, peak_memory_mb
 from roll.tracking.redact import redact
 from roll.tracking.run import RunFolder
 from roll.tracking.trackers import AnswerRow, MultiTracker, TrackerContext

@@ -155,7 +155,7 @@ def check_agents(config: RLConfig) -> Iterator[ConfigProblem]:
 
 def check_user(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """The class of the user can be made."""
-    from roll.rollout.prompt_env import load_user
+    from roll.rollout.prompt_worker import load_user
 
     if config.user is not None:
         try:

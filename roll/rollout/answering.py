@@ -14,7 +14,7 @@ from roll.data.columns import IntArray
 from roll.data.questions import Question
 from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import derive_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

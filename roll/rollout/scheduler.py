@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import RpcTimeoutError, WorkerDiedError
 from roll.rollout.admission import Admission
-from roll.rollout.group_calls import GroupCalls
 from roll.rollout.plans import GroupSpec, RolloutPlan
 from roll.rollout.router import EngineUnavailableError
 from roll.rollout.schedule import Schedule, StepDraws
 from roll.rollout.types import Collected, RolloutGroup
+from roll.rollout.workers import GroupCalls
 
 logger = logging.getLogger(__name__)
 

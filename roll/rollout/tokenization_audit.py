@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -15,10 +15,6 @@ from roll.data.columns import IntArray
 from roll.data.renderer import ChatRenderer, Message, Tool
 from roll.rollout.types import Turn
 from roll.utils.foreign import Fault
-
-if TYPE_CHECKING:
-    from roll.data.columns import IntArray
-    from roll.data.renderer import ChatRenderer, Message, Tool
 
 logger = logging.getLogger(__name__)
 

@@ -37,8 +37,8 @@ from roll.tracking.files import (
     to_plain,
     write_manifest,
 )
-from roll.utils.checksums import WrittenFile
 from roll.utils.children import ending
+from roll.utils.hashing import WrittenFile
 from roll.utils.threads import in_background
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import WorkerDiedError
-from roll.distributed.weights.messages import Payload, WeightTransferError
+from roll.distributed.weights.contents import Payload, WeightTransferError
 from roll.distributed.weights.sender import Link, Receiver, TransferRequest, TransferResult, plan_routes
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from roll.pipeline.commands.progress import progress
 from roll.tracking.files import CheckpointError, to_json, write_atomic
 from roll.tracking.saved import find_saved
-from roll.utils.checksums import checksum_of
+from roll.utils.hashing import checksum_of
 from roll.utils.threads import in_order
 
 if TYPE_CHECKING:

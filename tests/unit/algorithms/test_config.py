@@ -9,9 +9,8 @@ import pydantic
 import pytest
 
 from roll.algorithms.advantages import ADVANTAGES
-from roll.algorithms.policy_losses import POLICY_LOSSES
-from roll.algorithms.preferences import PREFERENCE_LOSSES
-from roll.algorithms.reward_models import REWARD_LOSSES
+from roll.algorithms.losses import POLICY_LOSSES
+from roll.algorithms.preferences import PREFERENCE_LOSSES, REWARD_LOSSES
 from roll.configs.algorithm import (
     ADV_ESTIMATORS,
     AggregationLevel,

@@ -26,11 +26,11 @@ from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import DataError, Prompt, PromptDataset, load_prompts
 from roll.data.questions import Answer, AnswerColumns, read_responses
 from roll.data.renderer import ChatRenderer
-from roll.data.teacher_prompts import TeacherPrompts
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.models.tiny import make_tiny_model, make_tokenizer
 from roll.pipeline.prompts import PromptRolloutWorkers, load_datasets, load_renderer, make_data
 from roll.pipeline.rlvr import run_rlvr
+from roll.pipeline.teachers import TeacherPrompts
 from roll.utils.registry import UnknownNameError
 from tests.support.examples import examples
 
@@ -190,24 +190,11 @@ LAST_WORD = [*USER, {"role": "assistant", "content": "6"}]
         ({"prompt": " \n"}, {}, "column 'prompt': empty, expected a question"),
         ({"prompt": None}, {}, "column 'prompt': null, expected text"),
         ({"prompt": 12}, {}, "column 'prompt': 12, expected text"),
-        ({"prompt": "\ud800"}, {}, "column 'prompt': a lone surrogate at character 1, expected text"),
         ({"m": []}, {"messages": "m"}, "column 'm': [], expected a list of messages"),
-        ({"m": {}}, {"messages": "m"}, "column 'm': {}, expected a list of messages"),
-        ({"m": "hello"}, {"messages": "m"}, "column 'm': text that is not a JSON list of messages"),
         ({"m": ["x"]}, {"messages": "m"}, "m[0]: 'x', expected an object with role and content"),
         ({"m": [{"value": "x"}]}, {"messages": "m"}, "m[0]: no role, got 'value'"),
         ({"m": [{"role": "user"}]}, {"messages": "m"}, "m[0]: no content, got 'role'"),
-        (
-            {"m": [{"role": "critic", "content": "x"}]},
-            {"messages": "m"},
-            "m[0].role: 'critic', expected one of system, developer, user, assistant, tool",
-        ),
         ({"m": [{"role": ["user"], "content": "x"}]}, {"messages": "m"}, "m[0].role: ['user'], expected one of"),
-        (
-            {"m": [{"role": "user", "content": None}]},
-            {"messages": "m"},
-            "m[0]: no content, got 'role', 'content'; expected text",
-        ),
         (
             {"m": [{"role": "user", "content": [{"type": "text"}]}]},
             {"messages": "m"},
@@ -526,27 +513,13 @@ def test_every_epoch_has_every_prompt_once(size, seed, epochs):
 
 
 @examples(40)
-@given(
-    seed=seeds,
-    draws=st.lists(st.integers(0, 20_000), max_size=30),
-    mixed=st.booleans(),
-    shuffle=st.booleans(),
-)
+@given(seed=seeds, draws=st.lists(st.integers(0, 20_000), max_size=30), mixed=st.booleans(), shuffle=st.booleans())
 def test_two_samplers_agree_whatever_the_order_of_asking(seed, draws, mixed, shuffle):
     dataset = prompts(a=7, b=50, c=1)
     one, other = (PromptSampler(dataset, seed, shuffle, SHARES if mixed else None) for _ in range(2))
     first = {n: (one[n].id, one.epoch_of(n)) for n in draws}
     assert first == {n: (other[n].id, other.epoch_of(n)) for n in reversed(draws)}
     assert first == {n: (one[n].id, one.epoch_of(n)) for n in sorted(draws)}
-
-
-@examples(25)
-@given(seed=seeds, stop=st.integers(0, 3000), mixed=st.booleans())
-def test_a_run_that_goes_on_at_any_draw_sees_what_the_unbroken_one_saw(seed, stop, mixed):
-    dataset = prompts(a=10, b=3, c=5)
-    shares = SHARES if mixed else None
-    unbroken = ids(PromptSampler(dataset, seed, True, shares), range(stop + 60))
-    assert ids(PromptSampler(dataset, seed, True, shares), range(stop, stop + 60)) == unbroken[stop:]
 
 
 @examples(20)

@@ -121,14 +121,8 @@ BROKEN = {
         + CALLS.replace("CALL", "{{ raise_exception('no calls') if 'look' in c.function.name else c.function.name }}")
         + OPEN,
     ),
-    "closes with another token": (
-        "turn-end-is-not-eos",
-        CHATML.replace("<|im_end|>", "<|endoftext|>") + OPEN,
-    ),
-    "has no assistant's words": (
-        None,
-        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
-    ),
+    "closes with another token": ("turn-end-is-not-eos", CHATML.replace("<|im_end|>", "<|endoftext|>") + OPEN),
+    "has no assistant's words": (None, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"),
     "raises": (None, "{{ raise_exception('never') }}"),
     "is no template": (None, "{% for %}"),
 }

@@ -170,10 +170,7 @@ def test_prompts_are_not_shared_in_a_model_that_is_not_known(tmp_path, monkeypat
 
 
 LENGTHS = (7, 1, 12, 3)
-SMALL: dict[str, Any] = {
-    **sizes(37, 16, 24, 2, 4, 2),
-    "initializer_range": 0.3,
-}
+SMALL: dict[str, Any] = {**sizes(37, 16, 24, 2, 4, 2), "initializer_range": 0.3}
 CONFIGS = {
     "qwen2": Qwen2Config(**SMALL),
     "qwen2, one layer with a window": Qwen2Config(

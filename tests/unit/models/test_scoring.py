@@ -40,10 +40,7 @@ from roll.models.scoring import TokenScorer, score_batch, score_input
 from roll.models.tokenizer import load_tokenizer
 from tests.support.sizes import sizes
 
-SMALL: dict[str, Any] = {
-    **sizes(37, 16, 24, 2, 2, 1),
-    "initializer_range": 0.3,
-}
+SMALL: dict[str, Any] = {**sizes(37, 16, 24, 2, 2, 1), "initializer_range": 0.3}
 CONFIGS = {
     "qwen2": Qwen2Config(**SMALL),
     "gemma2 (soft cap)": Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=2.0),
@@ -606,10 +603,7 @@ def test_chunks_and_layouts_give_the_same_divergence_and_gradient(top_k, tmp_pat
 
 @pytest.mark.parametrize(
     ("top_k", "columns"),
-    [
-        (None, [torch.ones(3, 24)]),
-        (2, [torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2), torch.zeros(3)]),
-    ],
+    [(None, [torch.ones(3, 24)]), (2, [torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2), torch.zeros(3)])],
     ids=["hidden", "top"],
 )
 def test_what_a_teacher_says_comes_to_where_the_model_runs(top_k, columns):

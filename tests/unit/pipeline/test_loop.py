@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from roll.algorithms.reductions import RunningStats
 from roll.algorithms.selection import drop_masked_episodes
 from roll.algorithms.shaping import Shaping
-from roll.algorithms.statistics import RunningStats
 from roll.configs.agentic import AgenticConfig
 from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.loader import load_config

@@ -13,15 +13,7 @@ from roll.data.requests import Completion, FinishReason
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.pipeline.roles import RestartBudget
 from roll.pipeline.rollout_workers import RolloutWorkers
-from roll.pipeline.rollouts import (
-    Remarks,
-    describe_failure,
-    remarks_on,
-    take,
-    thin_out,
-    training_lines,
-    write_samples,
-)
+from roll.pipeline.rollouts import Remarks, describe_failure, remarks_on, take, thin_out, training_lines, write_samples
 from roll.rollout.admission import Admission
 from roll.rollout.metrics import step_metrics
 from roll.rollout.types import Collected, EpisodeEnd, RolloutGroup, Trajectory, Turn

@@ -329,17 +329,7 @@ def test_results_of_a_function(result, verdict):
     assert custom().check(sample("4", extra_info={"result": result})) == verdict
 
 
-@pytest.mark.parametrize(
-    "result",
-    [
-        None,
-        "1",
-        float("nan"),
-        float("inf"),
-        {},
-        {"score": "1"},
-    ],
-)
+@pytest.mark.parametrize("result", [None, "1", float("nan"), float("inf"), {}, {"score": "1"}])
 def test_results_that_are_no_numbers_are_errors(result):
     with pytest.raises(RewardError, match=f"{__name__}:compute_score returned .*, expected (a finite number|score)"):
         custom().check(sample("4", extra_info={"result": result}))

@@ -17,7 +17,7 @@ from roll.configs.loader import derive
 from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig
 from roll.models.tiny import make_tokenizer
-from roll.rewards import device_classifiers
+from roll.rewards import reward_model as device_classifiers
 from roll.rewards.classifiers import RewardModelConfig
 from roll.rewards.reward_model import RewardModelVerifier
 from roll.rewards.scorer import check_rewards

@@ -101,10 +101,7 @@ def manager(mode: str, limits: LengthLimits = ROOMY, params: SamplingParams = PL
 
 
 def play(
-    manager: EnvManager,
-    policy: GenerateFn,
-    spec: EpisodeSpec = SPEC,
-    make_env: Callable[[], TextEnv] = EchoEnv,
+    manager: EnvManager, policy: GenerateFn, spec: EpisodeSpec = SPEC, make_env: Callable[[], TextEnv] = EchoEnv
 ) -> Trajectory:
     async def episode() -> Trajectory:
         runner = EnvRunner(make_env, timeout=5)

@@ -19,7 +19,7 @@ from roll.rewards.types import RewardResult, Sample
 from roll.rollout.admission import Admission
 from roll.rollout.env_manager import ENV_MANAGERS, EpisodeSpec, LengthLimits
 from roll.rollout.env_runner import EnvRunner
-from roll.rollout.prompt_env import PromptEnv, PromptManager
+from roll.rollout.prompt_worker import PromptEnv, PromptManager
 from roll.rollout.schedule import Schedule, step_record
 from roll.rollout.types import Collected, RolloutGroup, Trajectory
 

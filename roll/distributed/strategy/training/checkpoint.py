@@ -27,9 +27,7 @@ from torch import Tensor
 
 from roll.configs.pipeline import PARTS
 from roll.distributed.strategy.base import StrategyContext
-from roll.distributed.strategy.training.agreement import raise_on_all_ranks
-from roll.distributed.strategy.training.optim import MASTER
-from roll.distributed.strategy.training.pieces import (
+from roll.distributed.strategy.training.exchange import (
     Read,
     ShardLayout,
     Slice,
@@ -37,9 +35,11 @@ from roll.distributed.strategy.training.pieces import (
     WeightShard,
     gather,
     own_rank,
+    raise_on_all_ranks,
     weight_shard,
     world_size,
 )
+from roll.distributed.strategy.training.optim import MASTER
 from roll.distributed.strategy.training.tensor_files import (
     DTYPE_NAMES,
     MAX_FILE_BYTES,
@@ -55,7 +55,7 @@ from roll.models.adapter_files import ADAPTER_FILE
 from roll.models.heads import SCORE_WEIGHT, VALUE_HEAD_FILE
 from roll.models.loading import Head, fit_folder, load_config
 from roll.models.weight_files import FolderFit, shown
-from roll.utils.checksums import WrittenFile
+from roll.utils.hashing import WrittenFile
 from roll.utils.threads import in_background
 
 logger = logging.getLogger(__name__)

@@ -32,9 +32,9 @@ from roll.distributed.strategy.training.checkpoint import (
     model_tensors,
     write_contents,
 )
+from roll.distributed.strategy.training.exchange import ShardLayout, TensorForm, WeightShard, everywhere, weight_shard
 from roll.distributed.strategy.training.module_weights import hf_piece
 from roll.distributed.strategy.training.optim import MASTER, MOMENTS
-from roll.distributed.strategy.training.pieces import ShardLayout, TensorForm, WeightShard, everywhere, weight_shard
 from roll.distributed.strategy.training.tensor_files import MAX_FILE_BYTES, Reader, StoredTensors
 from roll.models.adapter_files import (
     ADAPTER_CONFIG,

@@ -128,11 +128,7 @@ def test_reserved_cpus_count_colocated_workers_once_and_stay_within_the_node():
 
 def test_the_description_names_places_and_partners():
     plan = plan_placement(
-        [
-            RoleRequest("train", (0, 1, 2, 3)),
-            RoleRequest("infer", (2, 3), 2),
-            RoleRequest("env", None, world_size=2),
-        ],
+        [RoleRequest("train", (0, 1, 2, 3)), RoleRequest("infer", (2, 3), 2), RoleRequest("env", None, world_size=2)],
         pretend_nodes(2, 2, num_cpus=4),
     )
     assert plan.describe() == [

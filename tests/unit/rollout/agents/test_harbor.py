@@ -15,7 +15,7 @@ from roll.data.prompts import DataError, Prompt, load_prompts
 from roll.rollout.agents import harbor_task
 from roll.rollout.agents.episode import AgentPlayer
 from roll.rollout.agents.harbor_task import TaskError
-from roll.rollout.prompt_env import PromptEnv
+from roll.rollout.prompt_worker import PromptEnv
 from roll.rollout.types import Trajectory
 from tests.support.said_engine import ASK, EPISODE, LIMITS, PARAMS, RENDERER, Engine, judge, script
 
@@ -41,12 +41,7 @@ needs_namespaces = pytest.mark.skipif(
 
 
 def folder_of(
-    parent: Path,
-    *,
-    name: str = "sums",
-    toml: str = "",
-    dockerfile: str = DOCKERFILE,
-    test: str | None = TEST,
+    parent: Path, *, name: str = "sums", toml: str = "", dockerfile: str = DOCKERFILE, test: str | None = TEST
 ) -> Path:
     folder = parent / name
     for part in ("environment/data", "tests"):

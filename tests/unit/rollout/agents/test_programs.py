@@ -28,17 +28,7 @@ from roll.rollout.agents.episode import AgentPlayer
 from roll.rollout.agents.task import AgentError, AgentTask
 from roll.rollout.router import EngineUnavailableError
 from roll.rollout.types import EpisodeEnd
-from tests.support.said_engine import (
-    ASK,
-    GOOD,
-    PROMPT,
-    RENDERER,
-    Engine,
-    marked,
-    play,
-    play_with,
-    script,
-)
+from tests.support.said_engine import ASK, GOOD, PROMPT, RENDERER, Engine, marked, play, play_with, script
 
 HERE = "tests.unit.rollout.agents.test_programs"
 CLIENT = """
@@ -180,9 +170,7 @@ async def test_calls_after_the_end_are_refused(tmp_path):
     keys = tmp_path / "keys"
 
     player = AgentPlayer(
-        AgentConfig(command=script(ASK + f"open({str(keys)!r}, 'w').write(os.environ['OPENAI_API_KEY'])")),
-        RENDERER,
-        0,
+        AgentConfig(command=script(ASK + f"open({str(keys)!r}, 'w').write(os.environ['OPENAI_API_KEY'])")), RENDERER, 0
     )
     await play_with(player, Engine([GOOD]))
     async with openai.AsyncOpenAI(base_url=player.endpoint.url, api_key=keys.read_text(), max_retries=0) as late:
