@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies and values of just the tokens that the loss looks at.
+"""Log-probs, entropies and values of only the tokens that the loss needs.
 
 Axes: T tokens of a batch end to end, K of them in the loss, H hidden units, V vocabulary, R x C the model's input.
 The output layer is the dear part of a small model (and the large part of the memory of any): it is applied to the K
@@ -55,7 +55,7 @@ where there are experts, as rounding alone may tip a router's near tie."""
 
 
 class TokenScorer(nn.Module):
-    """A causal language model, or a trunk with a value head, that scores loss tokens.
+    """A causal language model, or a trunk with a value head, that computes log-probs or values of loss tokens.
 
     It is a module so that FSDP2's root hooks run around everything that it does.
 

@@ -1,4 +1,4 @@
-"""The model families of ``docs/models.md``, tiny and random, each with what is its own in it: windows, ropes, states."""
+"""The model families of ``docs/models.md``, tiny and random, with what each has of its own: windows, ropes, states."""
 
 import re
 from dataclasses import dataclass, field

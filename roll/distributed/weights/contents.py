@@ -183,7 +183,7 @@ Payload: TypeAlias = Literal["weights", "adapter"]
 
 
 class WeightTransferError(ValueError):
-    """An update of weights did not arrive as it was sent, or the receiver refused it."""
+    """A weight update was damaged or refused by the receiver."""
 
     def __init__(self, role: str, rank: int, payload: Payload, version: int, reason: str) -> None:
         super().__init__(role, rank, payload, version, reason)
@@ -199,7 +199,7 @@ class WeightTransferError(ValueError):
 
 @dataclass(frozen=True)
 class Open:
-    """An update begins; one that was not closed is given up."""
+    """An update begins; an earlier one that was not closed is dropped."""
 
     payload: Payload
     version: int

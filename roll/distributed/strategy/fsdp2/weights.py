@@ -386,7 +386,7 @@ def shards_of(weights: Weights, *, moments: bool = True) -> Shards:
 
 
 class ShardCopies:
-    """Copies of ``shards_of`` in host memory, which is kept from one time to the next."""
+    """Copies of ``shards_of`` in host memory, which is reused."""
 
     def __init__(self) -> None:
         self._kept: Shards | None = None

@@ -1,4 +1,4 @@
-"""``hf_infer``: generation and scoring with plain Hugging Face models, on any device that torch has.
+"""``hf_infer``: generation and log-probs with plain Hugging Face models, on any device that torch has.
 
 Several workers of a role are independent replicas: each loads the whole model and takes its own requests.
 """

@@ -63,7 +63,7 @@ from roll.models.scoring import BOUNDS
 
 
 class MegatronInfer(Scorer):
-    """Scores tokens with a model that lies on the role's workers as ``strategy_config`` says."""
+    """Computes log-probs with a model that is distributed as ``strategy_config`` says."""
 
     _trained = False
     _source: SourceFolder

@@ -152,7 +152,7 @@ W = TypeVar("W", bound=ModuleWeights)
 
 
 class ModuleScorer(Scorer, Generic[W]):
-    """Scores tokens with a module that an engine holds; ``weights`` is the engine's account of its parameters."""
+    """Computes log-probs with a module that an engine holds; ``weights`` describes its parameters."""
 
     _trained = False
     _tensor_size = 1

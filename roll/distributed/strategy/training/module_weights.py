@@ -1,4 +1,4 @@
-"""Parameters of a Hugging Face module that lies on the ranks in an engine's way, under the names of files.
+"""Parameters of a distributed Hugging Face module, under the names in its files.
 
 What is here is the same for all engines that train such a module (FSDP2, DeepSpeed): its way from a model folder and to
 a generator, its adapter, its checkpoints.

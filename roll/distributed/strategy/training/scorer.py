@@ -1,4 +1,4 @@
-"""Scoring, whichever engine runs the model: micro-batches, states on and off the device, the process group."""
+"""Log-probs for any engine: micro-batches, offloading, the process group."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MicroBatchLimits:
 
 
 class Scorer(ABC):
-    """Scores tokens with a model that lies on the role's workers in whatever way the engine likes.
+    """Computes log-probs with a model that the engine distributes over the role's workers.
 
     ``setup`` must set ``device`` and ``info``.
     """

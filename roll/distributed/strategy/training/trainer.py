@@ -1,4 +1,4 @@
-"""The optimizer step and the export of weights, whichever engine computes the gradient.
+"""The optimizer step and the export of weights, for any engine.
 
 An engine brings the forward pass, the gradient and the optimizer. What is here is the same for all of them: cutting a
 batch into micro-batches, the loss's denominators over all ranks, metrics, the learning rate, skipped steps.
