@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.kl import EXPONENT_BOUND, k3
-from roll.algorithms.statistics import sums
+from roll.algorithms.reductions import sums
 from roll.algorithms.types import require_columns, require_finite
 from roll.configs.algorithm import (
     AggregationLevel,

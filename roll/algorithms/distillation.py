@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.losses import SampledTokens
-from roll.algorithms.statistics import sums
+from roll.algorithms.reductions import sums
 from roll.algorithms.types import (
     LossContext,
     LossFn,

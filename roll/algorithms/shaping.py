@@ -27,10 +27,9 @@ from roll.algorithms.distillation import (
     teacher_metrics,
     teacher_rewards,
 )
-from roll.algorithms.episodes import Episodes, find_episodes
 from roll.algorithms.kl import KlController, kl_divergence
+from roll.algorithms.reductions import STD_EPS, Episodes, RunningStats, find_episodes, group_moments, mean, sums, whiten
 from roll.algorithms.selection import drop_masked_episodes
-from roll.algorithms.statistics import STD_EPS, RunningStats, group_moments, mean, sums, whiten
 from roll.algorithms.types import require_columns, require_finite, require_rewards
 from roll.configs.algorithm import AlgorithmParts, KlPenalty, Normalisation, Overlong, RewardShaping, Scope
 from roll.data.batch import Batch

@@ -62,9 +62,9 @@ class TeacherConfig(Config):
     def problems(self) -> Iterator[ConfigProblem]:
         yield from super().problems()
         if self.teacher is not None and self.teacher_pretrain is None:
-            yield self.problem("teacher_pretrain", "a model, with a section teacher", "teacher", seen=NOTHING)
+            yield self.problem("teacher_pretrain", "a model, with a section teacher", "teacher", got=NOTHING)
         if self.teacher is None and self.teacher_pretrain is not None:
-            yield self.problem("teacher", "a section with a scoring strategy", "teacher_pretrain", seen=NOTHING)
+            yield self.problem("teacher", "a section with a scoring strategy", "teacher_pretrain", got=NOTHING)
 
     @property
     def teacher_roles(self) -> Mapping[str, WorkerConfig]:

@@ -138,7 +138,7 @@ class ToolsConfig(Config):
     def problems(self) -> Iterator[ConfigProblem]:
         expected = "letters, digits, _ and -, at most 64 of them"
         yield from [
-            self.problem("use", expected, seen=name)
+            self.problem("use", expected, got=name)
             for name in self.use
             if len(name) > 64 or not name.replace("_", "").replace("-", "").isalnum() or not name.isascii()
         ]

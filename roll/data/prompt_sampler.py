@@ -11,7 +11,7 @@ from roll.configs.data import probability_problems
 from roll.configs.problems import ConfigErrors
 from roll.data.columns import IntArray
 from roll.data.prompts import Prompt
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import derive_seed
 
 _BLOCK = 1024
 """Draws whose domains are chosen together. Part of the order: another number, another order."""

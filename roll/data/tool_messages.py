@@ -26,16 +26,6 @@ def identity_of(index: int) -> str:
     return f"call{index:05d}"
 
 
-def is_plain(message: Message) -> bool:
-    """Tells whether a message is a role and a text, which need no care."""
-    return (
-        isinstance(message.get("content"), str)
-        and message["role"] not in ("tool", "developer")
-        and "tool_calls" not in message
-        and message.keys().isdisjoint(REASONING)
-    )
-
-
 def reasoning_of(message: Message) -> str:
     """What an assistant's message says it thought, under one of its names or in its words; else empty."""
     beside = next((message[key] for key in REASONING if message.get(key)), None)

@@ -26,7 +26,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from roll.configs.arguments import takes
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import derive_seed
 
 TAG = "arithmetic"
 TRAIN, VAL, DEMONSTRATIONS = "train.jsonl", "val.jsonl", "demonstrations.jsonl"

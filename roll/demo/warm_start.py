@@ -42,7 +42,7 @@ from roll.rollout.rows import groups_to_batch
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.tool_box import told_tools
 from roll.rollout.types import RolloutGroup
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import derive_seed
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from roll.models.adapter_files import CLASSIFIES, GENERATES
 from roll.models.heads import SCORE_WEIGHT
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import derive_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from roll.data.packing import PackedSequences
-from roll.data.shared_prompts import AttentionPlan
+from roll.data.packing import AttentionPlan, PackedSequences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

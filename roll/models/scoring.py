@@ -21,16 +21,18 @@ from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.data.identity import vocabulary_ids
 from roll.data.packing import (
+    AttentionPlan,
     ModelInput,
     PackedSequences,
     make_micro_batches,
     make_packs,
+    make_shared_batches,
     packed_row,
     rectangle,
     row_with_shared_prompts,
     take_micro_batch,
+    worth_sharing,
 )
-from roll.data.shared_prompts import AttentionPlan, make_shared_batches, worth_sharing
 from roll.models import planned_attention
 from roll.models.heads import OutputHead, ValueHead, trunk_of
 from roll.models.routing import ExpertRouting, expert_sizes

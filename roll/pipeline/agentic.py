@@ -28,7 +28,7 @@ from roll.rollout.plans import GroupPlan
 from roll.rollout.reward_worker import JudgeWorker
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import RolloutGroup
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import derive_seed
 
 
 class AgenticRolloutWorkers(RolloutWorkers):

@@ -26,7 +26,7 @@ from roll.distributed.cluster.errors import ClusterError
 from roll.distributed.cluster.resources import NodeKind
 from roll.distributed.strategy.base import Metrics, RankInfo, States, StrategyContext
 from roll.models.loading import load_config
-from roll.utils.checksums import WrittenFile
+from roll.utils.hashing import WrittenFile
 
 logger = logging.getLogger(__name__)
 

@@ -76,7 +76,7 @@ class CustomConfig(Config):
         except ValueError:  # built-in functions have no signature to look at
             return []
         wrong = argument_problems(function, self.kwargs)
-        return [problem.under("kwargs") for problem in wrong if problem.seen is not NOTHING]
+        return [problem.under("kwargs") for problem in wrong if problem.got is not NOTHING]
 
 
 class CustomVerifier(RuleVerifier):

@@ -14,7 +14,7 @@ from roll.data.requests import Completion, FinishReason, GenerateRequest, JudgeQ
 from roll.data.templates import ChatTemplate
 from roll.models.tokenizer import load_tokenizer
 from roll.rewards.types import RewardError
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import derive_seed
 
 
 class HostedModel(Protocol):

@@ -14,7 +14,7 @@ from roll.data.columns import IntArray
 from roll.data.questions import Question
 from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import derive_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +44,7 @@ class Answerer:
         try:
             prompt_ids = self.prompt_ids(question)
         except (TemplateError, ValueError) as error:
-            return [ValueError(f"the chat template refuses the messages: {error}")] * self.num_answers
+            return [ValueError(f"the chat template cannot render the messages: {error}")] * self.num_answers
         requests = (
             GenerateRequest(
                 f"{index}/{number}", prompt_ids, replace(self.params, seed=derive_seed(self.seed, index, number))

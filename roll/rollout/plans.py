@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from roll.data.requests import GenerateFn, Runs
 from roll.rollout.types import RolloutGroup
+from roll.utils.hashing import derive_seed
 from roll.utils.mixture import Mixture
-from roll.utils.seeding import derive_seed
 
 if TYPE_CHECKING:
     from roll.data.renderer import ChatRenderer

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 from roll.configs.judge import AskedModelConfig, JudgeEngine
 from roll.configs.rewards import RewardConfig
 from roll.data.requests import JudgeQuestion, SamplingParams
-from roll.distributed.cluster.worker import Worker
+from roll.distributed.cluster.cluster import Worker
 from roll.rewards.scorer import DomainScorer
 from roll.rewards.types import RewardError, RewardResult, Sample
 from roll.rollout.router import EngineUnavailableError

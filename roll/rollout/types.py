@@ -60,7 +60,7 @@ class Turn:
     """Hash of the state before the action: equal keys within a group mean the same state."""
     row: int = 0
     """Row of the episode that this turn is in, where history is kept; its prompt begins with all ids of that row's
-    earlier turns (``roll.rollout.recorder``)."""
+    earlier turns (``roll.rollout.env_manager``)."""
 
     @property
     def reward(self) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from roll.utils.checksums import WrittenFile, checksum_of
+from roll.utils.hashing import WrittenFile, checksum_of
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.divergence import DivergenceConfig
 from roll.configs.engines import packages
 from roll.data.batch import Batch
-from roll.data.shared_prompts import worth_sharing
+from roll.data.packing import worth_sharing
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train

@@ -25,8 +25,7 @@ from roll.distributed.cluster.resources import RoleRequest, WorkerSlot, plan_pla
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.weights import sync
 from roll.distributed.weights.buckets import unpack_bucket
-from roll.distributed.weights.contents import WeightBucket
-from roll.distributed.weights.messages import BucketMessage, Close, Message, Reply, WeightTransferError
+from roll.distributed.weights.contents import BucketMessage, Close, Message, Reply, WeightBucket, WeightTransferError
 from roll.distributed.weights.sender import Link, Route, TransferRequest, TransferResult
 from roll.distributed.weights.sync import WeightSync
 from roll.models.lora import LoraSpec
@@ -242,7 +241,7 @@ def test_names_that_do_not_fit_and_a_wrong_digest_are_refused_by_name(clusters):
         updates.sync(13)
     trainer.call_rank(0, "spoil")
     generator.call_rank(1, "order", lie=1)
-    with pytest.raises(WeightTransferError, match=r"actor_infer rank 1 .* digest of what arrived 0000"):
+    with pytest.raises(WeightTransferError, match=r"actor_infer rank 1 .* digest of the received data 0000"):
         updates.sync(14)
     generator.call_rank(1, "order")
     updates.sync(15)

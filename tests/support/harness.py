@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.distillation import build_distill_loss
-from roll.algorithms.preferences import build_preference_loss
+from roll.algorithms.preferences import build_preference_loss, build_reward_loss
 from roll.algorithms.quantities import BASIC, Divergence, Quantity
-from roll.algorithms.reward_models import build_reward_loss
 from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
 from roll.configs.distill import DistillLossConfig
 from roll.configs.divergence import DivergenceConfig
@@ -33,7 +32,7 @@ from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import RankInfo, StrategyContext
 from roll.distributed.strategy.training.checkpoint import MODEL
-from roll.distributed.strategy.training.pieces import gather
+from roll.distributed.strategy.training.exchange import gather
 from roll.models.lora import LoraSpec
 from tests.support.experts import chosen_experts, given_experts
 from tests.support.ranks import enter_rank, exported, exported_adapter, run_ranks

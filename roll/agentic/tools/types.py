@@ -32,7 +32,7 @@ class CallError:
 
     Attributes:
         text: what the model wrote.
-        reason: what was seen and what was expected.
+        reason: what was expected and what it got.
     """
 
     text: str

@@ -22,7 +22,7 @@ from roll.data.requests import Completion, GenerateRequest
 from roll.data.templates import ChatTemplate
 from roll.distributed.weights.contents import WeightBucket
 from roll.models.lora import LoraSpec
-from roll.utils.checksums import WrittenFile
+from roll.utils.hashing import WrittenFile
 
 if TYPE_CHECKING:
     from roll.configs.worker import WorkerConfig

@@ -18,8 +18,7 @@ from roll.distributed.cluster.errors import RpcTimeoutError
 from roll.distributed.cluster.resources import PlacementPlan, WorkerSlot
 from roll.distributed.weights.buckets import as_tensor, host_bytes, packing_into
 from roll.distributed.weights.collective import BroadcastGroup, invite
-from roll.distributed.weights.contents import WeightBucket
-from roll.distributed.weights.messages import (
+from roll.distributed.weights.contents import (
     Broadcast,
     BucketMessage,
     Close,
@@ -31,6 +30,7 @@ from roll.distributed.weights.messages import (
     Place,
     Reply,
     UpdateDigest,
+    WeightBucket,
     WeightTransferError,
 )
 from roll.distributed.weights.segments import Segment, SegmentPool, collect_on_gpu, share_on_gpu

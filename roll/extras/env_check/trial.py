@@ -19,7 +19,7 @@ from roll.rollout.call_threads import CallThreads, Mailbox
 from roll.rollout.env_runner import EnvRunner, checked_reset, checked_step
 from roll.rollout.errors import EnvCrashError, EnvError, EnvTimeoutError
 from roll.utils.foreign import Fault, describe_error
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import derive_seed
 
 T = TypeVar("T")
 

@@ -92,7 +92,7 @@ def shared_share(role: Role, samples: Samples) -> float:
     """
     if not role.worker.share_prompts or samples.group == 1:
         return 1.0
-    from roll.data.shared_prompts import MAX_ROW_CELLS, WORTH_SHARING
+    from roll.data.packing import MAX_ROW_CELLS, WORTH_SHARING
 
     length, rows = samples.length, role.micro_batch("train", Lengths(samples.length, samples.answer)).rows
     rows = min(rows, samples.rows)

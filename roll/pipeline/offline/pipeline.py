@@ -17,7 +17,7 @@ from roll.pipeline.rollouts import MAX_SHOWN, collect, keep_episodes
 from roll.pipeline.start import RunContext
 from roll.report.page import save_answers
 from roll.rollout.metrics import rollout_metrics
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import derive_seed
 
 _OF_REWARDS = ("success", "reward", "task_reward", "penalty", "valid_rate")
 """Ends of the names of metrics that mean nothing where no verifier has judged."""

@@ -3,7 +3,7 @@
 A request repeats the conversation so far. Its longest beginning that ends with an answer of the policy (compared by
 meaning: words and calls, arguments as JSON values) is not rendered again: the ids that were sampled are extended
 verbatim by what has been said since. What the program has changed is rendered anew and is a row of its own
-(``roll.rollout.recorder``), counted by its reason. So the rows are what the engine saw, whatever the program does.
+(``roll.rollout.env_manager``), counted by its reason. So the rows are what the engine saw, whatever the program does.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from roll.data.renderer import CHARS_PER_TOKEN, ChatRenderer, Message, Tool, Too
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
 from roll.rollout.endpoint.errors import ApiError, too_long
 from roll.rollout.endpoint.messages import named_results
-from roll.rollout.env_manager import EpisodeAbortedError, EpisodeSpec, LengthLimits
-from roll.rollout.recorder import Recorder
+from roll.rollout.env_manager import EpisodeAbortedError, EpisodeSpec, LengthLimits, Recorder
 from roll.rollout.tokenization_audit import Conversation
 from roll.rollout.types import EpisodeEnd, Turn
 from roll.utils.foreign import describe_error
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import derive_seed
 
 _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
 
@@ -375,7 +374,7 @@ class Session:
         except TooManyTokensError as error:
             raise self._too_long(f"more than {error.count}") from error
         except Exception as error:  # a template may raise anything
-            message = f"messages: the model's chat template refuses them: {describe_error(error)}"
+            message = f"messages: the model's chat template cannot render them: {describe_error(error)}"
             raise ApiError(400, message, code="invalid_value", param="messages") from error
 
     async def _beside(self, length: int, work: Callable[[], T]) -> T:

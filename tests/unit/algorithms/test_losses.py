@@ -14,9 +14,16 @@ from torch import Tensor
 
 from roll.algorithms.advantages import value_mask
 from roll.algorithms.correction import mismatch_metrics
-from roll.algorithms.losses import SFT_NEEDS, build_policy_loss, build_sft_loss, build_value_loss, entropy_coef
-from roll.algorithms.policy_losses import POLICY_LOSSES, PolicyTokens
-from roll.algorithms.reward_models import build_reward_loss, calibration_error
+from roll.algorithms.losses import (
+    POLICY_LOSSES,
+    SFT_NEEDS,
+    PolicyTokens,
+    build_policy_loss,
+    build_sft_loss,
+    build_value_loss,
+    entropy_coef,
+)
+from roll.algorithms.preferences import build_reward_loss, calibration_error
 from roll.algorithms.types import LossContext, TokenScores, add_metrics
 from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.policy_loss import PG_VARIANTS, LossAggMode

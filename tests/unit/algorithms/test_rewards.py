@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.algorithms.advantages import compute_advantages
+from roll.algorithms.reductions import RunningStats, whiten
 from roll.algorithms.shaping import apply_kl_penalty, shape_rewards, whiten_token_rewards
-from roll.algorithms.statistics import RunningStats, whiten
 from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.data.batch import Batch

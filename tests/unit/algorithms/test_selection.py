@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from roll.algorithms.advantages import compute_advantages
 from roll.algorithms.losses import build_policy_loss
+from roll.algorithms.reductions import RunningStats
 from roll.algorithms.selection import drop_masked_episodes, group_scores, pf_ppo_rows, select_for_policy
 from roll.algorithms.shaping import shape_rewards
-from roll.algorithms.statistics import RunningStats
 from roll.configs.algorithm import AlgorithmConfig
 from roll.data.batch import Batch
 from tests.support.algorithms_batches import (

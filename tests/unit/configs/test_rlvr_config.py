@@ -113,7 +113,7 @@ WRONG = [
     (["rewards.maths.worker_cls=nowhere:Worker"], "rewards.maths.worker_cls", "there is no nowhere"),
     (["rewards.maths.device_mapping=[70]", "num_nodes=1"], "rewards.maths.device_mapping", "ids from 0 to 7"),
     (["rewards.maths.device_mapping=[1]", "async_generation_ratio=1", "train_infer_correction.is_weight.enabled=true"],
-     "rewards.maths.device_mapping", "devices apart from those that train and score with async_generation_ratio"),
+     "rewards.maths.device_mapping", "devices that no training or scoring role uses, with async_generation_ratio"),
     (["tis_upper_bound=2"], "tis_upper_bound", "no such key with pg_variant ppo: read with tis"),
     (["lambd=0.9"], "lambd", "no such key with adv_estimator grpo: read with gae"),
     (["kl_penalty=k1"], "kl_penalty", "no such key without add_token_level_kl or use_kl_loss: nothing reads it"),
@@ -225,8 +225,8 @@ def test_the_arithmetic_is_told_in_words_also_of_an_evaluation_alone(load):
 @pytest.mark.parametrize(
     ("overrides", "key", "told"),
     [
-        (["agent={}"], "agent.command", "what type process runs: give agent.command"),
-        (["agent={command: [echo], url: 'http://x'}"], "agent.url", "nothing with type process"),
+        (["agent={}"], "agent.command", "a value, since type is process"),
+        (["agent={command: [echo], url: 'http://x'}"], "agent.url", "no such key with type process"),
         (["agent={type: url, url: 'localhost:1'}"], "agent.url", "begins with http:// or https://"),
         (["agent={type: python, path: 'json:loads', cwd: /tmp}"], "agent.cwd", "which starts no command"),
         (["agent={type: python, path: 'nowhere.at_all:f'}"], "agent.path", "there is no nowhere.at_all"),
@@ -235,7 +235,7 @@ def test_the_arithmetic_is_told_in_words_also_of_an_evaluation_alone(load):
         (["agent={command: [echo], dialect: hermez}"], "agent.dialect", "a tool dialect"),
         (["agent={type: url, url: 'http://x', sandbox: {}}"], "agent.sandbox", "which starts no command"),
         (["agent={command: [echo], reward: verify}"], "agent.verify", "a command that writes the reward"),
-        (["agent={command: [echo], verify: [judge]}"], "agent.verify", "nothing with reward task"),
+        (["agent={command: [echo], verify: [judge]}"], "agent.verify", "no such key with reward task"),
         (["agent={type: url, url: 'http://x', reward: verify}"], "agent.reward", "verify judges the folder"),
         (["agent={command: [echo], cwd: /tmp, sandbox: {}}"], "agent.cwd", "null with sandbox"),
         (["agent={command: [echo], cwd: /no/where}"], "agent.cwd", "an existing folder"),

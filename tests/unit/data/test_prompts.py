@@ -26,11 +26,11 @@ from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import DataError, Prompt, PromptDataset, load_prompts
 from roll.data.questions import Answer, AnswerColumns, read_responses
 from roll.data.renderer import ChatRenderer
-from roll.data.teacher_prompts import TeacherPrompts
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.models.tiny import make_tiny_model, make_tokenizer
 from roll.pipeline.prompts import PromptRolloutWorkers, load_datasets, load_renderer, make_data
 from roll.pipeline.rlvr import run_rlvr
+from roll.pipeline.teachers import TeacherPrompts
 from roll.utils.registry import UnknownNameError
 from tests.support.examples import examples
 
@@ -205,7 +205,7 @@ LAST_WORD = [*USER, {"role": "assistant", "content": "6"}]
             {"messages": "m"},
             "m[1].content: empty, expected a question",
         ),
-        ({"m": LAST_WORD}, {"messages": "m"}, "m[1]: the last message is of the assistant, expected the user"),
+        ({"m": LAST_WORD}, {"messages": "m"}, "m[1]: the last message is the assistant's, expected the user's"),
         (
             {"m": [{**USER[0], "tool_calls": [1]}]},
             {"messages": "m"},
@@ -249,7 +249,7 @@ def test_a_dataset_without_prompts_is_an_error(tmp_path):
     path = dataset(tmp_path)
     assert reasons(path) == [" no rows"]
     path = dataset(tmp_path, {"source": "a"}, {"source": "a"})
-    assert reasons(path, dataset_filter={"source": "b"}) == [" dataset_filter left out all 2 rows"]
+    assert reasons(path, dataset_filter={"source": "b"}) == [" dataset_filter removed all 2 rows"]
     assert reasons(path, renderer=RENDERER, prompt_length=3, prompt_overflow="drop") == [
         "no prompts: all 2 have more than prompt_length = 3 tokens"
     ]
@@ -330,7 +330,7 @@ def test_prompts_that_are_too_long_are_left_out(tmp_path, caplog):
     assert [p.id for p in prompts] == ["5", "10"]
     assert caplog.messages == [str(prompts.report)]
     assert str(prompts.report) == (
-        f"2 prompts (math 2): 4 rows read, 0 left out by the filter, longest {len(whole[3])} tokens, "
+        f"2 prompts (math 2): 4 rows read, 0 removed by the filter, longest {len(whole[3])} tokens, "
         f"2 over {len(whole[2])} tokens dropped"
     )
 
@@ -350,7 +350,7 @@ def test_a_template_that_refuses_messages_is_told_by_row(tmp_path, count):
         "{% if messages[0].content == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}{{ messages[0].role }}",
     )
     path = dataset(tmp_path, *({"prompt": "bad" if n == count - 2 else "good"} for n in range(count)))
-    assert reasons(path, renderer=picky) == [f"{count - 1}: the chat template refuses the messages: no bad words"]
+    assert reasons(path, renderer=picky) == [f"{count - 1}: the chat template cannot render the messages: no bad words"]
 
 
 def test_processes_measure_the_same_lengths(tmp_path, monkeypatch):
@@ -482,7 +482,7 @@ def test_everything_wrong_with_the_rows_is_told():
         "b: teacher_prompt: no column 'solution'",
         "c: teacher_prompt: column 'solution': None, expected text or a number",
         "d: teacher_prompt: ",
-        "tokens, expected at most 60: sequence_length less the longest answer",
+        "tokens, expected at most 60: sequence_length minus the longest response",
     ):
         assert words in told, told
 

@@ -93,7 +93,7 @@ def test_what_a_finding_says():
     assert "written in the dialect deepseek" in texts["deepseek_v3"]["no-tools"]
     assert "single tool-calls at once" in texts["llama3_1"]["one-call-a-turn"]
     assert "You are Qwen, created by Alibaba Cloud" in texts["qwen2_5"]["adds-system"]
-    assert "what comes next does: <|observation|>, <|user|>, " in texts["glm4_5"]["turn-not-closed"]
+    assert "only the next turn ends a turn: <|observation|>, <|user|>, " in texts["glm4_5"]["turn-not-closed"]
     assert "may also end with <|call|>, at which" in texts["gpt_oss"]["several-turn-ends"]
     assert "open: a sample begins with reasoning" in texts["deepseek_v3"]["opens-reasoning"]
 

@@ -453,7 +453,7 @@ def test_models_and_choices_that_do_not_go_together_are_told():
         scored(make_model(FAMILIES["qwen3_moe"]), batch.replace(experts_TE=experts_TE))
     phimoe = transformers.PhimoeConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
     assert expert_sizes(phimoe) == (4, 2)
-    with pytest.raises(ValueError, match=r"layer 0 of this model chooses its experts by other means than torch\.topk"):
+    with pytest.raises(ValueError, match=r"layer 0 of this model does not choose its experts with torch\.topk"):
         scored(make_model(phimoe), batch)
 
 
@@ -627,7 +627,7 @@ def test_what_a_teacher_says_comes_to_where_the_model_runs(top_k, columns):
 
 def test_a_model_without_the_teachers_layer_says_so():
     batch = asked(make(TEACHERS["same ids"], 2), ragged_batch(), None)
-    with pytest.raises(ValueError, match="holds no output layer of it"):
+    with pytest.raises(ValueError, match="has no copy of its output layer"):
         score_batch(TokenScorer(make(STUDENT, 1), needs=(Divergence(KL, 1.0, "teacher"),)), batch)
 
 

@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from roll.configs.pipeline import PipelineConfig
 from roll.data.batch import Batch
-from roll.data.shared_prompts import computed_tokens
+from roll.data.packing import computed_tokens
 from roll.models.shapes import ModelShape, samples_flops
-from roll.pipeline.profiling import Utilisation, num_devices
-from roll.tracking.monitor import PhaseTimer
+from roll.pipeline.profiling import PhaseTimer, Utilisation, num_devices
 from roll.utils.gpus import GPUS, known_gpu
 from tests.support.sizes import sizes
 

@@ -3,8 +3,8 @@
 import pickle
 from dataclasses import replace
 
-from roll.rollout.group_calls import FlatGroups
 from roll.rollout.types import RolloutGroup, Trajectory
+from roll.rollout.workers import FlatGroups
 from tests.unit.rollout.test_saved_groups import assert_equal
 from tests.unit.rollout.test_trajectory import conversation, make_trajectory, make_turn
 

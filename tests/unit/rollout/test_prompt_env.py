@@ -19,8 +19,14 @@ from roll.rewards.types import RewardError, RewardResult, Sample
 from roll.rollout.env_manager import EpisodeSpec, LengthLimits
 from roll.rollout.errors import PromptTooLongError
 from roll.rollout.metrics import rollout_metrics
-from roll.rollout.prompt_env import PromptEnv, PromptManager
-from roll.rollout.prompt_worker import PromptPlan, PromptSpec, PromptWorker, PromptWorkerContext
+from roll.rollout.prompt_worker import (
+    PromptEnv,
+    PromptManager,
+    PromptPlan,
+    PromptSpec,
+    PromptWorker,
+    PromptWorkerContext,
+)
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import RolloutGroup, Trajectory
 

@@ -14,11 +14,11 @@ from roll.data.batch import Batch
 from roll.data.columns import ExpertArray, Records
 from roll.data.requests import Completion, FinishReason
 from roll.rollout.admission import Admission
-from roll.rollout.group_calls import FlatGroups
 from roll.rollout.metrics import overlap_metrics, rollout_metrics
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import Collected, EpisodeEnd, RolloutGroup, Trajectory, Turn
-from roll.utils.seeding import derive_seed
+from roll.rollout.workers import FlatGroups
+from roll.utils.hashing import derive_seed
 from tests.support.algorithms_batches import random_episodes, rows_of, to_batch
 from tests.support.examples import examples
 

@@ -23,7 +23,7 @@ from roll.configs.pipeline import RunConfig
 from roll.pipeline.session import RunSession
 from roll.tracking.checkpointer import Checkpointer, PostSaveHook, restore_rng_state, rng_state
 from roll.tracking.files import MANIFEST_FILE, CheckpointError, find_damage
-from roll.utils.checksums import WrittenFile
+from roll.utils.hashing import WrittenFile
 
 
 def write_weights(text: str = "weights"):
@@ -71,7 +71,7 @@ def test_a_hook_that_fails_costs_no_checkpoint_and_no_run_unless_it_is_required(
     assert (hook.runs, hook.failures) == (2, 2)
     required = Checkpointer(tmp_path, hook=PostSaveHook(["false"], required=True), background=True)
     required.save(5, write_weights(), {})
-    with pytest.raises(CheckpointError, match="checkpoint-5 ended with exit code 1; the checkpoint is whole"):
+    with pytest.raises(CheckpointError, match="checkpoint-5 ended with exit code 1; the checkpoint is complete"):
         required.wait()
     assert required.latest() == required.saved == tmp_path / "checkpoint-5"
 

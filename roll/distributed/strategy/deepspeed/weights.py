@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from roll.distributed.strategy.base import States
 from roll.distributed.strategy.training.checkpoint import to_device
+from roll.distributed.strategy.training.exchange import ShardLayout, Slice, everywhere, find_regions
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
-from roll.distributed.strategy.training.pieces import ShardLayout, Slice, everywhere, find_regions
 from roll.models.scoring import TokenScorer
 
 ENGINE_STATES = {

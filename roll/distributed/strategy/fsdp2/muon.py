@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roll.distributed.strategy.training.exchange import gather, own_rank, weight_shard, world_size
 from roll.distributed.strategy.training.module_trainer import decoder_layers
 from roll.distributed.strategy.training.optim import DECAYS, MASTER, MOMENTUM, make_adamw
-from roll.distributed.strategy.training.pieces import gather, own_rank, weight_shard, world_size
 
 if TYPE_CHECKING:
     from roll.configs.worker import TrainingArguments

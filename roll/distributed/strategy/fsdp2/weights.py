@@ -21,11 +21,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import to_device
+from roll.distributed.strategy.training.exchange import (
+    Part,
+    ShardLayout,
+    Slice,
+    everywhere,
+    find_regions,
+    raise_on_all_ranks,
+)
 from roll.distributed.strategy.training.module_trainer import decoder_layers
 from roll.distributed.strategy.training.optim import MASTER, MOMENTS
-from roll.distributed.strategy.training.pieces import Part, ShardLayout, Slice, everywhere, find_regions
 from roll.models.loading import resolve_dtype
 from roll.models.lora import is_adapter
 from roll.models.scoring import TokenScorer

@@ -16,8 +16,14 @@ from torch.nn import functional
 
 from roll.data.batch import Batch
 from roll.data.identity import vocabulary_ids
-from roll.data.packing import packed_row, rectangle, row_with_shared_prompts
-from roll.data.shared_prompts import AttentionPlan, SharedPrompts, worth_sharing
+from roll.data.packing import (
+    AttentionPlan,
+    SharedPrompts,
+    packed_row,
+    rectangle,
+    row_with_shared_prompts,
+    worth_sharing,
+)
 from roll.distributed.strategy.megatron.substitutes import PlannedRow, held_columns
 
 

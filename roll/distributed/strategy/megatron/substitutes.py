@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roll.data.shared_prompts import AttentionPlan
+from roll.data.packing import AttentionPlan
 from roll.distributed.replaced import replaced
 from roll.models.planned_attention import attend_by_block
 

@@ -19,8 +19,8 @@ from roll.data.batch import Batch
 from roll.data.packing import ModelInput, PackedSequences
 from roll.distributed.strategy import require_engine
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
-from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import SourceFolder, Tensors, model_tensors, open_source
+from roll.distributed.strategy.training.exchange import WeightShard, raise_on_all_ranks
 from roll.distributed.strategy.training.module_weights import (
     ModuleWeights,
     TrainedModule,
@@ -32,7 +32,6 @@ from roll.distributed.strategy.training.module_weights import (
     load_model,
     start_adapter,
 )
-from roll.distributed.strategy.training.pieces import WeightShard
 from roll.distributed.strategy.training.scorer import MicroBatchLimits, Scorer, join_group
 from roll.distributed.strategy.training.trainer import Trainer
 from roll.models import planned_attention, ulysses

@@ -15,7 +15,7 @@ from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.data.packing import take_micro_batch
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
-from roll.distributed.strategy.training.agreement import all_gather
+from roll.distributed.strategy.training.exchange import all_gather
 from roll.models.scoring import split_batch
 
 

@@ -21,8 +21,8 @@ from typing import Any, BinaryIO, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from roll.distributed.strategy.training.pieces import Slice, TensorForm, WeightShard, weight_shard
-from roll.utils.checksums import Checksum, WrittenFile
+from roll.distributed.strategy.training.exchange import Slice, TensorForm, WeightShard, weight_shard
+from roll.utils.hashing import Checksum, WrittenFile
 
 MAX_FILE_BYTES = 4 * 2**30
 MIN_SHARE_BYTES = 32 * 2**20

@@ -107,7 +107,7 @@ def test_all_problems_of_all_roles_are_reported_at_once():
 def test_a_cluster_without_nodes_and_an_unknown_role_are_reported():
     assert "the cluster has no node" in problems_of([RoleRequest("env", None, world_size=1)], [])
     plan = plan_placement([RoleRequest("train", (0,))], pretend_nodes(1, 1))
-    with pytest.raises(KeyError, match=r"'trian' has no place; placed roles: train"):
+    with pytest.raises(KeyError, match=r"'trian' has no placement; placed roles: train"):
         plan.workers("trian")
 
 

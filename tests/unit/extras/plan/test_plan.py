@@ -21,7 +21,8 @@ from roll.__main__ import main
 from roll.configs.shipped import SHIPPED
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
-from roll.data.shared_prompts import computed_tokens, worth_sharing
+from roll.data.packing import computed_tokens, worth_sharing
+from roll.distributed.strategy.hf_infer.continuous_batching import SlotCache
 from roll.extras.plan import command as planning
 from roll.extras.plan import probe
 from roll.extras.plan.devices import cpu_of, parse_devices
@@ -39,7 +40,6 @@ from roll.models import scoring
 from roll.models.freezing import freeze
 from roll.models.lora import LoraSpec, inject_adapter
 from roll.models.shapes import KNOWN, ModelShape
-from roll.models.slot_cache import SlotCache
 from roll.models.tiny import make_tokenizer
 from roll.utils.gpus import GPUS
 from tests.support.sizes import sizes

@@ -338,11 +338,11 @@ def test_programs_cannot_read_or_claim_the_expected_output(code):
         ({"wrong": 1}, "got the key 'wrong', which is not understood"),
         (["assert f(1 ="], "got code that does not parse"),
         ({"test": 3}, "tests.test: got 3, expected a list of tests"),
-        ("", "asks nothing of the program and passes for any"),
-        ([""], "asks nothing of the program"),
+        ("", "never uses the program, so any program passes"),
+        ([""], "never uses the program"),
         ({"test": HUMAN_EVAL["test"]}, r"asks nothing .* check\(candidate\) with its entry_point"),
-        ({"test": "METADATA = {'author': None}\n" + HUMAN_EVAL["test"]}, "asks nothing of the program"),
-        (["import math", "assert 1 == 1"], "asks nothing of the program"),
+        ({"test": "METADATA = {'author': None}\n" + HUMAN_EVAL["test"]}, "never uses the program"),
+        (["import math", "assert 1 == 1"], "never uses the program"),
     ],
 )
 def test_malformed_tests_are_errors_and_no_zero(tests, message):

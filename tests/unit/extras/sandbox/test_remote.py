@@ -211,7 +211,7 @@ def test_a_silent_service_times_out():
     with serving() as service:
         service.RequestHandlerClass = Silent  # type: ignore[misc]
         limits = SandboxLimits(wall_seconds=0.2, memory_mb=256)
-        with pytest.raises(RewardError, match=r"no answer within request_timeout = 0\.1 \+ 0\.2 seconds"):
+        with pytest.raises(RewardError, match=r"no reply within request_timeout = 0\.1 \+ 0\.2 seconds"):
             score_all(service.url, [PROGRAM], PROGRAMS, {"request_timeout": 0.1, "max_attempts": 1}, limits=limits)
 
 

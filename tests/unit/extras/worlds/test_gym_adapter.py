@@ -187,7 +187,7 @@ def test_an_environment_of_another_package_is_registered_by_importing_its_module
     text, _, terminated, _, info = env.step(answer("Right"))
     assert text == "____P" and terminated and info["success"]
     (problem,) = envs.check_env_config("gymnasium", config | {"env_id": f"{module}:Coridor-v0"})
-    assert problem.path == "env_config.env_id" and problem.seen == f"{module}:Coridor-v0" and "Corridor" in problem.hint
+    assert problem.path == "env_config.env_id" and problem.got == f"{module}:Coridor-v0" and "Corridor" in problem.hint
 
 
 @pytest.mark.filterwarnings("ignore:.*render_mode")
