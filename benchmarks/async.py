@@ -36,7 +36,7 @@ from typing import Any
 
 from roll.agentic.env.base import StepResult, TextEnv, step_result
 from roll.rollout.admission import Admission
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import derive_seed
 
 TURNS, SIGMA, SLOW_ONE_OF, SLOWER = 4, 0.8, 64, 10
 SEED = 0

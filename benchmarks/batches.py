@@ -30,10 +30,9 @@ import torch
 from roll.algorithms.types import TokenScores
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch, to_arrays
-from roll.distributed.cluster.cluster import Cluster, create_placement, discover_nodes
+from roll.distributed.cluster.cluster import Cluster, Worker, create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
-from roll.distributed.cluster.worker import Worker
 from roll.distributed.strategy.base import RankInfo, StrategyContext
 from roll.pipeline.model_cluster import ModelCluster
 from roll.utils.memory import keep_freed_memory

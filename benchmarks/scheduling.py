@@ -42,6 +42,7 @@ from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.strategy.base import StrategyContext
 from roll.models.tiny import make_tiny_model
+from roll.pipeline.profiling import peak_memory_mb
 from roll.pipeline.workers import InferWorker
 from roll.rollout.env_manager import LengthLimits, StepEnvManager
 from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext
@@ -49,7 +50,6 @@ from roll.rollout.plans import GroupPlan
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
-from roll.tracking.monitor import peak_memory_mb
 from roll.utils.memory import relax_gc
 
 DRIVER_US_PER_GROUP, WORKER_US_PER_TURN, BATCH_S = 300, 100, 1.5

@@ -169,8 +169,7 @@ def objective(args: argparse.Namespace) -> dict[str, Any]:
 def training_of(stage: str, config: OfflineConfig, pairs: list[Pair]) -> Iterator[OfflineTraining]:
     """The pipeline's optimizer steps, with the workers that take them."""
     from roll.algorithms.distillation import build_distill_loss
-    from roll.algorithms.preferences import build_preference_loss
-    from roll.algorithms.reward_models import build_reward_loss
+    from roll.algorithms.preferences import build_preference_loss, build_reward_loss
     from roll.configs.distill import DistillConfig, DistillLossConfig
     from roll.configs.preference import PreferenceConfig
     from roll.configs.reward_training import RewardLossConfig

@@ -19,8 +19,19 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.correction import batch_weights
-from roll.algorithms.episodes import Episodes, find_episodes, reverse_recurrence, reward_to_go, turn_rewards
-from roll.algorithms.statistics import STD_EPS, group_mean, group_moments, group_normalised, sums, whiten
+from roll.algorithms.reductions import (
+    STD_EPS,
+    Episodes,
+    find_episodes,
+    group_mean,
+    group_moments,
+    group_normalised,
+    reverse_recurrence,
+    reward_to_go,
+    sums,
+    turn_rewards,
+    whiten,
+)
 from roll.algorithms.types import require_columns, require_finite, require_rewards
 from roll.configs.algorithm import AdvantageConfig, Estimator, Gae, Gdpo, Grpo, OfStates
 from roll.data.batch import Batch

@@ -1,4 +1,4 @@
-"""Distance of the generating engine's log-probabilities from the training engine's, and what is done about it.
+"""The mismatch between the generating and the training engine's log-probs, and its correction.
 
 Axes: B rows, T tokens, M sampled tokens, in batch order.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.kl import EXPONENT_BOUND, k3
-from roll.algorithms.statistics import sums
+from roll.algorithms.reductions import sums
 from roll.algorithms.types import require_columns, require_finite
 from roll.configs.algorithm import (
     AggregationLevel,

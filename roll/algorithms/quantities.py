@@ -1,4 +1,4 @@
-"""What losses need to know of each token's distribution: one function for each quantity, however the vocabulary is cut.
+"""What losses need of each token's distribution: one function per quantity, for whole and sharded vocabularies.
 
 A quantity maps a ``Distribution`` to columns of ``TokenScores``. Where it sums over the vocabulary, it does so with
 ``Distribution.total`` and ``highest``: then it is right whether all logits are here or each rank has a stretch of them.
@@ -70,7 +70,7 @@ _LEAST_MASS = 1e-30
 
 
 class Vocabulary(Protocol):
-    """Place of this rank's logits in the vocabulary, and the ways in which ranks put theirs together."""
+    """This rank's part of the vocabulary, and the reductions over ranks."""
 
     @property
     def start(self) -> int:
@@ -125,7 +125,7 @@ class WholeVocabulary:
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """A frozen output layer, or a part of one, outside any module, so that nobody trains, shards or saves it."""
+    """A frozen output layer, or a part of one, outside any module, so that it is not trained, sharded or saved."""
 
     weight_VH: Tensor
     bias_V: Tensor | None = None
@@ -340,7 +340,7 @@ class KlToReference(Comparison):
 
     def __call__(self, p: Distribution) -> dict[str, Tensor]:
         if self.layer is None:
-            raise ValueError("kl_penalty 'full': this model holds no output layer of the reference to compare with")
+            raise ValueError("kl_penalty 'full': this model has no copy of the reference's output layer")
         hidden_KH = p.given("ref_hidden_TH").to(p.hidden_KH.dtype)
         return {"kl_T": p.total(p.probabilities_KV * (p.all_logprobs_KV - p.read(hidden_KH, self.layer)))}
 
@@ -387,7 +387,7 @@ class Divergence(Comparison):
             return {"divergence_T": divergence_addends(outcomes_KC, own_KC, self.config).sum(-1)}
         if self.layer is None:
             raise ValueError(
-                "distillation: hidden states of a teacher came, but this model holds no output layer of it"
+                "distillation: got a teacher's hidden states, but this model has no copy of its output layer"
             )
         logits_KV = self.layer(p.given("teacher_hidden_TH")) / self.temperature
         theirs_KV = vocabulary.log_softmax(restrict(logits_KV, self.num_ids, vocabulary))

@@ -1,4 +1,4 @@
-"""Choice of what the policy's loss counts, and how much: masks, rejection, token weights, resampling, pairs.
+"""What the policy is trained on, and with which weight: masks, rejection, token weights, resampling, pairs.
 
 All of it is decided once per rollout, after the advantages and over the whole batch, so no way of cutting the batch
 into optimizer steps, micro-batches or ranks can change it. What is masked leaves ``loss_mask_T`` and with it the loss's
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.correction import Levels, batch_weights, engine_logprobs, passes_filter
-from roll.algorithms.episodes import find_episodes
-from roll.algorithms.statistics import group_moments, mean, sums
+from roll.algorithms.reductions import find_episodes, group_moments, mean, sums
 from roll.algorithms.types import require_columns, require_finite
 from roll.configs.algorithm import AlgorithmParts, SelectionConfig
 from roll.configs.policy_loss import ClipCov, KlCov, PolicyVariant
@@ -304,7 +303,7 @@ def best_and_worst(batch: Batch) -> tuple[Batch, dict[str, float]]:
             ranked = rows[scores_B[rows].argsort(descending=True, stable=True)]
             pairs.append(ranked[[0, -1]])
     if not pairs:
-        raise ValueError(f"online_dpo: got {batch.num_sequences} rows, expected two answers in one group at least")
+        raise ValueError(f"online_dpo: got {batch.num_sequences} rows, expected a group with at least two responses")
     found = batch.select(torch.cat(pairs))
     preferred_B = torch.arange(found.num_sequences) % 2 == 0
     found = found.replace(pair_B=torch.arange(found.num_sequences) // 2, preferred_B=preferred_B)

@@ -39,19 +39,17 @@ class Config(BaseModel):
                 hint = f"leave it out: ~{key} on the command line, or its default, {key}: {show(default)}"
                 yield self.problem(key, expected, *involved, hint=hint)
 
-    def problem(
-        self, key: str, expected: str, *beside: str, seen: object = _ITS_VALUE, hint: str = ""
-    ) -> ConfigProblem:
+    def problem(self, key: str, expected: str, *beside: str, got: object = _ITS_VALUE, hint: str = "") -> ConfigProblem:
         """A problem of one key of this section.
 
         Args:
             key: its name, or the dotted path of one in a section inside.
             expected: what would have been right.
             beside: the other keys that the rule reads.
-            seen: the value found; that of ``key`` if not given.
+            got: the value found; that of ``key`` if not given.
             hint: what to do instead.
         """
-        value = functools.reduce(getattr, key.split("."), self) if seen is _ITS_VALUE else seen
+        value = functools.reduce(getattr, key.split("."), self) if got is _ITS_VALUE else got
         return ConfigProblem(key, value, expected, hint, involves=beside)
 
     def order_problems(self, low: str, high: str) -> Iterator[ConfigProblem]:

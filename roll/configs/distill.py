@@ -1,4 +1,4 @@
-"""A distillation: a fixed dataset, and what a teacher makes of each token. Its keys and their rules."""
+"""A distillation run: a fixed dataset, and a teacher's distribution at each token. Its keys and their rules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DistillLossConfig(Config):
 
 
 class DistillConfig(DistillLossConfig, DivergenceConfig, TinyTeacherConfig, OfflineConfig):
-    """Everything that ``examples/start_distill_pipeline.py`` reads."""
+    """All keys of a distillation (``examples/start_distill_pipeline.py``)."""
 
     train_on: Literal["all", "last"] = Field(
         default="all",
@@ -91,7 +91,7 @@ class DistillConfig(DistillLossConfig, DivergenceConfig, TinyTeacherConfig, Offl
             expected = "a folder, which precompute_only fills"
             yield self.problem("teacher_logprobs", expected, "precompute_only")
         if self.teacher_logprobs is not None and self.logits_topk is None:
-            expected = "a number with teacher_logprobs: whole distributions are not kept on disk"
+            expected = "a number with teacher_logprobs: whole distributions are not stored on disk"
             yield self.problem("logits_topk", expected, "teacher_logprobs")
         if self.precompute_only and self.teacher is None:
             yield self.problem("precompute_only", "false without a section teacher", "teacher")
@@ -100,7 +100,7 @@ class DistillConfig(DistillLossConfig, DivergenceConfig, TinyTeacherConfig, Offl
 def check_teacher(config: DistillConfig) -> list[ConfigProblem]:
     """There is something to learn from."""
     if config.teacher is None and config.teacher_logprobs is None:
-        expected = "a section with a scoring strategy, or teacher_logprobs"
+        expected = "a section whose strategy computes log-probs, or teacher_logprobs"
         hint = "a configuration of SFT is run by examples/start_sft_pipeline.py, or by `roll train`"
         return [ConfigProblem("teacher", NOTHING, expected, hint, involves=("teacher_pretrain", "teacher_logprobs"))]
     return []

@@ -1,4 +1,4 @@
-"""Rules between a role and its engine: options that exclude each other, that another role reads, that nobody reads."""
+"""Rules between a role and its engine: options that exclude each other, or that this role does not read."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _SCORING = (
 )
 UNREAD = {
     "actor_infer": (_TRAINING + _SCORING + _UPDATES + _EXPERTS, "actor_infer generates; set it in actor_train"),
-    "reference": (_TRAINING + _UPDATES + _EXPERTS, "reference only scores; set it in actor_train"),
-    "teacher": (_TRAINING + _UPDATES + _EXPERTS, "teacher only scores; set it in actor_train"),
-    "critic": (_UPDATES + _EXPERTS, "it concerns the policy; set it in actor_train"),
+    "reference": (_TRAINING + _UPDATES + _EXPERTS, "reference only computes log-probs; set it in actor_train"),
+    "teacher": (_TRAINING + _UPDATES + _EXPERTS, "teacher only computes log-probs; set it in actor_train"),
+    "critic": (_UPDATES + _EXPERTS, "it applies to the policy; set it in actor_train"),
 }
 """By role: keys that it never reads, and where they are read."""
 
@@ -43,11 +43,11 @@ def check_unread(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if task_of(role) == "scores" and card is not None and card.scores_prompts:
             keys, hint = keys + _SCORING, f"{worker.strategy_args.strategy_name} forms batches itself"
         for key in keys:
-            seen = getattr(worker, key)
-            if seen not in (getattr(default, key), getattr(config.actor_train, key)):
+            got = getattr(worker, key)
+            if got not in (getattr(default, key), getattr(config.actor_train, key)):
                 expected = f"nothing: {role} does not read it"
                 involved = (f"actor_train.{key}", f"{role}.strategy_args.strategy_name")
-                yield ConfigProblem(f"{role}.{key}", seen, expected, hint, involves=involved)
+                yield ConfigProblem(f"{role}.{key}", got, expected, hint, involves=involved)
 
 
 def check_rounding(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -74,8 +74,8 @@ def check_precision(config: PipelineConfig) -> Iterator[ConfigProblem]:
         involved = (f"{role}.strategy_args.strategy_name", f"{role}.model_args.dtype")
         if dtype == "fp16" and role in TRAINED:
             expected = "bf16 or fp32: training in fp16 would need loss scaling"
-            seen = True if key.endswith(".enabled") else dtype
-            yield ConfigProblem(key, seen, expected, involves=involved)
+            got = True if key.endswith(".enabled") else dtype
+            yield ConfigProblem(key, got, expected, involves=involved)
         card = worker.strategy_args.card
         if dtype == "fp32" and worker.model_args.attn_implementation == "fa2" and card and card.trains_modules:
             path = f"{role}.model_args.attn_implementation"
@@ -86,18 +86,18 @@ def check_precision(config: PipelineConfig) -> Iterator[ConfigProblem]:
 def check_optimizer(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """A trained role has an optimizer that its engine can step with, and Muon whole matrices to orthogonalise."""
     for role, worker in sections(config):
-        seen, card = worker.training_args.optimizer, worker.strategy_args.card
-        if role not in TRAINED or seen == "adamw":
+        got, card = worker.training_args.optimizer, worker.strategy_args.card
+        if role not in TRAINED or got == "adamw":
             continue
         path, strategy = f"{role}.training_args.optimizer", f"{role}.strategy_args.strategy_name"
-        if card is not None and seen not in card.optimizers:
+        if card is not None and got not in card.optimizers:
             expected = f"{' or '.join(card.optimizers)} with {worker.strategy_args.strategy_name}"
-            hint = "fsdp2_train makes each matrix whole for muon; partitions of this engine are not matrices"
-            yield ConfigProblem(path, seen, expected, hint, involves=(strategy,))
+            hint = "only fsdp2_train gathers whole matrices, which muon needs"
+            yield ConfigProblem(path, got, expected, hint, involves=(strategy,))
         if role == "actor_train" and config.uses_lora:
             key = f"{role}.model_args.lora_target"
             expected = f"adamw with {key}: a factor of an adapter is not the matrix that the layer multiplies by"
-            yield ConfigProblem(path, seen, expected, involves=(key,))
+            yield ConfigProblem(path, got, expected, involves=(key,))
 
 
 def compute_dtype(role: str, worker: WorkerConfig) -> tuple[str, str | None]:
@@ -138,10 +138,10 @@ def check_hidden_states(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if role not in needs or card is None or not card.scores_prompts:
             continue
         path = f"{role}.strategy_args.strategy_name"
-        key, seen, expected, wanted = needs[role]
+        key, got, expected, wanted = needs[role]
         if wanted:
-            expected = f"{expected} with {path} {name}, which sends no hidden states"
-            yield ConfigProblem(key, seen, expected, involves=(path,))
+            expected = f"{expected} with {path} {name}, which returns no hidden states"
+            yield ConfigProblem(key, got, expected, involves=(path,))
 
 
 def check_router_replay(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -150,11 +150,11 @@ def check_router_replay(config: PipelineConfig) -> Iterator[ConfigProblem]:
     if mode == "disable":
         return
     if not isinstance(config, RLConfig):
-        yield ConfigProblem(key, mode, "disable: without rollouts nobody has chosen experts before")
+        yield ConfigProblem(key, mode, "disable: without rollouts there are no experts to replay")
         return
     name, card = config.actor_train.strategy_args.strategy_name, config.actor_train.strategy_args.card
     if card is None or not card.replays_experts:
-        expected = f"disable with {name}, which takes no experts chosen elsewhere"
+        expected = f"disable with {name}, which cannot replay experts"
         yield ConfigProblem(key, mode, expected, involves=("actor_train.strategy_args.strategy_name",))
     if mode == "R2" and config.leaves_rollouts_unscored:
         expected = "R3 or disable if the trainer computes no log-probs before it trains on rollouts"

@@ -1,4 +1,4 @@
-"""Environments: one entry of ``custom_envs``, and the managers that play them."""
+"""Environments: one entry of ``custom_envs``, and the managers that run them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class CustomEnvConfig(Config):
                     known = ", ".join(f"{{{each}}}" for each in PLACEHOLDERS)
                     near = nearest(name, PLACEHOLDERS)
                     hint = f"did you mean {{{near}}}?" if near else ""
-                    yield self.problem(key, f"placeholders among {known}", seen=f"{{{name}}}", hint=hint)
+                    yield self.problem(key, f"placeholders among {known}", got=f"{{{name}}}", hint=hint)
 
     def _agent_problems(self, agent: AgentConfig) -> Iterator[ConfigProblem]:
         if self.history_length:
@@ -107,7 +107,7 @@ class CustomEnvConfig(Config):
         if self.env_manager_cls not in ("step", "traj"):
             yield self.problem("env_manager_cls", "step or traj with agent, which replaces it", "agent")
         if "retries" in agent.model_fields_set:
-            expected = "nothing: env_retries of the environment managers says how often an episode is tried again"
+            expected = "nothing: env_retries of the environment managers sets the retries"
             yield self.problem("agent.retries", expected, "agent")
         if agent.port:
             expected = "0: the processes of train_env_manager and val_env_manager cannot share a port"

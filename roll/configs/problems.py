@@ -16,11 +16,11 @@ class _Nothing:
 
 
 NOTHING = _Nothing()
-"""The value seen at a key that was not given."""
+"""Stands for the value of a key that was not given."""
 
 
 class Words(str):
-    """A value seen that is already told in words, and so is shown without quotes."""
+    """A description in place of a value; shown without quotes."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ConfigProblem:
 
     path: str
     """Dotted key, e.g. ``actor_train.training_args.learning_rate``; empty when the whole file is meant."""
-    seen: object
+    got: object
     """The value found there; ``NOTHING`` when the key is absent."""
     expected: str
     """Value that would have been right."""
@@ -48,7 +48,7 @@ class ConfigProblem:
 
     def __str__(self) -> str:
         hint = f" ({self.hint})" if self.hint else ""
-        return f"{self.path or 'configuration'}: got {show(self.seen)}, expected {self.expected}{hint}"
+        return f"{self.path or 'configuration'}: got {show(self.got)}, expected {self.expected}{hint}"
 
 
 MOST_ALIKE = 3

@@ -1,4 +1,4 @@
-"""Prompts that the policy answers and verifiers score: keys and rules of RLVR, and of evaluations of the others."""
+"""Prompts and rewards: keys and rules of RLVR, and of the evaluations of other pipelines."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class PromptsConfig(PipelineConfig):
                 if owners.setdefault(tag, name) != name:
                     key, other = f"rewards.{name}.tag_included", f"rewards.{owners[tag]}.tag_included"
                     expected = f"every tag in one domain; {tag} is in {owners[tag]} already"
-                    yield self.problem(key, expected, other, seen=reward.tag_included)
+                    yield self.problem(key, expected, other, got=reward.tag_included)
         if self.eval_only and self.validation is None:
             yield self.problem("eval_only", "false, or a validation section", "validation")
 
@@ -150,5 +150,5 @@ def check_templates(config: PromptsConfig) -> Iterator[ConfigProblem]:
 def check_tiny_teacher(config: TinyTeacherConfig) -> Iterator[ConfigProblem]:
     """A teacher that is made on the spot has something to imitate."""
     if config.teacher_pretrain == TINY and not config.teacher_warm_start.file_name:
-        expected = "demonstrations to teach a tiny teacher with"
+        expected = "demonstrations to train a tiny teacher on"
         yield ConfigProblem("teacher_warm_start.file_name", NOTHING, expected, involves=("teacher_pretrain",))

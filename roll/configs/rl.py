@@ -62,7 +62,9 @@ class AdditionalPromptsConfig(Config):
     switches: ClassVar[tuple[str, ...]] = ("is_use_additional_prompts",)
 
     is_use_additional_prompts: bool = Field(
-        default=False, description="Start more groups than the step needs; the late ones are abandoned."
+        default=False,
+        description="Start more groups than the step needs; the first to finish form the batch, the others are sampled "
+        "again in the next step.",
     )
     max_additional_running_prompts: int = Field(
         default=16, ge=0, description="Most groups started beyond the step's need (with is_use_additional_prompts)."
@@ -75,7 +77,7 @@ class AdditionalPromptsConfig(Config):
 
 
 class OverlapConfig(Config):
-    """Rollouts that go on beside training: how far ahead, and what happens to requests in flight."""
+    """Rollouts that run ahead of training: how far, and what happens to requests in flight."""
 
     switches: ClassVar[tuple[str, ...]] = ("async_generation_ratio",)
 
@@ -409,7 +411,7 @@ def check_held_out_lengths(config: RLConfig) -> Iterator[ConfigProblem]:
     prompt, whole = config.lengths(held_out=True)
     if (prompt, whole) != config.lengths(held_out=False) and whole <= prompt:
         key = "val_prompt_length" if config.val_sequence_length is None else "val_sequence_length"
-        expected = f"room for an answer: held-out prompts of {prompt}, held-out samples of {whole} tokens"
+        expected = f"room for a response: held-out prompts of {prompt}, held-out samples of {whole} tokens"
         involved = ("val_prompt_length", "val_sequence_length", "prompt_length", "sequence_length")
         yield ConfigProblem(key, getattr(config, key), expected, involves=involved)
 
@@ -424,20 +426,20 @@ def check_rl_roles(config: RLConfig) -> Iterator[ConfigProblem]:
         lora = ("actor_train.model_args.lora_target",)
         yield ConfigProblem("reference", "a section", expected, involves=lora)
     if config.uses_reference and config.reference is None and not config.refers_to_actor:
-        expected = f"a section with a scoring strategy, since {config.why_reference} is switched on"
+        expected = f"a section whose strategy computes log-probs, since {config.why_reference} is switched on"
         involved = ("add_token_level_kl", "use_kl_loss", "kl_loss_coef")
         yield ConfigProblem("reference", NOTHING, expected, involves=involved)
     if (other := config.reference_pretrain) is not None and not config.uses_reference:
         expected = "null, since no KL term is switched on"
         yield ConfigProblem("reference_pretrain", other, expected, involves=("use_kl_loss",))
     if other is not None and config.uses_full_kl:
-        expected = "an estimator such as k3: hidden states of another model fit no output layer of the policy"
+        expected = "an estimator such as k3: another model's hidden states do not fit the policy's output layer"
         yield ConfigProblem("kl_penalty", config.kl_penalty, expected, involves=("reference_pretrain",))
     if config.teacher_roles and config.opd_form == "reward" and config.adv_estimator == "gdpo":
         expected = "advantage or loss with adv_estimator gdpo, which reads rewards by name"
         yield ConfigProblem("opd_form", config.opd_form, expected, involves=("adv_estimator", "teacher"))
     if config.uses_lora and config.uses_full_kl:
-        expected = "an estimator such as k3: with lora_target no reference sends hidden states"
+        expected = "an estimator such as k3: with lora_target the reference returns no hidden states"
         yield ConfigProblem("kl_penalty", config.kl_penalty, expected, involves=("actor_train.model_args.lora_target",))
 
 
@@ -467,9 +469,9 @@ def check_batches(config: RLConfig) -> Iterator[ConfigProblem]:
             for name in {role, "actor_train"}
             for key in ("training_args.per_device_train_batch_size", "device_mapping", "world_size", "strategy_args")
         ]
-        path, seen = f"{base}.gradient_accumulation_steps", arguments.gradient_accumulation_steps
+        path, got = f"{base}.gradient_accumulation_steps", arguments.gradient_accumulation_steps
         involved = ("rollout_batch_size", "actor_train.training_args.gradient_accumulation_steps", *involves)
-        yield ConfigProblem(path, seen, expected, hint, involves=involved)
+        yield ConfigProblem(path, got, expected, hint, involves=involved)
 
 
 def check_overlap(config: RLConfig) -> Iterator[ConfigProblem]:
@@ -501,7 +503,7 @@ def check_overlap(config: RLConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("kv_after_update", "keep", f"recompute with {name}", involves=involved)
     if config.replay_schedule is not None:
         if card is None or not card.replays:
-            key, hint = "actor_infer.strategy_args.strategy_name", f"{name} cannot hold a request until weights come"
+            key, hint = "actor_infer.strategy_args.strategy_name", f"{name} cannot hold a request until weights arrive"
             yield ConfigProblem(key, name, "hf_infer with replay_schedule", hint, involves=("replay_schedule",))
         if config.generate_opt_level != 1:
             key, expected = "generate_opt_level", "1 with replay_schedule"
@@ -516,7 +518,7 @@ def check_found_rollouts(config: RLConfig) -> Iterator[ConfigProblem]:
     }
     other = next((key for key, on in beside.items() if on), None)
     if config.rollout_replay_dir is not None and other is not None:
-        expected = f"null with {other} {getattr(config, other)}: steps take groups as they finish then"
+        expected = f"null with {other} {getattr(config, other)}: steps then take groups as they finish"
         yield ConfigProblem("rollout_replay_dir", config.rollout_replay_dir, expected, involves=(other,))
 
 
@@ -532,13 +534,13 @@ def check_teachers(config: RLConfig) -> Iterator[ConfigProblem]:
     for name, teacher in config.teachers.items():
         key = f"teachers.{name}"
         if teacher.pretrain == TINY:
-            expected = "a model folder or a name on the hub: a tiny model is made for teacher alone"
+            expected = "a model folder or a name on the hub: only a single teacher can be tiny"
             yield ConfigProblem(f"{key}.pretrain", TINY, expected)
         if len(set(teacher.tag_included)) < len(teacher.tag_included):
             yield ConfigProblem(f"{key}.tag_included", teacher.tag_included, "every tag once")
         for tag in dict.fromkeys(teacher.tag_included):
             if tag not in config.tags:
-                expected = f"tags that there are: {', '.join(config.tags)}"
+                expected = f"existing tags: {', '.join(config.tags)}"
                 yield ConfigProblem(
                     f"{key}.tag_included", teacher.tag_included, expected, involves=("rewards", "custom_envs")
                 )
@@ -546,7 +548,7 @@ def check_teachers(config: RLConfig) -> Iterator[ConfigProblem]:
     for tag in config.trained_tags:
         judging = [name for name, teacher in config.teachers.items() if teacher.judges(tag)]
         if not judging:
-            expected = f"a teacher of every tag; {tag} has none"
+            expected = f"a teacher for every tag; {tag} has none"
             yield ConfigProblem("teachers", ", ".join(config.teachers), expected, involves=(*involved,))
             return
         if len(judging) > 1 and config.align_tokenizers is not None:
@@ -579,7 +581,7 @@ def check_scorers(config: RLConfig) -> Iterator[ConfigProblem]:
     others = [worker for role, worker in config.roles.items() if role != "actor_infer"]
     trained = {device for worker in others for device in worker.device_mapping or ()}
     ratio = "async_generation_ratio"
-    expected = f"devices apart from those that train and score with {ratio}: answers wait for it meanwhile"
+    expected = f"devices of no role that trains or computes log-probs, with {ratio}: responses would wait for it"
     for name, worker in config.clusters.items():
         if name.startswith(REWARD_CLUSTER) and trained.intersection(worker.device_mapping or ()):
             key = f"{config.key_of(name)}.device_mapping"

@@ -1,4 +1,4 @@
-"""``tools``: what a policy may call while it answers, and how far it may go."""
+"""``tools``: what a policy can call in an episode, and the limits."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class McpServerConfig(Config):
 
 
 class ToolsConfig(Config):
-    """The tools of an episode, and its limits."""
+    """The tools of an episode, and their limits."""
 
     use: dict[str, ToolConfig] = Field(
         default_factory=dict,
@@ -138,7 +138,7 @@ class ToolsConfig(Config):
     def problems(self) -> Iterator[ConfigProblem]:
         expected = "letters, digits, _ and -, at most 64 of them"
         yield from [
-            self.problem("use", expected, seen=name)
+            self.problem("use", expected, got=name)
             for name in self.use
             if len(name) > 64 or not name.replace("_", "").replace("-", "").isalnum() or not name.isascii()
         ]

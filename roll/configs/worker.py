@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 from roll.configs.base import Config
 from roll.configs.data import DataArguments
 from roll.configs.engines import card_of, strategy_names
-from roll.configs.engines.card import EngineCard, EngineOptions
+from roll.configs.engines.card import VERBS, EngineCard, EngineOptions
 from roll.configs.problems import ConfigProblem
 from roll.configs.schema import Described
 
@@ -176,9 +176,11 @@ class GeneratingArguments(Config):
         key = "temperature" if self.do_sample else "do_sample"
         for index, text in enumerate(self.stop_strings):
             if not text or _ESCAPES.fullmatch(text):
-                words = "a text that is not empty" if not text else "no spelled escape"
-                hint = f'in double quotes it is the character: ["{text}"]' if text else "every answer would end with it"
-                yield self.problem(f"stop_strings.{index}", words, seen=text, hint=hint)
+                words = "a text that is not empty" if not text else "no escape sequence in letters"
+                hint = (
+                    f'in double quotes it is the character: ["{text}"]' if text else "every response would end with it"
+                )
+                yield self.problem(f"stop_strings.{index}", words, got=text, hint=hint)
         for name in ("first_token_temperature", "first_token_top_k"):
             if self.is_greedy and getattr(self, name) is not None:
                 yield self.problem(name, f"null with {key} {getattr(self, key)}: greedy", key)
@@ -191,7 +193,7 @@ class Muon(Config):
 
 
 class Falling(Config):
-    """Learning rates that fall to the end of the run, or sooner."""
+    """Learning rates that fall until the end of the run, or sooner."""
 
     lr_decay_steps: int | None = Field(
         default=None,
@@ -387,7 +389,7 @@ class ModelArguments(Config):
             yield self.problem("freeze_module_prefix", expected, "lora_target")
         if self.lora_targets:
             if self.lora_exclude is not None and "all-linear" not in self.lora_targets:
-                expected = "null where lora_target names its layers: it leaves some of all-linear out"
+                expected = "null with named layers in lora_target: it excludes layers from all-linear"
                 yield self.problem("lora_exclude", expected, "lora_target")
             return
         if self.lora_target is not None:
@@ -402,7 +404,7 @@ class ModelArguments(Config):
 
 
 def _names(task: str) -> str:
-    return f"{task.capitalize()}: {', '.join(strategy_names(task))}. "
+    return f"{VERBS[task].capitalize()}: {', '.join(strategy_names(task))}. "
 
 
 class StrategyArguments(Config):

@@ -1,4 +1,4 @@
-"""The order in which a run meets its prompts: a pure function of the seed, so that a position is one integer."""
+"""The order of a run's prompts: a pure function of the seed, so that a position is one integer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roll.configs.data import probability_problems
 from roll.configs.problems import ConfigErrors
 from roll.data.columns import IntArray
 from roll.data.prompts import Prompt
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import derive_seed
 
 _BLOCK = 1024
 """Draws whose domains are chosen together. Part of the order: another number, another order."""
@@ -20,7 +20,7 @@ _CACHED = 16
 
 
 class PromptSampler:
-    """``sampler[n]`` is the prompt of the n-th draw of a run, n = 0, 1, 2 …, in any order of asking.
+    """``sampler[n]`` is the prompt of the n-th draw of a run, n = 0, 1, 2 …, in any order of access.
 
     Each domain is met in epochs: every prompt of it once, then every prompt again in a new order. Without
     ``interleave_probs`` the whole dataset is one domain. With them each draw's domain is random by its share, and

@@ -1,4 +1,4 @@
-"""Datasets of a reward model: conversations as ``rewards`` gives them to one, and where their scores stand.
+"""Datasets of a reward model: conversations as ``rewards`` renders them, and the positions of their scores.
 
 A classifier reads its score at the last token of the conversation as its template writes it. In a batch the score of a
 position stands on the token behind it, so a row has one token more than the conversation.
@@ -85,7 +85,7 @@ def encode_steps(
     answer = "".join(said)
     if not whole.startswith(head + answer):
         raise ValueError(
-            "the chat template rewrites the answer, or a control token is cut in two, expected the steps as they are"
+            "the chat template rewrites the answer, or a control token is cut in two, expected the steps unchanged"
         )
     texts = [head, *said, whole[len(head) + len(answer) :]]
     pieces = [renderer.words(text) for text in texts]

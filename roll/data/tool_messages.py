@@ -1,4 +1,4 @@
-"""Messages with tool calls and results, as chat templates take them."""
+"""Messages with tool calls and results, in the form of chat templates."""
 
 from __future__ import annotations
 
@@ -24,16 +24,6 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 def identity_of(index: int) -> str:
     """Id of a call that has none: nine letters and digits, as Mistral's templates want it."""
     return f"call{index:05d}"
-
-
-def is_plain(message: Message) -> bool:
-    """Tells whether a message is a role and a text, which need no care."""
-    return (
-        isinstance(message.get("content"), str)
-        and message["role"] not in ("tool", "developer")
-        and "tool_calls" not in message
-        and message.keys().isdisjoint(REASONING)
-    )
 
 
 def reasoning_of(message: Message) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from roll.configs.arguments import takes
 from roll.demo.arithmetic import TAG, TRAIN, VAL, Problem, Rate, worked_solution, write_dataset, write_together
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import derive_seed
 
 PAIRS, VAL_PAIRS = "pairs.jsonl", "val_pairs.jsonl"
 

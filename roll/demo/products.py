@@ -33,7 +33,7 @@ from roll.demo.arithmetic import (
     is_held_out,
     write_together,
 )
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import derive_seed
 
 TAG = "products"
 PRINTED_NOTHING = "(it printed nothing)"

@@ -1,4 +1,4 @@
-"""A policy's rows in the tokens of a teacher with another tokenizer, and which of them stand for the same text.
+"""A policy's rows in the tokens of a teacher with another tokenizer, and which tokens cover the same text.
 
 A row is cut where the policy begins and ends to sample, and at control tokens. Those become the teacher's own where it
 has one of the same text or for the same end (the beginning of a text, the end of a turn); others it reads as letters.
@@ -16,8 +16,7 @@ from torch import Tensor
 
 from roll.algorithms.distillation import NO_CHUNK, WITHIN, common_chunks
 from roll.data.batch import Batch
-from roll.data.control_text import ControlText
-from roll.data.renderer import turn_ends
+from roll.data.renderer import ControlText, turn_ends
 from roll.data.templates import ChatTemplate
 
 if TYPE_CHECKING:

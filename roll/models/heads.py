@@ -1,4 +1,4 @@
-"""What sits on a language model's trunk: its way to logits, a scalar head, a teacher's output layer."""
+"""Heads on a language model's trunk: its output layer, a scalar head, a teacher's output layer."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 class OutputHead:
-    """A causal language model's way from its trunk's last hidden states to logits, by the model's own code.
+    """Computes logits from a causal language model's last hidden states, with the model's own code.
 
     Most models apply their output layer and nothing else. Others scale or cap before it or after it. So the model's own
     forward runs with two parts replaced: a trunk that has the hidden states already, and an output layer whose result

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
-from roll.data.packing import rectangle
-from roll.data.shared_prompts import worth_sharing
+from roll.data.packing import rectangle, worth_sharing
 from roll.models.heads import decoder_layers
 from roll.models.routing import expert_sizes
 from roll.models.scoring import BOUNDS, TokenScorer, layout, score_input

@@ -1,4 +1,4 @@
-"""Attention by a plan of who sees whom, under a name in Transformers' own table of attention functions.
+"""Attention by a plan of which tokens attend to which, registered in Transformers' table of attention functions.
 
 Without a plan it is Transformers' ``sdpa``. A packed row's sequences are attended to one by one, or on a GPU in 16 bits
 by one call of PyTorch's kernel for sequences of any length: nothing can leak, and the work is that of the sequences,
@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from roll.data.packing import PackedSequences
-from roll.data.shared_prompts import AttentionPlan
+from roll.data.packing import AttentionPlan, PackedSequences
 from roll.models import state_layers
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Choice of experts in the mixture-of-experts layers of a Hugging Face model: told, and replayed.
+"""Choice of experts in the mixture-of-experts layers of a Hugging Face model: recorded and replayed.
 
 A router takes the largest k of its probabilities. Where a choice is given for a token, it takes those experts in their
 place; their weights are its own probabilities, through which the gradient flows on into the router
@@ -95,9 +95,7 @@ class ExpertRouting:
             result = forward(*args, **kwargs)
         if self._chosen_NK[layer] is None:
             expected = f"torch.topk of {self.per_token} of {self._num_experts} experts"
-            raise ValueError(
-                f"router_replay: layer {layer} of this model chooses its experts by other means than {expected}"
-            )
+            raise ValueError(f"router_replay: layer {layer} of this model does not choose its experts with {expected}")
         return result
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies and values of just the tokens that the loss looks at.
+"""Log-probs, entropies and values of only the tokens that the loss needs.
 
 Axes: T tokens of a batch end to end, K of them in the loss, H hidden units, V vocabulary, R x C the model's input.
 The output layer is the dear part of a small model (and the large part of the memory of any): it is applied to the K
@@ -19,16 +19,18 @@ from roll.algorithms.quantities import BASIC, Comparison, Distribution, Given, Q
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.data.packing import (
+    AttentionPlan,
     ModelInput,
     PackedSequences,
     make_micro_batches,
     make_packs,
+    make_shared_batches,
     packed_row,
     rectangle,
     row_with_shared_prompts,
     take_micro_batch,
+    worth_sharing,
 )
-from roll.data.shared_prompts import AttentionPlan, make_shared_batches, worth_sharing
 from roll.models import planned_attention
 from roll.models.heads import OutputHead, ValueHead, trunk_of
 from roll.models.routing import ExpertRouting
@@ -53,7 +55,7 @@ where there are experts, as rounding alone may tip a router's near tie."""
 
 
 class TokenScorer(nn.Module):
-    """A causal language model, or a trunk with a value head, that scores loss tokens.
+    """A causal language model, or a trunk with a value head, that computes log-probs or values of loss tokens.
 
     It is a module so that FSDP2's root hooks run around everything that it does.
 

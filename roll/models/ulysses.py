@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from roll.algorithms.quantities import Given
 from roll.algorithms.types import TokenScores
 from roll.data.columns import UNKNOWN
-from roll.data.packing import ModelInput, PackedSequences
-from roll.data.shared_prompts import AttentionPlan
+from roll.data.packing import AttentionPlan, ModelInput, PackedSequences
 from roll.models import planned_attention
 
 if TYPE_CHECKING:

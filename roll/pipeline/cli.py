@@ -230,7 +230,7 @@ def report(errors: ConfigErrors, config_name: str) -> str:
     lines = [f"{config_name}: {count} {'problem' if count == 1 else 'problems'} in the configuration", ""]
     for number, (problem, more) in enumerate(grouped(errors.problems), 1):
         lines.append(f"{number:3}. {problem.path or 'configuration'}")
-        lines += _wrapped("got", show(problem.seen))
+        lines += _wrapped("got", show(problem.got))
         lines += _wrapped("expected", problem.expected)
         if problem.hint:
             lines += _wrapped("hint", problem.hint)

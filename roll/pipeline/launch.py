@@ -1,4 +1,4 @@
-"""From a checked configuration to an exit code: Ray, clusters, stacks when a call hangs, and leaving nothing behind."""
+"""Runs a checked configuration, up to the exit code: Ray, clusters, stacks when a call hangs, and clean-up."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from roll.configs.problems import ConfigErrors
 from roll.configs.resuming import Rows
 from roll.configs.rl import VAL_INFER
 from roll.configs.worker import WorkerConfig
-from roll.distributed.cluster.cluster import Cluster, Placement, create_placement, discover_nodes
+from roll.distributed.cluster.cluster import Cluster, Placement, Worker, create_placement, discover_nodes
 from roll.distributed.cluster.errors import ClusterError, PlacementError, RaySessionError, RpcTimeoutError
 from roll.distributed.cluster.ray_session import dead_daemons, ray_session
 from roll.distributed.cluster.recording import own_stacks, stacks_of
 from roll.distributed.cluster.resources import plan_placement
-from roll.distributed.cluster.worker import Worker
 from roll.pipeline.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE, report
 from roll.pipeline.profiling import nsight_options
 from roll.pipeline.programs import Program
@@ -247,5 +246,5 @@ def _worker_class(role: str, worker: WorkerConfig, default: type[Worker]) -> typ
         return default
     chosen = import_path(worker.worker_cls, f"{role}.worker_cls")
     if not (isinstance(chosen, type) and issubclass(chosen, default)):
-        raise UnknownNameError(f"{role}.worker_cls: {worker.worker_cls} is no subclass of {default.__name__}")
+        raise UnknownNameError(f"{role}.worker_cls: {worker.worker_cls} is not a subclass of {default.__name__}")
     return cast(type[Worker], chosen)

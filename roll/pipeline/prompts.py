@@ -1,4 +1,4 @@
-"""The prompts of a run: their datasets, the workers that have them answered and scored, statistics of the answers."""
+"""The prompts of a run: their datasets, the workers that generate and score responses, and statistics."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import Prompt, PromptDataset, load_prompts
 from roll.data.renderer import ChatRenderer, Tool
 from roll.data.requests import sampling_params
-from roll.data.teacher_prompts import TeacherPrompts
 from roll.data.templates import ChatTemplate
-from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.cluster import Cluster, Worker
 from roll.distributed.cluster.errors import WorkerDiedError
-from roll.distributed.cluster.worker import Worker
 from roll.models.tokenizer import policy_tokenizer
 from roll.pipeline.launch import MODEL_WORKERS
 from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.pipeline.session import RunFailedError
 from roll.pipeline.start import RunContext
+from roll.pipeline.teachers import TeacherPrompts
 from roll.rewards.accuracy import Judged, figures_at_k
 from roll.rewards.scoring import References
 from roll.rollout.env_manager import LengthLimits
@@ -281,7 +280,7 @@ def _load(
 
 
 class RewardFailureError(RunFailedError):
-    """Too many answers could not be scored."""
+    """Too many responses could not be scored."""
 
 
 def accuracy_metrics(groups: Sequence[RolloutGroup], num_samples: int, prefix: str) -> dict[str, float]:

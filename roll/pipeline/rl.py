@@ -35,12 +35,11 @@ from roll.rollout.metrics import step_metrics
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.scheduler import RolloutScheduler
 from roll.tracking.checkpointer import Write
-from roll.utils.checksums import WrittenFile
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import WrittenFile, derive_seed
 
 
 class RLPipeline(GroupRules, TrainingLoop):
-    """Trains a policy. Subclasses bring the rollouts, which ``rollout_workers`` play, and their rules."""
+    """Trains a policy. Subclasses provide the rollouts, which ``rollout_workers`` run, and their rules."""
 
     config: RLConfig
 
@@ -67,8 +66,7 @@ class RLPipeline(GroupRules, TrainingLoop):
                 self.rollouts.close()
         if not (self.config.eval_only or self.taken.admission.num_trained or self.learned):
             raise RunFailedError(
-                f"dynamic sampling: no step found a group worth training on, so that nothing was trained; "
-                f"{self.filter_hint}"
+                f"dynamic sampling: no step found a group worth training on, so nothing was trained; {self.filter_hint}"
             )
 
     def step(self, step: int) -> None:

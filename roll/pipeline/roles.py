@@ -1,4 +1,4 @@
-"""The model roles of a run: their clusters, scores and weights, the generating copies, and what to do when one dies."""
+"""The model roles of a run: their clusters, log-probs and weights, the generating replicas, and recovery."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from roll.models.lora import LoraSpec
 from roll.models.tokenizer import policy_tokenizer
 from roll.pipeline.model_cluster import BaseModelReference, ModelCluster, OffloadManager, Scorer
 from roll.pipeline.teachers import TaggedTeachers, aligned, shared_ids, with_teacher
-from roll.utils.checksums import WrittenFile
+from roll.utils.hashing import WrittenFile
 
 logger = logging.getLogger(__name__)
 
@@ -338,7 +338,7 @@ class Roles:
         """
         if config.actor_train.router_replay.mode == "R3" and batch.experts_TE is None:
             raise ValueError(
-                "actor_train.router_replay.mode: R3, but the rollouts hold no experts; expected disable or R2"
+                "actor_train.router_replay.mode: R3, but the rollouts contain no experts; expected disable or R2"
             )
         if config.bypasses_old_logprobs:
             batch = batch.replace(old_logprobs_T=batch.rollout_logprobs_T)

@@ -1,4 +1,4 @@
-"""Rollout groups of steps and evaluations: taken, refused when empty, looked at, some written for people to read."""
+"""Rollout groups of steps and evaluations: collected, checked, and some written for people to read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +18,6 @@ from roll.configs.rl import RLConfig
 from roll.data.requests import FinishReason
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.session import RunFailedError, RunSession
-from roll.report.trajectories import answer_row, trajectory_record, write_trajectories
 from roll.rollout.admission import Admission
 from roll.rollout.metrics import mean, rollout_metrics, sampled_tokens, spread_metrics
 from roll.rollout.scheduler import RolloutScheduler
@@ -26,7 +25,49 @@ from roll.rollout.types import Collected, RolloutGroup, Trajectory
 from roll.tracking.display import NOTED
 from roll.tracking.files import to_json, write_atomic
 from roll.tracking.run import TRAINED, RunFolder
+from roll.tracking.trackers import AnswerRow
 from roll.utils.registry import import_path
+
+
+def write_trajectories(folder: RunFolder, name: str, trajectories: Iterable[Trajectory]) -> Path:
+    """Writes episodes in full to ``trajectories/<name>.jsonl``, one line each."""
+    path = folder.trajectories / f"{name}.jsonl"
+    write_atomic(path, "".join(to_json(trajectory_record(item)) + "\n" for item in trajectories))
+    return path
+
+
+def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
+    """An episode as JSON values: text, actions and rewards per turn; token ids are counted, not listed."""
+    turns = [
+        {
+            "observation": turn.observation,
+            "text": turn.text,
+            "action": turn.action,
+            "task_reward": turn.task_reward,
+            "penalty": turn.penalty,
+            "prompt_tokens": len(turn.prompt_ids),
+            "completion_tokens": len(turn.completion.token_ids),
+            "finish_reason": turn.completion.finish_reason,
+            "weight_version": turn.completion.weight_version,
+        }
+        for turn in trajectory.turns
+    ]
+    names = ("tag", "group_id", "member", "seed", "success", "score", "end", "final_observation", "info")
+    return {name: getattr(trajectory, name) for name in names} | {"turns": turns}
+
+
+def answer_row(trajectory: Trajectory) -> AnswerRow:
+    """An episode as a row of a tracker's table."""
+    turns = trajectory.turns
+    said = [text for turn in turns for text in (turn.observation, turn.text)]
+    return AnswerRow(
+        tag=trajectory.tag,
+        prompt=said[0] if said else "",
+        answer="\n".join(said[1:]),
+        score=float(trajectory.score),
+        success=bool(trajectory.success),
+    )
+
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +82,7 @@ MAX_TRAINED_BYTES = 64_000_000
 
 
 class GroupRules:
-    """What a pipeline knows of its rollout groups."""
+    """A pipeline's rules for its rollout groups."""
 
     config: RLConfig
     filter_hint: ClassVar[str] = "loosen the filter of groups, or change the data"
@@ -83,7 +124,7 @@ class GroupRules:
 
 
 class StepRollouts:
-    """The rollouts of training steps: taken, written, looked at, and whether they leave anything to learn.
+    """The rollouts of training steps: collected, written, checked, and whether anything is left to learn.
 
     Args:
         rules: of the pipeline.
@@ -163,7 +204,7 @@ class StepRollouts:
             return f"learned: {self._seems}, {found:.1%} held out (learned_share={enough:g})"
         self._doubted = step
         if found is not None:
-            self._session.display.note(f"{self._seems}, but {found:.1%} held out: the run goes on")
+            self._session.display.note(f"{self._seems}, but {found:.1%} held out: the run continues")
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -269,7 +310,7 @@ def take(
 
 
 class Remarks:
-    """Says what is wrong with a step's rollouts: the first, second, fourth, eighth … time aloud, else in the log."""
+    """Reports problems of a step's rollouts: the 1st, 2nd, 4th, 8th … time in the terminal, else in the log."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -303,12 +344,13 @@ def remarks_on(
         why = f"{kept or 'none'} of {len(finished)} groups that were sampled passed the filter"
         yield "short" if kept else "empty", f"step {step} {does}: {why}" + (f"; {without}" if without else "")
     elif compares and found and (found["of/all_wrong"] >= _MOST_WRONG or found["of/no_spread"] >= _MOST_EQUAL):
-        yield "spread", f"step {step}: of {len(finished)} groups {without}: what compares answers learns nothing there"
+        yield "spread", f"step {step}: of {len(finished)} groups {without}: group baselines learn nothing from them"
     share, place = cut_answers(finished, most_tokens)
     if share >= _MOST_CUT:
         yield (
             "cut",
-            f"step {step}: {share:.0%} of the answers are cut at {place} (rollout/cut_off): raise it, or ask for less",
+            f"step {step}: {share:.0%} of the responses are cut at {place} (rollout/cut_off): "
+            "raise it, or ask for less",
         )
 
 
@@ -318,7 +360,7 @@ def describe_failure(groups: Sequence[RolloutGroup], most_tokens: Callable[[str]
     scores = [episode.score for episode in episodes]
     low, high = min(scores), max(scores)
     scored = f"scored {low:g}" if low == high else f"were wrong, with scores from {low:g} to {high:g}"
-    parts = [f"all {len(episodes)} sampled answers {scored}"]
+    parts = [f"all {len(episodes)} sampled responses {scored}"]
     share, place = cut_answers(groups, most_tokens)
     if share > 0:
         parts.append(f"{share:.0%} were cut at {place}")

@@ -16,11 +16,11 @@ from typing import Any
 from roll.configs.pipeline import RunConfig
 from roll.configs.problems import ConfigErrors
 from roll.configs.resuming import Change, Record, Rows, compare
+from roll.pipeline.profiling import PhaseTimer, Span, peak_memory_mb
 from roll.report.render import render_index
 from roll.tracking.checkpointer import Checkpointer, PostSaveHook
 from roll.tracking.display import Display, closing_line
 from roll.tracking.files import CheckpointError, write_atomic
-from roll.tracking.monitor import PhaseTimer, Span, peak_memory_mb
 from roll.tracking.redact import redact
 from roll.tracking.run import RunFolder
 from roll.tracking.trackers import AnswerRow, MultiTracker, TrackerContext
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunFailedError(RuntimeError):
-    """The run cannot go on, for a reason that its user can act on."""
+    """The run cannot continue, for a reason that its user can act on."""
 
 
 class RunSession:
@@ -79,8 +79,8 @@ class RunSession:
             logger.info("an earlier run of this name is now in %s", aside)
         if not self._compared:
             logger.warning(
-                "%s is of an earlier version and does not say with which data, seed and settings it was trained: they "
-                "are not compared with this run's",
+                "%s was saved by an earlier version, without a record of its data, seed and settings: they are not "
+                "compared with this run's",
                 self.resume_path,
             )
         if self.changes:
@@ -196,7 +196,7 @@ class RunSession:
             with Fault() as fault:  # pictures and pages must not end the training
                 work()
             if fault.error is not None:
-                logger.error("beside the run: it goes on without this", exc_info=fault.error)
+                logger.error("a background task failed; the run continues without it", exc_info=fault.error)
 
         self._aside.submit(attempt)
 

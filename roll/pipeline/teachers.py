@@ -1,12 +1,16 @@
-"""Teachers: scores of rollouts and datasets, also by tag, with another tokenizer, or with prompts of their own."""
+"""Teachers: scores of rollouts and datasets, also by tag, with another tokenizer, or with prompts of their own.
+
+A prompt of the teacher's own is the question with columns of its row that the policy does not see.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,10 +22,14 @@ from roll.configs.divergence import DivergenceConfig
 from roll.configs.engine_rules import compute_dtype
 from roll.data.batch import Batch
 from roll.data.columns import IntArray
+from roll.data.files.rows import Problems
+from roll.data.prompt_rows import RowError, lookup
+from roll.data.prompts import Prompt
+from roll.data.renderer import ChatRenderer
 from roll.distributed.strategy.base import Metrics, StrategyContext
 from roll.models.aligned_text import Retokenizer
 from roll.models.loading import load_config
-from roll.models.tokenizer import load_tokenizer
+from roll.models.tokenizer import load_tokenizer, model_folder
 from roll.pipeline.column_cache import cached_columns, digest_of, read_cached, weight_files
 from roll.pipeline.model_cluster import ModelCluster, Scorer
 
@@ -64,7 +72,7 @@ _MORE_TOKENS = 2
 
 
 class AlignedTeacher:
-    """Scores of a policy's batch from a teacher that reads other tokens."""
+    """Log-probs of a policy's batch from a teacher with another tokenizer."""
 
     def __init__(self, teacher: ModelCluster, retokenizer: Retokenizer) -> None:
         self._teacher = teacher
@@ -106,7 +114,7 @@ def aligned(
 
 
 class TaggedTeachers:
-    """Scores of a policy's batch, each row by the teachers of its tag.
+    """Log-probs of a policy's batch, each row by the teachers of its tag.
 
     Args:
         teachers: by name, set up.
@@ -173,7 +181,7 @@ class TaggedTeachers:
 
 
 class PrivilegedTeacher:
-    """Scores of the policy's answers behind prompts of the teacher's own.
+    """Log-probs of the policy's responses after the teacher's own prompts.
 
     Zhao et al. 2026, *Self-Distilled Reasoner: On-Policy Self-Distillation for Large Language Models*.
 
@@ -243,7 +251,7 @@ def _setting(config: DistillConfig) -> str:
 
 
 class DatasetTeacher:
-    """Scores answers with the teacher's role, or reads what one has written.
+    """Computes log-probs of given responses with the teacher's role, or reads stored ones.
 
     Args:
         model: the role, set up; ``None`` where all of it is on disk.
@@ -284,7 +292,7 @@ class DatasetTeacher:
         """The teacher's name and the files of its weights where they are on this machine, and how it computes."""
         assert self._config.teacher is not None, "it scores"
         _, dtype = compute_dtype("teacher", self._config.teacher)
-        files = weight_files(Path(str(self._path)).expanduser())
+        files = weight_files(model_folder(str(self._path)))
         return {"teacher": " ".join([str(self._path), *files]), "dtype": dtype or "the model's"}
 
     def _computed(self, batch: Batch) -> dict[str, Tensor]:
@@ -295,7 +303,7 @@ class DatasetTeacher:
         most = int(found["ids"].max()) if len(found["ids"]) else -1
         if most >= self._vocab_size:
             raise ValueError(
-                f"teacher_logprobs: seen token {most}, expected less than {self._vocab_size}, the policy's vocabulary; "
+                f"teacher_logprobs: got token {most}, expected less than {self._vocab_size}, the policy's vocabulary; "
                 "the file was written for another policy"
             )
         columns = {}
@@ -305,3 +313,81 @@ class DatasetTeacher:
             whole[batch.loss_mask_T] = values
             columns[column] = whole
         return batch.replace(**columns)
+
+
+_PLACEHOLDER = re.compile(r"(?<![\w\\{])\{([\w.]+)\}(?!\})")  # not the braces of \boxed{answer}
+_BLOCK = 1024
+"""Prompts that are tokenised together."""
+
+
+class TeacherPrompts:
+    """Fills a template with a row and renders it.
+
+    Args:
+        template: text of the last message; ``{prompt}`` is what it is for the policy, ``{column}`` a column of the row.
+        renderer: the policy's: the teacher reads the same tokens.
+        response: column of the reference answer.
+        column_length: most tokens of a column; what is behind them is cut off.
+    """
+
+    def __init__(
+        self, template: str, renderer: ChatRenderer, response: str | None = None, column_length: int | None = None
+    ) -> None:
+        self._template = template
+        self._renderer = renderer
+        self._response = response
+        self._column_length = column_length
+
+    def messages(self, prompt: Prompt) -> tuple[Mapping[str, str], ...]:
+        """The conversation that the teacher reads.
+
+        Raises:
+            RowError: the row has no such column, or no text or number in it.
+        """
+        *before, question = prompt.messages
+        values = {**prompt.extra_info, "prompt": question["content"]}
+        if self._response is not None:
+            values.setdefault(self._response, prompt.ground_truth)
+
+        def fill(place: re.Match[str]) -> str:
+            value = lookup(values, place[1])
+            if not isinstance(value, str | int | float):
+                raise RowError(f"column {place[1]!r}: {value!r:.60}, expected text or a number")
+            return str(value) if place[1] == "prompt" else self._cut(str(value))
+
+        return (*before, {**question, "content": _PLACEHOLDER.sub(fill, self._template)})
+
+    def _cut(self, text: str) -> str:
+        """The text of its first ``column_length`` tokens; of a character that they only begin, nothing."""
+        if self._column_length is None:
+            return text
+        tokenizer = self._renderer.tokenizer
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) <= self._column_length:
+            return text
+        kept: Any = tokenizer.decode(ids[: self._column_length], skip_special_tokens=False)
+        return str(kept if text.startswith(kept) else kept.rstrip("\ufffd"))
+
+    def ids(self, prompt: Prompt) -> IntArray:
+        """Token ids of the conversation, with the assistant's turn opened."""
+        return self._renderer.prompt(self.messages(prompt))
+
+    def check(self, prompts: Sequence[Prompt], most: int) -> None:
+        """Fills the template with every row.
+
+        Raises:
+            DataError: what is missing in which row, and which prompt has more than ``most`` tokens.
+        """
+        problems = Problems()
+        for start in range(0, len(prompts), _BLOCK):
+            filled = {}
+            for prompt in prompts[start : start + _BLOCK]:
+                try:
+                    filled[prompt.id] = self.messages(prompt)
+                except RowError as error:
+                    problems.add(prompt.id, f"teacher_prompt: {error}")
+            for name, ids in zip(filled, self._renderer.prompts(list(filled.values())), strict=True):
+                if len(ids) > most:
+                    expected = f"expected at most {most:,}: sequence_length minus the longest response"
+                    problems.add(name, f"teacher_prompt: {len(ids):,} tokens, {expected}")
+        problems.raise_any()

@@ -20,7 +20,7 @@ from roll.algorithms.types import LossFn, TokenScores
 from roll.data.batch import Batch
 from roll.data.columns import Records
 from roll.data.requests import Completion, GenerateRequest
-from roll.distributed.cluster.worker import Worker
+from roll.distributed.cluster.cluster import Worker
 from roll.distributed.strategy import strategy_class
 from roll.distributed.strategy.base import (
     GenerateStrategy,
@@ -32,17 +32,16 @@ from roll.distributed.strategy.base import (
     TrainStrategy,
 )
 from roll.distributed.weights.buckets import host_bytes, with_checksum
-from roll.distributed.weights.contents import WeightBucket
-from roll.distributed.weights.messages import Message, Payload, Reply
+from roll.distributed.weights.contents import Message, Payload, Reply, WeightBucket
 from roll.distributed.weights.receiver import WeightReceiver
 from roll.distributed.weights.sender import Link, TransferRequest, TransferResult, WeightSender
 from roll.rollout.router import GenerationError, Outcomes
-from roll.utils.checksums import WrittenFile
+from roll.utils.hashing import WrittenFile
 from roll.utils.memory import freeze_startup_objects
 
 
 class IdleClock:
-    """Sums up the seconds in which no work was under way; pieces of work may overlap. For one thread or event loop.
+    """Sums up the seconds without work; pieces of work may overlap. For one thread or event loop.
 
     Args:
         now: seconds of a clock that never goes back.
@@ -80,7 +79,7 @@ _POLL_S = 1.0
 
 
 class ScoreWorker(Worker):
-    """Scores batches: the reference, and the part that every model role shares."""
+    """Computes log-probs of batches: the reference, and the base of every model role."""
 
     strategy: ScoreStrategy
     _loaded = False

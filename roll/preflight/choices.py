@@ -17,7 +17,7 @@ from roll.configs.data import ATTRIBUTE_PATH
 from roll.configs.distill import DistillConfig
 from roll.configs.dpo import DPOConfig
 from roll.configs.engines import strategy_names
-from roll.configs.engines.card import task_of
+from roll.configs.engines.card import VERBS, task_of
 from roll.configs.offline import SFTConfig
 from roll.configs.pipeline import TINY, PipelineConfig
 from roll.configs.problems import ConfigProblem, Words
@@ -84,7 +84,7 @@ def _tiny_problems(config: AgenticConfig) -> Iterator[ConfigProblem]:
         env = config.custom_envs.get(tag)
         if env is None or envs.check_env_config(env.env_type, env.env_config) or envs.names_actions(env.env_type):
             continue
-        expected = f"a model folder or a name on the hub: tiny is made for grid games, {tag} is {env.env_type}"
+        expected = f"a model folder or a name on the hub: tiny works only with grid games, {tag} is {env.env_type}"
         hint = "the class of a game of your own may name its actions: action_names"
         involved = (f"custom_envs.{tag}.env_type", "train_env_manager.tags")
         yield ConfigProblem("pretrain", config.pretrain, expected, hint, involves=involved)
@@ -155,7 +155,7 @@ def check_agents(config: RLConfig) -> Iterator[ConfigProblem]:
 
 def check_user(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """The class of the user can be made."""
-    from roll.rollout.prompt_env import load_user
+    from roll.rollout.prompt_worker import load_user
 
     if config.user is not None:
         try:
@@ -246,7 +246,7 @@ def check_strategies(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if card is None and name not in STRATEGIES:
             yield from _path_problems(path, name, able)
         elif card is not None and not card.strategy(name).plays(role):
-            yield ConfigProblem(path, name, f"a strategy that {task}: {', '.join(able)}", _meant(name, able))
+            yield ConfigProblem(path, name, f"a strategy that {VERBS[task]}: {', '.join(able)}", _meant(name, able))
 
 
 def check_engine_options(config: PipelineConfig) -> Iterator[ConfigProblem]:

@@ -1,4 +1,4 @@
-"""Things outside a configuration that it names: rows of data files, models on a hub; for ``roll validate`` alone."""
+"""Checks what a configuration refers to: rows of data files, models on the hub; only for ``roll validate``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from roll.configs.data import DataArguments
 from roll.configs.dpo import DPOConfig
 from roll.configs.offline import OfflineConfig
-from roll.configs.pipeline import TINY, PipelineConfig
+from roll.configs.pipeline import SMOLLM2, TINY, PipelineConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.prompts import PromptsConfig
 from roll.configs.reward_training import RewardTrainingConfig
@@ -73,7 +73,7 @@ def _check_dataset(key: str, args: DataArguments, config: PromptsConfig) -> Find
     if args.dataset_cls is not None:
         return [f"data: {args.dataset_cls}: called when the run starts"], []
     absent = [name for name in args.file_names if not _on_disk(name)]
-    lines = [f"data: {name}: nothing here yet" for name in absent]
+    lines = [f"data: {name}: not there yet" for name in absent]
     if len(absent) == len(args.file_names):
         return lines, []
     from roll.data.files.rows import DataError
@@ -146,7 +146,7 @@ def check_hub(config: PipelineConfig) -> Findings:
     lines: list[str] = []
     problems: list[ConfigProblem] = []
     for key, model in config.models.items():
-        if model == TINY or Path(model).expanduser().exists():
+        if model in (TINY, SMOLLM2) or Path(model).expanduser().exists():
             continue
         offline = hub_is_off()
         status = None if offline else ask_hub(f"models/{model}", HUB_SECONDS)

@@ -1,4 +1,4 @@
-"""A server that is asked over HTTP and may fail: bounded requests, new attempts, a key that is never told."""
+"""A client for an HTTP server that may fail: limited requests, retries, and a key that is never shown."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class Endpoint:
         except TimeoutError as error:
             more = limit - self._patience.request_timeout
             own = f" + {more:g}" if more else ""
-            words = f"no answer within request_timeout = {self._patience.request_timeout:g}{own} seconds"
+            words = f"no reply within request_timeout = {self._patience.request_timeout:g}{own} seconds"
             raise TransientError(words) from error
         except httpx.RequestError as error:
             raise TransientError(f"{type(error).__name__}: {self.shorten(str(error))}") from error

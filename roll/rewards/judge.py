@@ -1,4 +1,4 @@
-"""A language model as judge: asked through an OpenAI-compatible chat-completions endpoint, or hosted by the run.
+"""A language model as judge: called through an OpenAI-compatible endpoint, or hosted by the run.
 
 The answer under judgement is data from a policy that is rewarded for whatever pleases the judge. The prompt puts it
 between marks that contain a hash of it, so it cannot close them itself, and the words of the answer are never read as
@@ -150,7 +150,7 @@ class JudgeConfig(Patience):
         if self.judge_model_type == "inference":
             for key in ("judge_api_url", "judge_api_key_env", "extra_body"):
                 if getattr(self, key):
-                    yield self.problem(key, f"no such key with {kind} inference: no endpoint is asked", kind, seen="…")
+                    yield self.problem(key, f"no such key with {kind} inference: no endpoint is asked", kind, got="…")
         elif self.judge_api_url is None:
             expected = f"the endpoint's address, or {kind}: inference for a judge on the run's own devices"
             yield self.problem("judge_api_url", expected, kind)
@@ -158,7 +158,7 @@ class JudgeConfig(Patience):
             yield from url_problems("judge_api_url", self.judge_api_url, "judge_api_key_env")
         if self.judge_model_type == "api" and self.engine != JudgeEngine():
             yield self.problem(
-                "engine", f"no such key with {kind} api: the endpoint has its own", kind, seen="a section"
+                "engine", f"no such key with {kind} api: the endpoint has its own", kind, got="a section"
             )
 
 
@@ -279,21 +279,21 @@ class JudgeVerifier(Verifier):
             shown = self._shorten(response.text)
             raise TransientError(f"expected a chat completion as JSON, got {shown}") from error
         if not isinstance(words, str):
-            raise TransientError(f"expected the judge's words in message.content, got {self._shorten(str(words))}")
+            raise TransientError(f"expected the judge's reply in message.content, got {self._shorten(str(words))}")
         return self._score_in(words, choice.get("finish_reason") == "length")
 
     def _score_in(self, words: str, is_cut: bool) -> float:
         matches = list(self._pattern.finditer(words))
         if not matches:
             cut = ", cut off by max_tokens," if is_cut else ""
-            raise TransientError(f"score_pattern finds no score in the judge's words{cut} {self._shorten(words)}")
+            raise TransientError(f"score_pattern finds no score in the judge's reply{cut} {self._shorten(words)}")
         last = matches[-1]
         if (part := _partial(words, last, self._judge.max_score)) is not None:
             raise TransientError(
                 f"score: got {self._shorten(part)}, expected one number or yes or no, and no more of it"
             )
         if len({match[1] for match in matches if _is_verdict(words, match, last)}) > 1:
-            raise TransientError(f"score: got several in the judge's words {self._shorten(words)}, expected one")
+            raise TransientError(f"score: got several in the judge's reply {self._shorten(words)}, expected one")
         return self._to_number(last[1])
 
     def _to_number(self, text: str | None) -> float:

@@ -1,4 +1,4 @@
-"""Answers without a run: the questions of a file, several answers to each, and conversations with a person."""
+"""Responses without a run: to the questions of a file, several each, and chats with a person."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roll.data.columns import IntArray
 from roll.data.questions import Question
 from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import derive_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answerer:
-    """Has questions answered."""
+    """Generates responses to questions."""
 
     generate: GenerateFn
     tokenizer: PreTrainedTokenizerBase
@@ -44,7 +44,7 @@ class Answerer:
         try:
             prompt_ids = self.prompt_ids(question)
         except (TemplateError, ValueError) as error:
-            return [ValueError(f"the chat template refuses the messages: {error}")] * self.num_answers
+            return [ValueError(f"the chat template cannot render the messages: {error}")] * self.num_answers
         requests = (
             GenerateRequest(
                 f"{index}/{number}", prompt_ids, replace(self.params, seed=derive_seed(self.seed, index, number))
@@ -82,14 +82,14 @@ _TORN = "\N{REPLACEMENT CHARACTER}"
 
 
 class StreamingEngine(Protocol):
-    """A generator that shows what it has of a request in flight (``hf_infer``)."""
+    """A generator that can stream a request in flight (``hf_infer``)."""
 
     async def generate(self, request: GenerateRequest) -> Completion: ...
     def sampled(self, request_id: str) -> list[int]: ...
 
 
 class Conversation:
-    """Turns of a user and a model. What was sampled is never tokenised again.
+    """Turns of a user and a model. Sampled tokens are never tokenised again.
 
     Args:
         params: of every answer; each has a seed of its own.

@@ -1,4 +1,10 @@
-"""Plays one episode: render, generate, step, until the environment or the context ends it."""
+"""Runs one episode, and records it: render, generate, step, until the environment or the context ends it.
+
+The calls of an episode form a tree. One whose prompt begins with everything that a row holds (prompts and responses, id
+by id) continues that row; any other begins a new row: a retry, a sub-agent, one of several responses to the same
+prompt, a rewritten history. So each row is exactly what the engine got and sampled last in it, and each sampled token
+belongs to one row; where a later row repeats it, it is part of the prompt there.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +20,40 @@ import numpy as np
 from roll.agentic.env.base import StepResult
 from roll.configs.env import CustomEnvConfig
 from roll.data.columns import IntArray
+from roll.data.identity import identity
 from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import FinishReason, GenerateFn, GenerateRequest, Runs, SamplingParams
 from roll.rollout.errors import EnvError, PromptTooLongError, ReplayError
-from roll.rollout.recorder import Recorder
 from roll.rollout.tokenization_audit import Conversation, TokenizationAudit
 from roll.rollout.types import EpisodeEnd, Frame, Trajectory, Turn
 from roll.utils.foreign import describe_error
+from roll.utils.hashing import derive_seed
 from roll.utils.registry import Registry
-from roll.utils.seeding import derive_seed
+
+
+class Recorder:
+    """Turns of one episode, in the order in which they were finished."""
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self._rows: list[bytes] = []
+        """The ids of each row so far."""
+
+    def add(self, turn: Turn) -> Turn:
+        """Adds a turn; returns it with the ``row`` that it continues, the longest one where several would do."""
+        prompt = identity(turn.prompt_ids)
+        row, longest = len(self._rows), -1
+        for number, ids in enumerate(self._rows):
+            if len(ids) > longest and prompt.startswith(ids):
+                row, longest = number, len(ids)
+        ids = prompt + identity(turn.completion.token_ids)
+        if row == len(self._rows):
+            self._rows.append(ids)
+        else:
+            self._rows[row] = ids
+        self.turns.append(replace(turn, row=row))
+        return self.turns[-1]
+
 
 TOOL_TURNS = "tool_turns"
 """Key of ``info``: turns so far that called tools; they do not count as steps of the environment."""
@@ -37,7 +68,7 @@ class EpisodeAbortedError(RuntimeError):
 
 @dataclass(frozen=True)
 class EpisodeSpec:
-    """Description of an episode to play. Equal specs under equal weights give equal trajectories."""
+    """Description of an episode. Equal specs under equal weights give equal trajectories."""
 
     tag: str
     group_id: int
@@ -65,7 +96,7 @@ class LengthLimits:
 
 
 class AsyncEnv(Protocol):
-    """Partner of an episode: an ``EnvRunner``, or a prompt whose answer is scored elsewhere."""
+    """The environment of an episode: an ``EnvRunner``, or a prompt whose response is scored elsewhere."""
 
     async def reset(self, seed: int) -> tuple[str, dict[str, Any]]: ...
     async def step(self, text: str) -> StepResult: ...
@@ -73,7 +104,7 @@ class AsyncEnv(Protocol):
 
 
 class EnvManager(ABC):
-    """Plays episodes of one tag. Subclasses say what the policy sees at each turn.
+    """Runs episodes of one tag. Subclasses define the prompt of each turn.
 
     Args:
         params: sampling parameters; the seed is set per turn.
@@ -180,8 +211,8 @@ class EnvManager(ABC):
             raise EpisodeAbortedError(f"request {request_id} was aborted")
         if spec.recorded and completion.runs != recorded:
             raise ReplayError(
-                f"{request_id} was sampled with (version, tokens) {completion.runs}, in the run that is repeated with "
-                f"{recorded}: its model, data, seed or machine was another one, or something failed there or here"
+                f"{request_id} was sampled with (version, tokens) {completion.runs}, in the recorded run with "
+                f"{recorded}: its model, data, seed or machine differs, or something failed in one of the runs"
             )
         text = self.renderer.decode(completion.token_ids)
         next_observation, reward, terminated, truncated, next_info = await env.step(text)
@@ -257,7 +288,7 @@ class StepEnvManager(EnvManager):
 
 
 class TrajEnvManager(EnvManager):
-    """The episode is one conversation; sampled ids stay as they are and only what is new is tokenised."""
+    """The episode is one conversation; sampled ids are kept, and only new text is tokenised."""
 
     history = True
 
@@ -285,7 +316,7 @@ def _told_refusal() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise EnvError(f"the chat template refuses what was said: {describe_error(error)}") from error
+        raise EnvError(f"the chat template cannot render the conversation: {describe_error(error)}") from error
 
 
 def _scalars(info: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The Ray worker that plays episodes of environments."""
+"""The Ray worker that runs episodes of environments."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from roll.rollout.errors import EnvError
 from roll.rollout.plans import GroupSpec
 from roll.rollout.reward_worker import Asking, WorkerClient
 from roll.rollout.tokenization_audit import TokenCheck, TokenizationAudit
-from roll.rollout.tool_box import ToolBox, with_tools
+from roll.rollout.tool_box import ToolBox
 from roll.rollout.types import Trajectory
-from roll.rollout.worker import RolloutWorker
+from roll.rollout.workers import RolloutWorker
 from roll.utils.memory import relax_gc
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EnvWorkerContext:
-    """Everything that an environment worker needs to play, as plain data."""
+    """Everything that an environment worker needs, as plain data."""
 
     envs: Mapping[str, CustomEnvConfig]
     """The tags that this manager plays."""
@@ -52,7 +52,7 @@ class EnvWorkerContext:
 
 
 class EnvironmentWorker(RolloutWorker):
-    """Plays episodes of environments. ``train_env_manager.worker_cls`` may name a subclass."""
+    """Runs episodes of environments. ``train_env_manager.worker_cls`` may name a subclass."""
 
     def setup(self, context: EnvWorkerContext) -> None:
         from roll.models.tokenizer import load_tokenizer  # brings transformers
@@ -113,9 +113,11 @@ class EnvironmentWorker(RolloutWorker):
                 playing = manager.run_episode(runner, spec.player(runner, manager.renderer), episode)
             elif (agent := self._agents.get(spec.tag)) is not None:
                 playing = self._play_by(agent, runner, manager, generate, episode)
-            else:
-                partner, generate = await with_tools(runner, spec.tag, self._tools, generate)
+            elif self._tools is not None:
+                partner, generate = await self._tools.equip(runner, spec.tag, generate)
                 playing = manager.run_episode(partner, generate, episode)
+            else:
+                playing = manager.run_episode(runner, generate, episode)
             trajectory = await playing
             healthy = True
             return trajectory

@@ -1,4 +1,4 @@
-"""Record of what an asynchronous run's steps took and which weights sampled it: ``schedule.jsonl``, and repeating it.
+"""Records which groups an asynchronous run's steps took and what weights sampled them (``schedule.jsonl``); repeats it.
 
 One line per step: its number, ``groups``, ``ahead`` and ``window`` (B, A and W of ``Admission``), the groups of its
 batch (``taken``) and those that dynamic sampling turned down before it (``settled``), both by their draws, with every
@@ -86,7 +86,7 @@ class Schedule:
                 used = [{int(draw): _read_episodes(some) for draw, some in record[what].items()} for what in _USES]
                 steps[int(record["step"])] = StepDraws(*map(frozenset, used))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise ValueError(f"line {number} is none of a schedule.jsonl ({error!r})") from error
+                raise ValueError(f"line {number} is not one of a schedule.jsonl ({error!r})") from error
             draws |= used[0] | used[1]
         return cls(frozenset(limits), steps, draws)
 

@@ -1,4 +1,4 @@
-"""``tokenization_sanity_check``: a conversation that has grown by samples against the same one tokenised at once."""
+"""``tokenization_sanity_check``: compares a conversation of sampled tokens with the same one tokenised at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -15,10 +15,6 @@ from roll.data.columns import IntArray
 from roll.data.renderer import ChatRenderer, Message, Tool
 from roll.rollout.types import Turn
 from roll.utils.foreign import Fault
-
-if TYPE_CHECKING:
-    from roll.data.columns import IntArray
-    from roll.data.renderer import ChatRenderer, Message, Tool
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +113,7 @@ class Conversation:
 
 
 class TokenizationAudit:
-    """Compares rows of one process; says each reason once and counts it always."""
+    """Compares rows of one process; logs each reason once and always counts it."""
 
     def __init__(self, renderer: ChatRenderer, check: TokenCheck) -> None:
         self._renderer = renderer
@@ -150,9 +146,9 @@ class TokenizationAudit:
         self._said.add(reason)
         trained, history = first_difference(self._renderer, conversation.messages, ids, conversation.tools)
         logger.warning(
-            "tokenization_sanity_check: %s: what is trained differs from the conversation tokenised at once (%s): it "
-            "has %r, the conversation %r; sampled tokens stay as they are, further differences of this kind are "
-            "counted alone",
+            "tokenization_sanity_check: %s: the trained tokens differ from the conversation tokenised at once (%s): "
+            "trained %r, conversation %r; the sampled tokens are kept, and further differences of this kind are only "
+            "counted",
             name,
             reason,
             trained,

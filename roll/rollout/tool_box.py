@@ -1,4 +1,4 @@
-"""Tools of an episode: the calls of a turn run at the same time, each within its time; other turns act as before.
+"""Tools of an episode: the calls of a turn run at the same time, each with a time limit; other turns act as usual.
 
 Results are cut to a number of tokens.
 """
@@ -39,7 +39,7 @@ _Entry: TypeAlias = tuple[Tool, ToolConfig | McpServerConfig]
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers to the calls of a turn."""
+    """Results of the calls of a turn."""
 
     messages: list[dict[str, Any]]
     """OpenAI's, in the order of the calls; those to malformed calls last, not more than there may be calls and one."""
@@ -76,6 +76,21 @@ class ToolBox:
                     self._opened = opened.pop_all()
         return _told(self._tools, tag)
 
+    async def equip(self, env: AsyncEnv, tag: str, generate: GenerateFn) -> tuple[AsyncEnv, GenerateFn]:
+        """An episode's environment and its way to the engine, with the tools that its tag has.
+
+        Raises:
+            EnvError: a tool cannot be made, or a server of tools not be reached.
+        """
+        if not self.config.reaches(tag):
+            return env, generate
+        try:
+            schemas = await self.schemas(tag)
+        except ValueError as error:
+            raise EnvError(str(error)) from error
+        tools = ToolEnv(env, self, schemas)
+        return tools, tools.watch(generate)
+
     async def close(self) -> None:
         """Ends what the tools hold."""
         await self._opened.aclose()
@@ -103,7 +118,7 @@ class ToolBox:
         ]
         errors = [self.dialect.error_text(error) for error in turn.errors[:limit]]
         if (left := len(turn.errors) - limit) > 0:
-            errors.append(f"error: nor were {left} more calls that cannot be read, a turn may have at most {limit}")
+            errors.append(f"error: {left} more malformed calls, a turn may have at most {limit}")
         messages += [{"role": "tool", "content": self.cut(text)} for text in errors]
         return Answers(messages, counts)
 
@@ -307,19 +322,3 @@ class ToolEnv:
 
     def _counts_so_far(self) -> dict[str, int]:
         return {name: self._counts[name] for name in COUNTS} | {TOOL_TURNS: self._turns}
-
-
-async def with_tools(env: AsyncEnv, tag: str, box: ToolBox | None, generate: GenerateFn) -> tuple[AsyncEnv, GenerateFn]:
-    """An episode's environment and its way to the engine, with the tools that its tag has.
-
-    Raises:
-        EnvError: a tool cannot be made, or a server of tools not be reached.
-    """
-    if box is None or not box.config.reaches(tag):
-        return env, generate
-    try:
-        schemas = await box.schemas(tag)
-    except ValueError as error:
-        raise EnvError(str(error)) from error
-    tools = ToolEnv(env, box, schemas)
-    return tools, tools.watch(generate)

@@ -1,4 +1,4 @@
-"""A tool whose calls run in processes of their own (``isolation: process``), by the children that rewards have.
+"""A tool whose calls run in separate processes (``isolation: process``).
 
 A child builds the tool once and forks for every call. What the fork allocates, changes or starts is gone with it: it is
 killed at its end or its timeout, and so is all that comes from it. ``python -m roll.rollout.tool_process`` is a child.
@@ -200,7 +200,7 @@ def _call(tool: Tool, arguments: dict[str, Any], state: dict[str, Any], max_char
     try:
         encode(state)
     except (TypeError, ValueError) as error:
-        return {"error": f"its state is no JSON, which isolation: process needs: {error}"}
+        return {"error": f"its state is not JSON, which isolation: process needs: {error}"}
     return reply
 
 

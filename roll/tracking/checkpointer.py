@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent.
+"""Checkpoints that are complete or absent.
 
 A checkpoint is written into a hidden folder, forced to disk, listed in a manifest with the sizes and checksums of what
 was written, and only then renamed to ``checkpoint-N``. A kill at any moment leaves the earlier checkpoints as they
@@ -37,8 +37,8 @@ from roll.tracking.files import (
     to_plain,
     write_manifest,
 )
-from roll.utils.checksums import WrittenFile
 from roll.utils.children import ending
+from roll.utils.hashing import WrittenFile
 from roll.utils.threads import in_background
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ _TOLD_BYTES = 2000
 
 
 class PostSaveHook:
-    """Runs a program, without a shell, once a checkpoint is whole.
+    """Runs a program, without a shell, after a checkpoint is complete.
 
     It finds the folder in ``ROLL_CHECKPOINT`` and as its last argument, the step in ``ROLL_STEP``.
 
@@ -175,7 +175,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: the disk is full or fails, or a file is not as it was written. Earlier checkpoints stay.
-                Or the hook failed and is required; the checkpoint is whole.
+                Or the hook failed and is required; the checkpoint is complete.
         """
         self.wait()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -196,7 +196,7 @@ class Checkpointer:
             self.saved = final
             problem = self.hook.run(final, step)
             if problem is not None and self.hook.required:
-                raise CheckpointError(f"{problem}; the checkpoint is whole")
+                raise CheckpointError(f"{problem}; the checkpoint is complete")
             self._prune(keep=final)
 
         if self._background:
@@ -265,7 +265,7 @@ class Checkpointer:
             return found
         path = Path(resume_from_checkpoint).expanduser()
         if not path.is_dir():
-            raise CheckpointError(f"resume_from_checkpoint: {path} is no folder")
+            raise CheckpointError(f"resume_from_checkpoint: {path} is not a folder")
         if not (path / MANIFEST_FILE).exists():
             inner = path / "checkpoints" if (path / "checkpoints").is_dir() else path
             if (found := Checkpointer(inner).latest()) is not None:

@@ -1,4 +1,4 @@
-"""View of the person at the terminal while a run goes on, and the line that closes it."""
+"""The terminal's display during a run, and its last line."""
 
 from __future__ import annotations
 
@@ -393,7 +393,7 @@ class _ForgivingStream(io.TextIOBase):
             action()
         except OSError as error:
             self._gone = True
-            logger.warning("the display's output is gone (%s); the run goes on without it", error)
+            logger.warning("the display's output is gone (%s); the run continues without it", error)
 
 
 class _PlainFormatter(logging.Formatter):

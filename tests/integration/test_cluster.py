@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll.distributed.cluster.cluster import Cluster, Placement, create_placement, discover_nodes
+from roll.distributed.cluster.cluster import Cluster, Placement, Worker, create_placement, discover_nodes
 from roll.distributed.cluster.errors import PlacementError, RpcTimeoutError, WorkerDiedError
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement, pretend_nodes
-from roll.distributed.cluster.worker import Worker
 from roll.pipeline.launch import explained
 
 ROLES = [

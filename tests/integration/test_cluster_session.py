@@ -25,7 +25,7 @@ from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.cluster import create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
-from roll.distributed.cluster.worker import Worker
+from roll.distributed.cluster.cluster import Worker
 from roll.utils.signals import Interrupted, SignalGuard
 
 class Sleeper(Worker):
@@ -78,7 +78,7 @@ from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.cluster import create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
-from roll.distributed.cluster.worker import Worker
+from roll.distributed.cluster.cluster import Worker
 
 class Sees(Worker):
     def seen(self):

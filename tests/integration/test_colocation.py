@@ -14,10 +14,9 @@ from roll.algorithms.losses import build_sft_loss
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.data.requests import Completion, GenerateRequest, SamplingParams
-from roll.distributed.cluster.cluster import Cluster, create_placement, discover_nodes
+from roll.distributed.cluster.cluster import Cluster, Worker, create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import NodeInfo, RoleRequest, plan_placement
-from roll.distributed.cluster.worker import Worker
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.weights.sync import WeightSync
 from roll.pipeline.model_cluster import ModelCluster, OffloadManager

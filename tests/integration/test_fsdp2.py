@@ -19,7 +19,7 @@ from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.divergence import DivergenceConfig
 from roll.configs.engines import packages
 from roll.data.batch import Batch
-from roll.data.shared_prompts import worth_sharing
+from roll.data.packing import worth_sharing
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
@@ -72,10 +72,7 @@ def make_model(path: Path, *, tied: bool = True, **kwargs: Any) -> Path:
 
     torch.manual_seed(0)
     config = Qwen2Config(
-        **sizes(VOCABULARY, 32, 48, 2, 4, 2),
-        tie_word_embeddings=tied,
-        initializer_range=0.1,
-        **kwargs,
+        **sizes(VOCABULARY, 32, 48, 2, 4, 2), tie_word_embeddings=tied, initializer_range=0.1, **kwargs
     )
     Qwen2ForCausalLM(config).save_pretrained(path)
     return path

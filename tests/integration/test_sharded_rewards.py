@@ -15,7 +15,7 @@ HOLD = "hold-train-group-6"
 def ranks(run: Run) -> list[int]:
     """Process ids of the parts of its reward model."""
     own = ((pid, Path(f"/proc/{pid}/cmdline").read_bytes()) for pid in run.processes())
-    return [pid for pid, command in own if b"roll.rewards.device_classifiers" in command.split(b"\0")]
+    return [pid for pid, command in own if b"roll.rewards.reward_model" in command.split(b"\0")]
 
 
 @pytest.mark.slow

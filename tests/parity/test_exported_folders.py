@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from roll.configs.engines import packages
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.training.checkpoint import resume_folder
+from roll.distributed.strategy.training.exchange import gather
 from roll.distributed.strategy.training.merging import Export, export_folder
 from roll.distributed.strategy.training.optim import MASTER
-from roll.distributed.strategy.training.pieces import gather
 from roll.models.lora import PREFIX
 from tests.support.harness import ADAPTER, TEMPERATURE, Layout, make_batch, make_context, make_model, policy_loss
 from tests.support.layouts_deepspeed import zero

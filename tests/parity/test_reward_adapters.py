@@ -12,7 +12,7 @@ from torch import Tensor
 
 from roll.configs.engines import packages
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.training.pieces import gather
+from roll.distributed.strategy.training.exchange import gather
 from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
 from roll.models.lora import PREFIX, SCORE_NAME
 from tests.support.harness import ADAPTER, TASKS, Layout, adapter_weights, make_context, make_model

@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -182,10 +187,11 @@ def with_factors(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def tiny_model(config: PreTrainedConfig, seed: int = 0, **options: Any) -> PreTrainedModel:
-    """A model in float32 whose layers all matter."""
+def tiny_model(config: PreTrainedConfig, seed: int = 0, *, scores: bool = False, **options: Any) -> PreTrainedModel:
+    """A model in float32 whose layers all matter, with an output layer or a classifier's."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options).eval()
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    model: PreTrainedModel = kind.from_config(config, dtype=torch.float32, **options).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

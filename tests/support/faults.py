@@ -19,8 +19,7 @@ from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.data.requests import GenerateRequest
 from roll.distributed.strategy.base import Metrics, States
-from roll.distributed.weights.contents import WeightBucket
-from roll.distributed.weights.messages import BucketMessage, Message, Open, Payload, Reply
+from roll.distributed.weights.contents import BucketMessage, Message, Open, Payload, Reply, WeightBucket
 from roll.distributed.weights.sender import Link
 from roll.pipeline.workers import InferWorker, TrainWorker
 from roll.rewards.types import RewardError, RewardResult, Sample
@@ -29,7 +28,7 @@ from roll.rollout.plans import GroupSpec
 from roll.rollout.prompt_worker import PromptSpec, PromptWorker
 from roll.rollout.reward_worker import RewardWorker
 from roll.rollout.types import RolloutGroup
-from roll.utils.checksums import WrittenFile
+from roll.utils.hashing import WrittenFile
 
 FOLDER = "ROLL_FAULTS"
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from roll.pipeline.model_cluster import plan_optimizer_steps
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import derive_seed
 
 Talk: TypeAlias = Sequence[tuple[str, str]]
 """Roles and what they say."""

@@ -23,7 +23,7 @@ from roll.rollout.agents.episode import AgentPlayer
 from roll.rollout.endpoint.server import Endpoint
 from roll.rollout.endpoint.session import Policy, Session
 from roll.rollout.env_manager import EpisodeSpec, LengthLimits
-from roll.rollout.prompt_env import PromptEnv
+from roll.rollout.prompt_worker import PromptEnv
 from roll.rollout.types import Trajectory
 
 TOKENIZER = make_tokenizer()

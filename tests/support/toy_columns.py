@@ -24,9 +24,9 @@ from roll.distributed.strategy import STRATEGIES
 from roll.models.tiny import make_tiny_model, make_tokenizer
 from roll.rollout.env_manager import EpisodeSpec, LengthLimits, TrajEnvManager
 from roll.rollout.env_runner import EnvRunner
-from roll.rollout.group_calls import FlatGroups
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import Collected, RolloutGroup, Trajectory
+from roll.rollout.workers import FlatGroups
 from tests.support.trainers import make_context
 
 TOKENIZER = make_tokenizer()

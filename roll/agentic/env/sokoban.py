@@ -79,7 +79,7 @@ class SokobanConfig(ActionEnvConfig):
         if self.most_walls() + 2 * self.num_boxes + 1 > inner:
             most = inner - 2 * self.num_boxes - 1
             expected = f"at most {most} of the {inner} inner cells with {self.num_boxes} boxes"
-            yield self.problem("num_walls", expected, "dim_room", "num_boxes", seen=self.most_walls())
+            yield self.problem("num_walls", expected, "dim_room", "num_boxes", got=self.most_walls())
 
     def solution_range(self) -> tuple[int, int]:
         """Bounds of the optimal solution's length."""

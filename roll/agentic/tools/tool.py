@@ -1,4 +1,4 @@
-"""Tools: things that a policy calls by name with JSON arguments, and whose answer it reads as text.
+"""Tools: the policy calls them by name with JSON arguments, and reads the result as text.
 
 A plain function with typed arguments is one: its docstring is the description, its signature the schema, by pydantic,
 which also checks what the policy passes::
@@ -26,7 +26,7 @@ from roll.utils.registry import Registry, UnknownNameError
 
 
 class ToolError(Exception):
-    """A call cannot be answered, for a reason that the policy shall read: wrong arguments, no such page."""
+    """A call failed for a reason that the policy should read: wrong arguments, no such page."""
 
 
 class Tool(ABC):
@@ -72,7 +72,7 @@ class FunctionTool(Tool):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise ValueError("it yields, expected a function that returns its answer")
+            raise ValueError("it is a generator, expected a function that returns its result")
         self.instant = bool(getattr(function, "instant", False))  # type: ignore[misc]
         try:
             self._call: TypeAdapter[Any] = TypeAdapter(function)  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ class FunctionTool(Tool):
         except Exception as error:  # pydantic has several
             raise ValueError(f"its arguments have no JSON schema: {error}") from error
         if parameters.get("type") != "object":
-            raise ValueError("its arguments are positional only, expected such as have names")
+            raise ValueError("its arguments are positional-only, expected named ones")
         for described in parameters.get("properties", {}).values():
             described.pop("title", None)
         description = inspect.cleandoc(function.__doc__ or "")

@@ -41,7 +41,7 @@ class NodeInfo:
 
 @dataclass(frozen=True)
 class RoleRequest:
-    """Devices that one role asks for."""
+    """The devices that one role requests."""
 
     name: str
     device_mapping: tuple[int, ...] | None = None
@@ -82,7 +82,7 @@ class PlacementPlan:
             KeyError: no such role in the plan.
         """
         if role not in self.slots:
-            raise KeyError(f"role {role!r} has no place; placed roles: {', '.join(self.slots) or 'none'}")
+            raise KeyError(f"role {role!r} has no placement; placed roles: {', '.join(self.slots) or 'none'}")
         return self.slots[role]
 
     def devices(self, role: str) -> frozenset[int]:

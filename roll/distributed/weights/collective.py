@@ -1,4 +1,4 @@
-"""A process group of one sender and its receivers, beside whatever groups their engines have.
+"""A process group of one sender and its receivers, separate from those of their engines.
 
 ``torch.distributed`` has one default group per process, which belongs to the engine; this one is made of the backend
 itself. Its store listens on the sender's address only, which is loopback unless the Ray cluster has several nodes.
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.distributed.weights.messages import Invitation
+from roll.distributed.weights.contents import Invitation
 
 _POLL_S = 0.0005
 _CHECK_S = 0.5

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from roll.distributed.weights.buckets import WeightMismatchError, as_tensor, host_bytes, unpack_bucket, verify
 from roll.distributed.weights.collective import BroadcastGroup, join
-from roll.distributed.weights.contents import BucketOutline, WeightBucket
-from roll.distributed.weights.messages import (
+from roll.distributed.weights.contents import (
     BucketMessage,
+    BucketOutline,
     Close,
     DeviceMemory,
     Join,
@@ -27,6 +27,7 @@ from roll.distributed.weights.messages import (
     Payload,
     Reply,
     UpdateDigest,
+    WeightBucket,
 )
 from roll.distributed.weights.segments import SegmentPool, SegmentReader, SharedMemory, open_on_gpu
 from roll.distributed.weights.sender import Link

@@ -1,4 +1,4 @@
-"""The sending end of an update: routes by where both ends sit, and every bucket once to every receiver."""
+"""The sending end of an update: routes by placement, and every bucket once to every receiver."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from roll.distributed.cluster.errors import RpcTimeoutError
 from roll.distributed.cluster.resources import PlacementPlan, WorkerSlot
 from roll.distributed.weights.buckets import as_tensor, host_bytes, packing_into
 from roll.distributed.weights.collective import BroadcastGroup, invite
-from roll.distributed.weights.contents import WeightBucket
-from roll.distributed.weights.messages import (
+from roll.distributed.weights.contents import (
     Broadcast,
     BucketMessage,
     Close,
@@ -31,6 +30,7 @@ from roll.distributed.weights.messages import (
     Place,
     Reply,
     UpdateDigest,
+    WeightBucket,
     WeightTransferError,
 )
 from roll.distributed.weights.segments import Segment, SegmentPool, collect_on_gpu, share_on_gpu
@@ -117,7 +117,7 @@ _UNDER_WAY = 2
 
 @dataclass(frozen=True)
 class TransferRequest:
-    """Order to a trainer to send weights."""
+    """A request to a trainer to send weights."""
 
     payload: Payload
     version: int

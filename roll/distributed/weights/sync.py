@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import WorkerDiedError
-from roll.distributed.weights.messages import Payload, WeightTransferError
+from roll.distributed.weights.contents import Payload, WeightTransferError
 from roll.distributed.weights.sender import Link, Receiver, TransferRequest, TransferResult, plan_routes
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class WeightSync:
         for delivery in deliveries:
             for rank, digest in delivery.received.items():
                 if not digest == delivery.digest == deliveries[0].digest:
-                    reason = f"digest of what arrived {digest}, expected {deliveries[0].digest}"
+                    reason = f"digest of the received data {digest}, expected {deliveries[0].digest}"
                     raise WeightTransferError(self._generator.name, rank, payload, self.version, reason)
             lost |= delivery.lost
             logger.debug(

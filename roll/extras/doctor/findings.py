@@ -1,4 +1,4 @@
-"""Findings of an examination of a machine, as text for a terminal and as JSON."""
+"""Findings about a machine, as text for a terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ WIDTH = 110
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     level: Level
     name: str
-    seen: str
+    got: str
     fix: str = ""
     """Advice on what to do, where the level is not ``ok``."""
     node: str = ""
@@ -31,18 +31,18 @@ class Finding:
 Check: TypeAlias = Callable[[], Iterable[Finding]]
 
 
-def judged(name: str, seen: str, *, error: bool = False, warning: bool = False, fix: str = "") -> Finding:
+def judged(name: str, got: str, *, error: bool = False, warning: bool = False, fix: str = "") -> Finding:
     """A finding whose level is the worst that holds; the fix is dropped where nothing is wrong."""
     level: Level = "error" if error else "warning" if warning else "ok"
-    return Finding(level, name, seen, fix if level != "ok" else "")
+    return Finding(level, name, got, fix if level != "ok" else "")
 
 
 def examine(name: str, check: Check) -> list[Finding]:
     """Runs a check; one that fails itself is a warning, so that the others are still heard."""
     with Fault() as fault:  # of drivers and libraries
         return list(check())
-    seen = f"could not be checked: {type(fault.error).__name__}: {fault.error}"
-    return [Finding("warning", name, seen, "Look at it by hand.")]
+    got = f"could not be checked: {type(fault.error).__name__}: {fault.error}"
+    return [Finding("warning", name, got, "Look at it by hand.")]
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
@@ -65,7 +65,7 @@ def page(findings: Sequence[Finding]) -> str:
         if finding.node != node:
             node = finding.node
             lines += ["", f"node {node}"]
-        lines += _wrapped(f"{finding.level:<8} {finding.name:<{wide}}  ", finding.seen)
+        lines += _wrapped(f"{finding.level:<8} {finding.name:<{wide}}  ", finding.got)
         lines += _wrapped(" " * (9 + wide + 2) + "fix: ", finding.fix) if finding.fix else []
     counts = {level: sum(finding.level == level for finding in findings) for level in ("error", "warning", "ok")}
     told = f"{counts['error']} errors, {counts['warning']} warnings, {counts['ok']} ok"

@@ -105,24 +105,24 @@ def check_memory(meminfo: Path, cgroup: Path) -> Iterator[Finding]:
     usable = memory_bytes(meminfo, cgroup)
     free = known.get("MemAvailable", usable)
     limited = "" if limit is None or limit >= known.get("MemTotal", limit) else ", the control group's limit"
-    seen = f"{usable / GIB:.1f} GiB{limited}; {min(free, usable) / GIB:.1f} GiB available"
-    fix = "End what fills it, or raise the container's limit; roll plan says what a configuration takes."
-    yield judged("memory", seen, error=usable < GIB, warning=min(free, usable) < 4 * GIB, fix=fix)
+    got = f"{usable / GIB:.1f} GiB{limited}; {min(free, usable) / GIB:.1f} GiB available"
+    fix = "Stop what uses it, or raise the container's limit; roll plan estimates what a configuration needs."
+    yield judged("memory", got, error=usable < GIB, warning=min(free, usable) < 4 * GIB, fix=fix)
 
 
 def check_cores(cgroup: Path) -> Iterator[Finding]:
     own, share = cores(), cgroup_cores(cgroup)
-    seen = f"{own}" if share is None else f"{own}, of which the control group can use {share:g} at a time"
+    got = f"{own}" if share is None else f"{own}, the control group can use {share:g} at a time"
     fix = f"ray_init.num_cpus={max(1, int(share or own))}: Ray counts {own} and would start threads for all of them."
-    yield judged("cores", seen, warning=share is not None and share < own, fix=fix)
+    yield judged("cores", got, warning=share is not None and share < own, fix=fix)
 
 
 def judge_shm(total: int, free: int, memory: int) -> Finding:
     """Shared memory, through which Ray's objects and weights travel. Arguments in bytes."""
     good = min(GOOD_SHM, max(LEAST_SHM, memory // GOOD_SHM_SHARE))
-    seen = f"{total / GIB:.1f} GiB, {free / GIB:.1f} GiB free (expected {good / GIB:.1f} GiB)"
+    got = f"{total / GIB:.1f} GiB, {free / GIB:.1f} GiB free (expected {good / GIB:.1f} GiB)"
     fix = f"docker run --shm-size={-(-good // GIB)}g …; in Kubernetes an emptyDir of medium Memory at /dev/shm."
-    return judged("/dev/shm", seen, error=free < LEAST_SHM, warning=free < good, fix=fix)
+    return judged("/dev/shm", got, error=free < LEAST_SHM, warning=free < good, fix=fix)
 
 
 def judge_files(limit: int) -> Finding:
@@ -137,8 +137,8 @@ def judge_processes(limit: int) -> Finding:
 
 def _judge_limit(name: str, limit: int, least: int, good: int, fix: str) -> Finding:
     unlimited = limit == resource.RLIM_INFINITY
-    seen = f"{'unlimited' if unlimited else limit} (expected {good})"
-    return judged(name, seen, error=not unlimited and limit < least, warning=not unlimited and limit < good, fix=fix)
+    got = f"{'unlimited' if unlimited else limit} (expected {good})"
+    return judged(name, got, error=not unlimited and limit < least, warning=not unlimited and limit < good, fix=fix)
 
 
 def judge_locked(limit: int, *, rdma: bool) -> Finding:
@@ -157,14 +157,14 @@ def check_ports() -> Iterator[Finding]:
             for _ in range(SOCKETS):
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", 0))
         except OSError as error:
-            fix = "Widen net.ipv4.ip_local_port_range, or end what holds so many sockets."
+            fix = "Widen net.ipv4.ip_local_port_range, or stop the programs that hold so many sockets."
             yield Finding("error", "ports", f"fewer than {SOCKETS} can be bound on loopback: {error}", fix)
             return
     taken = [port for port in RAY_PORTS if not _can_bind(port)]
     if taken:
         options = ", ".join(f"{RAY_PORTS[port]} (not {port})" for port in taken)
-        seen = f"{', '.join(map(str, taken))} taken, which a Ray head would use here"
-        yield Finding("warning", "ports", seen, f"If a cluster's head is to run on this machine: {options}.")
+        got = f"{', '.join(map(str, taken))} taken, which a Ray head would use here"
+        yield Finding("warning", "ports", got, f"If a cluster's head is to run on this machine: {options}.")
     else:
         yield Finding("ok", "ports", f"{SOCKETS} at once on loopback; Ray's own are free")
 
@@ -209,9 +209,9 @@ def check_disk(folder: Path) -> Iterator[Finding]:
     while not place.is_dir():
         place = place.parent
     room = shutil.disk_usage(place).free
-    seen = f"{room / GIB:.1f} GiB free in {place} (expected {GOOD_ROOM // GIB} GiB)"
+    got = f"{room / GIB:.1f} GiB free in {place} (expected {GOOD_ROOM // GIB} GiB)"
     fix = "output_dir or checkpoint_config.output_dir on a larger disk; max_ckpt_to_keep=2"
-    yield judged("disk room", seen, error=room < LEAST_ROOM, warning=room < GOOD_ROOM, fix=fix)
+    yield judged("disk room", got, error=room < LEAST_ROOM, warning=room < GOOD_ROOM, fix=fix)
     try:
         speed = write_speed(place)
     except OSError as error:
@@ -248,9 +248,9 @@ def check_accelerators() -> Iterator[Finding]:
     count = torch.cuda.device_count()
     build = f"PyTorch {torch.__version__}, built for {_built_for()}"
     if not count:
-        seen = f"PyTorch sees none, the driver lists {len(drivers)}; {build}" if drivers else f"none; {build}"
+        got = f"PyTorch sees none, the driver lists {len(drivers)}; {build}" if drivers else f"none; {build}"
         fix = "Install the PyTorch of this driver's CUDA (pytorch.org/get-started), or unset CUDA_VISIBLE_DEVICES."
-        yield judged("gpus", f"{seen}; devices are CPU slots", error=bool(drivers), fix=fix)
+        yield judged("gpus", f"{got}; devices are CPU slots", error=bool(drivers), fix=fix)
         return
     names = [torch.cuda.get_device_name(device) for device in range(count)]
     yield Finding("ok", "gpus", f"{count}: {', '.join(sorted(set(names)))}; {build}")
@@ -285,9 +285,9 @@ def _check_memory(count: int) -> Iterator[Finding]:
 
     shares = [cuda.mem_get_info(device) for device in range(count)]
     busy = [str(device) for device, (free, total) in enumerate(shares) if free < 0.9 * total]
-    seen = f"{min(free for free, _ in shares) / GIB:.1f} of {shares[0][1] / GIB:.1f} GiB free at least"
-    fix = f"End the other processes on GPU {', '.join(busy)} (nvidia-smi), or leave it out by CUDA_VISIBLE_DEVICES."
-    yield judged("gpu memory", seen, warning=bool(busy), fix=fix)
+    got = f"{min(free for free, _ in shares) / GIB:.1f} of {shares[0][1] / GIB:.1f} GiB free at least"
+    fix = f"End the other processes on GPU {', '.join(busy)} (nvidia-smi), or exclude it with CUDA_VISIBLE_DEVICES."
+    yield judged("gpu memory", got, warning=bool(busy), fix=fix)
 
 
 def _built_for() -> str:
@@ -329,7 +329,7 @@ def stated() -> tuple[str, list[Requirement]]:
 def check_python(version: str, wanted: str) -> Iterator[Finding]:
     """The interpreter against ``requires-python``."""
     right = SpecifierSet(wanted).contains(version, prereleases=True)
-    fix = f"Make the environment with a Python {wanted}."
+    fix = f"Create the environment with a Python {wanted}."
     yield judged("python", f"{version} (expected {wanted})", error=not right, fix=fix)
 
 
@@ -361,7 +361,7 @@ def check_requirements(requirements: list[Requirement], versions: dict[str, str]
         else:
             yield judged(name, f"{version} (expected {wanted})", error=not optional, warning=True, fix=fix)
     shown = [text for text in right if text.split()[0] in ("torch", "ray", "transformers")]
-    yield Finding("ok", "packages", f"{len(right)} of the wanted versions: {', '.join(shown)}, …")
+    yield Finding("ok", "packages", f"{len(right)} of the required versions: {', '.join(shown)}, …")
 
 
 def compare_tested(files: Sequence[str], requirements: list[Requirement]) -> Finding:

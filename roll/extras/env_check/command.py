@@ -1,18 +1,60 @@
-"""``roll env check``: a page of findings and an exit code."""
+"""``roll env check``: runs the check in a child process, which an environment may end, and prints its findings."""
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from roll.configs.compose import mapping_of
-from roll.extras.env_check import check_names
-from roll.extras.env_check.child import check_in_child
-from roll.extras.env_check.findings import Report, Severity
+from roll.configs.problems import ConfigErrors
+from roll.extras.env_check import check_env, check_names
+from roll.extras.env_check.findings import Finding, Report, Severity
+from roll.utils.children import ending
+
+
+def check_in_child(env_type: str, env_config: Mapping[str, Any], tell: Callable[[str], None], **options: Any) -> Report:
+    """``check_env`` in another process; where that one ends, the report says so.
+
+    Raises:
+        ValueError: what ``check_env`` refuses.
+    """
+    processes = multiprocessing.get_context("spawn")
+    ours, theirs = processes.Pipe(duplex=False)
+    child = processes.Process(target=_check, args=(theirs, env_type, env_config, options))
+    child.start()
+    theirs.close()
+    tried: list[str] = []
+    try:
+        while True:
+            said = ours.recv()
+            if isinstance(said, Report):
+                return said
+            if isinstance(said, ValueError):
+                raise said
+            tried.append(said)
+            tell(said)
+    except EOFError:
+        child.join()
+        words = f"{ending(child.exitcode or 0)}; tried at that time: {tried[-1] if tried else 'the import'}"
+        return Report(env_type, (Finding("ends-process", words),), tuple(tried), ())
+    finally:
+        child.kill()
+        child.join()
+        ours.close()
+
+
+def _check(pipe: Connection, env_type: str, env_config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    try:
+        pipe.send(check_env(env_type, env_config, tell=pipe.send, **options))
+    except (ConfigErrors, ValueError) as error:
+        pipe.send(ValueError(str(error)))
+
 
 EXIT_OK, EXIT_FINDINGS, EXIT_USAGE = 0, 1, 2
 
@@ -68,7 +110,7 @@ def print_page(report: Report, allow: Collection[str], console: Console) -> None
         style = _STYLES["note" if allowed else finding.severity]
         console.print()
         console.print(Text.assemble((f"{label:{_LABEL}}", style), (finding.name, "bold")))
-        _print(console, " " * _LABEL, finding.seen)
+        _print(console, " " * _LABEL, finding.got)
         _print(console, " " * _LABEL, f"fix: {finding.fix}")
     console.print()
     console.print(_verdict(report, allow))

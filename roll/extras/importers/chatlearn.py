@@ -1,4 +1,4 @@
-"""ChatLearn's configurations: what several of its keys say together."""
+"""ChatLearn's configurations: keys that are converted together."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ def _unread_devices(draft: Draft) -> None:
             del section[name]
     models["policy_trainer"]["num_gpu"] = count
     draft.outcomes = [each for each in draft.outcomes if each not in told]
-    seen = next(each.seen for each in told if each.key == key)
+    got = next(each.got for each in told if each.key == key)
     unread = draft.given.unread.get(key)
-    variable = re.fullmatch(r"\$\{oc\.env:(\w+)\}", str(seen))
+    variable = re.fullmatch(r"\$\{oc\.env:(\w+)\}", str(got))
     by = unread.by if unread else (variable[1],) if variable else ()
     why = f"it depends on {' and '.join(by)}, which nothing sets" if by else "no line of the files says it"
     give = "".join(f"--set {name}=… " for name in by) + ("or " if by else "") + f"{key}=…"
     note = f"{why}; {count} is taken, the fewest nodes of {GPUS_OF_A_NODE} that hold the layout; give {give}"
-    draft.tell(Kind.IMPOSSIBLE, key, seen, "actor_train.device_mapping", note=note)
+    draft.tell(Kind.IMPOSSIBLE, key, got, "actor_train.device_mapping", note=note)
 
 
 def _lengths(draft: Draft) -> None:

@@ -198,9 +198,9 @@ def _nearest_divisor(number: int, near: int, multiple_of: int) -> int:
     return min(fits, key=lambda n: abs(n - near)) if fits else near
 
 
-def to_do(draft: Draft, key: str, note: str, seen: Any = None, ours: str = "") -> None:
+def to_do(draft: Draft, key: str, note: str, got: Any = None, ours: str = "") -> None:
     """Notes something outside of the configuration that the user has to see to."""
-    draft.tell(Kind.TO_DO, key, seen, ours, note=note)
+    draft.tell(Kind.TO_DO, key, got, ours, note=note)
 
 
 def set_budget(draft: Draft, role: str, phase: str, tokens: int, keys: list[str]) -> None:
@@ -240,7 +240,7 @@ def drop_nulls(draft: Draft, takes_null: Callable[[str], bool]) -> None:
     for key, _ in list(leaves(draft.ours)):
         if draft.get(key, 0) is None and not takes_null(key):
             draft.remove(key)
-            draft.retell(key, Kind.DROPPED, "null asks for the default")
+            draft.retell(key, Kind.DROPPED, "null means the default")
 
 
 def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""From files of another system to the text of a configuration of ours, and the report of what became of each key."""
+"""Converts files of another system to the text of a configuration, with a report on each key."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ _PRESET = re.compile(r"\$\{(deepspeed_zero\w*)\}")
 
 @dataclass(frozen=True)
 class Imported:
-    """A configuration that was another system's."""
+    """A converted configuration."""
 
     text: str
     """YAML."""
@@ -315,16 +315,16 @@ def convert(
         if _unset(str(value)):
             draft.tell(Kind.TO_DO, key, value, note="set the variable before the run")
     for problem in found:
-        if _UNSET in str(problem.seen):
+        if _UNSET in str(problem.got):
             continue
         if problem.path in _PATHS or problem.path.endswith(_PATH_ENDS[system.removesuffix("_sft")]):
-            draft.tell(Kind.TO_DO, problem.path, problem.seen, note="there is no such file or folder on this machine")
+            draft.tell(Kind.TO_DO, problem.path, problem.got, note="there is no such file or folder on this machine")
         elif problem.path.startswith("plugins.") or (
             problem.path.startswith("tools.use.") and problem.path.endswith(".tool")
         ):
-            draft.tell(Kind.TO_DO, problem.path, problem.seen, note="it cannot be imported on this machine")
+            draft.tell(Kind.TO_DO, problem.path, problem.got, note="it cannot be imported on this machine")
         elif problem.expected.startswith("the package "):
-            draft.tell(Kind.TO_DO, problem.path, problem.seen, note=f"it needs {problem.expected}: {problem.hint}")
+            draft.tell(Kind.TO_DO, problem.path, problem.got, note=f"it needs {problem.expected}: {problem.hint}")
         else:
             problems.append(problem)
     written = [
@@ -351,7 +351,7 @@ def _derived(draft: Draft, files: Sequence[Path]) -> type[PipelineConfig]:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         names, told = " ".join(map(str, files)), f"{type(error).__name__}: {error}, near {draft.last_read}"
         raise UnreadableError(
-            f"{names}: a value is of another kind than {SYSTEMS[draft.system]} takes: {told}"
+            f"{names}: a value has another type than {SYSTEMS[draft.system]} takes: {told}"
         ) from error
 
 
@@ -387,7 +387,7 @@ def _settle_unknown(draft: Draft, schema: type[PipelineConfig]) -> None:
         if draft.system == "roll" and locate(schema, key.split(".")) is not None:
             draft.keep(key, value)
         elif draft.given.is_read_by_a_link(key):
-            draft.tell(Kind.DROPPED, key, value, note="its value stands where links read it")
+            draft.tell(Kind.DROPPED, key, value, note="its value is written where links read it")
         elif key.rpartition(".")[2] == "_target_":
             draft.tell(Kind.DROPPED, key, value, note="it names a class of the other library")
         else:
@@ -444,14 +444,14 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 WIDTH = 110
 
 _MEANINGS = {
-    Kind.IMPOSSIBLE: "changes results, and cannot be said here",
+    Kind.IMPOSSIBLE: "changes results, and has no equivalent here",
     Kind.UNKNOWN: "no rule here knows the key: see what it does, and whether it is spelled right",
     Kind.TO_DO: "outside of the configuration",
     Kind.RENAMED: "another key, the same value",
-    Kind.TRANSLATED: "another value that says the same",
+    Kind.TRANSLATED: "another value, the same meaning",
     Kind.DERIVED: "follows from several keys",
-    Kind.THEIRS: "not given; written out, since the default here is another",
-    Kind.DROPPED: "changes nothing here",
+    Kind.THEIRS: "not given; written out, since the default here differs",
+    Kind.DROPPED: "no effect here",
     Kind.KEPT: "the same key here",
 }
 """In the order of the report: what a user must look at comes first."""
@@ -503,9 +503,9 @@ def _told(outcomes: Sequence[Outcome]) -> Iterator[str]:
     together: dict[str, list[str]] = {}
     for outcome in outcomes:
         if outcome.ours:
-            seen = "" if outcome.seen is NOTHING else f" {show(outcome.seen)}"
+            got = "" if outcome.got is NOTHING else f" {show(outcome.got)}"
             value = "" if outcome.value is NOTHING else f": {show(outcome.value)}"
-            line = f"{outcome.key}{seen} → {outcome.ours}{value}"
+            line = f"{outcome.key}{got} → {outcome.ours}{value}"
             note = f" ({outcome.note})" if outcome.note else ""
             yield from textwrap.wrap(
                 line + note, WIDTH, initial_indent="  ", subsequent_indent="      ", break_long_words=False

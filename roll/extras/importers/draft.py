@@ -1,4 +1,4 @@
-"""A configuration of another system on its way to one of ours, and what has become of each key."""
+"""A configuration that is being converted, and the outcome of each key."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Outcome:
     kind: Kind
     key: str
     """Theirs, dotted."""
-    seen: Any
+    got: Any
     ours: str = ""
     value: Any = NOTHING
     note: str = ""
@@ -105,7 +105,7 @@ class Draft:
             elif isinstance(value, str) and not _may_be_a_number(value):
                 usual = self._usual(here, ("", table.DERIVE))
                 if isinstance(usual, int | float) and not isinstance(usual, bool):
-                    self._take_usual(values, here, usual, "it is no number")
+                    self._take_usual(values, here, usual, "it is not a number")
 
     def _usual(self, path: Sequence[str], hows: Container[str] | None = None) -> Any:
         """Value that a key of theirs has when it is not given, if a row (that says one of ``hows``) knows it."""
@@ -165,7 +165,7 @@ class Draft:
             usual = row.default is NOTHING and self.is_usual(key, value)
             harmless = usual or any(_same(value, each) for each in row.harmless)
             if given is None or not harmless:
-                note = (USUAL if usual else "it asks for what happens here anyway") if harmless else row.note
+                note = (USUAL if usual else "this happens here anyway") if harmless else row.note
                 self.tell(Kind.DROPPED if harmless else Kind.IMPOSSIBLE, key, value, note=note)
             return
         ours = fill(row.ours, found) or key
@@ -247,9 +247,9 @@ class Draft:
             self.remove(".".join(above))
         return value
 
-    def tell(self, kind: Kind, key: str, seen: Any, ours: str = "", value: Any = NOTHING, note: str = "") -> None:
+    def tell(self, kind: Kind, key: str, got: Any, ours: str = "", value: Any = NOTHING, note: str = "") -> None:
         """Notes what has become of a key of theirs."""
-        self.outcomes.append(Outcome(kind, key, seen, ours, value, note))
+        self.outcomes.append(Outcome(kind, key, got, ours, value, note))
 
     def derive(self, keys: Sequence[str] | str, ours: str, value: Any, note: str = "") -> None:
         """Gives a key of ours a value that follows from several of theirs, in place of the default of one of them."""
@@ -286,14 +286,14 @@ class Draft:
         if (value := self.remove(key)) is not NOTHING:
             self.retell(key, Kind.DROPPED, note, value)
 
-    def retell(self, ours: str, kind: Kind, note: str, seen: Any = NOTHING) -> None:
+    def retell(self, ours: str, kind: Kind, note: str, got: Any = NOTHING) -> None:
         """Changes what was noted of the keys that became one of ours, or lie below it."""
         about = [each for each in self.outcomes if each.ours == ours or each.ours.startswith(f"{ours}.")]
         self.outcomes = [each for each in self.outcomes if each not in about]
-        told = {each.key: each.seen for each in about if each.kind != Kind.THEIRS}
+        told = {each.key: each.got for each in about if each.kind != Kind.THEIRS}
         if len(told) > 1 and all(key.startswith(f"{ours}.") for key in told):
             told = {ours: "a section"}
-        for key, value in told.items() if about else [(ours, seen)]:
+        for key, value in told.items() if about else [(ours, got)]:
             self.tell(kind, key, value, note=note)
 
     def forget(self, ours: str) -> None:

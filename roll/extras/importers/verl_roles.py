@@ -124,7 +124,7 @@ def _adapter(draft: Draft) -> None:
     path = draft.theirs(keys["path"])
     if (rank := draft.theirs(keys["rank"]) or 0) <= 0:
         if path:
-            note = "write lora_target, lora_rank and lora_alpha of the adapter beside adapter_name_or_path"
+            note = "write lora_target, lora_rank and lora_alpha of the adapter next to adapter_name_or_path"
             draft.tell(Kind.IMPOSSIBLE, keys["path"], path, note=note)
         return
     draft.derive(keys["rank"], f"{base}.lora_rank", int(rank))
@@ -264,10 +264,10 @@ def _tell_of_the_actor(draft: Draft) -> None:
     """Tells of the critic's keys that differ from the actor's where one value holds for both here."""
     for name, theirs in _SHARED:
         key = f"{CRITIC}.{name}"
-        seen, held = draft.theirs(key), draft.theirs(theirs)
-        if draft.has(key) and seen is not None and seen != held:
+        got, held = draft.theirs(key), draft.theirs(theirs)
+        if draft.has(key) and got is not None and got != held:
             draft.outcomes = [each for each in draft.outcomes if each.key != key]
-            draft.tell(Kind.IMPOSSIBLE, key, seen, note=f"{theirs}, {held}, holds for the critic too")
+            draft.tell(Kind.IMPOSSIBLE, key, got, note=f"{theirs}, {held}, holds for the critic too")
 
 
 def _copy(values: Any) -> Any:

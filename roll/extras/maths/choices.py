@@ -10,8 +10,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from roll.configs.base import Config
-from roll.extras.maths.prose import leads_to
-from roll.extras.maths.words import ALTERNATIVES, DOUBTS, FAULTS, NEGATIONS, RETRACTIONS, denied
+from roll.extras.maths.prose import ALTERNATIVES, DOUBTS, FAULTS, NEGATIONS, RETRACTIONS, denied, leads_to
 from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, all_boxed, last_box, last_boxed, last_group
 from roll.rewards.types import ANSWER_CPU_S, RewardResult, RuleVerifier, Sample
 

@@ -10,9 +10,8 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from roll.configs.base import Config
-from roll.extras.maths.prose import corrected, last_expression
+from roll.extras.maths.prose import ALTERNATIVES, BOUNDS, NEGATIONS, corrected, denied, last_expression
 from roll.extras.maths.units import canonical_unit
-from roll.extras.maths.words import ALTERNATIVES, BOUNDS, NEGATIONS, denied
 from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, last_group
 from roll.rewards.types import ANSWER_CPU_S, RewardResult, RuleVerifier, Sample
 

@@ -12,8 +12,7 @@ from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
-from roll.extras.maths.prose import corrected, last_expression, said_in
-from roll.extras.maths.words import denied, is_part
+from roll.extras.maths.prose import corrected, denied, is_part, last_expression, said_in
 from roll.rewards.answers import (
     ANSWER_TAG,
     AnswerConfig,

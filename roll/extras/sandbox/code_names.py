@@ -1,4 +1,4 @@
-"""Which names of test code mean the program's, and which the language's own.
+"""Which names in test code belong to the program, and which to Python.
 
 A policy may define ``len`` or ``isclose`` so that every assertion holds. So a name that Python has (a built-in, a
 module, what ``math``, ``collections`` and ``typing`` export) means Python's in test code, whatever the program defines,
@@ -111,7 +111,7 @@ def resolve(setup: str, codes: Sequence[str], entry_point: str) -> Names:
         else:
             before.append(text)
     if not tests:
-        raise ValueError("asks nothing of the program and passes for any")
+        raise ValueError("never uses the program, so any program passes")
     python = {name for name in uses.loaded - own - asked - _BUILTINS if _is_pythons(name, uses)}
     return Names(
         setup="\n".join(before).strip("\n"),

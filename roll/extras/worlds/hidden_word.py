@@ -1,4 +1,4 @@
-"""A word game: guess the hidden word from what is told about the letters of earlier guesses."""
+"""A word game: guess the hidden word from hints about the letters of earlier guesses."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ class HiddenWordConfig(ActionEnvConfig):
         odd = [word for word in words if not word or set(word) - set(string.ascii_lowercase)]
         if odd or len(lengths) > 1:
             seen = odd[0] if odd else f"words of {' and '.join(map(str, lengths))} letters"
-            yield self.problem("words", "words of one length, letters a to z", seen=seen)
+            yield self.problem("words", "words of one length, letters a to z", got=seen)
         elif len(set(words)) < len(words):
             twice = next(word for word, count in Counter(words).items() if count > 1)
-            yield self.problem("words", "every word once", seen=twice)
+            yield self.problem("words", "every word once", got=twice)
         elif not self.hidden_words():
             expected = f"at least one of {len(words)} words in the split {self.split}"
             yield self.problem("holdout_fraction", expected, "split", "words")

@@ -236,7 +236,7 @@ class ShopConfig(ActionEnvConfig):
         if odd or twice:
             seen = (odd or twice)[0]
             expected = "words of at least two letters a to z" if odd else "every word once, in kinds and attributes"
-            yield self.problem("attributes", expected, "kinds", seen=seen)
+            yield self.problem("attributes", expected, "kinds", got=seen)
         if self.num_shown > len(self.attributes):
             yield self.problem("num_shown", f"at most {len(self.attributes)}, the attributes", "attributes")
 

@@ -84,7 +84,7 @@ async def _serve(job: Job, policy: Policy, generate: GenerateFn) -> int:
     from roll.rollout.endpoint.session import Session, Wanted
     from roll.rollout.env_manager import EpisodeSpec
     from roll.utils.foreign import describe_error
-    from roll.utils.seeding import derive_seed
+    from roll.utils.hashing import derive_seed
 
     class OneRequest(Session):
         """A session that ends with its request; ``seed`` of a request means the same in each."""

@@ -1,4 +1,4 @@
-"""One optimizer step after another on a fixed set of samples, measured on others and by answers."""
+"""Optimizer steps on a fixed dataset, evaluated on held-out samples and responses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from roll.pipeline.rollouts import MAX_SHOWN, collect, keep_episodes
 from roll.pipeline.start import RunContext
 from roll.report.page import save_answers
 from roll.rollout.metrics import rollout_metrics
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import derive_seed
 
 _OF_REWARDS = ("success", "reward", "task_reward", "penalty", "valid_rate")
 """Ends of the names of metrics that mean nothing where no verifier has judged."""
@@ -42,7 +42,7 @@ class Parts:
 
 
 class OfflinePipeline(TrainingLoop):
-    """Trains on samples that are there before the run (see ``TrainingLoop``).
+    """Trains on a fixed dataset (see ``TrainingLoop``).
 
     Args:
         build_loss: makes the loss of its further arguments, here and in the trainers.

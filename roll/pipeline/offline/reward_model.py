@@ -1,4 +1,4 @@
-"""Training of a reward model, and how well its scores agree with held-out judgements."""
+"""The reward model pipeline: training, and agreement with held-out labels."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from roll.algorithms.preferences import pairs_in_order
-from roll.algorithms.reward_models import build_reward_loss, calibration_error, row_scores
+from roll.algorithms.preferences import build_reward_loss, calibration_error, pairs_in_order, row_scores
 from roll.configs.data import DataArguments
 from roll.configs.reward_training import RewardTrainingConfig
 from roll.data.batch import Batch

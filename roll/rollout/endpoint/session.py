@@ -1,9 +1,9 @@
-"""One episode at the endpoint: what its program asks becomes prompts, and what the policy answers is recorded.
+"""One episode at the endpoint: turns its requests into prompts, and records the responses.
 
 A request repeats the conversation so far. Its longest beginning that ends with an answer of the policy (compared by
 meaning: words and calls, arguments as JSON values) is not rendered again: the ids that were sampled are extended
 verbatim by what has been said since. What the program has changed is rendered anew and is a row of its own
-(``roll.rollout.recorder``), counted by its reason. So the rows are what the engine saw, whatever the program does.
+(``roll.rollout.env_manager``), counted by its reason. So the rows are what the engine saw, whatever the program does.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ from roll.data.renderer import CHARS_PER_TOKEN, ChatRenderer, Message, Tool, Too
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
 from roll.rollout.endpoint.errors import ApiError, too_long
 from roll.rollout.endpoint.messages import named_results
-from roll.rollout.env_manager import EpisodeAbortedError, EpisodeSpec, LengthLimits
-from roll.rollout.recorder import Recorder
+from roll.rollout.env_manager import EpisodeAbortedError, EpisodeSpec, LengthLimits, Recorder
 from roll.rollout.tokenization_audit import Conversation
 from roll.rollout.types import EpisodeEnd, Turn
 from roll.utils.foreign import describe_error
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import derive_seed
 
 _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
 
 
 @dataclass(frozen=True)
 class Said:
-    """An answer in its conversation."""
+    """A response in its conversation."""
 
     ids: IntArray
     """Prompt and answer."""
@@ -52,7 +51,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Past:
-    """Known part of a conversation that is to be answered."""
+    """The known part of a conversation that a request continues."""
 
     known: int
     """Messages of it up to the last answer that was sampled so."""
@@ -66,7 +65,7 @@ class Past:
 
 
 class History:
-    """The conversations of one episode and the answers that they have had."""
+    """The conversations of one episode and their responses."""
 
     def __init__(self) -> None:
         self._said: dict[bytes, Said] = {}
@@ -178,7 +177,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Wanted:
-    """Sampling that a request asks for; ``None``: it says nothing of it."""
+    """The sampling settings of a request; ``None``: not given."""
 
     n: int = 1
     max_new_tokens: int | None = None
@@ -190,7 +189,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of the policy."""
+    """One response of the policy."""
 
     turn: AssistantTurn
     """As the program is told it: cut at a stop string."""
@@ -209,7 +208,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Policy:
-    """Means by which an endpoint's sessions speak with the policy."""
+    """What an endpoint's sessions need to call the policy."""
 
     renderer: ChatRenderer
     dialect: BaseDialect
@@ -375,7 +374,7 @@ class Session:
         except TooManyTokensError as error:
             raise self._too_long(f"more than {error.count}") from error
         except Exception as error:  # a template may raise anything
-            message = f"messages: the model's chat template refuses them: {describe_error(error)}"
+            message = f"messages: the model's chat template cannot render them: {describe_error(error)}"
             raise ApiError(400, message, code="invalid_value", param="messages") from error
 
     async def _beside(self, length: int, work: Callable[[], T]) -> T:

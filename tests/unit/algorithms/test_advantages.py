@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.algorithms.advantages import ADVANTAGES, advantage_metrics, compute_advantages, value_mask
-from roll.algorithms.episodes import find_episodes, reverse_recurrence
 from roll.algorithms.losses import build_policy_loss, build_sft_loss, build_value_loss
+from roll.algorithms.reductions import find_episodes, reverse_recurrence
 from roll.algorithms.selection import select_for_policy
 from roll.algorithms.types import LossFn, TokenScores
 from roll.configs.algorithm import ADV_ESTIMATORS, AlgorithmConfig

@@ -18,9 +18,9 @@ from roll.algorithms.advantages import compute_advantages, value_mask
 from roll.algorithms.kl import KlController
 from roll.algorithms.losses import build_policy_loss, build_value_loss, policy_needs
 from roll.algorithms.quantities import KlToReference, hidden_states, prob_square_sum
+from roll.algorithms.reductions import RunningStats
 from roll.algorithms.selection import drop_masked_episodes, select_for_policy
 from roll.algorithms.shaping import Shaping, apply_kl_penalty, shape_rewards, whiten_token_rewards
-from roll.algorithms.statistics import RunningStats
 from roll.algorithms.types import LossContext, TokenScores
 from roll.configs.agentic import AgenticConfig
 from roll.configs.algorithm import (

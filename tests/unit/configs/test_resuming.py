@@ -86,7 +86,7 @@ def test_what_the_draws_of_a_step_follow_from_is_refused(name, key, value):
     setattr(functools.reduce(getattr, section.split("."), other) if section else other, last, value)
     ((change,), told) = compare(record(config), record(other), SCHEMAS[name])
     problem = change.refused()
-    assert (problem.path, problem.seen, told) == (key, value, [])
+    assert (problem.path, problem.got, told) == (key, value, [])
     assert str(change.was).lower() in problem.expected and "resume_with_changes=true" in problem.hint
 
 

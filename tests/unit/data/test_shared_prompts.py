@@ -9,20 +9,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 
-import roll.data.shared_prompts as shared_prompts
+import roll.data.packing as shared_prompts
 from roll.data.batch import Batch
-from roll.data.packing import rectangle, row_with_shared_prompts
-from roll.data.shared_prompts import SharedPrompts, make_shared_batches, shared_row, worth_sharing
+from roll.data.packing import (
+    SharedPrompts,
+    make_shared_batches,
+    rectangle,
+    row_with_shared_prompts,
+    shared_row,
+    worth_sharing,
+)
 from roll.models import planned_attention
 from roll.models.heads import ValueHead
 from roll.models.scoring import TokenScorer, score_batch, score_input
 from tests.support.examples import examples
 from tests.support.sizes import sizes
 
-SMALL: dict[str, Any] = {
-    **sizes(37, 16, 24, 2, 2, 1),
-    "initializer_range": 0.3,
-}
+SMALL: dict[str, Any] = {**sizes(37, 16, 24, 2, 2, 1), "initializer_range": 0.3}
 
 
 def make_batch(groups: list[tuple[int, list[int]]], seed: int = 0) -> Batch:

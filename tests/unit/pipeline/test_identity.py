@@ -13,17 +13,16 @@ from transformers import AutoModelForCausalLM
 from roll.data.batch import Batch
 from roll.data.columns import IntArray, Item
 from roll.data.identity import content_ids, conversation_digest, identity, vocabulary_ids
-from roll.data.packing import rectangle
+from roll.data.packing import SharedPrompts, make_shared_batches, rectangle
 from roll.data.requests import GenerateRequest, SamplingParams
-from roll.data.shared_prompts import SharedPrompts, make_shared_batches
 from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence, StopStrings
 from roll.models.tiny import make_tiny_model, make_tokenizer
 from roll.pipeline.column_cache import digest_of
 from roll.pipeline.offline.dpo import cross
 from roll.rollout.endpoint.session import Wanted
-from roll.rollout.group_calls import FlatGroups
-from roll.rollout.recorder import Recorder
+from roll.rollout.env_manager import Recorder
 from roll.rollout.types import RolloutGroup
+from roll.rollout.workers import FlatGroups
 from tests.support.said_engine import Engine, new_session
 from tests.unit.rollout.test_trajectory import make_trajectory, make_turn
 

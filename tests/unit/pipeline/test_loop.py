@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from roll.algorithms.reductions import RunningStats
 from roll.algorithms.selection import drop_masked_episodes
 from roll.algorithms.shaping import Shaping
-from roll.algorithms.statistics import RunningStats
 from roll.configs.agentic import AgenticConfig
 from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.loader import load_config
@@ -134,7 +134,7 @@ def test_a_resumed_run_that_is_another_is_refused_or_says_what_has_changed(tmp_p
     resumed = {"resume_from_checkpoint": True, "max_steps": 4}
     with pytest.raises(ConfigErrors) as caught:
         run(tmp_path, seed=7, max_grad_norm=0.5, **resumed)
-    assert [(problem.path, problem.seen) for problem in caught.value.problems] == [("seed", 7)]
+    assert [(problem.path, problem.got) for problem in caught.value.problems] == [("seed", 7)]
     assert "42" in str(caught.value) and "resume_with_changes" in str(caught.value)
     loop = run(tmp_path, seed=7, max_grad_norm=0.5, resume_with_changes=True, **resumed)
     changed = json.loads((tmp_path / "loop" / "summary.json").read_text())["changed"]

@@ -15,17 +15,13 @@ from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
-from roll.data.teacher_prompts import TeacherPrompts
 from roll.models.scoring import TokenScorer, score_batch
 from roll.models.tiny import make_tiny_model
-from roll.pipeline.teachers import PrivilegedTeacher, TaggedTeachers
+from roll.pipeline.teachers import PrivilegedTeacher, TaggedTeachers, TeacherPrompts
 from tests.support.imitation import Imitator
 from tests.support.sizes import sizes
 
-SIZES = Qwen2Config(
-    **sizes(37, 16, 24, 2, 2, 1),
-    initializer_range=0.3,
-)
+SIZES = Qwen2Config(**sizes(37, 16, 24, 2, 2, 1), initializer_range=0.3)
 TAGS = torch.tensor([0, 2, 1, 0, 1])
 
 

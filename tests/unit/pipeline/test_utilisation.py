@@ -11,17 +11,13 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from roll.configs.pipeline import PipelineConfig
 from roll.data.batch import Batch
-from roll.data.shared_prompts import computed_tokens
+from roll.data.packing import computed_tokens
 from roll.models.shapes import ModelShape, samples_flops
-from roll.pipeline.profiling import Utilisation, num_devices
-from roll.tracking.monitor import PhaseTimer
+from roll.pipeline.profiling import PhaseTimer, Utilisation, num_devices
 from roll.utils.gpus import GPUS, known_gpu
 from tests.support.sizes import sizes
 
-SIZES = {
-    **sizes(509, 96, 160, 3, 4, 2),
-    "head_dim": 24,
-}
+SIZES = {**sizes(509, 96, 160, 3, 4, 2), "head_dim": 24}
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 LENGTHS = (33, 7, 64)
 

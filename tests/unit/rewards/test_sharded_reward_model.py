@@ -17,7 +17,7 @@ from roll.configs.loader import derive
 from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig
 from roll.models.tiny import make_tokenizer
-from roll.rewards import device_classifiers
+from roll.rewards import reward_model as device_classifiers
 from roll.rewards.classifiers import RewardModelConfig
 from roll.rewards.reward_model import RewardModelVerifier
 from roll.rewards.scorer import check_rewards
@@ -227,7 +227,7 @@ def test_what_cannot_be_divided_is_told_before_the_run(qwen, tmp_path):
     from transformers import BertConfig
 
     [uneven] = problems(qwen, tensor_parallel_size=4)
-    assert (uneven.path, uneven.seen, uneven.expected) == (
+    assert (uneven.path, uneven.got, uneven.expected) == (
         "tensor_parallel_size",
         4,
         "a divisor of num_key_value_heads = 2",
@@ -269,5 +269,5 @@ def test_a_worker_takes_as_many_devices_as_the_model_is_divided_over_and_no_fewe
     [wrong] = derived(domain(qwen, device_mapping=[0, 1, 2])).problems()
     assert (wrong.path, wrong.expected) == ("num_gpus_per_worker", "a divisor of 3, the devices of device_mapping")
     [wrong] = check_rewards(derived(domain(qwen, device_mapping=[0, 1], num_gpus_per_worker=1)))
-    assert wrong.path == "verifiers.0.args.tensor_parallel_size" and wrong.seen == 2
+    assert wrong.path == "verifiers.0.args.tensor_parallel_size" and wrong.got == 2
     assert wrong.expected == "at most num_gpus_per_worker = 1, the devices of one worker"

@@ -15,8 +15,8 @@ from roll.agentic.env.base import StepResult
 from roll.configs.env import CustomEnvConfig
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.models.tiny import make_tiny_model
+from roll.pipeline.rollouts import write_trajectories
 from roll.report.render import render_index, save_renders
-from roll.report.trajectories import write_trajectories
 from roll.rollout.env_manager import LengthLimits
 from roll.rollout.env_runner import MAX_TEXT, checked_reset, checked_step
 from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext

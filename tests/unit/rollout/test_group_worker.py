@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from roll.rollout.group_calls import GroupWorker, Series
 from roll.rollout.plans import GroupSpec
 from roll.rollout.types import RolloutGroup
+from roll.rollout.workers import GroupWorker, Series
 
 FIRST, SECOND = Series("driver", 0), Series("driver", 1)
 

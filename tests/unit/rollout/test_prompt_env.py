@@ -19,17 +19,20 @@ from roll.rewards.types import RewardError, RewardResult, Sample
 from roll.rollout.env_manager import EpisodeSpec, LengthLimits
 from roll.rollout.errors import PromptTooLongError
 from roll.rollout.metrics import rollout_metrics
-from roll.rollout.prompt_env import PromptEnv, PromptManager
-from roll.rollout.prompt_worker import PromptPlan, PromptSpec, PromptWorker, PromptWorkerContext
+from roll.rollout.prompt_worker import (
+    PromptEnv,
+    PromptManager,
+    PromptPlan,
+    PromptSpec,
+    PromptWorker,
+    PromptWorkerContext,
+)
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import RolloutGroup, Trajectory
 
 TOKENIZER = make_tokenizer()
 RENDERER = ChatRenderer(TOKENIZER)
-MESSAGES = (
-    {"role": "system", "content": "Add."},
-    {"role": "user", "content": "1+1="},
-)
+MESSAGES = ({"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="})
 PROMPT = Prompt("p1", "sums", MESSAGES, ground_truth={"value": 2}, extra_info={"level": 3})
 PARAMS = SamplingParams(max_new_tokens=4, temperature=0.7)
 LIMITS = LengthLimits(prompt_length=64, sequence_length=80)

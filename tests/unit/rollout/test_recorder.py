@@ -14,11 +14,10 @@ from roll.configs.env import CustomEnvConfig
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.models.tiny import make_tokenizer
-from roll.rollout.env_manager import TOOL_TURNS, EpisodeSpec, LengthLimits, StepEnvManager, TrajEnvManager
-from roll.rollout.group_calls import FlatGroups
-from roll.rollout.recorder import Recorder
+from roll.rollout.env_manager import TOOL_TURNS, EpisodeSpec, LengthLimits, Recorder, StepEnvManager, TrajEnvManager
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
+from roll.rollout.workers import FlatGroups
 from tests.support.examples import examples
 
 RENDERER = ChatRenderer(make_tokenizer())

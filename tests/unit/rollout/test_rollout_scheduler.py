@@ -17,12 +17,12 @@ from roll.distributed.cluster.errors import RpcTimeoutError, WorkerDiedError
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.rollout.admission import Admission
-from roll.rollout.group_calls import GroupWorker
 from roll.rollout.plans import GroupPlan, GroupSpec
 from roll.rollout.router import EngineUnavailableError
 from roll.rollout.schedule import Schedule, StepDraws
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import Collected, RolloutGroup
+from roll.rollout.workers import GroupWorker
 
 PLAN = GroupPlan(tags=("A", "B"), slots_per_tag=(2, 1), group_size=4, redundancy=1, seed=7, name="train")
 
@@ -387,7 +387,9 @@ def test_a_resumed_run_goes_on_with_another_filter(scheduler, folder):
     assert [group.group_id for group in collected.rejected] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("settled", "words"), [(1, "turned down there and is not here"), (9, "is turned down here")])
+@pytest.mark.parametrize(
+    ("settled", "words"), [(1, "rejected in the recorded run and is not here"), (9, "is rejected here")]
+)
 def test_a_repetition_with_other_rewards_says_so(scheduler, settled, words):
     steps = {1: StepDraws(frozenset({0, 2}), frozenset({settled}))}
     repeating = scheduler(beside=True, replay=Schedule(frozenset(), steps, {draw: {} for draw in range(10)}))

@@ -22,9 +22,9 @@ from roll.rollout.endpoint.session import Policy, Session, Wanted
 from roll.rollout.env_manager import EpisodeSpec, LengthLimits, TrajEnvManager
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.metrics import rollout_metrics
-from roll.rollout.prompt_env import PromptEnv, PromptManager
+from roll.rollout.prompt_worker import PromptEnv, PromptManager
 from roll.rollout.tokenization_audit import COMPARED, TokenCheck, TokenizationAudit
-from roll.rollout.tool_box import ToolBox, with_tools
+from roll.rollout.tool_box import ToolBox
 from roll.rollout.types import RolloutGroup, Trajectory
 from tests.support.chat_families import family_tokenizer
 
@@ -75,7 +75,7 @@ def play(
         tools = [schema.as_openai() for schema in await box.schemas("sums")]
         prompt = Prompt("p1", "sums", ASKED, "51", prompt_ids=renderer.prompt(ASKED, tools)[cut:] if cut else None)
         env = PromptEnv(prompt, judge)
-        partner, generate = await with_tools(env, "sums", box, env.watch(engine.generate))
+        partner, generate = await box.equip(env, "sums", env.watch(engine.generate))
         return await manager.run_episode(partner, generate, episode(member))
 
     return asyncio.run(run())

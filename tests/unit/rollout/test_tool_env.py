@@ -21,9 +21,9 @@ from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_manager import AsyncEnv, EnvManager, EpisodeSpec, LengthLimits, TrajEnvManager
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.metrics import rollout_metrics
-from roll.rollout.prompt_env import PromptEnv, PromptManager
+from roll.rollout.prompt_worker import PromptEnv, PromptManager
 from roll.rollout.rows import groups_to_batch
-from roll.rollout.tool_box import ToolBox, told_tools, with_tools
+from roll.rollout.tool_box import ToolBox, told_tools
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
 
 TOKENIZER = make_tokenizer()
@@ -131,7 +131,7 @@ def play(engine: Engine, manager: EnvManager | None = None, env: AsyncEnv | None
         generate = env.watch(generate)
 
     async def episode() -> Trajectory:
-        partner, watched = await with_tools(env, "sums", box, generate)
+        partner, watched = await box.equip(env, "sums", generate)
         return await manager.run_episode(partner, watched, EPISODE)
 
     return asyncio.run(episode())
@@ -209,7 +209,7 @@ def test_malformed_calls_are_told_cost_the_penalty_and_do_not_fill_the_context()
     trajectory = play(Engine("<tool_call>" * 12, "<answer>51</answer>"), max_parallel_calls=2)
     (told,) = results(trajectory)
     assert told.count("error: this tool call was not run") == 2
-    assert told.endswith("error: nor were 10 more calls that cannot be read, a turn may have at most 2")
+    assert told.endswith("error: 10 more malformed calls, a turn may have at most 2")
     assert trajectory.info["malformed_calls"] == 12 and trajectory.success
 
 
@@ -251,7 +251,7 @@ def test_nothing_leaks_from_an_episode_to_the_next():
     async def episode() -> list[str]:
         env = PromptEnv(PROMPT, judge)
         engine = Engine(call("flaky"), call("flaky"), "<answer>51</answer>")
-        partner, generate = await with_tools(env, "sums", box, env.watch(engine.generate))
+        partner, generate = await box.equip(env, "sums", env.watch(engine.generate))
         return results(await manager.run_episode(partner, generate, EPISODE))
 
     async def both() -> list[list[str]]:

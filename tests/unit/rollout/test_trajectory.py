@@ -14,11 +14,11 @@ from roll.data.batch import Batch
 from roll.data.columns import ExpertArray, Records
 from roll.data.requests import Completion, FinishReason
 from roll.rollout.admission import Admission
-from roll.rollout.group_calls import FlatGroups
 from roll.rollout.metrics import overlap_metrics, rollout_metrics
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import Collected, EpisodeEnd, RolloutGroup, Trajectory, Turn
-from roll.utils.seeding import derive_seed
+from roll.rollout.workers import FlatGroups
+from roll.utils.hashing import derive_seed
 from tests.support.algorithms_batches import random_episodes, rows_of, to_batch
 from tests.support.examples import examples
 
@@ -177,16 +177,6 @@ def _rows(batch: Batch) -> list[tuple[int, int, list[int], list[bool], list[floa
         for column in (batch.tokens_T, batch.loss_mask_T, batch.rewards_T)
     ]
     return list(zip(batch.group_B.tolist(), batch.traj_B.tolist(), *columns, strict=True))
-
-
-def test_a_turn_in_which_nothing_was_sampled_is_no_row():
-    turns = [make_turn([1], []), make_turn([2], [3], 1.0), make_turn([4], [])]
-    empty = make_trajectory([make_turn([9], [])], history=False)
-    batch = groups_to_batch([RolloutGroup(0, "A", (empty, make_trajectory(turns, history=False)))], ["A"])
-    assert batch.tokens_T.tolist() == [2, 3]
-    assert batch.traj_B is not None and batch.traj_B.tolist() == [0]
-    with pytest.raises(ValueError, match="no trajectory to train on"):
-        groups_to_batch([RolloutGroup(0, "A", (empty,), dropped=1)], ["A"])
 
 
 def test_rows_that_the_length_limit_cut_off_are_told():

@@ -15,8 +15,15 @@ from roll.data.requests import SamplingParams
 from roll.preflight.choices import CHECKS
 from roll.rewards.types import RewardResult, Sample
 from roll.rollout.errors import EnvError
-from roll.rollout.prompt_env import PromptEnv, PromptManager, UserEnv, UserError, load_user
-from roll.rollout.prompt_worker import PromptWorker, PromptWorkerContext
+from roll.rollout.prompt_worker import (
+    PromptEnv,
+    PromptManager,
+    PromptWorker,
+    PromptWorkerContext,
+    UserEnv,
+    UserError,
+    load_user,
+)
 from roll.rollout.types import RolloutGroup
 from tests.unit.configs.test_rlvr_config import MINIMAL
 from tests.unit.rollout.test_prompt_env import spec, tokenizer_path

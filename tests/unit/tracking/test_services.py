@@ -13,7 +13,7 @@ import pytest
 
 from roll.__main__ import main
 from roll.data.requests import Completion, FinishReason
-from roll.report.trajectories import answer_row
+from roll.pipeline.rollouts import answer_row
 from roll.rollout.types import EpisodeEnd, Trajectory, Turn
 from roll.tracking.run import RunFolder
 from roll.tracking.trackers import SERVICES, AnswerRow, MultiTracker, TrackerContext

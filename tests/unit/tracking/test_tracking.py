@@ -16,12 +16,12 @@ import pytest
 import yaml
 
 from roll.data.requests import Completion, FinishReason
-from roll.report.trajectories import write_trajectories
+from roll.pipeline.profiling import PhaseTimer, peak_memory_mb
+from roll.pipeline.rollouts import write_trajectories
 from roll.rollout.types import EpisodeEnd, Trajectory, Turn
 from roll.tracking import display as display_module
 from roll.tracking.display import Display, closing_line, difference_interval, sparkline
 from roll.tracking.files import read_json_lines
-from roll.tracking.monitor import PhaseTimer, peak_memory_mb
 from roll.tracking.redact import REDACTED, is_secret_name, redact
 from roll.tracking.run import RunFolder
 from roll.tracking.trackers import SERVICES, TRACKERS, MultiTracker, TrackerContext, tracker_options
@@ -62,7 +62,7 @@ RECORDER = f"{__name__}:Recorder"
 def test_importing_the_package_loads_neither_torch_nor_a_service():
     code = (
         "import sys, roll.tracking, roll.tracking.trackers, roll.tracking.run, roll.tracking.display, "
-        "roll.report.render, roll.tracking.monitor\n"
+        "roll.report.render, roll.pipeline.profiling\n"
         "heavy = {'torch', 'ray', 'transformers', 'tensorboard', 'wandb', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )

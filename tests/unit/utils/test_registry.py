@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
+from roll.utils.hashing import derive_seed
 from roll.utils.registry import Registry, UnknownNameError, import_path
-from roll.utils.seeding import derive_seed
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_seeds_depend_on_every_part_and_on_nothing_else():
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert derive_seed("a", "bc") != derive_seed("ab", "c")
-    code = "from roll.utils.seeding import derive_seed; print(derive_seed(0, 'train', 1))"
+    code = "from roll.utils.hashing import derive_seed; print(derive_seed(0, 'train', 1))"
     outputs = {
         subprocess.run(
             [sys.executable, "-c", code], env={"PYTHONHASHSEED": hash_seed}, capture_output=True, text=True, check=True

@@ -50,7 +50,7 @@ class ReadTurn:
 
 
 class BaseDialect(ABC):
-    """Notation in which a model family writes calls: checks them and gives them ids; a family says how it writes turns.
+    """The notation in which a model family writes calls: checks calls, gives them ids; subclasses read and write turns.
 
     Attributes:
         name: in configurations.
@@ -91,8 +91,8 @@ class BaseDialect(ABC):
 
     def error_text(self, error: CallError) -> str:
         """Content of the tool message that answers a malformed call."""
-        seen = error.text if len(error.text) <= _SHOWN else error.text[:_SHOWN] + " …"
-        return f"error: this tool call was not run: {error.reason}.\nSeen: {seen}\nExpected: {self.example}"
+        got = error.text if len(error.text) <= _SHOWN else error.text[:_SHOWN] + " …"
+        return f"error: this tool call was not run: {error.reason}.\nGot: {got}\nExpected: {self.example}"
 
     @abstractmethod
     def read_turn(self, text: str, schemas: Schemas) -> ReadTurn:
@@ -109,7 +109,7 @@ class BaseDialect(ABC):
 
 
 class ThinkingDialect(BaseDialect):
-    """Reasoning stands before ``</think>``, words and calls behind it; a family says how it writes the latter."""
+    """Reasoning comes before ``</think>``, text and calls after it; subclasses read and write the latter."""
 
     def read_turn(self, text: str, schemas: Schemas) -> ReadTurn:
         reasoning, said = split_reasoning(text)
@@ -147,13 +147,13 @@ def _without_ids(turn: AssistantTurn) -> AssistantTurn:
 
 def _check(call: Call, taken: set[str], index: int) -> ToolCall | CallError:
     if not isinstance(call.name, str) or not call.name.strip():
-        return CallError(call.text, f"expected the name of a tool, saw {_show(call.name)}")
+        return CallError(call.text, f"expected the name of a tool, got {_show(call.name)}")
     if not isinstance(call.arguments, dict):
-        return CallError(call.text, f"expected the arguments as an object, saw {_show(call.arguments)}")
+        return CallError(call.text, f"expected the arguments as an object, got {_show(call.arguments)}")
     if call.id is not None and not (isinstance(call.id, str) and call.id):
-        return CallError(call.text, f"expected an id that is a text, saw {_show(call.id)}")
+        return CallError(call.text, f"expected a text id, got {_show(call.id)}")
     if call.id in taken:
-        return CallError(call.text, f"expected an id of its own, saw {call.id!r} twice")
+        return CallError(call.text, f"expected a unique id, got {call.id!r} twice")
     try:
         check_json([call.name, call.id, call.arguments])
     except ValueError as error:
@@ -169,7 +169,7 @@ def _show(value: object) -> str:
 
 
 def check_json(value: object, levels: int = _LEVELS) -> None:
-    """Raises ``ValueError`` for what has no JSON form that every reader takes, such as infinities and half characters.
+    """Raises ``ValueError`` for what has no JSON form that every reader takes, such as infinities and lone surrogates.
 
     Args:
         levels: that lists and objects may be nested.
@@ -178,27 +178,27 @@ def check_json(value: object, levels: int = _LEVELS) -> None:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"expected Unicode text, saw half a character in {value!r:.60}") from None
+            raise ValueError(f"expected Unicode text, got a lone surrogate in {value!r:.60}") from None
     elif isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"expected numbers, saw {value!r}")
+        raise ValueError(f"expected numbers, got {value!r}")
     elif isinstance(value, int):
         try:
             str(value)
         except ValueError:  # Python writes no longer ones, which dialects with hexadecimal numbers read
-            raise ValueError(f"expected numbers, saw one of {value.bit_length()} bits") from None
+            raise ValueError(f"expected numbers, got one with {value.bit_length()} bits") from None
     elif isinstance(value, dict | list) and not levels:
-        raise ValueError(f"expected at most {_LEVELS} lists and objects in each other, saw more")
+        raise ValueError(f"expected at most {_LEVELS} nested lists and objects, got more")
     elif isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise ValueError(f"expected keys that are texts, saw {key!r:.60}")
+                raise ValueError(f"expected text keys, got {key!r:.60}")
             check_json(key, levels - 1)
             check_json(item, levels - 1)
     elif isinstance(value, list):
         for item in value:
             check_json(item, levels - 1)
     elif value is not None and not isinstance(value, float):
-        raise ValueError(f"expected values of JSON, saw {_show(value)}")
+        raise ValueError(f"expected JSON values, got {_show(value)}")
 
 
 def read_json(text: str, start: int = 0) -> tuple[Any, int]:
@@ -213,21 +213,21 @@ def read_json(text: str, start: int = 0) -> tuple[Any, int]:
         return _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
         if error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated"):
-            raise ValueError("expected JSON, saw its beginning: it was cut off") from None
-        raise ValueError(f"expected JSON, saw {text[error.pos : error.pos + 20]!r} ({error.msg})") from None
+            raise ValueError("expected JSON, got only its beginning: it was cut off") from None
+        raise ValueError(f"expected JSON, got {text[error.pos : error.pos + 20]!r} ({error.msg})") from None
     except RecursionError:
-        raise ValueError("expected JSON, saw it nested too deeply") from None
+        raise ValueError("expected JSON, got JSON nested too deeply") from None
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"expected JSON, saw {name}")
+    raise ValueError(f"expected JSON, got {name}")
 
 
 def _integer(digits: str) -> int:
     try:
         return int(digits)
     except ValueError:
-        raise ValueError(f"expected JSON, saw a number of {len(digits)} digits") from None
+        raise ValueError(f"expected JSON, got a number with {len(digits)} digits") from None
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_int=_integer)
@@ -246,13 +246,13 @@ def call_of(value: object, text: str, *, arguments: Sequence[str] = ("arguments"
         more: keys that may stand beside them and say nothing.
     """
     if not isinstance(value, dict):
-        return CallError(text, f"expected an object, saw {_show(value)}")
+        return CallError(text, f"expected an object, got {_show(value)}")
     if "name" not in value:
-        return CallError(text, "expected the key 'name', saw " + (", ".join(map(repr, value)) or "none"))
+        return CallError(text, "expected the key 'name', got " + (", ".join(map(repr, value)) or "none"))
     given = [key for key in arguments if key in value]
     if len(given) != 1:
-        return CallError(text, f"expected the key {arguments[0]!r} once, saw {', '.join(map(repr, value))}")
+        return CallError(text, f"expected the key {arguments[0]!r} once, got {', '.join(map(repr, value))}")
     unknown = [key for key in value if key not in ("name", "id", *arguments, *more)]
     if unknown:
-        return CallError(text, f"expected 'name' and {arguments[0]!r}, saw {', '.join(map(repr, unknown))} too")
+        return CallError(text, f"expected 'name' and {arguments[0]!r}, got {', '.join(map(repr, unknown))} too")
     return Call(text, value["name"], value[given[0]], value.get("id"))

@@ -32,7 +32,7 @@ class HarmonyDialect(BaseDialect):
             role = header.removeprefix(_START).lstrip()
             recipient = _RECIPIENT.search(header.replace(_CHANNEL, " ").replace(_CONSTRAIN, " "))
             if header.startswith(_START) and not role.startswith(_ROLE):
-                found.append(CallError(text[start:position], f"expected {_ROLE} to speak, saw {role[:20]!r}"))
+                found.append(CallError(text[start:position], f"expected {_ROLE} to speak, got {role[:20]!r}"))
             elif recipient:
                 found.append(_read_call(text[start:position], recipient[1].removeprefix("functions."), body))
             elif header.partition(_CHANNEL)[2].split()[:1] == ["analysis"]:
@@ -74,5 +74,5 @@ def _read_call(text: str, name: str, body: str) -> Found:
     except ValueError as error:
         return CallError(text, str(error))
     if body[end:].strip():
-        return CallError(text, f"expected nothing behind the arguments, saw {body[end:].strip()[:20]!r}")
+        return CallError(text, f"expected nothing after the arguments, got {body[end:].strip()[:20]!r}")
     return Call(text, name, value)

@@ -41,8 +41,8 @@ def _read_call(said: str, start: int) -> tuple[int, Found]:
     if said.startswith(_END, closing):
         stop = closing + len(_END)
         return stop, call_of(value, said[start:stop])
-    seen = repr(said[closing : closing + 20]) if closing < len(said) else "the end: it was cut off"
-    return _skip(said, start, end, f"expected {_END} behind the object, saw {seen}")
+    got = repr(said[closing : closing + 20]) if closing < len(said) else "the end: it was cut off"
+    return _skip(said, start, end, f"expected {_END} after the object, got {got}")
 
 
 def _skip(said: str, start: int, inside: int, reason: str) -> tuple[int, Found]:
@@ -60,7 +60,7 @@ _LLAMA_CALL = re.compile(r'\s*\{\s*"(name|parameters|arguments|type)"\s*:')
 
 
 class LlamaJsonDialect(ThinkingDialect):
-    """``{"name": …, "parameters": {…}}`` as the whole answer: Llama 3.1 and 3.2. Semicolons stand between several.
+    """``{"name": …, "parameters": {…}}`` as the whole answer: Llama 3.1 and 3.2. Semicolons separate several.
 
     The model is not told to mark a call, so an object is one if it has a key of a call, or follows ``<|python_tag|>``.
     """
@@ -89,7 +89,7 @@ class LlamaJsonDialect(ThinkingDialect):
             if not behind:
                 return words, found
             if not behind.startswith(";"):
-                return words, [*found, CallError(behind, f"expected ';' and another call, saw {behind[:20]!r}")]
+                return words, [*found, CallError(behind, f"expected ';' and another call, got {behind[:20]!r}")]
             position = len(rest) - len(behind) + 1
 
     def write(self, content: str, calls: Sequence[ToolCall]) -> str:
@@ -105,7 +105,7 @@ _NAMED = re.compile(r"([^\[\]{}]*)(?:\[CALL_ID\]([^\[\]{}]*))?" + re.escape(_ARG
 
 
 class MistralDialect(ThinkingDialect):
-    """``[TOOL_CALLS][{"name": …, "arguments": {…}, "id": …}]``, in which it is written, for it has ids.
+    """``[TOOL_CALLS][{"name": …, "arguments": {…}, "id": …}]``, the form that is written, since it has ids.
 
     Mistral Small 3.2 and later: ``[TOOL_CALLS]name[ARGS]{…}``.
     """
@@ -137,7 +137,7 @@ def _is_right(identity: object) -> bool:
 def _with_right_id(found: Found) -> Found:
     """An error for a call whose id Mistral's templates refuse."""
     if isinstance(found, Call) and not _is_right(found.id):
-        return CallError(found.text, f"expected an id of {_ID_LENGTH} letters or digits, saw {str(found.id)[:40]!r}")
+        return CallError(found.text, f"expected an id of {_ID_LENGTH} letters or digits, got {str(found.id)[:40]!r}")
     return found
 
 
@@ -148,7 +148,7 @@ def _read_list(rest: str) -> list[Found]:
     except ValueError as error:
         return [CallError(rest, str(error))]
     if rest[end:].strip():
-        return [CallError(rest, f"expected nothing behind the array, saw {rest[end:].strip()[:20]!r}")]
+        return [CallError(rest, f"expected nothing after the array, got {rest[end:].strip()[:20]!r}")]
     return [call_of(each, _MISTRAL + rest) for each in (value if isinstance(value, list) else [value])]
 
 
@@ -160,7 +160,7 @@ def _read_named(rest: str) -> list[Found]:
         if not head:
             stop = rest.find(_MISTRAL)
             piece = rest if stop < 0 else rest[:stop]
-            found.append(CallError(_MISTRAL + piece, f"expected a name and {_ARGS}, saw {piece[:20]!r}"))
+            found.append(CallError(_MISTRAL + piece, f"expected a name and {_ARGS}, got {piece[:20]!r}"))
             rest = "" if stop < 0 else rest[stop + len(_MISTRAL) :]
             continue
         try:
@@ -172,7 +172,7 @@ def _read_named(rest: str) -> list[Found]:
             found.append(CallError(_MISTRAL + rest[:end], str(error)))
         behind = rest[end:].lstrip()
         if behind and not behind.startswith(_MISTRAL):
-            found.append(CallError(behind, f"expected {_MISTRAL}, saw {behind[:20]!r}"))
+            found.append(CallError(behind, f"expected {_MISTRAL}, got {behind[:20]!r}"))
             behind = ""
         rest = behind.removeprefix(_MISTRAL)
     return found
@@ -184,7 +184,7 @@ _FENCED = re.compile(r"([^\n]*)\n```json\n")
 
 
 class DeepSeekDialect(ThinkingDialect):
-    """Calls between DeepSeek's markers: with a type and a code fence in V3 and R1, bare as they are written in V3.1."""
+    """Calls between DeepSeek's markers: with type and code fence in V3 and R1; bare in V3.1, which is written."""
 
     name = "deepseek"
     example = f'{_CALLS}{_CALL}<name>{_SEP}{{"<key>": "<value>"}}{_CALL_END}{_CALLS_END}'
@@ -199,14 +199,14 @@ class DeepSeekDialect(ThinkingDialect):
                 ended, _, behind = rest.lstrip().partition(_CALLS_END)
                 if not ended:
                     return words + behind, found
-                return words, [*found, CallError(rest, f"expected {_CALL} or {_CALLS_END}, saw {rest.strip()[:20]!r}")]
+                return words, [*found, CallError(rest, f"expected {_CALL} or {_CALLS_END}, got {rest.strip()[:20]!r}")]
             rest = rest.lstrip()
             end, call = _read_deepseek(rest)
             found.append(call)
             rest = rest[end:]
         if found and isinstance(found[-1], CallError):  # which was cut off itself
             return words, found
-        return words, [*found, CallError(_CALLS, f"expected {_CALLS_END}, saw the end: it was cut off")]
+        return words, [*found, CallError(_CALLS, f"expected {_CALLS_END}, got the end: it was cut off")]
 
     def write(self, content: str, calls: Sequence[ToolCall]) -> str:
         if not calls:
@@ -221,7 +221,7 @@ def _read_deepseek(text: str) -> tuple[int, Found]:
     sep = text.find(_SEP, inside)
     another = text.find(_CALL, inside)
     if sep < 0 or 0 <= another < sep:
-        return _skip_deepseek(text, inside, f"expected {_SEP} behind the name")
+        return _skip_deepseek(text, inside, f"expected {_SEP} after the name")
     name, position = text[inside:sep].strip(), sep + len(_SEP)
     fenced = _FENCED.match(text, position)
     if fenced:  # V3: a type, then the name and the arguments in a code fence
@@ -232,10 +232,10 @@ def _read_deepseek(text: str) -> tuple[int, Found]:
         return _skip_deepseek(text, position, str(error))
     rest = text[end:].lstrip()
     if fenced and not rest.startswith("```"):
-        return _skip_deepseek(text, end, f"expected ``` behind the arguments, saw {rest[:20]!r}")
+        return _skip_deepseek(text, end, f"expected ``` after the arguments, got {rest[:20]!r}")
     rest = rest.removeprefix("```").lstrip() if fenced else rest
     if not rest.startswith(_CALL_END):
-        return _skip_deepseek(text, end, f"expected {_CALL_END} behind the arguments, saw {rest[:20]!r}")
+        return _skip_deepseek(text, end, f"expected {_CALL_END} after the arguments, got {rest[:20]!r}")
     stop = len(text) - len(rest) + len(_CALL_END)
     return stop, Call(text[:stop], name, value)
 

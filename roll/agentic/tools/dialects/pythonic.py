@@ -16,7 +16,7 @@ _TAG = "<|python_tag|>"
 
 
 class PythonicDialect(ThinkingDialect):
-    """``[name(key="value"), …]`` as the whole answer, or between Llama 4's markers behind words.
+    """``[name(key="value"), …]`` as the whole answer, or between Llama 4's markers after text.
 
     Arguments are literals given by name. An answer is one of calls if it is a list that begins with one.
     """
@@ -54,19 +54,19 @@ def _read_list(written: str) -> list[Found]:
             tree = ast.parse(written, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        return [CallError(written, f"expected a Python list of calls, saw what Python cannot read ({reason})")]
+        return [CallError(written, f"expected a Python list of calls, got text that Python cannot parse ({reason})")]
     elements = tree.elts if isinstance(tree, ast.List) else [tree]
     return [_read_call(element, written) for element in elements]
 
 
 def _read_call(node: ast.expr, text: str) -> Found:
     if not isinstance(node, ast.Call):
-        return CallError(text, f"expected a call, saw {_kind(node)}")
+        return CallError(text, f"expected a call, got {_kind(node)}")
     name = _name(node.func)
     if name is None:
-        return CallError(text, f"expected the name of a tool, saw {_kind(node.func)}")
+        return CallError(text, f"expected the name of a tool, got {_kind(node.func)}")
     if node.args:
-        return CallError(text, "expected every argument by its name, saw one without")
+        return CallError(text, "expected every argument by name, got one without a name")
     arguments: dict[str, Any] = {}
     for each in node.keywords:
         try:
@@ -76,7 +76,7 @@ def _read_call(node: ast.expr, text: str) -> Found:
         # ``**{"from": 1}``: names that Python keeps for itself
         given = {each.arg: value} if each.arg is not None else value
         if not isinstance(given, dict):
-            return CallError(text, "expected an object behind **")
+            return CallError(text, "expected an object after **")
         if not arguments.keys().isdisjoint(given):
             return CallError(text, "expected every argument once")
         arguments |= given
@@ -106,7 +106,7 @@ def _literal(node: ast.expr) -> Any:
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        raise ValueError("expected literals, saw something else") from None
+        raise ValueError("expected literals, got something else") from None
     return _lists(value)
 
 

@@ -1,4 +1,4 @@
-"""Dialects whose arguments stand one by one between tags: Qwen3-Coder, GLM."""
+"""Dialects with each argument between tags of its own: Qwen3-Coder, GLM."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TaggedDialect(ThinkingDialect):
             closing = said.find(_END, inside, limit)
             if closing < 0:
                 position = limit
-                found.append(CallError(said[start:position], f"expected {_END}, saw none: it was cut off"))
+                found.append(CallError(said[start:position], f"expected {_END}, got none: it was cut off"))
                 continue
             position = closing + len(_END)
             found.append(self._read_call(said[start:position], said[inside:closing], schemas))
@@ -55,17 +55,17 @@ class TaggedDialect(ThinkingDialect):
     def _read_call(self, text: str, inside: str, schemas: Schemas) -> Found:
         whole = self.whole.fullmatch(inside.strip())
         if not whole:
-            return CallError(text, f"expected {self.shape}, saw {inside.strip()[:40]!r}")
+            return CallError(text, f"expected {self.shape}, got {inside.strip()[:40]!r}")
         name, position, arguments = whole["name"].strip(), 0, dict[str, Any]()
         properties = schemas.get(name, {}).get("properties") or {}
         written = whole["arguments"].strip()
         while position < len(written):
             found = self.argument.match(written, position)
             if not found:
-                return CallError(text, f"expected {self.shape}, saw {written[position : position + 40]!r}")
+                return CallError(text, f"expected {self.shape}, got {written[position : position + 40]!r}")
             key, position = found["key"].strip(), found.end()
             if key in arguments:
-                return CallError(text, f"expected every argument once, saw {key!r} twice")
+                return CallError(text, f"expected every argument once, got {key!r} twice")
             arguments[key] = read_bare(found["value"], properties.get(key))
         return Call(text, name, arguments)
 

@@ -78,7 +78,7 @@ def _without_auto(value: Any) -> Any:
 
 
 class DeepSpeedInfer(ModuleScorer[EngineWeights]):
-    """Scores tokens: whole weights on each rank, or partitioned with ZeRO stage 3."""
+    """Computes log-probs: whole weights on each rank, or partitioned with ZeRO stage 3."""
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)

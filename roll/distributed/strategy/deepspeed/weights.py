@@ -1,4 +1,4 @@
-"""A DeepSpeed engine's parameters, gradients and moments, whichever ZeRO stage has cut them up.
+"""A DeepSpeed engine's parameters, gradients and moments, for every ZeRO stage.
 
 Each trained parameter has a ``Fragment`` on the ranks that update a part of it. A fragment lies in a flat float32
 partition of the optimizer, which the optimizer's state is keyed by. DeepSpeed has helpers for whole tensors
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from roll.distributed.strategy.base import States
 from roll.distributed.strategy.training.checkpoint import to_device
+from roll.distributed.strategy.training.exchange import ShardLayout, Slice, everywhere, find_regions
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
-from roll.distributed.strategy.training.pieces import ShardLayout, Slice, everywhere, find_regions
 from roll.models.scoring import TokenScorer
 
 ENGINE_STATES = {

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roll.distributed.strategy.training.exchange import gather, own_rank, weight_shard, world_size
 from roll.distributed.strategy.training.optim import DECAYS, MASTER, MOMENTUM, make_adamw
-from roll.distributed.strategy.training.pieces import gather, own_rank, weight_shard, world_size
 from roll.models.heads import decoder_layers
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def orthogonalise(matrix: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024) with Nesterov momentum and decoupled weight decay (Liu et al. 2025), beside AdamW.
+    """Muon (Jordan et al. 2024) with Nesterov momentum and decoupled weight decay (Liu et al. 2025), and AdamW.
 
     ``m <- μ m + (1 - μ) g``, ``w <- (1 - η λ) w - 0.2 √max(rows, columns) η orthogonalise(μ m + (1 - μ) g)`` with the
     learning rate η and weight decay λ of AdamW, whose updates are as large. A step is collective.

@@ -82,7 +82,7 @@ def _unpack(packed: Packed) -> Tensor:
 
 
 class Fsdp2Infer(ModuleScorer[Weights]):
-    """Scores tokens with a model that is sharded over the role's workers."""
+    """Computes log-probs with a model that is sharded over the role's workers."""
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)

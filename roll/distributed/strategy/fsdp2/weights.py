@@ -21,10 +21,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import to_device
+from roll.distributed.strategy.training.exchange import (
+    Part,
+    ShardLayout,
+    Slice,
+    everywhere,
+    find_regions,
+    raise_on_all_ranks,
+)
 from roll.distributed.strategy.training.optim import MASTER, MOMENTS
-from roll.distributed.strategy.training.pieces import Part, ShardLayout, Slice, everywhere, find_regions
 from roll.models.heads import decoder_layers
 from roll.models.loading import resolve_dtype
 from roll.models.lora import is_adapter
@@ -380,7 +386,7 @@ def shards_of(weights: Weights, *, moments: bool = True) -> Shards:
 
 
 class ShardCopies:
-    """Copies of ``shards_of`` in host memory, which is kept from one time to the next."""
+    """Copies of ``shards_of`` in host memory, which is reused."""
 
     def __init__(self) -> None:
         self._kept: Shards | None = None

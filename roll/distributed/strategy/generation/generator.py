@@ -1,4 +1,4 @@
-"""Generation, whichever engine samples: what every engine's requests, updates and moves have in common.
+"""Generation for any engine: requests, weight updates and offloading.
 
 An engine brings a few operations, which answer by futures because it lives on a thread, a loop or a process of its
 own: start and stop, sample and abort, hold and go on, load weights or an adapter and use them, move memory. What is
@@ -447,14 +447,14 @@ class Generator(ABC, Generic[PlanT]):
             await asyncio.sleep(_LOCK_POLL_S)
         try:
             if States.WEIGHTS in self._states.away and self.can_offload:
-                raise RuntimeError(f"{self.name}: the weights are off the device; call onload before an update")
+                raise RuntimeError(f"{self.name}: the weights are offloaded; call onload before an update")
             await asyncio.wrap_future(self._hold("update"))
             try:
                 yield
                 recompute = self.context.recompute_kv if recompute_kv is None else recompute_kv
                 await asyncio.wrap_future(self.use_version(version, recompute))
             except BaseException as error:
-                logger.exception("%s: the weights are possibly half replaced, the engine stops", self.context.role)
+                logger.exception("%s: the weights may be half replaced, so the engine stops", self.context.role)
                 await asyncio.to_thread(self._stop, f"failed in a weight update: {type(error).__name__}: {error}")
                 raise EngineStoppedError(f"the generation engine {self._stopped}") from error
             self.weight_version = version

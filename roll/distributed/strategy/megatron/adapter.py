@@ -20,7 +20,7 @@ from roll.configs.engines.megatron import MegatronConfig
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.megatron.fit import check_adapter_fit
 from roll.distributed.strategy.megatron.model import MegatronModel, own_parts, with_gradient
-from roll.distributed.strategy.training.agreement import raise_on_all_ranks
+from roll.distributed.strategy.training.exchange import raise_on_all_ranks
 from roll.models.loading import make_skeleton
 from roll.models.lora import LoraSpec, adapted_layers, initial_value, matrix_shapes
 from roll.models.megatron.names import source

@@ -1,4 +1,4 @@
-"""Lays micro-batches out as Megatron's model takes them: padded to what the parallel layout divides, cut over context.
+"""Arranges micro-batches for Megatron's model: padded to sizes that the layout divides, split over context.
 
 Axes: R rows, C columns of a whole row, S columns that this context-parallel rank holds, K loss tokens predicted there,
 T the micro-batch's tokens end to end.
@@ -16,8 +16,14 @@ from torch.nn import functional
 
 from roll.data.batch import Batch
 from roll.data.identity import vocabulary_ids
-from roll.data.packing import packed_row, rectangle, row_with_shared_prompts
-from roll.data.shared_prompts import AttentionPlan, SharedPrompts, worth_sharing
+from roll.data.packing import (
+    AttentionPlan,
+    SharedPrompts,
+    packed_row,
+    rectangle,
+    row_with_shared_prompts,
+    worth_sharing,
+)
 from roll.distributed.strategy.megatron.substitutes import PlannedRow, held_columns
 
 

@@ -1,4 +1,4 @@
-"""A Hugging Face model built from Megatron's modules, as far as one rank holds it, with its frozen parts.
+"""One rank's part of a Hugging Face model, built from Megatron's modules, with its frozen parts.
 
 The model stops at the final hidden states; ``scores`` applies the output layer to the tokens that count.
 """
@@ -24,8 +24,8 @@ from roll.distributed.strategy.base import RankInfo, StrategyContext
 from roll.distributed.strategy.megatron.fit import check_model_fit
 from roll.distributed.strategy.megatron.scores import VocabularyShare
 from roll.distributed.strategy.megatron.substitutes import PlannedRow, layer_specs
-from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX
+from roll.distributed.strategy.training.exchange import raise_on_all_ranks
 from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.freezing import frozen_parameters
 from roll.models.heads import ValueHead, load_value_head

@@ -30,8 +30,7 @@ from roll.algorithms.quantities import Given, OutputLayer, OutputLayers, moved, 
 from roll.algorithms.types import LossContext, LossFn, TokenScores, add_metrics
 from roll.configs.engines.megatron import MegatronConfig
 from roll.data.batch import Batch
-from roll.data.packing import take_micro_batch
-from roll.data.shared_prompts import worth_sharing
+from roll.data.packing import take_micro_batch, worth_sharing
 from roll.distributed.strategy import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.base import RankInfo, States
 from roll.distributed.strategy.megatron.adapter import adapter_off, add_adapter
@@ -46,7 +45,6 @@ from roll.distributed.strategy.megatron.routing import ExpertRouting
 from roll.distributed.strategy.megatron.scores import VocabularyScorer, sum_over
 from roll.distributed.strategy.megatron.substitutes import redirect_to_cpu
 from roll.distributed.strategy.megatron.weights import TrainedModel, WeightGatherer, adapter_pieces, saved_name
-from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import (
     MODEL_PREFIX,
     SourceFolder,
@@ -55,7 +53,7 @@ from roll.distributed.strategy.training.checkpoint import (
     model_tensors,
     open_source,
 )
-from roll.distributed.strategy.training.pieces import WeightShard
+from roll.distributed.strategy.training.exchange import WeightShard, raise_on_all_ranks
 from roll.distributed.strategy.training.scorer import MicroBatchLimits, Scorer, join_group
 from roll.distributed.strategy.training.trainer import Trainer
 from roll.models.heads import load_teacher_layer
@@ -65,7 +63,7 @@ from roll.models.scoring import BOUNDS
 
 
 class MegatronInfer(Scorer):
-    """Scores tokens with a model that lies on the role's workers as ``strategy_config`` says."""
+    """Computes log-probs with a model that is distributed as ``strategy_config`` says."""
 
     _trained = False
     _source: SourceFolder

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.megatron.model import MegatronModel, folder_reader, own_parts
 from roll.distributed.strategy.megatron.optimizer import MegatronAdam
-from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX, MODEL_PREFIX, adapter_tensors
+from roll.distributed.strategy.training.exchange import ShardLayout, Slice, WeightShard, raise_on_all_ranks
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
-from roll.distributed.strategy.training.pieces import ShardLayout, Slice, WeightShard
 from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.loading import Head
 from roll.models.lora import SCORE_NAME, is_adapter

@@ -1,4 +1,4 @@
-"""``sglang``: generation and scoring with SGLang's asynchronous engine, on GPUs or on a CPU.
+"""``sglang``: generation and log-probs with SGLang's asynchronous engine, on GPUs or on a CPU.
 
 SGLang has a process to itself (``server.py``), which may run under another interpreter: its pinned packages
 agree with no other engine's. This file is the near side: what crosses to that process, and when. Sampling and loading
@@ -71,7 +71,7 @@ ADAPTERS = 3  # in one batch: none, the old one of requests in flight, and the n
 
 
 class SglangStrategy(ScoringGenerator[dict[str, str]]):
-    """A ``GenerateStrategy`` and ``ScoreStrategy`` whose engine has a process of its own.
+    """A ``GenerateStrategy`` and ``ScoreStrategy`` whose engine has its own process.
 
     A seed gives the tokens that it gives in ``hf_infer``. Requests in flight are prefilled anew by an update, so that
     no keys and values of the old weights are left; they finish with the adapter that they started with.

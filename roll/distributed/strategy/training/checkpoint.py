@@ -27,9 +27,7 @@ from torch import Tensor
 
 from roll.configs.pipeline import PARTS
 from roll.distributed.strategy.base import StrategyContext
-from roll.distributed.strategy.training.agreement import raise_on_all_ranks
-from roll.distributed.strategy.training.optim import MASTER
-from roll.distributed.strategy.training.pieces import (
+from roll.distributed.strategy.training.exchange import (
     Read,
     ShardLayout,
     Slice,
@@ -37,9 +35,11 @@ from roll.distributed.strategy.training.pieces import (
     WeightShard,
     gather,
     own_rank,
+    raise_on_all_ranks,
     weight_shard,
     world_size,
 )
+from roll.distributed.strategy.training.optim import MASTER
 from roll.distributed.strategy.training.tensor_files import (
     DTYPE_NAMES,
     MAX_FILE_BYTES,
@@ -55,7 +55,7 @@ from roll.models.adapter_files import ADAPTER_FILE
 from roll.models.heads import SCORE_WEIGHT, VALUE_HEAD_FILE
 from roll.models.loading import Head, fit_folder, load_config
 from roll.models.weight_files import FolderFit, shown
-from roll.utils.checksums import WrittenFile
+from roll.utils.hashing import WrittenFile
 from roll.utils.threads import in_background
 
 logger = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ def adapter_tensors(path: Path, names: Collection[str]) -> StoredTensors:
         raise ValueError(f"no {ADAPTER_FILE}; expected a checkpoint of a run with lora_target")
     stored = StoredTensors(path, [path / ADAPTER_FILE])
     if others := sorted(stored.forms.keys() - set(names)):
-        raise ValueError(f"{ADAPTER_FILE}: got {others[0]}, expected no other layers than lora_target means")
+        raise ValueError(f"{ADAPTER_FILE}: got {others[0]}, expected only the layers of lora_target")
     return stored
 
 
@@ -286,7 +286,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Snapshots:
-    """Copies tensors into memory that is kept from one time to the next.
+    """Copies tensors into memory that is reused.
 
     Fresh memory costs several times what the copy does: the system clears it page by page, and a GPU's driver pins it.
     """
@@ -349,7 +349,7 @@ def open_source(context: StrategyContext) -> SourceFolder:
         dist.broadcast_object_list(told, src=0)
     names, forms = told[0]
     if fit is not None and (kept := [name for name in fit.kept if forms or name != SCORE_WEIGHT]):
-        what = "saved again as they are" if forms else f"left out of what is saved of the {context.role}"
+        what = "saved unchanged" if forms else f"not saved with the {context.role}"
         logger.info("%s: %d tensors are not trained, and %s: %s", path, len(kept), what, shown(kept))
 
     def piece(name: str, form: TensorForm) -> WeightShard:
@@ -376,7 +376,7 @@ def _read(fit: FolderFit | None, name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a folder, which is made if need be."""
+    """Contents of a folder, which is created if necessary."""
 
     path: Path
     tensors: Tensors
@@ -468,7 +468,7 @@ def write_contents(
 
 
 class BackgroundSaves:
-    """Writes contents as they were at the start, while the ranks go on and change them. One save at a time."""
+    """Writes contents as they were at the start, while the ranks continue to change them. One save at a time."""
 
     def __init__(self) -> None:
         self._snapshots = Snapshots()

@@ -1,4 +1,4 @@
-"""Model folders made from what a checkpoint holds: by one process, tensor by tensor, on a CPU.
+"""Makes model folders from checkpoints, in one process, tensor by tensor, on a CPU.
 
 What a checkpoint holds of a role is a model folder, an adapter's, or shards that ranks have written. Shards are joined,
 an adapter is merged into the weights that it adapts, numbers are rounded once and from the most exact ones there are:
@@ -32,9 +32,9 @@ from roll.distributed.strategy.training.checkpoint import (
     model_tensors,
     write_contents,
 )
+from roll.distributed.strategy.training.exchange import ShardLayout, TensorForm, WeightShard, everywhere, weight_shard
 from roll.distributed.strategy.training.module_weights import hf_piece
 from roll.distributed.strategy.training.optim import MASTER, MOMENTS
-from roll.distributed.strategy.training.pieces import ShardLayout, TensorForm, WeightShard, everywhere, weight_shard
 from roll.distributed.strategy.training.tensor_files import MAX_FILE_BYTES, Reader, StoredTensors
 from roll.models.adapter_files import (
     ADAPTER_CONFIG,
@@ -261,7 +261,7 @@ def _as_classifier(
 
 
 def _adapter_names(export: Export, shards: Path, spreads: Mapping[str, ShardLayout]) -> dict[str, ShardLayout]:
-    """Tensors that shards have of an adapter, and of a head beside it, under the names of a peft folder."""
+    """Tensors that shards have of an adapter, and of a head with it, under the names of a peft folder."""
     config = read_adapter_config(shards)
     matrices = {name.removeprefix(MODEL_PREFIX): one for name, one in spreads.items() if is_adapter(name)}
     if config.get("task_type") != CLASSIFIES:
@@ -295,7 +295,7 @@ def _layers(
         layer = name.removeprefix(PREFIX).removesuffix(marks[0])
         second = matrices.get(matrix_name(layer, "B"))
         if second is None:
-            raise ValueError(f"{name}: no {matrix_name(layer, 'B')} beside it")
+            raise ValueError(f"{name}: no {matrix_name(layer, 'B')} with it")
         if not first.shape[0] == second.shape[1] == config["r"]:
             seen = f"matrices of rank {first.shape[0]} and {second.shape[1]}"
             raise ValueError(f"{layer}: got {seen}, expected r = {config['r']} of {ADAPTER_CONFIG}")

@@ -20,8 +20,8 @@ from roll.data.batch import Batch
 from roll.data.packing import ModelInput
 from roll.distributed.strategy import require_engine
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
-from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import SourceFolder, Tensors, model_tensors, open_source
+from roll.distributed.strategy.training.exchange import WeightShard, raise_on_all_ranks
 from roll.distributed.strategy.training.module_weights import (
     ModuleWeights,
     TrainedModule,
@@ -34,13 +34,12 @@ from roll.distributed.strategy.training.module_weights import (
     start_adapter,
     whole_layers,
 )
-from roll.distributed.strategy.training.pieces import WeightShard
 from roll.distributed.strategy.training.scorer import MicroBatchLimits, Scorer, join_group
 from roll.distributed.strategy.training.trainer import Trainer
 from roll.models import planned_attention, ulysses
 from roll.models.freezing import freeze
 from roll.models.heads import ValueHead, decoder_layers, load_teacher_layer
-from roll.models.loading import classifier_entries, load_config, make_skeleton, resolve_dtype, save_config
+from roll.models.loading import check_rope, classifier_entries, load_config, make_skeleton, resolve_dtype, save_config
 from roll.models.lora import adapter_dropout, adapter_off, inject_adapter, left_out
 from roll.models.own_forward import PACKING, SHARING, OwnForward, of_module, own_scores
 from roll.models.packing_support import check_packing, has_own_code, packing_problem
@@ -89,8 +88,8 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype, names: Sequence[st
     Raises:
         ImportError: an adapter without peft, or Liger's kernels without liger-kernel.
         ValueError: the adapter's targets, or parts to freeze, are not in the model, Liger's kernels cannot run,
-            Transformers has no classifier of a reward model's kind, or the model is not known to keep packed sequences
-            apart.
+            Transformers has no classifier of a reward model's kind, the model is not known to keep packed sequences
+            apart, or a row's positions depend on those beside it.
     """
     args = context.worker.model_args
     model = make_skeleton(
@@ -102,6 +101,7 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype, names: Sequence[st
         trust_remote_code=args.trust_remote_code,
         names=names,
     )
+    check_rope(model.config, context.sequence_length)
     if context.worker.use_sequence_packing:
         check_packing(model, context.role)
     if args.use_liger_kernel:
@@ -152,7 +152,7 @@ W = TypeVar("W", bound=ModuleWeights)
 
 
 class ModuleScorer(Scorer, Generic[W]):
-    """Scores tokens with a module that an engine holds; ``weights`` is the engine's account of its parameters."""
+    """Computes log-probs with a module that an engine holds; ``weights`` describes its parameters."""
 
     _trained = False
     _tensor_size = 1

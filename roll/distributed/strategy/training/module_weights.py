@@ -1,4 +1,4 @@
-"""Parameters of a Hugging Face module that lies on the ranks in an engine's way, under the names of files.
+"""Parameters of a distributed Hugging Face module, under the names in its files.
 
 What is here is the same for all engines that train such a module (FSDP2, DeepSpeed): its way from a model folder and to
 a generator, its adapter, its checkpoints.
@@ -17,18 +17,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from roll.algorithms.quantities import OutputLayer
-from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX, MODEL_PREFIX, adapter_tensors
-from roll.distributed.strategy.training.optim import MASTER
-from roll.distributed.strategy.training.pieces import (
+from roll.distributed.strategy.training.exchange import (
     ShardLayout,
     WeightShard,
     everywhere,
     gather,
     own_rank,
+    raise_on_all_ranks,
     weight_shard,
     world_size,
 )
+from roll.distributed.strategy.training.optim import MASTER
 from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.freezing import whole_name
 from roll.models.heads import VALUE_HEAD_FILE, ValueHead, decoder_layers, load_value_head

@@ -1,4 +1,4 @@
-"""Scoring, whichever engine runs the model: micro-batches, states on and off the device, the process group."""
+"""Log-probs for any engine: micro-batches, offloading, the process group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch, placeholder
 from roll.data.packing import take_micro_batch
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
-from roll.distributed.strategy.training.agreement import all_gather
+from roll.distributed.strategy.training.exchange import all_gather
 from roll.models.own_forward import LAYOUTS, OwnForward
 from roll.models.scoring import split_batch
 
@@ -32,7 +32,7 @@ class MicroBatchLimits:
 
 
 class Scorer(ABC):
-    """Scores tokens with a model that lies on the role's workers in whatever way the engine likes.
+    """Computes log-probs with a model that the engine distributes over the role's workers.
 
     ``setup`` must set ``device`` and ``info``.
     """

@@ -1,4 +1,4 @@
-"""The optimizer step and the export of weights, whichever engine computes the gradient.
+"""The optimizer step and the export of weights, for any engine.
 
 An engine brings the forward pass, the gradient and the optimizer. What is here is the same for all of them: cutting a
 batch into micro-batches, the loss's denominators over all ranks, metrics, the learning rate, skipped steps.
@@ -27,10 +27,8 @@ from torch import Tensor
 
 from roll.algorithms.types import LossContext, LossFn, add_metrics, is_maximum
 from roll.data.batch import Batch
-from roll.data.packing import padding_waste
-from roll.data.shared_prompts import computed_tokens, worth_sharing
+from roll.data.packing import computed_tokens, padding_waste, worth_sharing
 from roll.distributed.strategy.base import Metrics, States, StrategyContext
-from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import (
     ADAPTER,
     MODEL,
@@ -47,17 +45,16 @@ from roll.distributed.strategy.training.checkpoint import (
     resume_folder,
     write_contents,
 )
+from roll.distributed.strategy.training.exchange import TensorForm, WeightShard, gather, own_rank, raise_on_all_ranks
 from roll.distributed.strategy.training.optim import learning_rate, weight_decay
-from roll.distributed.strategy.training.pieces import TensorForm, WeightShard, gather, own_rank
 from roll.distributed.strategy.training.scorer import MicroBatchLimits, Scorer, take_all
 from roll.distributed.weights.buckets import allocate, as_tensor, pack
-from roll.distributed.weights.contents import BucketOutline, WeightBucket, aligned, outline_of
-from roll.distributed.weights.messages import Payload
+from roll.distributed.weights.contents import BucketOutline, Payload, WeightBucket, aligned, outline_of
 from roll.models.loading import copy_companions
 from roll.models.lora import write_adapter_config
 from roll.models.own_forward import LAYOUTS
 from roll.models.scoring import split_batch
-from roll.utils.checksums import WrittenFile
+from roll.utils.hashing import WrittenFile
 from roll.utils.memory import paused_collector
 
 logger = logging.getLogger(__name__)

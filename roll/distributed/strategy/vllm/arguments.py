@@ -1,4 +1,4 @@
-"""Start of vLLM: its arguments, what may be asked of them, its environment, and why its processes failed."""
+"""Starting vLLM: its arguments and their limits, its environment, and why its processes failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.generation.model_outline import ModelOutline
 from roll.distributed.strategy.generation.prompt_scoring import PromptScoring
 from roll.models.tokenizer import locate_model
-from roll.utils.seeding import derive_seed
+from roll.utils.hashing import derive_seed
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""``vllm``: generation and scoring with vLLM's asynchronous engine (V1), on GPUs or on a CPU.
+"""``vllm``: generation and log-probs with vLLM's asynchronous engine (V1), on GPUs or on a CPU.
 
 The engine runs in processes of its own, so this file is about what crosses to them: requests with token ids, weights
 through files in memory, and an adapter the way vLLM reads one. What runs over there is ``worker.py``.

@@ -12,10 +12,10 @@ import ray
 import torch
 
 from roll.distributed.cluster import ray_session
+from roll.distributed.cluster.cluster import Worker
 from roll.distributed.cluster.errors import RaySessionError
 from roll.distributed.cluster.ray_session import started_too_slowly
 from roll.distributed.cluster.recording import Recording, RecordingOptions
-from roll.distributed.cluster.worker import Worker
 
 SLOW = [
     Exception(

@@ -28,9 +28,17 @@ from roll.distributed.weights.buckets import (
     unpack_bucket,
     verify,
 )
-from roll.distributed.weights.contents import BucketOutline, WeightBucket
+from roll.distributed.weights.contents import (
+    BucketMessage,
+    BucketOutline,
+    Close,
+    Open,
+    Payload,
+    Reply,
+    UpdateDigest,
+    WeightBucket,
+)
 from roll.distributed.weights.lending import Lender
-from roll.distributed.weights.messages import BucketMessage, Close, Open, Payload, Reply, UpdateDigest
 from roll.distributed.weights.receiver import UpdateStream, WeightReceiver
 from roll.distributed.weights.segments import SegmentPool, SegmentReader, SharedMemory, open_on_gpu, share_on_gpu
 from roll.distributed.weights.sender import Link, Route, TransferRequest, TransferResult, plan_link, plan_routes

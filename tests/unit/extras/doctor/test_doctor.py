@@ -12,8 +12,8 @@ from packaging.requirements import Requirement
 
 from roll.__main__ import main
 from roll.extras.doctor import machine
+from roll.extras.doctor.command import NodeReport, compare
 from roll.extras.doctor.findings import Finding, as_json, examine, exit_code, judged, page
-from roll.extras.doctor.nodes import NodeReport, compare
 from roll.models.tiny import make_tokenizer
 
 GIB = 2**30
@@ -37,7 +37,7 @@ def test_a_fix_is_told_where_something_is_wrong_and_a_check_that_fails_hides_no_
         raise OSError("no such device")
 
     (found,) = examine("disk", broken)
-    assert (found.level, found.name) == ("warning", "disk") and "no such device" in found.seen
+    assert (found.level, found.name) == ("warning", "disk") and "no such device" in found.got
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -59,7 +59,7 @@ def test_limits_of_a_control_group_go_before_the_machine(tmp_path, version):
     assert machine.memory_bytes(meminfo, tmp_path) == 8 * GIB
     assert machine.cgroup_cores(tmp_path) == 1.5
     (memory,) = machine.check_memory(meminfo, tmp_path)
-    assert memory.seen == "8.0 GiB, the control group's limit; 8.0 GiB available"
+    assert memory.got == "8.0 GiB, the control group's limit; 8.0 GiB available"
 
 
 def test_without_limits_the_machine_is_what_there_is(tmp_path):
@@ -104,16 +104,16 @@ def test_versions_against_what_is_asked_for():
 
 def test_a_version_that_no_file_of_constraints_has_is_named():
     requirements = [Requirement("pytest"), Requirement("absent")]
-    seen = machine.compare_tested(["pytest==0.0.1\nabsent==3", "pytest==0.0.2"], requirements).seen
+    seen = machine.compare_tested(["pytest==0.0.1\nabsent==3", "pytest==0.0.2"], requirements).got
     assert seen.startswith("not tested: pytest ") and seen.endswith("(tested: 0.0.1, 0.0.2)")
     pins = ["pytest==0.0.1", f"pytest=={version('pytest')}"]
-    assert "not tested" not in machine.compare_tested(pins, requirements).seen
+    assert "not tested" not in machine.compare_tested(pins, requirements).got
 
 
 def test_the_disk_is_tried_where_the_output_will_be_and_left_as_it_was(tmp_path):
     found = list(machine.check_disk(tmp_path / "output" / "run"))
     assert [finding.name for finding in found] == ["disk room", "disk speed"]
-    assert str(tmp_path) in found[0].seen and not list(tmp_path.iterdir())
+    assert str(tmp_path) in found[0].got and not list(tmp_path.iterdir())
 
 
 class _Hub(BaseHTTPRequestHandler):
@@ -133,7 +133,7 @@ def test_the_hub_is_asked_and_its_token_is_never_shown(monkeypatch):
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
         (found,) = machine.check_hub()
         server.shutdown()
-    assert (found.level, found.seen) == ("ok", "127.0.0.1: answers 200, with a token")
+    assert (found.level, found.got) == ("ok", "127.0.0.1: answers 200, with a token")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert [finding.level for finding in machine.check_hub()] == ["ok"]
 
@@ -171,11 +171,11 @@ def test_a_model_without_a_tokenizer_is_an_error(tmp_path):
 @pytest.mark.slow
 def test_every_machine_of_a_cluster_is_examined(tmp_path):
     from roll.distributed.cluster.ray_session import ray_session
-    from roll.extras.doctor.nodes import check_cluster
+    from roll.extras.doctor.command import check_cluster
 
     with ray_session({"num_cpus": 2}) as session:
         found = list(check_cluster(session.address, tmp_path))
-    assert [each.seen for each in found if each.name == "cluster"] == ["1 of 1 machines examined"]
+    assert [each.got for each in found if each.name == "cluster"] == ["1 of 1 machines checked"]
     clock = next(each for each in found if each.name.startswith("clock of"))
-    assert clock.level == "ok" and "+0.0" in clock.seen.replace("-0.0", "+0.0")
+    assert clock.level == "ok" and "+0.0" in clock.got.replace("-0.0", "+0.0")
     assert any(each.node and each.name == "disk room" for each in found)

@@ -139,7 +139,7 @@ def test_tools_that_an_environment_is_wrapped_in_are_those_of_its_tag(tmp_path):
     program, server = config.tools.use["python"], config.tools.servers["mcp"]
     assert (program.tool, program.args, program.tags) == ("python", {"wall_seconds": 3.0}, ["Boxes"])
     assert (server.url, server.tags, config.tools.max_turns) == ("http://a/mcp", ["Boxes"], 2)
-    told = {each.key: each.seen for each in imported.outcomes if each.kind == Kind.IMPOSSIBLE}
+    told = {each.key: each.got for each in imported.outcomes if each.kind == Kind.IMPOSSIBLE}
     assert told == {f"{base}.tool_configs": "search", f"{base}.wrapper_args.tool_reward": 0.1}
 
 

@@ -21,7 +21,8 @@ from roll.__main__ import main
 from roll.configs.shipped import SHIPPED
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
-from roll.data.shared_prompts import computed_tokens, worth_sharing
+from roll.data.packing import computed_tokens, worth_sharing
+from roll.distributed.strategy.hf_infer.continuous_batching import SlotCache
 from roll.extras.plan import command as planning
 from roll.extras.plan import probe
 from roll.extras.plan.devices import cpu_of, parse_devices
@@ -39,7 +40,6 @@ from roll.models import scoring
 from roll.models.freezing import freeze
 from roll.models.lora import LoraSpec, inject_adapter
 from roll.models.shapes import KNOWN, ModelShape
-from roll.models.slot_cache import SlotCache
 from roll.models.tiny import make_tokenizer
 from roll.utils.gpus import GPUS
 from tests.support.sizes import sizes
@@ -307,6 +307,26 @@ def test_several_teachers_are_planned(seven_billion, capsys):
         seconds.append(json.loads(capsys.readouterr().out)["seconds"]["logprobs of teacher"])
     assert seconds[1] > 10 * seconds[0], "it reads what fits into sequence_length"
     assert told["seconds"]["logprobs of teachers.a"] == pytest.approx(seconds[0] / 2, rel=0.05), "half of the rows"
+
+
+def test_roles_that_wait_for_each_other_are_put_on_the_same_slots(capsys):
+    apart = ["actor_train.device_mapping=[0]", "actor_infer.device_mapping=[1]"]
+    apart += ["actor_train.training_args.gradient_accumulation_steps=8"]
+    rates = ["--devices", "CPU,memory=64,tflops=0.1,bandwidth=30"]
+
+    def planned(*words):
+        assert main(["plan", "rlvr_math", *rates, "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    told = planned(*apart)
+    again = planned(*apart, *told["faster"]["overrides"])
+    assert told["faster"]["step_seconds"] == pytest.approx(again["step_seconds"], rel=0.01)  # memory's rate is measured
+    assert again["step_seconds"] < 0.9 * told["step_seconds"]
+    assert again["placement"] == planned()["placement"] and again["faster"] is None
+    overlapping = ["async_generation_ratio=1", "train_infer_correction.is_weight.enabled=true"]
+    assert planned(*apart, *overlapping)["faster"] is None, "they work at the same time"
+    assert main(["plan", "rlvr_math", *rates, *apart]) == 0
+    assert " ".join(told["faster"]["overrides"]) in capsys.readouterr().out
 
 
 def test_advice_is_what_the_plan_with_it_says(capsys):

@@ -5,7 +5,6 @@ from collections import deque
 
 import gymnasium
 import pytest
-from gymnasium.utils.env_checker import check_env
 
 import roll.agentic.env as envs
 from roll.extras.worlds.gym_adapter import GymnasiumEnv, tell_colours
@@ -188,7 +187,7 @@ def test_an_environment_of_another_package_is_registered_by_importing_its_module
     text, _, terminated, _, info = env.step(answer("Right"))
     assert text == "____P" and terminated and info["success"]
     (problem,) = envs.check_env_config("gymnasium", config | {"env_id": f"{module}:Coridor-v0"})
-    assert problem.path == "env_config.env_id" and problem.seen == f"{module}:Coridor-v0" and "Corridor" in problem.hint
+    assert problem.path == "env_config.env_id" and problem.got == f"{module}:Coridor-v0" and "Corridor" in problem.hint
 
 
 @pytest.mark.filterwarnings("ignore:.*render_mode")
@@ -220,8 +219,3 @@ def test_wrong_configurations_are_problems(config, message):
     with pytest.raises(ValueError, match=message):
         GymnasiumEnv(**config)
     assert len(envs.check_env_config("gymnasium", config)) == 1
-
-
-def test_gymnasium_accepts_it():
-    check_env(GymnasiumEnv(**CLIFF), skip_render_check=True)
-    check_env(GymnasiumEnv(env_id="Blackjack-v1", renderer="values", success_return=1), skip_render_check=True)

@@ -12,7 +12,7 @@ import pytest
 from roll.__main__ import main
 from roll.pipeline.commands.scoring import _written
 from roll.pipeline.prompts import accuracy_metrics
-from roll.report.trajectories import trajectory_record
+from roll.pipeline.rollouts import trajectory_record
 from roll.rewards import VERIFIERS
 from roll.rewards.accuracy import Tally
 from roll.rewards.types import RewardResult

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from roll.distributed.strategy.generation.engine_process import EngineCallError, EngineProcess
 from roll.distributed.strategy.generation.generator import EngineStoppedError
+from roll.distributed.strategy.sglang.strategy import EngineCallError, EngineProcess
 
 ENGINE = """
     import asyncio, os, pickle, subprocess, sys
-    from roll.distributed.strategy.generation.engine_server import EngineServer
+    from roll.distributed.strategy.sglang.server import EngineServer
 
     class Engine:
         def __init__(self, server):

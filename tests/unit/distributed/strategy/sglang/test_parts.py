@@ -160,7 +160,7 @@ def fake_environment(tmp_path: Path) -> str:
 def test_an_argument_that_sglang_does_not_have_or_that_is_set_elsewhere_is_named(fake_environment):
     options = {"python_executable": fake_environment, "tp_size": 1, "chunked_prefil_size": 64}
     (problem,) = CARD.option_problems(options)
-    assert (problem.path, problem.seen) == ("chunked_prefil_size", 64)
+    assert (problem.path, problem.got) == ("chunked_prefil_size", 64)
     assert problem.hint == "did you mean chunked_prefill_size?"
     assert not list(CARD.option_problems({"python_executable": fake_environment, "chunked_prefill_size": 64}))
     options = {"python_executable": fake_environment, "model_path": "/tmp", "dp_size": 2}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from roll.distributed.strategy.training import tensor_files
 from roll.distributed.strategy.training.checkpoint import BackgroundSaves, Contents, Snapshots
-from roll.distributed.strategy.training.pieces import ShardLayout, Slice, WeightShard, everywhere, weight_shard
+from roll.distributed.strategy.training.exchange import ShardLayout, Slice, WeightShard, everywhere, weight_shard
 from roll.distributed.strategy.training.tensor_files import (
     BackgroundWriter,
     StoredTensors,
@@ -22,7 +22,7 @@ from roll.distributed.strategy.training.tensor_files import (
 )
 from roll.distributed.strategy.training.trainer import export, plan_buckets
 from roll.distributed.weights.buckets import pack_buckets, unpack_bucket
-from roll.utils.checksums import WrittenFile, checksum_of
+from roll.utils.hashing import WrittenFile, checksum_of
 
 
 def some_tensors() -> dict[str, Tensor]:
