@@ -51,7 +51,7 @@ def oracle(folder: Path, batch: Batch) -> tuple[Tensor, float, dict[str, Tensor]
     for row in range(batch.num_sequences):
         tokens = batch.token_index([row])
         ids = batch.tokens_T[tokens]
-        logprobs = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        logprobs = model(input_ids=ids[None], use_cache=False).logits[0, :-1].double().log_softmax(-1)
         found.append(logprobs.gather(1, ids[1:, None])[:, 0][batch.loss_mask_T[tokens][1:]])
     logprobs = torch.cat(found)
     loss = -(batch.advantages_T[batch.loss_mask_T] * logprobs).sum() / len(logprobs)
