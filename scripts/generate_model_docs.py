@@ -39,13 +39,14 @@ INTRODUCTION = """\
 <!-- Written by scripts/generate_model_docs.py from roll/models/families.json. Do not edit. -->
 
 Every model that Transformers has as a causal language model can be named in `pretrain`. These families are compared
-with plain Transformers in float64 by `tests/parity/test_families.py`: a tiny random model of each, with its own windows,
-rotary positions, caps, routers and states, takes three optimizer steps, and log-probabilities, loss, gradient norm,
-exported and saved weights must agree. A generator must choose the same greedy tokens and report their log-probabilities.
+with plain Transformers in float64 by `tests/parity/test_families.py`: a tiny random model of each, with its own
+windows, rotary positions, caps, routers and states, takes three optimizer steps, and log-probabilities, loss, gradient
+norm, exported and saved weights must agree. A generator must choose the same greedy tokens and report their
+log-probabilities.
 
-A number is the largest difference of a log-probability in nats, in float32, over all that was compared. *refused* means
-that a run ends before its first step, with this reason. *untried* means that nobody has compared it: such a run starts
-with one warning. Measured with Transformers {version}.
+A number is the largest difference of a log-probability in nats, in float32, over all that was compared. *refused*
+means that a run ends before its first step, with this reason. *untried* means that nobody has compared it: such a run
+starts with one warning. Measured with Transformers {version}.
 
 {engines}
 
@@ -55,8 +56,9 @@ with one warning. Measured with Transformers {version}.
 ## What was compared in the trainers
 
 The worse of `fsdp2_train` and `deepspeed_train`. *Cut otherwise*: micro-batches by number of tokens, activations
-recomputed. *Packed*: several sequences in a row. *Shared prompts*: groups whose prompt is computed once where the model
-allows it. *Experts replayed*: `router_replay`. *Score head*: a reward model's. Two tensor-parallel ranks: `fsdp2_train`.
+recomputed. *Packed*: several sequences in a row. *Shared prompts*: groups whose prompt is computed once where the
+model allows it. *Experts replayed*: `router_replay`. *Score head*: a reward model's. *Two tensor-parallel ranks*:
+`fsdp2_train`.
 
 {variants}
 
@@ -66,8 +68,8 @@ allows it. *Experts replayed*: `router_replay`. *Score head*: a reward model's. 
   for such a model; `sdpa` is refused.
 - **`longrope`** (Phi-3 with 128k, Phi-4-mini): beyond `original_max_position_embeddings` the rotary frequencies of all
   rows of a micro-batch depend on its longest row, so that a larger `sequence_length` is refused.
-- **Recurrent states** (Qwen3-Next, Qwen3.5, Granite 4, Falcon-H1, Nemotron-H): see *Packed* above; what else can be packed
-  is in [strategies](strategies.md).
+- **Recurrent states** (Qwen3-Next, Qwen3.5, Granite 4, Falcon-H1, Nemotron-H): see *Packed* above;
+  [strategies](strategies.md#models-whose-sequences-can-share-a-row) has all families that can be packed.
 """
 
 
@@ -85,7 +87,7 @@ def merge(figures: Path) -> None:
 
     from tests.support.known_families import KNOWN
 
-    old = load_families()["families"] if FILE.exists() else {}
+    old: dict[str, Any] = {**load_families()["families"]} if FILE.exists() else {}
     found: Families = {"transformers": transformers.__version__, "families": {}}
     for name, known in KNOWN.items():
         engines = old.get(name, {}).get("engines", {})
@@ -122,7 +124,10 @@ def page(content: Families) -> str:
     columns = (*TRAINERS, *GENERATORS)
     engines = table(
         ["Family", "`model_type`", *(f"`{name}`" for name in columns)],
-        ([f["title"], f"`{f['model_type']}`", *(cell([f["engines"].get(name, {})]) for name in columns)] for f in families),
+        (
+            [f["title"], f"`{f['model_type']}`", *(cell([f["engines"].get(name, {})]) for name in columns)]
+            for f in families
+        ),
     )
     trained = [[f["engines"].get(name, {}) for name in TRAINERS[:2]] for f in families]
     variants = table(

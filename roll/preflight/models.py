@@ -116,7 +116,7 @@ def trusted_code(config: PipelineConfig) -> list[str]:
 
 
 def untried_models(config: PipelineConfig) -> list[str]:
-    """One warning with every model whose family no test has compared with plain Transformers in the engine it runs in."""
+    """One warning with all models whose family no test has compared with plain Transformers in their engines."""
     found: dict[str, list[str]] = {}
     for role, worker in sections(config):
         name, kinds = worker.strategy_args.strategy_name, _model_types(config.model_of(role))

@@ -1,4 +1,4 @@
-"""Every model family that people train, in every trainer and generator: equal to plain Hugging Face, or refused by name.
+"""Model families that people train, in every trainer and generator: equal to plain Hugging Face, or refused by name.
 
 CI runs a choice: each family and each kind of row. ``-m "slow or not slow"`` runs all.
 """
@@ -165,7 +165,9 @@ def test_rows_beyond_where_longrope_changes_are_refused(tmp_path, trainer):
 
 def test_a_kernel_that_leaves_out_the_cap_of_attention_scores_is_refused(models, tmp_path):
     layout = row("gemma2", "fsdp2_train", "whole", model_args={"attn_implementation": "sdpa"})
-    with pytest.raises(ValueError, match=r"got sdpa, expected auto, eager or fa2: gemma2 caps attention scores at 2\.0"):
+    with pytest.raises(
+        ValueError, match=r"got sdpa, expected auto, eager or fa2: gemma2 caps attention scores at 2\.0"
+    ):
         measure_here(layout, models, tmp_path)
 
 

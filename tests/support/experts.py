@@ -45,7 +45,9 @@ def chosen_experts(model: Any, batch: Batch) -> Tensor | None:
     if batch.experts_TE is None:
         return None
     gates, found = [block.gate for block in model.modules() if hasattr(block, "experts")], []
-    hooks = [gate.register_forward_hook(lambda _, __, result: found.append(result[2].sort(-1).values)) for gate in gates]
+    hooks = [
+        gate.register_forward_hook(lambda _, __, result: found.append(result[2].sort(-1).values)) for gate in gates
+    ]
     rows = []
     for row in range(batch.num_sequences):
         found.clear()

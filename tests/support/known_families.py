@@ -1,4 +1,4 @@
-"""The model families of ``docs/models.md``, tiny and random, each with what is its own in it: windows, ropes, states."""
+"""The model families of ``docs/models.md``, tiny and random, each with its own windows, ropes, caps and states."""
 
 import re
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ from tests.support.families import tiny_config, tiny_model
 
 LLAMA3 = {
     "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 2.0,
+    "rope_theta": 500000.0,
+    "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
+    "original_max_position_embeddings": 8192,
 }
 YARN = {
     "rope_type": "yarn",
@@ -79,7 +79,11 @@ KNOWN: dict[str, Known] = {
     "qwen2": Known("Qwen2, Qwen2.5", "qwen2", {"tie_word_embeddings": True}, megatron=True),
     "qwen3": Known("Qwen3", "qwen3", megatron=True),
     "qwen3_moe": Known(
-        "Qwen3-MoE", "qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": []}, routed=True, scores=True,
+        "Qwen3-MoE",
+        "qwen3_moe",
+        {"norm_topk_prob": True, "mlp_only_layers": []},
+        routed=True,
+        scores=True,
         megatron=True,
     ),
     "qwen3_next": Known("Qwen3-Next", "qwen3_next", LINEAR),
@@ -108,7 +112,8 @@ def make_known(path: Path, name: str, vocabulary: int, **changed: Any) -> Path:
     known = KNOWN[name.removesuffix(SCORES)]
     ids = {"pad_token_id": 0, "eos_token_id": vocabulary - 1, "bos_token_id": None}
     config = tiny_config(
-        known.model_type, **{"vocab_size": vocabulary, "num_hidden_layers": known.layers, **ids, **known.config, **changed}
+        known.model_type,
+        **{"vocab_size": vocabulary, "num_hidden_layers": known.layers, **ids, **known.config, **changed},
     )
     scores = name.endswith(SCORES)
     if scores:
