@@ -50,6 +50,7 @@ starts with one warning. Measured with Transformers {version}.
 
 {engines}
 
+`hf_infer` takes a model with windows while `sequence_length` is not beyond them; that is its figure here.
 `vllm` and `sglang` also run `tests/generators` with Qwen2, Qwen3 and Qwen3-MoE; SGLang's in its own environment
 (`make test-sglang`), see [SGLang](sglang.md).
 
@@ -65,7 +66,7 @@ model allows it. *Experts replayed*: `router_replay`. *Score head*: a reward mod
 ## What a model may demand
 
 - **Caps of attention scores** (Gemma 2): Transformers' `sdpa` leaves them out. `attn_implementation: auto` takes `eager`
-  for such a model; `sdpa` is refused.
+  for such a model, also as a reward model; `sdpa` is refused.
 - **`longrope`** (Phi-3 with 128k, Phi-4-mini): beyond `original_max_position_embeddings` the rotary frequencies of all
   rows of a micro-batch depend on its longest row, so that a larger `sequence_length` is refused.
 - **Recurrent states** (Qwen3-Next, Qwen3.5, Granite 4, Falcon-H1, Nemotron-H): see *Packed* above;
