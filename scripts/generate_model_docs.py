@@ -65,8 +65,8 @@ model allows it. *Experts replayed*: `router_replay`. *Score head*: a reward mod
 
 ## What a model may demand
 
-- **Caps of attention scores** (Gemma 2): Transformers' `sdpa` leaves them out. `attn_implementation: auto` takes `eager`
-  for such a model, also as a reward model; `sdpa` is refused.
+- **Caps of attention scores** (Gemma 2): Transformers' `sdpa` leaves them out. `attn_implementation: auto` takes
+  `eager` for such a model, also as a reward model; `sdpa` is refused.
 - **`longrope`** (Phi-3 with 128k, Phi-4-mini): beyond `original_max_position_embeddings` the rotary frequencies of all
   rows of a micro-batch depend on its longest row, so that a larger `sequence_length` is refused.
 - **Recurrent states** (Qwen3-Next, Qwen3.5, Granite 4, Falcon-H1, Nemotron-H): see *Packed* above;

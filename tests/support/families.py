@@ -132,6 +132,7 @@ OWN: dict[str, dict[str, Any]] = {
         "laurel_rank": 8,
     },
     "gemma4_text": {"hidden_size_per_layer_input": 8, "per_layer_config": {f"{LAYERS - 1:02}": {"head_dim": 32}}},
+    "lfm2": {"layer_types": (["conv", "conv", "full_attention"] * LAYERS)[:LAYERS]},
     "lfm2_moe": {"layer_types": (["conv", "conv", "full_attention"] * LAYERS)[:LAYERS], "num_experts_per_tok": 2},
     "qwen4_exp_text": {
         "layer_types": (["linear_attention", "indexed_attention"] * LAYERS)[:LAYERS],
@@ -296,15 +297,14 @@ def _alone(model: PreTrainedModel, row: Tensor) -> Tensor:
 
 def _packed_difference(scorer: TokenScorer, rows: list[Tensor], alone: list[Tensor], *, planned: bool) -> float:
     """Also with the first sequence replaced by the second: what comes after must not move."""
-    worst = 0.0
+    worst, scorer._takes_plans = 0.0, planned
     for order in ((0, 1, 2), (1, 1, 2), (2, 0, 1)):
         packed = [rows[index] for index in order]
         lengths = tuple(map(len, packed))
         positions = torch.cat([torch.arange(length) for length in lengths])
         targets = positions.nonzero()[:, 0]
         ids = torch.cat(packed)
-        plan = PackedSequences(lengths) if planned else None
-        scores = scorer(ids[None], positions[None], targets - 1, ids[targets], attention=plan)
+        scores = scorer(ids[None], positions[None], targets - 1, ids[targets], attention=PackedSequences(lengths))
         difference = (scores["logprobs_T"] - torch.cat([alone[index] for index in order])).abs().max()
         worst = max(worst, float(difference.nan_to_num(1e9)))
     return worst
