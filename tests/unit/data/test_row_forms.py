@@ -223,7 +223,7 @@ ACCEPTED = [
 ]
 
 REFUSED: list[tuple[Row, dict[str, str], str]] = [
-    ({"m": [user()]}, M, "m[0]: the last message is of the user, expected the assistant; or data_args.response"),
+    ({"m": [user()]}, M, "m[0]: the last message is the user's, expected the assistant's; or data_args.response"),
     ({"m": [user(), says("")]}, M, "m[1].content: empty, expected an answer"),
     ({"m": [user(), says("", tool_calls=[])]}, M, "m[1].content: empty, expected an answer"),
     ({"m": [user(), says(None)]}, M, "m[1]: no content, got 'role', 'content'; expected text"),
@@ -236,7 +236,7 @@ REFUSED: list[tuple[Row, dict[str, str], str]] = [
     (
         {"m": [user([{"type": "image_url", "image_url": {"url": "x"}}]), says()]},
         M,
-        "m[0].content[0]: a part of type 'image_url', expected text alone",
+        "m[0].content[0]: a part of type 'image_url', expected only text",
     ),
     (
         {"m": [user(), says([{"type": "tool_use", "name": "add", "input": {}}])]},
@@ -276,7 +276,7 @@ REFUSED: list[tuple[Row, dict[str, str], str]] = [
     ({"m": [user("\ud800"), says()]}, M, "m[0].content: a lone surrogate at character 1"),
     ({"q": "1+1?", "r": None}, PR, "column 'r': null, expected the text of an answer, or its messages"),
     ({"q": "1+1?", "r": " "}, PR, "column 'r': ' ', expected the text of an answer"),
-    ({"p": [user()], "c": [user("2")]}, PC, "c[0]: the last message is of the user, expected the assistant"),
+    ({"p": [user()], "c": [user("2")]}, PC, "c[0]: the last message is the user's, expected the assistant's"),
     ({"p": PLAIN, "c": "3"}, PC, "p[1]: the last message is the assistant's, expected the user's"),
     ({"q": "1+1?", "r": "2", "s": "x"}, PR | {"tools": "f"}, "no column 'f'"),
 ]
