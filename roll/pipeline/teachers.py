@@ -29,7 +29,7 @@ from roll.data.renderer import ChatRenderer
 from roll.distributed.strategy.base import Metrics, StrategyContext
 from roll.models.aligned_text import Retokenizer
 from roll.models.loading import load_config
-from roll.models.tokenizer import load_tokenizer
+from roll.models.tokenizer import load_tokenizer, model_folder
 from roll.pipeline.column_cache import cached_columns, digest_of, read_cached, weight_files
 from roll.pipeline.model_cluster import ModelCluster, Scorer
 
@@ -292,7 +292,7 @@ class DatasetTeacher:
         """The teacher's name and the files of its weights where they are on this machine, and how it computes."""
         assert self._config.teacher is not None, "it scores"
         _, dtype = compute_dtype("teacher", self._config.teacher)
-        files = weight_files(Path(str(self._path)).expanduser())
+        files = weight_files(model_folder(str(self._path)))
         return {"teacher": " ".join([str(self._path), *files]), "dtype": dtype or "the model's"}
 
     def _computed(self, batch: Batch) -> dict[str, Tensor]:

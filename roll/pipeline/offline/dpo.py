@@ -21,6 +21,7 @@ from roll.data.left_out import LeftOut
 from roll.data.preferences import load_preferences
 from roll.data.renderer import ChatRenderer
 from roll.distributed.strategy.base import Metrics
+from roll.models.tokenizer import model_folder
 from roll.pipeline.column_cache import cached_columns, check_writable, digest_of, weight_files
 from roll.pipeline.model_cluster import ModelCluster
 from roll.pipeline.offline.launch import Samples, run_offline
@@ -65,7 +66,7 @@ class ReferenceScores:
         if self._folder is None:
             return self.score(batch)
         # A model of the hub has no files here: there its name tells it from others.
-        weights = weight_files(Path(self._model_path).expanduser()) or [self._model_path]
+        weights = weight_files(model_folder(self._model_path)) or [self._model_path]
         file = self._folder / f"reference-{digest_of(batch, [*weights, self._dtype])}.safetensors"
 
         def compute() -> dict[str, Tensor]:

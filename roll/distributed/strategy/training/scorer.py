@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll.algorithms.types import TokenScores
-from roll.data.batch import Batch
+from roll.data.batch import Batch, placeholder
 from roll.data.packing import take_micro_batch
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.training.exchange import all_gather
+from roll.models.own_forward import LAYOUTS, OwnForward
 from roll.models.scoring import split_batch
 
 
@@ -40,6 +41,8 @@ class Scorer(ABC):
     info: RankInfo
     shares_prompts = False
     """The model takes rows that hold a common prompt once, see ``data/shared_prompts.py``."""
+    own_forward: OwnForward | None = None
+    """Compares the first micro-batches with the model itself; ``None``: nothing is compared."""
 
     def __init__(self, context: StrategyContext) -> None:
         self.context = context
@@ -85,8 +88,11 @@ class Scorer(ABC):
         self._require(States.WEIGHTS)
         limits = self.limits("infer")
         groups = split_batch(batch, **dataclasses.asdict(limits))
-        rounds = int(self._gather_counts([len(groups)]).max())
+        new = self._to_compare(batch, groups, limits)
+        counts = self._gather_counts([len(groups), *(float(layout in new) for layout in LAYOUTS)])
+        rounds = int(counts[:, 0].max())
         with torch.no_grad(), contextlib.nullcontext() if adapter else self.without_adapter():
+            self._compare(batch, new, counts[:, 1:])
             parts = self.forward_all(take_all(batch, groups, max(1, rounds)), limits)
         return TokenScores.gathered(batch.num_tokens, map(batch.token_index, groups), parts)
 
@@ -117,6 +123,26 @@ class Scorer(ABC):
             packing=worker.use_sequence_packing,
             sharing=self.shares_prompts,
         )
+
+    def _to_compare(self, batch: Batch, groups: list[Tensor], limits: MicroBatchLimits) -> dict[str, Batch]:
+        if self.own_forward is None:
+            return {}
+        return self.own_forward.to_compare(batch, groups, packing=limits.packing, sharing=limits.sharing)
+
+    def _compare(self, batch: Batch, new: dict[str, Batch], having: Tensor) -> None:
+        """Compares micro-batches with the model's own scores (collective).
+
+        Args:
+            new: this rank's, by layout; where it has none, it takes part with an empty one.
+            having: whether each rank (axis 0) has one of each of ``LAYOUTS``.
+
+        Raises:
+            ValueError: on every rank, where one finds a difference beyond the bound.
+        """
+        for layout, is_new in zip(LAYOUTS, having.any(0).tolist(), strict=True):
+            if is_new:
+                assert self.own_forward is not None
+                self.own_forward.compare(new.get(layout) or placeholder(batch), layout)
 
     def _gather_counts(self, counts: list[float]) -> Tensor:
         """Every rank's counts, shape [ranks, len(counts)] (collective)."""

@@ -52,6 +52,7 @@ from roll.distributed.weights.buckets import allocate, as_tensor, pack
 from roll.distributed.weights.contents import BucketOutline, Payload, WeightBucket, aligned, outline_of
 from roll.models.loading import copy_companions
 from roll.models.lora import write_adapter_config
+from roll.models.own_forward import LAYOUTS
 from roll.models.scoring import split_batch
 from roll.utils.hashing import WrittenFile
 from roll.utils.memory import paused_collector
@@ -346,11 +347,13 @@ class Trainer(Scorer):
         self._require(States.ALL)
         limits = self.limits("train")
         groups = split_batch(batch, **dataclasses.asdict(limits))
-        context, rounds, num_tokens = self._count(batch, len(groups))
+        new = self._to_compare(batch, groups, limits)
+        context, rounds, num_tokens, having = self._count(batch, len(groups), new)
         rate = learning_rate(self.context.worker.training_args, self._state.optimizer_steps, self._horizon)
         metrics = {f"{self.area}/lr": rate, f"{self.area}/num_tokens": num_tokens}
         if not limits.packing and not (limits.sharing and worth_sharing(batch)):
             metrics[f"{self.area}/padding_waste"] = padding_waste(batch.lengths_B, groups, limits.round_to)
+        self._compare(batch, new, having)
         taken = False
         try:
             if context.num_tokens > 0:
@@ -416,8 +419,13 @@ class Trainer(Scorer):
             )
         self._state = dataclasses.replace(state, total_optimizer_steps=self._horizon)
 
-    def _count(self, batch: Batch, num_micro_batches: int) -> tuple[LossContext, int, float]:
-        """The loss's denominators, the micro-batches to run, and the tokens of the step, over all ranks."""
+    def _count(
+        self, batch: Batch, num_micro_batches: int, new: Collection[str]
+    ) -> tuple[LossContext, int, float, Tensor]:
+        """The loss's denominators, the micro-batches to run, and the tokens of the step, over all ranks.
+
+        And which of ``LAYOUTS`` each rank has to compare.
+        """
         loss_tokens_B = torch.zeros(batch.num_sequences).index_add_(0, batch.rows_T, batch.loss_mask_T.float())
         sample_weight_B = torch.ones(batch.num_sequences) if batch.sample_weight_B is None else batch.sample_weight_B
         longest = float((loss_tokens_B / sample_weight_B).max()) if batch.num_sequences else 0.0
@@ -428,11 +436,13 @@ class Trainer(Scorer):
                 float(batch.num_tokens),
                 longest,
                 float(num_micro_batches),
+                *(float(layout in new) for layout in LAYOUTS),
             ]
         )
         tokens, sequences, all_tokens = (counts[:, :3].sum(0) / self._copies).tolist()
-        longest, rounds = counts[:, 3:].amax(0).tolist()
-        return LossContext(tokens, sequences, longest, self._state.optimizer_steps), int(rounds), all_tokens
+        longest, rounds = counts[:, 3:5].amax(0).tolist()
+        context = LossContext(tokens, sequences, longest, self._state.optimizer_steps)
+        return context, int(rounds), all_tokens, counts[:, 5:]
 
     def _reduce(self, sums: dict[str, float | Tensor]) -> Metrics:
         """Sums gradients and metrics over the ranks; adds the L2 penalty and the gradient's norm."""
