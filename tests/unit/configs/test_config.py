@@ -580,8 +580,7 @@ def test_wrong_options_of_a_strategy_leave_the_critic_to_be_checked(problems, na
 
 def test_batches_are_described_in_words(load):
     assert describe_batches(load("ppo_epochs=2")) == [
-        "each step: 4 groups × 4 = 16 episodes, run by 4 groups of environments (4 Lake) × 4 = 16 environments "
-        "at once",
+        "each step: 4 groups × 4 = 16 episodes, run by 4 groups of environments (4 Lake) × 4 = 16 environments at once",
         "each evaluation: 8 groups × 1 = 8 episodes, run by 8 groups of environments (4 Lake, 4 Boxes) × 1 = "
         "8 environments at once",
         "actor_train: global batch 16 episodes = 2 per device × 4 accumulated × 2 data-parallel; 16 episodes make "

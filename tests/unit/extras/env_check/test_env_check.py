@@ -190,7 +190,9 @@ def test_the_example_passes_notes_are_no_problems_and_a_class_without_a_path_is_
 
 
 def test_the_helper_raises_with_every_finding_and_its_fix():
-    with pytest.raises(AssertionError, match=r"error failure-paid: .* got the reward 1, the best success 1. Reward a failed"):
+    with pytest.raises(
+        AssertionError, match=r"error failure-paid: .* got the reward 1, the best success 1. Reward a failed"
+    ):
         assert_env_ok(zoo.PaidFailure, **QUICK)
     assert_env_ok(zoo.PaidFailure, allow=["failure-paid"], **QUICK)
     with pytest.raises(ValueError, match="did you mean failure-paid"):
