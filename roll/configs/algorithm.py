@@ -244,7 +244,7 @@ ADV_ESTIMATORS: dict[str, type[Estimator]] = {
     "step_reinforce": OfStates,
     "tir_optimal_token_baseline": TokenBaseline,
 }
-"""By name that ``adv_estimator`` accepts besides ``package.module:function``: the keys that the estimator reads."""
+"""The keys that each built-in ``adv_estimator`` reads."""
 
 
 class AdvantageConfig(Gae, Gdpo, Grpo, OfStates, TokenBaseline):
