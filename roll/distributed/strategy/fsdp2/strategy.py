@@ -44,7 +44,7 @@ from roll.distributed.strategy.training.checkpoint import (
 from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer, recompute_activations
 from roll.distributed.strategy.training.module_weights import buffer_pieces
 from roll.distributed.strategy.training.optim import make_adamw, set_rates
-from roll.distributed.strategy.training.scorer import MicroBatchLimits
+from roll.distributed.strategy.training.trainer import MicroBatchLimits
 from roll.models.loading import load_config
 from roll.models.scoring import TokenScorer
 

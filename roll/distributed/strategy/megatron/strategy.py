@@ -54,8 +54,7 @@ from roll.distributed.strategy.training.checkpoint import (
     open_source,
 )
 from roll.distributed.strategy.training.exchange import WeightShard, raise_on_all_ranks
-from roll.distributed.strategy.training.scorer import MicroBatchLimits, Scorer, join_group
-from roll.distributed.strategy.training.trainer import Trainer
+from roll.distributed.strategy.training.trainer import MicroBatchLimits, Scorer, Trainer, join_group
 from roll.models.heads import load_teacher_layer
 from roll.models.loading import load_config, make_skeleton, resolve_dtype, save_config
 from roll.models.own_forward import PACKING, SHARING, OwnForward

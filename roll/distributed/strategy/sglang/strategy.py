@@ -40,8 +40,7 @@ from roll.distributed.strategy.generation.scoring import PromptScores, ScoringGe
 from roll.distributed.strategy.sglang import cpu
 from roll.distributed.weights.adapters import peft_config
 from roll.distributed.weights.buckets import as_tensor, pack_buckets
-from roll.distributed.weights.contents import WeightBucket, renamed
-from roll.distributed.weights.lending import Lender
+from roll.distributed.weights.contents import Lender, WeightBucket, renamed
 from roll.distributed.weights.receiver import on_device
 from roll.models.lora import adapted_names
 from roll.models.tokenizer import locate_model

@@ -34,8 +34,7 @@ from roll.distributed.strategy.training.module_weights import (
     start_adapter,
     whole_layers,
 )
-from roll.distributed.strategy.training.scorer import MicroBatchLimits, Scorer, join_group
-from roll.distributed.strategy.training.trainer import Trainer
+from roll.distributed.strategy.training.trainer import MicroBatchLimits, Scorer, Trainer, join_group
 from roll.models import planned_attention, ulysses
 from roll.models.freezing import freeze
 from roll.models.heads import ValueHead, decoder_layers, load_teacher_layer
