@@ -245,7 +245,7 @@ REFUSED: list[tuple[Row, dict[str, str], str]] = [
     ),
     ({"m": [user({"a": 1}), says()]}, M, "m[0].content: {'a': 1}, expected text, or a list of parts"),
     ({"m": [user(tool_calls=[called()]), says()]}, M, "m[0]: a call of the user, expected only of the assistant"),
-    ({"m": [user(), says(tool_calls=[called("{a: 1}")])]}, M, "m[1].tool_calls[0].arguments: '{a: 1}' is no JSON"),
+    ({"m": [user(), says(tool_calls=[called("{a: 1}")])]}, M, "m[1].tool_calls[0].arguments: '{a: 1}' is not JSON"),
     ({"m": [user(), says(tool_calls=[called([1])])]}, M, "m[1].tool_calls[0].arguments: [1], expected an object"),
     (
         {"m": [user(), says(tool_calls=[{"function": {"arguments": {}}}])]},
@@ -263,7 +263,7 @@ REFUSED: list[tuple[Row, dict[str, str], str]] = [
         "m[1]: tool_calls and function_call, expected one",
     ),
     ({"m": [user(), says(reasoning="a", thinking="b")]}, M, "m[1]: different reasoning in reasoning and thinking"),
-    ({"m": PLAIN, "tools": ["add"]}, M, "tools[0]: 'add' is no JSON"),
+    ({"m": PLAIN, "tools": ["add"]}, M, "tools[0]: 'add' is not JSON"),
     (
         {"m": PLAIN, "tools": [{"type": "code_interpreter"}]},
         M,
@@ -464,7 +464,7 @@ def test_what_is_left_out_is_told_once_for_a_file(tmp_path):
     qwen2_5 = ChatRenderer(family_tokenizer("qwen2_5"))
     args = DataArguments(file_name=str(write(path, [{"m": THINKS}])), **M)
     (note,) = load_conversations(args, renderer=qwen2_5, max_tokens=400).report.notes
-    assert "leaves out reasoning_content of answers that are trained on: 1 row, the first" in note
+    assert "drops reasoning_content of answers that are trained on: 1 row, the first" in note
 
 
 def test_rewritten_turns_make_samples_of_their_own_and_one_question(tmp_path):
