@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hasattr(options, "overrides"):
         options.overrides = [*options.overrides, *rest]
         options.started = started
-        sys.path.insert(0, os.getcwd())  # a user's own environments and rewards, as beside a start script
+        sys.path.insert(0, os.getcwd())  # a user's own environments and rewards, as next to a start script
     return finished(lambda: int(options.do(options)))
 
 
@@ -69,20 +69,20 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"roll {__version__}")
     commands = parser.add_subparsers(metavar="command")
     _add_run(commands, "train", "run a configuration")
-    _add_run(commands, "validate", "check a configuration and its data, show the batch arithmetic and the devices")
+    _add_run(commands, "validate", "check a configuration and its data; show batch sizes and placement")
     config = _group(commands, "config", "configurations: list, print")
-    add_command(config, "list", "the configurations, their pipelines, the groups to choose from", _list_configs)
-    _add_run(config, "print", "show a configuration resolved, secrets removed")
+    add_command(config, "list", "list the configurations, their pipelines and the groups to choose from", _list_configs)
+    _add_run(config, "print", "show a resolved configuration, without secrets")
     _add_plan(commands)
     _add_doctor(commands)
     _add_import(commands)
     add_commands(commands)
     env = _group(commands, "env", "environments: list, check", "envs")
-    add_command(env, "list", "the values of env_type", _list_envs)
+    add_command(env, "list", "list the values of env_type", _list_envs)
     _add_env_check(env)
     _add_template_check(_group(commands, "template", "chat templates: check"))
     add_command(
-        _group(commands, "verifiers", "verifiers: list"), "list", "the values of verifiers.name", _list_verifiers
+        _group(commands, "verifiers", "verifiers: list"), "list", "list the values of verifiers.name", _list_verifiers
     )
     return parser
 
@@ -108,8 +108,8 @@ def _add_run(commands: Any, action: str, text: str, do: Any = None) -> argparse.
 
 
 def _add_plan(commands: Any) -> None:
-    """The command that says what a configuration takes, without running it."""
-    text = "estimate where a configuration's parts are placed, what memory and time they need, and what to change"
+    """The command that estimates what a configuration needs, without running it."""
+    text = "estimate placement, memory and time of a configuration, and suggest changes"
     parser = _add_run(commands, "plan", text, _plan)
     devices = parser.add_argument(
         "--devices", metavar="NAME[,key=value]", help="kind of device, such as H100 or CPU (this one's)"
@@ -117,7 +117,7 @@ def _add_plan(commands: Any) -> None:
     completion.completed_by(devices, completion.devices)
     parser.add_argument("--json", action="store_true", help="machine-readable")
     parser.add_argument("--write", choices=["slurm", "kuberay"], help="write a launcher for the plan instead")
-    parser.add_argument("-o", "--output", metavar="FILE", help="where the launcher goes (standard output)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="file for the launcher (default: standard output)")
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -127,13 +127,15 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _add_doctor(commands: Any) -> None:
-    """The command that examines machines."""
-    text = "examine this machine, or a Ray cluster: versions, GPUs, limits, disks, clocks; 1 if a run would fail"
+    """The command that checks machines."""
+    text = "check this machine or a Ray cluster: versions, GPUs, limits, disks, clocks; exit code 1 if a run would fail"
     parser = add_command(commands, "doctor", text, _doctor)
-    parser.add_argument("--address", metavar="HOST:PORT", help="a running Ray cluster, all machines of it; or auto")
-    parser.add_argument("--model", metavar="FOLDER", help="a model or tokenizer whose chat template is tried")
+    parser.add_argument(
+        "--address", metavar="HOST:PORT", help="check every machine of this running Ray cluster; or auto"
+    )
+    parser.add_argument("--model", metavar="FOLDER", help="also check this model's or tokenizer's chat template")
     _add_trust(parser, "--model")
-    parser.add_argument("--output-dir", default="./output", metavar="FOLDER", help="where runs write (%(default)s)")
+    parser.add_argument("--output-dir", default="./output", metavar="FOLDER", help="folder of the runs (%(default)s)")
     parser.add_argument("--json", action="store_true", help="machine-readable")
 
 
@@ -146,20 +148,20 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _add_import(commands: Any) -> None:
     """The command that reads other systems' configurations."""
-    text = "turn a configuration or launch script of another system into one of this"
+    text = "convert a configuration or launch script of another system"
     parser = add_command(commands, "import", text, _import)
-    parser.add_argument("system", choices=list(SYSTEMS), help="whose it is")
-    parser.add_argument("words", nargs="+", metavar="FILE|key=value", help="files, and changes with that system's keys")
-    parser.add_argument("-o", "--output", help="file to write (standard output)")
+    parser.add_argument("system", choices=list(SYSTEMS), help="the system that it is for")
+    parser.add_argument("words", nargs="+", metavar="FILE|key=value", help="its files, and overrides of its keys")
+    parser.add_argument("-o", "--output", help="file to write (default: standard output)")
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         dest="variables",
         metavar="NAME=value",
-        help="a variable of a launch script's environment; repeatable",
+        help="set a variable that a launch script reads; repeatable",
     )
-    parser.add_argument("--all", action="store_true", dest="everything", help="also name the keys that are kept")
+    parser.add_argument("--all", action="store_true", dest="everything", help="also list the keys that did not change")
 
 
 def _import(options: argparse.Namespace) -> int:
@@ -168,25 +170,23 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _add_env_check(commands: Any) -> None:
-    """The command that tries an environment; ``check_env`` has the defaults."""
-    text = "try an environment: seeds, resets, rewards, tricks, threads, processes"
+    """The command that checks an environment; ``check_env`` has the defaults."""
+    text = "check an environment: seeds, resets, rewards, tricks, threads, processes"
     parser = add_command(commands, "check", text, _check_env)
     name = parser.add_argument("env_type", help="an environment of `roll env list`, or package.module:Class")
     completion.completed_by(name, completion.environments)
     for option, kind, about in (
-        ("--episodes", int, "how many to run in each way (6)"),
+        ("--episodes", int, "episodes of each check (6)"),
         ("--max-steps", int, "most steps of an episode (32)"),
-        ("--timeout", float, "seconds that a call may take (30)"),
-        ("--slow", float, "seconds of a call that are too many (1)"),
-        ("--max-chars", int, "characters of an observation that are not too many (16384)"),
-        ("--judge-says", str, "what an environment that asks is answered (Score: 1)"),
+        ("--timeout", float, "time limit of a call, in seconds (30)"),
+        ("--slow", float, "seconds from which a call counts as slow (1)"),
+        ("--max-chars", int, "most characters of an observation (16384)"),
+        ("--judge-says", str, "the judge's reply to environments that ask one (Score: 1)"),
     ):
         parser.add_argument(option, type=kind, default=argparse.SUPPRESS, help=about)
+    parser.add_argument("--answer", action="append", default=[], dest="answers", help="a response to try; repeatable")
     parser.add_argument(
-        "--answer", action="append", default=[], dest="answers", help="a text to answer with; repeatable"
-    )
-    parser.add_argument(
-        "--allow", action="append", default=[], metavar="FINDING", help="an accepted finding; repeatable"
+        "--allow", action="append", default=[], metavar="FINDING", help="accept this finding; repeatable"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="env_config")
 
@@ -200,17 +200,19 @@ def _check_env(options: argparse.Namespace) -> int:
 
 
 def _add_template_check(commands: Any) -> None:
-    text = "try a tokenizer's chat template: what it rewrites, drops, and how it calls tools; 1 if there are problems"
+    text = (
+        "check what a chat template rewrites and drops, and how it writes tool calls; exit code 1 if there are problems"
+    )
     parser = add_command(commands, "check", text, _check_template)
-    parser.add_argument("folder", metavar="FOLDER", help="of a tokenizer or model")
+    parser.add_argument("folder", metavar="FOLDER", help="folder of a tokenizer or model")
     parser.add_argument(
-        "--template", default="native", help="a name, a Jinja file or Jinja text, as data_args.template takes it"
+        "--template", default="native", help="a name, a Jinja file or Jinja text, as in data_args.template"
     )
     _add_trust(parser, "FOLDER")
 
 
 def _add_trust(parser: argparse.ArgumentParser, whose: str) -> None:
-    text = f"let Python files that come with {whose} run, in this process; off, as everywhere"
+    text = f"run Python files that come with {whose}, in this process (default: off)"
     parser.add_argument("--trust-remote-code", action="store_true", help=text)
 
 

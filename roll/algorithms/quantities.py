@@ -340,7 +340,7 @@ class KlToReference(Comparison):
 
     def __call__(self, p: Distribution) -> dict[str, Tensor]:
         if self.layer is None:
-            raise ValueError("kl_penalty 'full': this model holds no output layer of the reference to compare with")
+            raise ValueError("kl_penalty 'full': this model has no copy of the reference's output layer")
         hidden_KH = p.given("ref_hidden_TH").to(p.hidden_KH.dtype)
         return {"kl_T": p.total(p.probabilities_KV * (p.all_logprobs_KV - p.read(hidden_KH, self.layer)))}
 
@@ -387,7 +387,7 @@ class Divergence(Comparison):
             return {"divergence_T": divergence_addends(outcomes_KC, own_KC, self.config).sum(-1)}
         if self.layer is None:
             raise ValueError(
-                "distillation: hidden states of a teacher came, but this model holds no output layer of it"
+                "distillation: got a teacher's hidden states, but this model has no copy of its output layer"
             )
         logits_KV = self.layer(p.given("teacher_hidden_TH")) / self.temperature
         theirs_KV = vocabulary.log_softmax(restrict(logits_KV, self.num_ids, vocabulary))

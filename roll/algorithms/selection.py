@@ -303,7 +303,7 @@ def best_and_worst(batch: Batch) -> tuple[Batch, dict[str, float]]:
             ranked = rows[scores_B[rows].argsort(descending=True, stable=True)]
             pairs.append(ranked[[0, -1]])
     if not pairs:
-        raise ValueError(f"online_dpo: got {batch.num_sequences} rows, expected two answers in one group at least")
+        raise ValueError(f"online_dpo: got {batch.num_sequences} rows, expected a group with at least two responses")
     found = batch.select(torch.cat(pairs))
     preferred_B = torch.arange(found.num_sequences) % 2 == 0
     found = found.replace(pair_B=torch.arange(found.num_sequences) // 2, preferred_B=preferred_B)

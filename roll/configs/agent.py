@@ -134,13 +134,13 @@ class AgentConfig(Config):
         for kind, key in _NEEDED.items():
             given = bool(getattr(self, key))
             if kind == self.type and not given:
-                expected = f"what type {kind} runs: give agent.{key}"
+                expected = f"a value, since type is {kind}"
                 yield self.problem(key, expected, "type", got=NOTHING)
             elif kind != self.type and given:
-                yield self.problem(key, f"nothing with type {self.type}; it is read with type {kind}", "type")
+                yield self.problem(key, f"no such key with type {self.type}; it is read with type {kind}", "type")
         for key in _OF_COMMANDS if self.type != "process" else ():
             if (got := getattr(self, key)) not in (None, {}, []):
-                expected = f"nothing with type {self.type}, which starts no command"
+                expected = f"no such key with type {self.type}, which starts no command"
                 yield self.problem(key, expected, "type", got="a section" if key == "sandbox" else got)
         if self.url and not self.url.startswith(("http://", "https://")):
             yield self.problem("url", "an address that begins with http:// or https://")
@@ -148,7 +148,7 @@ class AgentConfig(Config):
         beside = {"template": self.template, "sandbox": self.sandbox, "verify": self.verify or None}
         for key, value in beside.items() if self.cwd is not None and self.type == "process" else ():
             if value is not None:
-                yield self.problem("cwd", f"null with {key}, which is for a folder of each episode's own", key)
+                yield self.problem("cwd", f"null with {key}, which needs a separate folder per episode", key)
 
     def _judge_problems(self) -> Iterator[ConfigProblem]:
         if self.reward == "verify" and self.type != "process":
@@ -157,5 +157,5 @@ class AgentConfig(Config):
         elif self.reward == "verify" and not self.verify:
             yield self.problem("verify", "a command that writes the reward, with reward verify", "reward", got=NOTHING)
         elif self.reward != "verify" and self.verify and self.type == "process":
-            expected = f"nothing with reward {self.reward}; it is read with reward verify"
+            expected = f"no such key with reward {self.reward}; it is read with reward verify"
             yield self.problem("verify", expected, "reward")

@@ -137,7 +137,7 @@ def check_groups(config: AgenticConfig) -> Iterator[ConfigProblem]:
                 f"{key}.max_traj_per_env",
                 manager.max_traj_per_env,
                 f"-1, or at least {-(-episodes // (manager.env_groups * size))}: {manager.env_groups} groups of "
-                f"{size} play {most} episodes of the {episodes} that {episodes_key} asks for",
+                f"{size} run {most} episodes of the {episodes} that {episodes_key} requires",
                 involves=(episodes_key, f"{key}.env_groups", f"{key}.group_size"),
             )
 
@@ -182,17 +182,17 @@ def check_tool_managers(config: AgenticConfig) -> Iterator[ConfigProblem]:
         if not config.tools.reaches(tag):
             continue
         if env.agent is not None:
-            expected = f"null where there are tools, as its program has tools of its own{instead}"
+            expected = f"null with tools, since the program has its own{instead}"
             yield ConfigProblem(f"custom_envs.{tag}.agent", "a section", expected, involves=involved)
         elif env.env_manager_cls == "step":
-            expected = f"traj with tools, whose answers are part of the conversation{instead}"
+            expected = f"traj with tools, whose results are part of the conversation{instead}"
             yield ConfigProblem(f"custom_envs.{tag}.env_manager_cls", "step", expected, involves=involved)
 
 
 def check_agents(config: AgenticConfig) -> Iterator[ConfigProblem]:
     """The order of a program's requests is not repeated."""
     if config.replay_schedule is not None and config.agents:
-        expected = "null with agent: which request of a program came first is not recorded"
+        expected = "null with agent: the order of a program's requests is not recorded"
         yield ConfigProblem("replay_schedule", config.replay_schedule, expected, involves=tuple(config.agents))
 
 
@@ -210,7 +210,7 @@ def check_turn_lengths(config: AgenticConfig) -> Iterator[ConfigProblem]:
 
 def check_one_answer(config: AgenticConfig) -> Iterator[ConfigProblem]:
     """Each environment asks for one completion."""
-    expected = "1: group_size makes several episodes of one start"
+    expected = "1: group_size sets the episodes per start state"
     for key, arguments in {"actor_infer": config.actor_infer.generating_args, **_own_sampling(config)}.items():
         if (count := arguments.num_return_sequences) != 1:
             yield ConfigProblem(f"{key}.generating_args.num_return_sequences", count, expected)
@@ -236,7 +236,7 @@ def check_temperature(config: AgenticConfig) -> Iterator[ConfigProblem]:
     arguments, general = config.train_env_manager.generating_args, config.actor_infer.generating_args
     path = "train_env_manager.generating_args.temperature"
     if arguments is not None and arguments.temperature != general.temperature:
-        expected = f"actor_infer.generating_args.temperature = {general.temperature}, which the training scores use"
+        expected = f"actor_infer.generating_args.temperature = {general.temperature}, which training log-probs use"
         involved = ("actor_infer.generating_args.temperature",)
         yield ConfigProblem(path, arguments.temperature, expected, involves=involved)
     path = f"{'train_env_manager' if arguments else 'actor_infer'}.generating_args"
@@ -245,7 +245,7 @@ def check_temperature(config: AgenticConfig) -> Iterator[ConfigProblem]:
 
 def check_teacher(config: AgenticConfig) -> Iterator[ConfigProblem]:
     """Nothing teaches a tiny teacher here."""
-    expected = "a model folder or a name on the hub: a tiny teacher is made in RLVR and in the distillation pipeline"
+    expected = "a model folder or a name on the hub: only RLVR and distillation can create a tiny teacher"
     if config.teacher_pretrain == TINY:
         yield ConfigProblem("teacher_pretrain", TINY, expected)
 

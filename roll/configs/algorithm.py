@@ -70,7 +70,7 @@ class TrainInferFilterConfig(Config):
     def problems(self) -> Iterator[ConfigProblem]:
         yield from super().problems()
         if self.enabled and not (self.ratio_enabled or self.diff_enabled):
-            expected = "true, since diff_enabled is false: one of them"
+            expected = "true, since diff_enabled is false: at least one of the two"
             yield self.problem("ratio_enabled", expected, "diff_enabled", "enabled")
         for key in ("ratio", "diff"):
             yield from self.order_problems(f"{key}_low", f"{key}_high")
@@ -96,9 +96,11 @@ class TrainInferCorrectionConfig(Config):
             expected = "false unless is_weight is enabled and detached"
             yield self.problem("is_weight.batch_normalize", expected, "is_weight.enabled", "is_weight.detach")
         if self.bypass and weight.enabled:
-            yield self.problem("is_weight.enabled", "false with bypass: the loss's ratio is it", "bypass")
+            yield self.problem(
+                "is_weight.enabled", "false with bypass: the loss's ratio already is this weight", "bypass"
+            )
         if self.bypass and any(each.enabled for each in self.filters):
-            expected = "none that is enabled with bypass: there is nothing to compare"
+            expected = "none enabled with bypass: there is nothing to compare"
             yield ConfigProblem("filters", "a filter", expected, involves=("bypass",))
 
     @property
@@ -453,7 +455,7 @@ class RewardConfig(LengthReward, RewardScaling, RewardNorm):
             "reward_normalization.method": self.reward_normalization.method != "identity",
         }
         if len(chosen := [key for key, on in normalisers.items() if on]) > 1:
-            expected = f"nothing with {chosen[0]}: at most one normalisation of the rewards"
+            expected = f"no second reward normalisation: {chosen[0]} is set too"
             yield self.problem(chosen[1], expected, chosen[0])
         buffer, limit = self.overlong_buffer, self.overlong_max_length
         if buffer.enable and buffer.len < 1:
@@ -561,7 +563,7 @@ class KlConfig(KlHorizon, KlLoss, KlReward, KlPenaltyConfig):
         if self.use_kl_loss and not self.kl_loss_coef:
             yield self.problem("kl_loss_coef", "above 0 with use_kl_loss: true", "use_kl_loss")
         if self.use_kl_loss and self.kl_loss_target is not None and self.loss_kl_penalty == "full":
-            expected = "null with the KL over the vocabulary, which is known after the update only"
+            expected = "null with the KL over the vocabulary, which is known only after the update"
             yield self.problem("kl_loss_target", expected, "kl_penalty", "kl_loss_penalty")
 
 
@@ -679,9 +681,9 @@ _SHAPING: dict[str, object] = {
 _LOWERING = _SHAPING.keys() - {"norm_std_type", "reward_clip", "use_reward_scaling"}
 """Those that may take a reward below 0."""
 _RAW_REWARDS = {
-    "gdpo": (_SHAPING.keys(), "with adv_estimator gdpo, which reads the rewards apart, not their sum"),
-    "maxrl": (_LOWERING, "with adv_estimator maxrl, which takes rewards of 0 and more"),
-    "remax": ({"whiten_rewards"}, "with adv_estimator remax, whose baseline is a score as it is"),
+    "gdpo": (_SHAPING.keys(), "with adv_estimator gdpo, which reads separate rewards, not their sum"),
+    "maxrl": (_LOWERING, "with adv_estimator maxrl, which needs rewards of at least 0"),
+    "remax": ({"whiten_rewards"}, "with adv_estimator remax, whose baseline is an unshaped score"),
 }
 """By estimator, the keys that may not change rewards, and why."""
 
@@ -759,7 +761,7 @@ class AlgorithmConfig(SelectionConfig, PolicyLossConfig, KlConfig, RewardConfig,
             yield from self._shaping_problems(keys, why)
         if self.estimator.sums_squares and self.bypasses_old_logprobs:
             bypass = "train_infer_correction.bypass"
-            expected = f"another with {bypass}: its weights are probabilities that the trainer then does not compute"
+            expected = f"another with {bypass}: its weights need probabilities that the trainer then does not compute"
             yield self.problem("adv_estimator", expected, bypass)
         if self.critic_warmup and name in ADV_ESTIMATORS and not self.estimator.has_critic:
             yield self.problem("critic_warmup", f"0 with adv_estimator {name}, which has no critic", "adv_estimator")
@@ -778,7 +780,7 @@ class AlgorithmConfig(SelectionConfig, PolicyLossConfig, KlConfig, RewardConfig,
         if self.bypasses_old_logprobs and self.enable_old_logprobs_recompute:
             yield self.problem("enable_old_logprobs_recompute", f"false with {bypass}: nothing reads them", bypass)
         if self.bypasses_old_logprobs and self.add_token_level_kl and self.kl_penalty == "full":
-            expected = f"an estimator with {bypass}: the trainer does not score what it trains on"
+            expected = f"an estimator with {bypass}: the trainer then computes no log-probs before training"
             yield self.problem("kl_penalty", expected, bypass)
         if not self.force_disable_old_logprobs_recompute:
             return
@@ -793,5 +795,5 @@ class AlgorithmConfig(SelectionConfig, PolicyLossConfig, KlConfig, RewardConfig,
             ("train_infer_correction", self.train_infer_correction.uses_old_logprobs),
         ):
             if reads:
-                words = "which takes the sampler's" if reader == bypass else "which reads what it leaves out"
-                yield self.problem(key, f"{expected} beside {reader}, {words}", reader)
+                words = "which uses the sampler's log-probs" if reader == bypass else "which needs those log-probs"
+                yield self.problem(key, f"{expected} with {reader}, {words}", reader)

@@ -70,7 +70,7 @@ def argument_problems(function: Callable[..., Any], args: Mapping[str, Any], giv
         try:
             check(**args)
         except ValueError as error:
-            problems.append(ConfigProblem("", Words("these values"), "values that fit each other", str(error)))
+            problems.append(ConfigProblem("", Words("these values"), "values that fit together", str(error)))
     return problems
 
 
@@ -91,9 +91,9 @@ def plain_problems(value: Any, path: str = "") -> Iterator[ConfigProblem]:
         if "\0" in value:
             yield ConfigProblem(path, value, "text without the character NUL")
         elif not value.isascii() and value != value.encode("utf-8", "replace").decode("utf-8"):
-            yield ConfigProblem(path, ascii(value), "text that UTF-8 can hold, without half of a surrogate pair")
+            yield ConfigProblem(path, ascii(value), "text without lone surrogates")
     elif not isinstance(value, int | float | None):
-        yield ConfigProblem(path, str(value), f"a value that JSON can hold, not {type(value).__name__}")
+        yield ConfigProblem(path, str(value), f"a JSON value, not {type(value).__name__}")
 
 
 def none_problems(section: Config, path: str = "") -> Iterator[ConfigProblem]:

@@ -80,7 +80,7 @@ def _episodes_line(when: str, episodes: int, manager: EnvManagerConfig) -> str:
     members = manager.group_size + manager.group_size_redundancy
     return (
         f"{when}: {_count(episodes // manager.group_size, 'group')} × {manager.group_size} = "
-        f"{_count(episodes, 'episode')}, played by {_count(manager.env_groups, 'group')} of environments ({spread}) × "
+        f"{_count(episodes, 'episode')}, run by {_count(manager.env_groups, 'group')} of environments ({spread}) × "
         f"{members}{redundant} = {_count(manager.num_envs, 'environment')} at once"
     )
 
@@ -134,7 +134,7 @@ def _warm_up(worker: WorkerConfig, total: int | None) -> str:
     steps = worker.training_args.warmup_steps
     if not steps or total is None or steps < total:
         return ""
-    return f"; warmup_steps {steps} are not over before the run is: the learning rate stays below its peak"
+    return f"; warmup_steps {steps} are not finished when the run ends: the learning rate stays below its peak"
 
 
 def _micro_batches(worker: WorkerConfig, noun: str) -> str:
@@ -157,7 +157,7 @@ def describe_unread(config: PipelineConfig) -> Iterator[str]:
     for key, chooser in taught.items():
         model = models.get(chooser)
         if model not in (None, TINY) and config.given(key):
-            yield f"{key}: nothing reads it, since {chooser} is {model}: only tiny is taught before the run"
+            yield f"{key}: nothing reads it, since {chooser} is {model}: only tiny is trained before the run"
     sizes = [key for key in ("tiny_num_heads", "tiny_hidden_size", "tiny_num_layers") if config.given(key)]
     if sizes and TINY not in models.values():
         yield f"{', '.join(sizes)}: nothing reads them, since no model is tiny"

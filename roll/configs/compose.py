@@ -134,7 +134,7 @@ def _uncomposable(name: str, folder: Path, error: Exception) -> ConfigProblem:
         known = f"files that exist in the defaults list; looked in {folder}, {folder.parent} and {SHIPPED}"
         return ConfigProblem(path, missing, known, did_you_mean(missing, names))
     if isinstance(error, RecursionError):
-        return ConfigProblem(path, NOTHING, "no file, link or value that leads back to itself, nested without end")
+        return ConfigProblem(path, NOTHING, "no file, link or value that refers to itself or is nested too deeply")
     told: BaseException = error
     while not str(told).strip() and (cause := told.__cause__ or told.__context__):
         told = cause  # Hydra raises errors without words, of those that have some

@@ -184,6 +184,6 @@ def probability_problems(probs: dict[str, float]) -> Iterator[ConfigProblem]:
     """Shares in ``domain_interleave_probs`` that are not positive, or do not add up to 1."""
     key = "domain_interleave_probs"
     if wrong := {domain: share for domain, share in probs.items() if not (math.isfinite(share) and share > 0)}:
-        yield ConfigProblem(key, wrong, "positive shares; leave out what is not wanted")
+        yield ConfigProblem(key, wrong, "positive shares; omit unwanted domains")
     elif abs((total := math.fsum(probs.values())) - 1) > 1e-6:
         yield ConfigProblem(key, probs, f"a sum of 1, not {total:g}")

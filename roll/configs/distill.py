@@ -91,7 +91,7 @@ class DistillConfig(DistillLossConfig, DivergenceConfig, TinyTeacherConfig, Offl
             expected = "a folder, which precompute_only fills"
             yield self.problem("teacher_logprobs", expected, "precompute_only")
         if self.teacher_logprobs is not None and self.logits_topk is None:
-            expected = "a number with teacher_logprobs: whole distributions are not kept on disk"
+            expected = "a number with teacher_logprobs: whole distributions are not stored on disk"
             yield self.problem("logits_topk", expected, "teacher_logprobs")
         if self.precompute_only and self.teacher is None:
             yield self.problem("precompute_only", "false without a section teacher", "teacher")

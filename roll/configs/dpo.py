@@ -76,7 +76,7 @@ def check_reference(config: DPOConfig) -> Iterator[ConfigProblem]:
         involved = ("preference_loss", "precompute_reference", *lora)
         yield ConfigProblem("reference", NOTHING, expected, involves=involved)
     if config.reference_dir is not None and not config.precompute_reference:
-        expected = "null, or precompute_reference: true, whose folder it is"
+        expected = "null, or precompute_reference: true, which writes it"
         yield ConfigProblem("reference_dir", config.reference_dir, expected, involves=("precompute_reference",))
 
 
@@ -86,7 +86,7 @@ def check_columns(config: DPOConfig) -> Iterator[ConfigProblem]:
     for key in columns.without(PREFERENCE_LOSSES[loss].columns):
         yield config.problem(f"preferences.{key}", f"nothing: {loss} does not read it", "preference_loss")
     if config.in_pairs and columns.chosen == columns.rejected:
-        expected = "another column than preferences.chosen"
+        expected = "a column other than preferences.chosen"
         yield ConfigProblem("preferences.rejected", columns.rejected, expected, involves=("preferences.chosen",))
 
 

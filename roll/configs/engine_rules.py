@@ -29,7 +29,7 @@ UNREAD = {
     "actor_infer": (_TRAINING + _SCORING + _UPDATES + _EXPERTS, "actor_infer generates; set it in actor_train"),
     "reference": (_TRAINING + _UPDATES + _EXPERTS, "reference only scores; set it in actor_train"),
     "teacher": (_TRAINING + _UPDATES + _EXPERTS, "teacher only scores; set it in actor_train"),
-    "critic": (_UPDATES + _EXPERTS, "it concerns the policy; set it in actor_train"),
+    "critic": (_UPDATES + _EXPERTS, "it applies to the policy; set it in actor_train"),
 }
 """By role: keys that it never reads, and where they are read."""
 
@@ -92,7 +92,7 @@ def check_optimizer(config: PipelineConfig) -> Iterator[ConfigProblem]:
         path, strategy = f"{role}.training_args.optimizer", f"{role}.strategy_args.strategy_name"
         if card is not None and got not in card.optimizers:
             expected = f"{' or '.join(card.optimizers)} with {worker.strategy_args.strategy_name}"
-            hint = "fsdp2_train makes each matrix whole for muon; partitions of this engine are not matrices"
+            hint = "only fsdp2_train gathers whole matrices, which muon needs"
             yield ConfigProblem(path, got, expected, hint, involves=(strategy,))
         if role == "actor_train" and config.uses_lora:
             key = f"{role}.model_args.lora_target"
@@ -140,7 +140,7 @@ def check_hidden_states(config: PipelineConfig) -> Iterator[ConfigProblem]:
         path = f"{role}.strategy_args.strategy_name"
         key, got, expected, wanted = needs[role]
         if wanted:
-            expected = f"{expected} with {path} {name}, which sends no hidden states"
+            expected = f"{expected} with {path} {name}, which returns no hidden states"
             yield ConfigProblem(key, got, expected, involves=(path,))
 
 
@@ -150,11 +150,11 @@ def check_router_replay(config: PipelineConfig) -> Iterator[ConfigProblem]:
     if mode == "disable":
         return
     if not isinstance(config, RLConfig):
-        yield ConfigProblem(key, mode, "disable: without rollouts nobody has chosen experts before")
+        yield ConfigProblem(key, mode, "disable: without rollouts there are no experts to replay")
         return
     name, card = config.actor_train.strategy_args.strategy_name, config.actor_train.strategy_args.card
     if card is None or not card.replays_experts:
-        expected = f"disable with {name}, which takes no experts chosen elsewhere"
+        expected = f"disable with {name}, which cannot replay experts"
         yield ConfigProblem(key, mode, expected, involves=("actor_train.strategy_args.strategy_name",))
     if mode == "R2" and config.leaves_rollouts_unscored:
         expected = "R3 or disable if the trainer computes no log-probs before it trains on rollouts"

@@ -107,7 +107,7 @@ class CustomEnvConfig(Config):
         if self.env_manager_cls not in ("step", "traj"):
             yield self.problem("env_manager_cls", "step or traj with agent, which replaces it", "agent")
         if "retries" in agent.model_fields_set:
-            expected = "nothing: env_retries of the environment managers says how often an episode is tried again"
+            expected = "nothing: env_retries of the environment managers sets the retries"
             yield self.problem("agent.retries", expected, "agent")
         if agent.port:
             expected = "0: the processes of train_env_manager and val_env_manager cannot share a port"

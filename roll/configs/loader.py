@@ -257,15 +257,15 @@ _PIPELINES: dict[type[PipelineConfig], str] = {
     RLVRConfig: "RLVR",
     SFTConfig: "SFT",
     DPOConfig: "preferences (DPO)",
-    DistillConfig: "the distillation of given answers",
+    DistillConfig: "distillation on given responses",
     RewardTrainingConfig: "reward models",
 }
 _INSTEAD: dict[type[PipelineConfig], dict[str, str]] = {
     AgenticConfig: {
         "num_return_sequences_in_group": "here train_env_manager.group_size makes several episodes",
-        "is_num_return_sequences_expand": "here each episode asks for one completion",
+        "is_num_return_sequences_expand": "here each turn gets one response",
         "teacher_prompt": "this pipeline has no rows for a teacher's prompt",
-        "rewards": "here the environments pay",
+        "rewards": "here the environments give the rewards",
         "validation": "here val_env_manager",
     },
     RLVRConfig: {

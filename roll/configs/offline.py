@@ -72,7 +72,7 @@ def check_data_keys(config: OfflineConfig) -> Iterator[ConfigProblem]:
 def check_answers(config: OfflineConfig) -> Iterator[ConfigProblem]:
     """Answers are scored and sampled only where something generates."""
     if config.actor_infer is None:
-        expected = "no section without actor_infer: nothing is answered that could be scored"
+        expected = "no section without actor_infer: no responses are generated to score"
         for name in sorted(config.rewards):
             yield ConfigProblem(f"rewards.{name}", "a section", expected, involves=("actor_infer",))
     elif config.validation is None:
@@ -109,7 +109,7 @@ def check_starts(config: OfflineConfig) -> Iterator[ConfigProblem]:
             continue
         path = f"{section}.file_name"
         if getattr(config, key) != TINY:
-            yield ConfigProblem(path, start.file_name, "nothing: only a tiny model is taught", involves=(key,))
+            yield ConfigProblem(path, start.file_name, "nothing: only a tiny model is warm-started", involves=(key,))
         if config.actor_infer is None or not config.rewards:
             expected = "nothing without actor_infer and rewards, which measure the warm start"
             yield ConfigProblem(path, start.file_name, expected, involves=("actor_infer", "rewards"))

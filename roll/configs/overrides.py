@@ -48,7 +48,7 @@ def check_expansion(name: str, folders: list[Path]) -> None:
         except (OSError, ValueError, yaml.YAMLError, RecursionError):
             continue
         if math.isinf(count):
-            raise ConfigErrors([ConfigProblem(file.name, NOTHING, "no value that leads back to itself")])
+            raise ConfigErrors([ConfigProblem(file.name, NOTHING, "no value that refers to itself")])
         if count > MAX_VALUES:
             shown = f"{count:.3g}" if count > 1e9 else f"{count:,.0f}"
             written = Words(f"{shown} keys and values, with aliases (*name) written out")
@@ -133,7 +133,7 @@ def parse_overrides(words: Sequence[str]) -> tuple[list[Override], list[ConfigPr
         override = Override(tuple(found["path"].split(".")), value, found["sign"] == "~")
         if (earlier := parsed.pop(override.key, override)) != override:
             told = "deleted" if earlier.deletes else show(earlier.value)
-            logger.warning("%s is given twice: the last counts, not %s", override.key, told)
+            logger.warning("%s is given twice: the last value counts, not %s", override.key, told)
         parsed[override.key] = override
     return list(parsed.values()), problems
 
@@ -148,17 +148,17 @@ def read_value(key: str, text: str) -> Any:
         raise ValueError(f"a value\n{key}=null is nothing, {_quoted(key, '')} an empty text")
     if text.strip() in ("None", "none"):
         raise ValueError(f"null, as YAML spells it\nwrite {key}=null")
-    quote = f"for this very text: {_quoted(key, text)}"
+    quote = f"for this exact text: {_quoted(key, text)}"
     links: list[str] = []
     try:
         return _with_links(_construct(_hold_links(text, links), ""), links)
     except (yaml.YAMLError, RecursionError) as error:
         reason = getattr(error, "problem", None) or getattr(error, "reason", None) or "nested too deep"
-        raise ValueError(f"what YAML can read: {reason}\n{quote}") from error
+        raise ValueError(f"valid YAML: {reason}\n{quote}") from error
     except _OtherThanMeantError as error:
         raise ValueError(f"{error}\n{quote}") from error
     except ValueError as error:  # a number of thousands of digits
-        raise ValueError(f"what YAML can read: {str(error).splitlines()[0]}\n{quote}") from error
+        raise ValueError(f"valid YAML: {str(error).splitlines()[0]}\n{quote}") from error
 
 
 def _quoted(key: str, text: str) -> str:
@@ -181,7 +181,7 @@ def _construct(text: str, within: str) -> Any:
         node = root.value[0][1] if not within else root
         _check_nodes(before + text, root)
         if isinstance(node, yaml.ScalarNode) and node.value == "" and node.style in _PLAIN_STYLES and text.strip():
-            raise _OtherThanMeantError("a value behind what YAML reads as a sign")
+            raise _OtherThanMeantError("a value: YAML reads the text as a sign without one")
         _set_apart_colons(node, loader)
         return loader.construct_document(node)
     finally:
@@ -199,7 +199,7 @@ def _check_nodes(text: str, root: yaml.Node) -> None:
         if node.style in _PLAIN_STYLES and node.value in ("None", "none"):
             raise _OtherThanMeantError("null, as YAML spells it")
     if "#" in rest:
-        raise _OtherThanMeantError("no # that begins a comment")
+        raise _OtherThanMeantError("no #, which begins a comment")
 
 
 def _scalars(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
@@ -260,11 +260,11 @@ def no_override(word: str) -> ConfigProblem:
     key, equals, value = word.partition("=")
     hint = "the command line takes key=value overrides"
     if equals:
-        hint = f"{key!r} is no key: names of a-z, digits and _, joined by single dots; a file may have any"
+        hint = f"{key!r} is not a key: names of a-z, digits and _, joined by single dots; a file may have any"
         if key.startswith("~"):
-            hint = f"~ takes a key back to its default, and has no value: {key}"
+            hint = f"~ resets a key to its default and takes no value: {key}"
         elif "@" in key:
-            hint += f"; @ moves nothing here: {key.replace('@', '.')}={value} is a key inside another"
+            hint += f"; @ has no meaning here: {key.replace('@', '.')}={value} is a key inside another"
         elif "[" in key:
             hint += f"; a list is given as a whole: {key.partition('[')[0]}=[…]"
         elif '"' in key or "'" in key:

@@ -131,7 +131,7 @@ def _translate(
     if kind == "extra_forbidden":
         section, name = section_at(schema, path[:-1]) or schema, str(path[-1])
         if name in ALIASES and issubclass(section, EnvManagerConfig):
-            same = f"one spelling: it is the same key as {ALIASES[name]}, given too"
+            same = f"one of the two: {ALIASES[name]} is the same key"
             return ConfigProblem(dotted, detail["input"], same)
         hint, meant = advise(section, path, detail["input"])
         # What is given under its own name is not what the unknown key was meant for.
@@ -140,9 +140,7 @@ def _translate(
         return ConfigProblem(dotted, detail["input"], "no such key", hint, involves)
     if _wrong_key(detail) is not None:
         key = detail["input"]
-        return ConfigProblem(
-            dotted, key, "text as the key", f"YAML takes it for {type(key).__name__}: put it in quotes"
-        )
+        return ConfigProblem(dotted, key, "text as the key", f"YAML reads it as {type(key).__name__}: put it in quotes")
     if kind == "value_error":
         return ConfigProblem(dotted, detail["input"], str(detail["ctx"]["error"]))
     found = locate(schema, [ALIASES.get(str(part), part) for part in path])
@@ -169,7 +167,7 @@ def _instead(found: tuple[Any, Sequence[Any]] | None, detail: Any) -> str:
         words = ", ".join(f"{key}: {show(each)}" for key, each in given if not isinstance(each, dict))
         return f"leave the section out for its defaults, {{{words if len(words) <= SHOWN_CHARACTERS else '…'}}}"
     if detail["type"] == "string_type" and isinstance(value, bool | int | float):
-        return f"YAML takes it for {type(value).__name__}: put it in quotes"
+        return f"YAML reads it as {type(value).__name__}: put it in quotes"
     return ""
 
 

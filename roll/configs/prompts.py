@@ -150,5 +150,5 @@ def check_templates(config: PromptsConfig) -> Iterator[ConfigProblem]:
 def check_tiny_teacher(config: TinyTeacherConfig) -> Iterator[ConfigProblem]:
     """A teacher that is made on the spot has something to imitate."""
     if config.teacher_pretrain == TINY and not config.teacher_warm_start.file_name:
-        expected = "demonstrations to teach a tiny teacher with"
+        expected = "demonstrations to train a tiny teacher on"
         yield ConfigProblem("teacher_warm_start.file_name", NOTHING, expected, involves=("teacher_pretrain",))

@@ -116,7 +116,7 @@ def check_roles(config: RewardTrainingConfig) -> Iterator[ConfigProblem]:
     if config.actor_infer is not None:
         yield ConfigProblem("actor_infer", "a section", "no section: a reward model generates nothing")
     if config.sample_overflow == "truncate":
-        expected = "error or drop: the score stands at the end of the conversation"
+        expected = "error or drop: the score is read at the end of the conversation"
         yield ConfigProblem("sample_overflow", "truncate", expected)
 
 

@@ -409,7 +409,7 @@ def check_held_out_lengths(config: RLConfig) -> Iterator[ConfigProblem]:
     prompt, whole = config.lengths(held_out=True)
     if (prompt, whole) != config.lengths(held_out=False) and whole <= prompt:
         key = "val_prompt_length" if config.val_sequence_length is None else "val_sequence_length"
-        expected = f"room for an answer: held-out prompts of {prompt}, held-out samples of {whole} tokens"
+        expected = f"room for a response: held-out prompts of {prompt}, held-out samples of {whole} tokens"
         involved = ("val_prompt_length", "val_sequence_length", "prompt_length", "sequence_length")
         yield ConfigProblem(key, getattr(config, key), expected, involves=involved)
 
@@ -431,13 +431,13 @@ def check_rl_roles(config: RLConfig) -> Iterator[ConfigProblem]:
         expected = "null, since no KL term is switched on"
         yield ConfigProblem("reference_pretrain", other, expected, involves=("use_kl_loss",))
     if other is not None and config.uses_full_kl:
-        expected = "an estimator such as k3: hidden states of another model fit no output layer of the policy"
+        expected = "an estimator such as k3: another model's hidden states do not fit the policy's output layer"
         yield ConfigProblem("kl_penalty", config.kl_penalty, expected, involves=("reference_pretrain",))
     if config.teacher_roles and config.opd_form == "reward" and config.adv_estimator == "gdpo":
         expected = "advantage or loss with adv_estimator gdpo, which reads rewards by name"
         yield ConfigProblem("opd_form", config.opd_form, expected, involves=("adv_estimator", "teacher"))
     if config.uses_lora and config.uses_full_kl:
-        expected = "an estimator such as k3: with lora_target no reference sends hidden states"
+        expected = "an estimator such as k3: with lora_target the reference returns no hidden states"
         yield ConfigProblem("kl_penalty", config.kl_penalty, expected, involves=("actor_train.model_args.lora_target",))
 
 
@@ -501,7 +501,7 @@ def check_overlap(config: RLConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("kv_after_update", "keep", f"recompute with {name}", involves=involved)
     if config.replay_schedule is not None:
         if card is None or not card.replays:
-            key, hint = "actor_infer.strategy_args.strategy_name", f"{name} cannot hold a request until weights come"
+            key, hint = "actor_infer.strategy_args.strategy_name", f"{name} cannot hold a request until weights arrive"
             yield ConfigProblem(key, name, "hf_infer with replay_schedule", hint, involves=("replay_schedule",))
         if config.generate_opt_level != 1:
             key, expected = "generate_opt_level", "1 with replay_schedule"
@@ -516,7 +516,7 @@ def check_found_rollouts(config: RLConfig) -> Iterator[ConfigProblem]:
     }
     other = next((key for key, on in beside.items() if on), None)
     if config.rollout_replay_dir is not None and other is not None:
-        expected = f"null with {other} {getattr(config, other)}: steps take groups as they finish then"
+        expected = f"null with {other} {getattr(config, other)}: steps then take groups as they finish"
         yield ConfigProblem("rollout_replay_dir", config.rollout_replay_dir, expected, involves=(other,))
 
 
@@ -532,13 +532,13 @@ def check_teachers(config: RLConfig) -> Iterator[ConfigProblem]:
     for name, teacher in config.teachers.items():
         key = f"teachers.{name}"
         if teacher.pretrain == TINY:
-            expected = "a model folder or a name on the hub: a tiny model is made for teacher alone"
+            expected = "a model folder or a name on the hub: only a single teacher can be tiny"
             yield ConfigProblem(f"{key}.pretrain", TINY, expected)
         if len(set(teacher.tag_included)) < len(teacher.tag_included):
             yield ConfigProblem(f"{key}.tag_included", teacher.tag_included, "every tag once")
         for tag in dict.fromkeys(teacher.tag_included):
             if tag not in config.tags:
-                expected = f"tags that there are: {', '.join(config.tags)}"
+                expected = f"existing tags: {', '.join(config.tags)}"
                 yield ConfigProblem(
                     f"{key}.tag_included", teacher.tag_included, expected, involves=("rewards", "custom_envs")
                 )
@@ -546,7 +546,7 @@ def check_teachers(config: RLConfig) -> Iterator[ConfigProblem]:
     for tag in config.trained_tags:
         judging = [name for name, teacher in config.teachers.items() if teacher.judges(tag)]
         if not judging:
-            expected = f"a teacher of every tag; {tag} has none"
+            expected = f"a teacher for every tag; {tag} has none"
             yield ConfigProblem("teachers", ", ".join(config.teachers), expected, involves=(*involved,))
             return
         if len(judging) > 1 and config.align_tokenizers is not None:
@@ -579,7 +579,7 @@ def check_scorers(config: RLConfig) -> Iterator[ConfigProblem]:
     others = [worker for role, worker in config.roles.items() if role != "actor_infer"]
     trained = {device for worker in others for device in worker.device_mapping or ()}
     ratio = "async_generation_ratio"
-    expected = f"devices apart from those that train and score with {ratio}: answers wait for it meanwhile"
+    expected = f"devices that no training or scoring role uses, with {ratio}: responses would wait for it"
     for name, worker in config.clusters.items():
         if name.startswith(REWARD_CLUSTER) and trained.intersection(worker.device_mapping or ()):
             key = f"{config.key_of(name)}.device_mapping"

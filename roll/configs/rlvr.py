@@ -174,14 +174,14 @@ def check_online_dpo(config: RLVRConfig) -> Iterator[ConfigProblem]:
         return
     involved, loss = ("online_dpo",), config.online_dpo.preference_loss
     if not config.online_dpo.in_pairs:
-        expected = "a loss of pairs"
+        expected = "a loss on pairs"
         yield ConfigProblem("online_dpo.preference_loss", loss, expected)
     if config.num_return_sequences_in_group < 2:
         got, expected = config.num_return_sequences_in_group, "at least 2 with online_dpo: the best and the worst"
         yield ConfigProblem("num_return_sequences_in_group", got, expected, involves=involved)
     for key in ("agent", "tools", "user", "teacher", "teachers"):
         if getattr(config, key):
-            expected = "null with online_dpo, which compares two answers of one turn"
+            expected = "null with online_dpo, which compares two one-turn responses"
             yield ConfigProblem(key, "a section", expected, involves=involved)
     for key, field in AlgorithmConfig.model_fields.items():
         if key != "ppo_epochs" and getattr(config, key) != field.get_default(call_default_factory=True):
@@ -200,7 +200,7 @@ def check_shares(config: RLVRConfig) -> Iterator[ConfigProblem]:
         ]
     held_out = config.validation.data_args.domain_interleave_probs if config.validation else None
     if held_out is not None:
-        expected = "null: held-out prompts are all answered, in the order of the files"
+        expected = "null: all held-out prompts are used, in the order of the files"
         yield ConfigProblem(f"{VAL_DATA}.domain_interleave_probs", held_out, expected)
 
 
@@ -220,7 +220,7 @@ def check_tag_templates(config: RLVRConfig) -> Iterator[ConfigProblem]:
 
 def check_user(config: RLVRConfig) -> list[ConfigProblem]:
     """The turns between two of the policy's are the user's."""
-    expected = "null with user, who takes the turns between those of the policy"
+    expected = "null with user, whose messages come between the policy's turns"
     return [
         ConfigProblem(key, "a section", expected)
         for key in ("tools", "agent")
@@ -247,14 +247,14 @@ def check_teacher_prompt(config: RLVRConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("teacher_prompt", config.teacher_prompt, expected, involves=("teacher", "teachers"))
     for key in ("agent", "tools", "user"):
         if getattr(config, key):
-            expected = f"null with {key}: the teacher's prompt takes the place of one question before one answer"
+            expected = f"null with {key}: teacher_prompt replaces the prompt of a single response"
             yield ConfigProblem("teacher_prompt", config.teacher_prompt, expected, involves=(key,))
     if config.actor_train.data_args.tag_templates:
-        expected = "null with tag_templates: the teacher's prompts have one template"
+        expected = "null with tag_templates: the teacher's prompts all have one template"
         involved = ("actor_train.data_args.tag_templates",)
         yield ConfigProblem("teacher_prompt", config.teacher_prompt, expected, involves=involved)
     if config.rollout_replay_dir is not None:
-        expected = "null with rollout_replay_dir, whose responses can be to other rows"
+        expected = "null with rollout_replay_dir, whose responses may belong to other rows"
         yield ConfigProblem("teacher_prompt", config.teacher_prompt, expected, involves=("rollout_replay_dir",))
 
 
@@ -309,7 +309,7 @@ def check_agent(config: RLVRConfig) -> Iterator[ConfigProblem]:
         expected = "null with agent, whose program offers its own tools"
         yield ConfigProblem("tools", "a section", expected, involves=("agent",))
     if config.replay_schedule is not None:
-        expected = "null with agent: which request of a program came first is not recorded"
+        expected = "null with agent: the order of a program's requests is not recorded"
         yield ConfigProblem("replay_schedule", config.replay_schedule, expected, involves=("agent",))
 
 

@@ -61,7 +61,7 @@ def check_roles(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if worker.training_args != TrainingArguments() and role not in TRAINED:
             yield _unread(role, "training_args", "only actor_train and critic are trained")
         if worker.generating_args != GeneratingArguments() and role != "actor_infer":
-            yield _unread(role, "generating_args", "move it to actor_infer; its temperature holds everywhere")
+            yield _unread(role, "generating_args", "move it to actor_infer; its temperature applies everywhere")
         own, actor = (args.model_config_kwargs for args in (worker.model_args, config.actor_train.model_args))
         if role in ("actor_infer", "reference") and own != actor and config.model_of(role) == config.pretrain:
             key, expected = "model_args.model_config_kwargs", "the same as actor_train's, whose model it is"
@@ -71,7 +71,7 @@ def check_roles(config: PipelineConfig) -> Iterator[ConfigProblem]:
             expected, actor_key = "the same as actor_train's, whose model it is", f"actor_train.{key}"
             yield ConfigProblem(f"{role}.{key}", own_trust, expected, involves=(actor_key, "pretrain"))
         if worker.data_args not in (DataArguments(), config.actor_train.data_args):
-            expected = "the same as actor_train.data_args, which is what is read, or nothing"
+            expected = "the same as actor_train.data_args, which is read instead, or nothing"
             yield ConfigProblem(f"{role}.data_args", "a section", expected, involves=("actor_train.data_args",))
 
 

@@ -176,8 +176,10 @@ class GeneratingArguments(Config):
         key = "temperature" if self.do_sample else "do_sample"
         for index, text in enumerate(self.stop_strings):
             if not text or _ESCAPES.fullmatch(text):
-                words = "a text that is not empty" if not text else "no spelled escape"
-                hint = f'in double quotes it is the character: ["{text}"]' if text else "every answer would end with it"
+                words = "a text that is not empty" if not text else "no escape sequence in letters"
+                hint = (
+                    f'in double quotes it is the character: ["{text}"]' if text else "every response would end with it"
+                )
                 yield self.problem(f"stop_strings.{index}", words, got=text, hint=hint)
         for name in ("first_token_temperature", "first_token_top_k"):
             if self.is_greedy and getattr(self, name) is not None:
@@ -387,7 +389,7 @@ class ModelArguments(Config):
             yield self.problem("freeze_module_prefix", expected, "lora_target")
         if self.lora_targets:
             if self.lora_exclude is not None and "all-linear" not in self.lora_targets:
-                expected = "null where lora_target names its layers: it leaves some of all-linear out"
+                expected = "null with named layers in lora_target: it excludes layers from all-linear"
                 yield self.problem("lora_exclude", expected, "lora_target")
             return
         if self.lora_target is not None:

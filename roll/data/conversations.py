@@ -72,7 +72,7 @@ class ConversationReport:
     """Tells the dataset from others."""
 
     def __str__(self) -> str:
-        words = [f"{self.rows:,} rows read", f"{self.filtered:,} left out by the filter"]
+        words = [f"{self.rows:,} rows read", f"{self.filtered:,} removed by the filter"]
         words.append(f"longest {self.longest:,} tokens")
         done = "" if not self.overlong else " dropped" if self.overflow == "drop" else " cut"
         words.append(f"{self.overlong:,} over {self.limit:,} tokens{done}")
@@ -160,7 +160,7 @@ def encode_talk(
     def encode(sample: ReadConversation) -> list[tuple[IntArray, BoolArray]]:
         learned = [index for index in sample.learned if not last_only or index == len(sample.messages) - 1]
         if not learned:
-            raise ValueError("nothing to learn: the row leaves out its last answer, and train_on: last the others")
+            raise ValueError("nothing to train on: the row excludes its last answer, and train_on: last all others")
         rows = renderer.rows(sample.messages, learned, sample.tools or tools)
         return [(ids, said | whole) for ids, said in rows]
 
@@ -215,7 +215,7 @@ def _read(reading: Reading, scoring: Scoring | None) -> Iterator[ReadConversatio
     def read(row: Row) -> ReadConversation:
         talk = row_conversation(row.values, reading.args)
         if talk.silent:
-            reading.note(row.file, "empty messages of the assistant, which are not learned", row.place)
+            reading.note(row.file, "empty assistant messages, which are not trained on", row.place)
         if scoring is None:  # which sees every column
             reading.leaves(row)
         return ReadConversation.of(talk, row_question(row, reading.args, talk, scoring), row)
@@ -288,7 +288,7 @@ def render(
         try:
             rows = encode(sample)
         except TemplateError as error:
-            reading.problems.add(sample.place, f"the chat template refuses the messages: {error}")
+            reading.problems.add(sample.place, f"the chat template cannot render the messages: {error}")
         except ValueError as error:
             reading.problems.add(sample.place, str(error))
         else:

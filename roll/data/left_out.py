@@ -45,7 +45,7 @@ class LeftOut:
         for message in messages:
             for key, is_text in sorted(_shape(message).keys):
                 if not is_text and key not in self._renderer.source:
-                    yield f"the chat template reads no {key!r} of a message"
+                    yield f"the chat template ignores {key!r} of a message"
         stand_ins, parts = _stand_ins(messages)
         told = [_TOOL] if tools else None
         with suppress(TemplateError, ValueError, TypeError):
@@ -62,8 +62,8 @@ class LeftOut:
 def _missing(parts: Sequence[_Part], text: str, learned: int) -> Iterator[str]:
     for index, name, word in parts:
         if word not in text:
-            where = "answers that are learned" if index == learned else "messages before an answer"
-            yield f"the chat template leaves out {name} of {where}"
+            where = "answers that are trained on" if index == learned else "messages before an answer"
+            yield f"the chat template drops {name} of {where}"
 
 
 class _Shape(NamedTuple):
@@ -100,7 +100,7 @@ def _stand_ins(messages: Sequence[Message]) -> tuple[list[Message], list[_Part]]
             parts.append((index, name, word := f"zq{index}{mark}qz"))
             return word
 
-        content = stands("the system message" if role == "system" else f"words of the {role}", "w") if words else ""
+        content = stands("the system message" if role == "system" else f"text of the {role}", "w") if words else ""
         fresh: dict[str, Any] = {"role": role, "content": content}
         for number, (key, is_text) in enumerate(sorted(others)):
             fresh[key] = stands(repr(key), f"k{number}") if is_text else message[key]

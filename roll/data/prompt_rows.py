@@ -88,7 +88,7 @@ def _message(entry: Any, place: str) -> Heard:
     thought = _reasoning(given, thought, place)
     if role != "assistant" and (calls or thought):
         key = "a call" if calls else "reasoning"
-        raise RowError(f"{place}: {key} of the {role}, expected it of the assistant alone")
+        raise RowError(f"{place}: {key} of the {role}, expected only of the assistant")
     if words is None:
         if not calls and not thought:
             raise RowError(f"{place}: no content, got {', '.join(map(repr, entry))}; expected text")
@@ -137,8 +137,8 @@ def _content(given: Mapping[str, Any], place: str) -> tuple[str | None, str]:
         found = _THOUGHT_PARTS if kind in _THOUGHT_PARTS else _TEXT_PARTS
         if kind not in found:
             raise RowError(
-                f"{place}[{index}]: a part of type {short(kind)}, expected text alone: no pictures, sound or files can "
-                "be learned; calls go into tool_calls, results into messages of the role tool"
+                f"{place}[{index}]: a part of type {short(kind)}, expected only text: pictures, sound and files are "
+                "not supported; calls go into tool_calls, results into messages of the role tool"
             )
         text = part.get(found[kind], part.get("text"))
         if not isinstance(text, str):
@@ -165,7 +165,7 @@ def _learned(given: Mapping[str, Any], role: str, place: str) -> bool | None:
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise RowError(f"{place}.{key}: {short(value)}, expected 0 or 1, false or true (parts are not weighted)")
         if value and role != "assistant":
-            raise RowError(f"{place}.{key}: {short(value)} of the {role}, expected it of the assistant alone")
+            raise RowError(f"{place}.{key}: {short(value)} of the {role}, expected only of the assistant")
     values = {bool(value) for value in marks.values()}
     if len(values) > 1:
         raise RowError(f"{place}: {' and '.join(marks)} differ, expected one of them")
@@ -248,7 +248,7 @@ def _parsed(text: Any, place: str) -> Any:
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RowError(f"{place}: {short(text)} is no JSON ({error})") from error
+        raise RowError(f"{place}: {short(text)} is not JSON ({error})") from error
 
 
 def check_encodable(text: str, place: str) -> None:
@@ -256,7 +256,7 @@ def check_encodable(text: str, place: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RowError(f"{place}: half of a surrogate pair at character {error.start + 1}, expected text") from error
+        raise RowError(f"{place}: a lone surrogate at character {error.start + 1}, expected text") from error
 
 
 def short(value: Any) -> str:
@@ -438,7 +438,9 @@ def row_conversation(values: Mapping[str, Any], args: DataArguments) -> Talk:
     saying = [index for index in spoken if not is_silent(heard[index].message)]
     learned = [len(system) + len(context) + index for index in saying if heard[index].learned is not False]
     if not learned:
-        raise RowError(f"column {column!r}: nothing to learn: {' or '.join(LEARNED)} leaves out all of the assistant's")
+        raise RowError(
+            f"column {column!r}: nothing to train on: {' or '.join(LEARNED)} excludes all assistant messages"
+        )
     messages = (*system, *(one.message for one in (*context, *heard)))
     return Talk(messages, tuple(learned), row_tools(values, args), len(spoken) - len(saying))
 
@@ -508,7 +510,7 @@ def _check_last(heard: Sequence[Heard], column: str, last: str) -> None:
     final, place = heard[-1].message, f"{column}[{len(heard) - 1}]"
     if final["role"] != last:
         answer = "; or data_args.response, the column of the answer" if last == "assistant" else ""
-        raise RowError(f"{place}: the last message is of the {final['role']}, expected the {last}{answer}")
+        raise RowError(f"{place}: the last message is the {final['role']}'s, expected the {last}'s{answer}")
     if is_silent(final):
         raise RowError(f"{place}.content: empty, expected {'a question' if last == 'user' else 'an answer'}")
 

@@ -100,7 +100,7 @@ class LoadReport:
 
     def __str__(self) -> str:
         tags = ", ".join(f"{tag} {count:,}" for tag, count in sorted(self.tags.items()))
-        words = [f"{self.rows:,} rows read", f"{self.filtered:,} left out by the filter"]
+        words = [f"{self.rows:,} rows read", f"{self.filtered:,} removed by the filter"]
         if self.longest is not None:
             words.append(f"longest {self.longest:,} tokens")
         if self.prompt_length is not None:
@@ -272,7 +272,7 @@ def _fit(
     encoded = renderers.encode(placed, tools, args.preprocessing_num_workers or 1)
     for item, measured in zip(placed, encoded, strict=True):
         if measured.error is not None:
-            problems.add(item.place, f"the chat template refuses the messages: {measured.error}")
+            problems.add(item.place, f"the chat template cannot render the messages: {measured.error}")
             continue
         longest = max(longest, measured.length)
         if measured.ids is None:

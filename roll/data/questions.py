@@ -191,7 +191,7 @@ def _answers(said: Any, column: str) -> tuple[Answer | None, ...]:
     """The answers in a cell: a text, or a list of texts, or of objects with ``text`` or ``error``."""
     found = tuple(_answer(each, column) for each in (said if isinstance(said, list) else [said]))
     if not found:
-        raise RowError(f"column {column!r}: no answer in it")
+        raise RowError(f"column {column!r}: no response in it")
     return found
 
 

@@ -45,13 +45,13 @@ class Reading:
         self.notes[file, what] = count + 1, first
 
     def noted(self) -> tuple[str, ...]:
-        """Account of the notes and of columns that nobody reads, a line each."""
+        """Account of the notes and of unused columns, a line each."""
         lines = [
             f"warning: {file}: {what}: {count:,} {'row' if count == 1 else 'rows'}, the first {place}"
             for (file, what), (count, place) in self.notes.items()
         ]
         unread = self.unread.items()
-        return (*lines, *(f"data: {file}: columns that nobody reads: {', '.join(columns)}" for file, columns in unread))
+        return (*lines, *(f"data: {file}: unused columns: {', '.join(columns)}" for file, columns in unread))
 
     def leaves(self, row: Row, *read: str) -> None:
         """Notes the columns of a row that neither ``args`` nor ``read`` name."""
@@ -113,7 +113,7 @@ class Reading:
         self.problems.raise_any()
         if not samples:
             rows, where = self.counts["rows"], self.args.dataset_cls or ", ".join(self.args.file_names)
-            why = f"dataset_filter left out all {rows:,} rows" if rows else "no rows"
+            why = f"dataset_filter removed all {rows:,} rows" if rows else "no rows"
             raise DataError([f"{where}: {why}"])
 
     def checked(self, tags: Iterable[str]) -> tuple[Counter[str], bool]:

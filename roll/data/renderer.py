@@ -275,7 +275,7 @@ class ChatRenderer:
                 "data_args.template is 'native', but the tokenizer has no chat template; give one or its path"
             )
         if unread := [name for name in self._variables if name not in self.source]:
-            raise ValueError(f"data_args.chat_template_kwargs: the chat template reads no {', '.join(unread)}")
+            raise ValueError(f"data_args.chat_template_kwargs: the chat template does not use {', '.join(unread)}")
         self._cache: OrderedDict[tuple[str, ...], IntArray] = OrderedDict()
         self._control = ControlText(tokenizer)
         self._end: tuple[str, int] | None = None
@@ -433,7 +433,7 @@ class ChatRenderer:
         elif (closed := _CLOSED_REASONING.search(prompt)) and said.lstrip().startswith(_THINK):
             said = said.partition(_THOUGHT)[2].removeprefix(closed[1])
         if not said.strip() and (message.get("content") or message.get("tool_calls")):
-            raise ValueError("the chat template writes nothing of an answer, so there is nothing to learn of it")
+            raise ValueError("the chat template drops the whole answer, so there is nothing to train on")
         return RenderedTurn(prompt, said, mark)
 
     def _words_start(self, whole: str, before: Sequence[Message], tools: Sequence[Tool] | None) -> int:
@@ -443,7 +443,7 @@ class ChatRenderer:
             for words in (_SENTINEL, "-")
         )
         if first == second:
-            raise ValueError("the chat template drops the assistant's words, so there is nothing to imitate")
+            raise ValueError("the chat template drops the assistant's text, so there is nothing to imitate")
         same = min(same_start(first, second), same_start(first, whole))
         opening = _REASONING_AT_END.sub("", self.opening)
         at = first.rfind(opening, 0, same) if opening else -1
@@ -693,7 +693,7 @@ class ChatRenderer:
             _, found, suffix = text.partition(_SENTINEL)
         if not found:
             raise ValueError(
-                "the chat template drops the assistant's words, so a multi-turn history cannot be continued"
+                "the chat template drops the assistant's text, so a multi-turn history cannot be continued"
             )
         return suffix
 
@@ -720,7 +720,7 @@ class ChatRenderer:
             messages = [_OPENING, {"role": "assistant", "content": _SENTINEL}]
             _, found, closing = self.text(messages, open_assistant=False).partition(_SENTINEL)
             if not found:
-                raise ValueError("the chat template drops the assistant's words, so there is nothing to imitate")
+                raise ValueError("the chat template drops the assistant's text, so there is nothing to imitate")
             _, mark = self._mark(closing) or self._next_turn["user"]
             end = self._id_of(mark) if mark else self._eos()
             self._end = closing, int(end)

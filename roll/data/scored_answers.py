@@ -85,7 +85,7 @@ def encode_steps(
     answer = "".join(said)
     if not whole.startswith(head + answer):
         raise ValueError(
-            "the chat template rewrites the answer, or a control token is cut in two, expected the steps as they are"
+            "the chat template rewrites the answer, or a control token is cut in two, expected the steps unchanged"
         )
     texts = [head, *said, whole[len(head) + len(answer) :]]
     pieces = [renderer.words(text) for text in texts]

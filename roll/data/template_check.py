@@ -183,16 +183,16 @@ class _Check:
         if not closing:
             next_turn = self._renderer.stops - {self._tokenizer.eos_token_id}
             then = self._control_names(next_turn)
-            said = f"nothing closes a turn; what comes next does: {then}, at which an engine has to stop"
+            said = f"only the next turn ends a turn: {then}, at which an engine must stop"
             if not next_turn:
-                said = f"nothing closes a turn; it is learned to end with {text}, which a history lacks"
+                said = f"nothing closes a turn; samples end with {text}, which a history lacks"
             return text, [Finding("note", "turn-not-closed", said)]
         others = self._renderer.stops - {index}
         if self._tokenizer.eos_token_id != index:
-            said = f"a turn ends with {text}, and the tokenizer's last token is {self._tokenizer.eos_token}"
-            return text, [Finding("note", "turn-end-is-not-eos", f"{said}: an engine has to stop at both")]
+            said = f"a turn ends with {text}, and the tokenizer's end token is {self._tokenizer.eos_token}"
+            return text, [Finding("note", "turn-end-is-not-eos", f"{said}: an engine must stop at both")]
         if others:
-            said = f"a turn may also end with {self._control_names(others)}, at which an engine has to stop"
+            said = f"a turn may also end with {self._control_names(others)}, at which an engine must stop"
             return text, [Finding("note", "several-turn-ends", said)]
         return text, []
 
@@ -214,7 +214,7 @@ class _Check:
             differences = [self._difference(before, said, after, tools) for before, said, after in cases]
             append_only[kind] = not any(differences)
             if first := next(filter(None, differences), None):
-                text = f"{kind}: {first}; a conversation that is rendered again becomes another row"
+                text = f"{kind}: {first}; a conversation that is rendered again becomes a separate row"
                 findings.append(Finding("problem", "rewrites-history", text))
         return append_only, findings
 
@@ -280,24 +280,24 @@ class _Check:
         if not self._renderer.takes_system:
             yield Finding("note", "refuses-system", "the template takes no system message")
         elif self._lacks(_RULES, [*start, _says(), *more]) or self._lacks(_RULES, [*start, _calls(), *_results()]):
-            yield Finding("problem", "drops-system", "the system message is left out once the assistant has spoken")
+            yield Finding("problem", "drops-system", "the system message is dropped after the assistant's first turn")
         inside = f"<think>\n{_THOUGHT}\n</think>\n\n{_WORDS}"
         beside = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}
         reads = any(key in self._renderer.source for key in beside)
         if self._lacks(_THOUGHT, [*start, _says(inside), *more]) or (
             reads and self._lacks(_THOUGHT, [*start, {**_says(), **beside}, *more])
         ):
-            text = "the reasoning of earlier turns is left out: sampled tokens keep it, a rendered history does not"
+            text = "the reasoning of earlier turns is dropped: sampled tokens keep it, a rendered history does not"
             yield Finding("problem", "drops-reasoning", text)
         if self._lacks(_WORDS, [*start, _calls(content=_WORDS), *_results()]):
-            yield Finding("problem", "drops-words-before-calls", "words before a call are left out")
+            yield Finding("problem", "drops-words-before-calls", "text before a call is dropped")
         elif self._lacks(_THOUGHT, [*start, _calls(content=inside), *_results()]):
-            text = "the reasoning before a call is left out as soon as there is its result"
+            text = "the reasoning before a call is dropped once its result follows"
             yield Finding("problem", "drops-reasoning-before-calls", text)
         yield from self._parallel()
         padded = f"  {_WORDS} \n\n"
         if self._lacks(padded, [*start, _says(padded), *more]):
-            yield Finding("note", "trims-words", "white space around the assistant's words is left out of a history")
+            yield Finding("note", "trims-words", "white space around the assistant's text is dropped from a history")
 
     def _lacks(self, words: str, messages: list[Message]) -> bool:
         """Tells whether words of the messages are not in their text; not so if the template refuses them."""
@@ -311,7 +311,7 @@ class _Check:
         if isinstance(two, Exception):
             yield Finding("problem", "one-call-a-turn", f"two calls in one turn are refused ({_first(two)})")
         elif isinstance(one, str) and two.count(_WORD) <= one.count(_WORD):
-            yield Finding("problem", "one-call-a-turn", "of two calls in one turn one is left out")
+            yield Finding("problem", "one-call-a-turn", "one of two calls in a turn is dropped")
 
     def _around(self, opening: str) -> Iterator[Finding]:
         """Checks what the template writes beside messages."""
@@ -320,13 +320,13 @@ class _Check:
         for text in self._added():
             yield Finding("note", "adds-system", f"the template adds its own text: {text!r:.100}")
         if "strftime_now" in self._renderer.source:
-            yield Finding("note", "writes-date", "prompts hold the day's date: they differ from day to day")
+            yield Finding("note", "writes-date", "prompts contain the date, so they change from day to day")
         if "<think>" in opening:
             text = "closed and empty" if "</think>" in opening else "open: a sample begins with reasoning"
             yield Finding("note", "opens-reasoning", f"the prompt ends with reasoning, {text}")
         last = self._render([*self._start, _says()])
         if "<think>" in last.replace(opening, "") and "<think>" not in opening:
-            yield Finding("note", "adds-reasoning", "an answer without reasoning is given an empty one")
+            yield Finding("note", "adds-reasoning", "an answer without reasoning gets an empty one")
 
     def _first_token(self, whole: str) -> Iterator[Finding]:
         """Compares what a conversation begins with and what the tokenizer begins a text with.

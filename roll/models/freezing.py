@@ -41,7 +41,7 @@ def frozen_parameters(model: PreTrainedModel, prefixes: Sequence[str], *, head: 
             modules = sorted({name[:end] for name in known for end, sign in enumerate(name) if sign == "."})
             near = difflib.get_close_matches(prefix, modules, n=3, cutoff=0.5) or modules[:3]
             raise UnknownPartError(
-                f"{prefix!r} is no part of {type(model).__name__}",
+                f"{prefix!r} is not a part of {type(model).__name__}",
                 f"names of modules or parameters; the nearest: {', '.join(near)}",
             )
     frozen = [

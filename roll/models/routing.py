@@ -95,9 +95,7 @@ class ExpertRouting:
             result = forward(*args, **kwargs)
         if self._chosen_NK[layer] is None:
             expected = f"torch.topk of {self.per_token} of {self._num_experts} experts"
-            raise ValueError(
-                f"router_replay: layer {layer} of this model chooses its experts by other means than {expected}"
-            )
+            raise ValueError(f"router_replay: layer {layer} of this model does not choose its experts with {expected}")
         return result
 
 

@@ -102,7 +102,7 @@ class WeightFiles:
             named = f"{len(missing)} of the {len(files)} files that {INDEX} names are not there"
             raise ValueError(f"model path {str(self.folder)!r}: {named}: {shown(missing)}")
         if parts := sorted({path.name for path in self.folder.glob("model-*-of-*.safetensors")} - set(files)):
-            read = f"that {INDEX} does not name" if indexed else f"beside {SINGLE}"
+            read = f"that {INDEX} does not name" if indexed else f"next to {SINGLE}"
             raise ValueError(f"model path {str(self.folder)!r}: got {shown(parts)}, {read}; expected one model")
         found: dict[str, str] = {}
         for file in files:

@@ -246,5 +246,5 @@ def _worker_class(role: str, worker: WorkerConfig, default: type[Worker]) -> typ
         return default
     chosen = import_path(worker.worker_cls, f"{role}.worker_cls")
     if not (isinstance(chosen, type) and issubclass(chosen, default)):
-        raise UnknownNameError(f"{role}.worker_cls: {worker.worker_cls} is no subclass of {default.__name__}")
+        raise UnknownNameError(f"{role}.worker_cls: {worker.worker_cls} is not a subclass of {default.__name__}")
     return cast(type[Worker], chosen)

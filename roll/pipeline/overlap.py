@@ -109,6 +109,6 @@ class Overlap:
         self._rollouts.replay = replay = replay.without(played)
         if (first := replay.first_version) is not None and first < done_steps:
             raise RunFailedError(
-                f"replay_schedule: of what is played after step {done_steps}, something was sampled with weights of "
-                f"version {first}, now gone; start anew, or from where the recorded run was resumed"
+                f"replay_schedule: groups taken after step {done_steps} were sampled with weights of version {first}, "
+                "which no longer exist; start over, or from a step at which the recorded run was resumed"
             )

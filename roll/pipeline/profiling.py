@@ -272,7 +272,7 @@ class Utilisation:
         device = None if name is None else known_gpu(name)
         if device is None or self._shape is None:
             if name is not None:
-                logger.info("no mfu: the peak of %s is not known; profiler.peak_tflops says it", name)
+                logger.info("no mfu: the peak of %s is not known; profiler.peak_tflops sets it", name)
             return None
         return device.flops if compute_bytes(self._config.actor_train, self._shape) == 2 else device.fp32_flops
 

@@ -66,8 +66,7 @@ class RLPipeline(GroupRules, TrainingLoop):
                 self.rollouts.close()
         if not (self.config.eval_only or self.taken.admission.num_trained or self.learned):
             raise RunFailedError(
-                f"dynamic sampling: no step found a group worth training on, so that nothing was trained; "
-                f"{self.filter_hint}"
+                f"dynamic sampling: no step found a group worth training on, so nothing was trained; {self.filter_hint}"
             )
 
     def step(self, step: int) -> None:

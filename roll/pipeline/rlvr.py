@@ -69,7 +69,7 @@ class RLVRPipeline(RLPipeline):
         reasons = [t.info[OVER_BUDGET] for group in groups for t in group.trajectories if OVER_BUDGET in t.info]
         if reasons:
             self.session.display.note(
-                f"{len(reasons)} answers cost too much to judge and count as wrong; the last: {reasons[-1]}"
+                f"{len(reasons)} responses are too expensive to judge and count as wrong; the last: {reasons[-1]}"
             )
 
     def choose(self, batch: Batch) -> tuple[Batch, Metrics]:

@@ -338,7 +338,7 @@ class Roles:
         """
         if config.actor_train.router_replay.mode == "R3" and batch.experts_TE is None:
             raise ValueError(
-                "actor_train.router_replay.mode: R3, but the rollouts hold no experts; expected disable or R2"
+                "actor_train.router_replay.mode: R3, but the rollouts contain no experts; expected disable or R2"
             )
         if config.bypasses_old_logprobs:
             batch = batch.replace(old_logprobs_T=batch.rollout_logprobs_T)

@@ -204,7 +204,7 @@ class StepRollouts:
             return f"learned: {self._seems}, {found:.1%} held out (learned_share={enough:g})"
         self._doubted = step
         if found is not None:
-            self._session.display.note(f"{self._seems}, but {found:.1%} held out: the run goes on")
+            self._session.display.note(f"{self._seems}, but {found:.1%} held out: the run continues")
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -344,12 +344,13 @@ def remarks_on(
         why = f"{kept or 'none'} of {len(finished)} groups that were sampled passed the filter"
         yield "short" if kept else "empty", f"step {step} {does}: {why}" + (f"; {without}" if without else "")
     elif compares and found and (found["of/all_wrong"] >= _MOST_WRONG or found["of/no_spread"] >= _MOST_EQUAL):
-        yield "spread", f"step {step}: of {len(finished)} groups {without}: what compares answers learns nothing there"
+        yield "spread", f"step {step}: of {len(finished)} groups {without}: group baselines learn nothing from them"
     share, place = cut_answers(finished, most_tokens)
     if share >= _MOST_CUT:
         yield (
             "cut",
-            f"step {step}: {share:.0%} of the answers are cut at {place} (rollout/cut_off): raise it, or ask for less",
+            f"step {step}: {share:.0%} of the responses are cut at {place} (rollout/cut_off): "
+            "raise it, or ask for less",
         )
 
 
@@ -359,7 +360,7 @@ def describe_failure(groups: Sequence[RolloutGroup], most_tokens: Callable[[str]
     scores = [episode.score for episode in episodes]
     low, high = min(scores), max(scores)
     scored = f"scored {low:g}" if low == high else f"were wrong, with scores from {low:g} to {high:g}"
-    parts = [f"all {len(episodes)} sampled answers {scored}"]
+    parts = [f"all {len(episodes)} sampled responses {scored}"]
     share, place = cut_answers(groups, most_tokens)
     if share > 0:
         parts.append(f"{share:.0%} were cut at {place}")

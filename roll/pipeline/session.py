@@ -79,8 +79,8 @@ class RunSession:
             logger.info("an earlier run of this name is now in %s", aside)
         if not self._compared:
             logger.warning(
-                "%s is of an earlier version and does not say with which data, seed and settings it was trained: they "
-                "are not compared with this run's",
+                "%s was saved by an earlier version, without a record of its data, seed and settings: they are not "
+                "compared with this run's",
                 self.resume_path,
             )
         if self.changes:
@@ -196,7 +196,7 @@ class RunSession:
             with Fault() as fault:  # pictures and pages must not end the training
                 work()
             if fault.error is not None:
-                logger.error("beside the run: it goes on without this", exc_info=fault.error)
+                logger.error("a background task failed; the run continues without it", exc_info=fault.error)
 
         self._aside.submit(attempt)
 

@@ -303,7 +303,7 @@ class DatasetTeacher:
         most = int(found["ids"].max()) if len(found["ids"]) else -1
         if most >= self._vocab_size:
             raise ValueError(
-                f"teacher_logprobs: seen token {most}, expected less than {self._vocab_size}, the policy's vocabulary; "
+                f"teacher_logprobs: got token {most}, expected less than {self._vocab_size}, the policy's vocabulary; "
                 "the file was written for another policy"
             )
         columns = {}
@@ -388,6 +388,6 @@ class TeacherPrompts:
                     problems.add(prompt.id, f"teacher_prompt: {error}")
             for name, ids in zip(filled, self._renderer.prompts(list(filled.values())), strict=True):
                 if len(ids) > most:
-                    expected = f"expected at most {most:,}: sequence_length less the longest answer"
+                    expected = f"expected at most {most:,}: sequence_length minus the longest response"
                     problems.add(name, f"teacher_prompt: {len(ids):,} tokens, {expected}")
         problems.raise_any()

@@ -84,7 +84,7 @@ def _tiny_problems(config: AgenticConfig) -> Iterator[ConfigProblem]:
         env = config.custom_envs.get(tag)
         if env is None or envs.check_env_config(env.env_type, env.env_config) or envs.names_actions(env.env_type):
             continue
-        expected = f"a model folder or a name on the hub: tiny is made for grid games, {tag} is {env.env_type}"
+        expected = f"a model folder or a name on the hub: tiny works only with grid games, {tag} is {env.env_type}"
         hint = "the class of a game of your own may name its actions: action_names"
         involved = (f"custom_envs.{tag}.env_type", "train_env_manager.tags")
         yield ConfigProblem("pretrain", config.pretrain, expected, hint, involves=involved)

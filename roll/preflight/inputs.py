@@ -73,7 +73,7 @@ def _check_dataset(key: str, args: DataArguments, config: PromptsConfig) -> Find
     if args.dataset_cls is not None:
         return [f"data: {args.dataset_cls}: called when the run starts"], []
     absent = [name for name in args.file_names if not _on_disk(name)]
-    lines = [f"data: {name}: nothing here yet" for name in absent]
+    lines = [f"data: {name}: not there yet" for name in absent]
     if len(absent) == len(args.file_names):
         return lines, []
     from roll.data.files.rows import DataError

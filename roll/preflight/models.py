@@ -465,7 +465,7 @@ def check_adapter_start(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"actor_train.model_args.{name}", own, expected, involves=(key,))
     if fits and not unusual and (reason := _adapter_misfit(config, folder)):
         yield ConfigProblem(
-            key, path, "an adapter of the layers that lora_target means", reason, involves=("pretrain",)
+            key, path, "an adapter of the layers that lora_target names", reason, involves=("pretrain",)
         )
 
 
@@ -488,7 +488,7 @@ def _adapter_misfit(config: PipelineConfig, folder: Path) -> str:
     if config.trains_scores:
         return ""  # its names are those of the trunk
     if others := stored.keys() - expected.keys():
-        return f"{ADAPTER_FILE} has {shown(others)} beside them"
+        return f"{ADAPTER_FILE} has {shown(others)} too"
     if missing := expected.keys() - stored.keys():
         return f"{ADAPTER_FILE} lacks {shown(missing)}"
     wrong = next((name for name, shape in stored.items() if shape != expected[name]), None)

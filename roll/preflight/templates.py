@@ -56,7 +56,7 @@ def _contradictions(config: PipelineConfig, report: TemplateReport) -> list[str]
     # A template that tells of tools and writes no calls leaves their notation to the training of the model.
     silent = any(finding.name == "no-calls" for finding in report.findings)
     return [
-        f"warning: {key}: got {name}, expected {report.dialect}, in which the chat template has tools called"
+        f"warning: {key}: got {name}, expected {report.dialect}, the dialect of the chat template"
         for key, name in named.items()
         if name in DIALECTS.names() and report.dialect not in (None, name) and not silent
     ]

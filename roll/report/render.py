@@ -172,7 +172,7 @@ def _facts(logs: Path, summary: Mapping[str, Any], metrics: Sequence[Mapping[str
         (f"{name} at step {last['step']}", f"{last[name]:.3f}") for name in _SHOWN_METRICS if last.get(name) is not None
     )
     if "checkpoint" in summary:
-        yield "to go on from", str(summary["checkpoint"])
+        yield "to continue from", str(summary["checkpoint"])
     traceback = logs / "traceback.txt"
     if traceback.exists():
         yield "where it failed", str(traceback)

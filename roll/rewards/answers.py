@@ -115,7 +115,7 @@ def check_plain(value: Any) -> None:
             value.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"ground_truth: got {value[:80]!r}, in which character {error.start + 1} is half of a surrogate pair"
+                f"ground_truth: got {value[:80]!r}, in which character {error.start + 1} is a lone surrogate"
             ) from None
     if isinstance(value, list | Mapping):
         for entry in value if isinstance(value, list) else value.values():

@@ -159,7 +159,7 @@ class Endpoint:
         except TimeoutError as error:
             more = limit - self._patience.request_timeout
             own = f" + {more:g}" if more else ""
-            words = f"no answer within request_timeout = {self._patience.request_timeout:g}{own} seconds"
+            words = f"no reply within request_timeout = {self._patience.request_timeout:g}{own} seconds"
             raise TransientError(words) from error
         except httpx.RequestError as error:
             raise TransientError(f"{type(error).__name__}: {self.shorten(str(error))}") from error

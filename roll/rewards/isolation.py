@@ -122,7 +122,7 @@ class RulePool:
             raise RewardTimeoutError(str(error)) from error
         except ChildDiedError as error:
             if error.returncode == -signal.SIGPROF:
-                raise OverBudgetError("took more CPU time than an answer may cost, and was killed") from error
+                raise OverBudgetError("took more CPU time than a response may take, and was killed") from error
             raise RewardError(str(error)) from error
         except ChildError as error:
             raise RewardError(str(error)) from error
@@ -215,7 +215,7 @@ def _row_problem(verifier: RuleVerifier, sample: Sample, timeout: float) -> str 
     try:
         _within(_cpu_seconds(verifier, timeout), verifier.try_row, sample)
     except OverBudgetError as error:
-        return f"the reference answer costs too much: comparing it with itself {error}"
+        return f"the reference answer is too expensive: comparing it with itself {error}"
     except (ValueError, RewardError) as error:
         return str(error)
     return None

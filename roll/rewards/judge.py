@@ -279,21 +279,21 @@ class JudgeVerifier(Verifier):
             shown = self._shorten(response.text)
             raise TransientError(f"expected a chat completion as JSON, got {shown}") from error
         if not isinstance(words, str):
-            raise TransientError(f"expected the judge's words in message.content, got {self._shorten(str(words))}")
+            raise TransientError(f"expected the judge's reply in message.content, got {self._shorten(str(words))}")
         return self._score_in(words, choice.get("finish_reason") == "length")
 
     def _score_in(self, words: str, is_cut: bool) -> float:
         matches = list(self._pattern.finditer(words))
         if not matches:
             cut = ", cut off by max_tokens," if is_cut else ""
-            raise TransientError(f"score_pattern finds no score in the judge's words{cut} {self._shorten(words)}")
+            raise TransientError(f"score_pattern finds no score in the judge's reply{cut} {self._shorten(words)}")
         last = matches[-1]
         if (part := _partial(words, last, self._judge.max_score)) is not None:
             raise TransientError(
                 f"score: got {self._shorten(part)}, expected one number or yes or no, and no more of it"
             )
         if len({match[1] for match in matches if _is_verdict(words, match, last)}) > 1:
-            raise TransientError(f"score: got several in the judge's words {self._shorten(words)}, expected one")
+            raise TransientError(f"score: got several in the judge's reply {self._shorten(words)}, expected one")
         return self._to_number(last[1])
 
     def _to_number(self, text: str | None) -> float:

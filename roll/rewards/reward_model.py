@@ -403,7 +403,7 @@ class RewardModelVerifier(Verifier):
         except RewardError as error:
             raise ValueError(str(error)) from error
         if _PROBE not in text:
-            raise ValueError("template: it drops the assistant's words, expected the answer in the rendered text")
+            raise ValueError("template: it drops the assistant's text, expected the answer in the rendered text")
 
     def _apply_template(self, messages: list[dict[str, str]]) -> str:
         import jinja2

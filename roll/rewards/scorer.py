@@ -58,7 +58,7 @@ def check_rewards(config: RewardConfig) -> Iterator[ConfigProblem]:
             yield from _spec_problems(f"{base}.name", cls)
             batching = _batching(cls, verifier)
             if batching is not None and batching.size > config.max_concurrency:
-                involved = f"at most max_concurrency = {config.max_concurrency}: no more samples are there at a time"
+                involved = f"at most max_concurrency = {config.max_concurrency}: there are never more samples at a time"
                 yield ConfigProblem(f"{base}.args.batch_size", batching.size, involved, involves=("max_concurrency",))
     for number in deciding(config.verifiers):
         if (weight := config.verifiers[number].weight) < 0:

@@ -220,6 +220,6 @@ class References:
         if waiting:
             self._tell(
                 f"{total - len(waiting):,} of {total:,} different reference answers were tried in {self._seconds:g} s; "
-                "of the others only their form was looked at"
+                "only the form of the others was checked"
             )
         return found

@@ -44,7 +44,7 @@ class Answerer:
         try:
             prompt_ids = self.prompt_ids(question)
         except (TemplateError, ValueError) as error:
-            return [ValueError(f"the chat template refuses the messages: {error}")] * self.num_answers
+            return [ValueError(f"the chat template cannot render the messages: {error}")] * self.num_answers
         requests = (
             GenerateRequest(
                 f"{index}/{number}", prompt_ids, replace(self.params, seed=derive_seed(self.seed, index, number))

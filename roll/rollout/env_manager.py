@@ -211,8 +211,8 @@ class EnvManager(ABC):
             raise EpisodeAbortedError(f"request {request_id} was aborted")
         if spec.recorded and completion.runs != recorded:
             raise ReplayError(
-                f"{request_id} was sampled with (version, tokens) {completion.runs}, in the run that is repeated with "
-                f"{recorded}: its model, data, seed or machine was another one, or something failed there or here"
+                f"{request_id} was sampled with (version, tokens) {completion.runs}, in the recorded run with "
+                f"{recorded}: its model, data, seed or machine differs, or something failed in one of the runs"
             )
         text = self.renderer.decode(completion.token_ids)
         next_observation, reward, terminated, truncated, next_info = await env.step(text)
@@ -316,7 +316,7 @@ def _told_refusal() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise EnvError(f"the chat template refuses what was said: {describe_error(error)}") from error
+        raise EnvError(f"the chat template cannot render the conversation: {describe_error(error)}") from error
 
 
 def _scalars(info: Mapping[str, Any]) -> dict[str, Any]:

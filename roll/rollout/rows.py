@@ -9,6 +9,8 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -186,14 +188,25 @@ def _declared(columns: _Columns, mask_T: np.ndarray) -> dict[str, Any]:
             if declared.batch is not None and declared.axis is Axis.ROW:
                 records: list[Any] = completions if kind is Completion else columns.sampled
                 records = columns.trajectories if kind is Trajectory else [records[end] for end in ends]
-                values = np.array([getattr(record, name) for record in records], dtype=declared.dtype)
+                values = np.array([*map(attrgetter(name), records)], dtype=declared.dtype)
                 found[declared.batch] = torch.from_numpy(values)
     for name, declared in columns_of(Completion).items():
-        entries = [getattr(completion, name) for completion in completions] if declared.batch else []
-        if declared.batch is None or declared.axis is Axis.ROW or all(entry is None for entry in entries):
+        if declared.batch is None or declared.axis is Axis.ROW:
+            continue
+        entries = [*map(attrgetter(name), completions)]
+        kinds = set(map(type, entries))
+        if kinds == {NoneType}:
             continue
         if declared.axis is Axis.SAMPLED:
-            found[declared.batch] = _spread(entries, columns, mask_T, declared)
+            if NoneType in kinds:
+                lengths = (len(completion.token_ids) for completion in completions)
+                entries = [
+                    unknown(n, (), declared) if values is None else values
+                    for n, values in zip(lengths, entries, strict=True)
+                ]
+            values_T = np.full(len(mask_T), declared.unset, dtype=declared.dtype)
+            values_T[mask_T] = np.concatenate(entries)
+            found[declared.batch] = torch.from_numpy(values_T)
         elif declared.axis is Axis.TOKEN:
             found[declared.batch] = _of_rows(entries, columns, declared)
         elif declared.axis is Axis.ITEM:
@@ -201,20 +214,6 @@ def _declared(columns: _Columns, mask_T: np.ndarray) -> dict[str, Any]:
             rows = (itertools.chain(*itertools.islice(rest, count)) for count in columns.num_turns)
             found[declared.batch] = tuple(distinct(row, known) for row in rows)
     return found
-
-
-def _spread(
-    answers: Sequence[np.ndarray | None], columns: _Columns, mask_T: np.ndarray, declared: Column
-) -> torch.Tensor:
-    """Values of the answers where the mask is, unset elsewhere."""
-    if any(values is None for values in answers):
-        lengths = (len(turn.completion.token_ids) for turn in columns.sampled)
-        answers = [
-            unknown(n, (), declared) if values is None else values for n, values in zip(lengths, answers, strict=True)
-        ]
-    values_T = np.full(len(mask_T), declared.unset, dtype=declared.dtype)
-    values_T[mask_T] = np.concatenate(answers)  # type: ignore[arg-type]
-    return torch.from_numpy(values_T)
 
 
 def _of_rows(entries: Sequence[np.ndarray | None], columns: _Columns, declared: Column) -> torch.Tensor:

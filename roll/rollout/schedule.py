@@ -86,7 +86,7 @@ class Schedule:
                 used = [{int(draw): _read_episodes(some) for draw, some in record[what].items()} for what in _USES]
                 steps[int(record["step"])] = StepDraws(*map(frozenset, used))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise ValueError(f"line {number} is none of a schedule.jsonl ({error!r})") from error
+                raise ValueError(f"line {number} is not one of a schedule.jsonl ({error!r})") from error
             draws |= used[0] | used[1]
         return cls(frozenset(limits), steps, draws)
 

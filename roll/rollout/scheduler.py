@@ -179,7 +179,7 @@ class RolloutScheduler:
             there = sorted(group.group_id for group in found.groups)
             raise ValueError(
                 f"the rollouts of step {step} are of the groups {there}, expected {admission.batch_size} from {first} "
-                "on: they are of a run with other batches, or with another position in the data"
+                "on: they come from a run with other batches, or with another position in the data"
             )
         return found
 
@@ -215,7 +215,7 @@ class RolloutScheduler:
         self._inherited = len(self.rejected)
         found = {group.group_id for group in (*finished.groups, *finished.rejected)}
         if others := sorted(found.difference(self.groups, (group.group_id for group in self.rejected))):
-            logger.warning("groups %s were played under another configuration; they are played again", others)
+            logger.warning("groups %s were sampled under another configuration; they are sampled again", others)
             admission.discard(others)
 
     def wait_until(self, done: Callable[[], bool]) -> None:
@@ -297,7 +297,7 @@ class RolloutScheduler:
         if recorded is not None:
             wanted = sorted(recorded.taken | recorded.settled)
             raise ValueError(
-                f"replay_schedule: of the groups {wanted} of step {rollouts.admission.step} some never came"
+                f"replay_schedule: of the groups {wanted} of step {rollouts.admission.step} some never arrived"
             )
         if not self.groups and not rollouts.goes_on and goes_on(self.rejected):
             rollouts.goes_on = True
@@ -329,7 +329,7 @@ class RolloutScheduler:
                 if group is not None:
                     self._finish(group, rollouts)
         except (WorkerDiedError, EngineUnavailableError) as error:
-            logger.warning("group %s was lost (%s); it is played again", self._calls.failed, error)
+            logger.warning("group %s was lost (%s); it is sampled again", self._calls.failed, error)
             self._cancel(rollouts.admission)
             raise _GroupsLostError from error
         for call in self._calls.running.values():  # the first is the oldest
@@ -342,10 +342,10 @@ class RolloutScheduler:
     def _finish(self, group: RolloutGroup, rollouts: _Rollouts) -> None:
         accepted = rollouts.accept(group)
         if self.replay is not None and accepted == (group.group_id in self.replay.settled):
-            then, now = ("turned down", "is not") if accepted else ("trained on", "is turned down")
+            then, now = ("rejected", "is not") if accepted else ("trained on", "is rejected")
             raise ValueError(
-                f"replay_schedule: group {group.group_id} was {then} there and {now} here: its rewards or its data "
-                "were others"
+                f"replay_schedule: group {group.group_id} was {then} in the recorded run and {now} here: rewards or "
+                "data differ"
             )
         if not accepted:
             self.rejected.append(group)

@@ -146,9 +146,9 @@ class TokenizationAudit:
         self._said.add(reason)
         trained, history = first_difference(self._renderer, conversation.messages, ids, conversation.tools)
         logger.warning(
-            "tokenization_sanity_check: %s: what is trained differs from the conversation tokenised at once (%s): it "
-            "has %r, the conversation %r; sampled tokens stay as they are, further differences of this kind are "
-            "counted alone",
+            "tokenization_sanity_check: %s: the trained tokens differ from the conversation tokenised at once (%s): "
+            "trained %r, conversation %r; the sampled tokens are kept, and further differences of this kind are only "
+            "counted",
             name,
             reason,
             trained,

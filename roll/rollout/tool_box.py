@@ -118,7 +118,7 @@ class ToolBox:
         ]
         errors = [self.dialect.error_text(error) for error in turn.errors[:limit]]
         if (left := len(turn.errors) - limit) > 0:
-            errors.append(f"error: nor were {left} more calls that cannot be read, a turn may have at most {limit}")
+            errors.append(f"error: {left} more malformed calls, a turn may have at most {limit}")
         messages += [{"role": "tool", "content": self.cut(text)} for text in errors]
         return Answers(messages, counts)
 

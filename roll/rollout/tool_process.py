@@ -200,7 +200,7 @@ def _call(tool: Tool, arguments: dict[str, Any], state: dict[str, Any], max_char
     try:
         encode(state)
     except (TypeError, ValueError) as error:
-        return {"error": f"its state is no JSON, which isolation: process needs: {error}"}
+        return {"error": f"its state is not JSON, which isolation: process needs: {error}"}
     return reply
 
 

@@ -175,7 +175,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: the disk is full or fails, or a file is not as it was written. Earlier checkpoints stay.
-                Or the hook failed and is required; the checkpoint is whole.
+                Or the hook failed and is required; the checkpoint is complete.
         """
         self.wait()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -196,7 +196,7 @@ class Checkpointer:
             self.saved = final
             problem = self.hook.run(final, step)
             if problem is not None and self.hook.required:
-                raise CheckpointError(f"{problem}; the checkpoint is whole")
+                raise CheckpointError(f"{problem}; the checkpoint is complete")
             self._prune(keep=final)
 
         if self._background:
@@ -265,7 +265,7 @@ class Checkpointer:
             return found
         path = Path(resume_from_checkpoint).expanduser()
         if not path.is_dir():
-            raise CheckpointError(f"resume_from_checkpoint: {path} is no folder")
+            raise CheckpointError(f"resume_from_checkpoint: {path} is not a folder")
         if not (path / MANIFEST_FILE).exists():
             inner = path / "checkpoints" if (path / "checkpoints").is_dir() else path
             if (found := Checkpointer(inner).latest()) is not None:

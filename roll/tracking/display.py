@@ -393,7 +393,7 @@ class _ForgivingStream(io.TextIOBase):
             action()
         except OSError as error:
             self._gone = True
-            logger.warning("the display's output is gone (%s); the run goes on without it", error)
+            logger.warning("the display's output is gone (%s); the run continues without it", error)
 
 
 class _PlainFormatter(logging.Formatter):

@@ -62,7 +62,7 @@ def _newest(run: Path) -> Path:
     named = json.loads(summary.read_text(encoding="utf-8")).get("checkpoint") if summary.is_file() else None
     if named is not None and (Path(named) / MANIFEST_FILE).is_file():
         return Path(named)
-    raise CheckpointError(f"{run}: no whole checkpoint in it; expected one in {run / 'checkpoints'}")
+    raise CheckpointError(f"{run}: no complete checkpoint in it; expected one in {run / 'checkpoints'}")
 
 
 def _run_of(checkpoint: Path) -> Path | None:

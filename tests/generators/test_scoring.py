@@ -34,12 +34,7 @@ def top_k(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def scorer(generator: str, model_path: Callable[..., str], top_k: int) -> Iterator[Any]:
     context = context_of(generator, model_path("tied", 0), OPTIONS.get(generator), sequence_length=LONGEST)
-    context = replace(
-        context,
-        role="teacher",
-        temperature=TEMPERATURE,
-        needs=needs(top_k),
-    )
+    context = replace(context, role="teacher", temperature=TEMPERATURE, needs=needs(top_k))
     strategy = STRATEGIES.get(generator)(context)
     strategy.setup()
     yield strategy
@@ -48,11 +43,7 @@ def scorer(generator: str, model_path: Callable[..., str], top_k: int) -> Iterat
 
 def test_scores_are_those_of_the_model(scorer, model_path, top_k):
     batch = given_rows()
-    model = TokenScorer(
-        load(model_path("tied", 0)),
-        temperature=TEMPERATURE,
-        needs=needs(top_k),
-    )
+    model = TokenScorer(load(model_path("tied", 0)), temperature=TEMPERATURE, needs=needs(top_k))
     assert_same(scorer.logprobs(batch), score_batch(model, batch), batch)
     scorer.offload(States.WEIGHTS)
     scorer.onload(States.WEIGHTS)

@@ -23,10 +23,7 @@ from roll.models import planned_attention
 from roll.models.loading import load_causal_lm
 from roll.models.tiny import make_tiny_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")]
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,7 @@ from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.models.lora import LoraSpec
 from roll.models.tiny import make_tiny_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")]
 SPEC = LoraSpec(rank=4, alpha=8, targets=("q_proj", "down_proj"))
 
 

@@ -17,10 +17,7 @@ from tests.support.layouts_megatron import LAYOUTS as MEGATRON
 
 PACKAGES = packages()
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")]
 BF16 = {"model_args": {"dtype": "bf16"}}
 ALONE = [
     Layout(f"alone-zero{stage}{'-bf16' if options else ''}", "deepspeed_train", 1, zero(stage), **options)

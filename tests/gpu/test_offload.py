@@ -20,10 +20,7 @@ from tests.support.sizes import sizes
 
 PACKAGES = packages()
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")]
 VOCABULARY = 8192
 SPEC = LoraSpec(rank=4, alpha=8, targets=("q_proj", "down_proj"))
 LEFT = 0.1

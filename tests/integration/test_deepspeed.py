@@ -75,10 +75,7 @@ def make_model(path: Path) -> Path:
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        **sizes(VOCABULARY, 33, 47, 2, 3, 1),
-        head_dim=10,
-        tie_word_embeddings=False,
-        initializer_range=0.1,
+        **sizes(VOCABULARY, 33, 47, 2, 3, 1), head_dim=10, tie_word_embeddings=False, initializer_range=0.1
     )
     Qwen3ForCausalLM(config).save_pretrained(path)
     return path

@@ -135,14 +135,3 @@ def test_an_adapter_and_answers_without_pairs(dpo, tmp_path):
     assert kto.wait() == 0, kto.output
     assert kto.metrics[0]["eval/loss"] == pytest.approx(0.5, abs=1e-6) and kto.metrics[0]["eval/anchor"] == 0
     assert kto.metrics[4]["eval/loss"] < kto.metrics[0]["eval/loss"]
-
-
-def test_what_is_wrong_is_told_before_ray_starts(dpo, tmp_path):
-    (tmp_path / "bad.jsonl").write_text('{"ask": "a", "chosen": "x", "rejected": "x"}\n')
-    rows = dpo("actor_train.data_args.file_name=bad.jsonl", output="rows")
-    keys = dpo("precompute_reference=false", "label_smoothing=0.9", "preferences.rejected=chosen", output="keys")
-    assert rows.wait() == 2 and "bad.jsonl:1: columns 'chosen' and 'rejected': the same answer" in rows.output
-    assert keys.wait() == 2, keys.output
-    for key in ("reference", "label_smoothing", "preferences.rejected"):
-        assert f". {key}\n" in keys.output, keys.output
-    assert not rows.path.exists() and not keys.path.exists(), "something was started"

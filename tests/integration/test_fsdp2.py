@@ -72,10 +72,7 @@ def make_model(path: Path, *, tied: bool = True, **kwargs: Any) -> Path:
 
     torch.manual_seed(0)
     config = Qwen2Config(
-        **sizes(VOCABULARY, 32, 48, 2, 4, 2),
-        tie_word_embeddings=tied,
-        initializer_range=0.1,
-        **kwargs,
+        **sizes(VOCABULARY, 32, 48, 2, 4, 2), tie_word_embeddings=tied, initializer_range=0.1, **kwargs
     )
     Qwen2ForCausalLM(config).save_pretrained(path)
     return path

@@ -122,10 +122,3 @@ def test_scores_and_steps_are_learnt_too(rm):
     assert 0 <= process.metrics[8]["eval/calibration_error"] < 0.5
     right, wrong = scores(regression.checkpoint(8) / "actor_train", [RIGHT, WRONG])
     assert right > wrong
-
-
-def test_what_is_wrong_is_told_before_ray_starts(rm):
-    run = rm("reward_loss=process", "sample_overflow=truncate", "answers.score=worth", "center_coef=0.1")
-    assert run.wait() == 2, run.output
-    for key in ("sample_overflow", "answers.score", "center_coef"):
-        assert f". {key}\n" in run.output, run.output

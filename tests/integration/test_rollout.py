@@ -1,7 +1,6 @@
 """Rollouts as a run makes them: environment workers and an engine with an untrained tiny model on a local Ray."""
 
 import os
-import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -103,13 +102,10 @@ def context(tmp_path_factory: pytest.TempPathFactory, orders: Path) -> EnvWorker
         envs={
             "Step": sokoban(env_manager_cls="step"),
             "Traj": sokoban(env_manager_cls="traj"),
-            "Crash": faulty(fault="crash"),
             "CrashOnce": faulty(fault="crash", once=str(orders / "crash")),
             "HangOnce": faulty(fault="hang", once=str(orders / "hang")),
             "KillOnce": faulty(fault="kill", once=str(orders / "kill")),
             "Unequal": faulty(slow=0.05),
-            "Broken": CustomEnvConfig(env_type=f"{__name__}:FaultyEnv", env_config={"no_such_key": 1}),
-            "Long": sokoban().model_copy(update={"agent_template": "{observation}" + "word " * 200}),
         },
         tokenizer_path=str(path),
         template="native",
@@ -201,18 +197,6 @@ def test_with_redundancy_the_first_to_finish_count(play):
     assert (group.dropped, group.errors) == (0, ())
 
 
-def test_an_environment_that_keeps_failing_is_dropped_and_counted(play):
-    broken, built, fine = play(GroupSpec(8, "Crash", 0, 2), GroupSpec(9, "Broken", 0, 1), GroupSpec(10, "Step", 0, 2))
-    assert (len(broken.trajectories), broken.dropped) == (0, 2)
-    assert sorted(broken.errors) == [
-        f"Crash group 8 member {member}: environment step raised RuntimeError: the floor gave way"
-        for member in (0, 0, 1, 1)  # the first attempt and one more
-    ]
-    assert built.dropped == 1
-    assert "environment reset raised TypeError" in built.errors[0] and "no_such_key" in built.errors[0]
-    assert (len(fine.trajectories), fine.dropped) == (2, 0)
-
-
 @pytest.mark.parametrize(
     ("tag", "message"),
     [("CrashOnce", "raised RuntimeError: the floor gave way"), ("HangOnce", "took longer than step_timeout=1s")],
@@ -225,19 +209,6 @@ def test_a_fault_that_passes_costs_one_more_attempt(tag, message, orders, play):
     assert group.dropped == 0
     (error,) = group.errors
     assert error.endswith(f"environment step {message}")
-
-
-def test_a_prompt_that_does_not_fit_is_counted_with_its_length(play):
-    (group,) = play(GroupSpec(0, "Long", 0, 2))
-    assert (len(group.trajectories), group.dropped) == (0, 2)
-    assert all(re.search(r"Long: the first prompt has \d+ tokens, but prompt_length is 200", e) for e in group.errors)
-
-
-def test_a_probe_needs_neither_models_nor_a_setup(clusters, context):
-    envs, _ = clusters
-    (problems,) = envs.call("probe", context.envs, context.retries, 0)
-    (problem,) = problems
-    assert problem.startswith("custom_envs.Broken: environment reset raised TypeError") and "no_such_key" in problem
 
 
 def test_scripted_groups_solve_their_boards_without_the_engine(play):

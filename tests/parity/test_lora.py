@@ -207,7 +207,7 @@ def test_an_adapter_of_more_layers_is_no_start(model, tmp_path, strategy):
     make_trainer(ALONE, model).save_model(tmp_path)
     narrower = replace(ADAPTER, targets=ADAPTER.targets[:-1], start=str(tmp_path))
     with pytest.raises(
-        ValueError, match=rf"got \S+{ADAPTER.targets[-1]}\.lora_A\.weight, expected no other layers than lora_target"
+        ValueError, match=rf"got \S+{ADAPTER.targets[-1]}\.lora_A\.weight, expected only the layers of lora_target"
     ):
         make_trainer(replace(ALONE, strategy=strategy), model, spec=narrower)
 

@@ -8,10 +8,7 @@ TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "vir
 CP, EP, ETP = "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
 SP = {"sequence_parallel": True}
 FULL = {"recompute_granularity": "full"}
-PACKED: dict[str, Any] = {
-    "worker": {"use_sequence_packing": True},
-    "training_args": {"per_device_train_batch_size": 4},
-}
+PACKED: dict[str, Any] = {"worker": {"use_sequence_packing": True}, "training_args": {"per_device_train_batch_size": 4}}
 BY_TOKENS: dict[str, Any] = {
     "worker": {"use_dynamic_batching_in_train": True, "max_tokens_per_microbatch_in_train": 30}
 }

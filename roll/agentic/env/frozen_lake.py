@@ -44,7 +44,7 @@ class FrozenLakeConfig(ActionEnvConfig):
     size: int = Field(4, ge=4, le=8, description="Rows and columns of the lake.")
     p: float = Field(0.8, ge=0.5, le=1, description="Share of cells that are frozen; the rest are holes.")
     is_slippery: bool = Field(
-        False, description="A move goes where it should or to either side, with a third of the chance each."
+        False, description="A move goes in its direction or to either side, each with probability 1/3."
     )
     step_penalty: float = Field(0.0, le=0, description="Task reward of every step.")
     goal_reward: float = Field(1.0, ge=0, description="Task reward of reaching the goal.")
@@ -161,7 +161,7 @@ def _draw_holes(rng: random.Random, config: FrozenLakeConfig) -> frozenset[Cell]
         if goal in _distances((0, 0), size, holes) and config.in_split(holes):
             return holes
     raise ValueError(
-        f"p: got {p}, but none of {_MAX_MAPS} lakes of size {size} can be crossed and is of the split {config.split}"
+        f"p: got {p}, but none of {_MAX_MAPS} lakes of size {size} can be crossed and belongs to {config.split}"
     )
 
 

@@ -37,7 +37,7 @@ def _round(number: Any, ndigits: int | None = None) -> Any:
 
 def _constant(node: ast.Constant) -> int | float:
     if not isinstance(node.value, int | float):
-        raise TypeError(f"{node.value!r:.40} is no number")
+        raise TypeError(f"{node.value!r:.40} is not a number")
     return node.value
 
 
@@ -73,7 +73,7 @@ def calculator(
     except Exception as error:  # it has many, and arithmetic adds its own
         raise ToolError(f"{expression!r} cannot be computed: {error}") from error
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ToolError(f"{expression!r} is no number")
+        raise ToolError(f"{expression!r} is not a number")
     try:
         return f"{value:.12g}" if isinstance(value, float) else str(value)
     except ValueError as error:  # Python writes no integer of more than some thousand digits

@@ -127,7 +127,9 @@ class _Connection:
                 await self._leave.wait()
         except BaseException as error:  # a cancellation too ends the wait of others for the connection
             if not self._ready.done():
-                self._ready.set_exception(error if isinstance(error, Exception) else ConnectionError("it was given up"))
+                self._ready.set_exception(
+                    error if isinstance(error, Exception) else ConnectionError("the connection was abandoned")
+                )
                 self._ready.exception()  # nobody may be waiting
             elif isinstance(error, Exception):
                 logger.warning("tools.servers.%s: the connection ended: %s", self._name, _first(error))

@@ -38,7 +38,7 @@ class SearchTool(Tool):
         try:
             self._index.index(bm25s.tokenize(self.passages, show_progress=False), show_progress=False)
         except ValueError as error:
-            raise ValueError(f"corpus {corpus}: there is no word to look for in it") from error
+            raise ValueError(f"corpus {corpus}: it contains no words") from error
         self.schema = ToolSchema(
             "search",
             "Searches a collection of texts for words and returns the passages that fit best.",
@@ -77,7 +77,7 @@ def _read(path: Path) -> list[str]:
     except (OSError, ValueError) as error:
         raise ValueError(f"corpus {path}: {error}") from error
     if not passages:
-        raise ValueError(f"corpus {path}: there is no passage in it")
+        raise ValueError(f"corpus {path}: it contains no passages")
     return passages
 
 

@@ -72,7 +72,7 @@ class FunctionTool(Tool):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise ValueError("it yields, expected a function that returns its answer")
+            raise ValueError("it is a generator, expected a function that returns its result")
         self.instant = bool(getattr(function, "instant", False))  # type: ignore[misc]
         try:
             self._call: TypeAdapter[Any] = TypeAdapter(function)  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ class FunctionTool(Tool):
         except Exception as error:  # pydantic has several
             raise ValueError(f"its arguments have no JSON schema: {error}") from error
         if parameters.get("type") != "object":
-            raise ValueError("its arguments are positional only, expected such as have names")
+            raise ValueError("its arguments are positional-only, expected named ones")
         for described in parameters.get("properties", {}).values():
             described.pop("title", None)
         description = inspect.cleandoc(function.__doc__ or "")

@@ -105,7 +105,7 @@ class DeepSpeedConfig(PassedOnOptions):
             if zero.get(old) not in (None, AUTO):
                 yield ConfigProblem(f"zero_optimization.{old}", zero[old], f"{section}: {{device: cpu}} instead")
         if zenflow := zero.get("zenflow"):
-            expected = "no such key: it takes steps before they are whole"
+            expected = "no such key: it updates before a step's gradients are complete"
             yield ConfigProblem("zero_optimization.zenflow", zenflow, expected)
         for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
             if (self.bf16 or {}).get(key, AUTO) is True:
@@ -121,8 +121,8 @@ ELSEWHERE = {
     "gradient_clipping": "max_grad_norm instead",
     "scheduler": "training_args.lr_scheduler_type instead",
     "sequence_parallel_size": "model_args.ulysses_size instead",
-    "gradient_allreduce_op": "no such key: gradients are added up",
-    "managed_gradient_accumulation": "no such key: the trainer says which micro-batch is the last",
+    "gradient_allreduce_op": "no such key: gradients are summed",
+    "managed_gradient_accumulation": "no such key: the trainer marks the last micro-batch",
     "tensor_parallel": "no such key; megatron_train has tensor parallelism",
     "expert_parallel": "no such key; megatron_train has expert parallelism",
     "pipeline": "no such key; megatron_train has pipeline parallelism",

@@ -177,7 +177,7 @@ OWNED = {
     "use_megatron_fsdp": "strategy_name fsdp2_train",
     "use_custom_fsdp": "strategy_name fsdp2_train",
     "variable_seq_lengths": "nothing: it follows from the pipeline's schedule",
-    "moe_router_force_load_balancing": "nothing: routing at random only serves benchmarks",
+    "moe_router_force_load_balancing": "nothing: random routing is only for benchmarks",
     "perform_initialization": "nothing: weights are always loaded",
     "use_cpu_initialization": "nothing: weights are always loaded",
     "init_model_with_meta_device": "nothing: weights are always loaded",
@@ -316,7 +316,7 @@ def _recompute_problems(role: str, worker: WorkerConfig, options: MegatronConfig
     base = f"{role}.strategy_args.strategy_config"
     for key in ("recompute_method", "recompute_num_layers"):
         if (seen := getattr(options, key)) is not None:
-            expected = "recompute_granularity full, or no such key: nothing is computed again"
+            expected = "recompute_granularity full, or no such key: nothing is recomputed"
             hint = "model_args.disable_gradient_checkpointing is true"
             involved = (f"{base}.recompute_granularity", f"{role}.model_args.disable_gradient_checkpointing")
             yield ConfigProblem(f"{base}.{key}", seen, expected, hint, involves=involved)

@@ -82,7 +82,7 @@ class PlacementPlan:
             KeyError: no such role in the plan.
         """
         if role not in self.slots:
-            raise KeyError(f"role {role!r} has no place; placed roles: {', '.join(self.slots) or 'none'}")
+            raise KeyError(f"role {role!r} has no placement; placed roles: {', '.join(self.slots) or 'none'}")
         return self.slots[role]
 
     def devices(self, role: str) -> frozenset[int]:

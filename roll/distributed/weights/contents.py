@@ -194,7 +194,7 @@ class WeightTransferError(ValueError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"{self.role} rank {self.rank} did not take {self.payload} of version {self.version}: {self.reason}"
+        return f"{self.role} rank {self.rank} did not accept {self.payload} of version {self.version}: {self.reason}"
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ class WeightSync:
         for delivery in deliveries:
             for rank, digest in delivery.received.items():
                 if not digest == delivery.digest == deliveries[0].digest:
-                    reason = f"digest of what arrived {digest}, expected {deliveries[0].digest}"
+                    reason = f"digest of the received data {digest}, expected {deliveries[0].digest}"
                     raise WeightTransferError(self._generator.name, rank, payload, self.version, reason)
             lost |= delivery.lost
             logger.debug(

@@ -124,7 +124,7 @@ def _examine_nodes(output_dir: Path) -> Iterator[Finding]:
             continue
         own = [replace(finding, node=f"{host} ({name[:8]})") for finding in findings]
         reports.append(NodeReport(host, versions, ahead, doubt, own))
-    yield Finding("ok", "cluster", f"{len(reports)} of {len(nodes)} machines examined")
+    yield Finding("ok", "cluster", f"{len(reports)} of {len(nodes)} machines checked")
     yield from compare(own_versions(), reports)
     yield from (finding for report in reports for finding in report.findings)
 

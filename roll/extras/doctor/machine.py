@@ -106,13 +106,13 @@ def check_memory(meminfo: Path, cgroup: Path) -> Iterator[Finding]:
     free = known.get("MemAvailable", usable)
     limited = "" if limit is None or limit >= known.get("MemTotal", limit) else ", the control group's limit"
     got = f"{usable / GIB:.1f} GiB{limited}; {min(free, usable) / GIB:.1f} GiB available"
-    fix = "End what fills it, or raise the container's limit; roll plan says what a configuration takes."
+    fix = "Stop what uses it, or raise the container's limit; roll plan estimates what a configuration needs."
     yield judged("memory", got, error=usable < GIB, warning=min(free, usable) < 4 * GIB, fix=fix)
 
 
 def check_cores(cgroup: Path) -> Iterator[Finding]:
     own, share = cores(), cgroup_cores(cgroup)
-    got = f"{own}" if share is None else f"{own}, of which the control group can use {share:g} at a time"
+    got = f"{own}" if share is None else f"{own}, the control group can use {share:g} at a time"
     fix = f"ray_init.num_cpus={max(1, int(share or own))}: Ray counts {own} and would start threads for all of them."
     yield judged("cores", got, warning=share is not None and share < own, fix=fix)
 
@@ -157,7 +157,7 @@ def check_ports() -> Iterator[Finding]:
             for _ in range(SOCKETS):
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", 0))
         except OSError as error:
-            fix = "Widen net.ipv4.ip_local_port_range, or end what holds so many sockets."
+            fix = "Widen net.ipv4.ip_local_port_range, or stop the programs that hold so many sockets."
             yield Finding("error", "ports", f"fewer than {SOCKETS} can be bound on loopback: {error}", fix)
             return
     taken = [port for port in RAY_PORTS if not _can_bind(port)]
@@ -286,7 +286,7 @@ def _check_memory(count: int) -> Iterator[Finding]:
     shares = [cuda.mem_get_info(device) for device in range(count)]
     busy = [str(device) for device, (free, total) in enumerate(shares) if free < 0.9 * total]
     got = f"{min(free for free, _ in shares) / GIB:.1f} of {shares[0][1] / GIB:.1f} GiB free at least"
-    fix = f"End the other processes on GPU {', '.join(busy)} (nvidia-smi), or leave it out by CUDA_VISIBLE_DEVICES."
+    fix = f"End the other processes on GPU {', '.join(busy)} (nvidia-smi), or exclude it with CUDA_VISIBLE_DEVICES."
     yield judged("gpu memory", got, warning=bool(busy), fix=fix)
 
 
@@ -329,7 +329,7 @@ def stated() -> tuple[str, list[Requirement]]:
 def check_python(version: str, wanted: str) -> Iterator[Finding]:
     """The interpreter against ``requires-python``."""
     right = SpecifierSet(wanted).contains(version, prereleases=True)
-    fix = f"Make the environment with a Python {wanted}."
+    fix = f"Create the environment with a Python {wanted}."
     yield judged("python", f"{version} (expected {wanted})", error=not right, fix=fix)
 
 
@@ -361,7 +361,7 @@ def check_requirements(requirements: list[Requirement], versions: dict[str, str]
         else:
             yield judged(name, f"{version} (expected {wanted})", error=not optional, warning=True, fix=fix)
     shown = [text for text in right if text.split()[0] in ("torch", "ray", "transformers")]
-    yield Finding("ok", "packages", f"{len(right)} of the wanted versions: {', '.join(shown)}, …")
+    yield Finding("ok", "packages", f"{len(right)} of the required versions: {', '.join(shown)}, …")
 
 
 def compare_tested(files: Sequence[str], requirements: list[Requirement]) -> Finding:

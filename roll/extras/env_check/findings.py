@@ -43,18 +43,18 @@ RULES: dict[str, Rule] = {
         "error", "Keep state in the instance: no class attributes, module globals or global random generators."
     ),
     "not-thread-safe": Rule("error", "Keep state in the instance, or set use_thread_lock: true."),
-    "thread-bound": Rule("error", "Say own_thread = True in the class: all calls then run in one thread."),
-    "render-changes-state": Rule("error", "Let render only look."),
-    "failure-paid": Rule("error", "Pay an episode that fails less than one that succeeds."),
+    "thread-bound": Rule("error", "Set own_thread = True on the class: all calls then run in one thread."),
+    "render-changes-state": Rule("error", "Do not change state in render."),
+    "failure-paid": Rule("error", "Reward a failed episode less than a successful one."),
     "success-for-nothing": Rule("error", "Set info['success'] from the state of the task, not from the text."),
     "reward-tampered": Rule("error", "Compute the reward from the parsed action alone, not from how the text looks."),
     "reward-parts": Rule("error", "Return reward = task_reward + penalty: the policy is trained on the two parts."),
-    "penalty-positive": Rule("error", "Keep penalties zero or negative; what is earned belongs to task_reward."),
+    "penalty-positive": Rule("error", "Keep penalties zero or negative; positive rewards belong in task_reward."),
     "paid-after-end": Rule("error", "Refuse step after the end of an episode, as StepLimit does."),
     "reward-constant": Rule("warning", "Let the reward depend on what was done: nothing is learned from a constant."),
     "reward-range": Rule("warning", "Scale rewards to about -1 … 1; the built-in environments have reward_scale."),
     "success-undefined": Rule("warning", "Set info['success'] in every step: without it success is reported as 0 %."),
-    "seeds-alike": Rule("warning", "Draw the task from the seed: one task for all seeds is learned by heart."),
+    "seeds-alike": Rule("warning", "Draw the task from the seed: a single task is memorised."),
     "actions-not-understood": Rule(
         "warning", "Understand <answer>name</answer> for each of action_names; scripted play uses nothing else."
     ),
@@ -66,10 +66,10 @@ RULES: dict[str, Rule] = {
     "slow": Rule("warning", "Make calls faster, or run more environments at once: a slow one keeps its thread."),
     "not-instant": Rule("warning", "Remove instant = True: such calls hold up every other episode."),
     "render-fails": Rule("warning", "Return uint8 [height, width, 3], a Pillow image, a text, or None from render."),
-    "success-not-seen": Rule("note", "Give the check a way to win: expert_actions(), or answers to try."),
+    "success-not-seen": Rule("note", "Give the check a way to succeed: expert_actions(), or answers to try."),
     "failure-not-seen": Rule("note", "Nothing to do if the task cannot be failed; look at success otherwise."),
     "step-after-end": Rule("note", "Refuse step after the end of an episode, as StepLimit does."),
-    "could-be-instant": Rule("note", "Say instant = True in the class if calls never wait: no thread is used then."),
+    "could-be-instant": Rule("note", "Set instant = True on the class if calls never wait: no thread is used then."),
     "instance-not-picklable": Rule("note", "Nothing: instances stay in the process that made them."),
 }
 """Every finding by its name. docs/environments.md lists them."""

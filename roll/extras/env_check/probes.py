@@ -63,14 +63,16 @@ async def pays(trial: Trial) -> AsyncIterator[Finding]:
     elif not losses:
         yield Finding("failure-not-seen", f"all of {len(trial.episodes) + len(trial.idle)} episodes succeeded")
     if len(set(rewards)) == 1 and (rewards[0] > 0 or wins):
-        yield Finding("reward-constant", f"each of {len(rewards)} steps paid {rewards[0]:g}")
+        yield Finding("reward-constant", f"each of {len(rewards)} steps gave the reward {rewards[0]:g}")
     elif wins and losses:
         best_win, best_loss = max(e.total for e in wins), max(e.total for e in losses)
         if best_loss >= best_win:
-            yield Finding("failure-paid", f"a failed episode was paid {best_loss:g}, the best success {best_win:g}")
+            yield Finding(
+                "failure-paid", f"a failed episode got the reward {best_loss:g}, the best success {best_win:g}"
+            )
     most = max(rewards, key=abs, default=0.0)
     if abs(most) > _MOST_REWARD:
-        yield Finding("reward-range", f"a step paid {most:g}, more than {_MOST_REWARD:g}")
+        yield Finding("reward-range", f"a step gave the reward {most:g}, beyond {_MOST_REWARD:g}")
     won = next((episode for episode in trial.idle if episode.success), None)
     if won is not None:
         yield Finding("success-for-nothing", f"{shown(won.texts[-1])} was a success, seed {won.seed}")
@@ -142,7 +144,7 @@ async def ends(trial: Trial) -> AsyncIterator[Finding]:
             if play.failure is not None:
                 continue
             moment = play.moments[-1]
-            accepted.append(f"{shown(text)} after the end was taken and paid {moment.reward:g}")
+            accepted.append(f"{shown(text)} after the end was accepted with the reward {moment.reward:g}")
             if moment.reward > 0:
                 yield Finding("paid-after-end", accepted[-1])
                 return

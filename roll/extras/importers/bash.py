@@ -181,7 +181,7 @@ class Bash:
             if line.lstrip().startswith("#"):
                 continue
             if re.search(r"\\[ \t]+$", line):
-                self._note(f"line {number}: a backslash with a space behind it ends the command there")
+                self._note(f"line {number}: a backslash followed by a space ends the command there")
             elif line.endswith("\\") and after.lstrip().startswith("#"):
                 self._note(f"line {number + 1}: a comment ends the command; what follows it is not part of the run")
 
@@ -443,7 +443,7 @@ class Bash:
         found = self._find(plain)
         if found is None or self._depth >= _DEEPEST:
             self._note(
-                f"{plain}, which the script reads with source, is not here: give what it sets by --set NAME=value"
+                f"{plain}, which the script reads with source, was not found: set its variables with --set NAME=value"
             )
             return
         try:

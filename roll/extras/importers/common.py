@@ -240,7 +240,7 @@ def drop_nulls(draft: Draft, takes_null: Callable[[str], bool]) -> None:
     for key, _ in list(leaves(draft.ours)):
         if draft.get(key, 0) is None and not takes_null(key):
             draft.remove(key)
-            draft.retell(key, Kind.DROPPED, "null asks for the default")
+            draft.retell(key, Kind.DROPPED, "null means the default")
 
 
 def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

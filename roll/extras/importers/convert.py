@@ -351,7 +351,7 @@ def _derived(draft: Draft, files: Sequence[Path]) -> type[PipelineConfig]:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         names, told = " ".join(map(str, files)), f"{type(error).__name__}: {error}, near {draft.last_read}"
         raise UnreadableError(
-            f"{names}: a value is of another kind than {SYSTEMS[draft.system]} takes: {told}"
+            f"{names}: a value has another type than {SYSTEMS[draft.system]} takes: {told}"
         ) from error
 
 
@@ -387,7 +387,7 @@ def _settle_unknown(draft: Draft, schema: type[PipelineConfig]) -> None:
         if draft.system == "roll" and locate(schema, key.split(".")) is not None:
             draft.keep(key, value)
         elif draft.given.is_read_by_a_link(key):
-            draft.tell(Kind.DROPPED, key, value, note="its value stands where links read it")
+            draft.tell(Kind.DROPPED, key, value, note="its value is written where links read it")
         elif key.rpartition(".")[2] == "_target_":
             draft.tell(Kind.DROPPED, key, value, note="it names a class of the other library")
         else:
@@ -444,14 +444,14 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 WIDTH = 110
 
 _MEANINGS = {
-    Kind.IMPOSSIBLE: "changes results, and cannot be said here",
+    Kind.IMPOSSIBLE: "changes results, and has no equivalent here",
     Kind.UNKNOWN: "no rule here knows the key: see what it does, and whether it is spelled right",
     Kind.TO_DO: "outside of the configuration",
     Kind.RENAMED: "another key, the same value",
-    Kind.TRANSLATED: "another value that says the same",
+    Kind.TRANSLATED: "another value, the same meaning",
     Kind.DERIVED: "follows from several keys",
-    Kind.THEIRS: "not given; written out, since the default here is another",
-    Kind.DROPPED: "changes nothing here",
+    Kind.THEIRS: "not given; written out, since the default here differs",
+    Kind.DROPPED: "no effect here",
     Kind.KEPT: "the same key here",
 }
 """In the order of the report: what a user must look at comes first."""

@@ -105,7 +105,7 @@ class Draft:
             elif isinstance(value, str) and not _may_be_a_number(value):
                 usual = self._usual(here, ("", table.DERIVE))
                 if isinstance(usual, int | float) and not isinstance(usual, bool):
-                    self._take_usual(values, here, usual, "it is no number")
+                    self._take_usual(values, here, usual, "it is not a number")
 
     def _usual(self, path: Sequence[str], hows: Container[str] | None = None) -> Any:
         """Value that a key of theirs has when it is not given, if a row (that says one of ``hows``) knows it."""
@@ -165,7 +165,7 @@ class Draft:
             usual = row.default is NOTHING and self.is_usual(key, value)
             harmless = usual or any(_same(value, each) for each in row.harmless)
             if given is None or not harmless:
-                note = (USUAL if usual else "it asks for what happens here anyway") if harmless else row.note
+                note = (USUAL if usual else "this happens here anyway") if harmless else row.note
                 self.tell(Kind.DROPPED if harmless else Kind.IMPOSSIBLE, key, value, note=note)
             return
         ours = fill(row.ours, found) or key

@@ -56,9 +56,9 @@ _OF_ITS_OWN = {
 }
 """Keys that a critic may have of its own, and else of the training section."""
 _SCORES = {
-    "acc": "a wrong answer has -0.5 there, one without a box -1",
+    "acc": "a wrong answer gets -0.5 there, one without a box -1",
     "base_acc": "there an answer scores only in the form <think>…</think> <answer>…</answer>, with one box",
-    "strict_format": "another form has -0.5 there",
+    "strict_format": "another form gets -0.5 there",
 }
 """Scores of theirs that are not 0 or 1 by the answer alone."""
 _LAYERS = {
@@ -192,7 +192,7 @@ def _model_and_data(draft: Draft, *, given: bool = False) -> None:
         whole = _said(draft, "seq_length", *RUN)
         draft.carry_set(whole, "sequence_length", int)
         cut = "drop" if _stage(draft)[0] == "orm" else "truncate"
-        note = "a longer one loses its end there" + ("; here a score stands at the end" if cut == "drop" else "")
+        note = "a longer one loses its end there" + ("; here the score is read at the end" if cut == "drop" else "")
         draft.derive(whole, "sample_overflow", cut, note)
     else:
         draft.set(f"{data}.prompt_overflow", "drop")

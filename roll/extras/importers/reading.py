@@ -119,7 +119,7 @@ def _read_command(words: Sequence[Word], entry: re.Pattern[str], system: str) ->
             folder = value if option in _FOLDERS else folder
             name = value if option in _NAMES else name
         elif option.startswith("~"):
-            script.notes.append(f"{word.text}: of what is deleted there, nothing is read here")
+            script.notes.append(f"{word.text}: deleting keys is not supported here")
         elif equals and _SETTING.fullmatch(option) and not option.startswith("-"):
             _take(script, option, _CLOCK.sub("", value) if option.endswith("experiment_name") else value, word)
     script.config = f"{folder}/{name}" if folder and name else name
@@ -225,7 +225,9 @@ def read(
         if script.config is not None:
             path = script.config if script.config.endswith((".yaml", ".yml")) else f"{script.config}.yaml"
             if (named := find_file(path, _around(file))) is None:
-                notes.append(f"{script.config} is not beside the script: the defaults of {system} stand for it")
+                notes.append(
+                    f"{script.config} was not found next to the script; using the defaults of {system} stand for it"
+                )
                 missing.append(script.config)
             else:
                 tree.merge_with(_tree(named, notes, missing))
@@ -350,11 +352,11 @@ def _tree(file: Path, notes: list[str], absent: list[str]) -> DictConfig:
     except (yaml.YAMLError, UnicodeDecodeError, OSError, RecursionError) as error:
         raise UnreadableError(f"{file}: no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
-        raise UnreadableError(f"{file}: a mapping is expected, not {type(content).__name__}")
+        raise UnreadableError(f"{file}: expected a mapping, not {type(content).__name__}")
     content.pop("hydra", None)
     entries = content.pop("defaults", None) or []
     if not isinstance(entries, list):
-        raise UnreadableError(f"{file}: defaults: a list is expected, not {type(entries).__name__}")
+        raise UnreadableError(f"{file}: defaults: expected a list, not {type(entries).__name__}")
     while True:
         try:
             return _composed(file, content, entries)
@@ -364,7 +366,7 @@ def _tree(file: Path, notes: list[str], absent: list[str]) -> DictConfig:
             if len(kept) == len(entries):
                 raise UnreadableError(f"{file}: {' '.join(str(error).split())}") from error
             absent.append(missing)
-            notes.append(f"{missing} is not there: the defaults of the system stand for it")
+            notes.append(f"{missing} was not found; using the system's defaults")
             entries = kept
         except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
             raise UnreadableError(f"{file}: {' '.join(str(error).split())}") from error

@@ -146,7 +146,12 @@ def set_asked_model(draft: Draft) -> None:
     for key in ("model_args", "strategy_args", "generating_args", "device_mapping"):
         if reward.get(key):
             draft.tell(Kind.DERIVED, f"reward.{key}", NOTHING, "judge", note="of the judge")
-    to_do(draft, "reward", "the class of an environment that asks says asks = True, and calls self.ask", ours="judge")
+    to_do(
+        draft,
+        "reward",
+        "an environment that asks a judge sets asks = True on its class and calls self.ask",
+        ours="judge",
+    )
 
 
 def judge_arguments(draft: Draft, base: str, domain: dict[str, Any]) -> dict[str, Any]:

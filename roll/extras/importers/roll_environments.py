@@ -79,14 +79,16 @@ def set_environments(draft: Draft) -> None:
     for tag in draft.theirs("custom_envs") or {}:
         base = f"custom_envs.{tag}"
         if tag not in played:
-            draft.drop_ours(base, "no manager plays it")
+            draft.drop_ours(base, "no manager uses it")
             continue
         _environment(draft, base)
         _runner(draft, f"{base}.agent_runner_cls")
         if draft.has(f"{base}.tool_wrapper"):
             set_wrapped_tools(draft, tag)
         if not draft.get(f"{base}.env_manager_cls"):
-            draft.derive(f"{base}.env_manager_cls", f"{base}.env_manager_cls", "traj", "ROLL plays conversations")
+            draft.derive(
+                f"{base}.env_manager_cls", f"{base}.env_manager_cls", "traj", "ROLL's environments are conversations"
+            )
         if (turns := draft.theirs(f"{base}.history_length")) is not None:
             if draft.get(f"{base}.env_manager_cls") == "traj":
                 words = "a conversation already holds every turn"
@@ -134,7 +136,7 @@ def _environment(draft: Draft, base: str) -> None:
     elif ":" in str(kind):
         _gem(draft, base, str(kind))
     elif kind in _TOLD_BY_TEMPLATE:
-        draft.derive(key, key, _TOLD_BY_TEMPLATE[kind], "told by agent_template")
+        draft.derive(key, key, _TOLD_BY_TEMPLATE[kind], "described by agent_template")
         for template in ("agent_system_template", "agent_template"):
             if "{" not in str(draft.get(f"{base}.{template}", "{")):
                 draft.drop_ours(f"{base}.{template}", f"{kind} writes its own messages")
@@ -152,7 +154,7 @@ def _runner(draft: Draft, key: str) -> None:
     """What plays an environment through a proxy there."""
     runner = draft.theirs(key)
     if str(runner).endswith(".GEMRunner"):
-        draft.tell(Kind.DROPPED, key, runner, note="turn after turn, as traj plays")
+        draft.tell(Kind.DROPPED, key, runner, note="turn by turn, like traj")
     elif runner is not None:
         draft.tell(Kind.IMPOSSIBLE, key, runner, note="a program talks to the endpoint: a section agent")
 
@@ -194,7 +196,7 @@ def _questions(draft: Draft, base: str, kind: str) -> None:
 
 def evaluate_alone(draft: Draft) -> None:
     """Turns a file of the pipeline that only plays into an evaluation of the episodes that it plays."""
-    draft.derive("train_env_manager", "eval_only", True, "no role is trained: episodes are played and told")
+    draft.derive("train_env_manager", "eval_only", True, "no role is trained: episodes are run and reported")
     draft.drop_ours("actor_train", "nothing is trained")
     episodes = draft.get("rollout_batch_size", 128)
     draft.drop_ours("rollout_batch_size", "val_batch_size is played")

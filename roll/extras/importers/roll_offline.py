@@ -197,7 +197,7 @@ def set_distillation(draft: Draft) -> None:
             name = "question" if key.endswith("prompt") else "answer"
             draft.derive(f"{name}_key", key, name, "ROLL's default")
     set_extent(draft)
-    draft.derive("sequence_length", "sample_overflow", "truncate", "what is too long loses its end")
+    draft.derive("sequence_length", "sample_overflow", "truncate", "a sample that is too long loses its end")
     unread = ("actor_infer", "prompt_length", "response_length")
     for key in [*unread, *(key for key in draft.ours if key not in DistillConfig.model_fields)]:
         draft.drop_ours(key, "a distillation of given answers does not read it")

@@ -96,9 +96,9 @@ def _set_devices(draft: Draft, entries: dict[str, str]) -> None:
     if not count:  # an earlier form of the section, where the teacher shares the policy's devices
         first, count = 0, first
     elif nodes == own_nodes == 1 and gpus + own_gpus <= GPUS_OF_A_NODE:
-        draft.derive(keys, "num_gpus_per_node", gpus + own_gpus, "the teachers' behind the policy's")
+        draft.derive(keys, "num_gpus_per_node", gpus + own_gpus, "the teachers' after the policy's")
     elif gpus == own_gpus or (own_gpus < gpus and own_nodes == 1):
-        note = "the teachers' behind the policy's" + (
+        note = "the teachers' after the policy's" + (
             "" if gpus == own_gpus else f": {own_gpus} devices of the last node"
         )
         draft.derive(keys, "num_nodes", nodes + own_nodes, note)
@@ -217,11 +217,11 @@ def _tell_release(draft: Draft) -> None:
     older, newer = releases_of(draft)
     if older and newer:
         draft.given.notes.append(
-            f"keys of releases up to 0.7 ({_some(older)}) beside keys of 0.8 and later ({_some(newer)}): no release of "
+            f"keys of releases up to 0.7 ({_some(older)}) with keys of 0.8 and later ({_some(newer)}): no release of "
             "verl reads all of them; here each is read as its own release does"
         )
     if draft.get("loss_agg_mode", "token-mean") == "token-mean" and (older or not newer):
-        which = f"as {_some(older)} says" if older else "if it is for one of these, which no key of the file tells"
+        which = f"as {_some(older)} says" if older else "if it is for one of these, which the file does not say"
         draft.given.notes.append(
             f"in releases up to 0.7, {which}, token-mean is a mean over the tokens of each micro-batch, these means "
             "weighted by samples; since 0.8, and here, it is the mean over all tokens of an optimizer step"

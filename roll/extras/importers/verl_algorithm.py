@@ -298,9 +298,7 @@ def set_rewards(draft: Draft) -> None:
     own = {key: value for key, value in (draft.theirs(kwargs) or {}).items() if key not in _READ_KWARGS}
     if where is not None:
         if draft.theirs("reward.reward_model.enable"):
-            note = (
-                "their function asks this model through a router; ours may ask one that is served (the verifier judge)"
-            )
+            note = "their function calls this model through a router; ours can call a served one (the verifier judge)"
             draft.tell(Kind.IMPOSSIBLE, _SERVED, draft.theirs(_SERVED), note=note)
         name = draft.theirs(f"{where}.name") or "compute_score"
         arguments: dict[str, Any] = {"path": f"{draft.theirs(f'{where}.path')}:{name}"}
@@ -364,7 +362,7 @@ def _tell_scores(draft: Draft) -> None:
     if "math" in draft.get("rewards", {}) and (not known or "dapo" in names or "aime" in names):
         draft.given.notes.append(
             "rows of math_dapo and aime score 1 or -1 there, 1 or 0 here: weight 2 of the verifier gives the same "
-            "distance, which counts beside overlong_buffer, a KL in the reward, and advantages that no standard "
+            "distance, which matters with overlong_buffer, a KL in the reward, and advantages that no standard "
             "deviation divides"
         )
 

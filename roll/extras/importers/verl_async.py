@@ -194,7 +194,7 @@ def set_asynchronous(draft: Draft) -> None:
         return
     if not is_apart(draft):
         if draft.theirs(_APART) is False:
-            note = "of trainers that generate beside training: async_generation_ratio, with devices for actor_infer"
+            note = "of trainers that generate while they train: async_generation_ratio, with devices for actor_infer"
             draft.tell(Kind.IMPOSSIBLE, _APART, False, "actor_infer.device_mapping", note=note)
         return
     _set_devices(draft)

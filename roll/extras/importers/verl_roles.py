@@ -124,7 +124,7 @@ def _adapter(draft: Draft) -> None:
     path = draft.theirs(keys["path"])
     if (rank := draft.theirs(keys["rank"]) or 0) <= 0:
         if path:
-            note = "write lora_target, lora_rank and lora_alpha of the adapter beside adapter_name_or_path"
+            note = "write lora_target, lora_rank and lora_alpha of the adapter next to adapter_name_or_path"
             draft.tell(Kind.IMPOSSIBLE, keys["path"], path, note=note)
         return
     draft.derive(keys["rank"], f"{base}.lora_rank", int(rank))

@@ -67,7 +67,7 @@ def _columns(draft: Draft, engine: bool) -> None:
         keys = ["data.multiturn.messages_key", "data.messages_key", "data.multiturn.enable"]
         column = next((str(name) for key in keys[:2] if (name := draft.theirs(key))), "messages")
         draft.derive(keys, f"{_DATA}.messages", column)
-        draft.derive(keys, f"{_DATA}.response", None, "the answers stand in the conversation")
+        draft.derive(keys, f"{_DATA}.response", None, "the answers are in the conversation")
     else:
         for ours, name in (("prompt", "prompt"), ("response", "response")):
             column, inside = draft.theirs(f"data.{name}_key"), draft.theirs(f"data.{name}_dict_keys")
@@ -78,7 +78,7 @@ def _columns(draft: Draft, engine: bool) -> None:
                 draft.tell(Kind.IMPOSSIBLE, keys[1], inside, f"{_DATA}.{ours}", note="one column is one text")
     for key in ("data.multiturn.tools_key", "data.tools_key"):
         if draft.theirs(key) not in (None, "tools"):
-            note = "tools of a row are not told: put them into its system message"
+            note = "a row's tools are not passed to the template: put them into its system message"
             draft.tell(Kind.IMPOSSIBLE, key, draft.theirs(key), note=note)
     draft.carry_set("data.chat_template", f"{_DATA}.template")
 

@@ -34,7 +34,7 @@ class Advice:
 
     @property
     def verdict(self) -> str:
-        return "fits" if self.fits else f"{self.needed / self.capacity:.1f} × what is there"
+        return "fits" if self.fits else f"{self.needed / self.capacity:.1f} × the capacity"
 
 
 Replan = Callable[[Sequence[str]], Plan]
@@ -275,7 +275,7 @@ def _verdict(plan: Plan, advice: Sequence[Advice], quicker: Faster | None) -> It
                 f"waits for the other's: {' '.join(quicker[0])}"
             )
         return
-    yield "it does not fit; the fullest place with a change:"
+    yield "it does not fit; the fullest device with each change:"
     yield from _table([(" ".join(each.overrides), f"{_gib(each.needed)} GiB", each.verdict) for each in advice])
 
 

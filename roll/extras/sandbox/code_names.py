@@ -111,7 +111,7 @@ def resolve(setup: str, codes: Sequence[str], entry_point: str) -> Names:
         else:
             before.append(text)
     if not tests:
-        raise ValueError("asks nothing of the program and passes for any")
+        raise ValueError("never uses the program, so any program passes")
     python = {name for name in uses.loaded - own - asked - _BUILTINS if _is_pythons(name, uses)}
     return Names(
         setup="\n".join(before).strip("\n"),

@@ -131,7 +131,7 @@ def parse_tests(tests: Any, *, setup: Any = None, entry_point: Any = None, metad
 
     Raises:
         ValueError: they are of no known form, there is none, they are of two kinds, or their code does not parse or
-            asks nothing of the program.
+            never uses the program of the program.
     """
     entry_point = _text(entry_point or "", "entry_point")
     reader = _Reader([*_setup_lines(setup, "setup")])
@@ -164,7 +164,7 @@ def _names(setup: str, codes: Sequence[str], entry_point: str) -> Names:
     try:
         return resolve(setup, codes, entry_point)
     except ValueError as error:
-        if "asks nothing" not in str(error):
+        if "never uses the program" not in str(error):
             raise ValueError(f"tests: {error}") from None
         raise ValueError(
             f"tests: got {_short(codes[0] if len(codes) == 1 else list(codes))}, which {error}; expected assertions "
@@ -312,7 +312,7 @@ def _case(given: Any, wanted: Any, kwargs: Any, context: _Context) -> ProgramTes
 def _lines(value: Any, place: str) -> str:
     """Text, also as a list of its lines."""
     lines = value if isinstance(value, list) else [value]
-    hint = ", or fn_name beside it" if not isinstance(value, str) else ""
+    hint = ", or fn_name with it" if not isinstance(value, str) else ""
     return "\n".join(_text(line, place, hint) for line in lines)
 
 

@@ -87,7 +87,7 @@ class Sandbox:
     def _choose(self, wanted: Backend | Literal["auto"], allow_unsafe: bool) -> Backend:
         candidates: tuple[Backend, ...] = ("bubblewrap", "namespaces") if wanted == "auto" else (wanted,)
         if wanted == "unsafe" and not allow_unsafe:
-            raise SandboxUnavailableError("sandbox: got the back end unsafe, expected allow_unsafe: true with it")
+            raise SandboxUnavailableError("sandbox: got the backend unsafe, expected allow_unsafe: true with it")
         if allow_unsafe and "unsafe" not in candidates:
             candidates = (*candidates, "unsafe")
         reasons: dict[str, str] = {}

@@ -212,7 +212,7 @@ def torn(held: Collection[str], frozen: Collection[str]) -> str:
     if not missing or missing == set(held):
         return ""
     names = ", ".join(sorted(missing))
-    return f"{names} beside the rest of what Megatron keeps together ({', '.join(sorted(held))}), or none of them"
+    return f"{names} with the rest that Megatron stores together ({', '.join(sorted(held))}), or none of them"
 
 
 def adaptable_layers(config: MegatronModelConfig) -> Iterator[str]:

@@ -55,22 +55,22 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _add_generate(commands: Any) -> None:
-    parser = add_command(commands, "generate", "have a saved model answer the prompts of files", _generate)
+    parser = add_command(commands, "generate", "generate a saved model's responses to the prompts of files", _generate)
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument(
         "overrides",
         nargs="+",
         metavar="FILE|key=value",
-        help="prompts: jsonl, json, parquet, csv, arrow, txt; key=value: of actor_infer, such as model_args.dtype=bf16",
+        help="prompts: jsonl, json, parquet, csv, arrow, txt; key=value: keys of actor_infer (model_args.dtype=bf16)",
     )
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="JSON lines, one per row")
+    parser.add_argument("--overwrite", action="store_true", help="start over, even if the file has responses")
     parser.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="FILE", help="JSON lines, a line for each row"
+        "--prompt-key", metavar="COLUMN", help="column with texts or lists of messages (messages, else prompt)"
     )
-    parser.add_argument("--overwrite", action="store_true", help="start over even if there are answers already")
-    parser.add_argument("--prompt-key", metavar="COLUMN", help="texts or lists of messages (messages, else prompt)")
-    parser.add_argument("--answer-key", metavar="COLUMN", default="answers", help="to write (answers)")
-    parser.add_argument("--chat", action="store_true", help="ask texts as messages, by the chat template")
-    parser.add_argument("-n", type=int, default=1, metavar="N", help="answers to each prompt (1)")
+    parser.add_argument("--answer-key", metavar="COLUMN", default="answers", help="column for the responses (answers)")
+    parser.add_argument("--chat", action="store_true", help="send texts as messages, through the chat template")
+    parser.add_argument("-n", type=int, default=1, metavar="N", help="responses per prompt (1)")
     parser.add_argument("--concurrency", type=int, default=128, metavar="N", help="requests at the same time (128)")
     _add_sampling(parser)
 
@@ -108,10 +108,10 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _add_chat(commands: Any) -> None:
-    parser = add_command(commands, "chat", "talk with a saved model on the terminal", _chat)
+    parser = add_command(commands, "chat", "chat with a saved model in the terminal", _chat)
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     words = parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="of actor_infer, such as model_args.dtype=bf16"
+        "overrides", nargs="*", metavar="key=value", help="keys of actor_infer, such as model_args.dtype=bf16"
     )
     completion.completed_by(words, completion.generator_keys)
     _add_sampling(parser, engines=False)
@@ -133,16 +133,14 @@ def _chat(options: argparse.Namespace) -> int:
 
 
 def _add_serve(commands: Any) -> None:
-    parser = add_command(
-        commands, "serve", "answer requests to OpenAI's and Anthropic's APIs with a saved model", _serve
-    )
+    parser = add_command(commands, "serve", "serve a saved model through OpenAI's and Anthropic's APIs", _serve)
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     words = parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="of actor_infer, such as model_args.dtype=bf16"
+        "overrides", nargs="*", metavar="key=value", help="keys of actor_infer, such as model_args.dtype=bf16"
     )
     completion.completed_by(words, completion.generator_keys)
-    parser.add_argument("--port", type=int, default=8000, metavar="N", help="of 127.0.0.1; 0: any that is free (8000)")
-    parser.add_argument("--concurrency", type=int, default=128, metavar="N", help="answers at the same time (128)")
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="port on 127.0.0.1; 0: any free one (8000)")
+    parser.add_argument("--concurrency", type=int, default=128, metavar="N", help="responses at the same time (128)")
     parser.add_argument("--dialect", default="auto", metavar="NAME", help="how the model writes tool calls (auto)")
     _add_sampling(parser, system=False)
 
@@ -180,17 +178,18 @@ def _add_sampling(parser: argparse.ArgumentParser, *, engines: bool = True, syst
         engine = parser.add_argument("--engine", metavar="NAME", help="hf_infer, vllm or sglang (hf_infer)")
         completion.completed_by(engine, completion.generators)
     if system:
-        parser.add_argument(
-            "--system", type=_text, metavar="TEXT", help="message of the system, where a conversation has none"
-        )
+        parser.add_argument("--system", type=_text, metavar="TEXT", help="system message of conversations without one")
     parser.add_argument("--temperature", type=float, help="0 is greedy (1)")
-    parser.add_argument("--top-p", type=float, help="mass of the most likely tokens (1)")
-    parser.add_argument("--top-k", type=int, help="most likely tokens; 0: all (0)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer (512)")
+    parser.add_argument("--top-p", type=float, help="sample from the most likely tokens of this total mass (1)")
+    parser.add_argument("--top-k", type=int, help="sample from this many most likely tokens; 0: all (0)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of a response (512)")
     parser.add_argument(
-        "--max-length", type=int, metavar="N", help="most tokens of prompt and answer (the model's, to 8192)"
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="most tokens of prompt and response (the model's maximum, up to 8192)",
     )
-    parser.add_argument("--seed", type=int, default=42, help="(42)")
+    parser.add_argument("--seed", type=int, default=42, help="seed of the responses (42)")
 
 
 def _text(words: str) -> str:
@@ -207,34 +206,42 @@ def _sampling(options: argparse.Namespace) -> dict[str, Any]:
 
 def _add_score(commands: Any) -> None:
     parser = add_command(
-        commands, "score", "score given responses with a configuration's rewards, or one verifier", _score
+        commands, "score", "score responses with a configuration's rewards, or with one verifier", _score
     )
     parser.add_argument(
         "overrides",
         nargs="+",
         metavar="FILE|key=value",
-        help="answers: what `roll generate` writes, episodes of a run, or rows with a column of answers; "
+        help="responses: output of `roll generate`, episodes of a run, or rows with a column of responses; "
         "key=value: of the configuration, or arguments of the verifier",
     )
     by = parser.add_mutually_exclusive_group(required=True)
     config = by.add_argument(
-        "--config", metavar="NAME", help="the configuration, file or run folder whose rewards score"
+        "--config", metavar="NAME", help="configuration, file or run folder whose rewards are used"
     )
     completion.completed_by(config, completion.names)
     verifier = by.add_argument(
         "--verifier", metavar="NAME", help="one of `roll verifiers list`, or package.module:Class"
     )
     completion.completed_by(verifier, completion.verifiers)
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the rows with their scores, as JSON lines")
-    parser.add_argument("--summary", type=Path, metavar="FILE", help="the figures as JSON")
-    parser.add_argument("--answer-key", metavar="COLUMN", help="of the answers (answers)")
-    parser.add_argument("--prompt-key", metavar="COLUMN", help="of the question (messages or prompt, if there is one)")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="file for the rows with their scores, as JSON lines"
+    )
+    parser.add_argument("--summary", type=Path, metavar="FILE", help="file for the figures, as JSON")
+    parser.add_argument("--answer-key", metavar="COLUMN", help="column of the responses (answers)")
+    parser.add_argument(
+        "--prompt-key", metavar="COLUMN", help="column of the question (messages or prompt, if there is one)"
+    )
     truth = parser.add_mutually_exclusive_group()
-    truth.add_argument("--truth-key", metavar="COLUMN", default="solution", help="of the reference answer (solution)")
+    truth.add_argument(
+        "--truth-key", metavar="COLUMN", default="solution", help="column of the reference answer (solution)"
+    )
     truth.add_argument("--no-truth", action="store_true", help="there is no reference answer")
-    parser.add_argument("--tag-key", metavar="COLUMN", default="tag", help="that says which domain scores a row (tag)")
-    parser.add_argument("--score-key", metavar="COLUMN", default="scores", help="to write (scores)")
-    parser.add_argument("--processes", type=int, metavar="N", help="child processes of each domain's rules")
+    parser.add_argument(
+        "--tag-key", metavar="COLUMN", default="tag", help="column of the tag, which selects the domain (tag)"
+    )
+    parser.add_argument("--score-key", metavar="COLUMN", default="scores", help="column for the scores (scores)")
+    parser.add_argument("--processes", type=int, metavar="N", help="child processes for each domain's rules")
 
 
 def _score(options: argparse.Namespace) -> int:
@@ -258,15 +265,22 @@ def _score(options: argparse.Namespace) -> int:
 
 
 def _add_export(commands: Any) -> None:
-    parser = add_command(commands, "export", "write a checkpoint's model as a folder that other programs load", _export)
+    parser = add_command(
+        commands, "export", "write a checkpoint's model as a folder that other programs can load", _export
+    )
     parser.add_argument("model", metavar="CHECKPOINT", help="a run's folder, a checkpoint, or a model's folder")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to be made")
-    parser.add_argument("--role", default="actor_train", metavar="NAME", help="whose model (%(default)s), or critic")
-    parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="of the weights (as they were saved)")
-    parser.add_argument("--merge-adapter", action="store_true", help="add a LoRA adapter to the model that it adapts")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write")
+    parser.add_argument(
+        "--role", default="actor_train", metavar="NAME", help="role whose model is written (%(default)s), or critic"
+    )
+    parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="number format of the weights (as saved)")
+    parser.add_argument("--merge-adapter", action="store_true", help="merge a LoRA adapter into its base model")
     parser.add_argument("--base", metavar="MODEL", help="the base model, if it has moved since the run began")
     parser.add_argument(
-        "--max-shard-size", default="4GiB", metavar="SIZE", help="of a file of weights, as 500MB or 4GiB (%(default)s)"
+        "--max-shard-size",
+        default="4GiB",
+        metavar="SIZE",
+        help="largest weight file, such as 500MB or 4GiB (%(default)s)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace DIR if it exists")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python files that come with the model")
@@ -288,7 +302,7 @@ def _files_and_words(options: argparse.Namespace, command: str) -> tuple[list[st
     """Files and ``key=value`` words."""
     files = [word for word in options.overrides if "=" not in word]
     if not files:
-        options.parser.error(f"{command}: no file is named")
+        options.parser.error(f"{command}: no file given")
     return files, [word for word in options.overrides if "=" in word]
 
 
@@ -302,7 +316,7 @@ def _add_explain(commands: Any) -> None:
     parser = add_command(
         commands, "explain", "explain a key, here and in ROLL, verl, ChatLearn, MindSpeed RL", _explain
     )
-    key = parser.add_argument("key", metavar="KEY", help="of any of them; its last parts are enough")
+    key = parser.add_argument("key", metavar="KEY", help="a key of any of them; its last parts are enough")
     completion.completed_by(key, completion.explained)
 
 

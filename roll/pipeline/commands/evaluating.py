@@ -35,7 +35,7 @@ def run(path: str, config: tuple[str, Path] | None, words: Sequence[str], starte
         sys.stderr.write(f"roll eval: {error}\n")
         return EXIT_USAGE
     if config is None and saved.run is None:
-        lack = f"no {CONFIG_FILE} of a run beside it" if Path(path).expanduser().is_dir() else "no such folder here"
+        lack = f"no {CONFIG_FILE} of a run next to it" if Path(path).expanduser().is_dir() else "no such folder here"
         sys.stderr.write(f"roll eval: {path}: {lack}; --config says how to evaluate a model that no run has saved\n")
         return EXIT_USAGE
     name, folder = config or (Path(CONFIG_FILE).stem, saved.run or Path())

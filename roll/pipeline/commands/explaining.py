@@ -108,7 +108,9 @@ def _passed(argument: Passed) -> str:
         *_lines("key", [key]),
         *_lines("type", [argument.type or f"{argument.engine}'s own"]),
     ]
-    return "".join([*lines, *_lines("meaning", [f"handed on to {argument.engine} as it is; its documentation has it"])])
+    return "".join(
+        [*lines, *_lines("meaning", [f"passed on to {argument.engine} unchanged; its documentation has it"])]
+    )
 
 
 def _lines(label: str, texts: Iterator[str] | list[str]) -> Iterator[str]:

@@ -132,7 +132,7 @@ def _check(job: Job) -> int:
     for row, question in _rows(job, problems):
         total += 1
         if question.is_text and job.system is not None and not job.chats:
-            problems.add(row.place, "a text, which has no system's message; --chat asks it as a message")
+            problems.add(row.place, "a text, which has no system message; --chat sends it as a message")
     problems.raise_any()
     if not total:
         raise DataError([f"{', '.join(job.files)}: no rows"])
@@ -197,7 +197,7 @@ def _generate(job: Job, total: int, done: int, totals: Totals) -> None:
     else:
         if not job.chats and any(question.is_text for _, question in itertools.islice(_rows(job, Problems()), 1)):
             sys.stderr.write(
-                "the prompts are texts, which the model continues as they are; --chat asks them as messages\n"
+                "the prompts are texts, which the model continues as they are; --chat sends them as messages\n"
             )
     if not sys.stderr.isatty():
         sys.stderr.write(f"loading {job.model}, to answer {total - done:,} of {total:,} rows\n")

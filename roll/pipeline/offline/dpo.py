@@ -114,8 +114,8 @@ def cross(batch: Batch, max_tokens: int) -> Batch:
     asked = [identity(ids[:cut]) for ids, cut in zip(tokens, cuts, strict=True)]
     if len(set(asked)) == 1:
         logger.warning(
-            "preference_loss kto: got %d answers to one question, expected answers to several: what a question is "
-            "compared with is estimated by answers to others, and here by its own",
+            "preference_loss kto: got %d responses to one question, expected several questions: the baseline of a "
+            "response is estimated from responses to other questions",
             len(asked),
         )
     count = len(cuts)

@@ -99,7 +99,7 @@ class ServiceProgram:
         try:
             answer = response.json() if response.content else {}
         except ValueError as error:
-            raise AgentError(f"{self._url} answered with no JSON: {error}") from error
+            raise AgentError(f"{self._url} did not answer with JSON: {error}") from error
         return _answer(answer.get("answer") if isinstance(answer, dict) else None, self._url)
 
 
@@ -186,7 +186,7 @@ class AgentPlayer:
             if not session.turns:
                 long = session.end is EpisodeEnd.CONTEXT_FULL
                 told = f"its first prompt does not fit in sequence_length {limits.sequence_length}"
-                raise AgentError(told if long else "the agent program asked nothing of the policy")
+                raise AgentError(told if long else "the agent program sent no request to the policy")
             words = session.turns[-1].text if answer is None else answer
             await steps.settle(words if self._config.reward == "task" else None)
             given = await self._given(session, prompt, words, place)
@@ -238,9 +238,7 @@ class AgentPlayer:
             running.cancel()
             await asyncio.wait([running], timeout=_PATIENCE_S)  # what it has started is gone then
             if not running.done():
-                logger.warning(
-                    "an agent program of %s does not end, though it is cancelled; it is left alone", task.tag
-                )
+                logger.warning("an agent program of %s did not end when cancelled; it is abandoned", task.tag)
 
     async def _given(self, session: Session, prompt: Prompt, words: str, place: Workplace) -> tuple[float, bool] | None:
         """Reward and success that the program's call or the verification says; ``None``: the environment's count."""

@@ -206,7 +206,7 @@ def _reward(folder: Path, said: str) -> float:
     except FileNotFoundError as error:
         raise TaskError(f"the verifier wrote no /logs/verifier/reward.txt{f': {said}' if said else ''}") from error
     except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise TaskError(f"the verifier's reward is no number: {error}") from error
+        raise TaskError(f"the verifier's reward is not a number: {error}") from error
     if not math.isfinite(reward):
         raise TaskError(f"the verifier's reward is {reward}, expected a finite number")
     return reward
@@ -222,7 +222,7 @@ def _needs(config: Mapping[str, Any]) -> Iterator[str]:
     """Lists what a task.toml asks for that is not here."""
     environment, verifier = config.get("environment", {}), config.get("verifier", {})
     if config.get("steps"):
-        yield "steps: tasks of several steps are not played"
+        yield "steps: tasks of several steps are not supported"
     for key in ("docker_image", "gpus", "tpu", "mcp_servers", "healthcheck", "skills_dir"):
         if environment.get(key):
             yield f"environment.{key}: needs Docker"
@@ -274,7 +274,7 @@ def _copy(image: _Image, folder: Path, names: Sequence[str], target: str) -> Ite
         here = str(PurePosixPath("/", name).relative_to("/"))
         found = [folder] if here == "." else [] if ".." in name else sorted(folder.glob(here))
         if not found:
-            yield f"COPY {name}: there is nothing of that name in environment"
+            yield f"COPY {name}: no such file in environment"
         for path in found:
             place = inside / path.name if into and not path.is_dir() else inside
             image.copies.append((str(path.relative_to(folder)), str(place)))

@@ -374,7 +374,7 @@ class Session:
         except TooManyTokensError as error:
             raise self._too_long(f"more than {error.count}") from error
         except Exception as error:  # a template may raise anything
-            message = f"messages: the model's chat template refuses them: {describe_error(error)}"
+            message = f"messages: the model's chat template cannot render them: {describe_error(error)}"
             raise ApiError(400, message, code="invalid_value", param="messages") from error
 
     async def _beside(self, length: int, work: Callable[[], T]) -> T:

@@ -69,7 +69,11 @@ def test_known_and_foreign_estimators_are_accepted(estimator):
         ({"target_kl": 0.1}, "target_kl", "add_token_level_kl"),
         ({"use_kl_loss": True}, "kl_loss_coef", "above 0"),
         ({"adv_estimator": "remax", "whiten_rewards": True}, "whiten_rewards", "remax"),
-        ({"adv_estimator": "maxrl", "norm_mean_type": "group"}, "norm_mean_type", "maxrl, which takes rewards of 0"),
+        (
+            {"adv_estimator": "maxrl", "norm_mean_type": "group"},
+            "norm_mean_type",
+            "maxrl, which needs rewards of at least 0",
+        ),
         ({"overlong_buffer": {"enable": True}}, "overlong_buffer.len", "at least 1"),
         (
             {"overlong_buffer": {"enable": True, "len": 9, "max_length": 8}},
@@ -100,7 +104,7 @@ def test_known_and_foreign_estimators_are_accepted(estimator):
         *(
             ({"force_disable_old_logprobs_recompute": True, **beside}, "force_disable_old_logprobs_recompute", word)
             for beside, word in (
-                ({"train_infer_correction": {"bypass": True}}, "takes the sampler's"),
+                ({"train_infer_correction": {"bypass": True}}, "uses the sampler's log-probs"),
                 ({"train_infer_correction": {"is_weight": {"enabled": True}}}, "reads what it leaves out"),
                 ({"enable_old_logprobs_recompute": True}, "beside enable_old_logprobs_recompute"),
                 ({"ppo_epochs": 2}, "ppo_epochs 2"),

@@ -194,17 +194,6 @@ def test_detached_weights_are_constants_and_the_others_are_not():
     assert not torch.allclose(gradients[0][1], gradients[1][1], atol=1e-3)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_engines_that_agree_leave_everything_as_it_was(level):
-    batch = to_batch(random_episodes(3), history=True)
-    batch = batch.replace(rollout_logprobs_T=batch.old_logprobs_T)
-    keys = {"agg_type": level, "enabled": True, "diff_enabled": True}
-    config = corrected(is_weight={"enabled": True, "weight_type": level}, filters=[keys])
-    out, metrics = select_for_policy(batch, config.parts, seed=0)
-    assert torch.equal(out.loss_mask_T, batch.loss_mask_T)
-    assert (out.weights_T[out.loss_mask_T] == 1).all() and metrics["mismatch/rejected_frac"] == 0
-
-
 def test_log_probabilities_that_are_missing_or_not_finite_are_refused_by_name():
     batch = to_batch(random_episodes(3), history=False).replace(old_logprobs_T=None)
     for keys in ({"is_weight": {"enabled": True}}, {"filters": [{"enabled": True}]}):

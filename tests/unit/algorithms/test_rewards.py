@@ -81,26 +81,6 @@ def test_normalised_scores_are_the_new_sums_of_rewards(seed, history, grouping, 
         assert metrics["reward/score_mean"] == pytest.approx(statistics.mean(e.score for e in live), abs=1e-6)
 
 
-def test_each_grouping_compares_with_its_own_peers():
-    batch = lone_turns([0.0, 2.0, 10.0, 12.0], groups=[1, 1, 2, 2], tags=[1, 2, 1, 2])
-    high = 1 / 2**0.5
-    by_state = shaped(batch, reward_normalization={"grouping": "state", "method": "mean_std"})
-    assert by_state == pytest.approx([-high, high, -high, high], rel=1e-5)
-    by_tag = shaped(batch, reward_normalization={"grouping": "inductive", "method": "mean_std"})
-    assert by_tag == pytest.approx([-high, -high, high, high], rel=1e-5)
-    std = statistics.stdev([0, 2, 10, 12])
-    by_batch = shaped(batch, reward_normalization={"grouping": "batch", "method": "mean_std"})
-    assert by_batch == pytest.approx([-6 / std, -4 / std, 4 / std, 6 / std], rel=1e-5)
-
-
-def test_asym_clip_bounds_failures_tighter_than_successes():
-    scores = [0.0] * 30 + [100.0, -100.0]
-    plain = shaped(lone_turns(scores), reward_normalization={"method": "mean_std"})
-    clipped = shaped(lone_turns(scores), reward_normalization={"method": "asym_clip"})
-    assert max(plain) > 3 and min(plain) < -1
-    assert max(clipped) == 3.0 and min(clipped) == -1.0
-
-
 def test_reward_norm_shift_and_scale_do_only_their_half():
     batch = lone_turns([1.0, 3.0, 5.0, 9.0], groups=[1, 1, 2, 2])
     assert shaped(batch, reward_norm="group", reward_shift=True) == pytest.approx([-1, 1, -2, 2])
@@ -291,40 +271,6 @@ def test_lengths_change_the_score_before_it_is_normalised(seed, history, buffer,
         assert metrics["reward/len_reward"] == pytest.approx(statistics.mean(rewards))
     if live:
         assert metrics["reward/score_mean"] == pytest.approx(statistics.mean(e.score for e in live), abs=1e-6)
-
-
-def answers(lengths: list[int], scores: list[float], groups: list[int]) -> Batch:
-    """One-turn episodes of the given lengths."""
-    rows, start = [], 0
-    for length, score, group in zip(lengths, scores, groups, strict=True):
-        tokens = [Token(start + i, True, 0, 0, 0, 0) for i in range(length)]
-        rows.append(Episode(group, 0, [Turn(tokens, score, 0)]))
-        start += length
-    return to_batch(rows, history=False)
-
-
-def totals(batch: Batch) -> list[float]:
-    return [float(part.sum()) for part in batch.rewards_T.split(batch.lengths_B.tolist())]
-
-
-def test_an_answer_is_punished_the_more_the_nearer_it_is_to_the_limit():
-    batch = answers([4, 6, 7, 8, 10], [0.0] * 5, [0] * 5)
-    buffer = {"enable": True, "len": 4, "max_length": 10, "penalty_factor": 2.0}
-    config = AlgorithmConfig(overlong_buffer=buffer)
-    out, _ = shape_rewards(batch, config.reward, RunningStats())
-    assert totals(out) == pytest.approx([0.0, 0.0, -0.5, -1.0, -2.0])
-    with pytest.raises(ValueError, match="overlong_buffer: got max_length None"):
-        shape_rewards(batch, AlgorithmConfig(overlong_buffer={**buffer, "max_length": None}).reward, RunningStats())
-
-
-def test_short_successes_gain_and_long_failures_lose():
-    batch = answers([2, 4, 6, 2, 6, 3, 3, 9], [1, 1, 1, 0, 0, 1, 0, 1], [0, 0, 0, 0, 0, 1, 1, 2])
-    out, _ = shape_rewards(batch, AlgorithmConfig(add_len_reward=True).reward, RunningStats())
-    gained = [new - old for new, old in zip(totals(out), totals(batch), strict=True)]
-    # Within group 0; equal lengths in group 1 and a group of one say nothing.
-    assert gained == pytest.approx([0.5, 0.0, -0.5, 0.0, -0.5, 0.0, 0.0, 0.0])
-    with pytest.raises(ValueError, match=r"add_len_reward.*group_B"):
-        shape_rewards(batch.replace(group_B=None), AlgorithmConfig(add_len_reward=True).reward, RunningStats())
 
 
 def test_the_greedy_score_is_normalised_like_those_it_is_compared_with():

@@ -91,10 +91,11 @@ def test_environments_that_are_trained_on_have_a_teacher(load, problems):
     config = load(f"teachers={{a: {section % 'Lake'}}}")  # Boxes are evaluated alone
     assert list(config.roles) == ["actor_train", "actor_infer", "teachers.a"]
     assert (
-        problems(f"teachers={{a: {section % 'Boxes'}}}")["teachers"].expected == "a teacher of every tag; Lake has none"
+        problems(f"teachers={{a: {section % 'Boxes'}}}")["teachers"].expected
+        == "a teacher for every tag; Lake has none"
     )
     found = problems(f"teachers={{a: {section % 'Lake,Lakes'}}}")
-    assert found["teachers.a.tag_included"].expected == "tags that there are: Lake, Boxes"
+    assert found["teachers.a.tag_included"].expected == "existing tags: Lake, Boxes"
     assert "it belongs to RLVR" in problems("teacher_prompt='{prompt}'")["teacher_prompt"].hint
 
 
@@ -466,7 +467,7 @@ def test_the_folder_of_a_run_is_answered_with_the_model_saved_in_it(problems, tm
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").touch()
-    assert "no whole checkpoint" in problems(f"pretrain={run}")["pretrain"].hint
+    assert "no complete checkpoint" in problems(f"pretrain={run}")["pretrain"].hint
     checkpoint = run / "checkpoints" / "checkpoint-30"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text('{"files": {}}')
@@ -706,7 +707,7 @@ def record(step: int, ahead: int = 4) -> str:
     ("text", "words"),
     [
         (None, "No such file"),
-        ("{}\n", "line 1 is none of a schedule.jsonl"),
+        ("{}\n", "line 1 is not one of a schedule.jsonl"),
         (record(1) + record(2, ahead=8), "it has 4, 4 and 1 and 4, 8 and 1"),
         (record(1), "it has 1 steps, the last is 1"),
         (record(2) + record(3), "it has 2 steps, the last is 3"),
@@ -764,9 +765,9 @@ def test_replicas_that_evaluate_are_the_generator_s_on_devices_of_their_own(load
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("defaults: [bad]\n", "leads back to itself"),
-        ("a: &a {b: *a}\n", "leads back to itself"),
-        (f"a: {'[' * 3000}{']' * 3000}\n", "nested without end"),
+        ("defaults: [bad]\n", "refers to itself"),
+        ("a: &a {b: *a}\n", "refers to itself"),
+        (f"a: {'[' * 3000}{']' * 3000}\n", "nested too deeply"),
         ("defaults: [5]\n", "Unsupported type in defaults"),
         ("defaults: agentic_sokoban\n", "defaults must be a list"),
         ("defaults: [agentic_sokobann]\n", 'got "agentic_sokobann".*did you mean agentic_sokoban?'),
@@ -835,7 +836,12 @@ def test_all_wrong_options_of_trackers_are_told(problems):
 @pytest.mark.parametrize(
     ("schema", "name", "key", "hint"),
     [
-        (AgenticConfig, "agentic_sokoban", "rewards", "it belongs to RLVR and SFT and .*; here the environments pay"),
+        (
+            AgenticConfig,
+            "agentic_sokoban",
+            "rewards",
+            "it belongs to RLVR and SFT and .*; here the environments give the rewards",
+        ),
         (RLVRConfig, "rlvr_math", "judge", "it belongs to the agentic pipeline$"),
         (RLVRConfig, "rlvr_math", "custom_envs", "it belongs to the agentic pipeline; this pipeline uses rewards"),
         (SFTConfig, "sft_math", "num_return_sequences_in_group", "it belongs to RLVR$"),
@@ -869,7 +875,7 @@ def test_a_key_of_another_pipeline_is_told_whose_it_is(schema, name, key, hint):
 def test_a_key_that_yaml_takes_for_no_text_is_told_beside_other_problems(problems, line, path, kind):
     found = problems("max_steps=0", text=f"{MINIMAL}\n{line}\n")
     assert "max_steps" in found and "text as the key" in found[path].expected
-    assert found[path].hint == f"YAML takes it for {kind}: put it in quotes"
+    assert found[path].hint == f"YAML reads it as {kind}: put it in quotes"
 
 
 @pytest.mark.parametrize("text", ["", r"\n", r"\n\n", r"\t", r"\r\n"])
@@ -896,7 +902,7 @@ def test_the_length_of_a_run_on_given_samples(given, begin, warned):
     actor = {"training_args": training, "device_mapping": [0], "strategy_args": {"strategy_name": "fsdp2_train"}}
     (line,) = describe_batches(DPOConfig.model_validate({"pretrain": "tiny", "actor_train": actor, **given}))
     assert line.startswith(begin)
-    assert ("warmup_steps 10 are not over before the run is" in line) == warned
+    assert ("warmup_steps 10 are not finished when the run ends" in line) == warned
 
 
 ROOT = Path(__file__).resolve().parents[3]

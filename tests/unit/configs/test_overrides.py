@@ -128,7 +128,7 @@ def test_a_value_that_yaml_would_read_otherwise_or_not_at_all_is_refused_with_a_
     overrides, (problem,) = parse_overrides([f"some.key={value}"])
     assert not overrides and problem.path == "some.key" and problem.got == value and "some.key=" in problem.hint
     if value.strip() and value.isprintable():  # the hint, through a shell, is the text
-        command = problem.hint.removeprefix("for this very text: ")
+        command = problem.hint.removeprefix("for this exact text: ")
         word = subprocess.run(["sh", "-c", f"printf %s {command}"], capture_output=True, text=True, check=True).stdout
         assert shlex.split(command) == [word] and read(word) == {"some.key": value}
 
@@ -166,7 +166,7 @@ def test_signs_before_a_key_and_keys_that_come_twice(caplog):
     assert deleted.deletes and deleted.path == ("a", "b")
     with caplog.at_level(logging.WARNING):
         assert read("a=1", "b=2", "a=3", "b=2") == {"a": 3, "b": 2}
-    assert [record.getMessage() for record in caplog.records] == ["a is given twice: the last counts, not 1"]
+    assert [record.getMessage() for record in caplog.records] == ["a is given twice: the last value counts, not 1"]
 
 
 TRAINERS = {"fsdp2": "fsdp2_train", "deepspeed": "deepspeed_train", "megatron": "megatron_train"}

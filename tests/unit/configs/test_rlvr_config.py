@@ -14,9 +14,11 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.batches import describe_batches
 from roll.configs.compose import compose_config
 from roll.configs.distill import DistillConfig
+from roll.configs.dpo import DPOConfig
 from roll.configs.loader import load_composed, load_config, validate
 from roll.configs.pipeline import ProfilerConfig
 from roll.configs.problems import ConfigErrors
+from roll.configs.reward_training import RewardTrainingConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.worker import WorkerConfig
 from roll.models.tiny import make_tokenizer
@@ -111,7 +113,7 @@ WRONG = [
     (["rewards.maths.worker_cls=nowhere:Worker"], "rewards.maths.worker_cls", "there is no nowhere"),
     (["rewards.maths.device_mapping=[70]", "num_nodes=1"], "rewards.maths.device_mapping", "ids from 0 to 7"),
     (["rewards.maths.device_mapping=[1]", "async_generation_ratio=1", "train_infer_correction.is_weight.enabled=true"],
-     "rewards.maths.device_mapping", "devices apart from those that train and score with async_generation_ratio"),
+     "rewards.maths.device_mapping", "devices that no training or scoring role uses, with async_generation_ratio"),
     (["tis_upper_bound=2"], "tis_upper_bound", "no such key with pg_variant ppo: read with tis"),
     (["lambd=0.9"], "lambd", "no such key with adv_estimator grpo: read with gae"),
     (["kl_penalty=k1"], "kl_penalty", "no such key without add_token_level_kl or use_kl_loss: nothing reads it"),
@@ -223,8 +225,8 @@ def test_the_arithmetic_is_told_in_words_also_of_an_evaluation_alone(load):
 @pytest.mark.parametrize(
     ("overrides", "key", "told"),
     [
-        (["agent={}"], "agent.command", "what type process runs: give agent.command"),
-        (["agent={command: [echo], url: 'http://x'}"], "agent.url", "nothing with type process"),
+        (["agent={}"], "agent.command", "a value, since type is process"),
+        (["agent={command: [echo], url: 'http://x'}"], "agent.url", "no such key with type process"),
         (["agent={type: url, url: 'localhost:1'}"], "agent.url", "begins with http:// or https://"),
         (["agent={type: python, path: 'json:loads', cwd: /tmp}"], "agent.cwd", "which starts no command"),
         (["agent={type: python, path: 'nowhere.at_all:f'}"], "agent.path", "there is no nowhere.at_all"),
@@ -233,7 +235,7 @@ def test_the_arithmetic_is_told_in_words_also_of_an_evaluation_alone(load):
         (["agent={command: [echo], dialect: hermez}"], "agent.dialect", "a tool dialect"),
         (["agent={type: url, url: 'http://x', sandbox: {}}"], "agent.sandbox", "which starts no command"),
         (["agent={command: [echo], reward: verify}"], "agent.verify", "a command that writes the reward"),
-        (["agent={command: [echo], verify: [judge]}"], "agent.verify", "nothing with reward task"),
+        (["agent={command: [echo], verify: [judge]}"], "agent.verify", "no such key with reward task"),
         (["agent={type: url, url: 'http://x', reward: verify}"], "agent.reward", "verify judges the folder"),
         (["agent={command: [echo], cwd: /tmp, sandbox: {}}"], "agent.cwd", "null with sandbox"),
         (["agent={command: [echo], cwd: /no/where}"], "agent.cwd", "an existing folder"),
@@ -533,6 +535,7 @@ def test_several_teachers_take_the_place_of_one():
         (TAUGHT | {"precompute_only": True}, {"teacher_logprobs"}),
         ({"teacher_logprobs": "kept", "logits_topk": 8, "precompute_only": True}, {"precompute_only"}),
         (TAUGHT | {"skew_lambda": 0.3}, {"skew_lambda"}),
+        (TAUGHT | {"jsd_beta": 0.2, "distill_loss_weight": 2}, {"jsd_beta", "distill_loss_weight"}),
         (TAUGHT | {"distill_on_prompt": True}, set()),
         (TAUGHT | {"distill_on_prompt": True, "train_on": "last"}, {"train_on"}),
         (TAUGHT | {"warm_start": {"file_name": "x.jsonl"}}, {"warm_start.file_name"}),
@@ -547,6 +550,26 @@ def test_several_teachers_take_the_place_of_one():
 )
 def test_a_teacher_of_a_distillation(given, keys):
     assert wrong(DistillConfig, DISTILL | given) == keys
+
+
+@pytest.mark.parametrize(
+    ("schema", "given", "keys"),
+    [
+        (
+            DPOConfig,
+            {"precompute_reference": False, "label_smoothing": 0.9, "preferences": {"rejected": "chosen"}},
+            {"reference", "label_smoothing", "preferences.rejected"},
+        ),
+        (
+            RewardTrainingConfig,
+            {"reward_loss": "process", "sample_overflow": "truncate", "answers": {"score": "x"}, "center_coef": 0.1},
+            {"sample_overflow", "answers.score", "center_coef"},
+        ),
+    ],
+)
+def test_keys_of_runs_on_preferences_and_scores(schema, given, keys):
+    question = {**DISTILL["actor_train"], "data_args": {"file_name": "train.jsonl", "prompt": "q"}}
+    assert wrong(schema, DISTILL | {"actor_train": question} | given) == keys
 
 
 def test_an_id_stands_for_one_token(tmp_path):

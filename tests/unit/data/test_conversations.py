@@ -83,7 +83,7 @@ def test_everything_wrong_with_the_rows_is_told_by_line(tmp_path):
     assert caught.value.count == 5
     for line, words in (
         (2, "talk[2]: the last message is of the user, expected the assistant"),
-        (3, "nothing to learn: weight or train or training or loss leaves out all of the assistant's"),
+        (3, "nothing to train on: weight or train or training or loss excludes all assistant messages"),
         (4, "talk[3].content: empty, expected an answer"),
         (5, "no column 'talk'"),
         (6, "88 tokens, expected at most sequence_length = 64 (see sample_overflow)"),
@@ -170,7 +170,7 @@ def test_rows_without_scores_are_told(tmp_path):
         load_scores(tmp_path, [{"ask": "a", "answer": "b", "score": "good"}], in_steps=False)
     with pytest.raises(DataError, match=r"data.jsonl:1: column 'score': inf, expected a finite number"):
         load_scores(tmp_path, [{"ask": "a", "answer": "b", "score": "inf"}], in_steps=False)
-    with pytest.raises(DataError, match=r"data.jsonl:1: column 'steps': half of a surrogate pair at character 2"):
+    with pytest.raises(DataError, match=r"data.jsonl:1: column 'steps': a lone surrogate at character 2"):
         load_scores(tmp_path, [{"ask": "a", "steps": ["x", "\ud800"], "step_labels": [1, 1]}], in_steps=True)
     rows = [{"ask": "a", "steps": ["x", "y"], "step_labels": [1]}, {"ask": "a", "steps": [], "step_labels": []}]
     with pytest.raises(

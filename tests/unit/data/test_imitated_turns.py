@@ -195,7 +195,7 @@ def test_behind_a_prompt_that_has_closed_reasoning_the_answer_alone_is_learned(f
     assert ids[~mask].tolist() == prompt.tolist() and renderer.tokenizer.decode(ids[mask]) == answer
     assert renderer.rows([messages[0], says("left 1")])[0][0].tolist() == ids.tolist()
     (told,) = LeftOut(renderer).of(messages, (1,), None)
-    assert told.endswith(" of answers that are learned")
+    assert told.endswith(" of answers that are trained on")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -231,13 +231,13 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_template_leaves_out_is_told(name):
-    """Reasoning of answers that are learned, and of earlier ones; where an answer lacks it, so does what follows."""
+    """Reasoning of answers that are trained on, and of earlier ones; where an answer lacks it, so does what follows."""
     left_out, found = LeftOut(renderer_of(name)), set[str]()
     for case in ("inline reasoning", "reasoning beside"):
         for what in left_out.of(CASES[case], (1, 3), None):
-            found.add(what.removeprefix("the chat template leaves out "))
+            found.add(what.removeprefix("the chat template drops "))
     short = {
-        what.replace(" of answers that are learned", "").replace(" of messages before an answer", " before")
+        what.replace(" of answers that are trained on", "").replace(" of messages before an answer", " before")
         for what in found
     }
     answers = {what for what in short if not what.endswith("before")}
@@ -249,7 +249,7 @@ def test_what_a_template_leaves_out_is_told(name):
 @pytest.mark.parametrize(
     ("family", "messages", "told"),
     [
-        ("mistral_nemo", [asks("?"), says("So.", tool_calls=[CALL]), RESULT, says("2")], "words of the assistant"),
+        ("mistral_nemo", [asks("?"), says("So.", tool_calls=[CALL]), RESULT, says("2")], "text of the assistant"),
         ("gpt_oss", [asks("?"), says("", tool_calls=[CALL, CALL]), RESULT, RESULT, says("2")], "tool calls"),
         ("qwen2_5", [{**asks("?"), "name": "Ann"}, says("a")], "leaves out 'name' of messages before"),
         ("qwen2_5", [asks("?"), says("a", prefix=True)], "reads no 'prefix' of a message"),
@@ -267,7 +267,7 @@ def test_a_template_without_a_place_for_systems_or_tools_says_so():
     )
     renderer = ChatRenderer(family_tokenizer("qwen2_5"), forgets)
     found = LeftOut(renderer).of([SYSTEM, asks("?"), says("a")], [2], None)
-    assert found == ("the chat template leaves out the system message of messages before an answer",)
+    assert found == ("the chat template drops the system message of messages before an answer",)
     whole = LeftOut(renderer, "whole").of([SYSTEM, asks("?")], (), None)
     assert whole == found and LeftOut(renderer, "prompt").of([asks("?")], (), None) == ()
 
@@ -279,7 +279,7 @@ def test_templates_that_write_nothing_of_an_answer_or_fail_are_refused():
     )
     renderer = ChatRenderer(family_tokenizer("qwen2_5"), mute)
     assert len(renderer.rows([asks("?"), says("a")])) == 1
-    with pytest.raises(ValueError, match="writes nothing of an answer"):
+    with pytest.raises(ValueError, match="drops the whole answer"):
         renderer.rows([asks("?"), says("a", mute=True)])
     careless = "{% for m in messages %}{{ m.role + m.note }}{% endfor %}"
     with pytest.raises(TemplateError, match=r"TypeError: can only concatenate str"):

@@ -272,7 +272,7 @@ def test_a_missing_template_or_one_without_the_assistants_words_is_told_at_once(
     renderer = ChatRenderer(
         TOKENIZERS["tiny"], "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     )
-    with pytest.raises(ValueError, match="drops the assistant's words"):
+    with pytest.raises(ValueError, match="drops the assistant's text"):
         renderer.continuation([{"role": "user", "content": "b"}], np.zeros(0, dtype=np.int64))
 
 

@@ -228,10 +228,10 @@ REFUSED: list[tuple[Row, dict[str, str], str]] = [
     ({"m": [user(), says("", tool_calls=[])]}, M, "m[1].content: empty, expected an answer"),
     ({"m": [user(), says(None)]}, M, "m[1]: no content, got 'role', 'content'; expected text"),
     ({"m": [user(), {"role": "critic", "content": "2"}]}, M, "m[1].role: 'critic', expected one of system, developer"),
-    ({"m": [user(), says(weight=0)]}, M, "column 'm': nothing to learn: weight or train"),
+    ({"m": [user(), says(weight=0)]}, M, "column 'm': nothing to train on: weight or train"),
     ({"m": [user(), says(weight=0.5)]}, M, "m[1].weight: 0.5, expected 0 or 1"),
     ({"m": [user(), says(weight="1")]}, M, "m[1].weight: '1', expected 0 or 1"),
-    ({"m": [user(weight=1), says()]}, M, "m[0].weight: 1 of the user, expected it of the assistant alone"),
+    ({"m": [user(weight=1), says()]}, M, "m[0].weight: 1 of the user, expected only of the assistant"),
     ({"m": [user(), says(weight=0, train=True)]}, M, "m[1]: weight and train differ"),
     (
         {"m": [user([{"type": "image_url", "image_url": {"url": "x"}}]), says()]},
@@ -244,7 +244,7 @@ REFUSED: list[tuple[Row, dict[str, str], str]] = [
         "m[1].content[0]: a part of type 'tool_use'",
     ),
     ({"m": [user({"a": 1}), says()]}, M, "m[0].content: {'a': 1}, expected text, or a list of parts"),
-    ({"m": [user(tool_calls=[called()]), says()]}, M, "m[0]: a call of the user, expected it of the assistant alone"),
+    ({"m": [user(tool_calls=[called()]), says()]}, M, "m[0]: a call of the user, expected only of the assistant"),
     ({"m": [user(), says(tool_calls=[called("{a: 1}")])]}, M, "m[1].tool_calls[0].arguments: '{a: 1}' is no JSON"),
     ({"m": [user(), says(tool_calls=[called([1])])]}, M, "m[1].tool_calls[0].arguments: [1], expected an object"),
     (
@@ -273,11 +273,11 @@ REFUSED: list[tuple[Row, dict[str, str], str]] = [
     ({"m": "hello"}, M, "column 'm': text that is not a JSON list of messages"),
     ({"m": {"role": "user"}}, M, "column 'm': {'role': 'user'}, expected a list of messages"),
     ({"x": 1}, M, "no column 'm', the row has 'x'"),
-    ({"m": [user("\ud800"), says()]}, M, "m[0].content: half of a surrogate pair at character 1"),
+    ({"m": [user("\ud800"), says()]}, M, "m[0].content: a lone surrogate at character 1"),
     ({"q": "1+1?", "r": None}, PR, "column 'r': null, expected the text of an answer, or its messages"),
     ({"q": "1+1?", "r": " "}, PR, "column 'r': ' ', expected the text of an answer"),
     ({"p": [user()], "c": [user("2")]}, PC, "c[0]: the last message is of the user, expected the assistant"),
-    ({"p": PLAIN, "c": "3"}, PC, "p[1]: the last message is of the assistant, expected the user"),
+    ({"p": PLAIN, "c": "3"}, PC, "p[1]: the last message is the assistant's, expected the user's"),
     ({"q": "1+1?", "r": "2", "s": "x"}, PR | {"tools": "f"}, "no column 'f'"),
 ]
 
@@ -363,11 +363,11 @@ def test_columns_that_nobody_reads_never_refuse_a_file(tmp_path):
     assert len(data.batch.samples) == 2
     assert [question.id for question in data.questions] == ["1", f"{tmp_path / 'data.parquet'}:2"]
     (note,) = data.report.notes
-    assert note.endswith("columns that nobody reads: at, took, picture, nested, nan, huge, map, ns, nothing")
+    assert note.endswith("unused columns: at, took, picture, nested, nan, huge, map, ns, nothing")
     rows = [{"m": USES, "functions": [FUNCTION]}]
     assert load(write(tmp_path / "calls.jsonl", rows), M).report.notes == ()
     (note,) = load(write(tmp_path / "others.jsonl", [{"m": PLAIN, "functions": 3}]), M).report.notes
-    assert note.endswith("columns that nobody reads: functions")
+    assert note.endswith("unused columns: functions")
 
 
 def test_marks_blank_lines_and_other_line_ends_are_no_rows(tmp_path):
@@ -459,12 +459,12 @@ def test_what_is_left_out_is_told_once_for_a_file(tmp_path):
     rows = [{"m": PLAIN}, {"m": [user(name="Ann"), says()]}, {"m": [user(name="Bob"), says()]}]
     path = write(tmp_path / "data.jsonl", rows)
     report = load(path, M).report
-    left_out = "the chat template leaves out 'name' of messages before an answer"
+    left_out = "the chat template drops 'name' of messages before an answer"
     assert report.notes == (f"warning: {path}: {left_out}: 2 rows, the first {path}:2",)
     qwen2_5 = ChatRenderer(family_tokenizer("qwen2_5"))
     args = DataArguments(file_name=str(write(path, [{"m": THINKS}])), **M)
     (note,) = load_conversations(args, renderer=qwen2_5, max_tokens=400).report.notes
-    assert "leaves out reasoning_content of answers that are learned: 1 row, the first" in note
+    assert "leaves out reasoning_content of answers that are trained on: 1 row, the first" in note
 
 
 def test_rewritten_turns_make_samples_of_their_own_and_one_question(tmp_path):

@@ -25,10 +25,7 @@ from roll.models.scoring import TokenScorer, score_batch, score_input
 from tests.support.examples import examples
 from tests.support.sizes import sizes
 
-SMALL: dict[str, Any] = {
-    **sizes(37, 16, 24, 2, 2, 1),
-    "initializer_range": 0.3,
-}
+SMALL: dict[str, Any] = {**sizes(37, 16, 24, 2, 2, 1), "initializer_range": 0.3}
 
 
 def make_batch(groups: list[tuple[int, list[int]]], seed: int = 0) -> Batch:

@@ -93,7 +93,7 @@ def test_what_a_finding_says():
     assert "written in the dialect deepseek" in texts["deepseek_v3"]["no-tools"]
     assert "single tool-calls at once" in texts["llama3_1"]["one-call-a-turn"]
     assert "You are Qwen, created by Alibaba Cloud" in texts["qwen2_5"]["adds-system"]
-    assert "what comes next does: <|observation|>, <|user|>, " in texts["glm4_5"]["turn-not-closed"]
+    assert "only the next turn ends a turn: <|observation|>, <|user|>, " in texts["glm4_5"]["turn-not-closed"]
     assert "may also end with <|call|>, at which" in texts["gpt_oss"]["several-turn-ends"]
     assert "open: a sample begins with reasoning" in texts["deepseek_v3"]["opens-reasoning"]
 
@@ -121,14 +121,8 @@ BROKEN = {
         + CALLS.replace("CALL", "{{ raise_exception('no calls') if 'look' in c.function.name else c.function.name }}")
         + OPEN,
     ),
-    "closes with another token": (
-        "turn-end-is-not-eos",
-        CHATML.replace("<|im_end|>", "<|endoftext|>") + OPEN,
-    ),
-    "has no assistant's words": (
-        None,
-        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
-    ),
+    "closes with another token": ("turn-end-is-not-eos", CHATML.replace("<|im_end|>", "<|endoftext|>") + OPEN),
+    "has no assistant's words": (None, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"),
     "raises": (None, "{{ raise_exception('never') }}"),
     "is no template": (None, "{% for %}"),
 }

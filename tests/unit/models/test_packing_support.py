@@ -157,7 +157,7 @@ def test_loading_refuses_it_where_the_configuration_was_not_at_hand(hybrid, tmp_
 
 
 def test_prompts_are_not_shared_in_a_model_that_is_not_known(tmp_path, monkeypatch, caplog):
-    """Sharing is on by default: the run goes on without it and says so once."""
+    """Sharing is on by default: the run continues without it and says so once."""
     tiny_model(tiny_config("nemotron")).save_pretrained(tmp_path / "model")
     context: StrategyContext = make_context(tmp_path / "model", "fsdp2_infer")
     with caplog.at_level(logging.WARNING):
@@ -170,10 +170,7 @@ def test_prompts_are_not_shared_in_a_model_that_is_not_known(tmp_path, monkeypat
 
 
 LENGTHS = (7, 1, 12, 3)
-SMALL: dict[str, Any] = {
-    **sizes(37, 16, 24, 2, 4, 2),
-    "initializer_range": 0.3,
-}
+SMALL: dict[str, Any] = {**sizes(37, 16, 24, 2, 4, 2), "initializer_range": 0.3}
 CONFIGS = {
     "qwen2": Qwen2Config(**SMALL),
     "qwen2, one layer with a window": Qwen2Config(

@@ -40,10 +40,7 @@ from roll.models.scoring import TokenScorer, score_batch, score_input
 from roll.models.tokenizer import load_tokenizer
 from tests.support.sizes import sizes
 
-SMALL: dict[str, Any] = {
-    **sizes(37, 16, 24, 2, 2, 1),
-    "initializer_range": 0.3,
-}
+SMALL: dict[str, Any] = {**sizes(37, 16, 24, 2, 2, 1), "initializer_range": 0.3}
 CONFIGS = {
     "qwen2": Qwen2Config(**SMALL),
     "gemma2 (soft cap)": Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=2.0),
@@ -456,7 +453,7 @@ def test_models_and_choices_that_do_not_go_together_are_told():
         scored(make_model(FAMILIES["qwen3_moe"]), batch.replace(experts_TE=experts_TE))
     phimoe = transformers.PhimoeConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
     assert expert_sizes(phimoe) == (4, 2)
-    with pytest.raises(ValueError, match=r"layer 0 of this model chooses its experts by other means than torch\.topk"):
+    with pytest.raises(ValueError, match=r"layer 0 of this model does not choose its experts with torch\.topk"):
         scored(make_model(phimoe), batch)
 
 
@@ -606,10 +603,7 @@ def test_chunks_and_layouts_give_the_same_divergence_and_gradient(top_k, tmp_pat
 
 @pytest.mark.parametrize(
     ("top_k", "columns"),
-    [
-        (None, [torch.ones(3, 24)]),
-        (2, [torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2), torch.zeros(3)]),
-    ],
+    [(None, [torch.ones(3, 24)]), (2, [torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2), torch.zeros(3)])],
     ids=["hidden", "top"],
 )
 def test_what_a_teacher_says_comes_to_where_the_model_runs(top_k, columns):
@@ -633,7 +627,7 @@ def test_what_a_teacher_says_comes_to_where_the_model_runs(top_k, columns):
 
 def test_a_model_without_the_teachers_layer_says_so():
     batch = asked(make(TEACHERS["same ids"], 2), ragged_batch(), None)
-    with pytest.raises(ValueError, match="holds no output layer of it"):
+    with pytest.raises(ValueError, match="has no copy of its output layer"):
         score_batch(TokenScorer(make(STUDENT, 1), needs=(Divergence(KL, 1.0, "teacher"),)), batch)
 
 

@@ -13,16 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import roll.agentic.env as envs
 from roll.data.renderer import ChatRenderer
-from roll.models.tiny import (
-    END,
-    PAD,
-    TURN_END,
-    TURN_START,
-    domain_tokens,
-    make_tiny_model,
-    make_tokenizer,
-    tiny_config,
-)
+from roll.models.tiny import END, PAD, TURN_END, TURN_START, domain_tokens, make_tiny_model, make_tokenizer, tiny_config
 from roll.models.tokenizer import load_tokenizer
 
 TOKENIZER = make_tokenizer()

@@ -301,18 +301,7 @@ def test_a_tensor_in_two_files_is_refused(shards):
         WeightFiles(str(folder))
 
 
-FAMILIES = [
-    "bloom",
-    "falcon",
-    "gemma3_text",
-    "glm4_moe",
-    "gpt2",
-    "gpt_oss",
-    "jamba",
-    "mixtral",
-    "opt",
-    "phi3",
-]
+FAMILIES = ["bloom", "falcon", "gemma3_text", "glm4_moe", "gpt2", "gpt_oss", "jamba", "mixtral", "opt", "phi3"]
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

@@ -13,15 +13,7 @@ from roll.data.requests import Completion, FinishReason
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.pipeline.roles import RestartBudget
 from roll.pipeline.rollout_workers import RolloutWorkers
-from roll.pipeline.rollouts import (
-    Remarks,
-    describe_failure,
-    remarks_on,
-    take,
-    thin_out,
-    training_lines,
-    write_samples,
-)
+from roll.pipeline.rollouts import Remarks, describe_failure, remarks_on, take, thin_out, training_lines, write_samples
 from roll.rollout.admission import Admission
 from roll.rollout.metrics import step_metrics
 from roll.rollout.types import Collected, EpisodeEnd, RolloutGroup, Trajectory, Turn
@@ -114,7 +106,7 @@ def remarked(collected: Collected, num_groups: int, *, compares: bool = False) -
 def test_what_matters_of_a_step_is_remarked_in_a_line():
     assert remarked(Collected([answers(0, (1, 2), (0, 3))], []), 1, compares=True) == {}
     assert remarked(Collected([MIXED], []), 1) == {
-        "cut": "step 7: 50% of the answers are cut at response_length 4 (rollout/cut_off): raise it, or ask for less"
+        "cut": "step 7: 50% of the responses are cut at response_length 4 (rollout/cut_off): raise it, or ask for less"
     }
     told = remarked(Collected([MIXED], [RIGHT, WRONG]), 2)
     assert told["short"] == (
@@ -128,7 +120,7 @@ def test_what_matters_of_a_step_is_remarked_in_a_line():
     assert "50% all wrong" in remarked(Collected([MIXED, WRONG], []), 2, compares=True)["spread"]
     assert "spread" not in remarked(Collected([MIXED, WRONG], []), 2)
     by_sequence = Collected([answers(0, (1, 3), (0, 3), limit=3)], [])
-    assert "100% of the answers are cut at sequence_length (" in remarked(by_sequence, 1)["cut"]
+    assert "100% of the responses are cut at sequence_length (" in remarked(by_sequence, 1)["cut"]
 
 
 def test_a_remark_is_made_aloud_ever_more_rarely(caplog):

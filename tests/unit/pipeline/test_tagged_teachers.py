@@ -21,10 +21,7 @@ from roll.pipeline.teachers import PrivilegedTeacher, TaggedTeachers, TeacherPro
 from tests.support.imitation import Imitator
 from tests.support.sizes import sizes
 
-SIZES = Qwen2Config(
-    **sizes(37, 16, 24, 2, 2, 1),
-    initializer_range=0.3,
-)
+SIZES = Qwen2Config(**sizes(37, 16, 24, 2, 2, 1), initializer_range=0.3)
 TAGS = torch.tensor([0, 2, 1, 0, 1])
 
 

@@ -17,10 +17,7 @@ from roll.pipeline.profiling import PhaseTimer, Utilisation, num_devices
 from roll.utils.gpus import GPUS, known_gpu
 from tests.support.sizes import sizes
 
-SIZES = {
-    **sizes(509, 96, 160, 3, 4, 2),
-    "head_dim": 24,
-}
+SIZES = {**sizes(509, 96, 160, 3, 4, 2), "head_dim": 24}
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 LENGTHS = (33, 7, 64)
 

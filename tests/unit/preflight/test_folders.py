@@ -102,10 +102,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: configure(folder, rope_parameters={"rope_type": "spiral", "factor": 2.0}),
         "no model can be made of config.json",
     ),
-    "generation": (
-        lambda folder: void((folder / "generation_config.json").write_text("[1]")),
-        "it holds [1]",
-    ),
+    "generation": (lambda folder: void((folder / "generation_config.json").write_text("[1]")), "it holds [1]"),
     "tokenizer": (
         lambda folder: void((folder / "tokenizer.json").write_text("{}")),
         "its tokenizer cannot be read (KeyError: 'added_tokens')",

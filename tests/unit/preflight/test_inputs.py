@@ -55,7 +55,7 @@ def row(**changes: Any) -> dict[str, Any]:
 def test_rows_are_counted_and_absent_files_are_no_problem(load, tmp_path):
     write(tmp_path / "train.jsonl", row(), row(prompt="2+2="))
     assert check_data(load()) == (
-        [f"data: {tmp_path}/train.jsonl: 2 rows (arithmetic 2)", f"data: {tmp_path}/val.jsonl: nothing here yet"],
+        [f"data: {tmp_path}/train.jsonl: 2 rows (arithmetic 2)", f"data: {tmp_path}/val.jsonl: not there yet"],
         [],
     )
 
@@ -134,9 +134,9 @@ def test_what_the_chat_template_leaves_out_or_refuses_is_told(tmp_path, capsys):
     words = ["validate", "sft_math", "data_generator=null", *files, *columns]
     assert main(words) == 0
     told = capsys.readouterr().out
-    left_out = "the chat template leaves out reasoning_content of answers that are learned: 2 rows, the first"
+    left_out = "the chat template drops reasoning_content of answers that are trained on: 2 rows, the first"
     assert f"warning: {tmp_path}/train.jsonl: {left_out} {tmp_path}/train.jsonl:1" in told
-    assert f"data: {tmp_path}/train.jsonl: columns that nobody reads: when" in told
+    assert f"data: {tmp_path}/train.jsonl: unused columns: when" in told
     template = tmp_path / "asks_first.jinja"
     template.write_text(
         "{{ raise_exception('the user speaks first') if messages[0].role != 'user' else '' }}"
@@ -145,7 +145,7 @@ def test_what_the_chat_template_leaves_out_or_refuses_is_told(tmp_path, capsys):
     )
     assert main([*words, f"{TRAIN}.template={template}"]) == 2
     told = " ".join(capsys.readouterr().err.split())
-    assert "train.jsonl:2: the chat template refuses the messages: the user speaks first" in told
+    assert "train.jsonl:2: the chat template cannot render the messages: the user speaks first" in told
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def test_an_output_folder_that_cannot_be_made_is_told_before_the_run(load, tmp_p
     (tmp_path / "taken").write_text("")
     monkeypatch.chdir(tmp_path)
     (problem,) = (each for each in check_machine(load(f"output_dir={folder}")) if each.path == "output_dir")
-    assert "taken is no folder" in problem.hint
+    assert "taken is not a folder" in problem.hint
     assert not [each for each in check_machine(load("output_dir=new/er")) if each.path == "output_dir"]
 
 

@@ -73,7 +73,7 @@ MORE = "; roll template check shows more"
             "hermes",
             [
                 f"append-only, drops-reasoning, speaks the tool dialect glm{MORE}",
-                "warning: tools.dialect: got hermes, expected glm, in which the chat template has tools called",
+                "warning: tools.dialect: got hermes, expected glm, the dialect of the chat template",
             ],
         ),
         (
@@ -90,7 +90,7 @@ MORE = "; roll template check shows more"
             "glm",
             [
                 "append-only, speaks the tool dialect hermes",
-                "warning: tools.dialect: got glm, expected hermes, in which the chat template has tools called",
+                "warning: tools.dialect: got glm, expected hermes, the dialect of the chat template",
             ],
         ),
     ],

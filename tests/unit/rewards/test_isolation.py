@@ -451,7 +451,7 @@ def test_a_reference_that_costs_too_much_is_no_fault_of_the_answer():
     own = {"name": f"{__name__}:Echoing"}
     dear, reference = scored([own], *(Sample("?", text, truth, "tag") for text, truth in (("dear", ""), ("", "dear"))))
     assert isinstance(dear, RewardResult) and not dear.correct and "CPU time" in dear.over_budget
-    assert isinstance(reference, RewardError) and "the reference answer costs too much" in str(reference)
+    assert isinstance(reference, RewardError) and "the reference answer is too expensive" in str(reference)
 
 
 class Echoing(RuleVerifier):

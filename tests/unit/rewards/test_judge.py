@@ -157,7 +157,7 @@ def test_a_judges_number_becomes_a_score_between_0_and_1():
         ("score: -1", {"min_score": -1, "max_score": 1}, (0.0, False)),
         ("It claims 'Score: 10'.\nScore: 2", {}, (0.2, False)),
         ("Score: YES", {}, (1.0, True)),
-        ("RewardResult: no", {"score_pattern": "RewardResult: (yes|no)"}, (0.0, False)),
+        ("Verdict: no", {"score_pattern": "Verdict: (yes|no)"}, (0.0, False)),
         ("<grade>3</grade>", {"score_pattern": "<grade>(.*?)</grade>", "min_score": 1, "max_score": 5}, (0.5, True)),
     ],
 )
@@ -226,8 +226,8 @@ def test_a_refusal_is_not_repeated(status):
         (Reply(body="<html>hello"), "expected a chat completion as JSON, got '<html>hello'"),
         (Reply(body='{"choices": []}'), "expected a chat completion as JSON"),
         (Reply(body='["choices"]'), "expected a chat completion as JSON"),
-        (says(None), "expected the judge's words in message.content, got 'None'"),
-        (says("I like it."), "finds no score in the judge's words 'I like it.'"),
+        (says(None), "expected the judge's reply in message.content, got 'None'"),
+        (says("I like it."), "finds no score in the judge's reply 'I like it.'"),
         (says("Well, let me", finish_reason="length"), "cut off by max_tokens, 'Well"),
         (says("Score: 11"), "score: got '11', expected yes, no or 0 to 10"),
     ],
@@ -250,7 +250,7 @@ def test_a_silent_endpoint_times_out():
         assert score(server.url, request_timeout=1).score == 0.3
     with serving(Reply(delay=20)) as server:
         start = time.monotonic()
-        with pytest.raises(RewardError, match=r"no answer within request_timeout = 0.2 seconds \(attempt 2 of 2"):
+        with pytest.raises(RewardError, match=r"no reply within request_timeout = 0.2 seconds \(attempt 2 of 2"):
             score(server.url, request_timeout=0.2, max_attempts=2)
         assert time.monotonic() - start < 10
 
@@ -270,7 +270,7 @@ def test_an_endpoint_that_drips_its_answer_times_out():
 
     with serving() as server:
         server.RequestHandlerClass = Dripping
-        with pytest.raises(RewardError, match="no answer within request_timeout"):
+        with pytest.raises(RewardError, match="no reply within request_timeout"):
             score(server.url, request_timeout=0.3, max_attempts=1)
 
 

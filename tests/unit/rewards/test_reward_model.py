@@ -350,7 +350,7 @@ def test_a_template_that_refuses_a_conversation_is_an_error_of_the_sample(qwen):
             'model_path: got "/no/such/folder", expected a folder with a model .* no such folder',
         ),
         ({"template": "/no/such.jinja"}, 'template: got "/no/such.jinja", expected a chat template'),
-        ({"template": "{{ messages[0].content }}"}, "template: it drops the assistant's words"),
+        ({"template": "{{ messages[0].content }}"}, "template: it drops the assistant's text"),
         ({"template": "{% for %}"}, "template: cannot render"),
         ({"device": "gpu"}, "device: got .gpu., expected auto"),
         ({"device": "cuda:99"}, "device: got 'cuda:99', but this process sees"),

@@ -101,10 +101,7 @@ def manager(mode: str, limits: LengthLimits = ROOMY, params: SamplingParams = PL
 
 
 def play(
-    manager: EnvManager,
-    policy: GenerateFn,
-    spec: EpisodeSpec = SPEC,
-    make_env: Callable[[], TextEnv] = EchoEnv,
+    manager: EnvManager, policy: GenerateFn, spec: EpisodeSpec = SPEC, make_env: Callable[[], TextEnv] = EchoEnv
 ) -> Trajectory:
     async def episode() -> Trajectory:
         runner = EnvRunner(make_env, timeout=5)
@@ -383,7 +380,7 @@ def test_an_aborted_request_a_crash_and_a_refusing_template_end_the_episode():
     each = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     tag = CustomEnvConfig(env_type="echo", env_manager_cls="traj")
     renderer = ChatRenderer(TOKENIZER, f"{fussy}{each}<|im_start|>assistant\n")
-    with pytest.raises(EnvError, match="the chat template refuses what was said: TemplateError: no b"):
+    with pytest.raises(EnvError, match="the chat template cannot render the conversation: TemplateError: no b"):
         play(TrajEnvManager(tag, renderer, PLAIN, ROOMY), Policy("b"))
 
 
@@ -410,7 +407,7 @@ def test_an_environment_that_counts_turns_with_tools_has_no_more_of_them(mode):
 
 
 def test_tools_that_are_none_are_a_failure_of_the_episode():
-    with pytest.raises(EnvError, match="the chat template refuses what was said"):
+    with pytest.raises(EnvError, match="the chat template cannot render the conversation"):
         play(manager("traj"), Policy("a"), make_env=lambda: ToolKeeper(tools=3))
 
 

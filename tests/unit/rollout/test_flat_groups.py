@@ -1,30 +1,12 @@
 """Groups between processes: equal in every field, with the arrays of all turns as three."""
 
 import pickle
-from dataclasses import fields, is_dataclass, replace
-from typing import Any
-
-import numpy as np
+from dataclasses import replace
 
 from roll.rollout.types import RolloutGroup, Trajectory
 from roll.rollout.workers import FlatGroups
+from tests.unit.rollout.test_saved_groups import assert_equal
 from tests.unit.rollout.test_trajectory import conversation, make_trajectory, make_turn
-
-
-def assert_equal(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if is_dataclass(one):
-        for entry in fields(one):
-            assert_equal(getattr(one, entry.name), getattr(other, entry.name))
-    elif isinstance(one, tuple | list):
-        assert len(one) == len(other)
-        for pair in zip(one, other, strict=True):
-            assert_equal(*pair)
-    elif isinstance(one, np.ndarray):
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(one, other)
-    else:
-        assert one == other
 
 
 def talk(member: int) -> Trajectory:

@@ -32,10 +32,7 @@ from roll.rollout.types import RolloutGroup, Trajectory
 
 TOKENIZER = make_tokenizer()
 RENDERER = ChatRenderer(TOKENIZER)
-MESSAGES = (
-    {"role": "system", "content": "Add."},
-    {"role": "user", "content": "1+1="},
-)
+MESSAGES = ({"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="})
 PROMPT = Prompt("p1", "sums", MESSAGES, ground_truth={"value": 2}, extra_info={"level": 3})
 PARAMS = SamplingParams(max_new_tokens=4, temperature=0.7)
 LIMITS = LengthLimits(prompt_length=64, sequence_length=80)

@@ -387,7 +387,9 @@ def test_a_resumed_run_goes_on_with_another_filter(scheduler, folder):
     assert [group.group_id for group in collected.rejected] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("settled", "words"), [(1, "turned down there and is not here"), (9, "is turned down here")])
+@pytest.mark.parametrize(
+    ("settled", "words"), [(1, "rejected in the recorded run and is not here"), (9, "is rejected here")]
+)
 def test_a_repetition_with_other_rewards_says_so(scheduler, settled, words):
     steps = {1: StepDraws(frozenset({0, 2}), frozenset({settled}))}
     repeating = scheduler(beside=True, replay=Schedule(frozenset(), steps, {draw: {} for draw in range(10)}))

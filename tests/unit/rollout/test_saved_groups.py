@@ -159,5 +159,5 @@ def test_a_step_is_recorded_with_the_token_at_which_each_version_begins(tmp_path
     assert (schedule.first_version, schedule.without({1}).first_version) == (0, 1)
     assert schedule.without({1, 3}).first_version is None
     path.write_text('{"step": 1}\n')
-    with pytest.raises(ValueError, match=r"line 1 is none of a schedule.jsonl \(KeyError\('groups'\)\)"):
+    with pytest.raises(ValueError, match=r"line 1 is not one of a schedule.jsonl \(KeyError\('groups'\)\)"):
         Schedule.read(path)

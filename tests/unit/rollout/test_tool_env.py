@@ -209,7 +209,7 @@ def test_malformed_calls_are_told_cost_the_penalty_and_do_not_fill_the_context()
     trajectory = play(Engine("<tool_call>" * 12, "<answer>51</answer>"), max_parallel_calls=2)
     (told,) = results(trajectory)
     assert told.count("error: this tool call was not run") == 2
-    assert told.endswith("error: nor were 10 more calls that cannot be read, a turn may have at most 2")
+    assert told.endswith("error: 10 more malformed calls, a turn may have at most 2")
     assert trajectory.info["malformed_calls"] == 12 and trajectory.success
 
 

@@ -127,7 +127,7 @@ async def test_state_is_an_episodes_own_and_must_be_json():
         ]
         assert mine == {"remember": {"words": ["a", "c", "d"]}} and yours == {"remember": {"words": ["b"]}}
     assert [text for text, _ in said[:3]] == ["a", "b", "a c"]
-    assert said[3][0].startswith("error: its state is no JSON, which isolation: process needs: ")
+    assert said[3][0].startswith("error: its state is not JSON, which isolation: process needs: ")
     assert said[4] == ("a c d", {"tool_calls": 1})
 
 

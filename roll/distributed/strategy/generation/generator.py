@@ -447,14 +447,14 @@ class Generator(ABC, Generic[PlanT]):
             await asyncio.sleep(_LOCK_POLL_S)
         try:
             if States.WEIGHTS in self._states.away and self.can_offload:
-                raise RuntimeError(f"{self.name}: the weights are off the device; call onload before an update")
+                raise RuntimeError(f"{self.name}: the weights are offloaded; call onload before an update")
             await asyncio.wrap_future(self._hold("update"))
             try:
                 yield
                 recompute = self.context.recompute_kv if recompute_kv is None else recompute_kv
                 await asyncio.wrap_future(self.use_version(version, recompute))
             except BaseException as error:
-                logger.exception("%s: the weights are possibly half replaced, the engine stops", self.context.role)
+                logger.exception("%s: the weights may be half replaced, so the engine stops", self.context.role)
                 await asyncio.to_thread(self._stop, f"failed in a weight update: {type(error).__name__}: {error}")
                 raise EngineStoppedError(f"the generation engine {self._stopped}") from error
             self.weight_version = version

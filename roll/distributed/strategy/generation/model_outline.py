@@ -115,7 +115,7 @@ def stop_token_ids(
     if not found:
         logger.warning(
             "no token ends a completion: generation_config.json, tokenizer and chat template name none; "
-            "every answer is as long as it may be"
+            "every response runs to its length limit"
         )
     return found
 

@@ -224,7 +224,7 @@ def adapter_tensors(path: Path, names: Collection[str]) -> StoredTensors:
         raise ValueError(f"no {ADAPTER_FILE}; expected a checkpoint of a run with lora_target")
     stored = StoredTensors(path, [path / ADAPTER_FILE])
     if others := sorted(stored.forms.keys() - set(names)):
-        raise ValueError(f"{ADAPTER_FILE}: got {others[0]}, expected no other layers than lora_target means")
+        raise ValueError(f"{ADAPTER_FILE}: got {others[0]}, expected only the layers of lora_target")
     return stored
 
 
@@ -349,7 +349,7 @@ def open_source(context: StrategyContext) -> SourceFolder:
         dist.broadcast_object_list(told, src=0)
     names, forms = told[0]
     if fit is not None and (kept := [name for name in fit.kept if forms or name != SCORE_WEIGHT]):
-        what = "saved again as they are" if forms else f"left out of what is saved of the {context.role}"
+        what = "saved unchanged" if forms else f"not saved with the {context.role}"
         logger.info("%s: %d tensors are not trained, and %s: %s", path, len(kept), what, shown(kept))
 
     def piece(name: str, form: TensorForm) -> WeightShard:

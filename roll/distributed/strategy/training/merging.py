@@ -261,7 +261,7 @@ def _as_classifier(
 
 
 def _adapter_names(export: Export, shards: Path, spreads: Mapping[str, ShardLayout]) -> dict[str, ShardLayout]:
-    """Tensors that shards have of an adapter, and of a head beside it, under the names of a peft folder."""
+    """Tensors that shards have of an adapter, and of a head with it, under the names of a peft folder."""
     config = read_adapter_config(shards)
     matrices = {name.removeprefix(MODEL_PREFIX): one for name, one in spreads.items() if is_adapter(name)}
     if config.get("task_type") != CLASSIFIES:
@@ -295,7 +295,7 @@ def _layers(
         layer = name.removeprefix(PREFIX).removesuffix(marks[0])
         second = matrices.get(matrix_name(layer, "B"))
         if second is None:
-            raise ValueError(f"{name}: no {matrix_name(layer, 'B')} beside it")
+            raise ValueError(f"{name}: no {matrix_name(layer, 'B')} with it")
         if not first.shape[0] == second.shape[1] == config["r"]:
             seen = f"matrices of rank {first.shape[0]} and {second.shape[1]}"
             raise ValueError(f"{layer}: got {seen}, expected r = {config['r']} of {ADAPTER_CONFIG}")

@@ -238,8 +238,7 @@ def picture(env: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("tiles", "symbols"),
-    [(sokoban.TILES, sokoban_boards.SYMBOLS), (frozen_lake.TILES, frozen_lake.SYMBOLS)],
+    ("tiles", "symbols"), [(sokoban.TILES, sokoban_boards.SYMBOLS), (frozen_lake.TILES, frozen_lake.SYMBOLS)]
 )
 def test_every_kind_of_cell_looks_different(tiles, symbols):
     assert set(tiles) == set(symbols)

@@ -6,9 +6,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from gymnasium.utils.env_checker import check_env
 
-import roll.agentic.env as envs
 from roll.agentic.env.sokoban import SokobanEnv
 from roll.agentic.env.sokoban_boards import Board
 
@@ -401,8 +399,3 @@ def test_the_instruction_can_be_replaced():
 def test_a_given_board_is_checked(board, message):
     with pytest.raises(ValueError, match=message):
         Board.parse(board)
-
-
-def test_gymnasium_accepts_it():
-    check_env(SokobanEnv(show_coordinates=True), skip_render_check=True)
-    check_env(envs.make("sokoban", dim_room=(10, 10), num_boxes=2), skip_render_check=True)

@@ -107,7 +107,7 @@ def test_all_problems_of_all_roles_are_reported_at_once():
 def test_a_cluster_without_nodes_and_an_unknown_role_are_reported():
     assert "the cluster has no node" in problems_of([RoleRequest("env", None, world_size=1)], [])
     plan = plan_placement([RoleRequest("train", (0,))], pretend_nodes(1, 1))
-    with pytest.raises(KeyError, match=r"'trian' has no place; placed roles: train"):
+    with pytest.raises(KeyError, match=r"'trian' has no placement; placed roles: train"):
         plan.workers("trian")
 
 
@@ -128,11 +128,7 @@ def test_reserved_cpus_count_colocated_workers_once_and_stay_within_the_node():
 
 def test_the_description_names_places_and_partners():
     plan = plan_placement(
-        [
-            RoleRequest("train", (0, 1, 2, 3)),
-            RoleRequest("infer", (2, 3), 2),
-            RoleRequest("env", None, world_size=2),
-        ],
+        [RoleRequest("train", (0, 1, 2, 3)), RoleRequest("infer", (2, 3), 2), RoleRequest("env", None, world_size=2)],
         pretend_nodes(2, 2, num_cpus=4),
     )
     assert plan.describe() == [

@@ -175,7 +175,7 @@ def test_every_machine_of_a_cluster_is_examined(tmp_path):
 
     with ray_session({"num_cpus": 2}) as session:
         found = list(check_cluster(session.address, tmp_path))
-    assert [each.got for each in found if each.name == "cluster"] == ["1 of 1 machines examined"]
+    assert [each.got for each in found if each.name == "cluster"] == ["1 of 1 machines checked"]
     clock = next(each for each in found if each.name.startswith("clock of"))
     assert clock.level == "ok" and "+0.0" in clock.got.replace("-0.0", "+0.0")
     assert any(each.node and each.name == "disk room" for each in found)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gymnasium.utils.env_checker import check_env as gymnasium_check
 
 import roll.agentic.env as envs
 from roll.__main__ import main
@@ -149,6 +150,7 @@ def test_built_in_environments_pass(env_type, env_config, options):
     if env_type in ("gem", "textarena"):
         pytest.importorskip(env_type, reason=f"pip install 'roll-rl[{env_type}]'")
     assert_env_ok(env_type, env_config, **options)
+    gymnasium_check(envs.make(env_type, **env_config), skip_render_check=True)
 
 
 def test_every_built_in_environment_is_checked_here_or_where_there_is_a_server():

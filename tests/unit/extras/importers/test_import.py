@@ -751,10 +751,10 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
         (tmp_path / f"defaults{number}.yaml").write_text(f"defaults: {defaults}\n")
     for name, words in {
         "including.yaml": "including.yaml: Invalid loaded object type: int",
-        "defaults0.yaml": "defaults: a list is expected, not int",
+        "defaults0.yaml": "defaults: expected a list, not int",
         "defaults1.yaml": "Unsupported type in defaults",
-        "defaults2.yaml": "defaults: a list is expected, not str",
-        "list.yaml": "a mapping is expected",
+        "defaults2.yaml": "defaults: expected a list, not str",
+        "list.yaml": "expected a mapping",
         "broken.yaml": "no YAML",
         "other.sh": "no command that starts",
         "none.yaml": "no such file",
@@ -777,7 +777,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
     ],
 )
 def test_values_of_another_kind_than_a_key_has_are_refused(system, name, word, words):
-    with pytest.raises(UnreadableError, match=f"{name}: a value is of another kind than .* takes: {words}"):
+    with pytest.raises(UnreadableError, match=f"{name}: a value has another type than .* takes: {words}"):
         convert(system, [FILES / name], [word])
 
 

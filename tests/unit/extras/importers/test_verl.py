@@ -472,11 +472,7 @@ def test_a_batch_that_is_not_so_many_mini_batches_is_told(tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "ratio", "window"),
-    [
-        (["num_warmup_batches=2"], 2, 1),
-        (["num_warmup_batches=0"], 0, 0),
-        (["num_warmup_batches=1.5"], 1.5, 1),
-    ],
+    [(["num_warmup_batches=2"], 2, 1), (["num_warmup_batches=0"], 0, 0), (["num_warmup_batches=1.5"], 1.5, 1)],
 )
 def test_batches_before_the_first_step_of_the_newer_trainer_are_how_far_rollouts_are_ahead(
     words, ratio, window, tmp_path

@@ -50,22 +50,9 @@ HUMAN_EVAL = {
 
 
 @pytest.mark.parametrize(
-    ("code", "tests"),
-    [
-        (PROGRAM, PROGRAM_TESTS),
-        (PROGRAM, json.dumps(PROGRAM_TESTS)),
-        (PROGRAM, {"inputs": ["1 2", ["3 4"]], "outputs": ["3", ["7"]]}),
-        (ADD, CALLS),
-        ("class Solution:\n    def add(self, a, b):\n        return a + b\n", CALLS),
-        (ADD, ADD_TESTS),
-        (ADD, HUMAN_EVAL),
-        (ADD, json.dumps(HUMAN_EVAL)),
-        (ADD, "assert add(2, 2) == 4"),
-        (ADD, ["import math", "assert add(2, 2) == math.sqrt(16)"]),
-        (ADD, {"test": HUMAN_EVAL["test"] + "check(add)"}),
-    ],
+    ("code", "tests"), [(PROGRAM, PROGRAM_TESTS), (ADD, CALLS), (ADD, ADD_TESTS), (ADD, HUMAN_EVAL)]
 )
-def test_right_programs_score_in_every_format(code, tests):
+def test_right_programs_score(code, tests):
     verdict = score(code, tests)
     assert (verdict.score, verdict.correct, verdict.answer) == (1.0, True, code.strip())
     assert verdict.parts == {"tests_passed": 1.0}
@@ -75,11 +62,7 @@ def test_right_programs_score_in_every_format(code, tests):
     ("code", "tests"),
     [
         (PROGRAM.replace("+", "-"), PROGRAM_TESTS),
-        (ADD.replace("+", "-"), CALLS),
         (ADD.replace("+", "-"), ADD_TESTS),
-        (ADD.replace("+", "-"), HUMAN_EVAL),
-        ("def other(): pass", CALLS),
-        ("def other(): pass", ADD_TESTS),
         ("def add(:", ADD_TESTS),
         ("def add(:", PROGRAM_TESTS),
         ("raise ValueError", ADD_TESTS),
@@ -218,44 +201,6 @@ def add(a, b):
     return None
 """,
     "exit": "import sys; sys.exit(0)",
-    "hard_exit": "import os; os._exit(0)",
-    "exit_in_the_call": "import os\ndef add(a, b): os._exit(0)",
-    "exit_by_exception": "def add(a, b): raise SystemExit(0)",
-    "equal_to_everything": """
-class Any:
-    def __eq__(self, other): return True
-    def __ne__(self, other): return False
-def add(a, b): return Any()
-""",
-    "equal_number": """
-class Any(int):
-    def __eq__(self, other): return True
-def add(a, b): return Any(12345)
-""",
-    "equal_text": """
-class Any(str):
-    def __eq__(self, other): return True
-    __hash__ = str.__hash__
-def add(a, b): return Any("x")
-""",
-    "equal_list": """
-class Any(list):
-    def __eq__(self, other): return True
-def add(a, b): return Any()
-""",
-    "patched_builtins": """
-import builtins
-builtins.AssertionError = type("A", (Exception,), {})
-builtins.compile = lambda *a, **k: "pass"
-builtins.exec = lambda *a: None
-abs = len = all = isinstance = lambda *a: True
-def add(a, b): return -1
-""",
-    "patched_json": """
-import json
-json.dumps = lambda *a, **k: '{"ok": true}'
-def add(a, b): return -1
-""",
     "patched_main": """
 import sys, __main__
 for value in list(vars(__main__).values()):
@@ -340,16 +285,6 @@ def add(a, b):
         x = [x]
     return x
 """,
-    "endless_iterator": """
-def add(a, b):
-    while True:
-        yield a + b
-""",
-    "module_instead": """
-import types
-math = types.SimpleNamespace(isclose=lambda *a: True)
-def add(a, b): return -1
-""",
     "never_returns": "import time\ndef add(a, b): time.sleep(1000)",
     "hangs_at_load": "import time; time.sleep(1000)",
     "leaves_a_child": "import os\nif os.fork(): os._exit(0)\ndef add(a, b): return -1",
@@ -397,26 +332,20 @@ def test_programs_cannot_read_or_claim_the_expected_output(code):
         ([{"input": "1"}], "expected one of stdout and output"),
         ([{"input": "1", "stdin": "1", "output": "2"}], "expected one of stdin and input"),
         ([{"input": 1, "output": "2"}], r"tests\[0\].input: got 1, expected text"),
-        ([{"input": "1", "output": "2"}, "assert True"], "expected tests of one kind"),
         ({"inputs": [[1]], "outputs": []}, "lists of one length"),
-        ({"inputs": [], "outputs": []}, "at least 1"),
         ({"fn_name": "f", "inputs": [1], "outputs": [2]}, r"tests.inputs\[0\].inputs: got 1, expected the list"),
         ({"fn_name": "f(); g", "inputs": [[1]], "outputs": [2]}, r"tests.fn_name: got 'f\(\); g'"),
         ({"wrong": 1}, "got the key 'wrong', which is not understood"),
         (["assert f(1 ="], "got code that does not parse"),
-        ("{'not': json}", "tests|got code"),
         ({"test": 3}, "tests.test: got 3, expected a list of tests"),
-        ("", "asks nothing of the program and passes for any"),
-        ([""], "asks nothing of the program"),
+        ("", "never uses the program, so any program passes"),
+        ([""], "never uses the program"),
         ({"test": HUMAN_EVAL["test"]}, r"asks nothing .* check\(candidate\) with its entry_point"),
-        ({"test": "METADATA = {'author': None}\n" + HUMAN_EVAL["test"]}, "asks nothing of the program"),
-        (["import math", "assert 1 == 1"], "asks nothing of the program"),
+        ({"test": "METADATA = {'author': None}\n" + HUMAN_EVAL["test"]}, "never uses the program"),
+        (["import math", "assert 1 == 1"], "never uses the program"),
     ],
 )
 def test_malformed_tests_are_errors_and_no_zero(tests, message):
-    if tests == "{'not': json}":  # valid Python: a test that can only fail with NameError
-        assert isinstance(parse_tests(tests).tests[0], CodeTest)
-        return
     with pytest.raises(ValueError, match=message):
         score(ADD, tests)
 
@@ -472,6 +401,7 @@ def test_parsed_tests():
     assert parse_tests(CALLS).tests[0] == CallTest("add", [1, 2], 3)
     assert parse_tests(HUMAN_EVAL).tests[0].code.endswith("check(add)\n")
     assert parse_tests({"test": "assert f() == 1"}, entry_point="f").tests == (CodeTest("assert f() == 1"),)
+    assert isinstance(parse_tests("{'not': json}").tests[0], CodeTest), "it can only fail, with NameError"
 
 
 # --- where the program is ---------------------------------------------------------------------------------------------

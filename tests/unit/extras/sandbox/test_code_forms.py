@@ -51,7 +51,7 @@ def test_further_wrong_programs_score_in_no_form():
         ({"fn_name": "f", "inputs": [], "outputs": []}, "got 0 inputs and 0 outputs, .* at least 1"),
         ({"fn_name": "f", "inputs": ["not json"], "outputs": ["1"]}, "expected one JSON value a line"),
         ({"fn_name": 3, "inputs": [[1]], "outputs": [1]}, "fn_name: got 3"),
-        ({"inputs": [[1]], "outputs": [[2]]}, "got 1, expected text, or fn_name beside it"),
+        ({"inputs": [[1]], "outputs": [[2]]}, "got 1, expected text, or fn_name with it"),
         ([{"input": "1", "output": "2"}, {"fn_name": "f", "input": [1], "output": 2}], "expected tests of one kind"),
         ([{"input": "1", "output": "2"}, "assert f(1) == 2"], "expected tests of one kind"),
         ([{"input": "1", "output": "2", "test": "assert f(1) == 2"}], "expected either code or input and output"),

@@ -203,13 +203,6 @@ def test_a_key_is_sent_and_never_told(monkeypatch, caplog):
         score_all("http://localhost:9", [PROGRAM], PROGRAMS, {"api_key_env": "NO_SUCH_KEY"})
 
 
-def test_no_more_than_max_concurrency_programs_run():
-    code = "import time\ntime.sleep(0.2)\nprint(3)"
-    with serving() as service:
-        verdicts = score_all(service.url, [code] * 5, PROGRAMS[:1], {"max_concurrency": 2})
-    assert [verdict.score for verdict in verdicts] == [1.0] * 5 and service.most == 2
-
-
 def test_a_silent_service_times_out():
     class Silent(Handler):
         def do_POST(self) -> None:
@@ -218,7 +211,7 @@ def test_a_silent_service_times_out():
     with serving() as service:
         service.RequestHandlerClass = Silent  # type: ignore[misc]
         limits = SandboxLimits(wall_seconds=0.2, memory_mb=256)
-        with pytest.raises(RewardError, match=r"no answer within request_timeout = 0\.1 \+ 0\.2 seconds"):
+        with pytest.raises(RewardError, match=r"no reply within request_timeout = 0\.1 \+ 0\.2 seconds"):
             score_all(service.url, [PROGRAM], PROGRAMS, {"request_timeout": 0.1, "max_attempts": 1}, limits=limits)
 
 

@@ -18,12 +18,7 @@ import pytest
 
 from roll.extras.sandbox import pool as module
 from roll.extras.sandbox import run as sandbox_run
-from roll.extras.sandbox.pool import (
-    Sandbox,
-    SandboxError,
-    SandboxLimits,
-    SandboxResult,
-)
+from roll.extras.sandbox.pool import Sandbox, SandboxError, SandboxLimits, SandboxResult
 from roll.rewards.types import SandboxUnavailableError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")

@@ -5,7 +5,6 @@ import random
 import re
 
 import pytest
-from gymnasium.utils.env_checker import check_env
 
 from roll.extras.worlds.adventure import ACTIONS, AdventureEnv, House, State, draw_house
 
@@ -154,7 +153,6 @@ def test_what_no_house_has_is_refused():
         AdventureEnv().expert_actions()
 
 
-def test_the_instruction_names_every_action_and_gymnasium_accepts_it():
+def test_the_instruction_names_every_action():
     instruction = AdventureEnv().env_instruction
     assert all(re.search(rf"\b{name}\b", instruction) for name in ACTIONS)
-    check_env(AdventureEnv(), skip_render_check=True)

@@ -3,7 +3,6 @@
 import random
 
 import pytest
-from gymnasium.utils.env_checker import check_env
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -127,8 +126,3 @@ def test_words_that_cannot_be_played_are_refused(words, said):
 def test_a_split_without_words_is_refused():
     with pytest.raises(ValueError, match=r"holdout_fraction: got 0\.01, expected at least one of 2 words"):
         HiddenWordEnv(words=["crane", "creek"], split="eval", holdout_fraction=0.01)
-
-
-@pytest.mark.parametrize("history", [True, False])
-def test_gymnasium_accepts_it(history):
-    check_env(HiddenWordEnv(show_history=history), skip_render_check=True)

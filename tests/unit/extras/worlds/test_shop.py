@@ -8,7 +8,6 @@ import sys
 
 import numpy as np
 import pytest
-from gymnasium.utils.env_checker import check_env
 
 from roll.configs.env import CustomEnvConfig
 from roll.data.renderer import ChatRenderer
@@ -193,7 +192,3 @@ def test_a_conversation_with_tools_is_played_by_the_manager():
 def test_what_cannot_be_sold_is_refused(config, said):
     with pytest.raises(ValueError, match=said):
         ShopEnv(**config)
-
-
-def test_gymnasium_accepts_it():
-    check_env(ShopEnv(), skip_render_check=True)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gymnasium.utils.env_checker import check_env
 
 from roll.configs.problems import ConfigErrors
 from roll.data.files.rows import DataError
@@ -93,14 +92,7 @@ def test_nothing_is_right_where_the_answer_is_blank(scorer):
         env.step("")
 
 
-def test_gymnasium_accepts_it():
-    check_env(SingleTurnEnv(items=ITEMS), skip_render_check=True)
-
-
-ROWS = [
-    {"meta": {"question": "1/2 + 1/4?"}, "answer": "3/4"},
-    {"meta": {"question": "2 + 3?"}, "answer": 5},
-]
+ROWS = [{"meta": {"question": "1/2 + 1/4?"}, "answer": "3/4"}, {"meta": {"question": "2 + 3?"}, "answer": 5}]
 
 
 @pytest.fixture

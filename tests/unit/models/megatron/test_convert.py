@@ -206,10 +206,7 @@ def test_sizes_of_query_groups_wide_heads_and_layers_with_experts():
 
 @pytest.mark.parametrize(
     ("config", "seen", "nearest"),
-    [
-        (MistralConfig(**SHAPE), "MistralForCausalLM", "Llama"),
-        (GptOssConfig(**SHAPE), "GptOssConfig", ""),
-    ],
+    [(MistralConfig(**SHAPE), "MistralForCausalLM", "Llama"), (GptOssConfig(**SHAPE), "GptOssConfig", "")],
 )
 def test_an_unknown_class_is_named_with_the_known_ones(config, seen, nearest):
     config.architectures = [seen]

@@ -160,4 +160,4 @@ def test_parts_that_stand_or_fall_together():
     assert module_parts("model.norm.weight") == ("model.norm.weight",)
     held = ["q", "k", "v"]
     assert torn(held, ["q", "k", "v", "o"]) == torn(held, ["o"]) == ""
-    assert torn(held, ["k", "o"]).startswith("q, v beside the rest")
+    assert torn(held, ["k", "o"]).startswith("q, v with the rest")

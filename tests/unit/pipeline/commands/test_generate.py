@@ -34,7 +34,7 @@ def test_texts_are_continued_and_messages_rendered(model, rows, tmp_path, capsys
     parquet.write_table(pyarrow.table({"question": ["five"]}), tmp_path / "d.parquet")
     out = tmp_path / "out.jsonl"
     assert main(["generate", model, *files, str(tmp_path / "c.txt"), "-o", str(out), *GREEDY]) == 0
-    assert "--chat asks them" in capsys.readouterr().err
+    assert "--chat sends them" in capsys.readouterr().err
     expected = [oracle(model, tokenizer(text)["input_ids"]) for text in ("one two", "three", " four")]
     expected.insert(1, oracle(model, ChatRenderer(tokenizer).prompt(talk).tolist()))
     lines = read(out)

@@ -78,4 +78,4 @@ def test_a_question_gets_the_next_answer_to_another_one_cut_at_the_end(caplog):
     ]
     assert not caplog.records
     assert all(ids[0] == 1 and len(ids) == 2 for ids, _ in crossed([([1], [10]), ([1], [11])]))
-    assert "got 2 answers to one question, expected answers to several" in caplog.text
+    assert "got 2 responses to one question, expected several questions" in caplog.text

@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 from roll.configs.rewards import RewardFilterConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.data.requests import Completion, FinishReason
-from roll.pipeline.prompts import (
-    RewardFailureError,
-    accuracy_metrics,
-    check_error_rates,
-    reward_metrics,
-)
+from roll.pipeline.prompts import RewardFailureError, accuracy_metrics, check_error_rates, reward_metrics
 from roll.pipeline.rollouts import passes_filter
 from roll.pipeline.session import RunFailedError
 from roll.rewards.accuracy import Judged, Tally, best_of_k, majority_correct, majority_of_k, pass_at_k

@@ -41,12 +41,7 @@ needs_namespaces = pytest.mark.skipif(
 
 
 def folder_of(
-    parent: Path,
-    *,
-    name: str = "sums",
-    toml: str = "",
-    dockerfile: str = DOCKERFILE,
-    test: str | None = TEST,
+    parent: Path, *, name: str = "sums", toml: str = "", dockerfile: str = DOCKERFILE, test: str | None = TEST
 ) -> Path:
     folder = parent / name
     for part in ("environment/data", "tests"):
@@ -93,9 +88,9 @@ def test_folders_of_tasks_are_a_dataset(tmp_path):
         ({"dockerfile": "FROM x\nRUN echo it's"}, "Dockerfile:2: RUN: nothing is built without Docker"),
         ({"dockerfile": "FROM x\nCOPY --from=y /a /b"}, "Dockerfile:2: COPY: nothing is built"),
         ({"dockerfile": "FROM x\nCOPY a /etc/a"}, "COPY to /etc/a: expected a place in /app"),
-        ({"dockerfile": "FROM x\nCOPY nothing ."}, "COPY nothing: there is nothing of that name"),
+        ({"dockerfile": "FROM x\nCOPY nothing ."}, "COPY nothing: no such file"),
         ({"dockerfile": "FROM x\nWORKDIR /root/work"}, "the working folder /root/work is the system's"),
-        ({"toml": "[[steps]]\nname = 'one'"}, "steps: tasks of several steps are not played"),
+        ({"toml": "[[steps]]\nname = 'one'"}, "steps: tasks of several steps are not supported"),
         ({"toml": "[environment]\ndocker_image = 'x'\ngpus = 1"}, "docker_image: needs Docker; environment.gpus"),
         ({"toml": "[agent]\nnetwork_mode = 'no-network'"}, "agent.network_mode: the network cannot be kept away"),
         ({"toml": "[environment.env]\nKEY = '${KEY}'"}, "values of the host are not passed on"),

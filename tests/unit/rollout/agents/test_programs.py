@@ -28,17 +28,7 @@ from roll.rollout.agents.episode import AgentPlayer
 from roll.rollout.agents.task import AgentError, AgentTask
 from roll.rollout.router import EngineUnavailableError
 from roll.rollout.types import EpisodeEnd
-from tests.support.said_engine import (
-    ASK,
-    GOOD,
-    PROMPT,
-    RENDERER,
-    Engine,
-    marked,
-    play,
-    play_with,
-    script,
-)
+from tests.support.said_engine import ASK, GOOD, PROMPT, RENDERER, Engine, marked, play, play_with, script
 
 HERE = "tests.unit.rollout.agents.test_programs"
 CLIENT = """
@@ -95,7 +85,7 @@ json.dump([task, dict(os.environ), os.getcwd(), os.listdir()], open({str(tmp_pat
         ("import sys; print('no luck', file=sys.stderr); sys.exit(3)", "ended with exit code 3: no luck"),
         ("import os; os.kill(os.getpid(), 9)", "ended with signal 9"),
         ("import os; os.write(1, b'\\xff\\xfe\\xed\\xa0\\x80 odd'); raise SystemExit(1)", "exit code 1: \ufffd+ odd$"),
-        ("pass", "asked nothing of the policy"),
+        ("pass", "sent no request to the policy"),
         ("import os; print(os.environ['OPENAI_API_KEY']); raise SystemExit(1)", r"exit code 1: \*\*\*$"),
         (ASK + "open(os.environ['ROLL_ANSWER'], 'wb').write(b'\\xff')", "ROLL_ANSWER is no UTF-8"),
         (ASK + "os.symlink('/etc/passwd', os.environ['ROLL_ANSWER'])", "ROLL_ANSWER cannot be read"),
@@ -153,7 +143,7 @@ def test_a_coroutine_that_ignores_its_end_is_left_alone(monkeypatch, caplog):
     threading.Timer(3.0, LET_GO.set).start()  # the end of the event loop waits for it too
     with pytest.raises(AgentError, match=r"took longer than agent.timeout=0.3 s"):
         play(Engine([GOOD]), type="python", path=f"{HERE}:stubborn", timeout=0.3)
-    assert "does not end, though it is cancelled" in caplog.text
+    assert "did not end when cancelled" in caplog.text
 
 
 def test_time_in_which_the_policy_answers_is_not_the_programs():
@@ -180,9 +170,7 @@ async def test_calls_after_the_end_are_refused(tmp_path):
     keys = tmp_path / "keys"
 
     player = AgentPlayer(
-        AgentConfig(command=script(ASK + f"open({str(keys)!r}, 'w').write(os.environ['OPENAI_API_KEY'])")),
-        RENDERER,
-        0,
+        AgentConfig(command=script(ASK + f"open({str(keys)!r}, 'w').write(os.environ['OPENAI_API_KEY'])")), RENDERER, 0
     )
     await play_with(player, Engine([GOOD]))
     async with openai.AsyncOpenAI(base_url=player.endpoint.url, api_key=keys.read_text(), max_retries=0) as late:
