@@ -6,8 +6,8 @@
 
 A mutation changes one operator, comparison or constant, negates one condition or drops one statement. The seed picks
 them, so one source tree always has the same ones. Each runs alone, in a copy of the tree, against those test files of
-its room that call the changed function, until the first failure. Test files that start Ray or agent programs, or that end
-threads which hang, are left out: tracing their calls makes them hang too.
+its room that call the changed function, until the first failure. Test files that start Ray or agent programs, or that
+end threads which hang, are left out: tracing their calls makes them hang too.
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ class CheckpointConfig(Config):
     )
     save_contents: list[Part] = Field(
         default_factory=lambda: list(PARTS),
-        description="What is saved: the model always; optimizer, Adam's moments and the float32 weights of a 16-bit "
-        "model; rng, the states of the random generators.",
+        description="What is saved. model: required; optimizer: Adam's moments and the float32 weights of a 16-bit "
+        "model; rng: the states of the random generators.",
     )
     load_contents: list[Part] = Field(
         default_factory=lambda: list(PARTS),
@@ -185,7 +185,7 @@ class RunConfig(Config):
     resume_with_changes: bool = Field(
         default=False,
         description="Resume although data, seed, batch sizes or environments differ from those of the run that saved "
-        "the checkpoint, from the same count of steps and draws, with the new values. false: that is refused.",
+        "the checkpoint, from the same count of steps and draws, with the new values. false: such a change is refused.",
     )
 
     max_steps: int = Field(

@@ -1,4 +1,4 @@
-"""Things outside a configuration that it names: rows of data files, models on a hub; for ``roll validate`` alone."""
+"""Checks what a configuration refers to: rows of data files, models on the hub; only for ``roll validate``."""
 
 from __future__ import annotations
 

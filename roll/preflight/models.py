@@ -333,6 +333,28 @@ def check_packing(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(key, True, expected, involves=("pretrain",))
 
 
+def check_attention(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Attention is computed as the model has it: with its cap, and with rotary positions that are each row's own."""
+    for role, worker in sections(config):
+        card = worker.strategy_args.card
+        applies = card is not None and card.packs_modules and config.model_of(role) != TINY
+        if not applies or (sizes := model_config(config, role)) is None:
+            continue
+        from roll.models.loading import attention_kernel, check_rope
+
+        key, kernel = f"{role}.model_args.attn_implementation", worker.model_args.attn_implementation
+        try:
+            attention_kernel(sizes, None if kernel == "auto" else kernel)
+        except ValueError as error:
+            yield ConfigProblem(key, kernel, str(error).partition("expected ")[2], involves=("pretrain",))
+        try:
+            check_rope(sizes, config.longest_sequence)
+        except ValueError as error:
+            length, expected = config.longest_sequence, str(error).partition("expected ")[2]
+            yield ConfigProblem("sequence_length", length, expected, involves=("pretrain",))
+            return
+
+
 def check_positions(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The model has positions for the longest sample."""
     most = MAX_POSITIONS
@@ -506,6 +528,7 @@ MODEL_CHECKS: tuple[Rule, ...] = (
     check_fit,
     check_experts,
     check_packing,
+    check_attention,
     check_positions,
     check_trained_format,
     check_adapted_layers,

@@ -1,4 +1,4 @@
-"""Location of a saved model: a run's folder, a checkpoint in it, the folder of a role in that, or a model by itself."""
+"""Finds a saved model: in a run's folder, a checkpoint, the folder of a role in it, or a model folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POLICY = "actor_train"
 
 @dataclass(frozen=True)
 class Saved:
-    """Model that a user's path means."""
+    """The model that a user's path means."""
 
     model: str
     """Folder in Hugging Face format, or a name on the hub."""

@@ -25,7 +25,7 @@ Faster = tuple[tuple[str, ...], float]
 
 @dataclass(frozen=True)
 class Advice:
-    """Overrides, and the fullest place with them."""
+    """Overrides, and the fullest device with them."""
 
     overrides: tuple[str, ...]
     needed: int

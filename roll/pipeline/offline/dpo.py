@@ -1,4 +1,4 @@
-"""The DPO pipeline: better and worse answers, the reference's log-probabilities of them, and KTO's reference point."""
+"""The DPO pipeline: preferences, the reference's log-probs, and KTO's reference point."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _COLUMN = "ref_logprobs_T"
 
 
 class ReferenceScores:
-    """The reference's opinion of answers.
+    """The reference's log-probs of responses.
 
     A role of its own gives it, else the policy without its adapter, else, ahead of the first step, the policy itself.
 
@@ -78,7 +78,7 @@ class ReferenceScores:
 
 
 class Anchors:
-    """KTO's point of comparison: how far the policy has gone from the reference.
+    """KTO's reference point: the policy's divergence from the reference.
 
     Ethayarajh et al. (2024) estimate their KL by answers to other questions. Here each question of the dataset gets the
     answer of the next row that asks another. The estimate is a constant of the optimizer step, and at least 0.

@@ -166,18 +166,6 @@ def test_the_best_reward_is_known_where_all_verifiers_say_theirs(verifiers, best
     assert found is best if best is None else found == pytest.approx(best)
 
 
-def test_parts_carry_the_verifiers_names():
-    verdict = score(sample(), fake(score=0.5), {"name": "format"}, fake(score=2, weight=3))
-    assert verdict.score == 6.5
-    assert verdict.parts == {
-        "Fake/score": 0.5,
-        "Fake/calls": 1.0,
-        "format/score": 0.0,
-        "Fake_2/score": 2.0,
-        "Fake_2/calls": 1.0,
-    }
-
-
 def test_verifiers_work_side_by_side_and_samples_up_to_the_limit():
     async def run():
         async with scorer_of(fake(seconds=0.2), fake(seconds=0.2), max_concurrency=3) as scorer:
@@ -326,16 +314,8 @@ async def test_context_reaches_the_constructors_that_name_it():
         ),
         ({"name": "format", "args": {"score": "1"}}, 'verifiers.0.args.score: got "1", expected float'),
         ({"name": "format", "args": {"penalty": 1.0}}, "verifiers.0.args.penalty: got 1.0, expected float, at most 0"),
-        (
-            {"name": "format", "args": {"pattern": "("}},
-            'verifiers.0.args.pattern: got "(", expected a regular expression',
-        ),
         ({"name": "gsm8k", "args": {"method": "loose"}}, "expected one of: strict, flexible"),
         ({"name": "custom"}, "verifiers.0.args.path: got nothing, expected str"),
-        (
-            {"name": "custom", "args": {"path": "no_such:f"}},
-            'verifiers.0.args.path: got "no_such:f", expected package.module:function',
-        ),
         (
             {"name": "instruction", "args": {"constraints": [{"kind": "x"}]}},
             'verifiers.0.args.constraints.0.kind: got "x"',

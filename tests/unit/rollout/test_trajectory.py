@@ -179,16 +179,6 @@ def _rows(batch: Batch) -> list[tuple[int, int, list[int], list[bool], list[floa
     return list(zip(batch.group_B.tolist(), batch.traj_B.tolist(), *columns, strict=True))
 
 
-def test_a_turn_in_which_nothing_was_sampled_is_no_row():
-    turns = [make_turn([1], []), make_turn([2], [3], 1.0), make_turn([4], [])]
-    empty = make_trajectory([make_turn([9], [])], history=False)
-    batch = groups_to_batch([RolloutGroup(0, "A", (empty, make_trajectory(turns, history=False)))], ["A"])
-    assert batch.tokens_T.tolist() == [2, 3]
-    assert batch.traj_B is not None and batch.traj_B.tolist() == [0]
-    with pytest.raises(ValueError, match="no trajectory to train on"):
-        groups_to_batch([RolloutGroup(0, "A", (empty,), dropped=1)], ["A"])
-
-
 def test_rows_that_the_length_limit_cut_off_are_told():
     whole, cut = make_turn([1], [2]), make_turn([1, 2], [3, 4], finish=FinishReason.LENGTH)
     full = EpisodeEnd.CONTEXT_FULL
