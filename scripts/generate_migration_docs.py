@@ -31,13 +31,13 @@ roll validate ./mine.yaml
 
 A file is YAML, with the files of its defaults list if they are next to it, or a launch script. From a script the
 importer reads the command that starts the training; nothing is executed. Variables, arrays, arithmetic, functions,
-`eval`, `source`, loops, `case` and branches are followed as bash would; a variable that the script does not set becomes
+`eval`, `source`, loops, `case` and branches are evaluated as in bash; a variable that the script does not set becomes
 `${oc.env:NAME}`. If only a shell can know which branch runs (`if [ "$DEVICE" = npu ]`, `$(nproc)`), no value is
 guessed: the report names the variable that decides, and `--set DEVICE=gpu` sets it. `key=value` arguments change the
 system's own keys. Several files are merged in their order.
 
 The result contains what differs from the defaults here. If a key is not given and the other system's default differs,
-that default is written out. Comments above the keys, `# lost:` and `# TODO:`, say what could not be carried over and
+that default is written out. Comments above the keys, `# lost:` and `# TODO:`, say what could not be converted and
 what is left to do. The report begins with both; with `--all` it also lists keys that did not change:
 
 | word | meaning |
@@ -50,11 +50,11 @@ what is left to do. The report begins with both; with `--all` it also lists keys
 | dropped | has no effect on results; the reason is given |
 | left to you | something outside the configuration: a path, a secret, a model that must be served |
 | impossible | results would change, and there is no equivalent here; the reason is given |
-| unknown to the importer | no rule knows the key; a value that only links read is not reported |
+| unknown to the importer | no rule for the key; a value that only links read is not reported |
 
 The exit code is 1 if a key is impossible or unknown or the result needs an edit, 2 if a file cannot be read, else 0.
-Files that train on pictures, video or sound are refused, as recognised by their keys, models and data sets. Secrets are
-not copied. `roll train` with such a file prints the command to run.
+Files that train on pictures, video or sound, recognised by keys, models and data sets, are refused. Secrets are not
+copied. `roll train` with such a file prints the command to run.
 """
 
 FIGURES = """\
@@ -69,11 +69,11 @@ Keys in the tables of each system, by the result of the import.
 MEASURED = """
 ## On real files
 
-Files from the systems' own repositories and from their users' forks. *Validates*: nothing is left to edit but paths
-and environment variables (and, for GEM's environments, a package to install). *Whole*: in addition, no key is
-impossible. They were retyped from stored versions of the files and measured on 26 November 2026; some were read while
-the importer was being fixed. Someone who had not written the importer compared some 290 values in 19 more files by
-hand; 8 differed without a report at first, and these kinds are fixed.
+Files from the systems' own repositories and from their users' forks. *Validates*: only paths and environment
+variables are left to edit (and, for GEM's environments, a package to install). *Whole*: in addition, no key is
+impossible. They were retyped from stored versions of the files and measured on 26 November 2026; some of them were used
+while the importer was being fixed. Someone who had not written the importer compared some 290 values in 19 more files
+by hand; 8 differed without a report at first, and these cases are fixed.
 
 | files | number | validate | whole |
 |---|---|---|---|
@@ -84,7 +84,7 @@ hand; 8 differed without a report at first, and these kinds are fixed.
 | ChatLearn's scripts, 4 of them older, with `--set WORLD_SIZE=…` | 33 | 33 (100 %) | 16 of 24 without pictures |
 | MindSpeed RL's configurations, in its checkout | 15 | 15 (100 %) | 15 |
 
-At first, before the problems that they showed were fixed, 15 of the first 17 of ROLL validated, 9 of 12 of verl up to
+At the first try, before their problems were fixed, 15 of the first 17 files of ROLL validated, 9 of 12 of verl up to
 0.7 and 13 of 18 since.
 
 What remains, and why:
@@ -109,17 +109,17 @@ its forks `pranay-fleet/roll-fleet` `72347eda`, `kelly159951` `7b97eef8` and `29
 `3a7b795e`, `83e82cdd`, `70a1859b`, `12095cde`, `a8a32e92`; since 0.8 `08aef7ff`, `4eed7063`, `2741f279`, `7804ce3a`,
 `50ef5e4f`, `3867dfdf`, `5cac7f89`, `860eebd2`, `d2c0bd69`, `712d9462`.
 
-For ten runs each of ROLL and verl, the contents of a step (sequences and tokens per optimizer step, learning rates at
-steps 0, 10, 100 and last, KL, bounds, averages, sampling, lengths, layout, intervals) are compared with figures
-derived from the systems' own sources, in `tests/unit/extras/importers`. Options that no engine or environment here has
+For ten runs each of ROLL and verl, `tests/unit/extras/importers` compares the contents of a step (sequences and tokens
+per optimizer step, learning rates at steps 0, 10, 100 and last, KL, bounds, averages, sampling, lengths, layout,
+intervals) with figures derived from the systems' own sources. Options that no engine or environment here has
 are omitted and reported as impossible.
 
 ## Keys that are not in a file
 
 Their defaults are in `roll/extras/importers/tables/*_defaults.tsv`, for verl those of 0.6.1, 0.7.0, 0.8.0 and 0.9.1
 (`scripts/generate_import_defaults.py` reads its releases), for ROLL those of 0.3.0. If such a default affects results
-and differs from ours, it is written out. A key that a file sets to its default counts as not given, so a file into
-which a whole configuration was dumped imports like the few keys that differ.
+and differs from ours, it is written out. A key that a file sets to its default counts as not given, so a dump
+of a whole configuration imports like the few keys that differ.
 """
 
 DIFFERENCES: dict[str, tuple[str, ...]] = {
@@ -128,8 +128,8 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "generator's tensor-parallel size, held-out data has the columns of the training data, and a null "
         "`num_nodes` follows from the devices. This holds for every configuration, not only imported ones.",
         "A prompt that is too long is dropped from the data (`prompt_overflow: drop`).",
-        "An optimizer step is a whole share of a rollout. If theirs is not, the nearest is taken, and the report "
-        "says so.",
+        "The optimizer steps of a rollout have equal size here. If theirs do not, the nearest size is taken and "
+        "reported.",
         "A reward worker class becomes a verifier with the same purpose. The verifier `math` scores 1 or 0 and has "
         "no penalty for repetition or length.",
         "A judge on the run's own devices stays there (`judge_model_type: inference`); the cluster `reward`, which "
@@ -144,8 +144,8 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "or `max_new_tokens` is smaller; both are `prompt_length` and `response_length` here.",
         "A warm-up of W steps begins with a rate of 0 there: it is k / W in step k, and (k + 1) / (W + 1) here.",
         "Agentic batches are not filled up or cut at random (`batch_adjust_mode`).",
-        "Files of the SFT, DPO and distillation pipelines become configurations of those here; `num_train_epochs` "
-        "then sets the length of the run, and held-out samples are read whole.",
+        "Files of the SFT, DPO and distillation pipelines become configurations of the same pipelines here; "
+        "`num_train_epochs` then sets the length of the run, and held-out samples are read whole.",
     ),
     "verl": (
         "A mini-batch counts prompts there and samples here: `ppo_mini_batch_size × n = per device × accumulated × "
@@ -153,28 +153,27 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "Schedules of the learning rate count batches there and optimizer steps here: `lr_warmup_steps` and the "
         "like are multiplied by `train_batch_size / ppo_mini_batch_size × ppo_epochs`.",
         "`gae` always whitens there; `whiten_advantages` does so here.",
-        "The dual clip is always on there, with `clip_ratio_c` 3.",
+        "The dual clip is always on there, with a `clip_ratio_c` of 3.",
         "Releases up to 0.7, and those since 0.8, in which engines train, are recognised by the keys of a file; a "
         "file with keys of both is reported. Up to 0.7 `token-mean` is a mean over each micro-batch's tokens, "
-        "these means weighted by samples, and `seq-mean-token-sum-norm` the sum of a micro-batch; since 0.8, and "
+        "averaged with weights by samples, and `seq-mean-token-sum-norm` the sum of a micro-batch; since 0.8, and "
         "here, both are means over an optimizer step.",
         "A critic has the epochs, mini-batches, gradient bound and averaging of the policy; other values are reported.",
         "Bounds of a rejection (`rollout_rs`) are on the ratio of training to generating engine here, on its "
         "inverse there.",
         "There is one `kl_penalty` for the loss and the reward.",
         "Held-out responses are sampled if `val_kwargs.temperature` is above 0, as since 0.7, which ignores "
-        "`do_sample`; with `rollout.mode: sync` they are greedy unless it is true. In any case a greedy pass over "
-        "them runs here before the first step and after the last.",
-        "Checkpoints are written and evaluations run after the last step, whatever the intervals.",
+        "`do_sample`; with `rollout.mode: sync` they are greedy unless it is true. Here a greedy pass over "
+        "them always runs before the first step and after the last.",
+        "After the last step a checkpoint is always written and an evaluation always runs.",
         "Reward domains are made for the public data sources; the score of a wrong answer is 0, not -1.",
         "In the fully asynchronous trainer (`fully_async_main`) a step is what is trained between two updates of "
         "the generator: `trigger_parameter_sync_step × require_batches × ppo_mini_batch_size` prompts; intervals "
         "and `total_rollout_steps` are counted that way. A step begins when all of its groups exist, not with the "
         "first fetch. `staleness_threshold` is `async_generation_ratio`: both limit the groups that are started "
-        "ahead, in shares of a step. Started groups can become as old as they take there; `rollout_window: 1` "
-        "limits that.",
+        "ahead, as a share of a step. A started group has no age limit there; `rollout_window: 1` sets one here.",
         "In the mode `separate_async` of `trainer.v1`, `train_batch_size` is a whole step: `parameter_sync_step` "
-        "(4 by default) × `ppo_mini_batch_size` prompts. A file in which it is not is reported.",
+        "(4 by default) × `ppo_mini_batch_size` prompts. Other values are reported.",
         "One step off policy is `async_generation_ratio: 1` with `partial_rollout: false`. Both trainers have "
         "separate devices for `actor_infer`, on the trainer's nodes if 8 devices hold both.",
         "With `async_generation_ratio` a loss has importance weights, or the sampler's probabilities "
@@ -199,13 +198,13 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "The reference is the policy's initial weights; it cannot be another model.",
         "Roles outside `colocation` get separate devices, after those of the others.",
         "`final_clip_ratio`, 3 by default, limits the loss of each token: `pg_loss_cap`.",
-        "With `fsdp` the learning rate is constant, whatever `min_lr` says. With `megatron` it falls linearly from "
+        "With `fsdp` the learning rate is constant, and `min_lr` has no effect. With `megatron` it falls linearly from "
         "`lr` to `min_lr` in `train_iters` optimizer steps, which is 1 in releases without that key; the loss has "
-        "no KL and no entropy term, whatever their coefficients.",
+        "no KL and no entropy term, and their coefficients no effect.",
         "`seq_length` of `policy`, without `max_response_tokens_length`, limits prompt and response together. Here "
         "each has a limit, and the prompt gets a quarter.",
-        "If only a shell knows the number of devices (`num_device` of `base_env.sh`), `--set WORLD_SIZE=1 --set "
-        "GPUS_PER_NODE=8` set it; otherwise the fewest nodes of 8 that hold the layout are used, and the report "
+        "If the number of devices is known only at run time (`num_device` of `base_env.sh`), `--set WORLD_SIZE=1 --set "
+        "GPUS_PER_NODE=8` sets it; otherwise the fewest nodes of 8 that hold the layout are used, and the report "
         "asks for it.",
     ),
     "mindspeed": (
@@ -253,7 +252,13 @@ def _page(system: str) -> str:
         "<!-- Written by scripts/generate_migration_docs.py. Do not edit. -->",
         "",
     ]
-    lines += ["How to convert a file: [migrating](../migrating.md).", "", "## Differences in meaning", ""]
+    lines += [
+        f"What `roll import` makes of each key of {SYSTEMS[system]}; *there* is that system, *here* this library. How "
+        "to convert a file: [migrating](../migrating.md).",
+        "",
+        "## Differences in meaning",
+        "",
+    ]
     lines += [f"- {text}" for text in DIFFERENCES[system]]
     lines += ["", "## Keys", "", "| key | here | what becomes of it | note |", "|---|---|---|---|"]
     lines += [_line(row) for row in rows(system) if row.how != SECTION or row.note]

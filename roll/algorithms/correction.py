@@ -1,4 +1,4 @@
-"""Distance of the generating engine's log-probabilities from the training engine's, and what is done about it.
+"""The mismatch between the generating and the training engine's log-probs, and its correction.
 
 Axes: B rows, T tokens, M sampled tokens, in batch order.
 """

@@ -1,4 +1,4 @@
-"""Distillation from a teacher: its opinion of sampled tokens as advantages or rewards, and the loss on given answers.
+"""Distillation from a teacher: its log-probs of sampled tokens as advantages or rewards; the loss on given responses.
 
 On the policy's own samples the teacher's term of a token is ``log q - log p``, q the teacher and p the policy that
 sampled it: the negative of the unbiased estimate (k1) of the reverse KL(p || q). On a fixed dataset the loss is a

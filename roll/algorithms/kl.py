@@ -84,7 +84,7 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 
 
 class KlController:
-    """The coefficient of a KL: fixed, or steered to a target (Ziegler et al. 2019, section 2.2).
+    """The coefficient of a KL: fixed, or adapted to a target (Ziegler et al. 2019, section 2.2).
 
     Adaptive: ``coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * min(sequences / horizon, 1)`` after each step. Ziegler et
     al. have steps of fewer sequences than the horizon; of more than five times as many, the sign would change.

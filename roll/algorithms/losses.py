@@ -51,7 +51,7 @@ SEQUENCE_EXPONENT_BOUND = 10.0
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """Everything that a policy loss knows of the sampled tokens; all [M], on one device."""
+    """What a policy loss gets of the sampled tokens; all [M], on one device."""
 
     logprobs_M: Tensor
     """log p under the policy being trained; gradients flow through it."""

@@ -1,4 +1,4 @@
-"""What losses need to know of each token's distribution: one function for each quantity, however the vocabulary is cut.
+"""What losses need of each token's distribution: one function per quantity, for whole and sharded vocabularies.
 
 A quantity maps a ``Distribution`` to columns of ``TokenScores``. Where it sums over the vocabulary, it does so with
 ``Distribution.total`` and ``highest``: then it is right whether all logits are here or each rank has a stretch of them.
@@ -70,7 +70,7 @@ _LEAST_MASS = 1e-30
 
 
 class Vocabulary(Protocol):
-    """Place of this rank's logits in the vocabulary, and the ways in which ranks put theirs together."""
+    """This rank's part of the vocabulary, and the reductions over ranks."""
 
     @property
     def start(self) -> int:
@@ -125,7 +125,7 @@ class WholeVocabulary:
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """A frozen output layer, or a part of one, outside any module, so that nobody trains, shards or saves it."""
+    """A frozen output layer, or a part of one, outside any module, so that it is not trained, sharded or saved."""
 
     weight_VH: Tensor
     bias_V: Tensor | None = None

@@ -71,7 +71,7 @@ def whiten(values_N: Tensor) -> Tensor:
 
 
 class RunningStats:
-    """Mean and unbiased standard deviation of all values seen, updated batch by batch (Welford 1962; Chan et al. 1983).
+    """Mean and unbiased standard deviation of all values so far, updated by batches (Welford 1962; Chan et al. 1983).
 
     Its state is three plain numbers, so it goes into a checkpoint as it is.
     """

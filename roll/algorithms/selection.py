@@ -1,4 +1,4 @@
-"""Choice of what the policy's loss counts, and how much: masks, rejection, token weights, resampling, pairs.
+"""What the policy is trained on, and with which weight: masks, rejection, token weights, resampling, pairs.
 
 All of it is decided once per rollout, after the advantages and over the whole batch, so no way of cutting the batch
 into optimizer steps, micro-batches or ranks can change it. What is masked leaves ``loss_mask_T`` and with it the loss's

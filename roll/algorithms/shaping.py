@@ -1,4 +1,4 @@
-"""From a scored rollout to its advantages: masks, lengths, normalising, clipping, KL, a teacher's opinion, whitening.
+"""From a rollout's rewards to its advantages: masks, lengths, normalising, clipping, KL, a teacher's term, whitening.
 
 Normalising and clipping act on an episode's score, the sum of its rewards: each of its rewards is divided by the spread
 and what is left of the change goes to its last sampled token, so that the rewards again add up to the new score. For
@@ -223,7 +223,7 @@ def whiten_token_rewards(batch: Batch) -> Batch:
 
 
 class Shaping:
-    """Shapes the batch of each step, and keeps what goes on from step to step: statistics and coefficients.
+    """Shapes the batch of each step, and keeps what lasts from step to step: statistics and coefficients.
 
     Args:
         parts: the algorithm.

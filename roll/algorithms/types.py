@@ -1,4 +1,4 @@
-"""Values between a strategy and a loss (scores in, one scalar share out), and checks of what a batch has for it."""
+"""Values between a strategy and a loss (log-probs in, one scalar share out), and checks of a batch's columns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from roll.data.columns import UNKNOWN, Column, columns_of
 
 @dataclass(frozen=True)
 class TokenScores:
-    """A model's opinion of a batch's tokens; flat [T] tensors aligned with the token they describe."""
+    """What a model computes for a batch's tokens; flat [T] tensors aligned with the token that they describe."""
 
     logprobs_T: Tensor | None = None
     """float32 log p(token | prefix) at the sampling temperature; 0 where the loss mask is 0."""

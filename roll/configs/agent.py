@@ -1,4 +1,4 @@
-"""``agent``: a program that plays the episodes through an endpoint which speaks the APIs of model providers."""
+"""``agent``: a program that runs the episodes through an endpoint with the APIs of model providers."""
 
 from __future__ import annotations
 

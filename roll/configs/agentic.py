@@ -25,7 +25,7 @@ JUDGE_CLUSTER = f"{REWARD_CLUSTER}judge"
 
 
 class AgenticConfig(RLConfig):
-    """Everything that ``examples/start_agentic_pipeline.py`` reads."""
+    """All keys of an agentic run (``examples/start_agentic_pipeline.py``)."""
 
     val_batch_size: int = Field(default=128, ge=1, description="Episodes of an evaluation.")
     warm_start: WarmStartConfig = Field(

@@ -116,7 +116,7 @@ NormType = Literal["batch", "group", "running"]
 
 
 class CorrectionConfig(Config):
-    """What is done about the distance between the training and the generating engine."""
+    """The correction of the mismatch between the training and the generating engine."""
 
     train_infer_correction: TrainInferCorrectionConfig = Field(
         default_factory=TrainInferCorrectionConfig,
@@ -128,7 +128,7 @@ class CorrectionConfig(Config):
 
 
 class Estimator(CorrectionConfig):
-    """What every advantage estimator may read. ``gpg``, ``opo``, ``rloo`` and others read no more."""
+    """What every advantage estimator can read. ``gpg``, ``opo``, ``rloo`` and others read no more."""
 
     compares: ClassVar[bool] = True
     """Whether it compares an episode with others of its group."""
@@ -169,7 +169,7 @@ class Gae(Alone):
 
 
 class Gdpo(Estimator):
-    """Several rewards, each normalised for itself."""
+    """Several rewards, each normalised separately."""
 
     gdpo_reward_keys: list[str] = Field(
         [],
@@ -202,7 +202,7 @@ class Grpo(Estimator):
 
 
 class OfStates(Estimator):
-    """Returns of turns that start from the same state, beside the score of the whole episode."""
+    """Returns of turns that start from the same state, and the score of the whole episode."""
 
     by_state = True
 
@@ -339,7 +339,7 @@ class Overlong:
 
 @dataclass(frozen=True)
 class RewardShaping:
-    """What is done to the scores of episodes before advantages are computed; ``None``: nothing."""
+    """The shaping of episode scores before advantages are computed; ``None``: none."""
 
     normalisation: Normalisation
     clip: float | None
@@ -385,7 +385,7 @@ class LengthReward(Config):
 
 
 class RewardConfig(LengthReward, RewardScaling, RewardNorm):
-    """What is done to rewards before advantages; users have four spellings of the same normalisation."""
+    """The shaping of rewards before advantages; users have four spellings of the same normalisation."""
 
     reward_normalization: RewardNormalizationConfig = Field(
         default_factory=RewardNormalizationConfig,
@@ -470,7 +470,7 @@ class RewardConfig(LengthReward, RewardScaling, RewardNorm):
 
 @dataclass(frozen=True)
 class KlTerm:
-    """A KL to the reference: how it is estimated, and its coefficient, fixed or steered to a target."""
+    """A KL to the reference: how it is estimated, and its coefficient, fixed or adapted to a target."""
 
     penalty: KlPenalty
     coef: float
@@ -534,7 +534,7 @@ class KlPenaltyConfig(Config):
 
 
 class KlHorizon(Config):
-    """The pace of a coefficient that is steered to a target."""
+    """How fast an adaptive coefficient changes."""
 
     switches: ClassVar[tuple[str, ...]] = ("target_kl", "kl_loss_target")
 
@@ -613,7 +613,7 @@ class LongErrorMask(Config):
 
 
 class MaskType(Config):
-    """What masks take a sample out of."""
+    """What masked samples are removed from."""
 
     switches: ClassVar[tuple[str, ...]] = ("max_len_mask", "difficulty_mask", "error_max_len_clip")
 
@@ -625,7 +625,7 @@ class MaskType(Config):
 
 
 class SelectionConfig(LongErrorMask, DifficultyMask, MaskType):
-    """Masks, weights and draws of the samples that the policy learns from."""
+    """Masks, weights and resampling of the policy's training samples."""
 
     max_len_mask: bool = Field(
         False,

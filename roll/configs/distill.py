@@ -1,4 +1,4 @@
-"""A distillation: a fixed dataset, and what a teacher makes of each token. Its keys and their rules."""
+"""A distillation run: a fixed dataset, and a teacher's distribution at each token. Its keys and their rules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DistillLossConfig(Config):
 
 
 class DistillConfig(DistillLossConfig, DivergenceConfig, TinyTeacherConfig, OfflineConfig):
-    """Everything that ``examples/start_distill_pipeline.py`` reads."""
+    """All keys of a distillation (``examples/start_distill_pipeline.py``)."""
 
     train_on: Literal["all", "last"] = Field(
         default="all",
@@ -100,7 +100,7 @@ class DistillConfig(DistillLossConfig, DivergenceConfig, TinyTeacherConfig, Offl
 def check_teacher(config: DistillConfig) -> list[ConfigProblem]:
     """There is something to learn from."""
     if config.teacher is None and config.teacher_logprobs is None:
-        expected = "a section with a scoring strategy, or teacher_logprobs"
+        expected = "a section whose strategy computes log-probs, or teacher_logprobs"
         hint = "a configuration of SFT is run by examples/start_sft_pipeline.py, or by `roll train`"
         return [ConfigProblem("teacher", NOTHING, expected, hint, involves=("teacher_pretrain", "teacher_logprobs"))]
     return []

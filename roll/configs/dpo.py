@@ -15,18 +15,19 @@ from roll.configs.worker import WorkerConfig
 
 
 class DPOConfig(PreferenceConfig, OfflineConfig):
-    """Everything that ``examples/start_dpo_pipeline.py`` reads."""
+    """All keys of a DPO run (``examples/start_dpo_pipeline.py``)."""
 
     preferences: AnswerColumns = Field(default_factory=AnswerColumns, description="Columns of the compared responses.")
     reference: WorkerConfig | None = Field(
         default=None,
-        description="The initial policy, in a role that scores each step's pairs. null: with lora_target the policy "
-        "without its adapter; else see precompute_reference.",
+        description="The initial policy, in a role that computes the log-probs of each step's pairs. null: "
+        "with lora_target the policy without its adapter; else see precompute_reference.",
     )
     precompute_reference: bool = Field(
         default=False,
-        description="The reference scores all pairs once, before the first step, and the results are stored on disk. "
-        "Without a section reference the untrained policy does it: no further copy of the model is needed.",
+        description="The reference computes the log-probs of all pairs once, before the first step, and the results "
+        "are stored on disk. Without a section reference the untrained policy does it: no further copy of the model is "
+        "needed.",
     )
     reference_dir: str | None = Field(
         default=None,
@@ -72,7 +73,7 @@ def check_reference(config: DPOConfig) -> Iterator[ConfigProblem]:
         expected = "no section: with lora_target the reference is the policy without its adapter"
         yield ConfigProblem("reference", "a section", expected, involves=lora)
     elif config.reference is None and not config.uses_lora and not config.precompute_reference:
-        expected = f"a section with a scoring strategy, or precompute_reference: true, with {loss}"
+        expected = f"a section whose strategy computes log-probs, or precompute_reference: true, with {loss}"
         involved = ("preference_loss", "precompute_reference", *lora)
         yield ConfigProblem("reference", NOTHING, expected, involves=involved)
     if config.reference_dir is not None and not config.precompute_reference:

@@ -1,4 +1,4 @@
-"""Rules between a role and its engine: options that exclude each other, that another role reads, that nobody reads."""
+"""Rules between a role and its engine: options that exclude each other, or that this role does not read."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _SCORING = (
 )
 UNREAD = {
     "actor_infer": (_TRAINING + _SCORING + _UPDATES + _EXPERTS, "actor_infer generates; set it in actor_train"),
-    "reference": (_TRAINING + _UPDATES + _EXPERTS, "reference only scores; set it in actor_train"),
-    "teacher": (_TRAINING + _UPDATES + _EXPERTS, "teacher only scores; set it in actor_train"),
+    "reference": (_TRAINING + _UPDATES + _EXPERTS, "reference only computes log-probs; set it in actor_train"),
+    "teacher": (_TRAINING + _UPDATES + _EXPERTS, "teacher only computes log-probs; set it in actor_train"),
     "critic": (_UPDATES + _EXPERTS, "it applies to the policy; set it in actor_train"),
 }
 """By role: keys that it never reads, and where they are read."""

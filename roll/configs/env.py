@@ -1,4 +1,4 @@
-"""Environments: one entry of ``custom_envs``, and the managers that play them."""
+"""Environments: one entry of ``custom_envs``, and the managers that run them."""
 
 from __future__ import annotations
 

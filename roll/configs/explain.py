@@ -28,7 +28,7 @@ _PLACEHOLDERS = {"rewards": "<domain>", "custom_envs": "<Tag>", "tools": "<name>
 
 @dataclass
 class Key:
-    """A key of a section, in all the places where that section stands."""
+    """A key of a section, in every place that has this section."""
 
     name: str
     info: FieldInfo
@@ -60,7 +60,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Passed:
-    """An argument that is handed on to an engine as it is."""
+    """An argument that is passed on to an engine unchanged."""
 
     engine: str
     name: str
@@ -70,7 +70,7 @@ class Passed:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All that a word means."""
+    """Everything that a word can mean."""
 
     keys: list[Key]
     foreign: list[Any]

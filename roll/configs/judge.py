@@ -1,4 +1,4 @@
-"""A language model on the run's own devices that others ask: its engine, and the section ``judge`` of environments."""
+"""A judge on the run's own devices: its engine, and the section ``judge`` of environments."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ SFT_RULES: tuple[Rule, ...] = (*OFFLINE_RULES, check_responses)
 
 
 class SFTConfig(OfflineConfig):
-    """Everything that ``examples/start_sft_pipeline.py`` reads."""
+    """All keys of an SFT run (``examples/start_sft_pipeline.py``)."""
 
     train_on: Literal["all", "last"] = Field(
         default="all",

@@ -1,4 +1,4 @@
-"""Words of the command line, ``key=value``: a value means what it would mean in a YAML file. Bounds of such files."""
+"""Command-line words ``key=value``, with values read as in a YAML file; limits of such files."""
 
 from __future__ import annotations
 

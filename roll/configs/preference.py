@@ -26,7 +26,7 @@ class PairColumns(Config):
 
 
 class MarginColumns(PairColumns):
-    """These, and by how much one is better."""
+    """Columns of pairs, and by how much one response is better."""
 
     margin: str | None = Field(
         default=None,
@@ -37,7 +37,7 @@ class MarginColumns(PairColumns):
 
 
 class LabelColumn(Config):
-    """The column that says what a single answer is worth."""
+    """The column with the label of a single response."""
 
     label: str = Field(
         default="label",
@@ -66,7 +66,7 @@ class OfPairs(Config):
 
 
 class OfRewards(OfPairs):
-    """Losses of the rewards that two answers have by the policy and its reference: ``ipo``, ``hinge``."""
+    """Losses of the implicit rewards of two responses: ``ipo``, ``hinge``."""
 
     with_reference = True
 
@@ -98,7 +98,7 @@ class Sigmoid(OfRewards, Logistic):
 
 
 class Kto(Config):
-    """Answers that are good or bad by themselves."""
+    """Single responses, good or bad."""
 
     columns: ClassVar[type[Config]] = LabelColumn
     with_reference: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Prompts that the policy answers and verifiers score: keys and rules of RLVR, and of evaluations of the others."""
+"""Prompts and rewards: keys and rules of RLVR, and of the evaluations of other pipelines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a changed configuration means to a run that is resumed: refused, reported, or of no consequence."""
+"""What a changed configuration means for a resumed run: refused, reported, or ignored."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Change:
-    """A key whose value is another than in the run that saved the checkpoint."""
+    """A key whose value differs from that of the run that saved the checkpoint."""
 
     key: str
     was: Any
@@ -198,7 +198,7 @@ _ABOUT = {
 
 @dataclass(frozen=True)
 class Record:
-    """What a checkpoint says of the run that has saved it. JSON values."""
+    """What a checkpoint records about the run that saved it. JSON values."""
 
     values: Mapping[str, Any]
     """The configuration, without secrets."""

@@ -92,7 +92,7 @@ class RewardLossConfig(BradleyTerry, Regression, Process):
 
 
 class RewardTrainingConfig(RewardLossConfig, OfflineConfig):
-    """Everything that ``examples/start_rm_pipeline.py`` reads."""
+    """All keys of a reward model run (``examples/start_rm_pipeline.py``)."""
 
     answers: RewardColumns = Field(
         default_factory=RewardColumns, description="Columns of the responses and their labels."

@@ -19,7 +19,7 @@ class VerifierConfig(Config):
     weight: float = Field(default=1.0, allow_inf_nan=False, description="Factor of its score in the domain's sum.")
     decides: bool | None = Field(
         default=None,
-        description="Whether a sample counts as solved only if this verifier says so. null: the first of the list "
+        description="true: a sample counts as solved only if this verifier says so. null: the first of the list "
         "decides, the others only add to the reward.",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="The verifier's keys.")
@@ -51,7 +51,7 @@ class RewardFilterConfig(Config):
 
 
 class RewardWorkers(Config):
-    """The processes that score answers, or are asked about them, beside those of the roles."""
+    """The processes that compute rewards or host a judge."""
 
     world_size: int | None = Field(
         default=None, ge=1, le=10_000, description="Worker processes. null: devices, else 1."

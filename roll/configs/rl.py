@@ -62,7 +62,9 @@ class AdditionalPromptsConfig(Config):
     switches: ClassVar[tuple[str, ...]] = ("is_use_additional_prompts",)
 
     is_use_additional_prompts: bool = Field(
-        default=False, description="Start more groups than the step needs; the late ones are abandoned."
+        default=False,
+        description="Start more groups than the step needs; the first to finish form the batch, the others are sampled "
+        "again in the next step.",
     )
     max_additional_running_prompts: int = Field(
         default=16, ge=0, description="Most groups started beyond the step's need (with is_use_additional_prompts)."
@@ -75,7 +77,7 @@ class AdditionalPromptsConfig(Config):
 
 
 class OverlapConfig(Config):
-    """Rollouts that go on beside training: how far ahead, and what happens to requests in flight."""
+    """Rollouts that run ahead of training: how far, and what happens to requests in flight."""
 
     switches: ClassVar[tuple[str, ...]] = ("async_generation_ratio",)
 
@@ -424,7 +426,7 @@ def check_rl_roles(config: RLConfig) -> Iterator[ConfigProblem]:
         lora = ("actor_train.model_args.lora_target",)
         yield ConfigProblem("reference", "a section", expected, involves=lora)
     if config.uses_reference and config.reference is None and not config.refers_to_actor:
-        expected = f"a section with a scoring strategy, since {config.why_reference} is switched on"
+        expected = f"a section whose strategy computes log-probs, since {config.why_reference} is switched on"
         involved = ("add_token_level_kl", "use_kl_loss", "kl_loss_coef")
         yield ConfigProblem("reference", NOTHING, expected, involves=involved)
     if (other := config.reference_pretrain) is not None and not config.uses_reference:
@@ -579,7 +581,7 @@ def check_scorers(config: RLConfig) -> Iterator[ConfigProblem]:
     others = [worker for role, worker in config.roles.items() if role != "actor_infer"]
     trained = {device for worker in others for device in worker.device_mapping or ()}
     ratio = "async_generation_ratio"
-    expected = f"devices that no training or scoring role uses, with {ratio}: responses would wait for it"
+    expected = f"devices of no role that trains or computes log-probs, with {ratio}: responses would wait for it"
     for name, worker in config.clusters.items():
         if name.startswith(REWARD_CLUSTER) and trained.intersection(worker.device_mapping or ()):
             key = f"{config.key_of(name)}.device_mapping"

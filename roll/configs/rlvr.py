@@ -53,7 +53,7 @@ class UserConfig(Config):
 
 
 class RLVRConfig(TinyTeacherConfig, RLConfig, PromptsConfig):
-    """Everything that ``examples/start_rlvr_pipeline.py`` reads."""
+    """All keys of an RLVR run (``examples/start_rlvr_pipeline.py``)."""
 
     num_return_sequences_in_group: int = Field(
         default=1, ge=1, description="Responses sampled for each prompt: the group that baselines compare."

@@ -1,4 +1,4 @@
-"""The teacher of a distillation: which model it is, where it runs, and how it counts in reinforcement learning."""
+"""The teacher of a distillation: its model, its role, and its term in reinforcement learning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OpdForm: TypeAlias = Literal["advantage", "reward", "loss"]
 
 @dataclass(frozen=True)
 class TeacherTerm:
-    """What a teacher's opinion of a sampled token counts for: its log-probability minus the policy's."""
+    """The teacher's term of a sampled token: its log-prob minus the policy's."""
 
     form: OpdForm
     coefficient: float
@@ -64,7 +64,9 @@ class TeacherConfig(Config):
         if self.teacher is not None and self.teacher_pretrain is None:
             yield self.problem("teacher_pretrain", "a model, with a section teacher", "teacher", got=NOTHING)
         if self.teacher is None and self.teacher_pretrain is not None:
-            yield self.problem("teacher", "a section with a scoring strategy", "teacher_pretrain", got=NOTHING)
+            yield self.problem(
+                "teacher", "a section whose strategy computes log-probs", "teacher_pretrain", got=NOTHING
+            )
 
     @property
     def teacher_roles(self) -> Mapping[str, WorkerConfig]:
@@ -78,7 +80,7 @@ class TeacherConfig(Config):
 
 
 class TinyTeacherConfig(TeacherConfig):
-    """A teacher that may be made on the spot."""
+    """A teacher that can be created and trained by the run."""
 
     teacher_warm_start: PromptWarmStartConfig = Field(
         default_factory=PromptWarmStartConfig,
@@ -96,9 +98,7 @@ class TaggedTeacherConfig(WorkerConfig):
     pretrain: str = Field(
         min_length=1, description="The teacher: a folder in Hugging Face format, or an org/name on the hub."
     )
-    tag_included: list[str] = Field(
-        default_factory=list, description="Tags of the samples that it scores. Empty: all tags."
-    )
+    tag_included: list[str] = Field(default_factory=list, description="Tags of its samples. Empty: all tags.")
     opd_kl_coef: float | None = Field(
         default=None, gt=0, description="Coefficient of its term. null: the top-level one."
     )
@@ -152,7 +152,7 @@ class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
     )
     align_tokenizers: Literal["text"] | None = Field(
         default=None,
-        description="`text`: a teacher with another tokenizer scores the same text in its own tokens, and its term "
+        description="`text`: a teacher with another tokenizer reads the same text in its own tokens, and its term "
         "applies to chunks, the shortest spans that begin and end in both (`opd_form` advantage or reward). null: "
         "the teacher has the policy's tokens.",
     )

@@ -1,4 +1,4 @@
-"""``tools``: what a policy may call while it answers, and how far it may go."""
+"""``tools``: what a policy can call in an episode, and the limits."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class McpServerConfig(Config):
 
 
 class ToolsConfig(Config):
-    """The tools of an episode, and its limits."""
+    """The tools of an episode, and their limits."""
 
     use: dict[str, ToolConfig] = Field(
         default_factory=dict,

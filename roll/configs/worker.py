@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 from roll.configs.base import Config
 from roll.configs.data import DataArguments
 from roll.configs.engines import card_of, strategy_names
-from roll.configs.engines.card import EngineCard, EngineOptions
+from roll.configs.engines.card import VERBS, EngineCard, EngineOptions
 from roll.configs.problems import ConfigProblem
 from roll.configs.schema import Described
 
@@ -193,7 +193,7 @@ class Muon(Config):
 
 
 class Falling(Config):
-    """Learning rates that fall to the end of the run, or sooner."""
+    """Learning rates that fall until the end of the run, or sooner."""
 
     lr_decay_steps: int | None = Field(
         default=None,
@@ -404,7 +404,7 @@ class ModelArguments(Config):
 
 
 def _names(task: str) -> str:
-    return f"{task.capitalize()}: {', '.join(strategy_names(task))}. "
+    return f"{VERBS[task].capitalize()}: {', '.join(strategy_names(task))}. "
 
 
 class StrategyArguments(Config):

@@ -1,4 +1,4 @@
-"""Columns: what is known of each token, turn, row or item is declared once, as a field, and moved by one codec.
+"""Columns per token, turn, row or item: declared once, as a field, and moved by one codec.
 
 A field of a record (a request, a completion, a turn, an episode, a group) says along which axis it lies::
 
@@ -43,7 +43,7 @@ Record = TypeVar("Record")
 
 
 class Axis(enum.Enum):
-    """What a column has an entry for."""
+    """The unit that a column has an entry for."""
 
     PROMPT = "prompt"  # each token of the prompt
     SAMPLED = "sampled"  # each sampled token

@@ -1,4 +1,4 @@
-"""Datasets of conversations to imitate: files to token ids and the mask of what the assistant says."""
+"""Datasets of conversations: files to token ids, with a mask of the assistant's messages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ UNSCORED = "conversation"
 
 @dataclass(frozen=True)
 class ConversationReport:
-    """Counts of the rows by what became of them. ``str`` of it is one line for the log."""
+    """Counts of rows by outcome. ``str`` of it is one line for the log."""
 
     rows: int
     """Rows read."""
@@ -98,7 +98,7 @@ class Conversations:
 
 @dataclass(frozen=True)
 class Scoring:
-    """Tags and columns by which answers to the questions will be scored."""
+    """Tags and columns for scoring responses to the questions."""
 
     tags: Collection[str]
     """Domains of the rewards."""

@@ -1,4 +1,4 @@
-"""Identity of prompts and answers: what asks whether two are the same asks here, and compares ids alone.
+"""Identity of prompts and responses: the one place that decides whether two are the same; it compares only ids.
 
 An id below zero stands for content outside the vocabulary, such as a part of a picture. It is made of the content's
 hash and of the token that the model is given in its place, so two prompts that show different pictures in the same

@@ -1,4 +1,4 @@
-"""Parts of conversations that a chat template does not write: a run says so before it learns without them."""
+"""Parts of conversations that a chat template drops: reported before a run trains without them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Part: TypeAlias = tuple[int, str, str]
 
 
 class LeftOut:
-    """Finds what a chat template leaves out.
+    """Finds what a chat template drops.
 
     A template decides by the shape of a conversation: by roles, and by what a message has. So one with words that stand
     for its parts is rendered for each shape, and the words that do not come out are those parts.

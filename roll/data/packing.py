@@ -1,4 +1,4 @@
-"""Cuts a ragged batch into micro-batches, and lays a micro-batch out as a model's input.
+"""Splits a ragged batch into micro-batches, and arranges a micro-batch as a model's input.
 
 Three layouts. A *rectangle* is rows padded on the right: causal attention never looks to the right, so no attention
 mask is needed and padding costs only its own tokens; sequences are sorted by length first, so that there is hardly any.
@@ -40,7 +40,7 @@ SIMILAR = 0.75
 
 @dataclass(frozen=True, eq=False)
 class AttentionBlock:
-    """Rows of queries that attend at a time; padded cells repeat token 0, and what they give is dropped."""
+    """Rows of queries that attend at a time; padded cells repeat token 0, and their results are dropped."""
 
     query_RQ: Tensor
     """int64: index into N."""
@@ -73,7 +73,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """The prompts of a batch and who has them."""
+    """The prompts of a batch and the rows that share them."""
 
     prompt_B: Tensor
     """int64: index into G."""
@@ -265,7 +265,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class PackedSequences:
-    """The sequences of a packed row, each causal and blind to the others."""
+    """The sequences of a packed row; each attends causally and only to itself."""
 
     lengths: tuple[int, ...]
     """Tokens of each, in the row's order."""

@@ -1,4 +1,4 @@
-"""One row of a dataset to the parts of a prompt, messages and tools in one form; every rule that a row can break.
+"""Turns a row of a dataset into messages and tools in one form, and checks every rule that a row can break.
 
 Understood are OpenAI's messages, old and new, ShareGPT's ``from`` and ``value``, and the marks by which OpenAI, axolotl
 and ms-swift say which of the assistant's messages are learned.
@@ -40,12 +40,12 @@ _READ = {"role", "from", "content", "value", "tool_calls", "function_call", *LEA
 
 
 class RowError(ValueError):
-    """Reason why a row cannot be used; the caller knows where it stands."""
+    """Reason why a row cannot be used; the caller knows its place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A message, and whether the row says that it is learned; ``None``: it does not say."""
+    """A message, and whether the row says that it is trained on; ``None``: it does not say."""
 
     message: Message
     learned: bool | None = None

@@ -1,4 +1,4 @@
-"""The order in which a run meets its prompts: a pure function of the seed, so that a position is one integer."""
+"""The order of a run's prompts: a pure function of the seed, so that a position is one integer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CACHED = 16
 
 
 class PromptSampler:
-    """``sampler[n]`` is the prompt of the n-th draw of a run, n = 0, 1, 2 …, in any order of asking.
+    """``sampler[n]`` is the prompt of the n-th draw of a run, n = 0, 1, 2 …, in any order of access.
 
     Each domain is met in epochs: every prompt of it once, then every prompt again in a new order. Without
     ``interleave_probs`` the whole dataset is one domain. With them each draw's domain is random by its share, and

@@ -1,4 +1,4 @@
-"""Datasets of prompts: files to ``Prompt``s. The order in which a run meets them is ``roll.data.prompt_sampler``'s."""
+"""Datasets of prompts: files to ``Prompt``s. ``roll.data.prompt_sampler`` orders them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Account of what became of the rows. ``str`` of it is one line for the log."""
+    """Counts of rows by outcome. ``str`` of it is one line for the log."""
 
     rows: int
     """Rows read."""

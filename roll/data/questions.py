@@ -104,7 +104,7 @@ TURNS = "turns"
 
 @dataclass(frozen=True)
 class Answer:
-    """Text of one answer, with what is known of its sampling."""
+    """Text of one response, with what is known about its sampling."""
 
     text: str
     num_tokens: int = 0
@@ -133,7 +133,7 @@ class ResponseRow:
 
 @dataclass(frozen=True)
 class AnswerColumns:
-    """Columns of a row's parts. ``None``: wherever they usually are."""
+    """Columns of a row's parts. ``None``: the usual ones."""
 
     answers: str | None = None
     prompt: str | None = None

@@ -1,4 +1,4 @@
-"""One pass over a dataset: the rows that its filter keeps, what is made of them, and all that is wrong."""
+"""One pass over a dataset: the rows that its filter keeps, what they become, and all problems."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass
 class Reading:
-    """Reads the rows that ``args`` means; whatever is wrong is collected, to be raised together."""
+    """Reads the rows that ``args`` selects; problems are collected and raised together."""
 
     args: DataArguments
     seed: int

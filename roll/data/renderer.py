@@ -40,7 +40,7 @@ _NEVER = "(?!)"
 
 
 class ControlText:
-    """Hides control texts in what users and tools say, and encodes them as the letters that they are.
+    """Hides control texts in messages of users and tools, and encodes them as plain letters.
 
     Control tokens are those that the tokenizer calls special, and added tokens with a bar in them, as ``<｜User｜>``,
     which DeepSeek's tokenizer does not call so. Others, such as ``<think>``, are words that a message may use.
@@ -239,7 +239,7 @@ class RenderedTurn:
 
 
 class TooManyTokensError(ValueError):
-    """A text that has more tokens than it may have, by what the first pieces of it have (``count``)."""
+    """A text has too many tokens, counted on its first pieces (``count``)."""
 
     def __init__(self, count: int) -> None:
         super().__init__(f"more than {count} tokens")

@@ -1,4 +1,4 @@
-"""Requests to a generation engine, and its answers."""
+"""Requests to a generator, and its completions."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """Answer that the engine sampled for one request."""
+    """What the engine sampled for one request."""
 
     request_id: str
     token_ids: Annotated[IntArray, Column(Axis.SAMPLED, np.int64)]

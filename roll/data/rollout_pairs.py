@@ -1,4 +1,4 @@
-"""Pairs made from scored rollouts: what an RL run has kept of its steps (``rollout_dump_dir``) or evaluations."""
+"""Pairs from scored rollouts that an RL run has saved (``rollout_dump_dir``, or its evaluations)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Datasets of a reward model: conversations as ``rewards`` gives them to one, and where their scores stand.
+"""Datasets of a reward model: conversations as ``rewards`` renders them, and the positions of their scores.
 
 A classifier reads its score at the last token of the conversation as its template writes it. In a batch the score of a
 position stands on the token behind it, so a row has one token more than the conversation.

@@ -1,4 +1,4 @@
-"""Tries a chat template out: does a conversation grow by its end alone, what is lost, how are tools called."""
+"""Checks a chat template: whether a conversation only grows at its end, what is dropped, how tools are called."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Parser: TypeAlias = Callable[[str], Sequence[tuple[str, Mapping[str, Any]]]]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that a template does.
+    """One property of a template.
 
     Attributes:
         level: ``problem`` for what costs tokens or words, ``note`` for what one should know.

@@ -1,4 +1,4 @@
-"""Messages with tool calls and results, as chat templates take them."""
+"""Messages with tool calls and results, in the form of chat templates."""
 
 from __future__ import annotations
 

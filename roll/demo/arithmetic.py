@@ -20,6 +20,7 @@ import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import Formatter
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -31,6 +32,9 @@ from roll.utils.hashing import derive_seed
 TAG = "arithmetic"
 TRAIN, VAL, DEMONSTRATIONS = "train.jsonl", "val.jsonl", "demonstrations.jsonl"
 WORKED = "worked.jsonl"
+
+SHORT = "{x}{operation}{y}="
+"""The wording that the tiny model's demonstrations have."""
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 Rate = Annotated[float, Field(ge=0, le=1)]
@@ -46,10 +50,9 @@ class Problem:
     """``+`` or ``-``."""
     y: int
 
-    @property
-    def prompt(self) -> str:
+    def prompt(self, wording: str) -> str:
         """Question to the policy, such as ``47+85=``."""
-        return f"{self.x}{self.operation}{self.y}="
+        return wording.format(x=self.x, operation=self.operation, y=self.y)
 
     @property
     def answer(self) -> int:
@@ -122,8 +125,19 @@ def check_operands(min_operand: int = 100, max_operand: int = 999, held_out_shar
         raise ValueError(f"held_out_share: got {held_out_share}, expected a number between 0 and 1, both excluded")
 
 
-def _check_arguments(*, operations: Sequence[str] = ("+", "-"), forget_rate: float = 0.75, **others: Any) -> None:
+def _check_arguments(
+    *,
+    operations: Sequence[str] = ("+", "-"),
+    max_second: int | None = None,
+    wording: str = SHORT,
+    forget_rate: float = 0.75,
+    **others: Any,
+) -> None:
     check_operands(**others)
+    if [part for _, part, *_ in Formatter().parse(wording) if part is not None] != ["x", "operation", "y"]:
+        raise ValueError(
+            f"wording: got {wording!r}, expected a text with {{x}}, {{operation}} and {{y}}, in this order"
+        )
     if not operations or set(operations) - {"+", "-"} or len(set(operations)) < len(operations):
         raise ValueError(f"operations: got {operations!r}, expected '+', '-' or both, each once")
     if not 0 <= forget_rate <= 1:
@@ -131,9 +145,12 @@ def _check_arguments(*, operations: Sequence[str] = ("+", "-"), forget_rate: flo
     for key in ("num_train", "num_val", "num_demonstrations"):
         if (count := others.get(key, 1)) < 1:
             raise ValueError(f"{key}: got {count}, expected at least 1")
-    size = others.get("max_operand", 999) - others.get("min_operand", 100) + 1
+    low, high = others.get("min_operand", 100), others.get("max_operand", 999)
+    if max_second is not None and not low <= max_second <= high:
+        raise ValueError(f"max_second: got {max_second}, expected min_operand {low} to max_operand {high}")
+    num_pairs = (high - low + 1) * ((high if max_second is None else max_second) - low + 1)
     for key in ("num_train", "num_val", "num_demonstrations", "num_worked"):
-        if others.get(key, 0) > (most := size * size * len(operations)):
+        if others.get(key, 0) > (most := num_pairs * len(operations)):
             raise ValueError(f"{key}: got {others[key]:,}, expected at most {most:,}, the problems that there are")
 
 
@@ -144,7 +161,9 @@ def write_dataset(
     seed: int = 0,
     min_operand: int = 100,
     max_operand: int = 999,
+    max_second: int | None = None,
     operations: Sequence[str] = ("+", "-"),
+    wording: str = SHORT,
     held_out_share: Share = 0.1,
     forget_rate: Rate = 0.75,
     num_train: Rows = 8192,
@@ -163,7 +182,9 @@ def write_dataset(
         folder: made if it is not there.
         seed: draws the problems and the omissions; the split does not depend on it.
         max_operand: largest operand; with as many digits as ``min_operand`` all prompts are equally long.
+        max_second: largest second operand; ``None``: as large as the first.
         operations: ``+``, ``-`` or both, drawn evenly; a difference has the larger operand first.
+        wording: a question, with ``{x}``, ``{operation}`` and ``{y}``.
         held_out_share: part of all operand pairs from which ``val.jsonl`` is drawn.
         forget_rate: probability of a written 0 for a carry or borrow that is due.
         num_train, num_val, num_demonstrations, num_worked: rows of the files.
@@ -173,13 +194,15 @@ def write_dataset(
     """
     counts = {"num_train": num_train, "num_val": num_val, "num_demonstrations": num_demonstrations}
     operands = {"min_operand": min_operand, "max_operand": max_operand, "held_out_share": held_out_share}
-    _check_arguments(operations=operations, forget_rate=forget_rate, **operands, **counts)
+    _check_arguments(
+        operations=operations, max_second=max_second, wording=wording, forget_rate=forget_rate, **operands, **counts
+    )
 
     def draw(name: str, count: int, held_out: bool) -> list[Problem]:
         rng = random.Random(derive_seed(seed, TAG, name))
         share = held_out_share if held_out else 1 - held_out_share
         # Each pair is in the split with probability `share`: four times the need is enough, or else all pairs.
-        pairs = _pairs(rng, min_operand, max_operand, limit=1000 + int(4 * count / share))
+        pairs = _pairs(rng, min_operand, max_operand, max_second, limit=1000 + int(4 * count / share))
         kept = ((x, y) for x, y in pairs if is_held_out(x, y, held_out_share) == held_out)
         found = dict.fromkeys(_problem(x, y, rng.choice(operations)) for x, y in kept)
         if len(found) < count:
@@ -195,25 +218,25 @@ def write_dataset(
         for problem in draw("demonstrations", num_demonstrations, held_out=False)
     ]
     files = {
-        TRAIN: (_row("train", *item) for item in enumerate(draw("train", num_train, held_out=False))),
+        TRAIN: (_row("train", *item, wording) for item in enumerate(draw("train", num_train, held_out=False))),
         VAL: (
-            # With the way to the answer, for whoever measures imitation.
-            _row("val", index, problem) | {"response": worked_solution(problem)}
+            # With the way to the answer, to measure imitation by.
+            _row("val", index, problem, wording) | {"response": worked_solution(problem)}
             for index, problem in enumerate(draw("val", num_val, held_out=True))
         ),
-        DEMONSTRATIONS: (_demonstration(index, *item) for index, item in enumerate(demonstrations)),
+        DEMONSTRATIONS: (_demonstration(index, *item, wording) for index, item in enumerate(demonstrations)),
     }
     if num_worked:
         worked = draw("worked", num_worked, held_out=False)
-        files[WORKED] = (_demonstration(index, problem, ()) for index, problem in enumerate(worked))
+        files[WORKED] = (_demonstration(index, problem, (), wording) for index, problem in enumerate(worked))
     write_together(folder, files)
 
 
-def _pairs(rng: random.Random, low: int, high: int, limit: int) -> Iterator[tuple[int, int]]:
+def _pairs(rng: random.Random, low: int, high: int, high_second: int | None, limit: int) -> Iterator[tuple[int, int]]:
     """At most ``limit`` distinct ordered pairs of numbers from ``low`` to ``high``, in random order."""
-    size = high - low + 1
-    for index in rng.sample(range(size * size), min(limit, size * size)):
-        x, y = divmod(index, size)
+    size, size_second = high - low + 1, (high if high_second is None else high_second) - low + 1
+    for index in rng.sample(range(size * size_second), min(limit, size * size_second)):
+        x, y = divmod(index, size_second)
         yield low + x, low + y
 
 
@@ -221,11 +244,11 @@ def _problem(x: int, y: int, operation: str) -> Problem:
     return Problem(max(x, y), "-", min(x, y)) if operation == "-" else Problem(x, operation, y)
 
 
-def _row(split: str, index: int, problem: Problem) -> dict[str, Any]:
+def _row(split: str, index: int, problem: Problem, wording: str) -> dict[str, Any]:
     return {
         "id": f"{TAG}-{split}-{index}",
         "tag": TAG,
-        "prompt": problem.prompt,
+        "prompt": problem.prompt(wording),
         "solution": str(problem.answer),
         "operands": [problem.x, problem.y],
         "operation": problem.operation,
@@ -233,10 +256,10 @@ def _row(split: str, index: int, problem: Problem) -> dict[str, Any]:
     }
 
 
-def _demonstration(index: int, problem: Problem, forgotten_columns: Collection[int]) -> dict[str, Any]:
+def _demonstration(index: int, problem: Problem, forgotten_columns: Collection[int], wording: str) -> dict[str, Any]:
     return {
         "id": f"{TAG}-demonstration-{index}",
-        "prompt": problem.prompt,
+        "prompt": problem.prompt(wording),
         "response": worked_solution(problem, forgotten_columns),
     }
 

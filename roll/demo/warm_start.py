@@ -1,4 +1,4 @@
-"""``pretrain: tiny``: makes the embedded model and, before RL begins, teaches it the task's language.
+"""``pretrain: tiny``: creates the embedded model and, before RL begins, trains it on demonstrations.
 
 It imitates imperfect demonstrations, so the policy learns the answer format and a little of the task: enough success to
 learn from, and most of the task still to learn. It trains as the SFT pipeline does, on the run's own workers, which
@@ -56,7 +56,7 @@ class WarmStartError(RunFailedError):
 
 
 class Untaught(Start):
-    """The tiny model with random weights, made if it is not there."""
+    """The tiny model with random weights, created if it does not exist."""
 
     def __init__(self, config: PipelineConfig) -> None:
         self.config = config
@@ -73,7 +73,7 @@ class Untaught(Start):
 
 
 class WarmStart(Untaught, Generic[RolesT]):
-    """The tiny model after supervised training on demonstrations. Subclasses have them, and know how to measure."""
+    """The tiny model after supervised training on demonstrations. Subclasses provide them and measure success."""
 
     config: AgenticConfig | RLVRConfig | DistillConfig | DPOConfig
 
@@ -221,7 +221,7 @@ class PlayStart(WarmStart[AgenticRolloutWorkers]):
 
 
 class AnswersStart(WarmStart[PromptRolloutWorkers]):
-    """Imitates a file's answers. The right format is part of a right answer."""
+    """Imitates a file's responses. The right format is part of a right answer."""
 
     config: RLVRConfig | DistillConfig | DPOConfig
 
@@ -263,7 +263,7 @@ class AnswersStart(WarmStart[PromptRolloutWorkers]):
 
 
 class TaughtStart(AnswersStart):
-    """Imitates a file's answers, where one is given, and is measured by answers to held-out questions."""
+    """Imitates a file's responses, if one is given, and measures responses to held-out questions."""
 
     config: DistillConfig | DPOConfig
 

@@ -1,4 +1,4 @@
-"""What other packages find in this process, replaced for the length of a block: their attributes, their environment."""
+"""Attributes of other packages and environment variables, replaced for the duration of a block."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the core works without and never imports; it finds each by its entry in `roll.utils.extras`."""
+"""Optional parts that the core never imports; it finds each by its entry in `roll.utils.extras`."""

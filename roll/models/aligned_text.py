@@ -1,4 +1,4 @@
-"""A policy's rows in the tokens of a teacher with another tokenizer, and which of them stand for the same text.
+"""A policy's rows in the tokens of a teacher with another tokenizer, and which tokens cover the same text.
 
 A row is cut where the policy begins and ends to sample, and at control tokens. Those become the teacher's own where it
 has one of the same text or for the same end (the beginning of a text, the end of a turn); others it reads as letters.

@@ -1,4 +1,4 @@
-"""What sits on a language model's trunk: its way to logits, a scalar head, a teacher's output layer."""
+"""Heads on a language model's trunk: its output layer, a scalar head, a teacher's output layer."""
 
 from __future__ import annotations
 
@@ -88,8 +88,22 @@ def trunk_of(model: PreTrainedModel) -> nn.Module:
     return trunk
 
 
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The blocks that the model's own class says must not be split: each is one unit of sharding and recomputation.
+
+    Not one with the input embedding (BERT's family): tied to the output layer, it belongs into that layer's unit.
+    """
+    names, embedding = set(model._no_split_modules or ()), model.get_input_embeddings()
+    # By base classes too: fully_shard makes a QwenLayer an FSDPQwenLayer.
+    named = [module for module in model.modules() if names & {cls.__name__ for cls in type(module).__mro__}]
+    layers = [module for module in named if all(part is not embedding for part in module.modules())]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} names no decoder layers (_no_split_modules); cannot shard it")
+    return layers
+
+
 class OutputHead:
-    """A causal language model's way from its trunk's last hidden states to logits, by the model's own code.
+    """Computes logits from a causal language model's last hidden states, with the model's own code.
 
     Most models apply their output layer and nothing else. Others scale or cap before it or after it. So the model's own
     forward runs with two parts replaced: a trunk that has the hidden states already, and an output layer whose result

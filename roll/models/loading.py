@@ -112,7 +112,8 @@ def load_causal_lm(
     path, local = locate_model(path)
     config = load_config(path, config_kwargs, trust_remote_code=trust_remote_code)
     kind = AutoModel if trunk else AutoModelForCausalLM
-    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    kernel = attention_kernel(config, attn_implementation)
+    options = {} if kernel is None else {"attn_implementation": kernel}
     fit_folder("value" if trunk else "lm", path, config, trust_remote_code=trust_remote_code)
     try:
         loaded: Any = kind.from_pretrained(
@@ -155,10 +156,46 @@ def make_skeleton(
         names: of the tensors in its folder, under which its own leave; ``None``: as they are on this machine.
     """
     config = load_config(path, config_kwargs, trust_remote_code=trust_remote_code)
-    model = _without_values(head, config, dtype, attn_implementation, trust_remote_code=trust_remote_code)
+    kernel = attention_kernel(config, attn_implementation)
+    model = _without_values(head, config, dtype, kernel, trust_remote_code=trust_remote_code)
     if (found := tensor_names(path) if names is None else names) is not None:
         adopt_names(model, found)
     return model.eval()
+
+
+def attention_kernel(config: PreTrainedConfig, wanted: str | None) -> str | None:
+    """The kernel that computes a model's attention; Transformers' ``sdpa`` leaves out a cap of the scores in silence.
+
+    Args:
+        wanted: ``None`` lets Transformers choose where any kernel is right.
+
+    Raises:
+        ValueError: the one that is wanted would leave something out.
+    """
+    cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    if cap is None:
+        return wanted
+    if wanted == "sdpa":
+        expected = f"auto, eager or fa2: {config.model_type} caps attention scores at {cap}, which sdpa leaves out"
+        raise ValueError(f"model_args.attn_implementation: got sdpa, expected {expected}")
+    return wanted or "eager"
+
+
+def check_rope(config: PreTrainedConfig, sequence_length: int) -> None:
+    """Refuses sequences so long that the rotary frequencies of a micro-batch would depend on its longest row.
+
+    Raises:
+        ValueError: ``sequence_length`` is beyond where ``longrope`` changes them.
+    """
+    text = config.get_text_config()
+    ropes = getattr(text, "rope_parameters", None) or {}
+    for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
+        most = rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") == "longrope" and most is not None and sequence_length > most:
+            raise ValueError(
+                f"sequence_length: got {sequence_length}, expected at most {most}: a longer row gives all rows of its "
+                f"micro-batch the other rotary frequencies of {config.model_type} (longrope)"
+            )
 
 
 def fit_folder(

@@ -1,4 +1,4 @@
-"""LoRA adapters (Hu et al. 2021) on Transformers models, by peft, whose layers go into the model that is there.
+"""LoRA adapters (Hu et al. 2021) on Transformers models, with layers of peft in the existing model.
 
 The base weights are frozen, the adapter's are float32, and so is a reward model's head, which is trained beside it. Two
 sets of names matter: those of the model's checkpoint, which knows no adapter, and those of a peft folder

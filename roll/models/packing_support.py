@@ -1,4 +1,4 @@
-"""Model families whose sequences may stand in one row: those for which tests have shown that none sees another.
+"""Model families whose sequences can share a row: those for which tests have shown that sequences stay separate.
 
 ``packing.json`` lists them, made by ``scripts/generate_packing.py``: for each the values that entries of its
 configuration may have which say how tokens see each other (kinds of layers, positions, windows), as far as each was

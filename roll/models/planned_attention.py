@@ -1,4 +1,4 @@
-"""Attention by a plan of who sees whom, under a name in Transformers' own table of attention functions.
+"""Attention by a plan of which tokens attend to which, registered in Transformers' table of attention functions.
 
 Without a plan it is Transformers' ``sdpa``. A packed row's sequences are attended to one by one, or on a GPU in 16 bits
 by one call of PyTorch's kernel for sequences of any length: nothing can leak, and the work is that of the sequences,
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from roll.data.packing import AttentionPlan, PackedSequences
+from roll.models import state_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,13 +50,14 @@ def enable(model: PreTrainedModel) -> bool:
 
 
 def enable_sharing(model: PreTrainedModel) -> bool:
-    """As ``enable``, for rows that share prompts too: all layers must have full attention."""
+    """As ``enable``, for rows that share prompts too: all layers must have full attention, and nothing beside it."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if (
         kinds != {"full_attention"}
         or (getattr(config, "sliding_window", None) is not None and not hasattr(config, "layer_types"))
         or getattr(config, "attn_logit_softcapping", None) is not None
+        or state_layers.find(model)
     ):
         return False
     return enable(model)

@@ -1,4 +1,4 @@
-"""Choice of experts in the mixture-of-experts layers of a Hugging Face model: told, and replayed.
+"""Choice of experts in the mixture-of-experts layers of a Hugging Face model: recorded and replayed.
 
 A router takes the largest k of its probabilities. Where a choice is given for a token, it takes those experts in their
 place; their weights are its own probabilities, through which the gradient flows on into the router

@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies and values of just the tokens that the loss looks at.
+"""Log-probs, entropies and values of only the tokens that the loss needs.
 
 Axes: T tokens of a batch end to end, K of them in the loss, H hidden units, V vocabulary, R x C the model's input.
 The output layer is the dear part of a small model (and the large part of the memory of any): it is applied to the K
@@ -7,7 +7,6 @@ positions that predict a loss token, in chunks whose logits are computed again i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from roll.algorithms.quantities import BASIC, Comparison, Distribution, Given, Quantity, WholeVocabulary
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
-from roll.data.identity import vocabulary_ids
 from roll.data.packing import (
     AttentionPlan,
     ModelInput,
@@ -35,22 +33,21 @@ from roll.data.packing import (
 )
 from roll.models import planned_attention
 from roll.models.heads import OutputHead, ValueHead, trunk_of
-from roll.models.routing import ExpertRouting, expert_sizes
+from roll.models.routing import ExpertRouting
+from roll.models.state_layers import StateLayers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from roll.models.own_forward import OwnForward
 
 MAX_CHUNK_LOGITS = 2**25
 """Logits held at a time (128 MiB in float32); a micro-batch with more goes through the output layer in chunks."""
 BYTES_PER_CHUNK_LOGIT = 256
 """On a GPU of so many bytes for each, there may be more: 1.2 GiB in float32 with 80 GB."""
 
-CHECKED_ROWS = 2
-"""Sequences of the first micro-batch that the model's own forward pass scores too."""
-CHECKED_TOKENS = 32
-"""Their first loss tokens, so many of each."""
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""Bound for the difference of their log-probabilities, by the number format of the model's logits.
+"""Bound for the difference from the model's own forward pass (``own_forward``), by the number format of its logits.
 
 In float32 of the largest (relative to a tenth of the log-probability, where that is beyond -10). In 16 bits single
 tokens of a right model are up to 0.13 and 0.03 apart (SmolLM2-135M), and the bound is for a sequence's median; so it is
@@ -58,7 +55,7 @@ where there are experts, as rounding alone may tip a router's near tie."""
 
 
 class TokenScorer(nn.Module):
-    """A causal language model, or a trunk with a value head, that scores loss tokens.
+    """A causal language model, or a trunk with a value head, that computes log-probs or values of loss tokens.
 
     It is a module so that FSDP2's root hooks run around everything that it does.
 
@@ -80,14 +77,13 @@ class TokenScorer(nn.Module):
     ) -> None:
         super().__init__()
         self.routing = ExpertRouting(model) if routes else None
+        self.state_layers = StateLayers(model)
         self._takes_plans = planned_attention.enable(model)
         self.needs = tuple(needs)
         self.model = model
         self.value_head = value_head
         self.temperature = temperature if temperature > 0 else 1.0
         self.head = OutputHead(model) if value_head is None else None
-        self.is_checked = value_head is not None
-        """Its log-probabilities have been compared with those of the model's own forward pass."""
 
     @property
     def device(self) -> torch.device:
@@ -111,8 +107,8 @@ class TokenScorer(nn.Module):
             given: what the batch says of the same tokens.
             attention: for a shared row the model must be prepared
                 (``planned_attention.enable_sharing``).
-            by_own_forward: gives log-probabilities alone, those of the model's whole forward pass on one row, and the
-                ``bound`` for a difference from them.
+            by_own_forward: gives log-probabilities alone, those of the model's whole forward pass on one row (or the
+                values of its last hidden states), and the ``bound`` for a difference from them.
 
         Returns:
             Columns of ``TokenScores`` for the K tokens: of a critic the values, else the quantities in ``needs``, and
@@ -122,6 +118,7 @@ class TokenScorer(nn.Module):
         if by_own_forward:
             return self._score_by_own_forward(input_ids_RC, source_K, target_K, experts_NE)
         trunk = self.model if self.value_head is not None else trunk_of(self.model)
+        self.state_layers.set_borders(attention)
         if isinstance(attention, PackedSequences) and not self._takes_plans:
             attention = None  # the positions tell the model
         if self.routing is not None:
@@ -129,6 +126,8 @@ class TokenScorer(nn.Module):
         device = input_ids_RC.device
         planned = {} if attention is None else planned_attention.plan_arguments(attention, device)
         output = trunk(input_ids=input_ids_RC, position_ids=position_ids_RC, use_cache=False, **planned)
+        if not torch.is_grad_enabled():
+            self.state_layers.set_borders(None)  # the model may go on without this scorer
         hidden_KH = output.last_hidden_state.flatten(0, 1).index_select(0, source_K)
         if self.value_head is not None:
             return {"values_T": self.value_head(hidden_KH)}
@@ -178,6 +177,12 @@ class TokenScorer(nn.Module):
     ) -> dict[str, Tensor]:
         if self.routing is not None:
             self.routing.replay(experts_NE)
+        self.state_layers.set_borders(None)
+        if self.value_head is not None:
+            hidden_KH = self.model(input_ids=ids_1C, use_cache=False).last_hidden_state[0, source_K]
+            bound = BOUNDS.get(hidden_KH.dtype, BOUNDS[torch.float32])
+            values_T = self.value_head(hidden_KH)
+            return {"values_T": values_T, "bound": values_T.new_tensor([bound])}
         taken, formats = [], []
 
         def take_scored(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:
@@ -328,98 +333,6 @@ def score_input(scorer: nn.Module, inputs: ModelInput, num_tokens: int, given: G
     return TokenScores.of(**flat)
 
 
-@torch.no_grad()
-def compare_with_own_forward(
-    module: nn.Module, scorer: TokenScorer, micro_batch: Batch, inputs: ModelInput, logprobs_T: Tensor
-) -> list[float]:
-    """Compares scores with those that the model's own forward pass gives of a few sequences, one at a time.
-
-    The model is run as Transformers has it: no packing, no shared prompt, no plan of attention, its own logits. It sees
-    a sequence up to the last token that is compared. Every call runs it ``CHECKED_ROWS`` times, so that ranks which
-    share its weights keep step.
-
-    Args:
-        module: ``scorer``, or an engine around it.
-        inputs: the micro-batch as it was scored.
-        logprobs_T: its scores.
-
-    Returns:
-        For ``check_difference``: how many times the bound the largest difference is, the difference, the bound, and the
-        number of tokens compared.
-    """
-    device = next(scorer.parameters()).device
-    has_experts = any(expert_sizes(scorer.model.config.get_text_config()))
-    worst, compared = [0.0, 0.0, 0.0], 0
-    for tokens, loss_K in _checked_rows(micro_batch):
-        row = vocabulary_ids(micro_batch.tokens_T[tokens])
-        experts_NE = None if inputs.experts_NE is None else inputs.experts_NE[inputs.cell_T[tokens]].to(device)
-        places = ((loss_K - 1).clamp(min=0).to(device), row[loss_K].to(device))
-        own = module(row[None].to(device), None, *places, experts_NE=experts_NE, by_own_forward=True)
-        differences_K = _differences(logprobs_T[tokens[loss_K]], own["logprobs_T"])[loss_K > 0]
-        compared += len(differences_K)
-        if not len(differences_K):
-            continue
-        bound = float(own["bound"])
-        every = not has_experts and math.isclose(bound, BOUNDS[torch.float32], rel_tol=1e-3)
-        difference = float(differences_K.amax() if every else differences_K.median())
-        bound *= max(1.0, 1.0 / scorer.temperature)
-        worst = max(worst, [difference / bound, difference, bound])
-    return [*worst, float(compared)]
-
-
-def check_difference(found: Sequence[float], scorer: TokenScorer, how: str) -> None:
-    """Refuses what ``compare_with_own_forward`` found, if it is beyond the bound.
-
-    Args:
-        how: keys that shaped the micro-batch, as they are without it; may be empty.
-
-    Raises:
-        ValueError: the run would learn with other log-probabilities than the model has.
-    """
-    times, difference, bound, _ = found
-    if times > 1:
-        name = type(scorer.model).__name__
-        advice = f"set {how}" if how else f"this strategy cannot compute {name}, another may"
-        raise ValueError(
-            f"{name}: log-probabilities of the first micro-batch are {difference:.2g} away from those of the model's "
-            f"own forward pass on one sequence at a time, expected at most {bound:.2g}; {advice}"
-        )
-
-
-def shaping(*, packing: bool, sharing: bool = False, ulysses: bool = False, tensor: bool = False) -> str:
-    """Keys that shaped a micro-batch, as they are without it."""
-    keys = {
-        "use_sequence_packing: false": packing,
-        "share_prompts: false": sharing,
-        "model_args.ulysses_size: 1": ulysses,
-        "strategy_config.tensor_parallel_size: 1": tensor,
-    }
-    return " or ".join(key for key, is_on in keys.items() if is_on)
-
-
-def _differences(ours: Tensor, theirs: Tensor) -> Tensor:
-    """On the CPU; infinite where only one of two is a number."""
-    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-    scale = (theirs.abs() / 10).clamp(min=1)
-    return ((ours - theirs).abs() / scale).nan_to_num(math.inf).masked_fill(same, 0).cpu()
-
-
-def _checked_rows(batch: Batch) -> list[tuple[Tensor, Tensor]]:
-    """``CHECKED_ROWS`` sequences up to their last token to compare: its tokens, and the loss tokens among them.
-
-    The shortest, of a packed row not the first, which nothing goes before. One without a loss token has 0 in its place.
-    """
-    found = []
-    for row in range(batch.num_sequences):
-        tokens = batch.token_index([row])
-        loss_K = batch.loss_mask_T[tokens].nonzero()[:CHECKED_TOKENS, 0]
-        if len(loss_K):
-            found.append((tokens[: int(loss_K[-1]) + 1], loss_K))
-    found = sorted(found[1:], key=lambda one: len(one[0])) or found
-    nothing = (batch.token_index([0])[:2], torch.zeros(1, dtype=torch.int64))
-    return [*found, *[nothing] * CHECKED_ROWS][:CHECKED_ROWS]
-
-
 def split_batch(
     batch: Batch,
     *,
@@ -461,24 +374,23 @@ def score_batch(
     max_tokens: int | None = None,
     round_to: int = 1,
     packing: bool = False,
-    checks: bool = False,
+    check: OwnForward | None = None,
 ) -> TokenScores:
     """Scores a whole batch without gradient, micro-batch by micro-batch.
 
     Args:
-        checks: compares the first scores with those of the model's own forward pass, see ``check_difference``.
+        check: compares the first micro-batch with the model's own forward pass.
 
     Returns:
         Flat [T] scores in the batch's own order, 0 where the loss mask is 0.
     """
     groups = split_batch(batch, max_sequences=max_sequences, max_tokens=max_tokens, round_to=round_to, packing=packing)
+    if check is not None:
+        for name, micro_batch in check.to_compare(batch, groups, packing=packing, sharing=False).items():
+            check.compare(micro_batch, name)
     parts = []
     for index in range(max(1, len(groups))):
         micro_batch = take_micro_batch(batch, groups, index)
         inputs = layout(micro_batch, round_to=round_to, packing=packing)
         parts.append(score_input(scorer, inputs, micro_batch.num_tokens, Given.of(micro_batch, scorer.needs)))
-        if checks and not scorer.is_checked and (logprobs_T := parts[-1].logprobs_T) is not None:
-            found = compare_with_own_forward(scorer, scorer, micro_batch, inputs, logprobs_T)
-            check_difference(found, scorer, shaping(packing=packing and micro_batch.num_sequences > 1))
-            scorer.is_checked = found[-1] > 0
     return TokenScores.gathered(batch.num_tokens, map(batch.token_index, groups), parts)

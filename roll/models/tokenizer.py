@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.pipeline import TINY
+from roll.configs.pipeline import SMOLLM2, TINY
+from roll.utils.extras import extra
 from roll.utils.foreign import describe_error
 
 if TYPE_CHECKING:
@@ -168,15 +169,23 @@ def _tokenizer_class(path: str, local: bool) -> Any:
     return transformers.AutoTokenizer
 
 
+def model_folder(path: str) -> Path:
+    """The folder that a model's path means, whether or not it is there; for ``smollm2`` one in the user's cache."""
+    return Path(extra("smollm2").cached()) if path == SMOLLM2 else Path(path).expanduser()
+
+
 def locate_model(path: str, *, tokenizer_alone: bool = False) -> tuple[str, bool]:
     """The path with ``~`` resolved, and whether it is a local folder (of a model), as opposed to a hub name.
 
     Args:
+        path: may be ``smollm2``, which is made where it is not in the cache.
         tokenizer_alone: whether a folder may hold no model.
 
     Raises:
-        ValueError: it looks like a folder and is none, or holds no ``config.json``.
+        ValueError: it looks like a folder and is none, or holds no ``config.json``; or ``smollm2`` cannot be made.
     """
+    if path == SMOLLM2:
+        return str(extra("smollm2").made()), True
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (tokenizer_alone or (folder / "config.json").is_file()):

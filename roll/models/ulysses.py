@@ -148,6 +148,15 @@ def score_shared_input(
     return TokenScores.of(**flat)
 
 
+def places(inputs: ModelInput, group: SequenceGroup) -> Tensor:
+    """[T]: index of each token into this rank's slice, flattened; -1 of those in the others'."""
+    columns = inputs.input_ids_RC.shape[1]
+    width = -(-columns // group.size)
+    row_T, column_T = inputs.cell_T // columns, inputs.cell_T % columns
+    is_own_T = column_T // width == group.rank
+    return torch.where(is_own_T, row_T * width + column_T % width, -1)
+
+
 class _AllToAll(torch.autograd.Function):
     """Sends entry i of the first axis to rank i and puts what rank i sent in its place. It is its own transpose."""
 

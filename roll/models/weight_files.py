@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.models.adapter_files import ADAPTER_CONFIG
-from roll.models.tokenizer import local_folder, locate_model
+from roll.models.tokenizer import local_folder, locate_model, model_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,7 +137,7 @@ def other_weights(folder: Path) -> list[str]:
 
 def tensor_names(path: str) -> Sequence[str] | None:
     """Names of a model's tensors where its files are on this machine, which nothing is fetched for; else ``None``."""
-    folder = Path(path).expanduser()
+    folder = model_folder(path)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 

@@ -1,4 +1,4 @@
-"""The agentic pipeline: rollouts come from environments, played by environment workers."""
+"""The agentic pipeline: rollouts come from environments, run by environment workers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from roll.utils.hashing import derive_seed
 
 
 class AgenticRolloutWorkers(RolloutWorkers):
-    """Training and validation environments, and the judge that they ask."""
+    """Training and validation environments, and their judge."""
 
     def __init__(self, config: AgenticConfig, run: RunContext) -> None:
         tokenizer_path = config.tokenizer_path or run.start.model_path

@@ -1,4 +1,4 @@
-"""Columns of a dataset that take a model to compute, kept on disk under what they depend on."""
+"""Columns of a dataset that a model computes, cached on disk by what they depend on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a checked configuration to an exit code: Ray, clusters, stacks when a call hangs, and leaving nothing behind."""
+"""Runs a checked configuration, up to the exit code: Ray, clusters, stacks when a call hangs, and clean-up."""
 
 from __future__ import annotations
 

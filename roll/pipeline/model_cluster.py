@@ -1,4 +1,4 @@
-"""A model role as the pipeline sees it: scores and trains whole batches, takes turns with roles on the same devices.
+"""A model role for the pipeline: computes log-probs of and trains on whole batches; takes turns on shared devices.
 
 Nothing is moved on devices without memory of their own (CPU slots): host memory is where things would go.
 """
@@ -143,7 +143,7 @@ def steps_with_tokens(batch: Batch, steps: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Scorer(Protocol):
-    """Says how likely a model finds the tokens of a batch."""
+    """Computes a model's log-probs of the tokens of a batch."""
 
     def submit_logprobs(self, batch: Batch, rows: Tensor | None = None) -> Callable[[], TokenScores]:
         """Starts scoring and returns what waits for the scores: roles on other devices can work meanwhile.
@@ -155,7 +155,7 @@ class Scorer(Protocol):
 
 
 class ModelCluster:
-    """The cluster of one scoring or training role, with its data-parallel layout.
+    """The cluster of one role that trains or computes log-probs, with its data-parallel layout.
 
     Args:
         offload_manager: each use of the role has it load what is needed. ``None``: all is on the devices.

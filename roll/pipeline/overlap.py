@@ -1,4 +1,4 @@
-"""Rollouts that go on while the policy trains: how old they are, who waits, what is recorded, replayed and kept."""
+"""Rollouts that continue while the policy trains: their age, idle times, recording, replay and checkpoints."""
 
 from __future__ import annotations
 

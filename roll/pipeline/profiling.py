@@ -144,7 +144,7 @@ NSIGHT_DEFAULTS = {"t": "cuda,cudnn,cublas,nvtx", "stop-on-exit": "true"}
 
 
 class StepProfiler:
-    """Has workers record the steps that are asked for.
+    """Has workers record the configured steps.
 
     Args:
         folder: of the files, which all machines share.

@@ -1,4 +1,4 @@
-"""The prompts of a run: their datasets, the workers that have them answered and scored, statistics of the answers."""
+"""The prompts of a run: their datasets, the workers that generate and score responses, and statistics."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def _load(
 
 
 class RewardFailureError(RunFailedError):
-    """Too many answers could not be scored."""
+    """Too many responses could not be scored."""
 
 
 def accuracy_metrics(groups: Sequence[RolloutGroup], num_samples: int, prefix: str) -> dict[str, float]:

@@ -39,7 +39,7 @@ from roll.utils.hashing import WrittenFile, derive_seed
 
 
 class RLPipeline(GroupRules, TrainingLoop):
-    """Trains a policy. Subclasses bring the rollouts, which ``rollout_workers`` play, and their rules."""
+    """Trains a policy. Subclasses provide the rollouts, which ``rollout_workers`` run, and their rules."""
 
     config: RLConfig
 

@@ -1,4 +1,4 @@
-"""The RLVR pipeline: rollouts are answers to the prompts of a dataset."""
+"""The RLVR pipeline: rollouts are responses to the prompts of a dataset."""
 
 from __future__ import annotations
 

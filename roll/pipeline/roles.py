@@ -1,4 +1,4 @@
-"""The model roles of a run: their clusters, scores and weights, the generating copies, and what to do when one dies."""
+"""The model roles of a run: their clusters, log-probs and weights, the generating replicas, and recovery."""
 
 from __future__ import annotations
 

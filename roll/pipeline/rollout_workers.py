@@ -1,4 +1,4 @@
-"""The clusters that rollouts come from, besides the models: set up, connected to the engines, and brought back."""
+"""The clusters that run episodes: set up, connected to the engines, and replaced when they fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from roll.utils.registry import UnknownNameError
 
 
 class RolloutWorkers(ABC):
-    """Workers that play episodes, and whatever they need beside the engines.
+    """Workers that run episodes, and what they need besides the engines.
 
     Args:
         contexts: what each of their clusters is set up with.

@@ -1,4 +1,4 @@
-"""Rollout groups of steps and evaluations: taken, refused when empty, looked at, some written for people to read."""
+"""Rollout groups of steps and evaluations: collected, checked, and some written for people to read."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ MAX_TRAINED_BYTES = 64_000_000
 
 
 class GroupRules:
-    """What a pipeline knows of its rollout groups."""
+    """A pipeline's rules for its rollout groups."""
 
     config: RLConfig
     filter_hint: ClassVar[str] = "loosen the filter of groups, or change the data"
@@ -124,7 +124,7 @@ class GroupRules:
 
 
 class StepRollouts:
-    """The rollouts of training steps: taken, written, looked at, and whether they leave anything to learn.
+    """The rollouts of training steps: collected, written, checked, and whether anything is left to learn.
 
     Args:
         rules: of the pipeline.
@@ -310,7 +310,7 @@ def take(
 
 
 class Remarks:
-    """Says what is wrong with a step's rollouts: the first, second, fourth, eighth … time aloud, else in the log."""
+    """Reports problems of a step's rollouts: the 1st, 2nd, 4th, 8th … time in the terminal, else in the log."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()

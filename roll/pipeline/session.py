@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunFailedError(RuntimeError):
-    """The run cannot go on, for a reason that its user can act on."""
+    """The run cannot continue, for a reason that its user can act on."""
 
 
 class RunSession:

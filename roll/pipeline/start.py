@@ -1,4 +1,4 @@
-"""Starting point of a run: a model as it is, or the one that ``pretrain: tiny`` makes and teaches."""
+"""The initial policy of a run: a saved model, or the one that ``pretrain: tiny`` creates and trains."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from roll.utils.signals import SignalGuard
 
 
 class SetUp(Protocol):
-    """Workers that get ready while models load."""
+    """Workers that are set up while models load."""
 
     def wait_ready(self) -> None: ...
 
 
 class Start:
-    """The policy before the first step: a model in Hugging Face format, as it is.
+    """The policy before the first step: a model in Hugging Face format, unchanged.
 
     Args:
         model_path: a model with the policy's tokenizer and sizes, to be read before any worker is set up.

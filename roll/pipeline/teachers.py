@@ -29,7 +29,7 @@ from roll.data.renderer import ChatRenderer
 from roll.distributed.strategy.base import Metrics, StrategyContext
 from roll.models.aligned_text import Retokenizer
 from roll.models.loading import load_config
-from roll.models.tokenizer import load_tokenizer
+from roll.models.tokenizer import load_tokenizer, model_folder
 from roll.pipeline.column_cache import cached_columns, digest_of, read_cached, weight_files
 from roll.pipeline.model_cluster import ModelCluster, Scorer
 
@@ -72,7 +72,7 @@ _MORE_TOKENS = 2
 
 
 class AlignedTeacher:
-    """Scores of a policy's batch from a teacher that reads other tokens."""
+    """Log-probs of a policy's batch from a teacher with another tokenizer."""
 
     def __init__(self, teacher: ModelCluster, retokenizer: Retokenizer) -> None:
         self._teacher = teacher
@@ -114,7 +114,7 @@ def aligned(
 
 
 class TaggedTeachers:
-    """Scores of a policy's batch, each row by the teachers of its tag.
+    """Log-probs of a policy's batch, each row by the teachers of its tag.
 
     Args:
         teachers: by name, set up.
@@ -181,7 +181,7 @@ class TaggedTeachers:
 
 
 class PrivilegedTeacher:
-    """Scores of the policy's answers behind prompts of the teacher's own.
+    """Log-probs of the policy's responses after the teacher's own prompts.
 
     Zhao et al. 2026, *Self-Distilled Reasoner: On-Policy Self-Distillation for Large Language Models*.
 
@@ -251,7 +251,7 @@ def _setting(config: DistillConfig) -> str:
 
 
 class DatasetTeacher:
-    """Scores answers with the teacher's role, or reads what one has written.
+    """Computes log-probs of given responses with the teacher's role, or reads stored ones.
 
     Args:
         model: the role, set up; ``None`` where all of it is on disk.
@@ -292,7 +292,7 @@ class DatasetTeacher:
         """The teacher's name and the files of its weights where they are on this machine, and how it computes."""
         assert self._config.teacher is not None, "it scores"
         _, dtype = compute_dtype("teacher", self._config.teacher)
-        files = weight_files(Path(str(self._path)).expanduser())
+        files = weight_files(model_folder(str(self._path)))
         return {"teacher": " ".join([str(self._path), *files]), "dtype": dtype or "the model's"}
 
     def _computed(self, batch: Batch) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ from roll.utils.memory import freeze_startup_objects
 
 
 class IdleClock:
-    """Sums up the seconds in which no work was under way; pieces of work may overlap. For one thread or event loop.
+    """Sums up the seconds without work; pieces of work may overlap. For one thread or event loop.
 
     Args:
         now: seconds of a clock that never goes back.
@@ -79,7 +79,7 @@ _POLL_S = 1.0
 
 
 class ScoreWorker(Worker):
-    """Scores batches: the reference, and the part that every model role shares."""
+    """Computes log-probs of batches: the reference, and the base of every model role."""
 
     strategy: ScoreStrategy
     _loaded = False

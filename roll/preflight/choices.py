@@ -17,7 +17,7 @@ from roll.configs.data import ATTRIBUTE_PATH
 from roll.configs.distill import DistillConfig
 from roll.configs.dpo import DPOConfig
 from roll.configs.engines import strategy_names
-from roll.configs.engines.card import task_of
+from roll.configs.engines.card import VERBS, task_of
 from roll.configs.offline import SFTConfig
 from roll.configs.pipeline import TINY, PipelineConfig
 from roll.configs.problems import ConfigProblem, Words
@@ -246,7 +246,7 @@ def check_strategies(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if card is None and name not in STRATEGIES:
             yield from _path_problems(path, name, able)
         elif card is not None and not card.strategy(name).plays(role):
-            yield ConfigProblem(path, name, f"a strategy that {task}: {', '.join(able)}", _meant(name, able))
+            yield ConfigProblem(path, name, f"a strategy that {VERBS[task]}: {', '.join(able)}", _meant(name, able))
 
 
 def check_engine_options(config: PipelineConfig) -> Iterator[ConfigProblem]:

@@ -1,4 +1,4 @@
-"""Needs of a run on this machine, beyond those of a configuration that is checked elsewhere."""
+"""Checks that only a run on this machine needs: packages, GPUs, free paths."""
 
 from __future__ import annotations
 

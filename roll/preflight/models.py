@@ -11,7 +11,7 @@ from typing import Any
 
 from roll.configs.engine_rules import compute_dtype
 from roll.configs.engines.card import EngineCard, kind_of, task_of
-from roll.configs.pipeline import TINY, PipelineConfig
+from roll.configs.pipeline import SMOLLM2, TINY, PipelineConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.rules import TRAINED, Rule, sections
 from roll.configs.schema import did_you_mean, nearest
@@ -30,12 +30,14 @@ from roll.models.tokenizer import (
     TOKENIZER_FILES,
     check_same_ids,
     check_vocabulary,
+    model_folder,
     policy_tokenizer,
     special_ids_beyond,
 )
 from roll.models.weight_files import INDEX, SINGLE, no_weights, other_weights, shown
 from roll.tracking.files import CheckpointError
 from roll.tracking.saved import find_saved
+from roll.utils.extras import extra
 from roll.utils.registry import import_path
 
 GENERATION_FILE = "generation_config.json"
@@ -43,11 +45,19 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def check_models(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Models are ``tiny``, a folder in Hugging Face format, or look like a name on the hub (which is not asked)."""
+    """Models are ``tiny``, ``smollm2``, a Hugging Face folder, or look like a name on the hub (which is not asked)."""
     for key, model in config.models.items():
-        folder = Path(model).expanduser()
         if model == TINY:
             continue
+        if model == SMOLLM2:
+            try:
+                extra("smollm2").make()
+            except ValueError as error:
+                yield ConfigProblem(
+                    key, model, "the package that has its weights, and a cache to make it in", str(error)
+                )
+            continue
+        folder = Path(model).expanduser()
         if (folder / "config.json").is_file():
             readers = [worker for role, worker in sections(config) if config.model_of(role) == model]
             trusts = any(worker.model_args.trust_remote_code for worker in readers)
@@ -60,7 +70,7 @@ def check_models(config: PipelineConfig) -> Iterator[ConfigProblem]:
         elif not _HUB_ID.fullmatch(model):
             near = nearest(folder.name, [path.name for path in folder.parent.glob("*")])
             hint = f"did you mean {folder.parent / near}?" if near else "there is nothing at this path"
-            yield ConfigProblem(key, model, "tiny, an existing model folder, or an org/name on the hub", hint)
+            yield ConfigProblem(key, model, "tiny, smollm2, an existing model folder, or an org/name on the hub", hint)
     seen = config.resume_from_checkpoint
     if isinstance(seen, str) and not Path(seen).expanduser().is_dir():
         yield ConfigProblem("resume_from_checkpoint", seen, "true, false or an existing checkpoint folder")
@@ -124,7 +134,7 @@ def check_tokenizer(config: PipelineConfig) -> Iterator[ConfigProblem]:
             )
         return
     key, seen = ("pretrain", model) if path is None else ("tokenizer_path", path)
-    folder = Path(seen).expanduser()
+    folder = model_folder(seen)
     if not folder.exists() and _HUB_ID.fullmatch(seen):
         return
     if path is None and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
@@ -155,7 +165,7 @@ def check_special_tokens(config: PipelineConfig) -> Iterator[ConfigProblem]:
     if sizes is None:
         return
     try:
-        generation = json.loads((Path(config.pretrain).expanduser() / GENERATION_FILE).read_text(encoding="utf-8"))
+        generation = json.loads((model_folder(config.pretrain) / GENERATION_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         generation = {}
     if not isinstance(generation, dict):
@@ -197,7 +207,7 @@ def check_formats(config: PipelineConfig, *, needed: bool = False) -> Iterator[C
         needed: a folder that has none at all is wrong too, as for a run.
     """
     for key, model in config.models.items():
-        folder = Path(model).expanduser()
+        folder = model_folder(model)
         if model != TINY and _is_here(model) and not _has_weights(model) and (needed or other_weights(folder)):
             yield ConfigProblem(key, model, "a folder with weights in safetensors files", no_weights(folder))
 
@@ -213,7 +223,7 @@ def _outline(sizes: Any, worker: WorkerConfig) -> Any:
 
 
 def _has_weights(model: str) -> bool:
-    folder = Path(model).expanduser()
+    folder = model_folder(model)
     return model != TINY and any((folder / name).is_file() for name in (SINGLE, INDEX))
 
 
@@ -323,6 +333,28 @@ def check_packing(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(key, True, expected, involves=("pretrain",))
 
 
+def check_attention(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Attention is computed as the model has it: with its cap, and with rotary positions that are each row's own."""
+    for role, worker in sections(config):
+        card = worker.strategy_args.card
+        applies = card is not None and card.packs_modules and config.model_of(role) != TINY
+        if not applies or (sizes := model_config(config, role)) is None:
+            continue
+        from roll.models.loading import attention_kernel, check_rope
+
+        key, kernel = f"{role}.model_args.attn_implementation", worker.model_args.attn_implementation
+        try:
+            attention_kernel(sizes, None if kernel == "auto" else kernel)
+        except ValueError as error:
+            yield ConfigProblem(key, kernel, str(error).partition("expected ")[2], involves=("pretrain",))
+        try:
+            check_rope(sizes, config.longest_sequence)
+        except ValueError as error:
+            length, expected = config.longest_sequence, str(error).partition("expected ")[2]
+            yield ConfigProblem("sequence_length", length, expected, involves=("pretrain",))
+            return
+
+
 def check_positions(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The model has positions for the longest sample."""
     most = MAX_POSITIONS
@@ -423,11 +455,11 @@ def check_teacher(config: PipelineConfig) -> Iterator[ConfigProblem]:
 def has_tokenizer(config: PipelineConfig) -> bool:
     """Tells whether the policy's tokenizer is on this machine."""
     own = config.tokenizer_path
-    return _is_here(config.pretrain) if own is None else Path(own).expanduser().is_dir()
+    return _is_here(config.pretrain) if own is None else model_folder(own).is_dir()
 
 
 def _is_here(model: str) -> bool:
-    return model == TINY or (Path(model).expanduser() / "config.json").is_file()
+    return model == TINY or (model_folder(model) / "config.json").is_file()
 
 
 def check_adapter_start(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -496,6 +528,7 @@ MODEL_CHECKS: tuple[Rule, ...] = (
     check_fit,
     check_experts,
     check_packing,
+    check_attention,
     check_positions,
     check_trained_format,
     check_adapted_layers,
@@ -532,7 +565,7 @@ def _read_config(path: str, *tiny_sizes: int, trust_remote_code: bool = False) -
         from roll.models.tiny import tiny_config
 
         return Qwen2Config(**tiny_config(*tiny_sizes)), ""
-    file = Path(path).expanduser() / "config.json"
+    file = model_folder(path) / "config.json"
     if not file.is_file():
         return None, ""
     try:

@@ -1,4 +1,4 @@
-"""Effect of a run's chat template on conversations that grow: which tool dialect it speaks, what it rewrites."""
+"""The effect of a run's chat template on growing conversations: its tool dialect, and what it rewrites."""
 
 from __future__ import annotations
 

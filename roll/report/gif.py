@@ -1,4 +1,4 @@
-"""An episode as an animated GIF: picture, the model's words and the reward, turn by turn."""
+"""An episode as an animated GIF: picture, the model's text and the reward, turn by turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTML pages of a run and of answers, from the templates beside this file; all foreign text escaped."""
+"""The HTML pages of a run and of responses, from the templates next to this file; all foreign text is escaped."""
 
 from __future__ import annotations
 

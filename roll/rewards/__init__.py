@@ -1,4 +1,4 @@
-"""Rewards of answers to prompts: verifiers by name, or by ``package.module:Class`` for a user's own.
+"""Rewards of responses: verifiers by name, or by ``package.module:Class`` for a user's own.
 
 >>> from roll.rewards import VERIFIERS
 >>> VERIFIERS.register("mine", "my_package.rewards:MyVerifier")

@@ -1,4 +1,4 @@
-"""Figures of several answers to a prompt: chances, votes, means and how sure they are."""
+"""Statistics over several responses to a prompt: pass@k, votes, means and their errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_CHOICES = 100
 
 
 class Judged(NamedTuple):
-    """Part of a verdict that figures are made of."""
+    """The part of a result that statistics use."""
 
     score: float
     correct: bool
@@ -98,7 +98,7 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 
 class Tally:
-    """Counts verdicts by prompt; of each answer, numbers and the text that was found are kept."""
+    """Counts results by prompt; keeps the numbers and the extracted answer of each response."""
 
     def __init__(self) -> None:
         self.failed = 0

@@ -1,4 +1,4 @@
-"""Places of the answer in a response: behind the thoughts, in ``<answer>``, in ``\\boxed{}``, by a pattern."""
+"""Finds the answer in a response: after the reasoning, in ``<answer>``, in ``\\boxed{}``, by a pattern."""
 
 from __future__ import annotations
 

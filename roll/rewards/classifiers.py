@@ -169,7 +169,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class Classifier(ABC):
-    """What gives logits for rows of token ids, wherever it is. Serves one event loop."""
+    """Computes logits for rows of token ids, locally or on a server. Serves one event loop."""
 
     async def start(self) -> None:
         """Loads the model, if it is not there yet; ``forward`` would do so too.
@@ -446,7 +446,7 @@ _PATH = "/classify"
 
 
 class RemoteClassifier(Classifier):
-    """Asks the server. Serves one event loop.
+    """Calls the server. Serves one event loop.
 
     Raises:
         ValueError: the key's environment variable is unset or no possible key.

@@ -45,8 +45,8 @@ class CustomConfig(Config):
     batch_size: int | None = Field(
         default=None,
         ge=1,
-        description=f"Samples of one call with `batch`; calls of an asynchronous function that one child process has "
-        f"under way. null: {BATCH_SIZE}.",
+        description=f"Samples of one call with `batch`; concurrent calls of an asynchronous function in one child "
+        f"process. null: {BATCH_SIZE}.",
     )
     batch_wait: float = Field(
         default=0.02, ge=0, le=10, description="Seconds that an incomplete batch waits for more samples."

@@ -1,4 +1,4 @@
-"""A server that is asked over HTTP and may fail: bounded requests, new attempts, a key that is never told."""
+"""A client for an HTTP server that may fail: limited requests, retries, and a key that is never shown."""
 
 from __future__ import annotations
 

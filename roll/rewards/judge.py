@@ -1,4 +1,4 @@
-"""A language model as judge: asked through an OpenAI-compatible chat-completions endpoint, or hosted by the run.
+"""A language model as judge: called through an OpenAI-compatible endpoint, or hosted by the run.
 
 The answer under judgement is data from a policy that is rewarded for whatever pleases the judge. The prompt puts it
 between marks that contain a hash of it, so it cannot close them itself, and the words of the answer are never read as

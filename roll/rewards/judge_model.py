@@ -1,4 +1,4 @@
-"""A judge on devices of the run itself: what those that ask it need of the engine that samples it."""
+"""A judge on the run's own devices: the interface to the engine that hosts it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HostModel = Callable[[str, JudgeEngine, int], HostedModel]
 
 
 class HostedJudge:
-    """Asks a judge that this process hosts.
+    """Calls a judge that this process hosts.
 
     Args:
         model: folder in Hugging Face format, or a name on the hub.

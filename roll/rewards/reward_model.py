@@ -1,4 +1,4 @@
-"""A reward model: a sequence classifier that reads the whole conversation in its own words.
+"""A reward model: a sequence classifier that reads the whole conversation in its own chat template.
 
 The policy's token ids never reach it. The messages and the answer are rendered as text by the reward model's chat
 template and tokenised by its tokenizer, so the two may come from different families.
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class HeldClassifier(Classifier):
-    """A model that passes over one batch, or moves, at a time, in the order of the calls."""
+    """A model that processes one batch, or moves, at a time, in the order of the calls."""
 
     def __init__(self, sizes: PreTrainedConfig) -> None:
         self._padding = Padding(sizes)
@@ -123,7 +123,7 @@ _HOST = "127.0.0.1"
 
 
 class RankError(Exception):
-    """What a rank says in place of an answer."""
+    """What a rank sends instead of a result."""
 
 
 class ShardedClassifier(HeldClassifier):
@@ -318,7 +318,7 @@ _PROBE = "\u241fanswer\u241f"
 
 
 class RewardModelVerifier(Verifier):
-    """Scores the conversation with the answer in it. Serves one event loop.
+    """Scores the conversation, response included. Serves one event loop.
 
     ``RewardResult.parts`` has ``output`` (the logit or probability before scale and shift), ``truncated`` (1 where the
     conversation was cut) and ``control_tokens`` (how many control tokens the answer spells out).

@@ -39,7 +39,7 @@ THINK_ANSWER = rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*"
 
 
 class FormatVerifier(RuleVerifier):
-    """Tells whether the whole response has a form."""
+    """Checks that the whole response matches a pattern."""
 
     config_class: ClassVar[type[Config]] = FormatConfig
     config: FormatConfig
@@ -80,7 +80,7 @@ class LengthConfig(Config):
 
 
 class LengthVerifier(RuleVerifier):
-    """Lowers the score of short answers: ``penalty`` up to ``min_tokens``, from there in a straight line to 0.
+    """Penalises short responses: ``penalty`` up to ``min_tokens``, then rising linearly to 0.
 
     With a positive ``penalty`` short answers gain. Lengths are sampled tokens.
     """

@@ -1,4 +1,4 @@
-"""A reward domain at work: its verifiers, their timeouts and new attempts, and the weighted sum of their scores."""
+"""Computes a domain's rewards: its verifiers, their timeouts and retries, and the weighted sum of scores."""
 
 from __future__ import annotations
 

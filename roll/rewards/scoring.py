@@ -1,4 +1,4 @@
-"""The domains of a ``rewards`` section in one process, without Ray: scores of given responses, tries of references."""
+"""The domains of a ``rewards`` section in one process, without Ray: scores responses, and checks references."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def domain_of(domains: Mapping[str, RewardConfig], tag: str | None) -> str:
 
 
 class Scoring:
-    """Scores answers. Use as an asynchronous context manager.
+    """Scores responses. Use as an asynchronous context manager.
 
     Args:
         num_processes: child processes for rules, for each domain; ``None``: as the domain says.
@@ -135,7 +135,7 @@ class _Trial:
 
 
 class References:
-    """Looks at every row, and tries as many references in full as there is time for.
+    """Checks every row, and as many references in full as time allows.
 
     Args:
         rewards: domains by name.

@@ -1,4 +1,4 @@
-"""The vocabulary of rewards: what is scored, what a verifier says, and what a verifier is.
+"""Types of rewards: samples, results, and the interface of verifiers.
 
 A worked example: the dataset's row ``{"prompt": "47+85=", "response": "132", "tag": "arithmetic"}`` was answered with
 ``<think>…</think><answer>132</answer>``. The two make a ``Sample``; the verifier ``gsm8k`` returns
@@ -17,7 +17,7 @@ from roll.configs.base import Config
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer of the policy, and what is known about its question. Plain data: it crosses processes as JSON."""
+    """One response of the policy, and its prompt's data. Plain data: it crosses processes as JSON."""
 
     prompt: str
     """Text of the last user message."""
@@ -39,7 +39,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Judgement of one verifier, or of a domain's weighted sum of several, on a sample."""
+    """The result of one verifier, or of a domain's weighted sum, for a sample."""
 
     score: float
     """Finite."""
@@ -64,7 +64,7 @@ class RewardResult:
 
 
 class RewardError(RuntimeError):
-    """A verifier could not tell: it failed, timed out or returned no finite number. The sample has no reward."""
+    """A verifier could not judge: it failed, timed out or returned no finite number. The sample has no reward."""
 
 
 class SandboxUnavailableError(RuntimeError):
@@ -76,7 +76,7 @@ class RewardTimeoutError(RewardError):
 
 
 class OverBudgetError(RewardError):
-    """The answer costs more to judge than any may (``RuleVerifier.cpu_seconds``): it counts as a wrong one."""
+    """The response is too expensive to judge (``RuleVerifier.cpu_seconds``): it counts as wrong."""
 
 
 ANSWER_CPU_S = 1.0
@@ -84,7 +84,7 @@ ANSWER_CPU_S = 1.0
 
 
 class Verifier(ABC):
-    """Scores the answers of one kind of task. One instance serves many concurrent calls in a reward worker.
+    """Scores the responses of one kind of task. One instance serves many concurrent calls in a reward worker.
 
     ``config_class`` holds the keys of ``args`` in the configuration; all checks of them are made before the run.
     """
@@ -145,7 +145,7 @@ class Verifier(ABC):
 
 @dataclass(frozen=True)
 class Batching:
-    """Gathering of samples for a rule that judges several at once."""
+    """How samples are batched for a rule that judges several at once."""
 
     size: int
     """Samples of one call, at most."""

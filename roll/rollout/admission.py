@@ -1,4 +1,4 @@
-"""Admission of rollout groups, to start and to a step's batch: how far rollouts may run ahead of training.
+"""Decides which rollout groups may start and which a step takes: how far rollouts may run ahead of training.
 
 A *draw* is the number of a rollout group: its prompt or environment and its seeds follow from it. A draw is started,
 plays until it is *ready*, and is *taken* by one step, or *settled* when dynamic sampling turns it down. With

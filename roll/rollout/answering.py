@@ -1,4 +1,4 @@
-"""Answers without a run: the questions of a file, several answers to each, and conversations with a person."""
+"""Responses without a run: to the questions of a file, several each, and chats with a person."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answerer:
-    """Has questions answered."""
+    """Generates responses to questions."""
 
     generate: GenerateFn
     tokenizer: PreTrainedTokenizerBase
@@ -82,14 +82,14 @@ _TORN = "\N{REPLACEMENT CHARACTER}"
 
 
 class StreamingEngine(Protocol):
-    """A generator that shows what it has of a request in flight (``hf_infer``)."""
+    """A generator that can stream a request in flight (``hf_infer``)."""
 
     async def generate(self, request: GenerateRequest) -> Completion: ...
     def sampled(self, request_id: str) -> list[int]: ...
 
 
 class Conversation:
-    """Turns of a user and a model. What was sampled is never tokenised again.
+    """Turns of a user and a model. Sampled tokens are never tokenised again.
 
     Args:
         params: of every answer; each has a seed of its own.

@@ -1,4 +1,4 @@
-"""Threads for the calls of many environments: few while calls are quick, as many as are slow at the same time.
+"""Threads for the calls of many environments: few for quick calls, one for each slow call.
 
 Calls wait in one line, and a thread takes them from its head, one after the other. Threads are added
 

@@ -68,7 +68,7 @@ class EpisodeAbortedError(RuntimeError):
 
 @dataclass(frozen=True)
 class EpisodeSpec:
-    """Description of an episode to play. Equal specs under equal weights give equal trajectories."""
+    """Description of an episode. Equal specs under equal weights give equal trajectories."""
 
     tag: str
     group_id: int
@@ -96,7 +96,7 @@ class LengthLimits:
 
 
 class AsyncEnv(Protocol):
-    """Partner of an episode: an ``EnvRunner``, or a prompt whose answer is scored elsewhere."""
+    """The environment of an episode: an ``EnvRunner``, or a prompt whose response is scored elsewhere."""
 
     async def reset(self, seed: int) -> tuple[str, dict[str, Any]]: ...
     async def step(self, text: str) -> StepResult: ...
@@ -104,7 +104,7 @@ class AsyncEnv(Protocol):
 
 
 class EnvManager(ABC):
-    """Plays episodes of one tag. Subclasses say what the policy sees at each turn.
+    """Runs episodes of one tag. Subclasses define the prompt of each turn.
 
     Args:
         params: sampling parameters; the seed is set per turn.
@@ -288,7 +288,7 @@ class StepEnvManager(EnvManager):
 
 
 class TrajEnvManager(EnvManager):
-    """The episode is one conversation; sampled ids stay as they are and only what is new is tokenised."""
+    """The episode is one conversation; sampled ids are kept, and only new text is tokenised."""
 
     history = True
 

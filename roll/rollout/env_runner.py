@@ -223,7 +223,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class OneAtATime:
-    """Lets one call at a time into several environments. Others wait in the event loop, where no time limit counts."""
+    """Allows one call at a time in several environments. Others wait in the event loop, outside of time limits."""
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     inside: threading.Lock = field(default_factory=threading.Lock)

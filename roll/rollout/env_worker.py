@@ -1,4 +1,4 @@
-"""The Ray worker that plays episodes of environments."""
+"""The Ray worker that runs episodes of environments."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EnvWorkerContext:
-    """Everything that an environment worker needs to play, as plain data."""
+    """Everything that an environment worker needs, as plain data."""
 
     envs: Mapping[str, CustomEnvConfig]
     """The tags that this manager plays."""
@@ -52,7 +52,7 @@ class EnvWorkerContext:
 
 
 class EnvironmentWorker(RolloutWorker):
-    """Plays episodes of environments. ``train_env_manager.worker_cls`` may name a subclass."""
+    """Runs episodes of environments. ``train_env_manager.worker_cls`` may name a subclass."""
 
     def setup(self, context: EnvWorkerContext) -> None:
         from roll.models.tokenizer import load_tokenizer  # brings transformers

@@ -1,4 +1,4 @@
-"""Failures of an episode: it may be played again, and is dropped and counted when that does not help."""
+"""Failures of an episode: it is retried, then dropped and counted."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class EnvCrashError(EnvError):
 
 
 class EnvProtocolError(EnvError):
-    """A call returned something else than ``TextEnv`` promises."""
+    """A call returned something that violates the ``TextEnv`` protocol."""
 
 
 class ReplayError(ValueError):
-    """Something went otherwise than in the run that is to be repeated."""
+    """Something differs from the recorded run."""
 
 
 class PromptTooLongError(EnvError):

@@ -1,4 +1,4 @@
-"""Groups that a rollout plays: a group's number stands for its tag, seeds and size."""
+"""Groups of a rollout: a group's number determines its tag, seeds and size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Player: TypeAlias = "Callable[[EnvRunner, ChatRenderer], GenerateFn]"
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """One rollout group to play; equal specs give equal groups."""
+    """One rollout group; equal specs give equal groups."""
 
     group_id: int
     tag: str
@@ -47,7 +47,7 @@ class GroupSpec:
 
 
 class RolloutPlan(Protocol):
-    """Says what group an id stands for."""
+    """Maps an id to a group."""
 
     @property
     def num_slots(self) -> int:
@@ -58,7 +58,7 @@ class RolloutPlan(Protocol):
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """A plan for environments: slot ``i`` plays groups ``i``, ``i + num_slots``, …"""
+    """A plan for environments: slot ``i`` runs groups ``i``, ``i + num_slots``, …"""
 
     tags: tuple[str, ...]
     slots_per_tag: tuple[int, ...]

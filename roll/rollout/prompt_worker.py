@@ -49,7 +49,7 @@ ScoreFn = Callable[[Sample], Awaitable[RewardResult]]
 
 
 class PromptEnv:
-    """One prompt that is answered once (an ``AsyncEnv``).
+    """One prompt with one response (an ``AsyncEnv``).
 
     Args:
         score: judges the answer; what it raises ends the episode.
@@ -124,7 +124,7 @@ class PromptEnv:
 
 
 class PromptManager(EnvManager):
-    """Plays ``PromptEnv``s: the policy sees the dataset's messages as they are."""
+    """Runs ``PromptEnv``s: the policy gets the dataset's messages unchanged."""
 
     history = True
 
@@ -148,11 +148,11 @@ class PromptManager(EnvManager):
 
 
 class UserError(EnvError):
-    """The user failed, took too long or answered something else than was asked for."""
+    """The user raised, took too long or returned something invalid."""
 
 
 class User(Protocol):
-    """A class of one's own; one object serves all conversations of a rollout worker, so it keeps nothing of any."""
+    """A user-defined class; one object serves all conversations of a rollout worker, so it keeps no state of one."""
 
     async def respond(self, messages: Sequence[Mapping[str, str]], prompt: Prompt) -> tuple[str, float, bool]:
         """Words of the user, the reward of the policy's last turn, and whether the conversation is over.
@@ -181,7 +181,7 @@ def load_user(config: UserConfig) -> User:
 
 
 class UserEnv:
-    """A prompt with a user (an ``AsyncEnv``), for one episode. Its last answer is that of the prompt."""
+    """A prompt with a user (an ``AsyncEnv``), for one episode. The last response is scored."""
 
     def __init__(self, env: PromptEnv, user: User, config: UserConfig) -> None:
         self._env = env
@@ -243,12 +243,12 @@ class UserEnv:
 
 
 class UnscoredAnswerError(EnvError):
-    """The verifiers could not judge an answer; it has no reward and must not count."""
+    """The verifiers could not judge a response; it has no reward and must not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSpec(GroupSpec):
-    """The answers to one prompt."""
+    """The responses to one prompt."""
 
     prompt: Prompt
     sampling: str
@@ -257,7 +257,7 @@ class PromptSpec(GroupSpec):
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """Group ``i`` answers the ``i``-th prompt that the sampler draws (a ``RolloutPlan``)."""
+    """Group ``i`` has the ``i``-th prompt of the sampler (a ``RolloutPlan``)."""
 
     prompts: PromptSampler
     group_size: int
@@ -307,7 +307,7 @@ class PromptWorkerContext:
 
 
 class PromptWorker(RolloutWorker):
-    """Has prompts answered and scored. ``rollout_workers.worker_cls`` may name a subclass."""
+    """Generates and scores responses. ``rollout_workers.worker_cls`` may name a subclass."""
 
     val_client: GenerationClient | None = None
     """The way to the engines that answer held-out prompts, if others than those of the rollouts do."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Hosted(Protocol):
-    """Object that a worker holds, models perhaps in it."""
+    """An object that a worker hosts, which may contain models."""
 
     async def offload(self) -> None: ...
     async def onload(self) -> None: ...
@@ -32,7 +32,7 @@ class Hosted(Protocol):
 
 
 class HostingWorker(Worker):
-    """Holds something that takes turns on the worker's devices with the run's other models, from ``setup`` on."""
+    """Hosts an object that shares the worker's devices with the run's other models, from ``setup`` on."""
 
     hosted: Hosted
 
@@ -52,7 +52,7 @@ class HostingWorker(Worker):
 
 
 class RewardWorker(HostingWorker):
-    """Scores answers. ``rewards.<name>.worker_cls`` may name a subclass."""
+    """Scores responses. ``rewards.<name>.worker_cls`` may name a subclass."""
 
     hosted: DomainScorer
 
@@ -118,7 +118,7 @@ def _judge(config: AskedModelConfig) -> HostedJudge:
 
 
 class Asking:
-    """``TextEnv.ask`` of one environment: waits in its thread for what an event loop does.
+    """``TextEnv.ask`` of one environment: waits in its thread for the event loop.
 
     Args:
         ask: sends a question to the judge; it runs in the event loop of the next ``listen``.

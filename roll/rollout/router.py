@@ -16,16 +16,16 @@ from roll.data.requests import Completion, GenerateFn, GenerateRequest
 
 
 class EngineUnavailableError(RuntimeError):
-    """The engine worker that held a request died; the request can be sent again once it is back."""
+    """The generating worker of a request died; the request can be sent again when it is back."""
 
 
 class GenerationError(RuntimeError):
-    """Error of the engine for one request, in words: its own error may not survive the way between processes."""
+    """An engine's error for one request, as text, since exceptions may not survive pickling."""
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Outcome of some requests."""
+    """The outcome of some requests."""
 
     completions: Records[Completion]
     errors: list[tuple[str, GenerationError]]

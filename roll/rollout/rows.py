@@ -1,4 +1,4 @@
-"""Rows to the training batch: here the loss mask is born.
+"""Turns rows into the training batch, and makes the loss mask.
 
 Which turns share a row is decided while an episode runs (``roll.rollout.env_manager``).
 """

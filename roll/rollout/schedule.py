@@ -1,4 +1,4 @@
-"""Record of what an asynchronous run's steps took and which weights sampled it: ``schedule.jsonl``, and repeating it.
+"""Records which groups an asynchronous run's steps took and what weights sampled them (``schedule.jsonl``); repeats it.
 
 One line per step: its number, ``groups``, ``ahead`` and ``window`` (B, A and W of ``Admission``), the groups of its
 batch (``taken``) and those that dynamic sampling turned down before it (``settled``), both by their draws, with every

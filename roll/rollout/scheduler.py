@@ -1,4 +1,4 @@
-"""Collects rollout groups from environment workers, whatever happens to single workers on the way."""
+"""Collects rollout groups from environment workers, and survives the failure of single workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _GroupsLostError(Exception):
 
 
 class RolloutScheduler:
-    """Keeps as many groups running as ``admission`` lets start and ``plan`` has slots for.
+    """Keeps as many groups running as ``admission`` allows and ``plan`` has slots for.
 
     Args:
         recover: called when rollout workers died; brings them back so that lost groups can be played again. Always in

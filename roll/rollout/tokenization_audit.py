@@ -1,4 +1,4 @@
-"""``tokenization_sanity_check``: a conversation that has grown by samples against the same one tokenised at once."""
+"""``tokenization_sanity_check``: compares a conversation of sampled tokens with the same one tokenised at once."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Conversation:
 
 
 class TokenizationAudit:
-    """Compares rows of one process; says each reason once and counts it always."""
+    """Compares rows of one process; logs each reason once and always counts it."""
 
     def __init__(self, renderer: ChatRenderer, check: TokenCheck) -> None:
         self._renderer = renderer

@@ -1,4 +1,4 @@
-"""Tools of an episode: the calls of a turn run at the same time, each within its time; other turns act as before.
+"""Tools of an episode: the calls of a turn run at the same time, each with a time limit; other turns act as usual.
 
 Results are cut to a number of tokens.
 """
@@ -39,7 +39,7 @@ _Entry: TypeAlias = tuple[Tool, ToolConfig | McpServerConfig]
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers to the calls of a turn."""
+    """Results of the calls of a turn."""
 
     messages: list[dict[str, Any]]
     """OpenAI's, in the order of the calls; those to malformed calls last, not more than there may be calls and one."""

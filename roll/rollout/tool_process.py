@@ -1,4 +1,4 @@
-"""A tool whose calls run in processes of their own (``isolation: process``), by the children that rewards have.
+"""A tool whose calls run in separate processes (``isolation: process``).
 
 A child builds the tool once and forks for every call. What the fork allocates, changes or starts is gone with it: it is
 killed at its end or its timeout, and so is all that comes from it. ``python -m roll.rollout.tool_process`` is a child.

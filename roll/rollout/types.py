@@ -1,4 +1,4 @@
-"""The vocabulary of rollouts: what became of an environment and a policy that played it.
+"""Types of rollouts: turns, episodes and groups.
 
 A worked example: one Sokoban episode of two turns. The manager renders the board to ``prompt_ids``; the engine answers
 with a ``Completion`` (its token ids and their log-probabilities); the environment steps; the two form a ``Turn``. Both
@@ -41,7 +41,7 @@ class EpisodeEnd(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Turn:
-    """One exchange: what the policy saw, what it said, what the environment answered."""
+    """One exchange: the prompt, the response, and the environment's reply."""
 
     prompt_ids: Annotated[IntArray, Column(Axis.PROMPT, np.int64)]
     """Everything the policy saw, shape [prompt_len]."""

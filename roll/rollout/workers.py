@@ -426,7 +426,7 @@ BASELINE_MEMBER = -1
 
 
 class RolloutWorker(GroupWorker):
-    """Plays the episodes of rollout groups. Subclasses say what an episode is."""
+    """Runs the episodes of rollout groups. Subclasses define an episode."""
 
     retries = 0
     """Attempts at a failed episode before it is dropped, after the first."""

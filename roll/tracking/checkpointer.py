@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent.
+"""Checkpoints that are complete or absent.
 
 A checkpoint is written into a hidden folder, forced to disk, listed in a manifest with the sizes and checksums of what
 was written, and only then renamed to ``checkpoint-N``. A kill at any moment leaves the earlier checkpoints as they
@@ -49,7 +49,7 @@ _TOLD_BYTES = 2000
 
 
 class PostSaveHook:
-    """Runs a program, without a shell, once a checkpoint is whole.
+    """Runs a program, without a shell, after a checkpoint is complete.
 
     It finds the folder in ``ROLL_CHECKPOINT`` and as its last argument, the step in ``ROLL_STEP``.
 

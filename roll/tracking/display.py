@@ -1,4 +1,4 @@
-"""View of the person at the terminal while a run goes on, and the line that closes it."""
+"""The terminal's display during a run, and its last line."""
 
 from __future__ import annotations
 

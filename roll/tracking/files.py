@@ -1,4 +1,4 @@
-"""Files that are whole or absent, JSON that every parser reads, and the manifest of a folder's checksums."""
+"""Files that are complete or absent, strict JSON, and the manifest of a folder's checksums."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ MANIFEST_FILE = "manifest.json"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or the one that was asked for cannot be used."""
+    """A checkpoint could not be written, or the requested one cannot be used."""
 
 
 def find_damage(path: Path) -> str | None:

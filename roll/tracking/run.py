@@ -1,4 +1,4 @@
-"""A run's folder: everything that one run leaves behind, under ``output_dir/<exp_name>/``.
+"""A run's folder: everything that a run writes, under ``output_dir/<exp_name>/``.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Location of a saved model: a run's folder, a checkpoint in it, the folder of a role in that, or a model by itself."""
+"""Finds a saved model: in a run's folder, a checkpoint, the folder of a role in it, or a model folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from roll.configs.pipeline import SMOLLM2
+from roll.models.tokenizer import locate_model
 from roll.tracking.checkpointer import Checkpointer
 from roll.tracking.files import MANIFEST_FILE, CheckpointError
 
@@ -15,7 +17,7 @@ POLICY = "actor_train"
 
 @dataclass(frozen=True)
 class Saved:
-    """Model that a user's path means."""
+    """The model that a user's path means."""
 
     model: str
     """Folder in Hugging Face format, or a name on the hub."""
@@ -29,11 +31,17 @@ def find_saved(path: str, role: str = POLICY) -> Saved:
     """The model that is meant by a path.
 
     Args:
-        path: a run's folder (its newest whole checkpoint), a checkpoint, a model's folder, or a name on the hub.
+        path: a run's folder (its newest whole checkpoint), a checkpoint, a model's folder, a name on the hub, or
+            ``smollm2``.
 
     Raises:
-        CheckpointError: the folder of a run without a whole checkpoint.
+        CheckpointError: the folder of a run without a whole checkpoint, or a model that cannot be made.
     """
+    if path == SMOLLM2:
+        try:
+            return Saved(locate_model(path)[0])
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return Saved(path)

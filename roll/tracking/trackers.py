@@ -51,7 +51,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class TrackerContext:
-    """Facts about the run that every tracker is told; its own options come as keyword arguments."""
+    """Facts about the run that every tracker gets; its own options are keyword arguments."""
 
     run: RunFolder
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -81,7 +81,7 @@ SERVICES = ("wandb", "mlflow", "swanlab", "trackio")
 
 
 class MultiTracker:
-    """Hands every step's metrics to several trackers. One that fails is reported once and left out from then on."""
+    """Passes every step's metrics to several trackers. One that fails is reported once, then disabled."""
 
     def __init__(self, names: str | Sequence[str], kwargs: Mapping[str, Any] | None, context: TrackerContext) -> None:
         """Makes the trackers that ``track_with`` names.

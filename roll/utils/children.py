@@ -1,4 +1,4 @@
-"""Child processes that answer requests, one at a time each, and can be killed with all that they have started.
+"""Child processes that serve one request at a time each, and can be killed with everything that they started.
 
 The parent side is ``ChildPool``, or ``Child`` where each has a part of its own; a module whose ``main`` calls ``serve``
 is a child. They speak JSON, one line per message: first what the child shall hold, then a request and its reply at a

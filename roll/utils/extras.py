@@ -1,4 +1,4 @@
-"""The extras: parts that the core works without. It finds each here, by import path, and imports none itself."""
+"""The extras: optional parts. The core finds each here, by import path, and imports none itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 
 @dataclass(frozen=True)
 class Extra:
-    """A part of the package that the core calls but does not import, so that it can be left unread."""
+    """A part of the package that the core calls but does not import."""
 
     entry: str
     """Import path of the module that the core calls; verifiers and environments are found by the paths that their
@@ -25,6 +25,7 @@ EXTRAS = {
     "maths": Extra("roll.extras.maths.verifier", "rewards.md"),
     "plan": Extra("roll.extras.plan.command", "planning.md"),
     "sandbox": Extra("roll.extras.sandbox.cell", "rewards.md"),
+    "smollm2": Extra("roll.extras.smollm2.folder", "real_model.md"),
     "worlds": Extra("roll.extras.worlds", "environments.md"),
 }
 

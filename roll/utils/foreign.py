@@ -1,4 +1,4 @@
-"""Code of users and of other libraries: what it raises is caught here, and becomes text that is safe to keep."""
+"""Catches exceptions of user code and other libraries, as text that is safe to keep."""
 
 from __future__ import annotations
 

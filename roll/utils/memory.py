@@ -1,4 +1,4 @@
-"""Memory of this process: what it holds, what it has freed and will want again, when Python collects garbage."""
+"""Memory of this process: resident, freed but kept by the C library, and Python's garbage collection."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _OF_FILE = "_file_"
 
 
 class UnknownNameError(ValueError):
-    """A plug-in name that nobody registered and that is no importable ``module:attr``."""
+    """A plug-in name that is neither registered nor an importable ``module:attr``."""
 
 
 class Registry(Generic[T]):

@@ -1,4 +1,4 @@
-"""Requests to stop (Ctrl-C, SIGTERM, a closed terminal, a failure beside the main thread) as an exception, held back
+"""Requests to stop (Ctrl-C, SIGTERM, a closed terminal, a failure in another thread) as an exception, held back
 while the state of the run could not be saved."""
 
 from __future__ import annotations

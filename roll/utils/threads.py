@@ -1,4 +1,4 @@
-"""Work beside the caller's: one call, many whose results come in order, and limits of their time."""
+"""Background work: one call, many calls with results in order, and time limits."""
 
 from __future__ import annotations
 

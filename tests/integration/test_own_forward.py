@@ -3,9 +3,12 @@
 The oracle is the model's own forward pass, one sequence at a time, in float64.
 """
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.data.batch import Batch
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
+from roll.models import ulysses
 from roll.models.loading import load_causal_lm
 from tests.support.families import tiny_config, tiny_model, with_factors
 from tests.support.ranks import enter_rank, leave_rank, metrics_of, run_ranks, tensors_of, write
@@ -28,6 +32,11 @@ ENGINES: dict[str, dict[str, Any]] = {
     "deepspeed_train": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
 }
 TEMPERATURE = 1.0
+SPLIT: dict[str, dict[str, Any]] = {
+    "tensor": {"strategy": {"tensor_parallel_size": 2}},
+    "ulysses": {"strategy": {}, "model_args": {"ulysses_size": 2}},
+}
+"""Layouts in which ranks have parts of each layer or sequence."""
 
 
 def loss_fn(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
@@ -43,6 +52,30 @@ def trainer(model: Path, name: str, rank: int) -> Any:
     found = kind(make_context(model, name, ENGINES[name], temperature=TEMPERATURE, rank=rank, world_size=2))
     found.setup()
     return found
+
+
+def split_trainer(model: Path, name: str, rank: int) -> Any:
+    options = dict(SPLIT[name])
+    strategy = options.pop("strategy")
+    found = Fsdp2Train(
+        make_context(model, "fsdp2_train", strategy, temperature=1.0, rank=rank, world_size=2, **options)
+    )
+    found.setup()
+    return found
+
+
+@contextlib.contextmanager
+def split_wrongly(found: Any, name: str, rank: int) -> Iterator[None]:
+    """A layer whose parts do not fit together: the second of the model, or attention between the parts of a row."""
+    if name == "tensor":
+        part = found.weights.scorer.model.model.layers[1].mlp.act_fn
+        hook = part.register_forward_hook(lambda _, __, output: output * (1.5 if rank else 1.0))
+        yield
+        hook.remove()
+    else:
+        to_columns = ulysses._to_columns
+        with mock.patch.object(ulysses, "_to_columns", lambda result, group: to_columns(result, group).roll(1, 2)):
+            yield
 
 
 def rank_main(rank: int, port: int, models: Path, out: Path) -> None:
@@ -65,6 +98,17 @@ def rank_main(rank: int, port: int, models: Path, out: Path) -> None:
                     found.logprobs(shares(0)[rank])
             (out / f"{name}-refused-{train_first}-{rank}.json").write_text(json.dumps(str(refused.value)))
             found.shutdown()
+    for name in SPLIT:
+        found = split_trainer(models / "qwen3", name, rank)
+        with (
+            split_wrongly(found, name, rank),
+            pytest.raises(ValueError, match="log-probabilities of the first micro-batch") as refused,
+        ):
+            found.train_step(make_batch(), loss_fn)
+        found.train_step(make_batch(), loss_fn)
+        result = {"told": str(refused.value), "compared": sorted(found.own_forward.compared)}
+        (out / f"{name}-{rank}.json").write_text(json.dumps(result))
+        found.shutdown()
     leave_rank()
 
 
@@ -73,6 +117,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     for family, options in FAMILIES.items():
         tiny_model(with_factors(tiny_config(family, **options))).save_pretrained(folder / family)
+    tiny_model(tiny_config("qwen3")).save_pretrained(folder / "qwen3")
     run_ranks(rank_main, 2, folder, folder)
     return folder
 
@@ -109,3 +154,67 @@ def test_scores_and_gradient_are_those_of_the_models_own_head(two_ranks, engine,
 def test_what_one_rank_scores_otherwise_ends_all(two_ranks, engine, train_first):
     told = [json.loads((two_ranks / f"{engine}-refused-{train_first}-{rank}.json").read_text()) for rank in (0, 1)]
     assert told[0] == told[1] and told[0].startswith("HyperCLOVAXForCausalLM: ")
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_parts_that_do_not_fit_together_are_found_with_the_layer(two_ranks, name):
+    """With tensor parallelism every layer is run whole too, with the weights of all ranks."""
+    first, second = (json.loads((two_ranks / f"{name}-{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second and first["compared"] == ["padded"]
+    layer, key = {"tensor": ("1", "tensor_parallel_size: 1"), "ulysses": ("0", "ulysses_size: 1")}[name]
+    assert f"they part in model.layers.{layer} (Qwen3DecoderLayer)" in first["told"] and key in first["told"]
+
+
+def megatron_main(rank: int, port: int, model: Path, out: Path) -> None:
+    """A packed row over two sequence-parallel ranks, in which sequences see each other; and another generator."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from roll.distributed.strategy.megatron.input import MegatronInput
+    from roll.distributed.strategy.megatron.strategy import MegatronTrain
+
+    def as_one(one: MegatronInput) -> Any:
+        bounds = one.cumulative_lengths
+        bounds = None if bounds is None else bounds[[0, -1]]
+        return (
+            bounds
+            if bounds is None
+            else PackedSeqParams("thd", bounds, bounds, None, None, int(bounds[1]), int(bounds[1]))
+        )
+
+    enter_rank(port)
+    strategy = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    worker: dict[str, Any] = {"use_sequence_packing": True, "share_prompts": False}
+    sizes: dict[str, Any] = {"training_args": {"per_device_train_batch_size": 9}, "rank": rank, "world_size": 2}
+    worker["infer_batch_size"] = 9
+    context = make_context(model, "megatron_train", strategy, temperature=1.0, worker=worker, **sizes)
+    found, batch, told = MegatronTrain(context), make_batch(), []
+    found.setup()
+    with (
+        mock.patch.object(MegatronInput, "packed_seq_params", as_one),
+        pytest.raises(ValueError, match="log-probabilities of the first micro-batch") as refused,
+    ):
+        found.logprobs(batch)
+    told.append(str(refused.value))
+    right = found.logprobs(batch).logprobs_T
+    assert right is not None and found.own_forward is not None and found.own_forward.compared == {"packed"}
+    found.own_forward.compared.clear()
+    with pytest.raises(ValueError, match="from those of the generator") as refused:
+        found.train_step(batch.replace(rollout_logprobs_T=right - 0.2), loss_fn)
+    told.append(str(refused.value))
+    found.train_step(batch.replace(rollout_logprobs_T=right), loss_fn)
+    assert found.optimizer_steps == 1
+    found.own_forward.compared.clear()
+    found.train_step(batch.replace(rollout_logprobs_T=right - 0.2), loss_fn)  # of weights before the step
+    (out / f"megatron-{rank}.json").write_text(json.dumps(told))
+    leave_rank()
+
+
+def test_megatron_is_compared_with_itself_on_one_sequence_and_with_the_generator(tmp_path):
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    tiny_model(tiny_config("qwen2", tie_word_embeddings=True)).save_pretrained(tmp_path / "qwen2")
+    run_ranks(megatron_main, 2, tmp_path / "qwen2", tmp_path)
+    first, second = (json.loads((tmp_path / f"megatron-{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    leak, generator = first
+    assert "they part in decoder.layers.0 (TransformerLayer)" in leak and "set use_sequence_packing: false" in leak
+    assert leak.startswith("Qwen2: ") and "strategy" in generator

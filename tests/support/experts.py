@@ -1,4 +1,4 @@
-"""Routers of Transformers' Qwen3 mixture of experts for the oracle of the parity tests: two experts in each layer."""
+"""Routers of Transformers' mixtures of experts for the oracle of the parity tests: two experts in each layer."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +22,11 @@ def given_experts(model: Any, one: Batch) -> Iterator[None]:
     def route(gate: Any, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = hidden.reshape(one.num_tokens, -1) @ gate.weight.T
         chosen = experts_TLK[:, layer]
-        weights = logits.softmax(-1)[torch.arange(one.num_tokens)[:, None], chosen]
+        each = torch.arange(one.num_tokens)[:, None]
+        if hasattr(gate, "e_score_correction_bias"):  # DeepSeek-V3's
+            weights = logits.sigmoid()[each, chosen]
+            return logits, gate.routed_scaling_factor * weights / (weights.sum(-1, keepdim=True) + 1e-20), chosen
+        weights = logits.softmax(-1)[each, chosen]
         return logits, weights / weights.sum(-1, keepdim=True), chosen
 
     gates = [block.gate for block in model.modules() if hasattr(block, "experts")]
@@ -40,6 +44,15 @@ def chosen_experts(model: Any, batch: Batch) -> Tensor | None:
     """The two experts of each token and layer that the model itself chooses, for a batch that brings others."""
     if batch.experts_TE is None:
         return None
-    rows = [batch.select([row]).tokens_T[None] for row in range(batch.num_sequences)]
-    layers = zip(*(model(row, use_cache=False, output_router_logits=True).router_logits for row in rows), strict=True)
-    return torch.cat([torch.cat(logits).topk(2, dim=-1).indices.sort(-1).values for logits in layers], dim=1)
+    gates, found = [block.gate for block in model.modules() if hasattr(block, "experts")], []
+    hooks = [
+        gate.register_forward_hook(lambda _, __, result: found.append(result[2].sort(-1).values)) for gate in gates
+    ]
+    rows = []
+    for row in range(batch.num_sequences):
+        found.clear()
+        model(batch.select([row]).tokens_T[None], use_cache=False)
+        rows.append(torch.cat(found, dim=1))
+    for hook in hooks:
+        hook.remove()
+    return torch.cat(rows)

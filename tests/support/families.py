@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -127,6 +132,7 @@ OWN: dict[str, dict[str, Any]] = {
         "laurel_rank": 8,
     },
     "gemma4_text": {"hidden_size_per_layer_input": 8, "per_layer_config": {f"{LAYERS - 1:02}": {"head_dim": 32}}},
+    "lfm2": {"layer_types": (["conv", "conv", "full_attention"] * LAYERS)[:LAYERS]},
     "lfm2_moe": {"layer_types": (["conv", "conv", "full_attention"] * LAYERS)[:LAYERS], "num_experts_per_tok": 2},
     "qwen4_exp_text": {
         "layer_types": (["linear_attention", "indexed_attention"] * LAYERS)[:LAYERS],
@@ -181,10 +187,11 @@ def with_factors(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def tiny_model(config: PreTrainedConfig, seed: int = 0, **options: Any) -> PreTrainedModel:
-    """A model in float32 whose layers all matter."""
+def tiny_model(config: PreTrainedConfig, seed: int = 0, *, scores: bool = False, **options: Any) -> PreTrainedModel:
+    """A model in float32 whose layers all matter, with an output layer or a classifier's."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options).eval()
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    model: PreTrainedModel = kind.from_config(config, dtype=torch.float32, **options).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -290,15 +297,14 @@ def _alone(model: PreTrainedModel, row: Tensor) -> Tensor:
 
 def _packed_difference(scorer: TokenScorer, rows: list[Tensor], alone: list[Tensor], *, planned: bool) -> float:
     """Also with the first sequence replaced by the second: what comes after must not move."""
-    worst = 0.0
+    worst, scorer._takes_plans = 0.0, planned
     for order in ((0, 1, 2), (1, 1, 2), (2, 0, 1)):
         packed = [rows[index] for index in order]
         lengths = tuple(map(len, packed))
         positions = torch.cat([torch.arange(length) for length in lengths])
         targets = positions.nonzero()[:, 0]
         ids = torch.cat(packed)
-        plan = PackedSequences(lengths) if planned else None
-        scores = scorer(ids[None], positions[None], targets - 1, ids[targets], attention=plan)
+        scores = scorer(ids[None], positions[None], targets - 1, ids[targets], attention=PackedSequences(lengths))
         difference = (scores["logprobs_T"] - torch.cat([alone[index] for index in order])).abs().max()
         worst = max(worst, float(difference.nan_to_num(1e9)))
     return worst

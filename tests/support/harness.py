@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from roll.algorithms.distillation import build_distill_loss
 from roll.algorithms.preferences import build_preference_loss, build_reward_loss
@@ -35,6 +37,7 @@ from roll.distributed.strategy.training.checkpoint import MODEL
 from roll.distributed.strategy.training.exchange import gather
 from roll.models.lora import LoraSpec
 from tests.support.experts import chosen_experts, given_experts
+from tests.support.known_families import KNOWN, SCORES, make_known
 from tests.support.ranks import enter_rank, exported, exported_adapter, run_ranks
 from tests.support.sizes import sizes
 
@@ -78,11 +81,13 @@ class Layout:
     training_args: dict[str, Any] = field(default_factory=dict)
     """Such as ``per_device_train_batch_size``; the optimizer's own stay as in ``TRAINING``."""
     model: str = "qwen2"
-    """One of ``MODELS``."""
+    """One of ``MODELS`` or ``KNOWN``."""
     task: str = "policy"
     """What is learnt: one of ``TASKS``."""
     lora: LoraSpec | None = None
     """Trains an adapter, whose weights are then those compared."""
+    saved: bool = False
+    """The folder that it saves is compared, too."""
     bounds: dict[str, float] = field(default_factory=dict)
     """Other bounds than ``FP32_BOUND``, by measure, each with its reason in the layout's file."""
     slow: bool = False
@@ -116,6 +121,8 @@ class Figures:
     """Relative, over three steps, before clipping."""
     weights: float = math.nan
     """Over all exported weights after three steps."""
+    saved: float = math.nan
+    """The same of the saved folder, of layouts that look at it."""
     neighbour: float = math.nan
     """Of the log-probs of other sequences, when one sequence of their micro-batches is changed."""
     seconds: float = math.nan
@@ -131,6 +138,8 @@ def make_model(path: Path, kind: str) -> Path:
     """A random model of four layers with grouped-query attention; ``qwen2_scores`` is a classifier with one output."""
     import transformers
 
+    if kind.removesuffix(SCORES) in KNOWN:
+        return make_known(path, kind, VOCABULARY)
     shape = {
         **sizes(VOCABULARY, 32, 48, 4, 4, 2),
         "max_position_embeddings": 64,
@@ -313,10 +322,23 @@ def checkpoint_weights(model: Any) -> dict[str, Tensor]:
     }
 
 
+class _Exact(TorchFunctionMode):
+    """What a model's code computes in float32 whatever its weights are, norms and states above all, is in float64."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def exact(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        func = Tensor.double if func is Tensor.float else func
+        return func(*map(exact, args), **{name: exact(value) for name, value in (kwargs or {}).items()})
+
+
 def _oracle_rows(model: Any, batch: Batch) -> Iterator[tuple[int, Batch, Tensor]]:
     for row in range(batch.num_sequences):
         one = batch.select([row])
-        with given_experts(model, one):
+        with given_experts(model, one), _Exact():
             logits = model(one.tokens_T[None], use_cache=False).logits[0]
         yield row, one, (logits / TEMPERATURE).log_softmax(-1)
 
@@ -527,7 +549,8 @@ def _oracle_values(model: Any, batch: Batch) -> Iterator[tuple[Batch, Tensor]]:
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft, with its layers in it
     for row in range(batch.num_sequences):
         one = batch.select([row])
-        hidden = model.model(input_ids=one.tokens_T[None], use_cache=False).last_hidden_state[0]
+        with _Exact():
+            hidden = model.model(input_ids=one.tokens_T[None], use_cache=False).last_hidden_state[0]
         yield one, model.score(hidden)[one.loss_mask_T.nonzero().flatten() - 1, 0]
 
 
@@ -666,7 +689,7 @@ def _rank_main(
     for layout in layouts:
         start = time.perf_counter()
         try:
-            result = _run(layout, models[layout.model], rank)
+            result = _run(layout, models[layout.model], rank, folder / layout.id)
         except Exception:
             result = {"error": traceback.format_exc()}
         result["seconds"] = time.perf_counter() - start
@@ -677,7 +700,18 @@ def _rank_main(
     os._exit(0)  # torch's threads sometimes abort the interpreter's own end
 
 
-def _run(layout: Layout, model_path: Path, rank: int) -> dict[str, Any]:
+def measure_here(layout: Layout, folder: Path, out: Path) -> Figures:
+    """Runs a layout of one rank in this process, with the models in ``folder``."""
+    assert layout.world_size == 1
+    if not (path := folder / layout.model).exists():
+        make_model(path, layout.model)
+    start = time.perf_counter()
+    result = _run(layout, path, 0, out / layout.id)
+    torch.save(result | {"seconds": time.perf_counter() - start}, out / f"{layout.id}-0.pt")
+    return _compare(layout, path, out)
+
+
+def _run(layout: Layout, model_path: Path, rank: int, out: Path) -> dict[str, Any]:
     strategy: Any = STRATEGIES.get(layout.strategy)(make_context(layout, model_path, rank))
     info = strategy.setup()
 
@@ -703,6 +737,9 @@ def _run(layout: Layout, model_path: Path, rank: int) -> dict[str, Any]:
         result["weights"] = {name: x.clone() for name, x in gather(strategy.model_tensors()[MODEL], [0]).items()}
     else:
         result["weights"] = exported(strategy) if layout.lora is None else exported_adapter(strategy)
+    if layout.saved:
+        strategy.save_model(out)
+        result["saved"] = {name: x for file in out.glob("*.safetensors") for name, x in load_file(file).items()}
     if hasattr(strategy, "shutdown"):
         strategy.shutdown()
     return result
@@ -747,16 +784,23 @@ def _compare(layout: Layout, model_path: Path, folder: Path) -> Figures:
     metrics = found["metrics"]
     assert found["weights"].keys() == expected.weights.keys(), found["weights"].keys() ^ expected.weights.keys()
     metric, area = TASKS[layout.task].metric, "reward_model" if TASKS[layout.task].scores else "actor"
+    saved = found.get("saved", {})
+    assert not saved or saved.keys() >= expected.weights.keys(), expected.weights.keys() - saved.keys()
     losses = [abs(m[f"{area}/loss"] - x) for m, x in zip(metrics, expected.losses, strict=True)]
     losses += [abs(m[metric] - x) for m, x in zip(metrics, expected.measured, strict=True)]
     return Figures(
         logprobs=max(scored("before", expected.before_T), scored("after", expected.after_T)),
         loss=max(losses),
         grad_norm=max(abs(m[f"{area}/grad_norm"] / x - 1) for m, x in zip(metrics, expected.norms, strict=True)),
-        weights=max(float((found["weights"][n].cpu().double() - w).abs().max()) for n, w in expected.weights.items()),
+        weights=_apart(found["weights"], expected.weights),
+        saved=_apart(saved, expected.weights) if saved else math.nan,
         neighbour=found["neighbour"],
         seconds=found["seconds"],
     )
+
+
+def _apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return max(float((found[name].cpu().double() - weight).abs().max()) for name, weight in expected.items())
 
 
 RECORD = "ROLL_PARITY_FIGURES"
@@ -771,4 +815,4 @@ def record(kind: str, figures: dict[str, Any]) -> None:
 
 
 def as_row(figures: Figures) -> dict[str, Any]:
-    return {name: value for name, value in asdict(figures).items() if value != ""}
+    return {name: value for name, value in asdict(figures).items() if value != "" and value == value}

@@ -21,7 +21,7 @@ PICTURES: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 1}
 
 
 class TextEnv(gymnasium.Env[str, str]):
-    """Environment of text: a manager gives it the model's words and shows the policy its answer.
+    """An environment of text: its manager passes it the response and shows the policy the observation.
 
     A subclass implements two methods of ``gymnasium.Env`` and ends ``step`` with ``step_result``:
 

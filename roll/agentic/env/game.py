@@ -1,4 +1,4 @@
-"""Parts that the environments here share: configuration, seeds, the count of steps, what a step returns."""
+"""Shared parts of the environments: configuration, seeds, step limits, return values."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def parse_config(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
 
 
 class Played(NamedTuple):
-    """Effect of a turn of the policy."""
+    """The effect of one turn of the policy."""
 
     action: str | None
     """Its name; ``None``: the text holds none, which costs ``format_penalty``."""
@@ -206,7 +206,7 @@ class Game(TextEnv):
 
 
 class AdaptedGame(Game):
-    """An environment of another library, which is told a part of the policy's text, or all of it."""
+    """An environment of another library, which gets all or a part of the policy's text."""
 
     config: AdaptedEnvConfig
     num_seeds = 2**31

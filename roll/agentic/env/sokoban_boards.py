@@ -1,4 +1,4 @@
-"""Sokoban boards of a known optimal solution length, and the exact search behind them.
+"""Sokoban boards with a known optimal solution length, and the exact search that finds it.
 
 Sets of cells are bits of one integer: cell ``row * stride + column`` with ``stride = width + 1``, the extra column
 being the line break of the drawn board. The border is wall, so no shift ever leaves the board.

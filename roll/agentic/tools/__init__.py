@@ -1,1 +1,1 @@
-"""Tools that a model calls: their schemas, and the ways in which model families write calls."""
+"""Tools that a model calls: their schemas, and the notations in which model families write calls."""

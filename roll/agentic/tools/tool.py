@@ -1,4 +1,4 @@
-"""Tools: things that a policy calls by name with JSON arguments, and whose answer it reads as text.
+"""Tools: the policy calls them by name with JSON arguments, and reads the result as text.
 
 A plain function with typed arguments is one: its docstring is the description, its signature the schema, by pydantic,
 which also checks what the policy passes::
@@ -26,7 +26,7 @@ from roll.utils.registry import Registry, UnknownNameError
 
 
 class ToolError(Exception):
-    """A call cannot be answered, for a reason that the policy shall read: wrong arguments, no such page."""
+    """A call failed for a reason that the policy should read: wrong arguments, no such page."""
 
 
 class Tool(ABC):

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that was understood.
+    """A valid call.
 
     Attributes:
         id: what the answer refers to; nine letters and digits where the family writes none (``call_id``).
@@ -28,7 +28,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class CallError:
-    """A call that was not.
+    """A malformed call.
 
     Attributes:
         text: what the model wrote.
@@ -41,7 +41,7 @@ class CallError:
 
 @dataclass(frozen=True, slots=True)
 class AssistantTurn:
-    """Words and calls of a model in one turn.
+    """Text and calls of a model in one turn.
 
     Attributes:
         content: its words, without calls and reasoning, stripped.
@@ -67,7 +67,7 @@ class AssistantTurn:
 
 @dataclass(frozen=True, slots=True)
 class ToolSchema:
-    """A tool as the model is told of it.
+    """A tool as it is described to the model.
 
     Attributes:
         name: letters, digits, ``_`` and ``-``.

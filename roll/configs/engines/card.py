@@ -1,4 +1,4 @@
-"""An engine's card: all that the rest of the library knows of an engine, without importing it."""
+"""An engine's card: everything that the rest of the library knows about an engine, without importing it."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class EngineOptions(Config):
 
 
 class PassedOnOptions(EngineOptions):
-    """Options handed to an external engine's constructor: keys with a field are checked here, others pass through."""
+    """Options passed to an external engine's constructor: keys with a field are checked here, others pass through."""
 
     model_config = ConfigDict(extra="allow")
 
 
 @dataclass(frozen=True)
 class EnginePackage:
-    """The package that an engine is."""
+    """The Python package of an engine."""
 
     module: str
     """To import, e.g. ``vllm``."""
@@ -86,6 +86,10 @@ class Strategy:
         return {"trains": self.trains, "scores": self.scores, "generates": self.generates}[task_of(role)]
 
 
+VERBS = {"trains": "trains", "scores": "computes log-probs", "generates": "generates"}
+"""What a strategy does, as messages and the documentation say it."""
+
+
 def task_of(role: str) -> Literal["trains", "scores", "generates"]:
     """The verb of a role."""
     if role in ("actor_train", "critic"):
@@ -99,7 +103,7 @@ def kind_of(role: str) -> str:
 
 
 class EngineCard:
-    """Names, abilities and options of an engine. A subclass says what is special about its own.
+    """Names, abilities and options of an engine. Each engine has a subclass.
 
     Problems carry keys relative to the role's section, rules across sections whole keys.
     """

@@ -214,7 +214,7 @@ _STRATEGIES = "roll.distributed.strategy.deepspeed.strategy"
 
 
 class DeepSpeedCard(EngineCard):
-    """Trains and scores models of Transformers by the keys of a DeepSpeed configuration file."""
+    """Trains models of Transformers, and computes log-probs, by the keys of a DeepSpeed configuration file."""
 
     name = "deepspeed"
     strategies: ClassVar[Mapping[str, Strategy]] = {

@@ -73,7 +73,7 @@ _STRATEGIES = "roll.distributed.strategy.fsdp2.strategy"
 
 
 class Fsdp2Card(EngineCard):
-    """Trains and scores models of Transformers; shards weights and optimizer states, splits layers where asked."""
+    """Trains models of Transformers, and computes log-probs; shards weights and optimizer states, can split layers."""
 
     name = "fsdp2"
     strategies: ClassVar[Mapping[str, Strategy]] = {

@@ -1,4 +1,4 @@
-"""`hf_infer`: generation and scoring with plain Transformers."""
+"""`hf_infer`: generation and log-probs with plain Transformers."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ _STRATEGIES = "roll.distributed.strategy.megatron.strategy"
 
 
 class MegatronCard(EngineCard):
-    """Trains and scores with tensor, pipeline, context and expert parallelism."""
+    """Trains and computes log-probs with tensor, pipeline, context and expert parallelism."""
 
     name = "megatron"
     strategies: ClassVar[Mapping[str, Strategy]] = {

@@ -1,4 +1,4 @@
-"""`sglang`: generation and scoring with SGLang, which may be installed in an environment of its own."""
+"""`sglang`: generation and log-probs with SGLang, which can be installed in a separate environment."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ _STRATEGIES = "roll.distributed.strategy.sglang.strategy"
 
 
 class SglangCard(EngineCard):
-    """Generates, and scores what it is given, on one device or several of a machine."""
+    """Generates, and computes log-probs of given tokens, on one or several devices of a machine."""
 
     name = "sglang"
     strategies: ClassVar[Mapping[str, Strategy]] = {

@@ -1,4 +1,4 @@
-"""`vllm`: generation and scoring with vLLM."""
+"""`vllm`: generation and log-probs with vLLM."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ _STRATEGIES = "roll.distributed.strategy.vllm.strategy"
 
 
 class VllmCard(EngineCard):
-    """Generates, and scores what it is given, on one device or several of a machine."""
+    """Generates, and computes log-probs of given tokens, on one or several devices of a machine."""
 
     name = "vllm"
     strategies: ClassVar[Mapping[str, Strategy]] = {

@@ -30,7 +30,7 @@ class DataError(ValueError):
 
 
 class Problems:
-    """Collects what is wrong; keeps the words of the first few and counts the rest."""
+    """Collects problems; keeps the text of the first few and counts the rest."""
 
     def __init__(self) -> None:
         self._shown: list[str] = []
@@ -66,7 +66,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands for a value that nothing can read: a problem of the row only if somebody wants to."""
+    """Stands for an unreadable value: a problem of the row only if it is read."""
 
     reason: str
 

@@ -157,7 +157,7 @@ class NodeView:
 
 @dataclass(frozen=True)
 class Placement:
-    """Reserved devices. Give them back with ``remove``."""
+    """Reserved devices. Release them with ``remove``."""
 
     plan: PlacementPlan
     groups: Mapping[int, PlacementGroup]

@@ -1,4 +1,4 @@
-"""Failures between the driver and its workers, one class per thing the caller may want to repair.
+"""Failures between the driver and its workers, one class per kind that a caller can handle.
 
 Every class hands its fields to ``Exception.__init__`` so that it survives the way through Ray's serialisation.
 """
@@ -42,7 +42,7 @@ class WorkerDiedError(ClusterError):
 
 
 class RpcTimeoutError(ClusterError, TimeoutError):
-    """Some workers gave no answer in time; their processes may still be running."""
+    """Some workers did not reply in time; their processes may still be running."""
 
     def __init__(self, role: str, ranks: tuple[int, ...], call: str, step: int | None, seconds: float) -> None:
         super().__init__(role, ranks, call, step, seconds)

@@ -1,4 +1,4 @@
-"""Ray for the length of a run: a running cluster is joined and left, a local one is started and gone afterwards."""
+"""Ray for the duration of a run: joins and leaves a running cluster, or starts and stops a local one."""
 
 from __future__ import annotations
 

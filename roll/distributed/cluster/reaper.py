@@ -1,4 +1,4 @@
-"""A small process that outlives the driver and clears up what its local Ray cluster left behind.
+"""A small process that outlives the driver and cleans up after its local Ray cluster.
 
 Ray's daemons follow a killed driver, but its agents take a minute to notice, a worker's own children may never, and
 the session's folder stays. So every process of the cluster carries a mark in its environment, and the reaper, a child

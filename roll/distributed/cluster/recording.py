@@ -1,4 +1,4 @@
-"""What processes are doing: the stacks of all their threads, and recordings of PyTorch's work and memory."""
+"""Stacks of all threads of processes, and recordings of PyTorch's work and memory."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class NodeInfo:
 
 @dataclass(frozen=True)
 class RoleRequest:
-    """Devices that one role asks for."""
+    """The devices that one role requests."""
 
     name: str
     device_mapping: tuple[int, ...] | None = None

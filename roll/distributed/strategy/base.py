@@ -1,4 +1,4 @@
-"""Protocols of an engine, three small ones, and the values that cross them.
+"""Three small protocols of an engine, and the values that they use.
 
 A strategy hides one engine. It never sees a pipeline and does no RL arithmetic: losses come in as functions of
 log-probabilities, weights go out under Hugging Face names.
@@ -54,7 +54,7 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class StrategyContext:
-    """All that a strategy's constructor is given. Every strategy class takes exactly this one argument."""
+    """Everything that a strategy's constructor gets; it is its only argument."""
 
     worker: WorkerConfig
     """The role's configuration section."""
@@ -105,7 +105,7 @@ class StrategyContext:
 
 
 class ScoreStrategy(Protocol):
-    """Scores given tokens (hf_infer, every *_infer and every trainer)."""
+    """Computes log-probs of given tokens (hf_infer, every *_infer and every trainer)."""
 
     def setup(self) -> RankInfo: ...
     def shutdown(self) -> None: ...

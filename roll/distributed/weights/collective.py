@@ -1,4 +1,4 @@
-"""A process group of one sender and its receivers, beside whatever groups their engines have.
+"""A process group of one sender and its receivers, separate from those of their engines.
 
 ``torch.distributed`` has one default group per process, which belongs to the engine; this one is made of the backend
 itself. Its store listens on the sender's address only, which is loopback unless the Ray cluster has several nodes.

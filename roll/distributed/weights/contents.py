@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll.distributed.weights.segments import SharedMemory
+from roll.distributed.weights.segments import SegmentPool, SharedMemory
 
 ALIGNMENT = 64  # bytes; as torch aligns its own tensors, so that a model computes the same with views of a bucket
 
@@ -183,7 +183,7 @@ Payload: TypeAlias = Literal["weights", "adapter"]
 
 
 class WeightTransferError(ValueError):
-    """An update of weights did not arrive as it was sent, or the receiver refused it."""
+    """A weight update was damaged or refused by the receiver."""
 
     def __init__(self, role: str, rank: int, payload: Payload, version: int, reason: str) -> None:
         super().__init__(role, rank, payload, version, reason)
@@ -199,7 +199,7 @@ class WeightTransferError(ValueError):
 
 @dataclass(frozen=True)
 class Open:
-    """An update begins; one that was not closed is given up."""
+    """An update begins; an earlier one that was not closed is dropped."""
 
     payload: Payload
     version: int
@@ -296,3 +296,45 @@ class UpdateDigest:
 
     def hex(self) -> str:
         return self._hash.hexdigest()
+
+
+class Lender:
+    """Lends buckets where they lie, or as copies where no other process could map that memory."""
+
+    def __init__(self) -> None:
+        self._copies = SegmentPool()
+        self._lent: dict[str, tuple[set[str], object]] = {}
+        """By segment: who reads it, and what keeps its bytes as they are."""
+        self.segments: list[str] = []
+        """Those of this update."""
+
+    def lend(self, bucket: WeightBucket, readers: Iterable[str]) -> SharedMemory:
+        """Place where ``readers`` find a bucket in host memory; its bytes stay until each has given it back."""
+        place, data = bucket.place, bucket.data
+        assert isinstance(data, np.ndarray)
+        if place is None:
+            memory = self._copies.allocate(len(data))
+            np.copyto(memory, data)
+            segment = self._copies.find(memory)
+            assert segment is not None
+            place = segment.place
+            self._copies.hand_over(segment, readers)
+        self._lent[place.segment] = set(readers), data
+        self.segments.append(place.segment)
+        return place
+
+    def take_back(self, segments: Iterable[str], reader: str) -> None:
+        """The reader is done with these."""
+        segments = tuple(segments)
+        self._copies.release(segments, reader)
+        for segment in segments:
+            if segment in self._lent:
+                readers, _ = self._lent[segment]
+                readers.discard(reader)
+                if not readers:
+                    del self._lent[segment]
+
+    def end(self, num_copies: int) -> None:
+        """The update is over; keeps at most so many free copies for the next."""
+        self.segments = []
+        self._copies.trim(num_copies, 0)

@@ -26,7 +26,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Bytes at the start of a segment, as processes that read them are told."""
+    """Bytes at the start of a segment, as described to the processes that read them."""
 
     segment: str
     path: str

@@ -1,4 +1,4 @@
-"""The sending end of an update: routes by where both ends sit, and every bucket once to every receiver."""
+"""The sending end of an update: routes by placement, and every bucket once to every receiver."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ _UNDER_WAY = 2
 
 @dataclass(frozen=True)
 class TransferRequest:
-    """Order to a trainer to send weights."""
+    """A request to a trainer to send weights."""
 
     payload: Payload
     version: int

@@ -1,1 +1,1 @@
-"""``roll doctor``: what of a machine, or of every machine of a Ray cluster, a run would stumble over."""
+"""``roll doctor``: checks a machine, or every machine of a Ray cluster, for what would make a run fail."""

@@ -73,7 +73,7 @@ def own_versions() -> dict[str, str]:
 
 
 class Examiner:
-    """Lives on a machine of the cluster and examines it."""
+    """Runs on a machine of the cluster and checks it."""
 
     def clock(self) -> float:
         return time.time()

@@ -1,4 +1,4 @@
-"""Findings of an examination of a machine, as text for a terminal and as JSON."""
+"""Findings about a machine, as text for a terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 110
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     level: Level
     name: str

@@ -1,4 +1,4 @@
-"""Rules for what a check of an environment may find: a name, how bad it is, what was found, and what to do."""
+"""Rules for the findings of an environment check: name, severity, and fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probes of an environment: the same episodes in other circumstances, rewards, tricks; each says what it found."""
+"""Probes of an environment: the same episodes under other conditions, rewards, tricks; each yields findings."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ _LAST_WORDS = 300
 
 
 class ElsewhereError(RuntimeError):
-    """The other process did not play them."""
+    """The other process could not run the episodes."""
 
 
 async def replay_elsewhere(subject: Subject, episodes: Sequence[Episode], patience: float) -> list[Episode]:

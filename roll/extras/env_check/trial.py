@@ -1,4 +1,4 @@
-"""The environment under trial, the texts it is given, and the episodes that all probes play again."""
+"""The environment under test, its input texts, and the episodes that all probes repeat."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SHOWN = 60
 
 @dataclass(frozen=True)
 class Subject:
-    """An environment and how hard it is tried."""
+    """An environment, and the limits of its check."""
 
     env_type: str
     env_config: Mapping[str, Any] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class ThreadHopper(EnvRunner):
 
 @dataclass(frozen=True)
 class Moment:
-    """Answer of an environment to one call."""
+    """What an environment returned from one call."""
 
     observation: str
     reward: float = 0.0
@@ -162,7 +162,7 @@ class Episode:
 
 
 class Play:
-    """An episode under way.
+    """A running episode.
 
     Args:
         seconds: durations of calls are added to it, by ``reset`` and ``step``.
@@ -343,11 +343,11 @@ _EXPERT_SHARES = (0.95, 0.5, 0.0)
 
 
 class StopCheckError(Exception):
-    """There is no use in going on."""
+    """The check cannot continue."""
 
 
 class Trial:
-    """An environment under trial: the episodes that all probes play again, and what was measured."""
+    """An environment under test: the episodes that all probes repeat, and what was measured."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject

@@ -1,4 +1,4 @@
-"""Configurations of other systems: what each of their keys is called here, and how one becomes a configuration."""
+"""Converts configurations of other systems: a table of their keys, and what each becomes."""
 
 SYSTEMS = {
     "roll": "ROLL",

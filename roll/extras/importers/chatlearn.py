@@ -1,4 +1,4 @@
-"""ChatLearn's configurations: what several of its keys say together."""
+"""ChatLearn's configurations: keys that are converted together."""
 
 from __future__ import annotations
 

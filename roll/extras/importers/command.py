@@ -1,4 +1,4 @@
-"""Entry of the importers: the command ``roll import``, and what the core asks about files and keys of other systems."""
+"""Entry of the importers: the command ``roll import``, and what the core asks about other systems' keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From files of another system to the text of a configuration of ours, and the report of what became of each key."""
+"""Converts files of another system to the text of a configuration, with a report on each key."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ _PRESET = re.compile(r"\$\{(deepspeed_zero\w*)\}")
 
 @dataclass(frozen=True)
 class Imported:
-    """A configuration that was another system's."""
+    """A converted configuration."""
 
     text: str
     """YAML."""

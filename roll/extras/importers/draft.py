@@ -1,4 +1,4 @@
-"""A configuration of another system on its way to one of ours, and what has become of each key."""
+"""A configuration that is being converted, and the outcome of each key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MindSpeed RL's configurations: what several of its keys say together."""
+"""MindSpeed RL's configurations: keys that are converted together."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class ScriptError(ValueError):
 
 @dataclass(frozen=True)
 class Unread:
-    """A value that only a shell can tell."""
+    """A value that only a shell could compute."""
 
     text: str
     """What the script has in its place, or the possible values."""

@@ -1,4 +1,4 @@
-"""Tells whose configuration a file is, by its sections, and whether it trains on pictures."""
+"""Recognises which system a file is for, by its sections, and whether it trains on pictures."""
 
 from __future__ import annotations
 

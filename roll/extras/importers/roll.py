@@ -1,4 +1,4 @@
-"""ROLL's configurations: what several of its keys say together, of engines and judges too."""
+"""ROLL's configurations: keys that are converted together, engines and judges included."""
 
 from __future__ import annotations
 

@@ -221,5 +221,5 @@ def _manager_sampling(draft: Draft, manager: str, sampling: dict[str, Any]) -> N
             f"{manager}.generating_args.temperature",
             "actor_infer.generating_args.temperature",
             kept["temperature"],
-            "training scores divide by it",
+            "training log-probs divide by it",
         )

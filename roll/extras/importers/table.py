@@ -21,15 +21,15 @@ Transform = Callable[[Any], Any]
 
 
 class Untranslatable(ValueError):
-    """A value that means nothing here. The message says why."""
+    """A value without a counterpart here. The message says why."""
 
 
 class Omitted(Exception):
-    """A value that is said here by saying nothing. The message says why."""
+    """A value that is expressed here by omitting the key. The message says why."""
 
 
 class Partial(Exception):
-    """A value of which a part has a counterpart."""
+    """A value with a counterpart for only a part of it."""
 
     def __init__(self, value: Any, why: str) -> None:
         super().__init__(why)
@@ -266,7 +266,7 @@ _CHOICE = re.compile(r"\{([^{}]*)\}")
 
 @dataclass(frozen=True)
 class Setting:
-    """A key here that a row sets beside its own, e.g. ``use_pg_clip_range: true``."""
+    """A key that a row sets in addition to its own, e.g. ``use_pg_clip_range: true``."""
 
     key: str
     value: Any
@@ -369,7 +369,7 @@ def spread(key: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Usual:
-    """What releases of a system take where a key is not given."""
+    """The default that releases of a system use if a key is not given."""
 
     values: tuple[Any, ...]
     releases: frozenset[str]

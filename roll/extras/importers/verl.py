@@ -1,4 +1,4 @@
-"""verl's configurations: what several of its keys say together, those of on-policy distillation too."""
+"""verl's configurations: keys that are converted together, on-policy distillation included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verl's trainers that generate beside training: fully asynchronous, one step off, and the modes of `trainer.v1`."""
+"""verl's trainers that generate during training: fully asynchronous, one step off, and the modes of `trainer.v1`."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def _set_correction(draft: Draft) -> None:
     sampled = [f"{_ASYNC}.use_rollout_log_probs", f"{ACTOR}.use_rollout_log_probs"]
     asked = [scored] if draft.theirs(scored) else [key for key in sampled if draft.theirs(key) is False]
     if asked:
-        note = "the trainer scores what it trains on under the weights that a step begins with"
+        note = "the trainer computes log-probs of its samples under the weights that a step begins with"
         draft.derive(asked, "train_infer_correction.bypass", False, note)
     elif draft.theirs(said) is None and _bypasses(draft):
         set_bypass(draft, [said, *sampled], "on there by default", rejects=not draft.has(sampled[0]))

@@ -1,4 +1,4 @@
-"""verl's tools: the file that names their classes, and how far an episode may go with them."""
+"""verl's tools: the file that names their classes, and their limits in an episode."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""``roll plan``: what a configuration takes of a machine, computed and not run. The formulas: docs/planning.md."""
+"""``roll plan``: estimates what a configuration needs, without running it. The formulas: docs/planning.md."""

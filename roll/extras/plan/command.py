@@ -40,7 +40,7 @@ def plan(
     from roll.configs.problems import ConfigErrors
     from roll.extras.plan.devices import parse_devices, this_device
     from roll.extras.plan.launchers import launcher
-    from roll.extras.plan.page import advise, page, values
+    from roll.extras.plan.page import advise, faster, page, values
     from roll.extras.plan.plan import make_plan
 
     if output is not None and write is None:
@@ -73,11 +73,11 @@ def plan(
             return EXIT_USAGE
         sys.stderr.write(f"{output}: written\n")
         return 0
-    advice = advise(found, replan)
+    advice, quicker = advise(found, replan), faster(found, replan)
     if json:
-        sys.stdout.write(jsonlib.dumps(values(found, advice, config_name), indent=2) + "\n")
+        sys.stdout.write(jsonlib.dumps(values(found, advice, quicker, config_name), indent=2) + "\n")
     else:
-        sys.stdout.write(page(found, advice, config_name))
+        sys.stdout.write(page(found, advice, quicker, config_name))
     return 0 if found.fits else 1
 
 

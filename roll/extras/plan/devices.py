@@ -1,4 +1,4 @@
-"""Devices that a plan may be made for: by name, changed by words of the command line, or as found on this machine."""
+"""Devices to plan for: by name, changed on the command line, or those of this machine."""
 
 from __future__ import annotations
 

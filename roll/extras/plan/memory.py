@@ -1,4 +1,4 @@
-"""Memory of one worker by phase and part, in bytes: what a role keeps, and what a pass of it takes beside that."""
+"""Memory of one worker by phase and part, in bytes: what a role keeps, and what a pass needs in addition."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class RoleMemory:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Facts of a run that matter to a role's memory."""
+    """Facts about a run that affect a role's memory."""
 
     process: int
     """Bytes of a process that has imported its engine: in host memory, or of its CUDA context."""

@@ -10,17 +10,22 @@ from roll.configs.batches import describe_batches
 from roll.configs.engines.deepspeed import DeepSpeedConfig
 from roll.configs.engines.fsdp2 import Fsdp2Config
 from roll.configs.problems import ConfigErrors
+from roll.configs.rl import RLConfig
 from roll.extras.plan.memory import GIB, MIB, PARTS
 from roll.extras.plan.plan import ACTIVE, Place, Plan
 from roll.extras.plan.work import Role
 
 MOST_CHANGES = 6
 """In a row, of the last advice."""
+LEAST_GAIN = 0.9
+"""Of a step's seconds, the part that a faster layout may still take."""
+Faster = tuple[tuple[str, ...], float]
+"""Overrides, and the seconds of a step with them."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Overrides, and the fullest place with them."""
+    """Overrides, and the fullest device with them."""
 
     overrides: tuple[str, ...]
     needed: int
@@ -57,6 +62,34 @@ def advise(plan: Plan, replan: Replan) -> list[Advice]:
         if best.fits:
             break
     return [*(each for each, _ in found), best]
+
+
+def faster(plan: Plan, replan: Replan) -> Faster | None:
+    """Overrides that share the CPU slots of trainer and generator, and the seconds of a step with them, if it helps.
+
+    Unless rollouts go on beside training, the slots of one role wait while the other works. GPUs are left out: there,
+    roles that share a device move their weights in and out.
+    """
+    takes_turns = isinstance(plan.config, RLConfig) and not plan.config.overlaps
+    generator, trainer = plan.config.actor_infer, plan.config.actor_train
+    if not (plan.fits and takes_turns and plan.device.kind == "cpu") or generator is None:
+        return None
+    own, other = trainer.device_mapping or [], generator.device_mapping or []
+    both, args = sorted({*own, *other}), trainer.training_args
+    copies = args.gradient_accumulation_steps * len(own)
+    if set(own) & set(other) or not own or copies % len(both):
+        return None
+    changes = (
+        f"actor_train.device_mapping={both}".replace(" ", ""),
+        f"actor_infer.device_mapping={both}".replace(" ", ""),
+        f"actor_train.training_args.gradient_accumulation_steps={copies // len(both)}",
+    )
+    try:
+        found = replan(changes)
+    except ConfigErrors:
+        return None
+    helps = found.fits and found.step_seconds < LEAST_GAIN * plan.step_seconds
+    return (changes, found.step_seconds) if helps else None
 
 
 def _tried(plan: Plan, replan: Replan, before: tuple[str, ...]) -> list[tuple[Advice, Plan]]:
@@ -140,7 +173,7 @@ def _rollout(plan: Plan, role: Role) -> Iterator[tuple[str, ...]]:
         yield (f"max_running_requests={plan.config.max_running_requests // 2}",)
 
 
-def page(plan: Plan, advice: Sequence[Advice], name: str) -> str:
+def page(plan: Plan, advice: Sequence[Advice], quicker: Faster | None, name: str) -> str:
     """All that a plan says, section by section."""
     sections = [
         [f"{name}: on {_devices(plan)}", *describe_batches(plan.config)],
@@ -148,12 +181,12 @@ def page(plan: Plan, advice: Sequence[Advice], name: str) -> str:
         [f"memory of one worker, {_unit(plan)[0]}", *_table(list(_memory_rows(plan)))],
         ["room", *_table(list(_room_rows(plan)))],
         ["time of a step whose samples have the maximum length", *_table(list(_time_rows(plan)))],
-        list(_verdict(plan, advice)),
+        list(_verdict(plan, advice, quicker)),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
 
 
-def values(plan: Plan, advice: Sequence[Advice], name: str) -> dict[str, Any]:
+def values(plan: Plan, advice: Sequence[Advice], quicker: Faster | None, name: str) -> dict[str, Any]:
     """The same for programs: bytes and seconds."""
     return {
         "config": name,
@@ -174,6 +207,7 @@ def values(plan: Plan, advice: Sequence[Advice], name: str) -> dict[str, Any]:
         "run_seconds": plan.run_seconds,
         "practical": plan.is_practical,
         "advice": [{"overrides": list(each.overrides), "needed": each.needed, "fits": each.fits} for each in advice],
+        "faster": None if quicker is None else {"overrides": list(quicker[0]), "step_seconds": quicker[1]},
     }
 
 
@@ -229,12 +263,17 @@ def _time_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
         yield ("run", f"{plan.run_seconds:.3g}", f"{plan.config.max_steps:,} steps, {_duration(plan.run_seconds)}")
 
 
-def _verdict(plan: Plan, advice: Sequence[Advice]) -> Iterator[str]:
+def _verdict(plan: Plan, advice: Sequence[Advice], quicker: Faster | None) -> Iterator[str]:
     inexact = sorted({role.shape.kind for role in plan.roles.values() if not role.shape.exact})
     if inexact:
         yield f"the parameters of {', '.join(inexact)} are counted as those of a Llama of the same sizes"
     if plan.fits:
         yield "it fits" if plan.is_practical else _impractical(plan)
+        if quicker is not None:
+            yield (
+                f"faster, {_duration(quicker[1])} a step, with trainer and generator on the same slots, where neither "
+                f"waits for the other's: {' '.join(quicker[0])}"
+            )
         return
     yield "it does not fit; the fullest device with each change:"
     yield from _table([(" ".join(each.overrides), f"{_gib(each.needed)} GiB", each.verdict) for each in advice])

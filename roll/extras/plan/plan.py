@@ -1,4 +1,4 @@
-"""A configuration on a kind of device: what every role takes, phase by phase, and how long a step is."""
+"""Plans a configuration on a kind of device: what every role needs, by phase, and the time of a step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ DECODE_SHARE = 0.6
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples that a step trains on, each as long as it may be."""
+    """Samples that a step trains on, each of the maximum length."""
 
     rows: int
     prompt: int

@@ -1,4 +1,4 @@
-"""The sandbox of an agent's commands: they reach one port of this machine, and one folder.
+"""The sandbox of an agent's commands, which can reach one port of this machine and one folder.
 
 It is the code verifier's (``roll.extras.sandbox``, back end ``namespaces``): namespaces of its own, a read-only view
 of the system and of python, no capabilities, limits, a filter of system calls. Its network has a loopback device alone.

@@ -1,4 +1,4 @@
-"""Which names of test code mean the program's, and which the language's own.
+"""Which names in test code belong to the program, and which to Python.
 
 A policy may define ``len`` or ``isclose`` so that every assertion holds. So a name that Python has (a built-in, a
 module, what ``math``, ``collections`` and ``typing`` export) means Python's in test code, whatever the program defines,

@@ -1,4 +1,4 @@
-"""Programs on a sandbox service, by the HTTP interface of SandboxFusion: the service isolates, this is its client.
+"""A client for sandbox services with the HTTP interface of SandboxFusion.
 
 One program is one request: ``{code, stdin, language, compile_timeout, run_timeout, memory_limit_MB}``; the answer has a
 ``status`` and the ``run_result`` (https://bytedance.github.io/SandboxFusion). The outputs that a program should print
@@ -34,7 +34,7 @@ class RemoteSandboxConfig(RemoteConfig):
 
 
 class RemoteSandbox:
-    """A sandbox service in the place of ``Sandbox``. Serves one event loop.
+    """A sandbox service instead of ``Sandbox``. Serves one event loop.
 
     Raises:
         ValueError: the key's environment variable is unset or no possible key.

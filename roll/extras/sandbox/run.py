@@ -104,7 +104,7 @@ class SandboxLimits(Config):
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """Remains of a run."""
+    """The result of a run."""
 
     stdout: str
     """Undecodable bytes are replaced."""

@@ -55,7 +55,7 @@ class CodeConfig(Config):
     stop_early: bool = Field(default=True, description="Without `partial`, end at the first test that fails.")
     max_tests: int | None = Field(default=None, ge=1, description="Only the first tests of a row count. null: all.")
     numeric_tolerance: float = Field(
-        default=0.0, ge=0, description="Numbers are equal when they differ by this, relative to numbers above 1."
+        default=0.0, ge=0, description="Largest difference of equal numbers; relative for numbers above 1."
     )
     total_timeout: float = Field(
         default=25.0, gt=0, description="Seconds for all tests of a sample, not counting the wait for a CPU."

@@ -1,4 +1,4 @@
-"""Plays environments of the package ``gem`` (GEM, a gym for language models)."""
+"""Runs environments of the package ``gem`` (GEM, a gym for language models)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GemConfig(AdaptedEnvConfig):
 
 
 class GemEnv(AdaptedGame):
-    """An environment of GEM: its words, with what it adds to them for the next turn, are the observation.
+    """An environment of GEM: its text, with its additions for the next turn, is the observation.
 
     It reads the answer itself (most look for a last ``\\boxed{}``), and pays what it says. It draws from the random
     numbers of the process: calls follow one another, each with the numbers of its own episode.

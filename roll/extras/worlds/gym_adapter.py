@@ -1,4 +1,4 @@
-"""Plays gymnasium environments as text: any observations, actions that are discrete or text."""
+"""Runs gymnasium environments as text: any observations; actions that are discrete or text."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class GymnasiumConfig(ActionEnvConfig):
 
 
 class GymnasiumEnv(Game):
-    """Translates both ways; the inner environment never sees a text without an action.
+    """Translates both ways; the inner environment never gets a text without an action.
 
     Equal texts count as equal states: ``state_key`` is the hash of the observation.
 

@@ -1,4 +1,4 @@
-"""A word game: guess the hidden word from what is told about the letters of earlier guesses."""
+"""A word game: guess the hidden word from hints about the letters of earlier guesses."""
 
 from __future__ import annotations
 

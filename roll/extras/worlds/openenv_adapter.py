@@ -1,4 +1,4 @@
-"""Plays environments that run behind an OpenEnv server, over its websocket.
+"""Runs environments of an OpenEnv server, over its websocket.
 
 The wire is spoken here: three kinds of messages. OpenEnv's own client needs an older ``mcp`` than tools do, and a web
 interface, in the Python of the rollout workers.

@@ -1,4 +1,4 @@
-"""Help that adapters share: random numbers of an environment's own, and observations as text."""
+"""Shared by adapters: separate random numbers for each environment, and observations as text."""
 
 from __future__ import annotations
 

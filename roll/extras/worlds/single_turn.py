@@ -38,7 +38,7 @@ class Item(BaseModel):
 
 
 class QuestionsConfig(Config):
-    """Files of questions, and where a row has what."""
+    """Files of questions, and their columns."""
 
     file_name: str | list[str] = Field(
         min_length=1, description="json, jsonl, csv, parquet or arrow files, a folder of them, globs."

@@ -1,4 +1,4 @@
-"""Plays games of the package ``textarena``: alone, or against players who are functions."""
+"""Runs games of the package ``textarena``: alone, or against players that are functions."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class TextArenaConfig(AdaptedEnvConfig):
 
 
 class TextArenaEnv(AdaptedGame):
-    """A game: its words are the observations, and what it pays its player at the end is the reward.
+    """A game: its texts are the observations, and its final reward is the reward.
 
     A game draws from Python's own random numbers, which a process has once: calls of games follow one another, each
     with the numbers of its own episode.

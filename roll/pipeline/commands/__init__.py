@@ -1,4 +1,4 @@
-"""Commands that work beside a run: on a saved model, on files of prompts and answers, on a key.
+"""Commands outside of a run: on a saved model, on files of prompts and responses, on a key.
 
 ``arguments.py`` is what the command line takes; each command is a module that is imported when it is called.
 """

@@ -13,7 +13,7 @@ from roll.configs.shipped import SHIPPED
 from roll.pipeline.cli import locate
 from roll.pipeline.commands import completion
 
-MODEL = "a run's folder, a checkpoint, a model's folder, or a name on the hub"
+MODEL = "a run's folder, a checkpoint, a model's folder, a name on the hub, or smollm2"
 
 
 def add_command(

@@ -1,4 +1,4 @@
-"""The generator of a command: what of ``actor_infer`` it reads, from options and ``key=value`` words."""
+"""The generator of a command, configured by options and ``key=value`` words for ``actor_infer``."""
 
 from __future__ import annotations
 

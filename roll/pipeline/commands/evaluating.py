@@ -1,4 +1,4 @@
-"""``roll eval``: the held-out evaluation of a saved model, as the run that saved it would make it."""
+"""``roll eval``: evaluates a saved model on held-out data, as its run would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``roll generate``: prompts in, answers out, in the same order; goes on where it was interrupted."""
+"""``roll generate``: prompts in, responses out, in the same order; continues where it was interrupted."""
 
 from __future__ import annotations
 

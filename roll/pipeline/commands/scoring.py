@@ -1,4 +1,4 @@
-"""``roll score``: answers in, scores out. Rules need neither Ray nor torch."""
+"""``roll score``: responses in, scores out. Rules need neither Ray nor torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The distillation pipeline: a teacher's distributions to imitate, and how far those of held-out answers are."""
+"""The distillation pipeline: trains on a teacher's distributions, and measures the divergence on held-out responses."""
 
 from __future__ import annotations
 

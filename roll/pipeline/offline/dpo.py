@@ -1,4 +1,4 @@
-"""The DPO pipeline: better and worse answers, the reference's log-probabilities of them, and KTO's reference point."""
+"""The DPO pipeline: preferences, the reference's log-probs, and KTO's reference point."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from roll.data.left_out import LeftOut
 from roll.data.preferences import load_preferences
 from roll.data.renderer import ChatRenderer
 from roll.distributed.strategy.base import Metrics
+from roll.models.tokenizer import model_folder
 from roll.pipeline.column_cache import cached_columns, check_writable, digest_of, weight_files
 from roll.pipeline.model_cluster import ModelCluster
 from roll.pipeline.offline.launch import Samples, run_offline
@@ -35,7 +36,7 @@ _COLUMN = "ref_logprobs_T"
 
 
 class ReferenceScores:
-    """The reference's opinion of answers.
+    """The reference's log-probs of responses.
 
     A role of its own gives it, else the policy without its adapter, else, ahead of the first step, the policy itself.
 
@@ -65,7 +66,7 @@ class ReferenceScores:
         if self._folder is None:
             return self.score(batch)
         # A model of the hub has no files here: there its name tells it from others.
-        weights = weight_files(Path(self._model_path).expanduser()) or [self._model_path]
+        weights = weight_files(model_folder(self._model_path)) or [self._model_path]
         file = self._folder / f"reference-{digest_of(batch, [*weights, self._dtype])}.safetensors"
 
         def compute() -> dict[str, Tensor]:
@@ -77,7 +78,7 @@ class ReferenceScores:
 
 
 class Anchors:
-    """KTO's point of comparison: how far the policy has gone from the reference.
+    """KTO's reference point: the policy's divergence from the reference.
 
     Ethayarajh et al. (2024) estimate their KL by answers to other questions. Here each question of the dataset gets the
     answer of the next row that asks another. The estimate is a constant of the optimizer step, and at least 0.

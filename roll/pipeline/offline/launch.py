@@ -41,7 +41,7 @@ Load = Callable[[ConfigT, DataArguments, ChatRenderer, "Scoring | None"], Conver
 
 @dataclass(frozen=True)
 class Samples(Datasets[Conversations]):
-    """The samples of a run, and what of those that are held out is measured."""
+    """The samples of a run, and what is measured on the held-out ones."""
 
     held_out: Batch | None
     """Those of ``val`` that are measured."""

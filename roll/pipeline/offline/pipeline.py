@@ -1,4 +1,4 @@
-"""One optimizer step after another on a fixed set of samples, measured on others and by answers."""
+"""Optimizer steps on a fixed dataset, evaluated on held-out samples and responses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Parts:
 
 
 class OfflinePipeline(TrainingLoop):
-    """Trains on samples that are there before the run (see ``TrainingLoop``).
+    """Trains on a fixed dataset (see ``TrainingLoop``).
 
     Args:
         build_loss: makes the loss of its further arguments, here and in the trainers.

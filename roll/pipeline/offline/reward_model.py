@@ -1,4 +1,4 @@
-"""Training of a reward model, and how well its scores agree with held-out judgements."""
+"""The reward model pipeline: training, and agreement with held-out labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The SFT pipeline: conversations to imitate, and how likely others are."""
+"""The SFT pipeline: trains on conversations, and evaluates on held-out ones."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def first_samples(batch: Batch, count: int | None) -> Batch:
 
 
 class OfflineTraining:
-    """Trains a model on a fixed set of samples (rows, or pairs of them), in epochs that are shuffled anew.
+    """Trains a model on a fixed set of samples (rows, or pairs of them), in reshuffled epochs.
 
     Args:
         build_loss: makes the loss of its further arguments, in the trainers.

@@ -1,1 +1,1 @@
-"""Agent programs: how they are started, what they are told, and the episodes that they play."""
+"""Agent programs: how they are started, their input, and their episodes."""

@@ -1,4 +1,4 @@
-"""A command of an agent, run to its end: what it has started ends with it, and with whoever waits for it."""
+"""Runs an agent's command to its end; its processes end with it, and with the process that waits for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Tail(asyncio.Protocol):
 
 @dataclass
 class Running:
-    """A command under way."""
+    """A running command."""
 
     process: subprocess.Popen[bytes]
     ended: asyncio.Future[None]
@@ -116,7 +116,7 @@ async def started(
 
 @dataclass(frozen=True)
 class Ended:
-    """End of a command: its exit code and its last words."""
+    """The end of a command: its exit code and last output."""
 
     code: int | None
     """Its exit code, negative for a signal; ``None``: what watched it was killed."""

@@ -1,4 +1,4 @@
-"""An episode that an agent program plays: its session, its end, its reward.
+"""An episode of an agent program: its session, its end, its reward.
 
 A program is a command, a function of this process or a service of this machine.
 """
@@ -122,7 +122,7 @@ _PATIENCE_S = 60.0
 
 
 class AgentPlayer:
-    """Has an agent program play prompts or environments, in the event loop of a rollout worker.
+    """Runs prompts or environments with an agent program, in the event loop of a rollout worker.
 
     Args:
         rank: of the worker, whose endpoint listens at ``agent.port + rank``.

@@ -57,7 +57,7 @@ exec chroot "$root" sh -c 'cd "$0" && exec "$@"' "$where" "$@"
 
 
 class TaskError(ValueError):
-    """A task cannot be played here, or its verifier gave no reward."""
+    """A task cannot be run here, or its verifier gave no reward."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""An agent program that is a command, started anew for each episode, and the command that may judge it."""
+"""An agent program that is a command, started for each episode, and the command that judges it."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class ProcessProgram:
 
 
 class Verification:
-    """Judges an episode by ``agent.verify``, in the folder that its program has left.
+    """Judges an episode with ``agent.verify``, in the folder that its program left.
 
     The command finds the task with its reference answer in the file ``ROLL_TASK``, the answer in ``ROLL_ANSWER``, and
     writes a number, or ``{"reward": …, "success": …}``, to ``ROLL_REWARD``. The folder of these files is made when

@@ -1,4 +1,4 @@
-"""Task of an agent program for one episode, and the errors by which it fails."""
+"""The task of an agent program for one episode, and its errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class AgentError(EnvError):
 
 
 class AgentExitError(AgentError):
-    """An agent program ended by itself, with an error."""
+    """An agent program exited with an error."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Workplace:
 
 
 class AgentProgram(Protocol):
-    """Plays one episode; cancelling it ends everything that it has started."""
+    """Runs one episode; cancelling it ends everything that it has started."""
 
     def run(self, task: AgentTask, place: Workplace) -> Coroutine[Any, Any, str | None]:
         """Returns the program's answer; ``None``: the policy's last words are it.

@@ -1,1 +1,1 @@
-"""A server that speaks the APIs of model providers, for agent programs that play episodes."""
+"""A server with the APIs of model providers, for agent programs."""

@@ -1,4 +1,4 @@
-"""Errors of the endpoint in words that every API has: each API writes them in its own form."""
+"""Errors of the endpoint, independent of the API: each API writes them in its own form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages and tools as OpenAI's chat API takes them, checked and made plain for chat templates."""
+"""Messages and tools in the form of OpenAI's chat API, checked and simplified for chat templates."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class ApiRequest(BaseModel, ABC):
 
 
 class SamplingRequest(ApiRequest):
-    """Fields that both APIs have. Those that only tell the provider something are let through unread."""
+    """Fields that both APIs have. Provider-only fields are ignored."""
 
     n: int | None = Field(default=None, ge=1, le=128)
     max_tokens: int | None = Field(default=None, ge=1)

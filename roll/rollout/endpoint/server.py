@@ -1,4 +1,4 @@
-"""The HTTP server: sessions by key, requests to their APIs within bounds, errors in the words of these.
+"""The HTTP server: sessions by key, limits on requests, errors in the form of each API.
 
 It listens on loopback alone. In a run it is part of a rollout worker's event loop, and programs run on the worker's
 machine: a key is a secret of 32 random bytes that opens one episode's session, as a bearer token or as a part of the
@@ -52,7 +52,7 @@ _LONG_NUMBER = re.compile(rb"[0-9.eE+-]{%d}" % (_MAX_DIGITS + 1))
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a body may have, by the tokens of a conversation: a message has one at least."""
+    """Limits of a request's body, by the tokens of a conversation: a message has at least one."""
 
     bytes: int
     values: int

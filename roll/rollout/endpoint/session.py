@@ -1,4 +1,4 @@
-"""One episode at the endpoint: what its program asks becomes prompts, and what the policy answers is recorded.
+"""One episode at the endpoint: turns its requests into prompts, and records the responses.
 
 A request repeats the conversation so far. Its longest beginning that ends with an answer of the policy (compared by
 meaning: words and calls, arguments as JSON values) is not rendered again: the ids that were sampled are extended
@@ -42,7 +42,7 @@ _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
 
 @dataclass(frozen=True)
 class Said:
-    """An answer in its conversation."""
+    """A response in its conversation."""
 
     ids: IntArray
     """Prompt and answer."""
@@ -51,7 +51,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Past:
-    """Known part of a conversation that is to be answered."""
+    """The known part of a conversation that a request continues."""
 
     known: int
     """Messages of it up to the last answer that was sampled so."""
@@ -65,7 +65,7 @@ class Past:
 
 
 class History:
-    """The conversations of one episode and the answers that they have had."""
+    """The conversations of one episode and their responses."""
 
     def __init__(self) -> None:
         self._said: dict[bytes, Said] = {}
@@ -177,7 +177,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Wanted:
-    """Sampling that a request asks for; ``None``: it says nothing of it."""
+    """The sampling settings of a request; ``None``: not given."""
 
     n: int = 1
     max_new_tokens: int | None = None
@@ -189,7 +189,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of the policy."""
+    """One response of the policy."""
 
     turn: AssistantTurn
     """As the program is told it: cut at a stop string."""
@@ -208,7 +208,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Policy:
-    """Means by which an endpoint's sessions speak with the policy."""
+    """What an endpoint's sessions need to call the policy."""
 
     renderer: ChatRenderer
     dialect: BaseDialect

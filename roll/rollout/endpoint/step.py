@@ -1,4 +1,4 @@
-"""``/v1/step`` and ``/v1/reward``: an episode's program acts in its environment, or says what its reward is."""
+"""``/v1/step`` and ``/v1/reward``: an episode's program acts in its environment, or posts its reward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Step:
 
 
 class Steps:
-    """An episode's environment, which has been reset, and what has been done in it.
+    """An episode's environment, after its reset, and the steps taken in it.
 
     Args:
         most: steps after which the episode is truncated.

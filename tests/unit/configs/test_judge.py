@@ -65,7 +65,7 @@ def test_everything_wrong_is_told_at_once(tmp_path):
     assert {key: words for key, words in expected.items() if words not in found.get(key, "")} == {}, found
     assert "ids from 0" in problems(tmp_path, "judge={model: a/b, device_mapping: [99]}")["judge.device_mapping"]
     beside = problems(tmp_path, "judge={model: a/b, device_mapping: [1]}", "async_generation_ratio=1")
-    assert "devices that no training or scoring role uses" in beside["judge.device_mapping"]
+    assert "devices of no role that trains or computes log-probs" in beside["judge.device_mapping"]
 
 
 def test_the_cluster_reward_of_roll_becomes_it():

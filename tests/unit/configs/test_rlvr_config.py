@@ -113,7 +113,7 @@ WRONG = [
     (["rewards.maths.worker_cls=nowhere:Worker"], "rewards.maths.worker_cls", "there is no nowhere"),
     (["rewards.maths.device_mapping=[70]", "num_nodes=1"], "rewards.maths.device_mapping", "ids from 0 to 7"),
     (["rewards.maths.device_mapping=[1]", "async_generation_ratio=1", "train_infer_correction.is_weight.enabled=true"],
-     "rewards.maths.device_mapping", "devices that no training or scoring role uses, with async_generation_ratio"),
+     "rewards.maths.device_mapping", "devices of no role that trains or computes log-probs"),
     (["tis_upper_bound=2"], "tis_upper_bound", "no such key with pg_variant ppo: read with tis"),
     (["lambd=0.9"], "lambd", "no such key with adv_estimator grpo: read with gae"),
     (["kl_penalty=k1"], "kl_penalty", "no such key without add_token_level_kl or use_kl_loss: nothing reads it"),

@@ -181,6 +181,20 @@ def test_digits_and_tags_are_one_token_each(folder):
     assert max(lengths) <= 35
 
 
+def test_the_second_operand_has_a_bound_of_its_own(tmp_path):
+    args = {"min_operand": 2, "max_operand": 15, "max_second": 9, "operations": ["+"], "held_out_share": 0.24}
+    write_dataset(tmp_path, **args, num_train=80, num_val=32, num_demonstrations=1)
+    split = [{tuple(row["operands"]) for row in _read(tmp_path / name)} for name in ("train.jsonl", "val.jsonl")]
+    assert split[0] | split[1] == {(x, y) for x in range(2, 16) for y in range(2, 10)}, "all of them, each once"
+    assert not {(y, x) for x, y in split[0]} & split[1]
+
+
+def test_a_wording_of_its_own_has_the_same_problems(folder, tmp_path):
+    write_dataset(tmp_path, wording="{x} {operation} {y} = ?", num_demonstrations=10)
+    for row, other in zip(_read(tmp_path / "val.jsonl"), _read(folder / "val.jsonl"), strict=True):
+        assert row == other | {"prompt": re.sub(r"(\D)(.*)=", r" \1 \2 = ?", other["prompt"])}
+
+
 def test_only_the_operations_asked_for_are_drawn(tmp_path):
     write_dataset(tmp_path, operations=["-"], num_train=50, num_val=50, num_demonstrations=50)
     rows = _read(tmp_path / "train.jsonl") + _read(tmp_path / "val.jsonl")
@@ -193,6 +207,9 @@ def test_only_the_operations_asked_for_are_drawn(tmp_path):
         ({"min_operand": -1}, "min_operand, max_operand: got -1 and 999"),
         ({"min_operand": 9, "max_operand": 9}, "min_operand, max_operand: got 9 and 9"),
         ({"operations": []}, "operations: got"),
+        ({"wording": "{x} plus {y}"}, "wording: got"),
+        ({"max_second": 1000}, "max_second: got 1000"),
+        ({"wording": "{x} {operation} {} {y}"}, "wording: got"),
         ({"operations": ["*"]}, "operations: got"),
         ({"operations": ["+", "+"]}, "operations: got"),
         ({"held_out_share": 0.0}, "held_out_share: got 0.0"),

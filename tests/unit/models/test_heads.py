@@ -1,7 +1,5 @@
 """Logits of every family are those of the model's own forward pass, whatever it does after its trunk."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -11,6 +9,7 @@ from roll.data.batch import Batch
 from roll.models import scoring
 from roll.models.heads import OutputHead, trunk_of
 from roll.models.megatron.config import megatron_config
+from roll.models.own_forward import in_one_process
 from roll.models.scoring import TokenScorer, score_batch
 from tests.support.families import FAMILIES, tiny_config, tiny_model, with_factors
 
@@ -65,11 +64,11 @@ def test_no_family_is_scored_wrong_without_a_word(family):
         pytest.skip(f"cannot be built tiny from its configuration alone: {error}")
     try:
         scorer = TokenScorer(model)
-        score_batch(scorer, make_batch(), checks=True)
+        score_batch(scorer, make_batch(), check=in_one_process(scorer))
     except ValueError as error:
         assert "own forward pass" in str(error)
         return
-    assert scorer.is_checked and difference(family) < 1e-5
+    assert difference(family) < 1e-5
 
 
 def make_batch(lengths: tuple[int, ...] = (9, 12, 7)) -> Batch:
@@ -110,46 +109,6 @@ def test_a_copy_of_the_output_layer_goes_through_its_models_head(family):
         torch.testing.assert_close(OutputHead(model)(hidden, OutputLayer(weight)), wanted)
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_scores_unlike_the_models_own_are_refused(monkeypatch, packing):
-    """What no table knows is found where it is scored first: here a trunk whose result is not the head's input."""
-    model = tiny_model(tiny_config("qwen2"))
-    scorer = TokenScorer(model)
-    score_batch(scorer, make_batch(), checks=True, packing=packing)
-    assert scorer.is_checked
-    forward = model.forward
-
-    def own(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        output.logits = 1.1 * output.logits
-        return output
-
-    scorer = TokenScorer(model)
-    monkeypatch.setattr(model, "forward", own)
-    with pytest.raises(ValueError, match=r"Qwen2ForCausalLM: log-probabilities .* expected at most 0.0001; "):
-        score_batch(scorer, make_batch(), checks=True, packing=packing)
-    assert not scorer.is_checked
-
-
-def test_a_state_that_runs_on_in_a_packed_row_is_found():
-    scorer = TokenScorer(tiny_model(tiny_config("qwen3_5_text")))
-    score_batch(scorer, make_batch(), checks=True)
-    scorer.is_checked = False
-    with pytest.raises(ValueError, match="set use_sequence_packing: false"):
-        score_batch(scorer, make_batch(), checks=True, packing=True)
-
-
-def test_few_tokens_are_compared_and_no_logits_of_a_long_prompt(monkeypatch):
-    model, batch, rows = tiny_model(tiny_config("qwen2")), make_batch((200, 120, 90)), []
-    batch = batch.replace(loss_mask_T=batch.positions_T > 40)
-    scorer = TokenScorer(model)
-    scores = score_batch(scorer, batch)
-    model.get_output_embeddings().register_forward_hook(lambda _, args, __: rows.append(args[0].shape[-2]))
-    inputs = scoring.layout(batch)
-    times, _, _, compared = scoring.compare_with_own_forward(scorer, scorer, batch, inputs, scores.logprobs_T)
-    assert times <= 1 and compared == sum(rows) == scoring.CHECKED_ROWS * scoring.CHECKED_TOKENS
-
-
 def test_a_model_without_a_trunk_of_its_own_is_refused():
     class Whole(nn.Module):
         base_model = property(lambda self: self)
@@ -165,7 +124,7 @@ def test_an_entry_of_that_name_which_the_models_code_does_not_read_changes_nothi
     config = tiny_config("qwen2", logit_scale=0.5, final_logit_softcapping=2.0)
     scorer, batch = TokenScorer(tiny_model(config)), make_batch()
     plain = score_batch(TokenScorer(tiny_model(tiny_config("qwen2"))), batch).logprobs_T
-    assert torch.equal(score_batch(scorer, batch, checks=True).logprobs_T, plain) and scorer.is_checked
+    assert torch.equal(score_batch(scorer, batch, check=in_one_process(scorer)).logprobs_T, plain)
 
 
 @pytest.mark.parametrize("family", CHANGING)

@@ -90,7 +90,7 @@ def test_logits_that_only_its_own_code_knows_are_those_that_are_trained(own, tmp
     trainer.setup()
     batch = make_batch()
     found = trainer.logprobs(batch).logprobs_T
-    assert trainer.weights.scorer.is_checked
+    assert trainer.own_forward.compared == {"padded"}
     model, tokens = load_causal_lm(str(folder), trust_remote_code=True), batch.token_index([0])
     row = batch.tokens_T[tokens]
     wanted = forward_logprobs(model, row[:1].numpy(), row[1:].numpy(), 1.0)

@@ -1,4 +1,4 @@
-"""Notation of tool calls by model family: a text to a turn, a turn to a text; and which one a run speaks.
+"""Notation of tool calls by model family: parses texts into turns and writes them; chooses the notation of a run.
 
 >>> turn = dialect("hermes").parse('<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>')
 >>> turn.calls[0].name, turn.calls[0].arguments

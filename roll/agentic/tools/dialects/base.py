@@ -50,7 +50,7 @@ class ReadTurn:
 
 
 class BaseDialect(ABC):
-    """Notation in which a model family writes calls: checks them and gives them ids; a family says how it writes turns.
+    """The notation in which a model family writes calls: checks calls, gives them ids; subclasses read and write turns.
 
     Attributes:
         name: in configurations.
@@ -109,7 +109,7 @@ class BaseDialect(ABC):
 
 
 class ThinkingDialect(BaseDialect):
-    """Reasoning stands before ``</think>``, words and calls behind it; a family says how it writes the latter."""
+    """Reasoning comes before ``</think>``, text and calls after it; subclasses read and write the latter."""
 
     def read_turn(self, text: str, schemas: Schemas) -> ReadTurn:
         reasoning, said = split_reasoning(text)

@@ -60,7 +60,7 @@ _LLAMA_CALL = re.compile(r'\s*\{\s*"(name|parameters|arguments|type)"\s*:')
 
 
 class LlamaJsonDialect(ThinkingDialect):
-    """``{"name": …, "parameters": {…}}`` as the whole answer: Llama 3.1 and 3.2. Semicolons stand between several.
+    """``{"name": …, "parameters": {…}}`` as the whole answer: Llama 3.1 and 3.2. Semicolons separate several.
 
     The model is not told to mark a call, so an object is one if it has a key of a call, or follows ``<|python_tag|>``.
     """
@@ -105,7 +105,7 @@ _NAMED = re.compile(r"([^\[\]{}]*)(?:\[CALL_ID\]([^\[\]{}]*))?" + re.escape(_ARG
 
 
 class MistralDialect(ThinkingDialect):
-    """``[TOOL_CALLS][{"name": …, "arguments": {…}, "id": …}]``, in which it is written, for it has ids.
+    """``[TOOL_CALLS][{"name": …, "arguments": {…}, "id": …}]``, the form that is written, since it has ids.
 
     Mistral Small 3.2 and later: ``[TOOL_CALLS]name[ARGS]{…}``.
     """
@@ -184,7 +184,7 @@ _FENCED = re.compile(r"([^\n]*)\n```json\n")
 
 
 class DeepSeekDialect(ThinkingDialect):
-    """Calls between DeepSeek's markers: with a type and a code fence in V3 and R1, bare as they are written in V3.1."""
+    """Calls between DeepSeek's markers: with type and code fence in V3 and R1; bare in V3.1, which is written."""
 
     name = "deepseek"
     example = f'{_CALLS}{_CALL}<name>{_SEP}{{"<key>": "<value>"}}{_CALL_END}{_CALLS_END}'

@@ -16,7 +16,7 @@ _TAG = "<|python_tag|>"
 
 
 class PythonicDialect(ThinkingDialect):
-    """``[name(key="value"), …]`` as the whole answer, or between Llama 4's markers behind words.
+    """``[name(key="value"), …]`` as the whole answer, or between Llama 4's markers after text.
 
     Arguments are literals given by name. An answer is one of calls if it is a list that begins with one.
     """

@@ -1,4 +1,4 @@
-"""Dialects whose arguments stand one by one between tags: Qwen3-Coder, GLM."""
+"""Dialects with each argument between tags of its own: Qwen3-Coder, GLM."""
 
 from __future__ import annotations
 

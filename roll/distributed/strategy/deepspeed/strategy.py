@@ -78,7 +78,7 @@ def _without_auto(value: Any) -> Any:
 
 
 class DeepSpeedInfer(ModuleScorer[EngineWeights]):
-    """Scores tokens: whole weights on each rank, or partitioned with ZeRO stage 3."""
+    """Computes log-probs: whole weights on each rank, or partitioned with ZeRO stage 3."""
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
@@ -99,7 +99,7 @@ class DeepSpeedInfer(ModuleScorer[EngineWeights]):
     def shutdown(self) -> None:
         if self._weights is not None:
             self._weights.engine.destroy()
-            self._weights = None
+            self._weights = self.own_forward = None
 
     @property
     def _stage(self) -> int:
@@ -205,6 +205,9 @@ def start_engine(
     partitioned = config["zero_optimization"]["stage"] == 3
     head = [] if scorer.head is None else scorer.head.modules
     if partitioned:
+        if kinds := {type(module) for module in scorer.state_layers.modules}:
+            # Run once for each sequence of a row, of which ranks have different numbers: gathered once, as a whole.
+            deepspeed.utils.set_z3_leaf_modules(scorer, list(kinds))
         deepspeed.zero.Init(module=scorer, config_dict_or_path=config)
         for buffer in scorer.buffers():
             buffer.data = buffer.data.to(device)

@@ -1,4 +1,4 @@
-"""A DeepSpeed engine's parameters, gradients and moments, whichever ZeRO stage has cut them up.
+"""A DeepSpeed engine's parameters, gradients and moments, for every ZeRO stage.
 
 Each trained parameter has a ``Fragment`` on the ranks that update a part of it. A fragment lies in a flat float32
 partition of the optimizer, which the optimizer's state is keyed by. DeepSpeed has helpers for whole tensors

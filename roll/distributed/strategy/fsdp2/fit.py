@@ -1,4 +1,4 @@
-"""Models that FSDP2 can split over devices, told from their configuration alone. Imports no torch."""
+"""Which models FSDP2 can split over devices, from their configuration alone. Imports no torch."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll.distributed.strategy.training.exchange import gather, own_rank, weight_shard, world_size
-from roll.distributed.strategy.training.module_trainer import decoder_layers
 from roll.distributed.strategy.training.optim import DECAYS, MASTER, MOMENTUM, make_adamw
+from roll.models.heads import decoder_layers
 
 if TYPE_CHECKING:
     from roll.configs.worker import TrainingArguments
@@ -35,7 +35,7 @@ _LEAST_NORM = 1e-7
 
 def layer_matrices(weights: Weights) -> list[str]:
     """Names of the trained parameters with two axes in decoder layers: no embedding, head, norm, bias or expert."""
-    inside = {id(parameter) for layer in decoder_layers(weights.scorer) for parameter in layer.parameters()}
+    inside = {id(parameter) for layer in decoder_layers(weights.scorer.model) for parameter in layer.parameters()}
     whole = weights.parameters
     return [name for name in weights.trained if whole[name].ndim == 2 and id(whole[name]) in inside]
 
@@ -57,7 +57,7 @@ def orthogonalise(matrix: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024) with Nesterov momentum and decoupled weight decay (Liu et al. 2025), beside AdamW.
+    """Muon (Jordan et al. 2024) with Nesterov momentum and decoupled weight decay (Liu et al. 2025), and AdamW.
 
     ``m <- μ m + (1 - μ) g``, ``w <- (1 - η λ) w - 0.2 √max(rows, columns) η orthogonalise(μ m + (1 - μ) g)`` with the
     learning rate η and weight decay λ of AdamW, whose updates are as large. A step is collective.

@@ -44,7 +44,7 @@ from roll.distributed.strategy.training.checkpoint import (
 from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer, recompute_activations
 from roll.distributed.strategy.training.module_weights import buffer_pieces
 from roll.distributed.strategy.training.optim import make_adamw, set_rates
-from roll.distributed.strategy.training.scorer import MicroBatchLimits
+from roll.distributed.strategy.training.trainer import MicroBatchLimits
 from roll.models.loading import load_config
 from roll.models.scoring import TokenScorer
 
@@ -82,7 +82,7 @@ def _unpack(packed: Packed) -> Tensor:
 
 
 class Fsdp2Infer(ModuleScorer[Weights]):
-    """Scores tokens with a model that is sharded over the role's workers."""
+    """Computes log-probs with a model that is sharded over the role's workers."""
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)

@@ -30,8 +30,8 @@ from roll.distributed.strategy.training.exchange import (
     find_regions,
     raise_on_all_ranks,
 )
-from roll.distributed.strategy.training.module_trainer import decoder_layers
 from roll.distributed.strategy.training.optim import MASTER, MOMENTS
+from roll.models.heads import decoder_layers
 from roll.models.loading import resolve_dtype
 from roll.models.lora import is_adapter
 from roll.models.scoring import TokenScorer
@@ -304,7 +304,7 @@ def _shard(
     mp_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     pinned = torch.cuda.is_available()
     offload_policy = CPUOffloadPolicy(pin_memory=pinned) if config.cpu_offload else OffloadPolicy()
-    for layer in decoder_layers(scorer):
+    for layer in decoder_layers(scorer.model):
         fully_shard(
             layer,
             mesh=mesh,
@@ -386,7 +386,7 @@ def shards_of(weights: Weights, *, moments: bool = True) -> Shards:
 
 
 class ShardCopies:
-    """Copies of ``shards_of`` in host memory, which is kept from one time to the next."""
+    """Copies of ``shards_of`` in host memory, which is reused."""
 
     def __init__(self) -> None:
         self._kept: Shards | None = None

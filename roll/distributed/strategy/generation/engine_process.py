@@ -1,4 +1,4 @@
-"""An engine in a process of its own, under an interpreter of its own, that answers calls over a pair of sockets.
+"""An engine in a separate process, with its own interpreter, called over a pair of sockets.
 
 Some engines want a process to themselves: they install signal handlers, kill every child of the process they are in
 when they stop, and need other versions of packages than the rest of a run. Here they may. When such an engine dies,
@@ -29,7 +29,7 @@ STOP_WAIT_S = 20.0
 
 
 class EngineCallError(RuntimeError):
-    """A call failed inside the engine's process; the engine goes on."""
+    """A call failed inside the engine's process; the engine continues."""
 
 
 class EngineProcess:

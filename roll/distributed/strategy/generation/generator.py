@@ -1,4 +1,4 @@
-"""Generation, whichever engine samples: what every engine's requests, updates and moves have in common.
+"""Generation for any engine: requests, weight updates and offloading.
 
 An engine brings a few operations, which answer by futures because it lives on a thread, a loop or a process of its
 own: start and stop, sample and abort, hold and go on, load weights or an adapter and use them, move memory. What is

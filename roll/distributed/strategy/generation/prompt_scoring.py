@@ -1,4 +1,4 @@
-"""Scoring of a prompt's tokens by an engine: the part that runs in its own processes.
+"""Log-probs of a prompt's tokens: the part that runs in an engine's own processes.
 
 Axes: L places of a prompt, V vocabulary, K top tokens.
 """
@@ -23,7 +23,7 @@ SCORING = "ROLL_SGLANG_SCORING"
 
 @dataclass(frozen=True)
 class PromptScoring:
-    """Settings by which an engine scores a prompt; they travel to its processes."""
+    """How an engine computes a prompt's log-probs; sent to its processes."""
 
     temperature: float = 1.0
     """Divides the logits."""

@@ -1,4 +1,4 @@
-"""Scores of given tokens from an engine that generates: each row is a prompt whose log-probabilities it reports.
+"""Log-probs of given tokens from a generator: each row is a prompt.
 
 Axes: L tokens of a row, K of its likeliest tokens in each place, T tokens of a batch.
 """

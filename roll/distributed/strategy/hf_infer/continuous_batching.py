@@ -1,4 +1,4 @@
-"""Continuous batching over any decoder-only Hugging Face model: who runs next, and one step for all who run.
+"""Continuous batching for any decoder-only Hugging Face model: admits requests, and runs one step for all of them.
 
 A step is: admit waiting sequences (one forward over their prompts), then one token for every running sequence. A
 prompt's last token is not part of the prefill: it is the input of the sequence's first decode step. So logits and
@@ -138,7 +138,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """The cache of all layers. Tell it what the next forward is (``plan_prefill``, ``plan_decode``), then run that.
+    """The cache of all layers. Announce the next forward pass (``plan_prefill``, ``plan_decode``), then run it.
 
     Args:
         max_positions: bound on slots × capacity beyond which memory is not kept for later; ``None``: no bound.
@@ -248,7 +248,7 @@ class StopStrings:
 
 @dataclass(eq=False)
 class RunningSequence:
-    """One completion on its way. ``eq=False``: identity is what counts, and it makes the object hashable."""
+    """One running completion. ``eq=False``: identity is what counts, and it makes the object hashable."""
 
     request: GenerateRequest
     seed: int

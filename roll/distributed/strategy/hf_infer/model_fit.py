@@ -1,4 +1,4 @@
-"""Models that ``hf_infer`` can run, told from their configuration alone."""
+"""Which models ``hf_infer`` can run, from their configuration alone."""
 
 from __future__ import annotations
 

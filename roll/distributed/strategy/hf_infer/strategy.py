@@ -1,4 +1,4 @@
-"""``hf_infer``: generation and scoring with plain Hugging Face models, on any device that torch has.
+"""``hf_infer``: generation and log-probs with plain Hugging Face models, on any device that torch has.
 
 Several workers of a role are independent replicas: each loads the whole model and takes its own requests.
 """
@@ -31,7 +31,8 @@ from roll.distributed.weights.adapters import MergedAdapter, check_adapter
 from roll.distributed.weights.buckets import WeightUpdate
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.receiver import tensors_of
-from roll.models.loading import load_causal_lm, resolve_dtype
+from roll.models.loading import check_rope, load_causal_lm, resolve_dtype
+from roll.models.own_forward import in_one_process
 from roll.models.packing_support import check_packing
 from roll.models.routing import ExpertRouting
 from roll.models.scoring import TokenScorer, score_batch
@@ -256,6 +257,10 @@ class HfInfer(Generator[WeightUpdate]):
         self.vocab_size = self._model.config.get_text_config().vocab_size
         check_vocabulary(tokenizer, self.vocab_size)
         self._scorer = TokenScorer(self._model, temperature=context.temperature, needs=context.needs)
+        worker = context.worker
+        self._own_forward = in_one_process(
+            self._scorer, round_to=worker.sequence_length_round_in_infer, packing=worker.use_sequence_packing
+        )
         self._batching = ContinuousBatching(
             self._model,
             stop_ids=stop_token_ids(self._model.generation_config, tokenizer, context.template),
@@ -361,7 +366,7 @@ class HfInfer(Generator[WeightUpdate]):
                 max_tokens=worker.max_tokens_per_microbatch_in_infer if dynamic else None,
                 round_to=worker.sequence_length_round_in_infer,
                 packing=worker.use_sequence_packing,
-                checks=True,
+                check=self._own_forward,
             )
         ).result()
 
@@ -370,15 +375,16 @@ class HfInfer(Generator[WeightUpdate]):
         return {**super().stats(), "running": float(running), "waiting": float(waiting)}
 
 
-def _attention(name: str) -> str:
+def _attention(name: str) -> str | None:
     """The engine passes 4D masks, which FlashAttention 2 does not take."""
     if name == "fa2":
         logger.warning("model_args.attn_implementation: hf_infer uses sdpa instead of fa2, which takes no 4D masks")
-    return "eager" if name == "eager" else "sdpa"
+    return None if name == "auto" else "eager" if name == "eager" else "sdpa"
 
 
 def _check_model(model: PreTrainedModel, sequence_length: int) -> None:
     config = model.config.get_text_config()
+    check_rope(config, sequence_length)
     if foreign := foreign_attention(config, sequence_length):
         raise ValueError(
             f"hf_infer: {type(model).__name__} has layers of kind {foreign} at sequence_length {sequence_length}, "

@@ -1,4 +1,4 @@
-"""Lays micro-batches out as Megatron's model takes them: padded to what the parallel layout divides, cut over context.
+"""Arranges micro-batches for Megatron's model: padded to sizes that the layout divides, split over context.
 
 Axes: R rows, C columns of a whole row, S columns that this context-parallel rank holds, K loss tokens predicted there,
 T the micro-batch's tokens end to end.

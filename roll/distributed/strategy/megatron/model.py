@@ -1,4 +1,4 @@
-"""A Hugging Face model built from Megatron's modules, as far as one rank holds it, with its frozen parts.
+"""One rank's part of a Hugging Face model, built from Megatron's modules, with its frozen parts.
 
 The model stops at the final hidden states; ``scores`` applies the output layer to the tokens that count.
 """

@@ -1,4 +1,4 @@
-"""Choice of experts in Megatron's routers: told, and replayed.
+"""Choice of experts in Megatron's routers: recorded and replayed.
 
 Megatron asks ``TopKRouter.router_replay`` for the largest k of the scores. Which micro-batch a router works on is known
 during its forward pass; where a layer is computed again in the backward pass, micro-batches come in the same order.

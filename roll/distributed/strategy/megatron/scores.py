@@ -60,7 +60,7 @@ class VocabularyShare:
 
 
 class VocabularyScorer:
-    """Scores tokens from hidden states that all tensor-parallel ranks hold alike.
+    """Computes log-probs from hidden states that are the same on all tensor-parallel ranks.
 
     Args:
         needs: what it computes of each token's distribution, see ``roll.algorithms.quantities``.

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from roll.algorithms.quantities import Given, OutputLayer, OutputLayers, moved, prepared
 from roll.algorithms.types import LossContext, LossFn, TokenScores, add_metrics
@@ -54,14 +54,15 @@ from roll.distributed.strategy.training.checkpoint import (
     open_source,
 )
 from roll.distributed.strategy.training.exchange import WeightShard, raise_on_all_ranks
-from roll.distributed.strategy.training.scorer import MicroBatchLimits, Scorer, join_group
-from roll.distributed.strategy.training.trainer import Trainer
+from roll.distributed.strategy.training.trainer import MicroBatchLimits, Scorer, Trainer, join_group
 from roll.models.heads import load_teacher_layer
 from roll.models.loading import load_config, make_skeleton, resolve_dtype, save_config
+from roll.models.own_forward import PACKING, SHARING, OwnForward
+from roll.models.scoring import BOUNDS
 
 
 class MegatronInfer(Scorer):
-    """Scores tokens with a model that lies on the role's workers as ``strategy_config`` says."""
+    """Computes log-probs with a model that is distributed as ``strategy_config`` says."""
 
     _trained = False
     _source: SourceFolder
@@ -104,7 +105,58 @@ class MegatronInfer(Scorer):
                 ),
             )
             self._scorer.needs = prepared(context.needs, layers)
+        self.own_forward = self._make_own_forward(type(hf_config).__name__.removesuffix("Config"))
         return self.info
+
+    def _make_own_forward(self, name: str) -> OwnForward:
+        """Compares with this model on one sequence at a time, and with the generator: Transformers' is not at hand."""
+        usual = self.limits("infer")
+        alone = replace(usual, packing=False, sharing=False)
+        bound = BOUNDS.get(self._model_dtype, BOUNDS[torch.float32])
+        head = self.model.value_head
+
+        def layers() -> tuple[list[str], dict[str, nn.Module], dict[str, nn.Module]]:
+            found = {layer.layer_number: layer for chunk in self.model.chunks for layer in chunk.decoder.layers}
+            named = {f"decoder.layers.{number - 1}": layer for number, layer in found.items()}
+            return [f"decoder.layers.{number}" for number in range(self.model.converted.num_layers)], named, named
+
+        def keys(layout: str) -> dict[str, bool]:
+            return {
+                PACKING: layout.startswith("packed"),
+                SHARING: layout.startswith("shared"),
+                "router_replay.mode: disable": layout.endswith("replayed"),
+            }
+
+        return OwnForward(
+            name,
+            usual=lambda micro_batch: self.forward_all([micro_batch], usual)[0],
+            usual_places=lambda micro_batch: self._places(micro_batch, usual),
+            own=lambda row: (self.forward_all([row], alone)[0], bound),
+            own_places=lambda row: self._places(row, alone),
+            layers=layers,
+            keys=keys,
+            gather=self._gather_counts,
+            value_heads=lambda: [] if head is None else [head],
+            has_experts=bool(self.model.converted.num_experts),
+            temperature=self.context.temperature or 1.0,
+            generated=self._generated,
+        )
+
+    def _places(self, micro_batch: Batch, limits: MicroBatchLimits) -> Tensor:
+        """``OwnForward.usual_places``: a sequence-parallel rank has some of the positions that its group holds."""
+        from megatron.core import parallel_state
+
+        one = self._lay_out([micro_batch], limits)[0]
+        places_T = one.place_T.cpu()
+        if not self.options.sequence_parallel:
+            return places_T
+        held = one.input_ids_RS.numel() // self.options.tensor_model_parallel_size
+        own_T = places_T - held * parallel_state.get_tensor_model_parallel_rank()
+        return torch.where((own_T >= 0) & (own_T < held), own_T, -1)
+
+    def _generated(self, micro_batch: Batch) -> Tensor | None:
+        """The generator's log-probabilities, where it has the same weights."""
+        return None
 
     def forward(self, micro_batch: Batch, limits: MicroBatchLimits) -> TokenScores:
         return self.forward_all([micro_batch], limits)[0]
@@ -248,6 +300,11 @@ class MegatronTrain(MegatronInfer, Trainer):
             self.trained.load(Path(self.context.lora.start))
         self._state = TrainerState(total_optimizer_steps=self.context.total_optimizer_steps)
         return info
+
+    def _generated(self, micro_batch: Batch) -> Tensor | None:
+        started = self.context.lora is None or self.context.lora.start is None  # may be scored without its adapter
+        is_same = self.context.role == "actor_train" and self._state.optimizer_steps == 0 and started
+        return micro_batch.rollout_logprobs_T if is_same and self.model.value_head is None else None
 
     def reset_optimizer(self) -> None:
         self._optimizer.allocate()

@@ -1,4 +1,4 @@
-"""Substitutes for what Megatron-Core expects and may not find here: an accelerator, TransformerEngine's modules.
+"""Substitutes for what Megatron-Core expects and may not find: an accelerator, TransformerEngine's modules.
 
 Megatron names CUDA where it means "this process's device". Without one, ``redirect_to_cpu`` gives Megatron's modules,
 and nothing else in the process, a ``torch`` of their own that answers with the CPU. With one it does nothing.

@@ -1,4 +1,4 @@
-"""Lets SGLang run where there is no accelerator. With one, nothing here does anything.
+"""Lets SGLang run without an accelerator; with one, it has no effect.
 
 The package registry has no CPU kernels for SGLang. It falls back to plain PyTorch almost everywhere; what is left:
 

@@ -1,4 +1,4 @@
-"""The process that SGLang has for itself: builds its engine and answers the calls of ``strategy.py``.
+"""SGLang's own process: builds its engine and serves the calls of ``strategy.py``.
 
 Run as ``python -m roll.distributed.strategy.sglang.server FD``, by any interpreter that has SGLang and this package.
 """

@@ -1,4 +1,4 @@
-"""``sglang``: generation and scoring with SGLang's asynchronous engine, on GPUs or on a CPU.
+"""``sglang``: generation and log-probs with SGLang's asynchronous engine, on GPUs or on a CPU.
 
 SGLang has a process to itself (``server.py``), which may run under another interpreter: its pinned packages
 agree with no other engine's. This file is the near side: what crosses to that process, and when. Sampling and loading
@@ -40,8 +40,7 @@ from roll.distributed.strategy.generation.scoring import PromptScores, ScoringGe
 from roll.distributed.strategy.sglang import cpu
 from roll.distributed.weights.adapters import peft_config
 from roll.distributed.weights.buckets import as_tensor, pack_buckets
-from roll.distributed.weights.contents import WeightBucket, renamed
-from roll.distributed.weights.lending import Lender
+from roll.distributed.weights.contents import Lender, WeightBucket, renamed
 from roll.distributed.weights.receiver import on_device
 from roll.models.lora import adapted_names
 from roll.models.tokenizer import locate_model
@@ -71,7 +70,7 @@ ADAPTERS = 3  # in one batch: none, the old one of requests in flight, and the n
 
 
 class SglangStrategy(ScoringGenerator[dict[str, str]]):
-    """A ``GenerateStrategy`` and ``ScoreStrategy`` whose engine has a process of its own.
+    """A ``GenerateStrategy`` and ``ScoreStrategy`` whose engine has its own process.
 
     A seed gives the tokens that it gives in ``hf_infer``. Requests in flight are prefilled anew by an update, so that
     no keys and values of the old weights are left; they finish with the adapter that they started with.

@@ -286,7 +286,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Snapshots:
-    """Copies tensors into memory that is kept from one time to the next.
+    """Copies tensors into memory that is reused.
 
     Fresh memory costs several times what the copy does: the system clears it page by page, and a GPU's driver pins it.
     """
@@ -376,7 +376,7 @@ def _read(fit: FolderFit | None, name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a folder, which is made if need be."""
+    """Contents of a folder, which is created if necessary."""
 
     path: Path
     tensors: Tensors
@@ -468,7 +468,7 @@ def write_contents(
 
 
 class BackgroundSaves:
-    """Writes contents as they were at the start, while the ranks go on and change them. One save at a time."""
+    """Writes contents as they were at the start, while the ranks continue to change them. One save at a time."""
 
     def __init__(self) -> None:
         self._snapshots = Snapshots()

@@ -1,4 +1,4 @@
-"""Model folders made from what a checkpoint holds: by one process, tensor by tensor, on a CPU.
+"""Makes model folders from checkpoints, in one process, tensor by tensor, on a CPU.
 
 What a checkpoint holds of a role is a model folder, an adapter's, or shards that ranks have written. Shards are joined,
 an adapter is merged into the weights that it adapts, numbers are rounded once and from the most exact ones there are:

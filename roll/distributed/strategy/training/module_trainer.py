@@ -7,16 +7,17 @@ import difflib
 import logging
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from roll.algorithms.quantities import Given, OutputLayer, OutputLayers, moved, prepared
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
-from roll.data.packing import ModelInput, PackedSequences
+from roll.data.packing import ModelInput
 from roll.distributed.strategy import require_engine
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.training.checkpoint import SourceFolder, Tensors, model_tensors, open_source
@@ -31,23 +32,17 @@ from roll.distributed.strategy.training.module_weights import (
     hf_pieces,
     load_model,
     start_adapter,
+    whole_layers,
 )
-from roll.distributed.strategy.training.scorer import MicroBatchLimits, Scorer, join_group
-from roll.distributed.strategy.training.trainer import Trainer
+from roll.distributed.strategy.training.trainer import MicroBatchLimits, Scorer, Trainer, join_group
 from roll.models import planned_attention, ulysses
 from roll.models.freezing import freeze
-from roll.models.heads import ValueHead, load_teacher_layer
-from roll.models.loading import classifier_entries, load_config, make_skeleton, resolve_dtype, save_config
+from roll.models.heads import ValueHead, decoder_layers, load_teacher_layer
+from roll.models.loading import check_rope, classifier_entries, load_config, make_skeleton, resolve_dtype, save_config
 from roll.models.lora import adapter_dropout, adapter_off, inject_adapter, left_out
+from roll.models.own_forward import PACKING, SHARING, OwnForward, of_module, own_scores
 from roll.models.packing_support import check_packing, has_own_code, packing_problem
-from roll.models.scoring import (
-    TokenScorer,
-    check_difference,
-    compare_with_own_forward,
-    layout,
-    score_input,
-    shaping,
-)
+from roll.models.scoring import TokenScorer, layout, score_input
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -92,8 +87,8 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype, names: Sequence[st
     Raises:
         ImportError: an adapter without peft, or Liger's kernels without liger-kernel.
         ValueError: the adapter's targets, or parts to freeze, are not in the model, Liger's kernels cannot run,
-            Transformers has no classifier of a reward model's kind, or the model is not known to keep packed sequences
-            apart.
+            Transformers has no classifier of a reward model's kind, the model is not known to keep packed sequences
+            apart, or a row's positions depend on those beside it.
     """
     args = context.worker.model_args
     model = make_skeleton(
@@ -105,6 +100,7 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype, names: Sequence[st
         trust_remote_code=args.trust_remote_code,
         names=names,
     )
+    check_rope(model.config, context.sequence_length)
     if context.worker.use_sequence_packing:
         check_packing(model, context.role)
     if args.use_liger_kernel:
@@ -145,35 +141,22 @@ def may_share(model: PreTrainedModel, role: str) -> bool:
 def recompute_activations(scorer: TokenScorer) -> None:
     """Keeps only the layers' inputs and computes the rest again in the backward pass."""
     scorer.model.gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in decoder_layers(scorer):
+    for layer in decoder_layers(scorer.model):
         # transformers recomputes only in training mode. Set on the layers alone, so that dropout inside them stays off:
         # the log-probabilities of one policy must not depend on who computes them.
         layer.training = True
-
-
-def decoder_layers(scorer: TokenScorer) -> list[torch.nn.Module]:
-    """The blocks that the model's own class says must not be split: each is one unit of sharding and recomputation.
-
-    Not one with the input embedding (BERT's family): tied to the output layer, it belongs into that layer's unit.
-    """
-    names, embedding = set(scorer.model._no_split_modules or ()), scorer.model.get_input_embeddings()
-    # By base classes too: fully_shard makes a QwenLayer an FSDPQwenLayer.
-    named = [module for module in scorer.model.modules() if names & {cls.__name__ for cls in type(module).__mro__}]
-    layers = [module for module in named if all(part is not embedding for part in module.modules())]
-    if not layers:
-        raise ValueError(f"{type(scorer.model).__name__} names no decoder layers (_no_split_modules); cannot shard it")
-    return layers
 
 
 W = TypeVar("W", bound=ModuleWeights)
 
 
 class ModuleScorer(Scorer, Generic[W]):
-    """Scores tokens with a module that an engine holds; ``weights`` is the engine's account of its parameters."""
+    """Computes log-probs with a module that an engine holds; ``weights`` describes its parameters."""
 
     _trained = False
     _tensor_size = 1
     """Neighbouring ranks that split each layer."""
+    _compute_dtype: torch.dtype
     _weights: W | None = None
     _source: SourceFolder
     _sequence_group: ulysses.SequenceGroup | None = None
@@ -186,13 +169,11 @@ class ModuleScorer(Scorer, Generic[W]):
         return self._weights
 
     def forward(self, micro_batch: Batch, limits: MicroBatchLimits) -> TokenScores:
-        inputs = layout(micro_batch, round_to=limits.round_to, packing=limits.packing, sharing=limits.sharing)
-        if self.weights.scorer.is_checked:
-            return self._score(micro_batch, inputs)
-        with torch.no_grad():
-            scores = self._score(micro_batch, inputs)
-            self._check(micro_batch, inputs, scores)
-        return self._score(micro_batch, inputs) if torch.is_grad_enabled() else scores
+        inputs = self._layout(micro_batch, limits)
+        return self._score(micro_batch, inputs)
+
+    def _layout(self, micro_batch: Batch, limits: MicroBatchLimits) -> ModelInput:
+        return layout(micro_batch, round_to=limits.round_to, packing=limits.packing, sharing=limits.sharing)
 
     def _score(self, micro_batch: Batch, inputs: ModelInput) -> TokenScores:
         module, tokens, group = self._module, micro_batch.num_tokens, self._sequence_group
@@ -202,25 +183,49 @@ class ModuleScorer(Scorer, Generic[W]):
                 return ulysses.score_shared_input(module, inputs, tokens, group, given)
             return score_input(module, inputs, tokens, given)
 
-    def _check(self, micro_batch: Batch, inputs: ModelInput, scores: TokenScores) -> None:
-        """Compares a micro-batch's scores with the model's own, until some tokens were compared (collective).
-
-        Raises:
-            ValueError: on every rank, where one finds a difference beyond the bound.
-        """
-        assert scores.logprobs_T is not None
-        scorer, packed = self.weights.scorer, isinstance(inputs.attention, PackedSequences)
+    def _own_scores(self, row: Batch) -> tuple[TokenScores, float]:
+        if self._tensor_size > 1:
+            unsplit = self._unsplit
+            with whole_layers(self.weights, unsplit.model, unsplit.model.dtype):
+                return own_scores(unsplit, unsplit, row)
         with self._forward_context():
-            found = compare_with_own_forward(self._module, scorer, micro_batch, inputs, scores.logprobs_T)
-        all_found = self._gather_counts(found)
-        how = shaping(
-            packing=packed and self.context.worker.use_sequence_packing,
-            sharing=inputs.attention is not None and not packed,
-            ulysses=self._sequence_group is not None,
-            tensor=self._tensor_size > 1,
+            return own_scores(self._module, self.weights.scorer, row)
+
+    @cached_property
+    def _unsplit(self) -> TokenScorer:
+        """The model as it is without tensor parallelism, empty."""
+        scorer = make_scorer(self.context, self._compute_dtype, self._source.names)
+        if scorer.value_head is not None:
+            scorer.value_head.to(self.device)
+        return scorer
+
+    def _places(self, micro_batch: Batch) -> Tensor:
+        inputs = self._layout(micro_batch, self.limits("infer"))
+        if (group := self._sequence_group) is None:
+            return inputs.cell_T
+        return ulysses.places(inputs, group)
+
+    def _make_own_forward(self) -> OwnForward:
+        args, scorer = self.context.worker.model_args, self.weights.scorer
+
+        def keys(name: str) -> dict[str, bool]:
+            return {
+                PACKING: name.startswith("packed"),
+                SHARING: name.startswith("shared"),
+                "model_args.ulysses_size: 1": args.ulysses_size > 1,
+                "strategy_config.tensor_parallel_size: 1": self._tensor_size > 1,
+                "router_replay.mode: disable": name.endswith("replayed"),
+            }
+
+        return of_module(
+            scorer,
+            (lambda: self._unsplit) if self._tensor_size > 1 else None,
+            usual=lambda micro_batch: self.forward_all([micro_batch], self.limits("infer"))[0],
+            usual_places=self._places,
+            own=self._own_scores,
+            keys=keys,
+            gather=self._gather_counts,
         )
-        check_difference(all_found[int(all_found[:, 0].argmax())].tolist(), scorer, how)
-        scorer.is_checked = bool(all_found[:, -1].sum() > 0)
 
     def without_adapter(self) -> contextlib.AbstractContextManager[object]:
         return adapter_off(self.weights.scorer) if self.context.lora is not None else super().without_adapter()
@@ -244,6 +249,7 @@ class ModuleScorer(Scorer, Generic[W]):
         torch.manual_seed(context.seed)
         self.device = join_group(context, alone=alone)
         self._weights = self._make_weights(compute_dtype)
+        self.own_forward = self._make_own_forward()
         alike = context.worker.model_args.ulysses_size * self._tensor_size  # neighbours that work on the same data
         self.info = RankInfo(context.rank, context.world_size, context.rank // alike, context.world_size // alike)
         return self.info
@@ -281,6 +287,7 @@ class ModuleScorer(Scorer, Generic[W]):
 
         if scorer.head is not None:
             scorer.needs = prepared(context.needs, OutputLayers(lambda: copy_output_layer(weights, compute), layer_of))
+        self._compute_dtype = compute
         return weights
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Parameters of a Hugging Face module that lies on the ranks in an engine's way, under the names of files.
+"""Parameters of a distributed Hugging Face module, under the names in its files.
 
 What is here is the same for all engines that train such a module (FSDP2, DeepSpeed): its way from a model folder and to
 a generator, its adapter, its checkpoints.
@@ -6,7 +6,8 @@ a generator, its adapter, its checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,7 +31,7 @@ from roll.distributed.strategy.training.exchange import (
 from roll.distributed.strategy.training.optim import MASTER
 from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.freezing import whole_name
-from roll.models.heads import VALUE_HEAD_FILE, ValueHead, load_value_head
+from roll.models.heads import VALUE_HEAD_FILE, ValueHead, decoder_layers, load_value_head
 from roll.models.loading import converts_weights, load_causal_lm, persistent_buffers, set_buffer, to_hf_weights
 from roll.models.lora import SCORE_NAME, adapter_name, base_name, initial_value, is_adapter
 from roll.models.scoring import TokenScorer
@@ -205,6 +206,41 @@ def copy_output_layer(weights: ModuleWeights, dtype: torch.dtype) -> OutputLayer
         return gather([piece], range(world_size()))[name].to(weights.device, copy=True)
 
     return OutputLayer(copy(layer.weight), None if layer.bias is None else copy(layer.bias))
+
+
+@contextlib.contextmanager
+def whole_layers(weights: ModuleWeights, model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
+    """Gives a model with unset weights those of the trained one inside, a layer's only while it runs (collective).
+
+    So the unmodified module computes what ranks have split between them, in the memory of one layer.
+    """
+    device, own = weights.device, weights.scorer.model
+    for name, buffer in own.named_buffers():
+        model.get_buffer(name).data = buffer.to(device)
+    layers = decoder_layers(model)
+    within = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    names = {id(parameter): MODEL_PREFIX + name for name, parameter in model.named_parameters()}
+
+    def fill(parameters: Iterable[nn.Parameter]) -> None:
+        named = {names[id(parameter)]: parameter for parameter in parameters}
+        pieces = [weight_shard(name, weights.spread(name, MASTER, dtype), weights.shape(name)) for name in named]
+        for name, whole in gather(pieces, range(world_size())).items():
+            named[name].data = whole.to(device, dtype).view(weights.shape(name))
+
+    def empty(parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.data = torch.empty(0, dtype=dtype)
+
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in within]
+    fill(rest)
+    hooks = [layer.register_forward_pre_hook(lambda layer, _: fill(layer.parameters())) for layer in layers]
+    hooks += [layer.register_forward_hook(lambda layer, *_: empty(layer.parameters())) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        empty(rest)
 
 
 def head_pieces(weights: ModuleWeights) -> list[WeightShard]:

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: read by name, and written by all ranks side by side.
+"""Tensors in safetensors files: read by name, and written by all ranks in parallel.
 
 What is written is hashed on its way and never read back. Tensors are cut into files beforehand, which their shapes
 allow: so every rank knows which are its to write, and a file's header is written first.
@@ -55,7 +55,7 @@ _PART = re.compile(r"(?P<name>.+)@(?P<start>\d+) of (?P<shape>[\d,]+)")
 
 @dataclass
 class PlannedFile:
-    """A file and whose it is to write."""
+    """A file and the rank that writes it."""
 
     name: str
     rank: int
@@ -160,7 +160,7 @@ def write_index(folder: Path, stem: str, files: Sequence[PlannedFile]) -> None:
 
 
 class BackgroundWriter:
-    """Writes this rank's files in a thread of its own, while the caller gathers what comes next.
+    """Writes this rank's files in a separate thread, while the caller gathers the next tensors.
 
     Args:
         max_waiting: bytes that may wait to be written; ``add`` then blocks.

@@ -1,7 +1,8 @@
-"""The optimizer step and the export of weights, whichever engine computes the gradient.
+"""Log-probs (``Scorer``), the optimizer step and the export of weights (``Trainer``), for any engine.
 
-An engine brings the forward pass, the gradient and the optimizer. What is here is the same for all of them: cutting a
-batch into micro-batches, the loss's denominators over all ranks, metrics, the learning rate, skipped steps.
+An engine brings the forward pass, the gradient and the optimizer. What is here is the same for all of them: the process
+group, offloading, cutting a batch into micro-batches, the loss's denominators over all ranks, metrics, the learning
+rate, skipped steps.
 
 One optimizer step never depends on how its sequences are cut: a loss returns its share of the step's total, already
 divided by counts over all ranks, and the gradient is the plain sum of all shares.
@@ -9,12 +10,14 @@ divided by counts over all ranks, and the gradient is the plain sum of all share
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import math
+import os
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,10 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll.algorithms.types import LossContext, LossFn, add_metrics, is_maximum
-from roll.data.batch import Batch
-from roll.data.packing import computed_tokens, padding_waste, worth_sharing
-from roll.distributed.strategy.base import Metrics, States, StrategyContext
+from roll.algorithms.types import LossContext, LossFn, TokenScores, add_metrics, is_maximum
+from roll.data.batch import Batch, placeholder
+from roll.data.packing import computed_tokens, padding_waste, take_micro_batch, worth_sharing
+from roll.distributed.strategy.base import Metrics, RankInfo, States, StrategyContext
 from roll.distributed.strategy.training.checkpoint import (
     ADAPTER,
     MODEL,
@@ -45,16 +48,197 @@ from roll.distributed.strategy.training.checkpoint import (
     resume_folder,
     write_contents,
 )
-from roll.distributed.strategy.training.exchange import TensorForm, WeightShard, gather, own_rank, raise_on_all_ranks
+from roll.distributed.strategy.training.exchange import (
+    TensorForm,
+    WeightShard,
+    all_gather,
+    gather,
+    own_rank,
+    raise_on_all_ranks,
+)
 from roll.distributed.strategy.training.optim import learning_rate, weight_decay
-from roll.distributed.strategy.training.scorer import MicroBatchLimits, Scorer, take_all
 from roll.distributed.weights.buckets import allocate, as_tensor, pack
 from roll.distributed.weights.contents import BucketOutline, Payload, WeightBucket, aligned, outline_of
 from roll.models.loading import copy_companions
 from roll.models.lora import write_adapter_config
+from roll.models.own_forward import LAYOUTS, OwnForward
 from roll.models.scoring import split_batch
 from roll.utils.hashing import WrittenFile
 from roll.utils.memory import paused_collector
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatchLimits:
+    """Bounds of a micro-batch, and its layout."""
+
+    max_sequences: int | None
+    max_tokens: int | None
+    round_to: int
+    packing: bool
+    sharing: bool
+
+
+class Scorer(ABC):
+    """Computes log-probs with a model that the engine distributes over the role's workers.
+
+    ``setup`` must set ``device`` and ``info``.
+    """
+
+    device: torch.device
+    info: RankInfo
+    shares_prompts = False
+    """The model takes rows that hold a common prompt once, see ``data/shared_prompts.py``."""
+    own_forward: OwnForward | None = None
+    """Compares the first micro-batches with the model itself; ``None``: nothing is compared."""
+
+    def __init__(self, context: StrategyContext) -> None:
+        self.context = context
+        self.area = {"lm": "actor", "value": "critic", "score": "reward_model"}[context.head]
+        self._resident = States.ALL
+
+    @abstractmethod
+    def setup(self) -> RankInfo:
+        """Joins the process group and loads the model; may be called once per object.
+
+        Raises:
+            ValueError: the model or an option cannot be used.
+        """
+
+    def shutdown(self) -> None:  # noqa: B027 (optional to override)
+        """Frees what would outlive the object, such as an engine's process groups. The object is not used again."""
+
+    @abstractmethod
+    def forward(self, micro_batch: Batch, limits: MicroBatchLimits) -> TokenScores:
+        """Scores of one micro-batch, flat [T], on the device; with gradient where it is enabled (collective)."""
+
+    def forward_all(self, micro_batches: list[Batch], limits: MicroBatchLimits) -> list[TokenScores]:
+        """Scores of all micro-batches without gradient (collective; engines with a schedule of their own override)."""
+        return [self.forward(micro_batch, limits) for micro_batch in micro_batches]
+
+    @abstractmethod
+    def move(self, what: States, device: torch.device) -> None:
+        """Moves states between the device and host memory; called only when they are on the other side."""
+
+    def without_adapter(self) -> contextlib.AbstractContextManager[object]:
+        """Forward passes inside leave the LoRA adapter out (engines that train one override)."""
+        raise ValueError(f"{self.context.role}: it has no LoRA adapter to leave out")
+
+    def logprobs(self, batch: Batch, *, adapter: bool = True) -> TokenScores:
+        """Scores this rank's share (collective; the share may be empty).
+
+        Args:
+            adapter: False scores with the model as it was before its LoRA adapter.
+
+        Returns:
+            Flat [T]: log-probabilities and entropies, or values of a critic; 0 where the loss mask is 0.
+        """
+        self._require(States.WEIGHTS)
+        limits = self.limits("infer")
+        groups = split_batch(batch, **dataclasses.asdict(limits))
+        new = self._to_compare(batch, groups, limits)
+        counts = self._gather_counts([len(groups), *(float(layout in new) for layout in LAYOUTS)])
+        rounds = int(counts[:, 0].max())
+        with torch.no_grad(), contextlib.nullcontext() if adapter else self.without_adapter():
+            self._compare(batch, new, counts[:, 1:])
+            parts = self.forward_all(take_all(batch, groups, max(1, rounds)), limits)
+        return TokenScores.gathered(batch.num_tokens, map(batch.token_index, groups), parts)
+
+    def offload(self, what: States) -> None:
+        """Moves states to host memory; using them before ``onload`` is an error. On a CPU nothing moves."""
+        if self.device.type != "cpu":
+            self.move(what & self._resident, torch.device("cpu"))
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # what PyTorch keeps for later, other processes on the device cannot have
+        self._resident &= ~what
+
+    def onload(self, what: States) -> None:
+        """Brings states back to the device."""
+        if self.device.type != "cpu":
+            self.move(what & ~self._resident, self.device)
+            torch.cuda.synchronize()
+        self._resident |= what
+
+    def limits(self, phase: str) -> MicroBatchLimits:
+        """The layout of micro-batches; ``phase`` is ``train`` or ``infer``."""
+        worker = self.context.worker
+        dynamic = getattr(worker, f"use_dynamic_batching_in_{phase}")
+        per_pass = worker.infer_batch_size if phase == "infer" else worker.training_args.per_device_train_batch_size
+        return MicroBatchLimits(
+            max_sequences=None if dynamic else per_pass,
+            max_tokens=getattr(worker, f"max_tokens_per_microbatch_in_{phase}") if dynamic else None,
+            round_to=getattr(worker, f"sequence_length_round_in_{phase}"),
+            packing=worker.use_sequence_packing,
+            sharing=self.shares_prompts,
+        )
+
+    def _to_compare(self, batch: Batch, groups: list[Tensor], limits: MicroBatchLimits) -> dict[str, Batch]:
+        if self.own_forward is None:
+            return {}
+        return self.own_forward.to_compare(batch, groups, packing=limits.packing, sharing=limits.sharing)
+
+    def _compare(self, batch: Batch, new: dict[str, Batch], having: Tensor) -> None:
+        """Compares micro-batches with the model's own scores (collective).
+
+        Args:
+            new: this rank's, by layout; where it has none, it takes part with an empty one.
+            having: whether each rank (axis 0) has one of each of ``LAYOUTS``.
+
+        Raises:
+            ValueError: on every rank, where one finds a difference beyond the bound.
+        """
+        for layout, is_new in zip(LAYOUTS, having.any(0).tolist(), strict=True):
+            if is_new:
+                assert self.own_forward is not None
+                self.own_forward.compare(new.get(layout) or placeholder(batch), layout)
+
+    def _gather_counts(self, counts: list[float]) -> Tensor:
+        """Every rank's counts, shape [ranks, len(counts)] (collective)."""
+        row = torch.tensor(counts, dtype=torch.float64)
+        return row[None] if self.context.world_size == 1 else all_gather(row)
+
+    def _require(self, what: States) -> None:
+        if missing := what & ~self._resident:
+            raise RuntimeError(f"{self.context.role}: {missing} is offloaded; expected onload() before use")
+
+
+def join_group(context: StrategyContext, *, alone: bool) -> torch.device:
+    """Joins the role's process group, or finds it joined by an earlier strategy in this process.
+
+    Args:
+        alone: a lone worker gets a group too, for engines that need one.
+
+    Returns:
+        This process's GPU, made the current one, or the CPU.
+    """
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", context.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (context.rank, context.world_size):
+            raise ValueError(
+                f"{context.role}: this process is rank {dist.get_rank()} of {dist.get_world_size()} already, "
+                f"expected rank {context.rank} of {context.world_size}"
+            )
+        return device
+    # Both backends on a GPU: counts and offloaded shards travel through host memory.
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if context.world_size > 1:
+        address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        dist.init_process_group(backend, init_method=address, rank=context.rank, world_size=context.world_size)
+    elif alone:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if device.type == "cuda" and dist.is_initialized():
+        # nccl makes a group's communicator in its first collective, in which every rank must take part. Weights travel
+        # between some ranks only, and may be the first to be sent (Megatron has groups of its own for all else).
+        dist.all_reduce(torch.zeros(1, device=device))
+    return device
+
+
+def take_all(batch: Batch, groups: list[Tensor], rounds: int) -> list[Batch]:
+    """The micro-batches of so many rounds; those past the last group are empty."""
+    return [take_micro_batch(batch, groups, index) for index in range(rounds)]
+
 
 logger = logging.getLogger(__name__)
 
@@ -346,11 +530,13 @@ class Trainer(Scorer):
         self._require(States.ALL)
         limits = self.limits("train")
         groups = split_batch(batch, **dataclasses.asdict(limits))
-        context, rounds, num_tokens = self._count(batch, len(groups))
+        new = self._to_compare(batch, groups, limits)
+        context, rounds, num_tokens, having = self._count(batch, len(groups), new)
         rate = learning_rate(self.context.worker.training_args, self._state.optimizer_steps, self._horizon)
         metrics = {f"{self.area}/lr": rate, f"{self.area}/num_tokens": num_tokens}
         if not limits.packing and not (limits.sharing and worth_sharing(batch)):
             metrics[f"{self.area}/padding_waste"] = padding_waste(batch.lengths_B, groups, limits.round_to)
+        self._compare(batch, new, having)
         taken = False
         try:
             if context.num_tokens > 0:
@@ -416,8 +602,13 @@ class Trainer(Scorer):
             )
         self._state = dataclasses.replace(state, total_optimizer_steps=self._horizon)
 
-    def _count(self, batch: Batch, num_micro_batches: int) -> tuple[LossContext, int, float]:
-        """The loss's denominators, the micro-batches to run, and the tokens of the step, over all ranks."""
+    def _count(
+        self, batch: Batch, num_micro_batches: int, new: Collection[str]
+    ) -> tuple[LossContext, int, float, Tensor]:
+        """The loss's denominators, the micro-batches to run, and the tokens of the step, over all ranks.
+
+        And which of ``LAYOUTS`` each rank has to compare.
+        """
         loss_tokens_B = torch.zeros(batch.num_sequences).index_add_(0, batch.rows_T, batch.loss_mask_T.float())
         sample_weight_B = torch.ones(batch.num_sequences) if batch.sample_weight_B is None else batch.sample_weight_B
         longest = float((loss_tokens_B / sample_weight_B).max()) if batch.num_sequences else 0.0
@@ -428,11 +619,13 @@ class Trainer(Scorer):
                 float(batch.num_tokens),
                 longest,
                 float(num_micro_batches),
+                *(float(layout in new) for layout in LAYOUTS),
             ]
         )
         tokens, sequences, all_tokens = (counts[:, :3].sum(0) / self._copies).tolist()
-        longest, rounds = counts[:, 3:].amax(0).tolist()
-        return LossContext(tokens, sequences, longest, self._state.optimizer_steps), int(rounds), all_tokens
+        longest, rounds = counts[:, 3:5].amax(0).tolist()
+        context = LossContext(tokens, sequences, longest, self._state.optimizer_steps)
+        return context, int(rounds), all_tokens, counts[:, 5:]
 
     def _reduce(self, sums: dict[str, float | Tensor]) -> Metrics:
         """Sums gradients and metrics over the ranks; adds the L2 penalty and the gradient's norm."""

@@ -1,4 +1,4 @@
-"""Start of vLLM: its arguments, what may be asked of them, its environment, and why its processes failed."""
+"""Starting vLLM: its arguments and their limits, its environment, and why its processes failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``vllm``: generation and scoring with vLLM's asynchronous engine (V1), on GPUs or on a CPU.
+"""``vllm``: generation and log-probs with vLLM's asynchronous engine (V1), on GPUs or on a CPU.
 
 The engine runs in processes of its own, so this file is about what crosses to them: requests with token ids, weights
 through files in memory, and an adapter the way vLLM reads one. What runs over there is ``worker.py``.
@@ -43,8 +43,7 @@ from roll.distributed.strategy.vllm.arguments import (
 from roll.distributed.strategy.vllm.worker import FIRST_TEMPERATURE, FIRST_TOP_K
 from roll.distributed.weights.adapters import peft_config
 from roll.distributed.weights.buckets import as_tensor
-from roll.distributed.weights.contents import WeightBucket, renamed
-from roll.distributed.weights.lending import Lender
+from roll.distributed.weights.contents import Lender, WeightBucket, renamed
 from roll.distributed.weights.receiver import on_device
 from roll.distributed.weights.segments import collect_on_gpu, share_on_gpu
 from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE

@@ -32,13 +32,13 @@ from roll.distributed.weights.contents import (
     BucketMessage,
     BucketOutline,
     Close,
+    Lender,
     Open,
     Payload,
     Reply,
     UpdateDigest,
     WeightBucket,
 )
-from roll.distributed.weights.lending import Lender
 from roll.distributed.weights.receiver import UpdateStream, WeightReceiver
 from roll.distributed.weights.segments import SegmentPool, SegmentReader, SharedMemory, open_on_gpu, share_on_gpu
 from roll.distributed.weights.sender import Link, Route, TransferRequest, TransferResult, plan_link, plan_routes

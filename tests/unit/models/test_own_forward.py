@@ -1,0 +1,203 @@
+"""Nothing that a trainer computes otherwise than the model itself gets into a score or an optimizer step."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from roll.algorithms.types import LossContext, LossOutput, TokenScores
+from roll.data.batch import Batch
+from roll.data.packing import ModelInput, PackedSequences, packed_row, row_with_shared_prompts
+from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
+from roll.distributed.strategy.training import module_trainer
+from roll.models import own_forward, planned_attention, scoring
+from roll.models.own_forward import in_one_process
+from roll.models.scoring import TokenScorer, score_batch
+from tests.support.families import tiny_config, tiny_model, with_factors
+from tests.support.trainers import make_context
+
+ENGINES = ("fsdp2_train", "deepspeed_train")
+PACKED = {"use_sequence_packing": True, "share_prompts": False}
+SHARED = {"use_sequence_packing": True, "share_prompts": True}
+PADDED = {"share_prompts": False}
+EXPERTS = 6 * 2
+"""Of a token: six layers, two experts each."""
+
+
+def make_trainer(folder: Path, engine: str, family: str, worker: dict[str, Any], **options: Any) -> Any:
+    kind: type = Fsdp2Train
+    if engine == "deepspeed_train":
+        pytest.importorskip("deepspeed", reason="the package deepspeed is not installed")
+        from roll.distributed.strategy.deepspeed.strategy import DeepSpeedTrain as kind  # type: ignore[no-redef]
+    config = with_factors(tiny_config(family))
+    head = options.get("head", "lm")
+    tiny_model(config).save_pretrained(folder)
+    training = {"per_device_train_batch_size": 8}
+    worker = {"infer_batch_size": 8, **worker}
+    made = kind(make_context(folder, engine, worker=worker, training_args=training, temperature=1.0, **options))
+    made.setup()
+    assert made.context.head == head
+    return made
+
+
+def make_batch(*, experts: bool = False) -> Batch:
+    """Four sequences, two each with a common prompt."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 90, (30,), generator=generator) for _ in range(2)]
+    rows = [torch.cat([prompts[i // 2], torch.randint(3, 90, (5 + i,), generator=generator)]) for i in range(4)]
+    lengths = torch.tensor([len(row) for row in rows])
+    batch = Batch(lengths, torch.cat(rows), torch.zeros(int(lengths.sum())).bool())
+    batch = batch.replace(loss_mask_T=batch.positions_T >= 30)
+    if experts:
+        chosen = torch.rand(batch.num_tokens, EXPERTS // 2, 4, generator=generator).argsort(-1)[..., :2]
+        batch = batch.replace(experts_TE=chosen.flatten(1).to(torch.int16))
+    return batch
+
+
+def loss_fn(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
+    column = scores.logprobs_T if scores.values_T is None else scores.values_T
+    assert column is not None
+    return LossOutput(-column.sum() / context.num_tokens, {})
+
+
+Plant = Callable[[pytest.MonkeyPatch, Any], None]
+
+
+def nothing(monkeypatch: pytest.MonkeyPatch, trainer: Any) -> None:
+    """The family is at fault itself."""
+
+
+def wrong_layout(name: str, change: Callable[[ModelInput], ModelInput]) -> Plant:
+    made: Any = {"packed_row": packed_row, "row_with_shared_prompts": row_with_shared_prompts}[name]
+    return lambda monkeypatch, _: monkeypatch.setattr(scoring, name, lambda batch: change(made(batch)))
+
+
+def twofold(inputs: ModelInput) -> ModelInput:
+    return dataclasses.replace(inputs, position_ids_RC=2 * inputs.position_ids_RC)
+
+
+def all_seen(inputs: ModelInput) -> ModelInput:
+    return dataclasses.replace(inputs, attention=PackedSequences((inputs.input_ids_RC.numel(),)))
+
+
+def others_experts(inputs: ModelInput) -> ModelInput:
+    return dataclasses.replace(inputs, experts_NE=inputs.experts_NE.roll(1, 0))
+
+
+def plain_head(monkeypatch: pytest.MonkeyPatch, trainer: Any) -> None:
+    trainer.weights.scorer.head.is_plain = True
+
+
+def leaking_mask(monkeypatch: pytest.MonkeyPatch, trainer: Any) -> None:
+    def attend(module: Any, query: Any, key: Any, value: Any, plan: Any, kwargs: Any) -> Any:
+        return by_sequence(module, query, key, value, PackedSequences((query.shape[2],)), kwargs)
+
+    by_sequence = planned_attention._by_sequence
+    monkeypatch.setattr(planned_attention, "_by_sequence", attend)
+
+
+def crowded_router(monkeypatch: pytest.MonkeyPatch, trainer: Any) -> None:
+    """A mixture that takes other experts where many tokens come at once."""
+    for module in trainer.weights.scorer.modules():
+        if hasattr(module, "experts"):
+            module.gate.register_forward_hook(
+                lambda _, __, out: (*out[:-1], (out[-1] + 1) % 4) if len(out[-1]) > 60 else out
+            )
+
+
+FAULTS: dict[str, tuple[str, dict[str, Any], Plant, str, str]] = {
+    "a state that runs over boundaries": ("qwen3_5_text", PACKED, nothing, "layers.0", "use_sequence_packing: false"),
+    "a convolution that does": ("lfm2_moe", PACKED, nothing, "layers.0", "use_sequence_packing: false"),
+    "positions": ("qwen2", PACKED, wrong_layout("packed_row", twofold), "layers.0", "use_sequence_packing: false"),
+    "a mask that leaks": ("qwen3", PACKED, leaking_mask, "layers.0", "use_sequence_packing: false"),
+    "a soft cap": ("gemma2", PADDED, plain_head, "behind the layers", "another may"),
+    "a logit scale": ("hyperclovax", PADDED, plain_head, "behind the layers", "another may"),
+    "a sink": ("gpt_oss", PACKED, nothing, "layers.0", "use_sequence_packing: false"),
+    "a shared prompt": (
+        *("qwen2", SHARED, wrong_layout("row_with_shared_prompts", all_seen), "layers.0", "share_prompts: false"),
+    ),
+    "a mixture": ("qwen3_moe", PACKED, crowded_router, "layers.0", "use_sequence_packing: false"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_computed_otherwise_ends_the_run_with_the_layer_and_the_key(monkeypatch, tmp_path, engine, fault):
+    family, worker, plant, layer, advice = FAULTS[fault]
+    monkeypatch.setattr(module_trainer, "check_packing", lambda *_: None)
+    trainer = make_trainer(tmp_path, engine, family, worker)
+    plant(monkeypatch, trainer)
+    before = [parameter.clone() for parameter in trainer.weights.scorer.parameters()]
+    for run in (lambda: trainer.logprobs(make_batch()), lambda: trainer.train_step(make_batch(), loss_fn)):
+        with pytest.raises(ValueError, match="log-probabilities of the first micro-batch") as told:
+            run()
+        assert layer in str(told.value) and advice in str(told.value)
+    assert trainer.optimizer_steps == 0
+    assert all(map(torch.equal, before, trainer.weights.scorer.parameters()))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_experts_that_a_row_replays_at_the_wrong_tokens_are_found(monkeypatch, tmp_path, engine):
+    trainer = make_trainer(tmp_path, engine, "qwen3_moe", PACKED, router_replay="R3")
+    trainer.logprobs(make_batch())
+    wrong_layout("packed_row", others_experts)(monkeypatch, trainer)
+    with pytest.raises(ValueError, match=r"first micro-batch \(packed, replayed\) .* or router_replay.mode: disable"):
+        trainer.train_step(make_batch(experts=True), loss_fn)
+    monkeypatch.undo()
+    trainer.train_step(make_batch(experts=True), loss_fn)
+    assert trainer.own_forward.compared == {"packed", "packed, replayed"}
+
+
+@pytest.mark.parametrize("head", ["value", "score"])
+def test_an_untrained_critic_is_compared_too(monkeypatch, tmp_path, head):
+    """All its values are 0, whatever its trunk sees."""
+    trainer = make_trainer(tmp_path, "fsdp2_train", "qwen3", PACKED, head=head, role="critic")
+    assert not trainer.logprobs(make_batch()).values_T.any() and trainer.own_forward.compared == {"packed"}
+    trainer.own_forward.compared.clear()
+    leaking_mask(monkeypatch, trainer)
+    with pytest.raises(ValueError, match=r"Qwen3Model: projected hidden states .* they part in layers.0"):
+        trainer.train_step(make_batch(), loss_fn)
+
+
+def test_each_layout_is_compared_where_it_comes_first_and_only_there(tmp_path):
+    """Also after scores of single sequences, which nothing can go wrong in."""
+    trainer, batch = make_trainer(tmp_path, "fsdp2_train", "qwen2", SHARED), make_batch()
+    rows: list[int] = []
+    trainer.weights.scorer.model.model.register_forward_hook(lambda _, __, out: rows.append(out[0].shape[1]))
+    distinct = batch.select([0, 2])
+    trainer.logprobs(distinct)
+    assert trainer.own_forward.compared == {"packed"}
+    trainer.train_step(batch, loss_fn)
+    assert trainer.own_forward.compared == {"packed", "shared"}
+    del rows[:]
+    trainer.train_step(batch, loss_fn)
+    trainer.logprobs(distinct)
+    assert len(rows) == 2, "one forward pass each"
+
+
+def test_the_generators_log_probabilities_are_a_bound_where_the_model_is_not_at_hand(tmp_path):
+    scorer, batch = TokenScorer(tiny_model(tiny_config("qwen2"))), make_batch()
+    batch = batch.replace(loss_mask_T=batch.positions_T > 20)
+    check, right = in_one_process(scorer), score_batch(scorer, batch).logprobs_T
+    for factor, few in ((1.0, False), (1.2, True), (1.2, False)):
+        check.generated = lambda _, factor=factor: factor * right
+        one = batch.replace(loss_mask_T=batch.loss_mask_T & (batch.positions_T < 24)) if few else batch
+        if factor == 1.0 or few:
+            check.compare(one, "padded")
+        else:
+            with pytest.raises(ValueError, match="from those of the generator of the same weights, expected at most"):
+                check.compare(one, "padded")
+
+
+def test_few_tokens_are_compared_and_no_logits_of_a_long_prompt():
+    model, rows = tiny_model(tiny_config("qwen2")), []
+    lengths = torch.tensor([200, 120, 90])
+    batch = Batch(lengths, torch.randint(3, 90, (410,)), torch.zeros(410).bool())
+    batch = batch.replace(loss_mask_T=batch.positions_T > 40)
+    check = in_one_process(TokenScorer(model))
+    model.get_output_embeddings().register_forward_hook(lambda _, args, __: rows.append(args[0].shape[-2]))
+    check.compare(batch, "padded")
+    assert sum(rows) == own_forward.CHECKED_ROWS * own_forward.CHECKED_TOKENS
