@@ -1,9 +1,9 @@
 """What has been measured of model families: which may share a row, and which agree with plain Transformers.
 
-``packing.json``, made by ``scripts/generate_packing.py``, lists the families whose sequences stay separate in a row: for
-each the values, as far as they were measured, of those entries of its configuration that say how tokens see each other
-(kinds of layers, positions, windows). Everything else is refused: a layer with a state, or with positions of its own,
-runs on from one sequence into the next without an error.
+``packing.json``, made by ``scripts/generate_packing.py``, lists the families whose sequences stay separate in a row:
+for each the values, as far as they were measured, of those entries of its configuration that say how tokens see each
+other (kinds of layers, positions, windows). Everything else is refused: a layer with a memory, or with positions of its
+own, runs on from one sequence into the next without an error.
 
 ``families.json``, made by ``scripts/generate_model_docs.py``, has the figures of ``tests/parity/test_families.py`` by
 engine. A run with a family that it lacks starts with a warning.

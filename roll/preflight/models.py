@@ -38,8 +38,7 @@ from roll.models.tokenizer import (
 from roll.models.weight_files import INDEX, SINGLE, no_weights, other_weights, shown
 from roll.tracking.files import CheckpointError
 from roll.tracking.saved import find_saved
-from roll.utils.extras import extra
-from roll.utils.registry import import_path
+from roll.utils.registry import extra, import_path
 
 GENERATION_FILE = "generation_config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
