@@ -177,7 +177,7 @@ def attention_kernel(config: PreTrainedConfig, wanted: str | None) -> str | None
         return wanted
     if wanted == "sdpa":
         expected = f"auto, eager or fa2: {config.model_type} caps attention scores at {cap}, which sdpa leaves out"
-        raise ValueError(f"model_args.attn_implementation: got sdpa, expected {expected}")
+        raise ValueError(f"attn_implementation: got sdpa, expected {expected}")
     return wanted or "eager"
 
 

@@ -36,7 +36,7 @@ from roll.pipeline.session import RunFailedError, RunSession
 from roll.pipeline.start import RunContext, start_of
 from roll.pipeline.workers import InferWorker, ScoreWorker, TrainWorker
 from roll.preflight.choices import role_requests
-from roll.preflight.models import describe_adapter, trusted_code
+from roll.preflight.models import describe_adapter, trusted_code, untried_models
 from roll.preflight.templates import describe_template
 from roll.tracking.display import NOTED
 from roll.tracking.files import CheckpointError
@@ -114,7 +114,7 @@ EXPECTED_ERRORS = (
     OSError,
     ValueError,
 )
-"""Errors that a user can cause or must be told without a traceback; anything else is a bug and shows one."""
+"""Errors that a user can cause, shown without a traceback; anything else is a bug and shows one."""
 
 
 Body = Callable[[ConfigT, RunContext], None]
@@ -151,7 +151,7 @@ def launch(
             )
             return EXIT_OK
         with SignalGuard() as signals, session, signals.named():
-            for line in trusted_code(config):
+            for line in (*trusted_code(config), *untried_models(config)):
                 logger.warning("%s", line)
             for line in (*notes, *describe_adapter(config)):
                 session.display.note(line)

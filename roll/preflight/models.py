@@ -25,6 +25,7 @@ from roll.models.adapter_files import (
     read_adapter_config,
     unusual_entry,
 )
+from roll.models.measured import is_proved
 from roll.models.tiny import MAX_POSITIONS
 from roll.models.tokenizer import (
     TOKENIZER_FILES,
@@ -122,6 +123,31 @@ def trusted_code(config: PipelineConfig) -> list[str]:
     if judge is not None and judge.engine.model_args.trust_remote_code:
         found.append(("judge.engine.model_args.trust_remote_code", judge.model))
     return [f"{key}: Python files that come with {model} run, with all permissions of this run" for key, model in found]
+
+
+def untried_models(config: PipelineConfig) -> list[str]:
+    """One warning with all models whose family no test has compared with plain Transformers in their engines."""
+    found: dict[str, list[str]] = {}
+    for role, worker in sections(config):
+        name, kinds = worker.strategy_args.strategy_name, _model_types(config.model_of(role))
+        if kinds and not is_proved(kinds, name) and name not in found.setdefault(kinds[0], []):
+            found[kinds[0]].append(name)
+    pairs = [f"{kind} in {', '.join(names)}" for kind, names in found.items() if names]
+    if not pairs:
+        return []
+    advice = "compare log-probabilities before you trust a long run; docs/models.md lists what has been compared"
+    return [f"no test has compared these with plain Transformers: {'; '.join(pairs)}; {advice}"]
+
+
+def _model_types(model: str) -> list[str]:
+    """What a folder says its model is, with its text part last; empty for what is not on this machine."""
+    file = Path(model).expanduser() / "config.json"
+    try:
+        whole = json.loads(file.read_text(encoding="utf-8")) if model != TINY else {}
+        parts = [whole, whole.get("text_config") or {}]
+        return [kind for part in parts if isinstance(kind := part.get("model_type"), str)]
+    except (OSError, ValueError, AttributeError):
+        return []  # see check_models
 
 
 def check_tokenizer(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -325,7 +351,7 @@ def check_packing(config: PipelineConfig) -> Iterator[ConfigProblem]:
         whole = whole_config(config, role) if packs and model != TINY else None
         if whole is None:
             continue
-        from roll.models.packing_support import has_own_code, packing_problem
+        from roll.models.measured import has_own_code, packing_problem
 
         own = worker.model_args.trust_remote_code and bool(getattr(whole, "auto_map", None))
         if problem := packing_problem(whole, own_code=own or has_own_code(whole)):

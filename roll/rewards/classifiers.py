@@ -361,6 +361,8 @@ def load_classifier(config: RewardModelConfig, share: DistributedConfig | None =
     from transformers import AutoModelForSequenceClassification
     from transformers.utils.logging import disable_progress_bar
 
+    from roll.models.loading import attention_kernel
+
     if not sys.stderr.isatty():
         disable_progress_bar()  # in a log it is lines that overwrite nothing
     folder = Path(config.model_path).expanduser()
@@ -368,9 +370,9 @@ def load_classifier(config: RewardModelConfig, share: DistributedConfig | None =
     options: dict[str, Any] = {"dtype": getattr(torch, _DTYPES[config.dtype]) if config.dtype else "auto"}
     if share is not None:
         options["distributed_config"] = share
-    if config.attn_implementation is not None:
-        options["attn_implementation"] = config.attn_implementation
     sizes = load_sizes(config)
+    if (kernel := attention_kernel(sizes, config.attn_implementation)) is not None:
+        options["attn_implementation"] = kernel
     try:
         loaded: Any = AutoModelForSequenceClassification.from_pretrained(
             str(folder) if adapter is None else str(Path(adapter.base).expanduser()),

@@ -1,4 +1,4 @@
-"""The model families of ``docs/models.md``, tiny and random, with what each has of its own: windows, ropes, states."""
+"""The model families of ``docs/models.md``, tiny and random, each with its own windows, ropes, caps and states."""
 
 import re
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ from tests.support.families import tiny_config, tiny_model
 
 LLAMA3 = {
     "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 2.0,
+    "rope_theta": 500000.0,
+    "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
+    "original_max_position_embeddings": 8192,
 }
 YARN = {
     "rope_type": "yarn",
@@ -32,7 +32,7 @@ LONGROPE = {
     "rope_theta": 10000.0,
     "partial_rotary_factor": 0.75,
     "factor": 16.0,
-    "original_max_position_embeddings": 32,
+    "original_max_position_embeddings": 64,
     "short_factor": [1.0] * 6,
     "long_factor": [3.0] * 6,
 }
@@ -70,7 +70,7 @@ KNOWN: dict[str, Known] = {
         {
             "sliding_window": None,
             "rope_parameters": LONGROPE,
-            "original_max_position_embeddings": 32,
+            "original_max_position_embeddings": 64,
             "tie_word_embeddings": True,
         },
     ),
@@ -103,12 +103,17 @@ SCORES = "_scores"
 """Ends the name of a model that is a classifier with one output."""
 
 
-def make_known(path: Path, name: str, vocabulary: int) -> Path:
-    """A model's folder: no two parameters are equal, those that start as zeros or ones included."""
+def make_known(path: Path, name: str, vocabulary: int, **changed: Any) -> Path:
+    """A model's folder: no two parameters are equal, those that start as zeros or ones included.
+
+    Args:
+        changed: further entries of the configuration.
+    """
     known = KNOWN[name.removesuffix(SCORES)]
     ids = {"pad_token_id": 0, "eos_token_id": vocabulary - 1, "bos_token_id": None}
     config = tiny_config(
-        known.model_type, **{"vocab_size": vocabulary, "num_hidden_layers": known.layers, **ids, **known.config}
+        known.model_type,
+        **{"vocab_size": vocabulary, "num_hidden_layers": known.layers, **ids, **known.config, **changed},
     )
     scores = name.endswith(SCORES)
     if scores:

@@ -113,7 +113,7 @@ class DeepSpeedInfer(ModuleScorer[EngineWeights]):
 
     def _place(self, scorer: TokenScorer, compute_dtype: torch.dtype) -> EngineWeights:
         if self._stage == 3 and self.context.worker.use_sequence_packing and scorer.state_layers.modules:
-            # Run once per sequence, of which ranks have different numbers, and each run gathers weights.
+            # They run once for each sequence. Ranks have different numbers of these, and each run gathers weights.
             raise ValueError(
                 f"{self.context.role}.use_sequence_packing: true, expected false with zero_optimization.stage: 3: "
                 f"{type(scorer.model).__name__} has layers with a state"

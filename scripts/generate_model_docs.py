@@ -1,0 +1,162 @@
+"""Writes ``docs/models.md`` from ``roll/models/families.json``: ``make docs``, or with ``--check``.
+
+The figures come from the tests, half an hour for all of them; rows that were not run keep theirs:
+
+    ROLL_PARITY_FIGURES=figures.jsonl python -m pytest -m "slow or not slow" tests/parity/test_families.py
+    PYTHONPATH=. python scripts/generate_model_docs.py --figures figures.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from generated import write_or_check
+
+from roll.models.measured import FAMILIES, GENERATORS, TRAINERS, Families, load_families
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+VARIANTS = {
+    "whole": "Whole",
+    "cut": "Cut otherwise",
+    "packed": "Packed",
+    "lora": "LoRA",
+    "shared": "Shared prompts",
+    "routed": "Experts replayed",
+    "scores": "Score head",
+    "tensor parallel": "Two tensor-parallel ranks",
+}
+CONTRACT = "tests/generators"
+COVERED = ("qwen2", "qwen3", "qwen3_moe")
+"""Families that the contract of all generators is tested with, tokens and log-probabilities."""
+
+INTRODUCTION = """\
+# Models
+
+<!-- Written by scripts/generate_model_docs.py from roll/models/families.json. Do not edit. -->
+
+Every model that Transformers has as a causal language model can be named in `pretrain`. These families are compared
+with plain Transformers in float64 by `tests/parity/test_families.py`: a tiny random model of each, with its own
+windows, rotary positions, caps, routers and states, takes three optimizer steps, and log-probabilities, loss, gradient
+norm, exported and saved weights must agree. A generator must choose the same greedy tokens and report their
+log-probabilities.
+
+A number is the largest difference of a log-probability in nats, in float32, over all that was compared. *refused*
+means that a run ends before its first step, with this reason. *untried* means that nobody has compared it: such a run
+starts with one warning. Measured with Transformers {version}.
+
+{engines}
+
+`hf_infer` takes a model with windows while `sequence_length` is not beyond them; that is its figure here.
+`vllm` and `sglang` also run `tests/generators` with Qwen2, Qwen3 and Qwen3-MoE; SGLang's in its own environment
+(`make test-sglang`), see [SGLang](sglang.md).
+
+## What was compared in the trainers
+
+The worse of `fsdp2_train` and `deepspeed_train`. *Cut otherwise*: micro-batches by number of tokens, activations
+recomputed. *Packed*: several sequences in a row. *Shared prompts*: groups whose prompt is computed once where the
+model allows it. *Experts replayed*: `router_replay`. *Score head*: a reward model's. *Two tensor-parallel ranks*:
+`fsdp2_train`.
+
+{variants}
+
+## What a model may demand
+
+- **Caps of attention scores** (Gemma 2): Transformers' `sdpa` leaves them out. `attn_implementation: auto` takes
+  `eager` for such a model, also as a reward model; `sdpa` is refused.
+- **`longrope`** (Phi-3 with 128k, Phi-4-mini): beyond `original_max_position_embeddings` the rotary frequencies of all
+  rows of a micro-batch depend on its longest row, so that a larger `sequence_length` is refused.
+- **Recurrent states** (Qwen3-Next, Qwen3.5, Granite 4, Falcon-H1, Nemotron-H): see *Packed* above;
+  [strategies](strategies.md#models-whose-sequences-can-share-a-row) has all families that can be packed.
+"""
+
+
+def main() -> int:
+    if "--figures" in sys.argv:
+        place = sys.argv.index("--figures")
+        merge(Path(sys.argv[place + 1]))
+        del sys.argv[place : place + 2]
+    return write_or_check(lambda: {PAGE: page(load_families())}, __doc__)
+
+
+def merge(figures: Path) -> None:
+    """Takes what a run of the tests left into the file of all families."""
+    import transformers
+
+    from tests.support.known_families import KNOWN
+
+    old: dict[str, Any] = {**load_families()["families"]} if FAMILIES.exists() else {}
+    found: Families = {"transformers": transformers.__version__, "families": {}}
+    for name, known in KNOWN.items():
+        engines = old.get(name, {}).get("engines", {})
+        if name in COVERED:
+            for engine in ("vllm", "sglang"):
+                engines.setdefault(engine, {})["contract"] = CONTRACT
+        found["families"][name] = {"title": known.title, "model_type": known.model_type, "engines": engines}
+    for line in figures.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["kind"] == "family":
+            value = {"refused": row["refused"]} if "refused" in row else short(row)
+            found["families"][row["family"]]["engines"].setdefault(row["engine"], {})[row["variant"]] = value
+    FAMILIES.write_text(text_of(found), encoding="utf-8")
+
+
+def short(row: Mapping[str, Any]) -> dict[str, float]:
+    names = ("logprobs", "loss", "grad_norm", "weights", "saved")
+    return {name: float(f"{row[name]:.1e}") for name in names if name in row}
+
+
+def text_of(content: Families) -> str:
+    """One line for each family and engine."""
+    families = []
+    for name, family in content["families"].items():
+        engines = ",\n".join(f"    {json.dumps(key)}: {json.dumps(each)}" for key, each in family["engines"].items())
+        head = f'"title": {json.dumps(family["title"])}, "model_type": {json.dumps(family["model_type"])}'
+        families.append(f'  {json.dumps(name)}: {{{head}, "engines": {{\n{engines}\n  }}}}')
+    joined = ",\n".join(families)
+    return f'{{\n "transformers": {json.dumps(content["transformers"])},\n "families": {{\n{joined}\n }}\n}}\n'
+
+
+def page(content: Families) -> str:
+    families = content["families"].values()
+    columns = (*TRAINERS, *GENERATORS)
+    engines = table(
+        ["Family", "`model_type`", *(f"`{name}`" for name in columns)],
+        (
+            [f["title"], f"`{f['model_type']}`", *(cell([f["engines"].get(name, {})]) for name in columns)]
+            for f in families
+        ),
+    )
+    trained = [[f["engines"].get(name, {}) for name in TRAINERS[:2]] for f in families]
+    variants = table(
+        ["Family", *VARIANTS.values()],
+        (
+            [f["title"], *(cell([{key: e[key]} for e in both if key in e], missing="–") for key in VARIANTS)]
+            for f, both in zip(families, trained, strict=True)
+        ),
+    )
+    return INTRODUCTION.format(version=content["transformers"], engines=engines, variants=variants)
+
+
+def cell(entries: Iterable[Mapping[str, Any]], missing: str = "untried") -> str:
+    """What is said of some rows: the largest figure, else why they are refused."""
+    values = [value for entry in entries for value in entry.values()]
+    figures = [value["logprobs"] for value in values if isinstance(value, dict) and "logprobs" in value]
+    reasons = [value["refused"] for value in values if isinstance(value, dict) and "refused" in value]
+    if figures:
+        return f"{max(figures):.1e}"
+    if reasons:
+        return f"refused: {reasons[0]}"
+    return f"`{CONTRACT}`" if CONTRACT in values else missing
+
+
+def table(head: list[str], rows: Iterable[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""Model families that people train, in every trainer and generator: equal to plain Hugging Face, or refused by name.
+
+CI runs a choice: each family and each kind of row. ``-m "slow or not slow"`` runs all.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from roll.configs.engines import packages
+from roll.distributed.strategy import STRATEGIES
+from roll.models.measured import packing_problem
+from roll.models.tiny import make_tokenizer
+from roll.rewards.classifiers import RewardModelConfig, load_classifier
+from tests.support.contract import burst, context_of, forward_logprobs, greedy_oracle, requests_of
+from tests.support.harness import (
+    ALL_ADAPTED,
+    MEASURES,
+    VOCABULARY,
+    Figures,
+    Layout,
+    as_row,
+    make_model,
+    measure,
+    measure_here,
+    record,
+)
+from tests.support.known_families import KNOWN, LONGROPE, SCORES, Known, make_known
+from tests.support.ranks import _unused_port
+
+PACKAGES = packages()
+TRAINERS: dict[str, dict[str, Any]] = {
+    "fsdp2_train": {},
+    "deepspeed_train": {"zero_optimization": {"stage": 2}},
+    "megatron_train": {},
+}
+FOUR: dict[str, Any] = {"per_device_train_batch_size": 4}
+BY_TOKENS = {
+    f"{key}_{where}": value
+    for where in ("train", "infer")
+    for key, value in {"use_dynamic_batching_in": True, "max_tokens_per_microbatch_in": 50}.items()
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "cut": {"worker": BY_TOKENS, "model_args": {"disable_gradient_checkpointing": False}},
+    "packed": {"worker": {"use_sequence_packing": True}, "training_args": FOUR},
+    "lora": {"lora": ALL_ADAPTED},
+    "shared": {"task": "grouped", "training_args": FOUR},
+    "routed": {"task": "routed"},
+    "scores": {"task": "regression"},
+}
+"""Micro-batches of two rows; other cuts, recomputed; packed rows; an adapter; groups whose prompt is computed once;
+experts replayed; a classifier's head, as reward models have."""
+
+BOUNDS = {"logprobs": 1e-4, "loss": 5e-6, "grad_norm": 5e-5, "weights": 5e-5, "saved": 5e-5, "neighbour": 1e-5}
+"""These models are wider than the parity table's, and each says what it says with more of its own."""
+STATES = {name: 10 * bound for name, bound in BOUNDS.items()}
+"""A state that every token changes gathers the rounding of all of them."""
+
+
+def applies(known: Known, variant: str, trainer: str) -> bool:
+    if trainer == "megatron_train" and not known.megatron:
+        return False
+    return {"routed": known.routed, "scores": known.scores}.get(variant, True)
+
+
+def row(family: str, trainer: str, variant: str, **changed: Any) -> Layout:
+    recurrent = any(name in family for name in ("next", "qwen3_5", "granite", "falcon", "nemotron"))
+    options = {"saved": trainer != "megatron_train", "bounds": STATES if recurrent else BOUNDS} | VARIANTS[variant]
+    model = family + SCORES if variant == "scores" else family
+    return Layout(f"{family}-{variant}", trainer, 1, TRAINERS[trainer], model=model, **options | changed)
+
+
+ROWS = [
+    (family, trainer, variant)
+    for family, known in KNOWN.items()
+    for trainer in TRAINERS
+    for variant in VARIANTS
+    if applies(known, variant, trainer)
+]
+CHOICE = {
+    (family, ("fsdp2_train", "deepspeed_train")[number % 2], ("lora", "cut", "packed", "shared", "whole")[number % 5])
+    for number, family in enumerate(KNOWN)
+}
+CHOICE |= {("qwen3_moe", "deepspeed_train", "routed"), ("deepseek_v3", "fsdp2_train", "routed")}
+CHOICE |= {("mixtral", "fsdp2_train", "routed"), ("llama3", "megatron_train", "packed")}
+CHOICE |= {(family, "fsdp2_train", "scores") for family in ("llama3", "gemma2", "qwen3_moe")}
+"""Each family once and each kind of row three times."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders by name, made as they are needed."""
+    return tmp_path_factory.mktemp("families")
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(_unused_port()))
+    torch.set_num_threads(1)
+
+
+def packing_refused(layout: Layout, folder: Path) -> str:
+    if not layout.worker.get("use_sequence_packing"):
+        return ""
+    return packing_problem(AutoConfig.from_pretrained(folder))
+
+
+def check(family: str, engine: str, variant: str, layout: Layout, figures: Figures) -> None:
+    record("family", {"family": family, "engine": engine, "variant": variant} | as_row(figures))
+    for name in (*MEASURES, *(["saved"] if layout.saved else [])):
+        assert getattr(figures, name) <= layout.bound(name), f"{name}: {as_row(figures)}"
+
+
+@pytest.mark.parametrize(
+    ("family", "trainer", "variant"),
+    [pytest.param(*each, marks=[] if each in CHOICE else [pytest.mark.slow]) for each in ROWS],
+)
+def test_a_trainer_takes_the_same_steps(models, tmp_path, caplog, family, trainer, variant):
+    package = PACKAGES.get(trainer)
+    if package is not None and not package.installed:
+        pytest.skip(f"{package.module} is not installed (extra {package.extra})")
+    layout = row(family, trainer, variant)
+    folder = models / layout.model
+    if not folder.exists():
+        make_model(folder, layout.model)
+    if trainer != "megatron_train" and (reason := packing_refused(layout, folder)):
+        with pytest.raises(ValueError, match="use_sequence_packing: true, expected false") as refused:
+            measure_here(layout, models, tmp_path)
+        assert reason in str(refused.value)
+        record("family", {"family": family, "engine": trainer, "variant": variant, "refused": reason})
+        return
+    check(family, trainer, variant, layout, measure_here(layout, models, tmp_path))
+
+
+@pytest.mark.slow  # two processes each
+@pytest.mark.parametrize("family", ["llama3", "mistral", "gemma2", "gemma3", "qwen3_moe", "glm4_moe", "qwen3_5"])
+def test_two_tensor_parallel_ranks_take_the_same_steps(tmp_path, family):
+    layout = replace(row(family, "fsdp2_train", "whole"), world_size=2, strategy_config={"tensor_parallel_size": 2})
+    layout = replace(layout, saved=False)
+    figures = measure([layout], tmp_path)[layout.id]
+    if figures.error:
+        reason = figures.error.strip().splitlines()[-1]
+        assert "tensor_parallel_size" in reason, figures.error
+        record("family", {"family": family, "engine": "fsdp2_train", "variant": "tensor parallel", "refused": reason})
+        return
+    check(family, "fsdp2_train", "tensor parallel", layout, figures)
+
+
+@pytest.mark.parametrize("trainer", ["fsdp2_train", "deepspeed_train"])
+def test_rows_beyond_where_longrope_changes_are_refused(tmp_path, trainer):
+    layout = row("phi4_mini", trainer, "shared")
+    shorter = {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 16}}
+    make_known(tmp_path / "phi4_mini", "phi4_mini", VOCABULARY, **shorter, original_max_position_embeddings=16)
+    with pytest.raises(ValueError, match=r"sequence_length: got 24, expected at most 16: .* phi3 \(longrope\)"):
+        measure_here(layout, tmp_path, tmp_path)
+
+
+def test_a_kernel_that_leaves_out_the_cap_of_attention_scores_is_refused(models, tmp_path):
+    layout = row("gemma2", "fsdp2_train", "whole", model_args={"attn_implementation": "sdpa"})
+    with pytest.raises(
+        ValueError, match=r"got sdpa, expected auto, eager or fa2: gemma2 caps attention scores at 2\.0"
+    ):
+        measure_here(layout, models, tmp_path)
+
+
+def test_a_reward_model_computes_the_cap_of_attention_scores(tmp_path):
+    folder = make_known(tmp_path / "model", "gemma2_scores", VOCABULARY)
+    ids = torch.arange(3, 23)[None]
+    exact = AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager")
+    with torch.no_grad():
+        found = load_classifier(RewardModelConfig(model_path=str(folder)))(ids).logits
+        assert float((found - exact(ids).logits).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("family", [name for name, known in KNOWN.items() if not known.megatron])
+def test_megatron_refuses_what_it_does_not_convert(models, tmp_path, family):
+    if not PACKAGES["megatron_train"].installed:
+        pytest.skip("Megatron-Core is not installed")
+    with pytest.raises(ValueError, match="cannot be converted to Megatron-Core") as refused:
+        measure_here(row(family, "megatron_train", "whole"), models, tmp_path)
+    assert f"(model_type '{KNOWN[family].model_type}')" in str(refused.value)
+    reason = "Megatron-Core: weights of this class are not converted"
+    record("family", {"family": family, "engine": "megatron_train", "variant": "whole", "refused": reason})
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Any]:
+    """Starts a generator on a family's model and stops it in the end."""
+    started = []
+
+    def start(family: str, engine: str, **changed: Any) -> tuple[Any, Path]:
+        tokenizer = make_tokenizer()
+        folder = make_known(tmp_path / family, family, len(tokenizer), **changed)
+        tokenizer.save_pretrained(folder)
+        context = context_of(engine, str(folder), sequence_length=64, max_running_requests=4)
+        context.worker.model_args.dtype = "fp32"
+        started.append(STRATEGIES.get(engine)(context))
+        started[-1].setup()
+        return started[-1], folder
+
+    yield start
+    for engine in started:
+        engine.shutdown()
+
+
+def generated(engine: Any, folder: Path) -> float:
+    """The largest difference of a greedy token's log-probability, once the tokens are the unmodified model's."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    draw = np.random.default_rng(3)
+    prompts = [draw.integers(4, VOCABULARY, size) for size in (5, 17, 30)]
+    found = asyncio.run(burst(engine, requests_of(prompts, max_new_tokens=12, temperature=0.0)))
+    worst = 0.0
+    for completion, prompt in zip(found, prompts, strict=True):
+        assert completion.token_ids.tolist() == greedy_oracle(model, prompt, 12)
+        said = forward_logprobs(model, prompt, completion.token_ids, 1.0)
+        worst = max(worst, float(np.abs(completion.logprobs - said).max()))
+    return worst
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_hf_infer_generates_as_the_unmodified_model(served, family):
+    try:
+        engine, folder = served(family, "hf_infer")
+    except ValueError as error:
+        reason = str(error).partition("hf_infer: ")[2].partition(" at sequence_length")[0]
+        assert reason, error
+        record("family", {"family": family, "engine": "hf_infer", "variant": "greedy", "refused": reason})
+        return
+    worst = generated(engine, folder)
+    record("family", {"family": family, "engine": "hf_infer", "variant": "greedy", "logprobs": worst})
+    assert worst <= BOUNDS["logprobs"]
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "phi3", "gemma3", "gpt_oss"))],
+)
+def test_hf_infer_generates_within_a_window(served, family):
+    worst = generated(*served(family, "hf_infer", sliding_window=64))
+    record("family", {"family": family, "engine": "hf_infer", "variant": "within the window", "logprobs": worst})
+    assert worst <= BOUNDS["logprobs"]
+
+
+@pytest.mark.slow  # an engine of its own for each
+@pytest.mark.parametrize("family", ["llama3", "qwen3", "mixtral", "gemma2"])
+def test_vllm_generates_as_the_unmodified_model(served, family):
+    if not PACKAGES["vllm"].installed:
+        pytest.skip("vLLM is not installed")
+    worst = generated(*served(family, "vllm", head_dim=32))
+    record("family", {"family": family, "engine": "vllm", "variant": "greedy", "logprobs": worst})
+    assert worst <= 10 * BOUNDS["logprobs"]
