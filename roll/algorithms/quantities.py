@@ -295,7 +295,7 @@ class Comparison(ABC):
     layer: OutputLayer | None = None
     """The other model's, once ``prepare`` has found it."""
     width: ClassVar[int]
-    """Tensors as large as the logits that it holds besides them."""
+    """Further tensors of the logits' size that it holds."""
     role: ClassVar[str]
     """Kind of the other role."""
 

@@ -43,7 +43,7 @@ class TokenScores:
     tail_T: Tensor | None = None
     """float32 log of the probability of all other tokens together."""
     chunk_T: Annotated[Tensor | None, Column(unset=UNKNOWN)] = None
-    """int64 the chunk of text (``roll.algorithms.distillation``) of which the log-probability is an equal part, of a
+    """int64 the chunk of text (``roll.algorithms.distillation``) that the log-prob is an equal part of, for a
     teacher with another tokenizer."""
     hidden_TH: Tensor | None = None
     """float32 [T, H] final hidden state that predicts the token (a reference's); 0 where the loss mask is 0."""

@@ -244,7 +244,7 @@ ADV_ESTIMATORS: dict[str, type[Estimator]] = {
     "step_reinforce": OfStates,
     "tir_optimal_token_baseline": TokenBaseline,
 }
-"""By name that ``adv_estimator`` accepts besides ``package.module:function``: the keys that the estimator reads."""
+"""The keys that each built-in ``adv_estimator`` reads."""
 
 
 class AdvantageConfig(Gae, Gdpo, Grpo, OfStates, TokenBaseline):
@@ -455,7 +455,7 @@ class RewardConfig(LengthReward, RewardScaling, RewardNorm):
             "reward_normalization.method": self.reward_normalization.method != "identity",
         }
         if len(chosen := [key for key, on in normalisers.items() if on]) > 1:
-            expected = f"no second reward normalisation: {chosen[0]} is set too"
+            expected = f"nothing with {chosen[0]}: at most one reward normalisation"
             yield self.problem(chosen[1], expected, chosen[0])
         buffer, limit = self.overlong_buffer, self.overlong_max_length
         if buffer.enable and buffer.len < 1:

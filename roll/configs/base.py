@@ -26,7 +26,7 @@ class Config(BaseModel):
     )
 
     switches: ClassVar[tuple[str, ...]] = ()
-    """Keys of which one must be on, or else nothing reads the others that this very class declares."""
+    """Switches: if none of them is on, nothing reads the other keys of this class."""
     choices: ClassVar[Mapping[str, Mapping[str, type[Config]]]] = {}
     """By key that chooses: by its value, the class with the keys that are then read. This section inherits from all."""
 

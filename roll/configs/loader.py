@@ -133,13 +133,13 @@ PIPELINE_RULES: dict[type[PipelineConfig], tuple[Rule, ...]] = {
     DistillConfig: DISTILL_RULES,
     RewardTrainingConfig: REWARD_TRAINING_RULES,
 }
-"""The rules of each pipeline, beside those of all; its keys are the configurations that there are."""
+"""The rules of each pipeline, in addition to the common ones; its keys are all kinds of configurations."""
 
 LIBRARY = "custom_env"
 """Top-level mapping of tags that an included file defines and ``custom_envs`` picks from."""
 
 _ENGINE_LIBRARY = re.compile(r"deepspeed_zero\w*")
-"""Top-level mappings of included engine presets, of which a ``strategy_config`` links to one."""
+"""Top-level mappings of included engine presets; a ``strategy_config`` can link to one."""
 
 
 def load_config(

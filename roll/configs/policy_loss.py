@@ -167,7 +167,7 @@ PG_VARIANTS: dict[str, type[PolicyVariant]] = {
     "topr": Topr,
     "vanilla": Vanilla,
 }
-"""By name that ``pg_variant`` accepts besides ``package.module:function``: the keys that the loss reads."""
+"""The keys that each built-in ``pg_variant`` reads."""
 
 
 class PolicyLossConfig(Sapo, Kimi15, Cispo, Tis, Topr, KlCov, ClipCov, Vanilla):

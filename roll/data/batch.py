@@ -56,7 +56,7 @@ class Batch:
     parts_BK: Tensor | None = None
     """float32 [B, K]: rewards of the row's trajectory that are compared apart (``gdpo_reward_keys``)."""
     baseline_B: Tensor | None = None
-    """float32: score of the greedy episode that was played beside the row's group."""
+    """float32: score of the greedy episode of the row's group."""
     truncated_B: Tensor | None = None
     """bool: the length limit cut the row's last completion or its episode short."""
     sample_weight_B: Tensor | None = None
@@ -79,7 +79,7 @@ class Batch:
     teacher_logprobs_T: Tensor | None = None
     """float32: log-probabilities under the teacher of a distillation."""
     teacher_chunk_T: Tensor | None = None
-    """int64: the chunk of the row's text of which a teacher's log-probability is an equal part, -1 where it has none;
+    """int64: the chunk of the row's text that a teacher's log-prob is an equal part of, -1 for none;
     ``None``: the teacher has the policy's tokens (``roll.algorithms.distillation``)."""
     teacher_hidden_TH: Tensor | None = None
     """float32: the teacher's final hidden state in front of each token to learn, as ``ref_hidden_TH``."""

@@ -49,7 +49,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """No token ends the completion."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens already seen (CTRL, Keskar et al. 2019); 1 is off."""
+    """Divides positive and multiplies negative logits of tokens that occurred (CTRL, Keskar et al. 2019); 1 is off."""
     presence_penalty: float = 0.0
     """Taken off the logit of a token that was sampled; 0 is off."""
     frequency_penalty: float = 0.0

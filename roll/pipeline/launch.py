@@ -114,7 +114,7 @@ EXPECTED_ERRORS = (
     OSError,
     ValueError,
 )
-"""Errors that a user can cause or must be told without a traceback; anything else is a bug and shows one."""
+"""Errors that a user can cause, shown without a traceback; anything else is a bug and shows one."""
 
 
 Body = Callable[[ConfigT, RunContext], None]

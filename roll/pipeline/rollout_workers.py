@@ -29,7 +29,7 @@ class RolloutWorkers(ABC):
     """
 
     train: RolloutScheduler
-    """Plays the groups that are trained on, in a run that does."""
+    """Runs the training groups, if the run trains."""
 
     def __init__(self, config: PipelineConfig, run: RunContext, contexts: Mapping[str, tuple[Any, ...]]) -> None:
         self._config = config

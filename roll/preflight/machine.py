@@ -80,7 +80,7 @@ def _unwritable(folder: Path) -> str:
         with tempfile.TemporaryDirectory(prefix=".roll-", dir=nearest):
             return ""
     except OSError as error:  # root may write anywhere by its rights, but not in /proc
-        return f"{nearest} is {'not writable' if nearest.is_dir() else 'no folder'}: {error.strerror}"
+        return f"{nearest} is {'not writable' if nearest.is_dir() else 'not a folder'}: {error.strerror}"
 
 
 def _device_problems(config: PipelineConfig) -> Iterator[ConfigProblem]:

@@ -57,7 +57,7 @@ class Admission:
     num_settled: int = 0
     """Draws that dynamic sampling turned down, those since the last commit included."""
     again: list[int] = field(default_factory=list)
-    """Lower draws that have to be played again, or for the first time after a resume; a heap."""
+    """Lower draws that must be sampled again, or for the first time after a resume; a heap."""
     running: set[int] = field(default_factory=set)
     ready: set[int] = field(default_factory=set)
     taken: tuple[int, ...] = ()

@@ -36,7 +36,7 @@ class EnvWorkerContext:
     """Everything that an environment worker needs, as plain data."""
 
     envs: Mapping[str, CustomEnvConfig]
-    """The tags that this manager plays."""
+    """The tags of this manager."""
     tokenizer_path: str
     template: str | ChatTemplate
     params: SamplingParams
@@ -44,7 +44,7 @@ class EnvWorkerContext:
     retries: int
     """Attempts at a failed episode before it is dropped, after the first."""
     tools: ToolsConfig | None = None
-    """Tools that the policy may call beside playing."""
+    """Tools that the policy may call in its episodes."""
     token_check: TokenCheck = "disable"
     """Mode of comparing trained rows with their conversations."""
     trust_remote_code: bool = False

@@ -32,7 +32,7 @@ class GroupSpec:
     redundancy: int = 0
     greedy: bool = False
     baseline: bool = False
-    """Play one more member greedily, whose score is the others' baseline (``adv_estimator: remax``)."""
+    """Run one more member, decoded greedily, whose score is the others' baseline (``adv_estimator: remax``)."""
     record: bool = False
     """Keep the first member's pictures, for people to look at."""
     recorded: Mapping[int, tuple[Runs, ...]] = field(default_factory=dict)

@@ -299,7 +299,7 @@ class PromptWorkerContext:
     token_check: TokenCheck = "disable"
     """Mode of comparing trained rows with their conversations."""
     agent: AgentConfig | None = None
-    """The program that plays the prompts, if the policy does not answer them itself."""
+    """The program that runs the prompts, if the policy does not respond directly."""
     user: UserConfig | None = None
     """User that answers the policy, if the prompts are conversations."""
     trust_remote_code: bool = False

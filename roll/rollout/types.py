@@ -44,7 +44,7 @@ class Turn:
     """One exchange: the prompt, the response, and the environment's reply."""
 
     prompt_ids: Annotated[IntArray, Column(Axis.PROMPT, np.int64)]
-    """Everything the policy saw, shape [prompt_len]."""
+    """The whole prompt, shape [prompt_len]."""
     completion: Completion
     text: str
     """The decoded completion, special tokens removed."""
@@ -117,7 +117,7 @@ class RolloutGroup:
     errors: tuple[str, ...] = ()
     """One line per failed attempt: which environment, which step, what was raised."""
     baseline: Trajectory | None = None
-    """One more member, played greedily, whose score the others are compared with (``adv_estimator: remax``). Nobody
+    """One more member, decoded greedily, whose score is the others' baseline (``adv_estimator: remax``). Nobody
     learns from it."""
 
 

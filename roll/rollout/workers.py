@@ -422,7 +422,7 @@ class GroupCalls:
 logger = logging.getLogger(__name__)
 
 BASELINE_MEMBER = -1
-"""The member that plays greedily for the others' baseline."""
+"""The member that is decoded greedily for the others' baseline."""
 
 
 class RolloutWorker(GroupWorker):

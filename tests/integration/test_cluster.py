@@ -188,7 +188,7 @@ def test_a_hung_call_names_worker_call_step_and_time(start):
     refs = train.submit_each("nap", [(0.1,), (4.0,)])
     with pytest.raises(RpcTimeoutError) as caught:
         train.gather(refs, call="nap")
-    assert str(caught.value) == "train rank 1: nap at step 3 gave no answer in 1.0 s (rpc_timeout)"
+    assert str(caught.value) == "train rank 1: nap at step 3 has not returned in 1.0 s (rpc_timeout)"
     assert train.alive() == [True, True]  # rank 1 is busy, not dead
 
 
@@ -198,9 +198,9 @@ def test_what_a_hung_worker_does_is_found_out_without_its_help(start, caplog, mo
     Cluster.current_step = 3
     with pytest.raises(RpcTimeoutError), explained({"train": train, "env": env}, tmp_path / "stacks"):
         train.gather(train.submit_each("nap", [(0.1,), (4.0,)]), call="nap")
-    assert f"train rank 1: nap at step 3 gave no answer in 0.4 s so far; kill -USR1 {os.getpid()}" in caplog.text
+    assert f"train rank 1: nap at step 3 has not returned in 0.4 s so far; kill -USR1 {os.getpid()}" in caplog.text
     head, driver, *workers = (tmp_path / "stacks").read_text().split("\n----- ")
-    assert "train rank 1: nap at step 3 gave no answer in 1.0 s (rpc_timeout)" in head
+    assert "train rank 1: nap at step 3 has not returned in 1.0 s (rpc_timeout)" in head
     assert driver.startswith("driver\n") and "test_what_a_hung_worker_does" in driver
     names = ["train rank 0", "train rank 1", "env rank 0", "env rank 1"]
     assert [text.partition(",")[0] for text in workers] == names

@@ -12,8 +12,8 @@ import pytest
 
 from tests.unit.pipeline.test_documented_commands import FOUND, ROOT
 
-ELSEWHERE = ("RAY_ADDRESS", "http://", "nsight", "--config_path", "agentic_frozen_lake")
-"""A cluster, a server, a program, a file that a reader has, and eight GPUs with a model of the hub."""
+ELSEWHERE = ("RAY_ADDRESS", "http://", "nsight", "--config_path", "agentic_frozen_lake", "smollm2")
+"""A cluster, a server, a program, a file that a reader has, eight GPUs with a model of the hub, and a package."""
 TRAINING = [
     command
     for command in FOUND

@@ -283,6 +283,7 @@ def case_shared_prompts(folder: Path, rank: int) -> dict[str, Any]:
     for name, (kind, options) in layouts.items():
         for shares in (True, False):
             trainer = make_trainer(folder / kind, "megatron_train", options, rank, share_prompts=shares)
+            trainer.own_forward = None  # what it compares would count
             seen = tokens_seen(trainer.model.chunks[0])
             scores = trainer.logprobs(make_groups(1)).logprobs_T
             metrics = trainer.train_step(make_groups(1), loss_of)
@@ -290,6 +291,7 @@ def case_shared_prompts(folder: Path, rank: int) -> dict[str, Any]:
     reference = make_trainer(
         folder / "dense", "megatron_infer", TP_SP, rank, share_prompts=True, needs=(*BASIC, hidden_states)
     )
+    reference.own_forward = None
     seen = tokens_seen(reference.model.chunks[0])
     found["infer"] = {"hidden": reference.logprobs(make_groups(1)).hidden_TH, "tokens": sum(seen)}
     return found

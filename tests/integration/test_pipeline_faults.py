@@ -192,6 +192,6 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(launch, small_disk, beside):
 def test_a_hung_call_is_named_after_rpc_timeout(launch):
     run = launch("rpc_timeout=40", orders=("hold-actor_train-0-logprobs",))
     run.pid_at("actor_train-0-logprobs")
-    assert_failed(run, "RpcTimeoutError: actor_train rank 0: logprobs at step 1 gave no answer", steps=0)
+    assert_failed(run, "RpcTimeoutError: actor_train rank 0: logprobs at step 1 has not returned", steps=0)
     stuck = (run.path / "logs" / "stacks.txt").read_text().partition("----- actor_train rank 0")[2]
     assert " in gate\n" in stuck.partition("----- ")[0]

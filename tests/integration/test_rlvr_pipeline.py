@@ -270,7 +270,8 @@ def test_prompts_of_which_none_is_worth_training_on_end_the_run_with_advice(rlvr
     assert run.wait() == 1, run.output
     for text in (words(run), run.summary["error"]):
         assert (
-            "none of 12 groups is worth training on (max_filtered_batches=3): all 48 sampled answers scored 0.1" in text
+            "none of 12 groups is worth training on (max_filtered_batches=3): all 48 sampled responses scored 0.1"
+            in text
         )
         assert "were cut at response_length 6" in text
         assert "loosen rewards.*.query_filter_config, or change the data" in text

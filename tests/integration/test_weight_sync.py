@@ -224,7 +224,7 @@ def test_a_damaged_bucket_is_refused_by_name_and_the_old_weights_stay(clusters, 
     weights = trainer.call("weights")[0]
     trainer.call("learn", 10)
     trainer.call_rank(0, "spoil", damaged_bucket=1)
-    message = r"actor_infer rank [01] did not take weights of version 11: WeightChecksumError: .* damaged in transfer"
+    message = r"actor_infer rank [01] did not accept weights of version 11: WeightChecksumError: .* damaged in transfer"
     with pytest.raises(WeightTransferError, match=message):
         updates.sync(11)
     assert_serves(generator, model, weights, 10)

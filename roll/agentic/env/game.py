@@ -148,7 +148,7 @@ class Game(TextEnv):
 
     config_class: ClassVar[type[EnvConfig]] = EnvConfig
     num_seeds: ClassVar[int] = 2**62
-    """Bound below which a seed is drawn where ``reset`` is told none."""
+    """Exclusive upper bound of the seed that is drawn if ``reset`` gets none."""
     config: EnvConfig
 
     def __init__(self, **env_config: Any) -> None:

@@ -33,7 +33,7 @@ class Tool(ABC):
     """Something that can be called. One instance serves all episodes of a process, many at the same time."""
 
     schema: ToolSchema
-    """Schema that the policy is told; the name is that of the configuration."""
+    """Schema that the policy gets; the name is that of the configuration."""
 
     instant: ClassVar[bool] = False
     """True: a call takes less than a millisecond or so and waits for nothing. It then runs in the event loop that plays

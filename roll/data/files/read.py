@@ -27,7 +27,7 @@ SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
 """Endings of the files that can be read."""
 
 _FOLDER_SUFFIXES = (".parquet", ".jsonl", ".csv")
-"""Endings of the files that are read of a folder. Not .json: metadata beside the data is written in that."""
+"""Suffixes of the files that are read from a folder. Not .json, which metadata files have."""
 
 _SPLIT = re.compile(r"(train|training|test|val|valid|validation|dev|eval)(?![a-z])", re.IGNORECASE)
 

@@ -60,7 +60,7 @@ class RpcTimeoutError(ClusterError, TimeoutError):
     def words(self) -> str:
         """Message that tells who was asked for what, and for how long."""
         who = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {', '.join(map(str, self.ranks))}"
-        return f"{self.role} {who}: {self.call}{_at(self.step)} did not return within {self.seconds:.1f} s"
+        return f"{self.role} {who}: {self.call}{_at(self.step)} has not returned in {self.seconds:.1f} s"
 
 
 def _at(step: int | None) -> str:

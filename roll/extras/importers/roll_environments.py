@@ -59,7 +59,7 @@ def _tool(draft: Draft, tag: str, where: str, entry: dict[str, Any]) -> None:
 
 _ENVIRONMENTS = ("sokoban", "frozen_lake")
 _TOLD_BY_TEMPLATE = {"sokoban_native_env": "sokoban"}
-"""Environments there that write whole conversations: the same game here, told by ``agent_template``."""
+"""Environments there that write whole conversations: the same game here, described by ``agent_template``."""
 _QUESTIONS = {"roll_math": ("problem", "answer", "math"), "roll_qa": ("question", "answer", "words")}
 """Environments there that ask the questions of a dataset: its columns, and who scores the answers here."""
 _COLUMNS = {"question_key": "prompt", "answer_key": "answer"}
@@ -199,7 +199,7 @@ def evaluate_alone(draft: Draft) -> None:
     draft.derive("train_env_manager", "eval_only", True, "no role is trained: episodes are run and reported")
     draft.drop_ours("actor_train", "nothing is trained")
     episodes = draft.get("rollout_batch_size", 128)
-    draft.drop_ours("rollout_batch_size", "val_batch_size is played")
+    draft.drop_ours("rollout_batch_size", "val_batch_size is used")
     draft.derive("rollout_batch_size", "val_batch_size", episodes, "one evaluation")
     draft.remove("val_env_manager")
     manager = draft.remove("train_env_manager")

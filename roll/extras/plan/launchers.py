@@ -14,7 +14,7 @@ from roll.extras.plan.plan import Plan
 
 GIB = 2**30
 GRACE_SECONDS = 600
-"""Before the end of its time a run is told to stop, and saves."""
+"""How long before its time limit a run gets the signal to save and stop."""
 LONGEST_HOURS = 24
 SPARE = 1.25
 """Room that is asked for, in parts of what the plan says."""
@@ -101,14 +101,14 @@ PYTHON
 _SLURM_RUN = """\
 
 COMMAND &
-run=$! told=0 code=0
-trap 'told=1; kill -TERM "$run" 2>/dev/null || true' TERM
+run=$! stopping=0 code=0
+trap 'stopping=1; kill -TERM "$run" 2>/dev/null || true' TERM
 wait "$run" || code=$?
-if [ "$told" -eq 1 ]; then # that wait ended with the signal; the run saves and ends later
+if [ "$stopping" -eq 1 ]; then # the signal ended the wait; the run saves and ends later
     code=0
     wait "$run" || code=$?
 fi
-if [ "$code" -eq 143 ]; then # stopped and saved: goes on when there is room again
+if [ "$code" -eq 143 ]; then # stopped and saved: continues when the job is scheduled again
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -33,7 +33,7 @@ _LOOKS_AT_FOLDER = 5  # every so many looks are at the folders too
 _MAX_FILES = 100_000
 _MAX_CONNECTIONS = 64
 _FOREVER_S = 1e9
-"""An episode's time is watched by whoever runs the command."""
+"""The caller of the command watches the episode's time."""
 
 
 class Cell:

@@ -33,7 +33,9 @@ class OpenEnvConfig(AdaptedEnvConfig):
     """Keys of ``env_config`` for ``env_type: openenv``."""
 
     url: str = Field(description="Address of the server: http://, https://, ws:// or wss://.")
-    reset_kwargs: dict[str, Any] = Field(default_factory=dict, description="Arguments of reset besides the seed.")
+    reset_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of reset, in addition to the seed."
+    )
     action_key: str | None = Field(
         "message",
         description="Field of the action that holds the response; null: the response is the whole action, as JSON.",

@@ -34,7 +34,7 @@ SCHEMAS = (
     _schema("buy", "Buys a product of the list, which ends the visit.", "number", "integer"),
 )
 TOLD = [schema.as_openai() for schema in SCHEMAS]
-"""The tools as the chat template is told of them."""
+"""The tools as they are described to the chat template."""
 ARGUMENTS = {schema.name: next(iter(schema.parameters["properties"])) for schema in SCHEMAS}
 
 

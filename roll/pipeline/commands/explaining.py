@@ -23,7 +23,7 @@ from roll.utils.extras import extra
 
 WIDTH = 110
 MOST_SHOWN = 6
-"""Keys of one name that are told in full."""
+"""Most keys of one name that are described in full."""
 
 
 def run(word: str) -> int:

@@ -37,7 +37,7 @@ from roll.utils.registry import import_path
 logger = logging.getLogger(__name__)
 
 _NO_LIMIT_S = 1e8
-"""The episode's time is watched by whoever runs the program, who cancels it."""
+"""The caller of the program watches the episode's time, and cancels it."""
 
 
 class FunctionProgram:

@@ -105,8 +105,8 @@ def test_known_and_foreign_estimators_are_accepted(estimator):
             ({"force_disable_old_logprobs_recompute": True, **beside}, "force_disable_old_logprobs_recompute", word)
             for beside, word in (
                 ({"train_infer_correction": {"bypass": True}}, "uses the sampler's log-probs"),
-                ({"train_infer_correction": {"is_weight": {"enabled": True}}}, "reads what it leaves out"),
-                ({"enable_old_logprobs_recompute": True}, "beside enable_old_logprobs_recompute"),
+                ({"train_infer_correction": {"is_weight": {"enabled": True}}}, "needs those log-probs"),
+                ({"enable_old_logprobs_recompute": True}, "with enable_old_logprobs_recompute"),
                 ({"ppo_epochs": 2}, "ppo_epochs 2"),
             )
         ),
@@ -134,7 +134,7 @@ def test_rules_between_keys(keys, key, hint):
     [
         ({"ratio_low": 2.0}, "filters.1.ratio_low", "at most ratio_high = 1.2"),
         ({"diff_high": -1.0}, "filters.1.diff_low", "at most diff_high = -1.0"),
-        ({"enabled": True, "ratio_enabled": False}, "filters.1.ratio_enabled", "one of them"),
+        ({"enabled": True, "ratio_enabled": False}, "filters.1.ratio_enabled", "at least one of the two"),
     ],
 )
 def test_rules_of_train_infer_filters(keys, key, hint):

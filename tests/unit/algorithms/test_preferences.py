@@ -340,7 +340,7 @@ def test_a_step_on_the_pairs_is_dpo_in_float64():
 
 
 def test_what_has_no_pair_is_refused():
-    with pytest.raises(ValueError, match="two answers in one group"):
+    with pytest.raises(ValueError, match="a group with at least two responses"):
         best_and_worst(rollout().select([0, 1, 7]))
     with pytest.raises(ValueError, match="scores_B"):
         best_and_worst(rollout().replace(scores_B=None))

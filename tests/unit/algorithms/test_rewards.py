@@ -273,6 +273,19 @@ def test_lengths_change_the_score_before_it_is_normalised(seed, history, buffer,
         assert metrics["reward/score_mean"] == pytest.approx(statistics.mean(e.score for e in live), abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"overlong_buffer": {"enable": True, "len": 4}}, "overlong_buffer: got max_length None"),
+        ({"add_len_reward": True}, r"add_len_reward.*group_B"),
+    ],
+)
+def test_lengths_without_a_limit_or_a_group_are_refused(keys, told):
+    batch = lone_turns([0.0, 1.0]).replace(group_B=None)
+    with pytest.raises(ValueError, match=told):
+        shape_rewards(batch, AlgorithmConfig(**keys).reward, RunningStats())
+
+
 def test_the_greedy_score_is_normalised_like_those_it_is_compared_with():
     batch = lone_turns([1.0, 3.0, 5.0, 9.0], groups=[1, 1, 2, 2]).replace(baseline_B=torch.tensor([3.0, 3.0, 9.0, 9.0]))
     for keys in ({"reward_norm": "group"}, {"reward_norm": "batch", "reward_clip": 0.5}, {"use_reward_scaling": True}):

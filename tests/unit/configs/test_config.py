@@ -212,7 +212,7 @@ def test_dropout_of_the_model_is_refused_in_every_role(problems):
 
 def test_a_warm_up_beyond_the_run_is_told(load):
     args = "actor_train.training_args={per_device_train_batch_size:2,gradient_accumulation_steps:4,warmup_steps:10}"
-    assert "warmup_steps 10 are not over" in describe_batches(load("max_steps=5", args))[-1]
+    assert "warmup_steps 10 are not finished" in describe_batches(load("max_steps=5", args))[-1]
     assert "warmup_steps" not in describe_batches(load("max_steps=50", args))[-1]
 
 
@@ -580,9 +580,8 @@ def test_wrong_options_of_a_strategy_leave_the_critic_to_be_checked(problems, na
 
 def test_batches_are_described_in_words(load):
     assert describe_batches(load("ppo_epochs=2")) == [
-        "each step: 4 groups × 4 = 16 episodes, played by 4 groups of environments (4 Lake) × 4 = 16 environments "
-        "at once",
-        "each evaluation: 8 groups × 1 = 8 episodes, played by 8 groups of environments (4 Lake, 4 Boxes) × 1 = "
+        "each step: 4 groups × 4 = 16 episodes, run by 4 groups of environments (4 Lake) × 4 = 16 environments at once",
+        "each evaluation: 8 groups × 1 = 8 episodes, run by 8 groups of environments (4 Lake, 4 Boxes) × 1 = "
         "8 environments at once",
         "actor_train: global batch 16 episodes = 2 per device × 4 accumulated × 2 data-parallel; 16 episodes make "
         "1 optimizer step × 2 epochs = 2 per step, 1000 in all; 4 micro-batches per device and optimizer step, 8 "
@@ -786,7 +785,7 @@ def test_why_a_file_cannot_be_composed_is_told(tmp_path, text, words):
 @pytest.mark.parametrize("word", ["a..b=5", ".a=3", "=5", "größe=3"])
 def test_what_is_no_key_is_told_beside_other_problems(problems, word):
     found = problems(word, "logging_steps=0")
-    assert "is no key" in found[word].hint and "logging_steps" in found
+    assert "is not a key" in found[word].hint and "logging_steps" in found
 
 
 def test_lists_outside_of_hydras_grammar_are_lists(problems, load):
@@ -846,7 +845,7 @@ def test_all_wrong_options_of_trackers_are_told(problems):
         (RLVRConfig, "rlvr_math", "custom_envs", "it belongs to the agentic pipeline; this pipeline uses rewards"),
         (SFTConfig, "sft_math", "num_return_sequences_in_group", "it belongs to RLVR$"),
         (SFTConfig, "sft_math", "preference_loss", r"it belongs to preferences \(DPO\)$"),
-        (SFTConfig, "sft_math", "teacher", "it belongs to the agentic pipeline and RLVR and .*answers$"),
+        (SFTConfig, "sft_math", "teacher", "it belongs to the agentic pipeline and RLVR and .*responses$"),
     ],
 )
 def test_a_key_of_another_pipeline_is_told_whose_it_is(schema, name, key, hint):

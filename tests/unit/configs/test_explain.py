@@ -28,7 +28,7 @@ def test_a_key_is_told_with_its_type_range_default_places_other_names_and_reader
     assert "tag_included, verifiers" in told(capsys, "rewards")
     out = told(capsys, "tensor_parallel_size")
     assert "read by vllm" in out and "read by fsdp2" in out
-    assert "handed on to vLLM" in told(capsys, "enable_chunked_prefill")
+    assert "passed on to vLLM" in told(capsys, "enable_chunked_prefill")
     assert "read by math" in told(capsys, "strict_boxed")
 
 

@@ -131,7 +131,7 @@ WRONG = [
     ([f"{VAL}.template=chatml"], f"{VAL}.template", "the same as actor_train.data_args.template"),
     ([f"{TRAIN}.domain_interleave_probs={{maths: 0.5, chess: 0.5}}"], f"{TRAIN}.domain_interleave_probs", "maths"),
     ([f"{TRAIN}.domain_interleave_probs={{maths: 0.5}}"], f"{TRAIN}.domain_interleave_probs", "a sum of 1, not 0.5"),
-    ([f"{VAL}.domain_interleave_probs={{maths: 1}}"], f"{VAL}.domain_interleave_probs", "all answered"),
+    ([f"{VAL}.domain_interleave_probs={{maths: 1}}"], f"{VAL}.domain_interleave_probs", "all held-out prompts"),
     (["data_generator={path: 'nowhere:make', folder: x}"], "data_generator.path", "there is no nowhere"),
     (["pretrain=tiny"], "warm_start.file_name", "demonstrations to warm-start the tiny model with"),
     (["eval_only=true", "validation=null"], "eval_only", "or a validation section"),

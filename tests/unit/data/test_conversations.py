@@ -82,7 +82,7 @@ def test_everything_wrong_with_the_rows_is_told_by_line(tmp_path):
     told = "\n".join(caught.value.problems)
     assert caught.value.count == 5
     for line, words in (
-        (2, "talk[2]: the last message is of the user, expected the assistant"),
+        (2, "talk[2]: the last message is the user's, expected the assistant's"),
         (3, "nothing to train on: weight or train or training or loss excludes all assistant messages"),
         (4, "talk[3].content: empty, expected an answer"),
         (5, "no column 'talk'"),
@@ -116,7 +116,7 @@ def test_rows_behind_the_checked_ones_may_pass_the_filter(tmp_path):
     columns = {"prompt": "prompt", "response": "response", "dataset_filter": {"source": "b"}}
     args = DataArguments(file_name=str(write(tmp_path / "data.jsonl", rows)), **columns)
     assert check_conversations(Reading(args, seed=0, head=2), None) == (Counter(), False)
-    with pytest.raises(DataError, match="left out all 2 rows"):
+    with pytest.raises(DataError, match="removed all 2 rows"):
         args = args.model_copy(update={"file_name": str(write(tmp_path / "data.jsonl", rows[:2]))})
         check_conversations(Reading(args, seed=0, head=9), None)
 

@@ -251,8 +251,8 @@ def test_what_a_template_leaves_out_is_told(name):
     [
         ("mistral_nemo", [asks("?"), says("So.", tool_calls=[CALL]), RESULT, says("2")], "text of the assistant"),
         ("gpt_oss", [asks("?"), says("", tool_calls=[CALL, CALL]), RESULT, RESULT, says("2")], "tool calls"),
-        ("qwen2_5", [{**asks("?"), "name": "Ann"}, says("a")], "leaves out 'name' of messages before"),
-        ("qwen2_5", [asks("?"), says("a", prefix=True)], "reads no 'prefix' of a message"),
+        ("qwen2_5", [{**asks("?"), "name": "Ann"}, says("a")], "drops 'name' of messages before"),
+        ("qwen2_5", [asks("?"), says("a", prefix=True)], "ignores 'prefix' of a message"),
     ],
 )
 def test_other_parts_that_are_left_out_are_told(family, messages, told):

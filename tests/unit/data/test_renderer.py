@@ -73,7 +73,7 @@ def test_variables_reach_the_template_wherever_it_is_used():
     ):
         assert text.endswith(f"assistant\n{closed}")
     assert not plain.decode_raw(plain.prompt(asked)).endswith(closed)
-    with pytest.raises(ValueError, match=r"chat_template_kwargs: .* reads no enable_thoughts"):
+    with pytest.raises(ValueError, match=r"chat_template_kwargs: .* does not use enable_thoughts"):
         ChatRenderer(family_tokenizer("qwen3"), ChatTemplate("native", {"enable_thoughts": True}))
 
 

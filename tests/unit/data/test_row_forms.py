@@ -223,7 +223,7 @@ ACCEPTED = [
 ]
 
 REFUSED: list[tuple[Row, dict[str, str], str]] = [
-    ({"m": [user()]}, M, "m[0]: the last message is of the user, expected the assistant; or data_args.response"),
+    ({"m": [user()]}, M, "m[0]: the last message is the user's, expected the assistant's; or data_args.response"),
     ({"m": [user(), says("")]}, M, "m[1].content: empty, expected an answer"),
     ({"m": [user(), says("", tool_calls=[])]}, M, "m[1].content: empty, expected an answer"),
     ({"m": [user(), says(None)]}, M, "m[1]: no content, got 'role', 'content'; expected text"),
@@ -236,7 +236,7 @@ REFUSED: list[tuple[Row, dict[str, str], str]] = [
     (
         {"m": [user([{"type": "image_url", "image_url": {"url": "x"}}]), says()]},
         M,
-        "m[0].content[0]: a part of type 'image_url', expected text alone",
+        "m[0].content[0]: a part of type 'image_url', expected only text",
     ),
     (
         {"m": [user(), says([{"type": "tool_use", "name": "add", "input": {}}])]},
@@ -245,7 +245,7 @@ REFUSED: list[tuple[Row, dict[str, str], str]] = [
     ),
     ({"m": [user({"a": 1}), says()]}, M, "m[0].content: {'a': 1}, expected text, or a list of parts"),
     ({"m": [user(tool_calls=[called()]), says()]}, M, "m[0]: a call of the user, expected only of the assistant"),
-    ({"m": [user(), says(tool_calls=[called("{a: 1}")])]}, M, "m[1].tool_calls[0].arguments: '{a: 1}' is no JSON"),
+    ({"m": [user(), says(tool_calls=[called("{a: 1}")])]}, M, "m[1].tool_calls[0].arguments: '{a: 1}' is not JSON"),
     ({"m": [user(), says(tool_calls=[called([1])])]}, M, "m[1].tool_calls[0].arguments: [1], expected an object"),
     (
         {"m": [user(), says(tool_calls=[{"function": {"arguments": {}}}])]},
@@ -263,7 +263,7 @@ REFUSED: list[tuple[Row, dict[str, str], str]] = [
         "m[1]: tool_calls and function_call, expected one",
     ),
     ({"m": [user(), says(reasoning="a", thinking="b")]}, M, "m[1]: different reasoning in reasoning and thinking"),
-    ({"m": PLAIN, "tools": ["add"]}, M, "tools[0]: 'add' is no JSON"),
+    ({"m": PLAIN, "tools": ["add"]}, M, "tools[0]: 'add' is not JSON"),
     (
         {"m": PLAIN, "tools": [{"type": "code_interpreter"}]},
         M,
@@ -276,7 +276,7 @@ REFUSED: list[tuple[Row, dict[str, str], str]] = [
     ({"m": [user("\ud800"), says()]}, M, "m[0].content: a lone surrogate at character 1"),
     ({"q": "1+1?", "r": None}, PR, "column 'r': null, expected the text of an answer, or its messages"),
     ({"q": "1+1?", "r": " "}, PR, "column 'r': ' ', expected the text of an answer"),
-    ({"p": [user()], "c": [user("2")]}, PC, "c[0]: the last message is of the user, expected the assistant"),
+    ({"p": [user()], "c": [user("2")]}, PC, "c[0]: the last message is the user's, expected the assistant's"),
     ({"p": PLAIN, "c": "3"}, PC, "p[1]: the last message is the assistant's, expected the user's"),
     ({"q": "1+1?", "r": "2", "s": "x"}, PR | {"tools": "f"}, "no column 'f'"),
 ]
@@ -464,7 +464,7 @@ def test_what_is_left_out_is_told_once_for_a_file(tmp_path):
     qwen2_5 = ChatRenderer(family_tokenizer("qwen2_5"))
     args = DataArguments(file_name=str(write(path, [{"m": THINKS}])), **M)
     (note,) = load_conversations(args, renderer=qwen2_5, max_tokens=400).report.notes
-    assert "leaves out reasoning_content of answers that are trained on: 1 row, the first" in note
+    assert "drops reasoning_content of answers that are trained on: 1 row, the first" in note
 
 
 def test_rewritten_turns_make_samples_of_their_own_and_one_question(tmp_path):

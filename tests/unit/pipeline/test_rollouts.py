@@ -137,11 +137,11 @@ def test_a_remark_is_made_aloud_ever_more_rarely(caplog):
 def test_a_failure_says_what_all_answers_have_in_common():
     groups = [answers(0, (0, 4), (0, 4), (0, 4)), answers(1, (0, 1), dropped=2)]
     assert describe_failure(groups, limit) == (
-        "all 4 sampled answers scored 0; 75% were cut at response_length 4; in 100% there was no answer or action; "
+        "all 4 sampled responses scored 0; 75% were cut at response_length 4; in 100% there was no answer or action; "
         "2 more failed or could not be scored"
     )
     assert describe_failure([answers(0, (0.25, 1), (0.1, 1))], limit) == (
-        "all 2 sampled answers were wrong, with scores from 0.1 to 0.25"
+        "all 2 sampled responses were wrong, with scores from 0.1 to 0.25"
     )
 
 

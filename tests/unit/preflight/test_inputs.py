@@ -254,7 +254,7 @@ def test_a_function_of_the_step_is_compared_with_its_call(load, override, words)
         (problem,) = (each for each in problems if each.path == override.partition("=")[0].replace("={", ".")
                       or each.path.endswith(".path"))  # fmt: skip
         assert words in problem.hint
-    ours = {"adv_estimator": "advantages:grpo", "pg_variant": "policy_losses:ppo"}
+    ours = {"adv_estimator": "advantages:grpo", "pg_variant": "losses:ppo"}
     right = load(*(f"{key}=roll.algorithms.{path}" for key, path in ours.items()))
     assert not [each for each in check_inputs(right)[1] if each.path in ours]
 

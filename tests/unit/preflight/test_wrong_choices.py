@@ -162,7 +162,7 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
          "actor_train.model_args.freeze_module_prefix", "all but the adapter"),
         ({**vllm(), "actor_infer.model_args.freeze_module_prefix": "model.norm"},
          "actor_infer.model_args.freeze_module_prefix", "trains nothing"),
-        (args(lora_target="q_proj", lora_exclude="k_proj"), "actor_train.model_args.lora_exclude", "all-linear out"),
+        (args(lora_target="q_proj", lora_exclude="k_proj"), "actor_train.model_args.lora_exclude", "from all-linear"),
         ({"checkpoint_config.save_contents": ["optimizer"]}, "checkpoint_config.save_contents", "model among them"),
         ({"checkpoint_config.save_contents": ["model"], **engine("fsdp2_train", checkpoint="sharded")},
          "checkpoint_config.save_contents", "the optimizer too"),

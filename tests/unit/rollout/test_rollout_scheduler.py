@@ -204,7 +204,7 @@ def test_what_cannot_be_recovered_ends_the_rollout_and_a_hung_group_is_named(sch
     with pytest.raises(ValueError, match="no such level"):
         scheduler().collect(3)
     (folder / "hang-2").touch()
-    with pytest.raises(RpcTimeoutError, match=r"envs rank \d: run_group\(2\) gave no answer in [12]\.\d s"):
+    with pytest.raises(RpcTimeoutError, match=r"envs rank \d: run_group\(2\) has not returned in [12]\.\d s"):
         scheduler(rpc_timeout=1.0).collect(3)
 
 

@@ -112,6 +112,12 @@ class DeepSpeedInfer(ModuleScorer[EngineWeights]):
         return module
 
     def _place(self, scorer: TokenScorer, compute_dtype: torch.dtype) -> EngineWeights:
+        if self._stage == 3 and self.context.worker.use_sequence_packing and scorer.state_layers.modules:
+            # They run once for each sequence. Ranks have different numbers of these, and each run gathers weights.
+            raise ValueError(
+                f"{self.context.role}.use_sequence_packing: true, expected false with zero_optimization.stage: 3: "
+                f"{type(scorer.model).__name__} has layers with a state"
+            )
         self._prepare(scorer)
         engine = start_engine(scorer, self._engine_config(compute_dtype), self._parameter_groups(scorer), self.device)
         return WEIGHTS[self._stage](engine, scorer, self.device)
@@ -205,9 +211,6 @@ def start_engine(
     partitioned = config["zero_optimization"]["stage"] == 3
     head = [] if scorer.head is None else scorer.head.modules
     if partitioned:
-        if kinds := {type(module) for module in scorer.state_layers.modules}:
-            # Run once for each sequence of a row, of which ranks have different numbers: gathered once, as a whole.
-            deepspeed.utils.set_z3_leaf_modules(scorer, list(kinds))
         deepspeed.zero.Init(module=scorer, config_dict_or_path=config)
         for buffer in scorer.buffers():
             buffer.data = buffer.data.to(device)

@@ -108,7 +108,7 @@ class _Draft:
     beside: Path
     """Has the tokenizer and, but for an adapter, the configuration."""
     base: Path | None = None
-    """Model folder that has what ``beside`` has not."""
+    """Model folder with what ``beside`` lacks."""
     classifies: bool = False
     """The base becomes a classifier with one output."""
     notes: list[str] = field(default_factory=list)

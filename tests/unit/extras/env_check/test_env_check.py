@@ -190,7 +190,9 @@ def test_the_example_passes_notes_are_no_problems_and_a_class_without_a_path_is_
 
 
 def test_the_helper_raises_with_every_finding_and_its_fix():
-    with pytest.raises(AssertionError, match=r"error failure-paid: .* paid 1, the best success 1\. Pay an episode"):
+    with pytest.raises(
+        AssertionError, match=r"error failure-paid: .* got the reward 1, the best success 1. Reward a failed"
+    ):
         assert_env_ok(zoo.PaidFailure, **QUICK)
     assert_env_ok(zoo.PaidFailure, allow=["failure-paid"], **QUICK)
     with pytest.raises(ValueError, match="did you mean failure-paid"):
@@ -226,7 +228,7 @@ def test_an_environment_that_ends_its_process_gets_its_page(capsys, fault):
         (["frozenlake"], "Did you mean 'frozen_lake'"),
         (["frozen_lake", "siz=5"], "did you mean size"),
         (["frozen_lake", "size"], "got size, expected key=value"),
-        (["frozen_lake", "size=[5"], 'env_config.size: got "[5", expected what YAML can read'),
+        (["frozen_lake", "size=[5"], 'env_config.size: got "[5", expected valid YAML'),
         (["frozen_lake", "--episodes", "1"], "episodes: got 1, expected at least 2"),
         (["frozen_lake", "--allow", "sloww"], "did you mean slow"),
         (["tests.support.broken_envs:Saef"], "did you mean 'Safe'"),

@@ -103,7 +103,7 @@ def test_everything_that_is_wrong_is_told_before_a_model_loads(rows, tmp_path, c
     told = " ".join(capsys.readouterr().err.split())
     assert "world_size" in told and "-n, which says" in told
     assert main([*command, "--system", "x"]) == 2
-    assert "--chat asks it" in capsys.readouterr().err
+    assert "--chat sends it" in capsys.readouterr().err
     assert main(command) == 2
     assert "/nowhere" in capsys.readouterr().err
     prompts = Path(rows("prompts.jsonl", [{"prompt": "x"}]))

@@ -169,10 +169,10 @@ def test_an_agent_program_plays_it_as_an_episode(tmp_path):
     ("test", "told"),
     [
         ("echo no luck; exit 3", "wrote no /logs/verifier/reward.txt: no luck"),
-        ("echo yes > /logs/verifier/reward.txt", "is no number: could not convert string to float: 'yes"),
+        ("echo yes > /logs/verifier/reward.txt", "is not a number: could not convert string to float: 'yes"),
         ("echo nan > /logs/verifier/reward.txt", "is nan, expected a finite number"),
-        ("echo '[1]' > /logs/verifier/reward.json", "is no number"),
-        ("echo '{}' > /logs/verifier/reward.json", "is no number"),
+        ("echo '[1]' > /logs/verifier/reward.json", "is not a number"),
+        ("echo '{}' > /logs/verifier/reward.json", "is not a number"),
         ("sleep 60", "took longer than 0.5 s"),
     ],
 )

@@ -1,0 +1,123 @@
+"""Models with a state in their layers, whose sequences share rows: as the model itself in float64, one by one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from roll.algorithms.types import LossContext, LossOutput, TokenScores
+from roll.data.batch import Batch
+from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
+from roll.models.loading import load_causal_lm
+from tests.support.families import tiny_config, tiny_model
+from tests.support.ranks import enter_rank, leave_rank, metrics_of, run_ranks, tensors_of, write
+from tests.support.trainers import make_batch, make_context, shares
+
+FAMILIES = ("qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1", "granitemoehybrid", "nemotron_h")
+ENGINES: dict[str, dict[str, Any]] = {"fsdp2_train": {}, "deepspeed_train": {"zero_optimization": {"stage": 1}}}
+STAGE_3: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+
+
+def trainer(model: Path, engine: str, strategy: dict[str, Any], rows: int, **options: Any) -> Any:
+    kind: type = Fsdp2Train
+    if engine == "deepspeed_train":
+        pytest.importorskip("deepspeed", reason="the package deepspeed is not installed")
+        from roll.distributed.strategy.deepspeed.strategy import DeepSpeedTrain as kind  # type: ignore[no-redef]
+    sections: dict[str, Any] = {
+        "worker": {"use_sequence_packing": True, "infer_batch_size": rows},
+        "training_args": {"per_device_train_batch_size": rows},
+        "model_args": {"disable_gradient_checkpointing": rows == 2},
+    }
+    found = kind(make_context(model, engine, strategy, temperature=1.0, **sections, **options))
+    found.setup()
+    return found
+
+
+def loss_fn(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
+    assert scores.logprobs_T is not None
+    gain_T = batch.advantages_T * scores.logprobs_T
+    return LossOutput(-gain_T[batch.loss_mask_T].sum() / context.num_tokens, {})
+
+
+def oracle(folder: Path, batch: Batch) -> tuple[Tensor, float, dict[str, Tensor]]:
+    """Log-probabilities of the loss tokens, the loss, and its gradient."""
+    model, found = load_causal_lm(str(folder), dtype=torch.float64), []
+    model.config._experts_implementation = "eager"  # grouped products know no float64
+    for row in range(batch.num_sequences):
+        tokens = batch.token_index([row])
+        ids = batch.tokens_T[tokens]
+        logprobs = model(input_ids=ids[None], use_cache=False).logits[0, :-1].double().log_softmax(-1)
+        found.append(logprobs.gather(1, ids[1:, None])[:, 0][batch.loss_mask_T[tokens][1:]])
+    logprobs = torch.cat(found)
+    loss = -(batch.advantages_T[batch.loss_mask_T] * logprobs).sum() / len(logprobs)
+    loss.backward()
+    return (
+        logprobs.detach(),
+        float(loss.detach()),
+        {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+    )
+
+
+def step(found: Any, batch: Batch) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """A step's metrics and its gradient."""
+    gradients: dict[str, Tensor] = {}
+    square_norm, weights = found.square_norm, found.weights
+
+    def watch() -> Any:
+        if isinstance(found, Fsdp2Train):
+            named = dict(zip(weights.trained, found._gradients, strict=True))
+        else:
+            named = {name: weights.gradient(name) for name in weights.fragments}
+        gradients.update({name.removeprefix("model."): gradient.clone() for name, gradient in named.items()})
+        return square_norm()
+
+    found.square_norm = watch
+    return found.train_step(batch, loss_fn), gradients
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_packed_rows_however_they_are_cut_give_what_the_model_gives_alone(tmp_path, engine, family):
+    tiny_model(tiny_config(family)).save_pretrained(tmp_path)
+    batch = make_batch()
+    wanted, loss, gradient = oracle(tmp_path, batch)
+    for rows in (2, 9):
+        found = trainer(tmp_path, engine, ENGINES[engine], rows)
+        logprobs = found.logprobs(batch).logprobs_T[batch.loss_mask_T]
+        torch.testing.assert_close(logprobs.double(), wanted, rtol=0, atol=5e-5)
+        metrics, gradients = step(found, batch)
+        assert found.own_forward.compared == {"packed"}
+        assert metrics["actor/loss"] == pytest.approx(loss, abs=2e-6)
+        for name, value in gradient.items():
+            wrong = (gradients[name].view_as(value).double() - value).norm() / value.norm().clamp(min=1e-3)
+            assert wrong < 1e-3, name
+        found.shutdown()
+
+
+def rank_main(rank: int, port: int, model: Path, out: Path) -> None:
+    enter_rank(port)
+    found = trainer(model, "fsdp2_train", {}, 4, rank=rank, world_size=2)
+    logprobs = found.logprobs(shares(0)[rank]).logprobs_T
+    write(out, str(rank), {"logprobs": logprobs}, found.train_step(shares(0)[rank], loss_fn))
+    leave_rank()
+
+
+def test_ranks_that_share_weights_keep_step_though_their_rows_have_different_numbers_of_sequences(tmp_path):
+    model = tmp_path / "model"
+    tiny_model(tiny_config("qwen3_5_text")).save_pretrained(model)
+    run_ranks(rank_main, 2, model, tmp_path)
+    batch = make_batch()
+    wanted, loss, _ = oracle(model, batch)
+    found = torch.cat([tensors_of(tmp_path, str(rank))["logprobs"] for rank in (0, 1)])
+    torch.testing.assert_close(found[batch.loss_mask_T].double(), wanted, rtol=0, atol=5e-5)
+    assert metrics_of(tmp_path, "0")["actor/loss"] == pytest.approx(loss, abs=2e-6)
+
+
+def test_deepspeeds_stage_3_which_gathers_weights_at_each_run_of_a_layer_is_refused(tmp_path):
+    tiny_model(tiny_config("lfm2")).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"expected false with zero_optimization\.stage: 3: Lfm2ForCausalLM has layers"
+    ):
+        trainer(tmp_path, "deepspeed_train", STAGE_3, 4)
