@@ -3,6 +3,7 @@
 A command of a kind that nobody has thought of here fails, so that it gets its check.
 """
 
+import json
 import re
 import shlex
 import tomllib
@@ -57,7 +58,13 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / "mine.yaml").write_text("defaults: [agentic_sokoban, _self_]\n")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(extra("smollm2"), "make", lambda: None)  # whose package the tests do without
+    model = tmp_path / "smollm2"  # the tests do without the packages that it is made of
+    model.mkdir()
+    shape = {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3}
+    (model / "config.json").write_text(json.dumps({**shape, **heads, "vocab_size": 49152, "tie_word_embeddings": True}))
+    for name in ("make", "made"):
+        monkeypatch.setattr(extra("smollm2"), name, lambda: model)
     monkeypatch.chdir(tmp_path)
 
 
