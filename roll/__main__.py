@@ -18,7 +18,7 @@ from roll.pipeline.cli import EXIT_USAGE, finished, locate, perform, refuse
 from roll.pipeline.commands import completion
 from roll.pipeline.commands.arguments import add_command, add_commands
 from roll.pipeline.programs import configurations
-from roll.utils.extras import extra
+from roll.utils.registry import extra
 
 EXAMPLES = """\
 examples:

@@ -16,7 +16,7 @@ from typing import Any
 
 from generated import write_or_check
 
-from roll.models.known import FILE, GENERATORS, TRAINERS, Families, load_families
+from roll.models.measured import FAMILIES, GENERATORS, TRAINERS, Families, load_families
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 VARIANTS = {
@@ -88,7 +88,7 @@ def merge(figures: Path) -> None:
 
     from tests.support.known_families import KNOWN
 
-    old: dict[str, Any] = {**load_families()["families"]} if FILE.exists() else {}
+    old: dict[str, Any] = {**load_families()["families"]} if FAMILIES.exists() else {}
     found: Families = {"transformers": transformers.__version__, "families": {}}
     for name, known in KNOWN.items():
         engines = old.get(name, {}).get("engines", {})
@@ -101,7 +101,7 @@ def merge(figures: Path) -> None:
         if row["kind"] == "family":
             value = {"refused": row["refused"]} if "refused" in row else short(row)
             found["families"][row["family"]]["engines"].setdefault(row["engine"], {})[row["variant"]] = value
-    FILE.write_text(text_of(found), encoding="utf-8")
+    FAMILIES.write_text(text_of(found), encoding="utf-8")
 
 
 def short(row: Mapping[str, Any]) -> dict[str, float]:

@@ -19,7 +19,7 @@ import torch
 import transformers
 from generate_strategy_docs import PAGE, replaced
 
-from roll.models.packing_support import FILE
+from roll.models.measured import FILE
 from tests.support.families import FAMILIES, measured
 
 

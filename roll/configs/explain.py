@@ -15,7 +15,7 @@ from roll.configs.base import Config
 from roll.configs.engines import cards
 from roll.configs.env import ALIASES
 from roll.configs.schema import default_text, element_of, ends_with, range_text, section_of, type_text
-from roll.utils.extras import extra
+from roll.utils.registry import extra
 
 Schemas = Mapping[str, type[Config]]
 """The pipelines' configurations, by the name of the pipeline."""

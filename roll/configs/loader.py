@@ -25,9 +25,8 @@ from roll.configs.rlvr import RLVR_RULES, RLVRConfig
 from roll.configs.rules import RULES, TRAINED, Rule, sections
 from roll.configs.schema import element_of, leaf_paths, section_of
 from roll.configs.worker import parse_device_mapping
-from roll.utils.extras import extra
 from roll.utils.foreign import Fault, describe_error
-from roll.utils.registry import import_module
+from roll.utils.registry import extra, import_module
 
 _ROLES = (*TRAINED, "actor_infer", "reference", "teacher")
 _COLUMNS = ("prompt", "messages", "response", "tag", "id", "default_tag", "system_prompt", "system", "query")

@@ -1,13 +1,19 @@
-"""Attention by a plan of which tokens attend to which, registered in Transformers' table of attention functions.
+"""Packed rows in the layers that look along a row: attention by a plan, and states that start afresh.
 
-Without a plan it is Transformers' ``sdpa``. A packed row's sequences are attended to one by one, or on a GPU in 16 bits
-by one call of PyTorch's kernel for sequences of any length: nothing can leak, and the work is that of the sequences,
-where one dense call with a mask is quadratic in the row. With an ``AttentionPlan``, queries, keys and values of the row
-are gathered into the plan's blocks, each block is one ``sdpa``, and the results go back to the tokens' places.
+Attention is registered in Transformers' table of attention functions. Without a plan it is Transformers' ``sdpa``. A
+packed row's sequences are attended to one by one, or on a GPU in 16 bits by one call of PyTorch's kernel for sequences
+of any length: nothing can leak, and the work is that of the sequences, where one dense call with a mask is quadratic in
+the row. With an ``AttentionPlan``, queries, keys and values of the row are gathered into the plan's blocks, each block
+is one ``sdpa``, and the results go back to the tokens' places.
+
+Layers that carry a state along a row (gated delta nets, Mamba, short convolutions) run on one sequence of the row after
+another; all other layers run on the whole row. In one call, Transformers' own code would need kernels for a GPU to
+start each sequence without a state, and passes over the borders without them.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from roll.data.packing import AttentionPlan, PackedSequences
-from roll.models import state_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
 
 NAME = "roll_planned"
 LAYER_KINDS = {"full_attention", "sliding_attention"}
@@ -57,7 +63,7 @@ def enable_sharing(model: PreTrainedModel) -> bool:
         kinds != {"full_attention"}
         or (getattr(config, "sliding_window", None) is not None and not hasattr(config, "layer_types"))
         or getattr(config, "attn_logit_softcapping", None) is not None
-        or state_layers.find(model)
+        or find_state_layers(model)
     ):
         return False
     return enable(model)
@@ -202,3 +208,33 @@ def attend_by_block(
 def _as_rows(cells: Tensor, like: Tensor) -> Tensor:
     """[R, heads, Q, size]."""
     return cells.view(*like.shape, *cells.shape[1:]).transpose(1, 2)
+
+
+def find_state_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Every kind that Transformers has looks a few tokens back by a convolution of its own."""
+    return [module for module in model.modules() if any(isinstance(part, nn.Conv1d) for part in module.children())]
+
+
+class StateLayers:
+    """Those of a model.
+
+    Borders stay until the next are given, so that layers which are computed again in the backward pass see them.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.modules = find_state_layers(model)
+        self.lengths: tuple[int, ...] = ()
+        """Of the sequences of the row that is computed; empty: it is one."""
+        for module in self.modules:
+            module.forward = functools.partial(self._run, module.forward)
+
+    def set_borders(self, attention: object) -> None:
+        """Sets what the next forward pass is cut by: a packed row's sequences, if it is one."""
+        self.lengths = attention.lengths if isinstance(attention, PackedSequences) else ()
+
+    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if len(self.lengths) < 2:
+            return forward(*args, **kwargs)
+        states_RCH, *others = args or (kwargs.pop("hidden_states"),)
+        parts = [forward(part, *others, **kwargs) for part in states_RCH.split(self.lengths, dim=1)]
+        return torch.cat(parts, dim=1)

@@ -33,8 +33,8 @@ from roll.data.packing import (
 )
 from roll.models import planned_attention
 from roll.models.heads import OutputHead, ValueHead, trunk_of
+from roll.models.planned_attention import StateLayers
 from roll.models.routing import ExpertRouting
-from roll.models.state_layers import StateLayers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.configs.pipeline import SMOLLM2, TINY
-from roll.utils.extras import extra
 from roll.utils.foreign import describe_error
+from roll.utils.registry import extra
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -119,9 +119,8 @@ def perform(
     from roll.configs.problems import ConfigErrors
     from roll.preflight.inputs import check_inputs
     from roll.preflight.machine import check_machine
-    from roll.utils.extras import extra
     from roll.utils.memory import relax_gc_at_start
-    from roll.utils.registry import import_path
+    from roll.utils.registry import extra, import_path
 
     started = started or time.time()
     relax_gc_at_start()

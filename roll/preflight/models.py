@@ -25,7 +25,7 @@ from roll.models.adapter_files import (
     read_adapter_config,
     unusual_entry,
 )
-from roll.models.known import is_proved
+from roll.models.measured import is_proved
 from roll.models.tiny import MAX_POSITIONS
 from roll.models.tokenizer import (
     TOKENIZER_FILES,
@@ -38,8 +38,7 @@ from roll.models.tokenizer import (
 from roll.models.weight_files import INDEX, SINGLE, no_weights, other_weights, shown
 from roll.tracking.files import CheckpointError
 from roll.tracking.saved import find_saved
-from roll.utils.extras import extra
-from roll.utils.registry import import_path
+from roll.utils.registry import extra, import_path
 
 GENERATION_FILE = "generation_config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -351,7 +350,7 @@ def check_packing(config: PipelineConfig) -> Iterator[ConfigProblem]:
         whole = whole_config(config, role) if packs and model != TINY else None
         if whole is None:
             continue
-        from roll.models.packing_support import has_own_code, packing_problem
+        from roll.models.measured import has_own_code, packing_problem
 
         own = worker.model_args.trust_remote_code and bool(getattr(whole, "auto_map", None))
         if problem := packing_problem(whole, own_code=own or has_own_code(whole)):

@@ -1,4 +1,4 @@
-"""One registry class for every kind of plug-in, and the user's packages that register theirs."""
+"""Code that the core finds but never imports by itself: plug-ins by name or path, a user's packages, the extras."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Generic, TypeVar, cast
@@ -159,3 +160,31 @@ def load_inherited_plugins() -> None:
     for name in os.environ.get(PLUGINS, "").split(os.pathsep):
         if name:
             import_module(name)
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A part of the package that the core calls but does not import."""
+
+    entry: str
+    """Import path of the module that the core calls; verifiers and environments are found by the paths that their
+    registries hold."""
+    page: str
+    """Its page in ``docs/``."""
+
+
+EXTRAS = {
+    "doctor": Extra("roll.extras.doctor.command", "planning.md"),
+    "env_check": Extra("roll.extras.env_check.command", "environments.md"),
+    "importers": Extra("roll.extras.importers.command", "migrating.md"),
+    "maths": Extra("roll.extras.maths.verifier", "rewards.md"),
+    "plan": Extra("roll.extras.plan.command", "planning.md"),
+    "sandbox": Extra("roll.extras.sandbox.cell", "rewards.md"),
+    "smollm2": Extra("roll.extras.smollm2.folder", "real_model.md"),
+    "worlds": Extra("roll.extras.worlds", "environments.md"),
+}
+
+
+def extra(name: str) -> ModuleType:
+    """The module through which an extra is called, imported at the first call."""
+    return importlib.import_module(EXTRAS[name].entry)

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from roll.configs.engines import packages
 from roll.distributed.strategy import STRATEGIES
-from roll.models.packing_support import packing_problem
+from roll.models.measured import packing_problem
 from roll.models.tiny import make_tokenizer
 from roll.rewards.classifiers import RewardModelConfig, load_classifier
 from tests.support.contract import burst, context_of, forward_logprobs, greedy_oracle, requests_of

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from roll.data.batch import Batch
 from roll.data.packing import PackedSequences
 from roll.models import planned_attention
-from roll.models.packing_support import kinds, watched
+from roll.models.measured import kinds, watched
 from roll.models.scoring import TokenScorer, layout, score_input
 
 FAMILIES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - {"blt"}))

@@ -11,7 +11,7 @@ from typing import Any
 
 from roll.configs.problems import ConfigProblem
 from roll.configs.schema import did_you_mean
-from roll.utils.extras import extra
+from roll.utils.registry import extra
 
 PLAIN: dict[str, type | tuple[type, ...]] = {
     "bool": bool,

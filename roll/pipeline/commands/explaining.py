@@ -19,7 +19,7 @@ from roll.configs.explain import (
 from roll.configs.schema import ROLES
 from roll.pipeline.cli import EXIT_USAGE
 from roll.pipeline.programs import PROGRAMS, schemas
-from roll.utils.extras import extra
+from roll.utils.registry import extra
 
 WIDTH = 110
 MOST_SHOWN = 6

@@ -19,8 +19,8 @@ from roll.distributed.cluster.reaper import MARK
 from roll.rollout.agents.command import Ended, run_supervised
 from roll.rollout.agents.task import AgentError, AgentExitError, AgentTask, Workplace
 from roll.rollout.endpoint.step import RewardRequest
-from roll.utils.extras import extra
 from roll.utils.foreign import describe_error
+from roll.utils.registry import extra
 
 MAX_ANSWER = 4_000_000
 """Bytes of an answer that a program writes."""

@@ -20,8 +20,7 @@ from roll.configs.rlvr import RLVRConfig
 from roll.configs.shipped import SHIPPED, config_groups
 from roll.pipeline.programs import PROGRAMS, configurations
 from roll.preflight.choices import CHECKS
-from roll.utils.extras import extra
-from roll.utils.registry import import_path
+from roll.utils.registry import extra, import_path
 
 
 def read(*words: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.utils.extras import EXTRAS, extra
+from roll.utils.registry import EXTRAS, extra
 
 DOCS = Path(__file__).parents[3] / "docs"
 

@@ -30,7 +30,7 @@ from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
 from roll.distributed.strategy.hf_infer.strategy import HfInfer
 from roll.models import planned_attention
-from roll.models.packing_support import FILE, kinds, packing_problem, watched
+from roll.models.measured import FILE, kinds, packing_problem, watched
 from roll.models.scoring import TokenScorer, score_input
 from roll.preflight.choices import CHECKS
 from tests.support.families import BOUND, FAMILIES, LAYERS, measured, packing_differences, tiny_config, tiny_model

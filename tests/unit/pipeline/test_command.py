@@ -14,8 +14,7 @@ from roll.configs.shipped import SHIPPED
 from roll.models.tiny import make_tokenizer
 from roll.pipeline import cli
 from roll.pipeline.programs import PROGRAMS, configurations
-from roll.utils.extras import extra
-from roll.utils.registry import import_path
+from roll.utils.registry import extra, import_path
 
 HEAVY = {"pydantic", "hydra", "yaml", "numpy", "torch", "ray", "transformers", "rich", "argcomplete"}
 

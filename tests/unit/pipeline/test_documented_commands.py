@@ -15,7 +15,7 @@ from roll.__main__ import command_line
 from roll.__main__ import main as roll
 from roll.pipeline.cli import main as start_script
 from roll.pipeline.programs import PROGRAMS
-from roll.utils.extras import extra
+from roll.utils.registry import extra
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

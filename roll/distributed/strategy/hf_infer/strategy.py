@@ -32,8 +32,8 @@ from roll.distributed.weights.buckets import WeightUpdate
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.receiver import tensors_of
 from roll.models.loading import check_rope, load_causal_lm, resolve_dtype
+from roll.models.measured import check_packing
 from roll.models.own_forward import in_one_process
-from roll.models.packing_support import check_packing
 from roll.models.routing import ExpertRouting
 from roll.models.scoring import TokenScorer, score_batch
 from roll.models.tokenizer import check_vocabulary, load_tokenizer

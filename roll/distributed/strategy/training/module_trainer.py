@@ -40,8 +40,8 @@ from roll.models.freezing import freeze
 from roll.models.heads import ValueHead, decoder_layers, load_teacher_layer
 from roll.models.loading import check_rope, classifier_entries, load_config, make_skeleton, resolve_dtype, save_config
 from roll.models.lora import adapter_dropout, adapter_off, inject_adapter, left_out
+from roll.models.measured import check_packing, has_own_code, packing_problem
 from roll.models.own_forward import PACKING, SHARING, OwnForward, of_module, own_scores
-from roll.models.packing_support import check_packing, has_own_code, packing_problem
 from roll.models.scoring import TokenScorer, layout, score_input
 
 if TYPE_CHECKING:

@@ -1,9 +1,12 @@
-"""Model families whose sequences can share a row: those for which tests have shown that sequences stay separate.
+"""What has been measured of model families: which may share a row, and which agree with plain Transformers.
 
-``packing.json`` lists them, made by ``scripts/generate_packing.py``: for each the values that entries of its
-configuration may have which say how tokens see each other (kinds of layers, positions, windows), as far as each was
-measured. Everything else is refused: a layer with a state, or with positions of its own, runs on from one sequence into
-the next without an error.
+``packing.json``, made by ``scripts/generate_packing.py``, lists the families whose sequences stay separate in a row:
+for each the values, as far as they were measured, of those entries of its configuration that say how tokens see each
+other (kinds of layers, positions, windows). Everything else is refused: a layer with a memory, or with positions of its
+own, runs on from one sequence into the next without an error.
+
+``families.json``, made by ``scripts/generate_model_docs.py``, has the figures of ``tests/parity/test_families.py`` by
+engine. A run with a family that it lacks starts with a warning.
 """
 
 from __future__ import annotations
@@ -11,11 +14,13 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
 
 FILE = Path(__file__).with_name("packing.json")
 
@@ -90,3 +95,48 @@ def kinds(value: Any) -> list[Any]:
         nested = [kind for each in value.values() if isinstance(each, dict) for kind in kinds(each)]
         return sorted(set(nested)) or [types["rope_type"]]
     return ["number"]
+
+
+FAMILIES = Path(__file__).with_name("families.json")
+"""Written by ``scripts/generate_model_docs.py`` from the figures of ``tests/parity/test_families.py``."""
+
+TRAINERS = ("fsdp2_train", "deepspeed_train", "megatron_train")
+GENERATORS = ("hf_infer", "vllm", "sglang")
+
+
+class Family(TypedDict):
+    """A row of the file."""
+
+    title: str
+    model_type: str
+    engines: dict[str, dict[str, Any]]
+    """By strategy and kind of comparison: its figures, the test that has them, or ``{"refused": why}``."""
+
+
+class Families(TypedDict):
+    """The file."""
+
+    transformers: str
+    families: dict[str, Family]
+
+
+@functools.cache
+def load_families() -> Families:
+    found: Families = json.loads(FAMILIES.read_text(encoding="utf-8"))
+    return found
+
+
+def is_proved(model_types: Iterable[str], strategy: str) -> bool:
+    """Tells whether a comparison of a family with a strategy's engine has succeeded.
+
+    Args:
+        model_types: of the model's ``config.json``, the text part's included.
+        strategy: such as ``fsdp2_infer``, which computes as ``fsdp2_train`` does.
+    """
+    name = strategy if strategy in GENERATORS else strategy.replace("_infer", "_train")
+    wanted = set(model_types)
+    return any(
+        family["model_type"] in wanted
+        and any("refused" not in entry for entry in family["engines"].get(name, {}).values())
+        for family in load_families()["families"].values()
+    )
