@@ -180,7 +180,7 @@ EXTRAS = {
     "maths": Extra("roll.extras.maths.verifier", "rewards.md"),
     "plan": Extra("roll.extras.plan.command", "planning.md"),
     "sandbox": Extra("roll.extras.sandbox.cell", "rewards.md"),
-    "smollm2": Extra("roll.extras.smollm2.folder", "real_model.md"),
+    "smollm2": Extra("roll.extras.smollm2", "real_model.md"),
     "worlds": Extra("roll.extras.worlds", "environments.md"),
 }
 

