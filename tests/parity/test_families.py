@@ -27,7 +27,6 @@ from tests.support.harness import (
     Figures,
     Layout,
     as_row,
-    make_model,
     measure,
     measure_here,
     record,
@@ -131,7 +130,7 @@ def test_a_trainer_takes_the_same_steps(models, tmp_path, caplog, family, traine
     layout = row(family, trainer, variant)
     folder = models / layout.model
     if not folder.exists():
-        make_model(folder, layout.model)
+        make_known(folder, layout.model, VOCABULARY)
     if trainer != "megatron_train" and (reason := packing_refused(layout, folder)):
         with pytest.raises(ValueError, match="use_sequence_packing: true, expected false") as refused:
             measure_here(layout, models, tmp_path)
@@ -146,6 +145,7 @@ def test_a_trainer_takes_the_same_steps(models, tmp_path, caplog, family, traine
 def test_two_tensor_parallel_ranks_take_the_same_steps(tmp_path, family):
     layout = replace(row(family, "fsdp2_train", "whole"), world_size=2, strategy_config={"tensor_parallel_size": 2})
     layout = replace(layout, saved=False)
+    make_known(tmp_path / family, family, VOCABULARY)
     figures = measure([layout], tmp_path)[layout.id]
     if figures.error:
         reason = figures.error.strip().splitlines()[-1]
@@ -164,12 +164,13 @@ def test_rows_beyond_where_longrope_changes_are_refused(tmp_path, trainer):
         measure_here(layout, tmp_path, tmp_path)
 
 
-def test_a_kernel_that_leaves_out_the_cap_of_attention_scores_is_refused(models, tmp_path):
+def test_a_kernel_that_leaves_out_the_cap_of_attention_scores_is_refused(tmp_path):
     layout = row("gemma2", "fsdp2_train", "whole", model_args={"attn_implementation": "sdpa"})
+    make_known(tmp_path / "gemma2", "gemma2", VOCABULARY)
     with pytest.raises(
         ValueError, match=r"got sdpa, expected auto, eager or fa2: gemma2 caps attention scores at 2\.0"
     ):
-        measure_here(layout, models, tmp_path)
+        measure_here(layout, tmp_path, tmp_path)
 
 
 def test_a_reward_model_computes_the_cap_of_attention_scores(tmp_path):
@@ -185,6 +186,8 @@ def test_a_reward_model_computes_the_cap_of_attention_scores(tmp_path):
 def test_megatron_refuses_what_it_does_not_convert(models, tmp_path, family):
     if not PACKAGES["megatron_train"].installed:
         pytest.skip("Megatron-Core is not installed")
+    if not (models / family).exists():
+        make_known(models / family, family, VOCABULARY)
     with pytest.raises(ValueError, match="cannot be converted to Megatron-Core") as refused:
         measure_here(row(family, "megatron_train", "whole"), models, tmp_path)
     assert f"(model_type '{KNOWN[family].model_type}')" in str(refused.value)

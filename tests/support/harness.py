@@ -37,7 +37,6 @@ from roll.distributed.strategy.training.checkpoint import MODEL
 from roll.distributed.strategy.training.exchange import gather
 from roll.models.lora import LoraSpec
 from tests.support.experts import chosen_experts, given_experts
-from tests.support.known_families import KNOWN, SCORES, make_known
 from tests.support.ranks import enter_rank, exported, exported_adapter, run_ranks
 from tests.support.sizes import sizes
 
@@ -81,7 +80,7 @@ class Layout:
     training_args: dict[str, Any] = field(default_factory=dict)
     """Such as ``per_device_train_batch_size``; the optimizer's own stay as in ``TRAINING``."""
     model: str = "qwen2"
-    """One of ``MODELS`` or ``KNOWN``."""
+    """One of ``MODELS``, or a folder that is there."""
     task: str = "policy"
     """What is learnt: one of ``TASKS``."""
     lora: LoraSpec | None = None
@@ -138,8 +137,6 @@ def make_model(path: Path, kind: str) -> Path:
     """A random model of four layers with grouped-query attention; ``qwen2_scores`` is a classifier with one output."""
     import transformers
 
-    if kind.removesuffix(SCORES) in KNOWN:
-        return make_known(path, kind, VOCABULARY)
     shape = {
         **sizes(VOCABULARY, 32, 48, 4, 4, 2),
         "max_position_embeddings": 64,
@@ -703,8 +700,7 @@ def _rank_main(
 def measure_here(layout: Layout, folder: Path, out: Path) -> Figures:
     """Runs a layout of one rank in this process, with the models in ``folder``."""
     assert layout.world_size == 1
-    if not (path := folder / layout.model).exists():
-        make_model(path, layout.model)
+    path = folder / layout.model
     start = time.perf_counter()
     result = _run(layout, path, 0, out / layout.id)
     torch.save(result | {"seconds": time.perf_counter() - start}, out / f"{layout.id}-0.pt")
