@@ -80,19 +80,18 @@ class OwnForward:
     def to_compare(self, batch: Batch, groups: Sequence[Tensor], *, packing: bool, sharing: bool) -> dict[str, Batch]:
         """The first micro-batch with a loss token of each layout that has not been compared."""
         replayed = "" if batch.experts_TE is None else ", replayed"
-        plain, shared = ("packed" if packing else "padded") + replayed, "shared" + replayed
-        new = {plain, shared} - self.compared
-        if shared in new and not (sharing and worth_sharing(batch)):
-            new.remove(shared)
-        found: dict[str, Batch] = {}
+        shared, found = "shared" + replayed, dict[str, Batch]()
+        done = set(self.compared) if sharing and worth_sharing(batch) else self.compared | {shared}
         for group in groups:
-            if not new:
-                break
+            # A row of one sequence shows nothing about packing.
+            plain = ("packed" if packing and len(group) > 1 else "padded") + replayed
+            if {plain, shared} <= done:
+                continue
             micro_batch = batch.select(group)
             layout = shared if sharing and worth_sharing(micro_batch) else plain
-            if layout in new and bool(micro_batch.loss_mask_T.any()):
+            if layout not in done and bool(micro_batch.loss_mask_T.any()):
                 found[layout] = micro_batch
-                new.remove(layout)
+                done.add(layout)
         return found
 
     @torch.no_grad()
