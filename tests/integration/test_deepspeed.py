@@ -183,7 +183,7 @@ def run_others(out: Path, model: Path, rank: int) -> None:
             context = make_context(model, strategy, config, worker={"share_prompts": is_on}, **options)
             found = (DeepSpeedTrain if strategy == "deepspeed_train" else DeepSpeedInfer)(context)
             found.setup()
-            found.logprobs(group_share)  # the first one is compared with the model's own forward pass
+            found.own_forward = None  # what it computes would count
             seen: list[int] = []
             found.weights.scorer.model.base_model.register_forward_pre_hook(
                 lambda _, args, kwargs, seen=seen: seen.append(kwargs["input_ids"].numel()), with_kwargs=True

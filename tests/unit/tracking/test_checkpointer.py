@@ -153,7 +153,7 @@ def test_resolve_understands_false_true_and_paths(tmp_path, caplog):
     assert checkpointer.resolve(str(first)) == first
     assert checkpointer.resolve(str(run)) == second
     assert checkpointer.resolve(str(run / "checkpoints")) == second
-    with pytest.raises(CheckpointError, match="no folder"):
+    with pytest.raises(CheckpointError, match="is not a folder"):
         checkpointer.resolve(str(tmp_path / "nowhere"))
     with pytest.raises(CheckpointError, match=r"no manifest\.json"):
         checkpointer.resolve(str(tmp_path))

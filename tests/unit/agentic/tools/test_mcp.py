@@ -136,7 +136,7 @@ async def test_a_connection_that_is_being_made_is_given_up_at_once():
     await asyncio.wait_for(server.close(), 60)
     (outcome,) = await asyncio.gather(waiting, return_exceptions=True)
     assert isinstance(outcome, BaseException)
-    assert isinstance(outcome, ConnectionError) and "given up" in str(outcome)
+    assert isinstance(outcome, ConnectionError) and "abandoned" in str(outcome)
 
 
 @pytest.mark.parametrize("config", [SILENT, McpServerConfig(command=COMMAND, timeout=60)], ids=["silent", "connected"])

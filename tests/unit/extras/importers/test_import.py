@@ -787,7 +787,7 @@ def test_included_files_that_are_missing_are_told(tmp_path):
         "defaults:\n  - ppo_trainer\n  - actor@actor_rollout_ref.actor: dp\n  - _self_\nalgorithm: {gamma: 0.9}\n"
     )
     imported = convert("verl", [file])
-    missing = {note.partition(" is not")[0] for note in imported.notes if " is not there" in note}
+    missing = {note.partition(" was not")[0] for note in imported.notes if " was not found" in note}
     assert missing == {"ppo_trainer", "actor/dp"}
     assert yaml.safe_load(imported.text)["gamma"] == 0.9
 

@@ -340,7 +340,7 @@ def test_programs_cannot_read_or_claim_the_expected_output(code):
         ({"test": 3}, "tests.test: got 3, expected a list of tests"),
         ("", "never uses the program, so any program passes"),
         ([""], "never uses the program"),
-        ({"test": HUMAN_EVAL["test"]}, r"asks nothing .* check\(candidate\) with its entry_point"),
+        ({"test": HUMAN_EVAL["test"]}, r"never uses the program.* check\(candidate\) with its entry_point"),
         ({"test": "METADATA = {'author': None}\n" + HUMAN_EVAL["test"]}, "never uses the program"),
         (["import math", "assert 1 == 1"], "never uses the program"),
     ],
