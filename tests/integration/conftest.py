@@ -94,7 +94,7 @@ class Run:
                 continue
         return found
 
-    def assert_nothing_left(self, seconds: float = 15.0) -> None:
+    def assert_nothing_left(self, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
