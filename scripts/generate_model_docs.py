@@ -1,6 +1,6 @@
 """Writes ``docs/models.md`` from ``roll/models/families.json``: ``make docs``, or with ``--check``.
 
-The figures come from the tests, half an hour for all of them; rows that were not run keep theirs:
+The figures come from the tests, some twenty minutes for all of them; rows that were not run keep theirs:
 
     ROLL_PARITY_FIGURES=figures.jsonl python -m pytest -m "slow or not slow" tests/parity/test_families.py
     PYTHONPATH=. python scripts/generate_model_docs.py --figures figures.jsonl

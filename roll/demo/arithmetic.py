@@ -202,7 +202,8 @@ def write_dataset(
         rng = random.Random(derive_seed(seed, TAG, name))
         share = held_out_share if held_out else 1 - held_out_share
         # Each pair is in the split with probability `share`: four times the need is enough, or else all pairs.
-        pairs = _pairs(rng, min_operand, max_operand, max_second, limit=1000 + int(4 * count / share))
+        limit = 1000 + int(4 * count / share)
+        pairs = _pairs(rng, min_operand, max_operand, max_operand if max_second is None else max_second, limit)
         kept = ((x, y) for x, y in pairs if is_held_out(x, y, held_out_share) == held_out)
         found = dict.fromkeys(_problem(x, y, rng.choice(operations)) for x, y in kept)
         if len(found) < count:
@@ -232,9 +233,9 @@ def write_dataset(
     write_together(folder, files)
 
 
-def _pairs(rng: random.Random, low: int, high: int, high_second: int | None, limit: int) -> Iterator[tuple[int, int]]:
-    """At most ``limit`` distinct ordered pairs of numbers from ``low`` to ``high``, in random order."""
-    size, size_second = high - low + 1, (high if high_second is None else high_second) - low + 1
+def _pairs(rng: random.Random, low: int, high: int, high_second: int, limit: int) -> Iterator[tuple[int, int]]:
+    """At most ``limit`` distinct ordered pairs of numbers from ``low`` to ``high`` and ``high_second``, shuffled."""
+    size, size_second = high - low + 1, high_second - low + 1
     for index in rng.sample(range(size * size_second), min(limit, size * size_second)):
         x, y = divmod(index, size_second)
         yield low + x, low + y

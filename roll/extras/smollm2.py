@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from xxhash import xxh3_128
 
 from roll.configs.pipeline import SMOLLM2
 from roll.pipeline.commands.progress import progress
+from roll.utils.hashing import Checksum
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
@@ -101,7 +101,7 @@ def packaged() -> Path:
 
 def digest(folder: Path) -> str:
     """XXH3 of the names and bytes of a folder's files."""
-    found = xxh3_128()
+    found = Checksum()
     for path in sorted(folder.iterdir()):
         found.update(f"{path.name} {path.stat().st_size}\n".encode())
         with path.open("rb") as file:

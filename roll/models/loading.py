@@ -163,39 +163,60 @@ def make_skeleton(
     return model.eval()
 
 
+def attention_problem(config: PreTrainedConfig, wanted: str | None) -> str:
+    """What is expected in place of a kernel that would leave out a part of a model's attention, or nothing.
+
+    Transformers' ``sdpa`` leaves out a cap of the scores in silence.
+    """
+    cap = _attention_cap(config)
+    if cap is None or wanted != "sdpa":
+        return ""
+    return f"auto, eager or fa2: {config.model_type} caps attention scores at {cap}, which sdpa leaves out"
+
+
 def attention_kernel(config: PreTrainedConfig, wanted: str | None) -> str | None:
-    """The kernel that computes a model's attention; Transformers' ``sdpa`` leaves out a cap of the scores in silence.
+    """The kernel that computes a model's attention.
 
     Args:
         wanted: ``None`` lets Transformers choose where any kernel is right.
 
     Raises:
-        ValueError: the one that is wanted would leave something out.
+        ValueError: see ``attention_problem``.
     """
-    cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    if cap is None:
-        return wanted
-    if wanted == "sdpa":
-        expected = f"auto, eager or fa2: {config.model_type} caps attention scores at {cap}, which sdpa leaves out"
-        raise ValueError(f"attn_implementation: got sdpa, expected {expected}")
-    return wanted or "eager"
+    if expected := attention_problem(config, wanted):
+        raise ValueError(f"attn_implementation: got {wanted}, expected {expected}")
+    return "eager" if wanted is None and _attention_cap(config) is not None else wanted
 
 
-def check_rope(config: PreTrainedConfig, sequence_length: int) -> None:
-    """Refuses sequences so long that the rotary frequencies of a micro-batch would depend on its longest row.
+def _attention_cap(config: PreTrainedConfig) -> float | None:
+    return getattr(config.get_text_config(), "attn_logit_softcapping", None)
 
-    Raises:
-        ValueError: ``sequence_length`` is beyond where ``longrope`` changes them.
+
+def rope_problem(config: PreTrainedConfig, sequence_length: int) -> str:
+    """What is expected in place of a sequence so long that rotary frequencies depend on a micro-batch's longest row.
+
+    Nothing where they do not.
     """
     text = config.get_text_config()
     ropes = getattr(text, "rope_parameters", None) or {}
     for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
         most = rope.get("original_max_position_embeddings")
         if rope.get("rope_type") == "longrope" and most is not None and sequence_length > most:
-            raise ValueError(
-                f"sequence_length: got {sequence_length}, expected at most {most}: a longer row gives all rows of its "
-                f"micro-batch the other rotary frequencies of {config.model_type} (longrope)"
+            return (
+                f"at most {most}: a longer row gives all rows of its micro-batch the other rotary frequencies of "
+                f"{config.model_type} (longrope)"
             )
+    return ""
+
+
+def check_rope(config: PreTrainedConfig, sequence_length: int) -> None:
+    """Checks the longest sequence of a run.
+
+    Raises:
+        ValueError: see ``rope_problem``.
+    """
+    if expected := rope_problem(config, sequence_length):
+        raise ValueError(f"sequence_length: got {sequence_length}, expected {expected}")
 
 
 def fit_folder(

@@ -1,4 +1,4 @@
-"""Scores as a run computes them, compared with those of the unmodified model on one sequence at a time.
+"""Log-probs and values as a run computes them, compared with the unmodified model's on one sequence at a time.
 
 A micro-batch of each layout is compared before the first result of that layout is used. Nothing here needs a table of
 families: whatever a packed row, a shared prompt, a parallel layout or our way to logits does to a model, shows.
@@ -63,8 +63,8 @@ class OwnForward:
     own_places: Callable[[Batch], Tensor]
     layers: Callable[[], tuple[Sequence[str], Mapping[str, nn.Module], Mapping[str, nn.Module]]]
     """Names of all layers, and those that this rank computes with in the usual way and the model's own."""
-    keys: Callable[[str], Mapping[str, bool]]
-    """By layout: keys as they are without what shaped it, and whether that did."""
+    parallel: Sequence[str] = ()
+    """Keys of the parallel sizes that shape a micro-batch, as they are without them."""
     gather: Callable[[list[float]], Tensor] = lambda numbers: torch.tensor([numbers], dtype=torch.float64)
     """Every rank's numbers, a row each (collective)."""
     value_heads: Callable[[], Iterable[nn.Module]] = tuple
@@ -134,7 +134,9 @@ class OwnForward:
         self.compared.add(layout)
 
     def _advice(self, layout: str) -> str:
-        shaping = [key for key, is_on in self.keys(layout).items() if is_on]
+        kinds = (PACKING, layout.startswith("packed")), (SHARING, layout.startswith("shared"))
+        replay = ["router_replay.mode: disable"] if layout.endswith("replayed") else []
+        shaping = [*(key for key, is_on in kinds if is_on), *self.parallel, *replay]
         return f"set {' or '.join(shaping)}" if shaping else f"this strategy cannot compute {self.name}, another may"
 
     def _where(self, micro_batch: Batch, rows: Sequence[Row]) -> str:
@@ -204,7 +206,6 @@ def in_one_process(scorer: TokenScorer, *, round_to: int = 1, packing: bool = Fa
         usual=usual,
         own=partial(own_scores, scorer, scorer),
         usual_places=lambda micro_batch: layout(micro_batch, round_to=round_to, packing=packing).cell_T,
-        keys=lambda name: {PACKING: name.startswith("packed")},
     )
 
 
@@ -236,7 +237,7 @@ def named_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def _rows(batch: Batch) -> list[Row]:
-    """``CHECKED_ROWS`` sequences, the shortest; of a packed row not the first, which nothing goes before.
+    """``CHECKED_ROWS`` sequences, the shortest; not the first of a row, as nothing comes before it.
 
     So that ranks which share a model's weights keep step, there are always so many: some without a loss token.
     """

@@ -365,18 +365,13 @@ def check_attention(config: PipelineConfig) -> Iterator[ConfigProblem]:
         applies = card is not None and card.packs_modules and config.model_of(role) != TINY
         if not applies or (sizes := model_config(config, role)) is None:
             continue
-        from roll.models.loading import attention_kernel, check_rope
+        from roll.models.loading import attention_problem, rope_problem
 
         key, kernel = f"{role}.model_args.attn_implementation", worker.model_args.attn_implementation
-        try:
-            attention_kernel(sizes, None if kernel == "auto" else kernel)
-        except ValueError as error:
-            yield ConfigProblem(key, kernel, str(error).partition("expected ")[2], involves=("pretrain",))
-        try:
-            check_rope(sizes, config.longest_sequence)
-        except ValueError as error:
-            length, expected = config.longest_sequence, str(error).partition("expected ")[2]
-            yield ConfigProblem("sequence_length", length, expected, involves=("pretrain",))
+        if expected := attention_problem(sizes, kernel):
+            yield ConfigProblem(key, kernel, expected, involves=("pretrain",))
+        if expected := rope_problem(sizes, config.longest_sequence):
+            yield ConfigProblem("sequence_length", config.longest_sequence, expected, involves=("pretrain",))
             return
 
 

@@ -8,15 +8,8 @@ from typing import Any
 import torch
 
 from tests.support.families import tiny_config, tiny_model
+from tests.support.megatron_models import LLAMA3
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -56,6 +49,8 @@ class Known:
     """Its routers' choices are replayed; with four layers of four experts, two of them a token's."""
     scores: bool = False
     """Its heads for scores are proved, too."""
+    recurrent: bool = False
+    """It has layers with a state, which ``hf_infer`` does not generate with."""
     megatron: bool = False
     """``roll.models.megatron.names`` knows its tensors."""
 
@@ -86,18 +81,18 @@ KNOWN: dict[str, Known] = {
         scores=True,
         megatron=True,
     ),
-    "qwen3_next": Known("Qwen3-Next", "qwen3_next", LINEAR),
-    "qwen3_5": Known("Qwen3.5, Qwen3.6 (text)", "qwen3_5_text", LINEAR),
-    "qwen3_5_moe": Known("Qwen3.5-MoE (text)", "qwen3_5_moe_text", LINEAR),
+    "qwen3_next": Known("Qwen3-Next", "qwen3_next", LINEAR, recurrent=True),
+    "qwen3_5": Known("Qwen3.5, Qwen3.6 (text)", "qwen3_5_text", LINEAR, recurrent=True),
+    "qwen3_5_moe": Known("Qwen3.5-MoE (text)", "qwen3_5_moe_text", LINEAR, recurrent=True),
     "deepseek_v3": Known("DeepSeek-V3, R1", "deepseek_v3", {"rope_parameters": YARN}, layers=5, routed=True),
     "glm4_moe": Known("GLM-4.5, GLM-4.6", "glm4_moe"),
     "gpt_oss": Known("gpt-oss", "gpt_oss", TWO_LAYERS | {"rope_parameters": YARN | {"truncate": False}}),
     "mixtral": Known("Mixtral", "mixtral", routed=True),
     "smollm": Known("SmolLM, SmolLM2", "llama", {"tie_word_embeddings": True}, megatron=True),
     "smollm3": Known("SmolLM3", "smollm3"),
-    "granite_hybrid": Known("Granite 4 (hybrid)", "granitemoehybrid", LINEAR),
-    "falcon_h1": Known("Falcon-H1", "falcon_h1"),
-    "nemotron_h": Known("Nemotron-H", "nemotron_h"),
+    "granite_hybrid": Known("Granite 4 (hybrid)", "granitemoehybrid", LINEAR, recurrent=True),
+    "falcon_h1": Known("Falcon-H1", "falcon_h1", recurrent=True),
+    "nemotron_h": Known("Nemotron-H", "nemotron_h", recurrent=True),
 }
 SCORES = "_scores"
 """Ends the name of a model that is a classifier with one output."""

@@ -28,7 +28,7 @@ IMPORTED = ["torch.distributed.fsdp", "transformers.modeling_utils", "transforme
 
 def start_ranks(main: Callable[..., None], world_size: int, *args: Any) -> torch.multiprocessing.ProcessContext:
     """Starts ``main(rank, port, *args)`` in a group of processes and returns at once."""
-    port = _unused_port()
+    port = unused_port()
     method = "spawn" if torch.cuda.is_available() else "forkserver"  # CUDA does not outlive a fork
     multiprocessing.set_forkserver_preload(IMPORTED)
     return torch.multiprocessing.start_processes(
@@ -36,7 +36,7 @@ def start_ranks(main: Callable[..., None], world_size: int, *args: Any) -> torch
     )
 
 
-def _unused_port() -> int:
+def unused_port() -> int:
     """A port that no connection is given by chance meanwhile: below those that the system hands out."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)

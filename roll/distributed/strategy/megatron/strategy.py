@@ -57,7 +57,7 @@ from roll.distributed.strategy.training.exchange import WeightShard, raise_on_al
 from roll.distributed.strategy.training.trainer import MicroBatchLimits, Scorer, Trainer, join_group
 from roll.models.heads import load_teacher_layer
 from roll.models.loading import load_config, make_skeleton, resolve_dtype, save_config
-from roll.models.own_forward import PACKING, SHARING, OwnForward
+from roll.models.own_forward import OwnForward
 from roll.models.scoring import BOUNDS
 
 
@@ -120,13 +120,6 @@ class MegatronInfer(Scorer):
             named = {f"decoder.layers.{number - 1}": layer for number, layer in found.items()}
             return [f"decoder.layers.{number}" for number in range(self.model.converted.num_layers)], named, named
 
-        def keys(layout: str) -> dict[str, bool]:
-            return {
-                PACKING: layout.startswith("packed"),
-                SHARING: layout.startswith("shared"),
-                "router_replay.mode: disable": layout.endswith("replayed"),
-            }
-
         return OwnForward(
             name,
             usual=lambda micro_batch: self.forward_all([micro_batch], usual)[0],
@@ -134,12 +127,10 @@ class MegatronInfer(Scorer):
             own=lambda row: (self.forward_all([row], alone)[0], bound),
             own_places=lambda row: self._places(row, alone),
             layers=layers,
-            keys=keys,
             gather=self._gather_counts,
             value_heads=lambda: [] if head is None else [head],
             has_experts=bool(self.model.converted.num_experts),
             temperature=self.context.temperature or 1.0,
-            generated=self._generated,
         )
 
     def _places(self, micro_batch: Batch, limits: MicroBatchLimits) -> Tensor:
@@ -153,10 +144,6 @@ class MegatronInfer(Scorer):
         held = one.input_ids_RS.numel() // self.options.tensor_model_parallel_size
         own_T = places_T - held * parallel_state.get_tensor_model_parallel_rank()
         return torch.where((own_T >= 0) & (own_T < held), own_T, -1)
-
-    def _generated(self, micro_batch: Batch) -> Tensor | None:
-        """The generator's log-probabilities, where it has the same weights."""
-        return None
 
     def forward(self, micro_batch: Batch, limits: MicroBatchLimits) -> TokenScores:
         return self.forward_all([micro_batch], limits)[0]
@@ -290,6 +277,8 @@ class MegatronTrain(MegatronInfer, Trainer):
 
     def setup(self) -> RankInfo:
         info = super().setup()
+        assert self.own_forward is not None
+        self.own_forward.generated = self._generated
         wrap_for_data_parallelism(self.model, self.options)
         self._optimizer = MegatronAdam(self.model, self.options, self.context.worker.training_args)
         self._gatherer = WeightGatherer(self.model, self._optimizer)
@@ -302,6 +291,7 @@ class MegatronTrain(MegatronInfer, Trainer):
         return info
 
     def _generated(self, micro_batch: Batch) -> Tensor | None:
+        """The generator's log-probabilities, where it has the same weights."""
         started = self.context.lora is None or self.context.lora.start is None  # may be scored without its adapter
         is_same = self.context.role == "actor_train" and self._state.optimizer_steps == 0 and started
         return micro_batch.rollout_logprobs_T if is_same and self.model.value_head is None else None

@@ -41,7 +41,7 @@ from roll.models.heads import ValueHead, decoder_layers, load_teacher_layer
 from roll.models.loading import check_rope, classifier_entries, load_config, make_skeleton, resolve_dtype, save_config
 from roll.models.lora import adapter_dropout, adapter_off, inject_adapter, left_out
 from roll.models.measured import check_packing, has_own_code, packing_problem
-from roll.models.own_forward import PACKING, SHARING, OwnForward, of_module, own_scores
+from roll.models.own_forward import OwnForward, of_module, own_scores
 from roll.models.scoring import TokenScorer, layout, score_input
 
 if TYPE_CHECKING:
@@ -169,8 +169,7 @@ class ModuleScorer(Scorer, Generic[W]):
         return self._weights
 
     def forward(self, micro_batch: Batch, limits: MicroBatchLimits) -> TokenScores:
-        inputs = self._layout(micro_batch, limits)
-        return self._score(micro_batch, inputs)
+        return self._score(micro_batch, self._layout(micro_batch, limits))
 
     def _layout(self, micro_batch: Batch, limits: MicroBatchLimits) -> ModelInput:
         return layout(micro_batch, round_to=limits.round_to, packing=limits.packing, sharing=limits.sharing)
@@ -206,24 +205,15 @@ class ModuleScorer(Scorer, Generic[W]):
         return ulysses.places(inputs, group)
 
     def _make_own_forward(self) -> OwnForward:
-        args, scorer = self.context.worker.model_args, self.weights.scorer
-
-        def keys(name: str) -> dict[str, bool]:
-            return {
-                PACKING: name.startswith("packed"),
-                SHARING: name.startswith("shared"),
-                "model_args.ulysses_size: 1": args.ulysses_size > 1,
-                "strategy_config.tensor_parallel_size: 1": self._tensor_size > 1,
-                "router_replay.mode: disable": name.endswith("replayed"),
-            }
-
+        sizes = {"model_args.ulysses_size": self.context.worker.model_args.ulysses_size}
+        sizes["strategy_config.tensor_parallel_size"] = self._tensor_size
         return of_module(
-            scorer,
+            self.weights.scorer,
             (lambda: self._unsplit) if self._tensor_size > 1 else None,
             usual=lambda micro_batch: self.forward_all([micro_batch], self.limits("infer"))[0],
             usual_places=self._places,
             own=self._own_scores,
-            keys=keys,
+            parallel=[f"{key}: 1" for key, size in sizes.items() if size > 1],
             gather=self._gather_counts,
         )
 
