@@ -88,7 +88,8 @@ def test_packed_rows_however_they_are_cut_give_what_the_model_gives_alone(tmp_pa
         logprobs = found.logprobs(batch).logprobs_T[batch.loss_mask_T]
         torch.testing.assert_close(logprobs.double(), wanted, rtol=0, atol=5e-5)
         metrics, gradients = step(found, batch)
-        assert found.own_forward.compared == {"packed"}
+        # Nine rows in twos leave one alone, which is compared as a padded one.
+        assert found.own_forward.compared == ({"packed", "padded"} if rows == 2 else {"packed"})
         assert metrics["actor/loss"] == pytest.approx(loss, abs=2e-6)
         for name, value in gradient.items():
             wrong = (gradients[name].view_as(value).double() - value).norm() / value.norm().clamp(min=1e-3)
