@@ -353,7 +353,8 @@ def check_packing(config: PipelineConfig) -> Iterator[ConfigProblem]:
         from roll.models.measured import has_own_code, packing_problem
 
         own = worker.model_args.trust_remote_code and bool(getattr(whole, "auto_map", None))
-        if problem := packing_problem(whole, own_code=own or has_own_code(whole)):
+        kernel = worker.model_args.attn_implementation
+        if problem := packing_problem(whole, own_code=own or has_own_code(whole), kernel=kernel):
             key, expected = f"{role}.use_sequence_packing", f"false: {whole.model_type} {problem}"
             yield ConfigProblem(key, True, expected, involves=("pretrain",))
 
