@@ -149,6 +149,17 @@ def test_validation_refuses_a_packed_role_with_its_reason(seeing, strategy):
     assert told["reference.use_sequence_packing"].startswith("false: nemotron lets the sequences of a row see")
 
 
+def test_layers_with_a_state_are_not_packed_in_stage_3(tmp_path):
+    tiny_model(tiny_config("qwen3_5_text")).save_pretrained(tmp_path)
+    arguments = {"strategy_name": "deepspeed_infer", "strategy_config": {"zero_optimization": {"stage": 3}}}
+    role = {"strategy_args": arguments, "use_sequence_packing": True}
+    values = {**VALUES, "pretrain": "tiny", "reference_pretrain": str(tmp_path), "reference": role}
+    with pytest.raises(ConfigErrors) as errors:
+        validate(AgenticConfig, values, CHECKS[AgenticConfig])
+    told = {problem.path: problem.expected for problem in errors.value.problems}
+    assert "Qwen3_5ForCausalLM has layers with a state" in told["reference.use_sequence_packing"]
+
+
 def test_loading_refuses_it_where_the_configuration_was_not_at_hand(seeing):
     for kind, name in ((Fsdp2Train, "fsdp2_train"), (Fsdp2Infer, "fsdp2_infer")):
         context = make_context(seeing, name, worker={"use_sequence_packing": True})
