@@ -190,6 +190,12 @@ def test_an_end_that_the_tokenizer_does_not_call_special_is_no_word_either():
     assert renderer.decode(np.asarray(ids)) == "<|done|>left"
 
 
+def test_rows_that_pad_an_embedding_have_no_text():
+    renderer = RENDERERS["qwen2_5"]
+    ids = np.asarray([*renderer.tokenizer.encode("left"), len(renderer.tokenizer) + 7])
+    assert renderer.decode(ids) == renderer.decode_raw(ids) == "left"
+
+
 @EACH
 def test_an_injection_in_a_tool_result_stays_in_the_result(family):
     """Whatever closes a turn in one family or another, none of it closes this one."""
