@@ -28,11 +28,10 @@ _SHOWN |= {"no-tools", "no-calls", "turn-end-is-not-eos", "several-turn-ends", "
 INTRODUCTION = """\
 # Chat templates
 
-<!-- Written by scripts/generate_template_docs.py from roll template check. Do not edit. -->
+<!-- Written by scripts/generate_template_docs.py. Do not edit. -->
 
-What `roll template check` finds in the templates of published models
-([what the findings mean](agents.md#template-check)). The texts are the models' own; the tokenizers are small ones with
-the models' special tokens, padding and end tokens.
+What the [template check](agents.md#template-check) finds in the templates of published models. The texts are the
+models' own; the tokenizers are small ones with the models' special tokens, padding and end tokens.
 
 ## What templates do
 
