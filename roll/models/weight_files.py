@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -75,6 +77,17 @@ class WeightFiles:
         """Shape and number format, as the header names it (``BF16``)."""
         part = self._opened[self._file_of[name]].get_slice(name)
         return tuple(part.get_shape()), part.get_dtype()
+
+    @cached_property
+    def exact(self) -> frozenset[str]:
+        """Names of the tensors in float32 where most weights have 16 bits, such as a router's bias."""
+        forms = {name: self.form(name) for name in self.names}
+        sizes = Counter[str]()
+        for shape, kind in forms.values():
+            sizes[kind] += math.prod(shape)
+        if not sizes or sizes.most_common(1)[0][0] not in ("BF16", "F16"):
+            return frozenset()
+        return frozenset(name for name, (_, kind) in forms.items() if kind == "F32")
 
     def same(self, one: str, other: str, *, sampled: bool) -> bool:
         """Tells whether two tensors have the same values; ``sampled``: in some of their rows."""

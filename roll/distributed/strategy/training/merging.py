@@ -47,12 +47,15 @@ from roll.models.adapter_files import (
 from roll.models.freezing import whole_name
 from roll.models.heads import SCORE_WEIGHT, VALUE_HEAD_FILE
 from roll.models.loading import (
+    COMPANIONS,
     GENERATION_FILE,
     Head,
     classifier_entries,
+    copy_files,
     copy_own_code,
     make_skeleton,
     resolve_dtype,
+    state_format,
     to_hf_weights,
 )
 from roll.models.lora import PREFIX, SCORE_NAME, adapter_name, is_adapter, is_transposed, matrix_name
@@ -277,7 +280,7 @@ def _base_of(export: Export, config: Mapping[str, Any]) -> Path:
     name = export.base or config.get("base_model_name_or_path")
     if name is None:
         raise ValueError(f"{export.model}: {ADAPTER_CONFIG} names no base_model_name_or_path; expected --base MODEL")
-    return local_folder(name, "*.json", "*.safetensors", *TOKENIZER_FILES)
+    return local_folder(name, "*.json", "*.safetensors", *COMPANIONS, *TOKENIZER_FILES)
 
 
 def _layers(
@@ -343,13 +346,10 @@ def _write_beside(export: Export, draft: _Draft, target: Path) -> None:
     """Writes configuration, generation defaults and tokenizer."""
     folders = [folder for folder in (draft.base, draft.beside) if folder is not None]
     for folder in folders:
-        if (folder / GENERATION_FILE).is_file() and ADAPTER not in draft.tensors and not draft.classifies:
-            shutil.copy2(folder / GENERATION_FILE, target)
+        if ADAPTER not in draft.tensors:
+            copy_files(folder, [*COMPANIONS, *([] if draft.classifies else [GENERATION_FILE])], target)
     for folder in reversed(folders):  # all files of one: those of two tokenizers do not fit
-        files = [file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()]
-        for file in files:
-            shutil.copy2(file, target)
-        if files:
+        if copy_files(folder, TOKENIZER_FILES, target):
             break
     else:
         draft.notes.append("no tokenizer was saved with it")
@@ -362,8 +362,7 @@ def _write_beside(export: Export, draft: _Draft, target: Path) -> None:
     if draft.classifies:
         content |= classifier_entries(content["model_type"])
     if export.dtype is not None:
-        content.pop("torch_dtype", None)  # its name of old
-        content["dtype"] = str(export.dtype).removeprefix("torch.")
+        state_format(content, export.dtype)
     (target / _CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     copy_own_code(folders[0], target)
 
