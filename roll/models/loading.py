@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import shutil
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from roll.models.low_precision import LowPrecision, scheme_of
 from roll.models.tokenizer import TOKENIZER_FILES, asking_for_trust, locate_model, special_ids_beyond
 from roll.models.weight_files import FolderFit, adopt_names, check_folder, tensor_names
 from roll.utils.foreign import describe_error
@@ -48,8 +50,8 @@ def resolve_dtype(name: str | None, config: PreTrainedConfig | None = None) -> t
     """``fp32``, ``bf16``, ``fp16`` or a torch name; ``None`` takes the model configuration's, else float32."""
     if name is None:
         parts = () if config is None else (config, config.get_text_config())
-        stated = [part.dtype for part in parts if isinstance(getattr(part, "dtype", None), torch.dtype)]
-        return stated[0] if stated else torch.float32
+        stated: list[Any] = [getattr(part, "dtype", None) for part in parts]
+        return next((one for one in stated if isinstance(one, torch.dtype)), torch.float32)
     dtype = DTYPES.get(name) or getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"model_args.dtype: {name!r}, expected one of {', '.join(DTYPES)}")
@@ -84,6 +86,9 @@ def load_config(
             )
     except StrictDataclassError as error:
         raise ValueError(f"model path {path!r}: config.json: {' '.join(str(error).split())}") from error
+    stated = getattr(config, "quantization_config", None)
+    if scheme_of({"quantization_config": stated}) is not None:
+        del config.quantization_config  # its files are read as plain weights
     for key, value in (config_kwargs or {}).items():
         if not hasattr(config, key):
             raise ValueError(f"model_config_kwargs.{key}: {type(config).__name__} has no such entry")
@@ -121,13 +126,17 @@ def load_causal_lm(
         disable_progress_bar()  # in a log it is lines that overwrite nothing
     path, local = locate_model(path)
     config = load_config(path, config_kwargs, trust_remote_code=trust_remote_code)
-    kind = AutoModel if trunk else AutoModelForCausalLM
+    kind: Any = AutoModel if trunk else AutoModelForCausalLM
     kernel = attention_kernel(config, attn_implementation)
-    options = {} if kernel is None else {"attn_implementation": kernel}
-    fit_folder("value" if trunk else "lm", path, config, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {} if kernel is None else {"attn_implementation": kernel}
+    fit = fit_folder("value" if trunk else "lm", path, config, trust_remote_code=trust_remote_code)
+    source: str | None = path
+    if fit.files.scheme is not None:
+        kind, source = type(fit.model), None
+        options["state_dict"] = {name: fit.files.read(name) for name in fit.files.names}
     try:
         loaded: Any = kind.from_pretrained(
-            path,
+            source,
             config=config,
             dtype=dtype or resolve_dtype(None, config),
             use_safetensors=True,
@@ -250,7 +259,16 @@ def fit_folder(
         model = outline(head, config, trust_remote_code=trust_remote_code)
     except UnmadeModelError as error:
         raise ValueError(f"model path {path!r}: {error}") from error
-    return check_folder(model, config, path, sampled=sampled)
+    fit = check_folder(model, config, path, sampled=sampled)
+    if fit.files.packed and not sampled:
+        _say_what_is_read(path, len(fit.files.packed), fit.files.scheme)
+    return fit
+
+
+@functools.cache
+def _say_what_is_read(path: str, count: int, scheme: LowPrecision) -> None:
+    words = "%s: %d weights in %s are read as %s; models that are saved have them so, without quantization_config"
+    logger.info(words, path, count, scheme.method, scheme.dtype.lower())
 
 
 def outline(head: Head, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -263,7 +281,8 @@ def quantised(config: PreTrainedConfig) -> str:
     """Says why weights that are stored quantised are not read."""
     stated = config.quantization_config
     method = stated.get("quant_method") if isinstance(stated, dict) else getattr(stated, "quant_method", None)
-    return f"quantization_config in its config.json ({method}), expected a model in bf16, fp16 or fp32"
+    expected = "a model in bf16, fp16 or fp32, in fp8 with weight_block_size, or in mxfp4"
+    return f"quantization_config in its config.json ({method}), expected {expected}"
 
 
 def _without_values(

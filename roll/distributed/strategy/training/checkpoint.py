@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -54,7 +54,7 @@ from roll.distributed.strategy.training.tensor_files import (
 from roll.models.adapter_files import ADAPTER_FILE
 from roll.models.heads import SCORE_WEIGHT, VALUE_HEAD_FILE
 from roll.models.loading import Head, fit_folder, load_config
-from roll.models.weight_files import FolderFit, shown
+from roll.models.weight_files import FolderFit, WeightFiles, shown
 from roll.utils.hashing import WrittenFile
 from roll.utils.threads import in_background
 
@@ -349,7 +349,13 @@ def open_source(context: StrategyContext) -> SourceFolder:
         if own_rank() == 0:
             config = load_config(path, args.model_config_kwargs, trust_remote_code=args.trust_remote_code)
             fit = fit_folder(context.head, path, config, trust_remote_code=args.trust_remote_code)
-            told = [(list(fit.files.names), _kept_forms(fit) if context.head == "lm" else {}, fit.files.exact)]
+            told = [
+                (
+                    list(fit.files.names),
+                    folder_forms(fit.files, fit.kept) if context.head == "lm" else {},
+                    fit.files.exact,
+                )
+            ]
             published = json.loads((fit.files.folder / "config.json").read_text(encoding="utf-8"))
     if world_size() > 1:
         dist.broadcast_object_list(told, src=0)
@@ -366,9 +372,14 @@ def open_source(context: StrategyContext) -> SourceFolder:
     return SourceFolder(names, [piece(name, form) for name, form in forms.items()], exact, published)
 
 
-def _kept_forms(fit: FolderFit) -> dict[str, TensorForm]:
+def folder_forms(files: WeightFiles, names: Iterable[str]) -> dict[str, TensorForm]:
+    """Shapes and number formats of tensors in a model folder.
+
+    Raises:
+        ValueError: a number format that is not written again.
+    """
     formats = {written: dtype for dtype, written in DTYPE_NAMES.items()}
-    found = {name: fit.files.form(name) for name in fit.kept}
+    found = {name: files.form(name) for name in names}
     if strange := sorted(name for name, (_, kind) in found.items() if kind not in formats):
         kind = found[strange[0]][1]
         raise ValueError(f"{strange[0]}: number format {kind}, expected one of {', '.join(formats)}")

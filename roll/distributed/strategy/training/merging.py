@@ -29,6 +29,7 @@ from roll.distributed.strategy.training.checkpoint import (
     Contents,
     StoredShards,
     Tensors,
+    folder_forms,
     model_tensors,
     write_contents,
 )
@@ -59,6 +60,7 @@ from roll.models.loading import (
     to_hf_weights,
 )
 from roll.models.lora import PREFIX, SCORE_NAME, adapter_name, is_adapter, is_transposed, matrix_name
+from roll.models.low_precision import scheme_of
 from roll.models.tokenizer import TOKENIZER_FILES, local_folder
 from roll.models.weight_files import WeightFiles
 
@@ -150,8 +152,7 @@ def export_folder(export: Export, target: Path) -> Exported:
 def _whole(export: Export) -> _Draft:
     """A model folder, in another number format where one is asked for."""
     folder = export.model
-    stored = StoredTensors(folder, WeightFiles(str(folder)).files)
-    found = _spreads(stored)
+    found = _folder_spreads(folder)
     notes: list[str] = []
     exact: list[WeightShard] = []
     stored_in = {spread.dtype for spread in found.values() if spread.dtype.is_floating_point}
@@ -233,7 +234,7 @@ def _adapter(export: Export, folder: Path, matrices: Mapping[str, ShardLayout]) 
     base = _base_of(export, config)
     skeleton, scale = _skeleton("lm", base, export.trust_remote_code), config["lora_alpha"] / config["r"]
     layers = _layers(skeleton, matrices, config)
-    stored = _spreads(StoredTensors(base, WeightFiles(str(base)).files))
+    stored = _folder_spreads(base)
     if classifies:
         stored = _as_classifier(stored, matrices.get(SCORE_NAME), skeleton)
     if missing := [name for name in layers if name not in stored]:
@@ -363,6 +364,8 @@ def _write_beside(export: Export, draft: _Draft, target: Path) -> None:
         content |= classifier_entries(content["model_type"])
     if export.dtype is not None:
         state_format(content, export.dtype)
+    elif scheme_of(content) is not None:
+        del content["quantization_config"]
     (target / _CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     copy_own_code(folders[0], target)
 
@@ -383,12 +386,19 @@ def _head_of(folder: Path) -> Head:
 
 def _spreads(stored: StoredTensors | StoredShards, suffix: str = "") -> dict[str, ShardLayout]:
     """Tensors that are read when they are asked for, by their names without a suffix that all of them have."""
-
-    def spread(name: str, form: TensorForm, read: Reader) -> ShardLayout:
-        return ShardLayout(form.shape, form.dtype, CPU, everywhere(form.shape), lambda: read(name))
-
     forms = {name: form for name, form in stored.forms.items() if name.endswith(suffix)}
-    return {name.removesuffix(suffix): spread(name, form, stored.get) for name, form in forms.items()}
+    return {name.removesuffix(suffix): _spread(name, form, stored.get) for name, form in forms.items()}
+
+
+def _folder_spreads(folder: Path) -> dict[str, ShardLayout]:
+    """The tensors of a model folder."""
+    files = WeightFiles(str(folder))
+    forms = folder_forms(files, files.names)
+    return {name: _spread(name, form, files.read) for name, form in forms.items()}
+
+
+def _spread(name: str, form: TensorForm, read: Reader) -> ShardLayout:
+    return ShardLayout(form.shape, form.dtype, CPU, everywhere(form.shape), lambda: read(name))
 
 
 def _as(spread: ShardLayout, dtype: torch.dtype | None) -> ShardLayout:
