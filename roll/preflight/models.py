@@ -25,6 +25,7 @@ from roll.models.adapter_files import (
     read_adapter_config,
     unusual_entry,
 )
+from roll.models.low_precision import scheme_in
 from roll.models.measured import is_proved
 from roll.models.tiny import MAX_POSITIONS
 from roll.models.tokenizer import (
@@ -223,6 +224,20 @@ def check_folders(config: PipelineConfig) -> Iterator[ConfigProblem]:
         except ValueError as error:
             key = next(key for key, model in config.models.items() if model == path)
             yield ConfigProblem(key, path, "a folder whose tensors are those of its config.json", str(error))
+
+
+def check_low_precision(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Generators with a reader of their own are not sent weights of 16 bits for tensors that they hold in fewer."""
+    for role, worker in sections(config):
+        card, path = worker.strategy_args.card, config.model_of(role)
+        sent = task_of(role) == "generates" and not config.uses_lora
+        if not sent or card is None or card.size_key is None or path == TINY:
+            continue
+        if (scheme := scheme_in(model_folder(path))) is not None:
+            expected = f"a model in bf16 with {card.name}, such as `roll export {path} -o DIR` makes of it"
+            hint = f"{card.name} would load its {scheme.method} weights as they are, which cannot take trained ones"
+            involved = (f"{role}.strategy_args.strategy_name",)
+            yield ConfigProblem("pretrain", path, expected, hint, involves=involved)
 
 
 def check_formats(config: PipelineConfig, *, needed: bool = False) -> Iterator[ConfigProblem]:
@@ -541,6 +556,7 @@ MODEL_CHECKS: tuple[Rule, ...] = (
     check_models,
     check_trust,
     check_folders,
+    check_low_precision,
     check_formats,
     check_tokenizer,
     check_special_tokens,
