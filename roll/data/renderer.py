@@ -102,6 +102,15 @@ class ControlText:
         """Index of the last control token of a rendered text, 0 if there is none."""
         return max((found.start() for found in self._control.finditer(text)), default=0)
 
+    def token_start(self, text: str, at: int) -> int:
+        """An index of a rendered text, moved to the start of the control token that it is inside of."""
+        inside = (found.start() for found in self._control.finditer(text) if found.start() < at < found.end())
+        return next(inside, at)
+
+    def between(self, text: str) -> list[str]:
+        """The pieces of a rendered text between its control tokens."""
+        return self._control.split(text)
+
     def lead(self, text: str) -> tuple[str, str] | None:
         """White space and the control token behind it that a rendered text begins with."""
         found = self._control.search(text)
@@ -497,9 +506,9 @@ class ChatRenderer:
 
     @cached_property
     def opening(self) -> str:
-        """Text that a prompt has beyond the conversation before it."""
+        """Text that a prompt has beyond the conversation before it, or in place of its end, as Phi-3's has."""
         closed, opened = (self.text([_OPENING], open_assistant=opens) for opens in (False, True))
-        return opened.removeprefix(closed) if opened.startswith(closed) else ""
+        return opened[self._control.token_start(opened, same_start(closed, opened)) :]
 
     def _id_of(self, token: str) -> int:
         index = self.tokenizer.convert_tokens_to_ids(token)
@@ -585,6 +594,14 @@ class ChatRenderer:
             conversation, tools = self._with_tools(messages, tools)
         return self._render(conversation, tools, open_assistant=open_assistant)
 
+    def between_tokens(self, text: str) -> list[str]:
+        """The pieces of a text of ``text`` between control tokens."""
+        return self._control.between(text)
+
+    def with_variables(self, **variables: Any) -> ChatRenderer:
+        """The same with more variables of the template."""
+        return ChatRenderer(self.tokenizer, ChatTemplate(self.source, {**self._variables, **variables}))
+
     def within(self, text: str) -> str:
         """A text as ``text`` has it within a message."""
         hidden: str = self._control.hide(text)
@@ -612,7 +629,8 @@ class ChatRenderer:
         """Messages and tools in the form that the template takes."""
         calls = any(message.get("tool_calls") for message in messages)
         text_arguments = calls and self._joins_arguments
-        plain = tidy(messages, text_arguments=False, reasoning=self._reasoning, developer=self._knows_developer)
+        reasoning = self.reasoning_key or REASONING[0]
+        plain = tidy(messages, text_arguments=False, reasoning=reasoning, developer=self._knows_developer)
         if not (self.writes_tools if tools else not calls or self.writes_calls):
             return without_tools(plain, tools, takes_system=self.takes_system), None
         if calls and not self.writes_calls:
@@ -620,13 +638,13 @@ class ChatRenderer:
         return tidy(plain, text_arguments=True) if text_arguments else plain, tools
 
     @cached_property
-    def _reasoning(self) -> str:
-        """The key under which the template reads an assistant's reasoning."""
+    def reasoning_key(self) -> str | None:
+        """The key under which the template reads an assistant's reasoning; ``None`` if it has no such key."""
         said: Message = {"role": "assistant", "content": "-"}
         found = (
             key for key in REASONING if _PROBE in (self._try([_OPENING, {**said, key: _PROBE}], opens=False) or "")
         )
-        return next(found, REASONING[0])
+        return next(found, None)
 
     @cached_property
     def _knows_developer(self) -> bool:

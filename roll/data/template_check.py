@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -149,7 +148,7 @@ class _Check:
 
     def report(self) -> TemplateReport:
         try:
-            opening = self._opening()
+            opening = self._renderer.opening
             self._render([*self._start, _says()])
         except Exception as error:  # whatever a template's code raises
             raise ValueError(f"the chat template cannot render a question and its answer: {_first(error)}") from error
@@ -168,10 +167,6 @@ class _Check:
             return self._render(messages, tools, opens=opens)
         assert fault.error is not None, "else it has returned"
         return fault.error
-
-    def _opening(self) -> str:
-        closed, opened = (self._render(self._start, opens=opens) for opens in (False, True))
-        return opened.removeprefix(closed) if opened.startswith(closed) else opened[same_start(closed, opened) :]
 
     def _ending(self) -> tuple[str, list[Finding]]:
         """The token that ends a turn."""
@@ -282,10 +277,9 @@ class _Check:
         elif self._lacks(_RULES, [*start, _says(), *more]) or self._lacks(_RULES, [*start, _calls(), *_results()]):
             yield Finding("problem", "drops-system", "the system message is dropped after the assistant's first turn")
         inside = f"<think>\n{_THOUGHT}\n</think>\n\n{_WORDS}"
-        beside = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}
-        reads = any(key in self._renderer.source for key in beside)
+        key = self._renderer.reasoning_key
         if self._lacks(_THOUGHT, [*start, _says(inside), *more]) or (
-            reads and self._lacks(_THOUGHT, [*start, {**_says(), **beside}, *more])
+            key is not None and self._lacks(_THOUGHT, [*start, {**_says(), key: _THOUGHT}, *more])
         ):
             text = "the reasoning of earlier turns is dropped: sampled tokens keep it, a rendered history does not"
             yield Finding("problem", "drops-reasoning", text)
@@ -317,10 +311,9 @@ class _Check:
         """Checks what the template writes beside messages."""
         whole = self._render([*self._start, _says(), _user("and then?")], opens=True)
         yield from self._first_token(whole)
-        for text in self._added():
-            yield Finding("note", "adds-system", f"the template adds its own text: {text!r:.100}")
-        if "strftime_now" in self._renderer.source:
-            yield Finding("note", "writes-date", "prompts contain the date, so they change from day to day")
+        if added := self._default_system():
+            yield Finding("note", "adds-system", f"the template adds its own text: {added!r:.100}")
+        yield from self._date()
         if "<think>" in opening:
             text = "closed and empty" if "</think>" in opening else "open: a sample begins with reasoning"
             yield Finding("note", "opens-reasoning", f"the prompt ends with reasoning, {text}")
@@ -343,12 +336,29 @@ class _Check:
             text = f"a conversation begins without {bos}, which the tokenizer writes before a text"
             yield Finding("note", "no-bos", text)
 
-    def _added(self) -> Iterator[str]:
-        """Long texts before the user's words that are nobody's, without a system message."""
+    def _default_system(self) -> str:
+        """The longest text before the user's words that is nobody's, without a system message; mostly empty."""
         head, found, _ = self._render([_user("wherever")]).partition("wherever")
-        tokens = sorted(map(str, self._tokenizer.get_added_vocab()), key=len, reverse=True)
-        parts = re.split("|".join(map(re.escape, tokens)), head) if tokens else [head]
-        yield from (part.strip() for part in parts if found and len(part.strip()) >= _LONG)
+        pieces = self._renderer.between_tokens(head) if found else []
+        added = max((piece.strip().removeprefix("system").strip() for piece in pieces), key=len, default="")
+        return added if len(added) >= _LONG else ""
+
+    def _date(self) -> Iterator[Finding]:
+        """Finds a date in prompts, by another day."""
+        if "strftime_now" not in self._renderer.source:
+            return
+        later = self._renderer.with_variables(strftime_now=lambda form: "some other day")
+        talks = {"prompts": self._start, "prompts without a system message": [_user()]}
+        for name, talk in talks.items():
+            if later.text(talk, open_assistant=True) != self._render(talk, opens=True):
+                remedy = "a copy of the template with a fixed one makes them equal (data_args.template)"
+                if name != "prompts":
+                    remedy = "a system message of your own makes them equal"
+                if "date_string" in self._renderer.source:
+                    remedy = "data_args.chat_template_kwargs.date_string fixes it"
+                text = f"{name} contain the date, so they change from day to day, in a resumed run too; {remedy}"
+                yield Finding("note", "writes-date", text)
+                return
 
 
 def _cut(text: str, at: int) -> str:

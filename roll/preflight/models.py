@@ -368,9 +368,16 @@ def check_packing(config: PipelineConfig) -> Iterator[ConfigProblem]:
         from roll.models.measured import has_own_code, packing_problem
 
         own = worker.model_args.trust_remote_code and bool(getattr(whole, "auto_map", None))
-        if problem := packing_problem(whole, own_code=own or has_own_code(whole)):
+        kernel = worker.model_args.attn_implementation
+        if problem := packing_problem(whole, own_code=own or has_own_code(whole), kernel=kernel):
             key, expected = f"{role}.use_sequence_packing", f"false: {whole.model_type} {problem}"
             yield ConfigProblem(key, True, expected, involves=("pretrain",))
+        elif card is not None and (option := card.no_states(worker.strategy_args.typed())):
+            from roll.models.planned_attention import find_state_layers
+
+            if (model := _outline(whole.get_text_config(), worker)) is not None and find_state_layers(model):
+                expected = f"false with {option}: {type(model).__name__} has layers with a state"
+                yield ConfigProblem(f"{role}.use_sequence_packing", True, expected, involves=("pretrain",))
 
 
 def check_attention(config: PipelineConfig) -> Iterator[ConfigProblem]:

@@ -64,9 +64,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name == "deepspeed" else pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_engine_and_layout_learns_as_float64_does(sft, expected, layout):
     run = sft(*LAYOUTS[layout], "actor_infer=null", "save_steps=4")
     assert_as_expected(run, expected)

@@ -39,8 +39,9 @@ def controls(family: str) -> list[str]:
 
 
 def opening(family: str, text: str = "Be brief.") -> list[Message]:
-    # Gemma 2 refuses a system message, and Mistral Nemo forgets it once there is an answer.
-    system: list[Message] = [{"role": "system", "content": text}] if family not in ("gemma2", "mistral_nemo") else []
+    # Gemma 2 refuses a system message, and these two of Mistral's forget it once there is an answer.
+    without = family in ("gemma2", "mistral_nemo", "mistral_v0_3")
+    system: list[Message] = [] if without else [{"role": "system", "content": text}]
     return [*system, {"role": "user", "content": f"{text} What is 1+1?"}]
 
 
@@ -134,7 +135,7 @@ def test_an_episode_with_tools_grows_as_the_template_writes_it(family):
     after = renderer.prompt([*opening(family), turn.as_openai(), result()], tools)
     added = renderer.continuation([result()], NO_IDS, tools)
     assert after[len(after) - len(added) :].tolist() == added.tolist()
-    if not family.startswith("deepseek"):  # whose prompt opens or closes reasoning, and whose history does not
+    if "<think>" not in renderer.opening:  # which a history has not
         assert after[: len(before)].tolist() == before.tolist()
     same = int(np.argmin(np.append(after[: len(before)] == before[: len(after)], False)))
     said = renderer.decode_raw(after[same : len(after) - len(added)])
@@ -142,7 +143,8 @@ def test_an_episode_with_tools_grows_as_the_template_writes_it(family):
     read = speaks.parse(said, [ADD])
     assert [(call.name, call.arguments) for call in read.calls] == [("add", {"a": 1, "note": "n"})] and not read.errors
     # A token that ends the turn, said by the model itself, does not come twice.
-    assert renderer.continuation([result()], added[:1], tools).tolist() == added[1:].tolist()
+    end = next(index for index, token in enumerate(added.tolist()) if token in renderer.stops) + 1
+    assert renderer.continuation([result()], added[:end], tools).tolist() == added[end:].tolist()
 
 
 @EACH
@@ -270,7 +272,7 @@ def test_a_thought_in_a_tool_result_is_no_thought_and_braces_are_no_template():
 
 
 def test_decode_raw_keeps_control_tokens_but_for_the_end_of_the_turn():
-    renderer = RENDERERS["deepseek_v3"]
+    renderer = RENDERERS["deepseek_r1"]
     text = "a<｜tool▁calls▁begin｜>b<｜tool▁calls▁end｜>"
     ids = renderer.tokenizer.encode(text + "<｜end▁of▁sentence｜>", add_special_tokens=False)
     assert renderer.decode_raw(np.asarray(ids)) == renderer.decode_raw(np.asarray(ids[:-1])) == text

@@ -13,22 +13,12 @@ from roll.data.renderer import ChatRenderer, Message, Tool
 from roll.data.requests import FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.strategy.generation.model_outline import stop_token_ids
 from roll.distributed.strategy.hf_infer.strategy import HfInfer
-from tests.support.chat_families import FAMILIES, family_tokenizer
+from tests.support.chat_families import FAMILIES, MARKS, family_tokenizer
 from tests.support.contract import context_of
 
-STOPS = {
-    "qwen2_5": {"<|im_end|>"},
-    "qwen3": {"<|im_end|>"},
-    "qwen3_coder": {"<|im_end|>"},
-    "llama3_1": {"<|eot_id|>"},
-    "mistral_nemo": {"</s>"},
-    "gemma2": {"<end_of_turn>", "<eos>"},
-    "gemma3": {"<end_of_turn>", "<eos>"},
-    "deepseek_v3": {"<｜end▁of▁sentence｜>"},
-    "deepseek_v3_1": {"<｜end▁of▁sentence｜>"},
-    "glm4_5": {"<|endoftext|>", "<|user|>", "<|observation|>"},
-    "gpt_oss": {"<|return|>", "<|call|>"},  # <|end|> stands between a thought and an answer
-}
+# Besides the mark of a turn and the tokenizer's end, a token with which a call ends or the next turn begins.
+MORE = {"glm4_5": {"<|observation|>"}, "gpt_oss": {"<|call|>"}}  # <|end|> stands between a thought and an answer
+STOPS = {name: {MARKS[name], family.eos, *MORE.get(name, ())} for name, family in FAMILIES.items()}
 TOOL: Tool = {
     "type": "function",
     "function": {
