@@ -139,6 +139,18 @@ def untried_models(config: PipelineConfig) -> list[str]:
     return [f"no test has compared these with plain Transformers: {'; '.join(pairs)}; {advice}"]
 
 
+def quantised_generators(config: PipelineConfig) -> list[str]:
+    """A warning for every generator that computes with weights in fewer bits than the trainer's."""
+    found = []
+    for role, worker in sections(config):
+        method = worker.strategy_args.strategy_config.get("quantization")
+        if method is not None and task_of(role) == "generates":
+            words = "its log-probabilities differ from the trainer's more than usual, see train_infer_correction; "
+            words += "tests compare fp8_per_channel on a CPU, and nothing on GPUs"
+            found.append(f"{role}.strategy_args.strategy_config.quantization: {method}: {words}")
+    return found
+
+
 def _model_types(model: str) -> list[str]:
     """What a folder says its model is, with its text part last; empty for what is not on this machine."""
     file = Path(model).expanduser() / "config.json"
