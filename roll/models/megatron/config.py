@@ -129,9 +129,6 @@ def parallel_size_problems(
         yield from _indivisible(name, tensor, "intermediate_size", size["ffn_hidden_size"])
     if shared := size.get("moe_shared_expert_intermediate_size"):
         yield from _indivisible(name, tensor, "shared_expert_intermediate_size", shared)
-    if latent := size.get("kv_lora_rank"):
-        yield from _indivisible(name, tensor, "kv_lora_rank + qk_rope_head_dim", latent + size["qk_pos_emb_head_dim"])
-        yield from _indivisible(name, tensor, "q_lora_rank", size["q_lora_rank"] or tensor)
     if config.num_experts:
         etp_name = name if expert_tensor is None else "expert_tensor_parallel_size"
         etp = tensor if expert_tensor is None else expert_tensor

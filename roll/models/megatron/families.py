@@ -75,12 +75,14 @@ SINKS = (Entry(("self_attn.sinks",), "self_attention.core_attention.softmax_offs
 LATENT = (
     Entry(("input_layernorm.weight",), "input_layernorm.weight", "replicated"),
     Entry(("self_attn.q_proj.weight",), "self_attention.linear_q_proj.weight", "rows", when=("!q_lora_rank",)),
-    Entry(("self_attn.q_a_proj.weight",), "self_attention.linear_q_down_proj.weight", "rows", when=("q_lora_rank",)),
+    Entry(
+        ("self_attn.q_a_proj.weight",), "self_attention.linear_q_down_proj.weight", "replicated", when=("q_lora_rank",)
+    ),
     Entry(
         ("self_attn.q_a_layernorm.weight",), "self_attention.q_layernorm.weight", "replicated", when=("q_lora_rank",)
     ),
     Entry(("self_attn.q_b_proj.weight",), "self_attention.linear_q_up_proj.weight", "rows", when=("q_lora_rank",)),
-    Entry(("self_attn.kv_a_proj_with_mqa.weight",), "self_attention.linear_kv_down_proj.weight", "rows"),
+    Entry(("self_attn.kv_a_proj_with_mqa.weight",), "self_attention.linear_kv_down_proj.weight", "replicated"),
     Entry(("self_attn.kv_a_layernorm.weight",), "self_attention.kv_layernorm.weight", "replicated"),
     Entry(("self_attn.kv_b_proj.weight",), "self_attention.linear_kv_up_proj.weight", "rows"),
     PROJECTION,

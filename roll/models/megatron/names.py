@@ -129,7 +129,7 @@ def adaptable_layers(config: MegatronModelConfig) -> Iterator[str]:
     for layer in range(config.num_layers):
         for entry in layer_entries(config, layer, "sequential"):
             fused = entry.form in ("qkv", "gate_up") and len(entry.hf) == 1
-            if entry.form in ("qkv", "gate_up", "columns", "rows") and entry.local.endswith(".weight") and not fused:
+            if ".linear_" in entry.local and entry.local.endswith(".weight") and not fused:
                 names = (hf for hf in entry.hf if "{expert}" not in hf)
                 yield from (f"model.layers.{layer}.{hf.removesuffix('.weight')}" for hf in names)
 
@@ -141,7 +141,7 @@ def _adapter_source(found: re.Match[str], config: MegatronModelConfig, layout: P
     form: Form = "replicated"
     if base.form == "columns" and found["matrix"] == "A":
         form = "columns"
-    elif base.form != "columns" and found["matrix"] == "B":
+    elif base.form not in ("columns", "replicated") and found["matrix"] == "B":
         form = "rows"
     return Source(form, ((matrix_name(layer, found["matrix"]),),), expert=False)
 

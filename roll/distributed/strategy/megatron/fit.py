@@ -82,6 +82,10 @@ def check_model_fit(hf_config: PreTrainedConfig, options: MegatronConfig) -> Ite
         context=options.context_parallel_size,
     )
     yield from [*_stage_problems(converted.num_layers, options)] or _recompute_problems(converted.num_layers, options)
+    tensor, latent = options.tensor_model_parallel_size, converted.transformer.get("kv_lora_rank")
+    if tensor > 1 and not options.sequence_parallel and (converted.num_experts or latent):
+        what = "experts" if converted.num_experts else "latent attention"
+        yield options.problem("sequence_parallel", f"true with {what} and tensor_model_parallel_size {tensor}")
     yield from _moe_problems(converted, options)
 
 
@@ -186,10 +190,6 @@ def _moe_problems(converted: MegatronModelConfig, options: MegatronConfig) -> It
         yield from [options.problem(key, f"{show(getattr(default, key))} {words}") for key in unread]
         yield from [options.problem("recompute_modules", f"no {part} {words}") for part in parts]
         return
-    tensor = options.tensor_model_parallel_size
-    if tensor > 1 and not options.sequence_parallel:
-        expected = f"true with experts and tensor_model_parallel_size {tensor}"
-        yield options.problem("sequence_parallel", expected)
     if not converted.transformer.get("moe_shared_expert_intermediate_size"):
         words = f"({converted.model_class} has no shared expert)"
         if options.moe_shared_expert_overlap:

@@ -382,6 +382,8 @@ def _make_chunk(
     for name, module in chunk.named_modules():
         if converted.family.experts.biased and re.search(r"local_experts\.\d+\.linear_fc2$", name):
             module.register_forward_hook(_copy_output)
+            # No tensor-parallel rank has another's tokens or experts: nothing is summed, nothing is counted twice.
+            module.bias.sequence_parallel, module.bias.tensor_model_parallel = False, True  # type: ignore[union-attr]
     # Routers, gates of shared experts and the norms of ``modules`` are made in host memory, whatever else there is.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chunk.to(device, config.params_dtype)

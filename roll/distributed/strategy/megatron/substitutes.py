@@ -417,6 +417,9 @@ def layer_specs(config: Any, vp_stage: int | None) -> Any:
         layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
         attention = layer.self_attention.submodules
         attention.core_attention = CoreAttention
+        if config.multi_latent_attention:
+            # Of layers that are cut, Megatron loses part of the gradient of the keys' rotated part.
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = multi_latent_attention.Linear
         for name in ("q_layernorm", "kv_layernorm" if config.multi_latent_attention else "k_layernorm"):
             if config.qk_layernorm:
                 setattr(attention, name, RmsNorm)
