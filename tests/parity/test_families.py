@@ -74,6 +74,8 @@ def applies(known: Known, variant: str, trainer: str) -> bool:
 def row(family: str, trainer: str, variant: str, **changed: Any) -> Layout:
     bounds = STATES if KNOWN[family].recurrent else BOUNDS
     options = {"saved": True, "bounds": bounds} | VARIANTS[variant]
+    if trainer == "megatron_train" and variant == "lora" and family in ("qwen3_next", "qwen3_5_moe"):
+        options["lora"] = replace(ALL_ADAPTED, excluded=("shared_expert_gate",))
     model = family + SCORES if variant == "scores" else family
     return Layout(f"{family}-{variant}", trainer, 1, TRAINERS[trainer], model=model, **options | changed)
 
@@ -91,7 +93,7 @@ CHOICE = {
 }
 CHOICE |= {("qwen3_moe", "deepspeed_train", "routed"), ("deepseek_v3", "fsdp2_train", "routed")}
 CHOICE |= {("mixtral", "fsdp2_train", "routed"), ("llama3", "megatron_train", "packed")}
-OWN = ("mistral", "phi3", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral")
+OWN = ("mistral", "phi3", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "qwen3_next", "qwen3_5")
 CHOICE |= {(family, "megatron_train", variant) for family, _, variant in CHOICE if family in OWN}
 CHOICE |= {(family, "fsdp2_train", "scores") for family in ("llama3", "gemma2", "qwen3_moe")}
 """Each family once and each kind of row three times; in Megatron those that it has something of its own for."""
@@ -179,6 +181,7 @@ MEGATRON_LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "glm4_moe": [TP_SP, {PP: 2}],
     "deepseek_v3": [TP_SP, {EP: 2}, {PP: 2, "num_layers_in_first_pipeline_stage": 2}],
     "gpt_oss": [TP_SP | {ETP: 1, EP: 2}, TP_SP | {ETP: 1}, {EP: 2}, {PP: 2}],
+    "qwen3_next": [{EP: 2}, {PP: 2}],
 }
 
 

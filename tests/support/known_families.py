@@ -82,9 +82,9 @@ KNOWN: dict[str, Known] = {
         scores=True,
         megatron=True,
     ),
-    "qwen3_next": Known("Qwen3-Next", "qwen3_next", LINEAR, recurrent=True),
-    "qwen3_5": Known("Qwen3.5, Qwen3.6 (text)", "qwen3_5_text", LINEAR, recurrent=True),
-    "qwen3_5_moe": Known("Qwen3.5-MoE (text)", "qwen3_5_moe_text", LINEAR, recurrent=True),
+    "qwen3_next": Known("Qwen3-Next", "qwen3_next", LINEAR, recurrent=True, megatron=True),
+    "qwen3_5": Known("Qwen3.5, Qwen3.6 (text)", "qwen3_5_text", LINEAR, recurrent=True, megatron=True),
+    "qwen3_5_moe": Known("Qwen3.5-MoE (text)", "qwen3_5_moe_text", LINEAR, recurrent=True, megatron=True),
     "deepseek_v3": Known(
         "DeepSeek-V3, R1", "deepseek_v3", {"rope_parameters": YARN}, layers=5, routed=True, megatron=True
     ),

@@ -18,8 +18,10 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from roll.models.loading import to_hf_weights
@@ -55,6 +57,14 @@ LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
+}
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "head_dim": 16,
 }
 WIDE_HEADS: dict[str, Any] = {"head_dim": 16}
 LLAMA3 = {
@@ -97,6 +107,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "deepseek v3": DeepseekV3Config(**SHAPE | LATENT, **SIGMOIDS),
     "deepseek v3, whole queries": DeepseekV3Config(**SHAPE | LATENT | {"q_lora_rank": None}, **SIGMOIDS),
     "gpt-oss": GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=8),
+    "qwen3 next": Qwen3NextConfig(**SHAPE, **EXPERTS, **DELTA, shared_expert_intermediate_size=40),
+    "qwen3.5": Qwen3_5TextConfig(**SHAPE, **DELTA),
 }
 PLAIN = [name for name, config in CONFIGS.items() if not megatron_config(config).own_modules]
 """Those that Megatron builds without a module of ours, and of TransformerEngine's modules too."""

@@ -32,6 +32,8 @@ class MegatronModelConfig:
     """Arguments of ``GPTModel``. ``vocab_size`` is the model's own: pass ``padded_vocab_size`` of it."""
     moe_layers: tuple[bool, ...]
     """For each layer, whether it has experts."""
+    layer_kinds: tuple[str, ...]
+    """For each layer, ``full_attention``, ``sliding_attention`` or ``linear_attention``."""
     rotary_frequencies: tuple[float, ...]
     """Radians per position of each pair of a head's first dimensions, as Transformers computes them (float32)."""
     rotary_factor: float = 1.0
@@ -52,6 +54,7 @@ class MegatronModelConfig:
         """What ``Entry.when`` may name of a layer, by its number in the whole model."""
         return {
             "experts" if self.moe_layers[layer] else "dense",
+            self.layer_kinds[layer],
             *(name for name, value in self.transformer.items() if value),
         }
 
@@ -95,7 +98,8 @@ def megatron_config(hf_config: PreTrainedConfig) -> MegatronModelConfig:
     else:
         transformer = {name: value for name, value in transformer.items() if "moe" not in name}
     frequencies, factor = _rotary(hf_config)
-    return MegatronModelConfig(family, transformer, _model_arguments(hf_config), layers, frequencies, factor)
+    kinds = tuple(_layer_kinds(hf_config))
+    return MegatronModelConfig(family, transformer, _model_arguments(hf_config), layers, kinds, frequencies, factor)
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
@@ -137,14 +141,19 @@ def parallel_size_problems(
     elif expert > 1:
         expected = f"1 ({config.model_class} has no experts)"
         yield ConfigProblem("expert_model_parallel_size", expert, expected)
-    yield from _unmeasured_sizes(config, tensor if expert_tensor is None else expert_tensor, context)
+    yield from _unmeasured_sizes(config, tensor, tensor if expert_tensor is None else expert_tensor, context)
 
 
-def _unmeasured_sizes(config: MegatronModelConfig, expert_tensor: int, context: int) -> Iterator[ConfigProblem]:
+def _unmeasured_sizes(
+    config: MegatronModelConfig, tensor: int, expert_tensor: int, context: int
+) -> Iterator[ConfigProblem]:
     """Sizes above 1 that a model's layers have not been compared with."""
     if context > 1 and config.own_modules:
         what = f"1 with {config.model_class} (its attention has been compared on whole sequences alone)"
         yield ConfigProblem("context_parallel_size", context, what)
+    if tensor > 1 and config.family.mixers:
+        what = f"1 with {config.model_class} (its gated delta nets are whole on each rank)"
+        yield ConfigProblem("tensor_model_parallel_size", tensor, what)
     if expert_tensor > 1 and config.num_experts and config.transformer["add_bias_linear"]:
         what = f"1 with {config.model_class} (Megatron-Core adds an expert's bias once per rank)"
         yield ConfigProblem("expert_tensor_parallel_size", expert_tensor, what)
@@ -163,7 +172,7 @@ def _known_family(config: PreTrainedConfig) -> Family:
     if config.model_type in REFUSED:
         raise ValueError(
             f"{seen} (model_type {config.model_type!r}): cannot be converted to Megatron-Core, which does not compute "
-            f"{REFUSED[config.model_type]}. Other trainers take any class."
+            f"{REFUSED[config.model_type]}; expected another trainer, which take any class."
         )
     nearest = difflib.get_close_matches(config.model_type, FAMILIES, n=1, cutoff=0.0)[0]
     raise ValueError(
@@ -180,7 +189,7 @@ def _transformer_arguments(config: PreTrainedConfig) -> dict[str, Any]:
         "num_attention_heads": config.num_attention_heads,
         "num_query_groups": config.num_key_value_heads,
         "kv_channels": int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads),
-        "ffn_hidden_size": config.intermediate_size,
+        "ffn_hidden_size": getattr(config, "intermediate_size", None) or config.moe_intermediate_size,
         "activation_func": functional.silu,
         "gated_linear_unit": True,
         "normalization": "RMSNorm",
@@ -219,7 +228,8 @@ def _model_arguments(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _attention_problems(config: PreTrainedConfig) -> Iterator[str]:
-    expected = ("full_attention", "sliding_attention")
+    mixers = FAMILIES[config.model_type].mixers
+    expected = ("full_attention", "linear_attention" if mixers else "sliding_attention")
     if strange := sorted(set(_layer_kinds(config)).difference(expected)):
         yield f"layer_types: got {', '.join(strange)}, expected {' or '.join(expected)}"
 
@@ -244,11 +254,16 @@ def _rope_problems(config: PreTrainedConfig) -> Iterator[str]:
 
 def _rotary(config: PreTrainedConfig) -> tuple[tuple[float, ...], float]:
     """``MegatronModelConfig.rotary_frequencies`` and ``rotary_factor``, by the model's own class in Transformers."""
-    kind = config.model_type
-    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-    name = FAMILIES[kind].model_class.replace("ForCausalLM", "RotaryEmbedding")
-    rotary = getattr(module, name)(config)
+    rotary = transformers_class(config, "RotaryEmbedding")(config)
     return tuple(rotary.inv_freq.tolist()), float(rotary.attention_scaling)
+
+
+def transformers_class(config: PreTrainedConfig, part: str) -> Any:
+    """A class of the family's module in Transformers, e.g. ``LlamaRotaryEmbedding`` by the end of its name."""
+    kind = config.model_type.removesuffix("_text")
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    family = FAMILIES[config.model_type].model_class.removesuffix("ForCausalLM")
+    return getattr(module, family + part, None) or getattr(module, f"{family}Text{part}")
 
 
 def set_rotary(model: Any, config: MegatronModelConfig) -> None:

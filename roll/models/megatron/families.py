@@ -41,8 +41,8 @@ class Entry:
     te: str = ""
     """The name in a model of TransformerEngine modules; empty: the same."""
     when: tuple[str, ...] = ()
-    """What a layer must be to have it: ``dense``, ``experts``, or an argument of ``TransformerConfig`` that is set;
-    after a ``!``, one that is not."""
+    """What a layer must be to have it: ``dense``, ``experts``, a kind such as ``linear_attention``; or an argument of
+    ``TransformerConfig`` that must be set, or after a ``!`` must not."""
 
 
 EMBEDDING = Entry(("model.embed_tokens.weight",), "embedding.word_embeddings.weight", "vocab")
@@ -143,6 +143,27 @@ SHARED_EXPERT = (
         when=("experts", "moe_shared_expert_gate"),
     ),
 )
+
+
+def _mixers(*deltas: str) -> tuple[Entry, ...]:
+    """Transformers' own modules between the norms of a layer: with a state, and between those with attention.
+
+    Args:
+        deltas: names of the projections into a gated delta net.
+    """
+    state = ("A_log", "dt_bias", "conv1d.weight", "norm.weight", "out_proj.weight", *(f"{d}.weight" for d in deltas))
+    parts = [f"{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+    kinds = [("linear_attention", "linear_attn", state), ("full_attention", "self_attn", parts)]
+    return (
+        Entry(("input_layernorm.weight",), "input_layernorm.weight", "replicated"),
+        *(
+            Entry((f"{name}.{part}",), f"self_attention.module.{part}", "replicated", when=(kind,))
+            for kind, name, each in kinds
+            for part in each
+        ),
+    )
+
+
 CORRECTION = Entry(
     ("mlp.gate.e_score_correction_bias",),
     "mlp.router.expert_bias",
@@ -212,6 +233,8 @@ class Family:
     """Parts of names in a checkpoint, and those in Transformers' module."""
     partial_rotary: bool = False
     """A part of a head's dimensions may be rotated."""
+    mixers: bool = False
+    """Attention, and layers with a state, are Transformers' own modules."""
     own_modules: bool = False
     """Layers have something that only Megatron's own modules have been compared with."""
 
@@ -334,6 +357,20 @@ def _gpt_oss(config: PreTrainedConfig) -> Arguments:
     }
 
 
+def _hybrid(config: PreTrainedConfig) -> Arguments:
+    return {"layernorm_zero_centered_gamma": True}
+
+
+def _hybrid_experts(config: PreTrainedConfig) -> Arguments:
+    normalised = bool(getattr(config, "norm_topk_prob", True))
+    return {
+        **_hybrid(config),
+        **softmax_experts(config, config.num_experts, config.moe_intermediate_size, normalised=normalised),
+        "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size,
+        "moe_shared_expert_gate": True,
+    }
+
+
 def _qwen_has_experts(config: PreTrainedConfig, layer: int) -> bool:
     dense = config.mlp_only_layers or ()
     return config.num_experts > 0 and layer not in dense and (layer + 1) % config.decoder_sparse_step == 0
@@ -405,6 +442,13 @@ def _gpt_oss_problems(config: PreTrainedConfig) -> Iterator[str]:
         yield "attention_bias: got False, expected True"
     if config.swiglu_alpha != 1.702:
         yield f"swiglu_alpha: got {config.swiglu_alpha}, expected 1.702 (fixed in Megatron-Core)"
+
+
+def _hybrid_problems(config: PreTrainedConfig) -> Iterator[str]:
+    if config.attention_bias:
+        yield "attention_bias: got True, expected False"
+    if hasattr(config, "num_experts"):
+        yield from _one_of_several(config)
 
 
 _MIXTRAL = "block_sparse_moe.experts.{{expert}}.{}"
@@ -481,6 +525,39 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 """By ``model_type``."""
+
+_QWEN3_5 = _mixers("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+FAMILIES |= {
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        (*_mixers("in_proj_qkvz", "in_proj_ba"), *DENSE_MLP, *_router(), *SHARED_EXPERT),
+        _hybrid_experts,
+        has_experts=_qwen_has_experts,
+        problems=_hybrid_problems,
+        partial_rotary=True,
+        mixers=True,
+        own_modules=True,
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        (*_QWEN3_5, *DENSE_MLP),
+        _hybrid,
+        problems=_hybrid_problems,
+        partial_rotary=True,
+        mixers=True,
+        own_modules=True,
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        (*_QWEN3_5, *_router(), *SHARED_EXPERT),
+        _hybrid_experts,
+        has_experts=_everywhere,
+        problems=_hybrid_problems,
+        partial_rotary=True,
+        mixers=True,
+        own_modules=True,
+    ),
+}
 
 REFUSED = {
     "gemma2": "its caps of attention scores and logits (the soft cap of Megatron-Core's attention is fixed at 0)",

@@ -129,7 +129,7 @@ def adaptable_layers(config: MegatronModelConfig) -> Iterator[str]:
     for layer in range(config.num_layers):
         for entry in layer_entries(config, layer, "sequential"):
             fused = entry.form in ("qkv", "gate_up") and len(entry.hf) == 1
-            if ".linear_" in entry.local and entry.local.endswith(".weight") and not fused:
+            if _LINEAR.search(entry.local) and not fused:
                 names = (hf for hf in entry.hf if "{expert}" not in hf)
                 yield from (f"model.layers.{layer}.{hf.removesuffix('.weight')}" for hf in names)
 
@@ -147,6 +147,7 @@ def _adapter_source(found: re.Match[str], config: MegatronModelConfig, layout: P
 
 
 _ADAPTER = re.compile(r"(?P<linear>.+)\.lora\.(?P<projection>\w+)\.lora_(?P<matrix>[AB])\.weight")
+_LINEAR = re.compile(r"\.(linear_\w+|module\.\w*proj\w*)\.weight$")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+$")
 

@@ -22,7 +22,7 @@ from roll.distributed.strategy.megatron.fit import check_adapter_fit
 from roll.distributed.strategy.megatron.model import MegatronModel, own_parts, with_gradient
 from roll.distributed.strategy.training.exchange import raise_on_all_ranks
 from roll.models.loading import make_skeleton
-from roll.models.lora import LoraSpec, adapted_layers, initial_value, is_adapter, matrix_shapes
+from roll.models.lora import LoraSpec, adapted_layers, initial_value, matrix_shapes
 from roll.models.megatron.names import source
 
 
@@ -44,7 +44,7 @@ def add_adapter(model: MegatronModel, context: StrategyContext, spec: LoraSpec, 
             raise ValueError("; ".join(f"{context.role}.{problem}" for problem in problems))
     for chunk, layout in zip(model.chunks, model.layouts, strict=True):
         for name, linear in list(chunk.decoder.named_modules(prefix="decoder")):
-            if not isinstance(linear, ColumnParallelLinear | RowParallelLinear | nn.Linear) or is_adapter(name):
+            if not isinstance(linear, ColumnParallelLinear | RowParallelLinear | nn.Linear):
                 continue
             found = source(f"{name}.weight", model.converted, layout)
             names = [hf.removesuffix(".weight") for hf in found.hf[0]]
@@ -100,7 +100,7 @@ class LinearAdapter(nn.ModuleDict):
         self._whole = isinstance(linear, nn.Linear)
         size = 1 if self._whole else linear.tp_group.size()
         self._by_columns = isinstance(linear, RowParallelLinear)
-        self._sequence_parallel = bool(linear.config.sequence_parallel if self._whole else linear.sequence_parallel)
+        self._sequence_parallel = bool(getattr(linear.weight if self._whole else linear, "sequence_parallel", False))
         self._scale = spec.alpha / spec.rank
         self._groups = groups // size if groups > 1 else 1
         self._widths = {name: layer.out_features // size for name, (layer, _) in projections.items()}
@@ -121,8 +121,10 @@ class LinearAdapter(nn.ModuleDict):
                 # With sequence parallelism each rank has some of the tokens that a whole matrix meets: Megatron sums.
                 weight.sequence_parallel = self._sequence_parallel and key != cut
 
-    def add(self, linear: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-        """A forward hook of the layer: its input is [S, B, inputs], its output [S, B, outputs] and a bias."""
+    def add(self, linear: nn.Module, args: tuple[Tensor, ...], output: Any) -> Any:
+        """A forward hook: the layer's input is [S, B, inputs], its output [S, B, outputs], and of Megatron's a bias."""
+        if isinstance(output, Tensor):
+            return output + self._delta(args[0]) if self.enabled else output
         result, bias = output
         return (result + self._delta(args[0]) if self.enabled else result), bias
 

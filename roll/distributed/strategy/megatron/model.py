@@ -94,12 +94,13 @@ class MegatronModel:
     def takes_plans(self) -> bool:
         """A row may hold a common prompt once.
 
-        Neither TransformerEngine's attention nor context parallelism can follow its plan, nor windows, sinks and latent
-        attention; and the loss that balances experts counts every token that they see.
+        Neither TransformerEngine's attention nor context parallelism can follow its plan, nor windows, sinks, latent
+        attention and states; and the loss that balances experts counts every token that they see.
         """
         config = self.config
         own = config.transformer_impl != "transformer_engine" and config.context_parallel_size == 1
-        plain = not (config.window_size or config.multi_latent_attention or config.softmax_type != "vanilla")
+        mixed = self.converted.family.mixers
+        plain = not (mixed or config.window_size or config.multi_latent_attention or config.softmax_type != "vanilla")
         return own and plain and not config.moe_aux_loss_coeff
 
     @property
@@ -208,7 +209,8 @@ def build_model(
         vp_stage = stage if virtual else None
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        chunk = _make_chunk(context, config, converted, vp_stage, first=first, last=last)
+        specs = layer_specs(config, vp_stage, hf_config, mixers=converted.family.mixers)
+        chunk = _make_chunk(context, config, converted, vp_stage, specs, first=first, last=last)
         if first:
             _spare_padding_token(chunk, hf_config.pad_token_id)
         chunk.train(trained).requires_grad_(trained and context.lora is None)
@@ -360,6 +362,7 @@ def _make_chunk(
     config: Any,
     converted: MegatronModelConfig,
     vp_stage: int | None,
+    specs: Any,
     *,
     first: bool,
     last: bool,
@@ -371,7 +374,7 @@ def _make_chunk(
         arguments["share_embeddings_and_output_weights"] = False
     chunk = _trunk_class()(
         config=config,
-        transformer_layer_spec=layer_specs(config, vp_stage),
+        transformer_layer_spec=specs,
         pre_process=first,
         post_process=last,
         parallel_output=True,

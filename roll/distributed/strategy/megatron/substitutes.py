@@ -21,7 +21,7 @@ import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,11 @@ from torch.nn import functional
 
 from roll.data.packing import AttentionPlan
 from roll.distributed.replaced import replaced
+from roll.distributed.strategy.megatron.mixer import TransformersMixer
 from roll.models.planned_attention import attend_by_block
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 MODULES = (
     "distributed",
@@ -247,10 +251,15 @@ class RmsNorm(nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
         self.eps = eps
+        self.from_zero = bool(config.layernorm_zero_centered_gamma)
+        """Factors are one more than the weight."""
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if self.from_zero:
+            exact = functional.rms_norm(hidden.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps)
+            return exact.type_as(hidden)
         return functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
@@ -397,11 +406,16 @@ def held_columns(lengths: list[int], rank: int, size: int) -> Tensor:
     return torch.cat(columns)
 
 
-def layer_specs(config: Any, vp_stage: int | None) -> Any:
-    """Modules that the layers of a model chunk are made of."""
+def layer_specs(config: Any, vp_stage: int | None, hf_config: PreTrainedConfig, *, mixers: bool) -> Any:
+    """Modules that the layers of a model chunk are made of.
+
+    Args:
+        mixers: attention is Transformers'.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
     engine = config.transformer_impl == "transformer_engine"
     block = get_gpt_decoder_block_spec(config, engine, "RMSNorm", vp_stage=vp_stage)
@@ -415,6 +429,9 @@ def layer_specs(config: Any, vp_stage: int | None) -> Any:
     for spec in block.layer_specs:
         layer = spec.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
+        if mixers:
+            layer.self_attention = ModuleSpec(TransformersMixer, {"hf_config": hf_config})
+            continue
         attention = layer.self_attention.submodules
         attention.core_attention = CoreAttention
         if config.multi_latent_attention:
