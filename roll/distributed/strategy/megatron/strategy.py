@@ -403,4 +403,4 @@ class MegatronTrain(MegatronInfer, Trainer):
         head, dtype, kwargs = self.context.head, self._model_dtype, self.context.worker.model_args.model_config_kwargs
         with torch.device("meta"):
             model = make_skeleton(head, self.context.model_path, dtype=dtype, config_kwargs=kwargs)
-            save_config(model, folder, dtype, head)
+            save_config(model, folder, dtype, head, published=None if kwargs else self._source.config)
