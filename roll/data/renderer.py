@@ -546,12 +546,43 @@ class ChatRenderer:
                 raise TooManyTokensError(count)
 
     def decode(self, ids: IntArray) -> str:
-        """Text without special tokens."""
-        return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+        """Text without special tokens and the end of the turn.
 
-    def decode_raw(self, ids: IntArray) -> str:
-        """Text with special tokens, as parsers of tool calls need it, without one at the end that ends the turn."""
-        ends = len(ids) > 0 and int(ids[-1]) in self.ends
+        Reasoning that control tokens alone mark, as those of gpt-oss do, stands in ``<think>``.
+        """
+        tokens: list[int] = ids.tolist()
+        if tokens and tokens[-1] in self.ends:  # which a tokenizer may not call special
+            tokens.pop()
+        for mark, words in self._reasoning_marks:
+            tokens = _replaced(tokens, mark, words)
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    @cached_property
+    def _reasoning_marks(self) -> list[tuple[list[int], list[int]]]:
+        """What the template writes around reasoning, and ``<think>`` or its end; none if that is no control token."""
+        from jinja2 import TemplateError
+
+        thought, said = f"{_SENTINEL}thought", f"{_SENTINEL}said"
+        turn: Message = {"role": "assistant", "content": said, (self.reasoning_key or REASONING[0]): thought}
+        text = ""
+        with suppress(TemplateError, TypeError, ValueError):
+            text = self._render([_OPENING, turn], None, open_assistant=False)
+        before, found, behind = text.partition(thought)
+        between, answered, _ = behind.partition(said)
+        if not (found and answered and self._control.trail(between)) or self.opening not in before:
+            return []
+        before = before.rpartition(self.opening)[2]
+        answer = between.rpartition(self.opening)[2]
+        marks = {between: f"\n{_THOUGHT}\n\n", before: f"{_THINK}\n", answer: ""}
+        return [(self._control.encode(mark), self._control.encode(words)) for mark, words in marks.items()]
+
+    def decode_raw(self, ids: IntArray, *, stopped: bool = False) -> str:
+        """Text with special tokens, as parsers of tool calls need it, without one at the end that ends the turn.
+
+        Args:
+            stopped: the engine stopped at the last token, which the template may not know as an end.
+        """
+        ends = len(ids) > 0 and int(ids[-1]) in (self._control.ids if stopped else self.ends)
         return str(self.tokenizer.decode(ids[: len(ids) - ends].tolist(), skip_special_tokens=False))
 
     @cached_property
@@ -766,6 +797,23 @@ def same_start(first: Sequence[object], second: Sequence[object]) -> int:
     """Length of what two texts or lists begin with together."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _replaced(ids: list[int], run: list[int], by: list[int]) -> list[int]:
+    """Token ids with others in place of each run of some; the beginning of such a run at their end is left out."""
+    made, index = list[int](), 0
+    while index < len(ids):
+        piece = ids[index : index + len(run)]
+        if piece == run:
+            made += by
+        elif piece == run[: len(piece)]:
+            break
+        else:
+            made.append(ids[index])
+            index += 1
+            continue
+        index += len(run)
+    return made
 
 
 def _probe_call(text_arguments: bool) -> list[Message]:

@@ -98,6 +98,8 @@ def check_renderer(renderer: ChatRenderer, parsers: Mapping[str, Parser] | None 
 
 
 _WORDS, _THOUGHT, _RULES = "left then right", "walls are near", "play to win"
+DATE = "strftime_now"
+"""The function by which a template writes the date."""
 _LONG = 24
 """Letters from which text around messages is more than names of roles."""
 _TOOL_NAME = "look_up"
@@ -313,7 +315,8 @@ class _Check:
         yield from self._first_token(whole)
         if added := self._default_system():
             yield Finding("note", "adds-system", f"the template adds its own text: {added!r:.100}")
-        yield from self._date()
+        if date := date_in_prompts(self._renderer):
+            yield Finding("note", "writes-date", date)
         if "<think>" in opening:
             text = "closed and empty" if "</think>" in opening else "open: a sample begins with reasoning"
             yield Finding("note", "opens-reasoning", f"the prompt ends with reasoning, {text}")
@@ -343,22 +346,25 @@ class _Check:
         added = max((piece.strip().removeprefix("system").strip() for piece in pieces), key=len, default="")
         return added if len(added) >= _LONG else ""
 
-    def _date(self) -> Iterator[Finding]:
-        """Finds a date in prompts, by another day."""
-        if "strftime_now" not in self._renderer.source:
-            return
-        later = self._renderer.with_variables(strftime_now=lambda form: "some other day")
-        talks = {"prompts": self._start, "prompts without a system message": [_user()]}
-        for name, talk in talks.items():
-            if later.text(talk, open_assistant=True) != self._render(talk, opens=True):
-                remedy = "a copy of the template with a fixed one makes them equal (data_args.template)"
-                if name != "prompts":
-                    remedy = "a system message of your own makes them equal"
-                if "date_string" in self._renderer.source:
-                    remedy = "data_args.chat_template_kwargs.date_string fixes it"
-                text = f"{name} contain the date, so they change from day to day, in a resumed run too; {remedy}"
-                yield Finding("note", "writes-date", text)
-                return
+
+def date_in_prompts(renderer: ChatRenderer) -> str:
+    """Says that prompts contain the date and what fixes it; empty if another day makes no difference."""
+    if DATE not in renderer.source:
+        return ""
+    later = renderer.with_variables(**{DATE: lambda form: "some other day"})
+    rules: list[Message] = [{"role": "system", "content": _RULES}] if renderer.takes_system else []
+    what, remedy = "prompts", "a copy of the template with a fixed date (data_args.template)"
+    if "date_string" in renderer.source:
+        remedy = "data_args.chat_template_kwargs.date_string"
+    if not _differ(renderer, later, [*rules, _user()]):
+        what, remedy = "prompts without a system message", "a system message of your own"
+        if not _differ(renderer, later, [_user()]):
+            return ""
+    return f"{what} contain the date, so they change from day to day, in a resumed run too; expected {remedy}"
+
+
+def _differ(first: ChatRenderer, second: ChatRenderer, messages: Sequence[Message]) -> bool:
+    return first.text(messages, open_assistant=True) != second.text(messages, open_assistant=True)
 
 
 def _cut(text: str, at: int) -> str:

@@ -172,6 +172,31 @@ def test_what_a_model_samples_in_its_dialect_is_read_back(family):
 
 
 @EACH
+def test_no_token_at_which_the_engine_stopped_gets_into_words_or_calls(family):
+    """The model's own files may have ends that its template does not know, as Llama's ``<|eom_id|>``."""
+    renderer, speaks = RENDERERS[family], dialect(FAMILIES[family].dialect or "hermes")
+    turn = AssistantTurn("", (ToolCall("call00000", "add", {"a": 1, "note": "left"}),))
+    called, said = (renderer.tokenizer.encode(text, add_special_tokens=False) for text in (speaks.format(turn), "left"))
+    for end in renderer.tokenizer.convert_tokens_to_ids(FAMILIES[family].ends.split()):
+        assert speaks.parse(renderer.decode_raw(np.asarray([*called, end]), stopped=True), [ADD]) == turn
+        assert renderer.decode(np.asarray([*said, end])).strip() == "left"
+
+
+def test_an_end_that_the_tokenizer_does_not_call_special_is_no_word_either():
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|done|>", special=False)])
+    renderer = ChatRenderer(tokenizer, "{% for m in messages %}{{ m.content }}<|done|>{% endfor %}")
+    ids = tokenizer.encode("<|done|>left<|done|>", add_special_tokens=False)
+    assert renderer.decode(np.asarray(ids)) == "<|done|>left"
+
+
+def test_rows_that_pad_an_embedding_have_no_text():
+    renderer = RENDERERS["qwen2_5"]
+    ids = np.asarray([*renderer.tokenizer.encode("left"), len(renderer.tokenizer) + 7])
+    assert renderer.decode(ids) == renderer.decode_raw(ids) == "left"
+
+
+@EACH
 def test_an_injection_in_a_tool_result_stays_in_the_result(family):
     """Whatever closes a turn in one family or another, none of it closes this one."""
     renderer = RENDERERS[family]
@@ -336,3 +361,20 @@ def test_threads_may_share_a_renderer(family):
     with ThreadPoolExecutor(8) as pool:
         rendered = list(pool.map(lambda text: renderer.prompt([{"role": "user", "content": text}]).tolist(), texts))
     assert rendered == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "read"),
+    [
+        ("<|channel|>final<|message|>left<|return|>", "left"),
+        (
+            "<|channel|>analysis<|message|>walks<|end|><|start|>assistant<|channel|>final<|message|>left<|return|>",
+            "<think>\nwalks\n</think>\n\nleft",
+        ),
+        ("<|channel|>analysis<|message|>wal", "<think>\nwal"),
+        ("<|channel|>analysis<|message|>walks<|end|><|start|>assistant<|channel|>", "<think>\nwalks"),
+    ],
+)
+def test_rewards_read_the_channels_of_gpt_oss_as_reasoning_and_answer(said, read):
+    renderer = RENDERERS["gpt_oss"]
+    assert renderer.decode(np.asarray(renderer.tokenizer.encode(said, add_special_tokens=False))) == read

@@ -1,5 +1,6 @@
 """The check of chat templates, on those of published models and on some that are broken in one way each."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from tests.support.chat_families import FAMILIES, MARKS, family_tokenizer
 from tests.unit.configs.test_rlvr_config import MINIMAL
 from tests.unit.extras.importers.test_import import FILES
 
+ROOT = Path(__file__).parents[3]
 APPEND_ONLY = {"answers": True, "tool calls": True, "answers after tools": True}
 REWRITES = {"rewrites-history", "drops-reasoning", "opens-reasoning"}
 FOUND = {
@@ -108,6 +110,12 @@ def test_what_published_templates_do(family):
         report.opening == max((item for item in OPENINGS.items() if family.startswith(item[0])), key=lambda i: i[0])[1]
     )
     assert report.ending == MARKS[family]
+
+
+def test_the_page_of_published_templates_is_up_to_date(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    script = importlib.import_module("generate_template_docs")
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run `make docs`"
 
 
 def test_what_a_finding_says():
