@@ -268,6 +268,8 @@ class ModuleScorer(Scorer, Generic[W]):
             self._sequence_group = ulysses.make_group(args.ulysses_size, self._tensor_size)
         weights = self._place(scorer, compute)
         load_model(Path(path), weights, args.model_config_kwargs, trust_remote_code=args.trust_remote_code)
+        if self._trained and context.lora is None and self._source.exact:
+            hf_pieces(weights, self._model_dtype, self._source.exact)  # to be told before it is trained
         if context.lora is not None:
             start_adapter(weights, context.seed)
             if context.lora.start is not None:
