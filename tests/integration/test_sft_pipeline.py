@@ -31,6 +31,7 @@ def sft(offline: Offline) -> Sft:
     return offline("sft", row)
 
 
+@pytest.mark.slow  # as test_pipeline_resume.py, without environments
 @pytest.mark.timeout(600)
 def test_a_stopped_run_ends_where_an_undisturbed_one_does(sft, expected):
     whole, _ = stop_and_resume(sft, last_step=4, thoroughly=False)
