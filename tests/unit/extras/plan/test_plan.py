@@ -22,7 +22,7 @@ from roll.configs.shipped import SHIPPED
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.data.packing import computed_tokens, worth_sharing
-from roll.distributed.strategy.hf_infer.continuous_batching import SlotCache
+from roll.distributed.strategy.hf_infer.slot_cache import SlotCache
 from roll.extras.plan import command as planning
 from roll.extras.plan import probe
 from roll.extras.plan.devices import cpu_of, parse_devices
