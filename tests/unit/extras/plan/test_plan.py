@@ -158,12 +158,12 @@ def test_the_output_layer_is_cut_as_the_scorer_cuts_it():
 
 def test_the_cache_is_as_large_as_hf_infer_makes_it():
     shape = ModelShape.of(SIZES | {"model_type": "qwen2"})
-    cache = SlotCache(shape.layers)
+    cache = SlotCache(["full_attention"] * shape.layers)
     cache.reserve(37, 150)
-    cache.plan_prefill(0, None)
     states = torch.zeros(1, shape.kv_heads, 4, shape.head_size)
-    for layer in range(shape.layers):
-        cache.update(states, states, layer)
+    with cache.prefill(0, None):
+        for layer in range(shape.layers):
+            cache.update(states, states, layer)
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     role = replace(make_role(SIZES | {"model_type": "qwen2"}), name="actor_infer")
     memory = hf_generator_memory(role, Surroundings(0, Lengths(150, 8), max_running=37, requests=64))
