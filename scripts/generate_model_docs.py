@@ -71,6 +71,12 @@ model allows it. *Experts replayed*: `router_replay`. *Score head*: a reward mod
   `eager` for such a model, also as a reward model; `sdpa` is refused.
 - **`longrope`** (Phi-3 with 128k, Phi-4-mini): beyond `original_max_position_embeddings` the rotary frequencies of all
   rows of a micro-batch depend on its longest row, so that a larger `sequence_length` is refused.
+- **`megatron_train`**: windows, sinks, latent attention, sigmoid routing and YaRN are computed by Megatron-Core's own
+  modules, also on a GPU with TransformerEngine, and without `context_parallel_size`; experts with biases (gpt-oss) need
+  `expert_tensor_parallel_size: 1`. The gated delta nets of Qwen3-Next and Qwen3.5, and the attention between them, are
+  Transformers' own modules: without `tensor_model_parallel_size`. Rotary frequencies are those of the model's class in
+  Transformers. Phi's fused layers take no adapter. The bias that DeepSeek-V3 and GLM-4.5 choose experts by stays as it
+  is, as in the other trainers.
 - **Recurrent states** (Qwen3-Next, Qwen3.5, Granite 4, Falcon-H1, Nemotron-H): see *Packed* above;
   [strategies](strategies.md#models-whose-sequences-can-share-a-row) has all families that can be packed.
 """

@@ -46,6 +46,10 @@ class LeftOut:
             for key, is_text in sorted(_shape(message).keys):
                 if not is_text and key not in self._renderer.source:
                     yield f"the chat template ignores {key!r} of a message"
+        reads = self._renderer.reasoning_key
+        if reads and "</think>" not in self._renderer.source and any(_shape(message).inside for message in messages):
+            what = "<think>…</think> as words of an answer"
+            yield f"the chat template writes {what}, expected under the key {reads!r}"
         stand_ins, parts = _stand_ins(messages)
         told = [_TOOL] if tools else None
         with suppress(TemplateError, ValueError, TypeError):

@@ -102,6 +102,15 @@ class ControlText:
         """Index of the last control token of a rendered text, 0 if there is none."""
         return max((found.start() for found in self._control.finditer(text)), default=0)
 
+    def token_start(self, text: str, at: int) -> int:
+        """An index of a rendered text, moved to the start of the control token that it is inside of."""
+        inside = (found.start() for found in self._control.finditer(text) if found.start() < at < found.end())
+        return next(inside, at)
+
+    def between(self, text: str) -> list[str]:
+        """The pieces of a rendered text between its control tokens."""
+        return self._control.split(text)
+
     def lead(self, text: str) -> tuple[str, str] | None:
         """White space and the control token behind it that a rendered text begins with."""
         found = self._control.search(text)
@@ -497,9 +506,9 @@ class ChatRenderer:
 
     @cached_property
     def opening(self) -> str:
-        """Text that a prompt has beyond the conversation before it."""
+        """Text that a prompt has beyond the conversation before it, or in place of its end, as Phi-3's has."""
         closed, opened = (self.text([_OPENING], open_assistant=opens) for opens in (False, True))
-        return opened.removeprefix(closed) if opened.startswith(closed) else ""
+        return opened[self._control.token_start(opened, same_start(closed, opened)) :]
 
     def _id_of(self, token: str) -> int:
         index = self.tokenizer.convert_tokens_to_ids(token)
@@ -537,12 +546,43 @@ class ChatRenderer:
                 raise TooManyTokensError(count)
 
     def decode(self, ids: IntArray) -> str:
-        """Text without special tokens."""
-        return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+        """Text without special tokens and the end of the turn.
 
-    def decode_raw(self, ids: IntArray) -> str:
-        """Text with special tokens, as parsers of tool calls need it, without one at the end that ends the turn."""
-        ends = len(ids) > 0 and int(ids[-1]) in self.ends
+        Reasoning that control tokens alone mark, as those of gpt-oss do, stands in ``<think>``.
+        """
+        tokens: list[int] = ids.tolist()
+        if tokens and tokens[-1] in self.ends:  # which a tokenizer may not call special
+            tokens.pop()
+        for mark, words in self._reasoning_marks:
+            tokens = _replaced(tokens, mark, words)
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    @cached_property
+    def _reasoning_marks(self) -> list[tuple[list[int], list[int]]]:
+        """What the template writes around reasoning, and ``<think>`` or its end; none if that is no control token."""
+        from jinja2 import TemplateError
+
+        thought, said = f"{_SENTINEL}thought", f"{_SENTINEL}said"
+        turn: Message = {"role": "assistant", "content": said, (self.reasoning_key or REASONING[0]): thought}
+        text = ""
+        with suppress(TemplateError, TypeError, ValueError):
+            text = self._render([_OPENING, turn], None, open_assistant=False)
+        before, found, behind = text.partition(thought)
+        between, answered, _ = behind.partition(said)
+        if not (found and answered and self._control.trail(between)) or self.opening not in before:
+            return []
+        before = before.rpartition(self.opening)[2]
+        answer = between.rpartition(self.opening)[2]
+        marks = {between: f"\n{_THOUGHT}\n\n", before: f"{_THINK}\n", answer: ""}
+        return [(self._control.encode(mark), self._control.encode(words)) for mark, words in marks.items()]
+
+    def decode_raw(self, ids: IntArray, *, stopped: bool = False) -> str:
+        """Text with special tokens, as parsers of tool calls need it, without one at the end that ends the turn.
+
+        Args:
+            stopped: the engine stopped at the last token, which the template may not know as an end.
+        """
+        ends = len(ids) > 0 and int(ids[-1]) in (self._control.ids if stopped else self.ends)
         return str(self.tokenizer.decode(ids[: len(ids) - ends].tolist(), skip_special_tokens=False))
 
     @cached_property
@@ -585,6 +625,14 @@ class ChatRenderer:
             conversation, tools = self._with_tools(messages, tools)
         return self._render(conversation, tools, open_assistant=open_assistant)
 
+    def between_tokens(self, text: str) -> list[str]:
+        """The pieces of a text of ``text`` between control tokens."""
+        return self._control.between(text)
+
+    def with_variables(self, **variables: Any) -> ChatRenderer:
+        """The same with more variables of the template."""
+        return ChatRenderer(self.tokenizer, ChatTemplate(self.source, {**self._variables, **variables}))
+
     def within(self, text: str) -> str:
         """A text as ``text`` has it within a message."""
         hidden: str = self._control.hide(text)
@@ -612,7 +660,8 @@ class ChatRenderer:
         """Messages and tools in the form that the template takes."""
         calls = any(message.get("tool_calls") for message in messages)
         text_arguments = calls and self._joins_arguments
-        plain = tidy(messages, text_arguments=False, reasoning=self._reasoning, developer=self._knows_developer)
+        reasoning = self.reasoning_key or REASONING[0]
+        plain = tidy(messages, text_arguments=False, reasoning=reasoning, developer=self._knows_developer)
         if not (self.writes_tools if tools else not calls or self.writes_calls):
             return without_tools(plain, tools, takes_system=self.takes_system), None
         if calls and not self.writes_calls:
@@ -620,13 +669,13 @@ class ChatRenderer:
         return tidy(plain, text_arguments=True) if text_arguments else plain, tools
 
     @cached_property
-    def _reasoning(self) -> str:
-        """The key under which the template reads an assistant's reasoning."""
+    def reasoning_key(self) -> str | None:
+        """The key under which the template reads an assistant's reasoning; ``None`` if it has no such key."""
         said: Message = {"role": "assistant", "content": "-"}
         found = (
             key for key in REASONING if _PROBE in (self._try([_OPENING, {**said, key: _PROBE}], opens=False) or "")
         )
-        return next(found, REASONING[0])
+        return next(found, None)
 
     @cached_property
     def _knows_developer(self) -> bool:
@@ -748,6 +797,23 @@ def same_start(first: Sequence[object], second: Sequence[object]) -> int:
     """Length of what two texts or lists begin with together."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _replaced(ids: list[int], run: list[int], by: list[int]) -> list[int]:
+    """Token ids with others in place of each run of some; the beginning of such a run at their end is left out."""
+    made, index = list[int](), 0
+    while index < len(ids):
+        piece = ids[index : index + len(run)]
+        if piece == run:
+            made += by
+        elif piece == run[: len(piece)]:
+            break
+        else:
+            made.append(ids[index])
+            index += 1
+            continue
+        index += len(run)
+    return made
 
 
 def _probe_call(text_arguments: bool) -> list[Message]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -99,6 +98,8 @@ def check_renderer(renderer: ChatRenderer, parsers: Mapping[str, Parser] | None 
 
 
 _WORDS, _THOUGHT, _RULES = "left then right", "walls are near", "play to win"
+DATE = "strftime_now"
+"""The function by which a template writes the date."""
 _LONG = 24
 """Letters from which text around messages is more than names of roles."""
 _TOOL_NAME = "look_up"
@@ -149,7 +150,7 @@ class _Check:
 
     def report(self) -> TemplateReport:
         try:
-            opening = self._opening()
+            opening = self._renderer.opening
             self._render([*self._start, _says()])
         except Exception as error:  # whatever a template's code raises
             raise ValueError(f"the chat template cannot render a question and its answer: {_first(error)}") from error
@@ -168,10 +169,6 @@ class _Check:
             return self._render(messages, tools, opens=opens)
         assert fault.error is not None, "else it has returned"
         return fault.error
-
-    def _opening(self) -> str:
-        closed, opened = (self._render(self._start, opens=opens) for opens in (False, True))
-        return opened.removeprefix(closed) if opened.startswith(closed) else opened[same_start(closed, opened) :]
 
     def _ending(self) -> tuple[str, list[Finding]]:
         """The token that ends a turn."""
@@ -282,10 +279,9 @@ class _Check:
         elif self._lacks(_RULES, [*start, _says(), *more]) or self._lacks(_RULES, [*start, _calls(), *_results()]):
             yield Finding("problem", "drops-system", "the system message is dropped after the assistant's first turn")
         inside = f"<think>\n{_THOUGHT}\n</think>\n\n{_WORDS}"
-        beside = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}
-        reads = any(key in self._renderer.source for key in beside)
+        key = self._renderer.reasoning_key
         if self._lacks(_THOUGHT, [*start, _says(inside), *more]) or (
-            reads and self._lacks(_THOUGHT, [*start, {**_says(), **beside}, *more])
+            key is not None and self._lacks(_THOUGHT, [*start, {**_says(), key: _THOUGHT}, *more])
         ):
             text = "the reasoning of earlier turns is dropped: sampled tokens keep it, a rendered history does not"
             yield Finding("problem", "drops-reasoning", text)
@@ -317,10 +313,10 @@ class _Check:
         """Checks what the template writes beside messages."""
         whole = self._render([*self._start, _says(), _user("and then?")], opens=True)
         yield from self._first_token(whole)
-        for text in self._added():
-            yield Finding("note", "adds-system", f"the template adds its own text: {text!r:.100}")
-        if "strftime_now" in self._renderer.source:
-            yield Finding("note", "writes-date", "prompts contain the date, so they change from day to day")
+        if added := self._default_system():
+            yield Finding("note", "adds-system", f"the template adds its own text: {added!r:.100}")
+        if date := date_in_prompts(self._renderer):
+            yield Finding("note", "writes-date", date)
         if "<think>" in opening:
             text = "closed and empty" if "</think>" in opening else "open: a sample begins with reasoning"
             yield Finding("note", "opens-reasoning", f"the prompt ends with reasoning, {text}")
@@ -343,12 +339,32 @@ class _Check:
             text = f"a conversation begins without {bos}, which the tokenizer writes before a text"
             yield Finding("note", "no-bos", text)
 
-    def _added(self) -> Iterator[str]:
-        """Long texts before the user's words that are nobody's, without a system message."""
+    def _default_system(self) -> str:
+        """The longest text before the user's words that is nobody's, without a system message; mostly empty."""
         head, found, _ = self._render([_user("wherever")]).partition("wherever")
-        tokens = sorted(map(str, self._tokenizer.get_added_vocab()), key=len, reverse=True)
-        parts = re.split("|".join(map(re.escape, tokens)), head) if tokens else [head]
-        yield from (part.strip() for part in parts if found and len(part.strip()) >= _LONG)
+        pieces = self._renderer.between_tokens(head) if found else []
+        added = max((piece.strip().removeprefix("system").strip() for piece in pieces), key=len, default="")
+        return added if len(added) >= _LONG else ""
+
+
+def date_in_prompts(renderer: ChatRenderer) -> str:
+    """Says that prompts contain the date and what fixes it; empty if another day makes no difference."""
+    if DATE not in renderer.source:
+        return ""
+    later = renderer.with_variables(**{DATE: lambda form: "some other day"})
+    rules: list[Message] = [{"role": "system", "content": _RULES}] if renderer.takes_system else []
+    what, remedy = "prompts", "a copy of the template with a fixed date (data_args.template)"
+    if "date_string" in renderer.source:
+        remedy = "data_args.chat_template_kwargs.date_string"
+    if not _differ(renderer, later, [*rules, _user()]):
+        what, remedy = "prompts without a system message", "a system message of your own"
+        if not _differ(renderer, later, [_user()]):
+            return ""
+    return f"{what} contain the date, so they change from day to day, in a resumed run too; expected {remedy}"
+
+
+def _differ(first: ChatRenderer, second: ChatRenderer, messages: Sequence[Message]) -> bool:
+    return first.text(messages, open_assistant=True) != second.text(messages, open_assistant=True)
 
 
 def _cut(text: str, at: int) -> str:

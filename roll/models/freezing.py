@@ -60,6 +60,20 @@ def freeze(model: PreTrainedModel, prefixes: Sequence[str], *, head: bool = Fals
             parameter.requires_grad_(False)
 
 
+def freeze_towers(model: PreTrainedModel) -> None:
+    """Makes what is no part of the language model need no gradient, such as a vision tower.
+
+    Text gives it none, but weight decay would change it.
+    """
+    if model.config.get_text_config() is model.config:
+        return
+    text = [model.get_decoder(), model.get_output_embeddings()]
+    own = {id(parameter) for part in text if part is not None for parameter in part.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in own:
+            parameter.requires_grad_(False)
+
+
 def whole_name(model: PreTrainedModel, name: str) -> str:
     """A parameter's name in the model with its output layer, of which this may be the trunk."""
     return f"{model.base_model_prefix}.{name}" if model.base_model is model else name

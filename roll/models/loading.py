@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import shutil
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from roll.models.low_precision import LowPrecision, scheme_of
 from roll.models.tokenizer import TOKENIZER_FILES, asking_for_trust, locate_model, special_ids_beyond
 from roll.models.weight_files import FolderFit, adopt_names, check_folder, tensor_names
 from roll.utils.foreign import describe_error
@@ -29,6 +31,15 @@ Head = Literal["lm", "value", "score"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 GENERATION_FILE = "generation_config.json"
+COMPANIONS = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "image_processor_config.json",
+    "LICENSE*",
+    "NOTICE*",
+)
+"""What a published model has beside its weights, configuration and tokenizer, and is made from as it is."""
 
 
 class UnmadeModelError(ValueError):
@@ -38,8 +49,9 @@ class UnmadeModelError(ValueError):
 def resolve_dtype(name: str | None, config: PreTrainedConfig | None = None) -> torch.dtype:
     """``fp32``, ``bf16``, ``fp16`` or a torch name; ``None`` takes the model configuration's, else float32."""
     if name is None:
-        stated = getattr(config, "dtype", None)
-        return stated if isinstance(stated, torch.dtype) else torch.float32
+        parts = () if config is None else (config, config.get_text_config())
+        stated: list[Any] = [getattr(part, "dtype", None) for part in parts]
+        return next((one for one in stated if isinstance(one, torch.dtype)), torch.float32)
     dtype = DTYPES.get(name) or getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"model_args.dtype: {name!r}, expected one of {', '.join(DTYPES)}")
@@ -74,6 +86,9 @@ def load_config(
             )
     except StrictDataclassError as error:
         raise ValueError(f"model path {path!r}: config.json: {' '.join(str(error).split())}") from error
+    stated = getattr(config, "quantization_config", None)
+    if scheme_of({"quantization_config": stated}) is not None:
+        del config.quantization_config  # its files are read as plain weights
     for key, value in (config_kwargs or {}).items():
         if not hasattr(config, key):
             raise ValueError(f"model_config_kwargs.{key}: {type(config).__name__} has no such entry")
@@ -111,13 +126,17 @@ def load_causal_lm(
         disable_progress_bar()  # in a log it is lines that overwrite nothing
     path, local = locate_model(path)
     config = load_config(path, config_kwargs, trust_remote_code=trust_remote_code)
-    kind = AutoModel if trunk else AutoModelForCausalLM
+    kind: Any = AutoModel if trunk else AutoModelForCausalLM
     kernel = attention_kernel(config, attn_implementation)
-    options = {} if kernel is None else {"attn_implementation": kernel}
-    fit_folder("value" if trunk else "lm", path, config, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {} if kernel is None else {"attn_implementation": kernel}
+    fit = fit_folder("value" if trunk else "lm", path, config, trust_remote_code=trust_remote_code)
+    source: str | None = path
+    if fit.files.scheme is not None:
+        kind, source = type(fit.model), None
+        options["state_dict"] = {name: fit.files.read(name) for name in fit.files.names}
     try:
         loaded: Any = kind.from_pretrained(
-            path,
+            source,
             config=config,
             dtype=dtype or resolve_dtype(None, config),
             use_safetensors=True,
@@ -240,7 +259,16 @@ def fit_folder(
         model = outline(head, config, trust_remote_code=trust_remote_code)
     except UnmadeModelError as error:
         raise ValueError(f"model path {path!r}: {error}") from error
-    return check_folder(model, config, path, sampled=sampled)
+    fit = check_folder(model, config, path, sampled=sampled)
+    if fit.files.packed and not sampled:
+        _say_what_is_read(path, len(fit.files.packed), fit.files.scheme)
+    return fit
+
+
+@functools.cache
+def _say_what_is_read(path: str, count: int, scheme: LowPrecision) -> None:
+    words = "%s: %d weights in %s are read as %s; models that are saved have them so, without quantization_config"
+    logger.info(words, path, count, scheme.method, scheme.dtype.lower())
 
 
 def outline(head: Head, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -253,7 +281,8 @@ def quantised(config: PreTrainedConfig) -> str:
     """Says why weights that are stored quantised are not read."""
     stated = config.quantization_config
     method = stated.get("quant_method") if isinstance(stated, dict) else getattr(stated, "quant_method", None)
-    return f"quantization_config in its config.json ({method}), expected a model in bf16, fp16 or fp32"
+    expected = "a model in bf16, fp16 or fp32, in fp8 with weight_block_size, or in mxfp4"
+    return f"quantization_config in its config.json ({method}), expected {expected}"
 
 
 def _without_values(
@@ -296,6 +325,7 @@ def save_config(
     dtype: torch.dtype,
     head: Head = "lm",
     whole: PreTrainedConfig | None = None,
+    published: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes what belongs beside the weights: ``config.json`` (naming ``dtype``) and ``generation_config.json``.
 
@@ -303,6 +333,7 @@ def save_config(
 
     Args:
         whole: the configuration of the folder that the model is from, which may have more parts than this.
+        published: what its ``config.json`` says, which a language model then says too, but for the number format.
 
     Raises:
         ValueError: Transformers has no such classifier.
@@ -316,10 +347,24 @@ def save_config(
     content["architectures"] = architectures
     if head == "score":
         content |= classifier_entries(model.config.model_type)
-    content["dtype"] = str(dtype).removeprefix("torch.")
+    if head == "lm" and published:
+        content = json.loads(json.dumps(published))
+    state_format(content, dtype)
     file.write_text(json.dumps(content, indent=2) + "\n")
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(path)
+
+
+def state_format(content: dict[str, Any], dtype: torch.dtype) -> None:
+    """Makes the content of a ``config.json`` that of plain weights in a number format, unless it is."""
+    name, text = str(dtype).removeprefix("torch."), content.get("text_config", {})
+    content.pop("quantization_config", None)
+    if any(part.get(key) not in (None, name) for part in (content, text) for key in ("dtype", "torch_dtype")):
+        for part in (content, text):
+            part.pop("torch_dtype", None)  # its name of old
+            part.pop("dtype", None)
+    if not any(part.get(key) for part in (content, text) for key in ("dtype", "torch_dtype")):
+        content["dtype"] = name
 
 
 def classifier_entries(model_type: str) -> dict[str, Any]:
@@ -339,23 +384,31 @@ def classifier_entries(model_type: str) -> dict[str, Any]:
 def copy_companions(source: str, target: Path, tokenizer: str | None = None) -> None:
     """Copies what stands beside the weights of a model folder into one that is made from it.
 
-    Tokenizer files, the Python files of a model that has code of its own, and ``generation_config.json`` in place of
-    the one that ``save_config`` wrote: a model with unset weights knows its configuration alone, not which other tokens
-    end a completion.
+    Tokenizer and processor files, licences, the Python files of a model that has code of its own, and
+    ``generation_config.json`` in place of the one that ``save_config`` wrote: a model with unset weights knows its
+    configuration alone, not which other tokens end a completion.
 
     Args:
         source: the model folder, or a hub name, whose files are those of the hub's cache.
         tokenizer: the same of the tokenizer, if it is not the model's.
     """
-    defaults = [GENERATION_FILE] if (target / GENERATION_FILE).is_file() else []
-    for name, patterns in ((tokenizer or source, TOKENIZER_FILES), (source, defaults)):
-        folder = _folder_of(name)
-        if not folder.is_dir() or folder.resolve() == target.resolve():
-            continue
-        for file in (file for pattern in patterns for file in folder.glob(pattern)):
-            if file.is_file():
-                shutil.copy2(file, target / file.name)
+    beside = [file for file in (GENERATION_FILE,) if (target / file).is_file()]
+    beside += COMPANIONS if (target / "config.json").is_file() else ()
+    for name, patterns in ((tokenizer or source, TOKENIZER_FILES), (source, beside)):
+        copy_files(_folder_of(name), patterns, target)
     copy_own_code(_folder_of(source), target)
+
+
+def copy_files(folder: Path, patterns: Iterable[str], target: Path) -> int:
+    """Copies what matches patterns from a folder, if it is there and another; returns how many files."""
+    if not folder.is_dir() or folder.resolve() == target.resolve():
+        return 0
+    files = [file for pattern in patterns for file in folder.glob(pattern) if file.is_file()]
+    for file in files:
+        place = target / file.relative_to(folder)
+        place.parent.mkdir(exist_ok=True)
+        shutil.copy2(file, place)
+    return len(files)
 
 
 def _folder_of(name: str) -> Path:
@@ -370,7 +423,7 @@ def _folder_of(name: str) -> Path:
 
     for cached in (True, False):
         with contextlib.suppress(OSError, ValueError):  # not there, or out of reach
-            wanted = [*TOKENIZER_FILES, GENERATION_FILE, "*.py"]
+            wanted = [*TOKENIZER_FILES, *COMPANIONS, GENERATION_FILE, "*.py"]
             folder = Path(snapshot_download(path, allow_patterns=wanted, local_files_only=cached))
             if any(folder.glob(TOKENIZER_FILES[0])):
                 return folder

@@ -2,8 +2,9 @@
 
 ``packing.json``, made by ``scripts/generate_packing.py``, lists the families whose sequences stay separate in a row:
 for each the values, as far as they were measured, of those entries of its configuration that say how tokens see each
-other (kinds of layers, positions, windows). Everything else is refused: a layer with a memory, or with positions of its
-own, runs on from one sequence into the next without an error.
+other (kinds of layers, positions, windows). ``positions: false`` marks those that need a plan of attention, because
+they do not hand positions to what makes their masks. Everything else is refused: a layer with a memory, or with
+positions of its own, runs on from one sequence into the next without an error.
 
 ``families.json``, made by ``scripts/generate_model_docs.py``, has the figures of ``tests/parity/test_families.py`` by
 engine. A run with a family that it lacks starts with a warning.
@@ -41,12 +42,13 @@ def _measured() -> dict[str, Any]:
     return found
 
 
-def packing_problem(config: PreTrainedConfig, *, own_code: bool = False) -> str:
+def packing_problem(config: PreTrainedConfig, *, own_code: bool = False, kernel: str | None = None) -> str:
     """Why sequences of this model may not stand in one row, in words that follow its name; empty if they may.
 
     Args:
         config: of the whole model, not of its text part alone.
         own_code: the model is computed by Python files that come with it.
+        kernel: of attention; ``None``: the loaded model's.
     """
     if own_code:
         return "has its own code, which was not measured"
@@ -54,6 +56,9 @@ def packing_problem(config: PreTrainedConfig, *, own_code: bool = False) -> str:
     if (known := measured["families"].get(family)) is None:
         seen = measured["others"].get(family)
         return "has not been measured" if seen is None else seen
+    kernel = kernel or getattr(config.get_text_config(), "_attn_implementation", None)
+    if known.get("positions") is False and kernel in ("fa2", "flash_attention_2"):
+        return "keeps the sequences of a row apart with attn_implementation sdpa and eager alone, not with fa2"
     values = config.get_text_config().to_dict()
     for name, allowed in known["values"].items():
         if strange := [kind for kind in kinds(values.get(name)) if kind not in allowed]:

@@ -1,6 +1,7 @@
 """Packed rows in the layers that look along a row: attention by a plan, and states that start afresh.
 
-Attention is registered in Transformers' table of attention functions. Without a plan it is Transformers' ``sdpa``. A
+Attention is registered in Transformers' table of attention functions. Without a plan it is Transformers' ``sdpa``, or
+for a model that ``sdpa`` cannot compute (sinks, caps of scores) the ``eager`` function of the model's own code. A
 packed row's sequences are attended to one by one, or on a GPU in 16 bits by one call of PyTorch's kernel for sequences
 of any length: nothing can leak, and the work is that of the sequences, where one dense call with a mask is quadratic in
 the row. With an ``AttentionPlan``, queries, keys and values of the row are gathered into the plan's blocks, each block
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +30,16 @@ if TYPE_CHECKING:
 
 
 NAME = "roll_planned"
-LAYER_KINDS = {"full_attention", "sliding_attention"}
+EAGER = "roll_planned_eager"
+LAYER_KINDS = {"full_attention", "sliding_attention", "linear_attention"}
+"""The last one runs on one sequence after another (``StateLayers``), or the family has been measured to be wrong."""
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 MAX_VARLEN_HEAD = 256
 """Largest head that PyTorch's ``varlen_attn`` takes (FlashAttention 2)."""
 
 
 def enable(model: PreTrainedModel) -> bool:
-    """Lets a model take the plan of a packed row, where its attention is ``sdpa`` and ``takes_arguments``.
+    """Lets a model take the plan of a packed row, where its attention is in the table and ``takes_arguments``.
 
     Returns:
         Whether it does now. The model is unchanged otherwise.
@@ -45,18 +49,20 @@ def enable(model: PreTrainedModel) -> bool:
 
     config = model.config.get_text_config()
     kernel = getattr(config, "_attn_implementation", None) or ""
-    if kernel.endswith(NAME):
+    if kernel.endswith((NAME, EAGER)):
         return True
-    if kernel != "sdpa" or not takes_arguments(model):
+    own = hasattr(sys.modules[type(model).__module__], "eager_attention_forward")
+    if not (kernel == "sdpa" or (kernel == "eager" and own)) or not takes_arguments(model):
         return False
-    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    config._attn_implementation = NAME
+    name, function = (NAME, _attention) if kernel == "sdpa" else (EAGER, _eager_attention)
+    ALL_ATTENTION_FUNCTIONS.register(name, function)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[kernel])
+    config._attn_implementation = name
     return True
 
 
 def enable_sharing(model: PreTrainedModel) -> bool:
-    """As ``enable``, for rows that share prompts too: all layers must have full attention, and nothing beside it."""
+    """As ``enable``, for rows that share prompts too: all layers must have full attention by ``sdpa`` alone."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if (
@@ -64,6 +70,7 @@ def enable_sharing(model: PreTrainedModel) -> bool:
         or (getattr(config, "sliding_window", None) is not None and not hasattr(config, "layer_types"))
         or getattr(config, "attn_logit_softcapping", None) is not None
         or find_state_layers(model)
+        or not (getattr(config, "_attn_implementation", None) or "").endswith(("sdpa", NAME))
     ):
         return False
     return enable(model)
@@ -77,7 +84,6 @@ def takes_arguments(model: PreTrainedModel) -> bool:
     layers = {type(module) for module in model.modules() if type(module).__name__ in names}
     return (
         bool(getattr(model, "_supports_attention_backend", False))
-        and not getattr(model, "_is_stateful", False)
         and kinds <= LAYER_KINDS
         and all(_takes_any(kind) for kind in (type(model.base_model), *layers))
     )
@@ -107,10 +113,43 @@ def _attention(
 
     if attention_plan is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    if isinstance(attention_plan, PackedSequences):
-        attend = _in_one_call if _takes_one_call(query, value) else _by_sequence
-        return attend(module, query, key, value, attention_plan, kwargs), None
-    return _by_block(module, query, key, value, attention_plan, kwargs), None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        found: Tensor = sdpa_attention_forward(module, q, k, v, visible, **kwargs)[0]
+        return found
+
+    if not isinstance(attention_plan, PackedSequences):
+        return _by_block(query, key, value, attention_plan, attend), None
+    if _takes_one_call(query, value):
+        return _in_one_call(query, key, value, attention_plan, kwargs), None
+    return _by_sequence(query, key, value, attention_plan, kwargs.get("sliding_window"), attend), None
+
+
+def _eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    attention_plan: PackedSequences | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """As ``_attention``, by the function of the model's own code; a mask is added to the scores."""
+    attend = sys.modules[type(module).__module__].eager_attention_forward
+    if attention_plan is None:
+        result: tuple[Tensor, Tensor | None] = attend(module, query, key, value, attention_mask, **kwargs)
+        return result
+
+    def attend_alone(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        if visible is None:
+            visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+        hidden = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill(
+            ~visible, torch.finfo(q.dtype).min
+        )
+        found: Tensor = attend(module, q, k, v, hidden, **kwargs)[0]
+        return found
+
+    return _by_sequence(query, key, value, attention_plan, kwargs.get("sliding_window"), attend_alone), None
 
 
 def _takes_one_call(query: Tensor, value: Tensor) -> bool:
@@ -124,9 +163,7 @@ def _takes_one_call(query: Tensor, value: Tensor) -> bool:
     )
 
 
-def _in_one_call(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences, kwargs: dict[str, Any]
-) -> Tensor:
+def _in_one_call(query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences, kwargs: dict[str, Any]) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     window = kwargs.get("sliding_window")
@@ -145,29 +182,31 @@ def _in_one_call(
 
 
 def _by_sequence(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences, kwargs: dict[str, Any]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: PackedSequences,
+    window: int | None,
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
 ) -> Tensor:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    window = kwargs.get("sliding_window")
+    """
+    Args:
+        attend: attention of one sequence; the mask (``None``: causal) is bool [1, 1, tokens, tokens].
+    """
     results = []
     for q, k, v in zip(*(states.split(plan.lengths, dim=2) for states in (query, key, value)), strict=True):
-        mask = plan.window_mask(q.shape[2], window, q.device)
-        results.append(sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0])
+        results.append(attend(q, k, v, plan.window_mask(q.shape[2], window, q.device)))
     return torch.cat(results, dim=1)
 
 
 def _by_block(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, kwargs: dict[str, Any]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: AttentionPlan,
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
 ) -> Tensor:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     assert query.shape[0] == 1, "a planned row is alone"
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-        found: Tensor = sdpa_attention_forward(module, q, k, v, visible, **kwargs)[0]
-        return found
-
     query_NHD, key_NGD, value_NGD = (states[0].transpose(0, 1) for states in (query, key, value))
     return attend_by_block(query_NHD, key_NGD, value_NGD, plan, attend)[None]
 

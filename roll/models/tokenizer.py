@@ -22,6 +22,10 @@ TOKENIZER_FILES = (
     "vocab.*",
     "merges.txt",
     "chat_template*",
+    "additional_chat_templates/*",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
 )
 
 

@@ -318,7 +318,8 @@ def _check(model: PreTrainedModel, size: int, tensor_size: int) -> None:
     if kernel not in ("sdpa", FLASH, planned_attention.NAME):
         raise ValueError(f"model_args.ulysses_size: attn_implementation is {kernel!r}, expected sdpa or fa2")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if not planned_attention.takes_arguments(model):
+    states = "linear_attention" in kinds or planned_attention.find_state_layers(model)
+    if states or not planned_attention.takes_arguments(model):
         raise ValueError(
             f"model_args.ulysses_size: {name} has layers of the kinds {', '.join(sorted(kinds))}; expected a decoder "
             "with full or sliding attention through Transformers' attention interface"

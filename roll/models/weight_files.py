@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.models.adapter_files import ADAPTER_CONFIG
+from roll.models.low_precision import scheme_in
 from roll.models.tokenizer import local_folder, locate_model, model_folder
 
 if TYPE_CHECKING:
@@ -49,37 +52,60 @@ class WeightFiles:
         """On this machine."""
         self._opened: dict[str, Any] = {}
         self._file_of = self._find()
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._file_of.keys()
+        self.scheme = scheme_in(self.folder)
+        """How what is in few bits is stored; it is read as plain tensors."""
+        self.packed = {} if self.scheme is None else self.scheme.packed(self._file_of)
+        self.names: Collection[str] = (
+            self._file_of.keys() if self.scheme is None else dict.fromkeys(self.scheme.names(self._file_of))
+        )
 
     @property
     def files(self) -> list[Path]:
         return [self.folder / file for file in self._opened]
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor on the CPU, in the number format of the file.
+        """A whole tensor on the CPU, in the number format of ``form``.
 
         Raises:
             ValueError: no tensor of that name.
         """
         # A model saved without its output layer has names without this prefix.
-        file_name = next((n for n in (name, name.removeprefix("model.")) if n in self._file_of), None)
+        file_name = next((n for n in (name, name.removeprefix("model.")) if n in self.names), None)
         if file_name is None:
             raise ValueError(f"{self.folder}: no weight {name!r} in its safetensors files")
-        tensor: Tensor = self._opened[self._file_of[file_name]].get_tensor(file_name)
+        if self.scheme is not None and (parts := self.packed.get(file_name)):
+            return self.scheme.read(file_name, self._stored(parts.values), self._stored(parts.scales))
+        return self._stored(file_name)
+
+    def _stored(self, name: str) -> Tensor:
+        tensor: Tensor = self._opened[self._file_of[name]].get_tensor(name)
         return tensor
 
     def form(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and number format, as the header names it (``BF16``)."""
+        """Shape and number format, as a header names it (``BF16``)."""
+        if self.scheme is not None and (parts := self.packed.get(name)):
+            values = self._opened[self._file_of[parts.values]].get_slice(parts.values)
+            return self.scheme.shape(tuple(values.get_shape())), self.scheme.dtype
         part = self._opened[self._file_of[name]].get_slice(name)
         return tuple(part.get_shape()), part.get_dtype()
+
+    @cached_property
+    def exact(self) -> frozenset[str]:
+        """Names of the tensors in float32 where most weights have 16 bits, such as a router's bias."""
+        forms = {name: self.form(name) for name in self.names}
+        sizes = Counter[str]()
+        for shape, kind in forms.values():
+            sizes[kind] += math.prod(shape)
+        if not sizes or sizes.most_common(1)[0][0] not in ("BF16", "F16"):
+            return frozenset()
+        return frozenset(name for name, (_, kind) in forms.items() if kind == "F32")
 
     def same(self, one: str, other: str, *, sampled: bool) -> bool:
         """Tells whether two tensors have the same values; ``sampled``: in some of their rows."""
         if self.form(one) != self.form(other):
             return False
+        if one in self.packed or other in self.packed:
+            return bool((self.read(one) == self.read(other)).all())
         parts = [self._opened[self._file_of[name]].get_slice(name) for name in (one, other)]
         rows = self.form(one)[0][0]
         step = max(1, rows // _SAMPLED_ROWS if sampled else 4096)
@@ -146,7 +172,8 @@ def tensor_names(path: str) -> Sequence[str] | None:
         except (OSError, ValueError):
             return None
     if (folder / INDEX).is_file():
-        return list(_read_index(folder / INDEX))
+        found, scheme = list(_read_index(folder / INDEX)), scheme_in(folder)
+        return found if scheme is None else scheme.names(found)
     if not (folder / SINGLE).is_file():
         return None
     with contextlib.suppress(ValueError):  # said by those who read it

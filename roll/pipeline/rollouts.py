@@ -7,16 +7,18 @@ import logging
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
+from roll.configs.pipeline import TINY
 from roll.configs.rewards import RewardFilterConfig
 from roll.configs.rl import RLConfig
 from roll.data.requests import FinishReason
 from roll.distributed.strategy.base import Metrics
+from roll.models.tokenizer import policy_tokenizer
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.rollout.admission import Admission
 from roll.rollout.metrics import mean, rollout_metrics, sampled_tokens, spread_metrics
@@ -181,7 +183,10 @@ class StepRollouts:
         self.sampled_tokens = sampled_tokens(finished)
         short = len(collected.groups) < config.groups_per_step
         compares = not config.filters_groups and config.estimator.compares
-        for kind, text in remarks_on(step, collected, config.groups_per_step, rules.most_tokens, compares=compares):
+        remarks = remarks_on(
+            step, collected, config.groups_per_step, rules.most_tokens, compares=compares, num_ids=self._num_ids
+        )
+        for kind, text in remarks:
             self._remarks.make(kind, text)
         looks_learned = (
             short
@@ -192,6 +197,16 @@ class StepRollouts:
         if looks_learned:
             self._seems = f"{rules.attained(finished):.1%} attained in all that step {step} sampled"
         return looks_learned
+
+    @cached_property
+    def _num_ids(self) -> int | None:
+        """See ``remarks_on``; ``None`` for the tiny model, whose embedding has no other rows."""
+        config = self._config
+        if config.pretrain == TINY:
+            return None
+        trusts = config.trusts("actor_train")
+        tokenizer = policy_tokenizer(config.pretrain, config.tokenizer_path, trust_remote_code=trusts)
+        return max(tokenizer.get_vocab().values()) + 1
 
     def confirm(self, step: int, found: float | None) -> str | None:
         """Why the run is over, where held-out episodes attain the share ``learned_share`` too.
@@ -324,7 +339,13 @@ class Remarks:
 
 
 def remarks_on(
-    step: int, collected: Collected, num_groups: int, most_tokens: Callable[[str], int], *, compares: bool
+    step: int,
+    collected: Collected,
+    num_groups: int,
+    most_tokens: Callable[[str], int],
+    *,
+    compares: bool,
+    num_ids: int | None = None,
 ) -> Iterator[tuple[str, str]]:
     """What the user should know of a step's rollouts, a line each, by its kind.
 
@@ -332,6 +353,7 @@ def remarks_on(
         num_groups: groups of a full batch.
         most_tokens: of an answer, by tag.
         compares: only differences of scores within a group count, and groups without any are not replaced.
+        num_ids: ids of the tokenizer; a model may have more rows, to fill up its embedding.
     """
     finished = [*collected.groups, *collected.rejected]
     found = spread_metrics(finished, "of")
@@ -351,6 +373,14 @@ def remarks_on(
             "cut",
             f"step {step}: {share:.0%} of the responses are cut at {place} (rollout/cut_off): "
             "raise it, or ask for less",
+        )
+
+    ids = [turn.completion.token_ids for group in finished for each in group.trajectories for turn in each.turns]
+    if num_ids is not None and (beyond := [int(index) for each in ids for index in each[each >= num_ids]]):
+        yield (
+            "beyond",
+            f"step {step}: {len(beyond)} sampled tokens, such as {beyond[0]}, have ids that the tokenizer lacks (its "
+            f"last is {num_ids - 1}): they are rows that pad the model's embedding, and texts do not show them",
         )
 
 

@@ -25,6 +25,7 @@ from roll.models.adapter_files import (
     read_adapter_config,
     unusual_entry,
 )
+from roll.models.low_precision import scheme_in
 from roll.models.measured import is_proved
 from roll.models.tiny import MAX_POSITIONS
 from roll.models.tokenizer import (
@@ -138,6 +139,18 @@ def untried_models(config: PipelineConfig) -> list[str]:
     return [f"no test has compared these with plain Transformers: {'; '.join(pairs)}; {advice}"]
 
 
+def quantised_generators(config: PipelineConfig) -> list[str]:
+    """A warning for every generator that computes with weights in fewer bits than the trainer's."""
+    found = []
+    for role, worker in sections(config):
+        method = worker.strategy_args.strategy_config.get("quantization")
+        if method is not None and task_of(role) == "generates":
+            words = "its log-probabilities differ from the trainer's more than usual, see train_infer_correction; "
+            words += "tests compare fp8_per_channel on a CPU, and nothing on GPUs"
+            found.append(f"{role}.strategy_args.strategy_config.quantization: {method}: {words}")
+    return found
+
+
 def _model_types(model: str) -> list[str]:
     """What a folder says its model is, with its text part last; empty for what is not on this machine."""
     file = Path(model).expanduser() / "config.json"
@@ -223,6 +236,20 @@ def check_folders(config: PipelineConfig) -> Iterator[ConfigProblem]:
         except ValueError as error:
             key = next(key for key, model in config.models.items() if model == path)
             yield ConfigProblem(key, path, "a folder whose tensors are those of its config.json", str(error))
+
+
+def check_low_precision(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Generators with a reader of their own are not sent weights of 16 bits for tensors that they hold in fewer."""
+    for role, worker in sections(config):
+        card, path = worker.strategy_args.card, config.model_of(role)
+        sent = task_of(role) == "generates" and not config.uses_lora
+        if not sent or card is None or card.size_key is None or path == TINY:
+            continue
+        if (scheme := scheme_in(model_folder(path))) is not None:
+            expected = f"a model in bf16 with {card.name}, such as `roll export {path} -o DIR` makes of it"
+            hint = f"{card.name} would load its {scheme.method} weights as they are, which cannot take trained ones"
+            involved = (f"{role}.strategy_args.strategy_name",)
+            yield ConfigProblem("pretrain", path, expected, hint, involves=involved)
 
 
 def check_formats(config: PipelineConfig, *, needed: bool = False) -> Iterator[ConfigProblem]:
@@ -353,9 +380,16 @@ def check_packing(config: PipelineConfig) -> Iterator[ConfigProblem]:
         from roll.models.measured import has_own_code, packing_problem
 
         own = worker.model_args.trust_remote_code and bool(getattr(whole, "auto_map", None))
-        if problem := packing_problem(whole, own_code=own or has_own_code(whole)):
+        kernel = worker.model_args.attn_implementation
+        if problem := packing_problem(whole, own_code=own or has_own_code(whole), kernel=kernel):
             key, expected = f"{role}.use_sequence_packing", f"false: {whole.model_type} {problem}"
             yield ConfigProblem(key, True, expected, involves=("pretrain",))
+        elif card is not None and (option := card.no_states(worker.strategy_args.typed())):
+            from roll.models.planned_attention import find_state_layers
+
+            if (model := _outline(whole.get_text_config(), worker)) is not None and find_state_layers(model):
+                expected = f"false with {option}: {type(model).__name__} has layers with a state"
+                yield ConfigProblem(f"{role}.use_sequence_packing", True, expected, involves=("pretrain",))
 
 
 def check_attention(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -541,6 +575,7 @@ MODEL_CHECKS: tuple[Rule, ...] = (
     check_models,
     check_trust,
     check_folders,
+    check_low_precision,
     check_formats,
     check_tokenizer,
     check_special_tokens,

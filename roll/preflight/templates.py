@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from roll.agentic.tools.dialects import DIALECTS, parsers
 from roll.configs.agentic import MANAGERS, AgenticConfig
-from roll.configs.pipeline import PipelineConfig
+from roll.configs.pipeline import TINY, PipelineConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.rl import RLConfig
 from roll.configs.tools import AUTO_DIALECT
 from roll.data.renderer import ChatRenderer
-from roll.data.template_check import TemplateReport, check_renderer
-from roll.data.templates import ChatTemplate
-from roll.models.tokenizer import policy_tokenizer
+from roll.data.template_check import DATE, TemplateReport, check_renderer, date_in_prompts
+from roll.data.templates import ChatTemplate, read_template
+from roll.models.tokenizer import model_folder, policy_tokenizer
 from roll.preflight.models import has_tokenizer
 
 
@@ -31,20 +33,40 @@ def check_dialect(config: RLConfig) -> list[ConfigProblem]:
 
 
 def describe_template(config: PipelineConfig) -> list[str]:
-    """Notes on the template that are worth knowing, for runs whose conversations grow; a line each, warnings so marked.
+    """Notes on the template that are worth knowing, a line each, warnings so marked; most for conversations that grow.
 
     Raises:
         ValueError: there is no such tokenizer or template, or it cannot render a question and its answer.
     """
     if not _has_turns(config):
+        with suppress(ValueError):  # no tokenizer or template, which others tell of
+            return _dated(policy_renderer(config)) if _may_write_date(config) else []
         return []
-    report = _report(config)
+    renderer = policy_renderer(config)
+    report = check_renderer(renderer, parsers())
     rewritten = [kind for kind, kept in report.append_only.items() if not kept]
     found = [f"rewrites the history of {', '.join(rewritten)}" if rewritten else "append-only"]
     found += [finding.name for finding in report.problems if finding.name != "rewrites-history"]
     found.append(f"speaks the tool dialect {report.dialect}" if report.dialect else "speaks no known tool dialect")
     more = "; roll template check shows more" if report.problems else ""
-    return [f"chat template: {', '.join(found)}{more}", *_contradictions(config, report)]
+    return [f"chat template: {', '.join(found)}{more}", *_dated(renderer), *_contradictions(config, report)]
+
+
+def _may_write_date(config: PipelineConfig) -> bool:
+    """Tells whether a template's text asks for the date, without opening a tokenizer where it lies in a folder."""
+    args = config.actor_train.data_args
+    texts = [read_template(args.template), *map(read_template, args.tag_templates.values())]
+    folder = model_folder(config.tokenizer_path or config.pretrain)
+    if None in texts and config.pretrain != TINY and not folder.is_dir():
+        return True  # it is on the hub
+    files = [folder / name for name in ("chat_template.jinja", "tokenizer_config.json")] if None in texts else []
+    texts += [path.read_text(encoding="utf-8", errors="replace") for path in files if path.is_file()]
+    return any(DATE in text for text in texts if text is not None)
+
+
+def _dated(renderer: ChatRenderer) -> list[str]:
+    date = date_in_prompts(renderer)
+    return [f"warning: actor_train.data_args.template: {date}"] if date else []
 
 
 def _contradictions(config: PipelineConfig, report: TemplateReport) -> list[str]:

@@ -21,9 +21,8 @@ from roll.agentic.tools.tool import Tool, ToolError, make_tool, text_of
 from roll.agentic.tools.types import AssistantTurn, ToolCall, ToolSchema
 from roll.configs.schema import nearest
 from roll.configs.tools import McpServerConfig, ToolConfig, ToolsConfig
-from roll.data.columns import IntArray
 from roll.data.renderer import CHARS_PER_TOKEN, ChatRenderer, Message
-from roll.data.requests import Completion, GenerateFn, GenerateRequest
+from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest
 from roll.rollout.call_threads import CallThreads, CallTimeoutError
 from roll.rollout.env_manager import SAID, TOOL_TURNS, AsyncEnv
 from roll.rollout.errors import EnvError, contained
@@ -95,9 +94,10 @@ class ToolBox:
         """Ends what the tools hold."""
         await self._opened.aclose()
 
-    def parse(self, ids: IntArray, schemas: Sequence[ToolSchema]) -> AssistantTurn:
-        """Reads sampled ids in the model's dialect."""
-        return self.dialect.parse(self._renderer.decode_raw(ids), schemas)
+    def parse(self, completion: Completion, schemas: Sequence[ToolSchema]) -> AssistantTurn:
+        """Reads what was sampled in the model's dialect."""
+        stopped = completion.finish_reason is FinishReason.STOP
+        return self.dialect.parse(self._renderer.decode_raw(completion.token_ids, stopped=stopped), schemas)
 
     def message(self, turn: AssistantTurn, text: str) -> Message:
         """A turn as a history has it: words and calls where the template can write them as the model does."""
@@ -263,7 +263,7 @@ class ToolEnv:
         self._states: dict[str, dict[str, Any]] = {}
         self._counts: Counter[str] = Counter()
         self._turns = 0
-        self._ids: IntArray | None = None
+        self._completion: Completion | None = None
         self._info: dict[str, Any] = {}
 
     @property
@@ -272,12 +272,11 @@ class ToolEnv:
         return [schema.as_openai() for schema in self._schemas]
 
     def watch(self, generate: GenerateFn) -> GenerateFn:
-        """The same ``generate``, noting the ids: calls are read with the special tokens, which texts lack."""
+        """The same ``generate``, noting what was sampled: calls are read with the special tokens, which texts lack."""
 
         async def watched(request: GenerateRequest) -> Completion:
-            completion = await generate(request)
-            self._ids = completion.token_ids
-            return completion
+            self._completion = await generate(request)
+            return self._completion
 
         return watched
 
@@ -287,8 +286,8 @@ class ToolEnv:
 
     async def step(self, text: str) -> StepResult:
         """Answers a turn; ``info["messages"]`` is what the tools say, where they were called."""
-        assert self._ids is not None, "watch"
-        turn = self._box.parse(self._ids, self._schemas)
+        assert self._completion is not None, "watch"
+        turn = self._box.parse(self._completion, self._schemas)
         penalty = self._box.config.malformed_call_penalty * len(turn.errors)
         if (turn.calls or turn.errors) and self._turns < self._box.config.max_turns:
             self._turns += 1

@@ -1,5 +1,6 @@
 """What only vllm has: its options, and its life in a Ray worker."""
 
+import asyncio
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -20,7 +22,10 @@ from roll.distributed.strategy.vllm.arguments import engine_environment
 from tests.support.contract import (
     BUCKET_BYTES,
     LORA,
+    buckets_of,
+    burst,
     context_of,
+    forward_logprobs,
     greedy_oracle,
     load,
     make_model,
@@ -58,6 +63,7 @@ def test_options_of_the_engine_are_passed_on_and_others_refused():
     [
         ({"max_model_len": 16}, {}, "max_model_len: 16, expected at least sequence_length"),
         ({"no_such_option": 1}, {}, "no_such_option: got 1"),
+        ({"quantization": "fp8"}, {}, "quantization: got fp8, expected fp8_per_channel on a CPU"),
         ({}, {"sequence_length": 10**6}, "the model has positions for at most"),
         ({}, {"head": "value"}, "no 'value' head"),
     ],
@@ -85,6 +91,32 @@ def test_heads_that_the_cpu_kernels_do_not_take_are_refused(tmp_path):
     make_tokenizer().save_pretrained(tmp_path / "small")
     with pytest.raises(ValueError, match="heads have size 16, expected one of 32"):
         STRATEGIES.get("vllm")(context_of("vllm", str(tmp_path / "small"))).setup()
+
+
+def quantised(folder: str) -> Any:
+    context = context_of("vllm", folder, {"quantization": "fp8_per_channel"})
+    context.worker.model_args.dtype = "bf16"
+    engine: Any = STRATEGIES.get("vllm")(context)
+    engine.setup()
+    return engine
+
+
+@pytest.mark.slow  # two engines
+def test_new_weights_are_quantised_as_those_that_it_starts_with(model_path):
+    asked, said = requests_of(prompts(6, seed=4), temperature=0.0, max_new_tokens=8), []
+    for start in ("old", "new"):
+        engine = quantised(model_path("tied", 0 if start == "old" else 1))
+        if start == "old":
+            new = {name: weight.bfloat16() for name, weight in weights_of(load(model_path("tied", 1))).items()}
+            asyncio.run(engine.update_weights(buckets_of(new), 1))
+        said.append(asyncio.run(burst(engine, asked)))
+        engine.shutdown()
+    gaps = []
+    for one, other, request in zip(*said, asked, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist() and np.array_equal(one.logprobs, other.logprobs)
+        plain = forward_logprobs(load(model_path("tied", 1)), request.prompt_ids, one.token_ids, 1.0)
+        gaps.append(float(np.abs(one.logprobs - plain).max()))
+    assert 1e-3 < max(gaps) < 1.0, "in fewer bits, and near"
 
 
 def test_sockets_go_with_the_engines_folder(model_path):

@@ -140,6 +140,7 @@ def test_programs_go_on_while_weights_are_updated(rlvr, tmp_path):
     run.assert_nothing_left()
 
 
+@pytest.mark.slow  # unit/rollout/agents/test_programs.py has each failure
 def test_programs_that_fail_are_tried_again_dropped_and_counted(rlvr, tmp_path):
     write(tmp_path / "train.jsonl", rows("t", [""] * 4))
     run = rlvr(

@@ -127,6 +127,7 @@ def test_steps_with_a_nan_loss_are_skipped_and_counted_and_too_many_end_the_run(
     assert all(tensor.isfinite().all() for tensor in run.tensors(5).values())
 
 
+@pytest.mark.slow
 def test_an_environment_that_never_starts_ends_the_run_before_models_are_loaded(launch):
     run = launch("custom_envs.Counting.env_type=tests.support.faults:MuteEnv")
     assert run.wait() == 1, run.output

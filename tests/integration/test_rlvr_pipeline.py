@@ -346,6 +346,7 @@ def test_wrong_data_and_unknown_verifiers_are_told_before_ray_starts(rlvr, tmp_p
     assert not data.path.exists() and not plugin.path.exists(), "something was started"
 
 
+@pytest.mark.slow
 def test_a_model_can_be_scored_without_training(rlvr):
     greedy = "validation.generating_args={temperature: 0, num_return_sequences: 1}"
     run = rlvr("eval_only=true", "actor_train.data_args.file_name=null", greedy)

@@ -31,6 +31,7 @@ def sft(offline: Offline) -> Sft:
     return offline("sft", row)
 
 
+@pytest.mark.slow  # as test_pipeline_resume.py, without environments
 @pytest.mark.timeout(600)
 def test_a_stopped_run_ends_where_an_undisturbed_one_does(sft, expected):
     whole, _ = stop_and_resume(sft, last_step=4, thoroughly=False)
@@ -64,9 +65,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name == "deepspeed" else pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_engine_and_layout_learns_as_float64_does(sft, expected, layout):
     run = sft(*LAYOUTS[layout], "actor_infer=null", "save_steps=4")
     assert_as_expected(run, expected)

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from roll.configs.engines import packages
 from roll.distributed.strategy import STRATEGIES
 from roll.models.measured import packing_problem
+from roll.models.megatron.families import FAMILIES, REFUSED
 from roll.models.tiny import make_tokenizer
 from roll.rewards.classifiers import RewardModelConfig, load_classifier
 from tests.support.contract import burst, context_of, forward_logprobs, greedy_oracle, requests_of
@@ -72,7 +73,9 @@ def applies(known: Known, variant: str, trainer: str) -> bool:
 
 def row(family: str, trainer: str, variant: str, **changed: Any) -> Layout:
     bounds = STATES if KNOWN[family].recurrent else BOUNDS
-    options = {"saved": trainer != "megatron_train", "bounds": bounds} | VARIANTS[variant]
+    options = {"saved": True, "bounds": bounds} | VARIANTS[variant]
+    if trainer == "megatron_train" and variant == "lora" and family in ("qwen3_next", "qwen3_5_moe"):
+        options["lora"] = replace(ALL_ADAPTED, excluded=("shared_expert_gate",))
     model = family + SCORES if variant == "scores" else family
     return Layout(f"{family}-{variant}", trainer, 1, TRAINERS[trainer], model=model, **options | changed)
 
@@ -90,8 +93,10 @@ CHOICE = {
 }
 CHOICE |= {("qwen3_moe", "deepspeed_train", "routed"), ("deepseek_v3", "fsdp2_train", "routed")}
 CHOICE |= {("mixtral", "fsdp2_train", "routed"), ("llama3", "megatron_train", "packed")}
+OWN = ("mistral", "phi3", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "qwen3_next", "qwen3_5")
+CHOICE |= {(family, "megatron_train", variant) for family, _, variant in CHOICE if family in OWN}
 CHOICE |= {(family, "fsdp2_train", "scores") for family in ("llama3", "gemma2", "qwen3_moe")}
-"""Each family once and each kind of row three times."""
+"""Each family once and each kind of row three times; in Megatron those that it has something of its own for."""
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +118,14 @@ def packing_refused(layout: Layout, folder: Path) -> str:
     return packing_problem(AutoConfig.from_pretrained(folder))
 
 
+def megatron_refused(family: str, variant: str) -> str:
+    return (
+        "lora_target: got gate_up_proj, qkv_proj among the layers"
+        if KNOWN[family].model_type == "phi3" and variant == "lora"
+        else ""
+    )
+
+
 def check(family: str, engine: str, variant: str, layout: Layout, figures: Figures) -> None:
     record("family", {"family": family, "engine": engine, "variant": variant} | as_row(figures))
     for name in (*MEASURES, *(["saved"] if layout.saved else [])):
@@ -131,8 +144,12 @@ def test_a_trainer_takes_the_same_steps(models, tmp_path, caplog, family, traine
     folder = models / layout.model
     if not folder.exists():
         make_known(folder, layout.model, VOCABULARY)
-    if trainer != "megatron_train" and (reason := packing_refused(layout, folder)):
-        with pytest.raises(ValueError, match="use_sequence_packing: true, expected false") as refused:
+    if trainer == "megatron_train":
+        reason, said = megatron_refused(family, variant), "model_args.lora_target: got"
+    else:
+        reason, said = packing_refused(layout, folder), "use_sequence_packing: true, expected false"
+    if reason:
+        with pytest.raises(ValueError, match=said) as refused:
             measure_here(layout, models, tmp_path)
         assert reason in str(refused.value)
         record("family", {"family": family, "engine": trainer, "variant": variant, "refused": reason})
@@ -151,8 +168,40 @@ def test_two_tensor_parallel_ranks_take_the_same_steps(tmp_path, family):
     check(family, "fsdp2_train", "tensor parallel", layout, figures)
 
 
-@pytest.mark.parametrize("trainer", ["fsdp2_train", "deepspeed_train"])
+TP_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP, EP, ETP = "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
+MEGATRON_LAYOUTS: dict[str, list[dict[str, Any]]] = {
+    "mistral": [TP_SP],
+    "phi3": [TP_SP],
+    "mixtral": [{EP: 2}, TP_SP],
+    "glm4_moe": [TP_SP, {PP: 2}],
+    "deepseek_v3": [TP_SP, {EP: 2}, {PP: 2, "num_layers_in_first_pipeline_stage": 2}],
+    "gpt_oss": [TP_SP | {ETP: 1, EP: 2}, TP_SP | {ETP: 1}, {EP: 2}, {PP: 2}],
+    "qwen3_next": [{EP: 2}, {PP: 2}],
+}
+
+
+@pytest.mark.slow  # two processes each
+@pytest.mark.parametrize("family", MEGATRON_LAYOUTS)
+def test_two_ranks_of_megatron_take_the_same_steps(tmp_path, family):
+    if not PACKAGES["megatron_train"].installed:
+        pytest.skip("Megatron-Core is not installed")
+    layouts = []
+    for number, config in enumerate(MEGATRON_LAYOUTS[family]):
+        alone = row(family, "megatron_train", "packed" if number else "whole")
+        layouts.append(replace(alone, name=f"{alone.name}-{number}", world_size=2, strategy_config=config))
+    make_known(tmp_path / family, family, VOCABULARY)
+    measured = measure(layouts, tmp_path)
+    for layout, config in zip(layouts, MEGATRON_LAYOUTS[family], strict=True):
+        figures = measured[layout.id]
+        assert not figures.error, (config, figures.error)
+        check(family, "megatron_train", "two ranks", layout, figures)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
 def test_rows_beyond_where_longrope_changes_are_refused(tmp_path, trainer):
+    if not getattr(PACKAGES.get(trainer), "installed", True):
+        pytest.skip(f"the engine of {trainer} is not installed")
     layout = row("phi4_mini", trainer, "shared")
     shorter = {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 16}}
     make_known(tmp_path / "phi4_mini", "phi4_mini", VOCABULARY, **shorter, original_max_position_embeddings=16)
@@ -184,10 +233,16 @@ def test_megatron_refuses_what_it_does_not_convert(models, tmp_path, family):
         pytest.skip("Megatron-Core is not installed")
     if not (models / family).exists():
         make_known(models / family, family, VOCABULARY)
-    with pytest.raises(ValueError, match="cannot be converted to Megatron-Core") as refused:
+    with pytest.raises(ValueError) as refused:
         measure_here(row(family, "megatron_train", "whole"), models, tmp_path)
-    assert f"(model_type '{KNOWN[family].model_type}')" in str(refused.value)
-    reason = "Megatron-Core: weights of this class are not converted"
+    problem, kind = str(refused.value), KNOWN[family].model_type
+    if kind in FAMILIES:
+        reason = problem.splitlines()[-1].strip()
+        assert "Megatron-Core cannot compute this model" in problem
+    else:
+        assert f"(model_type '{kind}')" in problem and "cannot be converted to Megatron-Core" in problem
+        lacks = f"does not compute {REFUSED[kind]}" if kind in REFUSED else ": weights of this class are not converted"
+        reason = f"Megatron-Core{'' if lacks[0] == ':' else ' '}{lacks}"
     record("family", {"family": family, "engine": "megatron_train", "variant": "whole", "refused": reason})
 
 

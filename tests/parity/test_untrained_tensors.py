@@ -108,8 +108,13 @@ def scores(trainer: Any) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2_train", "deepspeed_train"])
-@pytest.mark.parametrize("kind", ["balanced", "published"])
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [
+        *((strategy, kind) for strategy in ("fsdp2_train", "deepspeed_train") for kind in ("balanced", "published")),
+        ("megatron_train", "balanced"),
+    ],
+)
 def test_all_of_a_folder_is_computed_with_and_saved_again(request, tmp_path, strategy, kind):
     folder = request.getfixturevalue(kind)
     trainer = make_trainer(folder, strategy)

@@ -52,13 +52,13 @@ class Known:
     recurrent: bool = False
     """It has layers with a state."""
     megatron: bool = False
-    """``roll.models.megatron.names`` knows its tensors."""
+    """``roll.models.megatron.families`` has it."""
 
 
 KNOWN: dict[str, Known] = {
     "llama3": Known("Llama 3", "llama", {"rope_parameters": LLAMA3}, scores=True, megatron=True),
-    "mistral": Known("Mistral", "mistral", {"sliding_window": 8}),
-    "phi3": Known("Phi-3, Phi-4 (14B)", "phi3", {"sliding_window": 8}),
+    "mistral": Known("Mistral", "mistral", {"sliding_window": 8}, megatron=True),
+    "phi3": Known("Phi-3, Phi-4 (14B)", "phi3", {"sliding_window": 8}, megatron=True),
     "phi4_mini": Known(
         "Phi-4-mini",
         "phi3",
@@ -68,6 +68,7 @@ KNOWN: dict[str, Known] = {
             "original_max_position_embeddings": 64,
             "tie_word_embeddings": True,
         },
+        megatron=True,
     ),
     "gemma2": Known("Gemma 2", "gemma2", TWO_LAYERS | CAPS, scores=True),
     "gemma3": Known("Gemma 3 (text)", "gemma3_text", TWO_LAYERS),
@@ -81,13 +82,15 @@ KNOWN: dict[str, Known] = {
         scores=True,
         megatron=True,
     ),
-    "qwen3_next": Known("Qwen3-Next", "qwen3_next", LINEAR, recurrent=True),
-    "qwen3_5": Known("Qwen3.5, Qwen3.6 (text)", "qwen3_5_text", LINEAR, recurrent=True),
-    "qwen3_5_moe": Known("Qwen3.5-MoE (text)", "qwen3_5_moe_text", LINEAR, recurrent=True),
-    "deepseek_v3": Known("DeepSeek-V3, R1", "deepseek_v3", {"rope_parameters": YARN}, layers=5, routed=True),
-    "glm4_moe": Known("GLM-4.5, GLM-4.6", "glm4_moe"),
-    "gpt_oss": Known("gpt-oss", "gpt_oss", TWO_LAYERS | {"rope_parameters": YARN | {"truncate": False}}),
-    "mixtral": Known("Mixtral", "mixtral", routed=True),
+    "qwen3_next": Known("Qwen3-Next", "qwen3_next", LINEAR, recurrent=True, megatron=True),
+    "qwen3_5": Known("Qwen3.5, Qwen3.6 (text)", "qwen3_5_text", LINEAR, recurrent=True, megatron=True),
+    "qwen3_5_moe": Known("Qwen3.5-MoE (text)", "qwen3_5_moe_text", LINEAR, recurrent=True, megatron=True),
+    "deepseek_v3": Known(
+        "DeepSeek-V3, R1", "deepseek_v3", {"rope_parameters": YARN}, layers=5, routed=True, megatron=True
+    ),
+    "glm4_moe": Known("GLM-4.5, GLM-4.6", "glm4_moe", megatron=True),
+    "gpt_oss": Known("gpt-oss", "gpt_oss", TWO_LAYERS | {"rope_parameters": YARN | {"truncate": False}}, megatron=True),
+    "mixtral": Known("Mixtral", "mixtral", routed=True, megatron=True),
     "smollm": Known("SmolLM, SmolLM2", "llama", {"tie_word_embeddings": True}, megatron=True),
     "smollm3": Known("SmolLM3", "smollm3"),
     "granite_hybrid": Known("Granite 4 (hybrid)", "granitemoehybrid", LINEAR, recurrent=True),

@@ -7,26 +7,28 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from roll.models.loading import to_hf_weights
-from roll.models.megatron.config import MegatronModelConfig
-from roll.models.megatron.names import (
-    EMBEDDING,
-    FINAL_NORM,
-    OUTPUT,
-    Entry,
-    ExpertModules,
-    ParallelLayout,
-    layer_entries,
-)
+from roll.models.megatron.config import MegatronModelConfig, megatron_config
+from roll.models.megatron.experts import fuse, split_reader
+from roll.models.megatron.families import EMBEDDING, FINAL_NORM, OUTPUT, Entry, ExpertModules
+from roll.models.megatron.names import ParallelLayout, layer_entries, source
 
 ModuleSet = Literal["local", "te"]
 
@@ -40,6 +42,30 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SIGMOIDS: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "head_dim": 16,
+}
 WIDE_HEADS: dict[str, Any] = {"head_dim": 16}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -49,6 +75,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
@@ -71,7 +99,19 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2 moe, every other layer dense": Qwen2MoeConfig(
         **SHAPE, **EXPERTS, shared_expert_intermediate_size=40, decoder_sparse_step=2
     ),
+    "llama yarn": LlamaConfig(**SHAPE, rope_parameters=YARN),
+    "mistral": MistralConfig(**SHAPE, sliding_window=None),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
+    "phi3": Phi3Config(**SHAPE, sliding_window=8, pad_token_id=0),
+    "glm4 moe": Glm4MoeConfig(**SHAPE, **SIGMOIDS, **WIDE_HEADS, attention_bias=True, use_qk_norm=True),
+    "deepseek v3": DeepseekV3Config(**SHAPE | LATENT, **SIGMOIDS),
+    "deepseek v3, whole queries": DeepseekV3Config(**SHAPE | LATENT | {"q_lora_rank": None}, **SIGMOIDS),
+    "gpt-oss": GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=8),
+    "qwen3 next": Qwen3NextConfig(**SHAPE, **EXPERTS, **DELTA, shared_expert_intermediate_size=40),
+    "qwen3.5": Qwen3_5TextConfig(**SHAPE, **DELTA),
 }
+PLAIN = [name for name, config in CONFIGS.items() if not megatron_config(config).own_modules]
+"""Those that Megatron builds without a module of ours, and of TransformerEngine's modules too."""
 
 
 def make_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
@@ -85,11 +125,24 @@ def make_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
 
 
 def checkpoint(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Its weights as a model folder names and shapes them."""
+    """Its weights as a model folder names and shapes them; of gpt-oss, whose experts are in one tensor, one by one."""
     weights: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         weights.update(to_hf_weights(model, name, parameter.detach()))
-    return weights
+    converted = megatron_config(model.config)
+    if not converted.family.experts.alternating:
+        return weights
+    names = [
+        hf
+        for name in parameter_names(converted, ParallelLayout(tuple(range(converted.num_layers))), "local")
+        for group in source(name, converted, ParallelLayout(tuple(range(converted.num_layers)))).hf
+        for hf in group
+    ]
+    read = split_reader(weights.__getitem__, converted.family)
+    split = {name: read(name).contiguous() for name in names}
+    again = dict(fuse(split.items(), converted.family, converted.num_experts))
+    assert again.keys() == weights.keys() and all(again[name].equal(weights[name]) for name in weights)
+    return split
 
 
 def name_in(entry: Entry, modules: ModuleSet) -> str:

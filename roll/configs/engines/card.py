@@ -188,6 +188,10 @@ class EngineCard:
         """
         return iter(())
 
+    def no_states(self, options: Any) -> str:
+        """The option with which layers that carry a state cannot run on one sequence of a packed row after another."""
+        return ""
+
     def package_problem(self, worker: Any) -> ConfigProblem | None:
         """The reason why the engine cannot be imported on this machine."""
         if self.package is None or self.package.installed:

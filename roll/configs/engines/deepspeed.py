@@ -241,6 +241,9 @@ class DeepSpeedCard(EngineCard):
     packs_modules = True
     replays_experts = True
 
+    def no_states(self, options: DeepSpeedConfig) -> str:
+        return "zero_optimization.stage: 3" if options.stage == 3 else ""
+
     def option_problems(self, options: Mapping[str, Any]) -> Iterator[ConfigProblem]:
         """Finds problems of the options; what ``DeepSpeedConfig`` itself refuses is not repeated."""
         for key in options:

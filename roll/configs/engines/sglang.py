@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
 from roll.configs.engines.arguments import EngineSource
-from roll.configs.engines.card import EngineCard, EnginePackage, PassedOnOptions, Strategy
+from roll.configs.engines.card import EngineCard, EnginePackage, PassedOnOptions, Strategy, task_of
 from roll.configs.problems import ConfigProblem
 
 if TYPE_CHECKING:
+    from roll.configs.pipeline import PipelineConfig
     from roll.configs.worker import WorkerConfig
 
 
@@ -117,6 +118,13 @@ class SglangCard(EngineCard):
     def installed_at(self, options: Mapping[str, Any]) -> Path | None:
         python = options.get("python_executable")
         return super().installed_at(options) if python is None else package_folder(python)
+
+    def rules(self, role: str, worker: WorkerConfig, config: PipelineConfig) -> Iterator[ConfigProblem]:
+        method = worker.strategy_args.strategy_config.get("quantization")
+        if method is not None and task_of(role) == "generates" and not config.uses_lora:
+            key = f"{role}.strategy_args.strategy_config.quantization"
+            hint = "nothing has shown that SGLang quantises weights again after an update; vllm does"
+            yield ConfigProblem(key, method, "null", hint)
 
     def package_problem(self, worker: WorkerConfig) -> ConfigProblem | None:
         python = worker.strategy_args.strategy_config.get("python_executable")

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes that vLLM makes room for in an adapter."""
 
+QUANTISES = ("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel")
+"""Formats in which vLLM puts plain weights when it loads them, and again after an update."""
+
 
 class VllmConfig(PassedOnOptions):
     """Options of `vllm`: arguments of its `AsyncEngineArgs`. Other arguments are passed on.
@@ -51,6 +54,12 @@ class VllmConfig(PassedOnOptions):
     enforce_eager: bool = Field(default=False, description="Do not capture CUDA graphs (a CPU has none).")
     enable_prefix_caching: bool = Field(
         default=True, description="Reuse the cache of common prefixes until the next weight update."
+    )
+    quantization: str | None = Field(
+        default=None,
+        description="Format in which vLLM computes. fp8 (fp8_per_tensor), fp8_per_block and fp8_per_channel quantise "
+        "the weights at the start and after every update (on a CPU: fp8_per_channel); other formats are for models "
+        "that are stored so and not updated. null: that of the folder.",
     )
 
 
@@ -117,6 +126,11 @@ class VllmCard(EngineCard):
             longest = "sequence_length" if config.longest_sequence == config.sequence_length else "val_sequence_length"
             expected = f"null, or at least {longest} = {config.longest_sequence}"
             yield ConfigProblem(key, options.max_model_len, expected, involves=(longest,))
+        if options.quantization not in (None, *QUANTISES) and task_of(role) == "generates" and not config.uses_lora:
+            key = f"{role}.strategy_args.strategy_config.quantization"
+            expected = f"null or one of {', '.join(QUANTISES)}"
+            hint = "only in these are new weights quantised after an update as they are at the start"
+            yield ConfigProblem(key, options.quantization, expected, hint)
         adapter = config.actor_train.model_args
         if config.uses_lora and task_of(role) == "generates" and adapter.lora_rank > LORA_RANKS[-1]:
             key, expected = "actor_train.model_args.lora_rank", f"at most {LORA_RANKS[-1]} with vllm"

@@ -223,6 +223,12 @@ def _generator(draft: Draft) -> None:
     if draft.theirs(f"{ROLLOUT}.use_fire_sampling"):
         for key, value in FIRE.items():
             draft.derive(f"{ROLLOUT}.use_fire_sampling", f"actor_infer.generating_args.{key}", value)
+    if method := draft.theirs(key := f"{ROLLOUT}.quantization"):
+        if name == "vllm" and method == "fp8":
+            note = "blocks of 128 x 128, as there; quantised at the start and after every update"
+            draft.derive(key, f"{options}.quantization", "fp8_per_block", note)
+        else:
+            draft.tell(Kind.IMPOSSIBLE, key, method, note="fp8 of vllm alone is quantised again after every update")
     limit, whole = draft.theirs(f"{ROLLOUT}.max_model_len"), int(draft.get("sequence_length"))
     if limit and name == "vllm" and int(limit) >= whole:
         draft.derive(f"{ROLLOUT}.max_model_len", f"{options}.max_model_len", int(limit))

@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import difflib
+import importlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn import functional
 
 from roll.configs.problems import ConfigProblem
+from roll.models.megatron.families import FAMILIES, REFUSED, Family
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-SUPPORTED = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
-"""Model classes that convert, by ``model_type``."""
-
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Values that Megatron's scaled rotary embedding has built in; only the factor is its argument."""
 
 
 @dataclass(frozen=True)
 class MegatronModelConfig:
     """Shape that a Megatron model is built from and its weights are converted by."""
 
-    model_class: str
-    """The Hugging Face class, e.g. ``Qwen3ForCausalLM``."""
+    family: Family
     transformer: dict[str, Any]
     """Arguments of ``TransformerConfig`` that the architecture fixes; parallel sizes, number formats and fusions are
     the strategy's. Dropout and the routers' balancing loss are off, whatever the model's configuration says, as they
@@ -41,6 +32,31 @@ class MegatronModelConfig:
     """Arguments of ``GPTModel``. ``vocab_size`` is the model's own: pass ``padded_vocab_size`` of it."""
     moe_layers: tuple[bool, ...]
     """For each layer, whether it has experts."""
+    layer_kinds: tuple[str, ...]
+    """For each layer, ``full_attention``, ``sliding_attention`` or ``linear_attention``."""
+    rotary_frequencies: tuple[float, ...]
+    """Radians per position of each pair of a head's first dimensions, as Transformers computes them (float32)."""
+    rotary_factor: float = 1.0
+    """Of the rotated dimensions of queries and keys (YaRN, Peng et al. 2023)."""
+
+    @property
+    def model_class(self) -> str:
+        """The Hugging Face class, e.g. ``Qwen3ForCausalLM``."""
+        return self.family.model_class
+
+    @property
+    def own_modules(self) -> bool:
+        """The model is built of Megatron's own modules, not TransformerEngine's, and every layer has a row's whole
+        sequences: it has something that has been compared in no other way."""
+        return self.family.own_modules or "window_size" in self.transformer or self.rotary_factor != 1.0
+
+    def traits(self, layer: int) -> set[str]:
+        """What ``Entry.when`` may name of a layer, by its number in the whole model."""
+        return {
+            "experts" if self.moe_layers[layer] else "dense",
+            self.layer_kinds[layer],
+            *(name for name, value in self.transformer.items() if value),
+        }
 
     @property
     def num_layers(self) -> int:
@@ -68,13 +84,22 @@ def megatron_config(hf_config: PreTrainedConfig) -> MegatronModelConfig:
         ValueError: a model class that the converter does not know (with the nearest that it does), or something in the
             configuration that Megatron-Core does not compute; names all of them.
     """
-    model_class = _known_class(hf_config)
-    layers = _moe_layers(hf_config)
-    if problems := [*_attention_problems(hf_config), *_rope_problems(hf_config), *_mlp_problems(hf_config, layers)]:
+    family = _known_family(hf_config)
+    problems = [*_attention_problems(hf_config), *_rope_problems(hf_config), *family.problems(hf_config)]
+    if hf_config.hidden_act not in ("silu", "swish"):
+        problems.append(f"hidden_act: got {hf_config.hidden_act!r}, expected silu")
+    if problems:
         found = "\n".join(f"  {problem}" for problem in problems)
-        raise ValueError(f"{model_class}: Megatron-Core cannot compute this model\n{found}")
-    transformer = {**_transformer_arguments(hf_config), **_expert_arguments(hf_config, layers)}
-    return MegatronModelConfig(model_class, transformer, _model_arguments(hf_config), layers)
+        raise ValueError(f"{family.model_class}: Megatron-Core cannot compute this model\n{found}")
+    layers = tuple(family.has_experts(hf_config, layer) for layer in range(hf_config.num_hidden_layers))
+    transformer = {**_transformer_arguments(hf_config), **_window(hf_config), **family.arguments(hf_config)}
+    if any(layers):
+        transformer["moe_layer_freq"] = [int(has_experts) for has_experts in layers]
+    else:
+        transformer = {name: value for name, value in transformer.items() if "moe" not in name}
+    frequencies, factor = _rotary(hf_config)
+    kinds = tuple(_layer_kinds(hf_config))
+    return MegatronModelConfig(family, transformer, _model_arguments(hf_config), layers, kinds, frequencies, factor)
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
@@ -86,9 +111,14 @@ def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
 
 
 def parallel_size_problems(
-    config: MegatronModelConfig, *, tensor: int = 1, expert: int = 1, expert_tensor: int | None = None
+    config: MegatronModelConfig,
+    *,
+    tensor: int = 1,
+    expert: int = 1,
+    expert_tensor: int | None = None,
+    context: int = 1,
 ) -> Iterator[ConfigProblem]:
-    """Parallel sizes that do not divide what they deal out of the model, with the nearest that do.
+    """Parallel sizes that do not divide what they deal out of the model, with the nearest that do, or are unmeasured.
 
     Args:
         expert_tensor: tensor-parallel size within an expert; ``None``: as ``tensor``.
@@ -111,6 +141,22 @@ def parallel_size_problems(
     elif expert > 1:
         expected = f"1 ({config.model_class} has no experts)"
         yield ConfigProblem("expert_model_parallel_size", expert, expected)
+    yield from _unmeasured_sizes(config, tensor, tensor if expert_tensor is None else expert_tensor, context)
+
+
+def _unmeasured_sizes(
+    config: MegatronModelConfig, tensor: int, expert_tensor: int, context: int
+) -> Iterator[ConfigProblem]:
+    """Sizes above 1 that a model's layers have not been compared with."""
+    if context > 1 and config.own_modules:
+        what = f"1 with {config.model_class} (its attention has been compared on whole sequences alone)"
+        yield ConfigProblem("context_parallel_size", context, what)
+    if tensor > 1 and config.family.mixers:
+        what = f"1 with {config.model_class} (its gated delta nets are whole on each rank)"
+        yield ConfigProblem("tensor_model_parallel_size", tensor, what)
+    if expert_tensor > 1 and config.num_experts and config.transformer["add_bias_linear"]:
+        what = f"1 with {config.model_class} (Megatron-Core adds an expert's bias once per rank)"
+        yield ConfigProblem("expert_tensor_parallel_size", expert_tensor, what)
 
 
 def _indivisible(name: str, divisor: int, what: str, number: int) -> Iterator[ConfigProblem]:
@@ -119,24 +165,20 @@ def _indivisible(name: str, divisor: int, what: str, number: int) -> Iterator[Co
         yield ConfigProblem(name, divisor, f"a divisor of {what} {number} (nearest: {near})")
 
 
-def _known_class(config: PreTrainedConfig) -> str:
-    if config.model_type in SUPPORTED:
-        return SUPPORTED[config.model_type]
+def _known_family(config: PreTrainedConfig) -> Family:
+    if config.model_type in FAMILIES:
+        return FAMILIES[config.model_type]
     seen = (config.architectures or [type(config).__name__])[0]
-    nearest = difflib.get_close_matches(config.model_type, SUPPORTED, n=1, cutoff=0.0)[0]
+    if config.model_type in REFUSED:
+        raise ValueError(
+            f"{seen} (model_type {config.model_type!r}): cannot be converted to Megatron-Core, which does not compute "
+            f"{REFUSED[config.model_type]}; expected another trainer, which take any class."
+        )
+    nearest = difflib.get_close_matches(config.model_type, FAMILIES, n=1, cutoff=0.0)[0]
     raise ValueError(
         f"{seen} (model_type {config.model_type!r}): weights of this class cannot be converted to Megatron-Core; "
-        f"expected one of {', '.join(SUPPORTED.values())} (nearest: {SUPPORTED[nearest]}). "
-        "Other trainers take any class."
-    )
-
-
-def _moe_layers(config: PreTrainedConfig) -> tuple[bool, ...]:
-    experts = getattr(config, "num_experts", 0)
-    every = getattr(config, "decoder_sparse_step", 1)
-    dense = set(getattr(config, "mlp_only_layers", None) or ())
-    return tuple(
-        experts > 0 and index not in dense and (index + 1) % every == 0 for index in range(config.num_hidden_layers)
+        f"expected one of {', '.join(family.model_class for family in FAMILIES.values())} "
+        f"(nearest: {FAMILIES[nearest].model_class}). Other trainers take any class."
     )
 
 
@@ -147,105 +189,94 @@ def _transformer_arguments(config: PreTrainedConfig) -> dict[str, Any]:
         "num_attention_heads": config.num_attention_heads,
         "num_query_groups": config.num_key_value_heads,
         "kv_channels": int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads),
-        "ffn_hidden_size": config.intermediate_size,
+        "ffn_hidden_size": getattr(config, "intermediate_size", None) or config.moe_intermediate_size,
         "activation_func": functional.silu,
         "gated_linear_unit": True,
         "normalization": "RMSNorm",
         "layernorm_epsilon": config.rms_norm_eps,
-        "add_bias_linear": bool(getattr(config, "attention_bias", False)),
-        "add_qkv_bias": _has_qkv_bias(config),
-        "qk_layernorm": config.model_type.startswith("qwen3"),
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "qk_layernorm": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
 
 
-def _expert_arguments(config: PreTrainedConfig, layers: tuple[bool, ...]) -> dict[str, Any]:
-    if not any(layers):
+def _window(config: PreTrainedConfig) -> dict[str, Any]:
+    """Arguments for layers that look no further back than a window, of which a token is a part itself."""
+    kinds = _layer_kinds(config)
+    if "sliding_attention" not in kinds:
         return {}
-    arguments = {
-        "num_moe_experts": config.num_experts,
-        "moe_layer_freq": [int(has_experts) for has_experts in layers],
-        "moe_ffn_hidden_size": config.moe_intermediate_size,
-        "moe_router_topk": config.num_experts_per_tok,
-        "moe_router_score_function": "softmax",
-        # Softmax over the chosen experts equals softmax over all of them, normalised over the chosen.
-        "moe_router_pre_softmax": not config.norm_topk_prob,
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 0.0,
-    }
-    if config.model_type == "qwen2_moe":
-        arguments["moe_shared_expert_intermediate_size"] = config.shared_expert_intermediate_size
-        arguments["moe_shared_expert_gate"] = True
-    return arguments
+    skipped = [int(kind == "sliding_attention") for kind in kinds]
+    return {"window_size": (config.sliding_window - 1, 0), "window_attn_skip_freq": skipped}
+
+
+def _layer_kinds(config: PreTrainedConfig) -> list[str]:
+    window = getattr(config, "sliding_window", None)
+    # Mistral, Phi-3 and Qwen3-MoE have no list of layer types: their window holds for every layer.
+    alike = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
+    return list(getattr(config, "layer_types", None) or alike)
 
 
 def _model_arguments(config: PreTrainedConfig) -> dict[str, Any]:
-    rope = _rope(config)
-    factor = float(rope.get("factor", 1.0))
     return {
         "vocab_size": config.vocab_size,
         "max_sequence_length": config.max_position_embeddings,
         "share_embeddings_and_output_weights": bool(config.tie_word_embeddings),
         "position_embedding_type": "rope",
-        "rotary_base": rope["rope_theta"],
-        "rotary_percent": 1.0,
-        "rope_scaling": rope["rope_type"] == "llama3",
-        "rope_scaling_factor": factor,
-        "seq_len_interpolation_factor": factor if rope["rope_type"] == "linear" else None,
     }
 
 
-def _attention_problems(config: PreTrainedConfig) -> list[str]:
-    problems = []
-    window = getattr(config, "sliding_window", None)
-    # Qwen3-MoE has no list of layer types: its window holds for every layer.
-    types = set(getattr(config, "layer_types", None) or (["sliding_attention"] if window else ["full_attention"]))
-    if types != {"full_attention"}:
-        problems.append(
-            f"layer_types: got {', '.join(sorted(types))} (sliding_window {window}), expected full_attention"
-        )
-    attention, mlp = bool(getattr(config, "attention_bias", False)), bool(getattr(config, "mlp_bias", False))
-    if attention != mlp:
-        problems.append(
-            f"attention_bias: got {attention} with mlp_bias {mlp}, expected the same of both (Megatron-Core has "
-            "biases in all linear layers, in the query, key and value projections alone, or in none)"
-        )
-    return problems
+def _attention_problems(config: PreTrainedConfig) -> Iterator[str]:
+    mixers = FAMILIES[config.model_type].mixers
+    expected = ("full_attention", "linear_attention" if mixers else "sliding_attention")
+    if strange := sorted(set(_layer_kinds(config)).difference(expected)):
+        yield f"layer_types: got {', '.join(strange)}, expected {' or '.join(expected)}"
 
 
-def _rope_problems(config: PreTrainedConfig) -> list[str]:
+ROPES = ("default", "linear", "llama3", "longrope", "yarn")
+"""Kinds of rotary positions whose frequencies do not depend on what is computed, in rows that ``check_rope`` allows."""
+
+
+def _rope_problems(config: PreTrainedConfig) -> Iterator[str]:
     rope = _rope(config)
-    problems = []
     if "rope_type" not in rope:
-        problems.append(f"rope_parameters: got {rope}, expected one set for all layers")
-    elif rope["rope_type"] not in ("default", "linear", "llama3"):
-        problems.append(f"rope_parameters.rope_type: got {rope['rope_type']!r}, expected default, linear or llama3")
-    elif rope["rope_type"] == "llama3":
-        problems += [
-            f"rope_parameters.{key}: got {rope.get(key)}, expected {value} (fixed in Megatron-Core)"
-            for key, value in LLAMA3_ROPE.items()
-            if rope.get(key) != value
-        ]
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        problems.append(f"rope_parameters.partial_rotary_factor: got {rope['partial_rotary_factor']}, expected 1.0")
-    return problems
+        yield f"rope_parameters: got {rope}, expected one set for all layers"
+    elif rope["rope_type"] not in ROPES:
+        yield f"rope_parameters.rope_type: got {rope['rope_type']!r}, expected one of {', '.join(ROPES)}"
+    elif (partial := rope.get("partial_rotary_factor", 1.0)) != 1.0 and not FAMILIES[config.model_type].partial_rotary:
+        yield f"rope_parameters.partial_rotary_factor: got {partial}, expected 1.0"
+    elif (factor := _rotary(config)[1]) < 1.0:
+        yield f"rope_parameters: got an attention factor of {factor}, expected at least 1"
+    elif factor != 1.0 and hasattr(config, "kv_lora_rank"):
+        yield f"rope_parameters: got an attention factor of {factor}, expected 1 with latent attention"
 
 
-def _mlp_problems(config: PreTrainedConfig, layers: tuple[bool, ...]) -> list[str]:
-    problems = []
-    if config.hidden_act not in ("silu", "swish"):
-        problems.append(f"hidden_act: got {config.hidden_act!r}, expected silu")
-    if any(layers) and config.num_experts_per_tok == 1 and config.norm_topk_prob:
-        problems.append("norm_topk_prob: got True with num_experts_per_tok 1, expected False (every weight would be 1)")
-    return problems
+def _rotary(config: PreTrainedConfig) -> tuple[tuple[float, ...], float]:
+    """``MegatronModelConfig.rotary_frequencies`` and ``rotary_factor``, by the model's own class in Transformers."""
+    rotary = transformers_class(config, "RotaryEmbedding")(config)
+    return tuple(rotary.inv_freq.tolist()), float(rotary.attention_scaling)
+
+
+def transformers_class(config: PreTrainedConfig, part: str) -> Any:
+    """A class of the family's module in Transformers, e.g. ``LlamaRotaryEmbedding`` by the end of its name."""
+    kind = config.model_type.removesuffix("_text")
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    family = FAMILIES[config.model_type].model_class.removesuffix("ForCausalLM")
+    return getattr(module, family + part, None) or getattr(module, f"{family}Text{part}")
+
+
+def set_rotary(model: Any, config: MegatronModelConfig) -> None:
+    """Gives a model that Megatron has made the rotary positions of the Hugging Face model."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    for module in model.modules():
+        if isinstance(module, RotaryEmbedding):
+            module.inv_freq = torch.tensor(config.rotary_frequencies, device=module.inv_freq.device)
+    if config.rotary_factor != 1.0:
+        # Megatron's factor is 0.1 ln(scale) + 1.
+        model.config.yarn_rotary_scaling_factor = math.exp(10.0 * (config.rotary_factor - 1.0))
 
 
 def _rope(config: PreTrainedConfig) -> dict[str, Any]:
     return dict(config.rope_parameters or {})
-
-
-def _has_qkv_bias(config: PreTrainedConfig) -> bool:
-    if config.model_type == "qwen2_moe":
-        return bool(config.qkv_bias)
-    return config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False))

@@ -19,6 +19,8 @@ from torch.nn import functional
 
 from roll.models.lora import matrix_name
 from roll.models.megatron.config import MegatronModelConfig, padded_vocab_size
+from roll.models.megatron.experts import find_expert, fused_names, module_name
+from roll.models.megatron.families import EMBEDDING, FINAL_NORM, OUTPUT, TIED_OUTPUT, Entry, ExpertModules, Form
 
 
 @dataclass(frozen=True)
@@ -56,102 +58,6 @@ class ParallelLayout:
         return range(self.ep_rank * held, (self.ep_rank + 1) * held)
 
 
-ExpertModules = Literal["sequential", "grouped", "legacy_grouped"]
-
-Form = Literal["replicated", "vocab", "rows", "columns", "qkv", "gate_up", "all_gate_up", "all_down"]
-"""Rule by which Hugging Face tensors become one of Megatron's, and its tensor-parallel shards are cut.
-
-``replicated``: as it is, on every rank. ``vocab``: rows padded, cut by rows. ``rows``, ``columns``: cut by these.
-``qkv``: rows of query, key and value interleaved by query group, cut by rows. ``gate_up``: each shard is its rows of
-the gate above its rows of the up projection. ``all_gate_up``, ``all_down``: the transposed weights of all experts of a
-rank, as ``gate_up`` and ``columns``.
-"""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One Megatron parameter and the Hugging Face tensors that it holds.
-
-    Within layers, both names are relative to the layer; ``{expert}`` stands for an expert's number.
-    """
-
-    hf: tuple[str, ...]
-    local: str
-    form: Form
-    te: str = ""
-    """The name in a model of TransformerEngine modules; empty: the same."""
-
-
-EMBEDDING = Entry(("model.embed_tokens.weight",), "embedding.word_embeddings.weight", "vocab")
-FINAL_NORM = Entry(("model.norm.weight",), "decoder.final_layernorm.weight", "replicated")
-OUTPUT = Entry(("lm_head.weight",), "output_layer.weight", "vocab")
-TIED_OUTPUT = Entry(("model.embed_tokens.weight",), "output_layer.weight", "vocab")
-"""A copy of the embedding, where the last pipeline stage is not the first."""
-
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-ATTENTION = (
-    Entry(
-        ("input_layernorm.weight",),
-        "input_layernorm.weight",
-        "replicated",
-        te="self_attention.linear_qkv.layer_norm_weight",
-    ),
-    Entry(tuple(f"{name}.weight" for name in _QKV), "self_attention.linear_qkv.weight", "qkv"),
-    Entry(("self_attn.o_proj.weight",), "self_attention.linear_proj.weight", "columns"),
-)
-QKV_BIAS = (Entry(tuple(f"{name}.bias" for name in _QKV), "self_attention.linear_qkv.bias", "qkv"),)
-QK_NORM = (
-    Entry(("self_attn.q_norm.weight",), "self_attention.q_layernorm.weight", "replicated"),
-    Entry(("self_attn.k_norm.weight",), "self_attention.k_layernorm.weight", "replicated"),
-)
-DENSE_MLP = (
-    Entry(
-        ("post_attention_layernorm.weight",),
-        "pre_mlp_layernorm.weight",
-        "replicated",
-        te="mlp.linear_fc1.layer_norm_weight",
-    ),
-    Entry(("mlp.gate_proj.weight", "mlp.up_proj.weight"), "mlp.linear_fc1.weight", "gate_up"),
-    Entry(("mlp.down_proj.weight",), "mlp.linear_fc2.weight", "columns"),
-)
-LINEAR_BIASES = (
-    Entry(("self_attn.o_proj.bias",), "self_attention.linear_proj.bias", "replicated"),
-    Entry(("mlp.gate_proj.bias", "mlp.up_proj.bias"), "mlp.linear_fc1.bias", "gate_up"),
-    Entry(("mlp.down_proj.bias",), "mlp.linear_fc2.bias", "replicated"),
-)
-MOE = (
-    # The router needs the normalised input too, so TransformerEngine does not fuse it here.
-    Entry(("post_attention_layernorm.weight",), "pre_mlp_layernorm.weight", "replicated"),
-    Entry(("mlp.gate.weight",), "mlp.router.weight", "replicated"),
-)
-SHARED_EXPERT = (
-    Entry(
-        ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
-        "mlp.shared_experts.linear_fc1.weight",
-        "gate_up",
-    ),
-    Entry(("mlp.shared_expert.down_proj.weight",), "mlp.shared_experts.linear_fc2.weight", "columns"),
-    Entry(("mlp.shared_expert_gate.weight",), "mlp.shared_experts.gate_weight", "replicated"),
-)
-
-_GATE_UP = ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight")
-_DOWN = ("mlp.experts.{expert}.down_proj.weight",)
-EXPERTS: dict[ExpertModules, tuple[Entry, ...]] = {
-    "sequential": (
-        Entry(_GATE_UP, "mlp.experts.local_experts.{expert}.linear_fc1.weight", "gate_up"),
-        Entry(_DOWN, "mlp.experts.local_experts.{expert}.linear_fc2.weight", "columns"),
-    ),
-    "grouped": (
-        Entry(_GATE_UP, "mlp.experts.linear_fc1.weight{expert}", "gate_up"),
-        Entry(_DOWN, "mlp.experts.linear_fc2.weight{expert}", "columns"),
-    ),
-    "legacy_grouped": (
-        Entry(_GATE_UP, "mlp.experts.weight1", "all_gate_up"),
-        Entry(_DOWN, "mlp.experts.weight2", "all_down"),
-    ),
-}
-
-
 @dataclass(frozen=True)
 class Source:
     """Origin of a Megatron parameter of one rank."""
@@ -172,13 +78,13 @@ def source(name: str, config: MegatronModelConfig, layout: ParallelLayout) -> So
     if adapter := _ADAPTER.fullmatch(name):
         return _adapter_source(adapter, config, layout)
     relative, layer, expert = _parse(name)
-    entry, is_expert = _ENTRIES.get(relative, (None, False))
-    if entry is None or (layer is not None) != (relative in _LAYER_ENTRIES):
+    table = WITHOUT_LAYER if layer is None else config.family.by_name
+    if (entry := table.get(relative)) is None:
         raise ValueError(f"Megatron parameter {name!r}: not one of those that {config.model_class} has")
     if entry is OUTPUT and config.tied:
         entry = TIED_OUTPUT
     prefix = "" if layer is None else f"model.layers.{_held(name, 'layer', layer, layout.layers)}."
-    if not is_expert:
+    if "{expert}" not in entry.hf[0]:
         return Source(entry.form, (tuple(prefix + hf for hf in entry.hf),), expert=False)
     held = layout.experts(config.num_experts)
     numbers = held if expert is None else [_held(name, "expert", expert, held)]
@@ -188,22 +94,25 @@ def source(name: str, config: MegatronModelConfig, layout: ParallelLayout) -> So
 
 def layer_entries(config: MegatronModelConfig, layer: int, experts: ExpertModules) -> tuple[Entry, ...]:
     """The parameters of one layer, by its number in the whole model."""
-    has = config.transformer
-    entries: tuple[Entry, ...] = ATTENTION
-    if has["add_qkv_bias"]:
-        entries += QKV_BIAS
-    if has["qk_layernorm"]:
-        entries += QK_NORM
-    if not config.moe_layers[layer]:
-        return entries + DENSE_MLP + (LINEAR_BIASES if has["add_bias_linear"] else ())
-    return entries + MOE + (SHARED_EXPERT if has.get("moe_shared_expert_gate") else ()) + EXPERTS[experts]
+    traits = config.traits(layer)
+    return tuple(
+        entry
+        for entry in (*config.family.entries, *config.family.expert_entries[experts])
+        if all((need.removeprefix("!") in traits) != need.startswith("!") for need in entry.when)
+    )
 
 
-def module_parts(name: str) -> tuple[str, ...]:
+def is_buffer(name: str, config: MegatronModelConfig) -> bool:
+    """Tells whether it is the name of a tensor that no gradient trains."""
+    return _parse(name)[0] in {entry.local for entry in config.family.buffers}
+
+
+def module_parts(name: str, config: MegatronModelConfig) -> tuple[str, ...]:
     """Parameters of a Hugging Face module that stand or fall with a checkpoint's tensor: a layer's experts do
     together."""
-    found = _ROUTED.fullmatch(name)
-    return (name,) if found is None else (f"{found['experts']}.gate_up_proj", f"{found['experts']}.down_proj")
+    if (found := find_expert(name, config.family)) is None:
+        return (module_name(name, config.family),)
+    return tuple(fused_names(found.layer, config.family))
 
 
 def torn(held: Collection[str], frozen: Collection[str]) -> str:
@@ -219,7 +128,8 @@ def adaptable_layers(config: MegatronModelConfig) -> Iterator[str]:
     """Hugging Face names of the linear layers that can have an adapter: not routers, gates and routed experts."""
     for layer in range(config.num_layers):
         for entry in layer_entries(config, layer, "sequential"):
-            if entry.form in ("qkv", "gate_up", "columns") and entry.local.endswith(".weight"):
+            fused = entry.form in ("qkv", "gate_up") and len(entry.hf) == 1
+            if _LINEAR.search(entry.local) and not fused:
                 names = (hf for hf in entry.hf if "{expert}" not in hf)
                 yield from (f"model.layers.{layer}.{hf.removesuffix('.weight')}" for hf in names)
 
@@ -231,13 +141,13 @@ def _adapter_source(found: re.Match[str], config: MegatronModelConfig, layout: P
     form: Form = "replicated"
     if base.form == "columns" and found["matrix"] == "A":
         form = "columns"
-    elif base.form != "columns" and found["matrix"] == "B":
+    elif base.form not in ("columns", "replicated") and found["matrix"] == "B":
         form = "rows"
     return Source(form, ((matrix_name(layer, found["matrix"]),),), expert=False)
 
 
-_ROUTED = re.compile(r"(?P<experts>.*\.mlp\.experts)\.\d+\.\w+\.weight")
 _ADAPTER = re.compile(r"(?P<linear>.+)\.lora\.(?P<projection>\w+)\.lora_(?P<matrix>[AB])\.weight")
+_LINEAR = re.compile(r"\.(linear_\w+|module\.\w*proj\w*)\.weight$")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+$")
 
@@ -257,16 +167,7 @@ def _held(name: str, what: str, index: int, held: tuple[int, ...] | range) -> in
     return held[index]
 
 
-def _by_name(*tables: tuple[Entry, ...]) -> dict[str, Entry]:
-    return {name: entry for table in tables for entry in table for name in {entry.local, entry.te or entry.local}}
-
-
-_EXPERT_ENTRIES = _by_name(*EXPERTS.values())
-_LAYER_ENTRIES = _EXPERT_ENTRIES | _by_name(ATTENTION, QKV_BIAS, QK_NORM, DENSE_MLP, LINEAR_BIASES, MOE, SHARED_EXPERT)
-_ENTRIES = {
-    name: (entry, name in _EXPERT_ENTRIES)
-    for name, entry in (_LAYER_ENTRIES | _by_name((EMBEDDING, FINAL_NORM, OUTPUT))).items()
-}
+WITHOUT_LAYER = {entry.local: entry for entry in (EMBEDDING, FINAL_NORM, OUTPUT)}
 
 
 ShardGroup = Literal["replicated", "tensor", "expert_tensor"]
@@ -305,9 +206,9 @@ def shard(name: str, read: Callable[[str], Tensor], config: MegatronModelConfig,
 def shard_group(name: str, config: MegatronModelConfig, layout: ParallelLayout) -> ShardGroup:
     """Over which ranks a parameter is cut: those whose shards ``join`` needs (any one if ``replicated``)."""
     found = source(name, config, layout)
-    if found.form == "replicated":
-        return "replicated"
-    return "expert_tensor" if found.expert else "tensor"
+    if found.expert:
+        return "expert_tensor"
+    return "replicated" if found.form == "replicated" else "tensor"
 
 
 def join(
@@ -335,7 +236,8 @@ def join(
         raise ValueError(f"Megatron parameter {name!r}: {len(shards)} shards, expected {size}")
     for index, hf in enumerate(found.hf):
         own = [_of_expert(s, found.form, index, len(found.hf), config) for s in shards]
-        yield from zip(hf, _uncut(found.form, own, config), strict=True)
+        whole = _uncut(found.form, own, config)
+        yield from zip(hf, [torch.cat(list(whole))] if len(hf) < len(whole) else whole, strict=True)
 
 
 def _cut(form: Form, whole: list[Tensor], config: MegatronModelConfig, rank: int, size: int) -> Tensor:
@@ -392,7 +294,7 @@ def _separate(fused: Tensor, config: MegatronModelConfig) -> list[Tensor]:
 
 
 def _read(read: Callable[[str], Tensor], names: Sequence[str], form: Form, config: MegatronModelConfig) -> list[Tensor]:
-    """Whole tensors, with their rows checked where cutting would hide that they are wrong."""
+    """The parts that a form takes, with their rows checked where cutting would hide that they are wrong."""
     tensors = [read(name) for name in names]
     size = config.transformer
     rows: list[int] = []
@@ -400,7 +302,11 @@ def _read(read: Callable[[str], Tensor], names: Sequence[str], form: Form, confi
         rows = [config.vocab_size]
     elif form == "qkv":
         rows = [size[heads] * size["kv_channels"] for heads in ("num_attention_heads", *["num_query_groups"] * 2)]
+    elif form == "gate_up" and len(names) == 1:
+        rows = [size["ffn_hidden_size"]] * 2
+    if whole := len(names) < len(rows):
+        rows, parts = [sum(rows)], rows
     for name, tensor, expected in zip(names, tensors, rows, strict=False):
         if tensor.shape[0] != expected:
             raise ValueError(f"{name}: {tensor.shape[0]} rows, expected {expected} by the model's configuration")
-    return tensors
+    return list(tensors[0].split(parts)) if whole else tensors

@@ -494,8 +494,11 @@ class Session:
     ) -> tuple[AssistantTurn, str | None]:
         """Turn that the program is told of an answer, calls that cannot be read as words, and what stopped it."""
         renderer = self.policy.renderer
-        decode = renderer.decode_raw if schemas else renderer.decode
-        text, stop = _cut(decode(completion.token_ids), self._stops(stops))
+        if schemas:
+            whole = renderer.decode_raw(completion.token_ids, stopped=completion.finish_reason is FinishReason.STOP)
+        else:
+            whole = renderer.decode(completion.token_ids)
+        text, stop = _cut(whole, self._stops(stops))
         if not schemas:
             reasoning, said = split_reasoning(text)
             return AssistantTurn(said, reasoning=reasoning), stop

@@ -39,8 +39,9 @@ def controls(family: str) -> list[str]:
 
 
 def opening(family: str, text: str = "Be brief.") -> list[Message]:
-    # Gemma 2 refuses a system message, and Mistral Nemo forgets it once there is an answer.
-    system: list[Message] = [{"role": "system", "content": text}] if family not in ("gemma2", "mistral_nemo") else []
+    # Gemma 2 refuses a system message, and these two of Mistral's forget it once there is an answer.
+    without = family in ("gemma2", "mistral_nemo", "mistral_v0_3")
+    system: list[Message] = [] if without else [{"role": "system", "content": text}]
     return [*system, {"role": "user", "content": f"{text} What is 1+1?"}]
 
 
@@ -134,7 +135,7 @@ def test_an_episode_with_tools_grows_as_the_template_writes_it(family):
     after = renderer.prompt([*opening(family), turn.as_openai(), result()], tools)
     added = renderer.continuation([result()], NO_IDS, tools)
     assert after[len(after) - len(added) :].tolist() == added.tolist()
-    if not family.startswith("deepseek"):  # whose prompt opens or closes reasoning, and whose history does not
+    if "<think>" not in renderer.opening:  # which a history has not
         assert after[: len(before)].tolist() == before.tolist()
     same = int(np.argmin(np.append(after[: len(before)] == before[: len(after)], False)))
     said = renderer.decode_raw(after[same : len(after) - len(added)])
@@ -142,7 +143,8 @@ def test_an_episode_with_tools_grows_as_the_template_writes_it(family):
     read = speaks.parse(said, [ADD])
     assert [(call.name, call.arguments) for call in read.calls] == [("add", {"a": 1, "note": "n"})] and not read.errors
     # A token that ends the turn, said by the model itself, does not come twice.
-    assert renderer.continuation([result()], added[:1], tools).tolist() == added[1:].tolist()
+    end = next(index for index, token in enumerate(added.tolist()) if token in renderer.stops) + 1
+    assert renderer.continuation([result()], added[:end], tools).tolist() == added[end:].tolist()
 
 
 @EACH
@@ -167,6 +169,31 @@ def test_what_a_model_samples_in_its_dialect_is_read_back(family):
     for end in ("", renderer.tokenizer.eos_token):
         sampled = np.asarray([*ids, *renderer.tokenizer.encode(end, add_special_tokens=False)], dtype=np.int64)
         assert speaks.parse(renderer.decode_raw(sampled), [ADD]) == turn
+
+
+@EACH
+def test_no_token_at_which_the_engine_stopped_gets_into_words_or_calls(family):
+    """The model's own files may have ends that its template does not know, as Llama's ``<|eom_id|>``."""
+    renderer, speaks = RENDERERS[family], dialect(FAMILIES[family].dialect or "hermes")
+    turn = AssistantTurn("", (ToolCall("call00000", "add", {"a": 1, "note": "left"}),))
+    called, said = (renderer.tokenizer.encode(text, add_special_tokens=False) for text in (speaks.format(turn), "left"))
+    for end in renderer.tokenizer.convert_tokens_to_ids(FAMILIES[family].ends.split()):
+        assert speaks.parse(renderer.decode_raw(np.asarray([*called, end]), stopped=True), [ADD]) == turn
+        assert renderer.decode(np.asarray([*said, end])).strip() == "left"
+
+
+def test_an_end_that_the_tokenizer_does_not_call_special_is_no_word_either():
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|done|>", special=False)])
+    renderer = ChatRenderer(tokenizer, "{% for m in messages %}{{ m.content }}<|done|>{% endfor %}")
+    ids = tokenizer.encode("<|done|>left<|done|>", add_special_tokens=False)
+    assert renderer.decode(np.asarray(ids)) == "<|done|>left"
+
+
+def test_rows_that_pad_an_embedding_have_no_text():
+    renderer = RENDERERS["qwen2_5"]
+    ids = np.asarray([*renderer.tokenizer.encode("left"), len(renderer.tokenizer) + 7])
+    assert renderer.decode(ids) == renderer.decode_raw(ids) == "left"
 
 
 @EACH
@@ -270,7 +297,7 @@ def test_a_thought_in_a_tool_result_is_no_thought_and_braces_are_no_template():
 
 
 def test_decode_raw_keeps_control_tokens_but_for_the_end_of_the_turn():
-    renderer = RENDERERS["deepseek_v3"]
+    renderer = RENDERERS["deepseek_r1"]
     text = "a<｜tool▁calls▁begin｜>b<｜tool▁calls▁end｜>"
     ids = renderer.tokenizer.encode(text + "<｜end▁of▁sentence｜>", add_special_tokens=False)
     assert renderer.decode_raw(np.asarray(ids)) == renderer.decode_raw(np.asarray(ids[:-1])) == text
@@ -334,3 +361,20 @@ def test_threads_may_share_a_renderer(family):
     with ThreadPoolExecutor(8) as pool:
         rendered = list(pool.map(lambda text: renderer.prompt([{"role": "user", "content": text}]).tolist(), texts))
     assert rendered == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "read"),
+    [
+        ("<|channel|>final<|message|>left<|return|>", "left"),
+        (
+            "<|channel|>analysis<|message|>walks<|end|><|start|>assistant<|channel|>final<|message|>left<|return|>",
+            "<think>\nwalks\n</think>\n\nleft",
+        ),
+        ("<|channel|>analysis<|message|>wal", "<think>\nwal"),
+        ("<|channel|>analysis<|message|>walks<|end|><|start|>assistant<|channel|>", "<think>\nwalks"),
+    ],
+)
+def test_rewards_read_the_channels_of_gpt_oss_as_reasoning_and_answer(said, read):
+    renderer = RENDERERS["gpt_oss"]
+    assert renderer.decode(np.asarray(renderer.tokenizer.encode(said, add_special_tokens=False))) == read

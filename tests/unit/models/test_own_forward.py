@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.data.batch import Batch
@@ -70,10 +71,6 @@ def running_state(monkeypatch: pytest.MonkeyPatch, trainer: Any) -> None:
     monkeypatch.setattr(trainer.weights.scorer.state_layers, "set_borders", lambda attention: None)
 
 
-def nothing(monkeypatch: pytest.MonkeyPatch, trainer: Any) -> None:
-    """The family is at fault itself."""
-
-
 def wrong_layout(name: str, change: Callable[[ModelInput], ModelInput]) -> Plant:
     made: Any = {"packed_row": packed_row, "row_with_shared_prompts": row_with_shared_prompts}[name]
     return lambda monkeypatch, _: monkeypatch.setattr(scoring, name, lambda batch: change(made(batch)))
@@ -96,11 +93,21 @@ def plain_head(monkeypatch: pytest.MonkeyPatch, trainer: Any) -> None:
 
 
 def leaking_mask(monkeypatch: pytest.MonkeyPatch, trainer: Any) -> None:
-    def attend(module: Any, query: Any, key: Any, value: Any, plan: Any, kwargs: Any) -> Any:
-        return by_sequence(module, query, key, value, PackedSequences((query.shape[2],)), kwargs)
+    def attend(query: Any, key: Any, value: Any, plan: Any, *others: Any) -> Any:
+        return by_sequence(query, key, value, PackedSequences((query.shape[2],)), *others)
 
     by_sequence = planned_attention._by_sequence
     monkeypatch.setattr(planned_attention, "_by_sequence", attend)
+
+
+def without_sinks(monkeypatch: pytest.MonkeyPatch, trainer: Any) -> None:
+    def attend(q: Any, k: Any, v: Any, visible: Any) -> Any:
+        return scaled_dot_product_attention(q, k, v, visible, is_causal=visible is None, enable_gqa=True).transpose(
+            1, 2
+        )
+
+    by_sequence = planned_attention._by_sequence
+    monkeypatch.setattr(planned_attention, "_by_sequence", lambda *args: by_sequence(*args[:-1], attend))
 
 
 def crowded_router(monkeypatch: pytest.MonkeyPatch, trainer: Any) -> None:
@@ -125,7 +132,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any], Plant, str, str]] = {
     "a mask that leaks": ("qwen3", PACKED, leaking_mask, "layers.0", "use_sequence_packing: false"),
     "a soft cap": ("gemma2", PADDED, plain_head, "behind the layers", "another may"),
     "a logit scale": ("hyperclovax", PADDED, plain_head, "behind the layers", "another may"),
-    "a sink": ("gpt_oss", PACKED, nothing, "layers.0", "use_sequence_packing: false"),
+    "a sink": ("gpt_oss", PACKED, without_sinks, "layers.0", "use_sequence_packing: false"),
     "a shared prompt": (
         *("qwen2", SHARED, wrong_layout("row_with_shared_prompts", all_seen), "layers.0", "share_prompts: false"),
     ),

@@ -40,15 +40,15 @@ from tests.support.trainers import make_batch, make_context
 KNOWN: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))["families"]
 OTHERS: dict[str, str] = json.loads(FILE.read_text(encoding="utf-8"))["others"]
 RIGHT = ("deepseek_v3", "gemma3_text", "gpt2", "llama", "mistral", "olmo2", "qwen2", "qwen3", "qwen3_moe")
-RIGHT += ("lfm2", "mamba2", "nemotron_h", "qwen3_5_text", "qwen3_next")
-WRONG = ("bloom", "falcon", "gpt_oss", "mpt", "opt", "rwkv")
+RIGHT += ("gpt_oss", "lfm2", "mamba2", "nemotron_h", "qwen3_5_text", "qwen3_next")
+WRONG = ("bloom", "falcon", "mpt", "opt", "rwkv")
 
 
 @pytest.mark.parametrize("family", RIGHT)
 def test_what_is_listed_keeps_sequences_apart(family):
     config = tiny_config(family)
     found = packing_differences(config)
-    assert "eager" in found and max(found.values()) <= BOUND
+    assert found and max(found.values()) <= BOUND  # by positions, too
     assert packing_problem(config) == ""
 
 
@@ -59,13 +59,19 @@ def test_what_is_not_listed_does_not(family):
     assert "see each other" in packing_problem(config)
 
 
+def test_a_family_that_needs_a_plan_is_not_packed_with_flash_attention():
+    config = tiny_config("granitemoehybrid")
+    assert packing_problem(config) == packing_problem(config, kernel="sdpa") == ""
+    assert "not with fa2" in packing_problem(config, kernel="fa2")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_list_is_what_is_measured(family):
     entry, problem = measured(family)
     assert (family in KNOWN) == (entry is not None)
     if entry is not None:
-        assert entry["values"] == KNOWN[family]["values"]
+        assert entry | {"difference": 0} == KNOWN[family] | {"difference": 0}
     else:
         assert problem.partition("(")[0] == OTHERS[family].partition("(")[0]
 
@@ -141,6 +147,17 @@ def test_validation_refuses_a_packed_role_with_its_reason(seeing, strategy):
         validate(AgenticConfig, values, CHECKS[AgenticConfig])
     told = {problem.path: problem.expected for problem in errors.value.problems}
     assert told["reference.use_sequence_packing"].startswith("false: nemotron lets the sequences of a row see")
+
+
+def test_layers_with_a_state_are_not_packed_in_stage_3(tmp_path):
+    tiny_model(tiny_config("qwen3_5_text")).save_pretrained(tmp_path)
+    arguments = {"strategy_name": "deepspeed_infer", "strategy_config": {"zero_optimization": {"stage": 3}}}
+    role = {"strategy_args": arguments, "use_sequence_packing": True}
+    values = {**VALUES, "pretrain": "tiny", "reference_pretrain": str(tmp_path), "reference": role}
+    with pytest.raises(ConfigErrors) as errors:
+        validate(AgenticConfig, values, CHECKS[AgenticConfig])
+    told = {problem.path: problem.expected for problem in errors.value.problems}
+    assert "Qwen3_5ForCausalLM has layers with a state" in told["reference.use_sequence_packing"]
 
 
 def test_loading_refuses_it_where_the_configuration_was_not_at_hand(seeing):
@@ -231,7 +248,9 @@ def scores_and_gradient(name: str, attention: str) -> list[Tensor]:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=attention).eval()
     batch = short_rows()
-    scores = score_input(TokenScorer(model), packed_row(batch), batch.num_tokens)
+    scorer = TokenScorer(model)
+    scorer._takes_plans = attention == "sdpa"
+    scores = score_input(scorer, packed_row(batch), batch.num_tokens)
     assert scores.logprobs_T is not None and scores.entropy_T is not None
     (scores.logprobs_T.sum() - 0.1 * scores.entropy_T.square().sum()).backward()
     return [scores.logprobs_T, scores.entropy_T, *(p.grad for p in model.parameters() if p.grad is not None)]

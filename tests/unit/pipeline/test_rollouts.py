@@ -123,6 +123,13 @@ def test_what_matters_of_a_step_is_remarked_in_a_line():
     assert "100% of the responses are cut at sequence_length (" in remarked(by_sequence, 1)["cut"]
 
 
+def test_ids_that_no_token_has_are_remarked():
+    found = dict(remarks_on(7, Collected([MIXED], []), 1, limit, compares=False, num_ids=1))
+    most = max(int(turn.completion.token_ids.max()) for each in MIXED.trajectories for turn in each.turns)
+    assert most >= 1 and "have ids that the tokenizer lacks (its last is 0)" in found["beyond"]
+    assert "beyond" not in dict(remarks_on(7, Collected([MIXED], []), 1, limit, compares=False, num_ids=most + 1))
+
+
 def test_a_remark_is_made_aloud_ever_more_rarely(caplog):
     remarks = Remarks()
     with caplog.at_level(logging.INFO):

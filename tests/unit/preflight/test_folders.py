@@ -11,18 +11,21 @@ import pytest
 import transformers
 from safetensors.torch import load_file, save_file
 
+from roll.configs.compose import compose_config
 from roll.configs.distill import DistillConfig
-from roll.configs.loader import validate
+from roll.configs.loader import load_composed, validate
 from roll.configs.offline import SFTConfig
 from roll.configs.problems import ConfigErrors
 from roll.configs.reward_training import RewardTrainingConfig
+from roll.configs.rlvr import RLVRConfig
+from roll.configs.shipped import SHIPPED
 from roll.models.adapter_files import ADAPTER_FILE
 from roll.models.lora import LoraSpec, write_adapter_config
 from roll.models.tiny import make_tokenizer
 from roll.models.weight_files import INDEX
 from roll.pipeline.start import check_rows
 from roll.preflight.choices import CHECKS
-from roll.preflight.models import check_formats, check_tokenizer, describe_adapter
+from roll.preflight.models import check_formats, check_low_precision, check_tokenizer, describe_adapter
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -265,3 +268,14 @@ def test_an_adapter_of_a_language_model_or_one_that_adds_otherwise_is_no_start(a
     file.write_text(json.dumps(json.loads(file.read_text()) | {"use_rslora": True}))
     found = adapter_problems("fsdp2_train", adapter_name_or_path=str(tmp_path))
     assert found == {f"{KEY}.adapter_name_or_path": "an adapter without it use_rslora is True in adapter_config.json"}
+
+
+@pytest.mark.parametrize(("generator", "lora"), [("vllm", ""), ("sglang", ""), ("hf_infer", ""), ("vllm", "q_proj")])
+def test_a_generator_that_loads_fp8_by_itself_cannot_take_trained_weights(folder, generator, lora):
+    configure(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    overrides = [f"pretrain={folder}", f"actor_infer.strategy_args.strategy_name={generator}"]
+    overrides += [f"actor_train.model_args.lora_target={lora}"] if lora else []
+    made = load_composed(RLVRConfig, "rlvr_math", compose_config("rlvr_math", SHIPPED, overrides))
+    found = [problem.expected for problem in check_low_precision(made)]
+    assert len(found) == (generator != "hf_infer" and not lora)
+    assert all(f"such as `roll export {folder} -o DIR` makes of it" in expected for expected in found)

@@ -1,6 +1,7 @@
 """What a run says of its chat template before it starts, under the templates of published models."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import ConfigErrors
 from roll.configs.rlvr import RLVRConfig
 from roll.data.renderer import ChatRenderer
+from roll.data.template_check import date_in_prompts
+from roll.data.templates import ChatTemplate
 from roll.preflight.templates import check_dialect, describe_template
 from tests.support.chat_families import FAMILIES, family_tokenizer
 
@@ -106,3 +109,28 @@ def test_runs_whose_conversations_grow_say_what_their_template_does_and_others_n
     traj = load("agentic_sokoban", "custom_envs.SimpleSokoban.env_manager_cls=traj")
     assert describe_template(traj) == ["chat template: append-only, speaks the tool dialect hermes"]
     assert describe_template(load("rlvr_tools")) == ["chat template: append-only, speaks the tool dialect hermes"]
+
+
+@pytest.mark.parametrize(
+    ("family", "remedy"),
+    [
+        ("llama3_2", "prompts contain the date, .*expected data_args.chat_template_kwargs.date_string"),
+        ("gpt_oss", "prompts contain the date, .*expected a copy of the template with a fixed date"),
+        ("mistral_small_3_2", "prompts without a system message contain the date, .*expected a system message of your"),
+        ("llama3_1", None),
+    ],
+)
+def test_every_run_is_warned_of_a_date_in_its_prompts(family, remedy, tmp_path):
+    family_tokenizer(family).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    words = (f"pretrain={tmp_path}", "actor_train.data_args.template=native")
+    found = describe_template(load("rlvr_math", *words))
+    assert not found if remedy is None else re.match(f"warning: actor_train.data_args.template: {remedy}", *found)
+    assert describe_template(load("rlvr_math", *words[:1], "actor_train.data_args.template=chatml")) == []
+
+
+def test_a_date_is_fixed_by_the_variable_of_the_template():
+    fixed = ChatTemplate("native", {"date_string": "26 Jul 2024"})
+    renderer = ChatRenderer(family_tokenizer("llama3_2"), fixed)
+    assert date_in_prompts(renderer) == ""
+    assert "Today Date: 26 Jul 2024" in renderer.text([{"role": "user", "content": "?"}], open_assistant=True)

@@ -263,6 +263,8 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
          f"{TRAIN}.moe_shared_expert_overlap", "false with an adapter"),
         (vllm() | args(lora_target="all-linear", lora_rank=1000), "actor_train.model_args.lora_rank", "at most 512"),
         # vLLM and SGLang
+        (vllm(quantization="awq"), f"{INFER}.quantization", "null or one of fp8, fp8_per_tensor, fp8_per_block, fp8_p"),
+        (sglang(quantization="fp8"), f"{INFER}.quantization", "null"),
         (vllm(max_num_batched_tokens="many"), f"{INFER}.max_num_batched_tokens", "int"),
         (vllm(mem_fraction_static=0.5), f"{INFER}.mem_fraction_static", "gpu_memory_utilization"),
         (vllm(max_model_len=64), f"{INFER}.max_model_len", "sequence_length = 128"),

@@ -95,7 +95,7 @@ def counts(info: Mapping[str, Any]) -> dict[str, int]:
         ("qwen2_5", (CALL + "<tool_call>{", "51"), None),  # what cannot be read stays as it was written
         ("qwen3", (CALL, f"{THOUGHT}51"), None),  # thoughts since the last question stay
         ("qwen3", (CALL, "51"), "reasoning"),  # a last answer without one is given an empty one
-        ("deepseek_v3", ("</think>" + CALL, "51"), "rewritten"),  # the prompt opens a thought, a history does not
+        ("deepseek_r1", ("</think>" + CALL, "51"), "rewritten"),  # the prompt opens a thought, a history does not
         ("gemma3", (CALL, "51"), None),
     ],
 )

@@ -26,6 +26,7 @@ DIALECTS.register("llama_pythonic", "roll.agentic.tools.dialects.pythonic:Python
 DIALECTS.register("mistral", "roll.agentic.tools.dialects.json_calls:MistralDialect")
 DIALECTS.register("harmony", "roll.agentic.tools.dialects.harmony:HarmonyDialect")
 DIALECTS.register("deepseek", "roll.agentic.tools.dialects.json_calls:DeepSeekDialect")
+DIALECTS.register("nemotron", "roll.agentic.tools.dialects.json_calls:NemotronDialect")
 DIALECTS.register("glm", "roll.agentic.tools.dialects.tagged:GlmDialect")
 
 

@@ -1,4 +1,4 @@
-"""Dialects whose calls are JSON: Hermes and Qwen (between tags), Llama 3 (the answer), Mistral, DeepSeek (markers)."""
+"""Dialects whose calls are JSON: Hermes, Nemotron (between tags), Llama 3 (the answer), Mistral, DeepSeek (markers)."""
 
 from __future__ import annotations
 
@@ -52,6 +52,38 @@ def _skip(said: str, start: int, inside: int, reason: str) -> tuple[int, Found]:
     closing = said.find(_END, inside, limit)
     stop = limit if closing < 0 else closing + len(_END)
     return stop, CallError(said[start:stop], reason)
+
+
+_LIST, _LIST_END = "<TOOLCALL>", "</TOOLCALL>"
+
+
+class NemotronDialect(ThinkingDialect):
+    """``<TOOLCALL>[{"name": …, "arguments": {…}}]</TOOLCALL>``: Nemotron Nano 2 and Nemotron Super."""
+
+    name = "nemotron"
+    example = f'{_LIST}[{{"name": "<name>", "arguments": {{"<key>": "<value>"}}}}]{_LIST_END}'
+
+    def read(self, said: str, schemas: Schemas) -> tuple[str, list[Found]]:
+        words, marked, rest = said.partition(_LIST)
+        if not marked:
+            return said, []
+        try:
+            value, end = read_json(rest)
+        except ValueError as error:
+            return words, [CallError(_LIST + rest, str(error))]
+        behind = rest[end:].lstrip()
+        if not behind.startswith(_LIST_END):
+            got = repr(behind[:20]) if behind else "the end: it was cut off"
+            return words, [CallError(_LIST + rest, f"expected {_LIST_END} after the array, got {got}")]
+        text = _LIST + rest[:end] + _LIST_END
+        calls = value if isinstance(value, list) else [value]
+        return words + behind.removeprefix(_LIST_END), [call_of(each, text) for each in calls]
+
+    def write(self, content: str, calls: Sequence[ToolCall]) -> str:
+        if not calls:
+            return content
+        written = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+        return f"{content}{_LIST}{to_json(written)}{_LIST_END}"
 
 
 _PYTHON_TAG = "<|python_tag|>"

@@ -2,8 +2,8 @@
 
 Megatron holds several projections of a Hugging Face model in one layer. Each keeps matrices of its own here, so that an
 adapter is the same in every engine. Of a layer that is cut by rows (query, key and value; gate and up projection), A is
-whole on every tensor-parallel rank and B is cut; of one that is cut by columns, A is cut and B whole. What travels
-between ranks is never wider than the adapter's rank.
+whole on every tensor-parallel rank and B is cut; of one that is cut by columns, A is cut and B whole; of one that every
+rank has whole, both are. What travels between ranks is never wider than the adapter's rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def add_adapter(model: MegatronModel, context: StrategyContext, spec: LoraSpec, 
             raise ValueError("; ".join(f"{context.role}.{problem}" for problem in problems))
     for chunk, layout in zip(model.chunks, model.layouts, strict=True):
         for name, linear in list(chunk.decoder.named_modules(prefix="decoder")):
-            if not isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+            if not isinstance(linear, ColumnParallelLinear | RowParallelLinear | nn.Linear):
                 continue
             found = source(f"{name}.weight", model.converted, layout)
             names = [hf.removesuffix(".weight") for hf in found.hf[0]]
@@ -97,13 +97,14 @@ class LinearAdapter(nn.ModuleDict):
         super().__init__()
         from megatron.core.tensor_parallel import RowParallelLinear, set_tensor_model_parallel_attributes
 
-        size = linear.tp_group.size()
+        self._whole = isinstance(linear, nn.Linear)
+        size = 1 if self._whole else linear.tp_group.size()
         self._by_columns = isinstance(linear, RowParallelLinear)
-        self._sequence_parallel = bool(linear.sequence_parallel)
+        self._sequence_parallel = bool(getattr(linear.weight if self._whole else linear, "sequence_parallel", False))
         self._scale = spec.alpha / spec.rank
         self._groups = groups // size if groups > 1 else 1
         self._widths = {name: layer.out_features // size for name, (layer, _) in projections.items()}
-        cut = "lora_A" if self._by_columns else "lora_B"
+        cut = "" if self._whole else "lora_A" if self._by_columns else "lora_B"
         for name, (layer, adapted) in projections.items():
             if not adapted:
                 continue
@@ -120,8 +121,10 @@ class LinearAdapter(nn.ModuleDict):
                 # With sequence parallelism each rank has some of the tokens that a whole matrix meets: Megatron sums.
                 weight.sequence_parallel = self._sequence_parallel and key != cut
 
-    def add(self, linear: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-        """A forward hook of the layer: its input is [S, B, inputs], its output [S, B, outputs] and a bias."""
+    def add(self, linear: nn.Module, args: tuple[Tensor, ...], output: Any) -> Any:
+        """A forward hook: the layer's input is [S, B, inputs], its output [S, B, outputs], and of Megatron's a bias."""
+        if isinstance(output, Tensor):
+            return output + self._delta(args[0]) if self.enabled else output
         result, bias = output
         return (result + self._delta(args[0]) if self.enabled else result), bias
 
@@ -148,6 +151,8 @@ class LinearAdapter(nn.ModuleDict):
         """From what tensor-parallel ranks have after A to what they need before B; gradients likewise."""
         from megatron.core import tensor_parallel
 
+        if self._whole:
+            return low
         if self._sequence_parallel:
             if self._by_columns:
                 return cast(Tensor, tensor_parallel.reduce_scatter_to_sequence_parallel_region(low))

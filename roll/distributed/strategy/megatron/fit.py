@@ -61,7 +61,7 @@ def check_frozen(worker: WorkerConfig, sizes: PreTrainedConfig, frozen: Collecti
     for layer in range(converted.num_layers):
         for entry in layer_entries(converted, layer, "sequential"):
             names = [f"model.layers.{layer}.{hf.format(expert=0)}" for hf in entry.hf]
-            if expected := torn({part for name in names for part in module_parts(name)}, frozen):
+            if expected := torn({part for name in names for part in module_parts(name, converted)}, frozen):
                 key, name = "model_args.freeze_module_prefix", worker.strategy_args.strategy_name
                 yield ConfigProblem(key, worker.model_args.freeze_module_prefix, f"with {name} {expected}")
                 return
@@ -79,8 +79,13 @@ def check_model_fit(hf_config: PreTrainedConfig, options: MegatronConfig) -> Ite
         tensor=options.tensor_model_parallel_size,
         expert=options.expert_model_parallel_size,
         expert_tensor=options.expert_tensor_parallel_size,
+        context=options.context_parallel_size,
     )
     yield from [*_stage_problems(converted.num_layers, options)] or _recompute_problems(converted.num_layers, options)
+    tensor, latent = options.tensor_model_parallel_size, converted.transformer.get("kv_lora_rank")
+    if tensor > 1 and not options.sequence_parallel and (converted.num_experts or latent):
+        what = "experts" if converted.num_experts else "latent attention"
+        yield options.problem("sequence_parallel", f"true with {what} and tensor_model_parallel_size {tensor}")
     yield from _moe_problems(converted, options)
 
 
@@ -110,7 +115,7 @@ def check_adapter_fit(
     if tensor > groups and any(name.endswith((".q_proj", ".k_proj", ".v_proj")) for name in layers):
         expected = f"at most num_key_value_heads {groups} with an adapter on queries, keys or values"
         yield ConfigProblem(f"{base}.tensor_model_parallel_size", tensor, expected)
-    if options.moe_shared_expert_overlap and any(".shared_expert." in name for name in layers):
+    if options.moe_shared_expert_overlap and any(".shared_expert" in name for name in layers):
         expected = "false with an adapter on the shared expert"
         yield ConfigProblem(f"{base}.moe_shared_expert_overlap", True, expected)
 
@@ -185,10 +190,6 @@ def _moe_problems(converted: MegatronModelConfig, options: MegatronConfig) -> It
         yield from [options.problem(key, f"{show(getattr(default, key))} {words}") for key in unread]
         yield from [options.problem("recompute_modules", f"no {part} {words}") for part in parts]
         return
-    tensor = options.tensor_model_parallel_size
-    if tensor > 1 and not options.sequence_parallel:
-        expected = f"true with experts and tensor_model_parallel_size {tensor}"
-        yield options.problem("sequence_parallel", expected)
     if not converted.transformer.get("moe_shared_expert_intermediate_size"):
         words = f"({converted.model_class} has no shared expert)"
         if options.moe_shared_expert_overlap:

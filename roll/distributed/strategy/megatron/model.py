@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -31,8 +32,9 @@ from roll.models.freezing import frozen_parameters
 from roll.models.heads import ValueHead, load_value_head
 from roll.models.loading import make_skeleton
 from roll.models.lora import is_adapter
-from roll.models.megatron.config import MegatronModelConfig, megatron_config, padded_vocab_size
-from roll.models.megatron.names import ParallelLayout, load_shards, module_parts, source, torn
+from roll.models.megatron.config import MegatronModelConfig, megatron_config, padded_vocab_size, set_rotary
+from roll.models.megatron.experts import split_reader
+from roll.models.megatron.names import ParallelLayout, is_buffer, load_shards, module_parts, source, torn
 from roll.models.weight_files import WeightFiles
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ def freeze_parts(model: MegatronModel, context: StrategyContext) -> None:
                 if name.startswith(HEAD_PREFIX):
                     continue
                 groups = source(name, model.converted, layout).hf
-                held = {part for group in groups for hf in group for part in module_parts(hf)}
+                held = {part for group in groups for hf in group for part in module_parts(hf, model.converted)}
                 if expected := torn(held, frozen):
                     raise ValueError(f"{context.role}.model_args.freeze_module_prefix: expected {expected}")
                 parameter.requires_grad_(not held <= frozen)
@@ -92,12 +94,14 @@ class MegatronModel:
     def takes_plans(self) -> bool:
         """A row may hold a common prompt once.
 
-        Neither TransformerEngine's attention nor context parallelism can follow its plan, and the loss that balances
-        experts counts every token that they see.
+        Neither TransformerEngine's attention nor context parallelism can follow its plan, nor windows, sinks, latent
+        attention and states; and the loss that balances experts counts every token that they see.
         """
         config = self.config
         own = config.transformer_impl != "transformer_engine" and config.context_parallel_size == 1
-        return own and not config.moe_aux_loss_coeff
+        mixed = self.converted.family.mixers
+        plain = not (mixed or config.window_size or config.multi_latent_attention or config.softmax_type != "vanilla")
+        return own and plain and not config.moe_aux_loss_coeff
 
     @property
     def last(self) -> Any:
@@ -189,15 +193,15 @@ def build_model(
     from megatron.core import parallel_state
 
     given = context.worker.strategy_args.strategy_config
+    converted = megatron_config(hf_config)
     problems = [
         *CARD.option_problems(given),
         *check_model_fit(hf_config, options),
-        *_machine_problems(context, options, dtype),
+        *_machine_problems(context, converted, options, dtype),
     ]
     if problems:
         found = "\n".join(f"  {problem}" for problem in problems)
         raise ValueError(f"{context.role}: {context.model_path} with these megatron options\n{found}")
-    converted = megatron_config(hf_config)
     config = transformer_config(context, converted, options, dtype, trained=trained)
     virtual = options.virtual_stages
     chunks, layouts = [], []
@@ -205,7 +209,8 @@ def build_model(
         vp_stage = stage if virtual else None
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        chunk = _make_chunk(context, config, converted, vp_stage, first=first, last=last)
+        specs = layer_specs(config, vp_stage, hf_config, mixers=converted.family.mixers)
+        chunk = _make_chunk(context, config, converted, vp_stage, specs, first=first, last=last)
         if first:
             _spare_padding_token(chunk, hf_config.pad_token_id)
         chunk.train(trained).requires_grad_(trained and context.lora is None)
@@ -214,9 +219,14 @@ def build_model(
         chunks.append(chunk)
         layouts.append(_layout(chunk, first=first, last=last))
     model = MegatronModel(config, converted, chunks, layouts, wrapped=list(chunks))
+    read = folder_reader(model, Path(context.model_path))
     with raise_on_all_ranks(), torch.no_grad():
-        for parameter, part in own_parts(model, folder_reader(model, Path(context.model_path))):
+        for parameter, part in own_parts(model, read):
             parameter.copy_(part)
+        for layout, chunk in zip(layouts, chunks, strict=True):
+            buffers = own_buffers(chunk, converted)
+            for name, part in load_shards(read, buffers, converted, layout):
+                buffers[name].data = part.to(buffers[name].device, torch.float32)
     if trained and context.worker.model_args.frozen_prefixes:
         freeze_parts(model, context)
     for name, parameter in chain.from_iterable(chunk.named_parameters() for chunk in chunks):
@@ -239,7 +249,13 @@ def folder_reader(model: MegatronModel, path: Path) -> Reader:
     if model.value_head is not None:
         head = load_value_head(model.config.hidden_size, files.folder, bias=model.value_head.linear.bias is not None)
         saved = {HEAD_PREFIX + name: parameter.detach() for name, parameter in head.named_parameters()}
-    return lambda name: saved[name] if name in saved else files.read(name)
+    stored = split_reader(files.read, family) if (family := model.converted.family).experts.alternating else files.read
+    return lambda name: saved[name] if name in saved else stored(name)
+
+
+def own_buffers(chunk: Any, converted: MegatronModelConfig) -> dict[str, Tensor]:
+    """What a chunk has of a model folder's tensors beside its parameters, float32."""
+    return {name: buffer for name, buffer in chunk.named_buffers() if is_buffer(name, converted)}
 
 
 def own_parts(
@@ -275,14 +291,14 @@ def transformer_config(
     trained: bool,
 ) -> Any:
     """Megatron's ``TransformerConfig``: the model's shape, the parallel layout, then the options passed on."""
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.enums import AttnBackend
 
-    engine = uses_transformer_engine(context, dtype)
+    engine = uses_transformer_engine(context, converted, dtype)
+    kind = MLATransformerConfig if converted.transformer.get("multi_latent_attention") else TransformerConfig
     gpu = torch.cuda.is_available()
     pipelined = options.pipeline_model_parallel_size > 1
     arguments: dict[str, Any] = {
-        **converted.transformer,
         "transformer_impl": "transformer_engine" if engine else "local",
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -298,6 +314,7 @@ def transformer_config(
         "bias_dropout_fusion": gpu,
         "apply_rope_fusion": engine,
         "moe_router_dtype": "fp32",
+        **converted.transformer,
     }
     fields = {f.name for f in dataclasses.fields(TransformerConfig)}
     arguments |= {name: value for name, value in options.engine_arguments().items() if name in fields}
@@ -305,17 +322,19 @@ def transformer_config(
         asked = ATTENTION.get(context.worker.model_args.attn_implementation, "auto")
         arguments["attention_backend"] = AttnBackend[options.attention_backend or asked]
     arguments |= _recompute(context, options, trained=trained)
-    return TransformerConfig(**arguments)
+    return kind(**arguments)
 
 
-def uses_transformer_engine(context: StrategyContext, dtype: torch.dtype) -> bool:
+def uses_transformer_engine(context: StrategyContext, converted: MegatronModelConfig, dtype: torch.dtype) -> bool:
     """Tells whether the model is made of TransformerEngine's modules, which need a GPU.
 
     In float32 it is not: its matrix products would round to TF32, and it has no attention with context parallelism.
-    With a LoRA adapter neither: its layers normalise inside what the adapter reads the inputs of.
+    With a LoRA adapter neither: its layers normalise inside what the adapter reads the inputs of. Nor are models with
+    something that was compared in Megatron's own modules alone.
     """
     installed = importlib.util.find_spec("transformer_engine") is not None
-    return torch.cuda.is_available() and installed and dtype != torch.float32 and context.lora is None
+    able = torch.cuda.is_available() and installed and not converted.own_modules
+    return able and dtype != torch.float32 and context.lora is None
 
 
 def _recompute(context: StrategyContext, options: MegatronConfig, *, trained: bool) -> dict[str, Any]:
@@ -343,6 +362,7 @@ def _make_chunk(
     config: Any,
     converted: MegatronModelConfig,
     vp_stage: int | None,
+    specs: Any,
     *,
     first: bool,
     last: bool,
@@ -354,13 +374,19 @@ def _make_chunk(
         arguments["share_embeddings_and_output_weights"] = False
     chunk = _trunk_class()(
         config=config,
-        transformer_layer_spec=layer_specs(config, vp_stage),
+        transformer_layer_spec=specs,
         pre_process=first,
         post_process=last,
         parallel_output=True,
         vp_stage=vp_stage,
         **arguments,
     )
+    set_rotary(chunk, converted)
+    for name, module in chunk.named_modules():
+        if converted.family.experts.biased and re.search(r"local_experts\.\d+\.linear_fc2$", name):
+            module.register_forward_hook(_copy_output)
+            # No tensor-parallel rank has another's tokens or experts: nothing is summed, nothing is counted twice.
+            module.bias.sequence_parallel, module.bias.tensor_model_parallel = False, True  # type: ignore[union-attr]
     # Routers, gates of shared experts and the norms of ``modules`` are made in host memory, whatever else there is.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chunk.to(device, config.params_dtype)
@@ -368,6 +394,11 @@ def _make_chunk(
         del chunk.output_layer
         chunk.value_head = ValueHead(config.hidden_size, bias=context.head == "value").to(device)
     return chunk
+
+
+def _copy_output(module: nn.Module, args: object, found: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """Megatron adds an expert's bias in place, to what may be a view of its own function for tensor-parallel ranks."""
+    return found[0].clone(), found[1]
 
 
 def _spare_padding_token(chunk: Any, token: int | None) -> None:
@@ -419,10 +450,12 @@ def _layout(chunk: Any, *, first: bool, last: bool) -> ParallelLayout:
     )
 
 
-def _machine_problems(context: StrategyContext, options: MegatronConfig, dtype: torch.dtype) -> Iterator[ConfigProblem]:
+def _machine_problems(
+    context: StrategyContext, converted: MegatronModelConfig, options: MegatronConfig, dtype: torch.dtype
+) -> Iterator[ConfigProblem]:
     """Options for which this machine has not the kernels."""
     kernels = torch.cuda.is_available() and importlib.util.find_spec("grouped_gemm") is not None
-    engine = uses_transformer_engine(context, dtype)
+    engine = uses_transformer_engine(context, converted, dtype)
     if options.moe_grouped_gemm and not engine and not (kernels and dtype == torch.bfloat16):
         needs = "a GPU, TransformerEngine without lora_target (or grouped_gemm) and dtype bf16"
         yield options.problem("moe_grouped_gemm", f"false without {needs}")

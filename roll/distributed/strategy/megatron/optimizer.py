@@ -62,7 +62,10 @@ class MegatronAdam:
             }
         )
         self._chunks = model.wrapped
-        self._chained = optimizer_module.get_megatron_optimizer(config, model.wrapped, use_gloo_process_groups=False)
+        overrides = _without_decay() if model.converted.family.experts.biased else None
+        self._chained = optimizer_module.get_megatron_optimizer(
+            config, model.wrapped, overrides, use_gloo_process_groups=False
+        )
         self._parts = [part for part in self._chained.chained_optimizers if not part.is_stub_optimizer]
         self._distributed = bool(config.use_distributed_optimizer)
         # Without Megatron's own scheduler, every group would decay by the default.
@@ -204,6 +207,14 @@ class MegatronAdam:
 
 def _state(part: Any, share: Tensor, kind: str) -> Tensor:
     return share.detach() if kind == MASTER else cast(Tensor, part.optimizer.state[share][kind])
+
+
+def _without_decay() -> dict[Any, Any]:
+    """Groups of parameters without weight decay: vectors, but for biases of experts, which are one matrix elsewhere."""
+    from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+
+    vectors = ParamWithNamePredicate("vectors", lambda tensor, name: tensor.ndim == 1 and ".local_experts." not in name)
+    return {ParamKey(with_name_predicate=vectors): {"wd_mult": 0.0}}
 
 
 def _fields_of(owner: type, options: MegatronConfig) -> dict[str, Any]:

@@ -44,7 +44,13 @@ from roll.distributed.strategy.megatron.optimizer import MegatronAdam, wrap_for_
 from roll.distributed.strategy.megatron.routing import ExpertRouting
 from roll.distributed.strategy.megatron.scores import VocabularyScorer, sum_over
 from roll.distributed.strategy.megatron.substitutes import redirect_to_cpu
-from roll.distributed.strategy.megatron.weights import TrainedModel, WeightGatherer, adapter_pieces, saved_name
+from roll.distributed.strategy.megatron.weights import (
+    TrainedModel,
+    WeightGatherer,
+    adapter_pieces,
+    module_pieces,
+    saved_name,
+)
 from roll.distributed.strategy.training.checkpoint import (
     MODEL_PREFIX,
     SourceFolder,
@@ -56,7 +62,7 @@ from roll.distributed.strategy.training.checkpoint import (
 from roll.distributed.strategy.training.exchange import WeightShard, raise_on_all_ranks
 from roll.distributed.strategy.training.trainer import MicroBatchLimits, Scorer, Trainer, join_group
 from roll.models.heads import load_teacher_layer
-from roll.models.loading import load_config, make_skeleton, resolve_dtype, save_config
+from roll.models.loading import check_rope, load_config, make_skeleton, resolve_dtype, save_config
 from roll.models.own_forward import OwnForward
 from roll.models.scoring import BOUNDS
 
@@ -81,6 +87,7 @@ class MegatronInfer(Scorer):
         args = context.worker.model_args
         with raise_on_all_ranks():
             hf_config = load_config(context.model_path, args.model_config_kwargs)
+            check_rope(hf_config, context.sequence_length)
         # The format in which weights leave: exports and saved models.
         self._model_dtype = resolve_dtype(args.dtype, hf_config)
         if self._trained and self._model_dtype == torch.float16:
@@ -374,7 +381,10 @@ class MegatronTrain(MegatronInfer, Trainer):
         self._optimizer.drop_gradients()
 
     def find_weights(self) -> list[WeightShard]:
-        return self._gatherer.pieces("trunk", self._model_dtype)
+        pieces, converted = self._gatherer.pieces("trunk", self._model_dtype), self.model.converted
+        if not converted.family.experts.alternating:
+            return pieces
+        return module_pieces(pieces, converted.family, converted.num_experts)
 
     def find_adapter(self) -> list[WeightShard]:
         return super().find_adapter() if self.context.lora is None else adapter_pieces(self._gatherer)
@@ -385,11 +395,12 @@ class MegatronTrain(MegatronInfer, Trainer):
 
     def model_tensors(self) -> Tensors:
         own_head = self._gatherer.pieces("head", torch.float32)
-        trunk = [piece.renamed(partial(saved_name, head=self.context.head)) for piece in self.pieces("weights")]
+        pieces = [*self.pieces("weights"), *self._gatherer.pieces("buffers", torch.float32)]
+        trunk = [piece.renamed(partial(saved_name, head=self.context.head)) for piece in pieces]
         return model_tensors(trunk, own_head, self.context.head, MODEL_PREFIX.rstrip("."))
 
     def write_config(self, folder: Path) -> None:
         head, dtype, kwargs = self.context.head, self._model_dtype, self.context.worker.model_args.model_config_kwargs
         with torch.device("meta"):
             model = make_skeleton(head, self.context.model_path, dtype=dtype, config_kwargs=kwargs)
-            save_config(model, folder, dtype, head)
+            save_config(model, folder, dtype, head, published=None if kwargs else self._source.config)

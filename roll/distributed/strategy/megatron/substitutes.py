@@ -21,7 +21,7 @@ import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,11 @@ from torch.nn import functional
 
 from roll.data.packing import AttentionPlan
 from roll.distributed.replaced import replaced
+from roll.distributed.strategy.megatron.mixer import TransformersMixer
 from roll.models.planned_attention import attend_by_block
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 MODULES = (
     "distributed",
@@ -247,20 +251,45 @@ class RmsNorm(nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
         self.eps = eps
+        self.from_zero = bool(config.layernorm_zero_centered_gamma)
+        """Factors are one more than the weight."""
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if self.from_zero:
+            exact = functional.rms_norm(hidden.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps)
+            return exact.type_as(hidden)
         return functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
 class CoreAttention(nn.Module):
     """Causal attention with PyTorch's kernels. Axes: S positions held here, B rows, N heads, G key heads, D width."""
 
-    def __init__(self, config: Any, pg_collection: Any = None, softmax_scale: float | None = None, **_: object) -> None:
+    softmax_offset: nn.Parameter | None
+    """[N]: logits of what each head may look at beside the tokens, of no value (gpt-oss)."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        pg_collection: Any = None,
+        softmax_scale: float | None = None,
+        **_: object,
+    ) -> None:
         super().__init__()
+        from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+        from megatron.core.transformer.utils import is_layer_window_attention
+
         self._scale = softmax_scale
         self._group = pg_collection.cp
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self._window: int | None = config.window_size[0] + 1 if windowed else None
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -325,10 +354,13 @@ class CoreAttention(nn.Module):
     def _attend(self, query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor) -> Tensor:
         """Attention of the last positions to all up to their own; shape of ``query``."""
         queries, keys = query_SBND.shape[0], key_SBGD.shape[0]
-        mask = None
-        if queries != keys:
+        mask, window = None, self._window or keys
+        if queries != keys or keys > window or self.softmax_offset is not None:
             mask = torch.ones(queries, keys, dtype=torch.bool, device=query_SBND.device).tril(keys - queries)
+            mask = mask.triu(keys - queries - window + 1)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBND, key_SBGD, value_SBGD))
+        if mask is not None and self.softmax_offset is not None:
+            return _attend_with_sinks(query, key, value, mask, self.softmax_offset, self._scale).permute(2, 0, 1, 3)
         attended = functional.scaled_dot_product_attention(
             query,
             key,
@@ -339,6 +371,19 @@ class CoreAttention(nn.Module):
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return attended.permute(2, 0, 1, 3)
+
+
+def _attend_with_sinks(
+    query_BNSD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, mask: Tensor, sinks_N: Tensor, scale: float | None
+) -> Tensor:
+    """Attention in which each head has one more logit, whose share of the softmax goes to nothing."""
+    times = query_BNSD.shape[1] // key_BGSD.shape[1]
+    key, value = (x.repeat_interleave(times, dim=1) for x in (key_BGSD, value_BGSD))
+    scale = query_BNSD.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query_BNSD @ key.mT * scale).masked_fill(~mask, -torch.inf)
+    sinks = sinks_N[None, :, None, None].expand(*scores.shape[:-1], 1)
+    shares = torch.cat([scores, sinks], dim=-1).float().softmax(-1)[..., :-1]
+    return shares.to(value.dtype) @ value
 
 
 def held_columns(lengths: list[int], rank: int, size: int) -> Tensor:
@@ -361,10 +406,16 @@ def held_columns(lengths: list[int], rank: int, size: int) -> Tensor:
     return torch.cat(columns)
 
 
-def layer_specs(config: Any, vp_stage: int | None) -> Any:
-    """Modules that the layers of a model chunk are made of."""
+def layer_specs(config: Any, vp_stage: int | None, hf_config: PreTrainedConfig, *, mixers: bool) -> Any:
+    """Modules that the layers of a model chunk are made of.
+
+    Args:
+        mixers: attention is Transformers'.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
     engine = config.transformer_impl == "transformer_engine"
     block = get_gpt_decoder_block_spec(config, engine, "RMSNorm", vp_stage=vp_stage)
@@ -372,14 +423,23 @@ def layer_specs(config: Any, vp_stage: int | None) -> Any:
         return block
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # megatron-core 0.16 asks whether it is None, but forgets to define it
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False  # 0.16 takes the import of what wraps TransformerEngine for its presence
     block.layer_norm = RmsNorm
     for spec in block.layer_specs:
         layer = spec.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
+        if mixers:
+            layer.self_attention = ModuleSpec(TransformersMixer, {"hf_config": hf_config})
+            continue
         attention = layer.self_attention.submodules
         attention.core_attention = CoreAttention
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RmsNorm
+        if config.multi_latent_attention:
+            # Of layers that are cut, Megatron loses part of the gradient of the keys' rotated part.
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = multi_latent_attention.Linear
+        for name in ("q_layernorm", "kv_layernorm" if config.multi_latent_attention else "k_layernorm"):
+            if config.qk_layernorm:
+                setattr(attention, name, RmsNorm)
     return block
 
 

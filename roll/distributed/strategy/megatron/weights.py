@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from roll.distributed.strategy.base import StrategyContext
-from roll.distributed.strategy.megatron.model import MegatronModel, folder_reader, own_parts
+from roll.distributed.strategy.megatron.model import MegatronModel, folder_reader, own_buffers, own_parts
 from roll.distributed.strategy.megatron.optimizer import MegatronAdam
 from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX, MODEL_PREFIX, adapter_tensors
 from roll.distributed.strategy.training.exchange import ShardLayout, Slice, WeightShard, raise_on_all_ranks
@@ -24,9 +23,11 @@ from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.loading import Head
 from roll.models.lora import SCORE_NAME, is_adapter
-from roll.models.megatron.names import ParallelLayout, join, shard_group
+from roll.models.megatron.experts import find_expert, fuse, split_reader
+from roll.models.megatron.families import Family
+from roll.models.megatron.names import ParallelLayout, is_buffer, join, shard_group
 
-Part: TypeAlias = Literal["trunk", "adapter", "head"]
+Part: TypeAlias = Literal["trunk", "adapter", "head", "buffers"]
 OwnPart: TypeAlias = Callable[[nn.Parameter], Tensor]
 """Reads this rank's part of a parameter, or of a moment."""
 
@@ -38,7 +39,7 @@ class _Place:
     stage: int
     layouts: tuple[ParallelLayout, ...]
     shapes: tuple[dict[str, tuple[int, ...]], ...]
-    """Of the parameters of each chunk."""
+    """Of the parameters of each chunk, and of what it has of a folder's tensors beside them."""
     updated: tuple[dict[str, tuple[int, int]], ...]
     """Start and size of what the rank's optimizer has of the flat parameters of each chunk."""
 
@@ -66,12 +67,14 @@ class WeightGatherer:
         from megatron.core import parallel_state
 
         self._model = model
-        self._parameters = [dict(chunk.named_parameters()) for chunk in model.chunks]
+        buffers = [own_buffers(chunk, model.converted) for chunk in model.chunks]
+        parameters = [dict(chunk.named_parameters()) for chunk in model.chunks]
+        self._tensors = [chunk | more for chunk, more in zip(parameters, buffers, strict=True)]
         own = _Place(
             parallel_state.get_pipeline_model_parallel_rank(),
             tuple(model.layouts),
-            tuple({name: tuple(p.shape) for name, p in chunk.items()} for chunk in self._parameters),
-            tuple({name: optimizer.place(p) for name, p in chunk.items()} for chunk in self._parameters),
+            tuple({name: tuple(each.shape) for name, each in chunk.items()} for chunk in self._tensors),
+            tuple({name: optimizer.place(p) for name, p in chunk.items()} for chunk in parameters),
         )
         places: list[_Place] = [own] * dist.get_world_size()
         if len(places) > 1:
@@ -85,11 +88,11 @@ class WeightGatherer:
         Args:
             updated: reads what the optimizer has of a parameter; without it, the parameters themselves are meant.
         """
-        return [self._piece(item, dtype, updated) for item in self._items if _part_of(item.name) == part]
+        return [self._piece(item, dtype, updated) for item in self._items if self._part_of(item.name) == part]
 
     def _piece(self, item: _Item, dtype: torch.dtype, updated: OwnPart | None) -> WeightShard:
         def own() -> Tensor:
-            parameter = self._parameters[item.chunk][item.name]
+            parameter: Any = self._tensors[item.chunk][item.name]
             return (parameter if updated is None else updated(parameter)).detach().reshape(-1)
 
         size = math.prod(item.shape)
@@ -99,6 +102,13 @@ class WeightGatherer:
             spreads.append(ShardLayout((size,), dtype, self._device, regions, own))
         return WeightShard(spreads, lambda whole: dict(self._join(item, [shard.view(item.shape) for shard in whole])))
 
+    def _part_of(self, name: str) -> Part:
+        if name.startswith(HEAD_PREFIX):
+            return "head"
+        if is_adapter(name):
+            return "adapter"
+        return "buffers" if is_buffer(name, self._model.converted) else "trunk"
+
     def _updated(self, item: _Item, ranks: Sequence[int]) -> list[Slice]:
         """Regions of a shard, and those of the ranks that update them."""
         by_part: dict[tuple[int, int], list[int]] = {}
@@ -107,7 +117,7 @@ class WeightGatherer:
         return [Slice((start,), (size,), tuple(of)) for (start, size), of in sorted(by_part.items()) if size]
 
     def _join(self, item: _Item, shards: list[Tensor]) -> Iterable[tuple[str, Tensor]]:
-        if _part_of(item.name) == "head":
+        if self._part_of(item.name) == "head":
             return [(item.name.removeprefix(HEAD_PREFIX), shards[0])]
         return join(item.name, shards, self._model.converted, item.layout)
 
@@ -143,15 +153,6 @@ class WeightGatherer:
         return next(self._model.chunks[0].parameters()).device
 
 
-def _part_of(name: str) -> Part:
-    if name.startswith(HEAD_PREFIX):
-        return "head"
-    return "adapter" if is_adapter(name) else "trunk"
-
-
-_EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<number>\d+)\.(?P<part>gate|up|down)_proj\.weight")
-
-
 @dataclass(frozen=True)
 class TrainedModel:
     """``checkpoint.Trained`` for a model that lies on the ranks in Megatron's way."""
@@ -183,17 +184,22 @@ class TrainedModel:
             return [*pieces("adapter"), *head]
         # Nothing of what is frozen, of which no rank updates a part, or of tied embeddings' copy, which has no name.
         updated = [one for one in pieces("trunk") if one.outline and all(spread.regions for spread in one.spreads)]
-        trunk = _module_pieces(updated, self.model.converted.num_experts)
+        trunk = module_pieces(updated, self.model.converted.family, self.model.converted.num_experts)
         return [*(piece.renamed(partial(saved_name, head=self.context.head)) for piece in trunk), *head]
 
     def fill(self, kind: str, read: Reader) -> None:
         with raise_on_all_ranks():
-            reader = read if self._adapts else _checkpoint_reader(read, self.context.head)
+            reader = read if self._adapts else self._module_reader(read)
             self._set(kind, reader, updated=True)
 
     def load(self, path: Path) -> None:
         with raise_on_all_ranks():
             self._set(MASTER, self._adapter_reader(path) if self._adapts else folder_reader(self.model, path))
+
+    def _module_reader(self, read: Reader) -> Reader:
+        """Reads by the names of a whole model what ``read`` has by those in the module of this head."""
+        head = self.context.head
+        return split_reader(lambda name: read(saved_name(name, head)), self.model.converted.family)
 
     def _adapter_reader(self, path: Path) -> Reader:
         """Reads a peft folder by its names, and its head by that of a parameter here."""
@@ -221,58 +227,23 @@ def adapter_pieces(gatherer: WeightGatherer) -> list[WeightShard]:
     return [*gatherer.pieces("adapter", torch.float32), *head]
 
 
-def _checkpoint_reader(read: Reader, head: Head) -> Reader:
-    """Reads by the name in a Hugging Face checkpoint what ``read`` has by that in the module."""
-
-    @lru_cache(maxsize=2)  # a layer's experts are asked for one after the other
-    def module_tensor(name: str) -> Tensor:
-        return read(saved_name(name, head))
-
-    def checkpoint_tensor(name: str) -> Tensor:
-        found = _EXPERT.fullmatch(name)
-        if not found:
-            return module_tensor(name)
-        number, part = int(found["number"]), found["part"]
-        if part == "down":
-            return module_tensor(f"{found['experts']}.down_proj")[number]
-        return module_tensor(f"{found['experts']}.gate_up_proj")[number].chunk(2)[0 if part == "gate" else 1]
-
-    return checkpoint_tensor
-
-
-def _module_pieces(pieces: Iterable[WeightShard], num_experts: int) -> list[WeightShard]:
-    """The same, all of a layer's experts in one piece."""
+def module_pieces(pieces: Iterable[WeightShard], family: Family, num_experts: int) -> list[WeightShard]:
+    """The same under the names of Transformers' module, all of a layer's experts in one piece."""
     groups: dict[str, list[WeightShard]] = {}
     for piece in pieces:
         name = next(iter(piece.outline))
-        found = _EXPERT.fullmatch(name)
-        groups.setdefault(found["experts"] if found else name, []).append(piece)
-    return [_one_piece(group, num_experts) for group in groups.values()]
+        found = find_expert(name, family)
+        groups.setdefault(f"{found.layer} experts" if found else name, []).append(piece)
+    return [_one_piece(group, family, num_experts) for group in groups.values()]
 
 
-def _one_piece(group: list[WeightShard], num_experts: int) -> WeightShard:
+def _one_piece(group: list[WeightShard], family: Family, num_experts: int) -> WeightShard:
     def make(whole: Sequence[Tensor]) -> dict[str, Tensor]:
         rest = iter(whole)
         made = (piece.make(list(islice(rest, len(piece.spreads)))) for piece in group)
-        return dict(_module_tensors((pair for tensors in made for pair in tensors.items()), num_experts))
+        return dict(fuse((pair for tensors in made for pair in tensors.items()), family, num_experts))
 
     return WeightShard([spread for piece in group for spread in piece.spreads], make)
-
-
-def _module_tensors(named: Iterable[tuple[str, Tensor]], num_experts: int) -> Iterator[tuple[str, Tensor]]:
-    """From a checkpoint's names to those of the Hugging Face module: a layer's experts become two tensors."""
-    parts: dict[tuple[int, str], Tensor] = {}
-    for name, tensor in named:
-        found = _EXPERT.fullmatch(name)
-        if not found:
-            yield name, tensor
-            continue
-        parts[int(found["number"]), found["part"]] = tensor
-        if len(parts) == 3 * num_experts:
-            gates_ups = [torch.cat([parts[e, "gate"], parts[e, "up"]]) for e in range(num_experts)]
-            yield f"{found['experts']}.gate_up_proj", torch.stack(gates_ups)
-            yield f"{found['experts']}.down_proj", torch.stack([parts[e, "down"] for e in range(num_experts)])
-            parts.clear()
 
 
 def saved_name(name: str, head: Head) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -54,7 +54,7 @@ from roll.distributed.strategy.training.tensor_files import (
 from roll.models.adapter_files import ADAPTER_FILE
 from roll.models.heads import SCORE_WEIGHT, VALUE_HEAD_FILE
 from roll.models.loading import Head, fit_folder, load_config
-from roll.models.weight_files import FolderFit, shown
+from roll.models.weight_files import FolderFit, WeightFiles, shown
 from roll.utils.hashing import WrittenFile
 from roll.utils.threads import in_background
 
@@ -329,6 +329,10 @@ class SourceFolder:
     """Of its tensors."""
     kept: Sequence[WeightShard]
     """What the model does not compute with and a saved language model has as it was, such as a vision tower."""
+    exact: frozenset[str]
+    """Names of what is in float32 beside weights of 16 bits, and is saved so."""
+    config: Mapping[str, Any]
+    """What ``config.json`` says; empty on the other ranks."""
 
 
 def open_source(context: StrategyContext) -> SourceFolder:
@@ -338,16 +342,24 @@ def open_source(context: StrategyContext) -> SourceFolder:
         ValueError: on every rank, where the model has no place for some, or lacks some.
     """
     args, path = context.worker.model_args, context.model_path
-    told: list[tuple[list[str], dict[str, TensorForm]]] = [([], {})]
+    told: list[tuple[list[str], dict[str, TensorForm], frozenset[str]]] = [([], {}, frozenset())]
+    published: dict[str, Any] = {}
     fit: FolderFit | None = None
     with raise_on_all_ranks():
         if own_rank() == 0:
             config = load_config(path, args.model_config_kwargs, trust_remote_code=args.trust_remote_code)
             fit = fit_folder(context.head, path, config, trust_remote_code=args.trust_remote_code)
-            told = [(list(fit.files.names), _kept_forms(fit) if context.head == "lm" else {})]
+            told = [
+                (
+                    list(fit.files.names),
+                    folder_forms(fit.files, fit.kept) if context.head == "lm" else {},
+                    fit.files.exact,
+                )
+            ]
+            published = json.loads((fit.files.folder / "config.json").read_text(encoding="utf-8"))
     if world_size() > 1:
         dist.broadcast_object_list(told, src=0)
-    names, forms = told[0]
+    names, forms, exact = told[0]
     if fit is not None and (kept := [name for name in fit.kept if forms or name != SCORE_WEIGHT]):
         what = "saved unchanged" if forms else f"not saved with the {context.role}"
         logger.info("%s: %d tensors are not trained, and %s: %s", path, len(kept), what, shown(kept))
@@ -357,12 +369,17 @@ def open_source(context: StrategyContext) -> SourceFolder:
         spread = ShardLayout(form.shape, form.dtype, torch.device("cpu"), [region], lambda: _read(fit, name))
         return weight_shard(name, spread)
 
-    return SourceFolder(names, [piece(name, form) for name, form in forms.items()])
+    return SourceFolder(names, [piece(name, form) for name, form in forms.items()], exact, published)
 
 
-def _kept_forms(fit: FolderFit) -> dict[str, TensorForm]:
+def folder_forms(files: WeightFiles, names: Iterable[str]) -> dict[str, TensorForm]:
+    """Shapes and number formats of tensors in a model folder.
+
+    Raises:
+        ValueError: a number format that is not written again.
+    """
     formats = {written: dtype for dtype, written in DTYPE_NAMES.items()}
-    found = {name: fit.files.form(name) for name in fit.kept}
+    found = {name: files.form(name) for name in names}
     if strange := sorted(name for name, (_, kind) in found.items() if kind not in formats):
         kind = found[strange[0]][1]
         raise ValueError(f"{strange[0]}: number format {kind}, expected one of {', '.join(formats)}")

@@ -29,6 +29,7 @@ from roll.distributed.strategy.training.checkpoint import (
     Contents,
     StoredShards,
     Tensors,
+    folder_forms,
     model_tensors,
     write_contents,
 )
@@ -47,15 +48,19 @@ from roll.models.adapter_files import (
 from roll.models.freezing import whole_name
 from roll.models.heads import SCORE_WEIGHT, VALUE_HEAD_FILE
 from roll.models.loading import (
+    COMPANIONS,
     GENERATION_FILE,
     Head,
     classifier_entries,
+    copy_files,
     copy_own_code,
     make_skeleton,
     resolve_dtype,
+    state_format,
     to_hf_weights,
 )
 from roll.models.lora import PREFIX, SCORE_NAME, adapter_name, is_adapter, is_transposed, matrix_name
+from roll.models.low_precision import scheme_of
 from roll.models.tokenizer import TOKENIZER_FILES, local_folder
 from roll.models.weight_files import WeightFiles
 
@@ -147,8 +152,7 @@ def export_folder(export: Export, target: Path) -> Exported:
 def _whole(export: Export) -> _Draft:
     """A model folder, in another number format where one is asked for."""
     folder = export.model
-    stored = StoredTensors(folder, WeightFiles(str(folder)).files)
-    found = _spreads(stored)
+    found = _folder_spreads(folder)
     notes: list[str] = []
     exact: list[WeightShard] = []
     stored_in = {spread.dtype for spread in found.values() if spread.dtype.is_floating_point}
@@ -230,7 +234,7 @@ def _adapter(export: Export, folder: Path, matrices: Mapping[str, ShardLayout]) 
     base = _base_of(export, config)
     skeleton, scale = _skeleton("lm", base, export.trust_remote_code), config["lora_alpha"] / config["r"]
     layers = _layers(skeleton, matrices, config)
-    stored = _spreads(StoredTensors(base, WeightFiles(str(base)).files))
+    stored = _folder_spreads(base)
     if classifies:
         stored = _as_classifier(stored, matrices.get(SCORE_NAME), skeleton)
     if missing := [name for name in layers if name not in stored]:
@@ -277,7 +281,7 @@ def _base_of(export: Export, config: Mapping[str, Any]) -> Path:
     name = export.base or config.get("base_model_name_or_path")
     if name is None:
         raise ValueError(f"{export.model}: {ADAPTER_CONFIG} names no base_model_name_or_path; expected --base MODEL")
-    return local_folder(name, "*.json", "*.safetensors", *TOKENIZER_FILES)
+    return local_folder(name, "*.json", "*.safetensors", *COMPANIONS, *TOKENIZER_FILES)
 
 
 def _layers(
@@ -343,13 +347,10 @@ def _write_beside(export: Export, draft: _Draft, target: Path) -> None:
     """Writes configuration, generation defaults and tokenizer."""
     folders = [folder for folder in (draft.base, draft.beside) if folder is not None]
     for folder in folders:
-        if (folder / GENERATION_FILE).is_file() and ADAPTER not in draft.tensors and not draft.classifies:
-            shutil.copy2(folder / GENERATION_FILE, target)
+        if ADAPTER not in draft.tensors:
+            copy_files(folder, [*COMPANIONS, *([] if draft.classifies else [GENERATION_FILE])], target)
     for folder in reversed(folders):  # all files of one: those of two tokenizers do not fit
-        files = [file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()]
-        for file in files:
-            shutil.copy2(file, target)
-        if files:
+        if copy_files(folder, TOKENIZER_FILES, target):
             break
     else:
         draft.notes.append("no tokenizer was saved with it")
@@ -362,8 +363,9 @@ def _write_beside(export: Export, draft: _Draft, target: Path) -> None:
     if draft.classifies:
         content |= classifier_entries(content["model_type"])
     if export.dtype is not None:
-        content.pop("torch_dtype", None)  # its name of old
-        content["dtype"] = str(export.dtype).removeprefix("torch.")
+        state_format(content, export.dtype)
+    elif scheme_of(content) is not None:
+        del content["quantization_config"]
     (target / _CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     copy_own_code(folders[0], target)
 
@@ -384,12 +386,19 @@ def _head_of(folder: Path) -> Head:
 
 def _spreads(stored: StoredTensors | StoredShards, suffix: str = "") -> dict[str, ShardLayout]:
     """Tensors that are read when they are asked for, by their names without a suffix that all of them have."""
-
-    def spread(name: str, form: TensorForm, read: Reader) -> ShardLayout:
-        return ShardLayout(form.shape, form.dtype, CPU, everywhere(form.shape), lambda: read(name))
-
     forms = {name: form for name, form in stored.forms.items() if name.endswith(suffix)}
-    return {name.removesuffix(suffix): spread(name, form, stored.get) for name, form in forms.items()}
+    return {name.removesuffix(suffix): _spread(name, form, stored.get) for name, form in forms.items()}
+
+
+def _folder_spreads(folder: Path) -> dict[str, ShardLayout]:
+    """The tensors of a model folder."""
+    files = WeightFiles(str(folder))
+    forms = folder_forms(files, files.names)
+    return {name: _spread(name, form, files.read) for name, form in forms.items()}
+
+
+def _spread(name: str, form: TensorForm, read: Reader) -> ShardLayout:
+    return ShardLayout(form.shape, form.dtype, CPU, everywhere(form.shape), lambda: read(name))
 
 
 def _as(spread: ShardLayout, dtype: torch.dtype | None) -> ShardLayout:

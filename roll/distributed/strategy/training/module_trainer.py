@@ -36,7 +36,7 @@ from roll.distributed.strategy.training.module_weights import (
 )
 from roll.distributed.strategy.training.trainer import MicroBatchLimits, Scorer, Trainer, join_group
 from roll.models import planned_attention, ulysses
-from roll.models.freezing import freeze
+from roll.models.freezing import freeze, freeze_towers
 from roll.models.heads import ValueHead, decoder_layers, load_teacher_layer
 from roll.models.loading import check_rope, classifier_entries, load_config, make_skeleton, resolve_dtype, save_config
 from roll.models.lora import adapter_dropout, adapter_off, inject_adapter, left_out
@@ -110,6 +110,7 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype, names: Sequence[st
         if context.rank == 0 and (left := left_out(model, context.lora.targets, context.lora.excluded)):
             logger.warning("%s.model_args.lora_target leaves without adapter: %s", context.role, left)
         inject_adapter(model, context.lora)
+    freeze_towers(model)
     if args.frozen_prefixes:
         freeze(model, args.frozen_prefixes, head=context.head != "lm")
     head = None
@@ -310,7 +311,9 @@ class ModuleTrainer(ModuleScorer[W], Trainer):
     def model_tensors(self) -> Tensors:
         weights = self.weights
         prefix = weights.scorer.model.base_model_prefix
-        trunk = [*self.pieces("weights"), *buffer_pieces(weights)]
+        exact = self._source.exact  # which leave for generators like all others
+        saved = hf_pieces(weights, self._model_dtype, exact) if exact else self.pieces("weights")
+        trunk = [*saved, *buffer_pieces(weights)]
         return model_tensors(trunk, head_pieces(weights), self.context.head, prefix)
 
     def write_config(self, folder: Path) -> None:
@@ -318,7 +321,8 @@ class ModuleTrainer(ModuleScorer[W], Trainer):
         whole = load_config(
             self.context.model_path, args.model_config_kwargs, trust_remote_code=args.trust_remote_code, asks_hub=False
         )
-        save_config(self.weights.scorer.model, folder, self._model_dtype, self.context.head, whole)
+        published = None if args.model_config_kwargs else self._source.config
+        save_config(self.weights.scorer.model, folder, self._model_dtype, self.context.head, whole, published)
 
     def _forward_context(self) -> contextlib.AbstractContextManager[object]:
         stack = contextlib.ExitStack()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -158,17 +159,25 @@ def buffer_pieces(weights: ModuleWeights) -> list[WeightShard]:
 
 
 @paused_collector()
-def hf_pieces(weights: ModuleWeights, dtype: torch.dtype) -> list[WeightShard]:
-    """The language model's weights without an adapter under Hugging Face names, tied ones once (collective)."""
+def hf_pieces(weights: ModuleWeights, dtype: torch.dtype, exact: AbstractSet[str] = frozenset()) -> list[WeightShard]:
+    """The language model's weights without an adapter under Hugging Face names, tied ones once (collective).
+
+    Args:
+        exact: names of what is in float32 whatever ``dtype`` is.
+    """
     model = weights.scorer.model
     converts = converts_weights(model)
 
-    def piece(name: str) -> WeightShard:
+    def piece(name: str, dtype: torch.dtype) -> WeightShard:
         hf = base_name(name).removeprefix(MODEL_PREFIX)
         spread, shape = weights.spread(name, MASTER, dtype), weights.shape(name)
-        return hf_piece(model, hf, spread, shape) if converts else weight_shard(hf, spread, shape)
+        found = hf_piece(model, hf, spread, shape) if converts else weight_shard(hf, spread, shape)
+        if dtype != torch.float32 and not exact.isdisjoint(found.outline):
+            return piece(name, torch.float32)
+        return found
 
-    return [piece(name) for name in weights.parameters if name.startswith(MODEL_PREFIX) and not is_adapter(name)]
+    names = [name for name in weights.parameters if name.startswith(MODEL_PREFIX) and not is_adapter(name)]
+    return [piece(name, dtype) for name in names]
 
 
 def hf_piece(model: PreTrainedModel, name: str, spread: ShardLayout, shape: torch.Size) -> WeightShard:

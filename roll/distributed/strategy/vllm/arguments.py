@@ -63,6 +63,7 @@ def engine_arguments(
         "load_format": config.load_format,
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": config.enable_prefix_caching,
+        "quantization": config.quantization,
         "logprobs_mode": "raw_logprobs",
         "worker_extension_cls": "roll.distributed.strategy.vllm.worker.WorkerExtension",
         "disable_log_stats": True,
@@ -86,6 +87,9 @@ def engine_arguments(
 
 
 def _cpu_arguments(context: StrategyContext, config: VllmConfig, outline: ModelOutline) -> dict[str, Any]:
+    if config.quantization in ("fp8", "fp8_per_tensor"):
+        key = f"{context.role}.strategy_args.strategy_config.quantization"
+        raise ValueError(f"{key}: got {config.quantization}, expected fp8_per_channel on a CPU (vLLM has no kernel)")
     block = -(-(config.block_size or CPU_BLOCK) // CPU_BLOCK) * CPU_BLOCK
     if config.block_size not in (None, block):
         logger.info(

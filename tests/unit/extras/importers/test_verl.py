@@ -502,3 +502,12 @@ def test_what_a_mode_does_beyond_that_is_told(tmp_path):
     assert Kind.IMPOSSIBLE not in kinds.values() and Kind.UNKNOWN not in kinds.values()
     config, kinds = imported_mode(tmp_path, "separate_async", "trainer.use_v1=False")
     assert config.async_generation_ratio == 0 and kinds[f"{V1}.trainer_mode"] == Kind.DROPPED
+
+
+@pytest.mark.parametrize(("words", "expected"), [(["vllm", "fp8"], "fp8_per_block"), (["vllm", "torchao"], None),
+                                                 (["sglang", "fp8"], None)])  # fmt: skip
+def test_quantised_rollouts(words, expected, tmp_path):
+    name, method = words
+    result, config = imported(tmp_path, f"{ROLLOUT}.name={name}", f"{ROLLOUT}.quantization={method}")
+    assert config.actor_infer.strategy_args.strategy_config.get("quantization") == expected
+    assert (f"{ROLLOUT}.quantization" in impossible(result)) == (expected is None)

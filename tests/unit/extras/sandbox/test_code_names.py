@@ -357,7 +357,9 @@ SNEAKY = {
 }
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[] if number < 2 else pytest.mark.slow) for number, row in enumerate(ROWS)]
+)
 def test_sneaky_programs_earn_nothing(row):
     seen = scores([(ROWS[row], program) for program in SNEAKY.values()], limits={"wall_seconds": 1})
     assert {name: score for name, score in zip(SNEAKY, seen, strict=True) if score} == {}

@@ -7,15 +7,27 @@ import sys
 import pytest
 import torch
 from torch import Tensor
-from transformers import GptOssConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MinistralConfig,
+    OlmoConfig,
+    Qwen3MoeConfig,
+)
 
 from roll.models.megatron.config import MegatronModelConfig, megatron_config, padded_vocab_size, parallel_size_problems
-from roll.models.megatron.names import ExpertModules, ParallelLayout, join, load_shards, shard, shard_group
+from roll.models.megatron.families import ExpertModules
+from roll.models.megatron.names import ParallelLayout, join, load_shards, shard, shard_group
 from tests.support.megatron_models import (
     CONFIGS,
     EXPERTS,
+    LATENT,
     LLAMA3,
     SHAPE,
+    SIGMOIDS,
+    YARN,
     ModuleSet,
     checkpoint,
     make_model,
@@ -74,11 +86,14 @@ def round_trip(
 def test_every_layout_comes_back_to_the_last_bit(case, tp, stages):
     weights, config = checkpoint(make_model(CONFIGS[case])), megatron_config(CONFIGS[case])
     variants: list[tuple[int, ModuleSet, ExpertModules]] = [(1, "local", "sequential"), (1, "te", "sequential")]
-    if config.num_experts:
+    biased = config.family.experts.biased
+    if biased:
+        variants = [(1, "local", "sequential"), (2, "local", "sequential")]
+    elif config.num_experts:
         kinds: tuple[ExpertModules, ...] = ("sequential", "grouped", "legacy_grouped")
         variants = [(ep, "te", kind) for ep in (1, 2) for kind in kinds]
     for ep, modules, experts in variants:
-        back = round_trip(config, weights, STAGES[stages], tp, ep, (modules, experts))
+        back = round_trip(config, weights, STAGES[stages], tp, ep, (modules, experts), 1 if biased else None)
         assert back.keys() == weights.keys()
         assert all(torch.equal(back[name], weights[name]) for name in weights)
 
@@ -206,12 +221,16 @@ def test_sizes_of_query_groups_wide_heads_and_layers_with_experts():
 
 @pytest.mark.parametrize(
     ("config", "seen", "nearest"),
-    [(MistralConfig(**SHAPE), "MistralForCausalLM", "Llama"), (GptOssConfig(**SHAPE), "GptOssConfig", "")],
+    [(MinistralConfig(**SHAPE, head_dim=8), "MinistralForCausalLM", "Mistral"), (OlmoConfig(), "OlmoConfig", "")],
 )
 def test_an_unknown_class_is_named_with_the_known_ones(config, seen, nearest):
     config.architectures = [seen]
-    with pytest.raises(ValueError, match=rf"^{seen} \(model_type .*Qwen3MoeForCausalLM \(nearest: {nearest}"):
+    with pytest.raises(ValueError, match=rf"^{seen} \(model_type .*Qwen3_5MoeForCausalLM \(nearest: {nearest}"):
         megatron_config(config)
+
+
+def latent(**changes: object) -> DeepseekV3Config:
+    return DeepseekV3Config(**SHAPE | LATENT | SIGMOIDS | changes)
 
 
 def rope(**changes: object) -> LlamaConfig:
@@ -222,20 +241,18 @@ def rope(**changes: object) -> LlamaConfig:
     ("config", "problem"),
     [
         (
-            Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=1),
-            "layer_types: got full_attention, sliding_attention (sliding_window 8), expected full_attention",
-        ),
-        (
-            Qwen3MoeConfig(**SHAPE, **EXPERTS, use_sliding_window=True, sliding_window=8),
-            "layer_types: got sliding_attention (sliding_window 8), expected full_attention",
-        ),
-        (
             LlamaConfig(**SHAPE, attention_bias=True),
             "attention_bias: got True with mlp_bias False, expected the same of both",
         ),
         (LlamaConfig(**SHAPE, hidden_act="gelu"), "hidden_act: got 'gelu', expected silu"),
-        (rope(rope_type="yarn"), "rope_parameters.rope_type: got 'yarn', expected default, linear or llama3"),
-        (rope(high_freq_factor=8.0), "rope_parameters.high_freq_factor: got 8.0, expected 4.0 (fixed in Megatron"),
+        (rope(rope_type="dynamic"), "rope_parameters.rope_type: got 'dynamic', expected one of default, linear, "),
+        (rope(rope_type="yarn", attention_factor=0.5), "got an attention factor of 0.5, expected at least 1"),
+        (latent(rope_parameters=YARN), "got an attention factor of 1.13"),
+        (latent(n_group=2, topk_group=2), "topk_group: got 2 with num_experts_per_tok 2, expected half as many"),
+        (latent(norm_topk_prob=False), "norm_topk_prob: got False with num_experts_per_tok 2, expected True with"),
+        (latent(rms_norm_eps=1e-5), "rms_norm_eps: got 1e-05, expected 1e-06 (the model's latent vectors"),
+        (latent(rope_interleave=False), "rope_interleave: got False, expected True"),
+        (GptOssConfig(**SHAPE, head_dim=8, swiglu_alpha=1.0), "swiglu_alpha: got 1.0, expected 1.702"),
         (rope(partial_rotary_factor=0.5), "rope_parameters.partial_rotary_factor: got 0.5, expected 1.0"),
         (
             Qwen3MoeConfig(**SHAPE, **EXPERTS | {"num_experts_per_tok": 1}, norm_topk_prob=True),
@@ -252,9 +269,16 @@ def test_what_megatron_does_not_compute_is_named(config, problem):
 def test_all_problems_come_at_once():
     with pytest.raises(ValueError) as error:
         megatron_config(
-            LlamaConfig(**SHAPE, hidden_act="relu", mlp_bias=True, rope_parameters=dict(LLAMA3, factor=2.0))
+            LlamaConfig(**SHAPE, hidden_act="relu", mlp_bias=True, rope_parameters=dict(LLAMA3, rope_type="dynamic"))
         )
-    assert len(str(error.value).splitlines()) == 3
+    assert len(str(error.value).splitlines()) == 4
+
+
+def test_a_family_that_megatron_does_not_compute_says_what_it_lacks():
+    with pytest.raises(
+        ValueError, match=r"gemma2.*soft cap of Megatron-Core's attention is fixed at 0.*another trainer"
+    ):
+        megatron_config(Gemma2Config())
 
 
 @pytest.mark.parametrize(("size", "rows"), [(1, 97), (2, 98), (4, 100), (97, 97), (8, 104)])
@@ -273,12 +297,15 @@ def test_parallel_sizes_that_do_not_divide_are_all_named():
         "tensor_model_parallel_size: got 5, expected a divisor of moe_intermediate_size 24 (nearest: 4)",
         "expert_model_parallel_size: got 3, expected a divisor of num_experts 4 (nearest: 2)",
     ]
+    oss = megatron_config(CONFIGS["gpt-oss"])
+    unmeasured = parallel_size_problems(oss, expert=2, expert_tensor=2, context=2)
+    assert [problem.path for problem in unmeasured] == ["context_parallel_size", "expert_tensor_parallel_size"]
     (dense,) = parallel_size_problems(megatron_config(CONFIGS["qwen3"]), expert=2)
     assert dense.expected == "1 (Qwen3ForCausalLM has no experts)"
     assert "expert_tensor_parallel_size" in [p.path for p in parallel_size_problems(moe, tensor=2, expert_tensor=16)]
 
 
 def test_nothing_of_this_imports_megatron():
-    modules = ", ".join(f"roll.models.megatron.{name}" for name in ("config", "names"))
+    modules = ", ".join(f"roll.models.megatron.{name}" for name in ("config", "experts", "families", "names"))
     code = f"import sys, {modules}; sys.exit('megatron' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

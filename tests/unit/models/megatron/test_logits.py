@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from roll.models.megatron.config import MegatronModelConfig, megatron_config, padded_vocab_size
+from roll.models.megatron.config import MegatronModelConfig, megatron_config, padded_vocab_size, set_rotary
 from roll.models.megatron.names import ParallelLayout, join, load_shards
-from tests.support.megatron_models import CONFIGS, checkpoint, make_model, parameter_names
+from tests.support.megatron_models import CONFIGS, PLAIN, checkpoint, make_model, parameter_names
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -88,6 +88,7 @@ def build(config: MegatronModelConfig, **arguments: Any) -> nn.Module:
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
+    set_rotary(model, config)
     return model.eval()
 
 
@@ -123,7 +124,7 @@ def logits(model: nn.Module, tokens_BT: Tensor) -> Tensor:
     return logits_BTV
 
 
-@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize("case", [*PLAIN, "llama yarn"])
 def test_same_logits_and_the_same_weights_back(case, start_groups):
     start_groups()
     reference = make_model(CONFIGS[case])

@@ -7,28 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from roll.data.renderer import ChatRenderer, Message, Tool
 from roll.data.requests import FinishReason, GenerateRequest, SamplingParams
-from roll.distributed.strategy.generation.model_outline import stop_token_ids
+from roll.distributed.strategy.generation.model_outline import ModelOutline, stop_token_ids
 from roll.distributed.strategy.hf_infer.strategy import HfInfer
-from tests.support.chat_families import FAMILIES, family_tokenizer
+from tests.support.chat_families import FAMILIES, MARKS, family_tokenizer
 from tests.support.contract import context_of
 
-STOPS = {
-    "qwen2_5": {"<|im_end|>"},
-    "qwen3": {"<|im_end|>"},
-    "qwen3_coder": {"<|im_end|>"},
-    "llama3_1": {"<|eot_id|>"},
-    "mistral_nemo": {"</s>"},
-    "gemma2": {"<end_of_turn>", "<eos>"},
-    "gemma3": {"<end_of_turn>", "<eos>"},
-    "deepseek_v3": {"<｜end▁of▁sentence｜>"},
-    "deepseek_v3_1": {"<｜end▁of▁sentence｜>"},
-    "glm4_5": {"<|endoftext|>", "<|user|>", "<|observation|>"},
-    "gpt_oss": {"<|return|>", "<|call|>"},  # <|end|> stands between a thought and an answer
-}
+# Besides the mark of a turn and the tokenizer's end, a token with which a call ends or the next turn begins.
+MORE = {"glm4_5": {"<|observation|>"}, "gpt_oss": {"<|call|>"}}  # <|end|> stands between a thought and an answer
+STOPS = {name: {MARKS[name], family.eos, *MORE.get(name, ())} for name, family in FAMILIES.items()}
 TOOL: Tool = {
     "type": "function",
     "function": {
@@ -51,6 +41,23 @@ SAID: Message = {"role": "assistant", "content": "left", "reasoning_content": "r
 def test_generation_stops_where_the_template_ends_a_turn(family):
     tokenizer = family_tokenizer(family)
     assert set(tokenizer.convert_ids_to_tokens(stop_token_ids(None, tokenizer, "native"))) == STOPS[family]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_ends_of_the_generation_configuration_stop_it_too(family):
+    tokenizer, ends = family_tokenizer(family), FAMILIES[family].ends.split()
+    stated = GenerationConfig(eos_token_id=tokenizer.convert_tokens_to_ids(ends))
+    found = stop_token_ids(stated, tokenizer, "native")
+    assert set(tokenizer.convert_ids_to_tokens(found)) == {*ends, *STOPS[family]}
+
+
+@pytest.mark.parametrize("family", ["llama3_1", "qwen2_5", "phi3"])
+def test_every_engine_reads_them_from_the_folder(family, tmp_path):
+    random_model(tmp_path, family)
+    tokenizer, ends = family_tokenizer(family), FAMILIES[family].ends.split()
+    GenerationConfig(eos_token_id=tokenizer.convert_tokens_to_ids(ends)).save_pretrained(tmp_path)
+    outline = ModelOutline(context_of("vllm", str(tmp_path), sequence_length=256))  # of vLLM and SGLang
+    assert set(tokenizer.convert_ids_to_tokens(outline.stop_ids)) == {*ends, *STOPS[family]}
 
 
 @pytest.mark.parametrize("kind", ["call", "answer"])

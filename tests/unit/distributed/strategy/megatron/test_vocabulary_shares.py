@@ -108,7 +108,8 @@ def test_what_does_not_share_enough_stays_a_rectangle():
 
 def test_attention_by_the_plan_is_that_of_the_sequences():
     groups = make_groups(0)
-    attention = CoreAttention(None, SimpleNamespace(cp=SimpleNamespace(size=lambda: 1)))
+    config = SimpleNamespace(window_size=None, window_attn_skip_freq=None, softmax_type="vanilla")
+    attention = CoreAttention(config, 1, SimpleNamespace(cp=SimpleNamespace(size=lambda: 1)))
     plain, shared = (lay_out(groups, Rounding(1, False, 4, 0, 1, sharing=sharing)) for sharing in (False, True))
     generator = torch.Generator().manual_seed(0)
     tables = [torch.randn(2, 61, heads, HIDDEN_WIDTH, generator=generator) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
