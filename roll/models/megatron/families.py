@@ -256,6 +256,10 @@ def _llama(config: PreTrainedConfig) -> Arguments:
     return {"add_bias_linear": bool(config.attention_bias), "add_qkv_bias": bool(config.attention_bias)}
 
 
+def _smollm3(config: PreTrainedConfig) -> Arguments:
+    return {**_llama(config), "no_rope_freq": [int(not rotated) for rotated in config.no_rope_layers]}
+
+
 def _qwen2(config: PreTrainedConfig) -> Arguments:
     return {"add_qkv_bias": True}
 
@@ -457,6 +461,7 @@ _STANDARD = (*ATTENTION, *QKV_BIAS, *QK_NORM, *DENSE_MLP, *LINEAR_BIASES)
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", _STANDARD, _llama, problems=_same_biases),
     "mistral": Family("MistralForCausalLM", _STANDARD, _dense),
+    "smollm3": Family("SmolLM3ForCausalLM", _STANDARD, _smollm3, problems=_same_biases, own_modules=True),
     "qwen2": Family("Qwen2ForCausalLM", _STANDARD, _qwen2),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
