@@ -455,6 +455,7 @@ def _hybrid_problems(config: PreTrainedConfig) -> Iterator[str]:
         yield from _one_of_several(config)
 
 
+_QWEN3_5 = _mixers("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _MIXTRAL = "block_sparse_moe.experts.{{expert}}.{}"
 _STANDARD = (*ATTENTION, *QKV_BIAS, *QK_NORM, *DENSE_MLP, *LINEAR_BIASES)
 
@@ -528,11 +529,6 @@ FAMILIES: dict[str, Family] = {
         problems=_gpt_oss_problems,
         own_modules=True,
     ),
-}
-"""By ``model_type``."""
-
-_QWEN3_5 = _mixers("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-FAMILIES |= {
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
         (*_mixers("in_proj_qkvz", "in_proj_ba"), *DENSE_MLP, *_router(), *SHARED_EXPERT),
@@ -563,6 +559,7 @@ FAMILIES |= {
         own_modules=True,
     ),
 }
+"""By ``model_type``."""
 
 REFUSED = {
     "gemma2": "its caps of attention scores and logits (the soft cap of Megatron-Core's attention is fixed at 0)",
