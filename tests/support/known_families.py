@@ -50,7 +50,7 @@ class Known:
     scores: bool = False
     """Its heads for scores are proved, too."""
     recurrent: bool = False
-    """It has layers with a state, which ``hf_infer`` does not generate with."""
+    """It has layers with a state."""
     megatron: bool = False
     """``roll.models.megatron.families`` has it."""
 
