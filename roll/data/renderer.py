@@ -454,7 +454,7 @@ class ChatRenderer:
         if first == second:
             raise ValueError("the chat template drops the assistant's text, so there is nothing to imitate")
         same = min(same_start(first, second), same_start(first, whole))
-        opening = _REASONING_AT_END.sub("", self.opening)
+        opening = before_reasoning(self.opening)
         at = first.rfind(opening, 0, same) if opening else -1
         # What a template writes between the opening and the words, the assistant says, unless it is another's turn.
         start, mark = at + len(opening), str(self.tokenizer.convert_ids_to_tokens(self.turn_end()[1]))
@@ -791,6 +791,11 @@ class ChatRenderer:
             if len(self._cache) > _CACHE_SIZE:
                 self._cache.popitem(last=False)
         return ids
+
+
+def before_reasoning(prompt: str) -> str:
+    """A prompt without the reasoning that it opens, or has closed, at its end."""
+    return _REASONING_AT_END.sub("", prompt)
 
 
 def same_start(first: Sequence[object], second: Sequence[object]) -> int:

@@ -25,10 +25,10 @@ PREDICTORS = dict.fromkeys(["qwen3_next", "qwen3_5", "qwen3_5_moe", *list(TOWERS
     "deepseek_v3": "model.layers.5.eh_proj.weight",
     "glm4_moe": "model.layers.4.eh_proj.weight",
 }
-EXACT = re.compile(r"A_log|e_score_correction_bias|norm\.weight$")
+EXACT = re.compile(r"^(?!.*vision).*(A_log|e_score_correction_bias|norm\.weight$)")
 """What some models of 16 bits have in 32."""
 BESIDE = ("preprocessor_config.json", "chat_template.jinja", "generation_config.json", "LICENSE", "tekken.json")
-TRAINERS = ("fsdp2_train", "deepspeed_train")
+TRAINERS: dict[str, dict[str, Any]] = {"fsdp2_train": {}, "deepspeed_train": {"zero_optimization": {"stage": 2}}}
 CASES = [
     pytest.param(family, trainer, marks=[] if (number + place) % 2 else [pytest.mark.slow])
     for number, family in enumerate([*KNOWN, *TOWERS])
@@ -67,7 +67,7 @@ def test_all_but_what_was_trained_comes_back(tmp_path, family, strategy):
     if strategy in PACKAGES and not PACKAGES[strategy].installed:
         pytest.skip(f"{PACKAGES[strategy].module} is not installed")
     folder, saved = publish(tmp_path / "model", family), tmp_path / "saved"
-    layout = Layout("alone", strategy, 1, {}, model_args={"dtype": None})
+    layout = Layout("alone", strategy, 1, TRAINERS[strategy], model_args={"dtype": None})
     trainer: Any = STRATEGIES.get(strategy)(make_context(layout, folder, 0))
     trainer.setup()
     weights = trainer.weights
@@ -89,3 +89,26 @@ def test_all_but_what_was_trained_comes_back(tmp_path, family, strategy):
             assert json.loads(file.read_text()) == json.loads((saved / file.name).read_text())
         elif file.name != "model.safetensors":
             assert file.read_bytes() == (saved / file.name).read_bytes(), file.name
+
+
+@pytest.mark.parametrize("strategy", TRAINERS)
+def test_frozen_parts_in_float32_are_kept_or_refused(tmp_path, strategy):
+    if strategy in PACKAGES and not PACKAGES[strategy].installed:
+        pytest.skip(f"{PACKAGES[strategy].module} is not installed")
+    folder = publish(tmp_path / "model", "llama3")
+    options = {"dtype": None, "freeze_module_prefix": "model.layers.0"}
+    trainer: Any = STRATEGIES.get(strategy)(
+        make_context(Layout("alone", strategy, 1, TRAINERS[strategy], model_args=options), folder, 0)
+    )
+    if strategy == "deepspeed_train":
+        with pytest.raises(
+            ValueError, match=r"model\.layers\.0\.\S+: it is in float32 in the model's folder and not trained"
+        ):
+            trainer.setup()
+        return
+    trainer.setup()
+    trainer.train_step(make_batch(0), policy_loss)
+    trainer.save_model(tmp_path / "saved")
+    before, after = stored(folder), stored(tmp_path / "saved")
+    changed = [name for name in before if before[name] != after[name]]
+    assert changed and not [name for name in changed if ".layers.0." in name]

@@ -42,6 +42,7 @@ from roll.models.loading import check_rope, classifier_entries, load_config, mak
 from roll.models.lora import adapter_dropout, adapter_off, inject_adapter, left_out
 from roll.models.measured import check_packing, has_own_code, packing_problem
 from roll.models.own_forward import OwnForward, of_module, own_scores
+from roll.models.routing import autocast_experts
 from roll.models.scoring import TokenScorer, layout, score_input
 
 if TYPE_CHECKING:
@@ -239,6 +240,7 @@ class ModuleScorer(Scorer, Generic[W]):
         context = self.context
         torch.manual_seed(context.seed)
         self.device = join_group(context, alone=alone)
+        autocast_experts()
         self._weights = self._make_weights(compute_dtype)
         self.own_forward = self._make_own_forward()
         alike = context.worker.model_args.ulysses_size * self._tensor_size  # neighbours that work on the same data
@@ -266,6 +268,8 @@ class ModuleScorer(Scorer, Generic[W]):
             self._sequence_group = ulysses.make_group(args.ulysses_size, self._tensor_size)
         weights = self._place(scorer, compute)
         load_model(Path(path), weights, args.model_config_kwargs, trust_remote_code=args.trust_remote_code)
+        if self._trained and context.lora is None and self._source.exact:
+            hf_pieces(weights, self._model_dtype, self._source.exact)  # to be told before it is trained
         if context.lora is not None:
             start_adapter(weights, context.seed)
             if context.lora.start is not None:

@@ -164,6 +164,9 @@ def hf_pieces(weights: ModuleWeights, dtype: torch.dtype, exact: AbstractSet[str
 
     Args:
         exact: names of what is in float32 whatever ``dtype`` is.
+
+    Raises:
+        ValueError: an engine has the exact values no more.
     """
     model = weights.scorer.model
     converts = converts_weights(model)
@@ -173,6 +176,9 @@ def hf_pieces(weights: ModuleWeights, dtype: torch.dtype, exact: AbstractSet[str
         spread, shape = weights.spread(name, MASTER, dtype), weights.shape(name)
         found = hf_piece(model, hf, spread, shape) if converts else weight_shard(hf, spread, shape)
         if dtype != torch.float32 and not exact.isdisjoint(found.outline):
+            if name not in weights.trained and weights.parameters[name].dtype != torch.float32:
+                words = "it is in float32 in the model's folder and not trained, and this engine keeps bf16 of it"
+                raise ValueError(f"{hf}: {words}; expected model_args.dtype: fp32, or fsdp2_train, which keeps float32")
             return piece(name, torch.float32)
         return found
 
