@@ -119,7 +119,7 @@ def load_causal_lm(
             ``weight_files``).
     """
     from safetensors import SafetensorError
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
     if not sys.stderr.isatty():
@@ -155,6 +155,8 @@ def load_causal_lm(
         raise ValueError(f"model path {path!r}: {len(missing)} weights are missing, the first is {missing[0]!r}")
     for name, seen, expected in report["mismatched_keys"]:
         raise ValueError(f"model path {path!r}: {name}: got shape {tuple(seen)}, expected {tuple(expected)}")
+    if source is None and model.can_generate() and (fit.files.folder / GENERATION_FILE).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(fit.files.folder)  # weights alone were given
     model = model.to(device).eval()  # type: ignore[arg-type]
     return model
 

@@ -20,6 +20,8 @@ from tests.support.known_families import make_known
 
 BLOCK = 24
 """Divides hardly any side of the tiny models, as 128 divides not all of DeepSeek-V3's."""
+ENDS = [5, 7, 95]
+"""What ends a completion; ``config.json`` names the last alone."""
 MTP = "model.layers.5.eh_proj.weight"
 
 
@@ -75,6 +77,7 @@ def publish(folder: Path, family: str) -> dict[str, Tensor]:
     config = json.loads((folder / "config.json").read_text())
     config |= {"dtype": "bfloat16", "quantization_config": method, "num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS}))
     return meant
 
 
@@ -107,6 +110,7 @@ def test_bits_are_read_as_they_are_meant_and_saved_as_plain_weights(tmp_path, fa
         assert "quantization_config" not in json.loads((folder / "config.json").read_text())
     model, plain = load_causal_lm(str(tmp_path / "model")), load_causal_lm(str(tmp_path / "saved"))
     assert all(torch.equal(one, plain.state_dict()[name]) for name, one in model.state_dict().items())
+    assert model.generation_config.eos_token_id == plain.generation_config.eos_token_id == ENDS
     trainer.train_step(make_batch(0), policy_loss)
 
 
