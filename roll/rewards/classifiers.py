@@ -358,7 +358,6 @@ def load_classifier(config: RewardModelConfig, share: DistributedConfig | None =
         ValueError: it cannot be loaded, or weights are missing.
     """
     import torch
-    from transformers import AutoModelForSequenceClassification
     from transformers.utils.logging import disable_progress_bar
 
     from roll.models.loading import attention_kernel
@@ -373,9 +372,11 @@ def load_classifier(config: RewardModelConfig, share: DistributedConfig | None =
     sizes = load_sizes(config)
     if (kernel := attention_kernel(sizes, config.attn_implementation)) is not None:
         options["attn_implementation"] = kernel
+    source = folder if adapter is None else Path(adapter.base).expanduser()
+    kind, read = _reader(config, sizes, source, share)
     try:
-        loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-            str(folder) if adapter is None else str(Path(adapter.base).expanduser()),
+        loaded: Any = kind.from_pretrained(
+            **read,
             config=sizes,
             use_safetensors=True,
             local_files_only=True,
@@ -403,16 +404,34 @@ def load_classifier(config: RewardModelConfig, share: DistributedConfig | None =
     return model.eval()
 
 
+def _reader(
+    config: RewardModelConfig, sizes: PreTrainedConfig, folder: Path, share: DistributedConfig | None
+) -> tuple[Any, dict[str, Any]]:
+    """The class that loads a folder, and whence: weights in few bits are given to it as what they stand for.
+
+    Raises:
+        ValueError: such weights, for a model that is divided.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    from roll.models.low_precision import scheme_in
+    from roll.models.weight_files import WeightFiles
+
+    if (scheme := scheme_in(folder)) is None:
+        return AutoModelForSequenceClassification, {"pretrained_model_name_or_path": str(folder)}
+    if share is not None:
+        raise ValueError(f"tensor_parallel_size: expected 1 with weights in {scheme.method}, as in {folder}")
+    files = WeightFiles(str(folder))
+    weights = {name: files.read(name) for name in files.names}
+    return type(_outline(config, sizes)), {"pretrained_model_name_or_path": None, "state_dict": weights}
+
+
 def _check_tensors(config: RewardModelConfig, sizes: PreTrainedConfig, adapter: Adapter | None) -> None:
     """Compares a folder's tensors with the classifier's, or with the trunk's where an adapter brings the head.
 
     Raises:
         ValueError: some have no place in it.
     """
-    import torch
-    from transformers import AutoModelForSequenceClassification
-    from transformers.initialization import no_init_weights
-
     from roll.models.loading import fit_folder
     from roll.models.weight_files import check_folder
 
@@ -420,11 +439,22 @@ def _check_tensors(config: RewardModelConfig, sizes: PreTrainedConfig, adapter: 
         if adapter is not None:
             fit_folder("value", adapter.base, sizes, trust_remote_code=config.trust_remote_code)
             return
-        with torch.device("meta"), no_init_weights():
-            outline = AutoModelForSequenceClassification.from_config(sizes, trust_remote_code=config.trust_remote_code)
-        check_folder(outline, sizes, config.model_path)
+        check_folder(_outline(config, sizes), sizes, config.model_path)
     except ValueError as error:
         raise ValueError(f"model_path: {error}") from error
+
+
+def _outline(config: RewardModelConfig, sizes: PreTrainedConfig) -> PreTrainedModel:
+    """The classifier on the meta device."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+    from transformers.initialization import no_init_weights
+
+    with torch.device("meta"), no_init_weights():
+        made: PreTrainedModel = AutoModelForSequenceClassification.from_config(
+            sizes, trust_remote_code=config.trust_remote_code
+        )
+    return made
 
 
 def _adapted(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:

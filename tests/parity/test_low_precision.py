@@ -15,8 +15,9 @@ from roll.distributed.strategy.training.merging import Export, export_folder
 from roll.models.loading import load_causal_lm
 from roll.models.low_precision import LowPrecision
 from roll.models.weight_files import WeightFiles
+from roll.rewards.classifiers import RewardModelConfig, load_classifier
 from tests.support.harness import Layout, make_batch, make_context, policy_loss
-from tests.support.known_families import make_known
+from tests.support.known_families import SCORES, make_known
 
 BLOCK = 24
 """Divides hardly any side of the tiny models, as 128 divides not all of DeepSeek-V3's."""
@@ -112,6 +113,19 @@ def test_bits_are_read_as_they_are_meant_and_saved_as_plain_weights(tmp_path, fa
     assert all(torch.equal(one, plain.state_dict()[name]) for name, one in model.state_dict().items())
     assert model.generation_config.eos_token_id == plain.generation_config.eos_token_id == ENDS
     trainer.train_step(make_batch(0), policy_loss)
+
+
+def test_a_reward_model_is_read_as_its_bits_are_meant(tmp_path):
+    whole = load_file(make_known(tmp_path, f"llama3{SCORES}", 96) / "model.safetensors")
+    packed = {name: in_fp8(one) for name, one in whole.items() if "_proj" in name}
+    scales = {f"{name}_scale_inv": parts[1] for name, parts in packed.items()}
+    values = {name: parts[0].contiguous() for name, parts in packed.items()}
+    save_file(whole | values | scales, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    method = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16", "quantization_config": method}))
+    found = load_classifier(RewardModelConfig(model_path=str(tmp_path))).state_dict()
+    check({name: found[name] for name in packed}, {n: from_fp8(*parts) for n, parts in packed.items()}, exactly=False)
 
 
 def test_scales_of_other_blocks_are_refused():
