@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import logging
@@ -274,9 +275,9 @@ def _say_what_is_read(path: str, count: int, scheme: LowPrecision) -> None:
 
 
 def outline(head: Head, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A model on the meta device."""
+    """A model on the meta device; the configuration stays as it is, in which making a model states its format."""
     with torch.device("meta"):
-        return _without_values(head, config, torch.float32, trust_remote_code=trust_remote_code)
+        return _without_values(head, copy.deepcopy(config), torch.float32, trust_remote_code=trust_remote_code)
 
 
 def quantised(config: PreTrainedConfig) -> str:

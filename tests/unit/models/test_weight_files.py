@@ -39,6 +39,11 @@ def test_reads_all_that_a_saved_model_holds(model, tmp_path, shard_size):
         assert torch.equal(files.read(name), weight)
 
 
+def test_a_model_is_loaded_in_the_number_format_of_its_folder(model, tmp_path):
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    assert load_causal_lm(str(tmp_path)).dtype == torch.bfloat16
+
+
 def test_a_model_without_output_layer_has_names_without_prefix(model, tmp_path):
     model.get_decoder().save_pretrained(tmp_path)
     files = WeightFiles(str(tmp_path))
