@@ -50,7 +50,9 @@ starts with one warning. Measured with Transformers {version}.
 
 {engines}
 
-`hf_infer` takes a model with windows while `sequence_length` is not beyond them; that is its figure here.
+`hf_infer` generates with full attention, windows, and recurrent and convolution states, which it keeps per running
+request; layers of another kind are refused. A family that is not listed generates a few tokens at the start, and is
+refused if their log-probabilities are not those of its own forward pass.
 `vllm` and `sglang` also run `tests/generators` with Qwen2, Qwen3 and Qwen3-MoE; SGLang's in its own environment
 (`make test-sglang`), see [SGLang](sglang.md).
 

@@ -454,7 +454,7 @@ class ChatRenderer:
         if first == second:
             raise ValueError("the chat template drops the assistant's text, so there is nothing to imitate")
         same = min(same_start(first, second), same_start(first, whole))
-        opening = _REASONING_AT_END.sub("", self.opening)
+        opening = before_reasoning(self.opening)
         at = first.rfind(opening, 0, same) if opening else -1
         # What a template writes between the opening and the words, the assistant says, unless it is another's turn.
         start, mark = at + len(opening), str(self.tokenizer.convert_ids_to_tokens(self.turn_end()[1]))
@@ -591,9 +591,11 @@ class ChatRenderer:
 
         That is the end of the sequence, what closes a turn, and what begins the next where nothing closes one.
         """
+        from jinja2 import TemplateError
+
         marks = [mark for _, mark in self._next_turn.values() if mark]
         ends = {self.tokenizer.eos_token_id, *map(self._id_of, marks)}
-        with suppress(ValueError):
+        with suppress(TemplateError, ValueError):
             ends.add(self.turn_end()[1])
         return frozenset(index for index in ends if index in self._control.ids)
 
@@ -793,6 +795,11 @@ class ChatRenderer:
         return ids
 
 
+def before_reasoning(prompt: str) -> str:
+    """A prompt without the reasoning that it opens, or has closed, at its end."""
+    return _REASONING_AT_END.sub("", prompt)
+
+
 def same_start(first: Sequence[object], second: Sequence[object]) -> int:
     """Length of what two texts or lists begin with together."""
     pairs = enumerate(zip(first, second, strict=False))
@@ -801,19 +808,16 @@ def same_start(first: Sequence[object], second: Sequence[object]) -> int:
 
 def _replaced(ids: list[int], run: list[int], by: list[int]) -> list[int]:
     """Token ids with others in place of each run of some; the beginning of such a run at their end is left out."""
-    made, index = list[int](), 0
-    while index < len(ids):
+    made, copied = list[int](), 0
+    for index in [index for index, each in enumerate(ids) if each == run[0]]:
         piece = ids[index : index + len(run)]
+        if index < copied or piece != run[: len(piece)]:
+            continue
+        made += ids[copied:index]
+        copied = index + len(piece)
         if piece == run:
             made += by
-        elif piece == run[: len(piece)]:
-            break
-        else:
-            made.append(ids[index])
-            index += 1
-            continue
-        index += len(run)
-    return made
+    return made + ids[copied:]
 
 
 def _probe_call(text_arguments: bool) -> list[Message]:

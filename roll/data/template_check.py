@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from roll.data.renderer import ChatRenderer, same_start
+from roll.data.renderer import ChatRenderer, before_reasoning, same_start
 from roll.data.tool_messages import Message, Tool
 from roll.utils.foreign import Fault
 
@@ -266,8 +266,12 @@ class _Check:
         return Finding("problem", "unknown-dialect", text)
 
     def _said(self, prompt: str, whole: str) -> Iterator[str]:
-        """Yields what an assistant may have said: the history beyond the prompt, white space at its end or not."""
-        before, ids = (self._tokenizer.encode(text, add_special_tokens=False) for text in (prompt, whole))
+        """Yields what an assistant may have said: the history beyond the prompt, white space at its end or not.
+
+        Reasoning that the prompt opens is no part of it: its tag may begin as that of a call does.
+        """
+        texts = (before_reasoning(prompt), whole)
+        before, ids = (self._tokenizer.encode(text, add_special_tokens=False) for text in texts)
         said = np.asarray(ids[same_start(before, ids) :], dtype=np.int64)
         yield from (self._renderer.decode_raw(said[: max(len(said) - spaces, 0)]) for spaces in range(3))
 

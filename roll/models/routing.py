@@ -117,3 +117,24 @@ class _TopK(TorchFunctionMode):
             return result
         chosen = self._routing.choose(self._layer, result.indices.flatten(0, -2)).view_as(result.indices)
         return type(result)((scores.gather(-1, chosen), chosen))
+
+
+@functools.cache
+def autocast_experts() -> None:
+    """Lets ``torch.autocast`` apply to the product of all experts at once, which torch leaves in float32."""
+    library = torch.library.Library("aten", "IMPL")
+    for key in ("AutocastCPU", "AutocastCUDA"):
+        library.impl("_grouped_mm", _autocast_grouped_product, key)
+    _LIBRARIES.append(library)
+
+
+_LIBRARIES: list[torch.library.Library] = []
+"""What they register is gone with them."""
+
+
+def _autocast_grouped_product(inputs: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    device = inputs.device.type
+    dtype = torch.get_autocast_dtype(device)
+    with torch.autocast(device, enabled=False):
+        result: Tensor = torch.ops.aten._grouped_mm(inputs.to(dtype), weights.to(dtype), *args, **kwargs)
+    return result

@@ -9,8 +9,9 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from roll.configs.engines import packages
-from roll.models.tiny import make_tiny_model
+from roll.models.tiny import make_tiny_model, make_tokenizer
 from tests.integration.conftest import LAUNCHER, RLVR_LAUNCHER, ROOT, Run
+from tests.support.known_families import make_known
 
 PACKAGES = packages()
 
@@ -97,6 +98,16 @@ def test_sokoban(launch, wide_headed, trainer, generator):
 @pytest.mark.parametrize(("trainer", "generator"), pairs([]))
 def test_maths(launch, wide_headed, trainer, generator):
     options = (*SMALL, *RLVR, f"pretrain={wide_headed}", *environment(trainer, generator))
+    check_run(launch(*options, config="rlvr_math", script=RLVR_LAUNCHER, folder=EXAMPLES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "gemma3"])
+def test_a_model_with_states_or_windows(launch, tmp_path, family):
+    tokenizer = make_tokenizer()
+    folder = make_known(tmp_path / family, family, len(tokenizer), max_position_embeddings=1024)
+    tokenizer.save_pretrained(folder)
+    options = (*SMALL, *RLVR, f"pretrain={folder}", *environment("fsdp2", "hf"))
     check_run(launch(*options, config="rlvr_math", script=RLVR_LAUNCHER, folder=EXAMPLES))
 
 

@@ -19,7 +19,7 @@ class HfInferConfig(EngineOptions):
 
 
 class HfInferCard(EngineCard):
-    """Runs everywhere, with any model of Transformers that has full attention."""
+    """Runs everywhere, with models of Transformers that have attention, windows or recurrent states."""
 
     name = "hf_infer"
     strategies: ClassVar[Mapping[str, Strategy]] = {

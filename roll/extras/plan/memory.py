@@ -108,7 +108,7 @@ PHASES = ("load", "sync", "rollout", "logprobs", "train")
 BUCKETS_HELD = {"cpu": 2, "gpu": 1}
 """Buckets that a sender has at a time, see ``training/trainer.py``."""
 SLOT_BLOCK, POSITION_BLOCK, LEAST_ROWS = 16, 64, 16
-"""Of ``hf_infer``'s cache and decoding, see ``models/slot_cache.py`` and ``hf_infer/continuous_batching.py``."""
+"""Of ``hf_infer``'s cache and decoding, see ``slot_cache.py`` and ``continuous_batching.py`` there."""
 CPU_CACHE_SHARE = 4
 """On a CPU, vllm and sglang take at most this part of the memory for their caches."""
 

@@ -21,6 +21,7 @@ from roll.data.renderer import ChatRenderer
 from roll.data.rollout_pairs import best_and_worst
 from roll.data.scored_answers import load_scored
 from roll.models.tiny import make_tokenizer
+from tests.support.chat_families import FAMILIES, MARKS, family_tokenizer
 
 RENDERER = ChatRenderer(make_tokenizer())
 TALK = [
@@ -63,6 +64,20 @@ def test_questions_with_answers_and_conversations_are_read_from_every_format(tmp
         assert talks.questions[0].messages[0]["role"] == "system"
     tokens = pairs.batch.select([0]).tokens_T.tolist()
     assert tokens == [*RENDERER.prompt(TALK[:1]).tolist(), *RENDERER.tokenizer.encode("Up<|im_end|>")]
+
+
+PADS_WITH_ITS_END = [name for name, family in FAMILIES.items() if family.pad == MARKS[name]]
+
+
+@pytest.mark.parametrize("family", PADS_WITH_ITS_END)
+def test_an_end_that_pads_too_is_learned_behind_every_answer(family, tmp_path):
+    renderer = ChatRenderer(family_tokenizer(family))
+    args = DataArguments(file_name=str(write(tmp_path / "talks.jsonl", [{"talk": TALK}])), messages="talk")
+    batch = load_conversations(args, renderer=renderer, max_tokens=4096).batch
+    learned, pad = batch.tokens_T[batch.loss_mask_T], renderer.tokenizer.pad_token_id
+    assert int((learned == pad).sum()) == 2
+    text = str(renderer.tokenizer.decode(learned))
+    assert text.endswith(MARKS[family]) and "Up" in text and "Down" in text
 
 
 def test_everything_wrong_with_the_rows_is_told_by_line(tmp_path):

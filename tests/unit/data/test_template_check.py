@@ -118,6 +118,15 @@ def test_the_page_of_published_templates_is_up_to_date(monkeypatch):
     assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run `make docs`"
 
 
+def test_a_call_behind_opened_reasoning_is_read_where_both_tags_are_plain_text():
+    tags = "{% if tools %}{{ tools | tojson }}{% endif %}" + CALLS.replace(
+        "CALL",
+        '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>',
+    )
+    report = check_template(make_tokenizer(), tags + OPEN.replace("assistant\n", "assistant\n<think>\n"), parsers())
+    assert report.dialect == "hermes" and "opens-reasoning" in names(report)
+
+
 def test_what_a_finding_says():
     texts = {
         family: {each.name: each.text for each in check(family).findings} for family in FAMILIES

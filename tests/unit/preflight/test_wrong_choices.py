@@ -41,8 +41,8 @@ MODELS = {
     "gemma": GemmaConfig(**SHAPE, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, head_dim=32),
     "short": Qwen2Config(**SHAPE | {"max_position_embeddings": 64}, num_hidden_layers=2, num_attention_heads=2,
                          num_key_value_heads=2),
-    "window": Qwen2Config(**SHAPE, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-                          use_sliding_window=True, sliding_window=16, max_window_layers=0),
+    "chunks": Qwen2Config(**SHAPE, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+                          layer_types=["chunked_attention"] * 2),
     "half": Qwen2Config(**SHAPE, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, dtype="float16"),
 }  # fmt: skip
 TRAIN, INFER = "actor_train.strategy_args.strategy_config", "actor_infer.strategy_args.strategy_config"
@@ -294,7 +294,7 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
         ({"pretrain": "nameless"}, "pretrain", "no model_type"),
         ({"pretrain": "unheard"}, "pretrain", "frobnicator"),
         ({"pretrain": "adapter"}, "pretrain", "--merge-adapter"),
-        ({"pretrain": "window"}, "actor_infer.strategy_args.strategy_name", "vllm or sglang"),
+        ({"pretrain": "chunks"}, "actor_infer.strategy_args.strategy_name", "vllm or sglang"),
         ({"pretrain": "short"}, "sequence_length", "at most 64"),
         ({"sequence_length": 4096}, "sequence_length", "at most 2048"),
         (args(model_config_kwargs={"rms_norm_eps": 1e-5}), "actor_infer.model_args.model_config_kwargs",

@@ -9,18 +9,16 @@ With one thread on a CPU, logits do not depend, to the last bit, on what else is
 although requests arrive in another order each time. Four habits make it so: a decode step always has a mask and at
 least ``MIN_ROWS`` rows (kernels for fewer add up in another order; MKL's for AVX-512 for up to 15), attention widths
 are multiples of ``WIDTH_BLOCK`` (vectorised sums then see the same lanes, followed by zeros), and a prompt is computed
-at a width of its own length (MKL adds up products of more than 192 columns in two halves, wherever these end).
+at a width of its own length (MKL adds up products of more than 192 columns in two halves, wherever these end). Where
+layers have states, a prompt is computed alone and without padding, which would change them, and a decode step has a
+multiple of ``MIN_ROWS`` rows. A mixture's experts are computed in batches of all rows, which round differently.
 
 A sequence with recorded versions waits where its next token is one of later weights: in the queue, or in its slot,
-where what it would sample is thrown away and its keys and values stay.
-
-Keys and values lie in one dense tensor per layer with a slot (row) for each running sequence. These always fill the
-slots 0 … B-1, each from position 0, so a forward takes a plain slice. Keys lie as [S, C, H·D]: one token of one
-sequence is contiguous, and a decode step writes all its tokens with one ``index_copy_``.
+where what it would sample is thrown away and its keys and values, and states, stay.
 
 Everything here is synchronous and single-threaded; ``strategy.py`` runs it in a thread.
 
-Axes: S slots, C positions per slot, H key-value heads, D head size, B rows of one forward, L tokens per row.
+Axes: B rows of one forward, L tokens per row, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,177 +30,25 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from roll.data.columns import ExpertArray, IntArray, columns_of, unknown
 from roll.data.identity import identity, vocabulary_ids
 from roll.data.requests import Completion, FinishReason, GenerateRequest
 from roll.distributed.strategy.generation.generator import Counters
+from roll.distributed.strategy.hf_infer.model_fit import WINDOWED, layer_kinds
+from roll.distributed.strategy.hf_infer.slot_cache import SlotCache
 from roll.models.routing import ExpertRouting
 from roll.models.sampling import SamplerRows, sample, uniforms
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-POSITION_BLOCK = 64  # capacity grows by whole blocks, so that growing (a copy of the cache) is rare
-SLOT_BLOCK = 16
-
-
-@dataclass
-class _Plan:
-    """Plan of the next forward for every layer alike."""
-
-    slots: int = 0
-    capacity: int = 0
-    decoding: bool = False
-    width: int = 0
-    """Positions in use, the token of this step included (decode)."""
-    write_index_B: Tensor | None = None
-    """Row of the [S·C, H·D] view that each sequence's new token goes to (decode)."""
-    first_slot: int = 0
-    """Slot at which the rows of a prefill start."""
-    source_B: Tensor | None = None
-    """The prefilled row that each slot takes; ``None``: one slot per row, in order."""
-
-
-class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values, allocated at the first forward (only then the shapes are known)."""
-
-    is_sliding = False
-    keys: Tensor
-    values: Tensor
-
-    def __init__(self, plan: _Plan) -> None:
-        super().__init__()
-        self._plan = plan
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # Zeros, not empty memory: positions that the mask hides still meet a weight of 0, and 0 · NaN is NaN.
-        self.keys, self.values = (
-            x.new_zeros(self._plan.slots, self._plan.capacity, x.shape[1] * x.shape[3])
-            for x in (key_states, value_states)
-        )
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Stores [B, H, L, D] and returns what attention reads: the prompt itself, or all positions in use."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        return self._store(self.keys, key_states), self._store(self.values, value_states)
-
-    def _store(self, memory: Tensor, states: Tensor) -> Tensor:
-        plan = self._plan
-        rows, heads, length, size = states.shape
-        tokens = states.transpose(1, 2).reshape(rows, length, heads * size)
-        if plan.decoding:
-            assert plan.write_index_B is not None
-            memory.view(-1, heads * size).index_copy_(0, plan.write_index_B, tokens[:, 0])
-            return memory[:rows, : plan.width].view(rows, plan.width, heads, size).transpose(1, 2)
-        tokens = tokens[:, : memory.shape[1]]  # what does not fit is padding
-        if plan.source_B is not None:
-            tokens = tokens[plan.source_B]
-        memory[plan.first_slot : plan.first_slot + len(tokens), : tokens.shape[1]] = tokens
-        return states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return (self._plan.width if self._plan.decoding else query_length), 0
-
-    def get_seq_length(self) -> int:
-        return self._plan.width - 1 if self._plan.decoding else 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def resize(self, slots: int, capacity: int) -> None:
-        """Moves the contents, as far as they fit, to a memory of another size."""
-        if self.is_initialized:
-            self.keys, self.values = (_resized(x, slots, capacity) for x in (self.keys, self.values))
-
-    def clear(self) -> None:
-        """Gives the memory back."""
-        if self.is_initialized:
-            del self.keys, self.values
-            self.is_initialized = False
-
-    def move(self, sources: Tensor, targets: Tensor, width: int) -> None:
-        for memory in (self.keys, self.values):
-            memory[targets, :width] = memory[sources, :width]
-
-
-class SlotCache(Cache):
-    """The cache of all layers. Announce the next forward pass (``plan_prefill``, ``plan_decode``), then run it.
-
-    Args:
-        max_positions: bound on slots × capacity beyond which memory is not kept for later; ``None``: no bound.
-    """
-
-    def __init__(self, num_layers: int, max_positions: int | None = None) -> None:
-        self._plan = _Plan()
-        self._max_positions = max_positions
-        self._slot_layers = [SlotLayer(self._plan) for _ in range(num_layers)]
-        super().__init__(layers=list(self._slot_layers))
-
-    def reserve(self, slots: int, positions: int) -> None:
-        """Makes room for ``slots`` sequences of at most ``positions`` tokens; what these sequences hold stays."""
-        plan = self._plan
-        if slots <= plan.slots and positions <= plan.capacity:
-            return
-        needed = _blocks(slots, SLOT_BLOCK), _blocks(positions, POSITION_BLOCK)
-        kept = max(plan.slots, needed[0]), max(plan.capacity, needed[1])
-        # Many short sequences and later a few long ones would otherwise add up to many long ones.
-        too_large = self._max_positions is not None and kept[0] * kept[1] > self._max_positions
-        plan.slots, plan.capacity = needed if too_large else kept
-        for layer in self._slot_layers:
-            layer.resize(plan.slots, plan.capacity)
-
-    def plan_prefill(self, first_slot: int, source_B: Tensor | None) -> None:
-        """The next forward writes whole prompts from position 0.
-
-        Args:
-            first_slot: the first of the consecutive slots to fill.
-            source_B: which row of the forward each slot takes, when several slots share a prompt.
-        """
-        self._plan.decoding = False
-        self._plan.first_slot, self._plan.source_B = first_slot, source_B
-
-    def plan_decode(self, positions_B: Tensor, width: int) -> None:
-        """The next forward adds one token to each of the slots 0 … B-1, at ``positions_B`` (all < ``width``)."""
-        plan = self._plan
-        plan.decoding, plan.width = True, width
-        starts_B = torch.arange(len(positions_B), device=positions_B.device) * plan.capacity
-        plan.write_index_B = starts_B + positions_B
-
-    def move(self, sources: Sequence[int], targets: Sequence[int], width: int) -> None:
-        """Copies the first ``width`` positions of some slots over others (to close the gaps that leavers make)."""
-        device = self._slot_layers[0].keys.device
-        from_S, to_S = torch.tensor([list(sources), list(targets)], device=device)
-        for layer in self._slot_layers:
-            layer.move(from_S, to_S, width)
-
-    def free(self) -> None:
-        """Gives all memory back."""
-        self._plan.slots = self._plan.capacity = 0
-        for layer in self._slot_layers:
-            layer.clear()
-
-
-def _blocks(count: int, block: int) -> int:
-    return -(-count // block) * block
-
-
-def _resized(memory: Tensor, slots: int, capacity: int) -> Tensor:
-    other = memory.new_zeros(slots, capacity, memory.shape[2])
-    part = memory[:slots, :capacity]
-    other[: part.shape[0], : part.shape[1]] = part
-    return other
 
 
 _UNDECODABLE = "�"  # how a tokenizer shows a piece of a character
@@ -337,7 +183,8 @@ class ContinuousBatching:
     """The scheduler and the step.
 
     Args:
-        model: takes a ``Cache``, a 4D attention mask and ``position_ids``; its attention must be full and causal.
+        model: takes a ``Cache``, a 4D attention mask (a ``dict`` of them if only some layers have windows) and
+            ``position_ids``; its layers are of the kinds in ``slot_cache.LAYERS``.
         max_running: most sequences in one step.
         max_prefill_tokens: most prompt tokens admitted in one step (a longer prompt is admitted alone).
         max_cache_tokens: most positions of the key-value cache, slots × longest sequence; ``None``: no bound.
@@ -368,8 +215,11 @@ class ContinuousBatching:
         self._max_running = max_running
         self._max_prefill_tokens = max_prefill_tokens
         self._max_cache_tokens = max_cache_tokens
-        self._cache = SlotCache(model.config.get_text_config().num_hidden_layers, max_cache_tokens)
-        self._max_width = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        config = model.config.get_text_config()
+        kinds = layer_kinds(config)
+        self._kinds = set(kinds)
+        self._cache = SlotCache(kinds, max_cache_tokens, getattr(config, "number_of_conv_states", 1))
+        self._max_width = getattr(config, "max_position_embeddings", None) or sys.maxsize
         self._rows: _RunningRows | None = None
 
     @property
@@ -464,7 +314,8 @@ class ContinuousBatching:
             self._rows = None
             lengths = [s.length for s in self.running] + [group[0].length for group in groups.values()]
             self._cache.reserve(len(self.running) + num_admitted, max(lengths))
-            for batch in _equal_widths(groups.values()):
+            each = [[group] for group in groups.values()]
+            for batch in each if self._cache.has_states else _equal_widths(groups.values()):
                 self._prefill(batch)
 
     def _prefill(self, groups: Sequence[Sequence[RunningSequence]]) -> None:
@@ -476,19 +327,25 @@ class ContinuousBatching:
         sizes = [len(group) for group in groups]
         self.counters.prefill_tokens += sum(lengths)
         self.counters.shared_tokens += sum(n * (size - 1) for n, size in zip(lengths, sizes, strict=True))
-        if max(lengths) == 0:
+        width = max(lengths)
+        if self._cache.has_states:
+            width = max(width, 1)  # a forward makes the slots' states, which are zeros where there is no token yet
+        elif width == 0:
             return
-        width = max(max(lengths), min(_prefill_width(max(lengths)), self._max_width))
+        else:
+            width = max(width, min(_prefill_width(width), self._max_width))
         tokens_GL = np.zeros((len(groups), width), dtype=np.int64)
         for row, group in enumerate(groups):
             tokens_GL[row, : lengths[row]] = vocabulary_ids(group[0].history[:-1])
         source_B = None
         if len(groups) < sum(sizes):
             source_B = torch.from_numpy(np.repeat(np.arange(len(groups)), sizes)).to(self._model.device)
-        self._cache.plan_prefill(first_slot, source_B)
         # Only keys and values are wanted: the trunk without the output layer, and no mask (see the module's docstring).
         input_ids = torch.from_numpy(tokens_GL).to(self._model.device)
-        self._model.base_model(input_ids=input_ids, past_key_values=self._cache, use_cache=True)
+        with self._cache.prefill(first_slot, source_B):
+            self._model.base_model(input_ids=input_ids, past_key_values=self._cache, use_cache=True)
+        if max(lengths) == 0:
+            self._cache.forget(first_slot, sum(sizes))
         if self._routing is not None:
             experts = self._routing.chosen_NE.cpu().numpy().reshape(len(groups), width, -1)
             for row, group in enumerate(groups):
@@ -497,29 +354,43 @@ class ContinuousBatching:
 
     def _decode(self, rows: _RunningRows) -> Tensor:
         """Feeds every running sequence its last token; returns the logits [B, V] of the next one."""
-        num_rows, least = len(self.running), MIN_ROWS if self._model.device.type == "cpu" else 0
-        inputs_2B = np.zeros((2, max(num_rows, least)), dtype=np.int64)
+        num_rows = computed = len(self.running)
+        if self._model.device.type == "cpu":
+            computed = _round_up(num_rows, MIN_ROWS) if self._cache.has_states else max(num_rows, MIN_ROWS)
+        inputs_2B = np.zeros((2, computed), dtype=np.int64)
         inputs_2B[:, :num_rows] = rows.last_B, rows.positions_B
-        width = _round_up(int(rows.positions_B.max()) + 1)
+        width = _round_up(int(rows.positions_B.max()) + 1, WIDTH_BLOCK)
         self._cache.reserve(inputs_2B.shape[1], width)
         tokens_B, positions_B = torch.from_numpy(inputs_2B).to(self._model.device)
-        self._cache.plan_decode(positions_B, width)
-        visible = torch.arange(width, device=positions_B.device) <= positions_B[:, None]
-        # Additive, since sdpa on the CPU converts a boolean mask again in every layer.
-        mask = torch.where(visible, 0.0, -torch.inf).to(self._model.dtype)[:, None, None]
-        output = self._model(
-            input_ids=tokens_B[:, None],
-            position_ids=positions_B[:, None],
-            attention_mask=mask,
-            past_key_values=self._cache,
-            use_cache=True,
-        )
+        held = [row for row, sequence in enumerate(self.running) if sequence.waits(self.weight_version)]
+        with self._cache.decode(positions_B, width, held):
+            output = self._model(
+                input_ids=tokens_B[:, None],
+                position_ids=positions_B[:, None],
+                attention_mask=self._mask(positions_B, width),
+                past_key_values=self._cache,
+                use_cache=True,
+            )
         if self._routing is not None:
             experts = self._routing.chosen_NE.cpu().numpy()
             for sequence, experts_E in zip(self.running, experts, strict=False):
                 sequence.set_last_experts(experts_E)
         logits: Tensor = output.logits
         return logits[: len(self.running), -1]
+
+    def _mask(self, positions_B: Tensor, width: int) -> Tensor | dict[str, Tensor]:
+        """[B, 1, 1, width] of what the new tokens see; one for each kind of layers where they differ."""
+        keys, last = torch.arange(width, device=positions_B.device), positions_B[:, None]
+
+        def additive(visible: Tensor) -> Tensor:
+            # sdpa on the CPU would convert a boolean mask again in every layer.
+            return torch.where(visible, 0.0, -torch.inf).to(self._model.dtype)[:, None, None]
+
+        full = additive(keys <= last)
+        if WINDOWED not in self._kinds:
+            return full
+        near = additive((keys <= last) & (keys > last - self._model.config.get_text_config().sliding_window))
+        return near if self._kinds == {WINDOWED} else {kind: near if kind == WINDOWED else full for kind in self._kinds}
 
     def _remove(self, rows: list[int]) -> None:
         """Drops rows and moves the last ones into the gaps, so that the running slots stay contiguous."""
@@ -596,8 +467,8 @@ class _RunningRows:
         return torch.stack([tokens.bincount(minlength=vocab_size) for tokens in sampled]).int().to(self._device)
 
 
-def _round_up(width: int) -> int:
-    return -(-width // WIDTH_BLOCK) * WIDTH_BLOCK
+def _round_up(count: int, block: int) -> int:
+    return -(-count // block) * block
 
 
 def _prefill_width(length: int) -> int:

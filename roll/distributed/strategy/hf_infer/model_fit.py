@@ -14,23 +14,28 @@ if TYPE_CHECKING:
     from roll.configs.worker import WorkerConfig
 
 
+WINDOWED = "sliding_attention"
+STATES = {"linear_attention", "conv", "hybrid"}
+"""Layers with a state; those of the last kind have keys and values, too."""
+TAKEN = STATES | {"full_attention", WINDOWED, "mlp", "moe"}
+"""The keys of ``slot_cache.LAYERS``."""
+
+
 def check_model(role: str, worker: WorkerConfig, sizes: PreTrainedConfig, config: RLConfig) -> Iterator[ConfigProblem]:
-    """Layers of another attention than the engine has, keys relative to the role."""
-    if kinds := foreign_attention(sizes, config.sequence_length):
-        name, involved = worker.strategy_args.strategy_name, ("sequence_length", "pretrain")
-        expected = f"{'vllm or sglang' if role == 'actor_infer' else 'fsdp2_infer'} for layers of {kinds}"
-        key, hint = "strategy_args.strategy_name", "hf_infer has full attention"
-        yield ConfigProblem(key, name, expected, hint, involves=involved)
+    """Layers of another kind than the engine has, keys relative to the role."""
+    if kinds := foreign_layers(sizes):
+        name = worker.strategy_args.strategy_name
+        expected = f"{'vllm or sglang' if role == 'actor_infer' else 'fsdp2_infer'} for layers of kind {kinds}"
+        key, hint = "strategy_args.strategy_name", "hf_infer has full and windowed attention, and recurrent states"
+        yield ConfigProblem(key, name, expected, hint, involves=("pretrain",))
 
 
-def foreign_attention(config: PreTrainedConfig, sequence_length: int) -> str | None:
-    """The kinds of attention layers that the engine does not have; ``None`` if it has them all.
+def foreign_layers(config: PreTrainedConfig) -> str:
+    """The kinds of layers that the engine does not have; empty if it has them all."""
+    return ", ".join(sorted(set(layer_kinds(config)) - TAKEN))
 
-    A window that the context never fills hides nothing.
-    """
-    window = getattr(config, "sliding_window", None)
-    default = "full_attention" if window is None else "sliding_attention"
-    kinds = set(getattr(config, "layer_types", None) or [default]) - {"full_attention"}
-    if window is not None and window >= sequence_length:
-        kinds.discard("sliding_attention")
-    return f"{', '.join(sorted(kinds))} (window {window})" if kinds else None
+
+def layer_kinds(config: PreTrainedConfig) -> list[str]:
+    """Of all layers, by Transformers' names."""
+    default = "full_attention" if getattr(config, "sliding_window", None) is None else WINDOWED
+    return list(getattr(config, "layer_types", None) or [default] * config.num_hidden_layers)

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,19 +22,24 @@ from roll.algorithms.types import TokenScores
 from roll.configs.engines.card import task_of
 from roll.configs.engines.hf_infer import HfInferConfig
 from roll.data.batch import Batch
-from roll.data.requests import Completion, FinishReason, GenerateRequest
+from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.generation.generator import EngineStoppedError, Generator
 from roll.distributed.strategy.generation.model_outline import stop_token_ids
-from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence, StopStrings
-from roll.distributed.strategy.hf_infer.model_fit import foreign_attention
+from roll.distributed.strategy.hf_infer.continuous_batching import (
+    ContinuousBatching,
+    RunningSequence,
+    StepCounters,
+    StopStrings,
+)
+from roll.distributed.strategy.hf_infer.model_fit import TAKEN, foreign_layers
 from roll.distributed.weights.adapters import MergedAdapter, check_adapter
 from roll.distributed.weights.buckets import WeightUpdate
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.receiver import tensors_of
 from roll.models.loading import check_rope, load_causal_lm, resolve_dtype
-from roll.models.measured import check_packing
-from roll.models.own_forward import in_one_process
+from roll.models.measured import check_packing, has_own_code, is_proved
+from roll.models.own_forward import GENERATOR_BOUND, in_one_process
 from roll.models.routing import ExpertRouting
 from roll.models.scoring import TokenScorer, score_batch
 from roll.models.tokenizer import check_vocabulary, load_tokenizer
@@ -270,6 +276,8 @@ class HfInfer(Generator[WeightUpdate]):
             max_cache_tokens=_cache_budget(self._model),
             routing=ExpertRouting(self._model) if context.router_replay == "R3" else None,
         )
+        if has_own_code(self._model) or not is_proved(_model_types(self._model), self.name):
+            _check_generation(self._model, self._batching, context.sequence_length)
         self.counters = self._batching.counters
         self._engine = EngineThread(self._batching, name=f"hf_infer-{context.role}-{context.rank}")
 
@@ -385,14 +393,54 @@ def _attention(name: str) -> str | None:
 def _check_model(model: PreTrainedModel, sequence_length: int) -> None:
     config = model.config.get_text_config()
     check_rope(config, sequence_length)
-    if foreign := foreign_attention(config, sequence_length):
+    if foreign := foreign_layers(config):
         raise ValueError(
-            f"hf_infer: {type(model).__name__} has layers of kind {foreign} at sequence_length {sequence_length}, "
-            "expected full attention; use vllm or sglang for this model"
+            f"hf_infer: {type(model).__name__} has layers of kind {foreign}, "
+            f"expected any of {', '.join(sorted(TAKEN))}; use vllm or sglang for this model"
         )
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and sequence_length > positions:
         raise ValueError(f"sequence_length: {sequence_length}, but the model has positions for at most {positions}")
+
+
+def _model_types(model: PreTrainedModel) -> set[str]:
+    return {model.config.model_type, model.config.get_text_config().model_type}
+
+
+CHECKED_TOKENS = 8
+
+
+@torch.inference_mode()
+def _check_generation(model: PreTrainedModel, batching: ContinuousBatching, sequence_length: int) -> None:
+    """Samples a few tokens, beyond the window of a model that has one, and compares them with a plain forward.
+
+    Raises:
+        ValueError: the log-probabilities are not the model's: it takes no cache, or other masks.
+    """
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None) or 0
+    length = max(1, min(window + CHECKED_TOKENS, sequence_length - CHECKED_TOKENS))
+    prompt = np.random.default_rng(0).integers(config.vocab_size, size=length)
+    params = SamplingParams(max_new_tokens=CHECKED_TOKENS, ignore_eos=True)
+    sequence = RunningSequence(GenerateRequest("check", prompt, params), 0, CHECKED_TOKENS)
+    batching.add(sequence)
+    try:
+        while batching.has_work:
+            batching.step()
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"hf_infer: {type(model).__name__} fails with this engine's cache: {error}; use vllm or sglang"
+        ) from error
+    batching.counters = StepCounters()
+    ids = torch.from_numpy(np.concatenate([prompt, sequence.tokens])).to(model.device)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, length - 1 : -1].float()
+    expected = logits.log_softmax(-1).gather(1, ids[length:, None])[:, 0]
+    difference = float((expected - expected.new_tensor(sequence.logprobs)).abs().median())
+    if not difference <= GENERATOR_BOUND:
+        raise ValueError(
+            f"hf_infer: {type(model).__name__} with this engine's cache gives log-probabilities that are "
+            f"{difference:.2g} away from its own; use vllm or sglang for this model"
+        )
 
 
 def _cache_budget(model: PreTrainedModel) -> int | None:

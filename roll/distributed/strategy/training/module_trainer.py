@@ -42,6 +42,7 @@ from roll.models.loading import check_rope, classifier_entries, load_config, mak
 from roll.models.lora import adapter_dropout, adapter_off, inject_adapter, left_out
 from roll.models.measured import check_packing, has_own_code, packing_problem
 from roll.models.own_forward import OwnForward, of_module, own_scores
+from roll.models.routing import autocast_experts
 from roll.models.scoring import TokenScorer, layout, score_input
 
 if TYPE_CHECKING:
@@ -239,6 +240,7 @@ class ModuleScorer(Scorer, Generic[W]):
         context = self.context
         torch.manual_seed(context.seed)
         self.device = join_group(context, alone=alone)
+        autocast_experts()
         self._weights = self._make_weights(compute_dtype)
         self.own_forward = self._make_own_forward()
         alike = context.worker.model_args.ulysses_size * self._tensor_size  # neighbours that work on the same data

@@ -22,7 +22,7 @@ from roll.configs.shipped import SHIPPED
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.data.packing import computed_tokens, worth_sharing
-from roll.distributed.strategy.hf_infer.continuous_batching import SlotCache
+from roll.distributed.strategy.hf_infer.slot_cache import SlotCache
 from roll.extras.plan import command as planning
 from roll.extras.plan import probe
 from roll.extras.plan.devices import cpu_of, parse_devices
@@ -158,12 +158,12 @@ def test_the_output_layer_is_cut_as_the_scorer_cuts_it():
 
 def test_the_cache_is_as_large_as_hf_infer_makes_it():
     shape = ModelShape.of(SIZES | {"model_type": "qwen2"})
-    cache = SlotCache(shape.layers)
+    cache = SlotCache(["full_attention"] * shape.layers)
     cache.reserve(37, 150)
-    cache.plan_prefill(0, None)
     states = torch.zeros(1, shape.kv_heads, 4, shape.head_size)
-    for layer in range(shape.layers):
-        cache.update(states, states, layer)
+    with cache.prefill(0, None):
+        for layer in range(shape.layers):
+            cache.update(states, states, layer)
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     role = replace(make_role(SIZES | {"model_type": "qwen2"}), name="actor_infer")
     memory = hf_generator_memory(role, Surroundings(0, Lengths(150, 8), max_running=37, requests=64))

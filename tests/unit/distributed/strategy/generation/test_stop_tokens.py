@@ -52,11 +52,10 @@ def test_the_ends_of_the_generation_configuration_stop_it_too(family):
 
 
 @pytest.mark.parametrize("family", ["llama3_1", "qwen2_5", "phi3"])
-def test_every_engine_reads_them_from_the_folder(family, tmp_path):
-    random_model(tmp_path, family)
+def test_vllm_and_sglang_get_them_from_the_folder(family, tmp_path):
+    random_model(tmp_path, family, states=True)
     tokenizer, ends = family_tokenizer(family), FAMILIES[family].ends.split()
-    GenerationConfig(eos_token_id=tokenizer.convert_tokens_to_ids(ends)).save_pretrained(tmp_path)
-    outline = ModelOutline(context_of("vllm", str(tmp_path), sequence_length=256))  # of vLLM and SGLang
+    outline = ModelOutline(context_of("vllm", str(tmp_path), sequence_length=256))
     assert set(tokenizer.convert_ids_to_tokens(outline.stop_ids)) == {*ends, *STOPS[family]}
 
 
@@ -73,7 +72,8 @@ def test_a_turn_as_the_template_writes_it_has_its_first_stop_at_its_end(family, 
     assert word not in renderer.tokenizer.decode(said[first:]).replace("functions.add", ""), "and behind it is none"
 
 
-def random_model(path: Path, family: str) -> None:
+def random_model(path: Path, family: str, *, states: bool) -> None:
+    """A model whose generation configuration may state the family's ends."""
     tokenizer = family_tokenizer(family)
     torch.manual_seed(0)
     shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
@@ -81,13 +81,17 @@ def random_model(path: Path, family: str) -> None:
     config = Qwen2Config(vocab_size=len(tokenizer), eos_token_id=None, bos_token_id=None, **shape, **heads)
     Qwen2ForCausalLM(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
+    if states:
+        ends = tokenizer.convert_tokens_to_ids(FAMILIES[family].ends.split())
+        GenerationConfig(eos_token_id=ends).save_pretrained(path)
 
 
-@pytest.mark.parametrize("family", ["glm4_5", "gpt_oss"])
-def test_an_engine_stops_there_without_being_told(family, tmp_path):
-    random_model(tmp_path, family)
+@pytest.mark.parametrize(("family", "states"), [("glm4_5", False), ("gpt_oss", False), ("llama3_1", True)])
+def test_an_engine_stops_there_without_being_told(family, states, tmp_path):
+    random_model(tmp_path, family, states=states)
     tokenizer = family_tokenizer(family)
-    stops = set(tokenizer.convert_tokens_to_ids(sorted(STOPS[family])))
+    ends = STOPS[family] | (set(FAMILIES[family].ends.split()) if states else set())
+    stops = set(tokenizer.convert_tokens_to_ids(sorted(ends)))
     engine = HfInfer(context_of("hf_infer", str(tmp_path), sequence_length=256))
     engine.setup()
     try:

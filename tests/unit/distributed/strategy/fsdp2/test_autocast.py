@@ -1,0 +1,40 @@
+"""Autocast reaches the experts of a mixture."""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from roll.algorithms.types import LossContext, LossOutput, TokenScores
+from roll.data.batch import Batch
+from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
+from tests.support.families import tiny_config, tiny_model
+from tests.support.trainers import make_batch, make_context
+
+
+class Products(TorchDispatchMode):
+    """Number formats of what matrix products read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.formats: dict[str, set[torch.dtype]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "mm" in (name := func.overloadpacket.__name__):
+            self.formats.setdefault(name, set()).update(arg.dtype for arg in args[:2])
+        return func(*args, **kwargs or {})
+
+
+def loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
+    assert scores.logprobs_T is not None
+    return LossOutput(-scores.logprobs_T.sum() / context.num_tokens, {})
+
+
+def test_experts_of_a_lone_rank_compute_in_bf16(tmp_path):
+    tiny_model(tiny_config("qwen3_moe")).save_pretrained(tmp_path)
+    trainer = Fsdp2Train(make_context(tmp_path, "fsdp2_train", {"param_dtype": "bf16"}))
+    trainer.setup()
+    with Products() as products:
+        trainer.train_step(make_batch(), loss)
+    assert products.formats["_grouped_mm"] == {torch.bfloat16}
+    assert {parameter.grad.dtype for parameter in trainer.weights.trained.values()} == {torch.float32}
