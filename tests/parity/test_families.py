@@ -297,11 +297,33 @@ def test_hf_infer_generates_as_the_unmodified_model(served, family):
     assert worst <= (STATES if KNOWN[family].recurrent else BOUNDS)["logprobs"]
 
 
+VLLM_SIZES: dict[str, dict[str, Any]] = {
+    "phi4_mini": {
+        "head_dim": 32,
+        "rope_parameters": LONGROPE | {name: 2 * LONGROPE[name] for name in ("short_factor", "long_factor")},
+    },
+    "qwen2": {"hidden_size": 128},
+    "deepseek_v3": {"topk_method": "noaux_tc"},
+}
+"""Its attention on a CPU takes heads of 32, which most families have by ``head_dim``."""
+VLLM_REFUSES = {
+    "gpt_oss": "No Unquantized MoE backend supports the deployment configuration",
+}
+"""On a CPU."""
+
+
 @pytest.mark.slow  # an engine of its own for each
-@pytest.mark.parametrize("family", ["llama3", "qwen3", "mixtral", "gemma2"])
+@pytest.mark.parametrize("family", KNOWN)
 def test_vllm_generates_as_the_unmodified_model(served, family):
     if not PACKAGES["vllm"].installed:
         pytest.skip("vLLM is not installed")
-    worst = generated(*served(family, "vllm", head_dim=32))
+    sizes = VLLM_SIZES.get(family, {"head_dim": 32})
+    if family in VLLM_REFUSES:
+        with pytest.raises(ValueError, match=VLLM_REFUSES[family]):
+            served(family, "vllm", **sizes)
+        reason = f"on a CPU: {VLLM_REFUSES[family]}"
+        record("family", {"family": family, "engine": "vllm", "variant": "greedy", "refused": reason})
+        return
+    worst = generated(*served(family, "vllm", **sizes))
     record("family", {"family": family, "engine": "vllm", "variant": "greedy", "logprobs": worst})
     assert worst <= 10 * BOUNDS["logprobs"]
