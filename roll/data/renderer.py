@@ -574,7 +574,7 @@ class ChatRenderer:
         before = before.rpartition(self.opening)[2]
         answer = between.rpartition(self.opening)[2]
         marks = {between: f"\n{_THOUGHT}\n\n", before: f"{_THINK}\n", answer: ""}
-        return [(self._control.encode(mark), self._control.encode(words)) for mark, words in marks.items()]
+        return [(self._control.encode(mark), self._control.encode(words)) for mark, words in marks.items() if mark]
 
     def decode_raw(self, ids: IntArray, *, stopped: bool = False) -> str:
         """Text with special tokens, as parsers of tool calls need it, without one at the end that ends the turn.
@@ -591,9 +591,11 @@ class ChatRenderer:
 
         That is the end of the sequence, what closes a turn, and what begins the next where nothing closes one.
         """
+        from jinja2 import TemplateError
+
         marks = [mark for _, mark in self._next_turn.values() if mark]
         ends = {self.tokenizer.eos_token_id, *map(self._id_of, marks)}
-        with suppress(ValueError):
+        with suppress(TemplateError, ValueError):
             ends.add(self.turn_end()[1])
         return frozenset(index for index in ends if index in self._control.ids)
 
@@ -806,19 +808,16 @@ def same_start(first: Sequence[object], second: Sequence[object]) -> int:
 
 def _replaced(ids: list[int], run: list[int], by: list[int]) -> list[int]:
     """Token ids with others in place of each run of some; the beginning of such a run at their end is left out."""
-    made, index = list[int](), 0
-    while index < len(ids):
+    made, copied = list[int](), 0
+    for index in [index for index, each in enumerate(ids) if each == run[0]]:
         piece = ids[index : index + len(run)]
+        if index < copied or piece != run[: len(piece)]:
+            continue
+        made += ids[copied:index]
+        copied = index + len(piece)
         if piece == run:
             made += by
-        elif piece == run[: len(piece)]:
-            break
-        else:
-            made.append(ids[index])
-            index += 1
-            continue
-        index += len(run)
-    return made
+    return made + ids[copied:]
 
 
 def _probe_call(text_arguments: bool) -> list[Message]:

@@ -170,14 +170,24 @@ def test_two_tensor_parallel_ranks_take_the_same_steps(tmp_path, family):
 
 TP_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP, EP, ETP = "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
-MEGATRON_LAYOUTS: dict[str, list[dict[str, Any]]] = {
-    "mistral": [TP_SP],
-    "phi3": [TP_SP],
-    "mixtral": [{EP: 2}, TP_SP],
-    "glm4_moe": [TP_SP, {PP: 2}],
-    "deepseek_v3": [TP_SP, {EP: 2}, {PP: 2, "num_layers_in_first_pipeline_stage": 2}],
-    "gpt_oss": [TP_SP | {ETP: 1, EP: 2}, TP_SP | {ETP: 1}, {EP: 2}, {PP: 2}],
-    "qwen3_next": [{EP: 2}, {PP: 2}],
+MEGATRON_LAYOUTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "mistral": [("whole", TP_SP)],
+    "phi3": [("whole", TP_SP)],
+    "mixtral": [("whole", {EP: 2}), ("packed", TP_SP)],
+    "glm4_moe": [("whole", TP_SP), ("packed", {PP: 2})],
+    "deepseek_v3": [
+        ("whole", TP_SP),
+        ("packed", {EP: 2}),
+        ("packed", {PP: 2, "num_layers_in_first_pipeline_stage": 2}),
+        ("lora", TP_SP),
+    ],
+    "gpt_oss": [
+        ("whole", TP_SP | {ETP: 1, EP: 2}),
+        ("packed", TP_SP | {ETP: 1}),
+        ("packed", {EP: 2}),
+        ("packed", {PP: 2}),
+    ],
+    "qwen3_next": [("whole", {EP: 2}), ("packed", {PP: 2})],
 }
 
 
@@ -187,14 +197,14 @@ def test_two_ranks_of_megatron_take_the_same_steps(tmp_path, family):
     if not PACKAGES["megatron_train"].installed:
         pytest.skip("Megatron-Core is not installed")
     layouts = []
-    for number, config in enumerate(MEGATRON_LAYOUTS[family]):
-        alone = row(family, "megatron_train", "packed" if number else "whole")
+    for number, (variant, config) in enumerate(MEGATRON_LAYOUTS[family]):
+        alone = row(family, "megatron_train", variant)
         layouts.append(replace(alone, name=f"{alone.name}-{number}", world_size=2, strategy_config=config))
     make_known(tmp_path / family, family, VOCABULARY)
     measured = measure(layouts, tmp_path)
-    for layout, config in zip(layouts, MEGATRON_LAYOUTS[family], strict=True):
+    for layout in layouts:
         figures = measured[layout.id]
-        assert not figures.error, (config, figures.error)
+        assert not figures.error, (layout, figures.error)
         check(family, "megatron_train", "two ranks", layout, figures)
 
 

@@ -25,7 +25,7 @@ PREDICTORS = dict.fromkeys(["qwen3_next", "qwen3_5", "qwen3_5_moe", *list(TOWERS
     "deepseek_v3": "model.layers.5.eh_proj.weight",
     "glm4_moe": "model.layers.4.eh_proj.weight",
 }
-EXACT = re.compile(r"^(?!.*vision).*(A_log|e_score_correction_bias|norm\.weight$)")
+EXACT = re.compile(r"^(?!.*(vision|multi_modal)).*(A_log|e_score_correction_bias|norm\.weight$)")
 """What some models of 16 bits have in 32."""
 BESIDE = ("preprocessor_config.json", "chat_template.jinja", "generation_config.json", "LICENSE", "tekken.json")
 TRAINERS: dict[str, dict[str, Any]] = {"fsdp2_train": {}, "deepspeed_train": {"zero_optimization": {"stage": 2}}}

@@ -200,7 +200,7 @@ def family_tokenizer(name: str) -> PreTrainedTokenizerFast:
     core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     core.add_tokens([AddedToken(text, normalized=False) for text in family.words.split()])
     bos = special[0] if family.has_bos else None
-    if family.adds_bos:
+    if family.adds_bos and bos is not None:
         core.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, core.token_to_id(bos))]
         )

@@ -92,7 +92,7 @@ KNOWN: dict[str, Known] = {
     "gpt_oss": Known("gpt-oss", "gpt_oss", TWO_LAYERS | {"rope_parameters": YARN | {"truncate": False}}, megatron=True),
     "mixtral": Known("Mixtral", "mixtral", routed=True, megatron=True),
     "smollm": Known("SmolLM, SmolLM2", "llama", {"tie_word_embeddings": True}, megatron=True),
-    "smollm3": Known("SmolLM3", "smollm3"),
+    "smollm3": Known("SmolLM3", "smollm3", megatron=True),
     "granite_hybrid": Known("Granite 4 (hybrid)", "granitemoehybrid", LINEAR, recurrent=True),
     "falcon_h1": Known("Falcon-H1", "falcon_h1", recurrent=True),
     "nemotron_h": Known("Nemotron-H", "nemotron_h", recurrent=True),

@@ -22,13 +22,13 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SmolLM3Config,
 )
 
 from roll.models.loading import to_hf_weights
 from roll.models.megatron.config import MegatronModelConfig, megatron_config
-from roll.models.megatron.experts import fuse, split_reader
 from roll.models.megatron.families import EMBEDDING, FINAL_NORM, OUTPUT, Entry, ExpertModules
-from roll.models.megatron.names import ParallelLayout, layer_entries, source
+from roll.models.megatron.names import ParallelLayout, fuse, layer_entries, source, split_reader
 
 ModuleSet = Literal["local", "te"]
 
@@ -76,7 +76,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+ENDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
@@ -102,11 +103,14 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "llama yarn": LlamaConfig(**SHAPE, rope_parameters=YARN),
     "mistral": MistralConfig(**SHAPE, sliding_window=None),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
-    "phi3": Phi3Config(**SHAPE, sliding_window=8, pad_token_id=0),
+    "phi3": Phi3Config(**SHAPE, **ENDS, sliding_window=8),
     "glm4 moe": Glm4MoeConfig(**SHAPE, **SIGMOIDS, **WIDE_HEADS, attention_bias=True, use_qk_norm=True),
     "deepseek v3": DeepseekV3Config(**SHAPE | LATENT, **SIGMOIDS),
     "deepseek v3, whole queries": DeepseekV3Config(**SHAPE | LATENT | {"q_lora_rank": None}, **SIGMOIDS),
-    "gpt-oss": GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=8),
+    "gpt-oss": GptOssConfig(
+        **SHAPE, num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=8, rope_parameters=YARN
+    ),
+    "smollm3": SmolLM3Config(**SHAPE, **ENDS, no_rope_layers=[1, 0, 1]),
     "qwen3 next": Qwen3NextConfig(**SHAPE, **EXPERTS, **DELTA, shared_expert_intermediate_size=40),
     "qwen3.5": Qwen3_5TextConfig(**SHAPE, **DELTA),
 }

@@ -172,7 +172,7 @@ def _known_family(config: PreTrainedConfig) -> Family:
     if config.model_type in REFUSED:
         raise ValueError(
             f"{seen} (model_type {config.model_type!r}): cannot be converted to Megatron-Core, which does not compute "
-            f"{REFUSED[config.model_type]}; expected another trainer, which take any class."
+            f"{REFUSED[config.model_type]}; expected another trainer: they take any class."
         )
     nearest = difflib.get_close_matches(config.model_type, FAMILIES, n=1, cutoff=0.0)[0]
     raise ValueError(

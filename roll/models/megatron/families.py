@@ -256,6 +256,10 @@ def _llama(config: PreTrainedConfig) -> Arguments:
     return {"add_bias_linear": bool(config.attention_bias), "add_qkv_bias": bool(config.attention_bias)}
 
 
+def _smollm3(config: PreTrainedConfig) -> Arguments:
+    return {**_llama(config), "no_rope_freq": [int(not rotated) for rotated in config.no_rope_layers]}
+
+
 def _qwen2(config: PreTrainedConfig) -> Arguments:
     return {"add_qkv_bias": True}
 
@@ -451,12 +455,14 @@ def _hybrid_problems(config: PreTrainedConfig) -> Iterator[str]:
         yield from _one_of_several(config)
 
 
+_QWEN3_5 = _mixers("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _MIXTRAL = "block_sparse_moe.experts.{{expert}}.{}"
 _STANDARD = (*ATTENTION, *QKV_BIAS, *QK_NORM, *DENSE_MLP, *LINEAR_BIASES)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", _STANDARD, _llama, problems=_same_biases),
     "mistral": Family("MistralForCausalLM", _STANDARD, _dense),
+    "smollm3": Family("SmolLM3ForCausalLM", _STANDARD, _smollm3, problems=_same_biases, own_modules=True),
     "qwen2": Family("Qwen2ForCausalLM", _STANDARD, _qwen2),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
@@ -523,11 +529,6 @@ FAMILIES: dict[str, Family] = {
         problems=_gpt_oss_problems,
         own_modules=True,
     ),
-}
-"""By ``model_type``."""
-
-_QWEN3_5 = _mixers("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-FAMILIES |= {
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
         (*_mixers("in_proj_qkvz", "in_proj_ba"), *DENSE_MLP, *_router(), *SHARED_EXPERT),
@@ -558,6 +559,7 @@ FAMILIES |= {
         own_modules=True,
     ),
 }
+"""By ``model_type``."""
 
 REFUSED = {
     "gemma2": "its caps of attention scores and logits (the soft cap of Megatron-Core's attention is fixed at 0)",

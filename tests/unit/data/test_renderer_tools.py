@@ -190,6 +190,13 @@ def test_an_end_that_the_tokenizer_does_not_call_special_is_no_word_either():
     assert renderer.decode(np.asarray(ids)) == "<|done|>left"
 
 
+def test_a_template_for_questions_alone_ends_as_the_tokenizer_does():
+    only = "{% for m in messages %}{{ m.content if m.role == 'user' else raise_exception('no') }}{% endfor %}"
+    renderer = ChatRenderer(family_tokenizer("qwen2_5"), only)
+    ids = renderer.tokenizer.encode("left<|im_end|>", add_special_tokens=False)
+    assert renderer.stops == {ids[-1]} and renderer.decode(np.asarray(ids)) == "left"
+
+
 def test_rows_that_pad_an_embedding_have_no_text():
     renderer = RENDERERS["qwen2_5"]
     ids = np.asarray([*renderer.tokenizer.encode("left"), len(renderer.tokenizer) + 7])
