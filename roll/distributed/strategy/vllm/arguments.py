@@ -125,6 +125,8 @@ def check_cpu_kernels(outline: ModelOutline) -> None:
     """vLLM itself finds out at the first request, and dies of it."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+    if getattr(outline.text_config, "kv_lora_rank", None):  # latent attention has other heads, and kernels
+        return
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if outline.head_size not in sizes:
         raise ValueError(
