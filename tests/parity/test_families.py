@@ -317,7 +317,7 @@ VLLM_REFUSES = {
 
 
 VLLM_UNTRIED = ("qwen3_5", "qwen3_5_moe", "deepseek_v3")
-"""vLLM imports torchvision for the first two, which is not here; its latent attention on a CPU takes published sizes."""
+"""vLLM imports torchvision for the first two, which is not here; its latent attention here takes published sizes."""
 
 
 @pytest.mark.slow  # an engine of its own for each
