@@ -51,8 +51,9 @@ starts with one warning. Measured with Transformers {version}.
 {engines}
 
 `hf_infer` generates with full attention, windows, and recurrent and convolution states, which it keeps per running
-request; layers of another kind are refused. A family that is not listed generates a few tokens at the start, and is
-refused if their log-probabilities are not those of its own forward pass.
+request; layers of another kind are refused. A model with states, or of a family that is not listed, generates a few
+tokens at the start, and is refused if their log-probabilities are not those of its own forward pass: Falcon-H1 with
+`mamba_rms_norm: true` is, whose norm in Transformers mixes the sequences of a decode step.
 `vllm` and `sglang` also run `tests/generators` with Qwen2, Qwen3 and Qwen3-MoE; SGLang's in its own environment
 (`make test-sglang`), see [SGLang](sglang.md).
 

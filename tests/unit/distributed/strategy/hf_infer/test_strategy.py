@@ -541,12 +541,21 @@ def test_workers_are_replicas(model_path):
     assert (info.dp_rank, info.dp_size) == (2, 4)
 
 
-def test_only_models_are_taken_whose_generation_is_their_own(tmp_path):
-    """Mamba 2 takes its cache by another name, so that a decode step would see one token."""
-    config = tiny_config("mamba2", vocab_size=len(make_tokenizer()))
-    tiny_model(config).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("family", "name", "config"),
+    [
+        ("mamba2", "Mamba2", {}),
+        ("falcon_h1", "FalconH1", {"mamba_rms_norm": True}),
+        ("gpt_neo", "GPTNeo", {"attention_types": [[["global", "local"], 1]], "window_size": 32}),
+    ],
+)
+def test_only_models_are_taken_whose_generation_is_their_own(family, name, config, tmp_path):
+    """Mamba 2 takes its cache by another name, so that a decode step would get one token; Falcon-H1's norm mixes the
+    rows of one; GPT-Neo's windows, of another name too, end where the widest row ends."""
+    sizes = {"vocab_size": len(make_tokenizer()), "num_layers" if family == "gpt_neo" else "num_hidden_layers": 2}
+    tiny_model(tiny_config(family, **sizes, **config)).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
-    wrong = pytest.raises(ValueError, match=r"hf_infer: Mamba2ForCausalLM with this engine's cache .* use vllm")
+    wrong = pytest.raises(ValueError, match=rf"hf_infer: {name}ForCausalLM with this engine's cache .* use vllm")
     with wrong, engine_of(str(tmp_path)):
         pass
 
