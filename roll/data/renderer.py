@@ -574,7 +574,7 @@ class ChatRenderer:
         before = before.rpartition(self.opening)[2]
         answer = between.rpartition(self.opening)[2]
         marks = {between: f"\n{_THOUGHT}\n\n", before: f"{_THINK}\n", answer: ""}
-        return [(self._control.encode(mark), self._control.encode(words)) for mark, words in marks.items()]
+        return [(self._control.encode(mark), self._control.encode(words)) for mark, words in marks.items() if mark]
 
     def decode_raw(self, ids: IntArray, *, stopped: bool = False) -> str:
         """Text with special tokens, as parsers of tool calls need it, without one at the end that ends the turn.

@@ -112,6 +112,13 @@ def _attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if attention_plan is None:
+        if _is_grouped_step(query, key, attention_mask, kwargs):
+            # Transformers would copy all keys and values for each query head of a group; the results are equal.
+            scale = kwargs.get("scaling")
+            found = nn.functional.scaled_dot_product_attention(
+                query, key, value, attention_mask, scale=scale, enable_gqa=True
+            )
+            return found.transpose(1, 2).contiguous(), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
@@ -150,6 +157,13 @@ def _eager_attention(
         return found
 
     return _by_sequence(query, key, value, attention_plan, kwargs.get("sliding_window"), attend_alone), None
+
+
+def _is_grouped_step(query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
+    """Tells a decode step on a CPU whose query heads share keys and values."""
+    grouped = query.shape[2] == 1 and query.shape[1] != key.shape[1]
+    plain = not kwargs.get("dropout") and kwargs.get("position_bias") is None
+    return grouped and plain and mask is not None and query.device.type == "cpu"
 
 
 def _takes_one_call(query: Tensor, value: Tensor) -> bool:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from roll.configs.env import Mixture
 from roll.data.requests import GenerateFn, Runs
 from roll.rollout.types import RolloutGroup
 from roll.utils.hashing import derive_seed
-from roll.utils.mixture import Mixture
 
 if TYPE_CHECKING:
     from roll.data.renderer import ChatRenderer

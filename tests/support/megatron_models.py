@@ -27,9 +27,8 @@ from transformers import (
 
 from roll.models.loading import to_hf_weights
 from roll.models.megatron.config import MegatronModelConfig, megatron_config
-from roll.models.megatron.experts import fuse, split_reader
 from roll.models.megatron.families import EMBEDDING, FINAL_NORM, OUTPUT, Entry, ExpertModules
-from roll.models.megatron.names import ParallelLayout, layer_entries, source
+from roll.models.megatron.names import ParallelLayout, fuse, layer_entries, source, split_reader
 
 ModuleSet = Literal["local", "te"]
 

@@ -14,8 +14,17 @@ from typing import Any
 
 from roll import __version__
 from roll.extras.doctor import machine
-from roll.extras.doctor.findings import Check, Finding, as_json, examine, exit_code, judged, page
-from roll.extras.doctor.machine import installed_versions, machine_findings
+from roll.extras.doctor.machine import (
+    Check,
+    Finding,
+    as_json,
+    examine,
+    exit_code,
+    installed_versions,
+    judged,
+    machine_findings,
+    page,
+)
 from roll.tracking.redact import redact
 from roll.utils.foreign import Fault
 

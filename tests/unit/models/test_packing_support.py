@@ -223,6 +223,18 @@ def dense(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tens
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "keys"), [(4, 2, 8, 16), (9, 3, 64, 80), (6, 1, 32, 48)])
+def test_a_decode_step_does_not_copy_keys_and_changes_no_bit(heads, kv_heads, size, keys, monkeypatch):
+    assert planned_attention.enable(AutoModelForCausalLM.from_config(CONFIGS["qwen2"]))
+    attend = ALL_ATTENTION_FUNCTIONS[planned_attention.NAME]
+    states = [torch.randn(16, *shape, size) for shape in ((heads, 1), (kv_heads, keys), (kv_heads, keys))]
+    mask = torch.where(torch.arange(keys) <= torch.randint(keys, (16, 1)), 0.0, -torch.inf)[:, None, None]
+    module = SimpleNamespace(num_key_value_groups=heads // kv_heads, is_causal=True)
+    expected = ALL_ATTENTION_FUNCTIONS["sdpa"](module, *states, mask, scaling=0.3)[0]
+    monkeypatch.setattr("transformers.integrations.sdpa_attention.sdpa_attention_forward", None)
+    assert torch.equal(attend(module, *states, mask, scaling=0.3)[0], expected)
+
+
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
 def test_attention_and_its_gradient_are_block_diagonal(heads, kv_heads, window):

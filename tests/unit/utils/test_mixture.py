@@ -6,7 +6,7 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.utils.mixture import Mixture
+from roll.configs.env import Mixture
 
 WEIGHTS = st.lists(st.one_of(st.integers(1, 50), st.floats(0.01, 9.0)), min_size=1, max_size=6)
 

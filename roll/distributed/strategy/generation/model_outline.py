@@ -16,6 +16,7 @@ from roll.distributed.weights.adapters import check_adapter
 from roll.distributed.weights.buckets import WeightUpdate
 from roll.models.loading import load_config, make_skeleton, resolve_dtype
 from roll.models.lora import LoraSpec, adapted_layers, matrix_shapes
+from roll.models.planned_attention import find_state_layers
 from roll.models.tokenizer import check_vocabulary, load_tokenizer, locate_model
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ class ModelOutline:
         self.head_size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         self.cache_bytes_per_token = 2 * text.num_hidden_layers * heads * self.head_size * self.dtype.itemsize
         """Keys and values of one position, over all layers."""
+        self.has_states = bool(find_state_layers(self._model))
+        """Some layers carry a state along a sequence."""
 
     def check_weights(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         """Checks that ``tensors`` are all of the model's weights, by name, shape and ties.

@@ -33,8 +33,7 @@ from roll.models.heads import ValueHead, load_value_head
 from roll.models.loading import make_skeleton
 from roll.models.lora import is_adapter
 from roll.models.megatron.config import MegatronModelConfig, megatron_config, padded_vocab_size, set_rotary
-from roll.models.megatron.experts import split_reader
-from roll.models.megatron.names import ParallelLayout, is_buffer, load_shards, module_parts, source, torn
+from roll.models.megatron.names import ParallelLayout, is_buffer, load_shards, module_parts, source, split_reader, torn
 from roll.models.weight_files import WeightFiles
 
 if TYPE_CHECKING:

@@ -23,9 +23,8 @@ from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.loading import Head
 from roll.models.lora import SCORE_NAME, is_adapter
-from roll.models.megatron.experts import find_expert, fuse, split_reader
 from roll.models.megatron.families import Family
-from roll.models.megatron.names import ParallelLayout, is_buffer, join, shard_group
+from roll.models.megatron.names import ParallelLayout, find_expert, fuse, is_buffer, join, shard_group, split_reader
 
 Part: TypeAlias = Literal["trunk", "adapter", "head", "buffers"]
 OwnPart: TypeAlias = Callable[[nn.Parameter], Tensor]

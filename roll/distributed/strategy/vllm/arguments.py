@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 CPU_BLOCK = 32  # tokens; the CPU attention kernels want multiples of it
 CPU_STEP_TOKENS = 4096  # prompt tokens computed in one step on a CPU
 SOCKET_FOLDER_CHARS = 70  # vLLM adds 37, and 107 are the most that a Unix socket's path may have
+CPU_STATES_BYTES = 2**30  # for a model whose layers carry states
 CPU_CACHE_SHARE = 0.25  # of the host memory that is free, at most, unless kv_cache_memory_bytes says otherwise
 
 COMMON_ENVIRONMENT = {
@@ -106,7 +107,11 @@ def _cpu_arguments(context: StrategyContext, config: VllmConfig, outline: ModelO
         one = blocks * block * outline.cache_bytes_per_token
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         cache = max(2 * one, min(context.max_running_requests * one, int(CPU_CACHE_SHARE * free)))
+        if outline.has_states:  # their size only vLLM knows
+            cache = max(cache, min(CPU_STATES_BYTES, int(CPU_CACHE_SHARE * free)))
     return {
+        # vLLM keeps the states of common beginnings only where it reads prompts in parts.
+        **({"enable_prefix_caching": False} if outline.has_states else {}),
         "block_size": block,
         "kv_cache_memory_bytes": cache,
         "enforce_eager": True,
@@ -120,6 +125,8 @@ def check_cpu_kernels(outline: ModelOutline) -> None:
     """vLLM itself finds out at the first request, and dies of it."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+    if getattr(outline.text_config, "kv_lora_rank", None):  # latent attention has other heads, and kernels
+        return
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if outline.head_size not in sizes:
         raise ValueError(

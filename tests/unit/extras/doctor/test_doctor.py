@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from roll.__main__ import main
 from roll.extras.doctor import machine
 from roll.extras.doctor.command import NodeReport, compare
-from roll.extras.doctor.findings import Finding, as_json, examine, exit_code, judged, page
+from roll.extras.doctor.machine import Finding, as_json, examine, exit_code, judged, page
 from roll.models.tiny import make_tokenizer
 
 GIB = 2**30
