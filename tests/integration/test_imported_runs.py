@@ -16,8 +16,7 @@ from roll.configs.rlvr import RLVRConfig
 from tests.integration.conftest import RLVR_LAUNCHER
 
 HERE = Path(__file__).parent / "imported"
-FAST, SLOW = ("verl_grpo.sh",), ("roll.yaml", "verl_ppo.sh", "chatlearn.yaml", "mindspeed.yaml")
-RUNS = (*FAST, *SLOW)
+RUNS = ("verl_grpo.sh", "roll.yaml", "verl_ppo.sh", "chatlearn.yaml", "mindspeed.yaml")
 OTHERS_DATA = {"gsm8k", "math_rule", "math"}
 """Domains that the rows below belong to; an import names more, for whatever else may be in the files."""
 
@@ -74,8 +73,9 @@ def test_what_is_imported_is_what_one_would_write(file, data):
     assert found == own
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("file", [*FAST, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)])
+@pytest.mark.parametrize("file", RUNS)
 def test_an_imported_run_goes_to_the_end(file, data, launch):
     import_run(file, data)
     engine = load("mine", data)["actor_train"]["strategy_args"]["strategy_name"]

@@ -137,6 +137,7 @@ def test_an_environment_that_never_starts_ends_the_run_before_models_are_loaded(
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_environments_fail_alone(launch):
     run = launch(config="faulty_envs", orders=("hold-actor_train-0-train-1", "hold-actor_train-0-train-2"))
     run.pid_at("actor_train-0-train-1")
