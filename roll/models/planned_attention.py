@@ -203,8 +203,10 @@ def _by_sequence(
     window: int | None,
     attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
 ) -> Tensor:
-    """
+    """Attention of a packed row [1, heads, tokens, size], one sequence after another, as [1, tokens, heads, size].
+
     Args:
+        window: tokens that each sees, itself included; ``None``: all before it.
         attend: attention of one sequence; the mask (``None``: causal) is bool [1, 1, tokens, tokens].
     """
     results = []

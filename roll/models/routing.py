@@ -133,6 +133,7 @@ _LIBRARIES: list[torch.library.Library] = []
 
 
 def _autocast_grouped_product(inputs: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``aten::_grouped_mm`` of operands in autocast's number format."""
     device = inputs.device.type
     dtype = torch.get_autocast_dtype(device)
     with torch.autocast(device, enabled=False):

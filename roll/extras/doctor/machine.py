@@ -1,4 +1,4 @@
-"""What a run needs of one machine: packages, memory, limits, ports, disk, GPUs, services; and all checks of it."""
+"""What a run needs of one machine (packages, memory, limits, ports, disk, GPUs, services), all checks and findings."""
 
 from __future__ import annotations
 

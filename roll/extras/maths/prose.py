@@ -10,104 +10,8 @@ from __future__ import annotations
 
 import re
 
-import sympy
-
-from roll.extras.maths.tokens import TEXT_COMMAND
+from roll.extras.maths.phrases import meaning
 from roll.extras.maths.units import MULTIPLIERS, canonical_unit, changes_number, is_unit
-from roll.extras.maths.values import Sets, Term, Value, Word
-
-_OF = r"(?:real|integer|integral|rational|positive|negative|such|possible|valid|complex|finite|unique)"
-_THINGS = (
-    r"(?:solutions?|roots?|zeros?|values?(?: of \w)?|numbers?|integers?|pairs?|triples?|primes?|functions?|answers?)"
-)
-_MEANINGS: tuple[tuple[str, Value], ...] = (
-    (
-        r"(?:(?:the|this|its) )?(?:\w+ )?(?:(?:is )?(?:undefined|not defined)|dne|d\.n\.e"
-        r"|does(?: not|n't) exist)|no limit",
-        Word("undefined"),
-    ),
-    (
-        rf"(?:there (?:is|are) |has |it has |the equation has )?no (?:{_OF} )*{_THINGS}(?: exists?)?|none"
-        r"|(?:the )?empty set|null set|无解|нет решений|ninguna|keine lösung(?:en)?|pas de solution",
-        Sets("empty"),
-    ),
-    (
-        rf"(?:there are )?(?:infinitely many|an? infinite(?: number of)?|infinite)(?: {_OF})?(?: {_THINGS})?|无穷多个?",
-        Word("infinitely many"),
-    ),
-    (
-        r"(?:the )?(?:set of )?(?:all|any|every) (?:reals?|real (?:numbers?|values?(?: of \w)?))"
-        r"|(?:the )?(?:set of )?real numbers|全体实数",
-        Sets("R"),
-    ),
-)
-_PHRASES = tuple((re.compile(pattern), value) for pattern, value in _MEANINGS)
-_WRITTEN = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen twenty"
-)
-_NUMBERS = _WRITTEN.split()
-_TEXT_GROUP = re.compile(rf"(?:{TEXT_COMMAND})\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
-_FORMULA = re.compile(r"(?:[A-Z][a-z]?|[()\[\]]|_?\{?\d+\}?|\^?\{?\d*[+-]\}?)+")
-_CLOCK = re.compile(r"(?<=\d)\s*([ap])\.?\s?m\b\.?", re.IGNORECASE)
-_CHOICE = re.compile(
-    r"(?:故|应)?选(?:择)?[:：]?\s*([A-J])"
-    r"|(?:(?:[Tt]he )?(?:correct )?(?:[Oo]ption|[Cc]hoice|[Aa]nswer)(?: is)?:? )?\(?([A-J])\)?\.?"
-)
-APPROXIMATE = re.compile(
-    rf"(?:\\approx|(?:{TEXT_COMMAND}\{{\s*)?(?:approximately|approx|about|roughly|around|ca|circa|约|約|大约|大約|около)\b\.?\s*\}}?)\s*"
-)
-"""Before a number that is rounded."""
-
-
-def plain_text(text: str) -> str:
-    """The words of a normalised text, without the commands that mark them as words."""
-    while match := _TEXT_GROUP.search(text):
-        text = text[: match.start()] + match[1] + text[match.end() :]
-    text = re.sub(r"\\([%&#_$])|\{([:.=<>+-])\}", r"\1\2", text)
-    text = re.sub(r"\s*([^\w\s\\',])\s*", r"\1", text)
-    text = re.sub(r"(?<=[^\d\s])\s*,\s*|\s*,\s*(?=[^\d\s])", ", ", text)
-    text = _CLOCK.sub(lambda match: f" {match[1].lower()}m", text)
-    text = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b", "", text)
-    text = " ".join(text.split()).strip().rstrip(".").strip()
-    if re.search(r"[A-Z]", text) and _FORMULA.fullmatch(text):
-        return re.sub(r"[_{}]", "", text)
-    return re.sub(r"(?<![\\\w])(?:[^\W\d_]{3,}|^[A-Z][a-z](?!\w))", lambda match: match[0].casefold(), text)
-
-
-def meaning(text: str) -> Value | None:
-    """The value of a whole answer in words, where the words have one."""
-    words = " ".join(text.split()).rstrip(".").strip()
-    lower = words.casefold().replace("’", "'")
-    for pattern, value in _PHRASES:
-        if pattern.fullmatch(lower):
-            return value
-    return None
-
-
-def choice(text: str) -> str | None:
-    """The letter in ``Option (C)``; a letter alone is none."""
-    match = _CHOICE.fullmatch(text.strip())
-    return (match[1] or match[2]) if match and (match[1] or len(text.strip()) > 4) else None
-
-
-def predicate(text: str) -> Word | None:
-    """What a sentence says of its subject: "the function is even"."""
-    match = _SENTENCE.fullmatch(text.strip().rstrip("."))
-    return Word(match[1]) if match else None
-
-
-_SENTENCE = re.compile(
-    r"(?:the|this|it|its)\b(?: (?!not|no|never)[^\W\d_]+){0,3} is (?:an? |the )?(?!not|no|never)([^\W\d_]{3,})", re.I
-)
-
-
-def number_word(value: Value) -> Term | None:
-    """The number that a word is."""
-    if isinstance(value, Word) and value.text.casefold() in _NUMBERS:
-        return Term(sympy.Integer(_NUMBERS.index(value.text.casefold())))
-    return None
-
 
 NEGATIONS = (
     r"(?:\b(?:not|no|none|never|neither|nor|nothing|nobody|cannot|hardly|barely|nicht|kein\w*|niemals|ne|pas|jamais"
@@ -213,7 +117,7 @@ MAX_SEARCHED_CHARS = 4000
 
 # --- formulas and sentences -------------------------------------------------------------------------------------------
 
-_HIDDEN_SIGN = "[\ue000-\uf8ff]"
+_FORMULA = "[\ue000-\uf8ff]"
 """What stands for a formula between dollar signs: a sign of the private use area for each."""
 _MATHS = re.compile(
     r"\$\$(.+?)\$\$|(?<![\\\d])\$([^$\n]+?)(?<!\\)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]"
@@ -278,7 +182,7 @@ class _Formulas:
 
     def hide(self, text: str) -> str:
         """The text with a sign for each formula; a sentence in a formula is one."""
-        return _MATHS.sub(self._hidden, re.sub(_HIDDEN_SIGN, "", text))
+        return _MATHS.sub(self._hidden, re.sub(_FORMULA, "", text))
 
     def _hidden(self, match: re.Match[str]) -> str:
         content = _last_row(next(group for group in match.groups() if group is not None).strip())
@@ -290,22 +194,21 @@ class _Formulas:
 
     def show(self, text: str) -> str:
         """The text with its formulas again; those that a conjunction joins are a list."""
-        if re.search(_HIDDEN_SIGN, text):
+        if re.search(_FORMULA, text):
             text = re.sub(r",?\s+and\s+", ", ", re.sub(r",?\s+or\s+", r" \\text{ or } ", text))
-        return re.sub(_HIDDEN_SIGN, lambda sign: self._contents[ord(sign[0]) - 0xE000], text)
+        return re.sub(_FORMULA, lambda sign: self._contents[ord(sign[0]) - 0xE000], text)
 
     def last_named(self, run: str) -> str:
         """Of equations side by side the last one, if it says what was asked for: ``m = 3`` and ``m + n = 8``."""
         last = run.split()[-1]
-        if re.match(_HIDDEN_SIGN, last) and _NAMES_SUM.match(self._contents[ord(last[0]) - 0xE000]):
+        if re.match(_FORMULA, last) and _NAMES_SUM.match(self._contents[ord(last[0]) - 0xE000]):
             return last
         return run
 
     def is_substance(self, text: str, named: bool = False) -> bool:
         """Tells whether signs say more than the name of something, as ``C`` and, unless ``named``, ``$n$`` do."""
         return _SUBSTANCE.search(text) is not None or any(
-            named or not _LETTERS.fullmatch(self._contents[ord(sign) - 0xE000])
-            for sign in re.findall(_HIDDEN_SIGN, text)
+            named or not _LETTERS.fullmatch(self._contents[ord(sign) - 0xE000]) for sign in re.findall(_FORMULA, text)
         )
 
 
@@ -329,9 +232,7 @@ def _sentences(text: str) -> list[str]:
 # --- what is said before an expression --------------------------------------------------------------------------------
 
 _WORD = r"(?<![\\\w{])[^\W\d_]{2,}"
-_PROSE = re.compile(
-    rf"\$[^$]*[^\s$][^$]*\$|\\[(\[]|\\boxed|{_HIDDEN_SIGN}|{_WORD}[,:]?\s+(?:{_WORD}|[-−(]?\d|\(?[A-J]\b)"
-)
+_PROSE = re.compile(rf"\$[^$]*[^\s$][^$]*\$|\\[(\[]|\\boxed|{_FORMULA}|{_WORD}[,:]?\s+(?:{_WORD}|[-−(]?\d|\(?[A-J]\b)")
 """Two words, a word before a number, or LaTeX that is marked as such: the expression in it must be found."""
 _CUE = re.compile(
     r"(?:\banswer\b[\s*_]{0,5}(?:(?:is|are|should be|must be|would be|equals)\b|:|=)"
@@ -471,7 +372,7 @@ def _states_number(lead: str) -> bool:
 _REASON = re.compile(r"(?:since|because|as|given that|so that|due to|thanks to)\b", re.IGNORECASE)
 _OTHER = re.compile(
     r"(?:[,;—–-]+\s*not|(?:[,;—–-]+\s*)?(?:(?:and|but)\s+not|rather than|instead of|unlike|as opposed to))"
-    rf"\s+(?:the\s+)?(?=$|[-−]?\d|{_HIDDEN_SIGN})",
+    rf"\s+(?:the\s+)?(?=$|[-−]?\d|{_FORMULA})",
     re.IGNORECASE,
 )
 """``not 13``: what is denied is another expression."""
@@ -730,7 +631,7 @@ class _Text:
         return None
 
     def has_formula(self) -> bool:
-        return re.search(_HIDDEN_SIGN, self.plain) is not None
+        return re.search(_FORMULA, self.plain) is not None
 
     def _expression(self, sentence: str, lead: str, named: bool = False) -> str | None:
         """The expression that a sentence states; the sentence where it denies or doubts it, ``None`` without any.
@@ -772,7 +673,7 @@ class _Text:
 
 
 _REJECTED = re.compile(
-    rf"(?:we\s+)?(?:reject|discard|exclud|ignor|not|since|because|as)\w*\b.*(?:\d|{_HIDDEN_SIGN})", re.IGNORECASE
+    rf"(?:we\s+)?(?:reject|discard|exclud|ignor|not|since|because|as)\w*\b.*(?:\d|{_FORMULA})", re.IGNORECASE
 )
 
 
@@ -865,7 +766,7 @@ def _names_unit(word: str) -> bool:
 
 _MOST_UNIT_WORDS = 4
 _NO_UNIT_END = ("in", "of", "each")
-_UNIT_LETTER = re.compile(rf"(?<!\S)(\$?[\d.,]*\d|{_HIDDEN_SIGN}) ([mgshL])$")
+_UNIT_LETTER = re.compile(rf"(?<!\S)(\$?[\d.,]*\d|{_FORMULA}) ([mgshL])$")
 """``5 m`` in a sentence is a length."""
 
 
@@ -887,7 +788,7 @@ def said_in(marked: str) -> str:
     if not _PROSE.search(_TEXT.sub("", marked)):
         return marked
     said = _Text(marked)
-    stated = _STATES.search(re.sub(_HIDDEN_SIGN, "", said.plain)) and said.has_formula()
+    stated = _STATES.search(re.sub(_FORMULA, "", said.plain)) and said.has_formula()
     return said.behind_cue() or (said.stated() if stated else None) or marked
 
 
@@ -931,11 +832,11 @@ _NAMES = re.compile(
 
 def _last_choice(text: str) -> str | None:
     """The letter that is the last line, or that "the correct option is" names."""
-    match = _CHOICE_COMMAND.search(text)
+    match = _CHOICE.search(text)
     return match[1] if match and not _DOUBTED.search(_CLAUSE.split(text[: match.start(1)])[-1]) else None
 
 
-_CHOICE_COMMAND = re.compile(
+_CHOICE = re.compile(
     r"(?:^|\n|\b(?:option|choice)\s+(?:is|:)\s*|:\s*)(?:option\s+|choice\s+)?[*_\s]*(\(?[A-J]\)?)[*_\s.]*$",
     re.IGNORECASE,
 )

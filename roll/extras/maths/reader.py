@@ -17,7 +17,7 @@ from sympy.core.function import AppliedUndef
 
 from roll.extras.maths import operations
 from roll.extras.maths.factors import Factors, names_unit
-from roll.extras.maths.prose import APPROXIMATE, choice, meaning, number_word, plain_text, predicate
+from roll.extras.maths.phrases import APPROXIMATE, choice, meaning, number_word, plain_text, predicate
 from roll.extras.maths.terms import in_order
 from roll.extras.maths.tokens import (
     INFINITY,

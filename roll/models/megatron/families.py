@@ -248,7 +248,7 @@ class Family:
         object.__setattr__(self, "by_name", {name: e for e in every for name in (e.local, e.te or e.local)})
 
 
-def _dense(config: PreTrainedConfig) -> Arguments:
+def _nothing_more(config: PreTrainedConfig) -> Arguments:
     return {}
 
 
@@ -461,7 +461,7 @@ _STANDARD = (*ATTENTION, *QKV_BIAS, *QK_NORM, *DENSE_MLP, *LINEAR_BIASES)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", _STANDARD, _llama, problems=_same_biases),
-    "mistral": Family("MistralForCausalLM", _STANDARD, _dense),
+    "mistral": Family("MistralForCausalLM", _STANDARD, _nothing_more),
     "smollm3": Family("SmolLM3ForCausalLM", _STANDARD, _smollm3, problems=_same_biases, own_modules=True),
     "qwen2": Family("Qwen2ForCausalLM", _STANDARD, _qwen2),
     "qwen2_moe": Family(
@@ -489,7 +489,7 @@ FAMILIES: dict[str, Family] = {
             Entry(("mlp.gate_up_proj.weight",), "mlp.linear_fc1.weight", "gate_up", when=("dense",)),
             DENSE_MLP[2],
         ),
-        _dense,
+        _nothing_more,
         partial_rotary=True,
     ),
     "mixtral": Family(

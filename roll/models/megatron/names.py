@@ -3,7 +3,8 @@
 Megatron-Core builds the same model from two sets of modules: its own (``local``) and TransformerEngine's (``te``),
 which fuses the normalisation into the linear layer after it. Experts come in three shapes: one module each
 (``sequential``), one TransformerEngine module with a weight per expert (``grouped``), and two weights for all
-(``legacy_grouped``).
+(``legacy_grouped``). Transformers' module keeps all experts of a layer in a few tensors, which are cut into single
+experts on the way in and put together on the way out.
 """
 
 from __future__ import annotations
