@@ -428,7 +428,7 @@ def _times(
 ) -> Iterator[tuple[str, Duration]]:
     actor, generator = roles["actor_train"], roles.get("actor_infer")
     if isinstance(config, RLConfig) and generator is not None:
-        yield "sync", sync_time(actor, device)
+        yield "sync", sync_time(actor, device, config.num_nodes)
         worker = generator.worker
         yield (
             "rollout",

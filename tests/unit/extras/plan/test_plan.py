@@ -1,5 +1,6 @@
 """What ``roll plan`` computes, beside what PyTorch and the engines do."""
 
+import importlib
 import json
 import os
 import shutil
@@ -34,7 +35,7 @@ from roll.extras.plan.memory import (
     kept_per_token,
     trainer_memory,
 )
-from roll.extras.plan.times import Samples, rollout_time, shared_share, training_time
+from roll.extras.plan.times import Samples, matrix_share, rollout_time, shared_share, sync_time, training_time
 from roll.extras.plan.work import Layout, Lengths, Role
 from roll.models import scoring
 from roll.models.freezing import freeze
@@ -233,7 +234,7 @@ def test_what_saves_memory_saves_it_in_its_part():
 
 
 def test_times_follow_from_counts_and_rates():
-    role, device = make_role(QWEN_7B), GPUS["H100"]
+    role, device = make_role(QWEN_7B), replace(GPUS["H100"], efficiency=0.4)
     samples = Samples(rows=64, prompt=512, answer=512, group=8)
     train = training_time(role, samples, device, 8)
     parameters, tokens = role.shape.parameters, samples.tokens
@@ -243,7 +244,38 @@ def test_times_follow_from_counts_and_rates():
     fast = rollout_time(role, samples, device, 8, 1, 128)
     assert fast.seconds < slow.seconds < 2.01 * fast.seconds and "bandwidth" in fast.why
     least = 512 * 2 * (parameters - role.shape.embedding) / (0.6 * 3350e9)  # every token reads all weights
-    assert least < fast.seconds < 1.5 * least
+    assert least < fast.seconds < 1.8 * least  # and around each layer something else
+    near, far = (rollout_time(role, samples, device, 1, each, 128).seconds for each in (8, 16))
+    assert near < far  # sums between machines cost more than the bandwidth that they bring
+
+
+def test_times_by_width_stages_and_network():
+    shape, device, samples = ModelShape.of(QWEN_7B), GPUS["H100"], Samples(64, 512, 512)
+    narrow = replace(shape, hidden=shape.hidden // 4, inner=shape.inner // 4)
+    assert 0.05 < matrix_share(narrow, device) < matrix_share(shape, device) / 2 < 0.2
+    assert matrix_share(narrow, replace(device, efficiency=0.3)) == 0.3
+
+    def seconds(stages: int) -> float:
+        strategy = {
+            "strategy_name": "megatron_train",
+            "strategy_config": {"pipeline_model_parallel_size": stages},
+        }
+        training = {"gradient_accumulation_steps": 4}
+        role = make_role(QWEN_7B, world_size=4, strategy_args=strategy, training_args=training)
+        return training_time(role, samples, device, 4).seconds
+
+    assert seconds(4) == pytest.approx(seconds(1) * (1 + 3 / 4))
+    role = make_role(QWEN_7B, model_args={"dtype": "bf16"})
+    assert sync_time(role, device, nodes=2).seconds == pytest.approx(2 * role.parameters / 20e9)
+
+
+def test_the_page_of_published_speeds_is_up_to_date_and_most_forecasts_are_near(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[4] / "scripts")
+    script = importlib.import_module("generate_forecast_docs")
+    assert script.FILE.read_text(encoding="utf-8") == script.page(script.FILE.read_text()), "run `make docs`"
+    others = [row for row in script.ROWS if not row.calibrates and row.source != script.OWN]
+    assert len(others) >= len(script.ROWS) / 2
+    assert all(1 / 1.5 < script.forecast(row) / row.tokens_per_s < 1.5 for row in others)
 
 
 @pytest.mark.parametrize(
