@@ -25,6 +25,11 @@ MACHINE = 8
 NETWORK_SHARE = 0.4
 """Of the network's rate that a weight update between machines reaches. These constants are fitted to published speeds,
 see ``scripts/generate_forecast_docs.py``."""
+DISK_BYTES = 1e9
+"""Bytes per second of the disk that a machine saves to and loads from, an estimate: ``roll doctor`` measures it."""
+START_SECONDS = {"cpu": 15.0, "gpu": 90.0}
+"""Until all workers are ready, without the reading of models: measured on a CPU, an estimate for engines on GPUs that
+compile and capture graphs."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,11 @@ def sync_time(role: Role, device: Device, nodes: int = 1) -> Duration:
     size = 4 * role.adapter if role.lora else role.compute_bytes * role.parameters
     rate = device.link if nodes == 1 else NETWORK_SHARE * device.network
     return Duration(size / rate, f"{size / 1e9:.3g} GB at {rate / 1e9:.3g} GB/s")
+
+
+def saved_bytes(role: Role) -> int:
+    """Of a role in a checkpoint: weights, moments, and an adapter in place of frozen weights."""
+    return 4 * (role.adapter if role.lora else role.parameters) + 8 * role.updated
 
 
 def matrix_share(shape: ModelShape, device: Device) -> float:

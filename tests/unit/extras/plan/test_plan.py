@@ -415,6 +415,49 @@ def test_advice_is_what_the_plan_with_it_says(capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        (["rlvr_math", "--devices", "H100"], {"disable_gradient_checkpointing", "max_tokens_per_microbatch_in_train"}),
+        (
+            ["rlvr_math_qwen2.5_0.5b", "--devices", "L40S"],
+            {"tensor_model_parallel_size", "gradient_accumulation_steps"},
+        ),
+        (
+            [
+                *("rlvr_math", "actor_train.model_args={lora_target: all-linear, dtype: bf16}", "--devices", "H100"),
+                *("actor_train.max_tokens_per_microbatch_in_train=5120", "actor_infer.model_args.dtype=bf16"),
+                "actor_train.max_tokens_per_microbatch_in_infer=5120",
+                *("prompt_length=1024", "response_length=4096", "sequence_length=5120"),
+            ],
+            {"max_running_requests"},
+        ),
+    ],
+    ids=["two changes", "tensor parallel", "fewer requests"],
+)
+def test_the_smallest_change_that_makes_it_fit_is_named_and_does(words, changed, seven_billion, capsys):
+    command = ["plan", words[0], seven_billion, *words[1:]]
+    assert main(command) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "the smallest change" in line]
+    overrides = line.partition("fit: ")[2].split(" ")
+    assert {word.partition("=")[0].rpartition(".")[2] for word in overrides} == changed
+    assert main([*command, *overrides]) == 0
+
+
+def test_the_run_has_a_start_evaluations_and_checkpoints(seven_billion, capsys):
+    words = ["plan", "rlvr_math", seven_billion, "actor_train.model_args.dtype=bf16", "max_steps=100", "eval_steps=30"]
+    main([*words, "save_steps=40", "--devices", "H200", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    beside = told["beside_seconds"]
+    parameters = ModelShape.of(QWEN_7B).parameters
+    assert beside["checkpoints"] == pytest.approx(3 * 12 * parameters / 1e9)  # after 40, 80 and 100 steps
+    assert beside["start"] == pytest.approx(90 + 2 * parameters / 1e9)
+    assert told["run_seconds"] == pytest.approx(100 * told["step_seconds"] + sum(beside.values()))
+    main([*words, "eval_steps=0", "val_after_train=false", "save_steps=null", "--devices", "H200", "--json"])
+    once = json.loads(capsys.readouterr().out)["beside_seconds"]
+    assert beside["evaluations"] == pytest.approx(5 * once["evaluations"]) and "checkpoints" not in once
+
+
+@pytest.mark.parametrize(
     ("words", "expected"),
     [
         (["rlvr_math", "--devices", "X9"], "expected one of CPU"),
