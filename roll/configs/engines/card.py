@@ -203,6 +203,13 @@ class EngineCard:
         """Options whose kernels need a GPU."""
         return iter(())
 
+    def environment(self, options: Any) -> Mapping[str, str]:
+        """Environment variables that the engine's library counts on in a worker's process; the user's go first.
+
+        Libraries read them when they first use a GPU or NCCL. `docs/running_on_gpus.md` has a table.
+        """
+        return {}
+
 
 def missing_package(key: str, seen: object, module: str, extra: str) -> ConfigProblem:
     """A package that a choice needs."""

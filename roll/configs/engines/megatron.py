@@ -279,6 +279,11 @@ class MegatronCard(EngineCard):
             yield from _expert_problems(role, worker, options)
             yield from _recompute_problems(role, worker, options)
 
+    def environment(self, options: MegatronConfig) -> Mapping[str, str]:
+        """Layers that several devices share start their communication first; one queue of CUDA's keeps that order."""
+        shared = options.tensor_model_parallel_size > 1 or options.context_parallel_size > 1
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if shared else {}
+
     def gpu_only(self, worker: WorkerConfig) -> Iterator[ConfigProblem]:
         options, base = worker.strategy_args.typed(), "strategy_args.strategy_config"
         assert isinstance(options, MegatronConfig)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -77,8 +76,6 @@ class MegatronInfer(Scorer):
     def setup(self) -> RankInfo:
         context = self.context
         require_engine("megatron.core", extra="megatron", strategy=context.worker.strategy_args.strategy_name)
-        # Megatron-Core orders a layer's communication before its computation by having one queue of CUDA's.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         self.device = join_group(context, alone=True)
         ignore_renamed_collectives()
         redirect_to_cpu()
