@@ -203,6 +203,13 @@ class EngineCard:
         """Options whose kernels need a GPU."""
         return iter(())
 
+    def untested(self, options: Any) -> Iterator[tuple[str, str]]:
+        """Options in use, relative to ``strategy_config``, that no test shows to be right, and what is known of each.
+
+        A run with one starts with a warning.
+        """
+        return iter(())
+
     def environment(self, options: Any) -> Mapping[str, str]:
         """Environment variables that the engine's library counts on in a worker's process; the user's go first.
 

@@ -142,8 +142,6 @@ def scale_logprobs(sampler: Any) -> None:
     def compute_logprobs(logits_BV: Tensor) -> Tensor:
         if temperature_B is not None:
             scale_B = torch.where(temperature_B < 1e-5, 1.0, temperature_B)  # vLLM's bound for greedy
-            # Equally many rows of each request: with speculative decoding, those of its drafts and one more.
-            scale_B = scale_B.repeat_interleave(len(logits_BV) // len(scale_B))
             logits_BV = logits_BV.float() / scale_B[:, None]
         return logits_BV.log_softmax(dim=-1, dtype=torch.float32)
 
