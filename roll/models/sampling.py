@@ -18,8 +18,8 @@ from torch import Tensor
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ALL = 1 << 40  # more tokens than any vocabulary has
 _WIDEST = 512
-"""Tokens of a row up to which a sum over them, padded to a multiple of ``_LANES``, is that over a vocabulary to the last
-bit: its zeros only add zeros to the same partial sums."""
+"""Tokens of a row up to which a sum over them, padded to a multiple of ``_LANES``, is that over a vocabulary to the
+last bit: its zeros only add zeros to the same partial sums."""
 _LANES = 128
 
 
