@@ -340,7 +340,7 @@ def ipc(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     from roll.distributed.weights.segments import SegmentPool, collect_on_gpu, share_on_gpu
 
     on_gpu, num_bytes = torch.cuda.is_available(), (1 if args.rehearse else 64) << 20
-    spawn = multiprocessing.get_context("spawn" if on_gpu else "forkserver")
+    spawn: Any = multiprocessing.get_context("spawn" if on_gpu else "forkserver")
     here, there = spawn.Pipe()
     receiver = spawn.Process(target=_receive, args=(there,), daemon=True)
     receiver.start()
@@ -517,7 +517,7 @@ def measured(part: str, row: str, path: Path, args: argparse.Namespace) -> dict[
     if words := lacks(part, row):
         return {"skipped": words}
     multiprocessing.set_forkserver_preload(IMPORTED)
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     results = path.parent / f"{part}-{row}.json"
     namespace = argparse.Namespace(**vars(args) | {"engine": row})
     process = context.Process(target=measure, args=(part, str(path), namespace, results))

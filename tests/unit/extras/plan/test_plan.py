@@ -34,7 +34,7 @@ from roll.extras.plan.memory import (
     kept_per_token,
     trainer_memory,
 )
-from roll.extras.plan.plan import Samples, rollout_time, shared_share, training_time
+from roll.extras.plan.times import Samples, rollout_time, shared_share, training_time
 from roll.extras.plan.work import Layout, Lengths, Role
 from roll.models import scoring
 from roll.models.freezing import freeze
