@@ -82,8 +82,8 @@ class SegmentPool:
         return self._segments.get(_address(data)) if isinstance(data, np.ndarray) else None
 
     def hand_over(self, segment: Segment, readers: Iterable[str]) -> None:
-        """Written: it belongs to the readers until each has released it."""
-        segment.readers = set(readers)
+        """Written: it belongs to the readers, and to those that it has already, until each has released it."""
+        segment.readers = segment.readers - {_WRITER} | set(readers)
 
     def release(self, ids: Iterable[str], reader: str) -> None:
         by_id = {segment.id: segment for segment in self._segments.values()}

@@ -7,7 +7,7 @@ import enum
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -137,6 +137,11 @@ class TransferRequest:
         """Of all receivers."""
         return next(iter(self.receivers.values()))[0].role
 
+    @property
+    def kept_as(self) -> str:
+        """Name under which the keeper reads its buckets; no receiver's."""
+        return f"kept {self.payload} of {self.role}"
+
 
 @dataclass(frozen=True)
 class TransferResult:
@@ -165,6 +170,17 @@ class WeightSender:
         self._host = host
         self._groups: dict[str, tuple[list[str], BroadcastGroup]] = {}
         """By the receivers' role, with those who are in it."""
+        self._kept: dict[str, list[WeightBucket]] = {}
+        """Buckets of the last update of each role's workers and kind, for those of them that are replaced."""
+
+    def kept(self, order: TransferRequest) -> list[WeightBucket]:
+        """The buckets of the last update of this role and kind, which this rank keeps."""
+        return self._kept[order.kept_as]
+
+    def forget(self, order: TransferRequest) -> None:
+        """Gives up what is kept of the last update of this role and kind, if anything."""
+        self._kept.pop(order.kept_as, None)
+        self._pool.release(self._pool.ids, order.kept_as)
 
     def send(self, order: TransferRequest, buckets: Iterable[WeightBucket]) -> TransferResult:
         """Sends one update and waits until all receivers of this rank use it.
@@ -191,6 +207,8 @@ class WeightSender:
                 while bucket is not None:
                     transfer.wait(_UNDER_WAY - 1)
                     self._pass_on(bucket, num_buckets, transfer)
+                    if order.keeper == self._rank:
+                        self._keep(bucket, order)
                     digest.add(bucket)
                     num_buckets, num_bytes = num_buckets + 1, num_bytes + len(bucket.data)
                     bucket = next(buckets, None)
@@ -238,6 +256,13 @@ class WeightSender:
             _, group = self._groups[transfer.order.role]
             with _naming_the_dead(transfer):
                 group.broadcast(outgoing, transfer.check)
+
+    def _keep(self, bucket: WeightBucket, order: TransferRequest) -> None:
+        """Keeps a bucket where receivers can read it: where it lies already, unless that is on a GPU."""
+        segment = self._segment_of(bucket)
+        self._pool.hand_over(segment, [order.kept_as])
+        kept = replace(bucket, data=segment.array[: len(bucket.data)])
+        self._kept.setdefault(order.kept_as, []).append(kept)
 
     def _segment_of(self, bucket: WeightBucket) -> Segment:
         """The segment in which the bucket lies, or a copy of it when it was packed elsewhere."""
