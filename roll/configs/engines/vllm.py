@@ -73,11 +73,18 @@ class VllmConfig(PassedOnOptions):
     )
 
 
-DATA_PARALLEL = [
-    f"data_parallel_{name}"
-    for name in "size size_local rank start_rank address rpc_port backend hybrid_lb external_lb "
-    "multi_port_external_lb".split()
-]
+DATA_PARALLEL = (
+    "data_parallel_address",
+    "data_parallel_backend",
+    "data_parallel_external_lb",
+    "data_parallel_hybrid_lb",
+    "data_parallel_multi_port_external_lb",
+    "data_parallel_rank",
+    "data_parallel_rpc_port",
+    "data_parallel_size",
+    "data_parallel_size_local",
+    "data_parallel_start_rank",
+)
 NODES = ("nnodes", "node_rank", "master_addr", "master_port")
 OWNED_OPTIONS = {
     "model": "pretrain",
