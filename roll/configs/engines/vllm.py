@@ -142,6 +142,14 @@ class VllmCard(EngineCard):
     scores_prompts = True
     size_key = "tensor_parallel_size"
 
+    def gpu_only(self, worker: WorkerConfig) -> Iterator[ConfigProblem]:
+        options, base = worker.strategy_args.typed(), "strategy_args.strategy_config"
+        assert isinstance(options, VllmConfig)
+        if options.enable_expert_parallel:  # vLLM 0.32's kernel for a CPU's experts ends the process
+            yield options.problem("enable_expert_parallel", "false").under(base)
+        if options.kv_transfer_config is not None:
+            yield options.problem("kv_transfer_config", "null").under(base)
+
     def untested(self, options: VllmConfig) -> Iterator[tuple[str, str]]:
         if options.enable_expert_parallel:
             yield "enable_expert_parallel", "no test has run an engine whose devices hold whole experts"
