@@ -18,7 +18,7 @@ from roll.data.batch import Batch
 from roll.data.columns import Records
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.cluster.cluster import Worker
-from roll.distributed.strategy import strategy_class
+from roll.distributed.strategy import make_strategy, strategy_class
 from roll.distributed.strategy.base import (
     GenerateStrategy,
     Metrics,
@@ -91,7 +91,7 @@ class ScoreWorker(Worker):
         if hasattr(self, "strategy"):
             self.strategy.shutdown()
         self.idle = IdleClock()
-        self.strategy = strategy_class(context.worker.strategy_args.strategy_name)(context)
+        self.strategy = make_strategy(context)
         self.context = context
         info = self.strategy.setup()
         self._loaded = True
@@ -219,7 +219,7 @@ class InferWorker(Worker):
         """
         if hasattr(self, "strategy"):
             self.strategy.shutdown()
-        self.strategy = strategy_class(context.worker.strategy_args.strategy_name)(context)
+        self.strategy = make_strategy(context)
         self.strategy.setup()
         self.idle = IdleClock()
         self._receiver = WeightReceiver(self._load_weights, self.node_ip())

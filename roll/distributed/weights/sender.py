@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from roll.distributed.weights.contents import (
     WeightBucket,
     WeightTransferError,
 )
-from roll.distributed.weights.segments import Segment, SegmentPool, collect_on_gpu, share_on_gpu
+from roll.distributed.weights.segments import Segment, SegmentPool, collect_on_gpu, plain_gpu_memory, share_on_gpu
 
 
 class Route(enum.Enum):
@@ -199,7 +199,8 @@ class WeightSender:
         try:
             self._pool.abandon_unwritten()
             transfer.tell_all(Open(order.payload, order.version, self._pool.ids))
-            with packing_into(lambda num_bytes: self._pool.allocate(num_bytes, at_least=order.bucket_bytes)):
+            into_pool = packing_into(lambda num_bytes: self._pool.allocate(num_bytes, at_least=order.bucket_bytes))
+            with into_pool, plain_gpu_memory() if self._shares_a_gpu(order) else contextlib.nullcontext():
                 buckets = iter(buckets)
                 bucket = next(buckets, None)  # packed while the receivers get ready
                 self._meet(transfer)
@@ -219,10 +220,13 @@ class WeightSender:
             raise
         finally:
             self._pool.trim()
-            if any(receiver.link.route is Route.CUDA_IPC for receiver in order.receivers[self._rank]):
+            if self._shares_a_gpu(order):
                 collect_on_gpu()
         received = {rank: reply.digest or "" for rank, reply in replies.items() if rank not in transfer.lost}
         return TransferResult(digest.hex(), received, transfer.lost, num_bytes, time.perf_counter() - started)
+
+    def _shares_a_gpu(self, order: TransferRequest) -> bool:
+        return any(receiver.link.route is Route.CUDA_IPC for receiver in order.receivers[self._rank])
 
     def _pass_on(self, bucket: WeightBucket, number: int, transfer: _Transfer) -> None:
         """Starts the way of one bucket; ``transfer.wait`` ends it. A broadcast is over on return."""
@@ -388,7 +392,7 @@ class _Transfer:
         return receiver, reply
 
 
-@contextmanager
+@contextlib.contextmanager
 def _naming_the_dead(transfer: _Transfer) -> Iterator[None]:
     """A broken process group says which connection is gone; Ray says, a moment later, whose death it was."""
     try:

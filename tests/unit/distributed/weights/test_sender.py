@@ -85,7 +85,7 @@ def test_what_a_trainer_keeps_for_a_replaced_generator_stays_in_memory_that_it_s
 ):
     model, generators = Model(), [Generator(loop, copies) for _ in range(2)]
     worker: Any = object.__new__(workers.TrainWorker)
-    monkeypatch.setattr(workers, "strategy_class", lambda name: lambda context: model)
+    monkeypatch.setattr(workers, "make_strategy", lambda context: model)
     monkeypatch.setattr(workers, "freeze_startup_objects", lambda: None)
     worker.setup(make_context(tmp_path, "fsdp2_train"))
 
