@@ -433,7 +433,7 @@ class RolloutWorker(GroupWorker):
 
     async def set_engines(self, engines: Sequence[Any]) -> None:
         """Sets where generation requests are sent from now on."""
-        self.client = GenerationClient(engines)
+        self.client = GenerationClient(engines, (self.rank, self.world_size))
 
     @abstractmethod
     async def play(self, spec: GroupSpec, episode: EpisodeSpec, generate: GenerateFn) -> Trajectory:
