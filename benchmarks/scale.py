@@ -508,7 +508,7 @@ def over_ray(folder: Path, num_nodes: int, length: int, report: Report, expected
         machines.add_node(num_cpus=2, object_store_memory=2**28, include_dashboard=False)
     meter = Meter()
     with ray_session({"address": machines.address}), counted_by_ray(meter):
-        own = dict(num_cpus=0.1)
+        own = {"num_cpus": 0.1}
         roles = [RoleRequest(name, None, world_size=num_nodes, **own) for name in ("rollout", "actor_train")]
         placement = create_placement(plan_placement(roles, discover_nodes()))
         players, trainers = Cluster("rollout", Player, placement), Cluster("actor_train", Scores, placement)

@@ -196,7 +196,7 @@ def mean_kl(batch: Batch, kind: KlPenalty) -> float:
 
 def _sequence_mean(values_T: Tensor, batch: Batch) -> float:
     sums_B = sums(values_T, batch.rows_T, batch.num_sequences)
-    counts_B = sums(batch.loss_mask_T.double(), batch.rows_T, batch.num_sequences)
+    counts_B = batch.loss_tokens_B.double()
     return mean((sums_B / counts_B)[counts_B > 0])
 
 
