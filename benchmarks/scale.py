@@ -175,9 +175,7 @@ class StubCluster:
 
     def submit_each(self, method: str, per_rank_args: Sequence[tuple[Any, ...]]) -> list[Ref]:
         self._meter.moment(f"first {method}", first=True)
-        return [
-            getattr(handle, method).remote(*args) for handle, args in zip(self.handles, per_rank_args, strict=True)
-        ]
+        return [getattr(handle, method).remote(*args) for handle, args in zip(self.handles, per_rank_args, strict=True)]
 
     def call(self, method: str, *args: Any) -> list[Any]:
         return self.gather(self.submit_each(method, [args] * self.world_size), call=method)
