@@ -68,6 +68,7 @@ TRAINERS, GENERATORS, ROLLOUT_WORKERS, MEMBERS = 512, 1_024, 64, 8
 FULL_ROWS, FULL_LENGTH = 16_384, 8_192
 PROMPT_SHARE = 8
 """A prompt is this part of a row."""
+VOCABULARY = 151_936
 TEXT = "abcd"
 """Of a token."""
 
@@ -214,10 +215,15 @@ class Generator:
         return Outcomes(Records.of(Completion, self._waiting.pop(client_id, [])), [])
 
 
+def ids(size: int) -> np.ndarray:
+    """Token ids of a large vocabulary."""
+    return np.arange(size) * 997 % VOCABULARY
+
+
 def answer(length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids, log-probs and versions of an answer in a row of that length."""
     size = length - length // PROMPT_SHARE
-    return np.arange(size) % 64, np.full(size, -0.5, dtype=np.float32), np.zeros(size, dtype=np.int64)
+    return ids(size), np.full(size, -0.5, dtype=np.float32), np.zeros(size, dtype=np.int64)
 
 
 class Player(RolloutWorker):
@@ -227,7 +233,7 @@ class Player(RolloutWorker):
         """Args:
         alone: answers itself, without engines.
         """
-        self._prompt = np.arange(length // PROMPT_SHARE) % 64
+        self._prompt = ids(length // PROMPT_SHARE)
         self._engine = Generator(length) if alone else None
 
     def generate_fn(self, spec: GroupSpec) -> GenerateFn:
@@ -370,6 +376,7 @@ def run_step(config: RLVRConfig, meter: Meter, folder: Path, players: Any, score
     session = Session(config, folder)
     run = SimpleNamespace(session=session, roles=roles, signals=SimpleNamespace(deferred=nullcontext))
     step = Step(config, run, SimpleNamespace(train=scheduler))  # type: ignore[arg-type]
+    step.taken.__dict__["_num_ids"] = VOCABULARY  # the tokenizer here has fewer
     meter.sent, meter.received, meter.moments = 0, 0, {}
     step.step(1)
     if step.unreported["rollout/episodes"] != groups * MEMBERS or "actor/loss" not in step.unreported:

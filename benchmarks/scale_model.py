@@ -106,7 +106,9 @@ def asynchronous(model: Model, load: Load, gpus: int) -> tuple[float, float]:
 
 def main() -> None:
     """Prints both tables."""
-    print("| GPUs | rows × longest | rollout | score, train | weights | driver | step | tokens/s per GPU | driver's GB |")
+    print(
+        "| GPUs | rows × longest | rollout | score, train | weights | driver | step | tokens/s per GPU | driver's GB |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for gpus, rows, longest in ((8, 512, 4_096), (64, 4_096, 4_096), (512, 16_384, 8_192)):
         load = Load(rows, longest, 0.5)
@@ -124,7 +126,9 @@ def main() -> None:
     load = Load(8_192, 28_672, 0.25)
     step = sum(synchronous(QWEN25_7B, load, 128))
     behind, share = asynchronous(QWEN25_7B, load, 128)
-    print(f"| 7B, 128 GPUs, 28k | asynchronous over synchronous | 2.35–2.77 | {step / behind:.2f} ({share:.0%} sample) |")
+    print(
+        f"| 7B, 128 GPUs, 28k | asynchronous over synchronous | 2.35–2.77 | {step / behind:.2f} ({share:.0%} sample) |"
+    )
 
 
 if __name__ == "__main__":
