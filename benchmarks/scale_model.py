@@ -20,7 +20,7 @@ MOST_RUNNING = 256
 """Requests of an engine at the same time."""
 SCORED = 2
 """Models that score each row before it is trained: the policy and its reference."""
-DRIVER_S_PER_ROW, DRIVER_S_PER_TOKEN, DRIVER_BYTES_PER_TOKEN = 75e-6, 327e-9, 70.0
+DRIVER_S_PER_ROW, DRIVER_S_PER_TOKEN, DRIVER_BYTES_PER_TOKEN = 90e-6, 320e-9, 61.4
 """Measured by ``benchmarks/scale.py`` on one core."""
 
 

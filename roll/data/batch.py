@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll.data.columns import UNKNOWN, Column, columns_of, is_per_token, narrow, suffix
+from roll.data.columns import UNKNOWN, Column, columns_of, is_per_token, suffix
 
 Columns = TypeVar("Columns")
 
@@ -270,14 +270,8 @@ class Batch:
         return {f"global_seqlen/{name}": float(value) for name, value in figures.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles as numpy arrays, which Ray moves through shared memory without a copy; integers in fewer bytes."""
-        columns = to_arrays(self)
-        integers = {name: v.dtype for name, v in columns.items() if not isinstance(v, tuple) and v.dtype.kind == "i"}
-        return _from_narrow, ({**columns, **{name: narrow(columns[name]) for name in integers}}, integers)
-
-
-def _from_narrow(columns: dict[str, Any], integers: dict[str, np.dtype[Any]]) -> Batch:
-    return from_arrays(Batch, columns | {name: columns[name].astype(d, copy=False) for name, d in integers.items()})
+        """Pickles as numpy arrays, which Ray moves through shared memory without a copy."""
+        return from_arrays, (Batch, to_arrays(self))
 
 
 def _spread(unit_R: Tensor, num_parts: int, load_R: Tensor) -> tuple[list[Tensor], list[int]]:
