@@ -42,6 +42,7 @@ from roll.distributed.weights.adapters import peft_config
 from roll.distributed.weights.buckets import as_tensor, pack_buckets
 from roll.distributed.weights.contents import Lender, WeightBucket, renamed
 from roll.distributed.weights.receiver import on_device
+from roll.distributed.weights.segments import EXPANDABLE, own_copy, without_expandable_segments
 from roll.models.lora import adapted_names
 from roll.models.tokenizer import locate_model
 
@@ -220,7 +221,7 @@ class SglangStrategy(ScoringGenerator[dict[str, str]]):
             place = await asyncio.to_thread(self._lender.lend, bucket, [ENGINE])
             await self._do("load", place.path, len(bucket.data), staged)
             return
-        block = as_tensor(bucket.data).clone()  # memory that came from another process cannot be handed on
+        block = own_copy(as_tensor(bucket.data))
         description = json.dumps({"path": None, "tensors": staged})
         payloads = [_shared([(description, block)]) for _ in range(self._tp_size)]
         await self._do("load_shared", payloads)
@@ -246,7 +247,17 @@ class SglangStrategy(ScoringGenerator[dict[str, str]]):
             wanted |= cpu.environment(self._tp_size)
         if locate_model(self.context.model_path)[1]:
             wanted["HF_HUB_OFFLINE"] = "1"
-        return wanted | {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "VIRTUAL_ENV")}
+        given = {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "VIRTUAL_ENV")}
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            if EXPANDABLE in given.get(name, ""):
+                given[name] = without_expandable_segments(given[name])
+                logger.warning(
+                    "%s: %s: SGLang's processes run without %s, with which it cannot free memory between steps",
+                    self.context.role,
+                    name,
+                    EXPANDABLE,
+                )
+        return wanted | given
 
 
 def engine_arguments(

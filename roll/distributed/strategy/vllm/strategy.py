@@ -45,7 +45,7 @@ from roll.distributed.weights.adapters import peft_config
 from roll.distributed.weights.buckets import as_tensor
 from roll.distributed.weights.contents import Lender, WeightBucket, renamed
 from roll.distributed.weights.receiver import on_device
-from roll.distributed.weights.segments import collect_on_gpu, share_on_gpu
+from roll.distributed.weights.segments import collect_on_gpu, own_copy, share_on_gpu
 from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
 
 if TYPE_CHECKING:
@@ -340,7 +340,7 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
         """Hands one bucket to the workers: through memory that they map, or as a handle to the device's."""
         staged = renamed(bucket.outline.contents, names)
         if on_device(bucket):
-            block = as_tensor(bucket.data).clone()  # memory that came from another process cannot be handed on
+            block = own_copy(as_tensor(bucket.data))
             handles = [share_on_gpu(block) for _ in range(self._num_processes)]
             await self._rpc("roll_load_weights_from_device", handles, block.device.index, staged)
             return

@@ -34,14 +34,17 @@ from roll.extras.plan.memory import (
     kept_per_token,
     trainer_memory,
 )
-from roll.extras.plan.plan import Samples, rollout_time, shared_share, training_time
+from roll.extras.plan.times import Samples, rollout_time, shared_share, training_time
 from roll.extras.plan.work import Layout, Lengths, Role
 from roll.models import scoring
 from roll.models.freezing import freeze
 from roll.models.lora import LoraSpec, inject_adapter
+from roll.models.planned_attention import find_state_layers
 from roll.models.shapes import KNOWN, ModelShape
 from roll.models.tiny import make_tokenizer
 from roll.utils.gpus import GPUS
+from tests.support.families import tiny_config, tiny_model
+from tests.support.known_families import KNOWN as KNOWN_FAMILIES
 from tests.support.sizes import sizes
 
 SIZES: dict[str, Any] = sizes(96, 32, 48, 2, 4, 2)
@@ -53,6 +56,17 @@ MIXTURE = {
     "decoder_sparse_step": 1,
     "norm_topk_prob": True,
 }
+ROUTED = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT = {"kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
+EXTRA = {"qwen2_moe": MIXTURE, "qwen3_moe": MIXTURE, "deepseek_v3": ROUTED | LATENT, "glm4_moe": ROUTED}
 QWEN_7B = {
     "model_type": "qwen2",
     **sizes(152064, 3584, 18944, 28, 28, 4),
@@ -70,8 +84,7 @@ def make_role(config: dict[str, Any], lora: tuple[str, ...] = (), trained: bool 
 @pytest.mark.parametrize("kind", KNOWN)
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_are_those_of_the_model(kind, tied):
-    mixture = MIXTURE if kind.endswith("_moe") else {}
-    config = AutoConfig.for_model(kind, **SIZES, **mixture, tie_word_embeddings=tied, pad_token_id=None)
+    config = AutoConfig.for_model(kind, **SIZES, **EXTRA.get(kind, {}), tie_word_embeddings=tied, pad_token_id=None)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shape = ModelShape.of(config.to_dict())
@@ -168,6 +181,35 @@ def test_the_cache_is_as_large_as_hf_infer_makes_it():
     role = replace(make_role(SIZES | {"model_type": "qwen2"}), name="actor_infer")
     memory = hf_generator_memory(role, Surroundings(0, Lengths(150, 8), max_running=37, requests=64))
     assert memory.resident["kv cache"] == held
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", "deepseek_v3", "qwen3_next", "qwen3_5", "granite_hybrid", "falcon_h1", "nemotron_h"]
+)
+def test_keys_values_and_states_are_what_a_model_keeps(name):
+    """In bf16, of two sequences."""
+    known = KNOWN_FAMILIES[name]
+    config = tiny_config(known.model_type, vocab_size=96, num_hidden_layers=known.layers, **known.config)
+    model = tiny_model(config).bfloat16().eval()
+    shape = ModelShape.of(config.to_dict())
+    sizes = {}
+    for tokens in (8, 16):
+        with torch.no_grad():
+            cache = model(torch.zeros(2, tokens, dtype=torch.int64), use_cache=True).past_key_values
+        states = [part for layer in cache.layers for part in vars(layer).values()]
+        parts = [each for part in states for each in (part.values() if isinstance(part, dict) else [part])]
+        sizes[tokens] = sum(each.nbytes for each in parts if isinstance(each, torch.Tensor) and each.ndim > 1)
+    assert (sizes[16] - sizes[8]) // 16 == shape.kv_bytes(2)
+    assert sizes[8] - 16 * shape.kv_bytes(2) == 2 * shape.states.num_bytes(2)
+    assert bool(find_state_layers(model)) == bool(shape.states.layers)
+
+
+def test_a_batch_reads_the_experts_that_its_tokens_choose():
+    config = json.loads(json.dumps(QWEN_7B)) | {"model_type": "deepseek_v3"} | ROUTED | LATENT
+    shape = ModelShape.of(config)
+    assert shape.kv_bytes(2) == 2 * 28 * (12 + 4)
+    assert shape.touched(1) == shape.active and shape.active < shape.touched(4) < shape.touched(64)
+    assert shape.touched(10_000) == pytest.approx(shape.trunk - shape.embedding)
 
 
 AROUND = Surroundings(process=0, lengths=Lengths(1024, 512))

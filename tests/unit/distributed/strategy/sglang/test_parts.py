@@ -16,6 +16,7 @@ from roll.configs.engines.sglang import CARD
 from roll.configs.worker import StrategyArguments, WorkerConfig
 from roll.distributed.strategy import MissingEngineError
 from roll.distributed.strategy.base import StrategyContext
+from roll.distributed.strategy.generation.prompt_scoring import PromptScoring
 from roll.distributed.strategy.sglang.cpu import check_tensor_parallel, environment, rotary_embedding
 from roll.distributed.strategy.sglang.sampler import SampledBatch, uniforms
 from roll.distributed.strategy.sglang.strategy import SglangStrategy
@@ -192,3 +193,13 @@ def test_an_environment_without_sglang_is_refused(python, message, tmp_path):
 def test_importing_the_strategy_imports_no_engine():
     code = "import sys, roll.distributed.strategy.sglang.strategy; assert not {'sglang', 'vllm'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_engines_processes_have_no_setting_that_its_memory_saver_refuses(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64")
+    (tmp_path / "config.json").write_text("{}")
+    context = SimpleNamespace(role="actor_infer", model_path=str(tmp_path))
+    engine: Any = SimpleNamespace(context=context, scoring=PromptScoring(), _on_cpu=False)
+    variables = SglangStrategy._environment(engine)
+    assert variables["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:False,max_split_size_mb:64"
+    assert "actor_infer: PYTORCH_CUDA_ALLOC_CONF: SGLang's processes run without" in caplog.text
