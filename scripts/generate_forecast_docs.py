@@ -237,7 +237,7 @@ def steps() -> Iterator[str]:
         "and all roles on the same H100s, and what `benchmarks/scale.py` measures of the driver, on one core:"
     )
     yield ""
-    yield "| GPUs | Rows × longest | Rollout | Weights | Log-probs | Train | Driver | Tokens/s per GPU | By the driver |"
+    yield "| GPUs | Rows × longest | Rollout | Weights | Log-probs | Train | Driver | Tokens/s per GPU | By driver |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     for row in STEPS:
         tokens = row.rows * row.mean
