@@ -21,7 +21,7 @@ import argparse
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,7 +78,7 @@ def apply_delta(words: np.ndarray, delta: Delta) -> None:
         raise ValueError("the result of a delta is not the weights that were sent")
 
 
-def words_of(parameters: list[Tensor]) -> np.ndarray:
+def words_of(parameters: Sequence[Tensor]) -> np.ndarray:
     """uint16 [elements]: all weights in bf16."""
     parts = [parameter.detach().bfloat16().view(torch.uint16).flatten() for parameter in parameters]
     return torch.cat(parts).numpy()
