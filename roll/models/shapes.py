@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -225,6 +226,11 @@ class ModelShape:
         return self.trunk - self.embedding - self.mixture_layers * idle
 
     @property
+    def width(self) -> float:
+        """Of a layer's largest matrices: the geometric mean of their two sides."""
+        return math.sqrt(self.hidden * (self.expert_inner if self.mixture_layers else self.inner))
+
+    @property
     def token_inner(self) -> int:
         """Width of all that a token passes through in a feed-forward part."""
         if not self.mixture_layers:
@@ -279,8 +285,12 @@ def samples_flops(shape: ModelShape, tokens: float, squares: float, loss_tokens:
         squares: sum of the squares of their lengths.
         loss_tokens: for which the output layer is computed.
     """
-    attention = FORWARD * shape.attention_layers * (shape.query + shape.attended) * squares / 2
-    return FORWARD * tokens * shape.active + attention + FORWARD * loss_tokens * shape.embedding
+    return FORWARD * (tokens * shape.active + loss_tokens * shape.embedding) + attention_flops(shape, squares)
+
+
+def attention_flops(shape: ModelShape, squares: float) -> float:
+    """Those of causal attention alone."""
+    return FORWARD * shape.attention_layers * (shape.query + shape.attended) * squares / 2
 
 
 def training_factor(adapter: bool) -> int:

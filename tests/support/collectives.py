@@ -13,6 +13,7 @@ take a note and go on. ``compare`` lets the records of all ranks run together, a
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -58,6 +59,8 @@ COLLECTIVES = (
     "scatter_",
 )
 MESSAGES = ("send", "recv_", "recv_any_source_")
+INPUTS = ("tensors", "input_tensors", "inputs", "input_list", "input_tensor", "input")
+"""Names of an operator's argument with what a rank gives, or with the place for what it receives."""
 OWN_SIZES = ("alltoall_", "alltoall_base_", "scatter_")
 """Ranks may give different amounts to these."""
 
@@ -135,31 +138,28 @@ class Recorder:
     def note(self, operation: str, arguments: Mapping[str, Any]) -> None:
         group = dist.ProcessGroup.unbox(arguments["process_group"])
         ranks = dist.get_process_group_ranks(group)
-        given = [arguments[name] for name in ("tensors", "input_tensors", "inputs", "input_list") if name in arguments]
-        given += [arguments[name] for name in ("input_tensor", "input") if name in arguments]
-        tensors = list(_flat(given))
-        label, place, reduction, on_host = _caller(sys._getframe(2))
+        tensors = list(_flat([arguments[name] for name in INPUTS if name in arguments]))
+        label, place, reduction, on_host = _caller(sys._getframe(2), "reduce_op" in arguments)
         peer = arguments.get("dst", arguments.get("src", -1))
+        values = (
+            group.group_name,
+            ranks,
+            group.group_desc,
+            group.bound_device_id is not None,
+            operation,
+            label or operation,
+            place,
+            sum(tensor.numel() for tensor in tensors),
+            str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+            reduction,
+            arguments.get("root_rank", -1),
+            ranks[peer] if peer >= 0 else -1,
+            [list(arguments.get(name, ())) for name in ("input_split_sizes", "output_split_sizes")],
+            on_host,
+        )
         with self._lock:
-            values = (
-                group.group_name,
-                ranks,
-                group.group_desc,
-                group.bound_device_id is not None,
-                operation,
-                label or operation,
-                place,
-                sum(tensor.numel() for tensor in tensors),
-                str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
-                reduction if "reduce_op" in arguments else "",
-                arguments.get("root_rank", -1),
-                ranks[peer] if peer >= 0 else -1,
-                [list(arguments.get(name, ())) for name in ("input_split_sizes", "output_split_sizes")],
-                on_host,
-                self._threads.setdefault(threading.get_ident(), len(self._threads)),
-                self.part,
-            )
-            self._file.write(json.dumps(values) + "\n")
+            thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
+            self._file.write(json.dumps((*values, thread, self.part)) + "\n")
             self._file.flush()
 
 
@@ -171,23 +171,29 @@ def _flat(values: Any) -> Iterator[torch.Tensor]:
             yield from _flat(value)
 
 
-def _caller(frame: FrameType | None) -> tuple[str, list[str], str, bool]:
+def _caller(frame: FrameType | None, reduces: bool) -> tuple[str, list[str], str, bool]:
     """The function of torch that was called, the places that led there, its reduction, whether it is on the host."""
     label, reduction, place, on_host, below = "", "", list[str](), False, True
     while frame is not None and len(place) < 4:
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-        called = file.endswith(CALLED)
-        below = below and (called or file.endswith(LOW) or (file.startswith(TORCH) and "/distributed/" not in file))
+        name = frame.f_code.co_name
+        called, low, own, short = _file(frame.f_code.co_filename)
+        below = below and (called or low)
         if called:
             label = name
-            found = frame.f_locals.get("op", frame.f_locals.get("reduceOp"))
+            found = frame.f_locals.get("op", frame.f_locals.get("reduceOp")) if reduces else None
             reduction = str(found) if isinstance(found, REDUCTIONS) else reduction
-        elif not below and (file.startswith(ROOT) or not place):
-            short = file.removeprefix(ROOT).rpartition("site-packages/")[2]
+        elif not below and (own or not place):
             place.append(f"{short}:{frame.f_lineno} {name}")
             on_host = on_host or name in ON_HOST
         frame = frame.f_back
     return label, place, reduction.removeprefix("RedOpType.").lower(), on_host or "_object" in label
+
+
+@functools.cache
+def _file(path: str) -> tuple[bool, bool, bool, str]:
+    """Whether its functions are those that are called, or it lies below them, or it is ours; its short name."""
+    low = path.endswith(LOW) or (path.startswith(TORCH) and "/distributed/" not in path)
+    return path.endswith(CALLED), low, path.startswith(ROOT), path.removeprefix(ROOT).rpartition("site-packages/")[2]
 
 
 @contextlib.contextmanager

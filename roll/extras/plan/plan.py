@@ -36,7 +36,17 @@ from roll.extras.plan.memory import (
     hf_generator_memory,
     trainer_memory,
 )
-from roll.extras.plan.times import Duration, Samples, rollout_time, scoring_time, sync_time, training_time
+from roll.extras.plan.times import (
+    DISK_BYTES,
+    START_SECONDS,
+    Duration,
+    Samples,
+    rollout_time,
+    saved_bytes,
+    scoring_time,
+    sync_time,
+    training_time,
+)
 from roll.extras.plan.work import Lengths, Role
 from roll.models.shapes import ModelShape
 from roll.preflight.choices import role_requests
@@ -191,6 +201,8 @@ class Plan:
     placement: PlacementPlan
     samples: Samples
     times: Mapping[str, Duration]
+    beside: Mapping[str, Duration]
+    """Of the whole run, beside its steps: the start, evaluations, checkpoints."""
 
     @property
     def phases(self) -> list[str]:
@@ -217,10 +229,10 @@ class Plan:
 
     @property
     def run_seconds(self) -> float | None:
-        """Of all steps, without evaluations; ``None`` where passes over the data say how many there are."""
-        config = self.config
-        passes = getattr(config, "total_epochs", None) or getattr(config, "num_train_epochs", None)
-        return None if passes else config.max_steps * self.step_seconds
+        """Of all steps and what is beside them; ``None`` where passes over the data say how many there are."""
+        if _counts_passes(self.config):
+            return None
+        return self.config.max_steps * self.step_seconds + sum(each.seconds for each in self.beside.values())
 
     @property
     def is_practical(self) -> bool:
@@ -309,7 +321,51 @@ def make_plan(config: PipelineConfig, device: Device, shapes: Mapping[str, Model
     nodes = pretend_nodes(config.num_nodes, config.num_gpus_per_node)
     placement = plan_placement(role_requests(config), nodes)
     times = dict(_times(config, roles, device, samples))
-    return Plan(config, device, roles, memory, placement, samples, times)
+    beside = {} if _counts_passes(config) else dict(_beside(config, roles, device, samples))
+    return Plan(config, device, roles, memory, placement, samples, times, beside)
+
+
+def _counts_passes(config: PipelineConfig) -> bool:
+    return bool(getattr(config, "total_epochs", None) or getattr(config, "num_train_epochs", None))
+
+
+def _beside(
+    config: PipelineConfig, roles: Mapping[str, Role], device: Device, samples: Samples
+) -> Iterator[tuple[str, Duration]]:
+    """What a run does beside its steps."""
+    read = max(role.shape.stored_bytes * role.parameters for role in roles.values())
+    yield "start", Duration(START_SECONDS[device.kind] + read / DISK_BYTES, f"processes, {read / 1e9:.3g} GB to read")
+    steps, every = config.max_steps, config.eval_steps
+    evaluations = config.val_before_train + (steps // every if every else 0)
+    evaluations += bool(config.val_after_train and (not every or steps % every))
+    if evaluations and (one := _evaluation(config, roles, device, samples)) is not None:
+        yield "evaluations", Duration(evaluations * one.seconds, f"{evaluations} times {one.seconds:.3g} s: {one.why}")
+    if config.save_steps is not None:
+        saves = max(1, -(-steps // config.save_steps) if config.save_steps else 1)
+        size = sum(saved_bytes(role) for role in roles.values() if role.trained)
+        rate = device.link if config.async_save else DISK_BYTES * config.num_nodes
+        why = f"{saves} times {size / 1e9:.3g} GB at {rate / 1e9:.3g} GB/s"
+        yield "checkpoints", Duration(saves * size / rate, f"{why}, to host memory" if config.async_save else why)
+
+
+def _evaluation(config: PipelineConfig, roles: Mapping[str, Role], device: Device, samples: Samples) -> Duration | None:
+    """One evaluation; ``None``: nobody waits for it, or the data say how large it is."""
+    rows = config.val_batch_size
+    if rows is None or VAL_INFER in roles:
+        return None
+    if isinstance(config, AgenticConfig):
+        rows = rows * samples.rows // max(1, config.rollout_batch_size)
+    elif isinstance(config, PromptsConfig):
+        rows *= config.num_val_samples
+    held_out = replace(samples, rows=rows, group=1)
+    generator = roles.get("actor_infer")
+    if generator is None:
+        actor = roles["actor_train"]
+        return scoring_time(actor, held_out, device, actor.worker.num_devices)
+    worker = generator.worker
+    return rollout_time(
+        generator, held_out, device, worker.num_workers, worker.num_gpus_per_worker, config.max_running_requests
+    )
 
 
 def model_workers(config: PipelineConfig) -> dict[str, WorkerConfig]:
@@ -428,7 +484,7 @@ def _times(
 ) -> Iterator[tuple[str, Duration]]:
     actor, generator = roles["actor_train"], roles.get("actor_infer")
     if isinstance(config, RLConfig) and generator is not None:
-        yield "sync", sync_time(actor, device)
+        yield "sync", sync_time(actor, device, config.num_nodes)
         worker = generator.worker
         yield (
             "rollout",

@@ -67,7 +67,8 @@ def swaps_groups(rank: int) -> None:
 
 def branches(rank: int) -> None:
     if rank == 0:
-        torch.ops._c10d_functional.all_reduce(ones(), "sum", dist.group.WORLD.group_name)
+        ops = torch.ops._c10d_functional
+        ops.wait_tensor(ops.all_reduce(ones(), "sum", dist.group.WORLD.group_name))
     dist.barrier()
 
 

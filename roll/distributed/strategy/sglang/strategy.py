@@ -67,6 +67,7 @@ CONTEXT_MARGIN = 8  # SGLang leaves the last positions of its context empty
 MEMORY = {States.WEIGHTS: ("weights",), States.CACHE: ("kv_cache", "cuda_graph")}  # SGLang's names
 HOLD = "generator"  # the reason that the engine's process knows for all holds of this side
 ENGINE = "sglang"  # who reads the buckets, as one
+STREAM_INTERVAL = 16  # tokens that cross SGLang's three processes at once; only an abort of what is paused loses some
 ADAPTERS = 3  # in one batch: none, the old one of requests in flight, and the new one
 
 
@@ -100,6 +101,7 @@ class SglangStrategy(ScoringGenerator[dict[str, str]]):
         self._outline = ModelOutline(context)
         self.vocab_size = self._outline.vocab_size
         self._outline.check_role(context)
+        self.drops_weights = not keeps_weights(context, self._outline) and self.can_offload
         if self._on_cpu:
             cpu.check_tensor_parallel(self._outline.text_config, self._tp_size, lora=context.lora is not None)
         started = time.monotonic()
@@ -277,6 +279,7 @@ def engine_arguments(
         "max_total_tokens": config.max_total_tokens,
         "load_format": config.load_format,
         "disable_radix_cache": config.disable_radix_cache,
+        "stream_interval": STREAM_INTERVAL,
         "log_level": "error",
         "trust_remote_code": context.worker.model_args.trust_remote_code,
     }
@@ -291,8 +294,13 @@ def engine_arguments(
         arguments |= cpu.ENGINE_OPTIONS
         arguments["max_total_tokens"] = config.max_total_tokens or _cpu_cache_tokens(context, outline)
     else:
-        arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+        arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": keeps_weights(context, outline)}
     return arguments | (config.model_extra or {})
+
+
+def keeps_weights(context: StrategyContext, outline: ModelOutline) -> bool:
+    """Tells whether weights that leave the device wait in host memory, as no update may follow, or not of all."""
+    return not (context.updated_after_offload and outline.is_language_model)
 
 
 def _cpu_cache_tokens(context: StrategyContext, outline: ModelOutline) -> int:
