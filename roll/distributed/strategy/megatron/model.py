@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -27,7 +27,6 @@ from roll.distributed.strategy.megatron.scores import VocabularyShare
 from roll.distributed.strategy.megatron.substitutes import PlannedRow, layer_specs
 from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX
 from roll.distributed.strategy.training.exchange import raise_on_all_ranks
-from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.freezing import frozen_parameters
 from roll.models.heads import ValueHead, load_value_head
 from roll.models.loading import make_skeleton
@@ -238,7 +237,7 @@ def build_model(
     return model
 
 
-def folder_reader(model: MegatronModel, path: Path) -> Reader:
+def folder_reader(model: MegatronModel, path: Path) -> Callable[[str], Tensor]:
     """Reads the tensors of a model folder (or hub name) by their names, and this rank's value head, if it has one.
 
     Raises:
@@ -248,7 +247,8 @@ def folder_reader(model: MegatronModel, path: Path) -> Reader:
     if model.value_head is not None:
         head = load_value_head(model.config.hidden_size, files.folder, bias=model.value_head.linear.bias is not None)
         saved = {HEAD_PREFIX + name: parameter.detach() for name, parameter in head.named_parameters()}
-    stored = split_reader(files.read, family) if (family := model.converted.family).experts.alternating else files.read
+    family = model.converted.family
+    stored = split_reader(files.stored, family) if family.experts.alternating else files.read
     return lambda name: saved[name] if name in saved else stored(name)
 
 
@@ -258,7 +258,7 @@ def own_buffers(chunk: Any, converted: MegatronModelConfig) -> dict[str, Tensor]
 
 
 def own_parts(
-    model: MegatronModel, read: Reader, *, adapter: bool | None = False, trained: bool = False
+    model: MegatronModel, read: Callable[[str], Tensor], *, adapter: bool | None = False, trained: bool = False
 ) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
     """Every parameter of this rank with its part of the whole tensors, which are read by a checkpoint's names.
 

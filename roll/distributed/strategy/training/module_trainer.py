@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -79,7 +79,7 @@ def use_liger_kernels(model: PreTrainedModel) -> None:
 ATTENTION = {"auto": None, "fa2": "flash_attention_2"}
 
 
-def make_scorer(context: StrategyContext, dtype: torch.dtype, names: Sequence[str]) -> TokenScorer:
+def make_scorer(context: StrategyContext, dtype: torch.dtype, names: Collection[str]) -> TokenScorer:
     """The role's model with unset weights, wrapped for scoring, with an unset adapter if the role trains one.
 
     Args:
@@ -267,7 +267,7 @@ class ModuleScorer(Scorer, Generic[W]):
             ulysses.enable(scorer.model, args.ulysses_size, self._tensor_size)
             self._sequence_group = ulysses.make_group(args.ulysses_size, self._tensor_size)
         weights = self._place(scorer, compute)
-        load_model(Path(path), weights, args.model_config_kwargs, trust_remote_code=args.trust_remote_code)
+        load_model(self._source.fit, weights)
         if self._trained and context.lora is None and self._source.exact:
             hf_pieces(weights, self._model_dtype, self._source.exact)  # to be told before it is trained
         if context.lora is not None:
