@@ -304,6 +304,7 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
         # Weights are loaded anyway, but this is what marks parameters as cut over tensor-parallel ranks.
         "perform_initialization": True,
+        **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _leave_unset),
         "deallocate_pipeline_outputs": True,
         "cuda_graph_scope": [],  # whole layers, as by Megatron's own default, which warns that it is deprecated
         # Shapes are sent along where stages take turns; the interleaved schedule hangs with it, so there all are equal.
@@ -322,6 +323,10 @@ def transformer_config(
         arguments["attention_backend"] = AttnBackend[options.attention_backend or asked]
     arguments |= _recompute(context, options, trained=trained)
     return kind(**arguments)
+
+
+def _leave_unset(parameter: Tensor) -> Tensor:
+    return parameter
 
 
 def uses_transformer_engine(context: StrategyContext, converted: MegatronModelConfig, dtype: torch.dtype) -> bool:
