@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.large_models import MIB, report, write_model
+from roll.configs.engines import packages
 
 ROOM = 40 * MIB
 """For what a process makes once, and tensors that wait to be written."""
@@ -11,8 +12,8 @@ SLOW = [pytest.param(engine, marks=pytest.mark.slow) for engine in ("deepspeed",
 
 @pytest.mark.parametrize("engine", ["fsdp2", *SLOW])
 def test_a_rank_has_its_part_of_a_frozen_model_and_one_tensor(tmp_path, engine):
-    if f"{engine}_train" in PACKAGES and not PACKAGES[f"{engine}_train"].installed:
-        pytest.skip(f"{engine} is not installed")
+    if (needed := packages().get(f"{engine}_train")) is not None and not needed.installed:
+        pytest.skip(f"{needed.module} is not installed")
     write_model(tmp_path / "tiny", 1e6)
     write_model(tmp_path / "model", 6e7)
     rows = report(engine, tmp_path, 2, trains=False)
