@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -164,7 +165,10 @@ def join_parallel_state(context: StrategyContext, options: MegatronConfig) -> Ra
     if not parallel_state.model_parallel_is_initialized() or _joined != {**sizes, "world": dist.group.WORLD}:
         if parallel_state.is_initialized():
             parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+        minutes = math.ceil(context.timeout / 60)
+        parallel_state.initialize_model_parallel(
+            **sizes, create_gloo_process_groups=False, distributed_timeout_minutes=minutes
+        )
         _joined.clear()
         _joined.update(sizes, world=dist.group.WORLD)
     tensor_parallel.model_parallel_cuda_manual_seed(context.seed, force_reset_rng=True)
