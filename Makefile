@@ -85,6 +85,7 @@ docs: $(ENGINES)
 	$(BIN)/python scripts/generate_migration_docs.py
 	$(BIN)/python scripts/generate_model_docs.py
 	PYTHONPATH=. $(BIN)/python scripts/generate_template_docs.py
+	$(BIN)/python scripts/generate_forecast_docs.py
 
 # docs/ as a site in build/site: `python -m http.server -d build/site`. A broken link or anchor ends the build, and so does
 # a page that would load a script, style or font from another server.

@@ -1,15 +1,22 @@
 """One GPU and a model of 0.5 billion parameters in bf16: training, generation and weight updates, each beside a limit.
 
-- ``train``: every trainer that is installed, tokens per second, and the share of what a large matrix product reaches in
-  the same process (model FLOPs: 6 per weight and token, and causal attention's).
-- ``generate``: every generator that is installed, new tokens per second.
-- ``attention``: a training step of ``fsdp2_train`` on a packed row of 16 sequences, by each way to keep them apart.
+- ``ipc``: fifty buckets of 64 MiB to a plain process by CUDA IPC (by shared memory on a CPU), each checked there.
+- ``attention``: a training step of ``fsdp2_train`` on a packed row of 16k tokens, by each way to keep its 16 sequences
+  apart.
 - ``output_layer``: the same step with fewer and more logits at a time, and its gradient beside float32.
 - ``leaving``: seconds and memory of a trainer that leaves the device, comes back with its weights alone, then whole.
-- ``weights``: a full update from ``fsdp2_train`` to ``hf_infer`` on the same device (CUDA IPC on a GPU, shared memory
-  on a CPU), gigabytes per second, and the share of a plain copy of the same bytes in the same run.
+- ``train``: every trainer that is installed, tokens per second, and the share of what a large matrix product reaches in
+  the same process (model FLOPs: 6 per weight and token, and causal attention's). ``sharded`` goes through
+  ``fully_shard``, which a lone rank does not need.
+- ``vllm``: what a bf16 engine's log-probs differ from a trainer's, prompts per second with vLLM's own batch size and
+  with 2,048 tokens, what each sleep level frees and takes.
+- ``generate``: every generator that is installed, new tokens per second.
+- ``weights``: a full update from ``fsdp2_train`` to a generator on the same device (CUDA IPC on a GPU, shared memory on
+  a CPU), gigabytes per second, and the share of a plain copy of the same bytes in the same run.
 
-Weights are random, so nothing is downloaded. ``--rehearse`` does the same with a tiny model on whatever there is.
+Each row runs in a process of its own for at most ``--seconds``, and its result is written at once. Weights are random,
+so nothing is downloaded. ``--rehearse`` does the same with a tiny model on whatever there is; a row that cannot run
+says what it needs.
 
     python benchmarks/gpu.py [--rehearse] [--parts train,attention,weights] [--json out.json]
 """
@@ -18,12 +25,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import importlib.util
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +74,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """Qwen2.5-0.5B, and what a CPU can rehearse."""
+MODEL_ARGS = {"dtype": "bf16", "disable_gradient_checkpointing": True}
+ROUNDS = 50
+"""Buckets of ``ipc``."""
 
 
 def make_model(path: Path, shape: str) -> None:
@@ -87,7 +101,7 @@ def context(
     path: Path, role: str, strategy: str, options: dict[str, Any], section: dict[str, Any] | None = None, **more: Any
 ) -> StrategyContext:
     section = {
-        "model_args": {"dtype": "bf16", "disable_gradient_checkpointing": True},
+        "model_args": MODEL_ARGS,
         "strategy_args": {"strategy_name": strategy, "strategy_config": options},
         "use_dynamic_batching_in_train": True,
         "max_tokens_per_microbatch_in_train": 8192,
@@ -137,10 +151,15 @@ def nll(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
 
 
 def train(path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    strategy = args.engine
+    from roll.distributed.strategy.fsdp2 import strategy as fsdp2
+
+    strategy, _, option = args.engine.partition(" ")
     count, length = (8, 64) if args.rehearse else (32, 1024)
+    if option == "sharded":
+        fsdp2._replicated = lambda *_: False
+    section = {"model_args": MODEL_ARGS | {"use_liger_kernel": option == "liger"}}
     trainer = STRATEGIES.get(strategy)(
-        context(path, "actor_train", strategy, TRAINERS[strategy], sequence_length=length)
+        context(path, "actor_train", strategy, TRAINERS[strategy], section, sequence_length=length)
     )
     trainer.setup()
     generator = torch.Generator().manual_seed(0)
@@ -159,10 +178,14 @@ def train(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def packed_trainer(path: Path, args: argparse.Namespace) -> tuple[Any, Batch]:
+def packed_trainer(path: Path, args: argparse.Namespace, attention: str = "auto") -> tuple[Any, Batch]:
     """A trainer that packs, and a batch of one full row."""
     count, length = (4, 32) if args.rehearse else (16, 1024)
-    options = {"use_sequence_packing": True, "max_tokens_per_microbatch_in_train": count * length}
+    options = {
+        "model_args": MODEL_ARGS | {"attn_implementation": attention},
+        "use_sequence_packing": True,
+        "max_tokens_per_microbatch_in_train": count * length,
+    }
     trainer = STRATEGIES.get("fsdp2_train")(
         context(path, "actor_train", "fsdp2_train", {"fsdp_size": 1}, options, sequence_length=length)
     )
@@ -182,9 +205,13 @@ def gib(num_bytes: float) -> float:
 
 
 def attention(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    from roll.distributed.strategy.training import module_trainer
     from roll.models import planned_attention
 
-    trainer, batch = packed_trainer(path, args)
+    flash = args.engine in ("fa2", "fa3")
+    if args.engine == "fa3":
+        module_trainer.ATTENTION["fa2"] = "flash_attention_3"
+    trainer, batch = packed_trainer(path, args, "fa2" if flash else "auto")
     if args.engine == "mask":
         trainer.weights.scorer._takes_plans = False
     elif args.engine == "sequences":
@@ -222,11 +249,10 @@ def output_layer(path: Path, args: argparse.Namespace) -> dict[str, Any]:
 def leaving(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     from roll.distributed.strategy.base import States
 
-    options = {"zero_optimization": {"stage": 2}} if args.engine == "deepspeed_train" else TRAINERS[args.engine]
+    strategy, _, stage = args.engine.partition(" zero")
+    options = {"zero_optimization": {"stage": int(stage)}} if stage else TRAINERS[strategy]
     length = 64
-    trainer: Any = STRATEGIES.get(args.engine)(
-        context(path, "actor_train", args.engine, options, sequence_length=length)
-    )
+    trainer: Any = STRATEGIES.get(strategy)(context(path, "actor_train", strategy, options, sequence_length=length))
     trainer.setup()
     tokens = torch.randint(0, 500, (4 * length,), generator=torch.Generator().manual_seed(0))
     batch = Batch(torch.full((4,), length), tokens, torch.arange(4 * length) % length > 0)
@@ -287,14 +313,15 @@ def weights(path: Path, args: argparse.Namespace) -> dict[str, Any]:
 
     num_bytes = (path / "model.safetensors").stat().st_size
     with ray_session({"object_store_memory": 2**28}):
-        roles = {"actor_train": (TrainWorker, "fsdp2_train"), "actor_infer": (InferWorker, "hf_infer")}
+        roles = {"actor_train": (TrainWorker, "fsdp2_train"), "actor_infer": (InferWorker, args.engine)}
+        options = {"vllm": {"gpu_memory_utilization": 0.4}}
         placement = create_placement(plan_placement([RoleRequest(name, (0,)) for name in roles], discover_nodes()))
         clusters = {name: Cluster(name, worker, placement) for name, (worker, _) in roles.items()}
         for cluster in clusters.values():
             cluster.launch()
         for name, (_, strategy) in roles.items():
             clusters[name].wait_ready()
-            clusters[name].call("setup", context(path, name, strategy, {}, sequence_length=512))
+            clusters[name].call("setup", context(path, name, strategy, options.get(strategy, {}), sequence_length=512))
         link = WeightSync(clusters["actor_train"], clusters["actor_infer"], bucket_bytes=128 << 20)
         took = best_seconds(lambda: link.sync(0), args.rounds)
         for cluster in clusters.values():
@@ -308,68 +335,230 @@ def weights(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {"gb_per_s": round(gigabytes / took, 3), "seconds": round(took, 4), "of_copy": round(copy / took, 3)}
 
 
+def ipc(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """The way of a bucket without Ray: this process lends its memory, a plain one reads, checks and gives it back."""
+    from roll.distributed.weights.segments import SegmentPool, collect_on_gpu, share_on_gpu
+
+    on_gpu, num_bytes = torch.cuda.is_available(), (1 if args.rehearse else 64) << 20
+    spawn: Any = multiprocessing.get_context("spawn" if on_gpu else "forkserver")
+    here, there = spawn.Pipe()
+    receiver = spawn.Process(target=_receive, args=(there,), daemon=True)
+    receiver.start()
+    there.close()
+    pool, wrong, before, took = SegmentPool(), 0, 0, 0.0
+    for number in range(ROUNDS):
+        data = torch.full((num_bytes,), number, dtype=torch.uint8, device="cuda" if on_gpu else "cpu")
+        segment = None
+        if not on_gpu:
+            lent = pool.allocate(num_bytes)
+            torch.from_numpy(lent).copy_(data)
+            segment = pool.find(lent)
+            assert segment is not None
+            pool.hand_over(segment, ["receiver"])
+        synchronize()
+        start = time.perf_counter()
+        here.send((num_bytes, share_on_gpu(data) if segment is None else segment.place))
+        found, released = here.recv()
+        took += time.perf_counter() - start
+        wrong += found != number * num_bytes
+        pool.release(released, "receiver")
+        del data
+        if on_gpu:
+            collect_on_gpu()
+            if number == 0:
+                before = torch.cuda.memory_allocated()
+    here.send(None)
+    receiver.join()
+    after = torch.cuda.memory_allocated() if on_gpu else len(pool.ids) * num_bytes
+    kept = after - before if on_gpu else after - num_bytes
+    if wrong:
+        raise ValueError(f"{wrong} of {ROUNDS} buckets arrived with other contents")
+    figures = {"rounds": ROUNDS, "mib": num_bytes >> 20, "kept_mib": kept >> 20}
+    return figures | {"gb_per_s": round(ROUNDS * num_bytes / 1e9 / took, 3)}
+
+
+def _receive(connection: Any) -> None:
+    """Answers each bucket with the sum of its bytes, and the segments that are free again."""
+    from roll.distributed.weights.segments import SegmentReader, open_on_gpu
+
+    reader = SegmentReader()
+    while (message := connection.recv()) is not None:
+        num_bytes, place = message
+        on_gpu = isinstance(place, tuple)
+        data = open_on_gpu(place, 0) if on_gpu else torch.from_numpy(np.array(reader.read(place, num_bytes)))
+        total = int(data.sum(dtype=torch.int64))
+        del data
+        connection.send((total, reader.take_released()))
+
+
+def vllm_rows(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    count, prompt, new = (4, 16, 16) if args.rehearse else (256, 1024, 64)
+    kind, _, number = args.engine.partition(" ")
+    options: dict[str, Any] = {"gpu_memory_utilization": 0.4}
+    if kind == "batched" and number != "default":
+        options["model_extra"] = {"max_num_batched_tokens": int(number)}
+    engine: Any = STRATEGIES.get("vllm")(
+        context(path, "actor_infer", "vllm", options, sequence_length=prompt + new, max_running_requests=count)
+    )
+    engine.setup()
+    try:
+        if kind == "sleep":
+            return _sleep_level(engine, int(number))
+        completions, took = _sampled(engine, count, prompt, 1 if kind == "batched" else new)
+        if kind == "batched":
+            return {"prompt_tokens_per_s": round(count * prompt / took), "requests": count}
+        return _gap(path, completions)
+    finally:
+        engine.shutdown()
+
+
+def _sampled(engine: Any, count: int, prompt: int, new: int) -> tuple[list[tuple[np.ndarray, Any]], float]:
+    """Prompts with their completions, and the seconds of the second round."""
+    rng, loop, took = np.random.default_rng(0), asyncio.new_event_loop(), 0.0
+    for number in range(2):
+        prompts = rng.integers(0, 500, (count, prompt))
+        params = [SamplingParams(max_new_tokens=new, seed=seed) for seed in range(count)]
+        requests = [GenerateRequest(f"{number}-{i}", prompts[i], params[i]) for i in range(count)]
+
+        async def run(requests: list[GenerateRequest] = requests) -> list[Any]:
+            return await asyncio.gather(*map(engine.generate, requests))
+
+        start = time.perf_counter()
+        completions = loop.run_until_complete(run())
+        took = time.perf_counter() - start
+    return list(zip(prompts, completions, strict=True)), took
+
+
+def _gap(path: Path, completions: list[tuple[np.ndarray, Any]]) -> dict[str, Any]:
+    """Log-probs of sampled tokens: an engine's and a trainer's, both in bf16."""
+    rows = [np.concatenate([prompt, done.token_ids]) for prompt, done in completions]
+    length = max(map(len, rows))
+    scorer = STRATEGIES.get("fsdp2_train")(
+        context(path, "actor_train", "fsdp2_train", {"fsdp_size": 1}, sequence_length=length)
+    )
+    scorer.setup()
+    answers = [np.arange(len(row)) >= len(prompt) for row, (prompt, _) in zip(rows, completions, strict=True)]
+    mask = torch.from_numpy(np.concatenate(answers))
+    tokens = torch.from_numpy(np.concatenate(rows).astype(np.int64))
+    found = scorer.logprobs(Batch(torch.tensor([len(row) for row in rows]), tokens, mask)).logprobs_T
+    sampled = torch.from_numpy(np.concatenate([np.asarray(done.logprobs, np.float64) for _, done in completions]))
+    gap = found.cpu()[mask].double() - sampled
+    return {
+        "tokens": len(gap),
+        "mean_gap": round(float(gap.abs().mean()), 5),
+        "largest_gap": round(float(gap.abs().max()), 4),
+        "kl": round(float((gap.exp() - 1 - gap).mean()), 7),
+    }
+
+
+def _sleep_level(engine: Any, level: int) -> dict[str, Any]:
+    def taken() -> float:
+        free, total = torch.cuda.mem_get_info()
+        return gib(total - free)
+
+    figures: dict[str, Any] = {"gib_awake": taken()}
+    figures["sleep_ms"] = round(1000 * seconds(lambda: engine._loop.submit(engine._engine.sleep(level=level))), 1)
+    figures["gib_asleep"] = taken()
+    figures["wake_ms"] = round(1000 * seconds(lambda: engine._loop.submit(engine._engine.wake_up())), 1)
+    return figures | {"gib_awake_again": taken()}
+
+
 PARTS: dict[str, tuple[Callable[[Path, argparse.Namespace], dict[str, Any]], tuple[str, ...]]] = {
-    "train": (train, tuple(TRAINERS)),
-    "attention": (attention, ("mask", "sequences", "one_call")),
-    "output_layer": (output_layer, ("2^25", "default")),
-    "leaving": (leaving, tuple(TRAINERS)),
+    "ipc": (ipc, ("plain process",)),
+    "attention": (attention, ("one_call", "sequences", "fa2", "fa3", "mask")),
+    "output_layer": (output_layer, ("2^25", "2^28", "default")),
+    "leaving": (leaving, ("deepspeed_train zero2", "fsdp2_train", "megatron_train")),
+    "train": (
+        train,
+        ("fsdp2_train", "fsdp2_train sharded", "fsdp2_train liger", "deepspeed_train", "megatron_train"),
+    ),
+    "vllm": (vllm_rows, ("gap", "batched default", "batched 2048", "sleep 1", "sleep 2")),
     "generate": (generate, ("hf_infer", "vllm")),
-    "weights": (weights, ("fsdp2_train",)),
+    "weights": (weights, ("hf_infer", "vllm")),
 }
+"""Functions by part, and the rows of each, the most telling first."""
+PACKAGES = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "liger": "liger_kernel"} | {
+    engine: engine for engine in ("vllm", "deepspeed", "megatron")
+}
+NEED_A_GPU = ("liger", "fa2", "fa3", "batched", "sleep")
+"""Words of rows that no CPU rehearses."""
+IMPORTED = ["torch.distributed.fsdp", "transformers.modeling_utils", "transformers.models.auto.modeling_auto"]
+"""What every row needs: without a GPU imported once, in a process of which rows are forked."""
+
+
+def lacks(part: str, row: str) -> str:
+    """What a row needs that is not here, in words; empty where it can run."""
+    words = {part, *row.split(), row.split()[0].removesuffix("_train")}
+    absent = [PACKAGES[word] for word in PACKAGES if word in words and not importlib.util.find_spec(PACKAGES[word])]
+    if absent:
+        return f"needs the package {absent[0]}"
+    return "needs a GPU" if words & set(NEED_A_GPU) and not torch.cuda.is_available() else ""
 
 
 def measure(part: str, path: str, args: argparse.Namespace, results: Path) -> None:
-    """One part with one engine, in a process of its own, whose memory on the device goes with it."""
+    """One row in a process of its own, whose memory on the device goes with it."""
+    os.setsid()  # what it starts ends with it
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
-    results.write_text(json.dumps(PARTS[part][0](Path(path), args)))
-    os._exit(0)  # torch's threads sometimes abort the interpreter's own end
+    try:
+        found = PARTS[part][0](Path(path), args)
+    except Exception as error:
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+    results.write_text(json.dumps(found))
+    os._exit("error" in found)  # torch's threads sometimes abort the interpreter's own end
 
 
-def installed(strategy: str) -> bool:
-    from roll.configs.engines import packages
-
-    package = packages().get(strategy)
-    return package is None or package.installed
+def measured(part: str, row: str, path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Figures of a row, or in words why there are none."""
+    if words := lacks(part, row):
+        return {"skipped": words}
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    results = path.parent / f"{part}-{row}.json"
+    namespace = argparse.Namespace(**vars(args) | {"engine": row})
+    process = context.Process(target=measure, args=(part, str(path), namespace, results))
+    process.start()
+    try:
+        process.join(args.seconds)
+    finally:
+        late = process.is_alive()
+        if late:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
+    if results.exists():
+        return json.loads(results.read_text())
+    return {"error": f"not done after {args.seconds:.0f} s" if late else f"exit code {process.exitcode}"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true", help="a tiny model, on a CPU too")
     parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
-    parser.add_argument("--engines", help="only these strategies; default: all that are installed")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds, of which the fastest counts")
+    parser.add_argument("--seconds", type=float, default=180.0, help="of a row at most")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     if not (args.rehearse or torch.cuda.is_available()):
         print("no GPU here: nothing measured (--rehearse runs the same with a tiny model on a CPU)")
         return
-    spawn = multiprocessing.get_context("spawn")
     figures: dict[str, dict[str, Any]] = {}
-    failed = False
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
         make_model(path, "tiny" if args.rehearse else "0.5b")
         for part in args.parts.split(","):
-            for engine in filter(installed, PARTS[part][1]):
-                if args.engines and engine not in args.engines.split(","):
-                    continue
-                args.engine = engine
-                results = Path(folder) / f"{part}-{engine}.json"
-                process = spawn.Process(target=measure, args=(part, str(path), args, results))
-                process.start()
-                process.join()
-                name = f"{part}/{engine}"
-                lost = {"error": f"exit code {process.exitcode}"}
-                figures[name] = json.loads(results.read_text()) if results.exists() else lost
-                failed |= "error" in figures[name]
+            for row in PARTS[part][1]:
+                name = f"{part}/{row}"
+                figures[name] = measured(part, row, path, args)
                 print(json.dumps({"what": name} | figures[name]), flush=True)
-                if args.json:  # each time: whoever is out of time has what was measured by then
+                if args.json:
                     args.json.write_text(json.dumps(figures, indent=2) + "\n")
-    raise SystemExit(failed)
+    raise SystemExit(any("error" in found for found in figures.values()))
 
 
 if __name__ == "__main__":

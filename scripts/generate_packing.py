@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import transformers
-from generate_strategy_docs import PAGE, replaced
+from generate_strategy_docs import DOCS, replace
 
 from roll.models.measured import FILE
 from tests.support.families import FAMILIES, measured
@@ -41,8 +41,7 @@ def main() -> int:
         write({"transformers": transformers.__version__, "families": families, "others": others})
         sys.stdout.write(f"{family}: {problem or entry}\n")
         sys.stdout.flush()
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(replaced(page, "packing", table(families, others)), encoding="utf-8")
+    replace(DOCS / "strategies.md", "packing", table(families, others))
     return 0
 
 

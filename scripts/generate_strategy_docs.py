@@ -1,4 +1,4 @@
-"""Writes the tables of figures into ``docs/strategies.md``: what the parity tests measure, on this machine, now.
+"""Writes tables into ``docs/``: what the parity tests measure, on this machine, now, and what their ranks enter.
 
     python scripts/generate_strategy_docs.py [--only "round trips"]
 
@@ -21,7 +21,7 @@ from roll.configs.preference import PreferenceLoss
 from roll.configs.reward_training import RewardLoss
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "strategies.md"
+DOCS = ROOT / "docs"
 TESTS = ROOT / "tests" / "parity"
 SGLANG_PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 MEASURES = ("logprobs", "loss", "grad_norm", "weights", "neighbour")
@@ -29,8 +29,9 @@ MEASURES = ("logprobs", "loss", "grad_norm", "weights", "neighbour")
 
 def main() -> int:
     tables = {
-        "layouts": ("test_parity.py", "layout", layout_table),
-        "round trips": ("test_round_trip.py", "round trip", round_trip_table),
+        "layouts": ("strategies.md", "test_parity.py", "layout", layout_table),
+        "round trips": ("strategies.md", "test_round_trip.py", "round trip", round_trip_table),
+        "collectives": ("running_on_gpus.md", "test_parity.py", "layout", collectives_table),
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=list(tables), help="one table; default: all")
@@ -41,26 +42,25 @@ def main() -> int:
         environment = os.environ | {"ROLL_PARITY_FIGURES": str(figures), "OMP_NUM_THREADS": "1"}
         if SGLANG_PYTHON.exists():
             environment.setdefault("ROLL_SGLANG_PYTHON", str(SGLANG_PYTHON))
-        tests = [str(TESTS / file) for file, _, _ in wanted.values()]
+        tests = sorted({str(TESTS / file) for _, file, _, _ in wanted.values()})
         code = subprocess.run(
             [sys.executable, "-m", "pytest", "-m", "not gpu", *tests], env=environment, cwd=ROOT
         ).returncode
         rows = [json.loads(line) for line in figures.read_text(encoding="utf-8").splitlines()]
-    text = PAGE.read_text(encoding="utf-8")
-    for name, (_, kind, table) in wanted.items():
-        text = replaced(text, name, table([row for row in rows if row["kind"] == kind]))
-    PAGE.write_text(text, encoding="utf-8")
+    for name, (page, _, kind, table) in wanted.items():
+        replace(DOCS / page, name, table([row for row in rows if row["kind"] == kind]))
     return code
 
 
-def replaced(text: str, name: str, table: str) -> str:
-    """The page with the table between its two marks replaced."""
+def replace(page: Path, name: str, table: str) -> None:
+    """Replaces the table between its two marks."""
+    text = page.read_text(encoding="utf-8")
     start, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, _, rest = text.partition(start)
     _, _, after = rest.partition(end)
     if not after:
-        raise ValueError(f"{PAGE}: no {start} … {end} in it")
-    return f"{before}{start}\n{table}\n{end}{after}"
+        raise ValueError(f"{page}: no {start} … {end} in it")
+    page.write_text(f"{before}{start}\n{table}\n{end}{after}", encoding="utf-8")
 
 
 def layout_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -71,6 +71,16 @@ def layout_table(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in sorted(rows, key=lambda row: (row["strategy"], row["model_args"].get("dtype", ""), row["world_size"])):
         shown = [f"`{row['strategy']}`", row["name"], str(row["world_size"]), row["model"], options(row)]
         lines.append(" | ".join(["", *shown, *(f"{row[name]:.1e}" for name in MEASURES), ""]).strip())
+    return "\n".join(lines)
+
+
+def collectives_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = ["| Strategy | Layout | Processes | Groups | Collectives | Messages |", "|---|---|---|---|---|---|"]
+    for row in sorted(rows, key=lambda row: (row["strategy"], row["world_size"])):
+        if row["world_size"] > 1:
+            shown = [f"`{row['strategy']}`", row["name"]]
+            shown += [f"{row[name]:,}" for name in ("world_size", "groups", "collectives", "messages")]
+            lines.append(f"| {' | '.join(shown)} |")
     return "\n".join(lines)
 
 

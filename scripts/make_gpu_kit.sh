@@ -6,13 +6,16 @@
 #
 # PYTHON_VERSION is the other machine's (3.12 by default); THERE is a file with what `pip list --format=freeze` prints
 # there (or names alone, one a line): those packages stay out. PYTHON is the interpreter that has the engines (.venv of
-# `make test` by default): the versions are those installed there. scripts/gpu_check.sh unpacks the kit.
+# `make test` by default): the versions are those installed there. EXTRAS are those of pyproject.toml that the kit gets
+# ("lora deepspeed megatron liger"); add vllm where the other machine's torch is the version that vLLM is built for.
+# scripts/gpu_check.py unpacks the kit.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 KIT=$(realpath -m "${1:?usage: scripts/make_gpu_kit.sh KIT_FOLDER [PYTHON_VERSION [THERE]]}")
 TARGET=${2:-3.12}
 THERE=${3:-/dev/null}
 PYTHON=${PYTHON:-.venv/bin/python}
+EXTRAS=${EXTRAS:-lora deepspeed megatron liger}
 UNUSED="ray/jars ray/rllib ray/llm ray/dashboard/client" # large, and no part of what runs here
 WORK=$(mktemp -d)
 WHEELS=$WORK/wheels
@@ -22,13 +25,14 @@ rm -rf "$KIT"
 mkdir -p "$KIT" "$WHEELS"
 
 # What pyproject.toml asks for.
-"$PYTHON" - >"$WORK/requirements.txt" <<'PY'
+"$PYTHON" - "$EXTRAS" >"$WORK/requirements.txt" <<'PY'
+import sys
 import tomllib
 
 TESTING = ("pytest", "hypothesis", "setuptools")  # of the extra dev; linters and other libraries' programs stay here
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-texts = [*project["dependencies"], *(text for extra in ("lora", "deepspeed", "megatron") for text in extras[extra])]
+texts = [*project["dependencies"], *(text for extra in sys.argv[1].split() for text in extras[extra])]
 texts += [text for text in extras["dev"] if text.startswith(TESTING)]
 print("\n".join(text for text in texts if not text.startswith("torch")))
 PY

@@ -22,7 +22,7 @@ import tokenize
 from collections import defaultdict
 from pathlib import Path
 
-from generate_strategy_docs import replaced
+from generate_strategy_docs import replace
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
@@ -141,7 +141,7 @@ def main() -> None:
     if args.print:
         sys.stdout.write(f"{text}\n")
     else:
-        PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), "step", text), encoding="utf-8")
+        replace(PAGE, "step", text)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         "<role>.strategy_args.strategy_config.freeze_moe_router "
         "<role>.strategy_args.strategy_config.*dtype <role>.strategy_args.strategy_config.quantization* "
         "<role>.strategy_args.strategy_config.bf16* <role>.strategy_args.strategy_config.fp16* "
+        "<role>.strategy_args.strategy_config.fp8* "
         "<role>.strategy_args.strategy_config.optimizer*",
     ),
     (

@@ -17,6 +17,10 @@ from torch import Tensor
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ALL = 1 << 40  # more tokens than any vocabulary has
+_WIDEST = 512
+"""Tokens of a row up to which a sum over them, padded to a multiple of ``_LANES``, is that over a vocabulary to the
+last bit: its zeros only add zeros to the same partial sums."""
+_LANES = 128
 
 
 def uniforms(seeds_B: npt.NDArray[np.uint64], index_B: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
@@ -52,6 +56,8 @@ class SamplerRows:
     top_p_R: Tensor | None
     min_p_R: Tensor | None
     """``None``: all 0."""
+    most: int
+    """No truncated row keeps more tokens."""
     penalty_B: Tensor | None
     """float32: repetition penalty."""
     presence_B: Tensor | None
@@ -106,8 +112,8 @@ class SamplerRows:
         def tensor(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
-        def bounds(most: Sequence[int]) -> Tensor:
-            return tensor([min(most[i], _ALL) if most[i] > 0 else _ALL for i in rows], torch.int64)
+        def bounds(most: Sequence[int]) -> list[int]:
+            return [min(most[i], _ALL) if most[i] > 0 else _ALL for i in rows]
 
         truncated = [max(top_k[i], first_k[i]) > 0 or top_p[i] < 1 or least[i] > 0 for i in range(len(temperature))]
         # A greedy row takes the maximum, which no truncation removes.
@@ -119,10 +125,11 @@ class SamplerRows:
             greedy_B=tensor([t == 0 for t in temperature], torch.bool) if 0 in temperature else None,
             first_temperature_B=tensor([t or 1.0 for t in first]) if first != list(temperature) else None,
             truncated_R=tensor(rows, torch.int64) if rows else None,
-            top_k_R=bounds(top_k) if rows else None,
-            first_top_k_R=bounds(first_k) if any(first_k[i] != top_k[i] for i in rows) else None,
+            top_k_R=tensor(bounds(top_k), torch.int64) if rows else None,
+            first_top_k_R=tensor(bounds(first_k), torch.int64) if any(first_k[i] != top_k[i] for i in rows) else None,
             top_p_R=tensor([top_p[i] for i in rows]) if rows else None,
             min_p_R=tensor([least[i] for i in rows]) if any(least[i] > 0 for i in rows) else None,
+            most=max([*bounds(top_k), *bounds(first_k)], default=_ALL),
             penalty_B=tensor(penalty) if any(p != 1 for p in penalty) else None,
             presence_B=tensor(presence) if any(presence) or any(frequency) else None,
             frequency_B=tensor(frequency) if any(presence) or any(frequency) else None,
@@ -168,7 +175,10 @@ def sample(
     choice_BV = logprobs_BV
     if rows.penalty_B is not None or rows.presence_B is not None:
         choice_BV = _log_softmax(_penalised(logits_BV, rows, seen_BV, count_BV), temperature_B)
-    tokens_B = _invert_cdf(choice_BV.exp(), uniform_B)
+    all_truncated = rows.truncated_R is not None and len(rows.truncated_R) == len(choice_BV)
+    tokens_B = (
+        torch.zeros_like(uniform_B, dtype=torch.int64) if all_truncated else _invert_cdf(choice_BV.exp(), uniform_B)
+    )
     if rows.truncated_R is not None:
         index_R = None if index_B is None else index_B[rows.truncated_R]
         drawn_R = _draw_truncated(choice_BV[rows.truncated_R], rows, uniform_B[rows.truncated_R], index_R)
@@ -210,7 +220,7 @@ def _draw_truncated(logprobs_RV: Tensor, rows: SamplerRows, uniform_R: Tensor, i
     if rows.first_top_k_R is not None:
         assert index_R is not None
         top_k_R = torch.where(index_R == 0, rows.first_top_k_R, top_k_R)
-    sorted_RV, token_RV = logprobs_RV.sort(dim=-1, descending=True, stable=True)
+    sorted_RV, token_RV = _likeliest(logprobs_RV, rows.most)
     rank_V = torch.arange(sorted_RV.shape[1], device=sorted_RV.device)
     probs_RV = sorted_RV.exp() * (rank_V < top_k_R[:, None])
     if rows.min_p_R is not None:
@@ -220,3 +230,19 @@ def _draw_truncated(logprobs_RV: Tensor, rows: SamplerRows, uniform_R: Tensor, i
     keep_RV = (more_likely_RV < rows.top_p_R[:, None]) | (rank_V == 0)
     picked_R = _invert_cdf(probs_RV * keep_RV, uniform_R)
     return token_RV.gather(1, picked_R[:, None])[:, 0]
+
+
+def _likeliest(logprobs_RV: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Values and ids in descending order, of equal ones the lowest id first; where few are kept, only as many.
+
+    So few are found without sorting the vocabulary: a number that holds value and id has no ties.
+    """
+    width = -(-most // _LANES) * _LANES
+    if most > _WIDEST or width >= logprobs_RV.shape[1]:
+        return logprobs_RV.sort(dim=-1, descending=True, stable=True)
+    bits_RV = (logprobs_RV + 0.0).view(torch.int32)  # no -0.0
+    ordered_RV = torch.where(bits_RV < 0, bits_RV ^ 0x7FFFFFFF, bits_RV).long()
+    id_V = torch.arange(logprobs_RV.shape[1], device=logprobs_RV.device)
+    keys_RW = ((ordered_RV << 32) - id_V).topk(width, dim=-1).values
+    token_RW = -keys_RW & 0xFFFFFFFF
+    return logprobs_RV.gather(1, token_RW), token_RW

@@ -2,19 +2,64 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from roll.configs.worker import WorkerConfig
 
-KNOWN = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
+KNOWN = ("deepseek_v3", "glm4_moe", "llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
 """Values of ``model_type`` whose parameters are counted exactly; others as a Llama of the same sizes."""
 _QK_NORM = ("qwen3", "qwen3_moe")
 _QKV_BIAS = ("qwen2", "qwen2_moe")
+STATE_KINDS = ("linear_attention", "conv", "mamba", "hybrid")
+KEY_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid")
+"""Kinds of layers that keep states, and that keep keys and values."""
 FORWARD, BACKWARD = 2, 4
 """Operations per parameter and token: a product and a sum forward, twice as many backward."""
 FORMAT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class States:
+    """Of one sequence, whatever its length, in the layers that carry a state along (gated delta nets, Mamba,
+    convolutions).
+    """
+
+    layers: int = 0
+    convolution: int = 0
+    """Numbers of one layer's last inputs, in the format of computation."""
+    recurrent: int = 0
+    """Numbers of one layer's state, in float32."""
+
+    def num_bytes(self, number_bytes: int) -> int:
+        return self.layers * (number_bytes * self.convolution + 4 * self.recurrent)
+
+    @staticmethod
+    def of(config: Mapping[str, Any], kinds: Sequence[str], layers: int) -> States:
+        """Those of a ``config.json``.
+
+        Args:
+            kinds: of the layers, if it names them.
+        """
+
+        def get(*names: str) -> int:
+            return next((config[name] for name in names if isinstance(config.get(name), int)), 0)
+
+        if heads := get("linear_num_value_heads"):  # gated delta net
+            key, value = get("linear_key_head_dim"), get("linear_value_head_dim")
+            channels = 2 * key * get("linear_num_key_heads") + value * heads
+            sizes = channels * get("linear_conv_kernel_dim"), heads * key * value
+        elif heads := get("mamba_n_heads", "mamba_num_heads"):
+            inner, width = heads * get("mamba_d_head", "mamba_head_dim"), get("mamba_d_state", "ssm_state_size")
+            channels = inner + 2 * width * get("mamba_n_groups", "n_groups")
+            sizes = channels * get("mamba_d_conv", "conv_kernel"), inner * width
+        elif kernel := get("conv_L_cache"):  # short convolution
+            sizes = kernel * config["hidden_size"], 0
+        else:
+            return States()
+        return States(sum(kind in STATE_KINDS for kind in kinds) if kinds else layers, *sizes)
 
 
 @dataclass(frozen=True)
@@ -45,6 +90,18 @@ class ModelShape:
     mixture_layers: int = 0
     stored_bytes: int = 4
     """Bytes of a number in the checkpoint."""
+    value_size: int = 0
+    """Of a head's values, where it is not ``head_size``."""
+    latent: int = 0
+    """Numbers that stand for all keys and values of a token (multi-head latent attention); 0: it has none."""
+    latent_rank: int = 0
+    """Of these, the numbers that keys and values are computed from; the others are the keys' rotary part."""
+    query_rank: int = 0
+    """Width between the two matrices of the queries; 0: there is one."""
+    attention_layers: int = 0
+    """Layers that keep keys and values."""
+    states: States = States()
+    """What layers that read a state keep of a sequence."""
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> ModelShape:
@@ -53,12 +110,17 @@ class ModelShape:
         Raises:
             ValueError: it names no sizes of a decoder.
         """
+        kinds = config.get("layer_types") or config.get("layers_block_type") or ()
+        config = {"num_hidden_layers": len(kinds) or None} | {**config}
         needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
         if absent := [key for key in needed if not isinstance(config.get(key), int)]:
             raise ValueError(f"config.json: no {', '.join(absent)}, expected the sizes of a decoder-only model")
         kind, heads, layers = str(config.get("model_type", "")), config["num_attention_heads"], config[needed[2]]
-        experts = config.get("num_experts") or config.get("num_local_experts") or 0
-        dense = len(config.get("mlp_only_layers") or ())
+        experts = next(filter(None, map(config.get, ("num_experts", "num_local_experts", "n_routed_experts"))), 0)
+        dense = len(config.get("mlp_only_layers") or ()) + (config.get("first_k_dense_replace") or 0)
+        rank, rotary = config.get("kv_lora_rank") or 0, config.get("qk_rope_head_dim") or 0
+        head_size = config.get("head_dim") or config["hidden_size"] // heads
+        expert_inner = config.get("moe_intermediate_size") or config["intermediate_size"]
         step = config.get("decoder_sparse_step") or 1
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
         return ModelShape(
@@ -67,19 +129,25 @@ class ModelShape:
             hidden=config["hidden_size"],
             layers=layers,
             heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_size=config.get("head_dim") or config["hidden_size"] // heads,
+            kv_heads=heads if rank else config.get("num_key_value_heads") or heads,
+            head_size=config["qk_nope_head_dim"] + rotary if rank else head_size,
             inner=config["intermediate_size"],
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=bool(config.get("qkv_bias", kind in _QKV_BIAS)) or bool(config.get("attention_bias")),
-            o_bias=bool(config.get("attention_bias")) and kind != "qwen2",
-            qk_norm=kind in _QK_NORM,
+            o_bias=bool(config.get("attention_bias")) and kind not in ("qwen2", "glm4_moe"),
+            qk_norm=kind in _QK_NORM or bool(config.get("use_qk_norm", False)),
             experts=experts,
             experts_per_token=config.get("num_experts_per_tok") or 0,
-            expert_inner=config.get("moe_intermediate_size") or config["intermediate_size"],
-            shared_inner=config.get("shared_expert_intermediate_size") or 0 if kind == "qwen2_moe" else 0,
+            expert_inner=expert_inner,
+            shared_inner=_shared_inner(kind, config, expert_inner),
             mixture_layers=max(0, layers // step - dense) if experts else 0,
             stored_bytes=FORMAT_BYTES.get(dtype, 4),
+            value_size=config.get("v_head_dim") or 0 if rank else 0,
+            latent=rank + rotary if rank else 0,
+            latent_rank=rank,
+            query_rank=config.get("q_lora_rank") or 0 if rank else 0,
+            attention_layers=sum(name in KEY_KINDS for name in kinds) if kinds else layers,
+            states=States.of(config, kinds, layers),
         )
 
     @property
@@ -91,6 +159,11 @@ class ModelShape:
     def query(self) -> int:
         """Width of all queries of a token."""
         return self.heads * self.head_size
+
+    @property
+    def attended(self) -> int:
+        """Width of what attention gives for a token: all heads' values."""
+        return self.heads * (self.value_size or self.head_size)
 
     @property
     def key(self) -> int:
@@ -112,14 +185,20 @@ class ModelShape:
     @property
     def attention(self) -> int:
         """Parameters of a layer's attention and of its norms."""
-        h, q, k = self.hidden, self.query, self.key
+        h, q, k, rank = self.hidden, self.query, self.key, self.query_rank
+        if self.latent:
+            queries = h * rank + rank + rank * q if rank else h * q
+            rotary = self.latent - self.latent_rank
+            keys = h * self.latent + self.latent_rank * (1 + q - self.heads * rotary + self.attended)
+            return queries + keys + self.attended * h + 2 * h
         biases = (q + 2 * k) * self.qkv_bias + h * self.o_bias
         return 2 * h * q + 2 * h * k + biases + 2 * self.head_size * self.qk_norm + 2 * h
 
     @property
     def mixture(self) -> int:
         """Parameters of a mixture layer's feed-forward part."""
-        shared = 3 * self.hidden * self.shared_inner + (self.hidden if self.shared_inner else 0)
+        gate = self.hidden if self.shared_inner and self.kind == "qwen2_moe" else 0
+        shared = 3 * self.hidden * self.shared_inner + gate
         return self.hidden * self.experts + 3 * self.hidden * self.expert_inner * self.experts + shared
 
     @property
@@ -147,6 +226,11 @@ class ModelShape:
         return self.trunk - self.embedding - self.mixture_layers * idle
 
     @property
+    def width(self) -> float:
+        """Of a layer's largest matrices: the geometric mean of their two sides."""
+        return math.sqrt(self.hidden * (self.expert_inner if self.mixture_layers else self.inner))
+
+    @property
     def token_inner(self) -> int:
         """Width of all that a token passes through in a feed-forward part."""
         if not self.mixture_layers:
@@ -162,8 +246,23 @@ class ModelShape:
         return self.layers * sum(rank * (inputs + outputs) for inputs, outputs in self.adapted(targets))
 
     def kv_bytes(self, number_bytes: int) -> int:
-        """Keys and values of one token in all layers, in bytes."""
-        return 2 * self.layers * self.key * number_bytes
+        """Keys and values of one token in all layers, or the latent numbers that stand for them, in bytes."""
+        one = self.latent or self.key + self.kv_heads * (self.value_size or self.head_size)
+        return self.attention_layers * one * number_bytes
+
+    def touched(self, tokens: int) -> float:
+        """Parameters that so many tokens are multiplied with, each with experts of its own choice, taken as random."""
+        if not self.mixture_layers:
+            return self.active
+        expert = 3 * self.hidden * self.expert_inner
+        share = 1 - (1 - self.experts_per_token / self.experts) ** tokens
+        return self.active + self.mixture_layers * expert * (share * self.experts - self.experts_per_token)
+
+
+def _shared_inner(kind: str, config: Mapping[str, Any], expert_inner: int) -> int:
+    if shared := config.get("n_shared_experts"):
+        return int(shared) * expert_inner
+    return config.get("shared_expert_intermediate_size") or 0 if kind == "qwen2_moe" else 0
 
 
 def compute_bytes(worker: WorkerConfig, shape: ModelShape) -> int:
@@ -186,8 +285,12 @@ def samples_flops(shape: ModelShape, tokens: float, squares: float, loss_tokens:
         squares: sum of the squares of their lengths.
         loss_tokens: for which the output layer is computed.
     """
-    attention = FORWARD * 2 * shape.layers * shape.query * squares / 2
-    return FORWARD * tokens * shape.active + attention + FORWARD * loss_tokens * shape.embedding
+    return FORWARD * (tokens * shape.active + loss_tokens * shape.embedding) + attention_flops(shape, squares)
+
+
+def attention_flops(shape: ModelShape, squares: float) -> float:
+    """Those of causal attention alone."""
+    return FORWARD * shape.attention_layers * (shape.query + shape.attended) * squares / 2
 
 
 def training_factor(adapter: bool) -> int:

@@ -36,7 +36,13 @@ from roll.pipeline.session import RunFailedError, RunSession
 from roll.pipeline.start import RunContext, start_of
 from roll.pipeline.workers import InferWorker, ScoreWorker, TrainWorker
 from roll.preflight.choices import role_requests
-from roll.preflight.models import describe_adapter, quantised_generators, trusted_code, untried_models
+from roll.preflight.models import (
+    describe_adapter,
+    quantised_generators,
+    trusted_code,
+    untested_options,
+    untried_models,
+)
 from roll.preflight.templates import describe_template
 from roll.tracking.display import NOTED
 from roll.tracking.files import CheckpointError
@@ -151,8 +157,9 @@ def launch(
             )
             return EXIT_OK
         with SignalGuard() as signals, session, signals.named():
-            for line in (*trusted_code(config), *untried_models(config), *quantised_generators(config)):
-                logger.warning("%s", line)
+            for warnings in (trusted_code, untried_models, quantised_generators, untested_options):
+                for line in warnings(config):
+                    logger.warning("%s", line)
             for line in (*notes, *describe_adapter(config)):
                 session.display.note(line)
             with ExitStack() as stack:

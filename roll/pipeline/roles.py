@@ -418,6 +418,7 @@ class Roles:
             saves=frozenset(config.checkpoint_config.save_contents),
             loads=frozenset(config.checkpoint_config.load_contents),
             router_replay=self._router_replay(role),
+            updated_after_offload=updates_after_offload(config, role),
             recompute_kv=isinstance(config, RLConfig) and config.overlaps and config.kv_after_update == "recompute",
         )
 
@@ -426,6 +427,18 @@ class Roles:
         mode = self.config.actor_train.router_replay.mode
         concerned = ("actor_train", "actor_infer") if mode == "R3" else ("actor_train",)
         return mode if role in concerned else "disable"
+
+
+def updates_after_offload(config: PipelineConfig, role: str) -> bool:
+    """Tells whether a role gets all weights each time before it generates, unless they are still on its device.
+
+    A step begins with an update, and so does an evaluation by ``val_infer``; rollouts that go on beside training may
+    first end what they have begun, and of an adapter the base stays.
+    """
+    if not isinstance(config, RLConfig) or config.eval_only or config.uses_lora:
+        return False
+    every_step = config.actor_train.model_update_frequency == 1 and not config.overlaps
+    return role == VAL_INFER or (role == "actor_infer" and every_step)
 
 
 def _with_scores(

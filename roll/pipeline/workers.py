@@ -10,18 +10,15 @@ import traceback
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
-
-import ray
 
 from roll.algorithms.types import LossFn, TokenScores
 from roll.data.batch import Batch
 from roll.data.columns import Records
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.cluster.cluster import Worker
-from roll.distributed.strategy import strategy_class
+from roll.distributed.strategy import make_strategy, strategy_class
 from roll.distributed.strategy.base import (
     GenerateStrategy,
     Metrics,
@@ -31,7 +28,7 @@ from roll.distributed.strategy.base import (
     StrategyContext,
     TrainStrategy,
 )
-from roll.distributed.weights.buckets import host_bytes, with_checksum
+from roll.distributed.weights.buckets import with_checksum
 from roll.distributed.weights.contents import Message, Payload, Reply, WeightBucket
 from roll.distributed.weights.receiver import WeightReceiver
 from roll.distributed.weights.sender import Link, TransferRequest, TransferResult, WeightSender
@@ -94,7 +91,7 @@ class ScoreWorker(Worker):
         if hasattr(self, "strategy"):
             self.strategy.shutdown()
         self.idle = IdleClock()
-        self.strategy = strategy_class(context.worker.strategy_args.strategy_name)(context)
+        self.strategy = make_strategy(context)
         self.context = context
         info = self.strategy.setup()
         self._loaded = True
@@ -135,8 +132,6 @@ class TrainWorker(ScoreWorker):
 
     def setup(self, context: StrategyContext) -> RankInfo:
         self._sender: WeightSender | None = None
-        self._kept: dict[tuple[str, Payload], list[ray.ObjectRef]] = {}
-        """Buckets of the last update of each role's workers and kind, for those of them that are replaced."""
         return super().setup(context)
 
     def set_loss(self, build: Callable[..., LossFn], *args: Any) -> None:
@@ -163,13 +158,14 @@ class TrainWorker(ScoreWorker):
             WeightTransferError: a receiver refused the update.
             RpcTimeoutError: a receiver gave no answer in time.
         """
-        self._kept.pop((order.role, order.payload), None)
+        if self._sender is not None:
+            self._sender.forget(order)
         export = getattr(self.strategy, "export_adapter" if order.payload == "adapter" else "export_weights")
         buckets: Iterator[WeightBucket] = export(order.bucket_bytes, tuple(order.receivers), check=order.check)
         with self.idle.work():
             try:
-                if (rank := self.context.rank) in order.receivers:
-                    return self._send(order, self._keeping(order, buckets) if rank == order.keeper else buckets)
+                if self.context.rank in order.receivers:
+                    return self._send(order, buckets)
             finally:
                 for _ in buckets:  # other ranks wait for this one in every gather, also when sending failed
                     pass
@@ -177,20 +173,14 @@ class TrainWorker(ScoreWorker):
 
     def resend_weights(self, order: TransferRequest) -> TransferResult:
         """Sends the buckets that the last update of this kind has kept; for the rank that keeps them alone."""
-        kept: Iterator[WeightBucket] = (ray.get(ref) for ref in self._kept[order.role, order.payload])
+        assert self._sender is not None
+        kept = self._sender.kept(order)
         return self._send(order, map(with_checksum, kept) if order.check else kept)
 
     def _send(self, order: TransferRequest, buckets: Iterable[WeightBucket]) -> TransferResult:
         if self._sender is None:
             self._sender = WeightSender(self.context.rank, self.node_ip())
         return self._sender.send(order, buckets)
-
-    def _keeping(self, order: TransferRequest, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
-        """Keeps a copy in Ray's object store, which moves to disk what does not fit into memory."""
-        kept = self._kept[order.role, order.payload] = []
-        for bucket in buckets:
-            kept.append(ray.put(replace(bucket, data=host_bytes(bucket))))
-            yield bucket
 
     def save(self, path: Path) -> list[WrittenFile]:
         """Writes the role's part of a checkpoint; returns what this rank wrote, but for small files."""
@@ -229,7 +219,7 @@ class InferWorker(Worker):
         """
         if hasattr(self, "strategy"):
             self.strategy.shutdown()
-        self.strategy = strategy_class(context.worker.strategy_args.strategy_name)(context)
+        self.strategy = make_strategy(context)
         self.strategy.setup()
         self.idle = IdleClock()
         self._receiver = WeightReceiver(self._load_weights, self.node_ip())

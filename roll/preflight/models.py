@@ -12,7 +12,7 @@ from typing import Any
 from roll.configs.engine_rules import compute_dtype
 from roll.configs.engines.card import EngineCard, kind_of, task_of
 from roll.configs.pipeline import SMOLLM2, TINY, PipelineConfig
-from roll.configs.problems import ConfigProblem
+from roll.configs.problems import ConfigProblem, show
 from roll.configs.rules import TRAINED, Rule, sections
 from roll.configs.schema import did_you_mean, nearest
 from roll.configs.worker import WorkerConfig
@@ -148,6 +148,17 @@ def quantised_generators(config: PipelineConfig) -> list[str]:
             words = "its log-probabilities differ from the trainer's more than usual, see train_infer_correction; "
             words += "tests compare fp8_per_channel on a CPU, and nothing on GPUs"
             found.append(f"{role}.strategy_args.strategy_config.quantization: {method}: {words}")
+    return found
+
+
+def untested_options(config: PipelineConfig) -> list[str]:
+    """A warning for every option of an engine that needs hardware which no test has had."""
+    found = []
+    for role, worker in sections(config):
+        arguments = worker.strategy_args
+        for key, words in arguments.card.untested(arguments.typed()) if arguments.card is not None else ():
+            value = show(arguments.strategy_config.get(key))
+            found.append(f"{role}.strategy_args.strategy_config.{key}: {value}: {words}")
     return found
 
 

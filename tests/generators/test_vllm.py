@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from roll.configs.engines.vllm import CARD
+from roll.configs.engines.vllm import CARD, VllmConfig
 from roll.distributed.replaced import environment
 from roll.distributed.strategy import STRATEGIES, MissingEngineError, require_engine
-from roll.distributed.strategy.vllm.arguments import engine_environment
+from roll.distributed.strategy.generation.prompt_scoring import PromptScoring
+from roll.distributed.strategy.vllm import worker
+from roll.distributed.strategy.vllm.arguments import engine_arguments, engine_environment
 from tests.support.contract import (
     BUCKET_BYTES,
     LORA,
@@ -192,3 +195,62 @@ def _alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_batches_are_those_that_vllm_measured_for_throughput(model_path, monkeypatch):
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    seen: list[Any] = []
+
+    def refuse(arguments: Any, *, usage_context: Any = None) -> Any:
+        seen.extend([usage_context, arguments.max_num_seqs])
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", refuse)
+    with pytest.raises(ValueError, match="vllm could not start"):
+        STRATEGIES.get("vllm")(context_of("vllm", model_path("tied", 0), max_running_requests=7)).setup()
+    assert seen == [UsageContext.LLM_CLASS, 7]
+
+
+def test_logits_of_prompts_are_computed_for_some_tokens_at_a_time(monkeypatch):
+    """vLLM's own words: it computes logits, their log-probabilities, and gathers those of the tokens."""
+    monkeypatch.setattr(worker, "SCORED_LOGITS", 40)
+    torch.manual_seed(0)
+    output, hidden, tokens, rows = torch.nn.Linear(4, 10), torch.randn(11, 4), torch.arange(11) % 10, []
+
+    class Model(torch.nn.Module):
+        def compute_logits(self, hidden_LH: torch.Tensor) -> torch.Tensor:
+            rows.append(len(hidden_LH))
+            return output(hidden_LH)
+
+    sampler = SimpleNamespace(compute_logprobs=None, gather_logprobs=None)
+    config = SimpleNamespace(get_vocab_size=lambda: 10)
+    runner = SimpleNamespace(model=Model(), sampler=sampler, max_num_reqs=3, model_config=config)
+
+    def ask() -> Any:
+        scores = sampler.compute_logprobs(runner.model.compute_logits(hidden))
+        return sampler.gather_logprobs(scores, 3, tokens)
+
+    runner._get_prompt_logprobs_dict = ask
+    worker.score_prompts(runner, PromptScoring(temperature=0.5, top_k=2))
+    found = runner._get_prompt_logprobs_dict()
+    assert rows == [4, 4, 3]
+    expected = (output(hidden) / 0.5).log_softmax(-1)
+    top = expected.topk(2)
+    torch.testing.assert_close(found.logprobs[:, 0], expected.gather(1, tokens[:, None])[:, 0])
+    torch.testing.assert_close(found.logprobs[:, 1:3], top.values)
+    assert found.logprob_token_ids[:, 1:3].equal(top.indices.int())
+    assert runner.model.compute_logits(hidden).shape == (11, 10) and sampler.compute_logprobs is None
+
+
+def test_a_connector_of_keys_and_values_is_vllms_own(tmp_path):
+    given = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    (tmp_path / "config.json").write_text("{}")
+    outline: Any = SimpleNamespace(dtype=torch.bfloat16)
+    made = engine_arguments(
+        context_of("vllm", str(tmp_path)), VllmConfig(kv_transfer_config=given), outline, on_cpu=False
+    )
+    assert made["kv_transfer_config"].kv_connector == "OffloadingConnector"
+    keys = [key for key, _ in CARD.untested(VllmConfig(kv_transfer_config=given, enable_expert_parallel=True))]
+    assert keys == ["enable_expert_parallel", "kv_transfer_config"]

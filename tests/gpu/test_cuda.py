@@ -18,6 +18,7 @@ from roll.distributed.strategy.fsdp2 import strategy
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.distributed.strategy.fsdp2.weights import ShardedWeights
 from roll.distributed.strategy.hf_infer.strategy import HfInfer
+from roll.distributed.strategy.megatron.strategy import MegatronInfer
 from roll.distributed.weights.collective import BroadcastGroup, invite
 from roll.models import planned_attention
 from roll.models.loading import load_causal_lm
@@ -167,3 +168,21 @@ def test_a_group_made_of_nccl_itself_broadcasts_and_can_be_given_up():
         group.broadcast(data)
     group.close()
     assert data.tolist() == list(range(256))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_megatron_in_fp8_scores_nearly_as_in_bf16(tmp_path, packing):
+    """Rows are padded for TransformerEngine, which refuses others."""
+    pytest.importorskip("transformer_engine", reason="TransformerEngine is not installed")
+    make_tiny_model(tmp_path, seed=0, hidden_size=128, num_heads=2)
+    found = []
+    for options in ({}, {"fp8": "hybrid", "fp8_recipe": "tensorwise"}):
+        chosen = StrategyArguments(strategy_name="megatron_infer", strategy_config=options)
+        worker = WorkerConfig(
+            model_args=ModelArguments(dtype="bf16"), strategy_args=chosen, use_sequence_packing=packing
+        )
+        scorer = MegatronInfer(StrategyContext(worker=worker, role="reference", model_path=str(tmp_path)))
+        scorer.setup()
+        found.append(scorer.logprobs(random_batch(800)).logprobs_T)
+    gap = (found[0] - found[1]).abs()
+    assert gap.max() > 0 and gap.median() < 0.2

@@ -67,6 +67,8 @@ def test_option_does_not_change_the_gradient(model_path, option, lora, monkeypat
         found = gradient(model_path, {"use_liger_kernel": True}, {}, lora)
     else:
         found = gradient(model_path, {}, {"activation_offload": True}, lora)
+        assert strategy._side_stream(torch.device("cuda", 0)) != torch.cuda.current_stream()
+        assert strategy._side_stream.cache_info().hits > 0
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)

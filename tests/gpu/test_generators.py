@@ -113,6 +113,30 @@ def test_an_engine_that_sleeps_frees_the_device_and_wakes_as_it_was(name, tmp_pa
         engine.shutdown()
 
 
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_an_engine_that_is_sent_its_weights_again_drops_them(name, tmp_path, monkeypatch):
+    require(name)
+    for variable, value in EXACT.items():
+        monkeypatch.setenv(variable, value)
+    for folder in (path := tmp_path / "0", tmp_path / "1"):
+        save_model(folder, "tied", int(folder.name))
+    engine: Any = STRATEGIES.get(name)(context_of(name, str(path), OPTIONS[name], updated_after_offload=True))
+    engine.setup()
+    prompt_list = prompts(8, seed=40, low=40, high=60)
+    try:
+        assert engine.drops_weights
+        for version, seed in enumerate((1, 0, 1), start=1):
+            model = load(str(tmp_path / str(seed)))
+            engine.offload(States.ALL)
+            engine.onload(States.WEIGHTS)
+            asyncio.run(engine.update_weights(buckets_of(weights_of(model)), version))
+            engine.onload(States.CACHE)
+            found = asyncio.run(burst(engine, requests_of(prompt_list, **greedy(16))))
+            assert_greedy(found, model, prompt_list, 16)
+    finally:
+        engine.shutdown()
+
+
 async def asleep_and_awake(engine: Any) -> None:
     await asyncio.to_thread(engine.offload, States.ALL)
     await asyncio.to_thread(engine.onload, States.ALL)

@@ -25,7 +25,9 @@ ALONE = [
     for options in ({}, BF16)
 ]
 """DeepSpeed's own rows all have several processes."""
-LAYOUTS = [*ALONE, *FSDP2, *DEEPSPEED, *MEGATRON]
+GROUPED = Layout("alone-moe-bf16", "megatron_train", 1, model="qwen3_moe", bounds={"weights": 2**-7}, **BF16)
+"""With TransformerEngine, one product for all experts."""
+LAYOUTS = [*ALONE, *FSDP2, *DEEPSPEED, *MEGATRON, GROUPED]
 FP32_BOUND = 2e-4
 
 

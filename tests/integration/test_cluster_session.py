@@ -71,11 +71,12 @@ except Interrupted as stop:
 """
 
 JOINING_DRIVER = """
-import os, sys
+import os, sys, time
 import ray
 from ray.cluster_utils import Cluster as Machines
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.cluster import create_placement, discover_nodes
+from roll.distributed.cluster.errors import WorkerDiedError
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.cluster.cluster import Worker
@@ -84,9 +85,30 @@ class Sees(Worker):
     def seen(self):
         return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
 
+    def work(self):
+        time.sleep(300)
+
+def lose_a_node(machines, clusters, ids, places):
+    lost = next(place for place in places if place != ids[0])
+    work = clusters["train"].submit("work")
+    machines.remove_node(next(node for node in machines.list_all_nodes() if node.node_id == lost), allow_graceful=False)
+    try:
+        clusters["train"].gather(work, call="work")
+    except WorkerDiedError as error:
+        assert (error.role, error.rank) == ("train", ids.index(lost)) and lost in error.reason, error
+        try:
+            clusters["train"].restart(error.rank)
+        except WorkerDiedError as end:
+            assert lost in end.reason and "devices" in end.reason, end
+    assert clusters["env"].alive().count(False) == places.count(lost)
+    for rank in [rank for rank, place in enumerate(places) if place == lost]:
+        clusters["env"].restart(rank)
+    assert lost not in {place for place, _ in clusters["env"].call("seen")}
+
 machines = Machines()
-for _ in range(3):
-    machines.add_node(num_cpus=1, num_gpus=2, object_store_memory=2**27, include_dashboard=False)
+quick = {"health_check_period_ms": 500, "health_check_failure_threshold": 2}  # a lost node is known at once
+for head in ({"_system_config": quick}, {}, {}):
+    machines.add_node(num_cpus=1, num_gpus=2, object_store_memory=2**27, include_dashboard=False, **head)
 os.environ["RAY_ADDRESS"] = machines.address
 roles = [
     RoleRequest("train", (0, 1, 2, 3, 4, 5), 2), RoleRequest("infer", (3,)), RoleRequest("env", None, world_size=3)
@@ -107,11 +129,12 @@ with ray_session() as session:
     places = [ids[slot.node] for slot in placement.plan.workers("env")]
     assert len(set(places)) > 1
     assert clusters["env"].call("seen") == [(node_id, "") for node_id in places]
+    lose_a_node(machines, clusters, ids, places)
     for cluster in clusters.values():
         cluster.shutdown()
     placement.remove()
 with ray_session({"address": machines.address}) as session:
-    assert session.joined and len(discover_nodes()) == 3, "the joined cluster must survive the first session"
+    assert session.joined and len(discover_nodes()) == 2, "the joined cluster must survive the first session"
     with ray_session() as inner:
         assert inner.joined
     assert ray.is_initialized(), "an inner session must not end the outer one"
@@ -219,7 +242,7 @@ def test_the_death_of_a_daemon_ends_the_block_soon_and_is_named(tmp_path, daemon
     assert_nothing_stays(tmp_path, folder)
 
 
-def test_a_running_three_node_cluster_is_joined_used_and_left_running(tmp_path):
+def test_a_running_three_node_cluster_is_joined_used_with_a_node_lost_and_left_running(tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(JOINING_DRIVER)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False)

@@ -1,44 +1,106 @@
 """What is run on a machine with a GPU, rehearsed on one without: the same steps, smaller."""
 
+import argparse
+import hashlib
+import importlib
+import importlib.util
+import io
 import json
-import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow  # two minutes of other tests and a demonstration
-def test_the_gpu_check_is_rehearsed_without_a_gpu_and_leaves_its_figures(tmp_path):
-    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "GPU_CHECK_SECONDS": "780"}
-    script = [str(ROOT / "scripts" / "gpu_check.sh"), "--rehearse", str(tmp_path)]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=800)
-    log = (tmp_path / "check.log").read_text()
-    assert done.returncode == 0, done.stdout + log[-3000:]
+def load(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem + "_of_the_kit", ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+kit = load("scripts/gpu_check.py")
+
+
+@pytest.mark.slow  # minutes of trainers, an engine and a demonstration
+@pytest.mark.timeout(2000)
+def test_the_whole_check_is_rehearsed_without_a_gpu_and_leaves_its_figures(tmp_path):
+    command = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), str(tmp_path), "--rehearse", "--minutes", "32"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
     check = json.loads((tmp_path / "check.json").read_text())
-    assert set(check["steps"]) == {"versions", "tests", "demonstration", "benchmarks"}
+    assert [name for name in check["steps"] if name != "versions"] == [step.name for step in kit.STEPS]
+    assert {step["result"] for step in check["steps"].values()} <= {"ok", "needs a GPU", "left out"}
     assert check["demonstration"]["status"] == "completed"
-    assert all("error" not in figures for figures in check["figures"].values())
-    assert {"train/fsdp2_train", "generate/hf_infer", "weights/fsdp2_train"} <= set(check["figures"])
+    assert {"train/fsdp2_train sharded", "attention/one_call", "ipc/plain process"} <= set(check["figures"])
+    assert check["figures"].get("vllm/sleep 1", {"skipped": "needs a GPU"}) == {"skipped": "needs a GPU"}
 
 
-def test_a_wrong_call_shows_the_usage():
-    done = subprocess.run([str(ROOT / "scripts" / "gpu_check.sh")], capture_output=True, text=True)
-    assert done.returncode == 2 and "KIT_FOLDER OUT_FOLDER" in done.stderr
+def test_one_row_is_rehearsed_and_others_say_what_they_need(tmp_path):
+    gpu = importlib.import_module("benchmarks.gpu")
+    arguments = argparse.Namespace(rehearse=True, rounds=1, seconds=300)
+    figures = gpu.measured("ipc", "plain process", tmp_path / "model", arguments)
+    assert (figures["rounds"], figures["kept_mib"]) == (50, 0)
+    assert gpu.lacks("attention", "fa3") == "needs the package flash_attn_interface"
+    assert gpu.lacks("vllm", "sleep 2").startswith("needs ") and not gpu.lacks("train", "fsdp2_train sharded")
 
 
-def test_a_damaged_kit_is_not_installed_and_the_figures_say_so(tmp_path):
-    kit = tmp_path / "kit"
-    kit.mkdir()
-    (kit / "kit.tar.xz.00").write_bytes(b"damaged")
-    (kit / "SHA256SUMS").write_text(f"{'0' * 64}  kit.tar.xz.00\n")
-    environment = {**os.environ, "GPU_CHECK_ENV": str(tmp_path / "env")}
-    script = [str(ROOT / "scripts" / "gpu_check.sh"), str(kit), str(tmp_path / "out")]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 1 and "cannot be installed" in done.stderr
-    steps = json.loads((tmp_path / "out" / "check.json").read_text())["steps"]
-    assert list(steps) == ["install"] and steps["install"]["exit_code"] == 1
-    assert "FAILED" in (tmp_path / "out" / "check.log").read_text()
+def taken(tmp_path: Path, *steps: object, minutes: float = 5.0) -> tuple[dict, str]:
+    check = kit.Check(tmp_path, tmp_path, minutes)
+    check.facts = {"machine": {"gpu": "X"}, "packages": {}, "missing": ["vllm: no figures of it"]}
+    for step in steps:
+        check.take(
+            step, {"python": sys.executable, "out": str(tmp_path), "workers": []}, False, {"PATH": "/usr/bin:/bin"}
+        )
+    return json.loads((tmp_path / "check.json").read_text()), (tmp_path / "check.md").read_text()
+
+
+def step(name: str, code: str, seconds: float = 60.0, **more: object) -> object:
+    return kit.Step(name, f"what {name} shows", seconds, ("{python}", "-c", code), **more)
+
+
+def test_a_step_that_hangs_or_fails_does_not_keep_the_next_from_running(tmp_path, monkeypatch):
+    monkeypatch.setattr(kit, "LEAST_SECONDS", 0.1)
+    monkeypatch.setattr(kit, "INTERRUPTED_SECONDS", 0.2)
+    writes = f"open(r'{tmp_path}/figures-good.json', 'w').write('{{\"good/row\": {{\"ms\": 1234}}}}')"
+    check, page = taken(
+        tmp_path,
+        step("hangs", "import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(60)", seconds=0.5),
+        step("fails", "print('FAILED tests/gpu/test_x.py::test_y - why'); raise SystemExit(3)"),
+        step("absent", "", needs=("vllm",)),
+        step("good", writes),
+    )
+    assert [each["result"] for each in check["steps"].values()] == ["too slow", "failed", "left out", "ok"]
+    assert check["failed_tests"] == ["tests/gpu/test_x.py::test_y"]
+    assert check["steps"]["absent"]["why"] == "needs the package vllm"
+    assert "| row | 1,234 |" in page and "missing: vllm: no figures of it" in page and "exit code 3" in page
+
+
+def test_what_the_minutes_have_no_room_for_is_named(tmp_path):
+    check, page = taken(tmp_path, step("late", "raise SystemExit(1)"), minutes=0.1)
+    assert check["steps"]["late"]["result"] == "not begun" and "no time left" in page
+
+
+def test_a_kit_is_unpacked_once_and_a_damaged_piece_is_named(tmp_path):
+    folder, environment = tmp_path / "kit", tmp_path / "environment"
+    folder.mkdir()
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:xz") as archive:
+        archive.addfile(tarfile.TarInfo("package/__init__.py"))
+    pieces = {"kit.tar.xz.00": buffer.getvalue()[:50], "kit.tar.xz.01": buffer.getvalue()[50:]}
+    sums = [f"{hashlib.sha256(data).hexdigest()}  {name}" for name, data in pieces.items()]
+    (folder / "SHA256SUMS").write_text("\n".join(sums))
+    for name, data in pieces.items():
+        (folder / name).write_bytes(data)
+    kit.install(folder, environment)
+    assert (environment / "site" / "package" / "__init__.py").exists()
+    (folder / "kit.tar.xz.01").write_bytes(b"damaged")
+    kit.install(folder, environment)  # it is whole already
+    with pytest.raises(ValueError, match=r"kit.tar.xz.01: damaged or absent"):
+        kit.install(folder, tmp_path / "other")

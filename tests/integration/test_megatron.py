@@ -555,7 +555,7 @@ def test_setup_says_what_does_not_fit(folder):
     assert "expected a multiple of 4" in messages["workers"]
     assert "overlap_grad_reduse" in messages["heads"] and "did you mean overlap_grad_reduce?" in messages["heads"]
     assert "expert_model_parallel_size: got 2, expected 1" in messages["experts"]
-    assert "moe_grouped_gemm: got true, expected false" in messages["experts"]
+    assert "moe_grouped_gemm: got true, expected auto" in messages["experts"]
     assert "adam_eps" in messages["owned"] and "training_args.adam_epsilon" in messages["owned"]
     assert "num_layers: got 3" in messages["owned"]
 

@@ -36,6 +36,7 @@ from roll.distributed.strategy.base import RankInfo, StrategyContext
 from roll.distributed.strategy.training.checkpoint import MODEL
 from roll.distributed.strategy.training.exchange import gather
 from roll.models.lora import LoraSpec
+from tests.support.collectives import Entry, compare, counts, read, recording
 from tests.support.experts import chosen_experts, given_experts
 from tests.support.ranks import enter_rank, exported, exported_adapter, run_ranks
 from tests.support.sizes import sizes
@@ -126,8 +127,14 @@ class Figures:
     """Of the log-probs of other sequences, when one sequence of their micro-batches is changed."""
     seconds: float = math.nan
     """Setup and all steps, on whatever the machine was doing."""
+    groups: int = 0
+    """Process groups of two ranks or more on which something was entered."""
+    collectives: int = 0
+    """What all ranks together entered on these: every rank counts."""
+    messages: int = 0
+    """Sent or received, the same."""
     error: str = ""
-    """Why there are no figures."""
+    """Why there are no figures, or how the ranks do not fit together."""
 
 
 MODELS = ("qwen2", "qwen2_untied", "qwen2_scores", "llama", "qwen3", "qwen3_moe")
@@ -675,25 +682,47 @@ def measure(layouts: list[Layout], folder: Path, *, on_gpus: bool = False) -> di
         make_teacher(folder / "teacher")
     world_size = layouts[0].world_size
     assert all(layout.world_size == world_size for layout in layouts)
-    run_ranks(_rank_main, world_size, layouts, models, folder, on_gpus)
-    return {layout.id: _compare(layout, models[layout.model], folder) for layout in layouts}
+    try:
+        run_ranks(_rank_main, world_size, layouts, models, folder, on_gpus)
+    except BaseException as error:  # such as the end of a test's time, when ranks wait for each other
+        for problem in compare(_records(folder, world_size)):
+            error.add_note(problem.text)
+        raise
+    found = {layout.id: _compare(layout, models[layout.model], folder) for layout in layouts}
+    records = _records(folder, world_size)
+    for name, numbers in counts(records).items():
+        vars(found[name]).update(numbers)
+    for problem in compare(records):
+        found[problem.part].error += f"\n{problem.text}"
+    return found
+
+
+def _records(folder: Path, world_size: int) -> dict[int, list[Entry]]:
+    """What each rank entered; nothing on GPUs."""
+    return {rank: read(_entered(folder, rank)) for rank in range(world_size)}
+
+
+def _entered(folder: Path, rank: int) -> Path:
+    """The record of what a rank enters."""
+    return folder / f"entered-{rank}.jsonl"
 
 
 def _rank_main(
     rank: int, port: int, layouts: list[Layout], models: dict[str, Path], folder: Path, on_gpus: bool
 ) -> None:
     enter_rank(port, on_gpus=on_gpus)
-    for layout in layouts:
-        start = time.perf_counter()
-        try:
-            result = _run(layout, models[layout.model], rank, folder / layout.id)
-        except Exception:
-            result = {"error": traceback.format_exc()}
-        result["seconds"] = time.perf_counter() - start
-        if rank == 0 or "error" in result:
-            torch.save(result, folder / f"{layout.id}-{rank}.pt")
-        if "error" in result and layout.world_size > 1:
-            break  # the other ranks may be in a collective of their own; what was not run says so
+    with recording(None if on_gpus else _entered(folder, rank)) as recorder:
+        for layout in layouts:
+            start, recorder.part = time.perf_counter(), layout.id
+            try:
+                result = _run(layout, models[layout.model], rank, folder / layout.id)
+            except Exception:
+                result = {"error": traceback.format_exc()}
+            result["seconds"] = time.perf_counter() - start
+            if rank == 0 or "error" in result:
+                torch.save(result, folder / f"{layout.id}-{rank}.pt")
+            if "error" in result and layout.world_size > 1:
+                break  # the other ranks may be in a collective of their own; what was not run says so
     os._exit(0)  # torch's threads sometimes abort the interpreter's own end
 
 
@@ -718,6 +747,8 @@ def _run(layout: Layout, model_path: Path, rank: int, out: Path) -> dict[str, An
         part = batch.split(info.dp_size)[info.dp_rank]
         return batch.token_index(part), _scored(strategy, batch.select(part))
 
+    if layout.world_size > 1:
+        _weights(strategy, layout)  # first of all, as a run that sends them to its generators
     result: dict[str, Any] = {"before": scores(), "metrics": []}
     if layout.task.startswith("routed"):
         batch = task.batch(0).replace(experts_TE=None)
@@ -729,16 +760,20 @@ def _run(layout: Layout, model_path: Path, rank: int, out: Path) -> dict[str, An
         result["metrics"].append(strategy.train_step(share, task.loss))
     result["after"] = scores()
     result["neighbour"] = _influence(strategy, info, task.batch(0), result["after"][1])
-    if task.scores and layout.lora is None:
-        result["weights"] = {name: x.clone() for name, x in gather(strategy.model_tensors()[MODEL], [0]).items()}
-    else:
-        result["weights"] = exported(strategy) if layout.lora is None else exported_adapter(strategy)
+    result["weights"] = _weights(strategy, layout)
     if layout.saved:
         strategy.save_model(out)
         result["saved"] = {name: x for file in out.glob("*.safetensors") for name, x in load_file(file).items()}
     if hasattr(strategy, "shutdown"):
         strategy.shutdown()
     return result
+
+
+def _weights(strategy: Any, layout: Layout) -> dict[str, Tensor]:
+    """What the layout trains, on rank 0."""
+    if TASKS[layout.task].scores and layout.lora is None:
+        return {name: x.clone() for name, x in gather(strategy.model_tensors()[MODEL], [0]).items()}
+    return exported(strategy) if layout.lora is None else exported_adapter(strategy)
 
 
 def _scored(strategy: Any, batch: Batch) -> Tensor:

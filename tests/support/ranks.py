@@ -46,10 +46,15 @@ def unused_port() -> int:
 
 
 def run_ranks(main: Callable[..., None], world_size: int, *args: Any) -> None:
-    """The same, to the end of all processes."""
+    """The same, to the end of all processes; where this one is interrupted, it ends them."""
     processes = start_ranks(main, world_size, *args)
-    while not processes.join():
-        pass
+    try:
+        while not processes.join():
+            pass
+    except BaseException:
+        for process in processes.processes:
+            process.kill()
+        raise
 
 
 def enter_rank(port: int, *, on_gpus: bool = False) -> None:

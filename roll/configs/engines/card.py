@@ -203,6 +203,20 @@ class EngineCard:
         """Options whose kernels need a GPU."""
         return iter(())
 
+    def untested(self, options: Any) -> Iterator[tuple[str, str]]:
+        """Options in use, relative to ``strategy_config``, that no test shows to be right, and what is known of each.
+
+        A run with one starts with a warning.
+        """
+        return iter(())
+
+    def environment(self, options: Any) -> Mapping[str, str]:
+        """Environment variables that the engine's library counts on in a worker's process; the user's go first.
+
+        Libraries read them when they first use a GPU or NCCL. `docs/running_on_gpus.md` has a table.
+        """
+        return {}
+
 
 def missing_package(key: str, seen: object, module: str, extra: str) -> ConfigProblem:
     """A package that a choice needs."""

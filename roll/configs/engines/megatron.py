@@ -71,7 +71,11 @@ class MegatronConfig(PassedOnOptions):
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = Field(
         default="alltoall", description="How tokens travel to their experts."
     )
-    moe_grouped_gemm: bool = Field(default=False, description="One grouped matrix product for all experts (GPU).")
+    moe_grouped_gemm: bool | Literal["auto"] = Field(
+        default="auto",
+        description="One grouped matrix product for all experts. auto: where it can be, on GPUs in bf16 with "
+        "TransformerEngine or the package grouped_gemm; else one product per expert.",
+    )
     moe_shared_expert_overlap: bool = Field(
         default=False, description="Compute the shared expert while the dispatcher communicates."
     )
@@ -81,6 +85,16 @@ class MegatronConfig(PassedOnOptions):
     freeze_moe_router: bool = Field(default=False, description="Do not train the routers.")
     attention_backend: Literal["auto", "flash", "fused", "unfused"] | None = Field(
         default=None, description="Attention kernel of TransformerEngine. null: model_args.attn_implementation decides."
+    )
+    fp8: Literal["e4m3", "hybrid"] | None = Field(
+        default=None,
+        description="Number format of the layers' matrix products with TransformerEngine; hybrid has e5m2 for "
+        "gradients. Weights stay in bf16. Not tested on GPUs.",
+    )
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = Field(
+        default="delayed",
+        description="Scaling of fp8. Rows are padded to what its products want: multiples of 16 tokens on each "
+        "device, 128 with blockwise, 32 with mxfp8 (Blackwell). delayed keeps a history that checkpoints lack.",
     )
     overlap_grad_reduce: bool = Field(default=False, description="Reduce gradients while the backward pass still runs.")
     use_distributed_optimizer: bool = Field(
@@ -103,11 +117,17 @@ class MegatronConfig(PassedOnOptions):
     def expert_tensor_size(self) -> int:
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
+    @property
+    def gemm_rows(self) -> int:
+        """Tokens on a device must be a multiple of it: what TransformerEngine's products in fp8 want."""
+        return {"blockwise": 128, "mxfp8": 32}.get(self.fp8_recipe, 16) if self.fp8 else 1
+
     def engine_arguments(self) -> dict[str, Any]:
         """Options that go to the fields of Megatron's configurations under the same name."""
         ours = {
             "attention_backend",
             "freeze_moe_router",
+            "moe_grouped_gemm",
             "moe_layer_recompute",
             "recompute_granularity",
             "recompute_method",
@@ -118,6 +138,8 @@ class MegatronConfig(PassedOnOptions):
         return arguments | {"virtual_pipeline_model_parallel_size": self.virtual_stages}
 
     def problems(self) -> Iterator[ConfigProblem]:
+        if self.fp8_recipe != "delayed" and not self.fp8:
+            yield self.problem("fp8_recipe", "no such key without fp8", "fp8")
         yield from self._layout_problems()
         yield from self._recompute_problems()
 
@@ -170,6 +192,11 @@ OWNED = {
     "calculate_per_token_loss": "loss_agg_mode",
     "average_in_collective": "nothing: gradients are summed",
     "optimizer": "nothing: it is AdamW",
+    "fp8_param": "nothing: weights are kept in bf16, as they are sent and saved",
+    "fp8_quantizer_factory": "fp8_recipe",
+    "fp4": "fp8",
+    "fp4_param": "fp8",
+    "fp4_recipe": "fp8_recipe",
     "use_precision_aware_optimizer": "nothing: Adam's moments are float32",
     "optimizer_cpu_offload": "nothing: optimizer states leave the device between steps, with offload",
     "overlap_param_gather": "nothing: weights are read between steps",
@@ -279,11 +306,26 @@ class MegatronCard(EngineCard):
             yield from _expert_problems(role, worker, options)
             yield from _recompute_problems(role, worker, options)
 
+    def untested(self, options: MegatronConfig) -> Iterator[tuple[str, str]]:
+        if options.fp8:
+            yield "fp8", "TransformerEngine's products in fp8 have run with no test; rows are padded for them"
+        if options.moe_grouped_gemm is True:
+            yield "moe_grouped_gemm", "grouped products have run with no test; the names of their weights are tested"
+
+    def environment(self, options: MegatronConfig) -> Mapping[str, str]:
+        """Layers that several devices share start their communication first; one queue of CUDA's keeps that order."""
+        shared = options.tensor_model_parallel_size > 1 or options.context_parallel_size > 1
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if shared else {}
+
     def gpu_only(self, worker: WorkerConfig) -> Iterator[ConfigProblem]:
         options, base = worker.strategy_args.typed(), "strategy_args.strategy_config"
         assert isinstance(options, MegatronConfig)
-        if options.moe_grouped_gemm:
-            yield options.problem("moe_grouped_gemm", "false").under(base)
+        if options.moe_grouped_gemm is True:
+            yield options.problem("moe_grouped_gemm", "auto or false").under(base)
+        if "moe_act" in (options.recompute_modules or ()):
+            yield options.problem("recompute_modules", "no moe_act, which needs moe_grouped_gemm,").under(base)
+        if options.fp8:
+            yield options.problem("fp8", "null").under(base)
         if options.attention_backend not in (None, "auto"):
             yield options.problem("attention_backend", "null or auto").under(base)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
@@ -55,6 +55,16 @@ class VllmConfig(PassedOnOptions):
     enable_prefix_caching: bool = Field(
         default=True, description="Reuse the cache of common prefixes until the next weight update."
     )
+    enable_expert_parallel: bool = Field(
+        default=False,
+        description="With tensor_parallel_size above 1, each device holds whole experts of a mixture instead of a part "
+        "of every one. Not tested on GPUs.",
+    )
+    kv_transfer_config: dict[str, Any] | None = Field(
+        default=None,
+        description="A connector that keeps keys and values elsewhere: {kv_connector: OffloadingConnector, kv_role: "
+        "kv_both} and its kv_connector_extra_config (host memory). Not tested on GPUs.",
+    )
     quantization: str | None = Field(
         default=None,
         description="Format in which vLLM computes. fp8 (fp8_per_tensor), fp8_per_block and fp8_per_channel quantise "
@@ -63,6 +73,19 @@ class VllmConfig(PassedOnOptions):
     )
 
 
+DATA_PARALLEL = (
+    "data_parallel_address",
+    "data_parallel_backend",
+    "data_parallel_external_lb",
+    "data_parallel_hybrid_lb",
+    "data_parallel_multi_port_external_lb",
+    "data_parallel_rank",
+    "data_parallel_rpc_port",
+    "data_parallel_size",
+    "data_parallel_size_local",
+    "data_parallel_start_rank",
+)
+NODES = ("nnodes", "node_rank", "master_addr", "master_port")
 OWNED_OPTIONS = {
     "model": "pretrain",
     "tokenizer": "tokenizer_path",
@@ -76,11 +99,12 @@ OWNED_OPTIONS = {
     "trust_remote_code": "model_args.trust_remote_code",
     "max_logprobs": "logits_topk",
     "logprobs_mode": "no such key, since log-probs follow the sampling temperature",
-    "speculative_config": "no such key, since draft tokens would report other log-probs",
+    "speculative_config": "no such key, since with ngram drafts vLLM 0.32 gave other greedy completions on a CPU",
     "generation_config": "generating_args",
     "enable_return_routed_experts": "no such key, since the runner that reports experts returns other log-probs",
     "worker_extension_cls": "no such key, since weights arrive through it",
-    "data_parallel_size": "more workers in device_mapping",
+    **dict.fromkeys(DATA_PARALLEL, "more workers in device_mapping (for experts: enable_expert_parallel)"),
+    **dict.fromkeys(NODES, "workers that fit into one machine"),
     "pipeline_parallel_size": "tensor_parallel_size",
 }
 """Arguments of the engine that are set from elsewhere, and where."""
@@ -118,6 +142,20 @@ class VllmCard(EngineCard):
     scores_prompts = True
     size_key = "tensor_parallel_size"
 
+    def gpu_only(self, worker: WorkerConfig) -> Iterator[ConfigProblem]:
+        options, base = worker.strategy_args.typed(), "strategy_args.strategy_config"
+        assert isinstance(options, VllmConfig)
+        if options.enable_expert_parallel:  # vLLM 0.32's kernel for a CPU's experts ends the process
+            yield options.problem("enable_expert_parallel", "false").under(base)
+        if options.kv_transfer_config is not None:
+            yield options.problem("kv_transfer_config", "null").under(base)
+
+    def untested(self, options: VllmConfig) -> Iterator[tuple[str, str]]:
+        if options.enable_expert_parallel:
+            yield "enable_expert_parallel", "no test has run an engine whose devices hold whole experts"
+        if options.kv_transfer_config is not None:
+            yield "kv_transfer_config", "its connector needs a GPU and has run with no test"
+
     def rules(self, role: str, worker: WorkerConfig, config: PipelineConfig) -> Iterator[ConfigProblem]:
         options, name = worker.strategy_args.typed(), f"{role}.strategy_args.strategy_name"
         assert isinstance(options, VllmConfig)
@@ -126,6 +164,16 @@ class VllmCard(EngineCard):
             longest = "sequence_length" if config.longest_sequence == config.sequence_length else "val_sequence_length"
             expected = f"null, or at least {longest} = {config.longest_sequence}"
             yield ConfigProblem(key, options.max_model_len, expected, involves=(longest,))
+        if (given := options.kv_transfer_config) is not None:
+            connector, kv_role = given.get("kv_connector"), given.get("kv_role")
+            if (connector, kv_role) != ("OffloadingConnector", "kv_both"):
+                key = f"{role}.strategy_args.strategy_config.kv_transfer_config"
+                expected = "null, or kv_connector OffloadingConnector with kv_role kv_both"
+                hint = "others may find keys and values of old weights, or send requests to engines that are not there"
+                yield ConfigProblem(key, given, expected, hint)
+        if options.enable_expert_parallel and (options.tensor_parallel_size or worker.num_gpus_per_worker) == 1:
+            key = f"{role}.strategy_args.strategy_config.enable_expert_parallel"
+            yield ConfigProblem(key, True, "false with one device", involves=(f"{role}.num_gpus_per_worker",))
         if options.quantization not in (None, *QUANTISES) and task_of(role) == "generates" and not config.uses_lora:
             key = f"{role}.strategy_args.strategy_config.quantization"
             expected = f"null or one of {', '.join(QUANTISES)}"

@@ -11,9 +11,10 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -304,6 +305,9 @@ def _num_cores() -> int:
 _START_S = 300.0
 """Time until every started process must have answered."""
 
+_NODE_LOOK_S = 2.0
+"""Time without an answer of a fresh worker after which its node is looked for, again and again."""
+
 _ALIVE_WAIT_S = 1.0
 """Time that a death may take to be known; Ray reports a killed process within some hundredths of a second."""
 
@@ -490,16 +494,50 @@ class Cluster:
     def restart(self, rank: int) -> None:
         """Replaces the rank by a fresh worker in the same place, killing the old one if it still runs.
 
-        The new worker has run its constructor and nothing else: set it up again, and its process group too.
+        Without a device, it starts on another node if its own is gone. The new worker has run its constructor and
+        nothing else: set it up again, and its process group too.
+
+        Raises:
+            WorkerDiedError: its node is gone, and its devices with it.
         """
         import ray
 
         ray.kill(self._handle(rank), no_restart=True)
         self.restarts[rank] += 1
         logger.warning("%s rank %d: starting a fresh worker (restart %d)", self.name, rank, self.restarts[rank])
+        deadline = time.monotonic() + _START_S
         self.handles[rank] = self._spawn(rank)
         ready = [self.handles[rank].ping.remote()]
-        (self.whereabouts[rank],) = self.gather(ready, call="restart", ranks=[rank], timeout=_START_S)
+        while time.monotonic() < deadline:
+            answered = bool(ray.wait(ready, timeout=_NODE_LOOK_S)[0])
+            if answered and not _is_death(ready[0]):
+                break
+            if self._leave_lost_node(rank):
+                self.handles[rank] = self._spawn(rank)
+                ready = [self.handles[rank].ping.remote()]
+            elif answered:
+                break
+        patience = max(_ALIVE_WAIT_S, deadline - time.monotonic())
+        (self.whereabouts[rank],) = self.gather(ready, call="restart", ranks=[rank], timeout=patience)
+
+    def _leave_lost_node(self, rank: int) -> bool:
+        """Gives a rank whose node is gone a place on a living one; tells whether it has."""
+        import ray
+
+        slot, nodes = self.slots[rank], self.placement.plan.nodes
+        known = {node["NodeID"]: node for node in ray.nodes()}
+        living = [index for index in self.placement.groups if known[nodes[index].node_id]["Alive"]]
+        if slot.node in living:
+            return False
+        name = f"node {known[nodes[slot.node].node_id]['NodeManagerHostname']} ({nodes[slot.node].node_id})"
+        if slot.devices or not living:
+            reason = f"{name} is gone, and this rank's devices {', '.join(map(str, slot.devices))} with it"
+            raise WorkerDiedError(self.name, rank, "restart", self.current_step, reason)
+        crowded = Counter(other.node for other in self.slots)
+        target = min(living, key=lambda index: crowded[index])
+        logger.warning("%s rank %d: %s is gone, it goes to %s", self.name, rank, name, nodes[target].node_id)
+        self.slots = (*self.slots[:rank], replace(slot, node=target), *self.slots[rank + 1 :])
+        return True
 
     def rendezvous(self) -> None:
         """Agrees on rank 0's address and a free port there, so that the ranks can form a process group."""
@@ -548,7 +586,12 @@ class Cluster:
             cause = cause.cause
         if isinstance(cause, ray.exceptions.RayActorError):
             role, dead_rank = _residents.get(cause.actor_id or "", (self.name, rank))
-            raise WorkerDiedError(role, dead_rank, call, self.current_step, death_reason(cause)) from None
+            reason = death_reason(cause)
+            own = (role, dead_rank) == (self.name, rank)
+            unreached = own and isinstance(cause, ray.exceptions.ActorUnavailableError)
+            if unreached and (at := self.whereabouts.get(rank)):
+                reason = f"process {at.pid} on node {at.node_id} cannot be reached; it, or its node, is gone"
+            raise WorkerDiedError(role, dead_rank, call, self.current_step, reason) from None
 
         cause.add_note(f"in {self.name} rank {rank}, call {call}, step {self.current_step}; traceback there:")
         cause.add_note(_plain(str(error)))
@@ -584,7 +627,8 @@ def death_reason(error: RayActorError) -> str:
     if pid is None:
         return text
     ip = re.search(r"^\s*ip: (\S+)$", text, re.MULTILINE)
-    ending = text.partition("The actor is dead because ")[2].partition("Worker exit type: None")[0]
+    cause = re.search(r"The actor (?:is dead|died) because (.*)", text, re.DOTALL)
+    ending = cause[1].partition("Worker exit type: None")[0] if cause else ""
     # A killed process leaves no word; what follows then is a generic list of possible causes.
     ending = ending.partition("Some common causes")[0].strip() or text.splitlines()[-1]
     return f"process {pid[1]}{f' on {ip[1]}' if ip else ''}: {ending}"

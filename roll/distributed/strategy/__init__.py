@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 from roll.configs.engines import cards, strategy_path
 from roll.configs.engines.card import EnginePackage
 from roll.utils.registry import Registry
+
+if TYPE_CHECKING:
+    from roll.distributed.strategy.base import StrategyContext
 
 STRATEGIES: Registry[type] = Registry("strategy")
 for _card in cards():
@@ -22,6 +26,18 @@ def strategy_class(name: str) -> type:
         UnknownNameError: no such name, module or attribute.
     """
     return cast(type, STRATEGIES.get(strategy_path(name)))
+
+
+def make_strategy(context: StrategyContext) -> Any:
+    """The role's strategy, not set up yet, in a process that has the variables that its engine's library counts on.
+
+    What the user has set, by ``system_envs`` or before the start, stays as it is.
+    """
+    chosen = context.worker.strategy_args
+    if chosen.card is not None:
+        for name, value in chosen.card.environment(chosen.typed()).items():
+            os.environ.setdefault(name, value)
+    return strategy_class(chosen.strategy_name)(context)
 
 
 def ignore_renamed_collectives() -> None:

@@ -98,6 +98,8 @@ class StrategyContext:
     router_replay: ReplayMode = "disable"
     """``R2``: a trainer tells the experts of its scores, and takes those that a batch brings; ``R3``: it takes those
     alone, and a generator tells its own."""
+    updated_after_offload: bool = False
+    """All weights are sent anew before each use that follows their leaving the device: nobody needs a copy of them."""
     recompute_kv: bool = False
     """Keys and values of requests in flight are computed anew after an update of weights."""
 

@@ -7,12 +7,13 @@ Linux a segment has no name in any file system: it is gone when its last process
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -81,8 +82,8 @@ class SegmentPool:
         return self._segments.get(_address(data)) if isinstance(data, np.ndarray) else None
 
     def hand_over(self, segment: Segment, readers: Iterable[str]) -> None:
-        """Written: it belongs to the readers until each has released it."""
-        segment.readers = set(readers)
+        """Written: it belongs to the readers, and to those that it has already, until each has released it."""
+        segment.readers = segment.readers - {_WRITER} | set(readers)
 
     def release(self, ids: Iterable[str], reader: str) -> None:
         by_id = {segment.id: segment for segment in self._segments.values()}
@@ -198,6 +199,40 @@ _VARYING = (3, 7, 8, 9, 11, 12, 13, 14)
 
 Handle: TypeAlias = tuple[Any, ...]
 """Length, then what CUDA and PyTorch need to open the memory: numbers, bytes and truth values."""
+
+
+EXPANDABLE = "expandable_segments:True"
+"""In ``PYTORCH_CUDA_ALLOC_CONF``: another kind of memory, whose handle is a file descriptor of its process."""
+
+
+def without_expandable_segments(settings: str) -> str:
+    """The same settings of PyTorch's allocator but for that one."""
+    return settings.replace(EXPANDABLE, EXPANDABLE.replace("True", "False"))
+
+
+@contextlib.contextmanager
+def plain_gpu_memory() -> Iterator[None]:
+    """Memory that is allocated inside has a plain CUDA IPC handle, whatever the allocator's settings.
+
+    That of expandable segments can be opened only with the right to trace other processes, which containers seldom
+    give, and several times as slowly. With the setting off, PyTorch takes no block that lies in one.
+    """
+    settings = torch._C._accelerator_getAllocatorSettings()
+    if EXPANDABLE not in settings:
+        yield
+        return
+    # As a whole: PyTorch resets every setting that is not named.
+    torch._C._accelerator_setAllocatorSettings(without_expandable_segments(settings))
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def own_copy(data: Tensor) -> Tensor:
+    """A copy to share on: memory that came from another process cannot be handed on."""
+    with plain_gpu_memory():
+        return data.clone()
 
 
 def share_on_gpu(data: Tensor) -> Handle:

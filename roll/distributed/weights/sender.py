@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -33,7 +33,7 @@ from roll.distributed.weights.contents import (
     WeightBucket,
     WeightTransferError,
 )
-from roll.distributed.weights.segments import Segment, SegmentPool, collect_on_gpu, share_on_gpu
+from roll.distributed.weights.segments import Segment, SegmentPool, collect_on_gpu, plain_gpu_memory, share_on_gpu
 
 
 class Route(enum.Enum):
@@ -137,6 +137,11 @@ class TransferRequest:
         """Of all receivers."""
         return next(iter(self.receivers.values()))[0].role
 
+    @property
+    def kept_as(self) -> str:
+        """Name under which the keeper reads its buckets; no receiver's."""
+        return f"kept {self.payload} of {self.role}"
+
 
 @dataclass(frozen=True)
 class TransferResult:
@@ -165,6 +170,17 @@ class WeightSender:
         self._host = host
         self._groups: dict[str, tuple[list[str], BroadcastGroup]] = {}
         """By the receivers' role, with those who are in it."""
+        self._kept: dict[str, list[WeightBucket]] = {}
+        """Buckets of the last update of each role's workers and kind, for those of them that are replaced."""
+
+    def kept(self, order: TransferRequest) -> list[WeightBucket]:
+        """The buckets of the last update of this role and kind, which this rank keeps."""
+        return self._kept[order.kept_as]
+
+    def forget(self, order: TransferRequest) -> None:
+        """Gives up what is kept of the last update of this role and kind, if anything."""
+        self._kept.pop(order.kept_as, None)
+        self._pool.release(self._pool.ids, order.kept_as)
 
     def send(self, order: TransferRequest, buckets: Iterable[WeightBucket]) -> TransferResult:
         """Sends one update and waits until all receivers of this rank use it.
@@ -183,13 +199,16 @@ class WeightSender:
         try:
             self._pool.abandon_unwritten()
             transfer.tell_all(Open(order.payload, order.version, self._pool.ids))
-            with packing_into(lambda num_bytes: self._pool.allocate(num_bytes, at_least=order.bucket_bytes)):
+            into_pool = packing_into(lambda num_bytes: self._pool.allocate(num_bytes, at_least=order.bucket_bytes))
+            with into_pool, plain_gpu_memory() if self._shares_a_gpu(order) else contextlib.nullcontext():
                 buckets = iter(buckets)
                 bucket = next(buckets, None)  # packed while the receivers get ready
                 self._meet(transfer)
                 while bucket is not None:
                     transfer.wait(_UNDER_WAY - 1)
                     self._pass_on(bucket, num_buckets, transfer)
+                    if order.keeper == self._rank:
+                        self._keep(bucket, order)
                     digest.add(bucket)
                     num_buckets, num_bytes = num_buckets + 1, num_bytes + len(bucket.data)
                     bucket = next(buckets, None)
@@ -201,10 +220,13 @@ class WeightSender:
             raise
         finally:
             self._pool.trim()
-            if any(receiver.link.route is Route.CUDA_IPC for receiver in order.receivers[self._rank]):
+            if self._shares_a_gpu(order):
                 collect_on_gpu()
         received = {rank: reply.digest or "" for rank, reply in replies.items() if rank not in transfer.lost}
         return TransferResult(digest.hex(), received, transfer.lost, num_bytes, time.perf_counter() - started)
+
+    def _shares_a_gpu(self, order: TransferRequest) -> bool:
+        return any(receiver.link.route is Route.CUDA_IPC for receiver in order.receivers[self._rank])
 
     def _pass_on(self, bucket: WeightBucket, number: int, transfer: _Transfer) -> None:
         """Starts the way of one bucket; ``transfer.wait`` ends it. A broadcast is over on return."""
@@ -234,6 +256,13 @@ class WeightSender:
             _, group = self._groups[transfer.order.role]
             with _naming_the_dead(transfer):
                 group.broadcast(outgoing, transfer.check)
+
+    def _keep(self, bucket: WeightBucket, order: TransferRequest) -> None:
+        """Keeps a bucket where receivers can read it: where it lies already, unless that is on a GPU."""
+        segment = self._segment_of(bucket)
+        self._pool.hand_over(segment, [order.kept_as])
+        kept = replace(bucket, data=segment.array[: len(bucket.data)])
+        self._kept.setdefault(order.kept_as, []).append(kept)
 
     def _segment_of(self, bucket: WeightBucket) -> Segment:
         """The segment in which the bucket lies, or a copy of it when it was packed elsewhere."""
@@ -363,7 +392,7 @@ class _Transfer:
         return receiver, reply
 
 
-@contextmanager
+@contextlib.contextmanager
 def _naming_the_dead(transfer: _Transfer) -> Iterator[None]:
     """A broken process group says which connection is gone; Ray says, a moment later, whose death it was."""
     try:

@@ -17,7 +17,7 @@ from roll.utils.gpus import GB, GIB, GPUS, TERA, Device, known_gpu
 CPU = "CPU"
 BUSY, STEADY = 0.5, 0.7
 """A machine is busy where its load is more than this part of its cores, or tries are this far apart."""
-_FIELDS = {"memory": GIB, "tflops": TERA, "bandwidth": GB, "link": GB, "efficiency": 1}
+_FIELDS = {"memory": GIB, "tflops": TERA, "bandwidth": GB, "link": GB, "network": GB, "efficiency": 1}
 """Keys that ``--devices NAME,key=value`` may change, and their units: GiB, TFLOP/s, GB/s, GB/s, a share."""
 
 
@@ -81,5 +81,5 @@ def cpu_of(tries: Sequence[Sequence[float]], load: float, count: int) -> Device:
     words = f"the best of {len(tries)} tries, {least / 1e9:.0f} to {flops / 1e9:.0f} GFLOP/s"
     if load > BUSY * count or least < STEADY * flops:
         words += f"; load {load:.1f} on {count} cores: the machine is busy, and a run is slower than planned"
-    rates = (flops, flops, bandwidth, bandwidth / 2)
+    rates = (flops, flops, bandwidth, bandwidth / 2, bandwidth / 2)
     return Device(CPU, "cpu", memory_bytes(), *rates, efficiency=0.5, cores=count, tried=words)

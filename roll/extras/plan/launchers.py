@@ -35,7 +35,7 @@ def launcher(kind: str, plan: Plan, command: Sequence[str]) -> str:
 
 def hours(plan: Plan) -> int:
     """Time to ask for: twice the planned steps, and an hour to start; at most a day, as a run goes on where it was."""
-    planned = 2 * plan.config.max_steps * plan.step_seconds / 3600 + 1
+    planned = 2 * (plan.run_seconds or plan.config.max_steps * plan.step_seconds) / 3600 + 1
     return min(LONGEST_HOURS, math.ceil(planned))
 
 

@@ -271,8 +271,10 @@ def hf_generator_memory(role: Role, around: Surroundings) -> RoleMemory:
     running = min(around.max_running, around.requests)
     rows = max(running, LEAST_ROWS) if around.on_cpu else running
     slots, width = _blocks(rows, SLOT_BLOCK), _blocks(around.lengths.sequence, POSITION_BLOCK)
-    cache = slots * width * shape.kv_bytes(c)
-    grown = cache + cache // shape.layers  # one layer's keys and values are copied to a larger place
+    keys = slots * width * shape.kv_bytes(c)
+    cache = keys + slots * shape.states.num_bytes(c)
+    # One layer's keys and values are copied to a larger place.
+    grown = cache + keys // max(1, shape.attention_layers)
     prompts = -(-running // around.group)
     prompt = max(1, around.lengths.sequence - around.lengths.answer)
     options = role.worker.strategy_args.strategy_config
@@ -309,7 +311,8 @@ def external_generator_memory(role: Role, around: Surroundings, share: float) ->
     devices = role.worker.num_gpus_per_worker
     weights = c * role.parameters // devices
     drawn = around.max_running * shape.vocabulary * 3 * FLOAT // devices
-    least = around.lengths.sequence * shape.kv_bytes(c) // devices
+    kept = 1 if shape.latent else min(devices, shape.kv_heads)  # latent attention has no heads to divide
+    least = around.lengths.sequence * shape.kv_bytes(c) // kept + shape.states.num_bytes(c) // devices
     if around.on_cpu:
         cache = min(around.device_bytes // CPU_CACHE_SHARE, min(around.max_running, around.requests) * least)
     else:

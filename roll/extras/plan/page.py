@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from roll.configs.batches import describe_batches
 from roll.configs.engines.deepspeed import DeepSpeedConfig
 from roll.configs.engines.fsdp2 import Fsdp2Config
+from roll.configs.engines.megatron import MegatronConfig
+from roll.configs.engines.sglang import SglangConfig
+from roll.configs.engines.vllm import VllmConfig
 from roll.configs.problems import ConfigErrors
 from roll.configs.rl import RLConfig
 from roll.extras.plan.memory import GIB, MIB, PARTS
@@ -17,6 +21,7 @@ from roll.extras.plan.work import Role
 
 MOST_CHANGES = 6
 """In a row, of the last advice."""
+MOST_HALVINGS = 4
 LEAST_GAIN = 0.9
 """Of a step's seconds, the part that a faster layout may still take."""
 Faster = tuple[tuple[str, ...], float]
@@ -42,7 +47,8 @@ Replan = Callable[[Sequence[str]], Plan]
 
 
 def advise(plan: Plan, replan: Replan) -> list[Advice]:
-    """Single changes that help, best first; and if none is enough, the best ones together.
+    """Single changes that help, those that fit first, and of these the one that costs the run least; if none is
+    enough, last the best ones together, without those that are not needed.
 
     Args:
         plan: that does not fit.
@@ -53,15 +59,29 @@ def advise(plan: Plan, replan: Replan) -> list[Advice]:
     found = _tried(plan, replan, ())
     if any(each.fits for each, _ in found) or not found:
         return [each for each, _ in found]
-    best, together = found[0]
+    chosen, together = [found[0][0].overrides], found[0][1]
     for _ in range(MOST_CHANGES - 1):
-        more = _tried(together, replan, best.overrides)
-        if not more:
+        before = tuple(word for change in chosen for word in change)
+        more = _tried(together, replan, before)
+        if together.fits or not more:
             break
-        best, together = more[0]
-        if best.fits:
-            break
-    return [*(each for each, _ in found), best]
+        chosen, together = [*chosen, more[0][0].overrides[len(before) :]], more[0][1]
+    singles = [each for each, _ in found]
+    if not together.fits:
+        return [*singles, _advice(chosen, together)]
+    for change in list(chosen):  # a later one may have made an earlier one needless
+        others = [each for each in chosen if each is not change]
+        with contextlib.suppress(ConfigErrors):
+            without = replan([word for each in others for word in each])
+            if without.fits:
+                chosen, together = others, without
+    return [*singles, _advice(chosen, together)]
+
+
+def _advice(changes: Sequence[tuple[str, ...]], plan: Plan) -> Advice:
+    place = _fullest(plan)
+    words = {word.partition("=")[0]: word for change in changes for word in change}  # the last of a key counts
+    return Advice(tuple(words.values()), place.needed, place.capacity, plan.fits)
 
 
 def faster(plan: Plan, replan: Replan) -> Faster | None:
@@ -93,17 +113,26 @@ def faster(plan: Plan, replan: Replan) -> Faster | None:
 
 
 def _tried(plan: Plan, replan: Replan, before: tuple[str, ...]) -> list[tuple[Advice, Plan]]:
-    """Changes that leave the fullest place less full; those that fit first, and those first that cost least."""
+    """Changes that leave the fullest place less full; those that fit first, and those first that cost least.
+
+    Of a ladder the first rung that fits counts, else the last that the configuration allows.
+    """
     now = _fullest(plan).needed
-    found = []
-    for change in candidates(plan):
-        try:
-            other = replan([*before, *change])
-        except ConfigErrors:
-            continue
-        place = _fullest(other)
-        if place.needed < now or other.fits:
-            found.append((Advice((*before, *change), place.needed, place.capacity, other.fits), other))
+    found: list[tuple[Advice, Plan]] = []
+    for ladder in candidates(plan):
+        best = None
+        for change in ladder:
+            try:
+                other = replan([*before, *change])
+            except ConfigErrors:
+                continue
+            place = _fullest(other)
+            if place.needed < now or other.fits:
+                best = Advice((*before, *change), place.needed, place.capacity, other.fits), other
+            if other.fits:
+                break
+        if best is not None and all(best[0].overrides != each.overrides for each, _ in found):
+            found.append(best)
     return sorted(found, key=lambda pair: (not pair[0].fits, 0 if pair[0].fits else pair[0].needed))
 
 
@@ -111,7 +140,11 @@ def _fullest(plan: Plan) -> Place:
     return max(plan.places, key=lambda place: place.needed / place.capacity)
 
 
-def candidates(plan: Plan) -> Iterator[tuple[str, ...]]:
+Ladder = Sequence[tuple[str, ...]]
+"""One change in larger and larger steps, each as overrides."""
+
+
+def candidates(plan: Plan) -> Iterator[Ladder]:
     """Changes that may help where a plan is too large; those that cost the least time first."""
     phase = _fullest(plan).phase
     for name in ACTIVE[phase]:
@@ -121,56 +154,85 @@ def candidates(plan: Plan) -> Iterator[tuple[str, ...]]:
         if phase == "train":
             yield from _training(role)
         elif phase == "logprobs":
-            yield from _halved(role, "infer")
+            yield _halved(role, "infer")
         elif phase == "rollout":
             yield from _rollout(plan, role)
         elif phase == "sync":
-            yield (f"model_update_buffer_size_mb={max(64, plan.config.model_update_buffer_size_mb // 4)}",)
+            size = plan.config.model_update_buffer_size_mb
+            yield [(f"model_update_buffer_size_mb={max(64, size // 2**step)}",) for step in (1, 2, 3, 4)]
+        if phase != "rollout" and isinstance(role.worker.strategy_args.typed(), MegatronConfig | Fsdp2Config):
+            yield from _split(role)
         if role.compute_bytes == 4:
-            yield (f"{name}.model_args.dtype=bf16",)
+            yield [(f"{name}.model_args.dtype=bf16",)]
+    if phase == "train" and (actor := plan.roles.get("actor_train")) is not None and actor.lora is None:
+        yield [("actor_train.model_args.lora_target=all-linear",)]
 
 
-def _training(role: Role) -> Iterator[tuple[str, ...]]:
+def _training(role: Role) -> Iterator[Ladder]:
     name, worker, options = role.name, role.worker, role.worker.strategy_args.typed()
+    yield _halved(role, "train")
     if not role.recomputes:
-        yield (f"{name}.model_args.disable_gradient_checkpointing=false",)
-    yield from _halved(role, "train")
+        yield [(f"{name}.model_args.disable_gradient_checkpointing=false",)]
     base = f"{name}.strategy_args.strategy_config"
     if isinstance(options, Fsdp2Config):
         if options.fsdp_size not in (-1, worker.num_workers) and worker.num_workers > 1:
-            yield (f"{base}.fsdp_size=-1",)
+            yield [(f"{base}.fsdp_size=-1",)]
         if not options.activation_offload:
-            yield (f"{base}.activation_offload=true",)
+            yield [(f"{base}.activation_offload=true",)]
         if not options.cpu_offload:
-            yield (f"{base}.cpu_offload=true",)
-    if isinstance(options, DeepSpeedConfig) and options.stage < 3:
-        yield (f"{base}.zero_optimization.stage={options.stage + 1}",)
-    if name == "actor_train" and role.lora is None:
-        yield (f"{name}.model_args.lora_target=all-linear",)
+            yield [(f"{base}.cpu_offload=true",)]
+    if isinstance(options, DeepSpeedConfig):
+        yield [(f"{base}.zero_optimization.stage={stage}",) for stage in range(options.stage + 1, 4)]
+    if isinstance(options, MegatronConfig) and not options.use_distributed_optimizer:
+        yield [(f"{base}.use_distributed_optimizer=true",)]
 
 
-def _halved(role: Role, phase: str) -> Iterator[tuple[str, ...]]:
+def _split(role: Role) -> Iterator[Ladder]:
+    """Layers over more ranks: fewer copies, each of which takes more micro-batches for the same batch."""
+    name, options, steps = role.name, role.worker.strategy_args.typed(), (2, 4, 8)
+    accumulation = role.worker.training_args.gradient_accumulation_steps
+    keys = ["tensor_parallel_size"]
+    if isinstance(options, MegatronConfig):
+        keys = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
+    for key in keys:
+        base = f"{name}.strategy_args.strategy_config.{key}"
+        more = f"{name}.training_args.gradient_accumulation_steps"
+        yield [(f"{base}={getattr(options, key) * step}", f"{more}={accumulation * step}") for step in steps]
+
+
+def _halved(role: Role, phase: str) -> Ladder:
     name, worker, args = role.name, role.worker, role.worker.training_args
+    steps = range(1, MOST_HALVINGS + 1)
     if getattr(worker, f"use_dynamic_batching_in_{phase}"):
         key = f"max_tokens_per_microbatch_in_{phase}"
-        yield (f"{name}.{key}={max(1, getattr(worker, key) // 2)}",)
-    elif phase == "infer" and worker.infer_batch_size > 1:
-        yield (f"{name}.infer_batch_size={worker.infer_batch_size // 2}",)
-    elif phase == "train" and args.per_device_train_batch_size > 1 and args.per_device_train_batch_size % 2 == 0:
-        base = f"{name}.training_args"
-        yield (
-            f"{base}.per_device_train_batch_size={args.per_device_train_batch_size // 2}",
-            f"{base}.gradient_accumulation_steps={args.gradient_accumulation_steps * 2}",
+        return [(f"{name}.{key}={getattr(worker, key) >> step}",) for step in steps if getattr(worker, key) >> step]
+    if phase == "infer":
+        sizes = [worker.infer_batch_size >> step for step in steps]
+        return [(f"{name}.infer_batch_size={size}",) for size in sizes if size]
+    size, base = args.per_device_train_batch_size, f"{name}.training_args"
+    return [
+        (
+            f"{base}.per_device_train_batch_size={size >> step}",
+            f"{base}.gradient_accumulation_steps={args.gradient_accumulation_steps << step}",
         )
+        for step in steps
+        if size % (1 << step) == 0
+    ]
 
 
-def _rollout(plan: Plan, role: Role) -> Iterator[tuple[str, ...]]:
-    options = role.worker.strategy_args.strategy_config
+def _rollout(plan: Plan, role: Role) -> Iterator[Ladder]:
+    worker, options = role.worker, role.worker.strategy_args.strategy_config
+    known = worker.strategy_args.typed().model_fields_set | set(options)
     for key in ("gpu_memory_utilization", "mem_fraction_static"):
-        if key in role.worker.strategy_args.typed().model_fields_set | set(options):
-            yield (f"{role.name}.strategy_args.strategy_config.{key}={max(0.1, options.get(key, 0.8) - 0.1):.2f}",)
-    if plan.config.max_running_requests > 1:
-        yield (f"max_running_requests={plan.config.max_running_requests // 2}",)
+        if key in known:
+            shares = [round(options.get(key, 0.8) - 0.1 * step, 2) for step in (1, 2, 3, 4)]
+            yield [
+                (f"{role.name}.strategy_args.strategy_config.{key}={share:.2f}",) for share in shares if share >= 0.1
+            ]
+    most = plan.config.max_running_requests
+    yield [(f"max_running_requests={most >> step}",) for step in range(1, MOST_HALVINGS + 1) if most >> step]
+    if plan.device.kind == "gpu" and isinstance(worker.strategy_args.typed(), VllmConfig | SglangConfig):
+        yield [(f"{role.name}.num_gpus_per_worker={worker.num_gpus_per_worker * step}",) for step in (2, 4, 8)]
 
 
 def page(plan: Plan, advice: Sequence[Advice], quicker: Faster | None, name: str) -> str:
@@ -204,6 +266,7 @@ def values(plan: Plan, advice: Sequence[Advice], quicker: Faster | None, name: s
         ],
         "seconds": {phase: duration.seconds for phase, duration in plan.times.items()},
         "step_seconds": plan.step_seconds,
+        "beside_seconds": {name: duration.seconds for name, duration in plan.beside.items()},
         "run_seconds": plan.run_seconds,
         "practical": plan.is_practical,
         "advice": [{"overrides": list(each.overrides), "needed": each.needed, "fits": each.fits} for each in advice],
@@ -259,8 +322,11 @@ def _time_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     tokens = plan.samples.tokens
     rate = tokens / plan.step_seconds if plan.step_seconds else 0.0
     yield ("step", f"{plan.step_seconds:.3g}", f"{tokens:,} tokens, {rate:,.0f} per second")
+    for name, duration in plan.beside.items():
+        yield (name, f"{duration.seconds:.3g}", f"of the whole run: {duration.why}")
     if plan.run_seconds is not None:
-        yield ("run", f"{plan.run_seconds:.3g}", f"{plan.config.max_steps:,} steps, {_duration(plan.run_seconds)}")
+        parts = " and ".join([f"{plan.config.max_steps:,} steps", *plan.beside])
+        yield ("run", f"{plan.run_seconds:.3g}", f"{parts}, {_duration(plan.run_seconds)}")
 
 
 def _verdict(plan: Plan, advice: Sequence[Advice], quicker: Faster | None) -> Iterator[str]:
@@ -275,8 +341,16 @@ def _verdict(plan: Plan, advice: Sequence[Advice], quicker: Faster | None) -> It
                 f"waits for the other's: {' '.join(quicker[0])}"
             )
         return
-    yield "it does not fit; the fullest device with each change:"
-    yield from _table([(" ".join(each.overrides), f"{_gib(each.needed)} GiB", each.verdict) for each in advice])
+    smallest = next((each for each in advice if each.fits), None)
+    if smallest is not None:
+        yield f"it does not fit; the smallest change that makes it fit: {' '.join(smallest.overrides)}"
+    elif advice:
+        yield "it does not fit, and no change that was tried makes it fit: it needs more devices, or larger ones"
+    else:
+        yield "it does not fit"
+    if advice:
+        yield "the fullest device with each change:"
+    yield from _table([(f"{_gib(each.needed)} GiB", each.verdict, " ".join(each.overrides)) for each in advice])
 
 
 def _impractical(plan: Plan) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -37,125 +36,22 @@ from roll.extras.plan.memory import (
     hf_generator_memory,
     trainer_memory,
 )
+from roll.extras.plan.times import (
+    DISK_BYTES,
+    START_SECONDS,
+    Duration,
+    Samples,
+    rollout_time,
+    saved_bytes,
+    scoring_time,
+    sync_time,
+    training_time,
+)
 from roll.extras.plan.work import Lengths, Role
-from roll.models.shapes import ModelShape, forward_flops, samples_flops, training_factor
+from roll.models.shapes import ModelShape
 from roll.preflight.choices import role_requests
 from roll.rewards.classifiers import Adapter, RewardModelConfig
 from roll.rewards.judge import JudgeConfig
-
-DECODE_SHARE = 0.6
-"""Of a device's bandwidth that sampling reaches."""
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Samples that a step trains on, each of the maximum length."""
-
-    rows: int
-    prompt: int
-    answer: int
-    group: int = 1
-    """Samples that share a prompt."""
-    passes: int = 1
-    """Times that each is trained on."""
-
-    @property
-    def length(self) -> int:
-        return self.prompt + self.answer
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.length
-
-
-@dataclass(frozen=True)
-class Duration:
-    """Of a phase."""
-
-    seconds: float
-    why: str
-
-
-def training_time(role: Role, samples: Samples, device: Device, devices: int) -> Duration:
-    """Forward, backward, and where activations are computed again one more forward pass."""
-    one = forward_flops(role.shape, samples.tokens, samples.length, samples.rows * samples.answer)
-    share = shared_share(role, samples)
-    flops = samples.passes * one * share * (training_factor(role.lora is not None) + role.recomputes)
-    found = _computed(flops, role, device, devices)
-    return found if share == 1 else Duration(found.seconds, f"{found.why}; prompts are shared, {share:.0%} is computed")
-
-
-def shared_share(role: Role, samples: Samples) -> float:
-    """Operations of a training pass in which samples of a group compute their prompt once, in parts of all.
-
-    Engines that cannot share, and models whose attention is not full, are not told apart from others here.
-    """
-    if not role.worker.share_prompts or samples.group == 1:
-        return 1.0
-    from roll.data.packing import MAX_ROW_CELLS, WORTH_SHARING
-
-    length, rows = samples.length, role.micro_batch("train", Lengths(samples.length, samples.answer)).rows
-    rows = min(rows, samples.rows)
-    own, prompt = samples.answer + 1, samples.prompt - 1  # a prompt's last token predicts the first of the answer
-    tokens = math.ceil(rows / samples.group) * prompt + rows * own
-    too_long = own * length > MAX_ROW_CELLS or prompt**2 > MAX_ROW_CELLS
-    if too_long or tokens > WORTH_SHARING * rows * length:
-        return 1.0
-    squares = rows * length**2 - (rows - math.ceil(rows / samples.group)) * prompt**2
-    whole = forward_flops(role.shape, rows * length, length, rows * samples.answer)
-    return samples_flops(role.shape, tokens, squares, rows * samples.answer) / whole
-
-
-def scoring_time(role: Role, samples: Samples, device: Device, devices: int) -> Duration:
-    """One forward pass."""
-    flops = forward_flops(role.shape, samples.tokens, samples.length, samples.rows * samples.answer)
-    return _computed(flops, role, device, devices)
-
-
-def rollout_time(role: Role, samples: Samples, device: Device, workers: int, each: int, running: int) -> Duration:
-    """Prompts by the rate of products; tokens one after the other by the memory's bandwidth, or products if slower.
-
-    Args:
-        workers: replicas.
-        each: devices of one.
-        running: most requests that one runs at a time.
-    """
-    shape, c = role.shape, role.compute_bytes
-    rows = math.ceil(samples.rows / workers)
-    at_once = min(rows, running)
-    rate = _per_device(device, each) * device.rate(c)
-    bandwidth = DECODE_SHARE * device.bandwidth * _share(device, each, workers)
-    prompts = math.ceil(rows / samples.group) * samples.prompt
-    prefill = forward_flops(shape, prompts, samples.prompt, 0) / rate
-    read = c * (shape.active + shape.embedding) + at_once * (samples.prompt + samples.answer / 2) * shape.kv_bytes(c)
-    computed = forward_flops(shape, at_once, samples.length, at_once) / rate
-    step = max(read / bandwidth, computed)
-    steps = math.ceil(rows / at_once) * samples.answer
-    bound = "bandwidth" if read / bandwidth >= computed else "operations"
-    why = f"{steps:,} tokens one after the other, {at_once} at once, {step * 1e3:.3g} ms each by {bound}"
-    return Duration(prefill + steps * step, why)
-
-
-def sync_time(role: Role, device: Device) -> Duration:
-    """Weights, or an adapter, over the link between two devices."""
-    size = 4 * role.adapter if role.lora else role.compute_bytes * role.parameters
-    return Duration(size / device.link, f"{size / 1e9:.3g} GB at {device.link / 1e9:.3g} GB/s")
-
-
-def _computed(flops: float, role: Role, device: Device, devices: int) -> Duration:
-    rate = device.rate(role.compute_bytes) * _per_device(device, devices)
-    why = f"{flops / 1e12:.3g} TFLOP at {rate / 1e12:.3g} TFLOP/s ({device.efficiency:.0%} of the peak)"
-    return Duration(flops / rate, why)
-
-
-def _per_device(device: Device, devices: int) -> int:
-    """Devices that work: CPU slots beyond the cores share them."""
-    return devices if device.kind == "gpu" else min(devices, max(1, device.cores))
-
-
-def _share(device: Device, each: int, workers: int) -> float:
-    """Bandwidth of a worker in parts of the device's: GPUs have their own, CPU slots share the machine's."""
-    return float(each) if device.kind == "gpu" else 1 / workers
 
 
 @dataclass(frozen=True)
@@ -305,6 +201,8 @@ class Plan:
     placement: PlacementPlan
     samples: Samples
     times: Mapping[str, Duration]
+    beside: Mapping[str, Duration]
+    """Of the whole run, beside its steps: the start, evaluations, checkpoints."""
 
     @property
     def phases(self) -> list[str]:
@@ -331,10 +229,10 @@ class Plan:
 
     @property
     def run_seconds(self) -> float | None:
-        """Of all steps, without evaluations; ``None`` where passes over the data say how many there are."""
-        config = self.config
-        passes = getattr(config, "total_epochs", None) or getattr(config, "num_train_epochs", None)
-        return None if passes else config.max_steps * self.step_seconds
+        """Of all steps and what is beside them; ``None`` where passes over the data say how many there are."""
+        if _counts_passes(self.config):
+            return None
+        return self.config.max_steps * self.step_seconds + sum(each.seconds for each in self.beside.values())
 
     @property
     def is_practical(self) -> bool:
@@ -423,7 +321,51 @@ def make_plan(config: PipelineConfig, device: Device, shapes: Mapping[str, Model
     nodes = pretend_nodes(config.num_nodes, config.num_gpus_per_node)
     placement = plan_placement(role_requests(config), nodes)
     times = dict(_times(config, roles, device, samples))
-    return Plan(config, device, roles, memory, placement, samples, times)
+    beside = {} if _counts_passes(config) else dict(_beside(config, roles, device, samples))
+    return Plan(config, device, roles, memory, placement, samples, times, beside)
+
+
+def _counts_passes(config: PipelineConfig) -> bool:
+    return bool(getattr(config, "total_epochs", None) or getattr(config, "num_train_epochs", None))
+
+
+def _beside(
+    config: PipelineConfig, roles: Mapping[str, Role], device: Device, samples: Samples
+) -> Iterator[tuple[str, Duration]]:
+    """What a run does beside its steps."""
+    read = max(role.shape.stored_bytes * role.parameters for role in roles.values())
+    yield "start", Duration(START_SECONDS[device.kind] + read / DISK_BYTES, f"processes, {read / 1e9:.3g} GB to read")
+    steps, every = config.max_steps, config.eval_steps
+    evaluations = config.val_before_train + (steps // every if every else 0)
+    evaluations += bool(config.val_after_train and (not every or steps % every))
+    if evaluations and (one := _evaluation(config, roles, device, samples)) is not None:
+        yield "evaluations", Duration(evaluations * one.seconds, f"{evaluations} times {one.seconds:.3g} s: {one.why}")
+    if config.save_steps is not None:
+        saves = max(1, -(-steps // config.save_steps) if config.save_steps else 1)
+        size = sum(saved_bytes(role) for role in roles.values() if role.trained)
+        rate = device.link if config.async_save else DISK_BYTES * config.num_nodes
+        why = f"{saves} times {size / 1e9:.3g} GB at {rate / 1e9:.3g} GB/s"
+        yield "checkpoints", Duration(saves * size / rate, f"{why}, to host memory" if config.async_save else why)
+
+
+def _evaluation(config: PipelineConfig, roles: Mapping[str, Role], device: Device, samples: Samples) -> Duration | None:
+    """One evaluation; ``None``: nobody waits for it, or the data say how large it is."""
+    rows = config.val_batch_size
+    if rows is None or VAL_INFER in roles:
+        return None
+    if isinstance(config, AgenticConfig):
+        rows = rows * samples.rows // max(1, config.rollout_batch_size)
+    elif isinstance(config, PromptsConfig):
+        rows *= config.num_val_samples
+    held_out = replace(samples, rows=rows, group=1)
+    generator = roles.get("actor_infer")
+    if generator is None:
+        actor = roles["actor_train"]
+        return scoring_time(actor, held_out, device, actor.worker.num_devices)
+    worker = generator.worker
+    return rollout_time(
+        generator, held_out, device, worker.num_workers, worker.num_gpus_per_worker, config.max_running_requests
+    )
 
 
 def model_workers(config: PipelineConfig) -> dict[str, WorkerConfig]:
@@ -542,7 +484,7 @@ def _times(
 ) -> Iterator[tuple[str, Duration]]:
     actor, generator = roles["actor_train"], roles.get("actor_infer")
     if isinstance(config, RLConfig) and generator is not None:
-        yield "sync", sync_time(actor, device)
+        yield "sync", sync_time(actor, device, config.num_nodes)
         worker = generator.worker
         yield (
             "rollout",

@@ -1,6 +1,7 @@
 """Sampling and stop strings: distributions against exact probabilities, the hash against plain integers."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -193,3 +194,24 @@ def test_few_tokens_ask_for_a_look_at_the_text():
     asked = sum(finder.may_end(("</answer>",), token) for token in range(len(tokenizer)))
     assert 0 < asked < 0.25 * len(tokenizer)
     assert not finder.may_end(("</answer>",), len(tokenizer) + 5)  # a model may have more rows than the tokenizer
+
+
+@pytest.mark.parametrize("numbers", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("largest", [1, 50, 512, 513])
+def test_a_small_top_k_sorts_no_vocabulary_and_draws_the_same_to_the_last_bit(largest, numbers, monkeypatch):
+    """bfloat16 has many equal logits, whose order must stay that of a stable sort."""
+    generator = torch.Generator().manual_seed(largest)
+    logits = (torch.randn(24, 2000, generator=generator) * 4).to(numbers)
+    logits[:8, ::3] = float("-inf")
+    top_k = [largest - i % largest for i in range(24)]
+    options = [0.7] * 24, top_k, [1.0 - 0.1 * (i % 3) for i in range(24)], [1.0] * 24, CPU
+    rows = SamplerRows.build(*options, min_p=[0.02 * (i % 2) for i in range(24)])
+    sorts, sort = [], Tensor.sort
+    monkeypatch.setattr(Tensor, "sort", lambda *args, **kwargs: sorts.append(1) or sort(*args, **kwargs))
+    for _ in range(10):
+        uniform = torch.rand(24, generator=generator).clamp(1e-6, 1 - 1e-6)
+        found = sample(logits, rows, uniform)
+        assert bool(sorts) == (largest == 513)
+        expected = sample(logits, replace(rows, most=10**6), uniform)
+        sorts.clear()
+        assert all(one.equal(other) for one, other in zip(found, expected, strict=True))

@@ -14,7 +14,7 @@ from roll.configs.rlvr import RLVRConfig
 from roll.data.templates import ChatTemplate
 from roll.distributed.strategy.base import StrategyContext
 from roll.models.lora import LoraSpec
-from roll.pipeline.roles import Roles, _lora
+from roll.pipeline.roles import Roles, _lora, updates_after_offload
 from roll.pipeline.rollouts import keep_episodes
 from roll.pipeline.session import RunSession
 from tests.unit.pipeline.rlvr.test_metrics import answer, group
@@ -110,3 +110,19 @@ def test_as_many_answers_of_an_evaluation_are_written_as_asked(given, written, t
         assert len(keep_episodes(told, 3, [group(*[answer() for _ in range(70)])])) == 70
         file = session.folder.path / "trajectories" / "eval-00003.jsonl"
         assert len(file.read_text().splitlines() if file.exists() else ()) == len(shown) == written
+
+
+@pytest.mark.parametrize(
+    ("role", "words", "expected"),
+    [
+        ("actor_infer", [], True),
+        ("actor_infer", ["actor_train.model_update_frequency=2"], False),
+        ("actor_infer", ["async_generation_ratio=1", "train_infer_correction.is_weight.enabled=true"], False),
+        ("val_infer", ["async_generation_ratio=1", "train_infer_correction.is_weight.enabled=true"], True),
+        ("actor_infer", ["eval_only=true", "validation={data_args: {file_name: b.jsonl, prompt: q}}"], False),
+        ("actor_infer", [f"{MODEL}.lora_target=all-linear", "~reference"], False),
+        ("reference", [], False),
+    ],
+)
+def test_who_gets_all_weights_before_it_generates_again(role, words, expected, tmp_path):
+    assert updates_after_offload(loaded(tmp_path, *words), role) is expected

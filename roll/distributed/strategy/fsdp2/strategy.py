@@ -9,10 +9,10 @@ ranks split each layer and count as one; with ``model_args.ulysses_size`` they s
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -51,34 +51,80 @@ from roll.models.scoring import TokenScorer
 MIN_BYTES = 2**20
 """Smaller tensors are not worth a transfer."""
 
-Packed: TypeAlias = Tensor | tuple[torch.device, Tensor]
-
 
 class OffloadedActivations(saved_tensors_hooks):
-    """A context for forward passes: large activations saved in it wait in host memory (pinned, beside a GPU)."""
+    """A context for forward passes: large activations saved in it wait in host memory (pinned, beside a GPU).
+
+    On a GPU they travel on a stream of their own. A backward pass that takes one starts the one saved before it.
+    """
 
     def __init__(self) -> None:
-        super().__init__(_pack, _unpack)
+        super().__init__(self._pack, self._unpack)
+        self._away: list[_Away | None] = []
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Away:
+        owner = tensor._base if tensor._base is not None else tensor
+        # Subclasses such as DTensor know their own places.
+        if type(tensor) is not Tensor or isinstance(owner, nn.Parameter) or tensor.nbytes < MIN_BYTES:
+            return tensor
+        if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
+            # A view with gaps or repeated elements, whose strides a copy would not have. Backward passes count on
+            # them: memory-efficient attention pads the rows of its mask, and refuses one without the padding.
+            return tensor
+        away = _Away(tensor, len(self._away))
+        self._away.append(away)
+        return away
+
+    def _unpack(self, packed: Tensor | _Away) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        packed.fetch()
+        self._away[packed.number] = None
+        if packed.number and (before := self._away[packed.number - 1]) is not None:
+            before.fetch()
+        return packed.take()
 
 
-def _pack(tensor: Tensor) -> Packed:
-    owner = tensor._base if tensor._base is not None else tensor
-    # Subclasses such as DTensor know their own places.
-    if type(tensor) is not Tensor or isinstance(owner, nn.Parameter) or tensor.nbytes < MIN_BYTES:
-        return tensor
-    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
-        # A view with gaps or repeated elements, whose strides a copy would not have. Backward passes count on them:
-        # memory-efficient attention pads the rows of its mask, and refuses one without the padding.
-        return tensor
-    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    return tensor.device, host.copy_(tensor, non_blocking=True)
+class _Away:
+    """A tensor in host memory, and its way there and back."""
+
+    def __init__(self, tensor: Tensor, number: int) -> None:
+        self.number = number
+        """Place among those of its forward pass."""
+        self._device = tensor.device
+        self._back: Tensor | None = None
+        self._host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        self._copy(self._host, tensor, tensor)
+
+    def fetch(self) -> None:
+        """Starts the way back, unless it was started."""
+        if self._back is None:
+            self._back = torch.empty_like(self._host, device=self._device)
+            self._copy(self._back, self._host, self._back)
+
+    def take(self) -> Tensor:
+        """The tensor on its device, where ``fetch`` has been called; what runs there from now on waits for it."""
+        assert self._back is not None
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+        back, self._back = self._back, None
+        return back
+
+    def _copy(self, target: Tensor, source: Tensor, on_device: Tensor) -> None:
+        if self._device.type != "cuda":
+            target.copy_(source)
+            return
+        side = _side_stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))  # by then the source is computed, the target free
+        with torch.cuda.stream(side):
+            target.copy_(source, non_blocking=True)
+        on_device.record_stream(side)
+        self._copied = side.record_event()
 
 
-def _unpack(packed: Packed) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
-    device, host = packed
-    return host.to(device, non_blocking=True)
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class Fsdp2Infer(ModuleScorer[Weights]):

@@ -99,11 +99,14 @@ class Weights(ABC):
 
     def spread(self, name: str, kind: str, dtype: torch.dtype) -> ShardLayout:
         share = self.local[name]
+        # With cpu_offload too, weights are made whole on the device: over its links, and where generators are. Moments
+        # are only written to files.
+        device = self.device if kind == MASTER else share.device
 
         def own() -> Tensor:
             return self._kept(name, kind).view(self._unpacked(name, share.shape))
 
-        return ShardLayout(self._unpacked(name, self.shape(name)), dtype, share.device, self._regions(name), own)
+        return ShardLayout(self._unpacked(name, self.shape(name)), dtype, device, self._regions(name), own)
 
     @abstractmethod
     def _regions(self, name: str) -> Sequence[Slice]:

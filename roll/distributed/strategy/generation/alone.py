@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from roll.configs.judge import JudgeEngine
 from roll.configs.worker import WorkerConfig
 from roll.data.requests import Completion, GenerateRequest
 from roll.data.templates import ChatTemplate
-from roll.distributed.strategy import strategy_class
+from roll.distributed.strategy import make_strategy
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.generation.generator import Generator
 from roll.distributed.weights.buckets import pack_buckets
@@ -91,8 +91,7 @@ def local_generator(
         max_running_requests=max_running_requests,
         template=ChatTemplate.of(worker.data_args),
     )
-    strategy = strategy_class(worker.strategy_args.strategy_name)
-    engine = cast("Generator[Any]", strategy(context))
+    engine: Generator[Any] = make_strategy(context)
     try:
         engine.setup()
         if lora is not None:

@@ -147,6 +147,8 @@ class Generator(ABC, Generic[PlanT]):
     """
 
     name: ClassVar[str]
+    drops_weights: bool = False
+    """Weights that leave the device are lost, as they are sent again before the next use."""
     can_offload: bool = True
     """``offload`` frees device memory; otherwise it only holds the requests."""
     vocab_size: int
@@ -168,6 +170,8 @@ class Generator(ABC, Generic[PlanT]):
         """Those of them that the engine has."""
         self._given_up: set[str] = set()
         """Those of them that were aborted before the engine had them."""
+        self._lost_weights = False
+        """They were dropped, and not sent again yet."""
         self._draining = False
         """Nothing more is begun before the next update."""
         self._holds: set[str] = set()
@@ -343,14 +347,23 @@ class Generator(ABC, Generic[PlanT]):
                 )
             self._hold("offload").result()
             self.move_out(leaving).result()
+            self._lost_weights |= self.drops_weights and States.WEIGHTS in leaving
 
     def onload(self, what: States) -> None:
-        """Takes weights or cache back to the device; requests go on when nothing is away any more."""
+        """Takes weights or cache back to the device; requests go on when nothing is away any more.
+
+        Raises:
+            RuntimeError: they would go on with weights that were dropped.
+        """
         with self._exclusive:
             coming = self._states.come_back(what)
             if not coming:
                 return
             self._check_alive()
+            if self._lost_weights and not self._states.away:
+                raise RuntimeError(
+                    f"{self.context.role}: its weights were dropped; expected an update before it goes on"
+                )
             self.move_in(coming).result()
             # An engine may go on by itself once all is back: it is told what holds now in any case.
             (self._hold("offload") if self._states.away else self._release("offload")).result()
@@ -458,7 +471,7 @@ class Generator(ABC, Generic[PlanT]):
                 await asyncio.to_thread(self._stop, f"failed in a weight update: {type(error).__name__}: {error}")
                 raise EngineStoppedError(f"the generation engine {self._stopped}") from error
             self.weight_version = version
-            self._draining = False
+            self._lost_weights = self._draining = False
             await asyncio.wrap_future(self._release("update"))
         finally:
             self._exclusive.release()

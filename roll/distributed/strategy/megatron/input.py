@@ -41,11 +41,19 @@ class Rounding:
     sharing: bool = False
     """Micro-batches in which that saves enough hold common prompts once; not with context parallelism."""
 
+    gemm_rows: int = 1
+    """Divisor of the tokens on each rank, for products in fp8."""
+
     @property
     def unit(self) -> int:
         """Divisor of every sequence's length, so that every rank holds equally many positions."""
         size = self.context_size
         return self.tensor_size if size == 1 else math.lcm(2 * size, size * self.tensor_size)
+
+    @property
+    def row_unit(self) -> int:
+        """Divisor of a row's columns; a packed row ends with a sequence of padding where its own do not fill it."""
+        return math.lcm(self.unit, self.gemm_rows * self.context_size * self.tensor_size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,11 +109,11 @@ class MegatronInput:
 def grid_shape(micro_batch: Batch, rounding: Rounding) -> tuple[int, int]:
     """Rows and columns of the micro-batch's grid."""
     if rounding.sharing and worth_sharing(micro_batch):
-        return 1, _round_up(SharedPrompts.find(micro_batch).num_tokens(micro_batch), rounding.unit)
+        return 1, _round_up(SharedPrompts.find(micro_batch).num_tokens(micro_batch), rounding.row_unit)
     if rounding.packing:
-        return 1, sum(_padded_lengths(micro_batch, rounding))
+        return 1, _round_up(sum(_padded_lengths(micro_batch, rounding)), rounding.row_unit)
     width = int(micro_batch.lengths_B.max())
-    return micro_batch.num_sequences, _round_up(width, math.lcm(rounding.round_to, rounding.unit))
+    return micro_batch.num_sequences, _round_up(width, math.lcm(rounding.round_to, rounding.row_unit))
 
 
 def lay_out(micro_batch: Batch, rounding: Rounding, shape: tuple[int, int] | None = None) -> MegatronInput:
@@ -113,7 +121,7 @@ def lay_out(micro_batch: Batch, rounding: Rounding, shape: tuple[int, int] | Non
 
     Args:
         shape: of the grid, where all micro-batches need the same; at least ``grid_shape``, columns a multiple of
-            ``rounding.unit``. ``None``: its own.
+            ``rounding.row_unit``. ``None``: its own.
     """
     rows, columns = shape or grid_shape(micro_batch, rounding)
     if rounding.sharing and worth_sharing(micro_batch):

@@ -322,6 +322,7 @@ def transformer_config(
     }
     fields = {f.name for f in dataclasses.fields(TransformerConfig)}
     arguments |= {name: value for name, value in options.engine_arguments().items() if name in fields}
+    arguments["moe_grouped_gemm"] = groups_experts(context, converted, options, dtype)
     if engine:
         asked = ATTENTION.get(context.worker.model_args.attn_implementation, "auto")
         arguments["attention_backend"] = AttnBackend[options.attention_backend or asked]
@@ -340,9 +341,46 @@ def uses_transformer_engine(context: StrategyContext, converted: MegatronModelCo
     With a LoRA adapter neither: its layers normalise inside what the adapter reads the inputs of. Nor are models with
     something that was compared in Megatron's own modules alone.
     """
-    installed = importlib.util.find_spec("transformer_engine") is not None
-    able = torch.cuda.is_available() and installed and not converted.own_modules
+    return _has("transformer_engine") and _suits_transformer_engine(context, converted, dtype)
+
+
+def _suits_transformer_engine(context: StrategyContext, converted: MegatronModelConfig, dtype: torch.dtype) -> bool:
+    able = torch.cuda.is_available() and not converted.own_modules
     return able and dtype != torch.float32 and context.lora is None
+
+
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def without_transformer_engine(
+    context: StrategyContext, converted: MegatronModelConfig, dtype: torch.dtype
+) -> str | None:
+    """What the lack of TransformerEngine costs a model that could use it; ``None``: it is there, or of no use."""
+    if _has("transformer_engine") or not _suits_transformer_engine(context, converted, dtype):
+        return None
+    return (
+        f"{context.role}: TransformerEngine is not installed, so layers are Megatron's own: norms and products are "
+        "separate kernels, attention runs on one sequence of a packed row after another and waits for the GPU in "
+        "every layer, and context parallelism gathers all keys and values. fp8, attention_backend and "
+        "recompute_modules moe_act are refused, and so is moe_grouped_gemm: true without the package grouped_gemm. "
+        "docs/running_on_gpus.md says how to install it"
+    )
+
+
+def groups_experts(
+    context: StrategyContext, converted: MegatronModelConfig, options: MegatronConfig, dtype: torch.dtype
+) -> bool:
+    """Tells whether one grouped product computes a layer's experts."""
+    if options.moe_grouped_gemm != "auto":
+        return options.moe_grouped_gemm
+    can_add_biases = not converted.family.experts.biased
+    return bool(converted.num_experts) and can_add_biases and _can_group(context, converted, dtype)
+
+
+def _can_group(context: StrategyContext, converted: MegatronModelConfig, dtype: torch.dtype) -> bool:
+    kernels = torch.cuda.is_available() and _has("grouped_gemm") and dtype == torch.bfloat16
+    return kernels or uses_transformer_engine(context, converted, dtype)
 
 
 def _recompute(context: StrategyContext, options: MegatronConfig, *, trained: bool) -> dict[str, Any]:
@@ -462,11 +500,14 @@ def _machine_problems(
     context: StrategyContext, converted: MegatronModelConfig, options: MegatronConfig, dtype: torch.dtype
 ) -> Iterator[ConfigProblem]:
     """Options for which this machine has not the kernels."""
-    kernels = torch.cuda.is_available() and importlib.util.find_spec("grouped_gemm") is not None
     engine = uses_transformer_engine(context, converted, dtype)
-    if options.moe_grouped_gemm and not engine and not (kernels and dtype == torch.bfloat16):
+    if options.moe_grouped_gemm is True and not _can_group(context, converted, dtype):
         needs = "a GPU, TransformerEngine without lora_target (or grouped_gemm) and dtype bf16"
-        yield options.problem("moe_grouped_gemm", f"false without {needs}")
+        yield options.problem("moe_grouped_gemm", f"auto or false without {needs}")
+    if "moe_act" in (options.recompute_modules or ()) and not groups_experts(context, converted, options, dtype):
+        yield options.problem("recompute_modules", "no moe_act where moe_grouped_gemm is not possible")
+    if options.fp8 and not engine:
+        yield options.problem("fp8", "null without a GPU, TransformerEngine and dtype bf16, and with lora_target")
     if options.attention_backend not in (None, "auto") and not engine:
         needs = "a GPU, TransformerEngine and dtype bf16, and with lora_target"
         yield options.problem("attention_backend", f"null without {needs}")

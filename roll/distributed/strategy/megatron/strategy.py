@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import os
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -39,6 +39,7 @@ from roll.distributed.strategy.megatron.model import (
     MegatronModel,
     build_model,
     join_parallel_state,
+    without_transformer_engine,
 )
 from roll.distributed.strategy.megatron.optimizer import MegatronAdam, wrap_for_data_parallelism
 from roll.distributed.strategy.megatron.routing import ExpertRouting
@@ -66,6 +67,8 @@ from roll.models.loading import check_rope, load_config, make_skeleton, resolve_
 from roll.models.own_forward import OwnForward
 from roll.models.scoring import BOUNDS
 
+logger = logging.getLogger(__name__)
+
 
 class MegatronInfer(Scorer):
     """Computes log-probs with a model that is distributed as ``strategy_config`` says."""
@@ -77,8 +80,6 @@ class MegatronInfer(Scorer):
     def setup(self) -> RankInfo:
         context = self.context
         require_engine("megatron.core", extra="megatron", strategy=context.worker.strategy_args.strategy_name)
-        # Megatron-Core orders a layer's communication before its computation by having one queue of CUDA's.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         self.device = join_group(context, alone=True)
         ignore_renamed_collectives()
         redirect_to_cpu()
@@ -94,6 +95,8 @@ class MegatronInfer(Scorer):
             raise ValueError(f"{context.role}: training in fp16 needs loss scaling; expected bf16 or fp32")
         self._source = open_source(context)
         self.model = build_model(context, hf_config, self.options, self._model_dtype, trained=self._trained)
+        if context.rank == 0 and (loss := without_transformer_engine(context, self.model.converted, self._model_dtype)):
+            logger.warning(loss)
         self.shares_prompts = context.worker.share_prompts and self.model.takes_plans
         if context.lora is not None:
             add_adapter(self.model, context, context.lora, self.options)
@@ -219,6 +222,7 @@ class MegatronInfer(Scorer):
             parallel_state.get_context_parallel_rank(),
             options.context_parallel_size,
             limits.sharing,
+            options.gemm_rows,
         )
         if options.virtual_stages:
             blank = take_micro_batch(micro_batches[0], [], 0)

@@ -42,6 +42,7 @@ from roll.distributed.weights.adapters import peft_config
 from roll.distributed.weights.buckets import as_tensor, pack_buckets
 from roll.distributed.weights.contents import Lender, WeightBucket, renamed
 from roll.distributed.weights.receiver import on_device
+from roll.distributed.weights.segments import EXPANDABLE, own_copy, without_expandable_segments
 from roll.models.lora import adapted_names
 from roll.models.tokenizer import locate_model
 
@@ -66,6 +67,7 @@ CONTEXT_MARGIN = 8  # SGLang leaves the last positions of its context empty
 MEMORY = {States.WEIGHTS: ("weights",), States.CACHE: ("kv_cache", "cuda_graph")}  # SGLang's names
 HOLD = "generator"  # the reason that the engine's process knows for all holds of this side
 ENGINE = "sglang"  # who reads the buckets, as one
+STREAM_INTERVAL = 16  # tokens that cross SGLang's three processes at once; only an abort of what is paused loses some
 ADAPTERS = 3  # in one batch: none, the old one of requests in flight, and the new one
 
 
@@ -99,6 +101,7 @@ class SglangStrategy(ScoringGenerator[dict[str, str]]):
         self._outline = ModelOutline(context)
         self.vocab_size = self._outline.vocab_size
         self._outline.check_role(context)
+        self.drops_weights = not keeps_weights(context, self._outline) and self.can_offload
         if self._on_cpu:
             cpu.check_tensor_parallel(self._outline.text_config, self._tp_size, lora=context.lora is not None)
         started = time.monotonic()
@@ -220,7 +223,7 @@ class SglangStrategy(ScoringGenerator[dict[str, str]]):
             place = await asyncio.to_thread(self._lender.lend, bucket, [ENGINE])
             await self._do("load", place.path, len(bucket.data), staged)
             return
-        block = as_tensor(bucket.data).clone()  # memory that came from another process cannot be handed on
+        block = own_copy(as_tensor(bucket.data))
         description = json.dumps({"path": None, "tensors": staged})
         payloads = [_shared([(description, block)]) for _ in range(self._tp_size)]
         await self._do("load_shared", payloads)
@@ -246,7 +249,17 @@ class SglangStrategy(ScoringGenerator[dict[str, str]]):
             wanted |= cpu.environment(self._tp_size)
         if locate_model(self.context.model_path)[1]:
             wanted["HF_HUB_OFFLINE"] = "1"
-        return wanted | {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "VIRTUAL_ENV")}
+        given = {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "VIRTUAL_ENV")}
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            if EXPANDABLE in given.get(name, ""):
+                given[name] = without_expandable_segments(given[name])
+                logger.warning(
+                    "%s: %s: SGLang's processes run without %s, with which it cannot free memory between steps",
+                    self.context.role,
+                    name,
+                    EXPANDABLE,
+                )
+        return wanted | given
 
 
 def engine_arguments(
@@ -266,6 +279,7 @@ def engine_arguments(
         "max_total_tokens": config.max_total_tokens,
         "load_format": config.load_format,
         "disable_radix_cache": config.disable_radix_cache,
+        "stream_interval": STREAM_INTERVAL,
         "log_level": "error",
         "trust_remote_code": context.worker.model_args.trust_remote_code,
     }
@@ -280,8 +294,13 @@ def engine_arguments(
         arguments |= cpu.ENGINE_OPTIONS
         arguments["max_total_tokens"] = config.max_total_tokens or _cpu_cache_tokens(context, outline)
     else:
-        arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+        arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": keeps_weights(context, outline)}
     return arguments | (config.model_extra or {})
+
+
+def keeps_weights(context: StrategyContext, outline: ModelOutline) -> bool:
+    """Tells whether weights that leave the device wait in host memory, as no update may follow, or not of all."""
+    return not (context.updated_after_offload and outline.is_language_model)
 
 
 def _cpu_cache_tokens(context: StrategyContext, outline: ModelOutline) -> int:

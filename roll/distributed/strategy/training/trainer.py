@@ -230,9 +230,10 @@ def join_group(context: StrategyContext, *, alone: bool) -> torch.device:
         dist.init_process_group(backend, address, timeout, rank=context.rank, world_size=context.world_size)
     elif alone:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if device.type == "cuda" and dist.is_initialized():
+    if dist.is_initialized():
         # nccl makes a group's communicator in its first collective, in which every rank must take part. Weights travel
-        # between some ranks only, and may be the first to be sent (Megatron has groups of its own for all else).
+        # between some ranks only, and may be the first to be sent (Megatron has groups of its own for all else). On a
+        # CPU it costs nothing, and the tests find out there whether all ranks do what nccl needs.
         dist.all_reduce(torch.zeros(1, device=device))
     return device
 

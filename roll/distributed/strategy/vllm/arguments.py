@@ -65,6 +65,7 @@ def engine_arguments(
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": config.enable_prefix_caching,
         "quantization": config.quantization,
+        "enable_expert_parallel": config.enable_expert_parallel,
         "logprobs_mode": "raw_logprobs",
         "worker_extension_cls": "roll.distributed.strategy.vllm.worker.WorkerExtension",
         "disable_log_stats": True,
@@ -78,6 +79,10 @@ def engine_arguments(
         if room is None:
             raise ValueError(f"lora_rank: {context.lora.rank}, expected at most {LORA_RANKS[-1]} with vllm")
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+    if config.kv_transfer_config is not None:
+        from vllm.config import KVTransferConfig
+
+        arguments["kv_transfer_config"] = KVTransferConfig(**config.kv_transfer_config)
     if config.block_size is not None:  # vLLM takes no other size for one that is given
         arguments["block_size"] = config.block_size
     if on_cpu:

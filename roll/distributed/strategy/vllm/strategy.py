@@ -45,7 +45,7 @@ from roll.distributed.weights.adapters import peft_config
 from roll.distributed.weights.buckets import as_tensor
 from roll.distributed.weights.contents import Lender, WeightBucket, renamed
 from roll.distributed.weights.receiver import on_device
-from roll.distributed.weights.segments import collect_on_gpu, share_on_gpu
+from roll.distributed.weights.segments import collect_on_gpu, own_copy, share_on_gpu
 from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
 
 if TYPE_CHECKING:
@@ -148,6 +148,8 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
             wanted = f"at least sequence_length ({context.sequence_length})"
             raise ValueError(f"strategy_config.max_model_len: {longest}, expected {wanted}")
         self._outline.check_role(context)
+        plain = self._outline.is_language_model and self._config.quantization is None
+        self.drops_weights = context.updated_after_offload and self.can_offload and plain
         self._loop = EngineLoop(f"vllm-{context.role}-{context.rank}")
         try:
             self._loop.submit(self._start()).result()
@@ -340,7 +342,7 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
         """Hands one bucket to the workers: through memory that they map, or as a handle to the device's."""
         staged = renamed(bucket.outline.contents, names)
         if on_device(bucket):
-            block = as_tensor(bucket.data).clone()  # memory that came from another process cannot be handed on
+            block = own_copy(as_tensor(bucket.data))
             handles = [share_on_gpu(block) for _ in range(self._num_processes)]
             await self._rpc("roll_load_weights_from_device", handles, block.device.index, staged)
             return
@@ -379,13 +381,13 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
         await self._engine.abort([state.request_id for state in waiting], internal=True)
         # Old entries could not be found any more; without running requests the reset also frees them at once.
         if recompute_kv or not self._open:
-            await self._engine.reset_prefix_cache(reset_running_requests=recompute_kv)
+            await self._engine.reset_prefix_cache(reset_running_requests=recompute_kv, reset_connector=recompute_kv)
 
     async def _sleep(self, leaving: States) -> None:
         if self._on_cpu:
             return
-        # Level 2 would drop the weights, which nobody promises to send again before the next request.
-        await self._engine.sleep(level=1, mode="keep")
+        drops = self.drops_weights and States.WEIGHTS in leaving
+        await self._engine.sleep(level=2 if drops else 1, mode="keep")  # 1 copies the weights to host memory
         if States.WEIGHTS not in leaving:  # vLLM only frees a cache alone that no request uses
             await self._engine.wake_up([MEMORY[States.WEIGHTS]])
 

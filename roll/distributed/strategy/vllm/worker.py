@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 
+SCORED_LOGITS = 2**25
+"""Logits of prompts that are computed at once: half a GiB with what follows from them."""
 FIRST_TEMPERATURE, FIRST_TOP_K = "roll_first_token_temperature", "roll_first_token_top_k"
 """Names in a request's ``extra_args``."""
 
@@ -154,24 +156,42 @@ def score_prompts(runner: Any, scoring: PromptScoring) -> None:
 
     vLLM has no temperature for prompts, and of tokens beyond the top ones it says nothing. It asks its sampler's two
     methods for prompts and for sampled tokens alike; while prompts are scored they are others.
+
+    vLLM computes the logits of all tokens of a step that are a prompt's, for which its profile of memory has left no
+    room. Here they are computed for some tokens after others: at least as many as it samples at once, which it knows.
     """
     sampler, ask = runner.sampler, runner._get_prompt_logprobs_dict
-
-    def gather(logprobs_LV: Tensor, _: int, token_L: Tensor) -> Any:
-        from vllm.v1.outputs import LogprobsTensors
-
-        ids_LW, values_LW = scoring.told(logprobs_LV)
-        own_L1 = token_L[:, None]
-        ids = torch.cat([own_L1.int(), ids_LW], dim=1)
-        return LogprobsTensors(
-            ids, torch.cat([logprobs_LV.gather(1, own_L1), values_LW], dim=1), torch.zeros_like(token_L)
-        )
+    at_once = max(runner.max_num_reqs, SCORED_LOGITS // runner.model_config.get_vocab_size())
 
     def scored(*args: Any, **kwargs: Any) -> Any:
-        with replaced(sampler, compute_logprobs=scoring.logprobs, gather_logprobs=gather):
+        from vllm.v1.outputs import LogprobsTensors
+
+        compute_logits = runner.model.compute_logits
+
+        def gather(hidden_LH: Tensor, _: int, token_L: Tensor) -> Any:
+            parts = zip(hidden_LH.split(at_once), token_L.split(at_once), strict=True)
+            ids, values = zip(*(of_tokens(compute_logits(hidden), token) for hidden, token in parts), strict=True)
+            return LogprobsTensors(torch.cat(ids), torch.cat(values), torch.zeros_like(token_L))
+
+        with (
+            replaced(runner.model, compute_logits=_unchanged),
+            replaced(sampler, compute_logprobs=_unchanged, gather_logprobs=gather),
+        ):
             return ask(*args, **kwargs)
 
+    def of_tokens(logits_LV: Tensor, token_L: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs_LV, own_L1 = scoring.logprobs(logits_LV), token_L[:, None]
+        ids_LW, values_LW = scoring.told(logprobs_LV)
+        return (
+            torch.cat([own_L1.int(), ids_LW], dim=1),
+            torch.cat([logprobs_LV.gather(1, own_L1), values_LW], dim=1),
+        )
+
     runner._get_prompt_logprobs_dict = scored
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def sample_first_tokens_apart(sampler: Any, requests: Callable[[], Iterable[Any]]) -> None:

@@ -13,10 +13,14 @@ import pytest
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.engines import ENGINES, card_of, cards, strategy_names
+from roll.configs.engines.megatron import MegatronConfig
 from roll.configs.engines.sglang import package_folder
 from roll.configs.loader import validate
 from roll.configs.problems import ConfigErrors
-from roll.distributed.strategy import strategy_class
+from roll.configs.worker import StrategyArguments, WorkerConfig
+from roll.distributed.strategy import make_strategy, strategy_class
+from roll.distributed.strategy.base import StrategyContext
+from roll.distributed.strategy.vllm.arguments import COMMON_ENVIRONMENT, CPU_ENVIRONMENT
 from roll.preflight.choices import CHECKS, describe_options
 from tests.support.absence import ENGINES as ENGINE_PACKAGES
 from tests.support.absence import hide
@@ -173,3 +177,26 @@ def test_the_arguments_that_are_shipped_are_those_of_the_pinned_version(compared
     if compared[engine].startswith("not compared"):
         pytest.skip(compared[engine])
     assert compared[engine] == "current"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "given", "expected"),
+    [
+        ({"tensor_model_parallel_size": 2}, None, "1"),
+        ({"context_parallel_size": 2}, None, "1"),
+        ({"tensor_model_parallel_size": 2}, "8", "8"),
+        ({"pipeline_model_parallel_size": 2}, None, None),
+    ],
+)
+def test_a_worker_has_the_variables_that_its_library_counts_on(sizes, given, expected, monkeypatch):
+    monkeypatch.setattr("roll.distributed.strategy.strategy_class", lambda name: lambda context: context)
+    monkeypatch.setattr(os, "environ", {} if given is None else {"CUDA_DEVICE_MAX_CONNECTIONS": given})
+    worker = WorkerConfig(strategy_args=StrategyArguments(strategy_name="megatron_train", strategy_config=sizes))
+    make_strategy(StrategyContext(worker, "actor_train", "model"))
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
+
+
+def test_variables_that_workers_get_are_documented():
+    page = (ROLL.parent / "docs" / "running_on_gpus.md").read_text(encoding="utf-8")
+    shared = card_of("megatron_train").environment(MegatronConfig(tensor_model_parallel_size=2))  # type: ignore[union-attr]
+    assert [name for name in {**shared, **COMMON_ENVIRONMENT, **CPU_ENVIRONMENT} if f"`{name}`" not in page] == []

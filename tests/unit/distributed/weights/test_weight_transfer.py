@@ -40,7 +40,15 @@ from roll.distributed.weights.contents import (
     WeightBucket,
 )
 from roll.distributed.weights.receiver import UpdateStream, WeightReceiver
-from roll.distributed.weights.segments import SegmentPool, SegmentReader, SharedMemory, open_on_gpu, share_on_gpu
+from roll.distributed.weights.segments import (
+    SegmentPool,
+    SegmentReader,
+    SharedMemory,
+    open_on_gpu,
+    own_copy,
+    plain_gpu_memory,
+    share_on_gpu,
+)
 from roll.distributed.weights.sender import Link, Route, TransferRequest, TransferResult, plan_link, plan_routes
 from roll.distributed.weights.sync import WeightSync
 
@@ -713,3 +721,24 @@ async def test_a_first_update_that_is_refused_or_damaged_teaches_nothing():
         await stream.open(aiter(Source(damaged)))
     _, names = await stream.open(aiter(Source(on_host())))
     assert names.keys() == SHAPES.keys()
+
+
+def test_memory_for_cuda_ipc_lies_in_no_expandable_segment():
+    """On a CPU the settings are parsed and kept as on a GPU; here they are those of a user."""
+    settings, seen = torch._C._accelerator_getAllocatorSettings(), []
+
+    class Watched(Tensor):
+        def clone(self, *args: Any, **kwargs: Any) -> Tensor:
+            seen.append(torch._C._accelerator_getAllocatorSettings())
+            return Tensor(3)
+
+    try:
+        for given in ("expandable_segments:True,max_split_size_mb:512", "max_split_size_mb:512"):
+            torch._C._accelerator_setAllocatorSettings(given)
+            own_copy(torch.empty(3).as_subclass(Watched))
+            with pytest.raises(KeyError), plain_gpu_memory():
+                raise KeyError
+            assert torch._C._accelerator_getAllocatorSettings() == given
+        assert seen == ["expandable_segments:False,max_split_size_mb:512", "max_split_size_mb:512"]
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)

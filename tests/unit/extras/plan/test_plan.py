@@ -1,5 +1,6 @@
 """What ``roll plan`` computes, beside what PyTorch and the engines do."""
 
+import importlib
 import json
 import os
 import shutil
@@ -34,14 +35,17 @@ from roll.extras.plan.memory import (
     kept_per_token,
     trainer_memory,
 )
-from roll.extras.plan.plan import Samples, rollout_time, shared_share, training_time
+from roll.extras.plan.times import Samples, matrix_share, rollout_time, shared_share, sync_time, training_time
 from roll.extras.plan.work import Layout, Lengths, Role
 from roll.models import scoring
 from roll.models.freezing import freeze
 from roll.models.lora import LoraSpec, inject_adapter
+from roll.models.planned_attention import find_state_layers
 from roll.models.shapes import KNOWN, ModelShape
 from roll.models.tiny import make_tokenizer
 from roll.utils.gpus import GPUS
+from tests.support.families import tiny_config, tiny_model
+from tests.support.known_families import KNOWN as KNOWN_FAMILIES
 from tests.support.sizes import sizes
 
 SIZES: dict[str, Any] = sizes(96, 32, 48, 2, 4, 2)
@@ -53,6 +57,17 @@ MIXTURE = {
     "decoder_sparse_step": 1,
     "norm_topk_prob": True,
 }
+ROUTED = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT = {"kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
+EXTRA = {"qwen2_moe": MIXTURE, "qwen3_moe": MIXTURE, "deepseek_v3": ROUTED | LATENT, "glm4_moe": ROUTED}
 QWEN_7B = {
     "model_type": "qwen2",
     **sizes(152064, 3584, 18944, 28, 28, 4),
@@ -70,8 +85,7 @@ def make_role(config: dict[str, Any], lora: tuple[str, ...] = (), trained: bool 
 @pytest.mark.parametrize("kind", KNOWN)
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_are_those_of_the_model(kind, tied):
-    mixture = MIXTURE if kind.endswith("_moe") else {}
-    config = AutoConfig.for_model(kind, **SIZES, **mixture, tie_word_embeddings=tied, pad_token_id=None)
+    config = AutoConfig.for_model(kind, **SIZES, **EXTRA.get(kind, {}), tie_word_embeddings=tied, pad_token_id=None)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shape = ModelShape.of(config.to_dict())
@@ -170,6 +184,35 @@ def test_the_cache_is_as_large_as_hf_infer_makes_it():
     assert memory.resident["kv cache"] == held
 
 
+@pytest.mark.parametrize(
+    "name", ["qwen3", "deepseek_v3", "qwen3_next", "qwen3_5", "granite_hybrid", "falcon_h1", "nemotron_h"]
+)
+def test_keys_values_and_states_are_what_a_model_keeps(name):
+    """In bf16, of two sequences."""
+    known = KNOWN_FAMILIES[name]
+    config = tiny_config(known.model_type, vocab_size=96, num_hidden_layers=known.layers, **known.config)
+    model = tiny_model(config).bfloat16().eval()
+    shape = ModelShape.of(config.to_dict())
+    sizes = {}
+    for tokens in (8, 16):
+        with torch.no_grad():
+            cache = model(torch.zeros(2, tokens, dtype=torch.int64), use_cache=True).past_key_values
+        states = [part for layer in cache.layers for part in vars(layer).values()]
+        parts = [each for part in states for each in (part.values() if isinstance(part, dict) else [part])]
+        sizes[tokens] = sum(each.nbytes for each in parts if isinstance(each, torch.Tensor) and each.ndim > 1)
+    assert (sizes[16] - sizes[8]) // 16 == shape.kv_bytes(2)
+    assert sizes[8] - 16 * shape.kv_bytes(2) == 2 * shape.states.num_bytes(2)
+    assert bool(find_state_layers(model)) == bool(shape.states.layers)
+
+
+def test_a_batch_reads_the_experts_that_its_tokens_choose():
+    config = json.loads(json.dumps(QWEN_7B)) | {"model_type": "deepseek_v3"} | ROUTED | LATENT
+    shape = ModelShape.of(config)
+    assert shape.kv_bytes(2) == 2 * 28 * (12 + 4)
+    assert shape.touched(1) == shape.active and shape.active < shape.touched(4) < shape.touched(64)
+    assert shape.touched(10_000) == pytest.approx(shape.trunk - shape.embedding)
+
+
 AROUND = Surroundings(process=0, lengths=Lengths(1024, 512))
 
 
@@ -191,7 +234,7 @@ def test_what_saves_memory_saves_it_in_its_part():
 
 
 def test_times_follow_from_counts_and_rates():
-    role, device = make_role(QWEN_7B), GPUS["H100"]
+    role, device = make_role(QWEN_7B), replace(GPUS["H100"], efficiency=0.4)
     samples = Samples(rows=64, prompt=512, answer=512, group=8)
     train = training_time(role, samples, device, 8)
     parameters, tokens = role.shape.parameters, samples.tokens
@@ -201,7 +244,38 @@ def test_times_follow_from_counts_and_rates():
     fast = rollout_time(role, samples, device, 8, 1, 128)
     assert fast.seconds < slow.seconds < 2.01 * fast.seconds and "bandwidth" in fast.why
     least = 512 * 2 * (parameters - role.shape.embedding) / (0.6 * 3350e9)  # every token reads all weights
-    assert least < fast.seconds < 1.5 * least
+    assert least < fast.seconds < 1.8 * least  # and around each layer something else
+    near, far = (rollout_time(role, samples, device, 1, each, 128).seconds for each in (8, 16))
+    assert near < far  # sums between machines cost more than the bandwidth that they bring
+
+
+def test_times_by_width_stages_and_network():
+    shape, device, samples = ModelShape.of(QWEN_7B), GPUS["H100"], Samples(64, 512, 512)
+    narrow = replace(shape, hidden=shape.hidden // 4, inner=shape.inner // 4)
+    assert 0.05 < matrix_share(narrow, device) < matrix_share(shape, device) / 2 < 0.2
+    assert matrix_share(narrow, replace(device, efficiency=0.3)) == 0.3
+
+    def seconds(stages: int) -> float:
+        strategy = {
+            "strategy_name": "megatron_train",
+            "strategy_config": {"pipeline_model_parallel_size": stages},
+        }
+        training = {"gradient_accumulation_steps": 4}
+        role = make_role(QWEN_7B, world_size=4, strategy_args=strategy, training_args=training)
+        return training_time(role, samples, device, 4).seconds
+
+    assert seconds(4) == pytest.approx(seconds(1) * (1 + 3 / 4))
+    role = make_role(QWEN_7B, model_args={"dtype": "bf16"})
+    assert sync_time(role, device, nodes=2).seconds == pytest.approx(2 * role.parameters / 20e9)
+
+
+def test_the_page_of_published_speeds_is_up_to_date_and_most_forecasts_are_near(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[4] / "scripts")
+    script = importlib.import_module("generate_forecast_docs")
+    assert script.FILE.read_text(encoding="utf-8") == script.page(script.FILE.read_text()), "run `make docs`"
+    others = [row for row in script.ROWS if not row.calibrates and row.source != script.OWN]
+    assert len(others) >= len(script.ROWS) / 2
+    assert all(1 / 1.5 < script.forecast(row) / row.tokens_per_s < 1.5 for row in others)
 
 
 @pytest.mark.parametrize(
@@ -338,6 +412,49 @@ def test_advice_is_what_the_plan_with_it_says(capsys):
     code = main([*command, *last["overrides"]])
     again = json.loads(capsys.readouterr().out)
     assert max(place["needed"] for place in again["places"]) == last["needed"] and code == int(not last["fits"])
+
+
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        (["rlvr_math", "--devices", "H100"], {"disable_gradient_checkpointing", "max_tokens_per_microbatch_in_train"}),
+        (
+            ["rlvr_math_qwen2.5_0.5b", "--devices", "L40S"],
+            {"tensor_model_parallel_size", "gradient_accumulation_steps"},
+        ),
+        (
+            [
+                *("rlvr_math", "actor_train.model_args={lora_target: all-linear, dtype: bf16}", "--devices", "H100"),
+                *("actor_train.max_tokens_per_microbatch_in_train=5120", "actor_infer.model_args.dtype=bf16"),
+                "actor_train.max_tokens_per_microbatch_in_infer=5120",
+                *("prompt_length=1024", "response_length=4096", "sequence_length=5120"),
+            ],
+            {"max_running_requests"},
+        ),
+    ],
+    ids=["two changes", "tensor parallel", "fewer requests"],
+)
+def test_the_smallest_change_that_makes_it_fit_is_named_and_does(words, changed, seven_billion, capsys):
+    command = ["plan", words[0], seven_billion, *words[1:]]
+    assert main(command) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "the smallest change" in line]
+    overrides = line.partition("fit: ")[2].split(" ")
+    assert {word.partition("=")[0].rpartition(".")[2] for word in overrides} == changed
+    assert main([*command, *overrides]) == 0
+
+
+def test_the_run_has_a_start_evaluations_and_checkpoints(seven_billion, capsys):
+    words = ["plan", "rlvr_math", seven_billion, "actor_train.model_args.dtype=bf16", "max_steps=100", "eval_steps=30"]
+    main([*words, "save_steps=40", "--devices", "H200", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    beside = told["beside_seconds"]
+    parameters = ModelShape.of(QWEN_7B).parameters
+    assert beside["checkpoints"] == pytest.approx(3 * 12 * parameters / 1e9)  # after 40, 80 and 100 steps
+    assert beside["start"] == pytest.approx(90 + 2 * parameters / 1e9)
+    assert told["run_seconds"] == pytest.approx(100 * told["step_seconds"] + sum(beside.values()))
+    main([*words, "eval_steps=0", "val_after_train=false", "save_steps=null", "--devices", "H200", "--json"])
+    once = json.loads(capsys.readouterr().out)["beside_seconds"]
+    assert beside["evaluations"] == pytest.approx(5 * once["evaluations"]) and "checkpoints" not in once
 
 
 @pytest.mark.parametrize(

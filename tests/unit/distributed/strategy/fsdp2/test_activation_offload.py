@@ -7,17 +7,23 @@ from roll.distributed.strategy.fsdp2 import strategy
 from roll.distributed.strategy.fsdp2.strategy import OffloadedActivations
 
 
-def test_gradient_is_the_same_and_parameters_stay(monkeypatch):
+def test_gradient_is_the_same_parameters_stay_and_each_one_fetches_the_one_before(monkeypatch):
     monkeypatch.setattr(strategy, "MIN_BYTES", 0)
-    moved: list[torch.Size] = []
-    unpack = strategy._unpack
+    order: list[tuple[str, int]] = []
+    shapes: set[tuple[int, ...]] = set()
 
-    def counted(packed: strategy.Packed) -> torch.Tensor:
-        if not isinstance(packed, torch.Tensor):
-            moved.append(packed[1].shape)
-        return unpack(packed)
+    class Watched(strategy._Away):
+        def fetch(self) -> None:
+            if self._back is None:
+                order.append(("fetch", self.number))
+            super().fetch()
 
-    monkeypatch.setattr(strategy, "_unpack", counted)
+        def take(self) -> torch.Tensor:
+            order.append(("take", self.number))
+            shapes.add(tuple(self._host.shape))
+            return super().take()
+
+    monkeypatch.setattr(strategy, "_Away", Watched)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4), nn.LayerNorm(4))
     inputs = torch.randn(3, 8)
@@ -26,9 +32,12 @@ def test_gradient_is_the_same_and_parameters_stay(monkeypatch):
         loss = model(inputs).square().sum()
     found = torch.autograd.grad(loss, list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    shapes = {tuple(shape) for shape in moved}
     assert {(3, 16), (3, 8)} <= shapes
     assert not shapes & {tuple(view.shape) for p in model.parameters() for view in (p, p.t() if p.ndim == 2 else p)}
+    taken = [number for what, number in order if what == "take"]
+    assert len(taken) == len(set(taken)) > 3
+    for number in taken[:-1]:  # under way before the backward pass has the one that follows it
+        assert order.index(("fetch", number - 1)) < order.index(("take", number)) or number - 1 not in taken
 
 
 def test_small_tensors_stay():

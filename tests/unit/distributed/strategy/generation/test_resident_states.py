@@ -1,7 +1,18 @@
 """What of a generator is on its device, as it is told to leave and to come back."""
 
-from roll.distributed.strategy.base import States
-from roll.distributed.strategy.generation.generator import ResidentStates
+import asyncio
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from roll.configs.worker import WorkerConfig
+from roll.distributed.strategy.base import States, StrategyContext
+from roll.distributed.strategy.generation.generator import Generator, ResidentStates
+from roll.distributed.strategy.vllm.strategy import VllmStrategy
+from roll.distributed.weights.buckets import pack_buckets
 
 BOTH = States.WEIGHTS | States.CACHE
 
@@ -22,3 +33,70 @@ def test_states_leave_and_come_back_once_the_cache_with_the_weights():
     states = ResidentStates()
     assert not states.leave(States.GRADS | States.OPTIMIZER)
     assert not states.away
+
+
+def done(*_: object) -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+async def load_weights(engine: Any, buckets: Any, plan: Any) -> None:
+    async for _ in buckets:
+        pass
+
+
+def bare(**attributes: Any) -> Any:
+    """A generator whose engine does nothing."""
+    stubs = dict.fromkeys(Generator.__abstractmethods__, done) | {"load_weights": load_weights, "name": "bare"}
+    engine = type("Bare", (Generator,), stubs | attributes)
+    return engine(StrategyContext(WorkerConfig(), "actor_infer", "model"))
+
+
+async def update(engine: Any) -> None:
+    async def buckets() -> Any:
+        for bucket in pack_buckets([("w", torch.zeros(2))], 100):
+            yield bucket
+
+    await engine.update_weights(buckets(), 1)
+
+
+def test_dropped_weights_are_never_used():
+    engine = bare(drops_weights=True)
+    engine.offload(States.CACHE)
+    engine.onload(States.CACHE)  # the weights were there
+    for _ in range(2):
+        engine.offload(States.ALL)
+        engine.onload(States.WEIGHTS)  # their memory, for an update
+        asyncio.run(update(engine))
+        engine.onload(States.CACHE)
+    engine.offload(States.ALL)
+    with pytest.raises(RuntimeError, match="actor_infer: its weights were dropped; expected an update"):
+        engine.onload(States.ALL)
+    engine = bare()
+    engine.offload(States.ALL)
+    engine.onload(States.ALL)
+
+
+@pytest.mark.parametrize(
+    ("drops", "leaving", "expected"),
+    [
+        (True, BOTH, [("sleep", 2)]),
+        (False, BOTH, [("sleep", 1)]),
+        (True, States.CACHE, [("sleep", 1), ("wake_up", ["weights"])]),
+    ],
+)
+def test_vllm_sleeps_at_level_2_where_an_update_follows(drops, leaving, expected):
+    calls: list[Any] = []
+
+    async def sleep(*, level: int, mode: str) -> None:
+        calls.append(("sleep", level))
+
+    async def wake_up(tags: list[str]) -> None:
+        calls.append(("wake_up", tags))
+
+    engine: Any = SimpleNamespace(
+        _on_cpu=False, drops_weights=drops, _engine=SimpleNamespace(sleep=sleep, wake_up=wake_up)
+    )
+    asyncio.run(VllmStrategy._sleep(engine, leaving))
+    assert calls == expected

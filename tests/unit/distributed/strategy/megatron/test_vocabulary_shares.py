@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import GptOssConfig, LlamaConfig, MixtralConfig
 
 from roll.algorithms.quantities import (
     Distribution,
@@ -24,9 +25,12 @@ from roll.algorithms.quantities import (
     top1,
 )
 from roll.configs.divergence import DivergenceConfig
+from roll.configs.engines.megatron import CARD, MegatronConfig
+from roll.distributed.strategy.megatron import model
 from roll.distributed.strategy.megatron.input import Rounding, grid_shape, lay_out
 from roll.distributed.strategy.megatron.scores import VocabularyScorer, VocabularyShare
 from roll.distributed.strategy.megatron.substitutes import CoreAttention
+from roll.models.megatron.config import megatron_config
 from tests.support.harness import make_batch, make_groups
 from tests.support.ranks import enter_rank, leave_rank, run_ranks
 
@@ -124,3 +128,76 @@ def test_attention_by_the_plan_is_that_of_the_sequences():
     assert shared.planned is not None
     found = attended(shared.input_ids_RS, shared.planned.positions_C[None], shared.source_K, shared.packed_seq_params())
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize(("tensor", "context"), [(1, 1), (4, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "blockwise"])
+def test_each_rank_has_as_many_tokens_as_products_in_fp8_want(recipe, tensor, context, packing):
+    batch = make_batch(0)
+    rows_wanted = MegatronConfig(fp8="hybrid", fp8_recipe=recipe).gemm_rows
+    assert rows_wanted == {"delayed": 16, "mxfp8": 32, "blockwise": 128}[recipe]
+    seen = torch.zeros(batch.num_tokens, dtype=torch.int64)
+    for rank in range(context):
+        rounding = Rounding(1, packing, tensor, rank, context, gemm_rows=rows_wanted)
+        found = lay_out(batch, rounding)
+        held = found.input_ids_RS.numel()
+        assert held % tensor == 0 and held // tensor % rows_wanted == 0
+        here_T = found.place_T >= 0
+        grid = found.input_ids_RS.T.flatten()
+        assert grid[found.place_T[here_T]].equal(batch.tokens_T[here_T])
+        seen += here_T
+        if packing:
+            bounds = found.cumulative_lengths
+            assert bounds is not None and int(bounds[-1]) == held * context
+            assert bool((bounds.diff() % rounding.unit == 0).all())
+    assert bool((seen == 1).all())
+
+
+@pytest.fixture
+def gpu_with(monkeypatch):
+    """Makes the machine look like one with a GPU and some packages."""
+
+    def look(*packages: str) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(model, "_has", lambda package: package in packages)
+
+    return look
+
+
+MIXTRAL = MixtralConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, num_key_value_heads=1)
+GPT_OSS = GptOssConfig(num_hidden_layers=2, layer_types=["full_attention", "full_attention"])
+DENSE = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, num_key_value_heads=1)
+
+
+@pytest.mark.parametrize(
+    ("config", "packages", "lora", "dtype", "groups", "lacks"),
+    [
+        (MIXTRAL, ["transformer_engine"], False, torch.bfloat16, True, False),
+        (MIXTRAL, ["grouped_gemm"], False, torch.bfloat16, True, True),
+        (MIXTRAL, [], False, torch.bfloat16, False, True),
+        (MIXTRAL, [], False, torch.float32, False, False),
+        (MIXTRAL, ["transformer_engine"], True, torch.bfloat16, False, False),
+        (GPT_OSS, ["transformer_engine", "grouped_gemm"], False, torch.bfloat16, False, False),
+        (DENSE, ["transformer_engine"], False, torch.bfloat16, False, False),
+    ],
+)
+def test_experts_are_grouped_where_they_can_be_and_a_missing_engine_is_named(
+    config, packages, lora, dtype, groups, lacks, gpu_with
+):
+    converted = megatron_config(config)
+    context: Any = SimpleNamespace(role="actor_train", lora=object() if lora else None)
+    assert not model.groups_experts(context, converted, MegatronConfig(), dtype), "not on a CPU"
+    gpu_with(*packages)
+    assert model.groups_experts(context, converted, MegatronConfig(), dtype) == groups
+    assert not model.groups_experts(context, converted, MegatronConfig(moe_grouped_gemm=False), dtype)
+    words = model.without_transformer_engine(context, converted, dtype) or ""
+    assert ("actor_train: TransformerEngine is not installed" in words) == lacks
+    asked = MegatronConfig(moe_grouped_gemm=True, fp8="hybrid", attention_backend="fused")
+    refused = {problem.path for problem in model._machine_problems(context, converted, asked, dtype)}
+    engine = "transformer_engine" in packages and not lora and config is not GPT_OSS
+    assert refused == (
+        set() if engine else {"fp8", "attention_backend"} | (set() if groups or packages[1:] else {"moe_grouped_gemm"})
+    )
+    assert [key for key, _ in CARD.untested(asked)] == ["fp8", "moe_grouped_gemm"]
+    assert not list(CARD.untested(MegatronConfig()))

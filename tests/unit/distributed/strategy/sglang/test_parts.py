@@ -12,13 +12,14 @@ import torch
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_rotary
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotary
 
-from roll.configs.engines.sglang import CARD
+from roll.configs.engines.sglang import CARD, SglangConfig
 from roll.configs.worker import StrategyArguments, WorkerConfig
 from roll.distributed.strategy import MissingEngineError
 from roll.distributed.strategy.base import StrategyContext
+from roll.distributed.strategy.generation.prompt_scoring import PromptScoring
 from roll.distributed.strategy.sglang.cpu import check_tensor_parallel, environment, rotary_embedding
 from roll.distributed.strategy.sglang.sampler import SampledBatch, uniforms
-from roll.distributed.strategy.sglang.strategy import SglangStrategy
+from roll.distributed.strategy.sglang.strategy import SglangStrategy, engine_arguments
 from roll.models import sampling
 
 VOCAB = 50
@@ -192,3 +193,27 @@ def test_an_environment_without_sglang_is_refused(python, message, tmp_path):
 def test_importing_the_strategy_imports_no_engine():
     code = "import sys, roll.distributed.strategy.sglang.strategy; assert not {'sglang', 'vllm'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_engines_processes_have_no_setting_that_its_memory_saver_refuses(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64")
+    (tmp_path / "config.json").write_text("{}")
+    context = SimpleNamespace(role="actor_infer", model_path=str(tmp_path))
+    engine: Any = SimpleNamespace(context=context, scoring=PromptScoring(), _on_cpu=False)
+    variables = SglangStrategy._environment(engine)
+    assert variables["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:False,max_split_size_mb:64"
+    assert "actor_infer: PYTORCH_CUDA_ALLOC_CONF: SGLang's processes run without" in caplog.text
+
+
+def test_weights_are_copied_to_host_memory_only_where_no_update_may_follow_and_tokens_come_in_parts(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+
+    def arguments(is_language_model: bool = True, **options: Any) -> dict[str, Any]:
+        outline: Any = SimpleNamespace(dtype=torch.bfloat16, is_language_model=is_language_model)
+        context = StrategyContext(WorkerConfig(), "actor_infer", str(tmp_path), **options)
+        return engine_arguments(context, SglangConfig(stream_interval=4) if options else SglangConfig(), outline, False)
+
+    assert arguments()["enable_weights_cpu_backup"] and arguments()["stream_interval"] == 16
+    updated = arguments(updated_after_offload=True)
+    assert not updated["enable_weights_cpu_backup"] and updated["stream_interval"] == 4
+    assert arguments(False, updated_after_offload=True)["enable_weights_cpu_backup"], "a tower is not sent"
