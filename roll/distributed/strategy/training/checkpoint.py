@@ -333,11 +333,6 @@ class SourceFolder:
     """What ``config.json`` says."""
 
     @property
-    def names(self) -> Collection[str]:
-        """Of its tensors."""
-        return self.fit.files.names
-
-    @property
     def exact(self) -> frozenset[str]:
         """Names of what is in float32 beside weights of 16 bits, and is saved so."""
         return self.fit.files.exact
