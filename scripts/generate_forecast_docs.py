@@ -1,4 +1,4 @@
-"""Writes a section of docs/scaling.md: published speeds beside what `roll plan` forecasts for the same work.
+"""Writes a section of docs/scaling.md: published speeds beside what `roll plan` forecasts, and steps of some sizes.
 
 A forecast is made by the functions of `roll/extras/plan/times.py`, from the published batch size, mean and longest
 length, layout and GPUs. Rows marked as calibration were used to fit the constants there; no others were.
@@ -128,6 +128,15 @@ ROWS = (
 )
 
 
+DRIVER_S_PER_ROW, DRIVER_S_PER_TOKEN, DRIVER_BYTES_PER_TOKEN = 90e-6, 320e-9, 61.4
+"""Measured by ``benchmarks/scale.py`` on one core."""
+STEPS = tuple(
+    Published("", "Qwen3-30B-A3B", "H100", gpus, 0.0, longest, longest // 2, rows, rows // 4, generator=2)
+    for gpus, rows, longest in ((8, 512, 4096), (64, 4096, 4096), (512, 16_384, 8192))
+)
+"""Steps of ROLL that nobody has published."""
+
+
 def forecast(row: Published) -> float:
     """Tokens per second of each GPU."""
     device, shape = GPUS[row.gpu], ModelShape.of(MODELS[row.model])
@@ -135,6 +144,14 @@ def forecast(row: Published) -> float:
         samples = Samples(row.rows, 1, row.mean - 1)
         seconds = training_time(Role("actor_train", _trainer(row, row.gpus), shape), samples, device, row.gpus).seconds
         return samples.tokens / seconds / row.gpus
+    rollout, *others = phases(row)
+    samples = Samples(row.rows, PROMPT, row.mean - PROMPT)
+    return samples.tokens / (max(rollout, sum(others)) if row.apart else rollout + sum(others)) / row.gpus
+
+
+def phases(row: Published) -> tuple[float, float, float, float]:
+    """Seconds of rollout, weight update, log-probs and training."""
+    device, shape = GPUS[row.gpu], ModelShape.of(MODELS[row.model])
     training = row.gpus // 2 if row.apart else row.gpus
     generating = row.gpus - training if row.apart else row.gpus
     samples = Samples(row.rows, PROMPT, row.mean - PROMPT, longest=row.longest - PROMPT)
@@ -142,10 +159,12 @@ def forecast(row: Published) -> float:
     trainer, generator = Role("actor_train", _trainer(row, training), shape), Role("actor_infer", engine, shape)
     workers = generating // row.generator
     rollout = rollout_time(generator, samples, device, workers, row.generator, row.rows).seconds
-    rest = sync_time(trainer, device, row.gpus // PER_MACHINE).seconds
-    rest += scoring_time(trainer, samples, device, training).seconds
-    rest += training_time(trainer, samples, device, training).seconds
-    return samples.tokens / (max(rollout, rest) if row.apart else rollout + rest) / row.gpus
+    return (
+        rollout,
+        sync_time(trainer, device, row.gpus // PER_MACHINE).seconds,
+        scoring_time(trainer, samples, device, training).seconds,
+        training_time(trainer, samples, device, training).seconds,
+    )
 
 
 def _trainer(row: Published, gpus: int) -> WorkerConfig:
@@ -209,6 +228,34 @@ def section() -> Iterator[str]:
     )
 
 
+def steps() -> Iterator[str]:
+    """Lines about steps of some sizes."""
+    yield "### A step on 8, 64 and 512 GPUs"
+    yield ""
+    yield (
+        "The same functions for a synchronous step of Qwen3-30B-A3B, with rows half as long as the longest on average "
+        "and all roles on the same H100s, and what `benchmarks/scale.py` measures of the driver, on one core:"
+    )
+    yield ""
+    yield "| GPUs | Rows × longest | Rollout | Weights | Log-probs | Train | Driver | Tokens/s per GPU | By driver |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    for row in STEPS:
+        tokens = row.rows * row.mean
+        times = (*phases(row), row.rows * DRIVER_S_PER_ROW + tokens * DRIVER_S_PER_TOKEN)
+        seconds = " | ".join(f"{each:.1f} s" for each in times)
+        through = f"{tokens * DRIVER_BYTES_PER_TOKEN / 1e9:.2g} GB"
+        yield (
+            f"| {row.gpus} | {row.rows:,} × {row.longest:,} | {seconds} | {_rate(tokens / sum(times) / row.gpus)} | "
+            f"{through} |"
+        )
+    yield ""
+    yield (
+        "The last column is what passes through the driver's process. Not included: environments, rewards, start-up, "
+        "checkpoints and failures. On 512 GPUs the longest row has twice as many decode steps, and an engine half as "
+        "many rows to fill them with."
+    )
+
+
 def _rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -217,7 +264,13 @@ def page(text: str) -> str:
     """The file with the section in its place, or at its end."""
     before, found, after = text.partition(TITLE)
     others = after.split("\n## ", 1)[1:] if found else []
-    return before.rstrip() + "\n\n" + "\n".join(section()) + "\n" + "".join("\n## " + other for other in others)
+    return (
+        before.rstrip()
+        + "\n\n"
+        + "\n".join([*section(), "", *steps()])
+        + "\n"
+        + "".join("\n## " + other for other in others)
+    )
 
 
 if __name__ == "__main__":

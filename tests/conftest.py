@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from roll.utils.memory import relax_gc_at_start
+from roll.utils.start import quick_start
 
-relax_gc_at_start()
+quick_start()
 
 # A machine with other work draws and runs examples slowly, which says nothing of the code.
 settings.register_profile("roll", deadline=None, suppress_health_check=[HealthCheck.too_slow])

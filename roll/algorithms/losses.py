@@ -407,6 +407,18 @@ def policy_needs(config: AlgorithmConfig) -> tuple[Quantity, ...]:
     return tuple(needs)
 
 
+def policy_reads(parts: AlgorithmParts) -> set[str]:
+    """Columns of the batch per token that ``policy_loss`` reads; others need not travel to a trainer."""
+    reads = {"advantages_T", "old_logprobs_T", "ref_logprobs_T", "rollout_logprobs_T", "weights_T", "marked_T"}
+    variant, is_weight = parts.policy_loss.variant, parts.correction.is_weight
+    by_turn = isinstance(variant, WithRatio) and variant.importance_sampling == "segment"
+    return reads | {"turn_T"} if by_turn or (is_weight.enabled and not is_weight.detach) else reads
+
+
+VALUE_READS = frozenset({"values_T", "returns_T", "turn_T"})
+"""Those that ``value_loss`` reads."""
+
+
 def value_loss(
     scores: TokenScores, batch: Batch, ctx: LossContext, critic: AdvantageConfig, policy: PolicyLossConfig
 ) -> LossOutput:

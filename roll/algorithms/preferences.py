@@ -211,7 +211,7 @@ def _answers(scores: TokenScores, batch: Batch, config: PreferenceConfig, *colum
 
 def _answered(batch: Batch) -> Tensor:
     """bool [B]: rows with an answer; a placeholder for a rank that has nothing to do has none."""
-    return torch.bincount(batch.rows_T[batch.loss_mask_T], minlength=batch.num_sequences) > 0
+    return batch.loss_tokens_B > 0
 
 
 def pairs_in_order(batch: Batch) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.correction import Levels, batch_weights, engine_logprobs, passes_filter
-from roll.algorithms.reductions import find_episodes, group_moments, mean, sums
+from roll.algorithms.reductions import find_episodes, group_moments, mean
 from roll.algorithms.types import require_columns, require_finite
 from roll.configs.algorithm import AlgorithmParts, SelectionConfig
 from roll.configs.policy_loss import ClipCov, KlCov, PolicyVariant
@@ -263,7 +263,7 @@ def group_scores(batch: Batch, user: str) -> Tensor:
 
 def _sampled_lengths(batch: Batch) -> Tensor:
     """float64 [B]: sampled tokens per row."""
-    return sums(batch.loss_mask_T.double(), batch.rows_T, batch.num_sequences)
+    return batch.loss_tokens_B.double()
 
 
 def _position(values_B: Tensor, counts_B: Tensor) -> Tensor:
@@ -319,8 +319,7 @@ def best_and_worst(batch: Batch) -> tuple[Batch, dict[str, float]]:
 def informative_pairs(batch: Batch) -> Tensor:
     """int64 [pairs, 2]: the rows of each pair that has something to tell, see ``best_and_worst``."""
     pairs_P2 = batch.samples
-    tokens_B = torch.bincount(batch.rows_T[batch.loss_mask_T], minlength=batch.num_sequences)
-    return pairs_P2[(tokens_B[pairs_P2] > 0).all(1)]
+    return pairs_P2[(batch.loss_tokens_B[pairs_P2] > 0).all(1)]
 
 
 def _same(batch: Batch, row: int) -> bool:

@@ -196,7 +196,7 @@ def mean_kl(batch: Batch, kind: KlPenalty) -> float:
 
 def _sequence_mean(values_T: Tensor, batch: Batch) -> float:
     sums_B = sums(values_T, batch.rows_T, batch.num_sequences)
-    counts_B = sums(batch.loss_mask_T.double(), batch.rows_T, batch.num_sequences)
+    counts_B = batch.loss_tokens_B.double()
     return mean((sums_B / counts_B)[counts_B > 0])
 
 
@@ -239,7 +239,8 @@ class Shaping:
         """The batch with ``advantages_T`` and ``returns_T``, and metrics; an error on the way changes no state."""
         parts, score_stats = self.parts, copy(self.score_stats)
         # With bypass both columns are the sampler's.
-        metrics = {} if parts.correction.bypass else mismatch_metrics(with_old_policy(batch))
+        compared = with_old_policy(batch.only(("rollout_logprobs_T", "old_logprobs_T")))
+        metrics = {} if parts.correction.bypass else mismatch_metrics(compared)
         batch, found = drop_masked_episodes(batch, parts.selection)
         metrics |= found
         batch, found = shape_rewards(batch, parts.reward, score_stats)

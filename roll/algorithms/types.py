@@ -103,7 +103,7 @@ class LossContext:
     @classmethod
     def of(cls, batch: Batch) -> LossContext:
         """The counts of a batch that is a whole optimizer step, or that is measured as one."""
-        tokens_B = torch.bincount(batch.rows_T[batch.loss_mask_T], minlength=batch.num_sequences)
+        tokens_B = batch.loss_tokens_B
         return cls(float(tokens_B.sum()), float((tokens_B > 0).sum()), float(tokens_B.max()))
 
 

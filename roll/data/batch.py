@@ -15,10 +15,11 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -171,10 +172,21 @@ class Batch:
         """A copy with the given fields exchanged."""
         return dataclasses.replace(self, **columns)
 
+    def only(self, columns: Collection[str]) -> Batch:
+        """A copy that has of the columns per token only these, tokens and loss mask; those per row stay."""
+        kept = {*columns, "tokens_T", "loss_mask_T"}
+        return self.replace(**{f.name: None for f in fields(self) if is_per_token(f.name) and f.name not in kept})
+
+    @property
+    def loss_tokens_B(self) -> Tensor:
+        """int64: loss tokens per sequence."""
+        counts_B = np.add.reduceat(self.loss_mask_T.numpy(), self.offsets_B.numpy(), dtype=np.int64)
+        return torch.from_numpy(counts_B)
+
     @property
     def rows_with_loss(self) -> Tensor:
         """int64: the sequences that have a loss token, in order."""
-        return self.rows_T[self.loss_mask_T].unique()
+        return self.loss_tokens_B.nonzero()[:, 0]
 
     def with_loss_mask(self, loss_mask_T: Tensor) -> Batch:
         """The batch with fewer loss tokens; ``sample_weight_B`` are then parts of what is left of a sample.
@@ -185,7 +197,7 @@ class Batch:
         batch = self.replace(loss_mask_T=loss_mask_T)
         if self.sample_weight_B is None or self.traj_B is None:
             return batch
-        left_B = torch.bincount(self.rows_T[loss_mask_T], minlength=self.num_sequences)
+        left_B = batch.loss_tokens_B
         _, sample_B = torch.unique(self.traj_B, return_inverse=True)
         left_S = torch.zeros(self.num_sequences, dtype=torch.int64).index_add_(0, sample_B, left_B)
         is_part_B = (self.sample_weight_B < 1) & (left_B > 0)
@@ -214,7 +226,7 @@ class Batch:
         shifts = self.offsets_B[rows] - (ends - lengths)
         return torch.arange(int(lengths.sum())) + torch.repeat_interleave(shifts, lengths)
 
-    def split(self, num_parts: int, linear: int | None = None) -> list[Tensor]:
+    def split(self, num_parts: int, linear: int | None = None, rows: Tensor | None = None) -> list[Tensor]:
         """Row indices of ``num_parts`` parts of nearly equal load (heaviest first onto the lightest part).
 
         Every part gets at least one sequence when there are enough, and no two differ by more than the heaviest
@@ -222,19 +234,22 @@ class Batch:
         use ``select`` on each. Pairs are always whole.
 
         Args:
+            rows: those to split, in the order in which parts list them; ``None``: all.
             num_parts: at least 1.
             linear: ``None`` makes tokens the load; else it is ``linear * L + L²`` of a sequence of ``L`` tokens, the
                 arithmetic of a transformer and its attention with ``linear = 6 * hidden size``.
         """
-        load_B = self.lengths_B if linear is None else self.lengths_B * (linear + self.lengths_B)
+        every = torch.arange(self.num_sequences) if rows is None else rows
+        lengths_R = self.lengths_B[every]
+        load_R = lengths_R if linear is None else lengths_R * (linear + lengths_R)
         if self.pair_B is not None:
-            return self._spread(self.pair_B, num_parts, load_B)[0]
-        heaviest = int(load_B.max()) if self.num_sequences else 0
+            return [every[part] for part in _spread(self.pair_B[every], num_parts, load_R)[0]]
+        heaviest = int(load_R.max()) if len(every) else 0
         if self.group_B is not None and num_parts > 1:
-            parts, loads = self._spread(self.group_B, num_parts, load_B)
+            parts, loads = _spread(self.group_B[every], num_parts, load_R)
             if min(loads) > 0 and max(loads) - min(loads) <= heaviest:
-                return parts
-        return self._spread(torch.arange(self.num_sequences), num_parts, load_B)[0]
+                return [every[part] for part in parts]
+        return [every[part] for part in _spread(torch.arange(len(every)), num_parts, load_R)[0]]
 
     def balance(self, num_parts: int, linear: int | None = None) -> dict[str, float]:
         """Tokens of the parts, as metrics: ``global_seqlen/<figure>``.
@@ -254,27 +269,28 @@ class Batch:
         }
         return {f"global_seqlen/{name}": float(value) for name, value in figures.items()}
 
-    def _spread(self, unit_B: Tensor, num_parts: int, load_B: Tensor) -> tuple[list[Tensor], list[int]]:
-        """Rows of each part and its load; rows of one unit stay together."""
-        _, index_B = torch.unique(unit_B, return_inverse=True)
-        weights = torch.zeros(int(index_B.max()) + 1 if len(index_B) else 0, dtype=torch.int64)
-        weights.index_add_(0, index_B, load_B)
-        heaviest = torch.argsort(weights, descending=True, stable=True)
-        owners = []
-        lightest = [(0, 0, part) for part in range(num_parts)]  # a heap: load, units, part
-        for weight in weights[heaviest].tolist():
-            load, units, part = lightest[0]
-            heapq.heapreplace(lightest, (load + weight, units + 1, part))
-            owners.append(part)
-        part_of_unit = torch.zeros_like(weights)
-        part_of_unit[heaviest] = torch.tensor(owners, dtype=torch.int64)
-        part_B = part_of_unit[index_B]
-        loads = [load for load, _, _ in sorted(lightest, key=lambda entry: entry[2])]
-        return [(part_B == part).nonzero()[:, 0] for part in range(num_parts)], loads
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as numpy arrays, which Ray moves through shared memory without a copy."""
         return from_arrays, (Batch, to_arrays(self))
+
+
+def _spread(unit_R: Tensor, num_parts: int, load_R: Tensor) -> tuple[list[Tensor], list[int]]:
+    """Places of the rows R of each part, and its load; rows of one unit stay together."""
+    _, index_R = torch.unique(unit_R, return_inverse=True)
+    weights = torch.zeros(int(index_R.max()) + 1 if len(index_R) else 0, dtype=torch.int64)
+    weights.index_add_(0, index_R, load_R)
+    heaviest = torch.argsort(weights, descending=True, stable=True)
+    owners = []
+    lightest = [(0, 0, part) for part in range(num_parts)]  # a heap: load, units, part
+    for weight in weights[heaviest].tolist():
+        load, units, part = lightest[0]
+        heapq.heapreplace(lightest, (load + weight, units + 1, part))
+        owners.append(part)
+    part_of_unit = torch.zeros_like(weights)
+    part_of_unit[heaviest] = torch.tensor(owners, dtype=torch.int64)
+    part_R = part_of_unit[index_R]
+    loads = [load for load, _, _ in sorted(lightest, key=lambda entry: entry[2])]
+    return [(part_R == part).nonzero()[:, 0] for part in range(num_parts)], loads
 
 
 def placeholder(batch: Batch) -> Batch:

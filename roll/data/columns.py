@@ -39,6 +39,9 @@ ExpertArray: TypeAlias = npt.NDArray[np.int16]
 UNKNOWN = -1
 """Entry of a column, such as the experts of a token, where nothing is known."""
 
+_WORTH_NARROWING = 4096
+"""Bytes of an array that is sent in fewer; of others the time counts."""
+
 Record = TypeVar("Record")
 
 
@@ -165,7 +168,7 @@ class Records(Generic[Record]):
                 if declared.axis is Axis.SAMPLED:
                     sampled = own if sampled is None else sampled
                     own = sampled if own == sampled else _checked(kind, name, own, sampled)
-                values[name], lengths[name] = join(entries, declared), own
+                values[name], lengths[name] = narrow(join(entries, declared)), own
             elif declared.axis is Axis.SHARED:
                 values[name] = _Shared.of(entries)
             elif declared.axis is Axis.ITEM:
@@ -184,7 +187,8 @@ class Records(Generic[Record]):
 
     def _entries(self, name: str) -> Iterable[Any]:
         values = self.values[name]
-        return cut(values, self.lengths[name]) if name in self.lengths else values
+        declared = columns_of(self.kind)[name]
+        return cut(values, self.lengths[name], declared) if name in self.lengths else values
 
 
 def _checked(kind: type, name: str, lengths: list[int], expected: list[int]) -> list[int]:
@@ -203,14 +207,27 @@ def join(entries: Iterable[np.ndarray | None], declared: Column) -> np.ndarray:
     return np.concatenate(known, dtype=declared.dtype, casting="unsafe")
 
 
-def cut(values: np.ndarray, lengths: Iterable[int]) -> Iterator[np.ndarray | None]:
+def narrow(values: np.ndarray) -> np.ndarray:
+    """Integers in the fewest bytes that hold all of them, to be sent; a small array stays as it is.
+
+    Ids of tokens need half of their eight bytes, the versions of weights one.
+    """
+    if values.dtype.kind != "i" or values.nbytes < _WORTH_NARROWING:
+        return values
+    low, high = values.min(), values.max()
+    kinds = (np.int8, np.int16, np.int32, np.int64)
+    kind = next(kind for kind in kinds if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max)
+    return values.astype(kind, copy=False)
+
+
+def cut(values: np.ndarray, lengths: Iterable[int], declared: Column) -> Iterator[np.ndarray | None]:
     """Parts of these lengths, copied: one that is kept for long must not keep the others."""
     start = 0
     for length in lengths:
         if length < 0:
             yield None
             continue
-        yield values[start : start + length].copy()
+        yield values[start : start + length].astype(declared.dtype or values.dtype)
         start += length
 
 

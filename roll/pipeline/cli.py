@@ -25,6 +25,7 @@ from roll.pipeline.programs import (
     key_names,
     program_of,
 )
+from roll.utils.start import quick_start
 
 if TYPE_CHECKING:
     from roll.configs.compose import Composed
@@ -75,6 +76,7 @@ def main(argv: Sequence[str] | None = None, program: Program = AGENTIC) -> int:
 
 def finished(command: Callable[[], int]) -> int:
     """Exit code of a command, which Ctrl-C and a reader who has left (``| head``) end without a traceback."""
+    quick_start()
     try:
         code = command()
         sys.stdout.flush()
@@ -119,11 +121,9 @@ def perform(
     from roll.configs.problems import ConfigErrors
     from roll.preflight.inputs import check_inputs
     from roll.preflight.machine import check_machine
-    from roll.utils.memory import relax_gc_at_start
     from roll.utils.registry import extra, import_path
 
     started = started or time.time()
-    relax_gc_at_start()
     file = folder / (config_name if config_name.endswith(".sh") else f"{config_name.removesuffix('.yaml')}.yaml")
     importers = extra("importers")
     if importers.system_of(file) not in (None, "roll"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +19,6 @@ from torch import Tensor
 from roll.algorithms.quantities import columns_read
 from roll.algorithms.types import TokenScores, is_maximum
 from roll.data.batch import Batch
-from roll.data.columns import is_per_token
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import ClusterError
 from roll.distributed.cluster.resources import NodeKind
@@ -139,7 +137,8 @@ def rows_trained_later(steps: Sequence[Tensor]) -> Tensor:
 
 def steps_with_tokens(batch: Batch, steps: Sequence[Tensor]) -> list[Tensor]:
     """The optimizer steps that have something to learn from; masks may have left nothing of others."""
-    return [rows for rows in steps if torch.isin(rows, batch.rows_with_loss).any()]
+    has_loss_B = batch.loss_tokens_B > 0
+    return [rows for rows in steps if has_loss_B[rows].any()]
 
 
 class Scorer(Protocol):
@@ -169,8 +168,8 @@ class ModelCluster:
         """See ``Batch.split``; known from ``submit_setup`` on."""
         self._offload_manager = offload_manager
         self._ranks: list[RankInfo] = []
-        self._read = {"tokens_T", "loss_mask_T", "experts_TE"}
-        """Columns over tokens that its scores depend on."""
+        self.reads = {"experts_TE"}
+        """Columns over tokens, besides ids and loss mask, that its scores depend on."""
 
     def load_states(self, what: States) -> None:
         """Takes states to the devices; see ``OffloadManager``."""
@@ -189,7 +188,7 @@ class ModelCluster:
             trusts = context.worker.model_args.trust_remote_code
             sizes = load_config(context.model_path, trust_remote_code=trusts).get_text_config()
             self.linear = 6 * int(sizes.hidden_size)
-        self._read.update(columns_read(context.needs))
+        self.reads.update(columns_read(context.needs))
         self.cluster.rendezvous()
         return self.cluster.submit_each("setup", [(context.at_rank(rank, self.size),) for rank in range(self.size)])
 
@@ -212,12 +211,8 @@ class ModelCluster:
         self, batch: Batch, rows: Tensor | None = None, adapter: bool = True
     ) -> Callable[[], TokenScores]:
         """Starts scoring, see ``Scorer``."""
-        parts = batch.split(self.dp_size, self.linear)
-        if rows is not None:
-            parts = [rows[part] for part in batch.select(rows).split(self.dp_size, self.linear)]
-        # What no model reads stays here.
-        unread = [f.name for f in fields(Batch) if is_per_token(f.name) and f.name not in self._read]
-        scored = batch.replace(**dict.fromkeys(unread))
+        parts = batch.split(self.dp_size, self.linear, rows)
+        scored = batch.only(self.reads)
         shares = [ray.put(scored.select(part)) for part in parts]
         self.load_states(States.WEIGHTS)
         refs = self.cluster.submit_each("logprobs", [(shares[rank.dp_rank], adapter) for rank in self._ranks])
@@ -234,8 +229,8 @@ class ModelCluster:
         """Starts the optimizer steps; each step's rows are spread over the data-parallel ranks, see ``Batch.split``."""
         per_rank: list[list[Tensor]] = [[] for _ in range(self.dp_size)]
         for rows in steps:
-            for dp_rank, part in enumerate(batch.select(rows).split(self.dp_size, self.linear)):
-                per_rank[dp_rank].append(rows[part])
+            for dp_rank, part in enumerate(batch.split(self.dp_size, self.linear, rows)):
+                per_rank[dp_rank].append(part)
         shares = [_own_rows(batch, rank_steps) for rank_steps in per_rank]
         refs = [(ray.put(own), local_steps) for own, local_steps in shares]
         self.load_states(States.ALL)

@@ -12,25 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ray import ObjectRef
 from torch import Tensor
 
 from roll.algorithms.advantages import value_mask
 from roll.algorithms.correction import MISMATCH, replay_metrics
-from roll.algorithms.losses import build_policy_loss, build_value_loss
+from roll.algorithms.losses import VALUE_READS, build_policy_loss, build_value_loss, policy_reads
 from roll.algorithms.selection import informative_pairs, select_for_policy
 from roll.algorithms.shaping import Shaping
 from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.loop import TrainingLoop, mean_metrics
-from roll.pipeline.model_cluster import plan_optimizer_steps, rows_trained_later, steps_with_tokens
+from roll.pipeline.model_cluster import ModelCluster, plan_optimizer_steps, rows_trained_later, steps_with_tokens
 from roll.pipeline.overlap import Overlap
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.pipeline.rollouts import GroupRules, StepRollouts
 from roll.pipeline.session import RunFailedError
 from roll.pipeline.start import RunContext
-from roll.pipeline.teachers import TEACHER_COLUMNS, TaggedTeachers
+from roll.pipeline.teachers import TaggedTeachers
 from roll.rollout.metrics import step_metrics
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.scheduler import RolloutScheduler
@@ -172,19 +173,23 @@ class RLPipeline(GroupRules, TrainingLoop):
             coef, kl_metrics = self.shaping.steer_kl_loss(batch)
             metrics |= kl_metrics
             set_policy_loss(self.roles, self.config.model_copy(update={"kl_loss_coef": coef}))
-        actor_refs = self.roles.actor.submit_train(policy_batch, policy_steps) if policy_steps else []
-        unread = dict.fromkeys(("ref_hidden_TH", "experts_TE", *TEACHER_COLUMNS))
-        value_batch = batch.replace(**unread).with_loss_mask(value_mask(batch, self.parts.advantage))
-        value_steps = steps_with_tokens(value_batch, steps)
-        critic = self.roles.critic if value_steps else None
-        critic_refs = critic.submit_train(value_batch, value_steps) if critic else []
-        history = self.roles.actor.gather_train(actor_refs) if actor_refs else []
-        critic_history = critic.gather_train(critic_refs) if critic else []
+        actor, critic = self.roles.actor, self.roles.critic
+        policy_batch = policy_batch.only(actor.reads | policy_reads(self.parts))
+        actor_refs = actor.submit_train(policy_batch, policy_steps) if policy_steps else []
+        critic_refs = [] if critic is None else self.submit_values(critic, batch, steps)
+        history = actor.gather_train(actor_refs) if actor_refs else []
+        critic_history = critic.gather_train(critic_refs) if critic is not None and critic_refs else []
         self.count_bad_steps(history, critic_history)
         # Only in the first optimizer step is the policy that trains the one that sampled.
         first = {name: value for name, value in (history[0] if history else {}).items() if name in MISMATCH}
         rest = [{name: value for name, value in each.items() if name not in MISMATCH} for each in history]
         return first | mean_metrics(rest) | mean_metrics(critic_history) | metrics
+
+    def submit_values(self, critic: ModelCluster, batch: Batch, steps: list[Tensor]) -> list[ObjectRef]:
+        """Starts the optimizer steps of the critic; nothing, where no step has a value to learn."""
+        batch = batch.with_loss_mask(value_mask(batch, self.parts.advantage)).only(VALUE_READS)
+        steps = steps_with_tokens(batch, steps)
+        return critic.submit_train(batch, steps) if steps else []
 
     def snapshot(self) -> tuple[Write, dict[str, Any]]:
         with self.rollouts.halted():  # one cut through all draws

@@ -1,4 +1,8 @@
-"""The Ray workers of the model roles: each holds one strategy and adds what the pipeline calls."""
+"""The Ray workers of the model roles: each holds one strategy and adds what the pipeline calls.
+
+Importing this module does not import torch: Ray imports the class of a worker wherever it is called from, which is in
+the processes that play episodes, too.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +15,30 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from roll.algorithms.types import LossFn, TokenScores
-from roll.data.batch import Batch
 from roll.data.columns import Records
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.cluster.cluster import Worker
 from roll.distributed.strategy import make_strategy, strategy_class
-from roll.distributed.strategy.base import (
-    GenerateStrategy,
-    Metrics,
-    RankInfo,
-    ScoreStrategy,
-    States,
-    StrategyContext,
-    TrainStrategy,
-)
-from roll.distributed.weights.buckets import with_checksum
-from roll.distributed.weights.contents import Message, Payload, Reply, WeightBucket
-from roll.distributed.weights.receiver import WeightReceiver
-from roll.distributed.weights.sender import Link, TransferRequest, TransferResult, WeightSender
 from roll.rollout.router import GenerationError, Outcomes
-from roll.utils.hashing import WrittenFile
 from roll.utils.memory import freeze_startup_objects
+
+if TYPE_CHECKING:
+    from roll.algorithms.types import LossFn, TokenScores
+    from roll.data.batch import Batch
+    from roll.distributed.strategy.base import (
+        GenerateStrategy,
+        Metrics,
+        RankInfo,
+        ScoreStrategy,
+        States,
+        StrategyContext,
+        TrainStrategy,
+    )
+    from roll.distributed.weights.contents import Message, Payload, Reply, WeightBucket
+    from roll.distributed.weights.sender import Link, TransferRequest, TransferResult, WeightSender
+    from roll.utils.hashing import WrittenFile
 
 
 class IdleClock:
@@ -173,12 +177,16 @@ class TrainWorker(ScoreWorker):
 
     def resend_weights(self, order: TransferRequest) -> TransferResult:
         """Sends the buckets that the last update of this kind has kept; for the rank that keeps them alone."""
+        from roll.distributed.weights.buckets import with_checksum
+
         assert self._sender is not None
         kept = self._sender.kept(order)
         return self._send(order, map(with_checksum, kept) if order.check else kept)
 
     def _send(self, order: TransferRequest, buckets: Iterable[WeightBucket]) -> TransferResult:
         if self._sender is None:
+            from roll.distributed.weights.sender import WeightSender
+
             self._sender = WeightSender(self.context.rank, self.node_ip())
         return self._sender.send(order, buckets)
 
@@ -217,6 +225,8 @@ class InferWorker(Worker):
             continuous: admit requests at any time (``generate_opt_level: 1``); otherwise a new batch starts only when
                 the one before has finished (``0``).
         """
+        from roll.distributed.weights.receiver import WeightReceiver
+
         if hasattr(self, "strategy"):
             self.strategy.shutdown()
         self.strategy = make_strategy(context)

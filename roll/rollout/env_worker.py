@@ -88,7 +88,7 @@ class EnvironmentWorker(RolloutWorker):
 
     async def set_judge(self, workers: Sequence[Any]) -> None:
         """Whom environments ask from now on."""
-        self.judge = WorkerClient[JudgeQuestion, str]("the judge", workers, "ask")
+        self.judge = WorkerClient[JudgeQuestion, str]("the judge", workers, "ask", (self.rank, self.world_size))
 
     async def _ask(self, question: JudgeQuestion) -> str:
         return await self.judge.send(question)  # the present one: workers are replaced

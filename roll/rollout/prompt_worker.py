@@ -343,12 +343,13 @@ class PromptWorker(RolloutWorker):
     async def set_engines(self, engines: Sequence[Any], evaluators: Sequence[Any] | None = None) -> None:
         """See ``RolloutWorker``; ``evaluators`` answer the held-out prompts, if others than ``engines`` do."""
         await super().set_engines(engines)
-        self.val_client = None if evaluators is None else GenerationClient(evaluators)
+        self.val_client = None if evaluators is None else GenerationClient(evaluators, (self.rank, self.world_size))
 
     async def set_rewards(self, domains: Mapping[str, Sequence[Any]]) -> None:
         """Sets where answers are scored from now on: handles of the workers of each domain."""
+        share = self.rank, self.world_size
         self.rewards: dict[str, ScoreFn] = {
-            name: WorkerClient[Sample, RewardResult](f"the rewards {name!r}", handles, "score").send
+            name: WorkerClient[Sample, RewardResult](f"the rewards {name!r}", handles, "score", share).send
             for name, handles in domains.items()
         }
 

@@ -15,7 +15,7 @@ from roll.data.requests import JudgeQuestion, SamplingParams
 from roll.distributed.cluster.cluster import Worker
 from roll.rewards.scorer import DomainScorer
 from roll.rewards.types import RewardError, RewardResult, Sample
-from roll.rollout.router import EngineUnavailableError
+from roll.rollout.router import EngineUnavailableError, own_order
 from roll.utils.foreign import Fault
 
 if TYPE_CHECKING:
@@ -157,10 +157,12 @@ class WorkerClient(Generic[ItemT, ToldT]):
     Args:
         name: of the workers, for messages.
         method: of the workers, from a list of items to a list of what is told of each, or an exception.
+        share: see ``own_order``.
     """
 
-    def __init__(self, name: str, workers: Sequence[Any], method: str) -> None:
+    def __init__(self, name: str, workers: Sequence[Any], method: str, share: tuple[int, int] = (0, 1)) -> None:
         self.name = name
+        self._order = own_order(len(workers), share)
         self._method = method
         self._workers = list(workers)
         self._in_flight = [0] * len(self._workers)
@@ -184,7 +186,7 @@ class WorkerClient(Generic[ItemT, ToldT]):
         waiting, self._outbox = [entry for entry in self._outbox if not entry[1].done()], []
         shares: list[list[tuple[ItemT, asyncio.Future[ToldT]]]] = [[] for _ in self._workers]
         for entry in waiting:
-            worker = self._in_flight.index(min(self._in_flight))
+            worker = min(self._order, key=self._in_flight.__getitem__)
             self._in_flight[worker] += 1
             shares[worker].append(entry)
         for worker, share in enumerate(shares):

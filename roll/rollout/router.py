@@ -32,17 +32,34 @@ class Outcomes:
     """By request id."""
 
 
+def own_order(num_workers: int, share: tuple[int, int]) -> list[int]:
+    """Workers in the order in which a client prefers them where they have equally much to do for it.
+
+    Clients know nothing of each other: if all began at the first, a thousand workers would leave the work to a few.
+
+    Args:
+        share: the client's number among all clients of the workers, and how many there are.
+    """
+    number, num_clients = share
+    first = number * num_workers // num_clients
+    return [*range(first, num_workers), *range(first)]
+
+
 class GenerationClient:
     """``generate(request)`` for many concurrent episodes, over few remote calls.
 
     Requests made in the same tick of the event loop travel in one call; finished completions come back through one
-    long poll per engine worker. A request goes to the worker with the fewest requests in flight.
+    long poll per engine worker. A request goes to the worker with the fewest requests in flight, of this client.
+
+    Args:
+        share: see ``own_order``.
     """
 
-    def __init__(self, engines: Sequence[Any]) -> None:
+    def __init__(self, engines: Sequence[Any], share: tuple[int, int] = (0, 1)) -> None:
         self.client_id = uuid.uuid4().hex
         self._numbers = itertools.count()
         self._engines = list(engines)
+        self._order = own_order(len(engines), share)
         self._outbox: list[dict[str, GenerateRequest]] = [{} for _ in engines]
         self._pending: list[dict[str, asyncio.Future[Completion]]] = [{} for _ in engines]
         self._submitted: list[Any] = [None for _ in engines]
@@ -74,7 +91,7 @@ class GenerationClient:
         return generate
 
     def _least_loaded(self) -> int:
-        return min(range(len(self._engines)), key=lambda i: len(self._pending[i]))
+        return min(self._order, key=lambda i: len(self._pending[i]))
 
     async def _generate(self, request: GenerateRequest, engine: int) -> Completion:
         # Ids are the caller's and may repeat between callers, tries and pipelines that share an engine.

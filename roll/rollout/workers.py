@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import ray
 
-from roll.data.columns import Axis, IntArray, Records, columns_along, columns_of, continued, join
+from roll.data.columns import Axis, IntArray, Records, columns_along, columns_of, continued, join, narrow
 from roll.data.identity import identity
 from roll.data.requests import Completion, GenerateFn
 from roll.distributed.cluster.cluster import Cluster, Worker
@@ -90,9 +90,9 @@ class FlatGroups:
             completions=Records.of(Completion, completions, leave=("token_ids", *_PER_TOKEN)),
             places=layout.places,
             num_tokens=num_tokens,
-            tokens=join(layout.tokens, declared["token_ids"]),
+            tokens=narrow(join(layout.tokens, declared["token_ids"])),
             per_token={
-                name: (join(layout.per_token[name], declared[name]), layout.added[name])
+                name: (narrow(join(layout.per_token[name], declared[name])), layout.added[name])
                 for name in _PER_TOKEN
                 if layout.per_token[name]
             },
@@ -119,7 +119,7 @@ class FlatGroups:
         first = 0
         for number, ((count, has_baseline), length) in enumerate(zip(self.members, self.num_tokens, strict=True)):
             # Copied: a group that is kept for long must not keep the others.
-            tokens = self.tokens[first : first + length].copy()
+            tokens = self.tokens[first : first + length].astype(np.int64)
             first += length
             for start, middle, end in islice(turns, sum(islice(counts, count + has_baseline))):
                 prompts.append(tokens[start:middle])
@@ -183,16 +183,17 @@ def _grown(
     name: str, rows: Sequence[tuple[int, int, int]], values: np.ndarray, added: Sequence[Range | None]
 ) -> Iterator[np.ndarray | None]:
     """The column of each turn, for all tokens of its row so far."""
+    declared = columns_of(Completion)[name]
     known: dict[tuple[int, int], np.ndarray] = {}
     for (group, start, length), place in zip(rows, added, strict=True):
         if place is None:
             yield None
             continue
-        own = values[slice(*place)].copy()
+        own = values[slice(*place)].astype(declared.dtype)
         earlier = known.get((group, start))
         if earlier is not None:
             own = np.concatenate([earlier[: length - len(own)], own])
-        known[group, start] = continued(earlier, own, columns_of(Completion)[name])
+        known[group, start] = continued(earlier, own, declared)
         yield known[group, start]
 
 
@@ -433,7 +434,7 @@ class RolloutWorker(GroupWorker):
 
     async def set_engines(self, engines: Sequence[Any]) -> None:
         """Sets where generation requests are sent from now on."""
-        self.client = GenerationClient(engines)
+        self.client = GenerationClient(engines, (self.rank, self.world_size))
 
     @abstractmethod
     async def play(self, spec: GroupSpec, episode: EpisodeSpec, generate: GenerateFn) -> Trajectory:

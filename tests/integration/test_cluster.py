@@ -1,22 +1,20 @@
 """Clusters on a real local Ray with eight pretended GPUs: places, calls, and every way a worker can fail."""
 
-import asyncio
-import gc
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
 
-from roll.distributed.cluster.cluster import Cluster, Placement, Worker, create_placement, discover_nodes
+from roll.distributed.cluster.cluster import Cluster, Placement, create_placement, discover_nodes
 from roll.distributed.cluster.errors import PlacementError, RpcTimeoutError, WorkerDiedError
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement, pretend_nodes
 from roll.pipeline.launch import explained
+from tests.support.probes import Meeting, Probe
 
 ROLES = [
     RoleRequest("train", (2, 3, 4, 5), 2),
@@ -24,81 +22,6 @@ ROLES = [
     RoleRequest("critic", (6,)),
     RoleRequest("env", None, world_size=2),
 ]
-
-CALM_AT_IMPORT = gc.get_threshold()[0] > 10_000
-"""Whether the collector looked seldom when this module was imported, as by default it does not."""
-
-
-class Probe(Worker):
-    """Says what it sees and fails on request."""
-
-    def __init__(self, role: str, rank: int, world_size: int, env: dict[str, str], greeting: str = "") -> None:
-        super().__init__(role, rank, world_size, env)
-        if greeting == "fail":
-            raise FileNotFoundError("no such greeting")
-        self.greeting = greeting
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def variables(self, *names: str) -> list[str | None]:
-        return [os.environ.get(name) for name in names]
-
-    def calm(self) -> bool:
-        return CALM_AT_IMPORT
-
-    def torch_threads(self) -> int:
-        import torch
-
-        return torch.get_num_threads()
-
-    def nap(self, seconds: float) -> tuple[float, float]:
-        started = time.time()
-        time.sleep(seconds)
-        return started, time.time()
-
-    def fail(self, key: str) -> None:
-        raise KeyError(key)
-
-    def add(self, array: np.ndarray, number: int) -> tuple[float, bool]:
-        return float(array.sum()) + number + self.rank, array.flags.writeable
-
-    def exit(self, code: int) -> None:
-        os._exit(code)
-
-    def relay(self, handle: Any) -> None:
-        import ray
-
-        ray.get(handle.exit.remote(1))
-
-    def join(self) -> float:
-        import torch
-
-        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
-        one = torch.ones(1)
-        torch.distributed.all_reduce(one)
-        return one.item()
-
-    def reduce_for_ever(self) -> None:
-        import torch
-
-        while True:
-            torch.distributed.all_reduce(torch.ones(1))
-
-
-class Meeting(Worker):
-    """Calls that wait for one another."""
-
-    met: asyncio.Event | None = None
-    present = 0
-
-    async def meet(self, number: int) -> int:
-        self.met = self.met or asyncio.Event()
-        self.present += 1
-        if self.present == number:
-            self.met.set()
-        await self.met.wait()
-        return self.present
 
 
 @pytest.fixture(scope="module")
@@ -109,53 +32,74 @@ def placement() -> Iterator[Placement]:
         placement.remove()
 
 
+@pytest.fixture(scope="module")
+def running(placement: Placement) -> Iterator[dict[str, Cluster]]:
+    """Workers of every role, which a test leaves alive: the start of each takes longer than most tests."""
+    own = {
+        "train": {"OWN": "yes", "CUDA_VISIBLE_DEVICES": "99"},
+        "infer": {"OWN": 3},
+        "critic": {"OMP_NUM_THREADS": "1"},
+    }
+    clusters = {role.name: Cluster(role.name, Probe, placement, system_envs=own.get(role.name)) for role in ROLES}
+    for cluster in clusters.values():
+        cluster.launch()
+    for cluster in clusters.values():
+        cluster.wait_ready()
+    yield clusters
+    for cluster in clusters.values():
+        cluster.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def no_step() -> Iterator[None]:
+    yield
+    Cluster.current_step = None
+
+
 @pytest.fixture
 def start(placement: Placement) -> Iterator[Callable[..., Cluster]]:
-    running: list[Cluster] = []
+    started: list[Cluster] = []
 
     def start(role: str, **options: Any) -> Cluster:
         cluster = Cluster(role, Probe, placement, **options)
-        running.append(cluster)
+        started.append(cluster)
         cluster.start()
         return cluster
 
     yield start
-    Cluster.current_step = None
-    for cluster in running:
+    for cluster in started:
         cluster.shutdown()
 
 
-def test_overlapping_roles_see_the_same_device_and_their_own_variables(start):
+def test_overlapping_roles_see_the_same_device_and_their_own_variables(running):
     names = ("CUDA_VISIBLE_DEVICES", "EVERYWHERE", "OWN")
-    train = start("train", system_envs={"OWN": "yes", "CUDA_VISIBLE_DEVICES": "99"}).call("variables", *names)
-    infer = start("infer", system_envs={"OWN": 3}).call("variables", *names)
-    env = start("env").call("variables", *names)
+    train, infer, env = (running[role].call("variables", *names) for role in ("train", "infer", "env"))
     # Devices 2 to 6 are reserved; Ray gives them the real ids 0 to 4.
     assert train == [["0,1", "1", "yes"], ["2,3", "1", "yes"]]
     assert infer == [["4", "1", "3"], ["2", "1", "3"]]
     assert env == [["", "1", None]] * 2
 
 
-def test_torch_gets_the_threads_of_its_share_unless_told_otherwise(start):
-    assert start("critic", system_envs={"OMP_NUM_THREADS": "1"}).call("torch_threads") == [1]
+def test_torch_gets_the_threads_of_its_share_unless_told_otherwise(running):
+    assert running["critic"].call("torch_threads") == [1]
     cores = min(4, len(os.sched_getaffinity(0)))
-    assert start("train").call("variables", "OMP_NUM_THREADS") == [[str(max(1, cores * 2 // 5))]] * 2
+    assert running["train"].call("variables", "OMP_NUM_THREADS") == [[str(max(1, cores * 2 // 5))]] * 2
 
 
-def test_a_worker_imports_with_a_calm_collector(start):
-    assert start("critic", system_envs={"OF_ITS_OWN": "1"}).call("calm") == [True]
+def test_a_worker_imports_with_a_calm_collector(running):
+    assert running["train"].call("calm") == [True, True]
 
 
-def test_roles_apart_work_at_the_same_time(start):
-    train, critic = start("train"), start("critic")
+def test_roles_apart_work_at_the_same_time(running):
+    train, critic = running["train"], running["critic"]
     assert not train.placement.plan.shares_devices("train", "critic")
     refs = train.submit("nap", 1.0), critic.submit("nap", 1.0)
     spans = [*train.gather(refs[0], call="nap"), *critic.gather(refs[1], call="nap")]
     assert max(begin for begin, _ in spans) < min(end for _, end in spans)
 
 
-def test_arguments_reach_all_ranks_or_each_its_own(start):
-    train = start("train", init_kwargs={"greeting": "hello"})
+def test_arguments_reach_all_ranks_or_each_its_own(running):
+    train = running["train"]
     array = np.arange(10.0)
     assert train.call("add", array, number=1) == [(46.0, False), (47.0, False)]
     refs = train.submit_each("add", [(array, 0), (array * 2, 5)])
@@ -165,8 +109,8 @@ def test_arguments_reach_all_ranks_or_each_its_own(start):
         train.submit_each("add", [(array, 0)])
 
 
-def test_an_error_keeps_its_type_and_says_where(start):
-    train = start("train")
+def test_an_error_keeps_its_type_and_says_where(running):
+    train = running["train"]
     Cluster.current_step = 7
     with pytest.raises(KeyError, match="missing") as caught:
         train.call("fail", "missing")
@@ -182,8 +126,9 @@ def test_an_error_in_the_constructor_is_told(start):
         start("train", init_kwargs={"greeting": "fail"})
 
 
-def test_a_hung_call_names_worker_call_step_and_time(start):
-    train = start("train", rpc_timeout=1.0)
+def test_a_hung_call_names_worker_call_step_and_time(running, monkeypatch):
+    train = running["train"]
+    monkeypatch.setattr(train, "rpc_timeout", 1.0)
     Cluster.current_step = 3
     refs = train.submit_each("nap", [(0.1,), (4.0,)])
     with pytest.raises(RpcTimeoutError) as caught:
@@ -192,8 +137,10 @@ def test_a_hung_call_names_worker_call_step_and_time(start):
     assert train.alive() == [True, True]  # rank 1 is busy, not dead
 
 
-def test_what_a_hung_worker_does_is_found_out_without_its_help(start, caplog, monkeypatch, tmp_path):
-    train, env = start("train", rpc_timeout=1.0), start("env")
+def test_what_a_hung_worker_does_is_found_out_without_its_help(running, caplog, monkeypatch, tmp_path):
+    train, env = running["train"], running["env"]
+    train.call("ping")  # done with what it did before
+    monkeypatch.setattr(train, "rpc_timeout", 1.0)
     monkeypatch.setattr("roll.distributed.cluster.cluster._NOTICE_S", 0.4)
     Cluster.current_step = 3
     with pytest.raises(RpcTimeoutError), explained({"train": train, "env": env}, tmp_path / "stacks"):
@@ -259,8 +206,8 @@ def test_a_death_is_reported_rather_than_the_broken_connection_it_causes(start):
     assert time.monotonic() - killed < 10
 
 
-def test_a_death_seen_by_another_worker_names_the_dead_one(start):
-    infer, env = start("infer"), start("env")
+def test_a_death_seen_by_another_worker_names_the_dead_one(start, running):
+    infer, env = start("infer"), running["env"]
     with pytest.raises(WorkerDiedError) as caught:
         env.call_rank(0, "relay", infer.handles[1])
     assert (caught.value.role, caught.value.rank) == ("infer", 1)
@@ -285,12 +232,12 @@ def test_plans_for_other_nodes_or_too_many_devices_are_refused_before_anything_s
 
 
 def test_a_cluster_can_be_stopped_twice_and_says_when_it_is_not_running(start):
-    train = start("train")
-    train.shutdown()
-    train.shutdown()
-    assert train.alive() == [False, False]
-    with pytest.raises(RuntimeError, match="train is not running"):
-        train.call("ping")
+    critic = start("critic")
+    critic.shutdown()
+    critic.shutdown()
+    assert critic.alive() == [False]
+    with pytest.raises(RuntimeError, match="critic is not running"):
+        critic.call("ping")
 
 
 def test_a_worker_with_async_methods_runs_any_number_of_calls_at_the_same_time(placement):

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -89,8 +90,16 @@ def check_checkpoint_is_a_hugging_face_model(run: Run) -> None:
     assert logits.isfinite().all() and logits.shape == (1, ids.shape[1], len(tokenizer))
 
 
+def assert_same_end(run: Run, whole: Run) -> None:
+    assert run.summary["status"] == "completed"
+    assert run.summary["eval"] == whole.summary["eval"]
+    assert run.repeatable_metrics() == whole.repeatable_metrics()
+    assert_same_tensors(run.tensors(STEPS), whole.tensors(STEPS))
+    run.assert_nothing_left()
+
+
 @pytest.mark.timeout(600)
-def test_a_run_stopped_in_every_way_ends_where_an_undisturbed_one_does(launch, model):
+def test_a_run_that_is_stopped_and_loses_workers_ends_where_an_undisturbed_one_does(launch, model):
     whole = launch(*FULL, "num_renders=1", "track_with=[stdout]", "system_envs.API_TOKEN=hunter2", local=True)
     first = launch(*FULL, output="disturbed", local=True, orders=("hold-train_env_manager-group-3",))
 
@@ -103,32 +112,40 @@ def test_a_run_stopped_in_every_way_ends_where_an_undisturbed_one_does(launch, m
     check_run_folder(whole, model)
     check_checkpoint_is_a_hugging_face_model(whole)
 
-    # kill -9 in the rollout of step 3 while step 2 is being saved in the background, and half-written checkpoints.
-    orders: tuple[str, ...] = ("hold-train_env_manager-group-5", "hold-actor_train-0-written")
-    second = resumed(launch, "async_save=true", local=True, orders=orders)
-    second.pid_at("train_env_manager-group-5")
-    second.process.kill()
-    second.process.wait()
-    second.assert_nothing_left()
-    assert not second.checkpoint(2).exists() and list(second.checkpoint(2).parent.glob(".tmp-checkpoint-2-*"))
-    plant_half_written_checkpoints(second)
-
     # On the way to the end both kinds of rollout workers die, one of them while weights come; what they played is
-    # played again.
+    # played again. Half-written checkpoints are in the way.
+    plant_half_written_checkpoints(first)
     orders = ("die-train_env_manager-mid-4", "die-actor_infer-0-generate-9", f"die-actor_infer-0-weights-{STEPS - 1}")
-    third = resumed(launch, "max_worker_restarts=3", "async_save=true", orders=orders)
-    assert third.wait() == 0, third.output
-    assert all(f"ignoring checkpoint {second.checkpoint(step)}" in third.output for step in (98, 99))
-    assert f"resumed from {second.checkpoint(1)}" in (third.path / "logs" / "roll.log").read_text()
-    assert not any((third.faults / order).exists() for order in orders), "nobody died"
-    assert third.summary["status"] == "completed"
-    assert third.summary["eval"] == whole.summary["eval"]
-    assert third.repeatable_metrics() == whole.repeatable_metrics()
-    assert_same_tensors(third.tensors(STEPS), whole.tensors(STEPS))
-    third.assert_nothing_left()
+    second = resumed(launch, "max_worker_restarts=3", "async_save=true", orders=orders)
+    assert second.wait() == 0, second.output
+    assert all(f"ignoring checkpoint {first.checkpoint(step)}" in second.output for step in (98, 99))
+    assert f"resumed from {first.checkpoint(1)}" in (second.path / "logs" / "roll.log").read_text()
+    assert not any((second.faults / order).exists() for order in orders), "nobody died"
+    assert_same_end(second, whole)
 
     # Nothing is left to do: no worker is started for it.
-    fourth = resumed(launch)
-    assert fourth.wait() == 0, fourth.output
-    assert f"run run is finished at step {STEPS}" in fourth.output
-    assert not list(fourth.faults.glob("at-*")) and fourth.summary == third.summary
+    third = resumed(launch)
+    assert third.wait() == 0, third.output
+    assert f"run run is finished at step {STEPS}" in third.output
+    assert not list(third.faults.glob("at-*")) and third.summary == second.summary
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_killed_while_it_saves_in_the_background_ends_where_an_undisturbed_one_does(launch):
+    whole = launch(*FULL)
+    orders = ("hold-train_env_manager-group-2", "hold-train_env_manager-group-5")
+    first = launch(*FULL, "async_save=true", output="disturbed", local=True, orders=orders)
+    first.pid_at("train_env_manager-group-2")
+    while not first.checkpoint(1).exists():
+        time.sleep(0.1)
+    first.order("hold-actor_train-0-written")
+    first.release("hold-train_env_manager-group-2")
+    first.pid_at("train_env_manager-group-5")
+    first.process.kill()
+    first.process.wait()
+    first.assert_nothing_left()
+    assert not first.checkpoint(2).exists() and list(first.checkpoint(2).parent.glob(".tmp-checkpoint-2-*"))
+    second = resumed(launch)
+    assert second.wait() == 0 and whole.wait() == 0, second.output + whole.output
+    assert_same_end(second, whole)

@@ -1,18 +1,22 @@
-"""Agent programs for runs of the real pipeline, and workers that log what was sampled and what is trained."""
+"""Agent programs for runs of the real pipeline, and workers that log what is sampled and trained; without torch."""
+
+from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import openai
 
-from roll.data.batch import Batch
-from roll.data.requests import GenerateRequest
-from roll.distributed.strategy.base import Metrics
 from roll.pipeline.workers import InferWorker, TrainWorker
 from roll.rollout.agents.task import AgentTask
 from roll.rollout.router import Outcomes
 from tests.support.faults import folder, log
+
+if TYPE_CHECKING:
+    from roll.data.batch import Batch
+    from roll.data.requests import GenerateRequest
+    from roll.distributed.strategy.base import Metrics
 
 
 class LoggedInferWorker(InferWorker):

@@ -3,7 +3,11 @@
 A run finds this module by path (``worker_cls: tests.support.faults:GatedTrainWorker``) and its orders in the folder
 that ``system_envs.ROLL_FAULTS`` names. ``gate(name)`` notes that a process has come to a point; a file ``hold-<name>``
 makes it wait there, ``die-<name>`` makes it kill itself once, as ``kill -9`` would.
+
+Like the library's, these workers can be imported without torch.
 """
+
+from __future__ import annotations
 
 import asyncio
 import json
@@ -12,15 +16,9 @@ import signal
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roll.agentic.env.base import StepResult, TextEnv, step_result
-from roll.algorithms.types import TokenScores
-from roll.data.batch import Batch
-from roll.data.requests import GenerateRequest
-from roll.distributed.strategy.base import Metrics, States
-from roll.distributed.weights.contents import BucketMessage, Message, Open, Payload, Reply, WeightBucket
-from roll.distributed.weights.sender import Link
 from roll.pipeline.workers import InferWorker, TrainWorker
 from roll.rewards.types import RewardError, RewardResult, Sample
 from roll.rollout.env_worker import EnvironmentWorker
@@ -28,7 +26,15 @@ from roll.rollout.plans import GroupSpec
 from roll.rollout.prompt_worker import PromptSpec, PromptWorker
 from roll.rollout.reward_worker import RewardWorker
 from roll.rollout.types import RolloutGroup
-from roll.utils.hashing import WrittenFile
+
+if TYPE_CHECKING:
+    from roll.algorithms.types import TokenScores
+    from roll.data.batch import Batch
+    from roll.data.requests import GenerateRequest
+    from roll.distributed.strategy.base import Metrics, States
+    from roll.distributed.weights.contents import Message, Payload, Reply, WeightBucket
+    from roll.distributed.weights.sender import Link
+    from roll.utils.hashing import WrittenFile
 
 FOLDER = "ROLL_FAULTS"
 
@@ -98,6 +104,8 @@ class GatedInferWorker(InferWorker):
     version = -1
 
     async def receive_weights(self, message: Message, link: Link) -> Reply:
+        from roll.distributed.weights.contents import BucketMessage, Open
+
         match message:
             case Open():
                 self.version = message.version
@@ -132,6 +140,8 @@ class FragileInferWorker(GatedInferWorker):
     """With ``die-partial`` it dies once as new weights come to requests in flight: it holds partial answers."""
 
     async def receive_weights(self, message: Message, link: Link) -> Reply:
+        from roll.distributed.weights.contents import Open
+
         if isinstance(message, Open) and message.version > 0 and self.strategy.stats()["in_flight"]:
             arrive("partial")
         return await super().receive_weights(message, link)

@@ -293,8 +293,8 @@ def _runtime_env(given: Mapping[str, Any], system_envs: Mapping[str, str]) -> di
     And what a worker does before it imports anything else.
     """
     variables = {"PYTHONPATH": _import_path(), **system_envs, **given.get("env_vars", {})}
-    calm = {"worker_process_setup_hook": "roll.utils.memory.relax_gc_at_start"}
-    return {**calm, **given, "env_vars": {key: str(value) for key, value in variables.items()}}
+    quick = {"worker_process_setup_hook": "roll.utils.start.quick_start"}
+    return {**quick, **given, "env_vars": {key: str(value) for key, value in variables.items()}}
 
 
 def _import_path() -> str:

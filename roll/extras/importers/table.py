@@ -6,6 +6,7 @@ import csv
 import functools
 import itertools
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -489,12 +490,12 @@ class Foreign:
 
 def called(path: Sequence[str]) -> list[Foreign]:
     """Keys of other systems that are called so, by their last parts."""
-    return [each for each in _foreign() if _calls(each.row, path)]
+    return [each for each in _ending("key", path[-1]) if _calls(each.row, path)]
 
 
 def meaning(name: str, places: Sequence[str]) -> list[Foreign]:
     """Keys of other systems that mean the key ``name`` here, which stands at ``places``."""
-    return [each for each in _foreign() if each.means(name, places)]
+    return [each for each in _ending("here", name) if each.means(name, places)]
 
 
 def key_names() -> set[str]:
@@ -505,6 +506,21 @@ def key_names() -> set[str]:
 @functools.cache
 def _foreign() -> tuple[Foreign, ...]:
     return tuple(Foreign(title, row) for system, title in SYSTEMS.items() for row in rows(system))
+
+
+def _ending(column: str, name: str) -> list[Foreign]:
+    """Those whose key in a column ends with a name, or with what stands for any name; in the order of the tables."""
+    by_end = _by_end(column)
+    return [_foreign()[number] for number in sorted([*by_end.get(name, ()), *by_end.get("<", ())])]
+
+
+@functools.cache
+def _by_end(column: str) -> Mapping[str, Sequence[int]]:
+    found: defaultdict[str, list[int]] = defaultdict(list)
+    for number, each in enumerate(_foreign()):
+        end = getattr(each.row, column).rpartition(".")[2]
+        found["<" if end.startswith(("<", "**")) else end].append(number)
+    return dict(found)
 
 
 def _calls(row: Row, path: Sequence[str]) -> bool:

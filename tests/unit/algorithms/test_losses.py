@@ -2,7 +2,7 @@
 
 import math
 import pickle
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,21 @@ from roll.algorithms.correction import mismatch_metrics
 from roll.algorithms.losses import (
     POLICY_LOSSES,
     SFT_NEEDS,
+    VALUE_READS,
     PolicyTokens,
     build_policy_loss,
     build_sft_loss,
     build_value_loss,
     entropy_coef,
+    policy_reads,
 )
 from roll.algorithms.preferences import build_reward_loss, calibration_error
-from roll.algorithms.types import LossContext, TokenScores, add_metrics
+from roll.algorithms.types import LossContext, LossFn, TokenScores, add_metrics
 from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.policy_loss import PG_VARIANTS, LossAggMode
 from roll.configs.reward_training import RewardLossConfig
 from roll.data.batch import Batch
+from roll.data.columns import is_per_token
 from roll.data.packing import take_micro_batch
 from roll.data.renderer import ChatRenderer
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
@@ -125,6 +128,42 @@ def test_with_turn_level_gae_only_first_tokens_of_turns_teach_the_critic(mode):
     learned = value_mask(batch, config)
     assert learned.sum() < batch.loss_mask_T.sum()
     assert torch.equal(grads[2] != 0, learned)
+
+
+def columns_read(loss_fn: LossFn, batch: Batch, scores: TokenScores) -> set[str]:
+    """Columns per token, besides ids and mask, that a loss asks the batch for, whether they are there or not."""
+    known = {f.name for f in fields(Batch) if is_per_token(f.name)} - {"tokens_T", "loss_mask_T"}
+    read: set[str] = set()
+
+    class Watched(Batch):
+        def __getattribute__(self, name: str) -> Any:
+            read.update({name} & known)
+            return super().__getattribute__(name)
+
+    watched = Watched(**{f.name: getattr(batch, f.name) for f in fields(Batch)})
+    read.clear()
+    loss_fn(scores, watched, context(batch))
+    return read
+
+
+LIVE_WEIGHTS = {"train_infer_correction": {"is_weight": {"enabled": True, "detach": False}}}
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, EVERYTHING, EVERYTHING | LIVE_WEIGHTS, {"importance_sampling": "segment"}, {"pg_variant": "kl_cov"}]
+)
+def test_what_the_policy_loss_reads_travels_to_the_trainer(keys):
+    batch, scores = make_batch(3)
+    config = AlgorithmConfig(**keys)
+    assert columns_read(build_policy_loss(config), batch, scores) <= policy_reads(config.parts)
+    assert ("turn_T" in policy_reads(config.parts)) == (keys not in ({}, EVERYTHING, {"pg_variant": "kl_cov"}))
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_what_the_value_loss_reads_travels_to_the_critic(turns):
+    batch, scores = make_batch(3)
+    loss_fn = build_value_loss(AlgorithmConfig(value_clip=0.5, turn_level_gae=turns))
+    assert columns_read(loss_fn, batch, scores) <= VALUE_READS
 
 
 def test_sft_loss_is_the_mean_negative_log_likelihood():

@@ -244,6 +244,7 @@ class Recorder:
     """Stands for a trained role: tells whether it was given a batch."""
 
     trained = False
+    reads: frozenset[str] = frozenset()
 
     def submit_train(self, batch: Batch, steps: list[Tensor]) -> list[None]:
         self.trained = True

@@ -90,6 +90,29 @@ def test_split_balances_the_work_of_attention(sequences, num_parts, linear):
     assert max(loads) - min(loads) <= heaviest
 
 
+@given(sequences_strategy, st.integers(1, 5), st.data())
+def test_some_rows_are_split_as_a_batch_of_them_would_be(sequences, num_parts, data):
+    batch = make_batch(sequences)
+    rows = torch.tensor(data.draw(st.permutations(range(len(sequences))))[: len(sequences) // 2], dtype=torch.int64)
+    alone = [rows[part].tolist() for part in batch.select(rows).split(num_parts)]
+    assert [part.tolist() for part in batch.split(num_parts, rows=rows)] == alone
+
+
+@given(sequences_strategy)
+def test_loss_tokens_are_counted_per_row(sequences):
+    batch = make_batch(sequences)
+    counts = [sum(token % 2 == 0 for token in tokens) for tokens in sequences]
+    assert batch.loss_tokens_B.tolist() == counts
+    assert batch.rows_with_loss.tolist() == [row for row, count in enumerate(counts) if count]
+
+
+def test_a_narrowed_batch_has_the_named_columns_and_all_of_rows():
+    batch = make_batch([[1, 2], [3]])
+    narrowed = batch.only({"rewards_T", "values_T"})
+    assert narrowed.ref_hidden_TH is None and narrowed.rewards_T is batch.rewards_T
+    assert narrowed.tokens_T is batch.tokens_T and narrowed.scores_B is batch.scores_B
+
+
 def test_one_long_sequence_weighs_as_much_as_many_short_ones():
     batch = make_batch([[1] * length for length in (8, 4, 4, 4, 4)])
     by_tokens, by_work = batch.split(2), batch.split(2, 0)  # 8² = 4 × 4²

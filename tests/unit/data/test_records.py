@@ -4,8 +4,9 @@ import pickle
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
-from roll.data.columns import Records
+from roll.data.columns import Records, narrow
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=8, temperature=0.7, stop=("</answer>", "\n"))
@@ -53,3 +54,26 @@ def test_completions_arrive_as_they_were_beside_an_empty_one_of_another_kind():
     first, second = Records.of(Completion, [strange, completions()[0]])
     assert len(first.token_ids) == 0
     assert (second.token_ids.dtype, second.logprobs.dtype, second.versions.dtype) == (np.int64, np.float32, np.int64)
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "kind"),
+    [
+        (-128, 127, np.int8),
+        (0, 128, np.int16),
+        (0, 151_935, np.int32),
+        (-(2**31) - 1, 0, np.int64),
+        (0, 2**31, np.int64),
+    ],
+)
+def test_many_integers_travel_in_the_fewest_bytes_that_hold_them(least, most, kind):
+    values = np.array([least, most] * 1024)
+    assert narrow(values).dtype == kind
+    np.testing.assert_array_equal(narrow(values), values)
+    assert narrow(values[:9]).dtype == np.int64, "few are not worth the time"
+    long = Completion("long", values, np.zeros(2048, dtype=np.float32), FinishReason.STOP, np.full(2048, 7))
+    sent = Records.of(Completion, [long, *completions()])
+    assert (sent.values["token_ids"].dtype, sent.values["versions"].dtype) == (kind, np.int8)
+    got = next(iter(pickle.loads(pickle.dumps(sent))))
+    assert got.token_ids.dtype == got.versions.dtype == np.int64
+    np.testing.assert_array_equal(got.token_ids, values)

@@ -12,6 +12,7 @@ MODELS = {"transformers.modeling_utils", "transformers.generation", "torch._dyna
 
 ENV_WORKER = """
 import asyncio, sys
+import roll.pipeline.workers  # Ray imports the class of every worker that is called
 from roll.agentic.env import path_of
 from roll.configs.env import CustomEnvConfig
 from roll.data.requests import SamplingParams
@@ -35,6 +36,7 @@ print(*sys.modules)
 
 PROMPT_WORKER = """
 import sys
+import roll.pipeline.workers
 from roll.models.tokenizer import load_tokenizer
 from roll.rollout.prompt_worker import PromptWorker
 from roll.rollout.reward_worker import RewardWorker

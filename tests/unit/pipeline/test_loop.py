@@ -257,6 +257,8 @@ def test_an_error_in_shaping_leaves_what_a_rescued_checkpoint_has_as_it_was():
 class Counter:
     """A trained role whose steps do what ``Trainer.train_step`` does: one without a loss token is skipped."""
 
+    reads: frozenset[str] = frozenset()
+
     def __init__(self) -> None:
         self.trained: list[list[int]] = []
 

@@ -1,6 +1,8 @@
 """The generation client against real engine workers on a local Ray, with an engine that does what its prompts say."""
 
 import asyncio
+import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -18,7 +20,7 @@ from roll.distributed.strategy.base import StrategyContext
 from roll.pipeline.workers import InferWorker
 from roll.rewards.types import RewardError, RewardResult, Sample, Verifier
 from roll.rollout.reward_worker import RewardWorker, WorkerClient
-from roll.rollout.router import EngineUnavailableError, GenerationClient, GenerationError
+from roll.rollout.router import EngineUnavailableError, GenerationClient, GenerationError, own_order
 
 SAY, WAIT, FAIL, FAIL_ODDLY, DIE = range(5)
 """First token of a prompt: what the engine does with it."""
@@ -160,6 +162,19 @@ def test_requests_go_to_the_engine_with_the_fewest_in_flight(engines):
         return running
 
     assert within(30, work) == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("clients", "workers", "each"), [(64, 1024, 256), (64, 1024, 3), (2, 3, 1), (5, 2, 4), (1, 2, 3)]
+)
+def test_clients_that_know_nothing_of_each_other_use_all_workers_alike(clients, workers, each):
+    load = [0] * workers
+    for number in range(clients):
+        for worker in itertools.islice(itertools.cycle(own_order(workers, (number, clients))), each):
+            load[worker] += 1
+    mean = clients * each / workers
+    assert max(load) <= math.ceil(mean) + 1
+    assert min(load) >= math.floor(mean) - 1
 
 
 def test_a_caller_who_leaves_at_once_leaves_no_request_behind(engines):

@@ -612,7 +612,7 @@ class Trainer(Scorer):
 
         And which of ``LAYOUTS`` each rank has to compare.
         """
-        loss_tokens_B = torch.zeros(batch.num_sequences).index_add_(0, batch.rows_T, batch.loss_mask_T.float())
+        loss_tokens_B = batch.loss_tokens_B.float()
         sample_weight_B = torch.ones(batch.num_sequences) if batch.sample_weight_B is None else batch.sample_weight_B
         longest = float((loss_tokens_B / sample_weight_B).max()) if batch.num_sequences else 0.0
         counts = self._gather_counts(

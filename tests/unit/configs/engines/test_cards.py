@@ -22,6 +22,7 @@ from roll.distributed.strategy import make_strategy, strategy_class
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.vllm.arguments import COMMON_ENVIRONMENT, CPU_ENVIRONMENT
 from roll.preflight.choices import CHECKS, describe_options
+from roll.preflight.models import untested_options
 from tests.support.absence import ENGINES as ENGINE_PACKAGES
 from tests.support.absence import hide
 from tests.support.terse.card import CARD
@@ -31,16 +32,18 @@ SHARED = ["configs/*.py", "preflight/*.py", "pipeline/**/*.py", "rollout/*.py", 
 BY_PATH = ["tests.support.terse.card:CARD", "tests.support.terse.strategy:Terse"]
 
 
+LAKE: dict[str, Any] = {
+    "adv_estimator": "reinforce",
+    "rollout_batch_size": 8,
+    "val_batch_size": 8,
+    "custom_envs": {"Lake": {"env_type": "frozen_lake"}},
+    "train_env_manager": {"tags": ["Lake"]},
+    "val_env_manager": {"tags": ["Lake"]},
+}
+
+
 def check(**actor_infer: Any) -> AgenticConfig:
-    values = {
-        "adv_estimator": "reinforce",
-        "rollout_batch_size": 8,
-        "val_batch_size": 8,
-        "custom_envs": {"Lake": {"env_type": "frozen_lake"}},
-        "train_env_manager": {"tags": ["Lake"]},
-        "val_env_manager": {"tags": ["Lake"]},
-        "actor_infer": {"strategy_args": actor_infer},
-    }
+    values = LAKE | {"actor_infer": {"strategy_args": actor_infer}}
     return validate(AgenticConfig, values, CHECKS[AgenticConfig])
 
 
@@ -200,3 +203,15 @@ def test_variables_that_workers_get_are_documented():
     page = (ROLL.parent / "docs" / "running_on_gpus.md").read_text(encoding="utf-8")
     shared = card_of("megatron_train").environment(MegatronConfig(tensor_model_parallel_size=2))  # type: ignore[union-attr]
     assert [name for name in {**shared, **COMMON_ENVIRONMENT, **CPU_ENVIRONMENT} if f"`{name}`" not in page] == []
+
+
+def test_a_run_with_an_option_that_no_test_shows_to_be_right_says_so():
+    def warnings(options: dict[str, Any]) -> list[str]:
+        values = LAKE | {"tiny_num_heads": 2, "actor_infer": {"strategy_args": {"strategy_name": "vllm", **options}}}
+        return untested_options(validate(AgenticConfig, values, CHECKS[AgenticConfig]))
+
+    given = {"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}}
+    (line,) = warnings({"strategy_config": given})
+    assert line.startswith("actor_infer.strategy_args.strategy_config.kv_transfer_config: {")
+    assert line.endswith("its connector needs a GPU and has run with no test")
+    assert not warnings({})

@@ -12,12 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from roll.distributed.strategy.generation import engine_server
+from roll.distributed.strategy.generation.engine_process import EngineCallError, EngineProcess
 from roll.distributed.strategy.generation.generator import EngineStoppedError
-from roll.distributed.strategy.sglang.strategy import EngineCallError, EngineProcess
+
+SERVER = Path(engine_server.__file__).parent
+"""The engine's side imports the standard library alone, and may do without the package's other imports."""
 
 ENGINE = """
     import asyncio, os, pickle, subprocess, sys
-    from roll.distributed.strategy.sglang.server import EngineServer
+    sys.path.insert(0, SERVER)
+    from engine_server import EngineServer
 
     class Engine:
         def __init__(self, server):
@@ -58,7 +63,7 @@ ENGINE = """
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[EngineProcess]:
     script = tmp_path / "engine.py"
-    script.write_text(textwrap.dedent(ENGINE))
+    script.write_text(f"SERVER = {str(SERVER)!r}\n{textwrap.dedent(ENGINE)}")
     process = EngineProcess([sys.executable, str(script)], dict(os.environ), "the engine")
     yield process
     process.close()
