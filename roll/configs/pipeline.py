@@ -142,7 +142,12 @@ class RunConfig(Config):
         ge=0,
         description="All other seeds are derived from it; a run repeats exactly on one kind of machine.",
     )
-    rpc_timeout: float = Field(default=3600.0, gt=0, description="Seconds for one call to a worker.")
+    rpc_timeout: float = Field(
+        default=3600.0,
+        gt=0,
+        description="Seconds for one call to a worker, and for which a role's trainers wait for each other, as when "
+        "one reads its part of a model from a slow disk.",
+    )
     output_dir: str = Field(default="./output", min_length=1, description="Parent of the run's folder.")
     logging_dir: str | None = Field(
         default=None, description="Folder of the log files. null: output_dir/<exp_name>/logs."

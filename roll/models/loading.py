@@ -170,18 +170,16 @@ def make_skeleton(
     attn_implementation: str | None = None,
     config_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
-    names: Iterable[str] | None = None,
 ) -> PreTrainedModel:
-    """The model with unset weights, for ranks that receive them: its memory is not touched until it is filled.
+    """The model with unset weights, whose memory is not touched until it is filled.
 
-    Args:
-        names: of the tensors in its folder, under which its own leave; ``None``: as they are on this machine.
+    Its tensors leave under the names in its folder, if that is on this machine.
     """
     config = load_config(path, config_kwargs, trust_remote_code=trust_remote_code)
     kernel = attention_kernel(config, attn_implementation)
     model = _without_values(head, config, dtype, kernel, trust_remote_code=trust_remote_code)
-    if (found := tensor_names(path) if names is None else names) is not None:
-        adopt_names(model, found)
+    if (names := tensor_names(path)) is not None:
+        adopt_names(model, names)
     return model.eval()
 
 

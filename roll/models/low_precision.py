@@ -7,10 +7,14 @@ no layer that the model does not compute with; so both formats are read here, by
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from roll.models.stored import StoredTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +23,8 @@ _FP8_SCALE = "_scale_inv"
 _MXFP4 = ("_blocks", "_scales")
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of the three lower bits (E2M1); the fourth is the sign."""
+_MAX_ELEMENTS = 2**22
+"""Of FP8 read at once, unless a row of blocks has more."""
 
 
 @dataclass(frozen=True)
@@ -63,33 +69,53 @@ class LowPrecision:
         experts, outputs, groups, size = values
         return experts, groups * size * 2, outputs
 
-    def read(self, name: str, values: Tensor, scales: Tensor) -> Tensor:
-        """The weight, in float32 and rounded once to ``dtype``.
+    def stored(self, name: str, values: Tensor, scales: Tensor) -> StoredTensor:
+        """The weight, whose elements are computed in float32 and rounded once to ``dtype``, some rows at a time.
 
         Raises:
             ValueError: shapes that do not belong together.
         """
+        self._check(name, values, scales)
+        in_fp8 = self.method == "fp8"
+        height = self.block[0] if in_fp8 else 1
+        step = max(1, _MAX_ELEMENTS // (height * values[0].numel())) if in_fp8 else 1
+
+        def read(start: int) -> Tensor:
+            rows = values[start * height : (start + step) * height]
+            return self._plain(rows, scales[start : start + step])
+
+        shape = self.shape(tuple(values.shape))
+        width = math.prod(shape[1:])
+        sizes = [(min(step * height, len(values) - row * height), row) for row in range(0, len(scales), step)]
+        return StoredTensor(shape, [(count * width, partial(read, row)) for count, row in sizes])
+
+    def _check(self, name: str, values: Tensor, scales: Tensor) -> None:
+        if self.method == "fp8":
+            expected = tuple(-(-size // block) for size, block in zip(values.shape, self.block, strict=False))
+            if values.ndim != 2 or scales.shape != expected:
+                found = f"shape {tuple(values.shape)} with scales of shape {tuple(scales.shape)}"
+                raise ValueError(
+                    f"{name}: got {found}, expected a matrix with a scale per {self.block} of its elements"
+                )
+        elif values.ndim != 4 or scales.shape != values.shape[:-1]:
+            found = f"blocks of shape {tuple(values.shape)} with scales of shape {tuple(scales.shape)}"
+            raise ValueError(f"{name}: got {found}, expected [experts, outputs, groups, bytes] and a scale per group")
+
+    def _plain(self, values: Tensor, scales: Tensor) -> Tensor:
         import torch
 
-        whole = self._fp8(name, values, scales) if self.method == "fp8" else self._mxfp4(name, values, scales)
+        whole = self._fp8(values, scales) if self.method == "fp8" else self._mxfp4(values, scales)
         return whole.to({"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[self.dtype])
 
-    def _fp8(self, name: str, values: Tensor, scales: Tensor) -> Tensor:
-        expected = tuple(-(-size // block) for size, block in zip(values.shape, self.block, strict=False))
-        if values.ndim != 2 or scales.shape != expected:
-            found = f"shape {tuple(values.shape)} with scales of shape {tuple(scales.shape)}"
-            raise ValueError(f"{name}: got {found}, expected a matrix with a scale per {self.block} of its elements")
+    def _fp8(self, values: Tensor, scales: Tensor) -> Tensor:
         rows, columns = values.shape
         wide = scales.float().repeat_interleave(self.block[1], 1)[:, :columns]
         return values.float() * wide.repeat_interleave(self.block[0], 0)[:rows]
 
-    def _mxfp4(self, name: str, values: Tensor, scales: Tensor) -> Tensor:
+    def _mxfp4(self, values: Tensor, scales: Tensor) -> Tensor:
         """Experts' [input, output] matrices from [output, group, byte], two elements a byte, the lower half first."""
         import torch
 
-        if values.ndim != 4 or scales.shape != values.shape[:-1]:
-            found = f"blocks of shape {tuple(values.shape)} with scales of shape {tuple(scales.shape)}"
-            raise ValueError(f"{name}: got {found}, expected [experts, outputs, groups, bytes] and a scale per group")
         table = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)])
         pairs = torch.stack([values & 15, values >> 4], -1).int()
         whole = torch.ldexp(table[pairs].flatten(-2), scales.int()[..., None] - 127)

@@ -7,18 +7,20 @@ trained, or the folder is refused. None is left out in silence, and none is made
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.models.adapter_files import ADAPTER_CONFIG
 from roll.models.low_precision import scheme_in
+from roll.models.stored import StoredTensor
 from roll.models.tokenizer import local_folder, locate_model, model_folder
 
 if TYPE_CHECKING:
@@ -61,10 +63,14 @@ class WeightFiles:
 
     @property
     def files(self) -> list[Path]:
-        return [self.folder / file for file in self._opened]
+        return [self.folder / file for file in dict.fromkeys(self._file_of.values())]
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor on the CPU, in the number format of ``form``.
+        """The whole tensor of ``stored``."""
+        return self.stored(name).whole()
+
+    def stored(self, name: str) -> StoredTensor:
+        """A tensor to be read, in the number format of ``form``.
 
         Raises:
             ValueError: no tensor of that name.
@@ -74,19 +80,20 @@ class WeightFiles:
         if file_name is None:
             raise ValueError(f"{self.folder}: no weight {name!r} in its safetensors files")
         if self.scheme is not None and (parts := self.packed.get(file_name)):
-            return self.scheme.read(file_name, self._stored(parts.values), self._stored(parts.scales))
-        return self._stored(file_name)
+            return self.scheme.stored(file_name, self._mapped(parts.values), self._mapped(parts.scales))
+        shape = self.form(file_name)[0]
+        return StoredTensor(shape, [(math.prod(shape), partial(self._mapped, file_name))])
 
-    def _stored(self, name: str) -> Tensor:
-        tensor: Tensor = self._opened[self._file_of[name]].get_tensor(name)
+    def _mapped(self, name: str) -> Tensor:
+        tensor: Tensor = self._in(name).get_tensor(name)
         return tensor
 
     def form(self, name: str) -> tuple[tuple[int, ...], str]:
         """Shape and number format, as a header names it (``BF16``)."""
         if self.scheme is not None and (parts := self.packed.get(name)):
-            values = self._opened[self._file_of[parts.values]].get_slice(parts.values)
+            values = self._in(parts.values).get_slice(parts.values)
             return self.scheme.shape(tuple(values.get_shape())), self.scheme.dtype
-        part = self._opened[self._file_of[name]].get_slice(name)
+        part = self._in(name).get_slice(name)
         return tuple(part.get_shape()), part.get_dtype()
 
     @cached_property
@@ -106,12 +113,20 @@ class WeightFiles:
             return False
         if one in self.packed or other in self.packed:
             return bool((self.read(one) == self.read(other)).all())
-        parts = [self._opened[self._file_of[name]].get_slice(name) for name in (one, other)]
+        parts = [self._in(name).get_slice(name) for name in (one, other)]
         rows = self.form(one)[0][0]
         step = max(1, rows // _SAMPLED_ROWS if sampled else 4096)
         width = 1 if sampled else step
         spans = ((start, start + width) for start in range(0, rows, step))
         return all(bool((parts[0][a:b] == parts[1][a:b]).all()) for a, b in spans)
+
+    def close(self) -> None:
+        """Lets go of what the system keeps of the files; what is read later opens them again."""
+        self._opened.clear()
+
+    def _in(self, name: str) -> Any:
+        """The open file of a tensor."""
+        return self._opened.get(file := self._file_of[name]) or self._open(file)
 
     def _find(self) -> dict[str, str]:
         """The file of each tensor, by what the files themselves hold."""
@@ -248,6 +263,52 @@ class FolderFit:
     def kept(self) -> list[str]:
         """Names of what the model does not compute with, and a saved model has as it was."""
         return sorted(name for name in self._left if self._stands_alone(name))
+
+    def stored(self, key: str) -> StoredTensor:
+        """A tensor by the model's own name, made of one or several of the folder's.
+
+        Raises:
+            ValueError: the folder has none, or some that do not fit together.
+        """
+        twins = [key, *(name for pair in self.model.all_tied_weights_keys.items() if key in pair for name in pair)]
+        made = next((self._made_of[name] for name in twins if name in self._made_of), None)
+        if made is None:
+            raise ValueError(f"{self.files.folder}: no weight {key!r} in its safetensors files")
+        own, groups = made
+        if None in groups:
+            return self.files.stored(groups[None][0])
+        shape = tuple(self._own[own].shape)
+        if not _by_rows(self._converter(next(iter(groups)))):
+            return StoredTensor(shape, [(math.prod(shape), partial(self._convert, own, groups, shape))])
+        row = (1, *shape[1:])
+        each = [{pattern: [names[index]] for pattern, names in groups.items()} for index in range(shape[0])]
+        return StoredTensor(shape, [(math.prod(row), partial(self._convert, own, one, row)) for one in each])
+
+    @cached_property
+    def _made_of(self) -> dict[str, tuple[str, dict[str | None, list[str]]]]:
+        """For each tensor of the model its name, and the folder's names that it is made of, by pattern."""
+        found: dict[tuple[str, ...], dict[str | None, list[str]]] = {}
+        for name, (keys, pattern) in self._meant.items():
+            if keys[0] in self._own:
+                found.setdefault(keys, {}).setdefault(pattern, []).append(name)
+        return {key: (key, groups) for keys, groups in found.items() for key in keys}
+
+    def _converter(self, pattern: str | None) -> Any:
+        """Transformers' conversion of tensors whose names match a pattern."""
+        used: Any = self.model._weight_conversions
+        found = [one for one in used if hasattr(one, "operations") and pattern in one.source_patterns]
+        return copy.deepcopy(found[-1])  # of several, the one that Transformers takes
+
+    def _convert(self, key: str, groups: dict[str | None, list[str]], shape: tuple[int, ...]) -> Tensor:
+        converter = self._converter(next(iter(groups)))
+        for pattern, names in groups.items():
+            for name in names:
+                converter.add_tensor(key, name, pattern, partial(self.files.read, name))
+        made = converter.convert(self._meant[name][0][0], model=self.model, config=self.model.config)[key]
+        tensor: Tensor = made[0] if isinstance(made, list) else made
+        if tensor.shape != shape:
+            raise ValueError(f"{key}: got shape {tuple(tensor.shape)}, expected {shape}")
+        return tensor
 
     def problems(self) -> Iterator[str]:
         """Reasons for which no engine may read the folder."""
@@ -388,6 +449,13 @@ class FolderFit:
         if count is not None and beyond and min(beyond) >= count:
             return f"config.json says num_hidden_layers: {count}, the file has {max(beyond) + 1} layers"
         return "expected the config.json that belongs to the file"
+
+
+def _by_rows(converter: Any) -> bool:
+    """Tells whether a conversion makes each row, such as an expert, of one tensor of each kind."""
+    first, *rest = converter.operations
+    merges = type(first).__name__ == "MergeModulelist" and first.dim == 0
+    return merges and all(type(one).__name__ == "Concatenate" and one.dim > 0 for one in rest)
 
 
 def check_folder(model: PreTrainedModel, config: PreTrainedConfig, path: str, *, sampled: bool = False) -> FolderFit:

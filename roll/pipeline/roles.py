@@ -407,6 +407,7 @@ class Roles:
             tokenizer_path=config.tokenizer_path,
             head="score" if role == "actor_train" and config.trains_scores else "lm",
             needs=self.needs if role == "actor_train" else asked_of(kind_of(role), self.needs),
+            timeout=config.rpc_timeout,
             seed=config.seed,
             temperature=config.teacher_temperature if teaches else config.scoring_temperature,
             max_grad_norm=config.max_grad_norm,

@@ -130,4 +130,4 @@ def test_a_reward_model_is_read_as_its_bits_are_meant(tmp_path):
 
 def test_scales_of_other_blocks_are_refused():
     with pytest.raises(ValueError, match=r"w: got shape \(4, 6\) with scales .*\(3, 2\), expected .* per \(4, 4\)"):
-        LowPrecision("fp8", (4, 4)).read("w", torch.zeros(4, 6).to(torch.float8_e4m3fn), torch.ones(3, 2))
+        LowPrecision("fp8", (4, 4)).stored("w", torch.zeros(4, 6).to(torch.float8_e4m3fn), torch.ones(3, 2))

@@ -29,6 +29,7 @@ from roll.models.loading import to_hf_weights
 from roll.models.megatron.config import MegatronModelConfig, megatron_config
 from roll.models.megatron.families import EMBEDDING, FINAL_NORM, OUTPUT, Entry, ExpertModules
 from roll.models.megatron.names import ParallelLayout, fuse, layer_entries, source, split_reader
+from roll.models.stored import StoredTensor
 
 ModuleSet = Literal["local", "te"]
 
@@ -142,7 +143,7 @@ def checkpoint(model: PreTrainedModel) -> dict[str, Tensor]:
         for group in source(name, converted, ParallelLayout(tuple(range(converted.num_layers)))).hf
         for hf in group
     ]
-    read = split_reader(weights.__getitem__, converted.family)
+    read = split_reader(lambda name: StoredTensor.of(weights[name]), converted.family)
     split = {name: read(name).contiguous() for name in names}
     again = dict(fuse(split.items(), converted.family, converted.num_experts))
     assert again.keys() == weights.keys() and all(again[name].equal(weights[name]) for name in weights)

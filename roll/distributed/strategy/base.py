@@ -75,6 +75,8 @@ class StrategyContext:
     """What a language model computes of each token's distribution, as the losses of the run ask for it."""
     lora: LoraSpec | None = None
     """The actor trains (and generates with) an adapter; only the adapter is exported after the start."""
+    timeout: float = 1800.0
+    """Seconds for which a rank waits for the others, as when one reads a model from a slow disk."""
     seed: int = 42
     temperature: float = 1.0
     """Sampling temperature: scores divide the logits by it."""

@@ -176,7 +176,8 @@ def trainer_memory(role: Role, around: Surroundings) -> RoleMemory:
     """A worker that takes optimizer steps, or scores samples."""
     layout = layout_of(role)
     states = _states(role, layout) | {"process": around.process}
-    read = FLOAT * role.parameters if around.on_cpu else 0  # rank 0 reads the checkpoint as float32 beside its weights
+    # Pages of the files stay mapped until a rank has read its part; they give way to whatever else needs memory.
+    read = FLOAT * role.parameters // layout.weights if around.on_cpu else 0
     phases = {"load": states | {"weights": states["weights"] + read, "gradients": 0, "moments": 0}}
     if around.scores:
         phases["logprobs"] = _added(states, _scoring(role, layout, around))

@@ -32,6 +32,7 @@ from roll.models.megatron.families import (
     Family,
     Form,
 )
+from roll.models.stored import StoredTensor
 
 Part = Literal["gate", "up", "down"]
 
@@ -88,19 +89,16 @@ def fused_names(layer: str, family: Family) -> list[str]:
     return [fused_name(layer, part, kind) for kind in kinds for part in parts]
 
 
-def split_reader(read: Callable[[str], Tensor], family: Family) -> Callable[[str], Tensor]:
-    """Reads by the names of ``names`` what ``read`` has by those of Transformers' module."""
-
-    @lru_cache(maxsize=4)  # a layer's experts are asked for one after the other
-    def module_tensor(name: str) -> Tensor:
-        return read(name)
+def split_reader(read: Callable[[str], StoredTensor], family: Family) -> Callable[[str], Tensor]:
+    """Reads by the names of ``names`` what ``read`` has by those of Transformers' module; of experts one at a time."""
 
     def expert_tensor(name: str) -> Tensor:
         found = find_expert(name, family)
         if found is None:
-            return module_tensor(module_name(name, family))
-        one = module_tensor(fused_name(found.layer, found.part, found.kind))[found.number]
-        alternating = family.experts.alternating
+            return read(module_name(name, family)).whole()
+        stored = read(fused_name(found.layer, found.part, found.kind))
+        _, rows = next(stored.rows(found.number, found.number + 1, stored.shape))
+        one, alternating = rows[0], family.experts.alternating
         if alternating and found.kind == "weight":
             one = one.T
         if found.part == "down":

@@ -7,6 +7,7 @@ number of ranks. The number of micro-batches changes from step to step, so the e
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 from typing import TYPE_CHECKING, Any
@@ -211,7 +212,7 @@ def start_engine(
     partitioned = config["zero_optimization"]["stage"] == 3
     head = [] if scorer.head is None else scorer.head.modules
     if partitioned:
-        deepspeed.zero.Init(module=scorer, config_dict_or_path=config)
+        _zero_init()(module=scorer, config_dict_or_path=config)
         for buffer in scorer.buffers():
             buffer.data = buffer.data.to(device)
     with contextlib.redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory figures
@@ -224,6 +225,19 @@ def start_engine(
         part._forward_pre_hooks.clear()
         part._forward_hooks.clear()
     return engine
+
+
+@functools.cache
+def _zero_init() -> Any:
+    """DeepSpeed's way of partitioning a module, without sending every parameter, which is unset, to all ranks."""
+    import deepspeed
+
+    class Init(deepspeed.zero.Init):  # type: ignore[misc]
+        def _zero_init_param(self, param: Any) -> None:
+            self._convert_to_deepspeed_param(param)
+            param.partition()
+
+    return Init
 
 
 def _import_deepspeed(device: torch.device) -> Any:

@@ -90,10 +90,6 @@ class EngineWeights(ABC):
     def kinds(self, name: str) -> Sequence[str]:
         return ADAM_STATE
 
-    def store(self, name: str, whole: Tensor) -> None:
-        """Sets what the model computes with (collective; all ranks have ``whole``)."""
-        self.parameters[name].detach().copy_(whole)
-
     @abstractmethod
     def drop_gradients(self) -> None:
         """Forgets the gradients, wherever in an optimizer step the engine is."""
@@ -120,14 +116,23 @@ class EngineWeights(ABC):
 
     def spread(self, name: str, kind: str, dtype: torch.dtype) -> ShardLayout:
         """Flat."""
-        shape = (self.shape(name).numel(),)
         # What the model computes with may be as exact as the number format asks.
         stored = name not in self.trained or self.parameters[name].dtype in (dtype, torch.float32)
-        if kind == MASTER and stored:
-            return ShardLayout(shape, dtype, self.device, self.stored_regions(name), lambda: self.stored_part(name))
-        return ShardLayout(
-            shape, dtype, self.device, self._updated[name], lambda: self._kept(self.fragments[name], kind)
-        )
+        return self._stored(name, dtype) if kind == MASTER and stored else self._optimized(name, kind, dtype)
+
+    def places(self, name: str, kind: str) -> Sequence[ShardLayout]:
+        found = [self._stored(name, torch.float32)] if kind == MASTER else []
+        return [*found, self._optimized(name, kind, torch.float32)] if name in self.trained else found
+
+    def _stored(self, name: str, dtype: torch.dtype) -> ShardLayout:
+        """What the model computes with."""
+        shape = (self.shape(name).numel(),)
+        return ShardLayout(shape, dtype, self.device, self.stored_regions(name), lambda: self.stored_part(name))
+
+    def _optimized(self, name: str, kind: str, dtype: torch.dtype) -> ShardLayout:
+        """What the optimizer has."""
+        shape, regions = (self.shape(name).numel(),), self._updated[name]
+        return ShardLayout(shape, dtype, self.device, regions, lambda: self._kept(self.fragments[name], kind))
 
     def stored_regions(self, name: str) -> Sequence[Slice]:
         """Regions of the flat parameter that the model computes with, and the ranks that have them."""
@@ -174,12 +179,6 @@ class EngineWeights(ABC):
     def _move_moments(self, device: torch.device) -> None:
         for state in self.states.values():
             state.update({kind: to_device(state[kind], device) for kind in ADAM_STATE})
-
-    def fill(self, name: str, kind: str, whole: Tensor) -> None:
-        if kind == MASTER:
-            self.store(name, whole)
-        if (fragment := self.fragments.get(name)) is not None:
-            self._kept(fragment, kind).copy_(whole.view(-1).narrow(0, fragment.offset, fragment.size))
 
     def _kept(self, fragment: Fragment, kind: str) -> Tensor:
         """The fragment's weights or moment, a flat view."""
@@ -274,13 +273,10 @@ class PartitionedOptimizer(EngineWeights):
 class PartitionedWeights(EngineWeights):
     """ZeRO stage 3: every rank holds a part of each parameter."""
 
-    def store(self, name: str, whole: Tensor) -> None:
-        import deepspeed
-
-        parameter = self.parameters[name]
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            if dist.get_rank() == 0:
-                parameter.detach().copy_(whole)
+    def places(self, name: str, kind: str) -> Sequence[ShardLayout]:
+        if kind == MASTER:  # what is whole since a forward pass would stay as it was
+            self.parameters[name].partition()  # type: ignore[attr-defined]
+        return super().places(name, kind)
 
     def stored_regions(self, name: str) -> Sequence[Slice]:
         size, whole = self._part(name).numel(), self.shape(name).numel()

@@ -116,8 +116,8 @@ class Weights(ABC):
         """The shape of a parameter, or of a share of it, in which a share is one block of the whole."""
         return tuple(shape)
 
-    def fill(self, name: str, kind: str, whole: Tensor) -> None:
-        self._kept(name, kind).copy_(self.share(name, whole))
+    def places(self, name: str, kind: str) -> Sequence[ShardLayout]:
+        return [self.spread(name, kind, torch.float32)]
 
     def kinds(self, name: str) -> Sequence[str]:
         state = self.optimizer.state[self.local[name]]

@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -27,7 +28,6 @@ from roll.distributed.strategy.megatron.scores import VocabularyShare
 from roll.distributed.strategy.megatron.substitutes import PlannedRow, layer_specs
 from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX
 from roll.distributed.strategy.training.exchange import raise_on_all_ranks
-from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.freezing import frozen_parameters
 from roll.models.heads import ValueHead, load_value_head
 from roll.models.loading import make_skeleton
@@ -165,7 +165,10 @@ def join_parallel_state(context: StrategyContext, options: MegatronConfig) -> Ra
     if not parallel_state.model_parallel_is_initialized() or _joined != {**sizes, "world": dist.group.WORLD}:
         if parallel_state.is_initialized():
             parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+        minutes = math.ceil(context.timeout / 60)
+        parallel_state.initialize_model_parallel(
+            **sizes, create_gloo_process_groups=False, distributed_timeout_minutes=minutes
+        )
         _joined.clear()
         _joined.update(sizes, world=dist.group.WORLD)
     tensor_parallel.model_parallel_cuda_manual_seed(context.seed, force_reset_rng=True)
@@ -238,7 +241,7 @@ def build_model(
     return model
 
 
-def folder_reader(model: MegatronModel, path: Path) -> Reader:
+def folder_reader(model: MegatronModel, path: Path) -> Callable[[str], Tensor]:
     """Reads the tensors of a model folder (or hub name) by their names, and this rank's value head, if it has one.
 
     Raises:
@@ -248,7 +251,8 @@ def folder_reader(model: MegatronModel, path: Path) -> Reader:
     if model.value_head is not None:
         head = load_value_head(model.config.hidden_size, files.folder, bias=model.value_head.linear.bias is not None)
         saved = {HEAD_PREFIX + name: parameter.detach() for name, parameter in head.named_parameters()}
-    stored = split_reader(files.read, family) if (family := model.converted.family).experts.alternating else files.read
+    family = model.converted.family
+    stored = split_reader(files.stored, family) if family.experts.alternating else files.read
     return lambda name: saved[name] if name in saved else stored(name)
 
 
@@ -258,7 +262,7 @@ def own_buffers(chunk: Any, converted: MegatronModelConfig) -> dict[str, Tensor]
 
 
 def own_parts(
-    model: MegatronModel, read: Reader, *, adapter: bool | None = False, trained: bool = False
+    model: MegatronModel, read: Callable[[str], Tensor], *, adapter: bool | None = False, trained: bool = False
 ) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
     """Every parameter of this rank with its part of the whole tensors, which are read by a checkpoint's names.
 
@@ -304,6 +308,7 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
         # Weights are loaded anyway, but this is what marks parameters as cut over tensor-parallel ranks.
         "perform_initialization": True,
+        **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _leave_unset),
         "deallocate_pipeline_outputs": True,
         "cuda_graph_scope": [],  # whole layers, as by Megatron's own default, which warns that it is deprecated
         # Shapes are sent along where stages take turns; the interleaved schedule hangs with it, so there all are equal.
@@ -323,6 +328,10 @@ def transformer_config(
         arguments["attention_backend"] = AttnBackend[options.attention_backend or asked]
     arguments |= _recompute(context, options, trained=trained)
     return kind(**arguments)
+
+
+def _leave_unset(parameter: Tensor) -> Tensor:
+    return parameter
 
 
 def uses_transformer_engine(context: StrategyContext, converted: MegatronModelConfig, dtype: torch.dtype) -> bool:

@@ -188,19 +188,19 @@ class TrainedModel:
 
     def fill(self, kind: str, read: Reader) -> None:
         with raise_on_all_ranks():
-            reader = read if self._adapts else self._module_reader(read)
-            self._set(kind, reader, updated=True)
+            whole = (lambda name: read(name).whole()) if self._adapts else self._module_reader(read)
+            self._set(kind, whole, updated=True)
 
     def load(self, path: Path) -> None:
         with raise_on_all_ranks():
             self._set(MASTER, self._adapter_reader(path) if self._adapts else folder_reader(self.model, path))
 
-    def _module_reader(self, read: Reader) -> Reader:
+    def _module_reader(self, read: Reader) -> Callable[[str], Tensor]:
         """Reads by the names of a whole model what ``read`` has by those in the module of this head."""
         head = self.context.head
         return split_reader(lambda name: read(saved_name(name, head)), self.model.converted.family)
 
-    def _adapter_reader(self, path: Path) -> Reader:
+    def _adapter_reader(self, path: Path) -> Callable[[str], Tensor]:
         """Reads a peft folder by its names, and its head by that of a parameter here."""
         names = [name for piece in adapter_pieces(self.gatherer) for name in piece.outline]
         stored = adapter_tensors(path, names)
@@ -210,7 +210,7 @@ class TrainedModel:
         self.optimizer.set_step(steps)
 
     @torch.no_grad()
-    def _set(self, kind: str, read: Reader, *, updated: bool = False) -> None:
+    def _set(self, kind: str, read: Callable[[str], Tensor], *, updated: bool = False) -> None:
         adapts = self._adapts  # then an adapter is trained, and the head beside it
         for parameter, part in own_parts(
             self.model, read, adapter=None if adapts else False, trained=updated or adapts

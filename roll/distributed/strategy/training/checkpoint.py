@@ -33,6 +33,7 @@ from roll.distributed.strategy.training.exchange import (
     Slice,
     TensorForm,
     WeightShard,
+    everywhere,
     gather,
     own_rank,
     raise_on_all_ranks,
@@ -323,53 +324,44 @@ Tensors: TypeAlias = Mapping[str, Sequence[WeightShard]]
 
 @dataclass(frozen=True)
 class SourceFolder:
-    """The model folder that a role starts from, as rank 0 reads it."""
+    """The model folder that a role starts from."""
 
-    names: Sequence[str]
-    """Of its tensors."""
+    fit: FolderFit
     kept: Sequence[WeightShard]
     """What the model does not compute with and a saved language model has as it was, such as a vision tower."""
-    exact: frozenset[str]
-    """Names of what is in float32 beside weights of 16 bits, and is saved so."""
     config: Mapping[str, Any]
-    """What ``config.json`` says; empty on the other ranks."""
+    """What ``config.json`` says."""
+
+    @property
+    def exact(self) -> frozenset[str]:
+        """Names of what is in float32 beside weights of 16 bits, and is saved so."""
+        return self.fit.files.exact
 
 
 def open_source(context: StrategyContext) -> SourceFolder:
-    """Looks at the tensors of a role's model folder on rank 0 (collective).
+    """Opens a role's model folder, of which each rank will read its part (collective).
 
     Raises:
-        ValueError: on every rank, where the model has no place for some, or lacks some.
+        ValueError: on every rank, where the model has no place for some of its tensors, or lacks some.
     """
     args, path = context.worker.model_args, context.model_path
-    told: list[tuple[list[str], dict[str, TensorForm], frozenset[str]]] = [([], {}, frozenset())]
-    published: dict[str, Any] = {}
-    fit: FolderFit | None = None
     with raise_on_all_ranks():
-        if own_rank() == 0:
-            config = load_config(path, args.model_config_kwargs, trust_remote_code=args.trust_remote_code)
-            fit = fit_folder(context.head, path, config, trust_remote_code=args.trust_remote_code)
-            told = [
-                (
-                    list(fit.files.names),
-                    folder_forms(fit.files, fit.kept) if context.head == "lm" else {},
-                    fit.files.exact,
-                )
-            ]
-            published = json.loads((fit.files.folder / "config.json").read_text(encoding="utf-8"))
-    if world_size() > 1:
-        dist.broadcast_object_list(told, src=0)
-    names, forms, exact = told[0]
-    if fit is not None and (kept := [name for name in fit.kept if forms or name != SCORE_WEIGHT]):
+        config = load_config(path, args.model_config_kwargs, trust_remote_code=args.trust_remote_code)
+        others = own_rank() > 0  # one rank compares what may differ as a whole
+        fit = fit_folder(context.head, path, config, trust_remote_code=args.trust_remote_code, sampled=others)
+        forms = folder_forms(fit.files, fit.kept) if context.head == "lm" else {}
+        published = json.loads((fit.files.folder / "config.json").read_text(encoding="utf-8"))
+    if not others and (kept := [name for name in fit.kept if forms or name != SCORE_WEIGHT]):
         what = "saved unchanged" if forms else f"not saved with the {context.role}"
         logger.info("%s: %d tensors are not trained, and %s: %s", path, len(kept), what, shown(kept))
 
     def piece(name: str, form: TensorForm) -> WeightShard:
-        region = Slice((0,) * len(form.shape), form.shape, (0,))
-        spread = ShardLayout(form.shape, form.dtype, torch.device("cpu"), [region], lambda: _read(fit, name))
+        spread = ShardLayout(
+            form.shape, form.dtype, torch.device("cpu"), everywhere(form.shape), lambda: fit.files.read(name)
+        )
         return weight_shard(name, spread)
 
-    return SourceFolder(names, [piece(name, form) for name, form in forms.items()], exact, published)
+    return SourceFolder(fit, [piece(name, form) for name, form in forms.items()], published)
 
 
 def folder_forms(files: WeightFiles, names: Iterable[str]) -> dict[str, TensorForm]:
@@ -384,11 +376,6 @@ def folder_forms(files: WeightFiles, names: Iterable[str]) -> dict[str, TensorFo
         kind = found[strange[0]][1]
         raise ValueError(f"{strange[0]}: number format {kind}, expected one of {', '.join(formats)}")
     return {name: TensorForm(shape, formats[kind]) for name, (shape, kind) in found.items()}
-
-
-def _read(fit: FolderFit | None, name: str) -> Tensor:
-    assert fit is not None, "the rank that has opened the folder"
-    return fit.files.read(name)
 
 
 @dataclass(frozen=True)

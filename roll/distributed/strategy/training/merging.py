@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ from roll.distributed.strategy.training.checkpoint import (
 from roll.distributed.strategy.training.exchange import ShardLayout, TensorForm, WeightShard, everywhere, weight_shard
 from roll.distributed.strategy.training.module_weights import hf_piece
 from roll.distributed.strategy.training.optim import MASTER, MOMENTS
-from roll.distributed.strategy.training.tensor_files import MAX_FILE_BYTES, Reader, StoredTensors
+from roll.distributed.strategy.training.tensor_files import MAX_FILE_BYTES, StoredTensors
 from roll.models.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -397,7 +397,7 @@ def _folder_spreads(folder: Path) -> dict[str, ShardLayout]:
     return {name: _spread(name, form, files.read) for name, form in forms.items()}
 
 
-def _spread(name: str, form: TensorForm, read: Reader) -> ShardLayout:
+def _spread(name: str, form: TensorForm, read: Callable[[str], Tensor]) -> ShardLayout:
     return ShardLayout(form.shape, form.dtype, CPU, everywhere(form.shape), lambda: read(name))
 
 

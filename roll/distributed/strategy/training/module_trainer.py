@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -79,11 +78,8 @@ def use_liger_kernels(model: PreTrainedModel) -> None:
 ATTENTION = {"auto": None, "fa2": "flash_attention_2"}
 
 
-def make_scorer(context: StrategyContext, dtype: torch.dtype, names: Sequence[str]) -> TokenScorer:
+def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
     """The role's model with unset weights, wrapped for scoring, with an unset adapter if the role trains one.
-
-    Args:
-        names: of the tensors in its folder.
 
     Raises:
         ImportError: an adapter without peft, or Liger's kernels without liger-kernel.
@@ -99,7 +95,6 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype, names: Sequence[st
         attn_implementation=ATTENTION.get(args.attn_implementation, args.attn_implementation),
         config_kwargs=args.model_config_kwargs,
         trust_remote_code=args.trust_remote_code,
-        names=names,
     )
     check_rope(model.config, context.sequence_length)
     if context.worker.use_sequence_packing:
@@ -195,7 +190,7 @@ class ModuleScorer(Scorer, Generic[W]):
     @cached_property
     def _unsplit(self) -> TokenScorer:
         """The model as it is without tensor parallelism, empty."""
-        scorer = make_scorer(self.context, self._compute_dtype, self._source.names)
+        scorer = make_scorer(self.context, self._compute_dtype)
         if scorer.value_head is not None:
             scorer.value_head.to(self.device)
         return scorer
@@ -261,13 +256,13 @@ class ModuleScorer(Scorer, Generic[W]):
             config = load_config(path, args.model_config_kwargs, trust_remote_code=args.trust_remote_code)
             self._model_dtype = resolve_dtype(args.dtype, config)
             compute = self._model_dtype if compute_dtype is None else resolve_dtype(compute_dtype)
-            scorer = make_scorer(context, self._stored_dtype(compute), self._source.names)
+            scorer = make_scorer(context, self._stored_dtype(compute))
         self.shares_prompts = context.worker.share_prompts and may_share(scorer.model, context.role)
         if args.ulysses_size > 1:  # after sharing, whose kernel it wraps
             ulysses.enable(scorer.model, args.ulysses_size, self._tensor_size)
             self._sequence_group = ulysses.make_group(args.ulysses_size, self._tensor_size)
         weights = self._place(scorer, compute)
-        load_model(Path(path), weights, args.model_config_kwargs, trust_remote_code=args.trust_remote_code)
+        load_model(self._source.fit, weights)
         if self._trained and context.lora is None and self._source.exact:
             hf_pieces(weights, self._model_dtype, self._source.exact)  # to be told before it is trained
         if context.lora is not None:

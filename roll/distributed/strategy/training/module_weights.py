@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from roll.algorithms.quantities import OutputLayer
@@ -32,11 +31,20 @@ from roll.distributed.strategy.training.exchange import (
 from roll.distributed.strategy.training.optim import MASTER
 from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.freezing import whole_name
-from roll.models.heads import VALUE_HEAD_FILE, ValueHead, decoder_layers, load_value_head
-from roll.models.loading import converts_weights, load_causal_lm, persistent_buffers, set_buffer, to_hf_weights
+from roll.models.heads import decoder_layers, load_value_head
+from roll.models.loading import (
+    Head,
+    converts_weights,
+    fit_folder,
+    load_config,
+    persistent_buffers,
+    set_buffer,
+    to_hf_weights,
+)
 from roll.models.lora import SCORE_NAME, adapter_name, base_name, initial_value, is_adapter
 from roll.models.scoring import TokenScorer
-from roll.models.tokenizer import local_folder
+from roll.models.stored import StoredTensor
+from roll.models.weight_files import FolderFit
 from roll.utils.memory import paused_collector
 
 if TYPE_CHECKING:
@@ -68,8 +76,11 @@ class ModuleWeights(Protocol):
         Collective.
         """
 
-    def fill(self, name: str, kind: str, whole: Tensor) -> None:
-        """Sets it to ``whole``, which all ranks have; ``MASTER`` sets an untrained parameter too (collective)."""
+    def places(self, name: str, kind: str) -> Sequence[ShardLayout]:
+        """Where state of a parameter, or an untrained one's ``MASTER``, is set: ``own`` of each shares its memory.
+
+        Collective.
+        """
 
     def set_steps(self, steps: int) -> None:
         """Tells Adam how many steps it has taken, for its bias correction."""
@@ -95,7 +106,7 @@ class TrainedModule:
         return [_float32(self.weights, name, _stored_name(self.weights, name), kind) for name in self._with(kind)]
 
     def fill(self, kind: str, read: Reader) -> None:
-        _fill(self.weights, self._with(kind), kind, lambda name: read(_stored_name(self.weights, name)))
+        fill(self.weights, self._with(kind), kind, lambda name: read(_stored_name(self.weights, name)))
 
     def _with(self, kind: str) -> list[str]:
         """Names of the trained parameters that have a kind of state."""
@@ -104,46 +115,73 @@ class TrainedModule:
     def load(self, path: Path) -> None:
         weights = self.weights
         if not any(map(is_adapter, weights.trained)):
-            load_model(path, weights, trust_remote_code=self.trust_remote_code)
+            trusts = self.trust_remote_code
+            head: Head = "lm" if weights.scorer.value_head is None else "value"
+            with raise_on_all_ranks():
+                fit = fit_folder(
+                    head, str(path), load_config(str(path), trust_remote_code=trusts), trust_remote_code=trusts
+                )
+            load_model(fit, weights)
             return
         with raise_on_all_ranks():
             stored = adapter_tensors(path, [_peft_name(weights, name) for name in weights.trained])
-        _fill(weights, weights.trained, MASTER, lambda name: stored.get(_peft_name(weights, name)))
+        fill(weights, weights.trained, MASTER, lambda name: stored.stored(_peft_name(weights, name)))
 
     def set_steps(self, steps: int) -> None:
         self.weights.set_steps(steps)
 
 
-def load_model(
-    path: Path,
-    weights: ModuleWeights,
-    config_kwargs: Mapping[str, Any] | None = None,
-    *,
-    trust_remote_code: bool = False,
-) -> None:
-    """Sets all parameters, but for an adapter's, and buffers to those of a folder that rank 0 reads (collective).
+def load_model(fit: FolderFit, weights: ModuleWeights) -> None:
+    """Sets all parameters, but for an adapter's, and buffers to those of a folder; ranks read their parts (collective).
 
     Raises:
-        ValueError: on every rank, when rank 0 cannot read it.
+        ValueError: on every rank, when one cannot read its part.
     """
-    whole: dict[str, Tensor] = {}
+    model, head = weights.scorer.model, weights.scorer.value_head
+    saved: dict[str, Tensor] = {}
     with raise_on_all_ranks():
-        if own_rank() == 0:
-            whole = _read_model(path, weights.scorer.value_head, config_kwargs, trust_remote_code)
-    names = [name for name in weights.parameters if not is_adapter(name)]
-    _fill(weights, names, MASTER, lambda name: whole[base_name(name)])
-    model = weights.scorer.model
-    for name, buffer in list(persistent_buffers(model)):
-        value = whole.get(MODEL_PREFIX + base_name(name), torch.empty(buffer.shape)).to(weights.device).float()
-        if world_size() > 1:
-            dist.broadcast(value, src=0)
-        set_buffer(model, name, value)
+        if head is not None:
+            bias, width = head.linear.bias is not None, model.config.get_text_config().hidden_size
+            saved = dict(load_value_head(width, fit.files.folder, bias=bias).named_parameters(HEAD_PREFIX[:-1]))
+        for name, buffer in list(persistent_buffers(model)):
+            set_buffer(model, name, fit.stored(base_name(name)).whole().to(buffer.device))
+
+    def read(name: str) -> StoredTensor:
+        if name in saved:
+            return StoredTensor.of(saved[name])
+        return fit.stored(base_name(name).removeprefix(MODEL_PREFIX))
+
+    fill(weights, [name for name in weights.parameters if not is_adapter(name)], MASTER, read)
+    fit.files.close()
 
 
 def start_adapter(weights: ModuleWeights, seed: int) -> None:
     """Gives an adapter its first values (collective)."""
     names = [name for name in weights.parameters if is_adapter(name)]
-    _fill(weights, names, MASTER, lambda name: initial_value(_peft_name(weights, name), weights.shape(name), seed))
+
+    def first(name: str) -> StoredTensor:
+        return StoredTensor.of(initial_value(_peft_name(weights, name), weights.shape(name), seed))
+
+    fill(weights, names, MASTER, first)
+
+
+@torch.no_grad()
+def fill(weights: ModuleWeights, names: Iterable[str], kind: str, read: Callable[[str], StoredTensor]) -> None:
+    """Sets this rank's parts of what ``names`` mean (collective).
+
+    Raises:
+        ValueError: on every rank, when one cannot read its part.
+    """
+    places = {name: weights.places(name, kind) for name in names}
+    with raise_on_all_ranks():
+        for name, layouts in places.items():
+            stored, expected = read(name), tuple(weights.shape(name))
+            if stored.shape != expected:
+                raise ValueError(f"{_stored_name(weights, name)}: got shape {stored.shape}, expected {expected}")
+            for layout in layouts:
+                for region in layout.regions:
+                    if own_rank() in region.ranks:
+                        stored.copy_into(layout.own(), layout.shape, region.offsets, region.sizes)
 
 
 def buffer_pieces(weights: ModuleWeights) -> list[WeightShard]:
@@ -262,41 +300,6 @@ def head_pieces(weights: ModuleWeights) -> list[WeightShard]:
     """A value head in float32, under its own names (collective)."""
     names = [name for name in weights.parameters if name.startswith(HEAD_PREFIX)]
     return [_float32(weights, name, name.removeprefix(HEAD_PREFIX)) for name in names]
-
-
-def _read_model(
-    path: Path, head: ValueHead | None, config_kwargs: Mapping[str, Any] | None, trust_remote_code: bool
-) -> dict[str, Tensor]:
-    options: dict[str, Any] = {"config_kwargs": config_kwargs, "trust_remote_code": trust_remote_code}
-    model = load_causal_lm(str(path), dtype=torch.float32, trunk=head is not None, **options)
-    named = [*model.named_parameters(), *persistent_buffers(model)]
-    whole = {MODEL_PREFIX + name: tensor.detach() for name, tensor in named}
-    if head is not None:
-        bias = head.linear.bias is not None
-        folder = local_folder(str(path), "model*.safetensors", VALUE_HEAD_FILE)
-        saved = load_value_head(model.config.get_text_config().hidden_size, folder, bias=bias)
-        whole |= {HEAD_PREFIX + name: parameter.detach() for name, parameter in saved.named_parameters()}
-    return whole
-
-
-@torch.no_grad()
-def _fill(weights: ModuleWeights, names: Iterable[str], kind: str, read: Callable[[str], Tensor]) -> None:
-    """Sets what ``names`` mean from whole tensors that rank 0 reads (collective)."""
-    for name in names:
-        with raise_on_all_ranks():
-            read_here = own_rank() == 0
-            found = _read(weights, name, read) if read_here else torch.empty(weights.shape(name), device=weights.device)
-        whole = found.to(weights.device).float().contiguous()
-        if world_size() > 1:
-            dist.broadcast(whole, src=0)
-        weights.fill(name, kind, whole)
-
-
-def _read(weights: ModuleWeights, name: str, read: Callable[[str], Tensor]) -> Tensor:
-    whole, expected = read(name), weights.shape(name)
-    if whole.shape != expected:
-        raise ValueError(f"{_stored_name(weights, name)}: got shape {tuple(whole.shape)}, expected {tuple(expected)}")
-    return whole
 
 
 def _float32(weights: ModuleWeights, name: str, stored: str, kind: str = MASTER) -> WeightShard:

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from roll.distributed.strategy.training.exchange import Slice, TensorForm, WeightShard, weight_shard
+from roll.models.stored import StoredTensor
 from roll.utils.hashing import Checksum, WrittenFile
 
 MAX_FILE_BYTES = 4 * 2**30
@@ -46,8 +48,8 @@ DTYPE_NAMES = {
 }
 """As the safetensors format calls them."""
 
-Reader: TypeAlias = Callable[[str], Tensor]
-"""A whole tensor by name."""
+Reader: TypeAlias = Callable[[str], StoredTensor]
+"""A tensor by name, to be read."""
 
 _PART = re.compile(r"(?P<name>.+)@(?P<start>\d+) of (?P<shape>[\d,]+)")
 """Name of the elements of a tensor from one on, by the tensor's name and shape."""
@@ -305,22 +307,30 @@ class StoredTensors:
         return forms
 
     def get(self, name: str) -> Tensor:
-        """Reads one tensor.
+        """Reads one tensor, as ``stored``."""
+        return self.stored(name).whole()
+
+    def stored(self, name: str) -> StoredTensor:
+        """One tensor, to be read.
 
         Raises:
             ValueError: there is none of that name, or not all of it.
         """
         if name in self._files:
-            return cast(Tensor, self._files[name].get_tensor(name))
+            shape = tuple(self._files[name].get_slice(name).get_shape())
+            return StoredTensor(shape, [(math.prod(shape), partial(self._mapped, name))])
         if name not in self._parts:
             raise ValueError(f"no tensor {name!r} in {self._folder.name}; it belongs to another model")
         parts = sorted(self._parts[name], key=lambda part: int(part["start"]))
-        whole = torch.cat([self.get(part[0]).flatten() for part in parts])
-        shape = [int(size) for size in parts[0]["shape"].split(",")]
-        if len(whole) != math.prod(shape):
-            raise ValueError(f"{name}: {len(whole)} elements in {self._folder.name}, expected {math.prod(shape)}")
-        return whole.view(shape)
+        sizes = [math.prod(self._files[part[0]].get_slice(part[0]).get_shape()) for part in parts]
+        shape = tuple(int(size) for size in parts[0]["shape"].split(","))
+        if (count := sum(sizes)) != math.prod(shape):
+            raise ValueError(f"{name}: {count} elements in {self._folder.name}, expected {math.prod(shape)}")
+        return StoredTensor(shape, [(n, partial(self._mapped, part[0])) for n, part in zip(sizes, parts, strict=True)])
+
+    def _mapped(self, name: str) -> Tensor:
+        return cast(Tensor, self._files[name].get_tensor(name))
 
     def reader(self, kind: str) -> Reader:
         """Reads what is stored of a parameter by the parameter's name."""
-        return lambda name: self.get(f"{name}.{kind}")
+        return lambda name: self.stored(f"{name}.{kind}")

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -225,7 +226,8 @@ def join_group(context: StrategyContext, *, alone: bool) -> torch.device:
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if context.world_size > 1:
         address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        dist.init_process_group(backend, init_method=address, rank=context.rank, world_size=context.world_size)
+        timeout = timedelta(seconds=context.timeout)
+        dist.init_process_group(backend, address, timeout, rank=context.rank, world_size=context.world_size)
     elif alone:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if dist.is_initialized():
