@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import socket
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,7 +23,13 @@ from roll.distributed.strategy.training.exchange import ShardLayout, gather, wei
 from roll.distributed.weights.buckets import unpack_bucket
 from roll.distributed.weights.contents import WeightBucket
 
-IMPORTED = ["torch.distributed.fsdp", "transformers.modeling_utils", "transformers.models.auto.modeling_auto", __name__]
+IMPORTED = [
+    "torch.distributed.fsdp",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "tests.support.megatron_preload",
+    __name__,
+]
 """What every rank needs: imported once, in a process of which ranks are forked."""
 
 
@@ -82,7 +89,9 @@ def recorded_warnings(file: Path) -> Iterator[None]:
     """Leaves in ``file`` the warnings that a run would print, one in a line."""
     with warnings.catch_warnings(record=True) as caught:
         yield
-    file.write_text("".join(f"{warning.filename}: {warning.message}\n" for warning in caught))
+    preload = sys.modules.get("tests.support.megatron_preload")
+    told = [*caught, *(preload.WARNINGS if preload else ())]
+    file.write_text("".join(f"{warning.filename}: {warning.message}\n" for warning in told))
 
 
 def assert_same_files(found: Path, expected: Path) -> None:
