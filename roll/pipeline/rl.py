@@ -113,6 +113,13 @@ class RLPipeline(GroupRules, TrainingLoop):
             # The mismatch of shaping is that of more rows than the one of training.
             self.unreported = metrics | train_metrics | lag_metrics | shaping_metrics
 
+    def after_step(self) -> None:
+        super().after_step()
+        step, config = self.done_steps, self.config
+        last = step == config.max_steps or self.learned is not None
+        if last or (config.eval_steps and step % config.eval_steps == 0):
+            self.taken.explain(step, last=last)
+
     def publish(self, version: int) -> None:
         if self.overlap is not None:
             self.overlap.before_update(version)

@@ -20,6 +20,8 @@ from roll.data.requests import FinishReason
 from roll.distributed.strategy.base import Metrics
 from roll.models.tokenizer import policy_tokenizer
 from roll.pipeline.session import RunFailedError, RunSession
+from roll.report.causes import RunRecord
+from roll.report.diagnosis import diagnose
 from roll.rollout.admission import Admission
 from roll.rollout.metrics import mean, rollout_metrics, sampled_tokens, spread_metrics
 from roll.rollout.scheduler import RolloutScheduler
@@ -79,6 +81,8 @@ _MOST_CUT, _MOST_WRONG, _MOST_EQUAL = 0.25, 0.5, 0.9
 """Shares from which on it is remarked: of answers that are cut, of groups all wrong, of groups without spread."""
 _DOUBT = 10
 """Steps between two evaluations of whether all is learned, where none are asked for by ``eval_steps``."""
+_ENOUGH_STEPS = 10
+"""Before so many steps a run need not have learned anything."""
 MAX_TRAINED_BYTES = 64_000_000
 """Size of all files of ``write_samples`` at most."""
 
@@ -221,6 +225,14 @@ class StepRollouts:
         if found is not None:
             self._session.display.note(f"{self._seems}, but {found:.1%} held out: the run continues")
         return None
+
+    def explain(self, step: int, *, last: bool) -> None:
+        """Says why the reward does not rise, where it does not; at the end of the run in its summary too."""
+        found = diagnose(RunRecord.read(self._session.folder.path))
+        if last:
+            self._session.summary["diagnosis"] = found.plain()
+        if found.remark is not None and (last or step >= _ENOUGH_STEPS):
+            self._remarks.make("diagnosis", f"{found.remark} (all causes: roll diagnose {self._session.folder.path})")
 
     def state_dict(self) -> dict[str, Any]:
         rollouts = self.admission.state_dict(keeps_groups=self._config.overlaps)

@@ -36,6 +36,7 @@ def add_commands(commands: Any) -> None:
     _add_serve(commands)
     _add_export(commands)
     _add_explain(commands)
+    _add_diagnose(commands)
 
 
 def _add_eval(commands: Any) -> None:
@@ -324,3 +325,25 @@ def _explain(options: argparse.Namespace) -> int:
     from roll.pipeline.commands.explaining import run
 
     return run(options.key)
+
+
+def _add_diagnose(commands: Any) -> None:
+    text = "say why a run's reward does not rise: causes with evidence and advice; exit code 1 if it does not"
+    parser = add_command(commands, "diagnose", text, _diagnose)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, also of a run that is going on")
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+
+
+def _diagnose(options: argparse.Namespace) -> int:
+    from roll.pipeline.cli import EXIT_USAGE
+    from roll.report.causes import RunRecord
+    from roll.report.diagnosis import diagnose
+    from roll.tracking.files import to_json
+
+    try:
+        found = diagnose(RunRecord.read(options.run.expanduser()))
+    except ValueError as error:
+        sys.stderr.write(f"roll diagnose: {error}\n")
+        return EXIT_USAGE
+    sys.stdout.write(to_json(found.plain(), indent=2) + "\n" if options.json else found.text())
+    return 0 if found.learns else 1
