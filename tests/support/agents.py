@@ -44,7 +44,7 @@ class LoggedTrainWorker(TrainWorker):
     """Logs in ``trained.jsonl`` the rows that it is given."""
 
     def train(self, batch: Batch, optimizer_steps: Sequence[Sequence[int]]) -> list[Metrics]:
-        assert batch.rollout_logprobs_T is not None and batch.rollout_versions_T is not None
+        assert batch.rollout_logprobs_T is not None
         start = 0
         for length in batch.lengths_B.tolist():
             row = slice(start, start + length)
@@ -53,7 +53,6 @@ class LoggedTrainWorker(TrainWorker):
                 ids=batch.tokens_T[row].tolist(),
                 mask=batch.loss_mask_T[row].tolist(),
                 logprobs=batch.rollout_logprobs_T[row].tolist(),
-                versions=batch.rollout_versions_T[row].tolist(),
             )
             start += length
         return super().train(batch, optimizer_steps)
