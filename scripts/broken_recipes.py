@@ -18,8 +18,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from roll.report.causes import RunRecord
 from roll.report.diagnosis import Diagnosis, diagnose
+from roll.report.record import RunRecord
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAINING = "actor_train.training_args"

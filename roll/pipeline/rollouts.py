@@ -20,8 +20,8 @@ from roll.data.requests import FinishReason
 from roll.distributed.strategy.base import Metrics
 from roll.models.tokenizer import policy_tokenizer
 from roll.pipeline.session import RunFailedError, RunSession
-from roll.report.causes import RunRecord
 from roll.report.diagnosis import diagnose
+from roll.report.record import RunRecord
 from roll.rollout.admission import Admission
 from roll.rollout.metrics import mean, rollout_metrics, sampled_tokens, spread_metrics
 from roll.rollout.scheduler import RolloutScheduler

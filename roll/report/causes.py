@@ -8,94 +8,25 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
-import yaml
+from roll.report.record import RunRecord
 
-from roll.tracking.files import read_json_lines
-from roll.tracking.run import TRAINED
-
-_GROUPS_READ = 4  # files of sampled training groups, the newest
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """What a run has written of itself.
-
-    Attributes:
-        config: resolved, nested.
-        steps: the metrics of each training step, in order.
-        evals: ``eval.before`` and ``eval.after`` of the summary, empty where nothing was evaluated.
-        groups: texts of the responses of some newly sampled groups, each with whether it was cut and a success.
-    """
-
-    config: Mapping[str, Any]
-    steps: Sequence[Mapping[str, float | None]]
-    before: Mapping[str, Any] = field(default_factory=dict)
-    after: Mapping[str, Any] = field(default_factory=dict)
-    groups: Sequence[Sequence[Mapping[str, Any]]] = ()
-
-    @classmethod
-    def read(cls, folder: Path) -> RunRecord:
-        """Reads a run's folder.
-
-        Raises:
-            ValueError: it is no run's, or the run trains no policy.
-        """
-        config_path, metrics_path = folder / "config.yaml", folder / "metrics.jsonl"
-        if not (config_path.is_file() and metrics_path.is_file()):
-            raise ValueError(f"got {folder}, expected a run's folder, with config.yaml and metrics.jsonl")
-        config = yaml.safe_load(config_path.read_text(encoding="utf-8"))
-        records = read_json_lines(metrics_path)
-        steps = [record for record in records if record["step"] and "rollout/episodes" in record]
-        if "actor_infer" not in config or not steps:
-            raise ValueError(f"{folder}: expected a run that has sampled responses in at least one step")
-        evaluated = [record for record in records if "eval/success" in record]
-        first, last = (evaluated[0], evaluated[-1]) if len(evaluated) > 1 else ({}, {})
-        files = sorted((folder / "trajectories").glob(f"{TRAINED}*.jsonl"))[-_GROUPS_READ:]
-        groups = [group for path in files for group in _groups(read_json_lines(path))]
-        return cls(config, steps, first, last, groups)
-
-    def setting(self, path: str, default: Any = None) -> Any:
-        """A key of the configuration, ``a.b.c``; ``default`` where it is missing or null."""
-        value: Any = self.config
-        for name in path.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
-        return default if value is None else value
-
-    def series(self, name: str) -> list[float]:
-        """A metric over the steps that have it."""
-        return [float(value) for step in self.steps if (value := step.get(name)) is not None]
-
-    def early(self, name: str) -> float | None:
-        """Its mean over the first third of these steps; ``None``: no step has it."""
-        values = self.series(name)
-        return statistics.fmean(values[: _third(values)]) if values else None
-
-    def late(self, name: str, default: float = math.nan) -> float:
-        """Its mean over the last third of these steps. Comparisons with the default, NaN, are false."""
-        values = self.series(name)
-        return statistics.fmean(values[-_third(values) :]) if values else default
-
-
-def _third(values: Sequence[float]) -> int:
-    return max(1, len(values) // 3)
-
-
-def _groups(records: Iterable[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
-    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for record in records:
-        turns = record["turns"]
-        row = {
-            "text": "\n".join(turn["text"] for turn in turns),
-            "cut": any(turn["finish_reason"] == "length" for turn in turns),
-            "success": record["success"],
-        }
-        groups.setdefault((record["tag"], record["group_id"]), []).append(row)
-    return list(groups.values())
+DECISIVE, _PARTLY = 0.7, 0.4
+"""Weights from which on a cause explains the run, or a part of it."""
+_FIRST = 1
+"""Steps whose rollouts are older than any update."""
+TRAINING = {
+    "length-terms-decide",
+    "kl-pulls-back",
+    "entropy-bonus-decides",
+    "updates-are-too-large",
+    "entropy-collapsed",
+    "data-repeats",
+}
+"""Causes in the loss and the updates, from which others follow."""
 
 
 @dataclass(frozen=True)
@@ -140,18 +71,6 @@ def _found(record: RunRecord) -> Iterator[Finding]:
     for name, cause in CAUSES.items():
         for weight, text, evidence, advice in cause(record):
             yield Finding(name, weight, text, tuple(evidence), advice)
-
-
-DECISIVE, _PARTLY = 0.7, 0.4
-_FIRST = 1  # its rollouts are older than any update
-TRAINING = {
-    "length-terms-decide",
-    "kl-pulls-back",
-    "entropy-bonus-decides",
-    "updates-are-too-large",
-    "entropy-collapsed",
-    "data-repeats",
-}
 
 
 def _cause(function: Cause) -> Cause:
@@ -268,7 +187,6 @@ def _responses_are_all_alike(record: RunRecord) -> Found:
         or (sampling["top_p"] is not None and sampling["top_p"] < 0.2)
         or sampling["do_sample"] is False
     )
-    entropy = record.early("actor/entropy")
     yield (
         1.0 if narrow else alike,
         f"in {alike:.0%} of the groups all responses to a prompt are the same text"
@@ -278,7 +196,7 @@ def _responses_are_all_alike(record: RunRecord) -> Found:
             *(f"actor_infer.generating_args.{name}: {value}" for name, value in sampling.items() if value is not None),
         ],
         "sample at temperature 1 without top_k and top_p"
-        if narrow or entropy is None
+        if narrow
         else "the policy is certain of its responses: start from an earlier checkpoint, or a model less trained on "
         "this data; an entropy bonus (entropy_loss_coef) keeps it uncertain",
     )
@@ -335,12 +253,11 @@ def _tasks_are_too_easy(record: RunRecord) -> Found:
 @_cause
 def _groups_of_one(record: RunRecord) -> Found:
     estimator = record.setting("adv_estimator")
-    size = record.setting("num_return_sequences_in_group", record.setting("train_env_manager.group_size"))
-    if size == 1 and estimator in ("grpo", "grpo_passk", "gdpo", "gigpo", "maxrl", "opo", "rloo"):
+    if record.group_size == 1 and record.compares:
         yield (
             1.0,
             f"{estimator} compares the responses to a prompt, and there is one of each",
-            [f"adv_estimator: {estimator}", f"responses per prompt: {size}"],
+            [f"adv_estimator: {estimator}", "responses per prompt: 1"],
             "sample several responses per prompt, or use another estimator, such as reinforce_plus_plus",
         )
 
@@ -348,7 +265,7 @@ def _groups_of_one(record: RunRecord) -> Found:
 @_cause
 def _groups_have_no_spread(record: RunRecord) -> Found:
     share = record.late("rollout/no_spread")
-    if share >= 0.7:
+    if share >= 0.7 and record.compares:
         yield (
             share,
             f"in {share:.0%} of the groups all responses score the same, so that group baselines leave nothing",
@@ -411,7 +328,7 @@ def _nothing_is_trained(record: RunRecord) -> Found:
 
 @_cause
 def _kl_pulls_back(record: RunRecord) -> Found:
-    """The KL term's gradient is compared through its value with rewards of about ``reward/score_std``."""
+    """By its coefficient alone: rewards are about 1, so one from 1 on outweighs them at any noticeable distance."""
     terms = []
     if record.setting("use_kl_loss", False):
         terms.append(("kl_loss_coef", record.setting("kl_loss_coef", 0.0), "actor/kl_loss"))
@@ -429,11 +346,8 @@ def _kl_pulls_back(record: RunRecord) -> Found:
 
 @_cause
 def _entropy_bonus_decides(record: RunRecord) -> Found:
-    coef, early, late = (
-        record.setting("entropy_loss_coef", 0.0),
-        record.early("actor/entropy"),
-        record.late("actor/entropy"),
-    )
+    coef = record.setting("entropy_loss_coef", 0.0)
+    early, late = record.early("actor/entropy"), record.late("actor/entropy")
     if coef > 0 and early is not None and late > 1.5 * max(early, 1e-9) and late > 0.5:
         yield (
             1.0,
@@ -547,8 +461,8 @@ def _rollouts_are_old(record: RunRecord) -> Found:
 
 @_cause
 def _updates_are_too_large(record: RunRecord) -> Found:
-    rewards, norms = record.series("rollout/reward"), record.series("actor/grad_norm")
-    if len(rewards) < 3 or not norms:
+    rewards = record.series("rollout/reward")
+    if len(rewards) < 3 or not record.series("actor/grad_norm"):
         return
     start, late = rewards[0], record.late("rollout/reward")
     rate = max(record.series("actor/lr"), default=0.0)
@@ -592,15 +506,14 @@ def _data_repeats(record: RunRecord) -> Found:
 @_cause
 def _noise_hides_gains(record: RunRecord) -> Found:
     episodes, spread = record.late("rollout/episodes"), record.late("rollout/no_spread", 0.0)
-    size = record.setting("num_return_sequences_in_group", record.setting("train_env_manager.group_size", 1))
-    groups = episodes / max(1, size) * (1 - spread)
+    groups = episodes / record.group_size * (1 - spread)
     if groups < 4 and spread < 0.95:
         yield (
             0.65 if groups < 2 else 0.45,
             f"a step learns from {groups:.1f} groups whose responses differ in score: noise outweighs any gain",
             [
                 *_shown(record, "rollout/episodes", "rollout/no_spread", "actor/grad_norm"),
-                f"responses per prompt: {size}",
+                f"responses per prompt: {record.group_size}",
                 *_evaluated(record),
             ],
             "more prompts per step (rollout_batch_size), or more steps at a lower learning rate",

@@ -9,14 +9,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from roll.report.causes import DECISIVE, Finding, RunRecord, findings
+from roll.report.causes import DECISIVE, Finding, findings
+from roll.report.record import RunRecord
 from roll.tracking.display import difference_interval
 
 _MANY_SIGMA = 3.0
 """From so many standard errors on, a slope of the training reward is not noise."""
 _FEW_STEPS = 5
+"""With fewer, nothing is said about a slope that is not clear."""
 _SOLVED = 0.95
-MOST_SHOWN = 5
+"""Success from which on a task counts as solved."""
+_MOST_SHOWN = 5
+"""Causes in the terminal."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Diagnosis:
                 "No known cause shows in its metrics. Look at responses in trajectories/ and renders/index.html, "
                 "and let it run longer."
             )
-        for number, finding in enumerate(self.findings[:MOST_SHOWN], start=1):
+        for number, finding in enumerate(self.findings[:_MOST_SHOWN], start=1):
             lines += [
                 "",
                 f"{number}. {finding.text[0].upper()}{finding.text[1:]}. [{finding.cause}]",
@@ -72,11 +76,7 @@ def diagnose(record: RunRecord) -> Diagnosis:
 
 def _verdict(record: RunRecord) -> tuple[bool, str]:
     rewards, count = record.series("rollout/reward"), len(record.steps)
-    success, early, late = (
-        record.late("rollout/success"),
-        record.early("rollout/reward") or 0.0,
-        record.late("rollout/reward"),
-    )
+    early, late = record.early("rollout/reward") or 0.0, record.late("rollout/reward")
     trend = f"training reward {early:.3g} → {late:.3g} over {count} steps"
     if record.after:
         before, after = record.before["eval/success"], record.after["eval/success"]
@@ -89,7 +89,7 @@ def _verdict(record: RunRecord) -> tuple[bool, str]:
             f"{100 * low:+.1f} to {100 * high:+.1f}); {trend}"
         )
         rises = slope_in_sigma(rewards) >= _MANY_SIGMA and high >= (late - early) / 2  # few were held out
-        if low > 0 or rises or min(after, success) >= _SOLVED > before:
+        if low > 0 or rises or min(after, record.late("rollout/success")) >= _SOLVED > before:
             return True, f"The run learns: {figures}."
         if high < 0:
             return False, f"The policy got worse: {figures}."

@@ -336,8 +336,8 @@ def _add_diagnose(commands: Any) -> None:
 
 def _diagnose(options: argparse.Namespace) -> int:
     from roll.pipeline.cli import EXIT_USAGE
-    from roll.report.causes import RunRecord
     from roll.report.diagnosis import diagnose
+    from roll.report.record import RunRecord
     from roll.tracking.files import to_json
 
     try:

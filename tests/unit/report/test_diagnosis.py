@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from roll.__main__ import main
-from roll.report.causes import CAUSES, RunRecord
+from roll.report.causes import CAUSES
 from roll.report.diagnosis import diagnose, slope_in_sigma
+from roll.report.record import RunRecord
 
 SOUND = "sound"
 RECORDS: dict[str, Any] = json.loads(gzip.decompress(Path(__file__).with_name("recipes.json.gz").read_bytes()))
