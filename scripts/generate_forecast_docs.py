@@ -221,9 +221,9 @@ def section() -> Iterator[str]:
         "it costs is in the width of the experts' matrices. The constants were fitted on six rows with bounds, by "
         "random search. The forecasts are not blind: which rows calibrate, and how often log-probs and activations are "
         "computed, was settled after three attempts, in which three forecasts of steps one step off missed. Small "
-        "models are forecast too slow: ROLL's own trainer, measured on one GPU, is twice as fast. Left out: NeMo-RL's row of "
-        "eight steps off and its SWE row (the split of GPUs "
-        "and the environments' time are not published), and the factors of asynchronous over synchronous runs of verl "
+        "models are forecast too slow: ROLL's own trainer, measured on one GPU, is twice as fast. Left out: NeMo-RL's "
+        "row of eight steps off and its SWE row (the split of GPUs and the environments' time are "
+        "not published), and the factors of asynchronous over synchronous runs of verl "
         "(2.35 to 2.67) and AReaL (2.77), which depend on how lengths are distributed."
     )
 
