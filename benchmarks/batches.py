@@ -95,7 +95,8 @@ def send_whole(cluster: Cluster, batch: Batch) -> Batch:
     refs = cluster.submit_each("echo", [(ray.put(batch.select(part)),) for part in parts])
     back: list[Batch] = cluster.gather(refs, call="echo")
     names = [field.name for field in fields(Batch) if getattr(batch, field.name) is not None]
-    joined = Batch(**{name: torch.cat([getattr(part, name) for part in back]) for name in names})
+    columns: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in back]) for name in names}
+    joined = Batch(**columns)
     return joined.select(torch.cat(parts).argsort())
 
 

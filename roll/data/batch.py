@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll.data.columns import UNKNOWN, Column, columns_of, is_per_token, suffix
+from roll.data.columns import UNKNOWN, Column, Item, columns_of, is_per_token, suffix
 
 Columns = TypeVar("Columns")
 
@@ -117,6 +117,8 @@ class Batch:
     """float32: the score that a row should get; in pairs, by how much the better side should lead."""
     anchor_B: Tensor | None = None
     """float32: the point that a row's reward is compared with (``preference_loss: kto``)."""
+    items_I: tuple[tuple[Item, ...], ...] | None = None
+    """The pictures of each row, each once; ``None``: no row has one. Where they are, ``items_along`` finds."""
 
     def __post_init__(self) -> None:
         num_tokens = int(self.lengths_B.sum())

@@ -111,14 +111,17 @@ def is_per_token(name: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """A piece of content, such as a picture, that rows refer to; it is moved and kept once, by its hash."""
+    """A piece of content that rows refer to; it is moved and kept once, by its hash.
+
+    A picture's ``data`` are its pixels as the model's processor has resized them: RGB, shape [height, width, 3].
+    """
 
     data: UInt8Array
 
     @functools.cached_property
     def hash(self) -> str:
-        """SHA-256."""
-        return hashlib.sha256(self.data.tobytes()).hexdigest()
+        """SHA-256 of shape and bytes."""
+        return hashlib.sha256(f"{self.data.shape}".encode() + self.data.tobytes()).hexdigest()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Item) and self.hash == other.hash

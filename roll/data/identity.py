@@ -60,6 +60,22 @@ def content_ids(item: Item, tokens: Sequence[int]) -> IntArray:
     return np.array([~((h >> (_TOKEN_BITS + 1) << _TOKEN_BITS) | t) for h, t in zip(hashes, tokens, strict=True)])
 
 
+def items_along(ids: Sequence[int] | IntArray | torch.Tensor, items: Iterable[Item]) -> list[tuple[int, Item]]:
+    """Where in a row of ids each item begins, and the item; one that is in the row twice is there twice.
+
+    Raises:
+        ValueError: the row has content that is of none of the items.
+    """
+    firsts = {int(content_ids(item, (_TOKEN,))[0]): item for item in items}
+    values = np.asarray(ids, dtype=np.int64)
+    inside = np.flatnonzero(values < 0)
+    contents = (values[inside] & ~_TOKEN).tolist()
+    found = [(int(at), firsts[key]) for at, key in zip(inside, contents, strict=True) if key in firsts]
+    if len(inside) and (not found or found[0][0] != inside[0]):
+        raise ValueError(f"place {inside[0]}: content of none of the row's {len(firsts)} items")
+    return found
+
+
 def vocabulary_ids(ids: Ids) -> Ids:
     """Ids with the vocabulary's own tokens for those below zero."""
     if isinstance(ids, np.ndarray):

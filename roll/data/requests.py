@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import numpy as np
 
-from roll.data.columns import UNKNOWN, Axis, Column, ExpertArray, FloatArray, IntArray
+from roll.data.columns import UNKNOWN, Axis, Column, ExpertArray, FloatArray, IntArray, Item
 
 if TYPE_CHECKING:
     from roll.configs.worker import GeneratingArguments
@@ -72,6 +72,8 @@ class GenerateRequest:
     recorded: Runs = ()
     """The versions that sampled the tokens in the run that is repeated (``replay_schedule``): the engine samples a
     token when it has its version. Tokens beyond them are sampled with any."""
+    items: Annotated[tuple[Item, ...], Column(Axis.ITEM)] = ()
+    """The pictures of the prompt, each once; ids below zero say where they are (``roll.data.identity``)."""
 
 
 @dataclass(frozen=True)

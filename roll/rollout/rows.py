@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import NoneType
@@ -185,13 +185,15 @@ def _declared(columns: _Columns, mask_T: np.ndarray) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in (Trajectory, Turn, Completion):
         for name, declared in columns_of(kind).items():
-            if declared.batch is not None and declared.axis is Axis.ROW:
-                records: list[Any] = completions if kind is Completion else columns.sampled
+            records: list[Any] = completions if kind is Completion else columns.sampled
+            if declared.batch is not None and declared.axis is Axis.ITEM:
+                found[declared.batch] = _items_of_rows(map(attrgetter(name), records), columns.num_turns)
+            elif declared.batch is not None and declared.axis is Axis.ROW:
                 records = columns.trajectories if kind is Trajectory else [records[end] for end in ends]
                 values = np.array([*map(attrgetter(name), records)], dtype=declared.dtype)
                 found[declared.batch] = torch.from_numpy(values)
     for name, declared in columns_of(Completion).items():
-        if declared.batch is None or declared.axis is Axis.ROW:
+        if declared.batch is None or not declared.is_array:
             continue
         entries = [*map(attrgetter(name), completions)]
         kinds = set(map(type, entries))
@@ -209,11 +211,17 @@ def _declared(columns: _Columns, mask_T: np.ndarray) -> dict[str, Any]:
             found[declared.batch] = torch.from_numpy(values_T)
         elif declared.axis is Axis.TOKEN:
             found[declared.batch] = _of_rows(entries, columns, declared)
-        elif declared.axis is Axis.ITEM:
-            rest, known = iter(entries), dict[str, Item]()
-            rows = (itertools.chain(*itertools.islice(rest, count)) for count in columns.num_turns)
-            found[declared.batch] = tuple(distinct(row, known) for row in rows)
     return found
+
+
+def _items_of_rows(
+    entries: Iterable[tuple[Item, ...]], num_turns: Sequence[int]
+) -> tuple[tuple[Item, ...], ...] | None:
+    """Those of each row's turns; ``None`` where there are none at all."""
+    rest, known = iter(entries), dict[str, Item]()
+    rows = (itertools.chain(*itertools.islice(rest, count)) for count in num_turns)
+    found = tuple(distinct(row, known) for row in rows)
+    return found if known else None
 
 
 def _of_rows(entries: Sequence[np.ndarray | None], columns: _Columns, declared: Column) -> torch.Tensor:

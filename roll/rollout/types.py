@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeAlias
 import numpy as np
 
 from roll.data import columns
-from roll.data.columns import Axis, Column, IntArray
+from roll.data.columns import Axis, Column, IntArray, Item
 from roll.data.requests import Completion
 
 VALID_UNKNOWN = "valid_unknown"
@@ -61,6 +61,8 @@ class Turn:
     row: int = 0
     """Row of the episode that this turn is in, where history is kept; its prompt begins with all ids of that row's
     earlier turns (``roll.rollout.env_manager``)."""
+    items: Annotated[tuple[Item, ...], Column(Axis.ITEM, batch="items_I")] = ()
+    """The pictures of the prompt, each once, as ``GenerateRequest.items``."""
 
     @property
     def reward(self) -> float:

@@ -5,6 +5,7 @@ import pickle
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from roll.data.batch import Batch
 from roll.data.columns import IntArray, Item
-from roll.data.identity import content_ids, conversation_digest, identity, vocabulary_ids
+from roll.data.identity import content_ids, conversation_digest, identity, items_along, vocabulary_ids
 from roll.data.packing import SharedPrompts, make_shared_batches, rectangle
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence, StopStrings
@@ -57,6 +58,16 @@ def test_ids_of_content_are_outside_the_vocabulary_and_stand_for_its_tokens(toke
 def test_the_two_prompts_have_equal_ids_for_a_model():
     assert vocabulary_ids(np.array(prompt(CAT))).tolist() == vocabulary_ids(np.array(prompt(DOG))).tolist() == WORDS
     assert rectangle(batch(prompt(CAT), prompt(DOG))).input_ids_RC.tolist() == [[*WORDS, 5, 6]] * 2
+
+
+def test_pictures_are_found_where_they_are():
+    row = [*prompt(CAT), *prompt(DOG), *prompt(CAT)]
+    assert items_along(row, [DOG, CAT]) == [(2, CAT), (8, DOG), (14, CAT)]
+    assert items_along(WORDS, [CAT]) == []
+    with pytest.raises(ValueError, match="place 2: content of none of the row's 1 items"):
+        items_along(row, [DOG])
+    wide, tall = (Item(CAT.data.reshape(shape)) for shape in ((10, 10, 3), (5, 20, 3)))
+    assert wide.hash != tall.hash
 
 
 def test_a_turn_continues_no_row_with_another_picture():
