@@ -28,6 +28,7 @@ from roll.rollout.workers import RolloutWorker
 from roll.utils.memory import relax_gc
 
 if TYPE_CHECKING:
+    from roll.data.pictures import Pictures
     from roll.rollout.agents.episode import AgentPlayer
 
 
@@ -61,6 +62,7 @@ class EnvironmentWorker(RolloutWorker):
         self.retries = context.retries
         trusts = context.trust_remote_code
         tokenizer = load_tokenizer(context.tokenizer_path, alone=True, trust_remote_code=trusts)
+        self._pictures: Pictures | None = None
         renderer = ChatRenderer(tokenizer, context.template)
         self.managers: dict[str, EnvManager] = {
             tag: ENV_MANAGERS.get(config.env_manager_cls)(config, renderer, context.params, context.limits)
@@ -144,11 +146,16 @@ class EnvironmentWorker(RolloutWorker):
             return self._idle[tag].pop()
         config = self.context.envs[tag]
         asking = Asking(self._ask) if asks_judge(config.env_type) else None
-        return _runner(config, self._threads, self._locks.get(tag), asking)
+        pictures = None if config.agent is not None else self._pictures  # programs get text
+        return _runner(config, self._threads, self._locks.get(tag), asking, pictures)
 
 
 def _runner(
-    config: CustomEnvConfig, threads: CallThreads, lock: OneAtATime | None = None, asking: Asking | None = None
+    config: CustomEnvConfig,
+    threads: CallThreads,
+    lock: OneAtATime | None = None,
+    asking: Asking | None = None,
+    pictures: Pictures | None = None,
 ) -> EnvRunner:
     return EnvRunner(
         lambda: make(config.env_type, **config.env_config),
@@ -158,6 +165,7 @@ def _runner(
         own_thread=wants_own_thread(config.env_type),
         threads=threads,
         asking=asking,
+        pictures=pictures,
     )
 
 
