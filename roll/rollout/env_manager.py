@@ -21,10 +21,10 @@ from roll.agentic.env.base import Observation, StepResult
 from roll.configs.env import CustomEnvConfig
 from roll.data.columns import IntArray, Item
 from roll.data.identity import identity, items_along
-from roll.data.renderer import ChatRenderer, Message
+from roll.data.renderer import ChatRenderer, Message, items_of
 from roll.data.requests import FinishReason, GenerateFn, GenerateRequest, Runs, SamplingParams
 from roll.rollout.errors import EnvError, PromptTooLongError, ReplayError
-from roll.rollout.observations import filled, in_words, items_in, items_of, shown, state_of
+from roll.rollout.observations import filled, in_words, items_in, shown, state_of
 from roll.rollout.tokenization_audit import Conversation, TokenizationAudit
 from roll.rollout.types import EpisodeEnd, Frame, Trajectory, Turn
 from roll.utils.foreign import describe_error

@@ -15,12 +15,13 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from roll.agentic.env.base import Observation, Part, StepResult, TextEnv, picture
 from roll.data.columns import UInt8Array
+from roll.data.pictures import Pictures
 from roll.rewards.types import RewardError
 from roll.rollout.call_threads import CallThreads, CallTimeoutError
 from roll.rollout.env_manager import SAID, TOOL_TURNS
@@ -29,9 +30,6 @@ from roll.rollout.observations import MAX_PICTURE, with_items
 from roll.rollout.reward_worker import Asking
 from roll.rollout.types import Frame
 from roll.utils.foreign import Fault, clean_text, describe_error
-
-if TYPE_CHECKING:
-    from roll.data.pictures import Pictures
 
 logger = logging.getLogger(__name__)
 

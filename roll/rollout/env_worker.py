@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from roll.agentic.env import asks_judge, is_instant, make, wants_own_thread
 from roll.configs.env import CustomEnvConfig
 from roll.configs.tools import ToolsConfig
+from roll.data.pictures import Pictures
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import GenerateFn, JudgeQuestion, SamplingParams
@@ -28,7 +29,6 @@ from roll.rollout.workers import RolloutWorker
 from roll.utils.memory import relax_gc
 
 if TYPE_CHECKING:
-    from roll.data.pictures import Pictures
     from roll.rollout.agents.episode import AgentPlayer
 
 
@@ -62,8 +62,8 @@ class EnvironmentWorker(RolloutWorker):
         self.retries = context.retries
         trusts = context.trust_remote_code
         tokenizer = load_tokenizer(context.tokenizer_path, alone=True, trust_remote_code=trusts)
-        self._pictures: Pictures | None = None
-        renderer = ChatRenderer(tokenizer, context.template)
+        self._pictures = Pictures.of(context.tokenizer_path)
+        renderer = ChatRenderer(tokenizer, context.template, self._pictures)
         self.managers: dict[str, EnvManager] = {
             tag: ENV_MANAGERS.get(config.env_manager_cls)(config, renderer, context.params, context.limits)
             for tag, config in context.envs.items()

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
 
 import numpy as np
 
-from roll.agentic.env.base import Observation, Part, picture
+from roll.agentic.env.base import Observation, picture
 from roll.data.columns import Item
 from roll.data.identity import digest
+from roll.data.pictures import PictureError, Pictures
+from roll.data.tool_messages import joined
 from roll.rollout.errors import EnvProtocolError
-
-if TYPE_CHECKING:
-    from roll.data.pictures import Pictures
 
 MAX_PICTURE = 480
 """Pixels of the longer side of what people see."""
@@ -40,8 +38,6 @@ def with_items(call: str, observation: Observation, pictures: Pictures | None) -
             f"{call} returned a picture, expected text: the policy's model has no processor for pictures, or an agent "
             "program acts in this environment"
         )
-    from roll.data.pictures import PictureError
-
     try:
         return [
             picture(pictures.item(part["image"], call)) if part["type"] == "image" else part for part in observation
@@ -78,21 +74,10 @@ def filled(template: str, observation: Observation, fill: Callable[[str], str]) 
     texts = _OBSERVATION.split(template)
     if isinstance(observation, str) or len(texts) == 1:
         return fill(template)
-    parts: list[Part] = [{"type": "text", "text": fill(texts[0])}]
+    parts: list[Observation] = [fill(texts[0])]
     for text in texts[1:]:
-        parts += [*observation, {"type": "text", "text": fill(text)}]
-    return _joined(parts)
-
-
-def _joined(parts: Sequence[Part]) -> list[Part]:
-    """Parts with neighbouring texts in one, and without empty ones."""
-    joined: list[Part] = []
-    for part in parts:
-        if part["type"] == "text" and joined and joined[-1]["type"] == "text":
-            joined[-1] = {"type": "text", "text": joined[-1]["text"] + part["text"]}
-        elif part["type"] != "text" or part["text"]:
-            joined.append(part)
-    return joined
+        parts += [observation, fill(text)]
+    return joined(*parts)
 
 
 def shown(observation: Observation) -> bytes | None:
@@ -120,8 +105,3 @@ def shown(observation: Observation) -> bytes | None:
 def _mark(pixels: np.ndarray) -> str:
     height, width = pixels.shape[:2]
     return f"[picture {width}x{height}]"
-
-
-def items_of(messages: Iterable[Mapping[str, Any]]) -> list[Item]:
-    """The pictures in messages, in order."""
-    return [item for message in messages for item in items_in(message.get("content") or "")]

@@ -11,10 +11,11 @@ import gymnasium
 from gymnasium.spaces import Text
 
 from roll.data.requests import JudgeQuestion
+from roll.data.tool_messages import Content
 
 Part: TypeAlias = Mapping[str, Any]
-"""A part of a message in OpenAI's form: ``{"type": "text", "text": …}`` or ``{"type": "image", "image": …}``."""
-Observation: TypeAlias = str | Sequence[Part]
+"""A part of a message (``roll.data.tool_messages.Message``)."""
+Observation: TypeAlias = Content
 """A text, or texts and pictures in the order in which the policy reads them."""
 StepResult = tuple[Observation, float, bool, bool, dict[str, Any]]
 
@@ -27,8 +28,8 @@ PICTURES: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 1}
 class TextEnv(gymnasium.Env[Observation, str]):
     """An environment of text: its manager passes it the response and shows the policy the observation.
 
-    An observation is a text, or a list of parts (``Part``), whose pictures are uint8 arrays of red, green and blue,
-    shape [height, width, 3], or Pillow images.
+    An observation is a text, or a list of parts, ``{"type": "text", "text": …}`` and ``{"type": "image", "image": …}``;
+    an image is an array of red, green and blue, uint8, shape [height, width, 3], or a Pillow image.
 
     A subclass implements two methods of ``gymnasium.Env`` and ends ``step`` with ``step_result``:
 

@@ -29,7 +29,7 @@ class GridConfig(ActionEnvConfig):
     render_mode: Literal["text", "rgb_array"] = Field(
         "text", description="What the policy gets: the grid as text, or, with rgb_array, as a picture."
     )
-    tile_size: int = Field(32, ge=4, le=96, description="Pixels of a cell's side in the picture that the policy gets.")
+    tile_size: int = Field(32, ge=8, le=96, description="Pixels of a cell's side in the picture that the policy gets.")
     show_coordinates: bool = False
 
     @property
