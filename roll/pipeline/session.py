@@ -22,7 +22,7 @@ from roll.tracking.checkpointer import Checkpointer, PostSaveHook
 from roll.tracking.display import Display, closing_line
 from roll.tracking.files import CheckpointError, write_atomic
 from roll.tracking.redact import redact
-from roll.tracking.run import RunFolder
+from roll.tracking.run import RunFolder, software_versions
 from roll.tracking.trackers import AnswerRow, MultiTracker, TrackerContext
 from roll.utils.foreign import Fault
 
@@ -68,7 +68,13 @@ class RunSession:
         """Settings that are others than those of the run that is resumed."""
         self._compared = True
         self.resume_path = self._resumable(config)
-        self.summary: dict[str, Any] = {"status": "running", "steps": 0, "eval": {}}
+        self.summary: dict[str, Any] = {
+            "status": "running",
+            "steps": 0,
+            "eval": {},
+            "versions": software_versions(),
+            "data": self.record.data,
+        }
         self._started = started
         self._tracker: MultiTracker | None = None
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="aside")
@@ -118,7 +124,7 @@ class RunSession:
             self.write_summary,
             self._aside.shutdown,
             *([] if error is None else [partial(self._leave_word, error, interrupted)]),
-            partial(render_index, self.folder.path, self.renders, self.folder.logs),
+            partial(render_index, self.folder.path, self.renders, self.folder.logs, type(self.config)),
             *([] if self._tracker is None else [self._tracker.finish]),
             lambda: self.display.finish(closing_line(self.summary, self.folder.path)),
             self.folder.close,

@@ -348,13 +348,14 @@ def difference_interval(
     Args:
         quantile: of the standard normal distribution; by default that of 95%.
     """
-    low1, high1 = _wilson(before, before_size, quantile)
-    low2, high2 = _wilson(after, after_size, quantile)
+    low1, high1 = share_interval(before, before_size, quantile)
+    low2, high2 = share_interval(after, after_size, quantile)
     difference = after - before
     return difference - math.hypot(after - low2, high1 - before), difference + math.hypot(high2 - after, before - low1)
 
 
-def _wilson(share: float, size: int, quantile: float) -> tuple[float, float]:
+def share_interval(share: float, size: int, quantile: float = _Z_95) -> tuple[float, float]:
+    """Wilson's confidence interval of a proportion of so many trials; by default that of 95%."""
     if not size:
         return 0.0, 1.0
     spread = quantile**2 / size
