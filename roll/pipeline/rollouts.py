@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from roll.configs.pipeline import TINY
+from roll.configs.pipeline import TINIES
 from roll.configs.rewards import RewardFilterConfig
 from roll.configs.rl import RLConfig
 from roll.data.requests import FinishReason
@@ -206,7 +206,7 @@ class StepRollouts:
     def _num_ids(self) -> int | None:
         """See ``remarks_on``; ``None`` for the tiny model, whose embedding has no other rows."""
         config = self._config
-        if config.pretrain == TINY:
+        if config.pretrain in TINIES:
             return None
         trusts = config.trusts("actor_train")
         tokenizer = policy_tokenizer(config.pretrain, config.tokenizer_path, trust_remote_code=trusts)
