@@ -185,7 +185,7 @@ def _write_with_pictures(config: Mapping[str, Any], seed: int, folder: Path) -> 
         torch.manual_seed(seed)
         Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig.from_dict(dict(config))).save_pretrained(folder)
     side = PATCH * MERGED
-    entries = {"patch_size": PATCH, "merge_size": MERGED, "temporal_patch_size": 2}
+    entries: dict[str, Any] = {"patch_size": PATCH, "merge_size": MERGED, "temporal_patch_size": 2}
     entries |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     entries["size"] = {"shortest_edge": side**2, "longest_edge": (16 * side) ** 2}
     for name, kind in (
