@@ -113,7 +113,7 @@ class Pictures:
         return cls(folder, **options) if config.get("vision_config") else None
 
     def with_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Pictures:
-        """The same for a process that has loaded the folder's tokenizer already."""
+        """The same where the folder's tokenizer is loaded already."""
         least, most = self._bounds
         return Pictures(
             self.folder, min_pixels=least, max_pixels=most, decode_limit=self.decode_limit, tokenizer=tokenizer

@@ -126,6 +126,10 @@ class PromptDataset(list[Prompt]):
         super().__init__(prompts)
         self.report = report
 
+    @property
+    def has_pictures(self) -> bool:
+        return any(prompt.has_pictures for prompt in self)
+
 
 def load_prompts(
     args: DataArguments,
