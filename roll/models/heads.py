@@ -102,6 +102,14 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
+def text_modules(model: PreTrainedModel) -> set[nn.Module]:
+    """All modules of a model but those of a tower that it has beside its language model, such as one for pictures."""
+    if model.config.get_text_config() is model.config:
+        return set(model.modules())
+    parts = [model.get_decoder(), model.get_output_embeddings()]
+    return {module for part in parts if part is not None for module in part.modules()}
+
+
 class OutputHead:
     """Computes logits from a causal language model's last hidden states, with the model's own code.
 

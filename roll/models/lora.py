@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from roll.models.adapter_files import CLASSIFIES, GENERATES
-from roll.models.heads import SCORE_WEIGHT
+from roll.models.heads import SCORE_WEIGHT, text_modules
 from roll.utils.hashing import derive_seed
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class UnknownLayerError(ValueError):
 def adapted_layers(
     model: PreTrainedModel, targets: tuple[str, ...], excluded: tuple[str, ...] = ()
 ) -> dict[str, nn.Module]:
-    """The linear layers that the targets mean, by name: those whose last part it is, never the output layer.
+    """The linear layers that the targets mean, by name: those whose last part it is, but for the output layer and towers.
 
     They are ``nn.Linear``, or Transformers' ``Conv1D``, whose weight lies the other way round. Of those that peft takes
     for others, or refuses, ``all-linear`` means none.
@@ -158,8 +158,8 @@ def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     from transformers.pytorch_utils import Conv1D
 
     output = model.get_output_embeddings() if model.can_generate() else None
-    kinds = (nn.Linear, Conv1D)
-    return {n: m for n, m in model.named_modules() if isinstance(m, kinds) and m is not output and _returns_a_row(m)}
+    own = {module for module in text_modules(model) if isinstance(module, nn.Linear | Conv1D) and module is not output}
+    return {name: module for name, module in model.named_modules() if module in own and _returns_a_row(module)}
 
 
 def _returns_a_row(layer: nn.Module) -> bool:

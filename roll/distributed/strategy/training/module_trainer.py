@@ -17,6 +17,7 @@ from roll.algorithms.quantities import Given, OutputLayer, OutputLayers, moved, 
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.data.packing import ModelInput
+from roll.data.pictures import Pictures
 from roll.distributed.strategy import require_engine
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.training.checkpoint import SourceFolder, Tensors, model_tensors, open_source
@@ -41,8 +42,10 @@ from roll.models.loading import check_rope, classifier_entries, load_config, mak
 from roll.models.lora import adapter_dropout, adapter_off, inject_adapter, left_out
 from roll.models.measured import check_packing, has_own_code, packing_problem
 from roll.models.own_forward import OwnForward, of_module, own_scores
+from roll.models.pictures import Tower
 from roll.models.routing import autocast_experts
 from roll.models.scoring import TokenScorer, layout, score_input
+from roll.models.tokenizer import TOKENIZER_FILES, local_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -85,7 +88,7 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
         ImportError: an adapter without peft, or Liger's kernels without liger-kernel.
         ValueError: the adapter's targets, or parts to freeze, are not in the model, Liger's kernels cannot run,
             Transformers has no classifier of a reward model's kind, the model is not known to keep packed sequences
-            apart, or a row's positions depend on those beside it.
+            apart or to be right about pictures, or a row's positions depend on those beside it.
     """
     args = context.worker.model_args
     model = make_skeleton(
@@ -95,7 +98,9 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
         attn_implementation=ATTENTION.get(args.attn_implementation, args.attn_implementation),
         config_kwargs=args.model_config_kwargs,
         trust_remote_code=args.trust_remote_code,
+        pictures=context.pictures,
     )
+    tower = Tower(model, Pictures(local_folder(context.model_path, "*.json", *TOKENIZER_FILES))) if context.pictures else None
     check_rope(model.config, context.sequence_length)
     if context.worker.use_sequence_packing:
         check_packing(model, context.role)
@@ -106,7 +111,8 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
         if context.rank == 0 and (left := left_out(model, context.lora.targets, context.lora.excluded)):
             logger.warning("%s.model_args.lora_target leaves without adapter: %s", context.role, left)
         inject_adapter(model, context.lora)
-    freeze_towers(model)
+    if tower is None:
+        freeze_towers(model)
     if args.frozen_prefixes:
         freeze(model, args.frozen_prefixes, head=context.head != "lm")
     head = None
@@ -121,6 +127,7 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
         value_head=head,
         needs=context.needs,
         routes=context.router_replay != "disable",
+        tower=tower,
     )
 
 
