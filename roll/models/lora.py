@@ -80,7 +80,7 @@ class UnknownLayerError(ValueError):
 def adapted_layers(
     model: PreTrainedModel, targets: tuple[str, ...], excluded: tuple[str, ...] = ()
 ) -> dict[str, nn.Module]:
-    """The linear layers that the targets mean, by name: those whose last part it is, but for the output layer and towers.
+    """The linear layers that the targets mean, by name: their last part. None is the output layer or in a tower.
 
     They are ``nn.Linear``, or Transformers' ``Conv1D``, whose weight lies the other way round. Of those that peft takes
     for others, or refuses, ``all-linear`` means none.

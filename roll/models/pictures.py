@@ -21,6 +21,7 @@ from roll.data.batch import Batch
 from roll.data.columns import IntArray, Item
 from roll.data.identity import identity, items_along, vocabulary_ids
 from roll.data.packing import ModelInput
+from roll.models.tokenizer import TOKENIZER_FILES, local_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -178,7 +179,10 @@ class Tower:
             ValueError: pixels are not those that the sequence's ids were made of.
         """
         items = () if row.items_I is None else row.items_I[0]
-        along = items_along(row.tokens_T, [Item(item.data) for item in items])  # hashed again
+        try:
+            along = items_along(row.tokens_T, [Item(item.data) for item in items])  # hashed again
+        except ValueError as error:
+            raise ValueError(f"pixels have changed since a row's ids were made of them: {error}") from error
         if not along:
             return {}
         return self._values([item for _, item in along]) | {"mm_token_type_ids": (row.tokens_T < 0).int()[None]}
@@ -213,6 +217,17 @@ class Tower:
             own: tuple[Tensor, Tensor] = self._own_cells(*args, **kwargs)
             return own
         return cells_RC[..., None], torch.zeros_like(cells_RC)[..., None]
+
+
+def tower_of(model: PreTrainedModel, path: str, *, apart: bool = False) -> Tower:
+    """That of a model, with the picture processor of its folder, or of its name on the hub.
+
+    Raises:
+        ValueError: no test has compared such a model, or the processor cannot be used.
+    """
+    from roll.data.pictures import Pictures
+
+    return Tower(model, Pictures(local_folder(path, "*.json", *TOKENIZER_FILES)), apart=apart)
 
 
 def _in_places(features: Sequence[Tensor], pictures: PictureInput) -> list[Tensor]:

@@ -17,7 +17,6 @@ from roll.algorithms.quantities import Given, OutputLayer, OutputLayers, moved, 
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.data.packing import ModelInput
-from roll.data.pictures import Pictures
 from roll.distributed.strategy import require_engine
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.training.checkpoint import SourceFolder, Tensors, model_tensors, open_source
@@ -42,10 +41,9 @@ from roll.models.loading import check_rope, classifier_entries, load_config, mak
 from roll.models.lora import adapter_dropout, adapter_off, inject_adapter, left_out
 from roll.models.measured import check_packing, has_own_code, packing_problem
 from roll.models.own_forward import OwnForward, of_module, own_scores
-from roll.models.pictures import Tower
+from roll.models.pictures import tower_of
 from roll.models.routing import autocast_experts
 from roll.models.scoring import TokenScorer, layout, score_input
-from roll.models.tokenizer import TOKENIZER_FILES, local_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -100,7 +98,7 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
         trust_remote_code=args.trust_remote_code,
         pictures=context.pictures,
     )
-    tower = Tower(model, Pictures(local_folder(context.model_path, "*.json", *TOKENIZER_FILES))) if context.pictures else None
+    tower = tower_of(model, context.model_path) if context.pictures else None
     check_rope(model.config, context.sequence_length)
     if context.worker.use_sequence_packing:
         check_packing(model, context.role)
