@@ -47,8 +47,6 @@ class PictureInput:
     """What the tower takes, of one or several of the distinct pictures at a time."""
     order: Sequence[int]
     """The picture in each place, places in the order of cells."""
-    sizes: Sequence[int]
-    """Cells of each place."""
     cells_RC: Tensor
     """bool: cells that get features."""
     positions_4RC: Tensor | None
@@ -75,6 +73,7 @@ class Tower:
         self._apart = apart
         eyes = model.config.vision_config
         side = eyes.patch_size * eyes.spatial_merge_size
+        self._merged = eyes.spatial_merge_size**2
         self._blank = Item(np.zeros((side, side, 3), dtype=np.uint8))
         self._cells_RC: Tensor | None = None
         self._own_cells = self._trunk.get_placeholder_mask
@@ -106,7 +105,7 @@ class Tower:
             position_ids_RC: each token's place in its sequence; ``None``: each row counts from 0.
 
         Raises:
-            ValueError: a sequence has content of none of its pictures.
+            ValueError: a sequence has content of none of its pictures, or a picture more or fewer tokens than features.
         """
         found = [items_along(ids, items) for ids, items in rows]
         places: dict[int, tuple[Item, int]] = {}
@@ -127,6 +126,7 @@ class Tower:
         positions = None
         if places:
             grids = torch.cat([each["image_grid_thw"] for each in values])
+            self._check_sizes(shown, grids[[numbers[item] for item, _ in shown]])
             positions_3T = self._positions(rows, found, lambda item: grids[numbers[item]])
             positions_3N = torch.zeros(3, cells_N.numel(), dtype=torch.int64)
             positions_3N[:, cell_T] = positions_3T
@@ -135,17 +135,12 @@ class Tower:
         return PictureInput(
             values,
             [numbers[item] for item, _ in shown],
-            [size for _, size in shown],
             cells_N.view(*shape),
             positions,
         )
 
     def see(self, pictures: PictureInput) -> dict[str, Any]:
-        """Arguments of the trunk's next forward pass: features, computed here, and positions.
-
-        Raises:
-            ValueError: a picture has another number of tokens in its row than the tower makes of it.
-        """
+        """Arguments of the trunk's next forward pass: features, computed here, and positions."""
         device = self._trunk.device
         outputs = [
             self._trunk.get_image_features(**{name: x.to(device) for name, x in each.items()}, return_dict=True)
@@ -176,7 +171,8 @@ class Tower:
         """Arguments of the unmodified model for one sequence, as the model's processor makes them.
 
         Raises:
-            ValueError: pixels are not those that the sequence's ids were made of.
+            ValueError: pixels are not those that the sequence's ids were made of, or what the tower is given of them is
+                not what the processor makes.
         """
         items = () if row.items_I is None else row.items_I[0]
         try:
@@ -185,7 +181,22 @@ class Tower:
             raise ValueError(f"pixels have changed since a row's ids were made of them: {error}") from error
         if not along:
             return {}
-        return self._values([item for _, item in along]) | {"mm_token_type_ids": (row.tokens_T < 0).int()[None]}
+        shown = [item for _, item in along]
+        values = {name: torch.from_numpy(x) for name, x in self._pictures.inputs_by_processor(shown).items()}
+        for name, found in self._values(shown).items():
+            if not torch.equal(found, values[name]):
+                raise ValueError(f"{name} of a row's pictures are not those that the model's picture processor makes")
+        return values | {"mm_token_type_ids": (row.tokens_T < 0).int()[None]}
+
+    def _check_sizes(self, shown: Sequence[tuple[Item, int]], grids: Tensor) -> None:
+        features = grids.prod(1) // self._merged
+        for (item, size), expected in zip(shown, features.tolist(), strict=True):
+            if size != expected:
+                high, wide, _ = item.data.shape
+                raise ValueError(
+                    f"a picture of {wide} x {high} pixels: got {size} tokens in its row, expected {expected}, as many "
+                    "as the tower makes features of it"
+                )
 
     def _values(self, items: Sequence[Item]) -> dict[str, Tensor]:
         return {name: torch.from_numpy(values) for name, values in self._pictures.inputs(items).items()}
@@ -232,10 +243,4 @@ def tower_of(model: PreTrainedModel, path: str, *, apart: bool = False) -> Tower
 
 def _in_places(features: Sequence[Tensor], pictures: PictureInput) -> list[Tensor]:
     """Features [cells, H] of all places; without any, none of a blank's, which gets a gradient of zeros."""
-    for number, size in zip(pictures.order, pictures.sizes, strict=True):
-        if len(features[number]) != size:
-            raise ValueError(
-                f"picture {number + 1} of {len(features)} in a micro-batch: {size} tokens in its row, expected "
-                f"{len(features[number])}, as many as the tower's features"
-            )
     return [features[number] for number in pictures.order] or [features[0][:0]]

@@ -122,9 +122,7 @@ PROMPTS: list[list[Any]] = [
 def batching_of(folder: Path) -> ContinuousBatching:
     model = load_causal_lm(str(folder), pictures=True)
     tower = tower_of(model, str(folder), apart=True)
-    return ContinuousBatching(
-        model, stop_ids=(), stop_strings=None, max_running=8, max_prefill_tokens=100, tower=tower
-    )
+    return ContinuousBatching(model, stop_ids=(), stop_strings=None, max_running=8, max_prefill_tokens=100, tower=tower)
 
 
 def sequences_of(tokens: int) -> list[RunningSequence]:

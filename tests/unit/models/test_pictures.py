@@ -19,6 +19,7 @@ from roll.data.pictures import Pictures
 from roll.data.requests import GenerateRequest
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.distributed.strategy.generation.generator import check_request
+from roll.models.own_forward import in_one_process
 from roll.models.pictures import FAMILIES, PictureInput, Tower
 from roll.models.planned_attention import enable_sharing
 from roll.models.scoring import TokenScorer, score_batch, score_input
@@ -79,22 +80,116 @@ def test_scores_and_gradients_are_those_of_the_models_own_forward_pass(models, f
         assert found_T is not None and float((found_T - expected_T).abs().max()) < 2e-6
         (found_T * weights_T).sum().backward()
         for (name, parameter), theirs in zip(model.named_parameters(), own.parameters(), strict=True):
-            difference = float((parameter.grad - theirs.grad).norm() / theirs.grad.norm())
+            difference = float((parameter.grad - theirs.grad).norm() / theirs.grad.norm().clamp(min=1e-3))
             assert difference < 5e-6, f"{lay_out.__name__}: {name}: {difference:.2g}"
     assert patches == [4 * (6 + 6 + 1)] * len(layouts)
 
 
 def test_a_mark_that_the_policy_sampled_is_a_word(models):
-    """The unmodified model takes it for a picture's and refuses the row; in generation it is one more token."""
+    """The unmodified model takes it for a picture's and refuses the row; while it generates, it is one more token."""
     folder = models("qwen3_vl")
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     batch = make_rows([[3, picture(0, 1, 2), 2, -5], [4, -3]], 0)
-    sampled = batch.loss_mask_T.nonzero()[[1, 6], 0]
-    batch = batch.replace(tokens_T=batch.tokens_T.index_fill(0, sampled, MARK))
+    (start, *_), row = batch.loss_mask_T.nonzero()[:, 0].tolist(), batch.select([0])
+    batch = batch.replace(tokens_T=batch.tokens_T.index_fill(0, torch.tensor([start + 1, start + 7]), MARK))
     scorer = TokenScorer(model, tower=Tower(model, Pictures(folder)))
-    found = score_batch(scorer, batch, packing=True).logprobs_T
-    words = unmodified(batch.select([0]).replace(tokens_T=batch.select([0]).tokens_T.where(~batch.loss_mask_T[:13], 9)))
+    check = in_one_process(scorer, packing=True)
+    found_T = score_batch(scorer, batch, packing=True, check=check).logprobs_T
+    assert found_T is not None and check.compared == {"packed"}
+    prompt = Batch(torch.tensor([start]), row.tokens_T[:start], row.loss_mask_T[:start], items_I=row.items_I)
     with torch.no_grad():
-        seen = model(**{name: x[:, :8] if x.ndim == 2 and name != "pixel_values" else x for name, x in words.items()})
-        raise AssertionError(seen)
-    assert found
+        first = model(**unmodified(prompt), use_cache=True)
+        rest = model(batch.tokens_T[None, start : start + 4], past_key_values=first.past_key_values, use_cache=True)
+    logprobs_TV = torch.cat([first.logits[0, -1:], rest.logits[0]]).log_softmax(-1)
+    expected_T = logprobs_TV.gather(1, batch.tokens_T[start : start + 5, None])[:, 0]
+    torch.testing.assert_close(found_T[start : start + 5], expected_T, rtol=1e-4, atol=1e-5)
+
+
+Change = Callable[[PictureInput], PictureInput]
+
+
+def swapped(pictures: PictureInput) -> PictureInput:
+    """Two pictures of equal sizes change places."""
+    return dataclasses.replace(pictures, order=[{0: 1, 1: 0}.get(number, number) for number in pictures.order])
+
+
+def one_off(pictures: PictureInput) -> PictureInput:
+    """Words behind pictures are one further."""
+    assert pictures.positions_4RC is not None
+    positions = pictures.positions_4RC.clone()
+    positions[1:] += (positions[1] == positions[2]) & (positions[1] != positions[0])
+    return dataclasses.replace(pictures, positions_4RC=positions)
+
+
+def other_grid(pictures: PictureInput) -> PictureInput:
+    values = dict(pictures.values[0])
+    values["image_grid_thw"] = values["image_grid_thw"][:, [0, 2, 1]]
+    return dataclasses.replace(pictures, values=[values])
+
+
+@pytest.mark.parametrize("change", [swapped, one_off, other_grid])
+def test_what_is_shown_wrongly_ends_the_run_before_its_first_result(models, monkeypatch, change):
+    trainer: Any = Fsdp2Train(
+        make_context(models("qwen3_vl"), "fsdp2_train", worker=PACKED, pictures=True, temperature=1.0)
+    )
+    trainer.setup()
+    batch = make_rows([[3, picture(1, 2, 3), 2, -6], [4, picture(2, 2, 3), 3, -5], [2, picture(1, 2, 3), -9]], 1)
+    made = Tower.of_batch
+    monkeypatch.setattr(Tower, "of_batch", lambda tower, inputs: change(made(tower, inputs)))
+    with pytest.raises(ValueError, match=r"of the first micro-batch \(packed\) .* part in model.language_model.layers"):
+        trainer.logprobs(batch)
+    monkeypatch.undo()
+    trainer.logprobs(batch)
+    assert trainer.own_forward.compared == {"packed"}
+
+
+def test_one_other_pixel_ends_the_run(models, monkeypatch):
+    """However little it changes: pixels are compared with the ids by their hash, and the tower's input with the
+    processor's."""
+    folder, item = models("qwen3_vl"), Item(picture(5, 1, 1).data.copy())
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    pictures = Pictures(folder)
+    scorer, batch = TokenScorer(model, tower=Tower(model, pictures)), make_rows([[3, item, 2, -4]], 1)
+    right = pictures.inputs
+
+    def other(items: Any) -> Any:
+        values = right(items)
+        values["pixel_values"][0, 0] += 0.01
+        return values
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pictures, "inputs", other)
+        with pytest.raises(ValueError, match="pixel_values of a row's pictures are not those that the model's picture"):
+            score_batch(scorer, batch, check=in_one_process(scorer))
+    item.data[0, 0, 0] ^= 1
+    with pytest.raises(ValueError, match="pixels have changed since a row's ids were made of them: place 4"):
+        score_batch(scorer, batch, check=in_one_process(scorer))
+
+
+def test_pictures_that_do_not_fit_are_named(models):
+    folder, item = models("qwen3_vl"), picture(5, 1, 2)
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    ids = torch.cat([torch.arange(3), torch.from_numpy(content_ids(item, [MARK] * 3)), torch.arange(4)])
+    batch = Batch(torch.tensor([10]), ids, torch.arange(10) > 7, items_I=((item,),))
+    with pytest.raises(ValueError, match="pictures for Qwen3VLForConditionalGeneration, which was loaded without"):
+        score_batch(TokenScorer(model), batch)
+    scorer = TokenScorer(model, tower=Tower(model, Pictures(folder)))
+    with pytest.raises(ValueError, match="a picture of 56 x 28 pixels: got 3 tokens in its row, expected 2"):
+        score_batch(scorer, batch)
+    model.config.model_type = "llava"
+    with pytest.raises(ValueError, match=r"llava has not been compared .* on pictures; expected one of qwen2_5_vl, "):
+        Tower(model, Pictures(folder))
+
+
+def test_a_generator_is_asked_about_pictures_that_the_request_has():
+    item, other = picture(1, 1, 1), picture(2, 1, 1)
+    prompt = np.concatenate([np.arange(3), shown(item).numpy()])
+    sizes: dict[str, Any] = {"vocab_size": 300, "sequence_length": 30}
+    assert check_request(GenerateRequest("a", prompt, items=(item,)), **sizes, pictures=True) == 24
+    for items, end, options, reason in (
+        ((other,), 6, {"pictures": True}, "place 4: content of none of the row's 1 items"),
+        ((item,), 5, {"pictures": True}, "the prompt ends within a picture"),
+        ((item,), 6, {}, "expected 0 to 299"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            check_request(GenerateRequest("a", prompt[:end], items=items), **sizes, **options)
