@@ -287,9 +287,9 @@ def outline(
     head: Head, config: PreTrainedConfig, *, trust_remote_code: bool = False, pictures: bool = False
 ) -> PreTrainedModel:
     """A model on the meta device; the configuration stays as it is, in which making a model states its format."""
-    options = {"trust_remote_code": trust_remote_code, "pictures": pictures}
     with torch.device("meta"):
-        return _without_values(head, copy.deepcopy(config), torch.float32, **options)
+        copied = copy.deepcopy(config)
+        return _without_values(head, copied, torch.float32, trust_remote_code=trust_remote_code, pictures=pictures)
 
 
 def quantised(config: PreTrainedConfig) -> str:
@@ -319,8 +319,15 @@ def _without_values(
     pictures: bool,
 ) -> PreTrainedModel:
     from transformers.initialization import no_init_weights
+    from transformers.models.auto import modeling_auto
 
     kind = _kind(head, pictures)
+    seeing, text = (
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    )
+    if head == "lm" and not pictures and config.model_type in seeing.keys() - text.keys():
+        raise UnmadeModelError(f"{config.model_type} is loaded with its tower alone, expected pictures: true")
     options = {} if attention is None else {"attn_implementation": attention}
     try:
         with no_init_weights():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ SCORE_NAME = PREFIX + SCORE_WEIGHT
 """A reward model's head in a peft folder."""
 _ADAPTER = "default"
 _MARKS = (".lora_A.", ".lora_B.")
+_LANGUAGE = ".language_model."
 
 
 @dataclass(frozen=True)
@@ -285,7 +287,10 @@ def write_adapter_config(
         names: of the adapter's matrices: by ``all-linear`` peft means other layers in some models.
         scores: the adapter is a reward model's, whose head is beside it.
     """
-    config = _peft_config(shape, sorted(adapted_names(names)))
+    named = list(names)
+    config = _peft_config(shape, sorted(adapted_names(named)))
+    if any(_LANGUAGE in name for name in named):  # beside a tower, whose layers may have the same last names
+        config.target_modules = rf".*{re.escape(_LANGUAGE)}.*\.({'|'.join(sorted(adapted_names(named)))})"
     config.base_model_name_or_path = base_model
     config.task_type = CLASSIFIES if scores else GENERATES
     config.modules_to_save = [SCORE_WEIGHT.partition(".")[0]] if scores else None

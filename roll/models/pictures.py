@@ -76,8 +76,8 @@ class Tower:
         self._merged = eyes.spatial_merge_size**2
         self._blank = Item(np.zeros((side, side, 3), dtype=np.uint8))
         self._cells_RC: Tensor | None = None
-        self._own_cells = self._trunk.get_placeholder_mask
-        self._trunk.get_placeholder_mask = self._find_cells
+        self._own_cells: Any = self._trunk.get_placeholder_mask
+        self._trunk.get_placeholder_mask = self._find_cells  # type: ignore[assignment]
 
     def of_batch(self, inputs: ModelInput) -> PictureInput:
         """The pictures of a micro-batch, on the CPU."""
@@ -238,7 +238,9 @@ def tower_of(model: PreTrainedModel, path: str, *, apart: bool = False) -> Tower
     """
     from roll.data.pictures import Pictures
 
-    return Tower(model, Pictures(local_folder(path, "*.json", *TOKENIZER_FILES)), apart=apart)
+    pictures = Pictures(local_folder(path, "*.json", *TOKENIZER_FILES))
+    assert pictures.token == model.config.image_token_id, "loaded here, since it may be unusable"
+    return Tower(model, pictures, apart=apart)
 
 
 def _in_places(features: Sequence[Tensor], pictures: PictureInput) -> list[Tensor]:

@@ -335,7 +335,7 @@ def score_input(scorer: nn.Module, inputs: ModelInput, num_tokens: int, given: G
         ValueError: pictures for a model that was loaded without its tower.
     """
     device = next(scorer.parameters()).device
-    owner: TokenScorer = getattr(scorer, "module", scorer)
+    owner: Any = getattr(scorer, "module", scorer)
     pictures = None if owner.tower is None else owner.tower.of_batch(inputs)
     if pictures is None and inputs.pictured is not None:
         raise ValueError(f"pictures for {type(owner.model).__name__}, which was loaded without a vision tower")

@@ -19,7 +19,7 @@ from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence
 from roll.models.loading import load_causal_lm
 from roll.models.pictures import FAMILIES, tower_of
-from tests.support.harness import MEASURES, Layout, as_row, make_context, measure, measure_here, record
+from tests.support.harness import ALL_ADAPTED, MEASURES, Layout, as_row, make_context, measure, measure_here, record
 from tests.support.picture_models import make_picture_model
 from tests.support.pictured import make_rows, picture, unmodified
 from tests.support.ranks import unused_port
@@ -35,11 +35,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cut": {"worker": BY_TOKENS, "model_args": {"disable_gradient_checkpointing": False}},
     "packed": {"worker": {"use_sequence_packing": True}, "training_args": FOUR},
     "shared": {"task": "pictured-groups", "training_args": FOUR},
+    "lora": {"lora": ALL_ADAPTED},
 }
-TRAINERS: dict[str, dict[str, Any]] = {"fsdp2_train": {}}
+"""As in ``test_families``; an adapter leaves the tower alone."""
+TRAINERS: dict[str, dict[str, Any]] = {
+    "fsdp2_train": {},
+    "deepspeed_train": {"zero_optimization": {"stage": 2}},
+}
 BOUNDS = {"logprobs": 1e-4, "loss": 5e-6, "grad_norm": 5e-5, "weights": 5e-5, "saved": 5e-5, "neighbour": 1e-5}
 """As in ``test_families``; a state gathers the rounding of all tokens."""
 ROWS = [(family, trainer, variant) for family in FAMILIES for trainer in TRAINERS for variant in VARIANTS]
+CHOICE = {("qwen2_5_vl", "deepspeed_train", "cut"), ("qwen3_vl", "fsdp2_train", "shared")}
+CHOICE |= {("qwen3_5", "fsdp2_train", "packed"), ("qwen2_5_vl", "fsdp2_train", "lora")}
 
 
 def row(family: str, trainer: str, variant: str, **changed: Any) -> Layout:
@@ -79,13 +86,16 @@ def check(layout: Layout, figures: Any) -> None:
         assert getattr(figures, name) <= layout.bound(name), f"{name}: {as_row(figures)}"
 
 
-@pytest.mark.parametrize(("family", "trainer", "variant"), ROWS)
+@pytest.mark.parametrize(
+    ("family", "trainer", "variant"),
+    [pytest.param(*each, marks=[] if each in CHOICE else [pytest.mark.slow]) for each in ROWS],
+)
 def test_a_trainer_takes_the_same_steps(models, tmp_path, family, trainer, variant):
     layout = row(family, trainer, variant)
     if not (models / family).exists():
         make_model(models / family, family)
     figures = measure_here(layout, models, tmp_path)
-    print(layout.id, as_row(figures))
+    record("family", {"family": family, "engine": trainer, "variant": f"pictures, {variant}"} | as_row(figures))
     check(layout, figures)
 
 
@@ -105,7 +115,6 @@ def test_ranks_without_pictures_wait_for_nobody(tmp_path):
     make_model(tmp_path / "qwen3_vl", "qwen3_vl")
     measured = measure(layouts, tmp_path)
     for layout in layouts:
-        print(layout.id, as_row(measured[layout.id]))
         check(layout, measured[layout.id])
 
 

@@ -195,7 +195,7 @@ def tiny_model(config: PreTrainedConfig, seed: int = 0, *, scores: bool = False,
     """A model in float32 whose layers all matter, with an output layer or a classifier's."""
     torch.manual_seed(seed)
     text = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     kind = kind if text else AutoModelForImageTextToText
     model: PreTrainedModel = kind.from_config(config, dtype=torch.float32, **options).eval()
     with torch.no_grad():

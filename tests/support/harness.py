@@ -297,10 +297,10 @@ def with_adapter(model: Any, lora: LoraSpec, *, scores: bool = False) -> Any:
     """
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
-    from roll.models.lora import adapted_names, initial_value, matrix_shapes
+    from roll.models.lora import PREFIX, initial_value, matrix_shapes
 
     start = {name: initial_value(name, shape, SEED) for name, shape in matrix_shapes(model, lora).items()}
-    targets = adapted_names(start)
+    targets = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in start}
     task: dict[str, Any] = {}
     if scores:
         task = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}

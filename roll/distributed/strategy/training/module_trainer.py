@@ -277,7 +277,7 @@ class ModuleScorer(Scorer, Generic[W]):
 
         def layer_of(path: str, trusts: bool) -> OutputLayer:
             with raise_on_all_ranks():
-                layer = load_teacher_layer(path, compute, trust_remote_code=trusts)
+                layer = load_teacher_layer(path, compute, trust_remote_code=trusts, pictures=context.pictures)
             return layer.rows(0, scorer.model.config.get_text_config().vocab_size).to(weights.device)
 
         if scorer.head is not None:
