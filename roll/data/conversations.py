@@ -95,6 +95,10 @@ class Conversations:
     """Questions that the conversations' last answers reply to."""
     report: ConversationReport
 
+    @property
+    def has_pictures(self) -> bool:
+        return self.batch.items_I is not None
+
 
 @dataclass(frozen=True)
 class Scoring:

@@ -14,7 +14,7 @@ from roll.data.files.read import read_rows
 from roll.data.files.rows import Problems, Row
 from roll.data.identity import conversation_digest
 from roll.data.prompt_rows import Message, RowError, check_encodable, finite, lookup, row_messages, row_tools
-from roll.data.tool_messages import Tool
+from roll.data.tool_messages import Tool, text_of
 
 PROMPTS = ("messages", "prompt")
 """Columns that a question is looked for in."""
@@ -39,7 +39,7 @@ class Question:
     @property
     def text(self) -> str:
         """The last message."""
-        return self.messages[-1]["content"]
+        return text_of(self.messages[-1]["content"])
 
 
 def read_questions(

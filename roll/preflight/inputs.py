@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from roll.configs.data import DataArguments
 from roll.configs.dpo import DPOConfig
+from roll.configs.engine_rules import no_pictures
 from roll.configs.offline import OfflineConfig
 from roll.configs.pipeline import SMOLLM2, TINY, PipelineConfig
 from roll.configs.problems import ConfigProblem
@@ -80,7 +81,7 @@ def _check_dataset(key: str, args: DataArguments, config: PromptsConfig) -> Find
     from roll.data.reading import Reading
 
     present = args.model_copy(update={"file_name": [name for name in args.file_names if name not in absent]})
-    reading = Reading(present, config.seed, HEAD)
+    reading = Reading(present, config.seed, HEAD, no_pictures=no_pictures(config))
     try:
         tags, whole = _read_head(reading, config, lines, held_out=key.startswith("validation"))
     except DataError as error:

@@ -26,12 +26,12 @@ from roll.pipeline.prompts import (
     TRIAL_SECONDS,
     Datasets,
     PromptRolloutWorkers,
-    load_renderer,
     make_data,
     prompt_workers,
     tell,
 )
 from roll.pipeline.start import RunContext
+from roll.preflight.templates import policy_renderer
 from roll.rewards.scoring import References
 
 ConfigT = TypeVar("ConfigT", bound=OfflineConfig)
@@ -72,7 +72,7 @@ def run_offline(
     try:
         if config.data_generator is not None:
             make_data(config.data_generator)
-        datasets = load_datasets(config, load_renderer(config), load)
+        datasets = load_datasets(config, policy_renderer(config), load)
         if check is not None:
             check(config, datasets)
     except (OSError, ValueError) as error:  # a DataError is a ValueError
