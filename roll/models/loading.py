@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from roll.models.low_precision import LowPrecision, scheme_of
+from roll.models.pictures import WHOLE
 from roll.models.tokenizer import TOKENIZER_FILES, asking_for_trust, locate_model, special_ids_beyond
 from roll.models.weight_files import FolderFit, adopt_names, check_folder, tensor_names
 from roll.utils.foreign import describe_error
@@ -130,7 +131,7 @@ def load_causal_lm(
     path, local = locate_model(path)
     config = load_config(path, config_kwargs, trust_remote_code=trust_remote_code)
     head: Head = "value" if trunk else "lm"
-    kind = _kind(head, pictures)
+    kind = _kind(head, config, pictures)
     kernel = attention_kernel(config, attn_implementation)
     options: dict[str, Any] = {} if kernel is None else {"attn_implementation": kernel}
     fit = fit_folder(head, path, config, trust_remote_code=trust_remote_code, pictures=pictures)
@@ -300,13 +301,16 @@ def quantised(config: PreTrainedConfig) -> str:
     return f"quantization_config in its config.json ({method}), expected {expected}"
 
 
-def _kind(head: Head, pictures: bool) -> Any:
-    """Transformers' class that makes a model of its configuration; a trunk has the tower for pictures in any case."""
+def _kind(head: Head, config: PreTrainedConfig, pictures: bool) -> Any:
+    """Transformers' class that makes a model of its configuration.
+
+    A trunk has the tower for pictures in any case, and so have the models of families without a class for text alone.
+    """
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
     if head != "lm":
         return AutoModel
-    return AutoModelForImageTextToText if pictures else AutoModelForCausalLM
+    return AutoModelForImageTextToText if pictures or config.model_type in WHOLE else AutoModelForCausalLM
 
 
 def _without_values(
@@ -319,15 +323,8 @@ def _without_values(
     pictures: bool,
 ) -> PreTrainedModel:
     from transformers.initialization import no_init_weights
-    from transformers.models.auto import modeling_auto
 
-    kind = _kind(head, pictures)
-    seeing, text = (
-        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    )
-    if head == "lm" and not pictures and config.model_type in seeing.keys() - text.keys():
-        raise UnmadeModelError(f"{config.model_type} is loaded with its tower alone, expected pictures: true")
+    kind = _kind(head, config, pictures)
     options = {} if attention is None else {"attn_implementation": attention}
     try:
         with no_init_weights():

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 """Values of ``model_type`` that ``tests/parity/test_pictures.py`` has compared with plain Transformers."""
+WHOLE = ("qwen2_5_vl", "qwen3_vl")
+"""Those of them that Transformers has no class without a tower for."""
 
 
 def pictures_problem(config: PreTrainedConfig) -> str:

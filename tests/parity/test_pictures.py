@@ -17,12 +17,24 @@ from roll.data.batch import Batch
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence
+from roll.distributed.weights.buckets import WeightUpdate
 from roll.models.loading import load_causal_lm
 from roll.models.pictures import FAMILIES, tower_of
-from tests.support.harness import ALL_ADAPTED, MEASURES, Layout, as_row, make_context, measure, measure_here, record
+from tests.support.harness import (
+    ALL_ADAPTED,
+    MEASURES,
+    TEMPERATURE,
+    Layout,
+    as_row,
+    make_context,
+    measure,
+    measure_here,
+    policy_loss,
+    record,
+)
 from tests.support.picture_models import make_picture_model
-from tests.support.pictured import make_rows, picture, unmodified
-from tests.support.ranks import unused_port
+from tests.support.pictured import make_pictured, make_rows, picture, unmodified
+from tests.support.ranks import exported, unused_port
 
 FOUR: dict[str, Any] = {"per_device_train_batch_size": 4}
 BY_TOKENS = {
@@ -116,6 +128,33 @@ def test_ranks_without_pictures_wait_for_nobody(tmp_path):
     measured = measure(layouts, tmp_path)
     for layout in layouts:
         check(layout, measured[layout.id])
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES[1:])])
+def test_what_is_trained_is_sent_saved_and_read_again(models, tmp_path, family):
+    """With its tower, in the layout and with the picture processor that were published."""
+    folder = models / family if (models / family).exists() else make_model(models / family, family)
+    trainer: Any = STRATEGIES.get("fsdp2_train")(make_context(row(family, "fsdp2_train", "packed"), folder, 0))
+    trainer.setup()
+    trainer.train_step(make_pictured(0), policy_loss)
+    trainer.save_model(tmp_path / "saved")
+    sent = exported(trainer)
+    saved, before = (load_file(path / "model.safetensors") for path in (tmp_path / "saved", folder))
+    assert sent.keys() == saved.keys() == before.keys() and all(torch.equal(sent[n], saved[n]) for n in sent)
+    assert not [name for name in sent if "visual" in name and torch.equal(sent[name], before[name])]
+    for file in ("preprocessor_config.json", "video_preprocessor_config.json", "config.json", "tokenizer.json"):
+        assert (tmp_path / "saved" / file).read_bytes() == (folder / file).read_bytes()
+    receiver, batch = load_causal_lm(str(folder), pictures=True), make_pictured(0)
+    WeightUpdate(receiver, sent).apply(sent)
+    said_T = trainer.logprobs(batch).logprobs_T
+    for model in (receiver, AutoModelForImageTextToText.from_pretrained(tmp_path / "saved").eval()):
+        for number in range(batch.num_sequences):
+            one, at = batch.select([number]), batch.token_index([number])
+            with torch.no_grad():
+                logits = model(**unmodified(one), use_cache=False).logits[0, :-1]
+            found = (logits / TEMPERATURE).log_softmax(-1).gather(1, one.tokens_T[1:, None].clamp(min=0))[:, 0]
+            loss_K = one.loss_mask_T[1:]
+            assert float((found - said_T[at][1:])[loss_K].abs().max()) < 1e-4
 
 
 PROMPTS: list[list[Any]] = [

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
+from roll.configs.pipeline import PipelineConfig
 from roll.data.batch import Batch
 from roll.data.columns import Item
 from roll.data.identity import content_ids
@@ -23,6 +24,7 @@ from roll.models.own_forward import in_one_process
 from roll.models.pictures import FAMILIES, PictureInput, Tower
 from roll.models.planned_attention import enable_sharing
 from roll.models.scoring import TokenScorer, score_batch, score_input
+from roll.preflight.models import check_frozen_parts
 from tests.support.picture_models import make_picture_model
 from tests.support.pictured import MARK, make_pictured, make_rows, picture, shown, unmodified
 from tests.support.trainers import make_context
@@ -179,6 +181,18 @@ def test_pictures_that_do_not_fit_are_named(models):
     model.config.model_type = "llava"
     with pytest.raises(ValueError, match=r"llava has not been compared .* on pictures; expected one of qwen2_5_vl, "):
         Tower(model, Pictures(folder))
+
+
+@pytest.mark.parametrize(
+    ("family", "prefix", "expected"),
+    [("qwen3_vl", "model.visual", ""), ("qwen3_5", "model.visual", ""), ("qwen3_5", "model.vissual", "nearest")],
+)
+def test_a_configuration_may_freeze_the_tower(models, family, prefix, expected):
+    """Whether the model will have it is not known before the data are."""
+    train = {"model_args": {"freeze_module_prefix": prefix}}
+    config = PipelineConfig.model_validate({"pretrain": str(models(family)), "actor_train": train})
+    problems = [f"{problem.expected}" for problem in check_frozen_parts(config)]
+    assert bool(problems) == bool(expected) and all(expected in problem for problem in problems)
 
 
 def test_a_generator_is_asked_about_pictures_that_the_request_has():
