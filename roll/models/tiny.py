@@ -114,7 +114,7 @@ def tiny_config(num_heads: int = 4, hidden_size: int = 64, num_layers: int = 2) 
 def picture_config(num_heads: int = 4, hidden_size: int = 64, num_layers: int = 2) -> dict[str, Any]:
     """The ``config.json`` of the model with pictures: ``tiny_config``'s sizes behind a small Qwen2.5-VL tower."""
     tokenizer = make_tokenizer(pictures=True)
-    head, ids = hidden_size // num_heads, tokenizer.convert_tokens_to_ids([VISION_START, VISION_END, IMAGE, VIDEO])
+    head, vocabulary = hidden_size // num_heads, tokenizer.get_vocab()
     side = head // 8  # frequencies for each of height and width; the others are those of the order
     plain = tiny_config(num_heads, hidden_size, num_layers)
     text = {
@@ -135,7 +135,7 @@ def picture_config(num_heads: int = 4, hidden_size: int = 64, num_layers: int = 
         "fullatt_block_indexes": [0, 1],
         "initializer_range": 0.1,
     }
-    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    marks = {"vision_start": VISION_START, "vision_end": VISION_END, "image": IMAGE, "video": VIDEO}
     return {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "model_type": "qwen2_5_vl",
@@ -146,7 +146,7 @@ def picture_config(num_heads: int = 4, hidden_size: int = 64, num_layers: int = 
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-        **dict(zip(names, ids, strict=True)),
+        **{f"{name}_token_id": vocabulary[text] for name, text in marks.items()},
     }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.pipeline import SMOLLM2, TINIES, TINY_VL
+from roll.configs.pipeline import SMOLLM2, TINIES, TINY, TINY_VL
 from roll.data.pictures import Pictures
 from roll.utils.foreign import describe_error
 from roll.utils.registry import extra

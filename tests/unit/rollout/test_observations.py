@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 from collections import defaultdict
+from dataclasses import replace
 
 import gymnasium
 import numpy as np
@@ -16,6 +17,7 @@ from roll.agentic.env.base import StepResult, TextEnv, picture, step_result
 from roll.configs.env import CustomEnvConfig
 from roll.data.columns import Item
 from roll.data.identity import items_along, vocabulary_ids
+from roll.data.pictures import Pictures
 from roll.data.requests import Completion, FinishReason, SamplingParams
 from roll.extras.env_check.probes import draws
 from roll.extras.env_check.trial import Subject, Trial, can_be_made, plays
@@ -256,7 +258,8 @@ def test_a_policy_gets_the_pictures_of_its_turns(mode, picture_folder):
     )
     worker = EnvironmentWorker("envs", 0, 1, {})
     limits = LengthLimits(4000, 8000)
-    worker.setup(EnvWorkerContext({"Board": config}, str(picture_folder), "native", SamplingParams(), limits, 0))
+    context = EnvWorkerContext({"Board": config}, str(picture_folder), "native", SamplingParams(), limits, 0)
+    worker.setup(replace(context, pictures=Pictures(picture_folder)))
     episode = EpisodeSpec("Board", 0, 0, env_seed=5, sampling_seed=1, record=True)
     trajectory = asyncio.run(worker.play(GroupSpec(0, "Board", 5, 1), episode, policy))
 
