@@ -12,6 +12,7 @@ from roll.configs.agentic import JUDGE_CLUSTER, MANAGERS, AgenticConfig
 from roll.configs.batches import describe_batches
 from roll.configs.engine_rules import no_pictures
 from roll.configs.env import EnvManagerConfig
+from roll.configs.pipeline import TINY_VL
 from roll.data.pictures import Pictures
 from roll.data.requests import sampling_params
 from roll.data.templates import ChatTemplate
@@ -40,7 +41,8 @@ class AgenticRolloutWorkers(RolloutWorkers):
     def __init__(self, config: AgenticConfig, run: RunContext) -> None:
         tokenizer_path = config.tokenizer_path or run.start.model_path
         self._managers = {name: getattr(config, name) for name in MANAGERS}
-        self._pictures = policy_pictures(run.start.model_path, config.actor_train.data_args.picture_bounds)
+        model = run.start.model_path if config.pretrain == TINY_VL else config.pretrain
+        self._pictures = policy_pictures(model, config.actor_train.data_args.picture_bounds)
         contexts: dict[str, tuple[Any, ...]] = {
             name: (_worker_context(config, manager, tokenizer_path, self._pictures),)
             for name, manager in self._managers.items()
