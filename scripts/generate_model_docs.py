@@ -2,7 +2,7 @@
 
 The figures come from the tests, some twenty minutes for all of them; rows that were not run keep theirs:
 
-    ROLL_PARITY_FIGURES=figures.jsonl python -m pytest -m "slow or not slow" tests/parity/test_families.py
+    ROLL_PARITY_FIGURES=figures.jsonl python -m pytest -m "slow or not slow" tests/parity/test_{families,pictures}.py
     PYTHONPATH=. python scripts/generate_model_docs.py --figures figures.jsonl
 """
 
@@ -42,7 +42,8 @@ Every model that Transformers has as a causal language model can be named in `pr
 with plain Transformers in float64 by `tests/parity/test_families.py`: a tiny random model of each, with its own
 windows, rotary positions, caps, routers and states, takes three optimizer steps, and log-probabilities, loss, gradient
 norm, exported and saved weights must agree. A generator must choose the same greedy tokens and report their
-log-probabilities.
+log-probabilities. Families *with pictures* are compared by `tests/parity/test_pictures.py`, see
+[pictures](pictures.md#models-and-engines).
 
 A number is the largest difference of a log-probability in nats, in float32, over all that was compared. *refused*
 means that a run ends before its first step, with this reason. *untried* means that nobody has compared it: such a run
@@ -96,15 +97,18 @@ def merge(figures: Path) -> None:
     import transformers
 
     from tests.support.known_families import KNOWN
+    from tests.support.pictured import TITLES
 
     old: dict[str, Any] = {**load_families()["families"]} if FAMILIES.exists() else {}
     found: Families = {"transformers": transformers.__version__, "families": {}}
-    for name, known in KNOWN.items():
+    listed = [(name, known.title, known.model_type) for name, known in KNOWN.items()]
+    listed += [(f"{kind} pictures", f"{title} with pictures", kind) for kind, title in TITLES.items()]
+    for name, title, kind in listed:
         engines = old.get(name, {}).get("engines", {})
         if name in COVERED:
             for engine in ("vllm", "sglang"):
                 engines.setdefault(engine, {})["contract"] = CONTRACT
-        found["families"][name] = {"title": known.title, "model_type": known.model_type, "engines": engines}
+        found["families"][name] = {"title": title, "model_type": kind, "engines": engines}
     for line in figures.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         if row["kind"] == "family":

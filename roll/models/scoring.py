@@ -194,8 +194,6 @@ class TokenScorer(nn.Module):
         if self.routing is not None:
             self.routing.replay(experts_NE)
         self.state_layers.set_borders(None)
-        if self.tower is not None and not arguments:
-            self.tower.look()
         if self.value_head is not None:
             output = self.model(input_ids=ids_1C, use_cache=False, **arguments)
             hidden_KH = output.last_hidden_state[0, source_K]

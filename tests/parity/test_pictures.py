@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
+from roll.configs.engine_rules import no_pictures
+from roll.configs.pipeline import PipelineConfig
 from roll.data.batch import Batch
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
@@ -107,22 +109,25 @@ def test_a_trainer_takes_the_same_steps(models, tmp_path, family, trainer, varia
     if not (models / family).exists():
         make_model(models / family, family)
     figures = measure_here(layout, models, tmp_path)
-    record("family", {"family": family, "engine": trainer, "variant": f"pictures, {variant}"} | as_row(figures))
+    record("family", {"family": f"{family} pictures", "engine": trainer, "variant": variant} | as_row(figures))
     check(layout, figures)
 
 
 @pytest.mark.slow  # two processes
-def test_ranks_without_pictures_wait_for_nobody(tmp_path):
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_ranks_without_pictures_wait_for_nobody(tmp_path, trainer):
     """Every rank enters as many collectives of the tower's layers, whatever its micro-batches show."""
     two: dict[str, Any] = {"world_size": 2, "saved": False}
     recomputed = {"model_args": {"disable_gradient_checkpointing": False}}
     frozen = {"model_args": {"freeze_module_prefix": "model.visual"}}
+    third = {"strategy_config": {"zero_optimization": {"stage": 3}} if trainer == "deepspeed_train" else {}}
+    copies = {"strategy_config": {} if trainer == "deepspeed_train" else {"fsdp_size": 1}}
     layouts = [
-        row("qwen3_vl", "fsdp2_train", "cut", name="shard2", **two),
-        row("qwen3_vl", "fsdp2_train", "packed", name="shard2-recomputed", **two, **recomputed),
-        row("qwen3_vl", "fsdp2_train", "shared", name="shard2-shared", **two),
-        row("qwen3_vl", "fsdp2_train", "whole", name="shard2-frozen", **two, **frozen),
-        row("qwen3_vl", "fsdp2_train", "whole", name="replica2", strategy_config={"fsdp_size": 1}, **two),
+        row("qwen3_vl", trainer, "cut", name="cut", **two, **third),
+        row("qwen3_vl", trainer, "packed", name="recomputed", **two, **third, **recomputed),
+        row("qwen3_vl", trainer, "shared", name="shared", **two, **third),
+        row("qwen3_vl", trainer, "whole", name="frozen", **two, **third, **frozen),
+        row("qwen3_vl", trainer, "whole", name="copies", **two, **copies),
     ]
     make_model(tmp_path / "qwen3_vl", "qwen3_vl")
     measured = measure(layouts, tmp_path)
@@ -155,6 +160,17 @@ def test_what_is_trained_is_sent_saved_and_read_again(models, tmp_path, family):
             found = (logits / TEMPERATURE).log_softmax(-1).gather(1, one.tokens_T[1:, None].clamp(min=0))[:, 0]
             loss_K = one.loss_mask_T[1:]
             assert float((found - said_T[at][1:])[loss_K].abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize(("role", "engine"), [("train", "megatron_train"), ("infer", "vllm"), ("infer", "sglang")])
+def test_other_engines_are_refused_by_name(role, engine):
+    worker = {"strategy_args": {"strategy_name": engine}}
+    config = PipelineConfig.model_validate({"actor_infer": {"world_size": 1}, f"actor_{role}": worker})
+    reason = no_pictures(config)
+    assert reason.startswith(f"actor_{role}'s {engine} ")
+    for family in FAMILIES:
+        refused = reason.partition(f"{engine} ")[2]
+        record("family", {"family": f"{family} pictures", "engine": engine, "variant": "whole", "refused": refused})
 
 
 PROMPTS: list[list[Any]] = [
@@ -214,7 +230,8 @@ def test_hf_infer_generates_as_the_unmodified_model(models, family):
     trainer.setup()
     said = torch.tensor([logprob for sequence in sequences for logprob in sequence.logprobs])
     difference = float((trainer.logprobs(batch).logprobs_T[batch.loss_mask_T] - said).abs().max())
-    record("pictures", {"family": family, "engine": "hf_infer", "logprobs": difference})
+    row_of = {"family": f"{family} pictures", "engine": "hf_infer", "variant": "greedy"}
+    record("family", row_of | {"logprobs": difference})
     assert difference < 1e-5
 
 
