@@ -78,11 +78,11 @@ with nor trained, and saved as it was: Qwen3.5 is then loaded as the language mo
   that is in a micro-batch several times, as in all answers of a group, goes through the tower once. Every micro-batch
   goes through the tower, one without pictures with a blank of one token that changes nothing, so that ranks do not wait
   for each other. Not with `tensor_parallel_size` or `ulysses_size` above 1.
-- **`hf_infer`**: pictures in continuous batching; equal prompts with equal pictures are computed once; requests in flight
-  are computed again with their pictures where `kv_after_update` says so.
-- **What is compared in a run**: the first micro-batch of each layout with the model's own class and picture processor on
-  one row at a time. Pixels that are not those which the row's ids were made of, pictures in each other's place, another
-  grid and shifted positions end the run before its first result.
+- **`hf_infer`**: pictures in continuous batching; equal prompts with equal pictures are computed once; requests in
+  flight are computed again with their pictures where `kv_after_update` says so.
+- **What is compared in a run**: the first micro-batch of each layout with the model's own class and picture processor
+  on one row at a time. Pixels that are not those which the row's ids were made of, pictures in each other's place,
+  another grid and shifted positions end the run before its first result.
 - A token that stands for pictures in the vocabulary, but was sampled by the policy, is a word like any other.
 - `megatron_train`, `vllm` and `sglang` refuse pictures. vLLM's towers need torchvision, which has no build beside the
   CPU build of PyTorch that this project is tested with.

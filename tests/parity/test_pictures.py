@@ -76,7 +76,7 @@ def make_model(path: Path, family: str) -> Path:
     make_picture_model(path, family)
     config = json.loads((path / "config.json").read_text())
     config["text_config"]["rms_norm_eps"] = 1e-3  # states begin near zero, where smaller ones would show rounding alone
-    (path / "config.json").write_text(json.dumps(config))
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors, generator = load_file(path / "model.safetensors"), torch.Generator().manual_seed(2)
     for tensor in tensors.values():
         noise = torch.randn(tensor.shape, generator=generator)
@@ -213,7 +213,7 @@ def finish(batching: ContinuousBatching, sequences: list[RunningSequence]) -> No
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hf_infer_generates_as_the_unmodified_model(models, family):
-    """What it says of its tokens is what a trainer computes of them, to the last of float32's digits."""
+    """What it says of its tokens is what a trainer computes of them."""
     folder = models / family if (models / family).exists() else make_model(models / family, family)
     batching, sequences = batching_of(folder), sequences_of(12)
     finish(batching, sequences)
@@ -237,7 +237,7 @@ def test_hf_infer_generates_as_the_unmodified_model(models, family):
     difference = float((trainer.logprobs(batch).logprobs_T[batch.loss_mask_T] - said).abs().max())
     row_of = {"family": f"{family} pictures", "engine": "hf_infer", "variant": "greedy"}
     record("family", row_of | {"logprobs": difference})
-    assert difference < 1e-5
+    assert difference <= row(family, "fsdp2_train", "whole").bound("logprobs")
 
 
 @pytest.mark.parametrize("family", ["qwen3_5"])
