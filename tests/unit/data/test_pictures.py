@@ -8,12 +8,14 @@ import zlib
 
 import numpy as np
 import pytest
+from jinja2 import TemplateError
 from PIL import Image
-from transformers import AutoImageProcessor
+from transformers import AutoImageProcessor, AutoTokenizer
 
 from roll.data.columns import Item
-from roll.data.identity import vocabulary_ids
+from roll.data.identity import items_along, vocabulary_ids
 from roll.data.pictures import PictureError, Pictures
+from roll.data.renderer import ChatRenderer, items_of
 from tests.support.picture_models import FAMILIES, IMAGE, make_processor, make_tokenizer
 
 
@@ -202,3 +204,79 @@ def test_content_ids_are_kept_no_longer_than_their_picture(folder):
     assert pictures.content(item) is pictures.content(Item(item.data.copy()))
     del item
     assert not pictures._contents
+
+
+# --- in conversations
+
+
+@pytest.fixture(scope="module")
+def renderer(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return ChatRenderer(tokenizer, pictures=Pictures(folder, tokenizer=tokenizer))
+
+
+def asks(*parts, role="user"):
+    """A message of texts and pictures."""
+    shown = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+    ]
+    return {"role": role, "content": shown}
+
+
+def says(text):
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize("template", ["native", "tests/support/chat_templates/qwen3_5.jinja"])
+def test_a_conversation_has_the_ids_of_the_models_processor(renderer, template):
+    renderer = ChatRenderer(renderer.tokenizer, template, renderer.pictures)
+    originals = [noise(56, 84), noise(200, 100), noise(30, 30)]
+    small, tall, tiny = (renderer.pictures.item(pixels) for pixels in originals)
+    messages = [asks(small, "which?", tall), says("none"), asks("Wörter"), says("2"), asks(tiny)]
+    ids = renderer.prompt(messages)
+    text = renderer.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, chat_template=renderer.source
+    )
+    whole = renderer.pictures._processor(text=[text], images=[*map(Image.fromarray, originals)])
+    assert vocabulary_ids(ids).tolist() == whole["input_ids"][0]
+    assert [item for _, item in items_along(ids, items_of(messages))] == [small, tall, tiny] == [*items_of(messages)]
+    assert (renderer.prompts([messages, messages[:1], messages[2:3]])[0] == ids).all()
+    plain = [{"role": "user", "content": "no picture"}]
+    assert (renderer.prompt([asks("no ", "picture")]) == renderer.prompt(plain)).all()
+
+
+def test_a_mark_in_somebodys_words_stays_text(renderer):
+    item = renderer.pictures.item(noise(56, 84))
+    ids = renderer.prompt([asks(f"{IMAGE}<image>", item, "<|vision_end|>")])
+    assert (vocabulary_ids(ids) == renderer.pictures.token).sum() == (ids < 0).sum() == 6
+    assert f"{IMAGE}<image>" in renderer.tokenizer.decode(vocabulary_ids(ids))
+
+
+def test_a_later_turn_with_a_picture_continues_what_was_sampled(renderer):
+    first, second = (renderer.pictures.item(noise(*size)) for size in ((56, 84), (28, 28)))
+    messages = [asks(first, "where?"), says("left"), asks("and ", second, " now?")]
+    prompt = renderer.prompt(messages[:1])
+    sampled = np.array(renderer.tokenizer.encode("left<|im_end|>"))
+    grown = np.concatenate([prompt, sampled, renderer.continuation(messages[2:], sampled)])
+    assert (grown == renderer.prompt(messages)).all()
+    result = [{"role": "tool", "content": asks(second, "seen")["content"], "tool_call_id": "call00000"}]
+    assert (renderer.continuation(result, sampled) < 0).sum() == 1
+
+
+def test_rows_to_imitate_learn_words_alone(renderer):
+    first, second = (renderer.pictures.item(noise(*size)) for size in ((56, 84), (28, 28)))
+    messages = [asks(first, "where?"), says("left"), asks("and ", second, "?"), says("up")]
+    ((ids, mask),) = renderer.rows(messages)
+    assert (ids == renderer.history(messages)[: len(ids)]).all()
+    assert renderer.tokenizer.decode(ids[mask]) == "left<|im_end|>up<|im_end|>"
+    assert [at for at, _ in items_along(ids, [first, second])] == [*np.flatnonzero(ids < 0)[[0, 6]]]
+
+
+def test_pictures_that_a_model_or_template_does_not_take_are_refused(folder, renderer):
+    messages = [asks(renderer.pictures.item(noise(28, 28)))]
+    with pytest.raises(TemplateError, match="model takes none"):
+        ChatRenderer(renderer.tokenizer).prompt(messages)
+    with pytest.raises(TemplateError, match="a content with pictures is a list"):
+        ChatRenderer(renderer.tokenizer, "chatml", renderer.pictures).prompt(messages)
+    with pytest.raises(TemplateError, match="0 times for 1 pictures"):
+        ChatRenderer(renderer.tokenizer, "{{ messages[0].content | string }}", renderer.pictures).prompt(messages)
