@@ -38,6 +38,7 @@ def add_commands(commands: Any) -> None:
     _add_explain(commands)
     _add_diagnose(commands)
     _add_report(commands)
+    _add_compare(commands)
 
 
 def _add_eval(commands: Any) -> None:
@@ -367,4 +368,26 @@ def _report(options: argparse.Namespace) -> int:
         sys.stderr.write(f"roll report: {error}\n")
         return EXIT_USAGE
     sys.stdout.write(f"{page}\n")
+    return 0
+
+
+def _add_compare(commands: Any) -> None:
+    text = "compare runs: settings, software, data, figures beyond the noise of seeds, and where equal runs part"
+    parser = add_command(commands, "compare", text, _compare)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs; the first is the baseline")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write a page with their curves")
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from roll.pipeline.cli import EXIT_USAGE
+    from roll.pipeline.commands.inspecting import compare
+
+    if len(options.runs) < 2:
+        options.parser.error("compare: got 1 run, expected at least 2")
+    try:
+        text = compare([run.expanduser() for run in options.runs], options.output)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"roll compare: {error}\n")
+        return EXIT_USAGE
+    sys.stdout.write(text)
     return 0

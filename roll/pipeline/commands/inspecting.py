@@ -1,8 +1,8 @@
-"""Looks at finished runs: ``roll report`` writes the page of one."""
+"""Looks at finished runs: ``roll report`` writes the page of one, ``roll compare`` says how several differ."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,10 @@ import yaml
 
 from roll.configs.base import Config
 from roll.pipeline.programs import program_of, schemas
+from roll.report.comparison import Comparison, Run
+from roll.report.page import render_page
 from roll.report.render import render_index
+from roll.tracking.files import write_atomic
 
 
 def report(run: Path, output: Path | None = None) -> Path:
@@ -44,3 +47,38 @@ def schema_of(values: Mapping[str, Any]) -> type[Config] | None:
     """The class of a configuration."""
     name = program_of(values)
     return None if name is None else schemas()[name]
+
+
+def compare(folders: Sequence[Path], output: Path | None = None) -> str:
+    """How runs differ, in words; with ``output`` also as a page with their curves.
+
+    Raises:
+        ValueError: a folder is no run's.
+    """
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    found = Comparison([Run.read(folder, name) for folder, name in zip(folders, names, strict=True)])
+    if output is not None:
+        write_atomic(output, _comparison_page(found))
+    return found.text()
+
+
+def _comparison_page(found: Comparison) -> str:
+    head = ("", *(run.name for run in found.runs))
+    parts = {
+        "Settings that differ": found.settings,
+        "Software that differs": found.recorded("versions"),
+        "Data that differ": found.recorded("data"),
+    }
+    tables = {name: [head, *((row.what, *row.values) for row in rows)] for name, rows in parts.items()}
+    groups = ("", *(found.label(group) for group in found.groups))
+    tables["At the end"] = [groups, *((name, *cells) for name, cells in found.figures())]
+    lists = {
+        "Beyond noise?": list(found.verdicts()),
+        "Where they part": list(found.partings()),
+        "Keys that differ without an effect on results": [", ".join(found.free)] if found.free else [],
+    }
+    title = " · ".join(run.name for run in found.runs)
+    curves = list(found.curves())
+    return render_page("compare.html", title=title, found=found, tables=tables, lists=lists, curves=curves)
