@@ -39,6 +39,7 @@ def add_commands(commands: Any) -> None:
     _add_diagnose(commands)
     _add_report(commands)
     _add_compare(commands)
+    _add_verify(commands)
 
 
 def _add_eval(commands: Any) -> None:
@@ -391,3 +392,23 @@ def _compare(options: argparse.Namespace) -> int:
         return EXIT_USAGE
     sys.stdout.write(text)
     return 0
+
+
+def _add_verify(commands: Any) -> None:
+    text = "count a run's metrics again from the rows that it wrote; exit code 1 if one differs"
+    parser = add_command(commands, "verify", text, _verify)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("--rollouts", type=Path, metavar="DIR", help="its rollout_dump_dir, if that has moved")
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from roll.pipeline.cli import EXIT_USAGE
+    from roll.pipeline.commands.inspecting import verify
+
+    try:
+        text, wrong = verify(options.run.expanduser(), options.rollouts and options.rollouts.expanduser())
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"roll verify: {error}\n")
+        return EXIT_USAGE
+    sys.stdout.write(text)
+    return 1 if wrong else 0

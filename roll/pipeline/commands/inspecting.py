@@ -1,4 +1,4 @@
-"""Looks at finished runs: ``roll report`` writes the page of one, ``roll compare`` says how several differ."""
+"""Commands on the folders of runs: the page of one, how several differ, and metrics counted again."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from roll.configs.base import Config
+from roll.configs.rl import RLConfig
 from roll.pipeline.programs import program_of, schemas
 from roll.report.comparison import Comparison, Run
 from roll.report.page import render_page
@@ -82,3 +83,21 @@ def _comparison_page(found: Comparison) -> str:
     title = " · ".join(run.name for run in found.runs)
     curves = list(found.curves())
     return render_page("compare.html", title=title, found=found, tables=tables, lists=lists, curves=curves)
+
+
+def verify(run: Path, rollouts: Path | None = None) -> tuple[str, int]:
+    """What a run printed against what its rows give, in words, and the number of figures that differ.
+
+    Raises:
+        ValueError: the folder is no run's, nothing can be counted again, or the run samples nothing.
+    """
+    from roll.report.verification import verify as count_again  # with torch
+
+    values = configuration(run)
+    schema = schema_of(values)
+    if schema is None or not issubclass(schema, RLConfig):
+        raise ValueError(f"{run}: got a run that samples nothing, expected one with rollouts")
+    found = count_again(run, schema.model_validate(values), rollouts)
+    if not found.checked:
+        raise ValueError(f"{run}: nothing can be counted again; set rollout_dump_dir and num_written_episodes: null")
+    return found.text(), len(found.wrong)
