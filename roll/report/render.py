@@ -156,6 +156,7 @@ def render_index(
         watches=list(summary.get("watches", {}).values()),
         evaluations=sections.evaluations(metrics),
         chosen=sections.episodes(run_dir),
+        tokens=sections.tokens(run_dir),
         areas=sections.areas(metrics),
         times=sections.times(metrics, phases),
         settings=sections.settings(run_dir, schema),

@@ -1,4 +1,4 @@
-"""Metrics counted again from rows: all follow, and each that is perturbed is found."""
+"""Metrics counted again from rows: all follow, and each that is perturbed is found; and rows token by token."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from roll.__main__ import main
 from roll.algorithms.shaping import Shaping
 from roll.configs.rlvr import RLVRConfig
 from roll.data.requests import Completion, FinishReason
 from roll.pipeline.prompts import reward_metrics
-from roll.pipeline.rollouts import training_lines, write_rollouts
+from roll.pipeline.rollouts import token_rows, training_lines, write_rollouts
 from roll.report.verification import verify
 from roll.rollout.metrics import rollout_metrics, step_metrics
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import Collected, EpisodeEnd, RolloutGroup, Trajectory, Turn
+from roll.tracking.files import to_json
 
 CONFIG = RLVRConfig(
     adv_estimator="grpo",
@@ -118,3 +120,24 @@ def test_the_command_tells_what_differs_and_what_would_have_to_be_recorded(
     (folder / "trajectories" / "eval-00000.jsonl").unlink()
     capsys.readouterr()
     assert main(["verify", str(folder)]) == 2 and "nothing can be counted again" in capsys.readouterr().err
+
+
+def test_telling_rows_are_written_token_by_token() -> None:
+    rng, shaping = np.random.default_rng(1), Shaping(CONFIG.parts)
+    batch, _ = shaping(groups_to_batch([group(number, rng) for number in range(1, 4)], ["a"]))
+    sampled_T = batch.rollout_logprobs_T
+    assert batch.advantages_T is not None and sampled_T is not None
+    on_policy_B = torch.arange(12) > 5
+    batch = batch.replace(old_logprobs_T=sampled_T - (batch.rows_T == 3) * 0.5, on_policy_B=on_policy_B)
+    mean_B = [float(batch.advantages_T[(batch.rows_T == row) & batch.loss_mask_T].mean()) for row in range(12)]
+    rows = list(token_rows(batch, ["a"], lambda ids: "".join(chr(index) for index in ids)))
+    moved = batch.select([3])
+    for number, row in ((0, int(np.argmax(mean_B))), (1, int(np.argmin(mean_B))), (2, 3)):
+        one, found = batch.select([row]), rows[number]
+        given, *said = found["tokens"]
+        assert given == "\x00\x01\x02\x03\x04" and [each[0] for each in said] == [chr(i) for i in one.tokens_T[5:]]
+        assert [each[3] for each in said] == pytest.approx(one.advantages_T[5:].tolist(), abs=1e-4)
+        assert (said[0][2] is None) == bool(on_policy_B[row]) and found["group"] == int(one.group_B[0])
+        assert sum(each[4] for each in said) == pytest.approx(float(one.rewards_T.sum()), abs=1e-4)
+    assert {each[2] for each in rows[2]["tokens"][1:]} == {-0.5} and len(rows[2]["tokens"]) == moved.num_tokens - 4
+    assert json.loads(to_json(rows)) == rows
