@@ -462,7 +462,8 @@ class RolloutWorker(GroupWorker):
         generate = self.generate_fn(spec)
 
         def start(member: int) -> asyncio.Task[Trajectory | None]:
-            return asyncio.create_task(self._run_member(spec, member, generate, errors))
+            name = f"{spec.tag} group {spec.group_id} member {member}"
+            return asyncio.create_task(self._run_member(spec, member, generate, errors), name=name)
 
         baseline = start(BASELINE_MEMBER) if spec.baseline else None
         numbers = range(spec.group_size + spec.redundancy)
