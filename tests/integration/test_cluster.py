@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from roll.distributed.cluster.cluster import Cluster, Placement, create_placement, discover_nodes
-from roll.distributed.cluster.errors import PlacementError, RpcTimeoutError, WorkerDiedError
+from roll.distributed.cluster.errors import PlacementError, RpcTimeoutError, StallError, WorkerDiedError
 from roll.distributed.cluster.hangs import StallWatch, explained
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement, pretend_nodes
@@ -167,7 +167,8 @@ def test_a_run_in_which_nothing_moves_is_stopped_with_who_waits_for_whom(running
     ):
         train.gather(train.submit("work", 3.0), call="work")
         assert not stopped, "a call that works may take longer"
-        train.gather(train.submit_each("nap", [(4.5,), (0.0,)]), call="nap")
+        with pytest.raises(StallError):
+            train.gather(train.submit_each("nap", [(9.0,), (0.0,)]), call="nap")
     first, driver, workers, path = str(stopped[0]).splitlines()
     assert re.fullmatch(r"nothing has moved for \d+ s in train, step 3 \(stall_timeout\)", first)
     assert re.fullmatch(r"the driver waits for: train rank 0: nap has not returned in [\d.]+ s", driver)

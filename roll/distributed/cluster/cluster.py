@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from roll.distributed.cluster.errors import PlacementError, RpcTimeoutError, WorkerDiedError
-from roll.distributed.cluster.hangs import Whereabouts, waiting, waiting_tasks, write_stacks_on_signal
+from roll.distributed.cluster.hangs import Whereabouts, raise_if_stalled, waiting, waiting_tasks, write_stacks_on_signal
 from roll.distributed.cluster.reaper import MARK
 from roll.distributed.cluster.recording import Recording, RecordingOptions
 from roll.distributed.cluster.resources import NodeInfo, PlacementPlan, WorkerSlot, nodes_from_resources
@@ -320,6 +320,9 @@ _ALIVE_WAIT_S = 1.0
 _NOTICE_S = 600.0
 """Time without any answer after which the log says whose is missing, again and again."""
 
+_STALLED_S = 5.0
+"""Between two looks at whether the run is stalled."""
+
 _ASYNC_CALLS = 2**20
 """Calls that a worker with ``async`` methods runs at the same time. With Ray's own limit of 1,000 the others would wait
 for them without a word."""
@@ -463,14 +466,18 @@ class Cluster:
         with waiting(lambda: missing(time.monotonic() - started).words):
             while pending:
                 waited = time.monotonic() - started
-                ends = min(told + _NOTICE_S, limit or math.inf)
+                ends = min(told + _NOTICE_S, limit or math.inf, waited + _STALLED_S)
                 ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, ends - waited))
+                raise_if_stalled()
                 if not ready:
-                    told = time.monotonic() - started
-                    if limit is not None and told >= limit:
-                        raise missing(told)
-                    words = missing(told).words
-                    logger.warning("%s so far; kill -USR1 %d writes what every process is doing", words, os.getpid())
+                    waited = time.monotonic() - started
+                    if limit is not None and waited >= limit:
+                        raise missing(waited)
+                    if waited - told >= _NOTICE_S:
+                        words, told = missing(waited).words, waited
+                        logger.warning(
+                            "%s so far; kill -USR1 %d writes what every process is doing", words, os.getpid()
+                        )
                     continue
                 try:
                     results[ready[0]] = ray.get(ready[0])

@@ -319,6 +319,19 @@ def _aside(clusters: Mapping[str, Cluster], path: Path) -> None:
     threading.Thread(target=write_report, args=(clusters, path, "requested by SIGUSR1"), daemon=True).start()
 
 
+_stalled: list[StallError] = []
+
+
+def raise_if_stalled() -> None:
+    """Raises what a watch has found, once: afterwards the run may save what it has.
+
+    Raises:
+        StallError: nothing moves.
+    """
+    if _stalled:
+        raise _stalled.pop()
+
+
 class StallWatch:
     """Stops a run in which no process has done any work for a while; a context manager.
 
@@ -373,6 +386,7 @@ class StallWatch:
                 if stopping:
                     logger.critical("the run hangs while it stops: %s", error)
                     os._exit(1)
+                _stalled.append(error)  # where a stop is put off until a call is over
                 self._stop(error)
                 stopping, quiet = True, 0.0
 
