@@ -173,9 +173,9 @@ def test_a_run_in_which_nothing_moves_is_stopped_with_who_waits_for_whom(running
     assert re.fullmatch(r"nothing has moved for \d+ s in train, step 3 \(stall_timeout\)", first)
     assert re.fullmatch(r"the driver waits for: train rank 0: nap has not returned in [\d.]+ s", driver)
     assert re.search(r"train rank 0: nap \(probes.py:\d+\)", workers)
-    assert re.search(r"critic rank 0: 2 tasks in meet \(probes.py:\d+\), the first: member 0", workers)
+    assert re.search(r"critic rank 0: meet \(probes.py:\d+\): 2 tasks, the first: member 0", workers)
     report = (tmp_path / "stacks").read_text()
-    assert path.endswith("stacks") and "2 tasks in meet" in report and "its child process" not in report
+    assert path.endswith("stacks") and "2 tasks, the first: member 0" in report and "its child process" not in report
     meeting.shutdown()
     del waits
 

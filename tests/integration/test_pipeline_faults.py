@@ -205,8 +205,8 @@ def test_a_hung_call_is_named_after_rpc_timeout(launch):
     ("hold", "place", "saved"),
     [
         ("hold-actor_train-0-train-2", "actor_train rank 0: gate (faults.py", 1),
-        ("hold-actor_infer-0-generate-9", "actor_infer rank 0:", 1),
-        ("hold-train_env_manager-mid-3", "in async_gate (faults.py", 1),
+        ("hold-actor_infer-0-generate-9", "actor_infer rank 0: async_gate (faults.py", 1),
+        ("hold-train_env_manager-mid-3", "train_env_manager rank 0: async_gate (faults.py", 1),
     ],
     ids=["trainer", "engine", "environment"],
 )

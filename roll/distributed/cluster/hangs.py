@@ -40,8 +40,12 @@ _NODE_S = 30.0
 """Until another node has answered."""
 _ANSWER_S = 3.0
 """Until a worker whose event loop is free has answered."""
+_STOPPING_S = 60.0
+"""Until a run that nothing moves in has stopped."""
 _LOOKS = 20
 """Looks at the work within ``stall_timeout``."""
+_ASKERS = ("finished_groups", "poll", "_poll", "_collect")
+"""Functions that wait for something to do, which explains nothing."""
 _SHOWN = 4
 """Most places that a message names."""
 
@@ -180,13 +184,14 @@ def waiting_tasks() -> list[str]:
         return []
     places: defaultdict[str, list[str]] = defaultdict(list)
     for task in tasks:
-        if task is not asyncio.current_task() and (place := _place_of(task)):
+        place = None if task is asyncio.current_task() else _place_of(task)
+        if place and place.partition(" ")[0] not in _ASKERS:
             places[place].append(task.get_name())
     lines = []
     for place, names in sorted(places.items(), key=lambda entry: -len(entry[1])):
         named = sorted((name for name in names if not name.startswith("Task-")), key=_natural)
         first = f", the first: {named[0]}" if named else ""
-        lines.append(f"{len(names)} {'tasks' if len(names) > 1 else 'task'} in {place}{first}")
+        lines.append(f"{place}: {len(names)} {'tasks' if len(names) > 1 else 'task'}{first}")
     return sorted(lines, key=lambda line: ", the first:" not in line)
 
 
@@ -213,6 +218,8 @@ def place_in(stacks: str) -> str | None:
     for thread in reversed(re.split(r"^(?=Thread|Current thread)", stacks, flags=re.MULTILINE)):
         for path, line, name in _FRAME.findall(thread):
             if (file := _ours(path)) and file != Path(__file__).name:
+                if name in _ASKERS:
+                    break
                 return f"{name} ({file}:{line})"
     return None
 
@@ -250,8 +257,7 @@ def write_report(clusters: Mapping[str, Cluster], path: Path, why: str) -> str:
         for (name, process), text in zip(workers, texts, strict=True):
             lines = "".join(f"{line}\n" for line in tasks.get(name, []))
             parts.append(f"----- {name}, process {process.pid} on node {process.node_id}\n{lines}{text}")
-            named = [line for line in tasks.get(name, []) if ", the first:" in line]
-            if place := named[0] if named else place_in(text):
+            if place := next(iter(tasks.get(name, [])), place_in(text)):
                 places[place].append(name)
         with path.open("a", encoding="utf-8") as file:
             file.write("\n\n".join(parts) + "\n\n")
@@ -341,7 +347,7 @@ class StallWatch:
         clusters: by role; may fill up meanwhile.
         path: of the report.
         timeout: seconds without work; ``None`` watches nothing.
-        stop: gets the ``StallError``; called in a thread. The process ends if the run still hangs after ``timeout``.
+        stop: gets the ``StallError``; called in a thread. The process ends if the run hangs as it stops, too.
         where: phase and step, in words.
     """
 
@@ -379,7 +385,7 @@ class StallWatch:
             work = self._work()
             if work != last:
                 last, quiet = work, 0.0
-            elif quiet >= timeout:
+            elif quiet >= (max(timeout, _STOPPING_S) if stopping else timeout):
                 why = f"nothing has moved for {quiet:.0f} s in {self._where()} (stall_timeout)"
                 told = write_report(self._clusters, self._path, why)
                 error = StallError(f"{why}\n{told}\nstacks of all processes: {self._path}")
