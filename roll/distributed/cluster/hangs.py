@@ -138,6 +138,8 @@ def _written(pid: int) -> str:
         with open(path, "rb") as file:
             file.seek(before)
             return file.read().decode(errors="replace") or f"nothing was written in {_WRITING_S:g} s"
+    except (FileNotFoundError, ProcessLookupError):
+        return "it is gone"
     except OSError as error:
         return str(error)
 
