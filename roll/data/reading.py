@@ -16,6 +16,7 @@ from roll.data.files.read import read_rows
 from roll.data.files.rows import DataError, Problems, Row, plain_row
 from roll.data.prompt_rows import RowError, passes, unread_columns
 from roll.utils.hashing import Checksum, derive_seed
+from roll.utils.progress import advance
 from roll.utils.registry import import_path
 
 T = TypeVar("T")
@@ -62,6 +63,7 @@ class Reading:
         """Yields what is made of the rows that ``dataset_filter`` keeps; others may be of another shape."""
         for row in self._rows():
             self.counts["rows"] += 1
+            advance()
             try:
                 if passes(row.values, self.args.dataset_filter):
                     text = json.dumps(row.values, sort_keys=True, default=str)
