@@ -176,11 +176,12 @@ def _of_sampling(sides: Sides, request: GenerateRequest, excess_M: Tensor, bound
                 ]
     if found := _of_temperature(sides, moved, bound):
         return found
-    if float(excess_M.min()) > -bound.value:
+    least, most = float(excess_M.min()), float(excess_M.max())
+    if least > -bound.value:
         return [
-            "a cut distribution: every log-prob that the generator reports is higher, by "
-            f"{float(excess_M.min()):.2g} to {float(excess_M.max()):.2g}, as after top-p, top-k or min-p, although its forward pass agrees. Look at "
-            "generating_args.top_p, top_k and min_p, and at sampling defaults of the engine"
+            f"a cut distribution: every log-prob that the generator reports is higher, by {least:.2g} to {most:.2g}, "
+            "as after top-p, top-k or min-p, although its forward pass agrees. Look at generating_args.top_p, top_k "
+            "and min_p, and at sampling defaults of the engine"
         ]
     return [
         "the generator's sampler: its forward pass on the same tokens agrees, what it reports while sampling does not"
@@ -239,9 +240,9 @@ def _of_tensors(sides: Sides, row: Batch, bound: Bound, generator: Settings) -> 
         return []
     forward_T, mask_T = sides.forward(row), row.loss_mask_T
     agrees = forward_T is not None and bound.difference(forward_T[mask_T], sides.trained(row)[mask_T]) <= bound.value
-    more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+    others = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
     return [
-        f"tensors: {', '.join(changed[:_SHOWN])}{more} changed when the same weights were sent again"
+        f"tensors: {', '.join(changed[:_SHOWN])}{others} changed when the same weights were sent again"
         f"{', and then both agree' if agrees else ''}: the last update did not reach them, or they were changed after "
         "it. check_weight_update: true checks what arrives"
     ]

@@ -33,7 +33,7 @@ QUESTION = [{"role": "user", "content": "Name a colour, a number and an animal."
 FORMAT, EXPERTS, PROMPT, TEMPERATURE = "number format", "experts", "prompt", "temperature"
 """Settings that have these names on both sides; the others are entries of the model's configuration, and buffers."""
 
-_PROJECTIONS = 16
+_PROJECTIONS = 64
 _ROW = 1024
 _UNTOLD = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache"}
 _AS_IT_IS = ""
@@ -170,4 +170,4 @@ def _flat(entries: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
         if isinstance(value, Mapping):
             yield from _flat(value, f"{path}{name}.")
         elif name not in _UNTOLD:
-            yield path + name, value
+            yield f"{path}{name}", value
