@@ -198,7 +198,7 @@ class RLConfig(OverlapConfig, AdditionalPromptsConfig, AlgorithmConfig, OnPolicy
         "off: nothing is compared.",
     )
     probe_every: int = Field(
-        default=5,
+        default=10,
         ge=1,
         description="Steps from one probe to the next. The weights that a worker starts with, and the first that "
         "differ from them, are always probed.",

@@ -33,9 +33,9 @@ from roll.utils.hashing import derive_seed
 
 logger = logging.getLogger(__name__)
 
-SAMPLED = 8
+SAMPLED = 6
 """Tokens that a generator samples."""
-PROMPTED = 24
+PROMPTED = 16
 """Most tokens of the prompt, its last ones."""
 _PATIENCE_S = 5.0
 """For an answer, when the trainer is ready."""

@@ -330,6 +330,6 @@ def test_another_chat_template_is_named(pair_of):
 def test_the_bound_follows_the_coarser_number_format():
     full, half = {"number format": "float32"}, {"number format": "bfloat16", "temperature": "0.5"}
     assert Bound.of(full, full).every and Bound.of(full, full).value == 1e-3
-    assert (Bound.of(half, full).every, Bound.of(half, full).value) == (False, 0.2)
+    assert (Bound.of(half, full).every, Bound.of(half, full).value) == (False, 0.8)
     assert not Bound.of(full, full | {"experts": "True"}).every
-    assert Bound.of(full, {"number format": "bfloat16 fp8"}).value == 0.5
+    assert Bound.of(full, {"number format": "bfloat16 fp8"}).value == 1.5
