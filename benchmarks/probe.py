@@ -36,7 +36,7 @@ from roll.distributed.strategy.evidence import rows_of
 from roll.models.tiny import make_tiny_model, make_tokenizer
 from roll.pipeline.probe import PROMPTED, SAMPLED
 
-SMOLLM2 = {
+SMOLLM2: dict[str, Any] = {
     "hidden_size": 576,
     "intermediate_size": 1536,
     "num_hidden_layers": 30,

@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 SAMPLED = 6
 """Tokens that a generator samples."""
-PROMPTED = 16
-"""Most tokens of the prompt, its last ones."""
+PROMPTED = 17
+"""Most tokens of the prompt, its last ones: a block of a prefix cache (16 on GPUs), and one more."""
 _PATIENCE_S = 5.0
 """For an answer, when the trainer is ready."""
 
@@ -201,7 +201,8 @@ class _Workers:
         self._actor = roles.actor
         self._replicas = replicas
         self._rank = rank
-        if replicas.shares_devices:  # what it had may have been dropped
+        self.resent = replicas.shares_devices
+        if self.resent:  # what it had may have been dropped
             replicas.resend()
 
     def complete(self, requests: Sequence[GenerateRequest]) -> list[Completion]:

@@ -1,7 +1,7 @@
 """Faults that are planted between a trainer and a generator: the probe finds each and names it."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,98 +11,34 @@ import pytest
 import torch
 from torch import nn
 
-from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.replaced import replaced
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.evidence import PROMPT, probe_prompt, rows_of
+from roll.distributed.strategy.evidence import PROMPT, probe_prompt
 from roll.distributed.strategy.hf_infer import continuous_batching
 from roll.models import sampling
 from roll.models.lora import LoraSpec
 from roll.models.tiny import make_tokenizer
-from roll.pipeline.probe import PROMPTED, SAMPLED
-from roll.pipeline.probe_causes import Bound, find_causes, other_prompt
+from roll.pipeline.probe_causes import Bound, other_prompt
 from tests.support.contract import context_of
 from tests.support.known_families import make_known
-from tests.support.trainers import make_context
+from tests.support.probe_pair import Pair
 
 LORA = LoraSpec(rank=4, alpha=12, targets=("q_proj", "down_proj"))
 VOCABULARY = len(make_tokenizer())
 
 
-class Pair:
-    """``Sides`` in this process: ``fsdp2_train`` and a generator with its weights."""
-
-    def __init__(self, path: Path, name: str = "hf_infer", lora: LoraSpec | None = None, temperature: float = 0.8):
-        shared = {"lora": lora, "temperature": temperature}
-        self.trainer = STRATEGIES.get("fsdp2_train")(make_context(path, "fsdp2_train", **shared))
-        self.generator: Any = STRATEGIES.get(name)(context_of(name, str(path), sequence_length=64, **shared))
-        self.trainer.setup()
-        self.generator.setup()
-        with torch.no_grad():  # no longer the weights of the folder, so that one that is not sent shows
-            for name, parameter in self.trainer.weights.scorer.model.named_parameters():
-                if lora is None or "lora_" in name:
-                    parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
-        ids = np.array(probe_prompt(make_tokenizer(), "chatml")[-PROMPTED:])
-        params = SamplingParams(SAMPLED, temperature, ignore_eos=True, seed=7)
-        self.request = GenerateRequest("probe", ids, params)
-        self.rename: Callable[[str], str] = lambda name: name
-        self.update()
-
-    def update(self) -> None:
-        async def buckets(export: Any) -> Any:
-            for bucket in export(1 << 20, check=False):
-                names = tuple(map(self.rename, bucket.outline.names))
-                yield replace(bucket, outline=replace(bucket.outline, names=names))
-
-        asyncio.run(self.generator.update_weights(buckets(self.trainer.export_weights), 1))
-        if self.trainer.context.lora is not None:
-            asyncio.run(self.generator.update_adapter(buckets(self.trainer.export_adapter), 1))
-
-    resend = update
-
-    def complete(self, requests: Sequence[GenerateRequest]) -> Any:
-        async def all_of_them() -> Any:
-            return await asyncio.gather(*map(self.generator.generate, requests))
-
-        return asyncio.run(all_of_them())
-
-    def trained(self, batch: Any) -> Any:
-        with replaced(self.trainer, own_forward=None):
-            return self.trainer.logprobs(batch).logprobs_T
-
-    def forward(self, batch: Any) -> Any:
-        return self.generator.forward_logprobs(batch)
-
-    def own_sketches(self) -> Any:
-        return self.generator.own_sketches()
-
-    def settings(self) -> Any:
-        return self.trainer.settings(), self.generator.settings()
-
-    def sketches(self) -> Any:
-        return self.trainer.sketches(), self.generator.sketches()
-
-    def layers(self, row: Any) -> Any:
-        return self.trainer.layer_outputs(row), self.generator.layer_outputs(row)
-
-    @property
-    def model(self) -> Any:
-        return self.generator._model
-
-    def weight(self, name: str) -> Any:
-        return self.model.get_parameter(name).data
-
-    def difference(self) -> tuple[float, Bound, Any]:
-        bound = Bound.of(*self.settings())
-        (completion,) = self.complete([self.request])
-        row = rows_of([self.request], [completion])
-        reported_M = torch.from_numpy(completion.logprobs)
-        return bound.difference(reported_M, self.trained(row)[row.loss_mask_T]), bound, completion
-
-    def causes(self) -> list[str]:
-        """What is found; nothing where the probe is content."""
-        difference, bound, completion = self.difference()
-        return find_causes(self, self.request, completion, bound) if difference > bound.value else []
+def started(path: Path, lora: LoraSpec | None) -> Pair:
+    """A pair whose weights are no longer those of the folder, so that one that was not sent shows."""
+    context = context_of("hf_infer", str(path), sequence_length=64, lora=lora, temperature=0.8)
+    generator = STRATEGIES.get("hf_infer")(context)
+    generator.setup()
+    pair = Pair(path, generator, 0.8, lora)
+    with torch.no_grad():
+        for name, parameter in pair.trainer.weights.scorer.model.named_parameters():
+            if lora is None or "lora_" in name:
+                parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+    pair.update()
+    return pair
 
 
 FAMILIES = {"tied": ("qwen2", {"tie_word_embeddings": True}), "experts": ("qwen3_moe", {}), "capped": ("gemma2", {})}
@@ -118,7 +54,7 @@ def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
             name, changes = FAMILIES.get(family, FAMILIES["tied"])
             path = make_known(root / family, name, VOCABULARY, **changes)
             make_tokenizer().save_pretrained(path)
-            pairs[family] = Pair(path, lora=LORA if family == "lora" else None)
+            pairs[family] = started(path, LORA if family == "lora" else None)
         return pairs[family]
 
     yield pair
@@ -245,7 +181,7 @@ def penalised(logits_BV, rows, *args):
 @pytest.mark.parametrize(
     ("sample", "changes", "words"),
     [
-        (hotter, {}, "temperature: both agree where the generator is asked for 0.571 in place of 0.8"),
+        (hotter, {}, "temperature: both agree where the generator is asked for 0.57"),
         (cut_by_itself, {}, "a cut distribution"),
         (cut_by_top_p, {"top_p": 0.7}, "top_p: with 1.0 in place of 0.7 both agree"),
         (penalised, {"repetition_penalty": 1.3}, "repetition_penalty: with 1.0 in place of 1.3 both agree"),
