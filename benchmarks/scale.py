@@ -54,7 +54,7 @@ from roll.distributed.strategy.base import Metrics, RankInfo
 from roll.distributed.weights.sender import plan_routes
 from roll.models.tiny import make_tiny_model
 from roll.pipeline.model_cluster import ModelCluster
-from roll.pipeline.profiling import PhaseTimer, Span, peak_memory_mb
+from roll.pipeline.profiling import PhaseTimer, Span, host_memory
 from roll.pipeline.rl import RLPipeline
 from roll.pipeline.roles import Roles
 from roll.rollout.env_manager import EpisodeSpec
@@ -500,7 +500,7 @@ def full(short: Cost, long: Cost, rows: int, lengths: Sequence[int], report: Rep
     for what in long.first:
         report.line(f"  last group to first {what}", at_full(short.first[what], long.first[what]), "s of CPU")
     report.line("  through its process", at_full(short.bytes, long.bytes) / 2**30, "GiB")
-    report.line("  memory of the benchmark so far", peak_memory_mb() / 1024, "GiB")
+    report.line("  memory of the benchmark so far", host_memory()[0] / 1024, "GiB")
 
 
 def over_ray(folder: Path, num_nodes: int, length: int, report: Report, expected: float) -> None:

@@ -42,7 +42,7 @@ from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.strategy.base import StrategyContext
 from roll.models.tiny import make_tiny_model
-from roll.pipeline.profiling import peak_memory_mb
+from roll.pipeline.profiling import host_memory
 from roll.pipeline.workers import InferWorker
 from roll.rollout.env_manager import LengthLimits, StepEnvManager
 from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext
@@ -150,7 +150,7 @@ class Player(EnvironmentWorker):
             manager.renderer = Words()  # type: ignore[assignment]
 
     async def used(self) -> dict[str, float]:
-        return {**used(), "mb": peak_memory_mb()}
+        return {**used(), "mb": host_memory()[0]}
 
 
 def used() -> dict[str, float]:

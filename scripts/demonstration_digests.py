@@ -77,10 +77,10 @@ def run(name: str, output: Path) -> dict[str, dict[str, str]]:
 
 
 def differences(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> list[str]:
-    """Names of metrics and files that are not the same, or only on one side."""
+    """Names of metrics and files that are not the same, or that are gone; a new metric changes no result."""
     found = []
     for kind in ("metrics", "weights"):
-        names = before[kind].keys() | after[kind].keys()
+        names = before[kind].keys() | (after[kind].keys() if kind == "weights" else set())
         found += [f"{kind}: {name}" for name in sorted(names) if before[kind].get(name) != after[kind].get(name)]
     return found
 

@@ -36,6 +36,7 @@ from roll.configs.pipeline import (
     RayInitConfig,
     RunConfig,
     WarmStartConfig,
+    WatchesConfig,
 )
 from roll.configs.preference import AnswerColumns, PairColumns, PreferenceConfig
 from roll.configs.prompts import DataGeneratorConfig, PromptsConfig, RolloutWorkersConfig, ValidationConfig
@@ -68,6 +69,7 @@ RUN: list[Group] = [
     ("Ray", "`ray_init`", RayInitConfig),
     ("Checkpoint folder", "`checkpoint_config`", CheckpointConfig),
     ("Profiler", "`profiler`", ProfilerConfig),
+    ("Watches", "`watches`", WatchesConfig),
 ]
 POLICY: list[Group] = [
     ("Policy", "top level", PipelineConfig),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from roll.configs.base import Config
 from roll.configs.divergence import DivergenceConfig
@@ -87,6 +87,78 @@ class RayInitConfig(Config):
         ge=80,
         description="Shared memory of a cluster started here, in MiB. null: Ray's default.",
     )
+
+
+WatchAction = Annotated[
+    Literal["off", "warn", "stop"], BeforeValidator(lambda value: "off" if value is False else value)
+]
+"""What a watch does; YAML reads a plain ``off`` as false."""
+
+
+class WatchesConfig(Config):
+    """Alarms about a run that goes wrong: off, warn or stop. null: as default says."""
+
+    default: WatchAction = Field(
+        default="warn",
+        description="Action of the watches that have none of their own. warn: a line in the terminal and the log, "
+        "with figures and advice. stop: the run also saves a checkpoint and ends with exit code 3. A watch is silent "
+        "where its metrics are missing.",
+    )
+    entropy_collapse: WatchAction | None = Field(
+        default=None,
+        description="actor/entropy of 5 steps is below 15% of that at the start, and the reward has stopped rising.",
+    )
+    held_out_falls: WatchAction | None = Field(
+        default=None,
+        description="The training reward rises, but held-out success falls beyond noise (reward hacking).",
+    )
+    evaluation_falls: WatchAction | None = Field(
+        default=None,
+        description="Two evaluations in a row are below the best one, by more than 3 standard errors.",
+    )
+    length_gains: WatchAction | None = Field(
+        default=None,
+        description="In 20 to 40 steps the reward rises and responses grow by half, but success does not rise.",
+    )
+    format_gains: WatchAction | None = Field(
+        default=None,
+        description="In 20 to 40 steps the reward and rollout/valid_rate rise (by 10 points), but success does not.",
+    )
+    repetition: WatchAction | None = Field(
+        default=None,
+        description="rollout/repetition of 5 steps is at least 0.4, and twice that at the start.",
+    )
+    kl_blow_up: WatchAction | None = Field(
+        default=None,
+        description="The KL from the reference is above 1 nat a token for 3 steps, or that of one update above 0.2.",
+    )
+    ratio_tails: WatchAction | None = Field(
+        default=None,
+        description="Of the tokens of some age, for 5 steps 20% are truncated or rejected, or their log-probs have "
+        "moved by 0.5 on average (async/*_<lag>).",
+    )
+    dead_groups: WatchAction | None = Field(
+        default=None,
+        description="In 80% of the groups of 10 steps all responses score the same, and the estimator compares them.",
+    )
+    duplicate_prompts: WatchAction | None = Field(
+        default=None,
+        description="In 3 steps a quarter of the prompts was the same as another of its step.",
+    )
+    exploding_lengths: WatchAction | None = Field(
+        default=None,
+        description="Responses of 5 steps are twice as long as at the start, and 10% are cut off.",
+    )
+    host_memory_grows: WatchAction | None = Field(
+        default=None,
+        description="memory/host_gb has grown steadily over 20 to 200 steps, by 10% at least, and so fast that the "
+        "memory of the driver's machine ends before the run does.",
+    )
+
+    def action(self, watch: str) -> str:
+        """``off``, ``warn`` or ``stop``."""
+        own: str | None = getattr(self, watch)
+        return self.default if own is None else own
 
 
 Part = Literal["model", "optimizer", "rng"]
@@ -183,6 +255,9 @@ class RunConfig(Config):
         default_factory=CheckpointConfig, description="Where checkpoints are written."
     )
     profiler: ProfilerConfig = Field(default_factory=ProfilerConfig, description="Detailed recordings.")
+    watches: WatchesConfig = Field(
+        default_factory=WatchesConfig, description="Alarms about a run that goes wrong: each off, warn or stop."
+    )
     max_ckpt_to_keep: int = Field(default=0, ge=0, description="Number of newest checkpoints to keep; 0 keeps all.")
     resume_from_checkpoint: bool | str = Field(
         default=False, description="true: the newest complete checkpoint of this run, if any; or the path of one."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import types
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -13,7 +13,7 @@ import annotated_types
 from pydantic.fields import FieldInfo
 
 from roll.configs.base import Config
-from roll.configs.problems import ConfigProblem
+from roll.configs.problems import NOTHING, ConfigProblem
 
 ROLES = ("actor_train", "actor_infer", "critic", "reference", "teacher")
 """Sections of model roles."""
@@ -148,6 +148,33 @@ def locate(root: type[Config], path: Sequence[str | int]) -> tuple[Any, Sequence
                 inside = [each.metadata if isinstance(each, FieldInfo) else [each] for each in given]
                 metadata = [item for items in inside for item in items]
     return annotation, metadata
+
+
+def settings_of(values: Mapping[str, Any], root: type[Config] | None = None) -> Iterator[tuple[str, Any, bool]]:
+    """Every key of a configuration in JSON values, dotted, with its value and whether that differs from the default.
+
+    Args:
+        root: the class of the configuration; without it every value differs.
+    """
+    yield from _settings(values, {} if root is None else _defaults(root), root, ())
+
+
+def _settings(
+    values: Mapping[str, Any], defaults: Mapping[str, Any], root: type[Config] | None, path: tuple[str, ...]
+) -> Iterator[tuple[str, Any, bool]]:
+    for name, value in values.items():
+        place, default = (*path, name), defaults.get(name, NOTHING)
+        if not isinstance(value, Mapping) or not value:
+            yield ".".join(place), value, value != default
+            continue
+        if not isinstance(default, Mapping):  # an entry of a mapping, or a section that is null by default
+            section = None if root is None else section_at(root, place)
+            default = {} if section is None else _defaults(section)
+        yield from _settings(value, default, root, place)
+
+
+def _defaults(section: type[Config]) -> dict[str, Any]:
+    return section.model_construct().model_dump(mode="json", warnings=False)
 
 
 def section_at(root: type[Config], path: Sequence[str | int]) -> type[Config] | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from roll.data.columns import IntArray, Item
+from roll.data.tool_messages import text_of
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,7 @@ def digest(*parts: np.ndarray | torch.Tensor | bytes | str, size: int = 16) -> b
 
 def conversation_digest(messages: Iterable[Mapping[str, Any]], items: Iterable[Item] = ()) -> str:
     """The same text for conversations of the same roles, words and items, which are not tokens yet."""
-    words = "\x1e".join(f"{message['role']}\x1f{message['content']}" for message in messages)
+    words = "\x1e".join(f"{message['role']}\x1f{text_of(message['content'])}" for message in messages)
     return digest(words, *(item.hash for item in items), size=8).hex()
 
 

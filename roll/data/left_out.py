@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from jinja2 import TemplateError
 
-from roll.data.tool_messages import REASONING, Message, Tool, reasoning_of
+from roll.data.tool_messages import REASONING, Message, Tool, reasoning_of, text_of
 
 if TYPE_CHECKING:
     from roll.data.renderer import ChatRenderer
@@ -83,7 +83,7 @@ class _Shape(NamedTuple):
 
 
 def _shape(message: Message) -> _Shape:
-    words, inside = message["content"], False
+    words, inside = text_of(message["content"]), False
     if message["role"] == "assistant" and "</think>" in words:
         inside, words = True, words.rpartition("</think>")[2]
     beside = not inside and bool(reasoning_of(message))

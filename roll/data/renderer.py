@@ -1,6 +1,6 @@
 """Messages to token ids, by the model's own chat template, without ever re-tokenising what was sampled.
 
-Text in a message that spells a control token stays text.
+Text in a message that spells a control token stays text. A picture is, in the ids, content below zero.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll.data.columns import BoolArray, IntArray
+from roll.data.columns import BoolArray, IntArray, Item
+from roll.data.pictures import Pictures
 from roll.data.templates import ChatTemplate, read_template
 from roll.data.tool_messages import (
     REASONING,
@@ -25,6 +26,7 @@ from roll.data.tool_messages import (
     Tool,
     calls_answered_by,
     calls_in_words,
+    joined,
     reasoning_of,
     tidy,
     without_tools,
@@ -207,7 +209,7 @@ class ControlText:
         return self._core
 
 
-__all__ = ["ChatRenderer", "Message", "Tool", "turn_ends"]
+__all__ = ["ChatRenderer", "Message", "Tool", "items_of", "turn_ends"]
 
 _SENTINEL = "\u241fassistant-turn\u241f"
 _CACHE_SIZE = 20_000
@@ -258,11 +260,12 @@ class TooManyTokensError(ValueError):
 class ChatRenderer:
     """Renders conversations with one tokenizer and one chat template.
 
-    Messages are OpenAI's (``Message``). What they contain is text: where it spells a control token, as ``<|im_end|>``
-    does, it is encoded letter by letter and never becomes that token (``ControlText``). A template that writes no tools
-    is given them in the Hermes form (``without_tools``).
+    Messages are OpenAI's (``Message``). Text in them that spells a control token, as ``<|im_end|>`` does, is encoded
+    letter by letter and never becomes that token (``ControlText``). A template that writes no tools is given them in
+    the Hermes form (``without_tools``). What it writes for a picture becomes the picture's ids (``Pictures.content``).
 
     Args:
+        pictures: the model's processor; ``None``: a conversation with pictures is refused.
         template: ``native`` for the tokenizer's own chat template, or a name (``roll.data.templates``), or a path to a
             Jinja file, or the Jinja text itself; with variables, a ``ChatTemplate``.
 
@@ -271,8 +274,14 @@ class ChatRenderer:
             one of the variables is not in its text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | ChatTemplate = "native") -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str | ChatTemplate = "native",
+        pictures: Pictures | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.pictures = pictures
         chosen = ChatTemplate(template) if isinstance(template, str) else template
         self._variables = dict(chosen.variables)
         try:
@@ -300,7 +309,8 @@ class ChatRenderer:
         Raises:
             TooManyTokensError: so it is.
         """
-        return self._encode_cached("prompt", self.text(messages, tools, open_assistant=True), most)
+        ids = self._encode_cached("prompt", self.text(messages, tools, open_assistant=True), most)
+        return self._with_pictures(ids, messages)[0]
 
     def prompts(
         self, conversations: Sequence[Sequence[Message]], tools: Sequence[Tool] | None = None
@@ -311,7 +321,8 @@ class ChatRenderer:
         for index, text in enumerate(texts):
             if self._control.hides(text):  # it is encoded piece by piece
                 rendered.insert(index, self._encode(text))
-        return rendered
+        shown = zip(rendered, conversations, strict=True)
+        return [self._with_pictures(ids, messages)[0] for ids, messages in shown]
 
     def _encode_many(self, texts: list[str]) -> list[IntArray]:
         if not texts:
@@ -345,7 +356,8 @@ class ChatRenderer:
         tail = self.tail(messages, tools)
         ids = self._encode_cached("continuation", tail, most)
         space = len(self._encode(space)) if (space := (self._control.lead(tail) or ("",))[0]) else 0
-        return ids[space + 1 :] if self._is_closed(ids[space:], completion_ids) else ids
+        ids = ids[space + 1 :] if self._is_closed(ids[space:], completion_ids) else ids
+        return self._with_pictures(ids, messages)[0]
 
     def conversation(
         self, messages: Sequence[Message], *, last_only: bool = False, tools: Sequence[Tool] | None = None
@@ -382,6 +394,7 @@ class ChatRenderer:
         if learned is None:
             learned = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         made: list[list[tuple[IntArray, bool]]] = []
+        ends: list[int] = []
         so_far, mark = "", ""
         for index in learned:
             turn = self.turn(messages[: index + 1], tools)
@@ -393,16 +406,41 @@ class ChatRenderer:
                 said_ids = np.append(said_ids, self._eos())
             if goes_on:
                 made[-1] += [(context_ids[1:], False), (said_ids, True)]
+                ends[-1] = index
             else:
                 made.append([(context_ids, False), (said_ids, True)])
+                ends.append(index)
             so_far, mark = turn.prompt + turn.said + turn.mark, turn.mark
-        return [
-            (
-                np.concatenate([ids for ids, _ in row]),
-                np.concatenate([np.full(len(ids), said, dtype=np.bool_) for ids, said in row]),
-            )
-            for row in made
-        ]
+        rows = []
+        for row, end in zip(made, ends, strict=True):
+            ids = np.concatenate([ids for ids, _ in row])
+            mask = np.concatenate([np.full(len(ids), said, dtype=np.bool_) for ids, said in row])
+            ids, repeats = self._with_pictures(ids, messages[: end + 1])
+            rows.append((ids, mask if repeats is None else np.repeat(mask, repeats)))
+        return rows
+
+    def _with_pictures(self, ids: IntArray, messages: Sequence[Message]) -> tuple[IntArray, IntArray | None]:
+        """The ids with those of the messages' pictures in place of their marks, and how many each has become.
+
+        Raises:
+            TemplateError: the template has not written a mark for each, or the model takes no pictures.
+        """
+        shown = [item for message in messages for item in _items(message)]
+        if not shown:
+            return ids, None
+        from jinja2 import TemplateError
+
+        if self.pictures is None:
+            raise TemplateError(f"got {len(shown)} pictures, but the model takes none")
+        places = np.flatnonzero(ids == self.pictures.token)
+        if len(places) != len(shown):
+            raise TemplateError(f"it writes {self.pictures.mark} {len(places)} times for {len(shown)} pictures")
+        contents = [self.pictures.content(item) for item in shown]
+        repeats = np.ones(len(ids), dtype=np.int64)
+        repeats[places] = [len(content) for content in contents]
+        spread = np.repeat(ids, repeats)
+        spread[np.repeat(ids == self.pictures.token, repeats)] = np.concatenate(contents)
+        return spread, repeats
 
     def _encode_behind(self, context: str, said: str) -> tuple[IntArray, IntArray]:
         """Token ids of a context and of what is said behind it.
@@ -522,7 +560,8 @@ class ChatRenderer:
 
     def history(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> IntArray:
         """Token ids of a whole conversation, which waits for nobody, shape [tokens]."""
-        return self._encode(self.text(messages, tools, open_assistant=False))
+        ids = self._encode(self.text(messages, tools, open_assistant=False))
+        return self._with_pictures(ids, messages)[0]
 
     def words(self, text: str, *, most: int | None = None) -> IntArray:
         """Token ids of a text alone, without special tokens; ``most`` as for ``prompt``."""
@@ -633,7 +672,8 @@ class ChatRenderer:
 
     def with_variables(self, **variables: Any) -> ChatRenderer:
         """The same with more variables of the template."""
-        return ChatRenderer(self.tokenizer, ChatTemplate(self.source, {**self._variables, **variables}))
+        template = ChatTemplate(self.source, {**self._variables, **variables})
+        return ChatRenderer(self.tokenizer, template, self.pictures)
 
     def within(self, text: str) -> str:
         """A text as ``text`` has it within a message."""
@@ -643,9 +683,10 @@ class ChatRenderer:
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] | None, *, open_assistant: bool) -> str:
         from jinja2 import TemplateError
 
+        shown = [_for_template(message) for message in messages]
         try:
             text = self.tokenizer.apply_chat_template(
-                [self._control.hide(message) for message in messages],
+                [self._control.hide(message) for message in shown],
                 tools=self._control.hide(tools) if tools else None,
                 chat_template=self._template,
                 tokenize=False,
@@ -653,7 +694,9 @@ class ChatRenderer:
                 **self._variables,
             )
         except (TypeError, AttributeError, LookupError) as error:  # of the template's code: None + text, and the like
-            raise TemplateError(f"{type(error).__name__}: {error}") from error
+            parts = any(isinstance(message.get("content"), list) for message in shown)
+            why = ", perhaps as a content with pictures is a list of parts" if parts else ""
+            raise TemplateError(f"{type(error).__name__}: {error}{why}") from error
         return str(text)
 
     def _with_tools(
@@ -793,6 +836,27 @@ class ChatRenderer:
             if len(self._cache) > _CACHE_SIZE:
                 self._cache.popitem(last=False)
         return ids
+
+
+def items_of(messages: Iterable[Message]) -> tuple[Item, ...]:
+    """The pictures of a conversation, each once, in their order."""
+    return tuple(dict.fromkeys(item for message in messages for item in _items(message)))
+
+
+def _items(message: Message) -> list[Item]:
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return []
+    return [part["image"] for part in content if part["type"] == "image"]
+
+
+def _for_template(message: Message) -> Message:
+    """A message whose parts say of a picture only that it is one."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return message
+    parts = joined(*([part] if part["type"] == "text" else [{"type": "image"}] for part in content))
+    return {**message, "content": parts}
 
 
 def before_reasoning(prompt: str) -> str:

@@ -1,4 +1,4 @@
-"""Messages with tool calls and results, in the form of chat templates."""
+"""Messages with parts, tool calls and results, in the form of chat templates."""
 
 from __future__ import annotations
 
@@ -8,13 +8,40 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 Message: TypeAlias = Mapping[str, Any]
-"""As in OpenAI's API: ``role`` and ``content`` (a text, or ``None`` beside calls); an assistant's ``tool_calls`` and
-``reasoning_content``; a tool's ``tool_call_id`` and ``name``."""
+"""As in OpenAI's API: ``role`` and ``content`` (a text, ``None`` beside calls, or parts); an assistant's ``tool_calls``
+and ``reasoning_content``; a tool's ``tool_call_id`` and ``name``. A part is ``{"type": "text", "text": …}`` or
+``{"type": "image", "image": …}``, an ``Item`` where it is rendered."""
+Content: TypeAlias = str | Sequence[Mapping[str, Any]]
 Tool: TypeAlias = Mapping[str, Any]
 """An OpenAI function dict: ``{"type": "function", "function": {"name": …, "description": …, "parameters": …}}``."""
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 RESULT_START, RESULT_END = "<tool_response>", "</tool_response>"
+
+
+PICTURE = "<image>"
+"""What stands for a picture in a text for people and verifiers, and in the texts of datasets."""
+
+
+def text_of(content: Content | None) -> str:
+    """The words of a content, with ``<image>`` for a picture."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part["text"] if part["type"] == "text" else PICTURE for part in content)
+
+
+def joined(*contents: Content) -> str | list[Mapping[str, Any]]:
+    """One content of several: a text, unless there is a picture in it."""
+    parts: list[Mapping[str, Any]] = []
+    for content in contents:
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            if parts and parts[-1]["type"] == part["type"] == "text":
+                parts[-1] = {"type": "text", "text": parts[-1]["text"] + part["text"]}
+            else:
+                parts.append(part)
+    if any(part["type"] != "text" for part in parts):
+        return [part for part in parts if part.get("text") != ""]
+    return "".join(part["text"] for part in parts)
 
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -31,7 +58,7 @@ def reasoning_of(message: Message) -> str:
     beside = next((message[key] for key in REASONING if message.get(key)), None)
     if beside is not None:
         return str(beside)
-    inside, closed, _ = (message.get("content") or "").partition("</think>")
+    inside, closed, _ = text_of(message.get("content")).partition("</think>")
     return inside.partition("<think>")[2] or inside if closed else ""
 
 
@@ -110,7 +137,7 @@ def calls_in_words(message: Mapping[str, Any]) -> dict[str, Any]:
     fresh = dict(message)
     if calls := fresh.pop("tool_calls", None):
         written = [hermes_call(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-        fresh["content"] = "\n".join([fresh["content"]] * bool(fresh["content"]) + written)
+        fresh["content"] = "\n".join([text_of(fresh["content"])] * bool(fresh["content"]) + written)
     return fresh
 
 
@@ -126,9 +153,10 @@ def without_tools(
     for message in messages:
         fresh = {key: value for key, value in calls_in_words(message).items() if key != "tool_call_id"}
         if message["role"] == "tool":
-            fresh = {"role": "user", "content": f"{RESULT_START}\n{message['content']}\n{RESULT_END}", "_joins": True}
+            result = joined(f"{RESULT_START}\n", message["content"], f"\n{RESULT_END}")
+            fresh = {"role": "user", "content": result, "_joins": True}
         if plain and plain[-1].get("_joins") and fresh["role"] == "user":
-            plain[-1] = {**fresh, "content": f"{plain[-1]['content']}\n{fresh['content']}"}
+            plain[-1] = {**fresh, "content": joined(plain[-1]["content"], "\n", fresh["content"])}
         else:
             plain.append(fresh)
     for message in plain:
@@ -138,7 +166,7 @@ def without_tools(
         if plain and (plain[0]["role"] == "system" or not takes_system):
             first = plain[0]["content"]
             words = (first, told) if plain[0]["role"] == "system" else (told, first)
-            plain[0] = {**plain[0], "content": "\n\n".join(filter(None, words))}
+            plain[0] = {**plain[0], "content": joined(words[0], "\n\n", words[1]) if first else told}
         else:
             plain.insert(0, {"role": "system", "content": told})
     return plain

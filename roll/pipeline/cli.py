@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = ["AGENTIC", "DISTILL", "DPO", "REWARD_MODEL", "RLVR", "SFT", "main", "perform", "refuse", "report"]
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_UNREAD = 0, 1, 2, 130, 141
-"""Of every command; 2 is for a wrong command line, configuration or file, 141 for output that nobody reads."""
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED, EXIT_INTERRUPTED, EXIT_UNREAD = 0, 1, 2, 3, 130, 141
+"""Of every command; 2 is for a wrong command line, configuration or file, 3 for a run that one of its watches stopped,
+141 for output that nobody reads."""
 _NO_HOME = "Could not determine home directory."
 """Words of ``Path.expanduser`` about a user who is not known; a configuration's own paths are told with their keys."""
 LINE_WIDTH = 110

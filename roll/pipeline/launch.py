@@ -28,11 +28,11 @@ from roll.distributed.cluster.errors import ClusterError, PlacementError, RaySes
 from roll.distributed.cluster.ray_session import dead_daemons, ray_session
 from roll.distributed.cluster.recording import own_stacks, stacks_of
 from roll.distributed.cluster.resources import plan_placement
-from roll.pipeline.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE, report
+from roll.pipeline.cli import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, report
 from roll.pipeline.profiling import nsight_options
 from roll.pipeline.programs import Program
 from roll.pipeline.roles import Roles
-from roll.pipeline.session import RunFailedError, RunSession
+from roll.pipeline.session import RunFailedError, RunSession, StoppedByWatchError
 from roll.pipeline.start import RunContext, start_of
 from roll.pipeline.workers import InferWorker, ScoreWorker, TrainWorker
 from roll.preflight.choices import role_requests
@@ -147,7 +147,7 @@ def launch(
 
     Returns:
         The process's exit code: 0, 1 (failed), 2 (this cluster cannot hold the roles, or the run to resume had other
-        data), 130, 143 or 129 (interrupted).
+        data), 3 (stopped by a watch), 130, 143 or 129 (interrupted).
     """
     try:
         session = RunSession(config, started or time.time(), data)
@@ -189,6 +189,9 @@ def launch(
     except PlacementError as error:
         logger.error("%s", error)
         return EXIT_USAGE
+    except StoppedByWatchError as error:
+        logger.error("%s", error)
+        return EXIT_STOPPED
     except EXPECTED_ERRORS as error:
         logger.error("%s: %s", type(error).__name__, error)
         return EXIT_FAILED

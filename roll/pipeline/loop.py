@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import zip_longest
@@ -20,9 +20,11 @@ from roll.distributed.cluster.errors import ClusterError, RpcTimeoutError, Worke
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.profiling import StepProfiler, Utilisation
 from roll.pipeline.roles import Roles
-from roll.pipeline.session import RunFailedError, RunSession
+from roll.pipeline.rollouts import Remarks
+from roll.pipeline.session import RunFailedError, RunSession, StoppedByWatchError
+from roll.report.watches import WATCHES, Watching
 from roll.tracking.checkpointer import Checkpointer, Write, restore_rng_state, rng_state
-from roll.tracking.files import CheckpointError
+from roll.tracking.files import CheckpointError, read_json_lines
 from roll.utils.signals import SignalGuard
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,9 @@ class TrainingLoop(ABC):
         """Words of why the run is over before ``max_steps``."""
         self.profiler = StepProfiler(config.profiler, roles.clusters, session.folder.profile)
         self.utilisation = Utilisation(config, roles.actor.cluster, roles.clusters.get("actor_infer"))
+        actions = {name: config.watches.action(name) for name in WATCHES}
+        self.watching = Watching(config.model_dump(mode="json"), actions)
+        self._remarks = Remarks()
 
     @abstractmethod
     def step(self, step: int) -> None:
@@ -82,6 +87,7 @@ class TrainingLoop(ABC):
         Raises:
             KeyboardInterrupt: the user asked to stop.
             TrainingDivergedError: ``max_bad_steps`` steps in a row could not be taken.
+            StoppedByWatchError: a watch says that the run goes wrong.
         """
         try:
             if self.session.resume_path is not None:
@@ -89,7 +95,7 @@ class TrainingLoop(ABC):
             else:
                 self.roles.sync_weights(0)
                 metrics = self.measure("before", 0) if self.config.val_before_train or self.config.eval_only else {}
-                self.session.log_step(0, metrics | self.session.timer.step_metrics())
+                self.watching.look(0, self.session.log_step(0, metrics | self.session.timer.step_metrics()))
             if self.config.eval_only:
                 return
             config = self.config
@@ -141,7 +147,7 @@ class TrainingLoop(ABC):
         """Evaluates, reports and saves when it is time to.
 
         Raises:
-            TrainingDivergedError: see ``run``.
+            TrainingDivergedError, StoppedByWatchError: see ``run``.
         """
         step, config = self.done_steps, self.config
         self.session.checkpointer.check()
@@ -155,9 +161,10 @@ class TrainingLoop(ABC):
             elif asks:  # the end is yet to come
                 self.session.summary["eval"].pop("after", None)
         with self.signals.deferred():  # each step is reported once, also by a run that is stopped here and resumed
-            self.session.log_step(step, self.unreported | self.session.timer.step_metrics())
+            metrics = self.session.log_step(step, self.unreported | self.session.timer.step_metrics())
             self.unreported = {}
         self._check_divergence()
+        self._watch(step, metrics, last=last or self.learned is not None)
         if last or self.learned is not None or (config.save_steps and step % config.save_steps == 0):
             self.save_checkpoint()
         self.session.write_summary()
@@ -220,6 +227,7 @@ class TrainingLoop(ABC):
             "bad_steps": self.bad_steps,
             "looks_learned": self.looks_learned,
             "learned": self.learned,
+            "watches": self.watching.state_dict(),
             "rng": rng_state() if "rng" in self.config.checkpoint_config.save_contents else None,
             "eval": self.session.summary["eval"],
         }
@@ -231,6 +239,10 @@ class TrainingLoop(ABC):
         self.looks_learned = state.get("looks_learned", False)  # "learned" is for who asks before a run is resumed
         if "rng" in self.config.checkpoint_config.load_contents and state["rng"] is not None:
             restore_rng_state(state["rng"])
+        if not self.config.eval_only:
+            reported = read_json_lines(self.session.folder.metrics_path)
+            last = self.done_steps - bool(self.unreported)
+            self.watching.take_up([each for each in reported if each["step"] <= last], state.get("watches", {}))
         self.session.summary["eval"] = state["eval"]
         self.session.summary["steps"] = self.done_steps
 
@@ -242,6 +254,19 @@ class TrainingLoop(ABC):
         if self.bad_steps:
             logger.warning(
                 "the loss or its gradient was not finite: %d optimizer steps in a row skipped", self.bad_steps
+            )
+
+    def _watch(self, step: int, metrics: Mapping[str, float], *, last: bool) -> None:
+        """Tells of what goes wrong, and ends the run if that was asked for; one that is over is only told of."""
+        alarms = self.watching.look(step, metrics)
+        for alarm in alarms:
+            self._remarks.make(alarm.watch, f"step {step}: {alarm.text} (watches.{alarm.watch})")
+        if self.watching.alarms:
+            self.session.summary["watches"] = self.watching.state_dict()
+        if (stops := [alarm for alarm in alarms if alarm.action == "stop"]) and not last:
+            raise StoppedByWatchError(
+                f"watches.{stops[0].watch} stops the run after step {step}: {stops[0].text}; "
+                "resume_from_checkpoint=true continues, with any changes"
             )
 
     def _check_divergence(self) -> None:

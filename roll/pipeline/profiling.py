@@ -27,6 +27,7 @@ from roll.distributed.cluster.recording import RecordingOptions
 from roll.models.shapes import ModelShape, compute_bytes, samples_flops, training_factor
 from roll.preflight.models import model_config
 from roll.utils.gpus import known_gpu
+from roll.utils.memory import free_bytes
 
 
 @dataclass
@@ -107,18 +108,22 @@ class PhaseTimer:
         return {name: _rate(span) for name, span in self._total.items() if span.tokens}
 
 
-def peak_memory_mb() -> float:
-    """Peak resident memory of this process and its living descendants, in MB (10^6 bytes).
+def host_memory() -> tuple[float, dict[str, float]]:
+    """Memory of this process and its living descendants.
 
-    The sum of every process's own high-water mark: an upper bound, since pages that processes share count in each and
-    the peaks need not coincide. Without /proc, this process and the largest child that has ended.
+    Returns:
+        Their peak in MB (10^6 bytes), and metrics: ``memory/host_gb``, what they have now and do not share (in 10^9
+        bytes), and ``memory/host_free_gb``, what the machine or container has left. The peak is the sum of every
+        process's own high-water mark: an upper bound, since pages that processes share count in each and the peaks need
+        not coincide. Without /proc it is that of this process and of the largest child that has ended, and there are
+        no metrics.
     """
     if not Path("/proc/self/status").exists():
         unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes there, KiB elsewhere
         usages = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        return sum(usages) * unit / 1e6
+        return sum(usages) * unit / 1e6, {}
     children: dict[int, list[int]] = {}
-    peaks_kib: dict[int, int] = {}
+    sizes_kib: dict[int, tuple[int, int]] = {}
     for path in Path("/proc").glob("[0-9]*/status"):
         try:
             fields = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
@@ -126,11 +131,12 @@ def peak_memory_mb() -> float:
             continue  # it ended between the listing and the reading, or is not ours
         pid = int(fields["Pid"])
         children.setdefault(int(fields["PPid"]), []).append(pid)
-        peaks_kib[pid] = int(fields.get("VmHWM", "0 kB").split()[0])
+        sizes_kib[pid] = (int(fields.get("VmHWM", "0 kB").split()[0]), int(fields.get("RssAnon", "0 kB").split()[0]))
     family = [int(Path("/proc/self").resolve().name)]
     for pid in family:  # grows while it is walked
         family.extend(children.get(pid, []))
-    return sum(peaks_kib.get(pid, 0) for pid in family) * 1024 / 1e6
+    peak, own = (sum(sizes_kib.get(pid, (0, 0))[which] for pid in family) * 1024 for which in (0, 1))
+    return peak / 1e6, {"memory/host_gb": own / 1e9, "memory/host_free_gb": free_bytes() / 1e9}
 
 
 def _rate(span: Span) -> float:

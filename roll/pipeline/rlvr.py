@@ -12,6 +12,7 @@ from roll.algorithms.selection import best_and_worst
 from roll.configs.batches import describe_batches
 from roll.configs.rlvr import RLVRConfig
 from roll.data.batch import Batch
+from roll.data.identity import identity
 from roll.data.prompts import PromptDataset
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.cli import EXIT_USAGE
@@ -63,7 +64,9 @@ class RLVRPipeline(RLPipeline):
         finished = [*collected.groups, *collected.rejected]
         self._tell_over_budget(finished)
         epoch = self.rollout_workers.epoch_of(1 + max(group.group_id for group in finished))
-        return reward_metrics(finished, self.config) | self.rollout_workers.take_retries() | {"rollout/epoch": epoch}
+        prompts = [identity(group.trajectories[0].turns[0].prompt_ids) for group in finished if group.trajectories]
+        found = {"rollout/epoch": epoch, "rollout/duplicate_prompts": 1 - len(set(prompts)) / max(1, len(prompts))}
+        return reward_metrics(finished, self.config) | self.rollout_workers.take_retries() | found
 
     def _tell_over_budget(self, groups: Sequence[RolloutGroup]) -> None:
         reasons = [t.info[OVER_BUDGET] for group in groups for t in group.trajectories if OVER_BUDGET in t.info]

@@ -16,13 +16,13 @@ from typing import Any
 from roll.configs.pipeline import RunConfig
 from roll.configs.problems import ConfigErrors
 from roll.configs.resuming import Change, Record, Rows, compare
-from roll.pipeline.profiling import PhaseTimer, Span, peak_memory_mb
+from roll.pipeline.profiling import PhaseTimer, Span, host_memory
 from roll.report.render import render_index
 from roll.tracking.checkpointer import Checkpointer, PostSaveHook
 from roll.tracking.display import Display, closing_line
 from roll.tracking.files import CheckpointError, write_atomic
 from roll.tracking.redact import redact
-from roll.tracking.run import RunFolder
+from roll.tracking.run import RunFolder, software_versions
 from roll.tracking.trackers import AnswerRow, MultiTracker, TrackerContext
 from roll.utils.foreign import Fault
 
@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 class RunFailedError(RuntimeError):
     """The run cannot continue, for a reason that its user can act on."""
+
+
+class StoppedByWatchError(RunFailedError):
+    """A watch has found the run to go wrong, and was to stop it then."""
 
 
 class RunSession:
@@ -64,7 +68,13 @@ class RunSession:
         """Settings that are others than those of the run that is resumed."""
         self._compared = True
         self.resume_path = self._resumable(config)
-        self.summary: dict[str, Any] = {"status": "running", "steps": 0, "eval": {}}
+        self.summary: dict[str, Any] = {
+            "status": "running",
+            "steps": 0,
+            "eval": {},
+            "versions": software_versions(),
+            "data": self.record.data,
+        }
         self._started = started
         self._tracker: MultiTracker | None = None
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="aside")
@@ -104,15 +114,17 @@ class RunSession:
     ) -> None:
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         if error is not None:
-            self.summary["status"] = "interrupted" if interrupted else "failed"
+            stopped = isinstance(error, StoppedByWatchError)
+            self.summary["status"] = "interrupted" if interrupted else "stopped" if stopped else "failed"
             self.summary["error"] = f"{type(error).__name__}: {error}"
         else:
             self.summary["status"] = "completed"
         ends: list[Callable[[], object]] = [
+            self._memory,
             self.write_summary,
             self._aside.shutdown,
             *([] if error is None else [partial(self._leave_word, error, interrupted)]),
-            partial(render_index, self.folder.path, self.renders, self.folder.logs),
+            partial(render_index, self.folder.path, self.renders, self.folder.logs, type(self.config)),
             *([] if self._tracker is None else [self._tracker.finish]),
             lambda: self.display.finish(closing_line(self.summary, self.folder.path)),
             self.folder.close,
@@ -200,16 +212,27 @@ class RunSession:
 
         self._aside.submit(attempt)
 
-    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Reports one finished step everywhere; step 0 holds what was measured before training."""
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Reports one finished step everywhere; step 0 holds what was measured before training.
+
+        Returns:
+            What was reported: the metrics, and those of the checkpoints' hook and of the machine's memory.
+        """
         self.summary["steps"] = step
-        metrics = {**metrics, **self.checkpointer.hook.metrics()}
+        metrics = {**metrics, **self.checkpointer.hook.metrics(), **self._memory()}
         (self.folder.log_evaluation if self.config.eval_only else self.folder.log_metrics)(step, metrics)
         due = step % self.config.logging_steps == 0 or step == self.config.max_steps
         if self._tracker is not None and (due or any(name.startswith("eval/") for name in metrics)):
             self._tracker.log(metrics, step)
         if step and not self.config.eval_only:
             self.display.step(step, metrics)
+        return metrics
+
+    def _memory(self) -> dict[str, float]:
+        """Measures the memory of the run's processes on this machine; their peak is noted in the summary."""
+        peak_mb, metrics = host_memory()
+        self.summary["peak_memory_mb"] = max(self.summary.get("peak_memory_mb", 0.0), round(peak_mb, 1))
+        return metrics
 
     def log_answers(self, step: int, rows: Sequence[AnswerRow]) -> None:
         """Shows episodes of an evaluation in the trackers that have tables; before the step is reported."""
@@ -229,7 +252,6 @@ class RunSession:
             "wall_s": round(self.elapsed(), 2),
             "tokens_per_s": {name: round(rate, 1) for name, rate in self.timer.tokens_per_s().items()},
             "seconds": {name: round(seconds, 2) for name, seconds in self.timer.seconds_by_phase().items()},
-            "peak_memory_mb": max(self.summary.get("peak_memory_mb", 0.0), round(peak_memory_mb(), 1)),
         }
         if "first_rollout_s" in self.summary:
             self.summary["rl_s"] = round(self.elapsed() - self.summary["first_rollout_s"], 2)

@@ -18,6 +18,11 @@ DECISIVE, _PARTLY = 0.7, 0.4
 """Weights from which on a cause explains the run, or a part of it."""
 _FIRST = 1
 """Steps whose rollouts are older than any update."""
+COLLAPSED, _LEAST_ENTROPY = 0.15, 0.05
+"""The part of the entropy that a collapse leaves, and the nats a token below which there was none to lose."""
+ENTROPY_ADVICE = "lower the learning rate, raise pg_clip_high (use_pg_clip_range), or add a small entropy_loss_coef"
+SPREAD_ADVICE = "more responses per prompt, a finer reward, or query_filter_config, which replaces such groups"
+CUT_ADVICE = "raise response_length (and sequence_length), or ask for shorter responses"
 TRAINING = {
     "length-terms-decide",
     "kl-pulls-back",
@@ -138,7 +143,7 @@ def _responses_are_cut(record: RunRecord) -> Found:
         min(1.0, 1.25 * cut * (1 - right)),
         f"{cut:.0%} of the responses are cut by a length limit before they end",
         [*_shown(record, "rollout/cut_off", "rollout/response_tokens"), f"response_length: {length}"],
-        "raise response_length (and sequence_length), or ask for shorter responses",
+        CUT_ADVICE,
     )
 
 
@@ -270,7 +275,7 @@ def _groups_have_no_spread(record: RunRecord) -> Found:
             share,
             f"in {share:.0%} of the groups all responses score the same, so that group baselines leave nothing",
             _shown(record, "rollout/no_spread", "rollout/all_right", "rollout/all_wrong"),
-            "more responses per prompt, a finer reward, or query_filter_config, which replaces such groups",
+            SPREAD_ADVICE,
         )
 
 
@@ -478,15 +483,20 @@ def _updates_are_too_large(record: RunRecord) -> Found:
         )
 
 
+def entropy_collapsed(early: float | None, late: float) -> bool:
+    """Whether of an entropy, in nats a token, almost nothing is left."""
+    return early is not None and early > _LEAST_ENTROPY and late < COLLAPSED * early
+
+
 @_cause
 def _entropy_collapsed(record: RunRecord) -> Found:
     early, late = record.early("actor/entropy"), record.late("actor/entropy")
-    if early is not None and early > 0.05 and late < 0.15 * early and record.late("rollout/success", 1.0) < 0.9:
+    if entropy_collapsed(early, late) and record.late("rollout/success", 1.0) < 0.9:
         yield (
             0.75,
             f"the policy's entropy fell from {early:.3g} to {late:.3g} nats a token: it no longer tries anything else",
             _shown(record, "actor/entropy", "rollout/no_spread"),
-            "lower the learning rate, raise pg_clip_high (use_pg_clip_range), or add a small entropy_loss_coef",
+            ENTROPY_ADVICE,
         )
 
 

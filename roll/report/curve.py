@@ -61,6 +61,53 @@ def learning_curve_svg(
     return "".join(parts) + "</svg>"
 
 
+def chart_svg(line: Points, dots: Points = (), width: int = 220, height: int = 64) -> str:
+    """A small chart without axes, in the colours of the page: a line, and dots such as evaluations."""
+    points = [(x, y) for x, y in (*line, *dots) if math.isfinite(y)]
+    xs, ys = [x for x, _ in points] or [0.0], [y for _, y in points] or [0.0]
+    spread = max(ys) - min(ys)
+    frame = _Frame(
+        min(xs), max(max(xs), min(xs) + 1), min(ys), max(ys) if spread else min(ys) + 1, width, height, False
+    )
+    frame.left, frame.right, frame.top, frame.bottom = 4, width - 4, 5, height - 5
+    places = [[(frame.x(x), frame.y(y)) for x, y in each if math.isfinite(y)] for each in (line, dots)]
+    drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in places[0])
+    marks = "".join(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="2.4"/>' for x, y in places[1])
+    only = "".join(
+        f'<circle class="only" cx="{x:.1f}" cy="{y:.1f}" r="2.4"/>' for x, y in places[0][: len(places[0]) == 1]
+    )
+    return f'<svg viewBox="0 0 {width} {height}" role="img"><polyline points="{drawn}"/>{only}{marks}</svg>'
+
+
+def stacked_svg(bars: Mapping[str, Sequence[float]], labels: Sequence[int], width: int = 960, height: int = 220) -> str:
+    """Bars of parts that are piled up, with a legend: a bar for each label, which is a step."""
+    tops = [sum(parts) for parts in zip(*bars.values(), strict=True)]
+    left, bottom, top, wide = 52, height - 22, 28, (width - 60) / len(labels)
+    scale = (bottom - top) / max(tops)
+    out = [f'<svg viewBox="0 0 {width} {height}" role="img" font-size="12">']
+    for value in (0.0, max(tops) / 2, max(tops)):
+        out.append(f'<text x="{left - 6}" y="{bottom - value * scale + 4:.1f}" text-anchor="end">{value:.3g} s</text>')
+    piled = [0.0] * len(labels)
+    x = float(left)
+    for index, (name, values) in enumerate(bars.items()):
+        color = _COLORS[index % len(_COLORS)]
+        opacity = 1.0 if index < len(_COLORS) else 0.5
+        out.append(f'<g fill="{color}" fill-opacity="{opacity}"><rect x="{x:.0f}" y="6" width="12" height="8"/>')
+        for place, value in enumerate(values):
+            if value * scale >= 0.05:
+                y = bottom - (piled[place] + value) * scale
+                out.append(
+                    f'<rect x="{left + place * wide:.1f}" y="{y:.1f}" width="{max(1.0, wide - 1):.1f}" '
+                    f'height="{value * scale:.1f}"/>'
+                )
+            piled[place] += value
+        out.append(f'</g><text x="{x + 16:.0f}" y="14">{escape(name)}</text>')
+        x += 26 + _LETTER * len(name)
+    for place in range(0, len(labels), -(-len(labels) // 10)):
+        out.append(f'<text x="{left + place * wide:.1f}" y="{height - 6}">{labels[place]}</text>')
+    return "".join(out) + "</svg>"
+
+
 class _Frame:
     """Maps data to pixels."""
 

@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from roll.report.causes import DECISIVE, Finding, findings
-from roll.report.record import RunRecord
+from roll.report.record import RunRecord, held_out
 from roll.tracking.display import difference_interval
 
-_MANY_SIGMA = 3.0
+MANY_SIGMA = 3.0
 """From so many standard errors on, a slope of the training reward is not noise."""
 _FEW_STEPS = 5
 """With fewer, nothing is said about a slope that is not clear."""
-_SOLVED = 0.95
+SOLVED = 0.95
 """Success from which on a task counts as solved."""
 _MOST_SHOWN = 5
 """Causes in the terminal."""
@@ -79,26 +79,24 @@ def _verdict(record: RunRecord) -> tuple[bool, str]:
     early, late = record.early("rollout/reward") or 0.0, record.late("rollout/reward")
     trend = f"training reward {early:.3g} → {late:.3g} over {count} steps"
     if record.after:
-        before, after = record.before["eval/success"], record.after["eval/success"]
-        sizes = [
-            int(each.get("eval/prompts") or each.get("eval/episodes") or 0) for each in (record.before, record.after)
-        ]
-        low, high = difference_interval(before, sizes[0], after, sizes[1])
+        was, now = held_out(record.before), held_out(record.after)
+        (before, _), (after, _) = was, now
+        low, high = difference_interval(*was, *now)
         figures = (
             f"held-out success {before:.1%} → {after:.1%} ({100 * (after - before):+.1f} points, 95% interval "
             f"{100 * low:+.1f} to {100 * high:+.1f}); {trend}"
         )
-        rises = slope_in_sigma(rewards) >= _MANY_SIGMA and high >= (late - early) / 2  # few were held out
-        if low > 0 or rises or min(after, record.late("rollout/success")) >= _SOLVED > before:
+        rises = slope_in_sigma(rewards) >= MANY_SIGMA and high >= (late - early) / 2  # few were held out
+        if low > 0 or rises or min(after, record.late("rollout/success")) >= SOLVED > before:
             return True, f"The run learns: {figures}."
         if high < 0:
             return False, f"The policy got worse: {figures}."
         return False, f"No gain beyond noise: {figures}."
     sigma = slope_in_sigma(rewards)
     figures = f"{trend}, a slope of {sigma:+.1f} standard errors"
-    if sigma >= _MANY_SIGMA:
+    if sigma >= MANY_SIGMA:
         return True, f"The run learns: {figures}."
-    if sigma <= -_MANY_SIGMA:
+    if sigma <= -MANY_SIGMA:
         return False, f"The policy gets worse: {figures}."
     if count < _FEW_STEPS:
         return False, f"Too few steps to tell: {trend}."

@@ -80,15 +80,29 @@ class RunRecord:
         """A metric over the steps that have it."""
         return [float(value) for step in self.steps if (value := step.get(name)) is not None]
 
-    def early(self, name: str) -> float | None:
-        """Its mean over the first third of these steps; ``None``: no step has it."""
+    def early(self, name: str, count: int | None = None) -> float | None:
+        """Its mean over the first ``count`` of these steps, or their first third; ``None``: no step has it."""
         values = self.series(name)
-        return statistics.fmean(values[: _third(values)]) if values else None
+        return statistics.fmean(values[: count or _third(values)]) if values else None
 
-    def late(self, name: str, default: float = math.nan) -> float:
-        """Its mean over the last third of these steps. Comparisons with the default, NaN, are false."""
+    def late(self, name: str, default: float = math.nan, count: int | None = None) -> float:
+        """Its mean over the last ``count`` of these steps, or their last third.
+
+        Comparisons with the default, NaN, are false.
+        """
         values = self.series(name)
-        return statistics.fmean(values[-_third(values) :]) if values else default
+        return statistics.fmean(values[-(count or _third(values)) :]) if values else default
+
+    @property
+    def evaluations(self) -> list[Mapping[str, Any]]:
+        """Metrics of all evaluations, that before training too."""
+        first = [self.before] if self.before and not self.before["step"] else []
+        return [*first, *(step for step in self.steps if step.get("eval/success") is not None)]
+
+
+def held_out(evaluation: Mapping[str, Any]) -> tuple[float, int]:
+    """Success of an evaluation, and the number of independent trials that it is a share of."""
+    return evaluation["eval/success"], int(evaluation.get("eval/prompts") or evaluation.get("eval/episodes") or 0)
 
 
 def _third(values: Sequence[float]) -> int:

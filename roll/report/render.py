@@ -6,12 +6,15 @@ import base64
 import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from roll.configs.base import Config
+from roll.report import sections
 from roll.report.curve import learning_curve_svg
 from roll.report.gif import render_episode_gif
 from roll.report.page import listed_answers, render_page, shortened
@@ -24,7 +27,7 @@ _ENDINGS = {
     EpisodeEnd.CONTEXT_FULL: "out of context",
 }
 _EPISODES_FILE = "episodes.jsonl"
-_TONES = {"completed": "good", "failed": "bad"}
+_TONES = {"completed": "good", "failed": "bad", "stopped": "bad"}
 _SUCCESS = {"training": "rollout/success", "held-out": "eval/success"}
 _LOSSES = {
     "loss_curve.svg": ("Loss by training step, nats per token", {"training": "sft/loss", "held-out": "eval/loss"}),
@@ -119,40 +122,57 @@ def _scene(frame: Frame) -> Mapping[str, str]:
     return {"png": "", "text": shortened(frame)}
 
 
-def render_index(run_dir: Path, folder: Path | None = None, logs: Path | None = None) -> Path:
-    """Writes ``index.html`` beside the renders: how the run ended, the learning curve, every episode, newest first.
+def render_index(
+    run_dir: Path,
+    folder: Path | None = None,
+    logs: Path | None = None,
+    schema: type[Config] | None = None,
+    output: Path | None = None,
+) -> Path:
+    """Writes the page of a run, ``index.html`` beside the renders: how it went, its metrics, settings and episodes.
 
-    ``learning_curve.svg`` is written too when ``metrics.jsonl`` knows of any success, ``loss_curve.svg`` when it knows
-    of a loss of imitation.
+    It shows all without other files, but links the pages and GIFs beside it. ``learning_curve.svg`` is written too when
+    ``metrics.jsonl`` knows of any success, ``loss_curve.svg`` when it knows of a loss of imitation.
 
     Args:
         run_dir: a run's folder, or one that ``save_renders`` filled.
         logs: folder of the log files, where they are not in the run's.
+        schema: class of its configuration.
+        output: another file for the page.
     """
     folder = folder or (run_dir / "renders" if (run_dir / "renders").is_dir() else run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     metrics = read_json_lines(run_dir / "metrics.jsonl")
     records = sorted(_listed_episodes(folder), key=lambda record: -record["step"])
+    summary = _summary(run_dir)
+    phases = [name for name in summary.get("seconds", {}) if name not in ("start", "start workers", "setup")]
+    index = output or folder / "index.html"
     page = render_page(
         "index.html",
-        title=f"{run_dir.name} · episodes",
+        title=f"{run_dir.name} · report",
         name=run_dir.name,
+        base="" if index.parent == folder else f"{os.path.relpath(folder, index.parent)}/",
         run=_run_state(run_dir, logs or run_dir / "logs", metrics),
+        diagnosis=sections.findings(run_dir),
+        watches=list(summary.get("watches", {}).values()),
+        evaluations=sections.evaluations(metrics),
+        chosen=sections.episodes(run_dir),
+        areas=sections.areas(metrics),
+        times=sections.times(metrics, phases),
+        settings=sections.settings(run_dir, schema),
+        versions=summary.get("versions", {}),
         curves=_curves(metrics, folder),
         answers=listed_answers(folder),
         episodes=[(step, list(group)) for step, group in itertools.groupby(records, lambda record: record["step"])],
     )
-    index = folder / "index.html"
     write_atomic(index, page)
     return index
 
 
 def _run_state(run_dir: Path, logs: Path, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """State of the run, and after an error all that is known of it; ``None`` for a folder that is no run's."""
-    path = run_dir / "summary.json"
-    if not path.is_file():
+    if not (summary := _summary(run_dir)):
         return None
-    summary = json.loads(path.read_text(encoding="utf-8"))
     status = summary.get("status", "running")
     chips = {"steps": summary.get("steps", 0)}
     if "wall_s" in summary:
@@ -162,6 +182,12 @@ def _run_state(run_dir: Path, logs: Path, metrics: Sequence[Mapping[str, Any]]) 
     facts = dict(_facts(logs, summary, metrics)) if "error" in summary else {}
     tone = _TONES.get(status, "")
     return {"status": status, "tone": tone, "chips": chips, "error": summary.get("error"), "facts": facts}
+
+
+def _summary(run_dir: Path) -> dict[str, Any]:
+    """``summary.json``, empty where there is none."""
+    path = run_dir / "summary.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _facts(logs: Path, summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -196,10 +222,7 @@ def _curves(metrics: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str
 
 def _series(metrics: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> dict[str, list[tuple[float, float]]]:
     """(step, value) pairs by label, of the metrics that were measured."""
-    found = {
-        label: [(record["step"], record[name]) for record in metrics if record.get(name) is not None]
-        for label, name in names.items()
-    }
+    found = {label: sections.numbers(metrics, name) for label, name in names.items()}
     return {label: points for label, points in found.items() if points}
 
 

@@ -5,22 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from roll.data.batch import Batch
+from roll.data.columns import IntArray
 from roll.data.requests import FinishReason
 from roll.rollout.admission import Admission
 from roll.rollout.tokenization_audit import COMPARED, REASONS, TOKENS, key_of
 from roll.rollout.tool_box import COUNTS
 from roll.rollout.types import AGENT, Collected, EpisodeEnd, RolloutGroup, Trajectory
 
+_RUN, _MEASURED = 8, 64
+_FACTORS = np.array([pow(0x9E3779B97F4A7C15, power, 2**64) for power in range(1, _RUN + 1)], dtype=np.uint64)
+"""Of a hash that wraps around."""
+
 
 def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
     """Means over episodes (success, reward …) and over turns (valid_rate …), named ``prefix/what``.
 
-    ``cut_off`` is the share of the turns that a length limit ended. Without ``valid_rate`` where nobody looks for an
-    action or answer. Episodes with tools add the means of what they
-    called (``COUNTS``), those of agent programs ``prefix/agent/what`` of their requests; where rows were compared with
+    ``cut_off`` is the share of the turns that a length limit ended; ``repetition`` has its own function. Without
+    ``valid_rate`` where nobody looks for an action or answer. Episodes with tools add the means of what they called
+    (``COUNTS``), those of agent programs ``prefix/agent/what`` of their requests; where rows were compared with
     their conversations, ``prefix/tokens/why`` are the shares of those that differ. With several environment tags,
     ``episodes``, ``success``, ``reward``, ``turns`` and ``valid_rate`` of each are added as ``prefix/<tag>/what``.
     """
@@ -43,6 +49,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
         f"{prefix}/response_tokens": mean(len(turn.completion.token_ids) for turn in turns),
         f"{prefix}/prompt_tokens": mean(len(turn.prompt_ids) for turn in turns),
         f"{prefix}/cut_off": mean(turn.completion.finish_reason is FinishReason.LENGTH for turn in turns),
+        f"{prefix}/repetition": repetition([turn.completion.token_ids for turn in turns]),
         f"{prefix}/context_full": mean(t.end is EpisodeEnd.CONTEXT_FULL for t in trajectories),
     }
     metrics |= {f"{prefix}/{name}": mean(counts) for name in COUNTS if (counts := _numbers(trajectories, name))}
@@ -104,6 +111,20 @@ def sampled_tokens(groups: Sequence[RolloutGroup]) -> int:
     """Tokens that the policy sampled, those of greedy baselines included."""
     episodes = [t for group in groups for t in (*group.trajectories, group.baseline) if t is not None]
     return sum(len(turn.completion.token_ids) for episode in episodes for turn in episode.turns)
+
+
+def repetition(responses: Sequence[IntArray]) -> float:
+    """Share of the runs of 8 tokens that were in the same response before; of up to 64 responses, evenly chosen."""
+    chosen = responses[:: -(-len(responses) // _MEASURED) or 1]
+    return mean(_repeated(ids) for ids in chosen)
+
+
+def _repeated(ids: IntArray) -> float:
+    if len(ids) <= _RUN:
+        return 0.0
+    runs = np.lib.stride_tricks.sliding_window_view(np.ascontiguousarray(ids, dtype=np.int64), _RUN)
+    hashes = runs.astype(np.uint64) @ _FACTORS
+    return 1 - len(np.unique(hashes)) / len(hashes)
 
 
 def overlap_metrics(batch: Batch, admission: Admission, version: int) -> dict[str, float]:

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 
 from roll.data.columns import IntArray
+from roll.data.identity import vocabulary_ids
 from roll.data.renderer import ChatRenderer, Message, Tool
 from roll.rollout.types import Turn
 from roll.utils.foreign import Fault
@@ -53,9 +54,9 @@ def compare_tokens(
         return "refused"
     if ids.tolist() == whole[: len(ids)].tolist():
         return None
-    texts = [ids.tolist(), whole.tolist(), *([end] for end in renderer.ends)]
-    grown, anew, *ends = (str(renderer.tokenizer.decode(each)) for each in texts)
-    difference = _reason(grown, anew, ends)
+    ends = (np.array([end]) for end in renderer.ends)
+    grown, anew, *marks = (_shown(renderer, each) for each in (ids, whole, *ends))
+    difference = _reason(grown, anew, marks)
     return None if difference in _STRIPPABLE and check == "ignore_strippable" else difference
 
 
@@ -69,10 +70,14 @@ def first_difference(
     with Fault() as fault:  # a template may raise anything
         whole = renderer.history(messages, tools)
     if fault.error is not None:
-        return str(renderer.tokenizer.decode(ids[-_BEHIND:].tolist())), f"(refused: {fault.error})"
+        return _shown(renderer, ids[-_BEHIND:]), f"(refused: {fault.error})"
     same = next((at for at, (a, b) in enumerate(zip(ids, whole, strict=False)) if a != b), min(len(ids), len(whole)))
     around = slice(max(0, same - _BEFORE), same + _BEHIND)
-    return str(renderer.tokenizer.decode(ids[around].tolist())), str(renderer.tokenizer.decode(whole[around].tolist()))
+    return _shown(renderer, ids[around]), _shown(renderer, whole[around])
+
+
+def _shown(renderer: ChatRenderer, ids: IntArray) -> str:
+    return str(renderer.tokenizer.decode(vocabulary_ids(ids).tolist()))
 
 
 def _reason(grown: str, whole: str, ends: Sequence[str]) -> TokenDifference:

@@ -337,24 +337,30 @@ def _answers_in_words(first: Mapping[str, Any], last: Mapping[str, Any], steps: 
     return "No evaluation" if before is None else f"{measure.capitalize()}: {before:.1%}{where}"
 
 
-def difference_interval(before: float, before_size: int, after: float, after_size: int) -> tuple[float, float]:
-    """95% confidence interval of ``after - before``, two proportions of that many independent trials each.
+def difference_interval(
+    before: float, before_size: int, after: float, after_size: int, quantile: float = _Z_95
+) -> tuple[float, float]:
+    """Confidence interval of ``after - before``, two proportions of that many independent trials each.
 
     Newcombe 1998, *Interval Estimation for the Difference between Independent Proportions*, method 10: from the two
     Wilson intervals. Without a number of trials everything is possible: −1 to 1.
+
+    Args:
+        quantile: of the standard normal distribution; by default that of 95%.
     """
-    low1, high1 = _wilson(before, before_size)
-    low2, high2 = _wilson(after, after_size)
+    low1, high1 = share_interval(before, before_size, quantile)
+    low2, high2 = share_interval(after, after_size, quantile)
     difference = after - before
     return difference - math.hypot(after - low2, high1 - before), difference + math.hypot(high2 - after, before - low1)
 
 
-def _wilson(share: float, size: int) -> tuple[float, float]:
+def share_interval(share: float, size: int, quantile: float = _Z_95) -> tuple[float, float]:
+    """Wilson's confidence interval of a proportion of so many trials; by default that of 95%."""
     if not size:
         return 0.0, 1.0
-    spread = _Z_95**2 / size
+    spread = quantile**2 / size
     middle = share + spread / 2
-    half = _Z_95 * math.sqrt(share * (1 - share) / size + spread / (4 * size))
+    half = quantile * math.sqrt(share * (1 - share) / size + spread / (4 * size))
     return (middle - half) / (1 + spread), (middle + half) / (1 + spread)
 
 

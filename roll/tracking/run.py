@@ -20,19 +20,49 @@ import fcntl
 import itertools
 import logging
 import os
+import platform
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
+from roll import __version__
 from roll.tracking.files import read_json_lines, to_json, to_plain, write_atomic
 from roll.tracking.redact import redact
 
 TRAINED = "train-"
 """Start of the names of the files of training groups in ``trajectories/``, before the step."""
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+
+
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "ray",
+    "numpy",
+    "safetensors",
+    "pydantic",
+    "peft",
+    "deepspeed",
+    "megatron-core",
+    "transformer-engine",
+    "flash-attn",
+    "vllm",
+    "sglang",
+)
+
+
+def software_versions() -> dict[str, str]:
+    """Versions of the system, Python, this library and the installed ones that results depend on."""
+    found = {"platform": platform.platform(), "python": platform.python_version(), "roll": __version__}
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 class RunFolder:

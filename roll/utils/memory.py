@@ -40,6 +40,20 @@ def resident_bytes() -> int | None:
     return int(pages.read_text().split()[1]) * mmap.PAGESIZE if pages.exists() else None
 
 
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
+    """Bytes that this machine has left, or its container, if that (control groups of version 2) may use fewer."""
+    lines = (line.split() for line in meminfo.read_text().splitlines())
+    free = next(int(line[1]) * 1024 for line in lines if line[0] == "MemAvailable:")
+    limit, used, detail = (cgroup / f"memory.{name}" for name in ("max", "current", "stat"))
+    if not limit.is_file() or not limit.read_text().strip().isdecimal():
+        return free
+    cached = next((int(line.split()[1]) for line in detail.open() if line.startswith("inactive_file ")), 0)
+    return min(free, int(limit.read_text()) - int(used.read_text()) + cached)
+
+
 _ALLOCATIONS = 20_000
 _USUAL = gc.get_threshold()
 

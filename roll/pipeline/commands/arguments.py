@@ -37,6 +37,7 @@ def add_commands(commands: Any) -> None:
     _add_export(commands)
     _add_explain(commands)
     _add_diagnose(commands)
+    _add_report(commands)
 
 
 def _add_eval(commands: Any) -> None:
@@ -347,3 +348,23 @@ def _diagnose(options: argparse.Namespace) -> int:
         return EXIT_USAGE
     sys.stdout.write(to_json(found.plain(), indent=2) + "\n" if options.json else found.text())
     return 0 if found.learns else 1
+
+
+def _add_report(commands: Any) -> None:
+    text = "write the page of a run anew: metrics, times, diagnosis, settings, episodes; also of one that is going on"
+    parser = add_command(commands, "report", text, _report)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write (RUN/renders/index.html)")
+
+
+def _report(options: argparse.Namespace) -> int:
+    from roll.pipeline.cli import EXIT_USAGE
+    from roll.pipeline.commands.inspecting import report
+
+    try:
+        page = report(options.run.expanduser(), options.output)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"roll report: {error}\n")
+        return EXIT_USAGE
+    sys.stdout.write(f"{page}\n")
+    return 0

@@ -4,21 +4,28 @@ import base64
 import dataclasses
 import io
 import json
+import pathlib
 import re
 import time
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from roll.__main__ import main
+from roll.configs.rlvr import RLVRConfig
+from roll.configs.schema import settings_of
 from roll.data.requests import Completion, FinishReason
+from roll.pipeline.rollouts import trajectory_record
 from roll.report.curve import learning_curve_svg
 from roll.report.gif import MAX_PICTURES, _scenes, render_episode_gif
 from roll.report.page import MAX_SHOWN, listed_answers, save_answers
 from roll.report.render import choose_episodes, render_episode_html, render_index, save_renders
 from roll.rollout.types import VALID_UNKNOWN, EpisodeEnd, Trajectory, Turn
+from roll.tracking.files import to_json
 
 SOKOBAN = "####\n#PX#\n#_O#\n####"
 HOSTILE = "</pre></section><script>alert(1)</script><img src=x onerror=alert(2)> & \"'\x00\x1b[31m</title>"
@@ -362,3 +369,80 @@ def test_the_index_links_the_pages_newest_first_and_each_once(tmp_path):
 def test_a_run_without_answers_has_no_section_for_them(tmp_path):
     assert listed_answers(tmp_path) == []
     assert "Answers" not in render_index(tmp_path).read_text()
+
+
+# The report of a run
+
+
+def a_run(folder: pathlib.Path, steps: int = 30, words: str = "four") -> pathlib.Path:
+    """What a run has written: metrics, configuration, summary, two evaluations' episodes."""
+    (folder / "trajectories").mkdir(parents=True)
+    lines: list[dict[str, Any]] = [{"step": 0, "eval/success": 0.25, "eval/prompts": 4}]
+    for step in range(1, steps + 1):
+        figures = {"rollout/success": step / steps, "rollout/reward": step / steps, "rollout/episodes": 4.0}
+        lines.append({"step": step, **figures, "time/train": 0.5, "time/rollout": 1.5, "actor/lr": None})
+    lines[-1] |= {"eval/success": 0.75, "eval/prompts": 4}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.yaml").write_text(
+        json.dumps({"seed": 7, "max_steps": 500, "actor_infer": {"infer_batch_size": 1}})
+    )
+    alarm = {"watch": "dead_groups", "action": "warn", "text": f"{words} groups", "first": 3, "last": 9, "count": 2}
+    summary = {"status": "completed", "steps": steps, "seconds": {"start": 9.0, "rollout": 45.0, "train": 15.0}}
+    summary |= {"watches": {"dead_groups": alarm}, "versions": {"torch": "2.9.0"}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    for step in (0, steps):
+        texts = (words, f"{words} at {step}", "seven", "eight")
+        answers = [answer(number, text, text, "7", (number + step) % 2 == 0) for number, text in enumerate(texts)]
+        answers = [dataclasses.replace(each, seed=number) for number, each in enumerate(answers)]
+        lines = [trajectory_record(each) for each in answers]
+        lines[0]["turns"][0]["finish_reason"] = "length"
+        (folder / "trajectories" / f"eval-{step:05d}.jsonl").write_text("".join(to_json(line) + "\n" for line in lines))
+    return folder
+
+
+def test_the_page_of_a_run_shows_metrics_times_diagnosis_watches_settings_versions_and_episodes(tmp_path):
+    page = render_index(a_run(tmp_path / "run", steps=31), schema=RLVRConfig).read_text(encoding="utf-8")
+    text = re.sub(r"(<[^>]+>|\s)+", " ", page.partition("</style>")[2])
+    for words in (
+        "The run learns: held-out success 25.0% → 75.0%",
+        "dead_groups four groups 2 times, step 3 to 9",
+        "75.0% 30.1% to 95.4% (4)",
+        "rollout 46.5 s 75%",
+        "train 15.5 s 25%",
+        "rollout/success 1 ",
+        "constant: rollout/episodes 4",
+        "differ from their defaults (2) seed 7 actor_infer.infer_batch_size 1 have their defaults (1)",
+        "max_steps 500",
+        "torch 2.9.0",
+        "wrong now, right at step 0",
+        "right now, wrong at step 0",
+        "cut off · evaluation of step 31",
+        "right answer 7",
+    ):
+        assert words in text, words
+    assert "actor/lr" not in text, "nothing was measured"
+
+
+def test_the_page_needs_nothing_from_outside_escapes_everything_and_stays_small(tmp_path, capsys):
+    folder = a_run(tmp_path / "run", steps=2000, words=HOSTILE * 200)
+    assert main(["report", str(folder), "-o", str(tmp_path / "one.html")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'one.html'}\n"
+    text = (tmp_path / "one.html").read_text(encoding="utf-8")
+    page = Page(text)
+    tags = [tag for tag, _ in page.elements]
+    assert not {"script", "img", "iframe", "link", "a"} & set(tags) and tags.count("svg") >= 4
+    assert not any(name.startswith("on") for _, attrs in page.elements for name in attrs)
+    assert "http" not in text.replace('http-equiv="Content-Security-Policy"', "").replace(SVG[1:-1], "")
+    assert len(text) < 400_000 and "default-src 'none'" in text
+    for drawn in re.findall(r"<svg.*?</svg>", text):
+        ElementTree.fromstring(drawn)
+    assert main(["report", str(tmp_path / "none")]) == 2 and "expected a run's folder" in capsys.readouterr().err
+
+
+def test_settings_are_compared_with_the_defaults_of_their_sections():
+    rewards = {"a": {"tag_included": ["t"], "verifiers": [{"name": "math"}]}}
+    config = RLVRConfig(seed=1, actor_train={"training_args": {"learning_rate": 3e-5}}, rewards=rewards)
+    changed = {key: value for key, value, differs in settings_of(config.model_dump(mode="json"), RLVRConfig) if differs}
+    verifiers = changed.pop("rewards.a.verifiers")
+    assert verifiers[0]["name"] == "math" and changed.pop("rewards.a.tag_included") == ["t"]
+    assert changed == {"seed": 1, "actor_train.training_args.learning_rate": 3e-5}

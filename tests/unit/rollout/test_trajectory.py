@@ -235,6 +235,7 @@ def test_metrics_are_means_over_episodes_and_turns():
         "rollout/prompt_tokens": 2.0,
         "rollout/context_full": 0.0,
         "rollout/cut_off": 0.0,
+        "rollout/repetition": 0.0,
         "rollout/A/episodes": 1,
         "rollout/A/success": 1.0,
         "rollout/A/reward": 1.0,

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from roll.data.requests import Completion, FinishReason
-from roll.pipeline.profiling import PhaseTimer, peak_memory_mb
+from roll.pipeline.profiling import PhaseTimer, host_memory
 from roll.pipeline.rollouts import write_trajectories
 from roll.rollout.types import EpisodeEnd, Trajectory, Turn
 from roll.tracking import display as display_module
@@ -306,12 +306,13 @@ def test_phases_are_timed_per_step_and_per_run_even_when_they_fail():
 
 
 def test_peak_memory_counts_living_children():
-    before = peak_memory_mb()
-    assert before > 10
+    before, figures = host_memory()
+    assert before > 10 and 0 < figures["memory/host_gb"] < before / 1000 and figures["memory/host_free_gb"] > 0.1
     code = "x = bytearray(100_000_000); print('ready', flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None and child.stdout.readline() == b"ready\n"
-        assert 100 < peak_memory_mb() - before < 200
+        peak, later = host_memory()
+        assert 100 < peak - before < 200 and 0.09 < later["memory/host_gb"] - figures["memory/host_gb"] < 0.15
         child.kill()
 
 

@@ -1,0 +1,397 @@
+"""Pictures: from a file, bytes or pixels to what a model is given for them, by the model's own processor, once.
+
+A picture becomes an ``Item``: RGB pixels of the size that the processor gives it. Everything behind that is derived
+from those bytes and never resized again. A picture that cannot be used as it is, is an error; none is replaced.
+
+Transformers' processors on Pillow are used, also where torchvision is installed, whose resizing gives other pixels.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import io
+import json
+import math
+import os
+import re
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from roll.data.columns import IntArray, Item, UInt8Array
+from roll.data.identity import content_ids
+from roll.utils.foreign import describe_error
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from transformers import PreTrainedTokenizerBase
+
+MOST_PIXELS = 2**26
+"""Of a picture before it is resized; a small file may hold many more."""
+
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Pillow's names of those that are read."""
+_EXPECTED = "expected PNG, JPEG, WebP, GIF, BMP or TIFF"
+_MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
+"""Those of eight bits or fewer: Pillow cuts the others off at 255, which is white."""
+_DATA = re.compile(r"data:(?P<kind>[^,;]*)(?P<more>[^,]*),", re.ASCII)
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://", re.ASCII)
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{40,}={0,2}\s*", re.ASCII)
+_PROCESSORS = ("Qwen2VLImageProcessorPil",)
+"""Image processors whose pictures are one piece, as large as it comes out of one resizing."""
+_CACHED = 1024
+"""Sizes whose number of tokens is remembered."""
+
+
+class PictureError(ValueError):
+    """Why a picture cannot be used, with its place."""
+
+
+class Pictures:
+    """The picture processor of a model; it is loaded when it is needed first.
+
+    Args:
+        folder: of the model.
+        min_pixels: a picture is made as large as that at least, in place of the processor's own bound.
+        max_pixels: likewise, as large as that at most.
+        most_pixels: those that a picture may have before.
+        tokenizer: the folder's, where it is loaded already.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        most_pixels: int = MOST_PIXELS,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        self.folder = Path(folder)
+        self.most_pixels = most_pixels
+        self._bounds = (min_pixels, max_pixels)
+        self._tokenizer = tokenizer
+        self._loaded: Any = None
+        self._lock = threading.Lock()
+        self._contents = weakref.WeakKeyDictionary[Item, IntArray]()
+        self._counts = functools.lru_cache(_CACHED)(self._count)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        least, most = self._bounds
+        options: Any = {"min_pixels": least, "max_pixels": most, "most_pixels": self.most_pixels}
+        return functools.partial(Pictures, **options, tokenizer=self._tokenizer), (self.folder,)
+
+    @classmethod
+    def of(cls, folder: str | Path, **options: Any) -> Pictures | None:
+        """Those of a model's folder, ``None`` for a model without pictures.
+
+        Args:
+            options: as for the class.
+        """
+        config = _entries(Path(folder) / "config.json")
+        return cls(folder, **options) if config.get("vision_config") else None
+
+    @property
+    def token(self) -> int:
+        """The vocabulary's id in whose places the model puts a picture's features."""
+        return int(self._processor.image_token_id)
+
+    @property
+    def mark(self) -> str:
+        """Text that stands for one picture in what a chat template writes."""
+        return str(self._processor.image_token)
+
+    def item(self, source: Any, place: str = "", folder: Path | None = None) -> Item:
+        """A picture, checked and resized.
+
+        Args:
+            source: an item, pixels (uint8; grey, RGB or RGBA), a Pillow image, encoded bytes, a ``Path``, a text with
+                base64 or a data URI, ``{"bytes", "path"}`` as Hugging Face datasets have it; with ``folder``, a text
+                or ``path`` may also be a path inside it.
+            place: begins the message of an error.
+
+        Raises:
+            PictureError: it cannot be used.
+        """
+        if isinstance(source, Item):
+            return source
+        try:
+            pixels = self._pixels(source, folder)
+            size, chosen = self._size(*pixels.shape[:2]), self._resizer
+            chw = pixels.transpose(2, 0, 1)
+            data = chosen.resize(chw, size=chosen.size, resample=chosen.resample, factor=self._factor)
+        except PictureError as error:
+            raise PictureError(f"{place}: {error}" if place else str(error)) from error
+        data = np.ascontiguousarray(data.transpose(1, 2, 0))
+        assert data.shape == (*size, 3) and data.dtype == np.uint8, "it has the size that was computed"
+        data.flags.writeable = False
+        return Item(data)
+
+    def ids(self, item: Item) -> list[int]:
+        """The vocabulary's ids that the mark becomes for an item."""
+        height, width, _ = item.data.shape
+        return [self.token] * self._counts(height, width)
+
+    def content(self, item: Item) -> IntArray:
+        """``ids``, with the item's own, which are below zero, in the places of ``token``."""
+        if (found := self._contents.get(item)) is None:
+            found = content_ids(item, self.ids(item))
+            found.flags.writeable = False
+            self._contents[item] = found
+        return found
+
+    def inputs(self, items: Sequence[Item]) -> dict[str, np.ndarray]:
+        """What the model's forward takes for pictures, one after another.
+
+        ``pixel_values`` [patches, channels · times · patch²] in single precision and ``image_grid_thw`` [pictures, 3].
+        They are equal to the processor's own, which takes several times as long.
+        """
+        chosen, table_CV = self._resizer, self._table_CV
+        patch, merge, times = chosen.patch_size, chosen.merge_size, chosen.temporal_patch_size
+        grids = [(1, *(side // patch for side in item.data.shape[:2])) for item in items]
+        values = np.empty((sum(map(math.prod, grids)), 3, times, patch, patch), dtype=np.float32)
+        end = 0
+        for item, (_, high, wide) in zip(items, grids, strict=True):
+            end += high * wide
+            cells = item.data.reshape(high // merge, merge, patch, wide // merge, merge, patch, 3)
+            cells = cells.transpose(6, 0, 3, 1, 4, 2, 5).reshape(3, high * wide, patch, patch)
+            for channel, table_V in enumerate(table_CV):
+                values[end - high * wide : end, channel] = table_V[cells[channel]][:, None]
+        flat = values.reshape(len(values), math.prod(values.shape[1:]))
+        return {"pixel_values": flat, "image_grid_thw": np.array(grids, dtype=np.int64).reshape(-1, 3)}
+
+    def _count(self, height: int, width: int) -> int:
+        counted = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
+        return int(counted["num_image_tokens"][0])
+
+    def _pixels(self, source: Any, folder: Path | None) -> UInt8Array:
+        image = _opened(source, folder)
+        try:
+            width, height = image.size
+            if not 0 < width * height <= self.most_pixels:
+                expected = f"expected at least one and at most {self.most_pixels:,} (data_args.image_most_pixels)"
+                raise PictureError(f"{width} x {height} pixels, {expected}")
+            return np.asarray(_rgb(image))
+        finally:
+            if image is not source:
+                image.close()
+
+    def _size(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of a picture once it is resized."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        bounds, fits = self._resizer.size, cast(Any, smart_resize)
+        given = {"factor": self._factor, "min_pixels": bounds.shortest_edge, "max_pixels": bounds.longest_edge}
+        try:
+            size: tuple[int, int] = fits(height, width, **given)
+            again = fits(*size, **given)
+        except ValueError as error:
+            raise PictureError(f"{width} x {height} pixels: the model's processor refuses it ({error})") from error
+        if again != size:
+            raise PictureError(
+                f"{width} x {height} pixels: the model's processor makes {size[1]} x {size[0]} of it and "
+                f"{again[1]} x {again[0]} of that; expected the same again"
+            )
+        return size
+
+    @property
+    def _resizer(self) -> Any:
+        return self._processor.image_processor
+
+    @property
+    def _factor(self) -> int:
+        return int(self._resizer.patch_size * self._resizer.merge_size)
+
+    @functools.cached_property
+    def _table_CV(self) -> np.ndarray:
+        """The number that the model gets for each value of a byte, in each channel, by the processor's arithmetic."""
+        chosen = self._resizer
+        values: Any = np.broadcast_to(np.arange(256, dtype=np.uint8), (3, 1, 256))
+        if chosen.do_rescale:
+            values = chosen.rescale(values, chosen.rescale_factor)
+        if chosen.do_normalize:
+            values = chosen.normalize(values, chosen.image_mean, chosen.image_std)
+        return np.asarray(values[:, 0], dtype=np.float32)
+
+    @property
+    def _processor(self) -> Any:
+        with self._lock:
+            if self._loaded is None:
+                self._loaded = self._load()
+        return self._loaded
+
+    def _load(self) -> Any:
+        """The model's processor without its part for videos, which needs torchvision."""
+        from transformers import AutoImageProcessor, AutoTokenizer
+        from transformers.models.auto import processing_auto
+
+        where = f"model path {str(self.folder)!r}"
+        config = _entries(self.folder / "config.json")
+        try:
+            chosen = AutoImageProcessor.from_pretrained(self.folder, backend="pil", local_files_only=True)
+        except (OSError, ValueError, ImportError) as error:
+            raise PictureError(f"{where}: no picture processor that works ({describe_error(error)})") from error
+        named = type(chosen).__name__
+        if named not in _PROCESSORS or not chosen.do_resize:
+            raise PictureError(
+                f"{where}: its picture processor is {named.removesuffix('Pil')}; expected one that makes one piece of "
+                f"a picture and resizes it once: {', '.join(name.removesuffix('Pil') for name in _PROCESSORS)}"
+            )
+        own = (chosen.size.shortest_edge, chosen.size.longest_edge)
+        least, most = (wanted or given for wanted, given in zip(self._bounds, own, strict=True))
+        if not least <= most:
+            raise PictureError(
+                f"{where}: pictures of {least:,} to {most:,} pixels (image_min_pixels, image_max_pixels)"
+            )
+        chosen.size = type(chosen.size)(shortest_edge=least, longest_edge=most)
+        name = processing_auto.PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type")))
+        if name is None:
+            raise PictureError(f"{where}: Transformers has no processor for {config.get('model_type')!r}")
+        kind = processing_auto.processor_class_from_name(name)
+        still = type(name, (kind,), {"get_attributes": classmethod(lambda _: ["image_processor", "tokenizer"])})
+        if self._tokenizer is None:
+            self._tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+        processor = still(image_processor=chosen, tokenizer=self._tokenizer)
+        token, wanted = processor.image_token_id, config.get("image_token_id")
+        if token != wanted:
+            raise PictureError(f"{where}: the tokenizer's {processor.image_token} is {token}, the model's {wanted}")
+        return processor
+
+
+def _entries(path: Path) -> dict[str, Any]:
+    """The entries of a JSON file; none where there is no such file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _opened(source: Any, folder: Path | None) -> Image.Image:
+    """A picture of whatever form, in most cases not decoded yet."""
+    from PIL import Image
+
+    if isinstance(source, Image.Image):
+        return source
+    if isinstance(source, np.ndarray):
+        return _from_array(source)
+    found = located(source, folder)
+    data: Any = found if isinstance(found, Path) else io.BytesIO(found)
+    try:
+        image = Image.open(data, formats=_FORMATS)
+    except Image.UnidentifiedImageError as error:
+        raise PictureError(f"{_seems(found)}, {_EXPECTED}") from error
+    except Exception as error:  # Pillow raises whatever broken bytes lead it to
+        raise PictureError(f"unreadable ({describe_error(error)})") from error
+    return image
+
+
+def located(source: Any, folder: Path | None) -> Path | bytes:
+    """The file or the bytes that a picture's source means.
+
+    Args:
+        source: see ``Pictures.item``.
+        folder: inside of which a text may be a path.
+
+    Raises:
+        PictureError: it means neither, or a file outside the folder.
+    """
+    if isinstance(source, Mapping):
+        source = source.get("bytes") if source.get("bytes") is not None else source.get("path")
+    if isinstance(source, bytes | bytearray | memoryview):
+        return bytes(source)
+    if isinstance(source, Path):
+        return _file(source)
+    if not isinstance(source, str) or not source.strip():
+        got = "null" if source is None else "an empty text" if isinstance(source, str) else type(source).__name__
+        raise PictureError(f"{got}, expected a picture: bytes, base64, a data URI or a path")
+    if data := _DATA.match(source):
+        if not (data["kind"] or "image/").startswith("image/") or ";base64" not in data["more"]:
+            raise PictureError(f"a data URI of {source[:40]!r}, expected data:image/png;base64,… or another picture's")
+        return _decoded(source[data.end() :])
+    if _URL.match(source) and not source.startswith("file://"):
+        raise PictureError(f"{source[:80]!r}: pictures are not fetched from addresses, expected a path or the bytes")
+    if _BASE64.fullmatch(source) and (found := _decoded(source)).startswith(_MAGIC):
+        return found
+    if folder is None:
+        raise PictureError(f"{source[:80]!r}: expected base64 or a data URI, since no folder of pictures is known here")
+    return _inside(source.removeprefix("file://"), folder)
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(re.sub(r"\s", "", text), validate=True)
+    except binascii.Error as error:
+        raise PictureError(f"broken base64 ({error})") from error
+
+
+def _inside(path: str, folder: Path) -> Path:
+    try:
+        root, found = folder.resolve(), (folder / path).resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise PictureError(f"{path[:200]!r}: no path ({describe_error(error)})") from error
+    if not found.is_relative_to(root):
+        raise PictureError(f"{path!r}: outside of {str(root)!r} (data_args.image_folder)")
+    return _file(found)
+
+
+def _file(path: Path) -> Path:
+    if not path.is_file():
+        raise PictureError(f"{str(path)!r}: {'not a file' if path.exists() else 'no such file'}")
+    if not os.access(path, os.R_OK):
+        raise PictureError(f"{str(path)!r}: not readable")
+    return path
+
+
+def _seems(found: Path | bytes) -> str:
+    """What bytes that are no picture of a known format are."""
+    head = found.open("rb").read(2048) if isinstance(found, Path) else found[:2048]
+    if b"<svg" in head.lower():
+        return "SVG, which has no pixels"
+    if not head:
+        return "no bytes"
+    if head[4:8] == b"ftyp":
+        return f"a file of type {head[8:12].decode('latin1')!r} (HEIC, AVIF or a video)"
+    return f"no picture (it begins with {head[:12]!r})"
+
+
+def _from_array(pixels: np.ndarray) -> Image.Image:
+    from PIL import Image
+
+    if pixels.ndim == 3 and pixels.shape[2] == 1:
+        pixels = pixels[:, :, 0]
+    if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (3, 4))):
+        got = f"an array of {pixels.dtype} {list(pixels.shape)}"
+        raise PictureError(f"{got}, expected uint8 [height, width, 3], or 1 or 4 channels")
+    if not pixels.size:
+        raise PictureError("no pixels")
+    return Image.fromarray(np.ascontiguousarray(pixels))
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """Decoded, upright, in RGB; what is transparent shows white behind it."""
+    from PIL import Image, ImageOps
+
+    if image.mode not in _MODES:
+        raise PictureError(f"pixels of Pillow's mode {image.mode}, expected eight bits for each of 1, 3 or 4 channels")
+    try:
+        # MPO is the JPEG of a telephone, with smaller ones behind it.
+        if image.format != "MPO" and (frames := getattr(image, "n_frames", 1)) > 1:
+            raise PictureError(f"{frames} frames, expected one picture")
+        image.load()
+        image = ImageOps.exif_transpose(image)
+        if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
+            seen = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen)
+        return image.convert("RGB")
+    except PictureError:
+        raise
+    except Exception as error:  # Pillow raises whatever broken bytes lead it to
+        raise PictureError(f"unreadable ({describe_error(error)})") from error

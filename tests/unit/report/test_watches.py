@@ -1,0 +1,180 @@
+"""Alarms about a run: each is given where it should be, none about sound runs; and a run that one of them stops."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roll.configs.pipeline import WatchesConfig
+from roll.configs.rlvr import RLVRConfig
+from roll.pipeline.loop import TrainingLoop
+from roll.pipeline.session import StoppedByWatchError
+from roll.report.record import RunRecord
+from roll.report.watches import WATCHES, Watching, alarm_of
+from roll.rollout.metrics import repetition
+from tests.unit.pipeline.test_loop import Counting, run
+from tests.unit.report.test_diagnosis import RECORDS, record
+
+STEPS = 60
+GROUPED = {"adv_estimator": "grpo", "max_steps": 1000}
+
+
+def ramp(low: float, high: float, begin: int = 0, end: int = STEPS) -> list[float]:
+    return np.interp(np.arange(STEPS), [begin, end], [low, high]).tolist()
+
+
+def flat(value: float) -> list[float]:
+    """With a noise that has no slope."""
+    return [value * (1 + 0.01 * (-1) ** (step // 2)) for step in range(STEPS)]
+
+
+def evaluations(*shares: float, every: int = 10) -> list[float | None]:
+    found: list[float | None] = [None] * STEPS
+    found[every - 1 : len(shares) * every : every] = shares
+    return found
+
+
+SOLVES = {"rollout/reward": ramp(0.2, 0.8), "rollout/success": ramp(0.2, 0.8)}
+STALLS = {"rollout/reward": flat(0.3), "rollout/success": flat(0.3)}
+HACKS = {"rollout/reward": ramp(0.2, 0.8), "rollout/success": flat(0.2)}
+HELD_OUT = {"eval/prompts": [500.0] * STEPS}
+FALLING = evaluations(0.4, 0.5, 0.5, 0.2, 0.2, 0.2)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "entropy_collapse": (
+        STALLS | {"actor/entropy": ramp(1.0, 0.05, end=30)},
+        SOLVES | {"actor/entropy": ramp(1.0, 0.05, end=30)},
+        "from 0.93",
+    ),
+    "held_out_falls": (
+        SOLVES | HELD_OUT | {"eval/success": FALLING},
+        STALLS | HELD_OUT | {"eval/success": FALLING},
+        "from 50.0% (step 20) to 20.0% and 20.0%",
+    ),
+    "evaluation_falls": (
+        STALLS | HELD_OUT | {"eval/success": FALLING},
+        STALLS | HELD_OUT | {"eval/success": evaluations(0.4, 0.5, 0.45, 0.2, 0.48, 0.43)},
+        "checkpoint after step 20",
+    ),
+    "length_gains": (
+        HACKS | {"rollout/response_tokens": ramp(100, 400)},
+        SOLVES | {"rollout/response_tokens": ramp(100, 400)},
+        "success did not (20.0%)",
+    ),
+    "format_gains": (
+        HACKS | {"rollout/valid_rate": ramp(0.2, 0.9)},
+        SOLVES | {"rollout/valid_rate": ramp(0.2, 0.9)},
+        "only the form is learned",
+    ),
+    "repetition": (
+        {"rollout/repetition": ramp(0.05, 0.9)},
+        {"rollout/repetition": ramp(0.3, 0.5)},
+        "repeats itself (8% at the start)",
+    ),
+    "kl_blow_up": ({"reward/kl": ramp(0.0, 3.0)}, {"reward/kl": ramp(0.0, 0.5)}, "2.9 nats a token (reward/kl"),
+    "ratio_tails": (
+        {"async/truncated_0": flat(0.0), "async/truncated_2": flat(0.4)},
+        {"async/truncated_0": flat(0.0), "async/log_ratio_mean_2": flat(0.1)},
+        "40% of the tokens that are 2 steps old are truncated",
+    ),
+    "dead_groups": (
+        STALLS | {"rollout/no_spread": flat(0.9), "rollout/all_wrong": flat(0.6), "rollout/all_right": flat(0.3)},
+        {"rollout/success": flat(0.99), "rollout/no_spread": flat(0.9)},
+        "30% all right, 60% all wrong",
+    ),
+    "duplicate_prompts": (
+        {"rollout/duplicate_prompts": flat(0.5)},
+        {"rollout/duplicate_prompts": flat(0.1)},
+        "50% of a step's prompts",
+    ),
+    "exploding_lengths": (
+        {"rollout/response_tokens": ramp(100, 400), "rollout/cut_off": ramp(0.0, 0.5)},
+        {"rollout/response_tokens": ramp(100, 400), "rollout/cut_off": flat(0.0)},
+        "from 110 to 385 tokens, and 48% of them are cut off",
+    ),
+    "host_memory_grows": (
+        {"memory/host_gb": ramp(4.0, 8.0), "memory/host_free_gb": ramp(9.0, 5.0)},
+        {"memory/host_gb": ramp(4.0, 8.0, end=10), "memory/host_free_gb": ramp(9.0, 5.0, end=10)},
+        "67 MB a step (4.0 → 7.9 GB in 60 steps); 5.1 GB are free, which ends at about step 136 of 1000",
+    ),
+}
+
+
+def made(series: dict[str, Any]) -> RunRecord:
+    steps = [
+        {"step": step + 1} | {name: values[step] for name, values in series.items() if values[step] is not None}
+        for step in range(STEPS)
+    ]
+    return RunRecord(GROUPED, steps)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_watch_speaks_where_it_should_and_not_otherwise(name: str) -> None:
+    bad, good, words = CASES[name]
+    text = alarm_of(name, made(bad))
+    assert text is not None and words in text
+    assert alarm_of(name, made(good)) is None
+    assert alarm_of(name, made({})) is None, "its metrics are missing"
+    assert alarm_of(name, made(bad), since=STEPS) is None, "a run that has just been resumed"
+
+
+@pytest.mark.parametrize("name", [name for name, each in RECORDS.items() if each["cause"] is None])
+def test_no_watch_speaks_in_a_sound_run(name: str) -> None:
+    whole = record(name)
+    watching = Watching(whole.config, dict.fromkeys(WATCHES, "stop"))
+    watching.look(0, whole.before)
+    for step in whole.steps:
+        assert not watching.look(int(step["step"] or 0), step)
+    texts = [turn for group in whole.groups for each in group for turn in each["text"].split("\n")]
+    assert repetition([np.array([ord(letter) for letter in text]) for text in texts]) < 0.2
+
+
+@pytest.mark.parametrize(("name", "watch"), [("entropy_bonus", "dead_groups"), ("too_hard", "dead_groups")])
+def test_watches_speak_in_broken_runs(name: str, watch: str) -> None:
+    broken = record(name)
+    watching = Watching(broken.config, dict.fromkeys(WATCHES, "warn"))
+    for step in broken.steps:
+        watching.look(int(step["step"] or 0), step)
+    assert watch in watching.alarms and watching.alarms[watch].count >= 1
+
+
+def test_repetition_is_the_share_of_repeated_runs_of_tokens() -> None:
+    rng = np.random.default_rng(0)
+    fresh, loop = rng.integers(0, 50_000, 300), np.tile(np.arange(10), 30)
+    runs = {tuple(loop[at : at + 8]) for at in range(len(loop) - 7)}
+    assert repetition([fresh]) == 0 and repetition([loop]) == pytest.approx(1 - len(runs) / 293)
+    assert repetition([fresh, loop]) == pytest.approx(repetition([loop]) / 2) and repetition([]) == 0
+    assert repetition([np.arange(3)]) == 0
+
+
+def test_every_watch_has_a_key_and_a_key_of_its_own_overrides_the_default() -> None:
+    assert set(WatchesConfig.model_fields) - {"default"} == set(WATCHES)
+    config = RLVRConfig(watches={"default": False, "dead_groups": "stop"}).watches  # a plain off is YAML's false
+    assert (config.action("repetition"), config.action("dead_groups")) == ("off", "stop")
+
+
+class Dying(Counting):
+    """Groups without any spread from the start."""
+
+    def step(self, step: int) -> None:
+        with self.update(step):
+            self.unreported = {"rollout/duplicate_prompts": 0.5}
+
+
+def test_a_watch_stops_a_run_which_can_be_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys: dict[str, Any] = {"max_steps": 9, "make": Dying, "watches": {"duplicate_prompts": "stop"}}
+    for last, more in ((3, {}), (6, {"resume_from_checkpoint": True})):
+        with pytest.raises(StoppedByWatchError, match=f"duplicate_prompts stops the run after step {last}: 50%"):
+            run(tmp_path, **keys, **more)
+        summary = json.loads((tmp_path / "loop" / "summary.json").read_text())
+        assert summary["status"] == "stopped" and summary["steps"] == last
+        assert (tmp_path / "loop" / "checkpoints" / f"checkpoint-{last}").is_dir()
+        assert summary["watches"]["duplicate_prompts"] | {"text": ""} == {
+            **{"watch": "duplicate_prompts", "action": "stop", "text": "", "first": 3, "last": last, "count": last // 3}
+        }
+    loop: TrainingLoop = run(tmp_path, **keys | {"watches": {"default": "off"}}, resume_from_checkpoint=True)
+    assert loop.done_steps == 9
+    assert "step 3: 50% of a step's prompts are there twice" in caplog.text
