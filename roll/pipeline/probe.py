@@ -103,8 +103,15 @@ class Probe:
         pending, self._pending = self._pending, {}
         metrics, self._unreported = self._unreported, {}
         for asked in pending.values():
-            if asked.version == version and (found := self._gather(asked, patience_s)):
-                metrics |= self._compare(asked, found, metrics)
+            if asked.version != version:
+                continue
+            try:
+                if found := self._gather(asked, patience_s):
+                    metrics |= self._compare(asked, found, metrics)
+            except WorkerDiedError as error:
+                if error.role != asked.replicas.cluster.name:
+                    raise
+                logger.info("a probe is left out: %s", error)  # who needs the worker next replaces it
         return metrics
 
     def _make_request(self) -> GenerateRequest:
@@ -124,11 +131,7 @@ class Probe:
         found: dict[int, Completion] = {}
         for rank, answer in enumerate(asked.answers):
             if answer in ready:
-                try:
-                    ((completion,),) = asked.replicas.cluster.gather([answer], call="complete", ranks=[rank])
-                except WorkerDiedError as error:
-                    logger.info("the probe of %s is left out: %s", asked.replicas.cluster.name, error)
-                    continue
+                ((completion,),) = asked.replicas.cluster.gather([answer], call="complete", ranks=[rank])
                 if len(completion.token_ids):
                     found[rank] = completion
         return found
@@ -139,8 +142,8 @@ class Probe:
         trainer, workers = self._settings_of(asked.replicas)
         rows = rows_of([request] * len(found), [*found.values()])
         if self._config.actor_train.router_replay.mode == "R3":
-            experts = [torch.from_numpy(done.experts) for done in found.values() if done.experts is not None]
-            rows = rows.replace(experts_TE=torch.cat(experts))
+            chosen = [torch.from_numpy(done.experts) for done in found.values() if done.experts is not None]
+            rows = rows.replace(experts_TE=torch.cat(chosen)) if len(chosen) == len(found) else rows
         scores = self._roles.actor.probe_logprobs(rows)
         assert scores.logprobs_T is not None
         parts = scores.logprobs_T[rows.loss_mask_T].split([len(done.token_ids) for done in found.values()])
@@ -189,9 +192,8 @@ class Probe:
 
 def probe_params(config: RLConfig) -> SamplingParams:
     """The run's own sampling, for a fixed number of tokens."""
-    params = sampling_params(config.actor_infer.generating_args)
-    seed = derive_seed(config.seed, "probe")
-    return replace(params, max_new_tokens=SAMPLED, ignore_eos=True, stop=(), seed=seed)
+    arguments = config.actor_infer.generating_args.model_copy(update={"max_new_tokens": SAMPLED})
+    return replace(sampling_params(arguments), ignore_eos=True, stop=(), seed=derive_seed(config.seed, "probe"))
 
 
 class _Workers:
