@@ -26,6 +26,7 @@ from roll.distributed.strategy.base import Metrics
 from roll.pipeline.loop import TrainingLoop, mean_metrics
 from roll.pipeline.model_cluster import ModelCluster, plan_optimizer_steps, rows_trained_later, steps_with_tokens
 from roll.pipeline.overlap import Overlap
+from roll.pipeline.probe import Probe
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.pipeline.rollouts import GroupRules, StepRollouts
@@ -53,6 +54,7 @@ class RLPipeline(GroupRules, TrainingLoop):
         self.overlap: Overlap | None = None
         if config.overlaps and not config.eval_only:
             self.overlap = Overlap(config, run.roles, rollout_workers.train, self.taken.admission, run.session.folder)
+        self.probe = None if config.probe == "off" else Probe(config, run.roles, run.start.model_path)
 
     @property
     def rollouts(self) -> RolloutScheduler:
@@ -91,6 +93,8 @@ class RLPipeline(GroupRules, TrainingLoop):
         batch, choice_metrics = self.choose(batch)
         metrics |= choice_metrics
         with phase("logprobs") as span:
+            if self.probe is not None:
+                metrics |= self.probe.check(step - 1)
             steps = self.plan_training(batch, step)
             metrics |= batch.balance(self.roles.actor.dp_size, self.roles.actor.linear)
             old_rows = self.rows_with_old_logprobs(batch, steps)
@@ -130,6 +134,10 @@ class RLPipeline(GroupRules, TrainingLoop):
         if self.overlap is not None:
             self.overlap.before_update(version)
         super().publish(version)
+
+    def measure(self, name: str, step: int) -> Metrics:
+        metrics = super().measure(name, step)
+        return metrics if self.probe is None else metrics | self.probe.check(step)
 
     def rollout(self, step: int) -> tuple[Batch | None, Metrics]:
         """Takes the step's training batch: under the current weights, or those of ``async_generation_ratio`` ago.

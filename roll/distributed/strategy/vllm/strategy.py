@@ -27,10 +27,12 @@ from torch import Tensor
 
 from roll.configs.engines.vllm import CARD, VllmConfig
 from roll.configs.problems import ConfigErrors
+from roll.data.batch import Batch
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.replaced import environment
 from roll.distributed.strategy import require_engine
 from roll.distributed.strategy.base import States, StrategyContext
+from roll.distributed.strategy.evidence import Sketch
 from roll.distributed.strategy.generation.generator import EngineStoppedError, scratch_folder
 from roll.distributed.strategy.generation.model_outline import ModelOutline
 from roll.distributed.strategy.generation.scoring import PromptScores, ScoringGenerator
@@ -193,6 +195,13 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
     async def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         self._adapter = await asyncio.wrap_future(self._loop.submit(self._load_adapter(tensors)))
 
+    def own_sketches(self) -> dict[str, Sketch]:
+        (told, *_) = self._loop.submit(self._rpc("roll_sketch")).result()
+        return {name: Sketch(tuple(shape), norm, {"": np.array(own)}) for name, (shape, norm, own) in told.items()}
+
+    def layer_outputs(self, row: Batch) -> dict[str, Tensor]:
+        return self._loop.submit(self._layer_outputs(row.tokens_T.tolist())).result()
+
     def use_version(self, version: int, recompute_kv: bool) -> Future[None]:
         return self._loop.submit(self._now_at(version, recompute_kv))
 
@@ -297,6 +306,15 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
         # Nothing is said of the first token; of each other its own number comes first.
         values, ids = (np.asarray(flat).reshape(-1, 1 + width) for flat in (said.logprobs, said.token_ids))
         return values[:, 0], ids[:, 1:].ravel(), values[:, 1:].ravel()  # type: ignore[return-value]
+
+    async def _layer_outputs(self, token_ids: list[int]) -> dict[str, Tensor]:
+        await self._rpc("roll_watch_layers")
+        try:
+            await self._score("the layers of a probe", token_ids)
+        finally:
+            (told, *_) = await self._rpc("roll_layers", len(token_ids))
+        found = {name: np.frombuffer(values, dtype=np.float32).reshape(shape) for name, (shape, values) in told.items()}
+        return {name: torch.from_numpy(output.copy()) for name, output in found.items()}
 
     async def _last_output(self, name: str, token_ids: list[int], sampling: VllmSamplingParams) -> RequestOutput:
         """Everything that the engine says of a request."""
