@@ -185,13 +185,14 @@ class Replicas:
 class Roles:
     """``actor_train``; ``actor_infer`` where something is generated; ``critic``, ``reference``, ``teacher`` …"""
 
+    pictures = False
+    """There are pictures in the prompts of the run."""
+
     def __init__(
         self, config: PipelineConfig, clusters: Mapping[str, Cluster], needs: tuple[Quantity, ...] = BASIC
     ) -> None:
         self.config = config
         self.needs = needs
-        self.pictures = False
-        """There are pictures in the prompts of the run."""
         """What losses take from the trained model, but for the comparison with a teacher."""
         self.clusters = {name: clusters[name] for name in (*config.roles, VAL_INFER) if name in clusters}
         """Of the roles that have a model."""
