@@ -57,10 +57,11 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
     ),
     (
         Effect.FREE,
-        "exp_name rpc_timeout output_dir logging_dir render_save_dir num_renders num_written_episodes ray_init* "
-        "track_with tracker_kwargs* checkpoint_config* profiler* watches* max_ckpt_to_keep resume_from_checkpoint "
+        "exp_name rpc_timeout stall_timeout output_dir logging_dir render_save_dir num_renders num_written_episodes "
+        "ray_init* track_with tracker_kwargs* checkpoint_config* profiler* watches* max_ckpt_to_keep "
+        "resume_from_checkpoint "
         "resume_with_changes max_steps num_train_epochs total_epochs save_steps async_save logging_steps eval_steps "
-        "learned_share num_written_groups "
+        "learned_share num_written_groups probe probe_every "
         "val_before_train val_after_train eval_only max_bad_steps max_worker_restarts num_nodes num_gpus_per_node "
         "model_update_buffer_size_mb check_weight_update generate_opt_level max_running_requests balance_ranks_by "
         "max_running_groups rollout_dump_dir tokenization_sanity_check is_num_return_sequences_expand val_infer* "

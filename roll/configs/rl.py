@@ -191,6 +191,19 @@ class RLConfig(OverlapConfig, AdditionalPromptsConfig, AlgorithmConfig, OnPolicy
         default=None, ge=1, description="Most training groups that run at once. null: no further limit."
     )
 
+    probe: Literal["stop", "warn", "off"] = Field(
+        default="stop",
+        description="What follows if a generating worker, asked a fixed question after it was loaded or got new "
+        "weights, reports log-probs that are not the trainer's: the run stops with the cause, or warns and continues. "
+        "off: nothing is compared.",
+    )
+    probe_every: int = Field(
+        default=10,
+        ge=1,
+        description="Steps from one probe to the next. The weights that a worker starts with, and the first that "
+        "differ from them, are always probed.",
+    )
+
     tokenization_sanity_check: Literal["strict", "ignore_strippable", "disable"] = Field(
         default="ignore_strippable",
         description="For conversations of several turns (tools, traj environments, agents), one per training group: "

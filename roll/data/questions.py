@@ -57,6 +57,8 @@ def read_questions(
         try:
             if without in row.values:
                 raise RowError(f"column {without!r} exists already; expected an unused name: --answer-key NAME")
+            if row.values.get(_PICTURES):
+                raise RowError(f"column {_PICTURES!r}: questions with pictures are not asked here, expected none")
             yield row, question_of(row.values, column, system)
         except RowError as error:
             problems.add(row.place, str(error))
@@ -95,7 +97,11 @@ def question_in(info: Mapping[str, Any], observation: str) -> list[Message]:
 
 @functools.cache
 def _columns(column: str, talks: bool, system: str | None) -> DataArguments:
-    return DataArguments(**{"messages" if talks else "prompt": column}, system_prompt=system)  # type: ignore[arg-type]
+    keys: dict[str, Any] = {"messages" if talks else "prompt": column, "image": None}
+    return DataArguments(**keys, system_prompt=system)
+
+
+_PICTURES = DataArguments.model_fields["image"].default
 
 
 TURNS = "turns"

@@ -19,6 +19,7 @@ from roll.data.prompt_rows import RowError, passes, picture_folder, unread_colum
 from roll.data.row_pictures import sources_in
 from roll.data.tool_messages import Message
 from roll.utils.hashing import Checksum, derive_seed
+from roll.utils.progress import advance
 from roll.utils.registry import import_path
 
 T = TypeVar("T")
@@ -67,6 +68,7 @@ class Reading:
         """Yields what is made of the rows that ``dataset_filter`` keeps; others may be of another shape."""
         for row in self._rows():
             self.counts["rows"] += 1
+            advance()
             try:
                 if passes(row.values, self.args.dataset_filter):
                     text = json.dumps(row.values, sort_keys=True, default=str)

@@ -115,9 +115,9 @@ class OwnForward:
                 ours_K, theirs_K = usual_T[row.tokens][at], _column(scores)[at]
                 every = not self.has_experts and math.isclose(bound, BOUNDS[torch.float32], rel_tol=1e-3)
                 widened = bound * max(1.0, 1.0 / self.temperature)
-                found = max(found, _against(_differences(ours_K, theirs_K), widened, every=every))
+                found = max(found, _against(differences(ours_K, theirs_K), widened, every=every))
         if generated_T is not None and int(micro_batch.loss_mask_T.sum()) >= LEAST_GENERATED:
-            differences_T = _differences(usual_T, generated_T)[micro_batch.loss_mask_T]
+            differences_T = differences(usual_T, generated_T)[micro_batch.loss_mask_T]
             other = _against(differences_T, GENERATOR_BOUND, every=False)
         all_found = self.gather(found + other)
         for worst, theirs in ((all_found[:, :3], "own forward pass"), (all_found[:, 3:], "generator")):
@@ -144,11 +144,11 @@ class OwnForward:
         """The first layer whose output differs, in words (collective)."""
         places_T, bounds = self.usual_places(micro_batch), []
         names, usual_layers, own_layers = self.layers()
-        with _outputs(usual_layers, torch.cat([places_T[row.tokens] for row in rows])) as usual:
+        with outputs(usual_layers, torch.cat([places_T[row.tokens] for row in rows])) as usual:
             self.usual(micro_batch)
         parts: dict[str, list[Tensor]] = {}
         for row in rows:
-            with _outputs(own_layers, self.own_places(row.batch)) as own:
+            with outputs(own_layers, self.own_places(row.batch)) as own:
                 bounds.append(self.own(row.batch)[1])
             for layer, states_NH in own.items():
                 parts.setdefault(layer, []).append(states_NH)
@@ -287,7 +287,7 @@ def _against(differences_K: Tensor, bound: float, *, every: bool) -> list[float]
     return [difference / bound, difference, bound]
 
 
-def _differences(ours: Tensor, theirs: Tensor) -> Tensor:
+def differences(ours: Tensor, theirs: Tensor) -> Tensor:
     """Infinite where only one of two is a number."""
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     scale = (theirs.abs() / 10).clamp(min=1)
@@ -312,7 +312,7 @@ def _values_of_states(heads: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _outputs(layers: Mapping[str, nn.Module], places_N: Tensor) -> Iterator[dict[str, Tensor]]:
+def outputs(layers: Mapping[str, nn.Module], places_N: Tensor) -> Iterator[dict[str, Tensor]]:
     """Collects what layers give of some tokens inside: float32 [N, H] by layer, NaN of tokens that are elsewhere."""
     found: dict[str, Tensor] = {}
     here_N = places_N >= 0

@@ -158,10 +158,6 @@ class Tower:
         arguments = {} if positions is None else {"position_ids": positions.to(device)}
         return {"mm_encoder_outputs": {"image": output}, **arguments}
 
-    def look(self) -> None:
-        """Goes through the tower for nothing, where other ranks go for a picture."""
-        self._trunk.get_image_features(**{n: x.to(self._trunk.device) for n, x in self._values([self._blank]).items()})
-
     def ahead(self, pictures: PictureInput, cell: int) -> int:
         """By how much positions are ahead of places in a sequence behind its last cell."""
         if pictures.positions_4RC is None:
@@ -172,6 +168,8 @@ class Tower:
     def of_unmodified(self, row: Batch) -> dict[str, Tensor]:
         """Arguments of the unmodified model for one sequence, as the model's processor makes them.
 
+        One without pictures brings a blank, of which nothing is put anywhere: all ranks go through the tower.
+
         Raises:
             ValueError: pixels are not those that the sequence's ids were made of, or what the tower is given of them is
                 not what the processor makes.
@@ -181,14 +179,16 @@ class Tower:
             along = items_along(row.tokens_T, [Item(item.data) for item in items])  # hashed again
         except ValueError as error:
             raise ValueError(f"pixels have changed since a row's ids were made of them: {error}") from error
+        kinds = (row.tokens_T < 0).int()[None]
         if not along:
-            return {}
+            self._cells_RC = torch.zeros_like(kinds, dtype=torch.bool, device=self._trunk.device)
+            return self._values([self._blank]) | {"mm_token_type_ids": kinds}
         shown = [item for _, item in along]
         values = {name: torch.from_numpy(x) for name, x in self._pictures.inputs_by_processor(shown).items()}
         for name, found in self._values(shown).items():
             if not torch.equal(found, values[name]):
                 raise ValueError(f"{name} of a row's pictures are not those that the model's picture processor makes")
-        return values | {"mm_token_type_ids": (row.tokens_T < 0).int()[None]}
+        return values | {"mm_token_type_ids": kinds}
 
     def _check_sizes(self, shown: Sequence[tuple[Item, int]], grids: Tensor) -> None:
         features = grids.prod(1) // self._merged

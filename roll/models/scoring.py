@@ -36,6 +36,7 @@ from roll.models.heads import OutputHead, ValueHead, trunk_of
 from roll.models.pictures import PictureInput, Tower
 from roll.models.planned_attention import StateLayers
 from roll.models.routing import ExpertRouting
+from roll.utils.progress import advance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -194,8 +195,6 @@ class TokenScorer(nn.Module):
         if self.routing is not None:
             self.routing.replay(experts_NE)
         self.state_layers.set_borders(None)
-        if self.tower is not None and not arguments:
-            self.tower.look()
         if self.value_head is not None:
             output = self.model(input_ids=ids_1C, use_cache=False, **arguments)
             hidden_KH = output.last_hidden_state[0, source_K]
@@ -421,4 +420,5 @@ def score_batch(
         micro_batch = take_micro_batch(batch, groups, index)
         inputs = layout(micro_batch, round_to=round_to, packing=packing)
         parts.append(score_input(scorer, inputs, micro_batch.num_tokens, Given.of(micro_batch, scorer.needs)))
+        advance()
     return TokenScores.gathered(batch.num_tokens, map(batch.token_index, groups), parts)

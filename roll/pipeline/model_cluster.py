@@ -211,11 +211,18 @@ class ModelCluster:
         self, batch: Batch, rows: Tensor | None = None, adapter: bool = True
     ) -> Callable[[], TokenScores]:
         """Starts scoring, see ``Scorer``."""
+        return self._submit("logprobs", batch, rows, adapter)
+
+    def probe_logprobs(self, batch: Batch) -> TokenScores:
+        """Scores a batch that is none of the run's."""
+        return self._submit("probe_logprobs", batch, None)()
+
+    def _submit(self, call: str, batch: Batch, rows: Tensor | None, *args: Any) -> Callable[[], TokenScores]:
         parts = batch.split(self.dp_size, self.linear, rows)
         scored = batch.only(self.reads)
         shares = [ray.put(scored.select(part)) for part in parts]
         self.load_states(States.WEIGHTS)
-        refs = self.cluster.submit_each("logprobs", [(shares[rank.dp_rank], adapter) for rank in self._ranks])
+        refs = self.cluster.submit_each(call, [(shares[rank.dp_rank], *args) for rank in self._ranks])
         return partial(self._gather_scores, batch, parts, refs)
 
     def _gather_scores(self, batch: Batch, parts: list[Tensor], refs: list[ray.ObjectRef]) -> TokenScores:

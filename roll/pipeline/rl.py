@@ -26,6 +26,7 @@ from roll.distributed.strategy.base import Metrics
 from roll.pipeline.loop import TrainingLoop, mean_metrics
 from roll.pipeline.model_cluster import ModelCluster, plan_optimizer_steps, rows_trained_later, steps_with_tokens
 from roll.pipeline.overlap import Overlap
+from roll.pipeline.probe import Probe
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.pipeline.rollouts import GroupRules, StepRollouts
@@ -53,6 +54,7 @@ class RLPipeline(GroupRules, TrainingLoop):
         self.overlap: Overlap | None = None
         if config.overlaps and not config.eval_only:
             self.overlap = Overlap(config, run.roles, rollout_workers.train, self.taken.admission, run.session.folder)
+        self.probe = None if config.probe == "off" else Probe(config, run.roles, run.start.model_path)
 
     @property
     def rollouts(self) -> RolloutScheduler:
@@ -91,6 +93,8 @@ class RLPipeline(GroupRules, TrainingLoop):
         batch, choice_metrics = self.choose(batch)
         metrics |= choice_metrics
         with phase("logprobs") as span:
+            if self.probe is not None:
+                metrics |= self.probe.check(step - 1)
             steps = self.plan_training(batch, step)
             metrics |= batch.balance(self.roles.actor.dp_size, self.roles.actor.linear)
             old_rows = self.rows_with_old_logprobs(batch, steps)
@@ -103,6 +107,8 @@ class RLPipeline(GroupRules, TrainingLoop):
                 batch, shaping_metrics = self.shaping(batch)
                 if isinstance(self.roles.teacher, TaggedTeachers):
                     shaping_metrics |= self.roles.teacher.metrics(batch)
+                if self.evaluates(step):
+                    self.taken.write_tokens(step, batch)
             with self.update(step), phase("train") as span:
                 train_metrics = self.train(batch, steps, step) | self.roles.offload_manager.memory("train")
                 self.session.summary["draws"] = self.rollouts.commit(self.taken.admission)
@@ -115,15 +121,23 @@ class RLPipeline(GroupRules, TrainingLoop):
 
     def after_step(self) -> None:
         super().after_step()
-        step, config = self.done_steps, self.config
-        last = step == config.max_steps or self.learned is not None
-        if last or (config.eval_steps and step % config.eval_steps == 0):
-            self.taken.explain(step, last=last)
+        step = self.done_steps
+        if self.evaluates(step) or self.learned is not None:
+            self.taken.explain(step, last=step == self.config.max_steps or self.learned is not None)
+
+    def evaluates(self, step: int) -> bool:
+        """A step after which the run evaluates, or would do so with held-out data."""
+        config = self.config
+        return step == config.max_steps or bool(config.eval_steps and step % config.eval_steps == 0)
 
     def publish(self, version: int) -> None:
         if self.overlap is not None:
             self.overlap.before_update(version)
         super().publish(version)
+
+    def measure(self, name: str, step: int) -> Metrics:
+        metrics = super().measure(name, step)
+        return metrics if self.probe is None else metrics | self.probe.check(step)
 
     def rollout(self, step: int) -> tuple[Batch | None, Metrics]:
         """Takes the step's training batch: under the current weights, or those of ``async_generation_ratio`` ago.

@@ -80,10 +80,13 @@ class Replicas:
         self._restarts = restarts
         self._on_replaced = on_replaced
         self._beside = dict.fromkeys(beside, States.WEIGHTS)
+        self.num_loads = 0
+        """Times that a model was loaded, by all or by one that was replaced."""
 
     def begin_setup(self, context: StrategyContext) -> None:
         """Starts to load the policy and returns at once; called again, it starts over."""
         self._context = context
+        self.num_loads += 1
         self._offload_manager.reserve(self.cluster.name)
         self._loading = self.cluster.submit("setup", context, self._continuous)
 
@@ -103,6 +106,17 @@ class Replicas:
     def version(self) -> int:
         """Version of the weights that they have; -1: those that they loaded at their start."""
         return self._weights.version
+
+    @property
+    def shares_devices(self) -> bool:
+        """Tells whether they and the actor take turns on their devices."""
+        return self._offload_manager.shares_devices(self._actor.name, self.cluster.name)
+
+    def resend(self) -> None:
+        """Sends the same version of the actor's weights again, which must still be its present ones."""
+        self._load_both()
+        self._weights.sync(self.version)
+        self.prepare()
 
     def sync(self, version: int) -> None:
         """Sends them the actor's weights, see ``WeightSync``; they are then ready to generate.
@@ -136,6 +150,7 @@ class Replicas:
         Raises:
             WorkerDiedError: as ``sync``.
         """
+        self.num_loads += 1
         for rank in ranks:
             self.cluster.restart(rank)
         self.prepare()  # a worker that loads its model takes all of its device's room
@@ -170,13 +185,14 @@ class Replicas:
 class Roles:
     """``actor_train``; ``actor_infer`` where something is generated; ``critic``, ``reference``, ``teacher`` …"""
 
+    pictures = False
+    """There are pictures in the prompts of the run."""
+
     def __init__(
         self, config: PipelineConfig, clusters: Mapping[str, Cluster], needs: tuple[Quantity, ...] = BASIC
     ) -> None:
         self.config = config
         self.needs = needs
-        self.pictures = False
-        """There are pictures in the prompts of the run."""
         """What losses take from the trained model, but for the comparison with a teacher."""
         self.clusters = {name: clusters[name] for name in (*config.roles, VAL_INFER) if name in clusters}
         """Of the roles that have a model."""
@@ -192,6 +208,8 @@ class Roles:
         self.restarts = RestartBudget(config.worker_restarts)
         self.on_replaced: list[Callable[[], None]] = []
         """Called after generating workers were replaced in an update of weights; they have other handles then."""
+        self.on_synced: list[Callable[[Replicas], None]] = []
+        """Called after generating workers have got new weights."""
         replicas = {
             name: Replicas(
                 clusters[name],
@@ -315,7 +333,12 @@ class Roles:
             WorkerDiedError: ``max_worker_restarts`` is used up, or another worker died.
         """
         if self.generator is not None:
-            self.generator.sync(version)
+            self._sync(self.generator, version)
+
+    def _sync(self, replicas: Replicas, version: int) -> None:
+        replicas.sync(version)
+        for tell in self.on_synced:
+            tell(replicas)
 
     def sync_evaluator(self, version: int) -> None:
         """The same for ``val_infer``. Rollouts that go on beside training go on: they keep their devices.
@@ -324,7 +347,7 @@ class Roles:
             WorkerDiedError: as ``sync_weights``.
         """
         assert self.evaluator is not None, "the generator evaluates"
-        self.evaluator.sync(version)
+        self._sync(self.evaluator, version)
         if isinstance(self.config, RLConfig) and self.config.overlaps:
             beside = dict.fromkeys(self.scorers, States.WEIGHTS)
             self.offload_manager.load({self.infer.name: States.ALL, self.evaluator.cluster.name: States.ALL, **beside})

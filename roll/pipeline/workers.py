@@ -124,6 +124,22 @@ class ScoreWorker(Worker):
                 return self.strategy.logprobs(batch)
             return cast("TrainStrategy", self.strategy).logprobs(batch, adapter=False)
 
+    def probe_logprobs(self, batch: Batch) -> TokenScores:
+        """As ``logprobs``, but these micro-batches are not those that are compared with the model's own forward."""
+        from roll.distributed.replaced import replaced
+
+        compares = hasattr(self.strategy, "own_forward")
+        with self.idle.work(), replaced(self.strategy, own_forward=None) if compares else contextlib.nullcontext():
+            return self.strategy.logprobs(batch)
+
+    def shows(self, what: str, *args: Any) -> Any:
+        """What the strategy shows of its model by a method of this name (collective); ``None`` where it has none.
+
+        See ``roll.distributed.strategy.evidence``.
+        """
+        method = getattr(self.strategy, what, None)
+        return None if method is None else method(*args)
+
     def take_idle_s(self) -> float:
         """Seconds since the last call in which it neither scored, trained nor sent weights."""
         return self.idle.take()
@@ -263,6 +279,18 @@ class InferWorker(Worker):
         self._waiting = [entry for entry in self._waiting if entry[1].request_id != request_id]
         await self.strategy.abort(request_id)
 
+    async def complete(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        """Answers of the engine itself, apart from those that clients wait for."""
+        return list(await asyncio.gather(*map(self.strategy.generate, requests)))
+
+    async def shows(self, what: str, *args: Any) -> Any:
+        """What the engine shows of its model by a method of this name; ``None`` where it has none.
+
+        See ``roll.distributed.strategy.evidence``.
+        """
+        method = getattr(self.strategy, what, None)
+        return None if method is None else await asyncio.to_thread(method, *args)
+
     async def drain(self) -> None:
         """Returns when no request is in flight; new ones wait for the next update of weights."""
         await self.strategy.drain()
@@ -298,7 +326,7 @@ class InferWorker(Worker):
             return
         waiting, self._waiting = self._waiting, []
         for client_id, request in waiting:
-            task = asyncio.get_running_loop().create_task(self._run(client_id, request))
+            task = asyncio.get_running_loop().create_task(self._run(client_id, request), name=request.request_id)
             self._running.add(task)
             task.add_done_callback(self._finished)
 

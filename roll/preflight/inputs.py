@@ -128,10 +128,10 @@ def _read_head(
     if isinstance(config, RewardTrainingConfig):
         if config.reward_loss != "bradley_terry":
             return check_scored(reading, config.answers, config.reward_loss == "process", renderer)
-        template = (encode_whole_talk(renderer), LeftOut(renderer, "whole")) if renderer else ()
+        template = (encode_whole_talk(renderer, blank=True), LeftOut(renderer, "whole")) if renderer else ()
         return check_preferences(reading, config.answers, None, scoring, *template)
     last_only = getattr(config, "train_on", "all") == "last"
-    template = (encode_talk(renderer, last_only=last_only), LeftOut(renderer)) if renderer else ()
+    template = (encode_talk(renderer, last_only=last_only, blank=True), LeftOut(renderer)) if renderer else ()
     if isinstance(config, DPOConfig):
         label = None if config.in_pairs else config.preferences.label
         return check_preferences(reading, config.preferences, label, scoring, *template)

@@ -37,6 +37,7 @@ from tests.support.contract import (
     resume,
     weights_of,
 )
+from tests.support.probe_pair import Pair
 
 
 @pytest.fixture(scope="module")
@@ -253,3 +254,28 @@ def test_a_sender_that_fails_changes_nothing(fresh, old, new):
     with pytest.raises(ConnectionError):
         asyncio.run(fresh.update_weights(broken(), 9))
     assert_greedy(greedy(fresh, prompt_list), old, prompt_list, 16)
+
+
+def test_a_probe_names_what_differs_from_the_trainer(fresh, old, model_path, monkeypatch):
+    pair = Pair(model_path("tied", 0), fresh, temperature=1.0)
+    assert not pair.causes()
+    wrong = {name: weight.clone() for name, weight in weights_of(old).items()}
+    wrong["model.layers.1.self_attn.q_proj.weight"] *= 1.2
+
+    def has_wrong_weights():
+        asyncio.run(fresh.update_weights(buckets_of(wrong), 1))
+        return pair.causes()
+
+    causes = has_wrong_weights()
+    if fresh.name == "hf_infer":
+        assert causes[0].startswith("tensors: model.layers.1.self_attn.q_proj.weight is 0.2")
+    else:
+        assert "since the same weights were sent again" in causes[0]
+        monkeypatch.setattr(pair, "resend", lambda: None)
+        causes = has_wrong_weights()
+    if fresh.name != "sglang":
+        assert "they part in model.layers.1" in causes[-1]
+    pair.update()
+    assert not pair.causes()
+    monkeypatch.setattr(pair.trainer.weights.scorer, "temperature", 1.3)
+    assert any("generator is asked for 1.3 in place of 1" in cause for cause in pair.causes())

@@ -32,6 +32,14 @@ def words(run: Run) -> str:
     return " ".join(run.output.split())
 
 
+@pytest.mark.slow
+def test_a_generator_with_other_weights_stops_the_run_and_the_tensor_is_named(rlvr):
+    run = rlvr("max_steps=1", "actor_infer.worker_cls=tests.support.faults:DamagedInferWorker")
+    assert run.wait() == 1, run.output
+    assert "tensors: model.layers.1.mlp.down_proj.weight is" in words(run)
+    assert "of version 0 are up to" in words(run)
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_a_stopped_run_meets_the_data_and_ends_as_an_undisturbed_one_does(rlvr, tmp_path):

@@ -3,6 +3,7 @@
 CI runs a row of each family and each kind; ``-m "slow or not slow"`` runs all.
 """
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
+from roll.configs.engine_rules import no_pictures
+from roll.configs.pipeline import PipelineConfig
 from roll.data.batch import Batch
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
@@ -71,6 +74,9 @@ def row(family: str, trainer: str, variant: str, **changed: Any) -> Layout:
 def make_model(path: Path, family: str) -> Path:
     """What it says depends on all that it sees; no two parameters are equal, biases and norms included."""
     make_picture_model(path, family)
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["rms_norm_eps"] = 1e-3  # states begin near zero, where smaller ones would show rounding alone
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors, generator = load_file(path / "model.safetensors"), torch.Generator().manual_seed(2)
     for tensor in tensors.values():
         noise = torch.randn(tensor.shape, generator=generator)
@@ -107,22 +113,25 @@ def test_a_trainer_takes_the_same_steps(models, tmp_path, family, trainer, varia
     if not (models / family).exists():
         make_model(models / family, family)
     figures = measure_here(layout, models, tmp_path)
-    record("family", {"family": family, "engine": trainer, "variant": f"pictures, {variant}"} | as_row(figures))
+    record("family", {"family": f"{family} pictures", "engine": trainer, "variant": variant} | as_row(figures))
     check(layout, figures)
 
 
 @pytest.mark.slow  # two processes
-def test_ranks_without_pictures_wait_for_nobody(tmp_path):
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_ranks_without_pictures_wait_for_nobody(tmp_path, trainer):
     """Every rank enters as many collectives of the tower's layers, whatever its micro-batches show."""
     two: dict[str, Any] = {"world_size": 2, "saved": False}
     recomputed = {"model_args": {"disable_gradient_checkpointing": False}}
     frozen = {"model_args": {"freeze_module_prefix": "model.visual"}}
+    third = {"strategy_config": {"zero_optimization": {"stage": 3}} if trainer == "deepspeed_train" else {}}
+    copies = {"strategy_config": {} if trainer == "deepspeed_train" else {"fsdp_size": 1}}
     layouts = [
-        row("qwen3_vl", "fsdp2_train", "cut", name="shard2", **two),
-        row("qwen3_vl", "fsdp2_train", "packed", name="shard2-recomputed", **two, **recomputed),
-        row("qwen3_vl", "fsdp2_train", "shared", name="shard2-shared", **two),
-        row("qwen3_vl", "fsdp2_train", "whole", name="shard2-frozen", **two, **frozen),
-        row("qwen3_vl", "fsdp2_train", "whole", name="replica2", strategy_config={"fsdp_size": 1}, **two),
+        row("qwen3_vl", trainer, "cut", name="cut", **two, **third),
+        row("qwen3_vl", trainer, "packed", name="recomputed", **two, **third, **recomputed),
+        row("qwen3_vl", trainer, "shared", name="shared", **two, **third),
+        row("qwen3_vl", trainer, "whole", name="frozen", **two, **third, **frozen),
+        row("qwen3_vl", trainer, "whole", name="copies", **two, **copies),
     ]
     make_model(tmp_path / "qwen3_vl", "qwen3_vl")
     measured = measure(layouts, tmp_path)
@@ -141,7 +150,8 @@ def test_what_is_trained_is_sent_saved_and_read_again(models, tmp_path, family):
     sent = exported(trainer)
     saved, before = (load_file(path / "model.safetensors") for path in (tmp_path / "saved", folder))
     assert sent.keys() == saved.keys() == before.keys() and all(torch.equal(sent[n], saved[n]) for n in sent)
-    assert not [name for name in sent if "visual" in name and torch.equal(sent[name], before[name])]
+    moved = [name for name in sent if "visual" in name and not torch.equal(sent[name], before[name])]
+    assert any("patch_embed" in name for name in moved) and any("merger" in name for name in moved)
     for file in ("preprocessor_config.json", "video_preprocessor_config.json", "config.json", "tokenizer.json"):
         assert (tmp_path / "saved" / file).read_bytes() == (folder / file).read_bytes()
     receiver, batch = load_causal_lm(str(folder), pictures=True), make_pictured(0)
@@ -155,6 +165,17 @@ def test_what_is_trained_is_sent_saved_and_read_again(models, tmp_path, family):
             found = (logits / TEMPERATURE).log_softmax(-1).gather(1, one.tokens_T[1:, None].clamp(min=0))[:, 0]
             loss_K = one.loss_mask_T[1:]
             assert float((found - said_T[at][1:])[loss_K].abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize(("role", "engine"), [("train", "megatron_train"), ("infer", "vllm"), ("infer", "sglang")])
+def test_other_engines_are_refused_by_name(role, engine):
+    worker = {"strategy_args": {"strategy_name": engine}}
+    config = PipelineConfig.model_validate({"actor_infer": {"world_size": 1}, f"actor_{role}": worker})
+    reason = no_pictures(config)
+    assert reason.startswith(f"actor_{role}'s {engine} ")
+    for family in FAMILIES:
+        refused = reason.partition(f"{engine} ")[2]
+        record("family", {"family": f"{family} pictures", "engine": engine, "variant": "whole", "refused": refused})
 
 
 PROMPTS: list[list[Any]] = [
@@ -192,7 +213,7 @@ def finish(batching: ContinuousBatching, sequences: list[RunningSequence]) -> No
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hf_infer_generates_as_the_unmodified_model(models, family):
-    """What it says of its tokens is what a trainer computes of them, to the last of float32's digits."""
+    """What it says of its tokens is what a trainer computes of them."""
     folder = models / family if (models / family).exists() else make_model(models / family, family)
     batching, sequences = batching_of(folder), sequences_of(12)
     finish(batching, sequences)
@@ -214,8 +235,9 @@ def test_hf_infer_generates_as_the_unmodified_model(models, family):
     trainer.setup()
     said = torch.tensor([logprob for sequence in sequences for logprob in sequence.logprobs])
     difference = float((trainer.logprobs(batch).logprobs_T[batch.loss_mask_T] - said).abs().max())
-    record("pictures", {"family": family, "engine": "hf_infer", "logprobs": difference})
-    assert difference < 1e-5
+    row_of = {"family": f"{family} pictures", "engine": "hf_infer", "variant": "greedy"}
+    record("family", row_of | {"logprobs": difference})
+    assert difference <= row(family, "fsdp2_train", "whole").bound("logprobs")
 
 
 @pytest.mark.parametrize("family", ["qwen3_5"])

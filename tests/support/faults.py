@@ -155,6 +155,16 @@ class LateInferWorker(InferWorker):
         await super()._load_weights(payload, buckets, version - late)
 
 
+class DamagedInferWorker(InferWorker):
+    """Its last layer is not what it was sent."""
+
+    async def _load_weights(self, payload: Payload, buckets: AsyncIterator[WeightBucket], version: int) -> None:
+        await super()._load_weights(payload, buckets, version)
+        model: Any = self.strategy._model  # type: ignore[attr-defined]
+        weight = model.get_parameter("model.layers.1.mlp.down_proj.weight")
+        weight.data = weight.data * 1.5
+
+
 class GatedEnvWorker(EnvironmentWorker):
     """Gates ``<role>-group-<group_id>`` before and ``<role>-mid-<group_id>`` in the middle of a group."""
 

@@ -19,6 +19,8 @@ SIDE = PROCESSOR["patch_size"] * PROCESSOR["merge_size"]
 MARK = 256 + len(SPECIALS)
 """``IMAGE`` in the vocabulary of ``make_tokenizer``."""
 BEGIN, END = (256 + SPECIALS.index(name) for name in ("<|vision_start|>", "<|vision_end|>"))
+TITLES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL", "qwen3_5": "Qwen3.5, Qwen3.6"}
+"""Families as their publishers call them."""
 TEXT = 61
 """Ids below are words."""
 assert IMAGE == "<|image_pad|>"

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -10,8 +11,13 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from roll.configs.data import DataArguments
+from roll.configs.preference import MarginColumns
+from roll.data.columns import Item
+from roll.data.conversations import encode_talk, load_conversations
 from roll.data.files.rows import DataError
+from roll.data.identity import items_along
 from roll.data.pictures import Pictures
+from roll.data.preferences import load_preferences
 from roll.data.prompts import check_prompts, load_prompts
 from roll.data.reading import Reading
 from roll.data.renderer import ChatRenderer, items_of
@@ -185,3 +191,47 @@ def test_rows_that_must_have_no_pictures(renderer, tmp_path):
             seed=0,
             tag_renderers={"t": renderer},
         )
+
+
+def talk(question, answer="yes"):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def load_talks(path, renderer, overflow="error", max_tokens=200):
+    args = DataArguments(file_name=str(path), messages="messages")
+    return load_conversations(args, renderer=renderer, max_tokens=max_tokens, overflow=overflow)
+
+
+def test_conversations_keep_the_pixels_of_their_pictures_on_disk(renderer, tmp_path):
+    rows = [row(talk("<image>?"), ["sub/two.png"]), row(talk("text")), row(talk("<image>!<image>"), ["one.png"] * 2)]
+    batch = load_talks(write(tmp_path, *rows), renderer).batch
+    assert [[item.data.shape[:2] for item in items] for items in batch.items_I] == [[(56, 84)], [], [(28, 28)]]
+    ids, _, last = batch.tokens_T.split(batch.lengths_B.tolist())
+    assert [at for at, _ in items_along(last, batch.items_I[2])] == [*np.flatnonzero(last < 0)]
+    item = batch.items_I[0][0]
+    assert (item.data == 2).all() and not item.data.flags.writeable and not item.data.flags.owndata
+    assert Item(item.data.copy()) == item == pickle.loads(pickle.dumps(item))
+    learned = batch.loss_mask_T.split(batch.lengths_B.tolist())[0]
+    assert renderer.tokenizer.decode(ids[learned.bool()]) == "yes<|im_end|>"
+    assert load_talks(write(tmp_path, row(talk("<image>"))), renderer).batch.items_I is None
+
+
+def test_a_conversation_with_pictures_is_not_cut(renderer, tmp_path):
+    path = write(tmp_path, row(talk("<image>?"), ["sub/two.png"]), row(talk("a" * 100)))
+    with pytest.raises(DataError, match=r"1 problem.*\n.*rows.jsonl:1: .*not cut"):
+        load_talks(path, renderer, "truncate", max_tokens=30)
+    with pytest.raises(DataError, match=r"rows.jsonl:2: images\[0\]: unreadable"):
+        (tmp_path / "broken.png").write_bytes(TWO[:60])
+        load_talks(write(tmp_path, row(talk("text")), row(talk("<image>"), ["broken.png"])), renderer)
+
+
+def test_both_sides_of_a_pair_have_the_pictures(renderer, tmp_path):
+    pair = {"prompt": "<image>?", "images": ["one.png"], "chosen": "yes", "rejected": "no"}
+    talks = {"chosen": talk("<image>?"), "rejected": talk("<image>?", "no"), "images": ["one.png"]}
+    for given, keys in ((pair, {"prompt": "prompt"}), (talks, {"messages": "chosen"})):
+        args = DataArguments(file_name=str(write(tmp_path, given)), **keys)
+        columns = MarginColumns()
+        loaded = load_preferences(args, columns, label=None, encode=encode_talk(renderer), max_tokens=200)
+        (chosen,), (rejected,) = loaded.batch.items_I
+        assert chosen is rejected and chosen.data.shape == (28, 28, 3)
+        assert loaded.questions[0].has_pictures

@@ -26,11 +26,14 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 from torch import Tensor
 
+from roll.data.batch import Batch
 from roll.data.identity import items_along, vocabulary_ids
 from roll.data.requests import Completion, FinishReason, GenerateRequest
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
+from roll.distributed.strategy.evidence import PROMPT, TEMPERATURE, Sketch, probe_prompt
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.receiver import UpdateStream, receive, tensors_of
+from roll.models.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -384,6 +387,30 @@ class Generator(ABC, Generic[PlanT]):
         """Running totals and the present load (requests running or waiting)."""
         totals = {name: float(value) for name, value in asdict(self.counters).items()}
         return {**totals, "in_flight": float(len(self._open)), "weight_version": float(self.weight_version)}
+
+    def settings(self) -> dict[str, str]:
+        """What it computes by, see ``evidence``, and the prompt of a probe as its tokenizer and template render it."""
+        context = self.context
+        trusts = context.worker.model_args.trust_remote_code
+        tokenizer = load_tokenizer(context.tokenizer_path or context.model_path, alone=True, trust_remote_code=trusts)
+        prompt = probe_prompt(tokenizer, context.template)
+        return {TEMPERATURE: f"{context.temperature or 1.0:g}", PROMPT: " ".join(map(str, prompt))}
+
+    def forward_logprobs(self, batch: Batch) -> Tensor | None:
+        """[T]: of the loss tokens, by a forward pass without sampling; ``None`` of an engine that has none."""
+        return None
+
+    def sketches(self) -> dict[str, Sketch]:
+        """Of the weights under their names in a checkpoint; none of an engine that keeps them in other forms."""
+        return {}
+
+    def own_sketches(self) -> dict[str, Sketch]:
+        """Of the weights under the engine's names; none of an engine that cannot say."""
+        return self.sketches()
+
+    def layer_outputs(self, row: Batch) -> dict[str, Tensor]:
+        """See ``evidence.layer_outputs``; none of an engine that cannot say."""
+        return {}
 
     def seed_of(self, request: GenerateRequest) -> int:
         """The request's own seed, or the next of this worker's stream; unsigned 64 bits."""

@@ -17,8 +17,11 @@ from roll.algorithms.types import TokenScores
 from roll.configs.engines.card import task_of
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import States
+from roll.distributed.strategy.evidence import FORMAT, config_settings
 from roll.distributed.strategy.generation.generator import Generator, PlanT
+from roll.distributed.strategy.generation.model_outline import ModelOutline
 from roll.distributed.strategy.generation.prompt_scoring import PromptScoring
+from roll.distributed.weights.contents import dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +35,9 @@ PromptScores: TypeAlias = tuple["Sequence[float]", "Sequence[int]", "Sequence[fl
 class ScoringGenerator(Generator[PlanT]):
     """A generator that is a ``ScoreStrategy`` too, for frozen models that are served."""
 
+    _outline: ModelOutline
+    """Set by ``start``."""
+
     @property
     def scoring(self) -> PromptScoring:
         """Settings by which each prompt is scored; known when the engine has started."""
@@ -40,6 +46,14 @@ class ScoringGenerator(Generator[PlanT]):
     @abstractmethod
     def score(self, name: str, token_ids: list[int]) -> Future[PromptScores]:
         """Scores a prompt as ``scoring`` says, at any time; ``name`` is no other request's."""
+
+    def settings(self) -> dict[str, str]:
+        options = self.context.worker.strategy_args.strategy_config
+        lower = [
+            str(options[key]) for key in ("quantization", "kv_cache_dtype") if options.get(key) not in (None, "auto")
+        ]
+        own = {FORMAT: " ".join([dtype_name(self._outline.dtype), *lower])}
+        return super().settings() | config_settings(self._outline.text_config) | own
 
     def logprobs(self, batch: Batch) -> TokenScores:
         """Log-probabilities of the batch's loss tokens, and with ``top_k`` the likeliest tokens in their places.
@@ -80,6 +94,9 @@ class ScoringGenerator(Generator[PlanT]):
             top_logprobs_TK=values_TW[:, :-1].contiguous(),
             tail_T=values_TW[:, -1].contiguous(),
         )
+
+    def forward_logprobs(self, batch: Batch) -> Tensor | None:
+        return self.logprobs(batch).logprobs_T
 
     def onload(self, what: States) -> None:
         """As a generator's; where it scores, the cache comes with the weights, as a scorer is asked for these alone."""

@@ -24,6 +24,7 @@ from roll.configs.engines.hf_infer import HfInferConfig
 from roll.data.batch import Batch
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import States, StrategyContext
+from roll.distributed.strategy.evidence import FORMAT, Sketch, buffer_settings, config_settings, layer_outputs
 from roll.distributed.strategy.generation.generator import EngineStoppedError, Generator
 from roll.distributed.strategy.generation.model_outline import stop_token_ids
 from roll.distributed.strategy.hf_infer.continuous_batching import (
@@ -35,11 +36,11 @@ from roll.distributed.strategy.hf_infer.continuous_batching import (
 from roll.distributed.strategy.hf_infer.model_fit import STATES, TAKEN, foreign_layers, layer_kinds
 from roll.distributed.weights.adapters import MergedAdapter, check_adapter
 from roll.distributed.weights.buckets import WeightUpdate
-from roll.distributed.weights.contents import WeightBucket
+from roll.distributed.weights.contents import WeightBucket, dtype_name
 from roll.distributed.weights.receiver import tensors_of
-from roll.models.loading import check_rope, load_causal_lm, resolve_dtype
+from roll.models.loading import check_rope, load_causal_lm, resolve_dtype, to_hf_weights
 from roll.models.measured import check_packing, has_own_code, is_proved
-from roll.models.own_forward import GENERATOR_BOUND, in_one_process
+from roll.models.own_forward import GENERATOR_BOUND, OwnForward, in_one_process
 from roll.models.pictures import tower_of
 from roll.models.routing import ExpertRouting
 from roll.models.scoring import TokenScorer, score_batch
@@ -267,7 +268,7 @@ class HfInfer(Generator[WeightUpdate]):
         tower = tower_of(self._model, context.model_path, apart=True) if context.pictures else None
         self._scorer = TokenScorer(self._model, temperature=context.temperature, needs=context.needs, tower=tower)
         worker = context.worker
-        self._own_forward = in_one_process(
+        self.own_forward = in_one_process(
             self._scorer, round_to=worker.sequence_length_round_in_infer, packing=worker.use_sequence_packing
         )
         self._batching = ContinuousBatching(
@@ -370,6 +371,12 @@ class HfInfer(Generator[WeightUpdate]):
 
     def logprobs(self, batch: Batch) -> TokenScores:
         """Log-probabilities and entropies of the batch's loss tokens; runs between two generation steps."""
+        return self._score(batch, self.own_forward)
+
+    def forward_logprobs(self, batch: Batch) -> Tensor | None:
+        return self._score(batch, None).logprobs_T
+
+    def _score(self, batch: Batch, check: OwnForward | None) -> TokenScores:
         worker = self.context.worker
         dynamic = worker.use_dynamic_batching_in_infer
         return self._engine.call(
@@ -380,9 +387,24 @@ class HfInfer(Generator[WeightUpdate]):
                 max_tokens=worker.max_tokens_per_microbatch_in_infer if dynamic else None,
                 round_to=worker.sequence_length_round_in_infer,
                 packing=worker.use_sequence_packing,
-                check=self._own_forward,
+                check=check,
             )
         ).result()
+
+    def settings(self) -> dict[str, str]:
+        of_model = config_settings(self._model.config) | buffer_settings(self._model)
+        return super().settings() | of_model | {FORMAT: dtype_name(self._model.dtype)}
+
+    def sketches(self) -> dict[str, Sketch]:
+        def sketch() -> dict[str, Sketch]:
+            named = self._model.named_parameters(remove_duplicate=False)
+            parts = (to_hf_weights(self._model, name, parameter.detach()) for name, parameter in named)
+            return {name: Sketch.of(values) for each in parts for name, values in each.items()}
+
+        return self._engine.call(sketch).result()
+
+    def layer_outputs(self, row: Batch) -> dict[str, Tensor]:
+        return self._engine.call(lambda: layer_outputs(self.own_forward, row)).result()
 
     def stats(self) -> dict[str, float]:
         running, waiting = len(self._batching.running), len(self._batching.waiting)

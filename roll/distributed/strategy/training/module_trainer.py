@@ -19,6 +19,7 @@ from roll.data.batch import Batch
 from roll.data.packing import ModelInput
 from roll.distributed.strategy import require_engine
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
+from roll.distributed.strategy.evidence import buffer_settings, config_settings
 from roll.distributed.strategy.training.checkpoint import SourceFolder, Tensors, model_tensors, open_source
 from roll.distributed.strategy.training.exchange import WeightShard, raise_on_all_ranks
 from roll.distributed.strategy.training.module_weights import (
@@ -218,6 +219,14 @@ class ModuleScorer(Scorer, Generic[W]):
             parallel=[f"{key}: 1" for key, size in sizes.items() if size > 1],
             gather=self._gather_counts,
         )
+
+    @property
+    def number_format(self) -> torch.dtype:
+        return self._compute_dtype
+
+    def settings(self) -> dict[str, str]:
+        model = self.weights.scorer.model
+        return super().settings() | config_settings(model.config) | buffer_settings(model)
 
     def without_adapter(self) -> contextlib.AbstractContextManager[object]:
         return adapter_off(self.weights.scorer) if self.context.lora is not None else super().without_adapter()

@@ -33,6 +33,14 @@ from roll.algorithms.types import LossContext, LossFn, TokenScores, add_metrics,
 from roll.data.batch import Batch, placeholder
 from roll.data.packing import computed_tokens, padding_waste, take_micro_batch, worth_sharing
 from roll.distributed.strategy.base import Metrics, RankInfo, States, StrategyContext
+from roll.distributed.strategy.evidence import (
+    FORMAT,
+    TEMPERATURE,
+    Sketch,
+    config_settings,
+    layer_outputs,
+    sketched_export,
+)
 from roll.distributed.strategy.training.checkpoint import (
     ADAPTER,
     MODEL,
@@ -59,13 +67,14 @@ from roll.distributed.strategy.training.exchange import (
 )
 from roll.distributed.strategy.training.optim import learning_rate, weight_decay
 from roll.distributed.weights.buckets import allocate, as_tensor, pack
-from roll.distributed.weights.contents import BucketOutline, Payload, WeightBucket, aligned, outline_of
-from roll.models.loading import copy_companions
+from roll.distributed.weights.contents import BucketOutline, Payload, WeightBucket, aligned, dtype_name, outline_of
+from roll.models.loading import copy_companions, load_config
 from roll.models.lora import write_adapter_config
 from roll.models.own_forward import LAYOUTS, OwnForward
 from roll.models.scoring import split_batch
 from roll.utils.hashing import WrittenFile
 from roll.utils.memory import paused_collector
+from roll.utils.progress import advance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +96,8 @@ class Scorer(ABC):
 
     device: torch.device
     info: RankInfo
+    _model_dtype: torch.dtype
+    """The number format in which weights leave: exports and saved models."""
     shares_prompts = False
     """The model takes rows that hold a common prompt once, see ``data/shared_prompts.py``."""
     own_forward: OwnForward | None = None
@@ -114,7 +125,11 @@ class Scorer(ABC):
 
     def forward_all(self, micro_batches: list[Batch], limits: MicroBatchLimits) -> list[TokenScores]:
         """Scores of all micro-batches without gradient (collective; engines with a schedule of their own override)."""
-        return [self.forward(micro_batch, limits) for micro_batch in micro_batches]
+        scores = []
+        for micro_batch in micro_batches:
+            scores.append(self.forward(micro_batch, limits))
+            advance()
+        return scores
 
     @abstractmethod
     def move(self, what: States, device: torch.device) -> None:
@@ -143,6 +158,22 @@ class Scorer(ABC):
             self._compare(batch, new, counts[:, 1:])
             parts = self.forward_all(take_all(batch, groups, max(1, rounds)), limits)
         return TokenScores.gathered(batch.num_tokens, map(batch.token_index, groups), parts)
+
+    @property
+    def number_format(self) -> torch.dtype:
+        """In which the model computes."""
+        return self._model_dtype
+
+    def settings(self) -> dict[str, str]:
+        """What it computes by, see ``evidence``."""
+        context, args = self.context, self.context.worker.model_args
+        config = load_config(context.model_path, args.model_config_kwargs, trust_remote_code=args.trust_remote_code)
+        own = {FORMAT: dtype_name(self.number_format), TEMPERATURE: f"{context.temperature or 1.0:g}"}
+        return config_settings(config) | own
+
+    def layer_outputs(self, row: Batch) -> dict[str, Tensor]:
+        """See ``evidence.layer_outputs``; every rank gets the same row (collective)."""
+        return {} if self.own_forward is None else layer_outputs(self.own_forward, row)
 
     def offload(self, what: States) -> None:
         """Moves states to host memory; using them before ``onload`` is an error. On a CPU nothing moves."""
@@ -245,6 +276,8 @@ def take_all(batch: Batch, groups: list[Tensor], rounds: int) -> list[Batch]:
 
 logger = logging.getLogger(__name__)
 
+_SKETCHED = 256
+"""Size of a bucket of weights that are sketched, in MiB."""
 _PACKERS = 2
 """Buckets in host memory that are packed at once."""
 
@@ -338,8 +371,6 @@ class Trainer(Scorer):
 
     _state: TrainerState
     _source: SourceFolder
-    _model_dtype: torch.dtype
-    """The number format in which weights leave: exports and saved models."""
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
@@ -503,6 +534,16 @@ class Trainer(Scorer):
         """
         return self._export("adapter", bucket_bytes, ranks, check)
 
+    def sketches(self) -> dict[str, Sketch]:
+        """Of the weights that it sends, with the adapter, if it trains one; on rank 0 alone (collective)."""
+        lora, size, adapter = self.context.lora, _SKETCHED << 20, dict[str, Tensor]()
+        if lora is not None:
+            buckets = self.export_adapter(size, check=False)
+            adapter = {
+                name: matrix for bucket in buckets for name, matrix in bucket.outline.views(as_tensor(bucket.data))
+            }
+        return sketched_export(self.export_weights(size, check=False), adapter, lora)
+
     def _export(
         self, payload: Payload, bucket_bytes: int, ranks: Collection[int], check: bool
     ) -> Iterator[WeightBucket]:
@@ -575,6 +616,7 @@ class Trainer(Scorer):
             self.before_forward(last=last)
             output = loss_fn(self.forward(micro_batch, limits), micro_batch, context)
             self.backward(output.loss, last=last)
+            advance()
             add_metrics(sums, output.metrics | {self._loss_name: output.loss.detach()})
         return sums
 

@@ -27,10 +27,12 @@ from torch import Tensor
 
 from roll.configs.engines.vllm import CARD, VllmConfig
 from roll.configs.problems import ConfigErrors
+from roll.data.batch import Batch
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.replaced import environment
 from roll.distributed.strategy import require_engine
 from roll.distributed.strategy.base import States, StrategyContext
+from roll.distributed.strategy.evidence import Sketch
 from roll.distributed.strategy.generation.generator import EngineStoppedError, scratch_folder
 from roll.distributed.strategy.generation.model_outline import ModelOutline
 from roll.distributed.strategy.generation.scoring import PromptScores, ScoringGenerator
@@ -47,6 +49,7 @@ from roll.distributed.weights.contents import Lender, WeightBucket, renamed
 from roll.distributed.weights.receiver import on_device
 from roll.distributed.weights.segments import collect_on_gpu, own_copy, share_on_gpu
 from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
+from roll.utils.progress import advance
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -192,6 +195,13 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
     async def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         self._adapter = await asyncio.wrap_future(self._loop.submit(self._load_adapter(tensors)))
 
+    def own_sketches(self) -> dict[str, Sketch]:
+        (told, *_) = self._loop.submit(self._rpc("roll_sketch")).result()
+        return {name: Sketch(tuple(shape), norm, {"": np.array(own)}) for name, (shape, norm, own) in told.items()}
+
+    def layer_outputs(self, row: Batch) -> dict[str, Tensor]:
+        return self._loop.submit(self._layer_outputs(row.tokens_T.tolist())).result()
+
     def use_version(self, version: int, recompute_kv: bool) -> Future[None]:
         return self._loop.submit(self._now_at(version, recompute_kv))
 
@@ -297,6 +307,15 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
         values, ids = (np.asarray(flat).reshape(-1, 1 + width) for flat in (said.logprobs, said.token_ids))
         return values[:, 0], ids[:, 1:].ravel(), values[:, 1:].ravel()  # type: ignore[return-value]
 
+    async def _layer_outputs(self, token_ids: list[int]) -> dict[str, Tensor]:
+        await self._rpc("roll_watch_layers")
+        try:
+            await self._score("the layers of a probe", token_ids)
+        finally:
+            (told, *_) = await self._rpc("roll_layers", len(token_ids))
+        found = {name: np.frombuffer(values, dtype=np.float32).reshape(shape) for name, (shape, values) in told.items()}
+        return {name: torch.from_numpy(output.copy()) for name, output in found.items()}
+
     async def _last_output(self, name: str, token_ids: list[int], sampling: VllmSamplingParams) -> RequestOutput:
         """Everything that the engine says of a request."""
         from vllm.inputs.engine import tokens_input
@@ -310,6 +329,7 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
                 prompt = tokens_input(token_ids, cache_salt=f"weights-{self._cache_epoch}")
                 async for output in self._engine.generate(prompt, sampling, name, lora_request=self._adapter):
                     last = output
+                    advance()
         except EngineDeadError as error:
             self._stopped = self._stopped or "died"
             raise EngineStoppedError(f"the generation engine died: {self._failures.first()}") from error

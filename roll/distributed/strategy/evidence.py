@@ -1,0 +1,173 @@
+"""What a strategy shows of its model when its log-probs are doubted: settings, sketches of tensors, outputs of layers.
+
+A sketch is a few random projections of a tensor: that of a difference is the difference of the sketches, so how far two
+tensors are apart is known without sending either (Johnson and Lindenstrauss 1984).
+
+Axes: N numbers of a tensor, P of a row, K projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from roll.data.batch import Batch
+from roll.data.requests import Completion, GenerateRequest
+from roll.data.templates import ChatTemplate
+from roll.distributed.weights.buckets import as_tensor
+from roll.distributed.weights.contents import WeightBucket, dtype_name
+from roll.models.lora import LoraSpec, matrix_name
+from roll.models.own_forward import OwnForward, outputs
+from roll.models.routing import expert_sizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+QUESTION = [{"role": "user", "content": "Name a colour, a number and an animal."}]
+"""The message that a probe's prompt is made of."""
+FORMAT, EXPERTS, PROMPT, TEMPERATURE = "number format", "experts", "prompt", "temperature"
+"""Settings that have these names on both sides; the others are entries of the model's configuration, and buffers."""
+
+_PROJECTIONS = 64
+_ROW = 1024
+_UNTOLD = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache"}
+_AS_IT_IS = ""
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """Stands for a tensor."""
+
+    shape: tuple[int, ...]
+    norm: float
+    forms: Mapping[str, np.ndarray]
+    """float64 [K] by what was done to the tensor; the empty name is the tensor as it is."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, forms: Mapping[str, Callable[[Tensor], Tensor]] | None = None) -> Sketch:
+        """Sketches a tensor, and what it would be in other ``forms``."""
+        values = tensor.detach().float()
+        made = {_AS_IT_IS: values, **{name: form(values) for name, form in (forms or {}).items()}}
+        return cls(tuple(tensor.shape), float(values.norm()), {name: _project(form) for name, form in made.items()})
+
+    def distance(self, other: Sketch, form: str = _AS_IT_IS) -> float:
+        """About |other - form of this| as a share of this tensor's size."""
+        difference_K = other.forms[_AS_IT_IS] - self.forms[form]
+        return float(np.linalg.norm(difference_K)) / _PROJECTIONS**0.5 / max(self.norm, 1e-30)
+
+
+def rounded_forms(tensor: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Ways in which a tensor's values may have come to harm, by words that say so."""
+
+    def rounded(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        return lambda values: values.to(dtype).float()
+
+    forms = {
+        f"rounded to {dtype_name(dtype)}": rounded(dtype)
+        for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+        if tensor.dtype != dtype
+    }
+    if tensor.dim() == 2:
+        forms["transposed"] = lambda values: values.T
+        forms["rounded to int8"] = _rounded_to_int8
+    return forms
+
+
+def sketched_export(
+    buckets: Iterable[WeightBucket], adapter: Mapping[str, Tensor] | None = None, lora: LoraSpec | None = None
+) -> dict[str, Sketch]:
+    """Sketches of exported weights under their names, with an adapter that the model has: as they are with it."""
+    found = {}
+    for bucket in buckets:
+        for name, tensor in bucket.outline.views(as_tensor(bucket.data)):
+            forms = rounded_forms(tensor)
+            layer = name.removesuffix(".weight")
+            if adapter is not None and lora is not None and matrix_name(layer, "A") in adapter:
+                down_RI, up_OR = (adapter[matrix_name(layer, part)].to(tensor.device).float() for part in "AB")
+                delta = up_OR @ down_RI * (lora.alpha / lora.rank)
+                base, tensor = tensor, (tensor.float() + (delta if delta.shape == tensor.shape else delta.T))
+                forms["without the adapter"] = lambda _, base=base: base.float()  # type: ignore[misc]
+            found[name] = Sketch.of(tensor, forms)
+    return found
+
+
+def layer_outputs(own: OwnForward, row: Batch) -> dict[str, Tensor]:
+    """What each layer on this rank gives for the tokens of a row, float32 [T, H] by name (collective).
+
+    NaN of tokens that are on another rank.
+    """
+    places_T = own.usual_places(row)
+    _, layers, _ = own.layers()
+    with torch.no_grad(), outputs(layers, places_T) as found:
+        own.usual(row)
+    return dict(found)
+
+
+def config_settings(config: PreTrainedConfig) -> dict[str, str]:
+    """The entries of a model's configuration that say how it computes, as text, and whether it has experts."""
+    text = config.get_text_config()
+    entries = dict(_flat(text.to_dict()))
+    return {name: repr(value) for name, value in entries.items()} | {EXPERTS: str(any(expert_sizes(text)))}
+
+
+def buffer_settings(model: nn.Module) -> dict[str, str]:
+    """Buffers, such as the frequencies of rotary embeddings, as figures that differ when they do."""
+    return {
+        f"buffer {name}": f"mean {float(buffer.double().mean()):.9g}, norm {float(buffer.double().norm()):.9g}"
+        for name, buffer in model.named_buffers()
+        if buffer.is_floating_point() and not buffer.is_meta
+    }
+
+
+def probe_prompt(tokenizer: PreTrainedTokenizerBase, template: str | ChatTemplate) -> list[int]:
+    """Token ids of ``QUESTION`` in a chat template; of its bare text, where there is no template."""
+    from roll.data.renderer import ChatRenderer
+
+    try:
+        return [int(i) for i in ChatRenderer(tokenizer, template).prompt(QUESTION)]
+    except ValueError:
+        return [int(i) for i in tokenizer(QUESTION[0]["content"], add_special_tokens=False)["input_ids"]]
+
+
+def rows_of(requests: Sequence[GenerateRequest], completions: Sequence[Completion]) -> Batch:
+    """Requests and their answers, a row each; the loss mask is True on what was sampled."""
+    lengths = [(len(each.prompt_ids), len(done.token_ids)) for each, done in zip(requests, completions, strict=True)]
+    parts = [ids for each, done in zip(requests, completions, strict=True) for ids in (each.prompt_ids, done.token_ids)]
+    mask = np.repeat(np.tile([False, True], len(lengths)), np.ravel(lengths))
+    tokens_T = torch.from_numpy(np.concatenate(parts).astype(np.int64))
+    return Batch(torch.tensor([sum(each) for each in lengths]), tokens_T, torch.from_numpy(mask))
+
+
+def _project(values: Tensor) -> np.ndarray:
+    """float64 [K]; a signed sum for each projection, where a number's sign is that of its row times that of its place.
+
+    Values of equal forms are equal to the last bit where they are computed on one kind of device.
+    """
+    flat_N = values.contiguous().view(-1)
+    rows = -(-flat_N.numel() // _ROW)
+    padded = nn.functional.pad(flat_N, (0, rows * _ROW - flat_N.numel())).view(rows, _ROW)
+    signs = torch.Generator().manual_seed(0)
+    place_PK, row_RK = (
+        (torch.randint(0, 2, (size, _PROJECTIONS), generator=signs) * 2.0 - 1).to(values.device)
+        for size in (_ROW, rows)
+    )
+    return ((padded @ place_PK) * row_RK).double().sum(0).cpu().numpy()
+
+
+def _rounded_to_int8(values: Tensor) -> Tensor:
+    """With a scale for each row."""
+    scale = values.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+    return (values / scale).round() * scale
+
+
+def _flat(entries: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in entries.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{path}{name}.")
+        elif name not in _UNTOLD:
+            yield f"{path}{name}", value

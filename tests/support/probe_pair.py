@@ -1,0 +1,92 @@
+"""A trainer and a generator in this process, between which tests plant faults for the probe."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from roll.data.requests import GenerateRequest, SamplingParams
+from roll.distributed.replaced import replaced
+from roll.distributed.strategy import STRATEGIES
+from roll.distributed.strategy.evidence import probe_prompt, rows_of
+from roll.models.lora import LoraSpec
+from roll.models.tiny import make_tokenizer
+from roll.pipeline.probe import PROMPTED, SAMPLED
+from roll.pipeline.probe_causes import Bound, find_causes
+from tests.support.trainers import make_context
+
+
+class Pair:
+    """``Sides`` in this process: ``fsdp2_train`` and a generator that has its weights."""
+
+    resent = False
+
+    def __init__(self, path: str | Path, generator: Any, temperature: float, lora: LoraSpec | None = None) -> None:
+        context = make_context(Path(path), "fsdp2_train", lora=lora, temperature=temperature)
+        self.trainer: Any = STRATEGIES.get("fsdp2_train")(context)
+        self.trainer.setup()
+        self.generator = generator
+        ids = np.array(probe_prompt(make_tokenizer(), "chatml")[-PROMPTED:])
+        params = SamplingParams(SAMPLED, temperature, ignore_eos=True, seed=7)
+        self.request = GenerateRequest("probe", ids, params)
+        self.rename: Callable[[str], str] = lambda name: name
+
+    def update(self) -> None:
+        async def buckets(export: Any) -> Any:
+            for bucket in export(1 << 20, check=False):
+                names = tuple(map(self.rename, bucket.outline.names))
+                yield replace(bucket, outline=replace(bucket.outline, names=names))
+
+        asyncio.run(self.generator.update_weights(buckets(self.trainer.export_weights), 1))
+        if self.trainer.context.lora is not None:
+            asyncio.run(self.generator.update_adapter(buckets(self.trainer.export_adapter), 1))
+
+    resend = update
+
+    def complete(self, requests: Sequence[GenerateRequest]) -> Any:
+        async def all_of_them() -> Any:
+            return await asyncio.gather(*map(self.generator.generate, requests))
+
+        return asyncio.run(all_of_them())
+
+    def trained(self, batch: Any) -> Any:
+        with replaced(self.trainer, own_forward=None):
+            return self.trainer.logprobs(batch).logprobs_T
+
+    def forward(self, batch: Any) -> Any:
+        return self.generator.forward_logprobs(batch)
+
+    def own_sketches(self) -> Any:
+        return self.generator.own_sketches()
+
+    def settings(self) -> Any:
+        return self.trainer.settings(), self.generator.settings()
+
+    def sketches(self) -> Any:
+        return self.trainer.sketches(), self.generator.sketches()
+
+    def layers(self, row: Any) -> Any:
+        return self.trainer.layer_outputs(row), self.generator.layer_outputs(row)
+
+    @property
+    def model(self) -> Any:
+        return self.generator._model
+
+    def weight(self, name: str) -> Any:
+        return self.model.get_parameter(name).data
+
+    def difference(self) -> tuple[float, Bound, Any]:
+        bound = Bound.of(*self.settings())
+        (completion,) = self.complete([self.request])
+        row = rows_of([self.request], [completion])
+        reported_M = torch.from_numpy(completion.logprobs)
+        return bound.difference(reported_M, self.trained(row)[row.loss_mask_T]), bound, completion
+
+    def causes(self) -> list[str]:
+        """What is found; nothing where the probe is content."""
+        difference, bound, completion = self.difference()
+        return find_causes(self, self.request, completion, bound) if difference > bound.value else []

@@ -1,0 +1,271 @@
+"""Faults that are planted between a trainer and a generator: the probe finds each and names it."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from roll.distributed.replaced import replaced
+from roll.distributed.strategy import STRATEGIES
+from roll.distributed.strategy.evidence import PROMPT, probe_prompt
+from roll.distributed.strategy.hf_infer import continuous_batching
+from roll.models import sampling
+from roll.models.lora import LoraSpec
+from roll.models.tiny import make_tokenizer
+from roll.pipeline.probe_causes import Bound, other_prompt
+from tests.support.contract import context_of
+from tests.support.known_families import make_known
+from tests.support.probe_pair import Pair
+
+LORA = LoraSpec(rank=4, alpha=12, targets=("q_proj", "down_proj"))
+VOCABULARY = len(make_tokenizer())
+
+
+def started(path: Path, lora: LoraSpec | None) -> Pair:
+    """A pair whose weights are no longer those of the folder, so that one that was not sent shows."""
+    context = context_of("hf_infer", str(path), sequence_length=64, lora=lora, temperature=0.8)
+    generator = STRATEGIES.get("hf_infer")(context)
+    generator.setup()
+    pair = Pair(path, generator, 0.8, lora)
+    with torch.no_grad():
+        for name, parameter in pair.trainer.weights.scorer.model.named_parameters():
+            if lora is None or "lora_" in name:
+                parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+    pair.update()
+    return pair
+
+
+FAMILIES = {"tied": ("qwen2", {"tie_word_embeddings": True}), "experts": ("qwen3_moe", {}), "capped": ("gemma2", {})}
+
+
+@pytest.fixture(scope="module")
+def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Pair]]:
+    """A pair by family, or ``lora``; a test that plants a fault takes it out again."""
+    root, pairs = tmp_path_factory.mktemp("pairs"), dict[str, Pair]()
+
+    def pair(family: str) -> Pair:
+        if family not in pairs:
+            name, changes = FAMILIES.get(family, FAMILIES["tied"])
+            path = make_known(root / family, name, VOCABULARY, **changes)
+            make_tokenizer().save_pretrained(path)
+            pairs[family] = started(path, LORA if family == "lora" else None)
+        return pairs[family]
+
+    yield pair
+    for each in pairs.values():
+        each.generator.shutdown()
+
+
+def exchange(pair: Pair, *names: str) -> None:
+    first, second = (pair.weight(name) for name in names)
+    kept = first.clone()
+    first.copy_(second)
+    second.copy_(kept)
+
+
+def to_int8(weight: Any) -> None:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    weight.copy_((weight / scale).round() * scale)
+
+
+def stale(pair: Pair) -> None:
+    weight = pair.weight("model.layers.1.mlp.down_proj.weight")
+    weight += 0.05 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+
+
+def come_apart(pair: Pair) -> None:
+    pair.model.lm_head.weight = nn.Parameter(pair.model.lm_head.weight.detach() * 1.1)
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+TENSORS: dict[str, tuple[str, Callable[[Pair], object], str]] = {
+    "swapped": (
+        "tied",
+        lambda pair: exchange(pair, Q, Q.replace("0", "1")),
+        f"{Q} has the values of {Q.replace('0', '1')}",
+    ),
+    "stale": ("tied", stale, "of its size away, as if an update had not reached it"),
+    "transposed": ("tied", lambda pair: pair.weight(Q).copy_(pair.weight(Q).T.clone()), f"{Q} is transposed"),
+    "quantised": ("tied", lambda pair: to_int8(pair.weight(Q)), f"{Q} is rounded to int8"),
+    "number format": (
+        "tied",
+        lambda pair: pair.weight(Q).copy_(pair.weight(Q).to(torch.float8_e4m3fn).float()),
+        f"{Q} is rounded to float8_e4m3fn",
+    ),
+    "tied weight apart": ("tied", come_apart, "lm_head.weight is tied to another tensor"),
+    "permuted experts": (
+        "experts",
+        lambda pair: pair.weight("model.layers.0.mlp.experts.down_proj").copy_(
+            pair.weight("model.layers.0.mlp.experts.down_proj").roll(1, 0).clone()
+        ),
+        "experts.1.down_proj.weight has the values of model.layers.0.mlp.experts.0.down_proj.weight",
+    ),
+    "adapter dropped": (
+        "lora",
+        lambda pair: asyncio.run(pair.generator.update_weights(export_of(pair), 1)),
+        "q_proj.weight is without the adapter",
+    ),
+}
+
+
+async def export_of(pair: Pair) -> Any:
+    for bucket in pair.trainer.export_weights(1 << 20, check=False):
+        yield bucket
+
+
+@pytest.mark.parametrize("fault", TENSORS)
+def test_a_wrong_tensor_is_named(pair_of, fault):
+    family, plant, words = TENSORS[fault]
+    pair = pair_of(family)
+    assert pair.difference()[0] < 1e-4, "a right pair"
+    head = pair.model.lm_head.weight
+    with torch.no_grad():
+        plant(pair)
+    try:
+        assert words in pair.causes()[0]
+    finally:
+        pair.model.lm_head.weight = head
+        pair.update()
+
+
+def test_right_bytes_under_wrong_names_are_named_wherever_names_are_exchanged(pair_of, monkeypatch):
+    pair = pair_of("tied")
+    swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+
+    def wrong(name: str) -> str:
+        (part,) = [part for part in swap if part in name] or [""]
+        return name.replace(part, swap[part]) if part and "layers.1" in name else name
+
+    monkeypatch.setattr(pair, "rename", wrong)
+    pair.update()
+    assert "gate_proj.weight has the values of model.layers.1.mlp.up_proj.weight" in pair.causes()[0]
+
+    right = pair.trainer.sketches
+    monkeypatch.setattr(pair.trainer, "sketches", lambda: {wrong(name): each for name, each in right().items()})
+    (cause,) = pair.causes()  # the trainer itself calls them so
+    assert "they part in model.layers.1" in cause and "wrong names" in cause
+    monkeypatch.undo()
+    pair.update()
+
+
+def hotter(logits_BV, rows, *args):
+    return sampling.sample(logits_BV / 1.4, rows, *args)
+
+
+def cut_by_itself(logits_BV, rows, *args):
+    """Reports log-probs of the likeliest tokens alone."""
+    tokens_B, logprobs_B = sampling.sample(logits_BV, rows, *args)
+    all_BV = (logits_BV / rows.temperature_B[:, None]).log_softmax(-1)
+    out_BV = all_BV < logprobs_B[:, None] - 0.5
+    return tokens_B, all_BV.masked_fill(out_BV, -torch.inf).log_softmax(-1).gather(1, tokens_B[:, None])[:, 0]
+
+
+def cut_by_top_p(logits_BV, rows, *args):
+    sample = sampling.sample if rows.truncated_R is None else cut_by_itself
+    return sample(logits_BV, rows, *args)
+
+
+def penalised(logits_BV, rows, *args):
+    if rows.penalty_B is None:
+        return sampling.sample(logits_BV, rows, *args)
+    logits_BV = sampling._penalised(logits_BV, rows, *args[1:2], None)
+    return sampling.sample(logits_BV, replace(rows, penalty_B=None), *args)
+
+
+@pytest.mark.parametrize(
+    ("sample", "changes", "words"),
+    [
+        (hotter, {}, "temperature: both agree where the generator is asked for 0.57"),
+        (cut_by_itself, {}, "a cut distribution"),
+        (cut_by_top_p, {"top_p": 0.7}, "top_p: with 1.0 in place of 0.7 both agree"),
+        (penalised, {"repetition_penalty": 1.3}, "repetition_penalty: with 1.0 in place of 1.3 both agree"),
+    ],
+)
+def test_a_wrong_sampling_setting_is_named(pair_of, monkeypatch, sample, changes, words):
+    pair = pair_of("tied")
+    monkeypatch.setattr(pair, "request", replace(pair.request, params=replace(pair.request.params, **changes)))
+    assert not pair.causes()
+    monkeypatch.setattr(continuous_batching, "sample", sample)
+    (cause,) = pair.causes()
+    assert cause.startswith(words)
+
+
+def test_a_trainer_of_another_temperature_is_named(pair_of, monkeypatch):
+    pair = pair_of("tied")
+    monkeypatch.setattr(pair.trainer.weights.scorer, "temperature", 1.1)
+    assert "asked for 1.1 in place of 0.8" in pair.causes()[0]
+
+
+@pytest.mark.parametrize(("shift", "words"), [(1, "before"), (-1, "after")])
+def test_a_token_offset_is_named(pair_of, monkeypatch, shift, words):
+    pair, complete = pair_of("tied"), Pair.complete
+
+    def moved(self, requests):
+        return [replace(done, logprobs=np.roll(done.logprobs, shift)) for done in complete(self, requests)]
+
+    monkeypatch.setattr(Pair, "complete", moved)
+    (cause,) = pair.causes()
+    assert cause.startswith("token offset") and f"the token {words} it" in cause
+
+
+def test_keys_and_values_of_old_weights_are_named(pair_of, monkeypatch):
+    pair = pair_of("tied")
+    batching, old = pair.generator._batching, {name: each.data * 1.2 for name, each in pair.model.named_parameters()}
+    prefill = batching._prefill
+
+    def from_cache(groups):
+        for group in groups:
+            new = {name: each.data for name, each in pair.model.named_parameters()}
+            found = np.array_equal(group[0].request.prompt_ids, pair.request.prompt_ids)
+            for name, each in pair.model.named_parameters():
+                each.data = (old if found else new)[name]
+            prefill([group])
+            for name, each in pair.model.named_parameters():
+                each.data = new[name]
+
+    monkeypatch.setattr(batching, "_prefill", from_cache)
+    (cause,) = pair.causes()
+    assert cause.startswith("keys and values of old weights")
+
+
+@pytest.mark.parametrize("fault", ["rope base", "final soft cap", "soft cap of attention", "experts of a token"])
+def test_another_way_to_compute_is_named(pair_of, monkeypatch, fault):
+    pair = pair_of({"rope base": "tied", "experts of a token": "experts"}.get(fault, "capped"))
+    assert not pair.causes()
+    model = pair.model.model
+    if fault == "rope base":
+        monkeypatch.setattr(model.rotary_emb, "inv_freq", model.rotary_emb.inv_freq**0.7)
+        words = ["buffer model.rotary_emb.inv_freq: mean", "they part in model.layers.0"]
+    elif fault == "final soft cap":
+        monkeypatch.setattr(pair.model.config, "final_logit_softcapping", None)
+        words = ["final_logit_softcapping: 3.0 in the trainer, None in the generator", "part behind them"]
+    elif fault == "soft cap of attention":
+        for layer in model.layers:
+            monkeypatch.setattr(layer.self_attn, "attn_logit_softcapping", None)
+        words = ["they part in model.layers.0, whose output is"]
+    else:
+        monkeypatch.setattr(model.layers[1].mlp.gate, "top_k", 1)
+        words = ["they part in model.layers.1, whose output is"]
+    causes = pair.causes()
+    assert all(word in cause for word, cause in zip(words, causes, strict=True)), causes
+
+
+def test_another_chat_template_is_named(pair_of):
+    generator, own = pair_of("tied").generator, probe_prompt(make_tokenizer(), "chatml")
+    with replaced(generator, context=replace(generator.context, template="chatml")):
+        assert other_prompt(own, generator.settings()) is None
+    assert "other ones from token" in other_prompt(own, {PROMPT: "1 2 3"})
+
+
+def test_the_bound_follows_the_coarser_number_format():
+    full, half = {"number format": "float32"}, {"number format": "bfloat16", "temperature": "0.5"}
+    assert Bound.of(full, full).every and Bound.of(full, full).value == 1e-3
+    assert (Bound.of(half, full).every, Bound.of(half, full).value) == (False, 0.8)
+    assert not Bound.of(full, full | {"experts": "True"}).every
+    assert Bound.of(full, {"number format": "bfloat16 fp8"}).value == 1.5
