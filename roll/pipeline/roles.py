@@ -175,6 +175,8 @@ class Roles:
     ) -> None:
         self.config = config
         self.needs = needs
+        self.pictures = False
+        """There are pictures in the prompts of the run."""
         """What losses take from the trained model, but for the comparison with a teacher."""
         self.clusters = {name: clusters[name] for name in (*config.roles, VAL_INFER) if name in clusters}
         """Of the roles that have a model."""
@@ -419,6 +421,7 @@ class Roles:
             loads=frozenset(config.checkpoint_config.load_contents),
             router_replay=self._router_replay(role),
             updated_after_offload=updates_after_offload(config, role),
+            pictures=self.pictures,
             recompute_kv=isinstance(config, RLConfig) and config.overlaps and config.kv_after_update == "recompute",
         )
 
