@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from roll.distributed.strategy.hf_infer import continuous_batching
 from roll.models import sampling
 from roll.models.lora import LoraSpec
 from roll.models.tiny import make_tokenizer
+from roll.pipeline.probe import Probe
 from roll.pipeline.probe_causes import Bound, other_prompt
 from tests.support.contract import context_of
 from tests.support.known_families import make_known
@@ -269,3 +271,23 @@ def test_the_bound_follows_the_coarser_number_format():
     assert (Bound.of(half, full).every, Bound.of(half, full).value) == (False, 0.8)
     assert not Bound.of(full, full | {"experts": "True"}).every
     assert Bound.of(full, {"number format": "bfloat16 fp8"}).value == 1.5
+
+
+def test_a_load_the_first_change_and_every_nth_step_are_probed_against_their_own_version(monkeypatch):
+    asked = []
+    replicas: Any = SimpleNamespace(num_loads=1, shares_devices=True, version=0)
+    replicas.cluster = SimpleNamespace(name="actor_infer", submit=lambda *_: asked.append(replicas.version))
+    probe = Probe(SimpleNamespace(probe_every=3, rpc_timeout=1.0), SimpleNamespace(on_synced=[]), "tiny")
+    monkeypatch.setattr(probe, "_make_request", lambda: None)
+    monkeypatch.setattr(probe, "_gather", lambda asked, _: [asked.version])
+    monkeypatch.setattr(probe, "_compare", lambda asked, found, metrics: {"compared": found[0]})
+    compared = []
+    for version, trained in [(0, 0), (0, 0), (1, 1), (2, 2), (3, 3), (4, 5), (5, 5), (6, 6), (7, 7)]:
+        replicas.version = version
+        probe.ask(replicas)
+        compared.append(probe.check(trained).get("compared"))
+    assert asked == [0, 1, 4, 7]
+    assert compared == [0, None, 1, None, None, None, None, None, 7], "what was trained meanwhile is left out"
+    replicas.num_loads, replicas.shares_devices = 2, False  # a worker was replaced
+    probe.ask(replicas)
+    assert asked[-2:] == [7, 7] and probe.check(8) == {"compared": 7}, "compared at once, reported later"
