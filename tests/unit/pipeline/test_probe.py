@@ -14,7 +14,7 @@ from torch import nn
 
 from roll.distributed.replaced import replaced
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.evidence import PROMPT, probe_prompt
+from roll.distributed.strategy.evidence import probe_prompt
 from roll.distributed.strategy.hf_infer import continuous_batching
 from roll.models import sampling
 from roll.models.lora import LoraSpec
@@ -43,7 +43,12 @@ def started(path: Path, lora: LoraSpec | None) -> Pair:
     return pair
 
 
-FAMILIES = {"tied": ("qwen2", {"tie_word_embeddings": True}), "experts": ("qwen3_moe", {}), "capped": ("gemma2", {})}
+FAMILIES = {
+    "tied": ("qwen2", {"tie_word_embeddings": True}),
+    "experts": ("qwen3_moe", {}),
+    "capped": ("gemma2", {}),
+    "sinks": ("gpt_oss", {}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +112,11 @@ TENSORS: dict[str, tuple[str, Callable[[Pair], object], str]] = {
             pair.weight("model.layers.0.mlp.experts.down_proj").roll(1, 0).clone()
         ),
         "experts.1.down_proj.weight has the values of model.layers.0.mlp.experts.0.down_proj.weight",
+    ),
+    "no sinks": (
+        "sinks",
+        lambda pair: pair.weight("model.layers.0.self_attn.sinks").zero_(),
+        "model.layers.0.self_attn.sinks is 1 of its size away",
     ),
     "adapter dropped": (
         "lora",
@@ -260,9 +270,10 @@ def test_another_way_to_compute_is_named(pair_of, monkeypatch, fault):
 
 def test_another_chat_template_is_named(pair_of):
     generator, own = pair_of("tied").generator, probe_prompt(make_tokenizer(), "chatml")
-    with replaced(generator, context=replace(generator.context, template="chatml")):
-        assert other_prompt(own, generator.settings()) is None
-    assert "other ones from token" in other_prompt(own, {PROMPT: "1 2 3"})
+    for template, differs in (("chatml", False), ("qwen2", True)):
+        with replaced(generator, context=replace(generator.context, template=template)):
+            assert bool(problem := other_prompt(own, generator.settings())) == differs
+    assert problem is not None and problem.startswith("template or tokenizer")
 
 
 def test_the_bound_follows_the_coarser_number_format():
