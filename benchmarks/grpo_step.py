@@ -354,16 +354,17 @@ def roll_pipeline(config: RLVRConfig) -> Iterator[Roll]:
     from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER
     from roll.pipeline.launch import MODEL_WORKERS
     from roll.pipeline.programs import RLVR
-    from roll.pipeline.prompts import PromptRolloutWorkers, load_datasets, load_renderer
+    from roll.pipeline.prompts import PromptRolloutWorkers, load_datasets
     from roll.pipeline.rl import set_losses
     from roll.pipeline.rlvr import RLVRPipeline
     from roll.pipeline.roles import Roles
     from roll.pipeline.start import RunContext, Start
+    from roll.preflight.templates import policy_renderer
     from roll.rollout.prompt_worker import PromptWorker
     from roll.rollout.reward_worker import RewardWorker
 
     workers = {**MODEL_WORKERS, ROLLOUT_CLUSTER: PromptWorker, f"{REWARD_CLUSTER}rule": RewardWorker}
-    datasets = load_datasets(config, load_renderer(config))
+    datasets = load_datasets(config, policy_renderer(config))
     with started(config, workers) as (session, signals, clusters):
         roles = Roles(config, clusters)
         run = RunContext(RLVR, session, signals, clusters, roles, Start(config.pretrain))

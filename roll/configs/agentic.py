@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from roll.configs.agent import AgentConfig
+from roll.configs.data import PICTURE_BOUNDS
 from roll.configs.env import CustomEnvConfig, EnvManagerConfig
 from roll.configs.judge import AskedModelConfig
 from roll.configs.pipeline import TINY, WarmStartConfig
@@ -225,6 +226,7 @@ def check_no_dataset(config: AgenticConfig) -> Iterator[ConfigProblem]:
     """The environments are the data."""
     data = config.actor_train.data_args
     default = type(data)(template=data.template, chat_template_kwargs=data.chat_template_kwargs)
+    default = default.model_copy(update={key: getattr(data, key) for key in PICTURE_BOUNDS})
     expected = "no such key in the agentic pipeline: the environments are the data"
     for key in type(data).model_fields:
         if (got := getattr(data, key)) != getattr(default, key):

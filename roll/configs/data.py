@@ -36,6 +36,10 @@ RENDERED = frozenset(
 """Arguments of ``apply_chat_template`` that are no variables of a template's own."""
 
 
+PICTURE_BOUNDS = ("image_min_pixels", "image_max_pixels", "image_decode_limit")
+"""Keys of ``DataArguments`` that hold of every picture of a run."""
+
+
 class DatasetFilterConfig(Config):
     """Conditions under which a row of the dataset is used."""
 
@@ -109,6 +113,33 @@ class DataArguments(Config):
         min_length=1,
         description="Column with the functions offered to the assistant. null, or no column `tools`: none.",
     )
+    image: str | None = Field(
+        default="images",
+        min_length=1,
+        description="Column with the row's pictures, one or a list: paths, bytes, base64 or data URIs. Each stands in "
+        "the place of a mark <image> in the words of a user or tool, or, without any mark, before the first. null, or "
+        "no column `images`: none.",
+    )
+    image_folder: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of the pictures' paths, which may not lead out of it. null: that of the dataset's file.",
+    )
+    image_min_pixels: int | None = Field(
+        default=None,
+        ge=1,
+        description="A picture is enlarged to this many pixels at least. null: what the model's processor says.",
+    )
+    image_max_pixels: int | None = Field(
+        default=None,
+        ge=1,
+        description="A picture is reduced to this many pixels at most. null: what the model's processor says.",
+    )
+    image_decode_limit: int = Field(
+        default=2**26,
+        ge=1,
+        description="A picture of more pixels than this, before it is resized, is not decoded and stops the run.",
+    )
     system_prompt: str | None = Field(
         default=None, min_length=1, description="System message of conversations that do not begin with one."
     )
@@ -155,6 +186,12 @@ class DataArguments(Config):
         return [self.file_name] if isinstance(self.file_name, str) else list(self.file_name or [])
 
     @property
+    def picture_bounds(self) -> dict[str, Any]:
+        """Arguments of ``Pictures``."""
+        bounds = {"min_pixels": self.image_min_pixels, "max_pixels": self.image_max_pixels}
+        return {**bounds, "decode_limit": self.image_decode_limit}
+
+    @property
     def has_dataset(self) -> bool:
         """Tells whether prompts come from files or a dataset class."""
         return bool(self.file_names or self.dataset_cls)
@@ -174,6 +211,9 @@ class DataArguments(Config):
             given = "file_name" if self.file_names else "dataset_cls"
             expected = f"the column of the question, or messages that of the conversation, since {given} is set"
             yield self.problem("prompt", expected, "messages", given)
+        least, most = self.image_min_pixels, self.image_max_pixels
+        if least is not None and most is not None and least > most:
+            yield self.problem("image_min_pixels", f"at most image_max_pixels = {most}", "image_max_pixels")
         if self.dataset_cls is not None and not ATTRIBUTE_PATH.fullmatch(self.dataset_cls):
             yield self.problem("dataset_cls", "package.module:attribute or folder/file.py:attribute")
         if self.domain_interleave_probs is not None:

@@ -107,6 +107,18 @@ def compute_dtype(role: str, worker: WorkerConfig) -> tuple[str, str | None]:
     return f"{role}.model_args.dtype", worker.model_args.dtype
 
 
+def no_pictures(config: PipelineConfig) -> str:
+    """Why a run's prompts must have no pictures, in words; empty: they may."""
+    for key, what in (("agent", "agent programs get text"), ("teacher_prompt", "it is text")):
+        if getattr(config, key, None) is not None:
+            return f"{key} is set, and {what}"
+    for role, worker in config.roles.items():
+        card = worker.strategy_args.card
+        if card is not None and (why := card.no_pictures(worker)):
+            return f"{role}'s {worker.strategy_args.strategy_name} {why}"
+    return ""
+
+
 def check_attention(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """``attn_implementation`` is said to engines that read it, and Ulysses has a kernel that it can share."""
     for role, worker in sections(config):

@@ -220,6 +220,13 @@ class RunConfig(Config):
         description="Seconds for one call to a worker, and for which a role's trainers wait for each other, as when "
         "one reads its part of a model from a slow disk.",
     )
+    stall_timeout: float | None = Field(
+        default=1800.0,
+        gt=0,
+        description="Seconds without any work anywhere (no token, micro-batch, step of an environment, reward, tensor "
+        "read or sent), after which the run stops: logs/stacks.txt then has what every process was doing, and the "
+        "message who waits for whom. null: never.",
+    )
     output_dir: str = Field(default="./output", min_length=1, description="Parent of the run's folder.")
     logging_dir: str | None = Field(
         default=None, description="Folder of the log files. null: output_dir/<exp_name>/logs."

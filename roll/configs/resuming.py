@@ -57,8 +57,9 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
     ),
     (
         Effect.FREE,
-        "exp_name rpc_timeout output_dir logging_dir render_save_dir num_renders num_written_episodes ray_init* "
-        "track_with tracker_kwargs* checkpoint_config* profiler* watches* max_ckpt_to_keep resume_from_checkpoint "
+        "exp_name rpc_timeout stall_timeout output_dir logging_dir render_save_dir num_renders num_written_episodes "
+        "ray_init* track_with tracker_kwargs* checkpoint_config* profiler* watches* max_ckpt_to_keep "
+        "resume_from_checkpoint "
         "resume_with_changes max_steps num_train_epochs total_epochs save_steps async_save logging_steps eval_steps "
         "learned_share num_written_groups probe probe_every "
         "val_before_train val_after_train eval_only max_bad_steps max_worker_restarts num_nodes num_gpus_per_node "

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import os
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -15,8 +18,10 @@ from jinja2 import TemplateError
 from roll.configs.data import DataArguments
 from roll.configs.resuming import Rows
 from roll.data.batch import Batch
-from roll.data.columns import BoolArray, IntArray
+from roll.data.columns import BoolArray, IntArray, Item
 from roll.data.files.rows import DataError, Row
+from roll.data.identity import items_along
+from roll.data.item_spool import ItemSpool
 from roll.data.left_out import LeftOut
 from roll.data.prompt_rows import (
     Message,
@@ -30,11 +35,16 @@ from roll.data.prompt_rows import (
 )
 from roll.data.prompts import Prompt, RowCheck
 from roll.data.reading import Reading
+from roll.data.renderer import items_of
+from roll.data.row_pictures import with_items
 
 if TYPE_CHECKING:
     from roll.data.renderer import ChatRenderer, Tool
 
 logger = logging.getLogger(__name__)
+
+_DECODERS = 8
+"""Most threads that decode pictures."""
 
 UNSCORED = "conversation"
 """Tag of what no reward domain scores."""
@@ -95,6 +105,10 @@ class Conversations:
     """Questions that the conversations' last answers reply to."""
     report: ConversationReport
 
+    @property
+    def has_pictures(self) -> bool:
+        return self.batch.items_I is not None
+
 
 @dataclass(frozen=True)
 class Scoring:
@@ -125,6 +139,7 @@ def load_conversations(
     scoring: Scoring | None = None,
     seed: int = 0,
     tools: Sequence[Tool] | None = None,
+    no_pictures: str = "",
 ) -> Conversations:
     """Reads, filters, renders and checks a dataset.
 
@@ -133,12 +148,13 @@ def load_conversations(
         last_only: only the last answer is learnt.
         whole: all is learnt, prompts too.
         scoring: what the questions must bring to have their answers scored; ``None``: they are not.
+        no_pictures: see ``load_prompts``.
 
     Raises:
         DataError: everything that is wrong with the dataset, by file and line.
         ValueError: ``dataset_cls`` cannot be imported.
     """
-    reading = Reading(args, seed)
+    reading = Reading(args, seed, no_pictures=no_pictures)
     samples = reading.drawn(_read(reading, scoring))
     if scoring is not None:
         scoring.check_questions(((sample.place, sample.question) for sample in samples), reading)
@@ -147,22 +163,32 @@ def load_conversations(
     reading.require(samples)
     if not kept:
         raise DataError([f"no conversations: all {len(samples):,} are longer than sequence_length = {max_tokens}"])
-    batch, conversations = to_batch(kept), {id(sample): sample.question for sample, _, _ in kept}
+    batch, conversations = to_batch(kept), {id(row.sample): row.sample.question for row in kept}
     report = report_of(batch, reading, overflow, max_tokens, conversations=len(conversations))
     return Conversations(batch, tuple(conversations.values()), report)
 
 
 def encode_talk(
-    renderer: ChatRenderer, *, last_only: bool = False, whole: bool = False, tools: Sequence[Tool] | None = None
+    renderer: ChatRenderer,
+    *,
+    last_only: bool = False,
+    whole: bool = False,
+    tools: Sequence[Tool] | None = None,
+    blank: bool = False,
 ) -> Encode:
-    """The rows of a conversation's turns that are learned; see ``load_conversations``."""
+    """The rows of a conversation's turns that are learned; see ``load_conversations``.
 
-    def encode(sample: ReadConversation) -> list[tuple[IntArray, BoolArray]]:
+    Args:
+        blank: pictures are only checked and measured, see ``with_items``.
+    """
+
+    def encode(sample: ReadConversation) -> list[Encoded]:
         learned = [index for index in sample.learned if not last_only or index == len(sample.messages) - 1]
         if not learned:
             raise ValueError("nothing to train on: the row excludes its last answer, and train_on: last all others")
-        rows = renderer.rows(sample.messages, learned, sample.tools or tools)
-        return [(ids, said | whole) for ids, said in rows]
+        messages = with_items(sample.messages, renderer.pictures, blank=blank)
+        rows, items = renderer.rows(messages, learned, sample.tools or tools), items_of(messages)
+        return [Encoded(ids, said | whole, items) for ids, said in rows]
 
     return encode
 
@@ -199,13 +225,30 @@ class ReadConversation:
         return cls(talk.messages, question, f"{row.place}{side}", row.file, talk.learned, talk.tools)
 
 
-Rendered: TypeAlias = tuple[ReadConversation, IntArray, BoolArray]
-"""With its token ids, and True for those that are learnt from."""
+class Encoded(NamedTuple):
+    """A sample of a conversation."""
 
-Encode: TypeAlias = Callable[[ReadConversation], Sequence[tuple[IntArray, BoolArray]]]
-"""The token ids of a conversation's samples, mostly one, and True for those that are learnt from.
+    ids: IntArray
+    mask: BoolArray
+    """True for the tokens that are learnt from."""
+    items: tuple[Item, ...] = ()
+    """The conversation's pictures."""
 
-Raises ``ValueError`` or jinja2's ``TemplateError`` where the template refuses it.
+
+class Rendered(NamedTuple):
+    """The same with the conversation."""
+
+    sample: ReadConversation
+    ids: IntArray
+    mask: BoolArray
+    items: tuple[Item, ...]
+    """The sample's own pictures, each once."""
+
+
+Encode: TypeAlias = Callable[[ReadConversation], Sequence[Encoded]]
+"""The samples of a conversation, mostly one. It may be called in any thread.
+
+Raises ``ValueError`` or jinja2's ``TemplateError`` where the template refuses it, or a picture cannot be used.
 """
 
 
@@ -213,7 +256,8 @@ def _read(reading: Reading, scoring: Scoring | None) -> Iterator[ReadConversatio
     """The rows that the filter keeps, as conversations."""
 
     def read(row: Row) -> ReadConversation:
-        talk = row_conversation(row.values, reading.args)
+        talk = row_conversation(row.values, reading.args, reading.folder(row))
+        reading.allow(talk.messages)
         if talk.silent:
             reading.note(row.file, "empty assistant messages, which are not trained on", row.place)
         if scoring is None:  # which sees every column
@@ -249,9 +293,10 @@ def row_question(row: Row, args: DataArguments, talk: Talk, scoring: Scoring | N
 def to_batch(rendered: Sequence[Rendered]) -> Batch:
     """The conversations end to end."""
     return Batch(
-        lengths_B=torch.tensor([len(ids) for _, ids, _ in rendered], dtype=torch.int64),
-        tokens_T=torch.from_numpy(np.concatenate([ids for _, ids, _ in rendered])),
-        loss_mask_T=torch.from_numpy(np.concatenate([mask for _, _, mask in rendered])),
+        lengths_B=torch.tensor([len(row.ids) for row in rendered], dtype=torch.int64),
+        tokens_T=torch.from_numpy(np.concatenate([row.ids for row in rendered])),
+        loss_mask_T=torch.from_numpy(np.concatenate([row.mask for row in rendered])),
+        items_I=tuple(row.items for row in rendered) if any(row.items for row in rendered) else None,
     )
 
 
@@ -284,9 +329,9 @@ def render(
     samples: Iterable[ReadConversation], encode: Encode, reading: Reading, left_out: LeftOut | None
 ) -> Iterator[Rendered]:
     """Token ids of conversations; what a template refuses is a problem, what it leaves out a note."""
-    for sample in samples:
+    for sample, encoded in _ahead(samples, encode):
         try:
-            rows = encode(sample)
+            rows = encoded()
         except TemplateError as error:
             reading.problems.add(sample.place, f"the chat template cannot render the messages: {error}")
         except ValueError as error:
@@ -295,9 +340,25 @@ def render(
             if left_out is not None:
                 for what in left_out.of(sample.messages, sample.learned, sample.tools):
                     reading.note(sample.file, what, sample.place)
-            for ids, mask in rows:
-                mask[0] = False  # nothing predicts it
-                yield sample, ids, mask
+            for row in rows:
+                row.mask[0] = False  # nothing predicts it
+                items = [item for _, item in items_along(row.ids, row.items)] if row.items else ()
+                yield Rendered(sample, row.ids, row.mask, tuple(dict.fromkeys(items)))
+
+
+def _ahead(
+    samples: Iterable[ReadConversation], encode: Encode
+) -> Iterator[tuple[ReadConversation, Callable[[], Sequence[Encoded]]]]:
+    """Conversations with what encodes them; those with pictures are encoded by threads, some ahead."""
+    num_threads = min(_DECODERS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(num_threads) as pool:
+        waiting: deque[tuple[ReadConversation, Callable[[], Sequence[Encoded]]]] = deque()
+        for sample in samples:
+            shows = any(isinstance(message["content"], list) for message in sample.messages)
+            waiting.append((sample, pool.submit(encode, sample).result if shows else partial(encode, sample)))
+            if not shows or len(waiting) > 2 * num_threads:
+                yield waiting.popleft()
+        yield from waiting
 
 
 def try_out(
@@ -310,19 +371,23 @@ def try_out(
 
 
 def fit(rendered: Iterable[Rendered], max_tokens: int, overflow: str, reading: Reading) -> list[Rendered]:
-    """Those of at most ``max_tokens``; ``longest``, ``overlong`` and ``silent`` are counted."""
-    kept, counts = [], reading.counts
-    for sample, ids, mask in rendered:
+    """Those of at most ``max_tokens``; ``longest``, ``overlong`` and ``silent`` are counted.
+
+    One with pictures is not cut. Their bytes lie on disk (``ItemSpool``).
+    """
+    kept, counts, spool = [], reading.counts, ItemSpool()
+    for sample, ids, mask, items in rendered:
         counts["longest"] = max(counts["longest"], len(ids))
         if len(ids) > max_tokens:
             counts["overlong"] += 1
-            if overflow == "error":
+            if overflow == "error" or (items and overflow == "truncate"):
                 expected = f"expected at most sequence_length = {max_tokens} (see sample_overflow)"
-                reading.problems.add(sample.place, f"{len(ids):,} tokens, {expected}")
-            if overflow != "truncate":
+                uncut = "" if overflow == "error" else ", as a conversation with pictures is not cut"
+                reading.problems.add(sample.place, f"{len(ids):,} tokens, {expected}{uncut}")
+            if items or overflow != "truncate":
                 continue
         if mask[:max_tokens].any():
-            kept.append((sample, ids[:max_tokens], mask[:max_tokens]))
+            kept.append(Rendered(sample, ids[:max_tokens], mask[:max_tokens], tuple(map(spool.keep, items))))
         else:
             counts["silent"] += 1
     return kept

@@ -18,22 +18,21 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from roll.data.columns import IntArray, Item, UInt8Array
+from roll.data.columns import IntArray, Item
 from roll.data.identity import content_ids
 from roll.utils.foreign import describe_error
 
 if TYPE_CHECKING:
     from PIL import Image
     from transformers import PreTrainedTokenizerBase
-
-MOST_PIXELS = 2**26
-"""Of a picture before it is resized; a small file may hold many more."""
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Pillow's names of those that are read."""
@@ -47,11 +46,25 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{40,}={0,2}\s*", re.ASCII)
 _PROCESSORS = ("Qwen2VLImageProcessorPil",)
 """Image processors whose pictures are one piece, as large as it comes out of one resizing."""
 _CACHED = 1024
-"""Sizes whose number of tokens is remembered."""
+"""Sizes whose number of tokens, and whose blank, is remembered."""
 
 
 class PictureError(ValueError):
     """Why a picture cannot be used, with its place."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A picture of a dataset's row, not decoded yet."""
+
+    found: Any
+    """Its file, encoded bytes, or a Pillow image."""
+    place: str
+    """In the row."""
+
+    def read(self) -> Source:
+        """The same with the bytes of its file, so that it can go where that is not."""
+        return Source(_bytes(self.found, self.place), self.place) if isinstance(self.found, Path) else self
 
 
 class Pictures:
@@ -61,7 +74,7 @@ class Pictures:
         folder: of the model.
         min_pixels: a picture is made as large as that at least, in place of the processor's own bound.
         max_pixels: likewise, as large as that at most.
-        most_pixels: those that a picture may have before.
+        decode_limit: pixels that it may have before; a small file may hold many more.
         tokenizer: the folder's, where it is loaded already.
     """
 
@@ -71,21 +84,22 @@ class Pictures:
         *,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
-        most_pixels: int = MOST_PIXELS,
+        decode_limit: int = 2**26,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.folder = Path(folder)
-        self.most_pixels = most_pixels
+        self.decode_limit = decode_limit
         self._bounds = (min_pixels, max_pixels)
         self._tokenizer = tokenizer
         self._loaded: Any = None
         self._lock = threading.Lock()
         self._contents = weakref.WeakKeyDictionary[Item, IntArray]()
         self._counts = functools.lru_cache(_CACHED)(self._count)
+        self._blanks = functools.lru_cache(_CACHED)(_blank)
 
     def __reduce__(self) -> tuple[Any, ...]:
         least, most = self._bounds
-        options: Any = {"min_pixels": least, "max_pixels": most, "most_pixels": self.most_pixels}
+        options: Any = {"min_pixels": least, "max_pixels": most, "decode_limit": self.decode_limit}
         return functools.partial(Pictures, **options, tokenizer=self._tokenizer), (self.folder,)
 
     @classmethod
@@ -97,6 +111,13 @@ class Pictures:
         """
         config = _entries(Path(folder) / "config.json")
         return cls(folder, **options) if config.get("vision_config") else None
+
+    def with_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Pictures:
+        """The same where the folder's tokenizer is loaded already."""
+        least, most = self._bounds
+        return Pictures(
+            self.folder, min_pixels=least, max_pixels=most, decode_limit=self.decode_limit, tokenizer=tokenizer
+        )
 
     @property
     def token(self) -> int:
@@ -112,9 +133,9 @@ class Pictures:
         """A picture, checked and resized.
 
         Args:
-            source: an item, pixels (uint8; grey, RGB or RGBA), a Pillow image, encoded bytes, a ``Path``, a text with
-                base64 or a data URI, ``{"bytes", "path"}`` as Hugging Face datasets have it; with ``folder``, a text
-                or ``path`` may also be a path inside it.
+            source: an item, a ``Source``, pixels (uint8; grey, RGB or RGBA), a Pillow image, encoded bytes, a ``Path``,
+                a text with base64 or a data URI, ``{"bytes", "path"}`` as Hugging Face datasets have it; with
+                ``folder``, a text or ``path`` may also be a path inside it.
             place: begins the message of an error.
 
         Raises:
@@ -122,17 +143,29 @@ class Pictures:
         """
         if isinstance(source, Item):
             return source
-        try:
-            pixels = self._pixels(source, folder)
+        with _placed(source, place):
+            with self._opened(source, folder) as image:
+                pixels = np.asarray(_rgb(image))
             size, chosen = self._size(*pixels.shape[:2]), self._resizer
             chw = pixels.transpose(2, 0, 1)
             data = chosen.resize(chw, size=chosen.size, resample=chosen.resample, factor=self._factor)
-        except PictureError as error:
-            raise PictureError(f"{place}: {error}" if place else str(error)) from error
         data = np.ascontiguousarray(data.transpose(1, 2, 0))
         assert data.shape == (*size, 3) and data.dtype == np.uint8, "it has the size that was computed"
         data.flags.writeable = False
         return Item(data)
+
+    def blank(self, source: Any, place: str = "") -> Item:
+        """A black picture of the size that ``item`` would have, once all is checked: what counts are its ids.
+
+        It costs a decoding, of which a JPEG's is a short one. Pictures of one size have one blank.
+
+        Raises:
+            PictureError: it cannot be used.
+        """
+        if isinstance(source, Item):
+            return source
+        with _placed(source, place):
+            return self._blanks(*self._size(*self._upright_size(source)))
 
     def ids(self, item: Item) -> list[int]:
         """The vocabulary's ids that the mark becomes for an item."""
@@ -171,17 +204,35 @@ class Pictures:
         counted = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
         return int(counted["num_image_tokens"][0])
 
-    def _pixels(self, source: Any, folder: Path | None) -> UInt8Array:
+    @contextmanager
+    def _opened(self, source: Any, folder: Path | None = None) -> Iterator[Image.Image]:
+        """A picture that is not decoded yet, and not too large to be."""
+        from PIL import Image
+
+        source = source.found if isinstance(source, Source) else source
         image = _opened(source, folder)
         try:
             width, height = image.size
-            if not 0 < width * height <= self.most_pixels:
-                expected = f"expected at least one and at most {self.most_pixels:,} (data_args.image_most_pixels)"
+            if not 0 < width * height <= self.decode_limit:
+                expected = f"expected at least one and at most {self.decode_limit:,} (data_args.image_decode_limit)"
                 raise PictureError(f"{width} x {height} pixels, {expected}")
-            return np.asarray(_rgb(image))
+            yield image
         finally:
-            if image is not source:
+            if not isinstance(source, Image.Image):
                 image.close()
+
+    def _upright_size(self, source: Any) -> tuple[int, int]:
+        """Height and width of a picture that can be decoded."""
+        with self._opened(source) as image:
+            width, height = image.size
+            is_short = image.format in ("JPEG", "MPO") and image not in (source, getattr(source, "found", None))
+            if is_short:
+                image.draft("RGB", (width // 8, height // 8))  # the whole file is still read
+            seen = _rgb(image)
+            if is_short:
+                lies = image.getexif().get(_ORIENTATION, 1) > 4
+                return (width, height) if lies else (height, width)
+            return seen.height, seen.width
 
     def _size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width of a picture once it is resized."""
@@ -274,6 +325,31 @@ def _entries(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+_ORIENTATION = 0x0112
+"""EXIF's entry; above four, the rows of the file are columns of the picture."""
+
+
+@contextmanager
+def _placed(source: Any, place: str) -> Iterator[None]:
+    """Puts the place before the reason why a picture cannot be used."""
+    try:
+        yield
+    except PictureError as error:
+        where = ": ".join(filter(None, (place, source.place if isinstance(source, Source) else "")))
+        raise PictureError(f"{where}: {error}" if where else str(error)) from error
+
+
+def _blank(height: int, width: int) -> Item:
+    return Item(np.broadcast_to(np.zeros((), np.uint8), (height, width, 3)))
+
+
+def _bytes(path: Path, place: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PictureError(f"{place}: {describe_error(error)}") from error
+
+
 def _opened(source: Any, folder: Path | None) -> Image.Image:
     """A picture of whatever form, in most cases not decoded yet."""
     from PIL import Image
@@ -293,11 +369,11 @@ def _opened(source: Any, folder: Path | None) -> Image.Image:
     return image
 
 
-def located(source: Any, folder: Path | None) -> Path | bytes:
-    """The file or the bytes that a picture's source means.
+def located(source: Any, folder: Path | None) -> Any:
+    """The file or the bytes that a picture's source means; a Pillow image means itself.
 
     Args:
-        source: see ``Pictures.item``.
+        source: see ``Pictures.item``; what a dataset's row holds.
         folder: inside of which a text may be a path.
 
     Raises:
@@ -309,6 +385,8 @@ def located(source: Any, folder: Path | None) -> Path | bytes:
         return bytes(source)
     if isinstance(source, Path):
         return _file(source)
+    if hasattr(source, "getexif"):
+        return source
     if not isinstance(source, str) or not source.strip():
         got = "null" if source is None else "an empty text" if isinstance(source, str) else type(source).__name__
         raise PictureError(f"{got}, expected a picture: bytes, base64, a data URI or a path")

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -66,6 +67,7 @@ def load_preferences(
     overflow: Literal["error", "truncate", "drop"] = "error",
     scoring: Scoring | None = None,
     seed: int = 0,
+    no_pictures: str = "",
 ) -> Conversations:
     """Reads, filters, renders and checks a dataset; the last answers of its conversations are what is compared.
 
@@ -76,6 +78,7 @@ def load_preferences(
         left_out: finds what the template of ``encode`` leaves out; ``None``: nobody does.
         overflow: see ``load_conversations``; where one side of a pair goes, so does the other.
         scoring: what the questions must bring to have answers of the policy scored; ``None``: they are not.
+        no_pictures: see ``load_prompts``.
 
     Returns:
         With ``preferred_B`` and, in pairs, ``pair_B``, and ``target_B`` where a column has margins; the better side
@@ -85,7 +88,7 @@ def load_preferences(
         DataError: everything that is wrong with the dataset, by file and line.
         ValueError: ``dataset_cls`` cannot be imported.
     """
-    reading = Reading(args, seed)
+    reading = Reading(args, seed, no_pictures=no_pictures)
     rows = reading.drawn(_read(reading, columns, label, scoring))
     if scoring is not None:
         scoring.check_questions(((row.place, row.answers[0].question) for row in rows), reading)
@@ -93,12 +96,12 @@ def load_preferences(
     rendered = render(chain.from_iterable(row.answers for row in rows), encode, reading, left_out)
     fitting = fit(rendered, max_tokens, overflow, reading)
     reading.require(rows)
-    sides = Counter(owners[id(answer)] for answer, _, _ in fitting)
-    kept = [one for one in fitting if sides[owners[id(one[0])]] == (2 if label is None else 1)]
+    sides = Counter(owners[id(one.sample)] for one in fitting)
+    kept = [one for one in fitting if sides[owners[id(one.sample)]] == (2 if label is None else 1)]
     noun = "pairs" if label is None else "answers"
     if not kept:
         raise DataError([f"no {noun}: all {len(rows):,} are longer than sequence_length = {max_tokens}"])
-    row_B = torch.tensor([owners[id(answer)] for answer, _, _ in kept])
+    row_B = torch.tensor([owners[id(one.sample)] for one in kept])
     batch = to_batch(kept)
     if label is None:
         better_B = torch.arange(len(kept)) % 2 == 0
@@ -136,11 +139,12 @@ def _read(reading: Reading, columns: MarginColumns, label: str | None, scoring: 
     def read(row: Row) -> _Judged:
         good, margin = True, 0.0
         if label is None:
-            talks: tuple[Talk, ...] = row_pair(row.values, args, columns)
+            talks: tuple[Talk, ...] = row_pair(row.values, args, columns, reading.folder(row))
             margin = row_margin(row.values, columns.margin) if columns.margin else 0.0
         else:
-            talks = (_compared(row_conversation(row.values, args)),)
+            talks = (_compared(row_conversation(row.values, args, reading.folder(row))),)
             good = row_label(row.values, label)
+        reading.allow(talks[0].messages)
         question = row_question(row, args, talks[0], scoring, *own)
         sides = [""] if label is not None else [f": column {side!r}" for side in (columns.chosen, columns.rejected)]
         answers = (ReadConversation.of(talk, question, row, side) for talk, side in zip(talks, sides, strict=True))
@@ -151,18 +155,24 @@ def _read(reading: Reading, columns: MarginColumns, label: str | None, scoring: 
     return reading.each(read)
 
 
-def row_pair(values: Mapping[str, Any], args: DataArguments, columns: MarginColumns) -> tuple[Talk, Talk]:
+def row_pair(
+    values: Mapping[str, Any], args: DataArguments, columns: MarginColumns, folder: Path | None = None
+) -> tuple[Talk, Talk]:
     """The conversations with the chosen and with the rejected answer at their ends.
+
+    Args:
+        folder: of the row's pictures; ``None``: none are read.
 
     Raises:
         RowError: an answer is missing or not understood, the two are the same, or reply to different questions.
     """
     sides = (columns.chosen, columns.rejected)
     if args.messages == columns.chosen:
-        found = [row_conversation(values, args.model_copy(update={"messages": column})) for column in sides]
+        of_side = (args.model_copy(update={"messages": column}) for column in sides)
+        found = [row_conversation(values, own, folder) for own in of_side]
         chosen, rejected = (_compared(talk) for talk in found)
     else:
-        question, tools = row_messages(values, args), row_tools(values, args)
+        question, tools = row_messages(values, args, folder), row_tools(values, args)
         chosen, rejected = (_answered(question, row_answer(values, column), tools) for column in sides)
     if chosen.messages[:-1] != rejected.messages[:-1]:
         raise RowError(

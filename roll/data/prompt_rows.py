@@ -12,13 +12,26 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from roll.configs.data import DataArguments, DatasetFilterConfig
 from roll.data.files.rows import Unreadable
-from roll.data.tool_messages import REASONING, Message, Tool, identity_of, reasoning_of
+from roll.data.pictures import PictureError
+from roll.data.row_pictures import PARTS, REFUSED, column_sources, picture_part, with_column
+from roll.data.tool_messages import (
+    PICTURE,
+    REASONING,
+    Content,
+    Message,
+    Tool,
+    identity_of,
+    joined,
+    reasoning_of,
+    text_of,
+)
 
 ROLES: Mapping[str, str] = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
@@ -51,8 +64,11 @@ class Heard:
     learned: bool | None = None
 
 
-def read_messages(value: Any, column: str) -> tuple[Heard, ...]:
+def read_messages(value: Any, column: str, folder: Path | None = None) -> tuple[Heard, ...]:
     """The messages of a conversation: a list, or its JSON text, which is all that a CSV file can hold.
+
+    Args:
+        folder: of pictures; ``None``: none are read.
 
     Raises:
         RowError: it is none, or a message is not understood.
@@ -64,10 +80,10 @@ def read_messages(value: Any, column: str) -> tuple[Heard, ...]:
             raise RowError(f"column {column!r}: text that is not a JSON list of messages ({error})") from error
     if not isinstance(value, list) or not value:
         raise RowError(f"column {column!r}: {short(value)}, expected a list of messages")
-    return tuple(_message(entry, f"{column}[{index}]") for index, entry in enumerate(value))
+    return tuple(_message(entry, f"{column}[{index}]", folder) for index, entry in enumerate(value))
 
 
-def _message(entry: Any, place: str) -> Heard:
+def _message(entry: Any, place: str, folder: Path | None) -> Heard:
     if not isinstance(entry, Mapping):
         raise RowError(f"{place}: {short(entry)}, expected an object with role and content")
     # Parquet gives every message the keys of all; those a message does not have are null.
@@ -81,7 +97,7 @@ def _message(entry: Any, place: str) -> Heard:
         expected = f"one of {', '.join(list(ROLES)[:5])}, or an alias: {', '.join(list(ROLES)[5:])}"
         raise RowError(f"{place}.{named}: {short(given[named])}, expected {expected}")
     message: dict[str, Any] = {"role": role}
-    words, thought = _content(given, place)
+    words, thought = _content(given, place, folder if role != "assistant" else None)
     calls = _calls(given, place)
     if called in _CALLERS:
         words, calls = "", [_call(_parsed(words, place), place)]
@@ -113,9 +129,11 @@ def _check_names(message: dict[str, Any], place: str) -> None:
     for key, value in message.items():
         if isinstance(value, str):
             check_encodable(value, f"{place}.{key}")
+    if not isinstance(message["content"], str):
+        check_encodable(text_of(message["content"]), f"{place}.content")
 
 
-def _content(given: Mapping[str, Any], place: str) -> tuple[str | None, str]:
+def _content(given: Mapping[str, Any], place: str, folder: Path | None) -> tuple[Content | None, str]:
     """What a message says, ``None`` if it has no content, and what its parts think."""
     key = next((key for key in ("content", "value") if key in given), None)
     if key is None:
@@ -125,26 +143,41 @@ def _content(given: Mapping[str, Any], place: str) -> tuple[str | None, str]:
         return value, ""
     if not isinstance(value, list):
         raise RowError(f"{place}: {short(value)}, expected text, or a list of parts with text (JSON as a text)")
-    words: list[str] = []
+    shown: list[Content] = []
     thoughts: list[str] = []
     for index, part in enumerate(value):
         if isinstance(part, str):
-            words.append(part)
+            shown.append(part)
             continue
         if not isinstance(part, Mapping):
             raise RowError(f"{place}[{index}]: {short(part)}, expected an object with type and text")
         kind = part.get("type") or ("text" if "text" in part else None)
+        if kind in PARTS and folder is not None:
+            shown.append([_picture(part, f"{place}[{index}]", folder)])
+            continue
         found = _THOUGHT_PARTS if kind in _THOUGHT_PARTS else _TEXT_PARTS
         if kind not in found:
             raise RowError(
-                f"{place}[{index}]: a part of type {short(kind)}, expected only text: pictures, sound and files are "
-                "not supported; calls go into tool_calls, results into messages of the role tool"
+                f"{place}[{index}]: a part of type {short(kind)}, expected only text"
+                f"{'' if folder is None else ' and pictures'}: {REFUSED.get(str(kind), _NOT_HERE)}"
             )
         text = part.get(found[kind], part.get("text"))
         if not isinstance(text, str):
             raise RowError(f"{place}[{index}].{found[kind]}: {short(text)}, expected text")
-        (thoughts if kind in _THOUGHT_PARTS else words).append(text)
-    return "".join(words), "".join(thoughts)
+        (thoughts if kind in _THOUGHT_PARTS else shown).append(text)
+    return joined(*shown), "".join(thoughts)
+
+
+def _picture(part: Mapping[str, Any], place: str, folder: Path) -> Mapping[str, Any]:
+    try:
+        return picture_part(part, place, folder)
+    except PictureError as error:
+        raise RowError(str(error)) from error
+
+
+_NOT_HERE = (
+    "pictures, sound and files are not supported here; calls go into tool_calls, results into messages of the role tool"
+)
 
 
 def _reasoning(given: Mapping[str, Any], thought: str, place: str) -> str:
@@ -289,6 +322,13 @@ def lookup(values: Mapping[str, Any], column: str) -> Any:
     return value
 
 
+def _shown(values: Mapping[str, Any], column: str, folder: Path | None) -> Any:
+    """``lookup`` of a column that may hold the bytes of pictures."""
+    value = _find(values, column)
+    holds = folder is not None and isinstance(value, Unreadable) and value.value is not None
+    return value.value if holds else lookup(values, column)
+
+
 def _find(values: Mapping[str, Any], column: str) -> Any:
     if column in values:
         return values[column]
@@ -406,18 +446,53 @@ class Talk:
     """Messages of the assistant that say nothing, and are not learned."""
 
 
-def row_messages(values: Mapping[str, Any], args: DataArguments) -> tuple[Message, ...]:
-    """The conversation that the policy answers.
+def picture_folder(args: DataArguments, file: str) -> Path:
+    """The folder of the pictures of a file's rows."""
+    if args.image_folder is not None:
+        return Path(args.image_folder).expanduser()
+    return Path(file).parent if args.dataset_cls is None else Path()
+
+
+def row_messages(values: Mapping[str, Any], args: DataArguments, folder: Path | None = None) -> tuple[Message, ...]:
+    """The conversation that the policy answers; its pictures are ``Source``s.
+
+    Args:
+        folder: of the row's pictures; ``None``: none are read.
 
     Raises:
-        RowError: it is no list of messages with known roles and text, or the last one is not the user's.
+        RowError: it is no list of messages with known roles and text, the last one is not the user's, or a picture
+            cannot be used.
     """
-    column, heard = _asked(values, args)
+    column, heard = _asked(values, args, folder)
     _check_last(heard, column, "user")
-    return (*_system(heard, values, args), *(one.message for one in heard))
+    return _with_pictures((*_system(heard, values, args), *(one.message for one in heard)), values, args, folder)
 
 
-def row_conversation(values: Mapping[str, Any], args: DataArguments) -> Talk:
+def _with_pictures(
+    messages: tuple[Message, ...], values: Mapping[str, Any], args: DataArguments, folder: Path | None
+) -> tuple[Message, ...]:
+    """Messages with the pictures of the row's column."""
+    if folder is None or args.image is None:
+        return messages
+    if args.image == _DEFAULT_IMAGE and not _has(values, args.image):
+        if _has(values, "image") and any(PICTURE in text_of(message["content"]) for message in messages):
+            raise RowError(
+                f"{PICTURE} in its words and a column 'image', but no column {_DEFAULT_IMAGE!r}: "
+                "data_args.image: image reads it, data_args.image: null no pictures"
+            )
+        value = None
+    else:
+        value = _shown(values, args.image, folder)
+    try:
+        return with_column(messages, column_sources(value, args.image, folder), args.image)
+    except PictureError as error:
+        raise RowError(f"{error} (data_args.image: null: the column is not read)") from error
+
+
+_DEFAULT_IMAGE = DataArguments.model_fields["image"].default
+
+
+def row_conversation(values: Mapping[str, Any], args: DataArguments, folder: Path | None = None) -> Talk:
     """The conversation that the policy imitates: ``messages``, or a question or conversation and ``response``.
 
     Of the assistant's messages all are learned whose row does not say otherwise; where the answer has a column of its
@@ -426,7 +501,7 @@ def row_conversation(values: Mapping[str, Any], args: DataArguments) -> Talk:
     Raises:
         RowError: a message is not understood, the last one is not the assistant's, or none is learned.
     """
-    column, heard = _asked(values, args)
+    column, heard = _asked(values, args, folder)
     context: tuple[Heard, ...] = ()
     if args.messages is None or (heard[-1].message["role"] != "assistant" and _has(values, args.response)):
         assert args.response is not None
@@ -442,6 +517,7 @@ def row_conversation(values: Mapping[str, Any], args: DataArguments) -> Talk:
             f"column {column!r}: nothing to train on: {' or '.join(LEARNED)} excludes all assistant messages"
         )
     messages = (*system, *(one.message for one in (*context, *heard)))
+    messages = _with_pictures(messages, values, args, folder)
     return Talk(messages, tuple(learned), row_tools(values, args), len(spoken) - len(saying))
 
 
@@ -488,17 +564,17 @@ _FUNCTIONS = "functions"
 
 def is_silent(message: Message) -> bool:
     """Tells whether a message says nothing at all."""
-    return not (message["content"].strip() or message.get("tool_calls") or reasoning_of(message))
+    return not (text_of(message["content"]).strip() or message.get("tool_calls") or reasoning_of(message))
 
 
-def _asked(values: Mapping[str, Any], args: DataArguments) -> tuple[str, tuple[Heard, ...]]:
+def _asked(values: Mapping[str, Any], args: DataArguments, folder: Path | None) -> tuple[str, tuple[Heard, ...]]:
     """The column of what comes before an answer, or of the whole conversation, and its messages."""
     if args.messages is not None:
-        return args.messages, read_messages(lookup(values, args.messages), args.messages)
+        return args.messages, read_messages(_shown(values, args.messages, folder), args.messages, folder)
     assert args.prompt is not None
-    value = lookup(values, args.prompt)
+    value = _shown(values, args.prompt, folder)
     if isinstance(value, list) and args.query is None:
-        return args.prompt, read_messages(value, args.prompt)
+        return args.prompt, read_messages(value, args.prompt, folder)
     question = _text(value, args.prompt)
     if args.query is not None and (query := _optional_text(values, args.query)):
         question = f"{question}\n{query}"
@@ -579,7 +655,7 @@ def other_columns(values: Mapping[str, Any], used: Collection[str]) -> dict[str,
 
 def used_columns(args: DataArguments) -> Sequence[str]:
     """The columns that have a place of their own in a prompt."""
-    columns = (args.prompt, args.query, args.messages, args.system, args.response, args.id, args.tag)
+    columns = (args.prompt, args.query, args.messages, args.image, args.system, args.response, args.id, args.tag)
     return [column for column in columns if column is not None]
 
 

@@ -19,7 +19,9 @@ from roll.configs.resuming import Rows
 from roll.data.columns import IntArray
 from roll.data.files.rows import DataError, Problems, Row
 from roll.data.left_out import LeftOut
+from roll.data.pictures import PictureError
 from roll.data.prompt_rows import (
+    RowError,
     other_columns,
     row_id,
     row_messages,
@@ -29,6 +31,7 @@ from roll.data.prompt_rows import (
     used_columns,
 )
 from roll.data.reading import Reading
+from roll.data.row_pictures import sources_in, with_items
 from roll.data.tool_messages import Message, Tool
 
 if TYPE_CHECKING:
@@ -49,6 +52,8 @@ _CHUNK = 1000
 
 _CHUNK_PER_PROCESS = 20_000
 """Prompts that are worth a process: it takes seconds to start."""
+_PICTURED = 100
+"""Prompts that take as long as one with pictures, which are decoded."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,11 @@ class Prompt:
     prompt_ids: IntArray | None = None
     """Token ids where the prompt was truncated to ``prompt_length``, or its tag has a chat template of its own;
     ``None``: render the messages."""
+
+    @property
+    def has_pictures(self) -> bool:
+        """Tells whether the policy gets pictures: ``Source``s, items where it answers."""
+        return any(isinstance(message["content"], list) for message in self.messages)
 
 
 @dataclass(frozen=True)
@@ -116,6 +126,10 @@ class PromptDataset(list[Prompt]):
         super().__init__(prompts)
         self.report = report
 
+    @property
+    def has_pictures(self) -> bool:
+        return any(prompt.has_pictures for prompt in self)
+
 
 def load_prompts(
     args: DataArguments,
@@ -127,6 +141,7 @@ def load_prompts(
     tools: Mapping[str, Sequence[Tool]] | None = None,
     tag_renderers: Mapping[str, ChatRenderer] | None = None,
     check: RowCheck | None = None,
+    no_pictures: str = "",
 ) -> PromptDataset:
     """Reads, filters and checks the dataset, and fits its prompts to ``prompt_length``.
 
@@ -136,6 +151,7 @@ def load_prompts(
         allowed_tags: the domains that have rewards; ``None`` for any.
         tag_renderers: of tags whose prompts ``renderer`` does not render; these keep their ``prompt_ids``.
         check: finds what else is wrong with the rows.
+        no_pictures: why rows must have no pictures; empty: they may.
 
     Raises:
         DataError: everything that is wrong with the dataset, by file and line.
@@ -146,11 +162,11 @@ def load_prompts(
     if wrong or not args.has_dataset:
         wrong = wrong or [args.problem("file_name", "files")]
         raise ConfigErrors([problem.under("data_args") for problem in wrong])
-    reading = Reading(args, seed)
-    placed = _placed(reading, allowed_tags, check)
+    reading = Reading(args, seed, no_pictures=no_pictures)
+    renderers = _Renderers(renderer, tag_renderers or {}, prompt_length)
+    placed = _placed(reading, allowed_tags, check, renderers)
     reading.require(placed)
     placed = reading.drawn(placed)
-    renderers = _Renderers(renderer, tag_renderers or {}, prompt_length)
     renderers.note(placed, reading)
     fitted, overlong, longest = _fit(placed, args, renderers, tools or {}, reading.problems)
     reading.problems.raise_any()
@@ -178,9 +194,19 @@ def check_prompts(
     tag_renderers: Mapping[str, ChatRenderer] | None = None,
     check: RowCheck | None = None,
 ) -> tuple[Counter[str], bool]:
-    """``Reading.checked`` of what ``load_prompts`` would read, but for lengths and for messages that are refused."""
-    placed = _placed(reading, allowed_tags, check)
-    _Renderers(renderer, tag_renderers or {}, None).note(placed, reading)
+    """``Reading.checked`` of what ``load_prompts`` would read, but for lengths and for messages that are refused.
+
+    Pictures are decoded where there is a renderer.
+    """
+    renderers = _Renderers(renderer, tag_renderers or {}, None)
+    placed = _placed(reading, allowed_tags, check, renderers)
+    renderers.note(placed, reading)
+    if renderer is not None:
+        for item in placed:
+            try:
+                with_items(item.prompt.messages, renderer.pictures, blank=True)
+            except PictureError as error:
+                reading.problems.add(item.place, str(error))
     return reading.checked(item.prompt.tag for item in placed)
 
 
@@ -193,7 +219,9 @@ class _Placed:
     file: str
 
 
-def _placed(reading: Reading, allowed_tags: Collection[str] | None, check: RowCheck | None) -> list[_Placed]:
+def _placed(
+    reading: Reading, allowed_tags: Collection[str] | None, check: RowCheck | None, renderers: _Renderers
+) -> list[_Placed]:
     """The rows that the filter keeps, as prompts, each with an id of its own."""
     args, used = reading.args, used_columns(reading.args)
 
@@ -201,11 +229,16 @@ def _placed(reading: Reading, allowed_tags: Collection[str] | None, check: RowCh
         prompt = Prompt(
             id=row_id(row.values, args, row.name),
             tag=row_tag(row.values, args, allowed_tags),
-            messages=row_messages(row.values, args),
+            messages=row_messages(row.values, args, reading.folder(row)),
             ground_truth=row_response(row.values, args),
             extra_info=other_columns(row.values, used),
             tools=row_tools(row.values, args),
         )
+        reading.allow(prompt.messages)
+        if prompt.tag in renderers.by_tag and prompt.has_pictures:
+            raise RowError(
+                f"pictures in a prompt of the tag {prompt.tag!r}, expected none with data_args.tag_templates"
+            )
         return _Placed(prompt, row.place, row.file), row.name
 
     placed, taken = list[_Placed](), set[str]()
@@ -272,20 +305,22 @@ def _fit(
     encoded = renderers.encode(placed, tools, args.preprocessing_num_workers or 1)
     for item, measured in zip(placed, encoded, strict=True):
         if measured.error is not None:
-            problems.add(item.place, f"the chat template cannot render the messages: {measured.error}")
+            problems.add(item.place, measured.error)
             continue
         longest = max(longest, measured.length)
-        if measured.ids is None:
+        if measured.ids is None and (prompt_length is None or measured.length <= prompt_length):
             fitted.append(item.prompt)
             continue
         if prompt_length is None or measured.length <= prompt_length:
             fitted.append(replace(item.prompt, prompt_ids=measured.ids))
             continue
         overlong += 1
-        if args.prompt_overflow == "error":
+        if args.prompt_overflow == "error" or (item.prompt.has_pictures and args.prompt_overflow != "drop"):
             expected = f"expected at most prompt_length = {prompt_length} (see data_args.prompt_overflow)"
-            problems.add(item.place, f"{measured.length:,} tokens, {expected}")
+            uncut = ", as a prompt with pictures is not cut" if args.prompt_overflow != "error" else ""
+            problems.add(item.place, f"{measured.length:,} tokens, {expected}{uncut}")
         elif args.prompt_overflow != "drop":
+            assert measured.ids is not None, "those without pictures keep them"
             ids = measured.ids[-prompt_length:] if args.prompt_overflow == "left" else measured.ids[:prompt_length]
             fitted.append(replace(item.prompt, prompt_ids=ids))
     return fitted, overlong, longest
@@ -309,7 +344,8 @@ def _encode(
 ) -> Iterator[_Measured]:
     """Prompts of one renderer; those of more than ``keep_over`` tokens keep their ids."""
     asked = [(item.prompt.messages, tools.get(item.prompt.tag) or item.prompt.tools) for item in placed]
-    num_workers = min(num_workers, len(placed) // _CHUNK_PER_PROCESS)
+    pictured = sum(item.prompt.has_pictures for item in placed)
+    num_workers = min(num_workers, (len(placed) + pictured * _PICTURED) // _CHUNK_PER_PROCESS)
     if num_workers < 2:
         for part in _cut(asked, _CHUNK):
             yield from _measure(renderer, part, keep_over)
@@ -327,16 +363,36 @@ def _cut(asked: Sequence[_Asked], size: int) -> list[Sequence[_Asked]]:
 
 
 def _measure(renderer: ChatRenderer, asked: Sequence[_Asked], keep_over: float) -> list[_Measured]:
-    """Renders prompts, those that follow one another with the same tools together."""
+    """Renders prompts, those that follow one another with the same tools together.
+
+    Those with pictures are rendered one by one, with blank ones, so that no more than one is held.
+    """
     found: list[_Measured] = []
-    for _, part in itertools.groupby(asked, key=lambda one: id(one[1])):
+    for (_, shows), part in itertools.groupby(asked, key=lambda one: (id(one[1]), bool(sources_in(one[0])))):
+        if shows:
+            found += [_measure_shown(renderer, *one) for one in part]
+            continue
         found += [
             _Measured(len(ids), ids if len(ids) > keep_over else None)
             if isinstance(ids, np.ndarray)
-            else _Measured(error=ids)
+            else _Measured(error=f"{_REFUSED}: {ids}")
             for ids in _render(renderer, list(part))
         ]
     return found
+
+
+def _measure_shown(renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[Tool] | None) -> _Measured:
+    from jinja2 import TemplateError
+
+    try:
+        return _Measured(len(renderer.prompt(with_items(messages, renderer.pictures, blank=True), tools)))
+    except PictureError as error:
+        return _Measured(error=str(error))
+    except TemplateError as error:
+        return _Measured(error=f"{_REFUSED}: {error}")
+
+
+_REFUSED = "the chat template cannot render the messages"
 
 
 def _render(renderer: ChatRenderer, asked: Sequence[_Asked]) -> list[IntArray | str]:

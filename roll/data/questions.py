@@ -14,7 +14,7 @@ from roll.data.files.read import read_rows
 from roll.data.files.rows import Problems, Row
 from roll.data.identity import conversation_digest
 from roll.data.prompt_rows import Message, RowError, check_encodable, finite, lookup, row_messages, row_tools
-from roll.data.tool_messages import Tool
+from roll.data.tool_messages import Tool, text_of
 
 PROMPTS = ("messages", "prompt")
 """Columns that a question is looked for in."""
@@ -39,7 +39,7 @@ class Question:
     @property
     def text(self) -> str:
         """The last message."""
-        return self.messages[-1]["content"]
+        return text_of(self.messages[-1]["content"])
 
 
 def read_questions(
@@ -57,6 +57,8 @@ def read_questions(
         try:
             if without in row.values:
                 raise RowError(f"column {without!r} exists already; expected an unused name: --answer-key NAME")
+            if row.values.get(_PICTURES):
+                raise RowError(f"column {_PICTURES!r}: questions with pictures are not asked here, expected none")
             yield row, question_of(row.values, column, system)
         except RowError as error:
             problems.add(row.place, str(error))
@@ -95,7 +97,11 @@ def question_in(info: Mapping[str, Any], observation: str) -> list[Message]:
 
 @functools.cache
 def _columns(column: str, talks: bool, system: str | None) -> DataArguments:
-    return DataArguments(**{"messages" if talks else "prompt": column}, system_prompt=system)  # type: ignore[arg-type]
+    keys: dict[str, Any] = {"messages" if talks else "prompt": column, "image": None}
+    return DataArguments(**keys, system_prompt=system)
+
+
+_PICTURES = DataArguments.model_fields["image"].default
 
 
 TURNS = "turns"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -13,9 +14,12 @@ import numpy as np
 from roll.configs.data import DataArguments
 from roll.configs.resuming import Rows
 from roll.data.files.read import read_rows
-from roll.data.files.rows import DataError, Problems, Row, plain_row
-from roll.data.prompt_rows import RowError, passes, unread_columns
+from roll.data.files.rows import DataError, Problems, Row, Unreadable, plain_row
+from roll.data.prompt_rows import RowError, passes, picture_folder, unread_columns
+from roll.data.row_pictures import sources_in
+from roll.data.tool_messages import Message
 from roll.utils.hashing import Checksum, derive_seed
+from roll.utils.progress import advance
 from roll.utils.registry import import_path
 
 T = TypeVar("T")
@@ -30,6 +34,8 @@ class Reading:
     """Of the run; it draws ``dataset_filter.num_samples`` and goes to ``dataset_cls``."""
     head: int | None = None
     """Most rows of each file."""
+    no_pictures: str = ""
+    """Why rows must have no pictures; empty: they may."""
     problems: Problems = field(default_factory=Problems)
     counts: Counter[str] = field(default_factory=Counter)
     """``rows`` read and ``filtered`` out, and what a loader counts of the others."""
@@ -62,15 +68,41 @@ class Reading:
         """Yields what is made of the rows that ``dataset_filter`` keeps; others may be of another shape."""
         for row in self._rows():
             self.counts["rows"] += 1
+            advance()
             try:
                 if passes(row.values, self.args.dataset_filter):
                     text = json.dumps(row.values, sort_keys=True, default=str)
                     self._content.update(f"{text}\n".encode())
+                    for column in filter(None, (self.args.image, self.args.messages, self.args.prompt)):
+                        self._add_bytes(row.values.get(column))
                     yield make(row)
                 else:
                     self.counts["filtered"] += 1
             except RowError as error:
                 self.problems.add(row.place, str(error))
+
+    def folder(self, row: Row) -> Path:
+        """The folder of a row's pictures."""
+        return picture_folder(self.args, row.file)
+
+    def allow(self, messages: Sequence[Message]) -> None:
+        """Looks whether a row may have its pictures.
+
+        Raises:
+            RowError: it has some, and must have none.
+        """
+        if self.no_pictures and (count := len(sources_in(messages))):
+            raise RowError(f"{count} pictures, but {self.no_pictures} (data_args.image: null: the column is not read)")
+
+    def _add_bytes(self, value: Any) -> None:
+        """Adds the bytes of pictures, which are no JSON, to the content."""
+        if isinstance(value, Unreadable):
+            self._add_bytes(value.value)
+        elif isinstance(value, bytes):
+            self._content.update(value)
+        elif isinstance(value, Mapping | list):
+            for each in value.values() if isinstance(value, Mapping) else value:
+                self._add_bytes(each)
 
     def _rows(self) -> Iterator[Row]:
         """The rows of the dataset's files or class."""

@@ -310,7 +310,7 @@ class ChatRenderer:
             TooManyTokensError: so it is.
         """
         ids = self._encode_cached("prompt", self.text(messages, tools, open_assistant=True), most)
-        return self._with_pictures(ids, messages)[0]
+        return self.with_pictures(ids, messages)[0]
 
     def prompts(
         self, conversations: Sequence[Sequence[Message]], tools: Sequence[Tool] | None = None
@@ -322,7 +322,7 @@ class ChatRenderer:
             if self._control.hides(text):  # it is encoded piece by piece
                 rendered.insert(index, self._encode(text))
         shown = zip(rendered, conversations, strict=True)
-        return [self._with_pictures(ids, messages)[0] for ids, messages in shown]
+        return [self.with_pictures(ids, messages)[0] for ids, messages in shown]
 
     def _encode_many(self, texts: list[str]) -> list[IntArray]:
         if not texts:
@@ -357,7 +357,7 @@ class ChatRenderer:
         ids = self._encode_cached("continuation", tail, most)
         space = len(self._encode(space)) if (space := (self._control.lead(tail) or ("",))[0]) else 0
         ids = ids[space + 1 :] if self._is_closed(ids[space:], completion_ids) else ids
-        return self._with_pictures(ids, messages)[0]
+        return self.with_pictures(ids, messages)[0]
 
     def conversation(
         self, messages: Sequence[Message], *, last_only: bool = False, tools: Sequence[Tool] | None = None
@@ -415,12 +415,14 @@ class ChatRenderer:
         for row, end in zip(made, ends, strict=True):
             ids = np.concatenate([ids for ids, _ in row])
             mask = np.concatenate([np.full(len(ids), said, dtype=np.bool_) for ids, said in row])
-            ids, repeats = self._with_pictures(ids, messages[: end + 1])
+            ids, repeats = self.with_pictures(ids, messages[: end + 1])
             rows.append((ids, mask if repeats is None else np.repeat(mask, repeats)))
         return rows
 
-    def _with_pictures(self, ids: IntArray, messages: Sequence[Message]) -> tuple[IntArray, IntArray | None]:
-        """The ids with those of the messages' pictures in place of their marks, and how many each has become.
+    def with_pictures(self, ids: IntArray, messages: Sequence[Message]) -> tuple[IntArray, IntArray | None]:
+        """The ids of rendered messages, with those of pictures in place of marks, and how many each has become.
+
+        ``None`` stands for one of each.
 
         Raises:
             TemplateError: the template has not written a mark for each, or the model takes no pictures.
@@ -561,7 +563,7 @@ class ChatRenderer:
     def history(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> IntArray:
         """Token ids of a whole conversation, which waits for nobody, shape [tokens]."""
         ids = self._encode(self.text(messages, tools, open_assistant=False))
-        return self._with_pictures(ids, messages)[0]
+        return self.with_pictures(ids, messages)[0]
 
     def words(self, text: str, *, most: int | None = None) -> IntArray:
         """Token ids of a text alone, without special tokens; ``most`` as for ``prompt``."""

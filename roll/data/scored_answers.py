@@ -16,10 +16,10 @@ import torch
 
 from roll.configs.data import DataArguments
 from roll.configs.reward_training import RewardColumns
-from roll.data.columns import BoolArray, IntArray
 from roll.data.conversations import (
     Conversations,
     Encode,
+    Encoded,
     ReadConversation,
     fit,
     render,
@@ -43,6 +43,8 @@ from roll.data.prompt_rows import (
     short,
 )
 from roll.data.reading import Reading
+from roll.data.renderer import items_of
+from roll.data.row_pictures import with_items
 from roll.data.tool_messages import Tool
 
 if TYPE_CHECKING:
@@ -58,22 +60,24 @@ class _Scored:
     steps: tuple[str, ...]
 
 
-def encode_whole(
-    renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[Tool] | None = None
-) -> tuple[IntArray, BoolArray]:
+def encode_whole(renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> Encoded:
     """Token ids of a conversation, whose score stands on one more token at the end."""
     ids = renderer.history(messages, tools)
-    return np.append(ids, ids[-1]), np.arange(len(ids) + 1) == len(ids)
+    return Encoded(np.append(ids, ids[-1]), np.arange(len(ids) + 1) == len(ids), items_of(messages))
 
 
-def encode_whole_talk(renderer: ChatRenderer) -> Encode:
-    """``encode_whole`` of the sides of a pair."""
-    return lambda talk: [encode_whole(renderer, talk.messages, talk.tools)]
+def encode_whole_talk(renderer: ChatRenderer, *, blank: bool = False) -> Encode:
+    """``encode_whole`` of the sides of a pair; for ``blank`` see ``with_items``."""
+
+    def encode(talk: ReadConversation) -> list[Encoded]:
+        return [encode_whole(renderer, with_items(talk.messages, renderer.pictures, blank=blank), talk.tools)]
+
+    return encode
 
 
 def encode_steps(
     renderer: ChatRenderer, messages: Sequence[Message], steps: Sequence[str], tools: Sequence[Tool] | None = None
-) -> tuple[IntArray, BoolArray]:
+) -> Encoded:
     """The same with a score at the end of each step; that of the last is the conversation's.
 
     Raises:
@@ -89,12 +93,13 @@ def encode_steps(
         )
     texts = [head, *said, whole[len(head) + len(answer) :]]
     pieces = [renderer.words(text) for text in texts]
+    pieces[0], _ = renderer.with_pictures(pieces[0], messages)
     ids = np.concatenate([*pieces, pieces[-1][-1:] if len(pieces[-1]) else pieces[-2][-1:]])
     ends = np.cumsum([len(piece) for piece in pieces])[1:-1]  # of the steps
     mask = np.zeros(len(ids), dtype=np.bool_)
     mask[ends[:-1]] = True
     mask[-1] = True
-    return ids, mask
+    return Encoded(ids, mask, items_of(messages))
 
 
 def load_scored(
@@ -106,12 +111,14 @@ def load_scored(
     max_tokens: int,
     overflow: Literal["error", "drop"] = "error",
     seed: int = 0,
+    no_pictures: str = "",
 ) -> Conversations:
     """Reads, filters, renders and checks a dataset of answers with scores, or of steps with labels.
 
     Args:
         columns: of the scores, or of the steps and their labels.
         overflow: a longer one is an error or left out.
+        no_pictures: see ``load_prompts``.
 
     Returns:
         With ``returns_T``, what the score of each end should be.
@@ -120,7 +127,7 @@ def load_scored(
         DataError: everything that is wrong with the dataset, by file and line.
         ValueError: ``dataset_cls`` cannot be imported.
     """
-    reading = Reading(args, seed)
+    reading = Reading(args, seed, no_pictures=no_pictures)
     rows = reading.drawn(_read(reading, columns, in_steps))
     scored = {id(row.talk): row for row in rows}
 
@@ -132,17 +139,18 @@ def load_scored(
         raise DataError([f"no answers: all {len(rows):,} are longer than sequence_length = {max_tokens}"])
     batch = to_batch(kept)
     returns_T = torch.zeros(batch.num_tokens)
-    returns_T[batch.loss_mask_T] = torch.tensor([target for talk, _, _ in kept for target in scored[id(talk)].targets])
-    questions = tuple(talk.question for talk, _, _ in kept)
+    returns_T[batch.loss_mask_T] = torch.tensor([target for one in kept for target in scored[id(one.sample)].targets])
+    questions = tuple(one.sample.question for one in kept)
     report = report_of(batch, reading, overflow, max_tokens, noun="answers", purpose="score")
     return Conversations(batch.replace(returns_T=returns_T), questions, report)
 
 
-def _encode(renderer: ChatRenderer, scored: Mapping[int, _Scored]) -> Encode:
-    def encode(talk: ReadConversation) -> list[tuple[IntArray, BoolArray]]:
+def _encode(renderer: ChatRenderer, scored: Mapping[int, _Scored], *, blank: bool = False) -> Encode:
+    def encode(talk: ReadConversation) -> list[Encoded]:
+        messages = with_items(talk.messages, renderer.pictures, blank=blank)
         if steps := scored[id(talk)].steps:
-            return [encode_steps(renderer, talk.messages, steps, talk.tools)]
-        return [encode_whole(renderer, talk.messages, talk.tools)]
+            return [encode_steps(renderer, messages, steps, talk.tools)]
+        return [encode_whole(renderer, messages, talk.tools)]
 
     return encode
 
@@ -153,7 +161,7 @@ def check_scored(
     """``Reading.checked`` of what ``load_scored`` would read, but for lengths; see ``check_conversations``."""
     rows = list(_read(reading, columns, in_steps))
     if renderer is not None:
-        encode = _encode(renderer, {id(row.talk): row for row in rows})
+        encode = _encode(renderer, {id(row.talk): row for row in rows}, blank=True)
         try_out((row.talk for row in rows), encode, reading, LeftOut(renderer, "whole"))
     return reading.checked(row.talk.question.tag for row in rows)
 
@@ -166,11 +174,12 @@ def _read(reading: Reading, columns: RewardColumns, in_steps: bool) -> Iterator[
         if in_steps:
             steps, targets = row_steps(row.values, columns)
             answer: Message = {"role": "assistant", "content": "".join(steps)}
-            asked = row_messages(row.values, args)
+            asked = row_messages(row.values, args, reading.folder(row))
             talk = Talk((*asked, answer), (len(asked),), row_tools(row.values, args))
         else:
-            talk, steps = row_conversation(row.values, args), ()
+            talk, steps = row_conversation(row.values, args, reading.folder(row)), ()
             targets = (finite(lookup(row.values, columns.score), columns.score),)
+        reading.allow(talk.messages)
         reading.leaves(row, *((columns.steps, columns.step_labels) if in_steps else (columns.score,)))
         return _Scored(ReadConversation.of(talk, row_question(row, args, talk, None), row), targets, steps)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 Message: TypeAlias = Mapping[str, Any]
@@ -28,6 +28,14 @@ def text_of(content: Content | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part["text"] if part["type"] == "text" else PICTURE for part in content)
+
+
+def in_words(messages: Iterable[Message]) -> tuple[Message, ...]:
+    """Messages with ``text_of`` for their contents."""
+    return tuple(
+        {**message, "content": text_of(message["content"])} if isinstance(message["content"], list) else message
+        for message in messages
+    )
 
 
 def joined(*contents: Content) -> str | list[Mapping[str, Any]]:

@@ -32,11 +32,12 @@ from roll.demo.scripted_play import ScriptedPlay
 from roll.models.tiny import RECIPE_VERSION, make_tiny_model
 from roll.pipeline.agentic import AgenticRolloutWorkers
 from roll.pipeline.offline.training import OfflineTraining
-from roll.pipeline.prompts import PromptRolloutWorkers, load_renderer
+from roll.pipeline.prompts import PromptRolloutWorkers
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.pipeline.start import Start
+from roll.preflight.templates import policy_renderer
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.scheduler import RolloutScheduler
@@ -252,7 +253,7 @@ class AnswersStart(WarmStart[PromptRolloutWorkers]):
         (tools,) = told_tools(ToolsConfig(use=own) if own else run_tools, [""]).values() or [None]
         return load_conversations(
             DataArguments(file_name=settings.file_name, **told),
-            renderer=load_renderer(config),
+            renderer=policy_renderer(config),
             max_tokens=config.sequence_length,
             tools=tools,
         ).batch

@@ -35,6 +35,7 @@ from roll.models import planned_attention
 from roll.models.heads import OutputHead, ValueHead, trunk_of
 from roll.models.planned_attention import StateLayers
 from roll.models.routing import ExpertRouting
+from roll.utils.progress import advance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -393,4 +394,5 @@ def score_batch(
         micro_batch = take_micro_batch(batch, groups, index)
         inputs = layout(micro_batch, round_to=round_to, packing=packing)
         parts.append(score_input(scorer, inputs, micro_batch.num_tokens, Given.of(micro_batch, scorer.needs)))
+        advance()
     return TokenScores.gathered(batch.num_tokens, map(batch.token_index, groups), parts)

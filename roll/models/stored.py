@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from roll.utils.progress import advance
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -63,3 +65,4 @@ class StoredTensor:
         for number, rows in self.rows(offsets[0], offsets[0] + sizes[0], shape):
             target = place[number - offsets[0] : number - offsets[0] + len(rows)]
             target.copy_(rows[:, *inner].to(place.device))
+            advance()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.configs.pipeline import SMOLLM2, TINY
+from roll.data.pictures import Pictures
 from roll.utils.foreign import describe_error
 from roll.utils.registry import extra
 
@@ -96,6 +97,22 @@ def policy_tokenizer(
 
         return make_tokenizer()
     return load_tokenizer(pretrain, trust_remote_code=trust_remote_code)
+
+
+def policy_pictures(
+    pretrain: str, bounds: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None = None
+) -> Pictures | None:
+    """The picture processor of a run's policy, which is loaded when there is a picture; ``None``: it takes none.
+
+    Args:
+        bounds: ``DataArguments.picture_bounds``.
+
+    Raises:
+        ValueError: no such folder.
+    """
+    if pretrain in (TINY, SMOLLM2):
+        return None
+    return Pictures.of(local_folder(pretrain, "*.json"), **bounds, tokenizer=tokenizer)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:

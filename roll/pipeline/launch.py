@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -24,9 +21,9 @@ from roll.configs.resuming import Rows
 from roll.configs.rl import VAL_INFER
 from roll.configs.worker import WorkerConfig
 from roll.distributed.cluster.cluster import Cluster, Placement, Worker, create_placement, discover_nodes
-from roll.distributed.cluster.errors import ClusterError, PlacementError, RaySessionError, RpcTimeoutError
+from roll.distributed.cluster.errors import ClusterError, PlacementError, RaySessionError
+from roll.distributed.cluster.hangs import StallWatch, explained
 from roll.distributed.cluster.ray_session import dead_daemons, ray_session
-from roll.distributed.cluster.recording import own_stacks, stacks_of
 from roll.distributed.cluster.resources import plan_placement
 from roll.pipeline.cli import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, report
 from roll.pipeline.profiling import nsight_options
@@ -46,58 +43,14 @@ from roll.preflight.models import (
 from roll.preflight.templates import describe_template
 from roll.tracking.display import NOTED
 from roll.tracking.files import CheckpointError
-from roll.utils.foreign import Fault
 from roll.utils.memory import keep_freed_memory, relax_gc
 from roll.utils.registry import UnknownNameError, import_path, plugin_variables
 from roll.utils.signals import Interrupted, SignalGuard
 
 logger = logging.getLogger(__name__)
 
-ASKING = signal.SIGUSR1
-
-
-@contextmanager
-def explained(clusters: Mapping[str, Cluster], path: Path) -> Iterator[None]:
-    """Within the block, ``path`` gets the stacks of all processes when a call takes too long, or at SIGUSR1.
-
-    Args:
-        clusters: by role; may fill up meanwhile.
-    """
-    in_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(ASKING, lambda *_: _aside(clusters, path)) if in_main else None
-    try:
-        yield
-    except RpcTimeoutError as error:
-        write_stacks(clusters, path, str(error))
-        raise
-    finally:
-        if in_main:
-            signal.signal(ASKING, before)
-
-
-def _aside(clusters: Mapping[str, Cluster], path: Path) -> None:
-    """In a thread, as the main one may hold what this needs."""
-    threading.Thread(target=write_stacks, args=(clusters, path, "requested by SIGUSR1"), daemon=True).start()
-
-
-def write_stacks(clusters: Mapping[str, Cluster], path: Path, why: str) -> None:
-    """Appends the stacks of all threads of the driver and of every worker; an error in it is logged."""
-    with Fault() as fault:  # Ray may be gone; what is being explained matters more
-        workers = [
-            (f"{name} rank {rank}", process)
-            for name, cluster in clusters.items()
-            for rank, process in cluster.whereabouts.items()
-        ]
-        texts = stacks_of([process for _, process in workers])
-        parts = [f"===== {datetime.now():%Y-%m-%d %H:%M:%S} {why}", f"----- driver\n{own_stacks()}"]
-        for (name, process), text in zip(workers, texts, strict=True):
-            parts.append(f"----- {name}, process {process.pid} on node {process.node_id}\n{text}")
-        with path.open("a", encoding="utf-8") as file:
-            file.write("\n\n".join(parts) + "\n\n")
-        logger.info("what every process was doing: %s", path)
-    if fault.error is not None:
-        logger.error("the stacks of all processes could not be written", exc_info=fault.error)
-
+STACKS = "stacks.txt"
+"""What every process did when a call took too long or nothing moved, in the folder of logs."""
 
 ConfigT = TypeVar("ConfigT", bound=PipelineConfig)
 WorkerClasses = Mapping[str, type[Worker]]
@@ -175,6 +128,9 @@ def launch(
                         )
                     )
                 clusters = stack.enter_context(start_clusters(config, session, workers))
+                path = session.folder.logs / STACKS
+                watch = StallWatch(clusters, path, config.stall_timeout, signals.stop_for, session.display.doing)
+                stack.enter_context(watch)
                 for line in template.result():
                     session.display.note(line)
                 relax_gc()  # finished groups wait in this process
@@ -224,7 +180,7 @@ def start_clusters(
     placement = create_placement(plan)
     clusters: dict[str, Cluster] = {}
     try:
-        with explained(clusters, session.folder.logs / "stacks.txt"):
+        with explained(clusters, session.folder.logs / STACKS):
             with session.phase("start workers"):
                 for name in config.clusters:
                     clusters[name] = _cluster(config, name, placement, workers, session.folder.profile)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from roll.configs.data import DataArguments
+from roll.configs.engine_rules import no_pictures
 from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER, DataGeneratorConfig, PromptsConfig
 from roll.configs.resuming import Rows
 from roll.configs.rlvr import RLVRConfig
@@ -22,7 +23,7 @@ from roll.data.requests import sampling_params
 from roll.data.templates import ChatTemplate
 from roll.distributed.cluster.cluster import Cluster, Worker
 from roll.distributed.cluster.errors import WorkerDiedError
-from roll.models.tokenizer import policy_tokenizer
+from roll.models.tokenizer import policy_pictures
 from roll.pipeline.launch import MODEL_WORKERS
 from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.pipeline.session import RunFailedError
@@ -146,6 +147,7 @@ def _worker_context(config: PromptsConfig, tokenizer_path: str) -> PromptWorkerC
         params["train"] = sampling_params(config.train_sampling)
     return PromptWorkerContext(
         tokenizer_path=tokenizer_path,
+        pictures=policy_pictures(config.pretrain, config.actor_train.data_args.picture_bounds),
         template=ChatTemplate.of(config.actor_train.data_args),
         params=params,
         limits={use: LengthLimits(*config.lengths(held_out=use == "val")) for use in params},
@@ -178,6 +180,11 @@ class Datasets(Generic[DataT]):
     def describe(self) -> list[str]:
         """Account of what was read: a line for each dataset, and for what of it is left out or not read."""
         return [*_lines("training data", self.train), *_lines("held-out data", self.val)]
+
+    @property
+    def have_pictures(self) -> bool:
+        """Tells whether the policy gets pictures."""
+        return any(data is not None and data.has_pictures for data in (self.train, self.val))
 
     def identities(self) -> dict[str, Rows]:
         """What tells the datasets from others, by the section that names them."""
@@ -216,17 +223,10 @@ def make_data(generator: DataGeneratorConfig) -> None:
     note.write_text(json.dumps(recipe) + "\n", encoding="utf-8")
 
 
-def load_renderer(config: PromptsConfig) -> ChatRenderer:
-    """The policy's tokenizer and chat template."""
-    trusts = config.trusts("actor_train")
-    tokenizer = policy_tokenizer(config.pretrain, config.tokenizer_path, trust_remote_code=trusts)
-    return ChatRenderer(tokenizer, ChatTemplate.of(config.actor_train.data_args))
-
-
 def tag_renderers(config: RLVRConfig, renderer: ChatRenderer) -> dict[str, ChatRenderer]:
     """Of the tags whose prompts have a chat template of their own, held-out ones too."""
     templates = ChatTemplate.of(config.actor_train.data_args).of_tags()
-    return {tag: ChatRenderer(renderer.tokenizer, template) for tag, template in templates.items()}
+    return {tag: ChatRenderer(renderer.tokenizer, template, renderer.pictures) for tag, template in templates.items()}
 
 
 def load_datasets(config: RLVRConfig, renderer: ChatRenderer) -> Datasets[PromptDataset]:
@@ -276,6 +276,7 @@ def _load(
         tools=tools,
         tag_renderers=tag_renderers(config, renderer),
         check=References(config.rewards, TRIAL_SECONDS, tell, tell),
+        no_pictures=no_pictures(config),
     )
 
 

@@ -107,6 +107,8 @@ class RLPipeline(GroupRules, TrainingLoop):
                 batch, shaping_metrics = self.shaping(batch)
                 if isinstance(self.roles.teacher, TaggedTeachers):
                     shaping_metrics |= self.roles.teacher.metrics(batch)
+                if self.evaluates(step):
+                    self.taken.write_tokens(step, batch)
             with self.update(step), phase("train") as span:
                 train_metrics = self.train(batch, steps, step) | self.roles.offload_manager.memory("train")
                 self.session.summary["draws"] = self.rollouts.commit(self.taken.admission)
@@ -119,10 +121,14 @@ class RLPipeline(GroupRules, TrainingLoop):
 
     def after_step(self) -> None:
         super().after_step()
-        step, config = self.done_steps, self.config
-        last = step == config.max_steps or self.learned is not None
-        if last or (config.eval_steps and step % config.eval_steps == 0):
-            self.taken.explain(step, last=last)
+        step = self.done_steps
+        if self.evaluates(step) or self.learned is not None:
+            self.taken.explain(step, last=step == self.config.max_steps or self.learned is not None)
+
+    def evaluates(self, step: int) -> bool:
+        """A step after which the run evaluates, or would do so with held-out data."""
+        config = self.config
+        return step == config.max_steps or bool(config.eval_steps and step % config.eval_steps == 0)
 
     def publish(self, version: int) -> None:
         if self.overlap is not None:

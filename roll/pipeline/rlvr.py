@@ -24,7 +24,6 @@ from roll.pipeline.prompts import (
     accuracy_metrics,
     check_error_rates,
     load_datasets,
-    load_renderer,
     make_data,
     prompt_workers,
     reward_metrics,
@@ -34,6 +33,7 @@ from roll.pipeline.rl import RLPipeline, set_losses
 from roll.pipeline.rollouts import MAX_SHOWN, keep_episodes, passes_filter, play_held_out
 from roll.pipeline.start import RunContext
 from roll.pipeline.teachers import PrivilegedTeacher
+from roll.preflight.templates import policy_renderer
 from roll.report.page import save_answers
 from roll.rewards.scorer import best_reward
 from roll.rollout.types import OVER_BUDGET, Collected, RolloutGroup
@@ -114,7 +114,7 @@ def run_rlvr(config: RLVRConfig, started: float | None = None) -> int:
     try:
         if config.data_generator is not None:
             make_data(config.data_generator)
-        datasets = load_datasets(config, load_renderer(config))
+        datasets = load_datasets(config, policy_renderer(config))
     except (OSError, ValueError) as error:  # a DataError is a ValueError
         sys.stderr.write(f"{error}\n")
         return EXIT_USAGE
@@ -127,9 +127,10 @@ def run_rlvr(config: RLVRConfig, started: float | None = None) -> int:
 
 def _run(config: RLVRConfig, run: RunContext, *, datasets: Datasets[PromptDataset]) -> None:
     roles, prompts = run.roles, PromptRolloutWorkers(config, run, datasets.train, datasets.val)
+    roles.pictures = datasets.have_pictures
     prompts.begin_setup()
     with run.set_up(config, prompts):
-        if (writer := teacher_prompts(config, load_renderer(config))) is not None:
+        if (writer := teacher_prompts(config, policy_renderer(config))) is not None:
             assert roles.teacher is not None, "a rule"
             roles.teacher = PrivilegedTeacher(roles.teacher, lambda group: writer.ids(prompts.drawn(group)))
         if config.online_dpo is None:

@@ -185,6 +185,9 @@ class Replicas:
 class Roles:
     """``actor_train``; ``actor_infer`` where something is generated; ``critic``, ``reference``, ``teacher`` …"""
 
+    pictures = False
+    """There are pictures in the prompts of the run."""
+
     def __init__(
         self, config: PipelineConfig, clusters: Mapping[str, Cluster], needs: tuple[Quantity, ...] = BASIC
     ) -> None:
@@ -441,6 +444,7 @@ class Roles:
             loads=frozenset(config.checkpoint_config.load_contents),
             router_replay=self._router_replay(role),
             updated_after_offload=updates_after_offload(config, role),
+            pictures=self.pictures,
             recompute_kv=isinstance(config, RLConfig) and config.overlaps and config.kv_after_update == "recompute",
         )
 

@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
 
 from roll.configs.pipeline import TINY
 from roll.configs.rewards import RewardFilterConfig
 from roll.configs.rl import RLConfig
+from roll.data.batch import Batch
+from roll.data.identity import vocabulary_ids
 from roll.data.requests import FinishReason
 from roll.distributed.strategy.base import Metrics
 from roll.models.tokenizer import policy_tokenizer
@@ -28,7 +32,7 @@ from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import Collected, RolloutGroup, Trajectory
 from roll.tracking.display import NOTED
 from roll.tracking.files import to_json, write_atomic
-from roll.tracking.run import TRAINED, RunFolder
+from roll.tracking.run import TOKENS, TRAINED, RunFolder
 from roll.tracking.trackers import AnswerRow
 from roll.utils.registry import import_path
 
@@ -83,6 +87,8 @@ _DOUBT = 10
 """Steps between two evaluations of whether all is learned, where none are asked for by ``eval_steps``."""
 _ENOUGH_STEPS = 10
 """Before so many steps a run need not have learned anything."""
+_MOST_TOKENS = 512
+"""Of a row that is written token by token."""
 MAX_TRAINED_BYTES = 64_000_000
 """Size of all files of ``write_samples`` at most."""
 
@@ -202,15 +208,29 @@ class StepRollouts:
             self._seems = f"{rules.attained(finished):.1%} attained in all that step {step} sampled"
         return looks_learned
 
+    def write_tokens(self, step: int, batch: Batch) -> None:
+        """Writes some rows of a step's training batch token by token, beside the groups of ``write_samples``."""
+        config, session = self._config, self._session
+        if config.num_written_groups == 0 or batch.advantages_T is None:
+            return
+
+        def write() -> None:
+            decode: Any = self._tokenizer.decode
+            lines = "".join(to_json(row) + "\n" for row in token_rows(batch, config.tags, decode))
+            write_atomic(session.folder.trajectories / f"{TOKENS}{step:05d}.jsonl", lines)
+
+        session.aside(write)
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        config = self._config
+        trusts = config.trusts("actor_train")
+        return policy_tokenizer(config.pretrain, config.tokenizer_path, trust_remote_code=trusts)
+
     @cached_property
     def _num_ids(self) -> int | None:
         """See ``remarks_on``; ``None`` for the tiny model, whose embedding has no other rows."""
-        config = self._config
-        if config.pretrain == TINY:
-            return None
-        trusts = config.trusts("actor_train")
-        tokenizer = policy_tokenizer(config.pretrain, config.tokenizer_path, trust_remote_code=trusts)
-        return max(tokenizer.get_vocab().values()) + 1
+        return None if self._config.pretrain == TINY else max(self._tokenizer.get_vocab().values()) + 1
 
     def confirm(self, step: int, found: float | None) -> str | None:
         """Why the run is over, where held-out episodes attain the share ``learned_share`` too.
@@ -481,6 +501,64 @@ def write_samples(folder: RunFolder, step: int, collected: Collected, num_groups
     rejected = collected.rejected[: num_groups - len(kept)]
     write_atomic(folder.trajectories / f"{TRAINED}{step:05d}.jsonl", training_lines(kept, rejected))
     thin_out(folder.trajectories, f"{TRAINED}*.jsonl", MAX_TRAINED_BYTES)
+
+
+def token_rows(batch: Batch, tags: Sequence[str], decode: Callable[[list[int]], str]) -> Iterator[dict[str, Any]]:
+    """Up to four rows of a step, token by token: the highest and lowest advantages, and where the engines differ most.
+
+    Args:
+        batch: as it is trained on, with ``advantages_T``.
+
+    Yields:
+        ``tag``, ``group``, ``score``, and ``tokens``: the text of what was given, or of a sampled token a list: its
+        text, its log-probs when it was sampled and by the trainer before the update (``None``: not computed), its
+        advantage, its reward, and the version that sampled it.
+    """
+    assert batch.advantages_T is not None and batch.group_B is not None and batch.tag_B is not None
+    for row in _telling_rows(batch):
+        one = batch.select([row])
+        old_T = one.old_logprobs_T if one.on_policy_B is None or not bool(one.on_policy_B[0]) else None
+        optional = (one.rollout_logprobs_T, old_T, one.advantages_T, one.rewards_T, one.rollout_versions_T)
+        figures = [
+            [None] * one.num_tokens if each is None else each.double().round(decimals=4).tolist() for each in optional
+        ]
+        texts = _pieces(vocabulary_ids(one.tokens_T[:_MOST_TOKENS]).tolist(), decode)
+        tokens: list[Any] = []
+        for text, sampled, *numbers in zip(texts, one.loss_mask_T.tolist(), *figures, strict=False):
+            if sampled:
+                tokens.append([text, *numbers])
+            elif tokens and isinstance(tokens[-1], str):
+                tokens[-1] += text
+            else:
+                tokens.append(text)
+        if (left_out := one.num_tokens - _MOST_TOKENS) > 0:
+            tokens.append(f"… ({left_out:,} more tokens)")
+        score = None if one.scores_B is None else float(one.scores_B[0])
+        yield {"tag": tags[int(batch.tag_B[row])], "group": int(batch.group_B[row]), "score": score, "tokens": tokens}
+
+
+def _pieces(ids: list[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
+    """Text of each token where it stands: alone, some tokenizers give it without the blank before it."""
+    for before, index in zip([None, *ids], ids, strict=False):
+        alone = "" if before is None else decode([before])
+        both = decode([index] if before is None else [before, index])
+        yield both[len(alone) :] if both.startswith(alone) else decode([index])
+
+
+def _telling_rows(batch: Batch) -> list[int]:
+    mask_T, rows_T = batch.loss_mask_T, batch.rows_T
+    counts_B = batch.loss_tokens_B.clamp(min=1)
+    assert batch.advantages_T is not None
+    zeros_B = torch.zeros(batch.num_sequences, dtype=torch.float64)
+    advantage_B = zeros_B.index_add(0, rows_T[mask_T], batch.advantages_T[mask_T].double()) / counts_B
+    found = [int(advantage_B.argmax()), int(advantage_B.argmin())]
+    if batch.old_logprobs_T is not None and batch.rollout_logprobs_T is not None:
+        moved_M = (batch.old_logprobs_T - batch.rollout_logprobs_T)[mask_T].abs().double().nan_to_num(0.0)
+        on_policy_B = torch.zeros_like(zeros_B).bool() if batch.on_policy_B is None else batch.on_policy_B
+        moved_B = zeros_B.index_add(0, rows_T[mask_T], moved_M) / counts_B
+        found.append(int(moved_B.masked_fill(on_policy_B, -1.0).argmax()))
+    found.append(int(advantage_B.abs().argmin()))
+    return list(dict.fromkeys(found))
 
 
 def training_lines(kept: Sequence[RolloutGroup], rejected: Sequence[RolloutGroup]) -> str:

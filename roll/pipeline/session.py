@@ -25,6 +25,7 @@ from roll.tracking.redact import redact
 from roll.tracking.run import RunFolder, software_versions
 from roll.tracking.trackers import AnswerRow, MultiTracker, TrackerContext
 from roll.utils.foreign import Fault
+from roll.utils.progress import advance
 
 logger = logging.getLogger(__name__)
 
@@ -194,6 +195,7 @@ class RunSession:
     @contextmanager
     def phase(self, name: str) -> Iterator[Span]:
         """Shows and times one phase of a step; the caller may set the span's tokens."""
+        advance()
         self.display.phase(name)
         with self.timer.phase(name) as span:
             yield span

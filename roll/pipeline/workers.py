@@ -326,7 +326,7 @@ class InferWorker(Worker):
             return
         waiting, self._waiting = self._waiting, []
         for client_id, request in waiting:
-            task = asyncio.get_running_loop().create_task(self._run(client_id, request))
+            task = asyncio.get_running_loop().create_task(self._run(client_id, request), name=request.request_id)
             self._running.add(task)
             task.add_done_callback(self._finished)
 

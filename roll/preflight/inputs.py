@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from roll.configs.data import DataArguments
 from roll.configs.dpo import DPOConfig
+from roll.configs.engine_rules import no_pictures
 from roll.configs.offline import OfflineConfig
 from roll.configs.pipeline import SMOLLM2, TINY, PipelineConfig
 from roll.configs.problems import ConfigProblem
@@ -80,7 +81,7 @@ def _check_dataset(key: str, args: DataArguments, config: PromptsConfig) -> Find
     from roll.data.reading import Reading
 
     present = args.model_copy(update={"file_name": [name for name in args.file_names if name not in absent]})
-    reading = Reading(present, config.seed, HEAD)
+    reading = Reading(present, config.seed, HEAD, no_pictures=no_pictures(config))
     try:
         tags, whole = _read_head(reading, config, lines, held_out=key.startswith("validation"))
     except DataError as error:
@@ -127,10 +128,10 @@ def _read_head(
     if isinstance(config, RewardTrainingConfig):
         if config.reward_loss != "bradley_terry":
             return check_scored(reading, config.answers, config.reward_loss == "process", renderer)
-        template = (encode_whole_talk(renderer), LeftOut(renderer, "whole")) if renderer else ()
+        template = (encode_whole_talk(renderer, blank=True), LeftOut(renderer, "whole")) if renderer else ()
         return check_preferences(reading, config.answers, None, scoring, *template)
     last_only = getattr(config, "train_on", "all") == "last"
-    template = (encode_talk(renderer, last_only=last_only), LeftOut(renderer)) if renderer else ()
+    template = (encode_talk(renderer, last_only=last_only, blank=True), LeftOut(renderer)) if renderer else ()
     if isinstance(config, DPOConfig):
         label = None if config.in_pairs else config.preferences.label
         return check_preferences(reading, config.preferences, label, scoring, *template)

@@ -13,7 +13,7 @@ from roll.configs.tools import AUTO_DIALECT
 from roll.data.renderer import ChatRenderer
 from roll.data.template_check import DATE, TemplateReport, check_renderer, date_in_prompts
 from roll.data.templates import ChatTemplate, read_template
-from roll.models.tokenizer import model_folder, policy_tokenizer
+from roll.models.tokenizer import model_folder, policy_pictures, policy_tokenizer
 from roll.preflight.models import has_tokenizer
 
 
@@ -103,7 +103,9 @@ def policy_renderer(config: PipelineConfig) -> ChatRenderer:
     """
     trusts = config.trusts("actor_train")
     tokenizer = policy_tokenizer(config.pretrain, config.tokenizer_path, trust_remote_code=trusts)
-    return ChatRenderer(tokenizer, ChatTemplate.of(config.actor_train.data_args))
+    data = config.actor_train.data_args
+    pictures = policy_pictures(config.pretrain, data.picture_bounds, tokenizer)
+    return ChatRenderer(tokenizer, ChatTemplate.of(data), pictures)
 
 
 def _report(config: PipelineConfig) -> TemplateReport:

@@ -61,6 +61,12 @@ def learning_curve_svg(
     return "".join(parts) + "</svg>"
 
 
+def round_above(value: float) -> float:
+    """A number not below ``value`` whose quarters have few digits."""
+    power = 10.0 ** math.floor(math.log10(value)) if value > 0 else 1.0
+    return next(power * factor for factor in (1, 2, 4, 6, 8, 10) if value <= power * factor)
+
+
 def chart_svg(line: Points, dots: Points = (), width: int = 220, height: int = 64) -> str:
     """A small chart without axes, in the colours of the page: a line, and dots such as evaluations."""
     points = [(x, y) for x, y in (*line, *dots) if math.isfinite(y)]

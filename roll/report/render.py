@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import itertools
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 from roll.configs.base import Config
 from roll.report import sections
-from roll.report.curve import learning_curve_svg
+from roll.report.curve import learning_curve_svg, round_above
 from roll.report.gif import render_episode_gif
 from roll.report.page import listed_answers, render_page, shortened
 from roll.rollout.types import EpisodeEnd, Frame, Trajectory
@@ -157,6 +156,7 @@ def render_index(
         watches=list(summary.get("watches", {}).values()),
         evaluations=sections.evaluations(metrics),
         chosen=sections.episodes(run_dir),
+        tokens=sections.tokens(run_dir),
         areas=sections.areas(metrics),
         times=sections.times(metrics, phases),
         settings=sections.settings(run_dir, schema),
@@ -212,7 +212,7 @@ def _curves(metrics: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str
         curves.append(("learning_curve.svg", partial(learning_curve_svg, success)))
     for name, (title, named) in _LOSSES.items():
         if "training" in (loss := _series(metrics, named)):
-            top = _round_above(max(value for points in loss.values() for _, value in points))
+            top = round_above(max(value for points in loss.values() for _, value in points))
             drawn = partial(learning_curve_svg, loss, title=title, y_range=(0.0, top), percent=False)
             curves.append((name, drawn))
     for name, draw in curves:
@@ -224,12 +224,6 @@ def _series(metrics: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> d
     """(step, value) pairs by label, of the metrics that were measured."""
     found = {label: sections.numbers(metrics, name) for label, name in names.items()}
     return {label: points for label, points in found.items() if points}
-
-
-def _round_above(value: float) -> float:
-    """A number not below ``value`` whose quarters have few digits."""
-    power = 10.0 ** math.floor(math.log10(value)) if value > 0 else 1.0
-    return next(power * factor for factor in (1, 2, 4, 6, 8, 10) if value <= power * factor)
 
 
 def _listed_episodes(folder: Path) -> list[dict[str, Any]]:

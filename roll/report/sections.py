@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from roll.report.diagnosis import diagnose
 from roll.report.record import RunRecord, held_out
 from roll.tracking.display import share_interval
 from roll.tracking.files import read_json_lines
-from roll.tracking.run import TRAINED
+from roll.tracking.run import TOKENS, TRAINED
 
 Metrics = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
@@ -32,6 +33,8 @@ _POINTS = 240
 _BARS = 60
 _OF_A_KIND = 3
 """Episodes that are shown of each kind."""
+_DIFFERS = 0.1
+"""Difference of the log-probs of trainer and generator that is marked."""
 _TURNS, _LETTERS = 8, 3000
 """Of an episode, and of a text in it."""
 
@@ -175,6 +178,41 @@ def episodes(run_dir: Path) -> list[dict[str, Any]]:
         for kind, pairs in kinds.items()
         if pairs
     ]
+
+
+def tokens(run_dir: Path) -> dict[str, Any] | None:
+    """Rows of the newest step whose tokens were written: every token with its shade and its figures in words."""
+    files = sorted((run_dir / "trajectories").glob(f"{TOKENS}*.jsonl"))
+    if not files:
+        return None
+    rows = read_json_lines(files[-1])
+    sampled = [token for row in rows for token in row["tokens"] if isinstance(token, list)]
+    largest = max((abs(token[3] or 0.0) for token in sampled), default=0.0) or 1.0
+    shown = [{**row, "tokens": [_token(token, largest) for token in row["tokens"]]} for row in rows]
+    return {"step": _step_of(files[-1]), "rows": shown}
+
+
+def _token(token: str | list[Any], largest: float) -> dict[str, str]:
+    """Text, colour and words of a token; of text that was given, only the text."""
+    if isinstance(token, str):
+        return {"text": _short(token), "style": "", "words": ""}
+    text, sampled, trainer, advantage, reward, version = token
+    pull = float(advantage or 0.0)
+    moved = None if sampled is None or trainer is None else trainer - sampled
+    parts = [
+        f"{name} {value:+.4g}"
+        for name, value in (("log-prob", sampled), ("of the trainer", trainer), ("advantage", advantage))
+        if value is not None
+    ]
+    parts += [f"ratio {math.exp(min(50.0, moved)):.3g}"] if moved is not None else []
+    parts += [f"reward {reward:+.3g}"] if reward else []
+    parts += [f"sampled by version {version}"] if version is not None else []
+    parts.append("is made likelier" if pull > 0 else "is made less likely" if pull < 0 else "teaches nothing")
+    color = "31,138,77" if pull > 0 else "200,64,47"
+    style = f"background:rgba({color},{0.65 * abs(pull) / largest:.2f})"
+    if moved is not None and abs(moved) > _DIFFERS:
+        style += ";text-decoration:underline wavy"
+    return {"text": text, "style": style, "words": ", ".join(parts)}
 
 
 def _step_of(path: Path) -> int:

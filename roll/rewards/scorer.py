@@ -30,6 +30,7 @@ from roll.rewards.types import (
     Verifier,
 )
 from roll.utils.foreign import describe_error
+from roll.utils.progress import advance
 from roll.utils.registry import UnknownNameError
 from roll.utils.threads import time_limit
 
@@ -191,6 +192,7 @@ class DomainScorer:
         async with self._slots:
             verifiers = range(len(self.config.verifiers))
             results = await asyncio.gather(*(self._attempt(i, sample) for i in verifiers), return_exceptions=True)
+        advance()
         failures = [result for result in results if isinstance(result, BaseException)]
         if failures:
             raise next((failure for failure in failures if not isinstance(failure, RewardError)), failures[0])

@@ -18,6 +18,7 @@ from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig
 from roll.data.prompts import Prompt
 from roll.data.questions import Answer, ResponseRow
+from roll.data.tool_messages import in_words, text_of
 from roll.rewards import VERIFIERS
 from roll.rewards.isolation import RulePool, rule_spec
 from roll.rewards.scorer import DomainScorer, check_rewards
@@ -170,12 +171,12 @@ class References:
         """Yields place and reason of each row that no answer can score; ``rows`` have their places."""
         for place, prompt in rows:
             sample = Sample(
-                prompt=prompt.messages[-1]["content"],
+                prompt=text_of(prompt.messages[-1]["content"]),
                 response="",
                 ground_truth=prompt.ground_truth,
                 data_source=prompt.tag,
                 extra_info=prompt.extra_info,
-                messages=prompt.messages,
+                messages=in_words(prompt.messages),
             )
             for number, (cls, config, label) in enumerate(self._verifiers.get(prompt.tag, ())):
                 try:

@@ -27,6 +27,7 @@ from roll.rollout.errors import EnvCrashError, EnvError, EnvProtocolError, EnvTi
 from roll.rollout.reward_worker import Asking
 from roll.rollout.types import Frame
 from roll.utils.foreign import Fault, clean_text, describe_error
+from roll.utils.progress import advance
 
 logger = logging.getLogger(__name__)
 
@@ -323,6 +324,7 @@ class EnvRunner:
             done = job(self._env)
             if self._asking is not None and self._asking.failure is not None:
                 raise self._asking.failure  # which the environment has caught
+            advance()
             return done
 
     async def _here(self, job: Callable[[TextEnv], T]) -> T:

@@ -10,7 +10,7 @@ import inspect
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from roll.agentic.env.base import StepResult, step_result
@@ -19,12 +19,15 @@ from roll.configs.env import CustomEnvConfig
 from roll.configs.rlvr import UserConfig
 from roll.configs.tools import ToolsConfig
 from roll.data.columns import IntArray
+from roll.data.pictures import PictureError, Pictures
 from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import Prompt
 from roll.data.questions import CONVERSATION
 from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
+from roll.data.row_pictures import read_sources, with_items
 from roll.data.templates import ChatTemplate
+from roll.data.tool_messages import in_words, text_of
 from roll.rewards.types import RewardError, RewardResult, Sample
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_manager import TOOL_TURNS, EnvManager, EpisodeSpec, LengthLimits
@@ -34,7 +37,7 @@ from roll.rollout.reward_worker import WorkerClient
 from roll.rollout.router import GenerationClient
 from roll.rollout.tokenization_audit import TokenCheck, TokenizationAudit
 from roll.rollout.tool_box import ToolBox
-from roll.rollout.types import OVER_BUDGET, VALID_UNKNOWN, Trajectory, Turn
+from roll.rollout.types import OVER_BUDGET, VALID_UNKNOWN, RolloutGroup, Trajectory, Turn
 from roll.rollout.workers import RolloutWorker
 from roll.utils.foreign import clean_text, describe_error
 from roll.utils.hashing import derive_seed
@@ -62,12 +65,12 @@ class PromptEnv:
         self._known: dict[str, Any] = {"prompt_id": prompt.id, "ground_truth": truth}
         """Of every ``info``: an episode that is cut short is of this prompt too."""
         if len(prompt.messages) > 1:  # the observation is the last alone
-            self._known[CONVERSATION] = json.dumps([dict(message) for message in prompt.messages])
+            self._known[CONVERSATION] = json.dumps([dict(message) for message in in_words(prompt.messages)])
         if prompt.tools:
             self._known["tools"] = list(prompt.tools)
         self._completion: Completion | None = None
-        self.heard = prompt.messages
-        """The conversation that the answer ends."""
+        self.heard = in_words(prompt.messages)
+        """The conversation that the answer ends, with ``<image>`` for a picture."""
 
     def watch(self, generate: GenerateFn) -> GenerateFn:
         """The same ``generate``, noting how long the answer was and why it ended."""
@@ -115,12 +118,12 @@ class PromptEnv:
         return observation, reward, terminated, truncated, info
 
     async def render(self) -> None:
-        """No picture: the prompt is all there is to see."""
+        """Nothing changes: the prompt is all there is to see."""
 
     @property
     def question(self) -> str:
         """Text of the last message."""
-        return self.prompt.messages[-1]["content"]
+        return text_of(self.prompt.messages[-1]["content"])
 
 
 class PromptManager(EnvManager):
@@ -187,7 +190,7 @@ class UserEnv:
         self._env = env
         self._user = user
         self._config = config
-        self._messages: list[Mapping[str, str]] = list(env.prompt.messages)
+        self._messages: list[Mapping[str, str]] = list(env.heard)
         self._turns = 0
         self._info: dict[str, Any] = {}
 
@@ -269,6 +272,8 @@ class PromptPlan:
 
     def spec(self, group_id: int) -> PromptSpec:
         prompt = self.prompts[group_id]
+        if prompt.has_pictures:
+            prompt = replace(prompt, messages=read_sources(prompt.messages))
         return PromptSpec(
             group_id,
             prompt.tag,
@@ -304,6 +309,8 @@ class PromptWorkerContext:
     """User that answers the policy, if the prompts are conversations."""
     trust_remote_code: bool = False
     """True if Python files that come with the tokenizer may run."""
+    pictures: Pictures | None = None
+    """The picture processor of the policy; ``None``: it takes none."""
 
 
 class PromptWorker(RolloutWorker):
@@ -318,7 +325,8 @@ class PromptWorker(RolloutWorker):
         self.context = context
         trusts = context.trust_remote_code
         tokenizer = load_tokenizer(context.tokenizer_path, alone=True, trust_remote_code=trusts)
-        renderer = ChatRenderer(tokenizer, context.template)
+        self._pictures = context.pictures and context.pictures.with_tokenizer(tokenizer)
+        renderer = ChatRenderer(tokenizer, context.template, self._pictures)
         self.managers = {
             name: PromptManager(renderer, params, context.limits[name]) for name, params in context.params.items()
         }
@@ -357,6 +365,23 @@ class PromptWorker(RolloutWorker):
         assert isinstance(spec, PromptSpec)
         client = self.client if self.val_client is None or spec.sampling != "val" else self.val_client
         return client.generate if self.context.spread else client.pinned()
+
+    async def run_group(self, spec: GroupSpec) -> RolloutGroup:
+        """See ``RolloutWorker``; the pictures of the prompt are decoded once.
+
+        Raises:
+            PictureError: one cannot be used.
+        """
+        assert isinstance(spec, PromptSpec)
+        if spec.prompt.has_pictures:
+            spec = replace(spec, prompt=await asyncio.to_thread(self._shown, spec.prompt))
+        return await super().run_group(spec)
+
+    def _shown(self, prompt: Prompt) -> Prompt:
+        try:
+            return replace(prompt, messages=with_items(prompt.messages, self._pictures))
+        except PictureError as error:
+            raise PictureError(f"prompt {prompt.id}: {error}") from error
 
     async def play(self, spec: GroupSpec, episode: EpisodeSpec, generate: GenerateFn) -> Trajectory:
         assert isinstance(spec, PromptSpec)

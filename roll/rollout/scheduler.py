@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import RpcTimeoutError, WorkerDiedError
+from roll.distributed.cluster.hangs import waiting
 from roll.rollout.admission import Admission
 from roll.rollout.plans import GroupSpec, RolloutPlan
 from roll.rollout.router import EngineUnavailableError
 from roll.rollout.schedule import Schedule, StepDraws
 from roll.rollout.types import Collected, RolloutGroup
 from roll.rollout.workers import GroupCalls
+from roll.utils.progress import advance
 
 logger = logging.getLogger(__name__)
 
@@ -325,9 +327,11 @@ class RolloutScheduler:
             _GroupsLostError: a worker died; nothing is running any more.
         """
         try:
-            for group in self._calls.wait(_TICK_S):
-                if group is not None:
-                    self._finish(group, rollouts)
+            with waiting(self._oldest):
+                for group in self._calls.wait(_TICK_S):
+                    if group is not None:
+                        self._finish(group, rollouts)
+                        advance()
         except (WorkerDiedError, EngineUnavailableError) as error:
             logger.warning("group %s was lost (%s); it is sampled again", self._calls.failed, error)
             self._cancel(rollouts.admission)
@@ -338,6 +342,14 @@ class RolloutScheduler:
                 name = self.workers.name
                 raise RpcTimeoutError(name, (call.worker,), call.name, Cluster.current_step, seconds)
             break
+
+    def _oldest(self) -> str:
+        running = list(self._calls.running.values())
+        if not running:
+            return "groups, none of which runs"
+        oldest, worker = running[0], f"{self.workers.name} rank {running[0].worker}"
+        seconds = time.monotonic() - oldest.started
+        return f"{len(running)} groups, of which group {oldest.group_id} at {worker} began {seconds:.0f} s ago"
 
     def _finish(self, group: RolloutGroup, rollouts: _Rollouts) -> None:
         accepted = rollouts.accept(group)

@@ -260,7 +260,7 @@ class GroupWorker(Worker, ABC):
         """Begins to play groups; ``finished_groups`` brings them."""
         if (playing := self._of(series)) is not None:
             for spec in specs:
-                playing.start(spec.group_id, asyncio.create_task(self.run_group(spec)))
+                playing.start(spec.group_id, asyncio.create_task(self.run_group(spec), name=f"group {spec.group_id}"))
 
     async def finished_groups(self, series: Series) -> Finished:
         """The groups that have finished since the last call; waits up to a second for the first."""
@@ -462,7 +462,8 @@ class RolloutWorker(GroupWorker):
         generate = self.generate_fn(spec)
 
         def start(member: int) -> asyncio.Task[Trajectory | None]:
-            return asyncio.create_task(self._run_member(spec, member, generate, errors))
+            name = f"{spec.tag} group {spec.group_id} member {member}"
+            return asyncio.create_task(self._run_member(spec, member, generate, errors), name=name)
 
         baseline = start(BASELINE_MEMBER) if spec.baseline else None
         numbers = range(spec.group_size + spec.redundancy)

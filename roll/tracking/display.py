@@ -140,6 +140,10 @@ class Display:
             self._line(f"[{_duration(time.monotonic() - self._started)}] {self._phase} …")
         self._announced.add(name)
 
+    def doing(self) -> str:
+        """Phase and step, in words."""
+        return f"{self._phase}, step {self._step + 1}" if self._total_steps else self._phase
+
     def progress(self, done: int, total: int, unit: str) -> None:
         """Progress of the present phase; off a terminal it is said only after a long silence."""
         self._progress = f"{done}/{total} {unit}"

@@ -7,7 +7,7 @@
     metrics.jsonl          one line of JSON per step
     schedule.jsonl         which rollouts each step took, and their weights (async_generation_ratio)
     checkpoints/           checkpoint-N/ (see checkpointer.py)
-    trajectories/          chosen episodes in full, JSON lines: eval-<step>, train-<step>
+    trajectories/          chosen episodes in full, JSON lines: eval-<step>, train-<step>, tokens-<step>
     renders/               episodes to watch, index.html
     profile/               recordings of single steps (profiler)
     summary.json           how the run went
@@ -35,6 +35,8 @@ from roll.tracking.redact import redact
 
 TRAINED = "train-"
 """Start of the names of the files of training groups in ``trajectories/``, before the step."""
+TOKENS = "tokens-"
+"""The same for files of single tokens."""
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
@@ -167,10 +169,11 @@ class RunFolder:
         _truncate(self.metrics_path, step)
 
     def truncate_samples(self, step: int) -> None:
-        """Deletes the training groups of the steps after ``step``."""
-        for path in self.trajectories.glob(f"{TRAINED}*.jsonl"):
-            if int(path.stem.removeprefix(TRAINED)) > step:
-                path.unlink()
+        """Deletes the training groups, and tokens, of the steps after ``step``."""
+        for start in (TRAINED, TOKENS):
+            for path in self.trajectories.glob(f"{start}*.jsonl"):
+                if int(path.stem.removeprefix(start)) > step:
+                    path.unlink()
 
     def truncate_schedule(self, step: int) -> None:
         """Drops the lines of ``schedule.jsonl`` after ``step``."""

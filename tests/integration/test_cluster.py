@@ -1,6 +1,7 @@
 """Clusters on a real local Ray with eight pretended GPUs: places, calls, and every way a worker can fail."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -10,10 +11,10 @@ import numpy as np
 import pytest
 
 from roll.distributed.cluster.cluster import Cluster, Placement, create_placement, discover_nodes
-from roll.distributed.cluster.errors import PlacementError, RpcTimeoutError, WorkerDiedError
+from roll.distributed.cluster.errors import PlacementError, RpcTimeoutError, StallError, WorkerDiedError
+from roll.distributed.cluster.hangs import StallWatch, explained
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement, pretend_nodes
-from roll.pipeline.launch import explained
 from tests.support.probes import Meeting, Probe
 
 ROLES = [
@@ -155,6 +156,30 @@ def test_what_a_hung_worker_does_is_found_out_without_its_help(running, caplog, 
     assert all("most recent call first" in text for text in workers)
 
 
+def test_a_run_in_which_nothing_moves_is_stopped_with_who_waits_for_whom(running, placement, monkeypatch, tmp_path):
+    monkeypatch.setattr("roll.distributed.cluster.hangs._ANSWER_S", 0.5)
+    train, meeting = running["train"], Cluster("critic", Meeting, placement)
+    meeting.start()
+    stopped: list[Exception] = []
+    waits = meeting.submit("play", 2)
+    with StallWatch(
+        {"train": train, "critic": meeting}, tmp_path / "stacks", 2.0, stopped.append, lambda: "train, step 3"
+    ):
+        train.gather(train.submit("work", 3.0), call="work")
+        assert not stopped, "a call that works may take longer"
+        with pytest.raises(StallError):
+            train.gather(train.submit_each("nap", [(9.0,), (0.0,)]), call="nap")
+    first, driver, workers, path = str(stopped[0]).splitlines()
+    assert re.fullmatch(r"nothing has moved for \d+ s in train, step 3 \(stall_timeout\)", first)
+    assert re.fullmatch(r"the driver waits for: train rank 0: nap has not returned in [\d.]+ s", driver)
+    assert re.search(r"train rank 0: nap \(probes.py:\d+\)", workers)
+    assert re.search(r"critic rank 0: meet \(probes.py:\d+\): 2 tasks, the first: member 0", workers)
+    report = (tmp_path / "stacks").read_text()
+    assert path.endswith("stacks") and "2 tasks, the first: member 0" in report and "its child process" not in report
+    meeting.shutdown()
+    del waits
+
+
 def test_stacks_are_asked_for_by_a_signal_and_of_processes_that_are_gone(start, tmp_path):
     train = start("train")
     path = tmp_path / "stacks"
@@ -165,7 +190,7 @@ def test_stacks_are_asked_for_by_a_signal_and_of_processes_that_are_gone(start, 
         while not (path.exists() and path.read_text().endswith("\n\n")) and time.monotonic() < deadline:
             time.sleep(0.05)
     _, _, gone, alive = path.read_text().split("\n----- ")
-    assert "requested by SIGUSR1" in path.read_text() and "No such file" in gone and "most recent call first" in alive
+    assert "requested by SIGUSR1" in path.read_text() and "it is gone" in gone and "most recent call first" in alive
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 

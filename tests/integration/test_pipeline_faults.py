@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -197,3 +198,24 @@ def test_a_hung_call_is_named_after_rpc_timeout(launch):
     assert_failed(run, "RpcTimeoutError: actor_train rank 0: logprobs at step 1 has not returned", steps=0)
     stuck = (run.path / "logs" / "stacks.txt").read_text().partition("----- actor_train rank 0")[2]
     assert " in gate\n" in stuck.partition("----- ")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hold", "place", "saved"),
+    [
+        ("hold-actor_train-0-train-2", "actor_train rank 0: gate (faults.py", 1),
+        ("hold-actor_infer-0-generate-9", "actor_infer rank 0: async_gate (faults.py", 1),
+        ("hold-train_env_manager-mid-3", "train_env_manager rank 0: async_gate (faults.py", 1),
+    ],
+    ids=["trainer", "engine", "environment"],
+)
+def test_a_run_in_which_nothing_moves_ends_with_who_waits_for_whom(launch, hold, place, saved):
+    run = launch("stall_timeout=20", "save_steps=1", orders=(hold,))
+    assert run.wait() == 1, run.output
+    output = " ".join(run.output.split())
+    assert "StallError: nothing has moved for" in output and "the driver waits for:" in output, output
+    assert place in output, output
+    assert "Traceback" not in run.output and run.summary["status"] == "failed"
+    assert re.split("[:(]", place)[0].strip() in (run.path / "logs" / "stacks.txt").read_text()
+    run.assert_nothing_left()

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from roll.distributed.cluster.cluster import Worker
+from roll.utils.progress import advance
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,6 +46,12 @@ class Probe(Worker):
         started = time.time()
         time.sleep(seconds)
         return started, time.time()
+
+    def work(self, seconds: float) -> None:
+        end = time.time() + seconds
+        while time.time() < end:
+            advance()
+            time.sleep(0.01)
 
     def fail(self, key: str) -> None:
         raise KeyError(key)
@@ -88,3 +95,6 @@ class Meeting(Worker):
             self.met.set()
         await self.met.wait()
         return self.present
+
+    async def play(self, members: int) -> None:
+        await asyncio.gather(*(asyncio.create_task(self.meet(99), name=f"member {n}") for n in range(members)))

@@ -203,6 +203,10 @@ class EngineCard:
         """Options whose kernels need a GPU."""
         return iter(())
 
+    def no_pictures(self, worker: Any) -> str:
+        """Why a role's model is not given pictures, in words that follow the strategy's name; empty: it is."""
+        return "has not been compared with plain Transformers on pictures"
+
     def untested(self, options: Any) -> Iterator[tuple[str, str]]:
         """Options in use, relative to ``strategy_config``, that no test shows to be right, and what is known of each.
 

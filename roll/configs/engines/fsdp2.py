@@ -87,6 +87,12 @@ class Fsdp2Card(EngineCard):
     replays_experts = True
     fit = "roll.distributed.strategy.fsdp2.fit:check_model"
 
+    def no_pictures(self, worker: WorkerConfig) -> str:
+        options = worker.strategy_args.typed()
+        assert isinstance(options, Fsdp2Config)
+        shared = {"tensor_parallel_size": options.tensor_parallel_size, "ulysses_size": worker.model_args.ulysses_size}
+        return next((f"takes no pictures with {key} {size}" for key, size in shared.items() if size > 1), "")
+
     def rules(self, role: str, worker: WorkerConfig, config: PipelineConfig) -> Iterator[ConfigProblem]:
         options, base = worker.strategy_args.typed(), f"{role}.strategy_args.strategy_config"
         assert isinstance(options, Fsdp2Config)

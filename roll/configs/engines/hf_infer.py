@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from roll.configs.engines.card import EngineCard, EngineOptions, Strategy
+
+if TYPE_CHECKING:
+    from roll.configs.worker import WorkerConfig
 
 
 class HfInferConfig(EngineOptions):
@@ -30,6 +33,9 @@ class HfInferCard(EngineCard):
     replays = True
     tells_experts = True
     fit = "roll.distributed.strategy.hf_infer.model_fit:check_model"
+
+    def no_pictures(self, worker: WorkerConfig) -> str:
+        return ""
 
 
 CARD = HfInferCard()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import decimal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,8 @@ class Unreadable:
     """Stands for an unreadable value: a problem of the row only if it is read."""
 
     reason: str
+    value: Any = field(default=None, repr=False, compare=False)
+    """What was read, such as bytes."""
 
 
 def plain_row(name: str, place: str, values: object, problems: Problems) -> Row | None:
@@ -83,7 +85,7 @@ def _readable(value: Any) -> Any:
     try:
         return value if isinstance(value, Unreadable) else _plain(value, "")
     except TypeError as error:
-        return Unreadable(str(error))
+        return Unreadable(str(error), value)
 
 
 _ATOMS = (str, int, float, bool, type(None))

@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from roll.distributed.cluster.errors import PlacementError, RpcTimeoutError, WorkerDiedError
+from roll.distributed.cluster.hangs import Whereabouts, raise_if_stalled, waiting, waiting_tasks, write_stacks_on_signal
 from roll.distributed.cluster.reaper import MARK
-from roll.distributed.cluster.recording import Recording, RecordingOptions, Whereabouts, write_stacks_on_signal
+from roll.distributed.cluster.recording import Recording, RecordingOptions
 from roll.distributed.cluster.resources import NodeInfo, PlacementPlan, WorkerSlot, nodes_from_resources
 from roll.utils.memory import keep_freed_memory, resident_bytes
+from roll.utils.progress import advance
 from roll.utils.registry import load_inherited_plugins
 from roll.utils.signals import outlive
 
@@ -49,7 +51,7 @@ class Worker:
         self.rank = rank
         self.world_size = world_size
         self._recording: Recording | None = None
-        self._stacks = write_stacks_on_signal()
+        write_stacks_on_signal()
         os.environ.update(env)
         load_inherited_plugins()
         keep_freed_memory()
@@ -66,7 +68,11 @@ class Worker:
         """Answers once the worker is up and its queue has come to this call."""
         import ray
 
-        return Whereabouts(os.getpid(), ray.get_runtime_context().get_node_id(), self._stacks)
+        return Whereabouts(os.getpid(), ray.get_runtime_context().get_node_id())
+
+    def waiting_tasks(self) -> list[str]:
+        """What the tasks of this worker's event loop wait for; nothing without one."""
+        return waiting_tasks()
 
     def start_recording(self, options: RecordingOptions) -> None:
         """Records what PyTorch does from now on; what was under way is given up."""
@@ -314,6 +320,9 @@ _ALIVE_WAIT_S = 1.0
 _NOTICE_S = 600.0
 """Time without any answer after which the log says whose is missing, again and again."""
 
+_STALLED_S = 5.0
+"""Between two looks at whether the run is stalled."""
+
 _ASYNC_CALLS = 2**20
 """Calls that a worker with ``async`` methods runs at the same time. With Ray's own limit of 1,000 the others would wait
 for them without a word."""
@@ -449,26 +458,32 @@ class Cluster:
         results: dict[ObjectRef, Any] = {}
         pending: list[Any] = list(refs)
         told = 0.0
-        while pending:
-            waited = time.monotonic() - started
-            ends = min(told + _NOTICE_S, limit or math.inf)
-            ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, ends - waited))
-            if not ready:
+
+        def missing(seconds: float) -> RpcTimeoutError:
+            ranks = tuple(rank_of[ref] for ref in pending)
+            return RpcTimeoutError(self.name, ranks, call, self.current_step, seconds)
+
+        with waiting(lambda: missing(time.monotonic() - started).words):
+            while pending:
                 waited = time.monotonic() - started
-                missing = RpcTimeoutError(
-                    self.name, tuple(rank_of[ref] for ref in pending), call, self.current_step, waited
-                )
-                if limit is not None and waited >= limit:
-                    raise missing
-                logger.warning(
-                    "%s so far; kill -USR1 %d writes what every process is doing", missing.words, os.getpid()
-                )
-                told = waited
-                continue
-            try:
-                results[ready[0]] = ray.get(ready[0])
-            except ray.exceptions.RayError as error:
-                self._raise(error, rank_of[ready[0]], call)
+                ends = min(told + _NOTICE_S, limit or math.inf, waited + _STALLED_S)
+                ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, ends - waited))
+                raise_if_stalled()
+                if not ready:
+                    waited = time.monotonic() - started
+                    if limit is not None and waited >= limit:
+                        raise missing(waited)
+                    if waited - told >= _NOTICE_S:
+                        words, told = missing(waited).words, waited
+                        logger.warning(
+                            "%s so far; kill -USR1 %d writes what every process is doing", words, os.getpid()
+                        )
+                    continue
+                try:
+                    results[ready[0]] = ray.get(ready[0])
+                except ray.exceptions.RayError as error:
+                    self._raise(error, rank_of[ready[0]], call)
+                advance()
         return [results[ref] for ref in refs]
 
     def result(self, future: Future[Any], *, rank: int, call: str) -> Any:

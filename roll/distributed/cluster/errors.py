@@ -63,5 +63,9 @@ class RpcTimeoutError(ClusterError, TimeoutError):
         return f"{self.role} {who}: {self.call}{_at(self.step)} has not returned in {self.seconds:.1f} s"
 
 
+class StallError(ClusterError):
+    """No process of the run has done anything for ``stall_timeout`` seconds."""
+
+
 def _at(step: int | None) -> str:
     return "" if step is None else f" at step {step}"

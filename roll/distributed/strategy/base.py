@@ -100,6 +100,8 @@ class StrategyContext:
     alone, and a generator tells its own."""
     updated_after_offload: bool = False
     """All weights are sent anew before each use that follows their leaving the device: nobody needs a copy of them."""
+    pictures: bool = False
+    """There are pictures in the run's prompts: the model has its tower for them."""
     recompute_kv: bool = False
     """Keys and values of requests in flight are computed anew after an update of weights."""
 

@@ -32,6 +32,7 @@ from roll.distributed.weights.contents import (
 from roll.distributed.weights.segments import SegmentPool, SegmentReader, SharedMemory, open_on_gpu
 from roll.distributed.weights.sender import Link
 from roll.utils.memory import paused_collector
+from roll.utils.progress import advance
 
 Load = Callable[[Payload, AsyncIterator[WeightBucket], int], Awaitable[None]]
 """Puts an update of some version into an engine."""
@@ -194,6 +195,7 @@ class _Update:
                 await self._task
             raise
         self._digest.add(bucket)
+        advance()
         await self._offer(replace(bucket, checked=True))
 
     async def finish(self) -> str:

@@ -38,6 +38,8 @@ def add_commands(commands: Any) -> None:
     _add_explain(commands)
     _add_diagnose(commands)
     _add_report(commands)
+    _add_compare(commands)
+    _add_verify(commands)
 
 
 def _add_eval(commands: Any) -> None:
@@ -368,3 +370,45 @@ def _report(options: argparse.Namespace) -> int:
         return EXIT_USAGE
     sys.stdout.write(f"{page}\n")
     return 0
+
+
+def _add_compare(commands: Any) -> None:
+    text = "compare runs: settings, software, data, figures beyond the noise of seeds, and where equal runs part"
+    parser = add_command(commands, "compare", text, _compare)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs; the first is the baseline")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write a page with their curves")
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from roll.pipeline.cli import EXIT_USAGE
+    from roll.pipeline.commands.inspecting import compare
+
+    if len(options.runs) < 2:
+        options.parser.error("compare: got 1 run, expected at least 2")
+    try:
+        text = compare([run.expanduser() for run in options.runs], options.output)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"roll compare: {error}\n")
+        return EXIT_USAGE
+    sys.stdout.write(text)
+    return 0
+
+
+def _add_verify(commands: Any) -> None:
+    text = "count a run's metrics again from the rows that it wrote; exit code 1 if one differs"
+    parser = add_command(commands, "verify", text, _verify)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("--rollouts", type=Path, metavar="DIR", help="its rollout_dump_dir, if that has moved")
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from roll.pipeline.cli import EXIT_USAGE
+    from roll.pipeline.commands.inspecting import verify
+
+    try:
+        text, wrong = verify(options.run.expanduser(), options.rollouts and options.rollouts.expanduser())
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"roll verify: {error}\n")
+        return EXIT_USAGE
+    sys.stdout.write(text)
+    return 1 if wrong else 0

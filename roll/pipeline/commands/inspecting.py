@@ -1,16 +1,20 @@
-"""Looks at finished runs: ``roll report`` writes the page of one."""
+"""Commands on the folders of runs: the page of one, how several differ, and metrics counted again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from roll.configs.base import Config
+from roll.configs.rl import RLConfig
 from roll.pipeline.programs import program_of, schemas
+from roll.report.comparison import Comparison, Run
+from roll.report.page import render_page
 from roll.report.render import render_index
+from roll.tracking.files import write_atomic
 
 
 def report(run: Path, output: Path | None = None) -> Path:
@@ -44,3 +48,56 @@ def schema_of(values: Mapping[str, Any]) -> type[Config] | None:
     """The class of a configuration."""
     name = program_of(values)
     return None if name is None else schemas()[name]
+
+
+def compare(folders: Sequence[Path], output: Path | None = None) -> str:
+    """How runs differ, in words; with ``output`` also as a page with their curves.
+
+    Raises:
+        ValueError: a folder is no run's.
+    """
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    found = Comparison([Run.read(folder, name) for folder, name in zip(folders, names, strict=True)])
+    if output is not None:
+        write_atomic(output, _comparison_page(found))
+    return found.text()
+
+
+def _comparison_page(found: Comparison) -> str:
+    head = ("", *(run.name for run in found.runs))
+    parts = {
+        "Settings that differ": found.settings,
+        "Software that differs": found.recorded("versions"),
+        "Data that differ": found.recorded("data"),
+    }
+    tables = {name: [head, *((row.what, *row.values) for row in rows)] for name, rows in parts.items()}
+    groups = ("", *(found.label(group) for group in found.groups))
+    tables["At the end"] = [groups, *((name, *cells) for name, cells in found.figures())]
+    lists = {
+        "Beyond noise?": list(found.verdicts()),
+        "Where they part": list(found.partings()),
+        "Keys that differ without an effect on results": [", ".join(found.free)] if found.free else [],
+    }
+    title = " · ".join(run.name for run in found.runs)
+    curves = list(found.curves())
+    return render_page("compare.html", title=title, found=found, tables=tables, lists=lists, curves=curves)
+
+
+def verify(run: Path, rollouts: Path | None = None) -> tuple[str, int]:
+    """What a run printed against what its rows give, in words, and the number of figures that differ.
+
+    Raises:
+        ValueError: the folder is no run's, nothing can be counted again, or the run samples nothing.
+    """
+    from roll.report.verification import verify as count_again  # with torch
+
+    values = configuration(run)
+    schema = schema_of(values)
+    if schema is None or not issubclass(schema, RLConfig):
+        raise ValueError(f"{run}: got a run that samples nothing, expected one with rollouts")
+    found = count_again(run, schema.model_validate(values), rollouts)
+    if not found.checked:
+        raise ValueError(f"{run}: nothing can be counted again; set rollout_dump_dir and num_written_episodes: null")
+    return found.text(), len(found.wrong)

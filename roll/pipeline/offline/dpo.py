@@ -13,7 +13,7 @@ from torch import Tensor
 from roll.algorithms.preferences import build_preference_loss
 from roll.configs.data import DataArguments
 from roll.configs.dpo import DPOConfig
-from roll.configs.engine_rules import compute_dtype
+from roll.configs.engine_rules import compute_dtype, no_pictures
 from roll.data.batch import Batch
 from roll.data.conversations import Conversations, Scoring, encode_talk
 from roll.data.identity import identity
@@ -181,6 +181,7 @@ def _load(
         overflow=config.sample_overflow,
         scoring=scoring,
         seed=config.seed,
+        no_pictures=no_pictures(config),
     )
 
 

@@ -12,11 +12,13 @@ from roll.algorithms.quantities import Quantity, logprobs
 from roll.configs.batches import describe_batches
 from roll.configs.data import DataArguments
 from roll.configs.distill import DistillConfig
+from roll.configs.engine_rules import no_pictures
 from roll.configs.offline import OfflineConfig, SFTConfig
 from roll.data.batch import Batch
 from roll.data.conversations import Conversations, Scoring, load_conversations
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
+from roll.data.row_pictures import with_items
 from roll.pipeline.cli import EXIT_USAGE
 from roll.pipeline.launch import launch
 from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
@@ -26,12 +28,12 @@ from roll.pipeline.prompts import (
     TRIAL_SECONDS,
     Datasets,
     PromptRolloutWorkers,
-    load_renderer,
     make_data,
     prompt_workers,
     tell,
 )
 from roll.pipeline.start import RunContext
+from roll.preflight.templates import policy_renderer
 from roll.rewards.scoring import References
 
 ConfigT = TypeVar("ConfigT", bound=OfflineConfig)
@@ -72,7 +74,7 @@ def run_offline(
     try:
         if config.data_generator is not None:
             make_data(config.data_generator)
-        datasets = load_datasets(config, load_renderer(config), load)
+        datasets = load_datasets(config, policy_renderer(config), load)
         if check is not None:
             check(config, datasets)
     except (OSError, ValueError) as error:  # a DataError is a ValueError
@@ -106,7 +108,7 @@ def load_datasets(config: ConfigT, renderer: ChatRenderer, load: Load[ConfigT]) 
     if config.actor_infer is None:
         return Samples(train, val, held_out, None)
     asked = (p for p in val.questions if p.messages and p.messages[-1]["role"] != "assistant")
-    fitting = (p for p in asked if len(renderer.prompt(p.messages, p.tools)) <= config.prompt_length)
+    fitting = (p for p in asked if _length(renderer, p) <= config.prompt_length)
     questions = tuple(prompt for prompt, _ in zip(fitting, range(validation.num_answers), strict=False))
     if not questions:
         raise ValueError(
@@ -115,7 +117,12 @@ def load_datasets(config: ConfigT, renderer: ChatRenderer, load: Load[ConfigT]) 
     return Samples(train, val, held_out, questions)
 
 
+def _length(renderer: ChatRenderer, prompt: Prompt) -> int:
+    return len(renderer.prompt(with_items(prompt.messages, renderer.pictures, blank=True), prompt.tools))
+
+
 def _run(config: ConfigT, run: RunContext, *, datasets: Samples, build: Build[ConfigT]) -> None:
+    run.roles.pictures = datasets.have_pictures
     prompts = None
     if datasets.questions is not None:
         prompts = PromptRolloutWorkers(config, run, None, datasets.questions)
@@ -144,4 +151,5 @@ def load_sft_data(
         whole=isinstance(config, DistillConfig) and config.distill_on_prompt,
         scoring=scoring,
         seed=config.seed,
+        no_pictures=no_pictures(config),
     )

@@ -8,6 +8,7 @@ import torch
 
 from roll.algorithms.preferences import build_reward_loss, calibration_error, pairs_in_order, row_scores
 from roll.configs.data import DataArguments
+from roll.configs.engine_rules import no_pictures
 from roll.configs.reward_training import RewardTrainingConfig
 from roll.data.batch import Batch
 from roll.data.conversations import Conversations, Scoring
@@ -82,6 +83,7 @@ def _load(
             max_tokens=max_tokens,
             overflow=config.sample_overflow,
             seed=config.seed,
+            no_pictures=no_pictures(config),
         )
     assert config.sample_overflow != "truncate", "a rule"
     return load_scored(
@@ -92,6 +94,7 @@ def _load(
         max_tokens=max_tokens,
         overflow=config.sample_overflow,
         seed=config.seed,
+        no_pictures=no_pictures(config),
     )
 
 

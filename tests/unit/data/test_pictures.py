@@ -178,7 +178,7 @@ def test_a_text_is_a_path_only_where_a_folder_is_given(pictures):
 
 
 def test_bounds_on_pixels(folder):
-    few = Pictures(folder, min_pixels=28 * 28 * 9, max_pixels=28 * 28 * 16, most_pixels=100_000)
+    few = Pictures(folder, min_pixels=28 * 28 * 9, max_pixels=28 * 28 * 16, decode_limit=100_000)
     assert few.item(noise(28, 28)).data.shape == (84, 84, 3)
     assert few.item(noise(310, 300)).data.shape == (112, 84, 3)
     with pytest.raises(PictureError, match="100,000"):

@@ -28,9 +28,10 @@ from roll.data.questions import Answer, AnswerColumns, read_responses
 from roll.data.renderer import ChatRenderer
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.models.tiny import make_tiny_model, make_tokenizer
-from roll.pipeline.prompts import PromptRolloutWorkers, load_datasets, load_renderer, make_data
+from roll.pipeline.prompts import PromptRolloutWorkers, load_datasets, make_data
 from roll.pipeline.rlvr import run_rlvr
 from roll.pipeline.teachers import TeacherPrompts
+from roll.preflight.templates import policy_renderer
 from roll.utils.registry import UnknownNameError
 from tests.support.examples import examples
 
@@ -703,19 +704,19 @@ def config(model: str, tmp_path: Path, **data: Any) -> RLVRConfig:
 
 def test_datasets_are_read_and_told_of_in_a_line_each(model, tmp_path):
     run = config(model, tmp_path)
-    datasets = load_datasets(run, load_renderer(run))
+    datasets = load_datasets(run, policy_renderer(run))
     assert datasets.train is not None and len(datasets.train) == 5
     train, val = datasets.describe()
     assert train.startswith("training data: 5 prompts (a 3, b 2): 5 rows read")
     assert val.startswith("held-out data: 1 prompts (a 1)")
     only = run.model_copy(update={"eval_only": True})
-    assert load_datasets(only, load_renderer(only)).train is None
-    assert len(load_datasets(run.model_copy(update={"validation": None}), load_renderer(run)).describe()) == 1
+    assert load_datasets(only, policy_renderer(only)).train is None
+    assert len(load_datasets(run.model_copy(update={"validation": None}), policy_renderer(run)).describe()) == 1
 
 
 def test_held_out_prompts_have_a_bound_of_their_own(model, tmp_path):
     run = config(model, tmp_path, prompt_overflow="drop")
-    renderer, short = load_renderer(run), {"prompt_length": 1}
+    renderer, short = policy_renderer(run), {"prompt_length": 1}
     with pytest.raises(DataError, match="more than prompt_length = 1 tokens"):
         load_datasets(run.model_copy(update=short), renderer)
     datasets = load_datasets(run.model_copy(update={**short, "val_prompt_length": 64, "eval_only": True}), renderer)

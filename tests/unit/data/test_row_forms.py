@@ -234,9 +234,9 @@ REFUSED: list[tuple[Row, dict[str, str], str]] = [
     ({"m": [user(weight=1), says()]}, M, "m[0].weight: 1 of the user, expected only of the assistant"),
     ({"m": [user(), says(weight=0, train=True)]}, M, "m[1]: weight and train differ"),
     (
-        {"m": [user([{"type": "image_url", "image_url": {"url": "x"}}]), says()]},
+        {"m": [user([{"type": "video_url", "video_url": {"url": "x"}}]), says()]},
         M,
-        "m[0].content[0]: a part of type 'image_url', expected only text",
+        "m[0].content[0]: a part of type 'video_url', expected only text and pictures: videos",
     ),
     (
         {"m": [user(), says([{"type": "tool_use", "name": "add", "input": {}}])]},

@@ -397,6 +397,9 @@ def a_run(folder: pathlib.Path, steps: int = 30, words: str = "four") -> pathlib
         lines = [trajectory_record(each) for each in answers]
         lines[0]["turns"][0]["finish_reason"] = "length"
         (folder / "trajectories" / f"eval-{step:05d}.jsonl").write_text("".join(to_json(line) + "\n" for line in lines))
+    tokens = ["asked", [words, -0.5, -0.25, 1.5, 1.0, 3], ["no", -0.5, None, -0.75, 0.0, 3]]
+    row = {"tag": "t", "group": 1, "score": 1.0, "tokens": tokens}
+    (folder / "trajectories" / f"tokens-{steps:05d}.jsonl").write_text(to_json(row) + "\n")
     return folder
 
 
@@ -421,6 +424,9 @@ def test_the_page_of_a_run_shows_metrics_times_diagnosis_watches_settings_versio
     ):
         assert words in text, words
     assert "actor/lr" not in text, "nothing was measured"
+    likelier = "log-prob -0.5, of the trainer -0.25, advantage +1.5, ratio 1.28, reward +1, sampled by version 3"
+    assert f'0.65);text-decoration:underline wavy" title="{likelier}, is made likelier">four</span>' in page
+    assert 'rgba(200,64,47,0.33)" title="log-prob -0.5, advantage -0.75, sampled by version 3, is made less' in page
 
 
 def test_the_page_needs_nothing_from_outside_escapes_everything_and_stays_small(tmp_path, capsys):

@@ -46,6 +46,7 @@ from roll.distributed.strategy.hf_infer.model_fit import WINDOWED, layer_kinds
 from roll.distributed.strategy.hf_infer.slot_cache import SlotCache
 from roll.models.routing import ExpertRouting
 from roll.models.sampling import SamplerRows, sample, uniforms
+from roll.utils.progress import advance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -240,6 +241,7 @@ class ContinuousBatching:
             self._rows = _RunningRows(self.running, self._model.device)
         tokens, logprobs = self._rows.draw(self._decode(self._rows))
         self.counters.steps += 1
+        advance()
         finished, num_sampled = {}, 0
         for row, (sequence, token, logprob) in enumerate(zip(self.running, tokens, logprobs, strict=True)):
             if sequence.request.recorded:

@@ -66,6 +66,7 @@ from roll.models.heads import load_teacher_layer
 from roll.models.loading import check_rope, load_config, make_skeleton, resolve_dtype, save_config
 from roll.models.own_forward import OwnForward
 from roll.models.scoring import BOUNDS
+from roll.utils.progress import advance
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +193,7 @@ class MegatronInfer(Scorer):
             one = next(iterator)
             with contextlib.nullcontext() if self._routing is None else self._routing.at(one):
                 hidden = chunk(one.input_ids_RS, None, None, packed_seq_params=one.packed_seq_params())
+            advance()
             return hidden, partial(finish, one)
 
         chunks = self.model.wrapped

@@ -32,6 +32,7 @@ from roll.distributed.strategy.sglang.scheduler import (
     run_scheduler,
 )
 from roll.distributed.weights.contents import Contents, views
+from roll.utils.progress import advance
 
 
 class SglangServer:
@@ -89,6 +90,7 @@ class SglangServer:
             try:
                 async for output in self._manager.generate_request(request, None):
                     last = output
+                    advance()
             except asyncio.CancelledError:
                 task.uncancel()  # only ``abort`` cancels
             finally:

@@ -25,6 +25,7 @@ from torch import Tensor
 from roll.distributed.strategy.training.exchange import Slice, TensorForm, WeightShard, weight_shard
 from roll.models.stored import StoredTensor
 from roll.utils.hashing import Checksum, WrittenFile
+from roll.utils.progress import advance
 
 MAX_FILE_BYTES = 4 * 2**30
 MIN_SHARE_BYTES = 32 * 2**20
@@ -247,6 +248,7 @@ class _HashedFile:
         for start in range(0, len(view), CHUNK_BYTES):
             chunk = view[start : start + CHUNK_BYTES]
             self._checksum.update(chunk)
+            advance()
             while len(chunk):
                 chunk = chunk[self._file.write(chunk) :]
         self._size += len(view)

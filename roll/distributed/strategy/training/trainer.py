@@ -74,6 +74,7 @@ from roll.models.own_forward import LAYOUTS, OwnForward
 from roll.models.scoring import split_batch
 from roll.utils.hashing import WrittenFile
 from roll.utils.memory import paused_collector
+from roll.utils.progress import advance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +125,11 @@ class Scorer(ABC):
 
     def forward_all(self, micro_batches: list[Batch], limits: MicroBatchLimits) -> list[TokenScores]:
         """Scores of all micro-batches without gradient (collective; engines with a schedule of their own override)."""
-        return [self.forward(micro_batch, limits) for micro_batch in micro_batches]
+        scores = []
+        for micro_batch in micro_batches:
+            scores.append(self.forward(micro_batch, limits))
+            advance()
+        return scores
 
     @abstractmethod
     def move(self, what: States, device: torch.device) -> None:
@@ -611,6 +616,7 @@ class Trainer(Scorer):
             self.before_forward(last=last)
             output = loss_fn(self.forward(micro_batch, limits), micro_batch, context)
             self.backward(output.loss, last=last)
+            advance()
             add_metrics(sums, output.metrics | {self._loss_name: output.loss.detach()})
         return sums
 

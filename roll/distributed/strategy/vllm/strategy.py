@@ -49,6 +49,7 @@ from roll.distributed.weights.contents import Lender, WeightBucket, renamed
 from roll.distributed.weights.receiver import on_device
 from roll.distributed.weights.segments import collect_on_gpu, own_copy, share_on_gpu
 from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
+from roll.utils.progress import advance
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -328,6 +329,7 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
                 prompt = tokens_input(token_ids, cache_salt=f"weights-{self._cache_epoch}")
                 async for output in self._engine.generate(prompt, sampling, name, lora_request=self._adapter):
                     last = output
+                    advance()
         except EngineDeadError as error:
             self._stopped = self._stopped or "died"
             raise EngineStoppedError(f"the generation engine died: {self._failures.first()}") from error

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from roll.distributed.cluster.hangs import write_stacks_on_signal
 from roll.distributed.replaced import replaced
 from roll.distributed.strategy.generation.prompt_scoring import PromptScoring
 from roll.distributed.weights.buckets import as_tensor
@@ -49,6 +50,7 @@ class WorkerExtension:
             scoring: what is reported of prompts whose log-probabilities are asked for: the fields of a
                 ``PromptScoring``, as vLLM's calls carry plain data.
         """
+        write_stacks_on_signal()
         threading.Thread(target=_end_with, args=(owner,), name="owner", daemon=True).start()
         runner = self.model_runner
         scale_logprobs(runner.sampler)

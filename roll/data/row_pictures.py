@@ -1,0 +1,161 @@
+"""The pictures of a dataset's row: those of a column, in the places of their marks, and those that are parts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from roll.data.pictures import PictureError, Pictures, Source, located
+from roll.data.tool_messages import PICTURE, Content, Message, joined, text_of
+
+PARTS = ("image", "image_url", "input_image")
+"""Types of parts that are pictures: of Transformers and Anthropic, and of OpenAI's two interfaces."""
+REFUSED = {
+    **dict.fromkeys(("video", "video_url", "input_video"), "videos are not supported: give frames as pictures"),
+    **dict.fromkeys(("audio", "audio_url", "input_audio"), "sound is not supported"),
+    **dict.fromkeys(("file", "input_file", "document"), "files are not supported: give pages as pictures"),
+}
+"""Types of other parts, and what is said of them."""
+_FORMS = ("image", "image_url", "url", "path", "base64", "bytes")
+"""Keys of a part under which a picture is looked for."""
+_ASKING = ("user", "tool")
+"""Roles in whose messages marks stand for pictures."""
+
+
+def picture_part(part: Mapping[str, Any], place: str, folder: Path) -> Mapping[str, Any]:
+    """A part of a message that is a picture; without one of its own it waits for one of the column's.
+
+    Raises:
+        PictureError: it cannot be used.
+    """
+    forms = [key for key in _FORMS if part.get(key) is not None]
+    given: Any = part[forms[0]] if forms else None
+    if isinstance(source := part.get("source"), Mapping):  # Anthropic's
+        forms, given = ["source"], source.get("data") if source.get("type") == "base64" else source.get("url")
+    if isinstance(given, Mapping) and "url" in given:
+        given = given["url"]
+    if not forms:
+        return {"type": "image", "image": None}
+    return {"type": "image", "image": source_of(given, f"{place}.{forms[0]}", folder)}
+
+
+def source_of(value: Any, place: str, folder: Path) -> Source:
+    """A picture's source.
+
+    Raises:
+        PictureError: there is no such file, or what was given is no picture.
+    """
+    try:
+        return Source(located(value, folder), place)
+    except PictureError as error:
+        raise PictureError(f"{place}: {error}") from error
+
+
+def column_sources(value: Any, column: str, folder: Path) -> list[Source]:
+    """The pictures of a column: one, or a list, which may be JSON's text; none where it says nothing."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise PictureError(f"column {column!r}: text that is not a JSON list ({error})") from error
+    if isinstance(value, list):
+        return [source_of(one, f"{column}[{index}]", folder) for index, one in enumerate(value)]
+    return [] if value is None or value == "" else [source_of(value, f"column {column!r}", folder)]
+
+
+def with_column(messages: Sequence[Message], sources: Sequence[Source], column: str) -> tuple[Message, ...]:
+    """Messages with the column's pictures in their places.
+
+    These are the marks ``<image>`` in words of users and tools, and parts without a picture of their own. Where there
+    is no such place at all, the pictures stand before the first words of a user.
+
+    Raises:
+        PictureError: there are more places or fewer.
+    """
+    if not sources and all(isinstance(message["content"], str) for message in messages):
+        return tuple(messages)
+    places = sum(map(_count, messages)) if sources else sum(map(_waiting, messages))
+    if places == 0 and sources:
+        first = next(index for index, message in enumerate(messages) if message["role"] == "user")
+        shown = [{"type": "image", "image": source} for source in sources]
+        opened = {**messages[first], "content": joined(shown, messages[first]["content"])}
+        return (*messages[:first], opened, *messages[first + 1 :])
+    if places != len(sources):
+        of = f"column {column!r}" if sources else f"no column {column!r}"
+        raise PictureError(
+            f"{places} places for pictures ({PICTURE} in words, and parts), but {len(sources)} pictures ({of})"
+        )
+    if not sources:
+        return tuple(messages)
+    given = iter(sources)
+    return tuple(_filled(message, given) for message in messages)
+
+
+def _count(message: Message) -> int:
+    if message["role"] not in _ASKING:
+        return 0
+    return _waiting(message) + sum(text_of([part]).count(PICTURE) for part in _parts(message) if part["type"] == "text")
+
+
+def _waiting(message: Message) -> int:
+    return sum(part["type"] == "image" and part["image"] is None for part in _parts(message))
+
+
+def _parts(message: Message) -> Sequence[Mapping[str, Any]]:
+    content: Content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _filled(message: Message, given: Iterator[Source]) -> Message:
+    if not _count(message):
+        return message
+    parts: list[Mapping[str, Any]] = []
+    for part in _parts(message):
+        if part["type"] == "image":
+            parts.append(part if part["image"] is not None else {"type": "image", "image": next(given)})
+            continue
+        for piece in re.split(f"({PICTURE})", part["text"]):
+            found = {"type": "image", "image": next(given)} if piece == PICTURE else {"type": "text", "text": piece}
+            parts.append(found)
+    return {**message, "content": joined(parts)}
+
+
+def sources_in(messages: Sequence[Message]) -> list[Source]:
+    """The pictures of a row's messages, in order."""
+    return [part["image"] for message in messages for part in _parts(message) if part["type"] == "image"]
+
+
+def with_items(messages: Sequence[Message], pictures: Pictures | None, *, blank: bool = False) -> tuple[Message, ...]:
+    """The messages of a row with items in place of the sources.
+
+    Args:
+        blank: they are only checked and measured (``Pictures.blank``).
+
+    Raises:
+        PictureError: the model takes none, or one cannot be used.
+    """
+    if not sources_in(messages):
+        return tuple(messages)
+    if pictures is None:
+        raise PictureError("pictures, but the model takes none")
+    make = pictures.blank if blank else pictures.item
+    return tuple(_replaced(message, make) for message in messages)
+
+
+def read_sources(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages of a row with the bytes of files in place of their paths.
+
+    Raises:
+        PictureError: a file cannot be read.
+    """
+    return tuple(_replaced(message, Source.read) for message in messages)
+
+
+def _replaced(message: Message, make: Any) -> Message:
+    if isinstance(message["content"], str):
+        return message
+    shown = [{**part, "image": make(part["image"])} if part["type"] == "image" else part for part in _parts(message)]
+    return {**message, "content": shown}

@@ -1,0 +1,237 @@
+"""Rows with pictures: columns, marks and parts in every form; what is wrong, by file, line and column."""
+
+import base64
+import io
+import json
+import pickle
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import AutoTokenizer
+
+from roll.configs.data import DataArguments
+from roll.configs.preference import MarginColumns
+from roll.data.columns import Item
+from roll.data.conversations import encode_talk, load_conversations
+from roll.data.files.rows import DataError
+from roll.data.identity import items_along
+from roll.data.pictures import Pictures
+from roll.data.preferences import load_preferences
+from roll.data.prompts import check_prompts, load_prompts
+from roll.data.reading import Reading
+from roll.data.renderer import ChatRenderer, items_of
+from roll.data.row_pictures import read_sources, with_items
+from roll.data.tool_messages import text_of
+from tests.support.picture_models import make_processor
+
+
+def png(number, height=28, width=28):
+    file = io.BytesIO()
+    Image.fromarray(np.full((height, width, 3), number, np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+ONE, TWO = png(1), png(2, 56, 84)
+URI = "data:image/png;base64," + base64.b64encode(ONE).decode()
+TALK = [{"role": "user", "content": "<image> and <image>?"}]
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory):
+    folder = make_processor(tmp_path_factory.mktemp("processor"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return ChatRenderer(tokenizer, pictures=Pictures(folder, tokenizer=tokenizer))
+
+
+def write(folder, *rows, name="rows.jsonl"):
+    (folder / "sub").mkdir(exist_ok=True)
+    (folder / "one.png").write_bytes(ONE)
+    (folder / "sub/two.png").write_bytes(TWO)
+    path = folder / name
+    if name.endswith("jsonl"):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist([*rows]), path)
+    return path
+
+
+def load(path, renderer, **keys):
+    length = keys.pop("prompt_length", 500) if renderer else None
+    options = {"no_pictures": keys.pop("no_pictures", ""), "prompt_length": length}
+    talks = {} if "prompt" in keys else {"messages": "messages"}
+    args = DataArguments(file_name=str(path), response=None, default_tag="t", shuffle=False, **talks, **keys)
+    return load_prompts(args, renderer=renderer, allowed_tags=None, seed=0, **options)
+
+
+def row(content="<image>?", images=None, **more):
+    talk = content if isinstance(content, list) and "role" in content[0] else [{"role": "user", "content": content}]
+    return {"messages": talk, **({} if images is None else {"images": images}), **more}
+
+
+def part(**keys):
+    return [{"type": "text", "text": "see "}, keys]
+
+
+@pytest.mark.parametrize(
+    ("given", "words", "sizes"),
+    [
+        (row("a <image> b", "one.png"), "a <image> b", [(28, 28)]),
+        (row("<image><image>", ["one.png", "sub/two.png"]), "<image><image>", [(28, 28), (56, 84)]),
+        (row("<image><image>", ["sub/two.png", "sub/../one.png"]), "<image><image>", [(56, 84), (28, 28)]),
+        (row("<image>", [URI]), "<image>", [(28, 28)]),
+        (row("<image>", URI.partition(",")[2]), "<image>", [(28, 28)]),
+        (row("<image>", json.dumps(["one.png"])), "<image>", [(28, 28)]),
+        (row("<image>", {"path": "one.png"}), "<image>", [(28, 28)]),
+        (row("no mark", ["one.png"]), "<image>no mark", [(28, 28)]),
+        (row([{"type": "image"}, {"type": "text", "text": "?"}], ["one.png"]), "<image>?", [(28, 28)]),
+        (row(part(type="image", image="one.png")), "see <image>", [(28, 28)]),
+        (row(part(type="image", path="one.png")), "see <image>", [(28, 28)]),
+        (row(part(type="image_url", image_url={"url": URI})), "see <image>", [(28, 28)]),
+        (row(part(type="input_image", image_url=URI)), "see <image>", [(28, 28)]),
+        (
+            row(
+                part(type="image", source={"type": "base64", "media_type": "image/png", "data": URI.partition(",")[2]})
+            ),
+            "see <image>",
+            [(28, 28)],
+        ),
+        (row("a literal <image> is text"), "a literal <image> is text", []),
+        (row("<image>", []), "<image>", []),
+        (row("<image>", None), "<image>", []),
+        (
+            row([*part(type="image", image="one.png"), {"type": "text", "text": "<image>"}]),
+            "see <image><image>",
+            [(28, 28)],
+        ),
+    ],
+)
+def test_forms_of_pictures(renderer, tmp_path, given, words, sizes):
+    (prompt,) = load(write(tmp_path, given), renderer)
+    assert text_of(prompt.messages[-1]["content"]) == words and prompt.has_pictures == bool(sizes)
+    assert "images" not in prompt.extra_info
+    shown = with_items(read_sources(prompt.messages), renderer.pictures)
+    assert [item.data.shape[:2] for item in items_of(shown)] == sizes
+    assert renderer.prompt(shown).min() < 0 or not sizes
+
+
+def test_parquet_of_the_datasets_library(renderer, tmp_path):
+    rows = [
+        {"prompt": "<image> or <image>?", "pictures": [{"bytes": ONE, "path": None}, {"bytes": TWO, "path": "x"}]},
+        {"prompt": "text", "pictures": []},
+    ]
+    first, second = load(write(tmp_path, *rows, name="rows.parquet"), renderer, prompt="prompt", image="pictures")
+    shapes = [item.data.shape for item in items_of(with_items(first.messages, renderer.pictures))]
+    assert shapes == [(28, 28, 3), (56, 84, 3)] and not second.has_pictures
+    changed = [rows[0] | {"pictures": [{"bytes": ONE, "path": None}, {"bytes": png(3, 56, 84), "path": "x"}]}, rows[1]]
+    write(tmp_path, *changed, name="others.parquet")
+    write(tmp_path, *rows, name="same.parquet")
+    names = ("rows.parquet", "same.parquet", "others.parquet")
+    mine, same, others = (
+        load(tmp_path / name, None, prompt="prompt", image="pictures").report.identity for name in names
+    )
+    assert mine == same != others
+
+
+def test_a_picture_counts_as_many_tokens_as_it_has(renderer, tmp_path):
+    path = write(tmp_path, row("<image>", ["sub/two.png"]), row("<image>", ["one.png"]))
+    longest = len(renderer.prompt([{"role": "user", "content": ""}])) + 2 + 6
+    assert load(path, renderer).report.longest == longest
+    assert len(load(path, renderer, prompt_length=longest - 1, prompt_overflow="drop")) == 1
+    with pytest.raises(DataError, match=rf"rows.jsonl:1: {longest} tokens.*not cut"):
+        load(path, renderer, prompt_length=longest - 1, prompt_overflow="left")
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (row("<image>", ["one.png", "one.png"]), "1 places for pictures .* 2 pictures"),
+        (row("<image><image>", ["one.png"]), "2 places"),
+        (row([{"type": "image"}]), "1 places .* 0 pictures"),
+        (row("<image>", ["nothing.png"]), r"images\[0\]: 'nothing.png'|no such file"),
+        (row("<image>", ["../rows.jsonl"]), "outside"),
+        (row("<image>", ["rows.jsonl"]), r"images\[0\]: no picture"),
+        (row("<image>", ["broken.png"]), r"images\[0\]: unreadable"),
+        (row("<image>", ["http://example.org/a.png"]), "not fetched"),
+        (row("<image>", "[1"), "not a JSON list"),
+        (row(part(type="image", image="nothing.png")), r"messages\[0\].content\[1\].image: .*no such file"),
+        (row(part(type="video", video="a.mp4")), "videos are not supported"),
+        (row(part(type="input_audio", input_audio={})), "sound is not supported"),
+        (row([{"role": "assistant", "content": part(type="image", image="one.png")}]), "not supported here"),
+        (row("<image>", None, image="one.png"), "data_args.image: image"),
+    ],
+)
+def test_what_is_wrong_is_told_by_file_line_and_column(renderer, tmp_path, given, reason):
+    (tmp_path / "broken.png").write_bytes(TWO[:60])
+    path = write(tmp_path, row("fine"), given)
+    with pytest.raises(DataError, match=rf"(?s)1 problem.*rows.jsonl:2: .*(?:{reason})"):
+        load(path, renderer)
+    args = DataArguments(file_name=str(path), messages="messages", response=None, default_tag="t")
+    with pytest.raises(DataError, match=rf"rows.jsonl:2: .*(?:{reason})"):
+        check_prompts(Reading(args, 0, head=10), None, renderer)
+
+
+def test_rows_that_must_have_no_pictures(renderer, tmp_path):
+    path = write(tmp_path, row("<image>", ["one.png"]), row("text"))
+    with pytest.raises(DataError, match=r"rows.jsonl:1: 1 pictures, but the engine is blind"):
+        load(path, renderer, no_pictures="the engine is blind")
+    with pytest.raises(DataError, match=r"rows.jsonl:1: pictures, but the model takes none"):
+        load(path, ChatRenderer(renderer.tokenizer))
+    first, _ = load(path, ChatRenderer(renderer.tokenizer), image=None)
+    assert first.messages == ({"role": "user", "content": "<image>"},)
+    with pytest.raises(DataError, match="tag_templates"):
+        load_prompts(
+            DataArguments(file_name=str(path), messages="messages", response=None, default_tag="t"),
+            renderer=renderer,
+            prompt_length=None,
+            allowed_tags=None,
+            seed=0,
+            tag_renderers={"t": renderer},
+        )
+
+
+def talk(question, answer="yes"):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def load_talks(path, renderer, overflow="error", max_tokens=200):
+    args = DataArguments(file_name=str(path), messages="messages")
+    return load_conversations(args, renderer=renderer, max_tokens=max_tokens, overflow=overflow)
+
+
+def test_conversations_keep_the_pixels_of_their_pictures_on_disk(renderer, tmp_path):
+    rows = [row(talk("<image>?"), ["sub/two.png"]), row(talk("text")), row(talk("<image>!<image>"), ["one.png"] * 2)]
+    batch = load_talks(write(tmp_path, *rows), renderer).batch
+    assert [[item.data.shape[:2] for item in items] for items in batch.items_I] == [[(56, 84)], [], [(28, 28)]]
+    ids, _, last = batch.tokens_T.split(batch.lengths_B.tolist())
+    assert [at for at, _ in items_along(last, batch.items_I[2])] == [*np.flatnonzero(last < 0)]
+    item = batch.items_I[0][0]
+    assert (item.data == 2).all() and not item.data.flags.writeable and not item.data.flags.owndata
+    assert Item(item.data.copy()) == item == pickle.loads(pickle.dumps(item))
+    learned = batch.loss_mask_T.split(batch.lengths_B.tolist())[0]
+    assert renderer.tokenizer.decode(ids[learned.bool()]) == "yes<|im_end|>"
+    assert load_talks(write(tmp_path, row(talk("<image>"))), renderer).batch.items_I is None
+
+
+def test_a_conversation_with_pictures_is_not_cut(renderer, tmp_path):
+    path = write(tmp_path, row(talk("<image>?"), ["sub/two.png"]), row(talk("a" * 100)))
+    with pytest.raises(DataError, match=r"1 problem.*\n.*rows.jsonl:1: .*not cut"):
+        load_talks(path, renderer, "truncate", max_tokens=30)
+    with pytest.raises(DataError, match=r"rows.jsonl:2: images\[0\]: unreadable"):
+        (tmp_path / "broken.png").write_bytes(TWO[:60])
+        load_talks(write(tmp_path, row(talk("text")), row(talk("<image>"), ["broken.png"])), renderer)
+
+
+def test_both_sides_of_a_pair_have_the_pictures(renderer, tmp_path):
+    pair = {"prompt": "<image>?", "images": ["one.png"], "chosen": "yes", "rejected": "no"}
+    talks = {"chosen": talk("<image>?"), "rejected": talk("<image>?", "no"), "images": ["one.png"]}
+    for given, keys in ((pair, {"prompt": "prompt"}), (talks, {"messages": "chosen"})):
+        args = DataArguments(file_name=str(write(tmp_path, given)), **keys)
+        columns = MarginColumns()
+        loaded = load_preferences(args, columns, label=None, encode=encode_talk(renderer), max_tokens=200)
+        (chosen,), (rejected,) = loaded.batch.items_I
+        assert chosen is rejected and chosen.data.shape == (28, 28, 3)
+        assert loaded.questions[0].has_pictures

@@ -1,0 +1,143 @@
+"""Metrics counted again from rows: all follow, and each that is perturbed is found; and rows token by token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from roll.__main__ import main
+from roll.algorithms.shaping import Shaping
+from roll.configs.rlvr import RLVRConfig
+from roll.data.requests import Completion, FinishReason
+from roll.pipeline.prompts import reward_metrics
+from roll.pipeline.rollouts import token_rows, training_lines, write_rollouts
+from roll.report.verification import verify
+from roll.rollout.metrics import rollout_metrics, step_metrics
+from roll.rollout.rows import groups_to_batch
+from roll.rollout.types import Collected, EpisodeEnd, RolloutGroup, Trajectory, Turn
+from roll.tracking.files import to_json
+
+CONFIG = RLVRConfig(
+    adv_estimator="grpo",
+    num_return_sequences_in_group=4,
+    rewards={"maths": {"tag_included": ["a"], "verifiers": [{"name": "math"}]}},
+    reward_norm="running",
+)
+
+
+def group(number: int, rng: np.random.Generator) -> RolloutGroup:
+    """Four responses of random lengths and scores."""
+    members = []
+    for member in range(4):
+        ids = rng.integers(5, 90, rng.integers(3, 20))
+        reason = FinishReason.LENGTH if member == 3 else FinishReason.STOP
+        completion = Completion("r", ids, np.zeros(len(ids), np.float32), reason, np.zeros(len(ids), np.int64))
+        score = float(rng.integers(0, 2)) if number else 1.0
+        said = None if member == 2 else str(score)
+        turn = Turn(np.arange(5), completion, "so", "how many?", said, score, -0.25 * (member == 2), "key")
+        info = {"math/score": score, "length": len(ids)}
+        members.append(Trajectory("a", number, member, 0, (turn,), EpisodeEnd.TERMINATED, score > 0, "", True, info))
+    return RolloutGroup(number, "a", tuple(members))
+
+
+def a_run(folder: Path, steps: int = 2) -> tuple[Path, list[dict[str, float]]]:
+    """What a run writes of two steps and an evaluation, and its metrics."""
+    rng, shaping = np.random.default_rng(0), Shaping(CONFIG.parts)
+    config = {**CONFIG.model_dump(mode="json"), "rollout_dump_dir": str(folder / "kept")}
+    (folder / "trajectories").mkdir()
+    (folder / "config.yaml").write_text(json.dumps(config))
+    held_out = [group(number, rng) for number in range(3)]
+    (folder / "trajectories" / "eval-00000.jsonl").write_text(training_lines(held_out, []))
+    lines: list[dict[str, float]] = [{"step": 0, **rollout_metrics(held_out, "eval"), "time/eval": 1.0}]
+    for step in range(1, steps + 1):
+        collected = Collected([group(4 * step + n - 4, rng) for n in range(3)], [group(4 * step - 1, rng)])
+        write_rollouts(str(folder / "kept"), step, collected)
+        finished = [*collected.groups, *collected.rejected]
+        metrics = step_metrics(collected, filters=True) | reward_metrics(finished, CONFIG)
+        metrics |= shaping(groups_to_batch(collected.groups, ["a"]))[1]
+        lines.append({"step": step, **metrics, "actor/loss": 0.5})
+    write(folder, lines)
+    return folder, lines
+
+
+def write(folder: Path, lines: list[dict[str, Any]]) -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_all_figures_follow_from_the_rows_and_each_that_is_perturbed_is_found(tmp_path: Path) -> None:
+    folder, lines = a_run(tmp_path)
+    config = CONFIG.model_copy(update={"rollout_dump_dir": str(tmp_path / "kept")})
+    found = verify(folder, config)
+    assert not found.wrong
+    areas = {name.partition("/")[0] for name in found.checked}
+    assert areas == {"rollout", "kept", "reward", "actor", "eval"} and len(found.checked) > 35
+    assert {"reward/shaped_mean", "actor/advantage_std", "rollout/no_spread", "reward/maths/math/score"} <= set(
+        found.checked
+    )
+    assert found.unchecked["trainer"] == ["actor/loss"] and "time/eval" in found.unchecked["measured"]
+    for name in found.checked:
+        at = 0 if name.startswith("eval/") else 2
+        write(
+            folder,
+            [line | ({name: line[name] + 1e-3} if step == at else {}) for step, line in enumerate(lines)],
+        )
+        (wrong,) = verify(folder, config).wrong
+        assert (wrong.step, wrong.metric, wrong.counted) == (at, name, pytest.approx(lines[at][name]))
+
+
+def test_a_changed_row_is_found_and_an_incomplete_evaluation_is_not_counted(tmp_path: Path) -> None:
+    folder, _ = a_run(tmp_path, steps=1)
+    rows = (folder / "trajectories" / "eval-00000.jsonl").read_text().splitlines()
+    path = folder / "kept" / "step-00001" / "episodes.jsonl"
+    path.write_text(path.read_text().replace('"finish_reason": "stop"', '"finish_reason": "length"', 1))
+    (folder / "trajectories" / "eval-00000.jsonl").write_text("\n".join(rows[1:]) + "\n")
+    found = verify(folder, CONFIG.model_copy(update={"num_written_episodes": 11}), folder / "kept")
+    assert [each.metric for each in found.wrong] == ["rollout/cut_off"]
+    assert "eval/success" in found.unchecked["num_written_episodes"]
+    assert "eval/episodes" in {each.metric for each in verify(folder, CONFIG).wrong}, "with room for more it is whole"
+
+
+def test_the_command_tells_what_differs_and_what_would_have_to_be_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, lines = a_run(tmp_path)
+    assert main(["verify", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "metrics were counted again: all follow from the rows on disk" in out
+    assert "1 metrics follow from the trainer's log-probs" in out and "  actor/loss\n" in out
+    lines[1]["rollout/reward"] += 0.125
+    write(folder, lines)
+    assert main(["verify", str(folder)]) == 1
+    assert "1 differ:\n  step 1: rollout/reward is" in capsys.readouterr().out
+    (tmp_path / "kept").rename(tmp_path / "moved")
+    assert main(["verify", str(folder)]) == 0, "the evaluation alone"
+    assert main(["verify", str(folder), "--rollouts", str(tmp_path / "moved")]) == 1
+    (folder / "trajectories" / "eval-00000.jsonl").unlink()
+    capsys.readouterr()
+    assert main(["verify", str(folder)]) == 2 and "nothing can be counted again" in capsys.readouterr().err
+
+
+def test_telling_rows_are_written_token_by_token() -> None:
+    rng, shaping = np.random.default_rng(1), Shaping(CONFIG.parts)
+    batch, _ = shaping(groups_to_batch([group(number, rng) for number in range(1, 4)], ["a"]))
+    sampled_T = batch.rollout_logprobs_T
+    assert batch.advantages_T is not None and sampled_T is not None
+    on_policy_B = torch.arange(12) > 5
+    batch = batch.replace(old_logprobs_T=sampled_T - (batch.rows_T == 3) * 0.5, on_policy_B=on_policy_B)
+    mean_B = [float(batch.advantages_T[(batch.rows_T == row) & batch.loss_mask_T].mean()) for row in range(12)]
+    rows = list(token_rows(batch, ["a"], lambda ids: "".join(chr(index) for index in ids)))
+    moved = batch.select([3])
+    for number, row in ((0, int(np.argmax(mean_B))), (1, int(np.argmin(mean_B))), (2, 3)):
+        one, found = batch.select([row]), rows[number]
+        given, *said = found["tokens"]
+        assert given == "\x00\x01\x02\x03\x04" and [each[0] for each in said] == [chr(i) for i in one.tokens_T[5:]]
+        assert [each[3] for each in said] == pytest.approx(one.advantages_T[5:].tolist(), abs=1e-4)
+        assert (said[0][2] is None) == bool(on_policy_B[row]) and found["group"] == int(one.group_B[0])
+        assert sum(each[4] for each in said) == pytest.approx(float(one.rewards_T.sum()), abs=1e-4)
+    assert {each[2] for each in rows[2]["tokens"][1:]} == {-0.5} and len(rows[2]["tokens"]) == moved.num_tokens - 4
+    assert json.loads(to_json(rows)) == rows
