@@ -14,7 +14,7 @@ from roll.configs.data import DataArguments
 from roll.configs.dpo import DPOConfig
 from roll.configs.engine_rules import no_pictures
 from roll.configs.offline import OfflineConfig
-from roll.configs.pipeline import SMOLLM2, TINY, PipelineConfig
+from roll.configs.pipeline import SMOLLM2, TINIES, PipelineConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.prompts import PromptsConfig
 from roll.configs.reward_training import RewardTrainingConfig
@@ -147,7 +147,7 @@ def check_hub(config: PipelineConfig) -> Findings:
     lines: list[str] = []
     problems: list[ConfigProblem] = []
     for key, model in config.models.items():
-        if model in (TINY, SMOLLM2) or Path(model).expanduser().exists():
+        if model in (*TINIES, SMOLLM2) or Path(model).expanduser().exists():
             continue
         offline = hub_is_off()
         status = None if offline else ask_hub(f"models/{model}", HUB_SECONDS)

@@ -24,7 +24,10 @@ _KNOWN_FORMS = re.compile(
     re.DOTALL,
 )
 """Keys of services, JSON web tokens, private keys."""
-_ASSIGNED = re.compile(r"""(?<![\w.-])(?P<name>[A-Za-z][\w.-]{0,80})(?P<sign>\\*["']?\s*[:=]\s*\\*["']?)(?P<value>[^\s"'\\,;&}]{4,})""")
+_ASSIGNED = re.compile(
+    r"""(?<![\w.-])(?P<name>[A-Za-z][\w.-]{0,80})"""
+    r"""(?P<sign>\\*["']?\s*[:=]\s*\\*["']?)(?P<value>[^\s"'\\,;&}]{4,})"""
+)
 _AUTHORIZATION = re.compile(r"(?i)\b(authorization\W{1,5}|bearer\s+|basic\s+)(?:bearer\s+|basic\s+)?[\w.~+/=-]{8,}")
 _SHORTEST_SECRET = 8
 """Shorter values of secret variables are not hunted for inside other strings: "1" or "true" would match anywhere."""

@@ -41,7 +41,7 @@ with ray_session({"address": "local", "num_cpus": 8, "object_store_memory": 2**2
 AUTHENTICATED = {"RAY_AUTH_MODE": "token"}
 """Ray protects a local cluster with a token; whoever joins it by address has to say so too."""
 
-VOLATILE = re.compile(r"time/|tokens_per_s/|tokens_per_s_per_device/|tflops_per_device/|mfu/|mismatch/|memory/")
+VOLATILE = re.compile(r"time/|tokens_per_s/|tokens_per_s_per_device/|tflops_per_device/|mfu/|mismatch/|probe/|memory/")
 """Metrics that time, other load or the composition of batches may change."""
 
 

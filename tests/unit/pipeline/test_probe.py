@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,12 @@ from torch import nn
 
 from roll.distributed.replaced import replaced
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.evidence import PROMPT, probe_prompt
+from roll.distributed.strategy.evidence import probe_prompt
 from roll.distributed.strategy.hf_infer import continuous_batching
 from roll.models import sampling
 from roll.models.lora import LoraSpec
 from roll.models.tiny import make_tokenizer
+from roll.pipeline.probe import Probe
 from roll.pipeline.probe_causes import Bound, other_prompt
 from tests.support.contract import context_of
 from tests.support.known_families import make_known
@@ -41,7 +43,12 @@ def started(path: Path, lora: LoraSpec | None) -> Pair:
     return pair
 
 
-FAMILIES = {"tied": ("qwen2", {"tie_word_embeddings": True}), "experts": ("qwen3_moe", {}), "capped": ("gemma2", {})}
+FAMILIES = {
+    "tied": ("qwen2", {"tie_word_embeddings": True}),
+    "experts": ("qwen3_moe", {}),
+    "capped": ("gemma2", {}),
+    "sinks": ("gpt_oss", {}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +112,11 @@ TENSORS: dict[str, tuple[str, Callable[[Pair], object], str]] = {
             pair.weight("model.layers.0.mlp.experts.down_proj").roll(1, 0).clone()
         ),
         "experts.1.down_proj.weight has the values of model.layers.0.mlp.experts.0.down_proj.weight",
+    ),
+    "no sinks": (
+        "sinks",
+        lambda pair: pair.weight("model.layers.0.self_attn.sinks").zero_(),
+        "model.layers.0.self_attn.sinks is 1 of its size away",
     ),
     "adapter dropped": (
         "lora",
@@ -258,9 +270,10 @@ def test_another_way_to_compute_is_named(pair_of, monkeypatch, fault):
 
 def test_another_chat_template_is_named(pair_of):
     generator, own = pair_of("tied").generator, probe_prompt(make_tokenizer(), "chatml")
-    with replaced(generator, context=replace(generator.context, template="chatml")):
-        assert other_prompt(own, generator.settings()) is None
-    assert "other ones from token" in other_prompt(own, {PROMPT: "1 2 3"})
+    for template, differs in (("chatml", False), ("qwen2", True)):
+        with replaced(generator, context=replace(generator.context, template=template)):
+            assert bool(problem := other_prompt(own, generator.settings())) == differs
+    assert problem is not None and problem.startswith("template or tokenizer")
 
 
 def test_the_bound_follows_the_coarser_number_format():
@@ -269,3 +282,23 @@ def test_the_bound_follows_the_coarser_number_format():
     assert (Bound.of(half, full).every, Bound.of(half, full).value) == (False, 0.8)
     assert not Bound.of(full, full | {"experts": "True"}).every
     assert Bound.of(full, {"number format": "bfloat16 fp8"}).value == 1.5
+
+
+def test_a_load_the_first_change_and_every_nth_step_are_probed_against_their_own_version(monkeypatch):
+    asked = []
+    replicas: Any = SimpleNamespace(num_loads=1, shares_devices=True, version=0)
+    replicas.cluster = SimpleNamespace(name="actor_infer", submit=lambda *_: asked.append(replicas.version))
+    probe = Probe(SimpleNamespace(probe_every=3, rpc_timeout=1.0), SimpleNamespace(on_synced=[]), "tiny")
+    monkeypatch.setattr(probe, "_make_request", lambda: None)
+    monkeypatch.setattr(probe, "_gather", lambda asked, _: [asked.version])
+    monkeypatch.setattr(probe, "_compare", lambda asked, found, metrics: {"compared": found[0]})
+    compared = []
+    for version, trained in [(0, 0), (0, 0), (1, 1), (2, 2), (3, 3), (4, 5), (5, 5), (6, 6), (7, 7)]:
+        replicas.version = version
+        probe.ask(replicas)
+        compared.append(probe.check(trained).get("compared"))
+    assert asked == [0, 1, 4, 7]
+    assert compared == [0, None, 1, None, None, None, None, None, 7], "what was trained meanwhile is left out"
+    replicas.num_loads, replicas.shares_devices = 2, False  # a worker was replaced
+    probe.ask(replicas)
+    assert asked[-2:] == [7, 7] and probe.check(8) == {"compared": 7}, "compared at once, reported later"
