@@ -2,7 +2,7 @@
 
 The figures come from the tests, some twenty minutes for all of them; rows that were not run keep theirs:
 
-    ROLL_PARITY_FIGURES=figures.jsonl python -m pytest -m "slow or not slow" tests/parity/test_families.py
+    ROLL_PARITY_FIGURES=figures.jsonl python -m pytest -m "slow or not slow" tests/parity/test_{families,pictures}.py
     PYTHONPATH=. python scripts/generate_model_docs.py --figures figures.jsonl
 """
 
@@ -42,7 +42,8 @@ Every model that Transformers has as a causal language model can be named in `pr
 with plain Transformers in float64 by `tests/parity/test_families.py`: a tiny random model of each, with its own
 windows, rotary positions, caps, routers and states, takes three optimizer steps, and log-probabilities, loss, gradient
 norm, exported and saved weights must agree. A generator must choose the same greedy tokens and report their
-log-probabilities.
+log-probabilities. Families *with pictures* are compared by `tests/parity/test_pictures.py`, on rows with several
+pictures of several sizes and turns among rows of text ([below](#pictures)).
 
 A number is the largest difference of a log-probability in nats, in float32, over all that was compared. *refused*
 means that a run ends before its first step, with this reason. *untried* means that nobody has compared it: such a run
@@ -65,6 +66,26 @@ model allows it. *Experts replayed*: `router_replay`. *Score head*: a reward mod
 `fsdp2_train`.
 
 {variants}
+
+## Pictures
+
+Where prompts have pictures, a model is loaded with its vision tower, and tower, projector and language model are
+trained. `model_args.freeze_module_prefix: model.visual` leaves the tower as it is (`model.visual.blocks` all but the
+projector); an adapter (`lora_target`) is in the language model alone. In a run on text, the tower is neither computed
+with nor trained, and saved as it was: Qwen3.5 is then loaded as the language model in it.
+
+- **Trainers** (`fsdp2_train`, `deepspeed_train` with ZeRO 0 to 3): padded and packed rows and shared prompts. A picture
+  that is in a micro-batch several times, as in all answers of a group, goes through the tower once. Every micro-batch
+  goes through the tower, one without pictures with a blank of one token that changes nothing, so that ranks do not wait
+  for each other. Not with `tensor_parallel_size` or `ulysses_size` above 1.
+- **`hf_infer`**: pictures in continuous batching; equal prompts with equal pictures are computed once; requests in
+  flight are computed again with their pictures where `kv_after_update` says so.
+- **What is compared in a run**: the first micro-batch of each layout with the model's own class and picture processor
+  on one row at a time. Pixels that are not those which the row's ids were made of, pictures in each other's place,
+  another grid and shifted positions end the run before its first result.
+- A token that stands for pictures in the vocabulary, but was sampled by the policy, is a word like any other.
+- `megatron_train`, `vllm` and `sglang` refuse pictures. vLLM's towers need torchvision, which has no build beside the
+  CPU build of PyTorch that this project is tested with.
 
 ## What a model may demand
 
@@ -96,15 +117,18 @@ def merge(figures: Path) -> None:
     import transformers
 
     from tests.support.known_families import KNOWN
+    from tests.support.pictured import TITLES
 
     old: dict[str, Any] = {**load_families()["families"]} if FAMILIES.exists() else {}
     found: Families = {"transformers": transformers.__version__, "families": {}}
-    for name, known in KNOWN.items():
+    listed = [(name, known.title, known.model_type) for name, known in KNOWN.items()]
+    listed += [(f"{kind} pictures", f"{title} with pictures", kind) for kind, title in TITLES.items()]
+    for name, title, kind in listed:
         engines = old.get(name, {}).get("engines", {})
         if name in COVERED:
             for engine in ("vllm", "sglang"):
                 engines.setdefault(engine, {})["contract"] = CONTRACT
-        found["families"][name] = {"title": known.title, "model_type": known.model_type, "engines": engines}
+        found["families"][name] = {"title": title, "model_type": kind, "engines": engines}
     for line in figures.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         if row["kind"] == "family":

@@ -316,6 +316,8 @@ class ModelInput:
     """int16: the experts that each cell goes through, see ``Batch.experts_TE``."""
     attention: AttentionPlan | PackedSequences | None = None
     """Plan of who sees whom in a shared or packed row; ``None``: every row of a rectangle is causal."""
+    pictured: Batch | None = None
+    """The micro-batch, where its rows may have pictures."""
 
     def to(self, device: torch.device) -> ModelInput:
         """The same on ``device``."""
@@ -329,6 +331,7 @@ class ModelInput:
             self.cell_T.to(device, non_blocking=True),
             None if self.experts_NE is None else self.experts_NE.to(device, non_blocking=True),
             None if self.attention is None else self.attention.to(device),
+            self.pictured,
         )
 
 
@@ -445,6 +448,7 @@ def _model_input(
         cell_T,
         None if batch.experts_TE is None else experts_of_cells(batch.experts_TE, cell_T, input_ids_RC.numel()),
         attention,
+        None if batch.items_I is None else batch,
     )
 
 

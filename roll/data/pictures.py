@@ -200,6 +200,12 @@ class Pictures:
         flat = values.reshape(len(values), math.prod(values.shape[1:]))
         return {"pixel_values": flat, "image_grid_thw": np.array(grids, dtype=np.int64).reshape(-1, 3)}
 
+    def inputs_by_processor(self, items: Sequence[Item]) -> dict[str, np.ndarray]:
+        """``inputs`` by the processor's own code, to compare with."""
+        pixels = [item.data for item in items]
+        found = self._resizer(pixels, do_resize=False, return_tensors="np", input_data_format="channels_last")
+        return {name: np.asarray(values) for name, values in found.items()}
+
     def _count(self, height: int, width: int) -> int:
         counted = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
         return int(counted["num_image_tokens"][0])

@@ -137,10 +137,11 @@ def with_items(messages: Sequence[Message], pictures: Pictures | None, *, blank:
     Raises:
         PictureError: the model takes none, or one cannot be used.
     """
-    if not sources_in(messages):
+    if not (sources := sources_in(messages)):
         return tuple(messages)
     if pictures is None:
-        raise PictureError("pictures, but the model takes none")
+        unread = "data_args.image: null: the column is not read"
+        raise PictureError(f"{len(sources)} pictures, but the model has no processor for them ({unread})")
     make = pictures.blank if blank else pictures.item
     return tuple(_replaced(message, make) for message in messages)
 

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from roll.models.heads import text_modules
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -67,8 +69,7 @@ def freeze_towers(model: PreTrainedModel) -> None:
     """
     if model.config.get_text_config() is model.config:
         return
-    text = [model.get_decoder(), model.get_output_embeddings()]
-    own = {id(parameter) for part in text if part is not None for parameter in part.parameters()}
+    own = {id(parameter) for module in text_modules(model) for parameter in module.parameters(recurse=False)}
     for parameter in model.parameters():
         if id(parameter) not in own:
             parameter.requires_grad_(False)

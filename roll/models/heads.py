@@ -102,6 +102,14 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
+def text_modules(model: PreTrainedModel) -> set[nn.Module]:
+    """All modules of a model but those of a tower that it has beside its language model, such as one for pictures."""
+    if model.config.get_text_config() is model.config:
+        return set(model.modules())
+    parts = [model.get_decoder(), model.get_output_embeddings()]
+    return {module for part in parts if part is not None for module in part.modules()}
+
+
 class OutputHead:
     """Computes logits from a causal language model's last hidden states, with the model's own code.
 
@@ -233,14 +241,16 @@ def _replaced(places: list[tuple[nn.Module, str]], by: _StandIn) -> Iterator[Non
             owner._modules[name] = part
 
 
-def load_teacher_layer(path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> OutputLayer:
+def load_teacher_layer(
+    path: str, dtype: torch.dtype, *, trust_remote_code: bool = False, pictures: bool = False
+) -> OutputLayer:
     """The output layer of a model (a folder in Hugging Face format, or a hub name) in host memory.
 
     Raises:
         ValueError: it is not a linear map of the hidden states, or its weights are not in the files.
     """
     with torch.device("meta"):
-        model = make_skeleton("lm", path, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = make_skeleton("lm", path, dtype=dtype, trust_remote_code=trust_remote_code, pictures=pictures)
     layer = model.get_output_embeddings()
     if not isinstance(layer, nn.Linear):
         raise ValueError(f"teacher {path!r}: the output layer is a {type(layer).__name__}, expected Linear")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from roll.models.low_precision import LowPrecision, scheme_of
+from roll.models.pictures import WHOLE
 from roll.models.tokenizer import TOKENIZER_FILES, asking_for_trust, locate_model, special_ids_beyond
 from roll.models.weight_files import FolderFit, adopt_names, check_folder, tensor_names
 from roll.utils.foreign import describe_error
@@ -106,6 +107,7 @@ def load_causal_lm(
     config_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     trunk: bool = False,
+    pictures: bool = False,
 ) -> PreTrainedModel:
     """A causal language model in evaluation mode.
 
@@ -114,23 +116,25 @@ def load_causal_lm(
         dtype: of the weights; ``None`` takes the configuration's.
         attn_implementation: ``sdpa``, ``eager``, ``flash_attention_2`` …; ``None`` lets transformers choose.
         trunk: without the output layer: what a value head sits on.
+        pictures: with the tower that it has for them.
 
     Raises:
         ValueError: no such folder, nothing in it that can be loaded, or tensors in it that are not the model's (see
             ``weight_files``).
     """
     from safetensors import SafetensorError
-    from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
     if not sys.stderr.isatty():
         disable_progress_bar()  # in a log it is lines that overwrite nothing
     path, local = locate_model(path)
     config = load_config(path, config_kwargs, trust_remote_code=trust_remote_code)
-    kind: Any = AutoModel if trunk else AutoModelForCausalLM
+    head: Head = "value" if trunk else "lm"
+    kind = _kind(head, config, pictures)
     kernel = attention_kernel(config, attn_implementation)
     options: dict[str, Any] = {} if kernel is None else {"attn_implementation": kernel}
-    fit = fit_folder("value" if trunk else "lm", path, config, trust_remote_code=trust_remote_code)
+    fit = fit_folder(head, path, config, trust_remote_code=trust_remote_code, pictures=pictures)
     source: str | None = path
     if fit.files.scheme is not None:
         kind, source = type(fit.model), None
@@ -170,14 +174,15 @@ def make_skeleton(
     attn_implementation: str | None = None,
     config_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
+    pictures: bool = False,
 ) -> PreTrainedModel:
     """The model with unset weights, whose memory is not touched until it is filled.
 
-    Its tensors leave under the names in its folder, if that is on this machine.
+    Its tensors leave under the names in its folder, if that is on this machine. ``pictures`` as in ``load_causal_lm``.
     """
     config = load_config(path, config_kwargs, trust_remote_code=trust_remote_code)
     kernel = attention_kernel(config, attn_implementation)
-    model = _without_values(head, config, dtype, kernel, trust_remote_code=trust_remote_code)
+    model = _without_values(head, config, dtype, kernel, trust_remote_code=trust_remote_code, pictures=pictures)
     if (names := tensor_names(path)) is not None:
         adopt_names(model, names)
     return model.eval()
@@ -240,13 +245,20 @@ def check_rope(config: PreTrainedConfig, sequence_length: int) -> None:
 
 
 def fit_folder(
-    head: Head, path: str, config: PreTrainedConfig, *, trust_remote_code: bool = False, sampled: bool = False
+    head: Head,
+    path: str,
+    config: PreTrainedConfig,
+    *,
+    trust_remote_code: bool = False,
+    sampled: bool = False,
+    pictures: bool = False,
 ) -> FolderFit:
     """Checks that a folder holds the tensors of a model, and none that it has no place for.
 
     Args:
         config: the folder's, of ``load_config``.
         sampled: see ``FolderFit``.
+        pictures: see ``load_causal_lm``.
 
     Raises:
         ValueError: see ``check_folder``; quantised weights, or a padding token that the embedding has no row for.
@@ -257,7 +269,7 @@ def fit_folder(
     if getattr(config, "quantization_config", None):
         raise ValueError(f"model path {path!r}: {quantised(config)}")
     try:
-        model = outline(head, config, trust_remote_code=trust_remote_code)
+        model = outline(head, config, trust_remote_code=trust_remote_code, pictures=pictures)
     except UnmadeModelError as error:
         raise ValueError(f"model path {path!r}: {error}") from error
     fit = check_folder(model, config, path, sampled=sampled)
@@ -272,10 +284,13 @@ def _say_what_is_read(path: str, count: int, scheme: LowPrecision) -> None:
     logger.info(words, path, count, scheme.method, scheme.dtype.lower())
 
 
-def outline(head: Head, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def outline(
+    head: Head, config: PreTrainedConfig, *, trust_remote_code: bool = False, pictures: bool = False
+) -> PreTrainedModel:
     """A model on the meta device; the configuration stays as it is, in which making a model states its format."""
     with torch.device("meta"):
-        return _without_values(head, copy.deepcopy(config), torch.float32, trust_remote_code=trust_remote_code)
+        copied = copy.deepcopy(config)
+        return _without_values(head, copied, torch.float32, trust_remote_code=trust_remote_code, pictures=pictures)
 
 
 def quantised(config: PreTrainedConfig) -> str:
@@ -286,13 +301,30 @@ def quantised(config: PreTrainedConfig) -> str:
     return f"quantization_config in its config.json ({method}), expected {expected}"
 
 
+def _kind(head: Head, config: PreTrainedConfig, pictures: bool) -> Any:
+    """Transformers' class that makes a model of its configuration.
+
+    A trunk has the tower for pictures in any case, and so have the models of families without a class for text alone.
+    """
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    if head != "lm":
+        return AutoModel
+    return AutoModelForImageTextToText if pictures or config.model_type in WHOLE else AutoModelForCausalLM
+
+
 def _without_values(
-    head: Head, config: PreTrainedConfig, dtype: torch.dtype, attention: str | None = None, *, trust_remote_code: bool
+    head: Head,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    attention: str | None = None,
+    *,
+    trust_remote_code: bool,
+    pictures: bool,
 ) -> PreTrainedModel:
-    from transformers import AutoModel, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    kind = AutoModelForCausalLM if head == "lm" else AutoModel
+    kind = _kind(head, config, pictures)
     options = {} if attention is None else {"attn_implementation": attention}
     try:
         with no_init_weights():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from roll.models.adapter_files import CLASSIFIES, GENERATES
-from roll.models.heads import SCORE_WEIGHT
+from roll.models.heads import SCORE_WEIGHT, text_modules
 from roll.utils.hashing import derive_seed
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ SCORE_NAME = PREFIX + SCORE_WEIGHT
 """A reward model's head in a peft folder."""
 _ADAPTER = "default"
 _MARKS = (".lora_A.", ".lora_B.")
+_LANGUAGE = ".language_model."
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class UnknownLayerError(ValueError):
 def adapted_layers(
     model: PreTrainedModel, targets: tuple[str, ...], excluded: tuple[str, ...] = ()
 ) -> dict[str, nn.Module]:
-    """The linear layers that the targets mean, by name: those whose last part it is, never the output layer.
+    """The linear layers that the targets mean, by name: their last part. None is the output layer or in a tower.
 
     They are ``nn.Linear``, or Transformers' ``Conv1D``, whose weight lies the other way round. Of those that peft takes
     for others, or refuses, ``all-linear`` means none.
@@ -158,8 +160,8 @@ def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     from transformers.pytorch_utils import Conv1D
 
     output = model.get_output_embeddings() if model.can_generate() else None
-    kinds = (nn.Linear, Conv1D)
-    return {n: m for n, m in model.named_modules() if isinstance(m, kinds) and m is not output and _returns_a_row(m)}
+    own = {module for module in text_modules(model) if isinstance(module, nn.Linear | Conv1D) and module is not output}
+    return {name: module for name, module in model.named_modules() if module in own and _returns_a_row(module)}
 
 
 def _returns_a_row(layer: nn.Module) -> bool:
@@ -285,7 +287,10 @@ def write_adapter_config(
         names: of the adapter's matrices: by ``all-linear`` peft means other layers in some models.
         scores: the adapter is a reward model's, whose head is beside it.
     """
-    config = _peft_config(shape, sorted(adapted_names(names)))
+    named = list(names)
+    config = _peft_config(shape, sorted(adapted_names(named)))
+    if any(_LANGUAGE in name for name in named):  # beside a tower, whose layers may have the same last names
+        config.target_modules = rf".*{re.escape(_LANGUAGE)}.*\.({'|'.join(sorted(adapted_names(named)))})"
     config.base_model_name_or_path = base_model
     config.task_type = CLASSIFIES if scores else GENERATES
     config.modules_to_save = [SCORE_WEIGHT.partition(".")[0]] if scores else None

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
+from roll.data.identity import vocabulary_ids
 from roll.data.packing import rectangle, worth_sharing
-from roll.models.heads import decoder_layers
+from roll.models.heads import decoder_layers, text_modules
 from roll.models.routing import expert_sizes
 from roll.models.scoring import BOUNDS, TokenScorer, layout, score_input
 
@@ -216,10 +217,11 @@ def own_scores(module: nn.Module, scorer: TokenScorer, row: Batch) -> tuple[Toke
         module: ``scorer``, or an engine around it.
     """
     inputs = rectangle(row).to(scorer.device)
+    pictures = {} if scorer.tower is None else scorer.tower.of_unmodified(row)
     outputs = module(
         *(inputs.input_ids_RC, None, inputs.source_K, inputs.target_K),
         experts_NE=inputs.experts_NE,
-        by_own_forward=True,
+        own_arguments={name: values.to(scorer.device) for name, values in pictures.items()},
     )
     bound = float(outputs.pop("bound"))
     ((name, values_K),) = outputs.items()
@@ -233,7 +235,8 @@ def named_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
         layers = decoder_layers(model)
     except ValueError:
         return {}
-    return {name: module for name, module in model.named_modules() if any(module is layer for layer in layers)}
+    own = text_modules(model).intersection(layers)
+    return {name: module for name, module in model.named_modules() if module in own}
 
 
 def _rows(batch: Batch) -> list[Row]:
@@ -244,19 +247,31 @@ def _rows(batch: Batch) -> list[Row]:
     found = []
     for row in range(batch.num_sequences):
         tokens = batch.token_index([row])
+        if batch.items_I is not None:
+            tokens = tokens[: _up_to_a_sampled_mark(batch.tokens_T[tokens])]
         loss_K = batch.loss_mask_T[tokens].nonzero()[:CHECKED_TOKENS, 0]
         if len(loss_K):
             found.append(_row(batch, tokens[: int(loss_K[-1]) + 1]))
     found = sorted(found[1:], key=lambda one: len(one.tokens)) or found
     blank = _row(batch, batch.token_index([0])[:2])
-    blank = blank._replace(batch=blank.batch.replace(loss_mask_T=torch.zeros(len(blank.tokens), dtype=torch.bool)))
+    nothing = {"tokens_T": vocabulary_ids(blank.batch.tokens_T), "items_I": None}
+    nothing["loss_mask_T"] = torch.zeros(len(blank.tokens), dtype=torch.bool)
+    blank = blank._replace(batch=blank.batch.replace(**nothing))
     return [*found, *[blank] * CHECKED_ROWS][:CHECKED_ROWS]
 
 
 def _row(batch: Batch, tokens: Tensor) -> Row:
     experts_TE = None if batch.experts_TE is None else batch.experts_TE[tokens]
-    mask_T = batch.loss_mask_T[tokens]
-    return Row(tokens, Batch(torch.tensor([len(tokens)]), batch.tokens_T[tokens], mask_T, experts_TE=experts_TE))
+    items_I = None if batch.items_I is None else (batch.items_I[int(batch.rows_T[tokens[0]])],)
+    ids_T, mask_T = batch.tokens_T[tokens], batch.loss_mask_T[tokens]
+    return Row(tokens, Batch(torch.tensor([len(tokens)]), ids_T, mask_T, experts_TE=experts_TE, items_I=items_I))
+
+
+def _up_to_a_sampled_mark(ids_T: Tensor) -> int:
+    """Tokens before the first that the unmodified model would take for a picture's, and the policy has sampled."""
+    marks = vocabulary_ids(ids_T[ids_T < 0]).unique()
+    found = torch.isin(ids_T, marks).nonzero()
+    return int(found[0]) if len(found) else len(ids_T)
 
 
 def _column(scores: TokenScores) -> Tensor:

@@ -7,7 +7,7 @@ positions that predict a loss token, in chunks whose logits are computed again i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -33,6 +33,7 @@ from roll.data.packing import (
 )
 from roll.models import planned_attention
 from roll.models.heads import OutputHead, ValueHead, trunk_of
+from roll.models.pictures import PictureInput, Tower
 from roll.models.planned_attention import StateLayers
 from roll.models.routing import ExpertRouting
 from roll.utils.progress import advance
@@ -65,6 +66,7 @@ class TokenScorer(nn.Module):
         temperature: divides the logits; 0 (greedy sampling) counts as 1.
         needs: what a language model computes of each token's distribution; comparisons are ``prepared`` later.
         routes: takes the choice of experts that inputs bring; without gradient, and without one, it tells its own.
+        tower: of a model that takes pictures; every forward pass goes through it once.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class TokenScorer(nn.Module):
         value_head: ValueHead | None = None,
         needs: Sequence[Quantity] = BASIC,
         routes: bool = False,
+        tower: Tower | None = None,
     ) -> None:
         super().__init__()
+        self.tower = tower
         self.routing = ExpertRouting(model) if routes else None
         self.state_layers = StateLayers(model)
         self._takes_plans = planned_attention.enable(model)
@@ -99,8 +103,9 @@ class TokenScorer(nn.Module):
         given: Given | None = None,
         attention: AttentionPlan | PackedSequences | None = None,
         experts_NE: Tensor | None = None,
+        pictures: PictureInput | None = None,
         *,
-        by_own_forward: bool = False,
+        own_arguments: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Scores one ``ModelInput``.
 
@@ -108,16 +113,18 @@ class TokenScorer(nn.Module):
             given: what the batch says of the same tokens.
             attention: for a shared row the model must be prepared
                 (``planned_attention.enable_sharing``).
-            by_own_forward: gives log-probabilities alone, those of the model's whole forward pass on one row (or the
-                values of its last hidden states), and the ``bound`` for a difference from them.
+            pictures: with a tower.
+            own_arguments: gives log-probabilities alone, those of the model's whole forward pass on one row (or the
+                values of its last hidden states) with these arguments beside the ids, and the ``bound`` for a
+                difference from them.
 
         Returns:
             Columns of ``TokenScores`` for the K tokens: of a critic the values, else the quantities in ``needs``, and
             where it routes by itself its experts [N, E].
             A plain dictionary, because FSDP2 finds the tensors to hook in it.
         """
-        if by_own_forward:
-            return self._score_by_own_forward(input_ids_RC, source_K, target_K, experts_NE)
+        if own_arguments is not None:
+            return self._score_by_own_forward(input_ids_RC, source_K, target_K, experts_NE, own_arguments)
         trunk = self.model if self.value_head is not None else trunk_of(self.model)
         self.state_layers.set_borders(attention)
         if isinstance(attention, PackedSequences) and not self._takes_plans:
@@ -125,8 +132,12 @@ class TokenScorer(nn.Module):
         if self.routing is not None:
             self.routing.replay(experts_NE)
         device = input_ids_RC.device
-        planned = {} if attention is None else planned_attention.plan_arguments(attention, device)
-        output = trunk(input_ids=input_ids_RC, position_ids=position_ids_RC, use_cache=False, **planned)
+        arguments = {} if attention is None else planned_attention.plan_arguments(attention, device)
+        arguments["position_ids"] = position_ids_RC
+        if self.tower is not None:
+            assert pictures is not None
+            arguments |= self.tower.see(pictures)
+        output = trunk(input_ids=input_ids_RC, use_cache=False, **arguments)
         if not torch.is_grad_enabled():
             self.state_layers.set_borders(None)  # the model may go on without this scorer
         hidden_KH = output.last_hidden_state.flatten(0, 1).index_select(0, source_K)
@@ -174,13 +185,19 @@ class TokenScorer(nn.Module):
         return torch.log_softmax(logits_KV, dim=-1)
 
     def _score_by_own_forward(
-        self, ids_1C: Tensor, source_K: Tensor, target_K: Tensor, experts_NE: Tensor | None
+        self,
+        ids_1C: Tensor,
+        source_K: Tensor,
+        target_K: Tensor,
+        experts_NE: Tensor | None,
+        arguments: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
         if self.routing is not None:
             self.routing.replay(experts_NE)
         self.state_layers.set_borders(None)
         if self.value_head is not None:
-            hidden_KH = self.model(input_ids=ids_1C, use_cache=False).last_hidden_state[0, source_K]
+            output = self.model(input_ids=ids_1C, use_cache=False, **arguments)
+            hidden_KH = output.last_hidden_state[0, source_K]
             bound = BOUNDS.get(hidden_KH.dtype, BOUNDS[torch.float32])
             values_T = self.value_head(hidden_KH)
             return {"values_T": values_T, "bound": values_T.new_tensor([bound])}
@@ -198,7 +215,7 @@ class TokenScorer(nn.Module):
             layer.register_forward_hook(lambda _, __, logits: formats.append(logits.dtype)),
         ]
         try:
-            logits_KV = self.model(input_ids=ids_1C, use_cache=False).logits[0]
+            logits_KV = self.model(input_ids=ids_1C, use_cache=False, **arguments).logits[0]
         finally:
             for hook in hooks:
                 hook.remove()
@@ -310,9 +327,17 @@ def score_input(scorer: nn.Module, inputs: ModelInput, num_tokens: int, given: G
     """Runs one micro-batch; returns scores with gradient, on the model's device.
 
     Args:
+        scorer: a ``TokenScorer``, or an engine around it.
         given: what the micro-batch says of its tokens, for comparisons with other models.
+
+    Raises:
+        ValueError: pictures for a model that was loaded without its tower.
     """
     device = next(scorer.parameters()).device
+    owner: Any = getattr(scorer, "module", scorer)
+    pictures = None if owner.tower is None else owner.tower.of_batch(inputs)
+    if pictures is None and inputs.pictured is not None:
+        raise ValueError(f"pictures for {type(owner.model).__name__}, which was loaded without a vision tower")
     given_K = None if given is None else given.take(inputs.token_K, device)
     moved = inputs.to(device)
     outputs = scorer(
@@ -323,6 +348,7 @@ def score_input(scorer: nn.Module, inputs: ModelInput, num_tokens: int, given: G
         given_K,
         moved.attention,
         moved.experts_NE,
+        pictures,
     )
     experts_NE = outputs.pop("experts_TE", None)
     flat = {

@@ -114,8 +114,8 @@ class RunSession:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
+        stopped = isinstance(error, StoppedByWatchError)
         if error is not None:
-            stopped = isinstance(error, StoppedByWatchError)
             self.summary["status"] = "interrupted" if interrupted else "stopped" if stopped else "failed"
             self.summary["error"] = f"{type(error).__name__}: {error}"
         else:
@@ -124,7 +124,7 @@ class RunSession:
             self._memory,
             self.write_summary,
             self._aside.shutdown,
-            *([] if error is None else [partial(self._leave_word, error, interrupted)]),
+            *([] if error is None else [partial(self._leave_word, error, interrupted or stopped)]),
             partial(render_index, self.folder.path, self.renders, self.folder.logs, type(self.config)),
             *([] if self._tracker is None else [self._tracker.finish]),
             lambda: self.display.finish(closing_line(self.summary, self.folder.path)),
@@ -183,9 +183,9 @@ class RunSession:
         learned = state.get("learned") is not None and getattr(self.config, "learned_share", None) is not None
         return bool((learned or state["step"] >= self.config.max_steps) and not state["unreported"])
 
-    def _leave_word(self, error: BaseException, interrupted: bool) -> None:
+    def _leave_word(self, error: BaseException, on_purpose: bool) -> None:
         """Says how to go on after an early end; what failed is kept with its remote traceback for whoever looks."""
-        if not interrupted:
+        if not on_purpose:
             path = self.folder.logs / "traceback.txt"
             write_atomic(path, "".join(tracebacks.format_exception(error)))
             self.display.note(f"where it failed: {path}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -275,12 +276,13 @@ def check_formats(config: PipelineConfig, *, needed: bool = False) -> Iterator[C
             yield ConfigProblem(key, model, "a folder with weights in safetensors files", no_weights(folder))
 
 
-def _outline(sizes: Any, worker: WorkerConfig) -> Any:
-    """The model on the meta device, or ``None`` where none can be made of its configuration (see ``check_models``)."""
+def _outline(config: PipelineConfig, role: str, *, pictures: bool = False) -> Any:
+    """A role's model on the meta device, or ``None`` where none can be made of its configuration (``check_models``)."""
     from roll.models.loading import outline
 
     try:
-        return outline("lm", sizes, trust_remote_code=worker.model_args.trust_remote_code)
+        whole = whole_config(config, role)
+        return outline("lm", whole, trust_remote_code=config.trusts(role), pictures=pictures)
     except ValueError:
         return None
 
@@ -294,7 +296,7 @@ def describe_adapter(config: PipelineConfig) -> list[str]:
     """A line on what ``lora_target`` leaves as it is though one might expect it in the adapter."""
     args = config.actor_train.model_args
     sizes = model_config(config, "actor_train") if args.lora_targets and config.pretrain != TINY else None
-    if sizes is None or (model := _outline(sizes, config.actor_train)) is None:
+    if sizes is None or (model := _outline(config, "actor_train")) is None:
         return []
     from roll.models.lora import left_out
 
@@ -398,7 +400,7 @@ def check_packing(config: PipelineConfig) -> Iterator[ConfigProblem]:
         elif card is not None and (option := card.no_states(worker.strategy_args.typed())):
             from roll.models.planned_attention import find_state_layers
 
-            if (model := _outline(whole.get_text_config(), worker)) is not None and find_state_layers(model):
+            if (model := _outline(config, role)) is not None and find_state_layers(model):
                 expected = f"false with {option}: {type(model).__name__} has layers with a state"
                 yield ConfigProblem(f"{role}.use_sequence_packing", True, expected, involves=("pretrain",))
 
@@ -468,7 +470,7 @@ def check_adapted_layers(config: PipelineConfig) -> list[ConfigProblem]:
     # The tiny model has what all-linear means; to look costs seconds of imports.
     plain = config.pretrain == TINY and targets == ("all-linear",) and not (adapter_fit or args.lora_excluded)
     sizes = model_config(config, "actor_train") if targets and not plain else None
-    if sizes is None or (model := _outline(sizes, worker)) is None:
+    if sizes is None or (model := _outline(config, "actor_train")) is None:
         return []
     from roll.models.lora import UnknownLayerError, adapted_layers
 
@@ -486,13 +488,17 @@ def check_frozen_parts(config: PipelineConfig) -> Iterator[ConfigProblem]:
     for role, worker in sections(config):
         prefixes = worker.model_args.frozen_prefixes if role in TRAINED else ()
         sizes = model_config(config, role) if prefixes else None
-        if sizes is None or (model := _outline(sizes, worker)) is None:
+        if sizes is None or (model := _outline(config, role)) is None:
             continue
         from roll.models.freezing import UnknownPartError, frozen_parameters
 
         try:
             frozen = frozen_parameters(model, prefixes, head=role == "critic")
         except UnknownPartError as error:
+            if (seeing := _outline(config, role, pictures=True)) is not None:  # names of a run with pictures
+                with contextlib.suppress(UnknownPartError):
+                    frozen_parameters(seeing, prefixes, head=role == "critic")
+                    continue
             key, seen = f"{role}.model_args.freeze_module_prefix", worker.model_args.freeze_module_prefix
             yield ConfigProblem(key, seen, error.expected, error.reason, involves=("pretrain",))
             continue
@@ -560,7 +566,7 @@ def _adapter_misfit(config: PipelineConfig, folder: Path) -> str:
     """Why the matrices in a folder are not those of the adapter that is trained; empty if they are."""
     args = config.actor_train.model_args
     sizes = None if config.pretrain == TINY else model_config(config, "actor_train")
-    if sizes is None or (model := _outline(sizes, config.actor_train)) is None:
+    if sizes is None or (model := _outline(config, "actor_train")) is None:
         return ""
     from roll.models.lora import LoraSpec, UnknownLayerError, matrix_shapes
 

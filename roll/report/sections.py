@@ -206,7 +206,7 @@ def _token(token: str | list[Any], largest: float) -> dict[str, str]:
     ]
     parts += [f"ratio {math.exp(min(50.0, moved)):.3g}"] if moved is not None else []
     parts += [f"reward {reward:+.3g}"] if reward else []
-    parts += [f"sampled by version {version}"] if version is not None else []
+    parts += [f"sampled by version {version:g}"] if version is not None else []
     parts.append("is made likelier" if pull > 0 else "is made less likely" if pull < 0 else "teaches nothing")
     color = "31,138,77" if pull > 0 else "200,64,47"
     style = f"background:rgba({color},{0.65 * abs(pull) / largest:.2f})"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -18,11 +19,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from roll.data.batch import Batch
 from roll.data.packing import PackedSequences
-from roll.models import planned_attention
+from roll.models import pictures, planned_attention
 from roll.models.measured import kinds, watched
 from roll.models.scoring import TokenScorer, layout, score_input
 
-FAMILIES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - {"blt"}))
+FAMILIES = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *pictures.FAMILIES} - {"blt"}))
 LAYERS = 6
 """Enough for the patterns of layers that families repeat."""
 
@@ -159,6 +160,9 @@ OWN: dict[str, dict[str, Any]] = {
         "mamba_headdim": 16,
         "use_mamba_kernels": False,
     },
+    "qwen2_5_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    },
     "longcat_flash_": {},
     "xmod": {"default_language": "en_XX"},
 }
@@ -190,7 +194,9 @@ def with_factors(config: PreTrainedConfig) -> PreTrainedConfig:
 def tiny_model(config: PreTrainedConfig, seed: int = 0, *, scores: bool = False, **options: Any) -> PreTrainedModel:
     """A model in float32 whose layers all matter, with an output layer or a classifier's."""
     torch.manual_seed(seed)
-    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    text = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    kind = kind if text else AutoModelForImageTextToText
     model: PreTrainedModel = kind.from_config(config, dtype=torch.float32, **options).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -38,6 +38,7 @@ from roll.distributed.strategy.training.exchange import gather
 from roll.models.lora import LoraSpec
 from tests.support.collectives import Entry, compare, counts, read, recording
 from tests.support.experts import chosen_experts, given_experts
+from tests.support.pictured import make_pictured, make_pictured_groups, unmodified
 from tests.support.ranks import enter_rank, exported, exported_adapter, run_ranks
 from tests.support.sizes import sizes
 
@@ -228,6 +229,8 @@ class Task:
     """What a teacher's columns in the batch are compared by."""
     scores: bool = False
     """A reward model's, of a layout's model ``qwen2_scores``."""
+    pictures: bool = False
+    """Of a model that takes them."""
 
 
 @dataclass
@@ -249,12 +252,13 @@ def oracle(
     model_path: Path, lora: LoraSpec | None = None, task_name: str = "policy", frozen: tuple[str, ...] = ()
 ) -> Expected:
     """Three steps in float64."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
     from roll.distributed.strategy.training.optim import learning_rate
 
     task = TASKS[task_name]
     kind = AutoModelForSequenceClassification if task.scores else AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if task.pictures else kind
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}  # fused kernels have no float64
     model: Any = kind.from_pretrained(model_path, **options)
     model = model.double() if lora is None else with_adapter(model, lora, scores=task.scores)
@@ -293,10 +297,10 @@ def with_adapter(model: Any, lora: LoraSpec, *, scores: bool = False) -> Any:
     """
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
-    from roll.models.lora import adapted_names, initial_value, matrix_shapes
+    from roll.models.lora import PREFIX, initial_value, matrix_shapes
 
     start = {name: initial_value(name, shape, SEED) for name, shape in matrix_shapes(model, lora).items()}
-    targets = adapted_names(start)
+    targets = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in start}
     task: dict[str, Any] = {}
     if scores:
         task = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
@@ -343,7 +347,8 @@ def _oracle_rows(model: Any, batch: Batch) -> Iterator[tuple[int, Batch, Tensor]
     for row in range(batch.num_sequences):
         one = batch.select([row])
         with given_experts(model, one), _Exact():
-            logits = model(one.tokens_T[None], use_cache=False).logits[0]
+            arguments = {"input_ids": one.tokens_T[None]} if one.items_I is None else unmodified(one)
+            logits = model(**arguments, use_cache=False).logits[0]
         yield row, one, (logits / TEMPERATURE).log_softmax(-1)
 
 
@@ -584,12 +589,14 @@ def _oracle_reward_model(model: Any, batch: Batch, name: str) -> tuple[Tensor, f
 
 
 TASKS = {
-    name: Task(batch, policy_loss, _oracle_loss, "actor/entropy")
+    name: Task(batch, policy_loss, _oracle_loss, "actor/entropy", pictures=name.startswith("pictured"))
     for name, batch in (
         ("policy", make_batch),
         ("grouped", make_groups),
         ("routed", make_routed),
         ("routed-groups", make_routed_groups),
+        ("pictured", make_pictured),
+        ("pictured-groups", make_pictured_groups),
     )
 }
 TASKS |= {
@@ -659,6 +666,7 @@ def make_context(layout: Layout, model_path: Path, rank: int) -> StrategyContext
         needs=needs,
         role="actor_train",
         head="score" if TASKS[layout.task].scores else "lm",
+        pictures=TASKS[layout.task].pictures,
         model_path=str(model_path),
         rank=rank,
         world_size=layout.world_size,
@@ -787,7 +795,8 @@ def _influence(strategy: Any, info: RankInfo, batch: Batch, before_T: Tensor) ->
     """How much the scores of a share's other sequences move when its first gets other tokens."""
     share = batch.select(batch.split(info.dp_size)[info.dp_rank])
     others_T = (share.rows_T > 0) & share.loss_mask_T
-    tokens_T = torch.where(share.rows_T == 0, (share.tokens_T + 7) % VOCABULARY, share.tokens_T)
+    words_T = (share.rows_T == 0) & (share.tokens_T >= 0)
+    tokens_T = torch.where(words_T, (share.tokens_T + 7) % VOCABULARY, share.tokens_T)
     after_T = _scored(strategy, share.replace(tokens_T=tokens_T))
     return float((after_T - before_T)[others_T].abs().max()) if others_T.any() else 0.0
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
 from roll.configs.engines.arguments import EngineSource, foreign_key_hint, type_problems
 from roll.configs.engines.card import Dtype, EngineCard, EnginePackage, PassedOnOptions, Strategy
 from roll.configs.problems import ConfigProblem
+
+if TYPE_CHECKING:
+    from roll.configs.worker import WorkerConfig
 
 AUTO = "auto"
 """Word of other projects' DeepSpeed files for a value that is decided elsewhere, or by DeepSpeed."""
@@ -240,6 +243,10 @@ class DeepSpeedCard(EngineCard):
     trains_modules = True
     packs_modules = True
     replays_experts = True
+
+    def no_pictures(self, worker: WorkerConfig) -> str:
+        size = worker.model_args.ulysses_size
+        return f"takes no pictures with ulysses_size {size}" if size > 1 else ""
 
     def no_states(self, options: DeepSpeedConfig) -> str:
         return "zero_optimization.stage: 3" if options.stage == 3 else ""

@@ -40,6 +40,7 @@ def add_commands(commands: Any) -> None:
     _add_report(commands)
     _add_compare(commands)
     _add_verify(commands)
+    _add_bundle(commands)
 
 
 def _add_eval(commands: Any) -> None:
@@ -412,3 +413,24 @@ def _verify(options: argparse.Namespace) -> int:
         return EXIT_USAGE
     sys.stdout.write(text)
     return 1 if wrong else 0
+
+
+def _add_bundle(commands: Any) -> None:
+    text = "pack a run's settings, logs, metrics and failed rows into one small file, without secrets"
+    parser = add_command(commands, "bundle", text, _bundle)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="archive to write (RUN-bundle.zip)")
+    parser.add_argument("--no-rows", action="store_true", help="without prompts and responses")
+
+
+def _bundle(options: argparse.Namespace) -> int:
+    from roll.pipeline.cli import EXIT_USAGE
+    from roll.pipeline.commands.inspecting import bundle
+
+    try:
+        text = bundle(options.run.expanduser(), options.output, rows=not options.no_rows)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"roll bundle: {error}\n")
+        return EXIT_USAGE
+    sys.stdout.write(text)
+    return 0

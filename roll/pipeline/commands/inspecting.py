@@ -1,4 +1,4 @@
-"""Commands on the folders of runs: the page of one, how several differ, and metrics counted again."""
+"""Commands on the folders of runs: the page of one, how several differ, metrics counted again, an archive."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import yaml
 from roll.configs.base import Config
 from roll.configs.rl import RLConfig
 from roll.pipeline.programs import program_of, schemas
+from roll.report.bundle import write_bundle
 from roll.report.comparison import Comparison, Run
 from roll.report.page import render_page
 from roll.report.render import render_index
@@ -101,3 +102,17 @@ def verify(run: Path, rollouts: Path | None = None) -> tuple[str, int]:
     if not found.checked:
         raise ValueError(f"{run}: nothing can be counted again; set rollout_dump_dir and num_written_episodes: null")
     return found.text(), len(found.wrong)
+
+
+def bundle(run: Path, output: Path | None = None, *, rows: bool = True) -> str:
+    """Packs a run into an archive; returns what is in it, in words.
+
+    Raises:
+        ValueError: the folder is no run's.
+        OSError: the archive cannot be written.
+    """
+    logs = configuration(run).get("logging_dir")
+    target = Path(f"{run.resolve().name}-bundle.zip") if output is None else output.expanduser()
+    written = write_bundle(run, target, Path(logs).expanduser() if logs else None, rows=rows)
+    lines = [f"{size:>12,} bytes  {name}" for name, size in written]
+    return "\n".join([*lines, f"{target}: {target.stat().st_size:,} bytes; read it before you send it", ""])

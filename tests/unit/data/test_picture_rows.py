@@ -178,7 +178,7 @@ def test_rows_that_must_have_no_pictures(renderer, tmp_path):
     path = write(tmp_path, row("<image>", ["one.png"]), row("text"))
     with pytest.raises(DataError, match=r"rows.jsonl:1: 1 pictures, but the engine is blind"):
         load(path, renderer, no_pictures="the engine is blind")
-    with pytest.raises(DataError, match=r"rows.jsonl:1: pictures, but the model takes none"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: 1 pictures, but the model has no processor"):
         load(path, ChatRenderer(renderer.tokenizer))
     first, _ = load(path, ChatRenderer(renderer.tokenizer), image=None)
     assert first.messages == ({"role": "user", "content": "<image>"},)

@@ -1,6 +1,7 @@
-"""What the terminal shows while a run starts."""
+"""What the terminal shows while a run starts, and the exit code of one that a watch stops."""
 
 import io
+import json
 import logging
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +15,9 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.loader import load_config
 from roll.distributed.cluster.resources import plan_placement, pretend_nodes
 from roll.pipeline import launch
+from roll.pipeline.cli import EXIT_STOPPED
+from roll.pipeline.programs import AGENTIC
+from roll.pipeline.session import StoppedByWatchError
 from roll.preflight.choices import role_requests
 from roll.tracking.display import Display
 
@@ -73,3 +77,18 @@ def test_ray_is_asked_to_end_workers_only_while_its_daemons_are_there(monkeypatc
     with pytest.raises(Stop), launch.start_clusters(config, session, {}):
         raise Stop
     assert calls == ([] if dead else [*config.clusters, "placement"])
+
+
+def test_a_run_that_a_watch_stops_has_an_exit_code_and_a_status_of_its_own(monkeypatch, tmp_path):
+    for name in ("start_of", "describe_template", "relax_gc", "keep_freed_memory", "Roles", "RunContext"):
+        monkeypatch.setattr(launch, name, lambda *_: ())
+    for name in ("ray_session", "start_clusters"):
+        monkeypatch.setattr(launch, name, lambda *_, **__: nullcontext({}))
+
+    def stopped(*_: object) -> None:
+        raise StoppedByWatchError("dead_groups")
+
+    config: Any = AgenticConfig(output_dir=str(tmp_path), exp_name="run", track_with=[])
+    assert launch.launch(config, AGENTIC, stopped, {}, needs=()) == EXIT_STOPPED == 3
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "stopped"
+    assert not (tmp_path / "run" / "logs" / "traceback.txt").exists()

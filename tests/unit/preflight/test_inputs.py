@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from roll.__main__ import main
 from roll.configs.compose import compose_config
@@ -88,6 +89,26 @@ def test_only_the_head_of_each_file_is_read_and_equal_problems_are_counted(load,
     lines_said, problems = check_data(load())
     assert not problems
     assert lines_said[0].endswith(f"{HEAD:,} rows checked, the first {HEAD:,} of each file (arithmetic {HEAD:,})")
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("seed=7", "1 pictures, but the model has no processor for them"),
+        ("infer=vllm", "1 pictures, but actor_infer's vllm has not been compared"),
+        (
+            "actor_train.model_args.ulysses_size=2",
+            "1 pictures, but actor_train's fsdp2_train",
+        ),
+        ("agent={command: [x]}", "1 pictures, but agent is set"),
+    ],
+)
+def test_pictures_where_nobody_takes_them_are_problems_of_their_rows(load, tmp_path, override, reason):
+    write(tmp_path / "train.jsonl", row(), row(prompt="<image>?", images=["a.png"]))
+    Image.new("RGB", (28, 28)).save(tmp_path / "a.png")
+    _, (problem,) = check_data(load(override))
+    assert f"train.jsonl:2: {reason}" in problem.hint
+    assert not check_data(load(override, f"{TRAIN}.image=null"))[1]
 
 
 def test_validate_reports_them_with_exit_code_2(load, tmp_path, capsys):

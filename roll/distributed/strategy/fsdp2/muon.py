@@ -19,7 +19,7 @@ from torch import Tensor
 
 from roll.distributed.strategy.training.exchange import gather, own_rank, weight_shard, world_size
 from roll.distributed.strategy.training.optim import DECAYS, MASTER, MOMENTUM, make_adamw
-from roll.models.heads import decoder_layers
+from roll.models.heads import decoder_layers, text_modules
 
 if TYPE_CHECKING:
     from roll.configs.worker import TrainingArguments
@@ -35,7 +35,9 @@ _LEAST_NORM = 1e-7
 
 def layer_matrices(weights: Weights) -> list[str]:
     """Names of the trained parameters with two axes in decoder layers: no embedding, head, norm, bias or expert."""
-    inside = {id(parameter) for layer in decoder_layers(weights.scorer.model) for parameter in layer.parameters()}
+    model = weights.scorer.model
+    layers = text_modules(model).intersection(decoder_layers(model))
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     whole = weights.parameters
     return [name for name in weights.trained if whole[name].ndim == 2 and id(whole[name]) in inside]
 

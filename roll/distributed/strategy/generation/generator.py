@@ -27,6 +27,7 @@ import numpy as np
 from torch import Tensor
 
 from roll.data.batch import Batch
+from roll.data.identity import items_along, vocabulary_ids
 from roll.data.requests import Completion, FinishReason, GenerateRequest
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.evidence import PROMPT, TEMPERATURE, Sketch, probe_prompt
@@ -85,18 +86,19 @@ def scratch_folder(num_bytes: int) -> Path | None:
     return memory if fits else None
 
 
-def check_request(request: GenerateRequest, *, vocab_size: int, sequence_length: int) -> int:
+def check_request(request: GenerateRequest, *, vocab_size: int, sequence_length: int, pictures: bool = False) -> int:
     """Checks a request before an engine sees it, where an error could take other requests along.
 
     Args:
         vocab_size: token ids must be below it.
+        pictures: the prompt may have some.
 
     Returns:
         The most tokens to sample: ``max_new_tokens``, or what is left of the context.
 
     Raises:
-        ValueError: the prompt is empty or too long, a token id is outside the vocabulary, or a sampling parameter is
-            out of range.
+        ValueError: the prompt is empty or too long, a token id is outside the vocabulary or of no picture of the
+            request, or a sampling parameter is out of range.
     """
     prompt, params = request.prompt_ids, request.params
     first = params.first_token_temperature
@@ -108,6 +110,14 @@ def check_request(request: GenerateRequest, *, vocab_size: int, sequence_length:
             f"{where}: the prompt has {len(prompt)} tokens, sequence_length is {sequence_length}; "
             "expected a shorter prompt, with room for at least one new token"
         )
+    if pictures and prompt.min() < 0:
+        if prompt[-1] < 0:
+            raise ValueError(f"{where}: the prompt ends within a picture, expected a token of the vocabulary behind it")
+        try:
+            items_along(prompt, request.items)
+        except ValueError as error:
+            raise ValueError(f"{where}: prompt_ids: {error}") from error
+        prompt = vocabulary_ids(prompt)
     if prompt.min() < 0 or prompt.max() >= vocab_size:
         raise ValueError(f"{where}: token ids from {prompt.min()} to {prompt.max()}, expected 0 to {vocab_size - 1}")
     for name, value, holds, expected in (
@@ -275,7 +285,9 @@ class Generator(ABC, Generic[PlanT]):
                 a sampling parameter is out of range, or the request id is in flight.
             EngineStoppedError: the engine failed, now or earlier, or was shut down.
         """
-        limit = check_request(request, vocab_size=self.vocab_size, sequence_length=self.context.sequence_length)
+        context = self.context
+        sizes = {"vocab_size": self.vocab_size, "sequence_length": context.sequence_length}
+        limit = check_request(request, **sizes, pictures=context.pictures)
         self._check_alive()
         with self._in_flight(request.request_id):
             while not self._begin(request.request_id):

@@ -30,7 +30,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,7 @@ from roll.data.requests import Completion, FinishReason, GenerateRequest
 from roll.distributed.strategy.generation.generator import Counters
 from roll.distributed.strategy.hf_infer.model_fit import WINDOWED, layer_kinds
 from roll.distributed.strategy.hf_infer.slot_cache import SlotCache
+from roll.models.pictures import Tower
 from roll.models.routing import ExpertRouting
 from roll.models.sampling import SamplerRows, sample, uniforms
 from roll.utils.progress import advance
@@ -110,6 +111,8 @@ class RunningSequence:
     """Those of each token that the model has seen, where they are asked for."""
     num_routed: int = 0
     """Tokens in ``experts``."""
+    ahead: int = 0
+    """By how much positions are ahead of places in the sequence behind its pictures."""
 
     @property
     def history(self) -> IntArray:
@@ -190,6 +193,7 @@ class ContinuousBatching:
         max_prefill_tokens: most prompt tokens admitted in one step (a longer prompt is admitted alone).
         max_cache_tokens: most positions of the key-value cache, slots × longest sequence; ``None``: no bound.
         routing: the model's routers, whose choices completions tell; ``None``: they do not.
+        tower: of a model that is given pictures.
     """
 
     def __init__(
@@ -202,8 +206,10 @@ class ContinuousBatching:
         max_prefill_tokens: int,
         max_cache_tokens: int | None = None,
         routing: ExpertRouting | None = None,
+        tower: Tower | None = None,
     ) -> None:
         self._routing = routing
+        self._tower = tower
         self.weight_version = 0
         self.counters = StepCounters()
         self.num_recorded: Counter[int] = Counter()
@@ -344,8 +350,9 @@ class ContinuousBatching:
             source_B = torch.from_numpy(np.repeat(np.arange(len(groups)), sizes)).to(self._model.device)
         # Only keys and values are wanted: the trunk without the output layer, and no mask (see the module's docstring).
         input_ids = torch.from_numpy(tokens_GL).to(self._model.device)
+        seen = {} if self._tower is None else self._see(self._tower, groups, width)
         with self._cache.prefill(first_slot, source_B):
-            self._model.base_model(input_ids=input_ids, past_key_values=self._cache, use_cache=True)
+            self._model.base_model(input_ids=input_ids, past_key_values=self._cache, use_cache=True, **seen)
         if max(lengths) == 0:
             self._cache.forget(first_slot, sum(sizes))
         if self._routing is not None:
@@ -353,6 +360,16 @@ class ContinuousBatching:
             for row, group in enumerate(groups):
                 for sequence in group:
                     sequence.add_experts(experts[row, : lengths[row]].copy())
+
+    def _see(self, tower: Tower, groups: Sequence[Sequence[RunningSequence]], width: int) -> dict[str, Any]:
+        """Arguments of a prefill with pictures; none without any."""
+        rows = [(group[0].history[:-1], group[0].request.items) for group in groups]
+        cells = [torch.arange(len(history)) + row * width for row, (history, _) in enumerate(rows)]
+        pictures = tower.of_rows(rows, torch.cat(cells), (len(groups), width))
+        for group, row in zip(groups, cells, strict=True):
+            for sequence in group:
+                sequence.ahead = tower.ahead(pictures, int(row[-1])) if len(row) else 0
+        return tower.see(pictures) if pictures.order else {}
 
     def _decode(self, rows: _RunningRows) -> Tensor:
         """Feeds every running sequence its last token; returns the logits [B, V] of the next one."""
@@ -368,7 +385,7 @@ class ContinuousBatching:
         with self._cache.decode(positions_B, width, held):
             output = self._model(
                 input_ids=tokens_B[:, None],
-                position_ids=positions_B[:, None],
+                position_ids=self._positions(positions_B),
                 attention_mask=self._mask(positions_B, width),
                 past_key_values=self._cache,
                 use_cache=True,
@@ -379,6 +396,14 @@ class ContinuousBatching:
                 sequence.set_last_experts(experts_E)
         logits: Tensor = output.logits
         return logits[: len(self.running), -1]
+
+    def _positions(self, places_B: Tensor) -> Tensor:
+        """Positions of the new tokens: [B, 1], or [4, B, 1] where those of pictures have height and width."""
+        if self._tower is None:
+            return places_B[:, None]
+        ahead = [sequence.ahead for sequence in self.running]
+        ahead_B = places_B.new_zeros(len(places_B)).index_put((torch.arange(len(ahead)),), places_B.new_tensor(ahead))
+        return torch.stack([places_B, *[places_B + ahead_B] * 3])[:, :, None]
 
     def _mask(self, positions_B: Tensor, width: int) -> Tensor | dict[str, Tensor]:
         """[B, 1, 1, width] of what the new tokens see; one for each kind of layers where they differ."""

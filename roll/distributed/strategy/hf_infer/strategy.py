@@ -41,6 +41,7 @@ from roll.distributed.weights.receiver import tensors_of
 from roll.models.loading import check_rope, load_causal_lm, resolve_dtype, to_hf_weights
 from roll.models.measured import check_packing, has_own_code, is_proved
 from roll.models.own_forward import GENERATOR_BOUND, OwnForward, in_one_process
+from roll.models.pictures import tower_of
 from roll.models.routing import ExpertRouting
 from roll.models.scoring import TokenScorer, score_batch
 from roll.models.tokenizer import check_vocabulary, load_tokenizer
@@ -253,6 +254,7 @@ class HfInfer(Generator[WeightUpdate]):
             attn_implementation=_attention(model_args.attn_implementation),
             config_kwargs=model_args.model_config_kwargs,
             trust_remote_code=model_args.trust_remote_code,
+            pictures=context.pictures,
         )
         _check_model(self._model, context.sequence_length)
         if context.worker.use_sequence_packing and task_of(context.role) == "scores":
@@ -263,7 +265,8 @@ class HfInfer(Generator[WeightUpdate]):
         self._adapter = MergedAdapter(self._model, context.lora) if context.lora is not None else None
         self.vocab_size = self._model.config.get_text_config().vocab_size
         check_vocabulary(tokenizer, self.vocab_size)
-        self._scorer = TokenScorer(self._model, temperature=context.temperature, needs=context.needs)
+        tower = tower_of(self._model, context.model_path, apart=True) if context.pictures else None
+        self._scorer = TokenScorer(self._model, temperature=context.temperature, needs=context.needs, tower=tower)
         worker = context.worker
         self.own_forward = in_one_process(
             self._scorer, round_to=worker.sequence_length_round_in_infer, packing=worker.use_sequence_packing
@@ -276,6 +279,7 @@ class HfInfer(Generator[WeightUpdate]):
             max_prefill_tokens=self._config.max_prefill_tokens,
             max_cache_tokens=_cache_budget(self._model),
             routing=ExpertRouting(self._model) if context.router_replay == "R3" else None,
+            tower=tower,
         )
         # What a layer with a state does with several rows depends on entries that a proved family may have otherwise.
         states = STATES.intersection(layer_kinds(self._model.config.get_text_config()))

@@ -348,7 +348,8 @@ def open_source(context: StrategyContext) -> SourceFolder:
     with raise_on_all_ranks():
         config = load_config(path, args.model_config_kwargs, trust_remote_code=args.trust_remote_code)
         others = own_rank() > 0  # one rank compares what may differ as a whole
-        fit = fit_folder(context.head, path, config, trust_remote_code=args.trust_remote_code, sampled=others)
+        options = {"trust_remote_code": args.trust_remote_code, "pictures": context.pictures}
+        fit = fit_folder(context.head, path, config, sampled=others, **options)
         forms = folder_forms(fit.files, fit.kept) if context.head == "lm" else {}
         published = json.loads((fit.files.folder / "config.json").read_text(encoding="utf-8"))
     if not others and (kept := [name for name in fit.kept if forms or name != SCORE_WEIGHT]):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,7 +191,7 @@ def _sharded(export: Export, shards: Path) -> _Draft:
     if (shards / ADAPTER_CONFIG).is_file():
         return _adapter(export, shards, _adapter_names(export, shards, spreads))
     kind = _head_of(shards)
-    parameters = _skeleton(kind, shards, export.trust_remote_code).named_parameters()
+    parameters = _skeleton(kind, shards, export.trust_remote_code, trunk).named_parameters()
     if frozen := [name for name, _ in parameters if name not in trunk]:
         raise ValueError(
             f"{shards}: no {frozen[0]} in it, an earlier version left out what is frozen; continue from it and save"
@@ -218,7 +218,7 @@ def _model_pieces(
     """Parameters of a module, and what is ``beside`` them, as its model folder has them, see ``model_tensors``."""
     stated = json.loads((folder / _CONFIG).read_text(encoding="utf-8")).get("dtype")
     dtype = export.dtype or resolve_dtype(stated)
-    model = _skeleton(kind, folder, export.trust_remote_code)
+    model = _skeleton(kind, folder, export.trust_remote_code, trunk)
     pieces = [hf_piece(model, name, _as(one, dtype), torch.Size(one.shape)) for name, one in trunk.items()]
     return model_tensors([*pieces, *beside], head, kind, model.base_model_prefix)
 
@@ -232,7 +232,7 @@ def _adapter(export: Export, folder: Path, matrices: Mapping[str, ShardLayout]) 
     if unusual := unusual_entry(config):
         raise ValueError(f"{folder}: {unusual}, expected an adapter without it to merge")
     base = _base_of(export, config)
-    skeleton, scale = _skeleton("lm", base, export.trust_remote_code), config["lora_alpha"] / config["r"]
+    skeleton, scale = _skeleton("lm", base, export.trust_remote_code, matrices), config["lora_alpha"] / config["r"]
     layers = _layers(skeleton, matrices, config)
     stored = _folder_spreads(base)
     if classifies:
@@ -270,7 +270,7 @@ def _adapter_names(export: Export, shards: Path, spreads: Mapping[str, ShardLayo
     matrices = {name.removeprefix(MODEL_PREFIX): one for name, one in spreads.items() if is_adapter(name)}
     if config.get("task_type") != CLASSIFIES:
         return {adapter_name(name): one for name, one in matrices.items()}
-    trunk = _skeleton("score", _base_of(export, config), export.trust_remote_code)
+    trunk = _skeleton("score", _base_of(export, config), export.trust_remote_code, matrices)
     named = {adapter_name(whole_name(trunk, name)): one for name, one in matrices.items()}
     (head,) = (one for name, one in spreads.items() if name.startswith(HEAD_PREFIX))
     return {**named, SCORE_NAME: head}
@@ -370,10 +370,15 @@ def _write_beside(export: Export, draft: _Draft, target: Path) -> None:
     copy_own_code(folders[0], target)
 
 
-def _skeleton(kind: Head, folder: Path, trust_remote_code: bool) -> PreTrainedModel:
-    """The module without values, which knows how its checkpoints name and shape them."""
+def _skeleton(kind: Head, folder: Path, trust_remote_code: bool, names: Iterable[str]) -> PreTrainedModel:
+    """The module without values, which knows how its checkpoints name and shape them.
+
+    Args:
+        names: some of its parameters or of an adapter's: with a tower, they say which are the language model's.
+    """
+    pictures, path = any("language_model." in name for name in names), str(folder)
     with torch.device("meta"):
-        return make_skeleton(kind, str(folder), dtype=torch.float32, trust_remote_code=trust_remote_code)
+        return make_skeleton(kind, path, dtype=torch.float32, trust_remote_code=trust_remote_code, pictures=pictures)
 
 
 def _head_of(folder: Path) -> Head:

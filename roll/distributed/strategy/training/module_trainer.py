@@ -42,6 +42,7 @@ from roll.models.loading import check_rope, classifier_entries, load_config, mak
 from roll.models.lora import adapter_dropout, adapter_off, inject_adapter, left_out
 from roll.models.measured import check_packing, has_own_code, packing_problem
 from roll.models.own_forward import OwnForward, of_module, own_scores
+from roll.models.pictures import tower_of
 from roll.models.routing import autocast_experts
 from roll.models.scoring import TokenScorer, layout, score_input
 
@@ -86,7 +87,7 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
         ImportError: an adapter without peft, or Liger's kernels without liger-kernel.
         ValueError: the adapter's targets, or parts to freeze, are not in the model, Liger's kernels cannot run,
             Transformers has no classifier of a reward model's kind, the model is not known to keep packed sequences
-            apart, or a row's positions depend on those beside it.
+            apart or to be right about pictures, or a row's positions depend on those beside it.
     """
     args = context.worker.model_args
     model = make_skeleton(
@@ -96,7 +97,9 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
         attn_implementation=ATTENTION.get(args.attn_implementation, args.attn_implementation),
         config_kwargs=args.model_config_kwargs,
         trust_remote_code=args.trust_remote_code,
+        pictures=context.pictures,
     )
+    tower = tower_of(model, context.model_path) if context.pictures else None
     check_rope(model.config, context.sequence_length)
     if context.worker.use_sequence_packing:
         check_packing(model, context.role)
@@ -107,7 +110,8 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
         if context.rank == 0 and (left := left_out(model, context.lora.targets, context.lora.excluded)):
             logger.warning("%s.model_args.lora_target leaves without adapter: %s", context.role, left)
         inject_adapter(model, context.lora)
-    freeze_towers(model)
+    if tower is None:
+        freeze_towers(model)
     if args.frozen_prefixes:
         freeze(model, args.frozen_prefixes, head=context.head != "lm")
     head = None
@@ -122,6 +126,7 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
         value_head=head,
         needs=context.needs,
         routes=context.router_replay != "disable",
+        tower=tower,
     )
 
 
@@ -281,7 +286,7 @@ class ModuleScorer(Scorer, Generic[W]):
 
         def layer_of(path: str, trusts: bool) -> OutputLayer:
             with raise_on_all_ranks():
-                layer = load_teacher_layer(path, compute, trust_remote_code=trusts)
+                layer = load_teacher_layer(path, compute, trust_remote_code=trusts, pictures=context.pictures)
             return layer.rows(0, scorer.model.config.get_text_config().vocab_size).to(weights.device)
 
         if scorer.head is not None:

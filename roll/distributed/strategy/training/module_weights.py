@@ -118,9 +118,8 @@ class TrainedModule:
             trusts = self.trust_remote_code
             head: Head = "lm" if weights.scorer.value_head is None else "value"
             with raise_on_all_ranks():
-                fit = fit_folder(
-                    head, str(path), load_config(str(path), trust_remote_code=trusts), trust_remote_code=trusts
-                )
+                options = {"trust_remote_code": trusts, "pictures": weights.scorer.tower is not None}
+                fit = fit_folder(head, str(path), load_config(str(path), trust_remote_code=trusts), **options)
             load_model(fit, weights)
             return
         with raise_on_all_ranks():

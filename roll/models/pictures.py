@@ -1,0 +1,250 @@
+"""Pictures in a model's forward pass: features of each once, in all of its places, and the positions of its tokens.
+
+The model's own class computes features, positions and logits, and knows nothing of packed rows or of prompts that are
+there once; what is here lays out for it what it computes of one sequence.
+
+Axes: R x C the model's input, N its cells, T tokens of a batch, L those of one sequence; 3 the positions of a token in
+time, height and width, 4 its place in the sequence before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from roll.data.batch import Batch
+from roll.data.columns import IntArray, Item
+from roll.data.identity import identity, items_along, vocabulary_ids
+from roll.data.packing import ModelInput
+from roll.models.tokenizer import TOKENIZER_FILES, local_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from roll.data.pictures import Pictures
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+"""Values of ``model_type`` that ``tests/parity/test_pictures.py`` has compared with plain Transformers."""
+WHOLE = ("qwen2_5_vl", "qwen3_vl")
+"""Those of them that Transformers has no class without a tower for."""
+
+
+def pictures_problem(config: PreTrainedConfig) -> str:
+    """Why a model is not given pictures, in words that follow its name; empty if it is."""
+    if config.model_type in FAMILIES:
+        return ""
+    return f"has not been compared with plain Transformers on pictures; expected one of {', '.join(FAMILIES)}"
+
+
+@dataclass(frozen=True, eq=False)
+class PictureInput:
+    """The pictures of one forward pass."""
+
+    values: Sequence[Mapping[str, Tensor]]
+    """What the tower takes, of one or several of the distinct pictures at a time."""
+    order: Sequence[int]
+    """The picture in each place, places in the order of cells."""
+    cells_RC: Tensor
+    """bool: cells that get features."""
+    positions_4RC: Tensor | None
+    """int64; ``None``: as without pictures."""
+
+
+class Tower:
+    """The vision tower of a model, and what the model needs to be told of pictures.
+
+    Args:
+        model: of a class that takes pictures; a causal language model or its trunk.
+        pictures: the picture processor of its folder.
+        apart: pictures go through the tower one by one, so that no bit of a picture's features depends on others.
+
+    Raises:
+        ValueError: no test has compared such a model.
+    """
+
+    def __init__(self, model: PreTrainedModel, pictures: Pictures, *, apart: bool = False) -> None:
+        if problem := pictures_problem(model.config):
+            raise ValueError(f"{model.config.model_type} {problem}")
+        self._trunk: Any = model.base_model
+        self._pictures = pictures
+        self._apart = apart
+        eyes = model.config.vision_config
+        side = eyes.patch_size * eyes.spatial_merge_size
+        self._merged = eyes.spatial_merge_size**2
+        self._blank = Item(np.zeros((side, side, 3), dtype=np.uint8))
+        self._cells_RC: Tensor | None = None
+        self._own_cells: Any = self._trunk.get_placeholder_mask
+        self._trunk.get_placeholder_mask = self._find_cells  # type: ignore[assignment]
+
+    def of_batch(self, inputs: ModelInput) -> PictureInput:
+        """The pictures of a micro-batch, on the CPU."""
+        shape = inputs.input_ids_RC.shape
+        batch = inputs.pictured
+        if batch is None:
+            return self.of_rows((), torch.zeros(0, dtype=torch.int64), shape)
+        rows = batch.tokens_T.numpy(), np.cumsum(batch.lengths_B.numpy())[:-1]
+        assert batch.items_I is not None
+        pairs = zip(np.split(*rows), batch.items_I, strict=True)
+        return self.of_rows(list(pairs), inputs.cell_T, shape, inputs.position_ids_RC)
+
+    def of_rows(
+        self,
+        rows: Sequence[tuple[IntArray, Iterable[Item]]],
+        cell_T: Tensor,
+        shape: Sequence[int],
+        position_ids_RC: Tensor | None = None,
+    ) -> PictureInput:
+        """The same of sequences, each with its pictures.
+
+        Args:
+            cell_T: index into N of each token of the sequences end to end.
+            shape: R and C.
+            position_ids_RC: each token's place in its sequence; ``None``: each row counts from 0.
+
+        Raises:
+            ValueError: a sequence has content of none of its pictures, or a picture more or fewer tokens than features.
+        """
+        found = [items_along(ids, items) for ids, items in rows]
+        places: dict[int, tuple[Item, int]] = {}
+        start, cells = 0, cell_T.tolist()
+        for (ids, _), along in zip(rows, found, strict=True):
+            ends = [*(place for place, _ in along[1:]), len(ids)]
+            for (place, item), end in zip(along, ends, strict=False):
+                places[cells[start + place]] = item, int((ids[place:end] < 0).sum())
+            start += len(ids)
+        shown = [places[cell] for cell in sorted(places)]
+        numbers = {item: number for number, item in enumerate(dict.fromkeys(item for item, _ in shown))}
+        # A rank without a picture would wait for the others, whose towers gather their weights: it looks at a blank.
+        items = list(numbers) or [self._blank]
+        values = [self._values([item]) for item in items] if self._apart else [self._values(items)]
+        ids_T = np.concatenate([ids for ids, _ in rows]) if rows else np.zeros(0, dtype=np.int64)
+        cells_N = torch.zeros(shape[0] * shape[1], dtype=torch.bool)
+        cells_N[cell_T[torch.from_numpy(ids_T < 0)]] = True
+        positions = None
+        if places:
+            grids = torch.cat([each["image_grid_thw"] for each in values])
+            self._check_sizes(shown, grids[[numbers[item] for item, _ in shown]])
+            positions_3T = self._positions(rows, found, lambda item: grids[numbers[item]])
+            positions_3N = torch.zeros(3, cells_N.numel(), dtype=torch.int64)
+            positions_3N[:, cell_T] = positions_3T
+            own_RC = torch.arange(shape[1]).expand(*shape) if position_ids_RC is None else position_ids_RC
+            positions = torch.cat([own_RC[None], positions_3N.view(3, *shape)])
+        return PictureInput(
+            values,
+            [numbers[item] for item, _ in shown],
+            cells_N.view(*shape),
+            positions,
+        )
+
+    def see(self, pictures: PictureInput) -> dict[str, Any]:
+        """Arguments of the trunk's next forward pass: features, computed here, and positions."""
+        device = self._trunk.device
+        outputs = [
+            self._trunk.get_image_features(**{name: x.to(device) for name, x in each.items()}, return_dict=True)
+            for each in pictures.values
+        ]
+        output = outputs[0]
+        output.pooler_output = _in_places([x for each in outputs for x in each.pooler_output], pictures)
+        if "deepstack_features" in output:
+            layers = zip(*(each.deepstack_features for each in outputs), strict=True)
+            output.deepstack_features = [_in_places([x for part in layer for x in part], pictures) for layer in layers]
+        self._cells_RC = pictures.cells_RC.to(device)
+        positions = pictures.positions_4RC
+        arguments = {} if positions is None else {"position_ids": positions.to(device)}
+        return {"mm_encoder_outputs": {"image": output}, **arguments}
+
+    def ahead(self, pictures: PictureInput, cell: int) -> int:
+        """By how much positions are ahead of places in a sequence behind its last cell."""
+        if pictures.positions_4RC is None:
+            return 0
+        place, *positions = pictures.positions_4RC.flatten(1)[:, cell].tolist()
+        return max(positions) - place
+
+    def of_unmodified(self, row: Batch) -> dict[str, Tensor]:
+        """Arguments of the unmodified model for one sequence, as the model's processor makes them.
+
+        One without pictures brings a blank, of which nothing is put anywhere: all ranks go through the tower.
+
+        Raises:
+            ValueError: pixels are not those that the sequence's ids were made of, or what the tower is given of them is
+                not what the processor makes.
+        """
+        items = () if row.items_I is None else row.items_I[0]
+        try:
+            along = items_along(row.tokens_T, [Item(item.data) for item in items])  # hashed again
+        except ValueError as error:
+            raise ValueError(f"pixels have changed since a row's ids were made of them: {error}") from error
+        kinds = (row.tokens_T < 0).int()[None]
+        if not along:
+            self._cells_RC = torch.zeros_like(kinds, dtype=torch.bool, device=self._trunk.device)
+            return self._values([self._blank]) | {"mm_token_type_ids": kinds}
+        shown = [item for _, item in along]
+        values = {name: torch.from_numpy(x) for name, x in self._pictures.inputs_by_processor(shown).items()}
+        for name, found in self._values(shown).items():
+            if not torch.equal(found, values[name]):
+                raise ValueError(f"{name} of a row's pictures are not those that the model's picture processor makes")
+        return values | {"mm_token_type_ids": kinds}
+
+    def _check_sizes(self, shown: Sequence[tuple[Item, int]], grids: Tensor) -> None:
+        features = grids.prod(1) // self._merged
+        for (item, size), expected in zip(shown, features.tolist(), strict=True):
+            if size != expected:
+                high, wide, _ = item.data.shape
+                raise ValueError(
+                    f"a picture of {wide} x {high} pixels: got {size} tokens in its row, expected {expected}, as many "
+                    "as the tower makes features of it"
+                )
+
+    def _values(self, items: Sequence[Item]) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(values) for name, values in self._pictures.inputs(items).items()}
+
+    def _positions(self, rows: Any, found: Any, grid_of: Any) -> Tensor:
+        """int64 [3, T]: by the model's own rule to the end of a sequence's last picture, behind it one after another.
+
+        Sequences that begin alike, as those of a group do, are asked about once.
+        """
+        known: dict[bytes, Tensor] = {}
+        parts = []
+        for (ids, _), along in zip(rows, found, strict=True):
+            end = int(np.flatnonzero(ids < 0)[-1]) + 1 if along else 0
+            head, key = ids[:end], identity(ids[:end])
+            if key not in known and along:
+                grids = torch.stack([grid_of(item) for _, item in along])
+                kinds = torch.from_numpy((head < 0).astype(np.int64))[None]
+                asked = torch.from_numpy(vocabulary_ids(head))[None]
+                known[key] = self._trunk.get_rope_index(asked, kinds, image_grid_thw=grids)[0][:, 0]
+            head_3L = known[key] if along else torch.zeros(3, 0, dtype=torch.int64)
+            rest = torch.arange(len(ids) - end) + (int(head_3L.max()) + 1 if along else 0)
+            parts += [head_3L, rest.expand(3, -1)]
+        return torch.cat(parts, dim=1)
+
+    def _find_cells(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """In place of the model's own, which takes each token of a number for a picture's: a policy may sample it."""
+        cells_RC, self._cells_RC = self._cells_RC, None
+        if cells_RC is None:
+            own: tuple[Tensor, Tensor] = self._own_cells(*args, **kwargs)
+            return own
+        return cells_RC[..., None], torch.zeros_like(cells_RC)[..., None]
+
+
+def tower_of(model: PreTrainedModel, path: str, *, apart: bool = False) -> Tower:
+    """That of a model, with the picture processor of its folder, or of its name on the hub.
+
+    Raises:
+        ValueError: no test has compared such a model, or the processor cannot be used.
+    """
+    from roll.data.pictures import Pictures
+
+    pictures = Pictures(local_folder(path, "*.json", *TOKENIZER_FILES))
+    assert pictures.token == model.config.image_token_id, "loaded here, since it may be unusable"
+    return Tower(model, pictures, apart=apart)
+
+
+def _in_places(features: Sequence[Tensor], pictures: PictureInput) -> list[Tensor]:
+    """Features [cells, H] of all places; without any, none of a blank's, which gets a gradient of zeros."""
+    return [features[number] for number in pictures.order] or [features[0][:0]]

@@ -1,0 +1,258 @@
+"""Models that see, in every trainer and generator that takes pictures: equal to plain Hugging Face on each row alone.
+
+CI runs a row of each family and each kind; ``-m "slow or not slow"`` runs all.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+from roll.configs.engine_rules import no_pictures
+from roll.configs.pipeline import PipelineConfig
+from roll.data.batch import Batch
+from roll.data.requests import GenerateRequest, SamplingParams
+from roll.distributed.strategy import STRATEGIES
+from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence
+from roll.distributed.weights.buckets import WeightUpdate
+from roll.models.loading import load_causal_lm
+from roll.models.pictures import FAMILIES, tower_of
+from tests.support.harness import (
+    ALL_ADAPTED,
+    MEASURES,
+    TEMPERATURE,
+    Layout,
+    as_row,
+    make_context,
+    measure,
+    measure_here,
+    policy_loss,
+    record,
+)
+from tests.support.picture_models import make_picture_model
+from tests.support.pictured import make_pictured, make_rows, picture, unmodified
+from tests.support.ranks import exported, unused_port
+
+FOUR: dict[str, Any] = {"per_device_train_batch_size": 4}
+BY_TOKENS = {
+    f"{key}_{where}": value
+    for where in ("train", "infer")
+    for key, value in {"use_dynamic_batching_in": True, "max_tokens_per_microbatch_in": 60}.items()
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "cut": {"worker": BY_TOKENS, "model_args": {"disable_gradient_checkpointing": False}},
+    "packed": {"worker": {"use_sequence_packing": True}, "training_args": FOUR},
+    "shared": {"task": "pictured-groups", "training_args": FOUR},
+    "lora": {"lora": ALL_ADAPTED},
+}
+"""As in ``test_families``; an adapter leaves the tower alone."""
+TRAINERS: dict[str, dict[str, Any]] = {
+    "fsdp2_train": {},
+    "deepspeed_train": {"zero_optimization": {"stage": 2}},
+}
+BOUNDS = {"logprobs": 1e-4, "loss": 5e-6, "grad_norm": 5e-5, "weights": 5e-5, "saved": 5e-5, "neighbour": 1e-5}
+"""As in ``test_families``; a state gathers the rounding of all tokens."""
+ROWS = [(family, trainer, variant) for family in FAMILIES for trainer in TRAINERS for variant in VARIANTS]
+CHOICE = {("qwen2_5_vl", "deepspeed_train", "cut"), ("qwen3_vl", "fsdp2_train", "shared")}
+CHOICE |= {("qwen3_5", "fsdp2_train", "packed"), ("qwen2_5_vl", "fsdp2_train", "lora")}
+
+
+def row(family: str, trainer: str, variant: str, **changed: Any) -> Layout:
+    bounds = {name: bound * (10 if family == "qwen3_5" else 1) for name, bound in BOUNDS.items()}
+    options = {"task": "pictured", "saved": True, "bounds": bounds} | VARIANTS[variant]
+    common = {"name": f"{family}-{variant}", "world_size": 1, "strategy_config": TRAINERS[trainer]}
+    return Layout(strategy=trainer, model=family, **common | options | changed)
+
+
+def make_model(path: Path, family: str) -> Path:
+    """What it says depends on all that it sees; no two parameters are equal, biases and norms included."""
+    make_picture_model(path, family)
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["rms_norm_eps"] = 1e-3  # states begin near zero, where smaller ones would show rounding alone
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tensors, generator = load_file(path / "model.safetensors"), torch.Generator().manual_seed(2)
+    for tensor in tensors.values():
+        noise = torch.randn(tensor.shape, generator=generator)
+        tensor.add_(0.1 * noise) if tensor.ndim == 1 else tensor.mul_(2.0)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders by name, made as they are needed."""
+    return tmp_path_factory.mktemp("pictures")
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(unused_port()))
+    torch.set_num_threads(1)
+
+
+def check(layout: Layout, figures: Any) -> None:
+    assert not figures.error, figures.error
+    for name in (*MEASURES, *(["saved"] if layout.saved else [])):
+        assert getattr(figures, name) <= layout.bound(name), f"{name}: {as_row(figures)}"
+
+
+@pytest.mark.parametrize(
+    ("family", "trainer", "variant"),
+    [pytest.param(*each, marks=[] if each in CHOICE else [pytest.mark.slow]) for each in ROWS],
+)
+def test_a_trainer_takes_the_same_steps(models, tmp_path, family, trainer, variant):
+    layout = row(family, trainer, variant)
+    if not (models / family).exists():
+        make_model(models / family, family)
+    figures = measure_here(layout, models, tmp_path)
+    record("family", {"family": f"{family} pictures", "engine": trainer, "variant": variant} | as_row(figures))
+    check(layout, figures)
+
+
+@pytest.mark.slow  # two processes
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_ranks_without_pictures_wait_for_nobody(tmp_path, trainer):
+    """Every rank enters as many collectives of the tower's layers, whatever its micro-batches show."""
+    two: dict[str, Any] = {"world_size": 2, "saved": False}
+    recomputed = {"model_args": {"disable_gradient_checkpointing": False}}
+    frozen = {"model_args": {"freeze_module_prefix": "model.visual"}}
+    third = {"strategy_config": {"zero_optimization": {"stage": 3}} if trainer == "deepspeed_train" else {}}
+    copies = {"strategy_config": {} if trainer == "deepspeed_train" else {"fsdp_size": 1}}
+    layouts = [
+        row("qwen3_vl", trainer, "cut", name="cut", **two, **third),
+        row("qwen3_vl", trainer, "packed", name="recomputed", **two, **third, **recomputed),
+        row("qwen3_vl", trainer, "shared", name="shared", **two, **third),
+        row("qwen3_vl", trainer, "whole", name="frozen", **two, **third, **frozen),
+        row("qwen3_vl", trainer, "whole", name="copies", **two, **copies),
+    ]
+    make_model(tmp_path / "qwen3_vl", "qwen3_vl")
+    measured = measure(layouts, tmp_path)
+    for layout in layouts:
+        check(layout, measured[layout.id])
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES[1:])])
+def test_what_is_trained_is_sent_saved_and_read_again(models, tmp_path, family):
+    """With its tower, in the layout and with the picture processor that were published."""
+    folder = models / family if (models / family).exists() else make_model(models / family, family)
+    trainer: Any = STRATEGIES.get("fsdp2_train")(make_context(row(family, "fsdp2_train", "packed"), folder, 0))
+    trainer.setup()
+    trainer.train_step(make_pictured(0), policy_loss)
+    trainer.save_model(tmp_path / "saved")
+    sent = exported(trainer)
+    saved, before = (load_file(path / "model.safetensors") for path in (tmp_path / "saved", folder))
+    assert sent.keys() == saved.keys() == before.keys() and all(torch.equal(sent[n], saved[n]) for n in sent)
+    moved = [name for name in sent if "visual" in name and not torch.equal(sent[name], before[name])]
+    assert any("patch_embed" in name for name in moved) and any("merger" in name for name in moved)
+    for file in ("preprocessor_config.json", "video_preprocessor_config.json", "config.json", "tokenizer.json"):
+        assert (tmp_path / "saved" / file).read_bytes() == (folder / file).read_bytes()
+    receiver, batch = load_causal_lm(str(folder), pictures=True), make_pictured(0)
+    WeightUpdate(receiver, sent).apply(sent)
+    said_T = trainer.logprobs(batch).logprobs_T
+    for model in (receiver, AutoModelForImageTextToText.from_pretrained(tmp_path / "saved").eval()):
+        for number in range(batch.num_sequences):
+            one, at = batch.select([number]), batch.token_index([number])
+            with torch.no_grad():
+                logits = model(**unmodified(one), use_cache=False).logits[0, :-1]
+            found = (logits / TEMPERATURE).log_softmax(-1).gather(1, one.tokens_T[1:, None].clamp(min=0))[:, 0]
+            loss_K = one.loss_mask_T[1:]
+            assert float((found - said_T[at][1:])[loss_K].abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize(("role", "engine"), [("train", "megatron_train"), ("infer", "vllm"), ("infer", "sglang")])
+def test_other_engines_are_refused_by_name(role, engine):
+    worker = {"strategy_args": {"strategy_name": engine}}
+    config = PipelineConfig.model_validate({"actor_infer": {"world_size": 1}, f"actor_{role}": worker})
+    reason = no_pictures(config)
+    assert reason.startswith(f"actor_{role}'s {engine} ")
+    for family in FAMILIES:
+        refused = reason.partition(f"{engine} ")[2]
+        record("family", {"family": f"{family} pictures", "engine": engine, "variant": "whole", "refused": refused})
+
+
+PROMPTS: list[list[Any]] = [
+    [3, picture(1, 2, 3), 2, picture(2, 3, 2), 4],
+    [7],
+    [3, picture(3, 2, 3), 2, picture(2, 3, 2), 4],
+    [3, picture(1, 2, 3), 2, picture(2, 3, 2), 4],
+    [picture(1, 2, 3), 2, picture(1, 2, 3)],
+]
+"""The third differs from the first in a picture alone, the fourth in nothing."""
+
+
+def batching_of(folder: Path) -> ContinuousBatching:
+    model = load_causal_lm(str(folder), pictures=True)
+    tower = tower_of(model, str(folder), apart=True)
+    return ContinuousBatching(model, stop_ids=(), stop_strings=None, max_running=8, max_prefill_tokens=100, tower=tower)
+
+
+def sequences_of(tokens: int) -> list[RunningSequence]:
+    rows = make_rows(PROMPTS, 3)
+    params = SamplingParams(max_new_tokens=tokens, temperature=0.0)
+    prompts = np.split(rows.tokens_T.numpy(), np.cumsum(rows.lengths_B.numpy())[:-1])
+    return [
+        RunningSequence(GenerateRequest(str(n), prompt, params, items=items), n, tokens)
+        for n, (prompt, items) in enumerate(zip(prompts, rows.items_I, strict=True))
+    ]
+
+
+def finish(batching: ContinuousBatching, sequences: list[RunningSequence]) -> None:
+    for sequence in sequences:
+        batching.add(sequence)
+    while batching.has_work:
+        batching.step()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hf_infer_generates_as_the_unmodified_model(models, family):
+    """What it says of its tokens is what a trainer computes of them."""
+    folder = models / family if (models / family).exists() else make_model(models / family, family)
+    batching, sequences = batching_of(folder), sequences_of(12)
+    finish(batching, sequences)
+    exact = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    exact.generation_config.eos_token_id = None
+    for number, sequence in enumerate(sequences):
+        arguments = unmodified(make_rows(PROMPTS, 3).select([number]))
+        output = exact.generate(**arguments, do_sample=False, max_new_tokens=12)
+        assert sequence.tokens == output[0, -12:].tolist()
+    assert sequences[0].logprobs == sequences[3].logprobs and sequences[0].tokens != sequences[2].tokens
+    assert batching.counters.shared_tokens == sequences[0].length - 13
+    histories = [torch.from_numpy(sequence.history) for sequence in sequences]
+    lengths = torch.tensor([len(each) for each in histories])
+    batch = Batch(lengths, torch.cat(histories), torch.zeros(int(lengths.sum())).bool())
+    batch = batch.replace(loss_mask_T=batch.positions_T >= (lengths - 12)[batch.rows_T])
+    batch = batch.replace(items_I=tuple(sequence.request.items for sequence in sequences))
+    trainer: Any = STRATEGIES.get("fsdp2_train")(make_context(row(family, "fsdp2_train", "whole"), folder, 0))
+    trainer.context = replace(trainer.context, temperature=1.0)
+    trainer.setup()
+    said = torch.tensor([logprob for sequence in sequences for logprob in sequence.logprobs])
+    difference = float((trainer.logprobs(batch).logprobs_T[batch.loss_mask_T] - said).abs().max())
+    row_of = {"family": f"{family} pictures", "engine": "hf_infer", "variant": "greedy"}
+    record("family", row_of | {"logprobs": difference})
+    assert difference <= row(family, "fsdp2_train", "whole").bound("logprobs")
+
+
+@pytest.mark.parametrize("family", ["qwen3_5"])
+def test_sequences_with_pictures_are_the_same_alone_and_after_they_are_computed_again(models, family):
+    folder = models / family if (models / family).exists() else make_model(models / family, family)
+    together, alone, again = (sequences_of(9) for _ in range(3))
+    batching = batching_of(folder)
+    finish(batching, together)
+    for sequence in alone:
+        finish(batching, [sequence])
+    assert [s.logprobs for s in together] == [s.logprobs for s in alone]
+    for sequence in again:
+        batching.add(sequence)
+    for _ in range(4):
+        batching.step()
+    batching.preempt()
+    finish(batching, [])
+    assert [s.tokens for s in again] == [s.tokens for s in together]

@@ -1,0 +1,101 @@
+"""Batches with pictures for the models of ``picture_models``, and what the unmodified model is given for them."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Qwen2VLImageProcessorPil
+
+from roll.data.batch import Batch
+from roll.data.columns import Item
+from roll.data.identity import content_ids, items_along, vocabulary_ids
+from tests.support.picture_models import IMAGE, PROCESSOR, SPECIALS
+
+SIDE = PROCESSOR["patch_size"] * PROCESSOR["merge_size"]
+"""Pixels of a token's side."""
+MARK = 256 + len(SPECIALS)
+"""``IMAGE`` in the vocabulary of ``make_tokenizer``."""
+BEGIN, END = (256 + SPECIALS.index(name) for name in ("<|vision_start|>", "<|vision_end|>"))
+TITLES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL", "qwen3_5": "Qwen3.5, Qwen3.6"}
+"""Families as their publishers call them."""
+TEXT = 61
+"""Ids below are words."""
+assert IMAGE == "<|image_pad|>"
+
+
+@cache
+def picture(seed: int, high: int, wide: int) -> Item:
+    """Noise of so many tokens."""
+    draw = np.random.default_rng(seed)
+    return Item(draw.integers(0, 256, (high * SIDE, wide * SIDE, 3), dtype=np.uint8))
+
+
+def shown(item: Item) -> Tensor:
+    """A picture's ids in a prompt."""
+    high, wide, _ = item.data.shape
+    content = content_ids(item, [MARK] * (high * wide // SIDE**2))
+    return torch.from_numpy(np.concatenate([[BEGIN], content, [END]]))
+
+
+Part = Item | int
+"""A picture, or so many words; a policy has sampled those below zero."""
+
+
+def make_rows(rows: Sequence[Sequence[Part]], seed: int) -> Batch:
+    """Rows of parts; words are random, but the same behind as many words and pictures of the same sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    known: dict[tuple[Any, ...], Tensor] = {}
+    ids, masks = [], []
+    for row in rows:
+        pieces = []
+        for number, part in enumerate(row):
+            if isinstance(part, Item):
+                pieces.append(shown(part))
+            elif part < 0:
+                pieces.append(torch.randint(0, TEXT, (-part,), generator=generator))
+            else:
+                words = torch.randint(0, TEXT, (part,), generator=generator)
+                before = (each.data.shape if isinstance(each, Item) else each for each in row[: number + 1])
+                pieces.append(known.setdefault(tuple(before), words))
+            masks.append(torch.full((len(pieces[-1]),), not isinstance(part, Item) and part < 0))
+        ids.append(torch.cat(pieces))
+    items = tuple(tuple(dict.fromkeys(part for part in row if isinstance(part, Item))) for row in rows)
+    tokens_T = torch.cat(ids)
+    advantages_T = torch.randn(len(tokens_T), generator=generator)
+    lengths = torch.tensor([len(each) for each in ids])
+    return Batch(lengths, tokens_T, torch.cat(masks), advantages_T=advantages_T, items_I=items)
+
+
+def make_pictured(step: int) -> Batch:
+    """Seven rows: text alone, one or several pictures of several sizes, one of them twice, and several turns."""
+    a, b, c = picture(step, 2, 3), picture(10 + step, 3, 2), picture(20 + step, 1, 1)
+    prompt: list[Part] = [3, a, 2, b, 4]
+    rows: list[list[Part]] = [[9, -6], [*prompt, -5], [*prompt, -7], [2, c, 3, -4, 1, a, 2, -3], [5, -8]]
+    return make_rows([*rows, [b, 2, b, 3, -6], [4, c, 5, -2]], 700 + step)
+
+
+def make_pictured_groups(step: int) -> Batch:
+    """Three groups of three rows with a prompt each, one of them without a picture."""
+    a, b = picture(30 + step, 2, 2), picture(40 + step, 1, 3)
+    prompts: list[list[Part]] = [[3, a, 4, b, 2], [8], [2, b, 9]]
+    return make_rows([[*prompt, -3 - n] for prompt in prompts for n in range(3)], 800 + step)
+
+
+def unmodified(one: Batch) -> dict[str, Any]:
+    """Arguments of the model's own forward pass for one sequence, its pictures by Transformers' processor."""
+    assert one.items_I is not None
+    along = items_along(one.tokens_T, one.items_I[0])
+    found: dict[str, Any] = {"input_ids": vocabulary_ids(one.tokens_T)[None]}
+    if along:
+        pixels = [item.data for _, item in along]
+        found |= _processor()(pixels, do_resize=False, return_tensors="pt", input_data_format="channels_last")
+        found["mm_token_type_ids"] = (one.tokens_T < 0).int()[None]
+    return found
+
+
+@cache
+def _processor() -> Any:
+    return Qwen2VLImageProcessorPil(**PROCESSOR)

@@ -1,0 +1,209 @@
+"""A model with pictures computes what its own class does of each row alone, and what it would not is found."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from roll.configs.pipeline import PipelineConfig
+from roll.data.batch import Batch
+from roll.data.columns import Item
+from roll.data.identity import content_ids
+from roll.data.packing import packed_row, rectangle, row_with_shared_prompts
+from roll.data.pictures import Pictures
+from roll.data.requests import GenerateRequest
+from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
+from roll.distributed.strategy.generation.generator import check_request
+from roll.models.own_forward import in_one_process
+from roll.models.pictures import FAMILIES, PictureInput, Tower
+from roll.models.planned_attention import enable_sharing
+from roll.models.scoring import TokenScorer, score_batch, score_input
+from roll.preflight.models import check_frozen_parts
+from tests.support.picture_models import make_picture_model
+from tests.support.pictured import MARK, make_pictured, make_rows, picture, shown, unmodified
+from tests.support.trainers import make_context
+
+PACKED = {"use_sequence_packing": True, "share_prompts": False, "infer_batch_size": 8}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("models")
+
+    def made(family: str) -> Path:
+        path = folder / family
+        return path if path.exists() else make_picture_model(path, family)
+
+    return made
+
+
+def exact_model(folder: Path) -> Any:
+    """In double precision; the numbers that training leaves in biases and norms are not 0 and 1."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2) if parameter.ndim > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def own_logprobs(model: Any, batch: Batch) -> Tensor:
+    """Of the loss tokens, by the model's class from one row after another; 0 elsewhere."""
+    rows = []
+    for number in range(batch.num_sequences):
+        one = batch.select([number])
+        logits = model(**unmodified(one), use_cache=False).logits[0, :-1]
+        found = logits.log_softmax(-1).gather(1, one.tokens_T[1:, None].clamp(min=0))[:, 0]
+        rows.append(torch.cat([found.new_zeros(1), found]) * one.loss_mask_T)
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_and_gradients_are_those_of_the_models_own_forward_pass(models, family):
+    """Of tower, projector and language model, in every layout; each distinct picture goes through the tower once."""
+    folder, batch = models(family), make_pictured(0)
+    model, own = exact_model(folder), exact_model(folder)
+    weights_T = torch.randn(batch.num_tokens, dtype=torch.float64)
+    expected_T = own_logprobs(own, batch)
+    (expected_T * weights_T).sum().backward()
+    scorer = TokenScorer(model, tower=Tower(model, Pictures(folder)))
+    patches: list[int] = []
+    model.model.visual.register_forward_hook(lambda _, args, __: patches.append(len(args[0])))
+    layouts = [rectangle, packed_row] + [row_with_shared_prompts] * enable_sharing(model)
+    for lay_out in layouts:
+        model.zero_grad()
+        found_T = score_input(scorer, lay_out(batch), batch.num_tokens).logprobs_T
+        assert found_T is not None and float((found_T - expected_T).abs().max()) < 2e-6
+        (found_T * weights_T).sum().backward()
+        for (name, parameter), theirs in zip(model.named_parameters(), own.parameters(), strict=True):
+            difference = float((parameter.grad - theirs.grad).norm() / theirs.grad.norm().clamp(min=1e-3))
+            assert difference < 5e-6, f"{lay_out.__name__}: {name}: {difference:.2g}"
+    assert patches == [4 * (6 + 6 + 1)] * len(layouts)
+
+
+def test_a_mark_that_the_policy_sampled_is_a_word(models):
+    """The unmodified model takes it for a picture's and refuses the row; while it generates, it is one more token."""
+    folder = models("qwen3_vl")
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    batch = make_rows([[3, picture(0, 1, 2), 2, -5], [4, -3]], 0)
+    (start, *_), row = batch.loss_mask_T.nonzero()[:, 0].tolist(), batch.select([0])
+    batch = batch.replace(tokens_T=batch.tokens_T.index_fill(0, torch.tensor([start + 1, start + 7]), MARK))
+    scorer = TokenScorer(model, tower=Tower(model, Pictures(folder)))
+    check = in_one_process(scorer, packing=True)
+    found_T = score_batch(scorer, batch, packing=True, check=check).logprobs_T
+    assert found_T is not None and check.compared == {"packed"}
+    prompt = Batch(torch.tensor([start]), row.tokens_T[:start], row.loss_mask_T[:start], items_I=row.items_I)
+    with torch.no_grad():
+        first = model(**unmodified(prompt), use_cache=True)
+        rest = model(batch.tokens_T[None, start : start + 4], past_key_values=first.past_key_values, use_cache=True)
+    logprobs_TV = torch.cat([first.logits[0, -1:], rest.logits[0]]).log_softmax(-1)
+    expected_T = logprobs_TV.gather(1, batch.tokens_T[start : start + 5, None])[:, 0]
+    torch.testing.assert_close(found_T[start : start + 5], expected_T, rtol=1e-4, atol=1e-5)
+
+
+Change = Callable[[PictureInput], PictureInput]
+
+
+def swapped(pictures: PictureInput) -> PictureInput:
+    """Two pictures of equal sizes change places."""
+    return dataclasses.replace(pictures, order=[{0: 1, 1: 0}.get(number, number) for number in pictures.order])
+
+
+def one_off(pictures: PictureInput) -> PictureInput:
+    """Words behind pictures are one further."""
+    assert pictures.positions_4RC is not None
+    positions = pictures.positions_4RC.clone()
+    positions[1:] += (positions[1] == positions[2]) & (positions[1] != positions[0])
+    return dataclasses.replace(pictures, positions_4RC=positions)
+
+
+def other_grid(pictures: PictureInput) -> PictureInput:
+    values = dict(pictures.values[0])
+    values["image_grid_thw"] = values["image_grid_thw"][:, [0, 2, 1]]
+    return dataclasses.replace(pictures, values=[values])
+
+
+@pytest.mark.parametrize("change", [swapped, one_off, other_grid])
+def test_what_is_shown_wrongly_ends_the_run_before_its_first_result(models, monkeypatch, change):
+    trainer: Any = Fsdp2Train(
+        make_context(models("qwen3_vl"), "fsdp2_train", worker=PACKED, pictures=True, temperature=1.0)
+    )
+    trainer.setup()
+    batch = make_rows([[3, picture(1, 2, 3), 2, -6], [4, picture(2, 2, 3), 3, -5], [2, picture(1, 2, 3), -9]], 1)
+    made = Tower.of_batch
+    monkeypatch.setattr(Tower, "of_batch", lambda tower, inputs: change(made(tower, inputs)))
+    with pytest.raises(ValueError, match=r"of the first micro-batch \(packed\) .* part in model.language_model.layers"):
+        trainer.logprobs(batch)
+    monkeypatch.undo()
+    trainer.logprobs(batch)
+    assert trainer.own_forward.compared == {"packed"}
+
+
+def test_one_other_pixel_ends_the_run(models, monkeypatch):
+    """However little it changes: pixels are compared with the ids by their hash, and the tower's input with the
+    processor's."""
+    folder, item = models("qwen3_vl"), Item(picture(5, 1, 1).data.copy())
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    pictures = Pictures(folder)
+    scorer, batch = TokenScorer(model, tower=Tower(model, pictures)), make_rows([[3, item, 2, -4]], 1)
+    right = pictures.inputs
+
+    def other(items: Any) -> Any:
+        values = right(items)
+        values["pixel_values"][0, 0] += 0.01
+        return values
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pictures, "inputs", other)
+        with pytest.raises(ValueError, match="pixel_values of a row's pictures are not those that the model's picture"):
+            score_batch(scorer, batch, check=in_one_process(scorer))
+    item.data[0, 0, 0] ^= 1
+    with pytest.raises(ValueError, match="pixels have changed since a row's ids were made of them: place 4"):
+        score_batch(scorer, batch, check=in_one_process(scorer))
+
+
+def test_pictures_that_do_not_fit_are_named(models):
+    folder, item = models("qwen3_vl"), picture(5, 1, 2)
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    ids = torch.cat([torch.arange(3), torch.from_numpy(content_ids(item, [MARK] * 3)), torch.arange(4)])
+    batch = Batch(torch.tensor([10]), ids, torch.arange(10) > 7, items_I=((item,),))
+    with pytest.raises(ValueError, match="pictures for Qwen3VLForConditionalGeneration, which was loaded without"):
+        score_batch(TokenScorer(model), batch)
+    scorer = TokenScorer(model, tower=Tower(model, Pictures(folder)))
+    with pytest.raises(ValueError, match="a picture of 56 x 28 pixels: got 3 tokens in its row, expected 2"):
+        score_batch(scorer, batch)
+    model.config.model_type = "llava"
+    with pytest.raises(ValueError, match=r"llava has not been compared .* on pictures; expected one of qwen2_5_vl, "):
+        Tower(model, Pictures(folder))
+
+
+@pytest.mark.parametrize(
+    ("family", "prefix", "expected"),
+    [("qwen3_vl", "model.visual", ""), ("qwen3_5", "model.visual", ""), ("qwen3_5", "model.vissual", "nearest")],
+)
+def test_a_configuration_may_freeze_the_tower(models, family, prefix, expected):
+    """Whether the model will have it is not known before the data are."""
+    train = {"model_args": {"freeze_module_prefix": prefix}}
+    config = PipelineConfig.model_validate({"pretrain": str(models(family)), "actor_train": train})
+    problems = [f"{problem.expected}" for problem in check_frozen_parts(config)]
+    assert bool(problems) == bool(expected) and all(expected in problem for problem in problems)
+
+
+def test_a_generator_is_asked_about_pictures_that_the_request_has():
+    item, other = picture(1, 1, 1), picture(2, 1, 1)
+    prompt = np.concatenate([np.arange(3), shown(item).numpy()])
+    sizes: dict[str, Any] = {"vocab_size": 300, "sequence_length": 30}
+    assert check_request(GenerateRequest("a", prompt, items=(item,)), **sizes, pictures=True) == 24
+    for items, end, options, reason in (
+        ((other,), 6, {"pictures": True}, "place 4: content of none of the row's 1 items"),
+        ((item,), 5, {"pictures": True}, "the prompt ends within a picture"),
+        ((item,), 6, {}, "expected 0 to 299"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            check_request(GenerateRequest("a", prompt[:end], items=items), **sizes, **options)
