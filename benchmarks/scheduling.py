@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from roll.agentic.env.base import StepResult, TextEnv, step_result
+from roll.agentic.env.base import Observation, StepResult, TextEnv, step_result
 from roll.configs.env import CustomEnvConfig
 from roll.configs.worker import StrategyArguments, WorkerConfig
 from roll.data.columns import IntArray
@@ -98,7 +98,7 @@ ENVS = {"shared": Shared, "instant": Instant, "alone": Alone}
 class FixedPrompts(StepEnvManager):
     """The policy sees the same at every turn."""
 
-    def prompt(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
+    def prompt(self, observation: Observation, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
         return PROMPT
 
 

@@ -53,8 +53,9 @@ what is left to do. The report begins with both; with `--all` it also lists keys
 | unknown to the importer | no rule for the key; a value that only links read is not reported |
 
 The exit code is 1 if a key is impossible or unknown or the result needs an edit, 2 if a file cannot be read, else 0.
-Files that train on pictures, video or sound, recognised by keys, models and data sets, are refused. Secrets are not
-copied. `roll train` with such a file prints the command to run.
+Files of ROLL and verl that train on pictures are translated, for models of the families Qwen2.5-VL, Qwen3-VL and
+Qwen3.5. Others with pictures, and those with video, sound or rewards of detections, recognised by keys, models and
+data sets, are refused. Secrets are not copied. `roll train` with such a file prints the command to run.
 """
 
 FIGURES = """\

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from roll.configs.agentic import AgenticConfig
 from roll.configs.env import EnvManagerConfig
 from roll.configs.offline import OfflineConfig
-from roll.configs.pipeline import TINY, PipelineConfig
+from roll.configs.pipeline import TINIES, PipelineConfig
 from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.worker import WorkerConfig
@@ -156,8 +156,8 @@ def describe_unread(config: PipelineConfig) -> Iterator[str]:
     taught = {"warm_start": "pretrain", "teacher_warm_start": "teacher_pretrain"}
     for key, chooser in taught.items():
         model = models.get(chooser)
-        if model not in (None, TINY) and config.given(key):
+        if model not in (None, *TINIES) and config.given(key):
             yield f"{key}: nothing reads it, since {chooser} is {model}: only tiny is trained before the run"
     sizes = [key for key in ("tiny_num_heads", "tiny_hidden_size", "tiny_num_layers") if config.given(key)]
-    if sizes and TINY not in models.values():
+    if sizes and not set(TINIES) & set(models.values()):
         yield f"{', '.join(sizes)}: nothing reads them, since no model is tiny"

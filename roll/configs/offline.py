@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from roll.configs.data import DataArguments
-from roll.configs.pipeline import TINY, PromptWarmStartConfig
+from roll.configs.pipeline import TINIES, PromptWarmStartConfig
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompts import TRAIN_DATA, VAL_DATA, PromptsConfig, ValidationConfig, check_datasets, check_templates
 from roll.configs.rules import Rule, sections, too_many_tokens
@@ -108,7 +108,7 @@ def check_starts(config: OfflineConfig) -> Iterator[ConfigProblem]:
         if start is None or not start.file_name:
             continue
         path = f"{section}.file_name"
-        if getattr(config, key) != TINY:
+        if getattr(config, key) not in TINIES:
             yield ConfigProblem(path, start.file_name, "nothing: only a tiny model is warm-started", involves=(key,))
         if config.actor_infer is None or not config.rewards:
             expected = "nothing without actor_infer and rewards, which measure the warm start"

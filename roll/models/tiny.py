@@ -1,8 +1,9 @@
-"""The embedded default model: a small tokenizer and a tiny Qwen2 causal LM, in Hugging Face format, made on the spot.
+"""The embedded models: a small tokenizer and a tiny Qwen2, or Qwen2.5-VL, in Hugging Face format, made on the spot.
 
 The tokenizer is byte-level, so any text round-trips, with single tokens for what grid games say often: a grid row, a
 coordinate, an action, an answer tag. One token per row and coordinate keeps a Sokoban turn at about 23 prompt and 4
-answer tokens, which a two-layer model can learn on a CPU.
+answer tokens, which a two-layer model can learn on a CPU. The model with pictures sees 8×8 pixels as a patch and four
+patches as a token: a 6×6 board with a patch for each cell is nine tokens.
 """
 
 from __future__ import annotations
@@ -32,6 +33,17 @@ CHAT_TEMPLATE = (
 )
 
 
+PATCH, MERGED = 8, 2
+"""Pixels of a patch's side, and patches of a token's side."""
+VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+PICTURE_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ message['content'] }}",
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}",
+)
+
+
 def domain_tokens() -> list[str]:
     """Pieces of text that get a token of their own, in a fixed order."""
     words = [
@@ -51,8 +63,8 @@ def domain_tokens() -> list[str]:
     return words + coordinates + rows
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer with ``domain_tokens`` and a ChatML template."""
+def make_tokenizer(*, pictures: bool = False) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer with ``domain_tokens`` and a ChatML template, and with the marks of pictures."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -63,8 +75,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(text, special=True) for text in (PAD, END, TURN_START, TURN_END)])
     core.add_tokens([AddedToken(text, normalized=False) for text in domain_tokens()])
+    if pictures:
+        core.add_special_tokens([AddedToken(text, special=True) for text in (VISION_START, VISION_END, IMAGE, VIDEO)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=PAD, eos_token=TURN_END)
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = PICTURE_TEMPLATE if pictures else CHAT_TEMPLATE
     return tokenizer
 
 
@@ -97,18 +111,88 @@ def tiny_config(num_heads: int = 4, hidden_size: int = 64, num_layers: int = 2) 
     }
 
 
-def make_tiny_model(path: Path, seed: int, num_heads: int = 4, hidden_size: int = 64, num_layers: int = 2) -> None:
-    """Writes the tokenizer and a randomly initialised ``tiny_config`` to ``path`` (replaced if it exists)."""
+def picture_config(num_heads: int = 4, hidden_size: int = 64, num_layers: int = 2) -> dict[str, Any]:
+    """The ``config.json`` of the model with pictures: ``tiny_config``'s sizes behind a small Qwen2.5-VL tower."""
+    tokenizer = make_tokenizer(pictures=True)
+    head, vocabulary = hidden_size // num_heads, tokenizer.get_vocab()
+    side = head // 8  # frequencies for each of height and width; the others are those of the order
+    plain = tiny_config(num_heads, hidden_size, num_layers)
+    text = {
+        **{key: plain[key] for key in plain if key not in ("architectures", "model_type")},
+        "vocab_size": len(tokenizer),
+        "rope_parameters": {**plain["rope_parameters"], "mrope_section": [head // 2 - 2 * side, side, side]},
+    }
+    tower = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGED,
+        "temporal_patch_size": 2,
+        "out_hidden_size": hidden_size,
+        "window_size": 8 * MERGED * PATCH,
+        "fullatt_block_indexes": [0, 1],
+        "initializer_range": 0.1,
+    }
+    marks = {"vision_start": VISION_START, "vision_end": VISION_END, "image": IMAGE, "video": VIDEO}
+    return {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "dtype": "float32",
+        "text_config": text,
+        "vision_config": tower,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **{f"{name}_token_id": vocabulary[text] for name, text in marks.items()},
+    }
+
+
+def make_tiny_model(
+    path: Path, seed: int, num_heads: int = 4, hidden_size: int = 64, num_layers: int = 2, *, pictures: bool = False
+) -> None:
+    """Writes the tokenizer and a randomly initialised model to ``path`` (replaced if it exists).
+
+    Args:
+        pictures: the model is a ``picture_config``, with its processor, else a ``tiny_config``.
+    """
     from safetensors.torch import save_file
 
-    config = tiny_config(num_heads, hidden_size, num_layers)
     building = path.with_name(path.name + ".building")
     shutil.rmtree(building, ignore_errors=True)
-    make_tokenizer().save_pretrained(building)
-    save_file(initial_weights(config, seed), building / "model.safetensors", metadata={"format": "pt"})
+    make_tokenizer(pictures=pictures).save_pretrained(building)
+    if pictures:
+        config = picture_config(num_heads, hidden_size, num_layers)
+        _write_with_pictures(config, seed, building)
+    else:
+        config = tiny_config(num_heads, hidden_size, num_layers)
+        save_file(initial_weights(config, seed), building / "model.safetensors", metadata={"format": "pt"})
     (building / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     shutil.rmtree(path, ignore_errors=True)
     building.rename(path)
+
+
+def _write_with_pictures(config: Mapping[str, Any], seed: int, folder: Path) -> None:
+    """Writes the weights that Transformers draws, and the files of the picture processor."""
+    import torch
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig.from_dict(dict(config))).save_pretrained(folder)
+    side = PATCH * MERGED
+    entries: dict[str, Any] = {"patch_size": PATCH, "merge_size": MERGED, "temporal_patch_size": 2}
+    entries |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    entries["size"] = {"shortest_edge": side**2, "longest_edge": (16 * side) ** 2}
+    for name, kind in (
+        ("preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessor"}),
+        ("video_preprocessor_config.json", {"video_processor_type": "Qwen2VLVideoProcessor"}),
+    ):
+        (folder / name).write_text(json.dumps(kind | entries, indent=2) + "\n")
 
 
 def initial_weights(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.pipeline import SMOLLM2, TINY
+from roll.configs.pipeline import SMOLLM2, TINIES, TINY, TINY_VL
 from roll.data.pictures import Pictures
 from roll.utils.foreign import describe_error
 from roll.utils.registry import extra
@@ -92,10 +92,10 @@ def policy_tokenizer(
     """
     if tokenizer_path is not None:
         return load_tokenizer(tokenizer_path, alone=True, trust_remote_code=trust_remote_code)
-    if pretrain == TINY:
+    if pretrain in TINIES:
         from roll.models.tiny import make_tokenizer
 
-        return make_tokenizer()
+        return make_tokenizer(pictures=pretrain == TINY_VL)
     return load_tokenizer(pretrain, trust_remote_code=trust_remote_code)
 
 

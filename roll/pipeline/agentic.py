@@ -11,9 +11,12 @@ from roll.algorithms.losses import policy_needs
 from roll.configs.agentic import JUDGE_CLUSTER, MANAGERS, AgenticConfig
 from roll.configs.batches import describe_batches
 from roll.configs.env import EnvManagerConfig
+from roll.configs.pipeline import TINY_VL
+from roll.data.pictures import Pictures
 from roll.data.requests import sampling_params
 from roll.data.templates import ChatTemplate
 from roll.distributed.strategy.base import Metrics
+from roll.models.tokenizer import policy_pictures
 from roll.pipeline.launch import MODEL_WORKERS, WorkerClasses, launch
 from roll.pipeline.programs import AGENTIC
 from roll.pipeline.rl import RLPipeline, set_losses
@@ -21,9 +24,10 @@ from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.pipeline.rollouts import keep_episodes, passes_filter, play_held_out
 from roll.pipeline.session import RunFailedError
 from roll.pipeline.start import RunContext
+from roll.preflight.models import pictures_refused
 from roll.report.render import save_renders
 from roll.rollout.env_manager import LengthLimits
-from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext
+from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext, Probed
 from roll.rollout.plans import GroupPlan
 from roll.rollout.reward_worker import JudgeWorker
 from roll.rollout.scheduler import RolloutScheduler
@@ -37,8 +41,11 @@ class AgenticRolloutWorkers(RolloutWorkers):
     def __init__(self, config: AgenticConfig, run: RunContext) -> None:
         tokenizer_path = config.tokenizer_path or run.start.model_path
         self._managers = {name: getattr(config, name) for name in MANAGERS}
+        model = run.start.model_path if config.pretrain == TINY_VL else config.pretrain
+        self._pictures = policy_pictures(model, config.actor_train.data_args.picture_bounds)
         contexts: dict[str, tuple[Any, ...]] = {
-            name: (_worker_context(config, manager, tokenizer_path),) for name, manager in self._managers.items()
+            name: (_worker_context(config, manager, tokenizer_path, self._pictures),)
+            for name, manager in self._managers.items()
         }
         if config.judge is not None:
             contexts[JUDGE_CLUSTER] = (config.judge,)
@@ -60,7 +67,8 @@ class AgenticRolloutWorkers(RolloutWorkers):
         """Resets one environment of each tag, so that one that never starts ends the run before models are loaded.
 
         Raises:
-            RunFailedError: an environment cannot be reset; a line for each.
+            RunFailedError: an environment cannot be reset, or shows pictures to a policy that gets none; a line for
+                each.
         """
         refs = {
             name: self._clusters[name].submit(
@@ -69,9 +77,21 @@ class AgenticRolloutWorkers(RolloutWorkers):
             for name in MANAGERS
             for (context,) in [self._contexts[name]]
         }
-        answers = [lines for name, ref in refs.items() for lines in self._clusters[name].gather(ref, call="probe")]
-        if problems := dict.fromkeys(line for lines in answers for line in lines):
-            raise RunFailedError("\n".join(problems))
+        answers = [each for name, ref in refs.items() for each in self._clusters[name].gather(ref, call="probe")]
+        probed = [each for found in answers for each in found]
+        problems = [each.problem or self._unseen(each) for each in probed]
+        if found := dict.fromkeys(filter(None, problems)):
+            raise RunFailedError("\n".join(found))
+        self._roles.pictures = any(each.shows_pictures for each in probed)
+
+    def _unseen(self, probed: Probed) -> str:
+        """Why an environment's pictures would not reach the policy, in a line; empty: they do, or there are none."""
+        if not probed.shows_pictures:
+            return ""
+        why = pictures_refused(self._config)
+        if self._pictures is None:
+            why = f"the model {self._config.pretrain} takes none"
+        return why and f"custom_envs.{probed.tag}: its observations have pictures, but {why}"
 
     def scheduler(self, name: str, seed_name: str, *, trains: bool = False, **plan: Any) -> RolloutScheduler:
         """A scheduler over one manager's workers, with the arguments of ``plan`` and ``make_scheduler``."""
@@ -97,7 +117,9 @@ class AgenticRolloutWorkers(RolloutWorkers):
         return replace(plan, **fields)
 
 
-def _worker_context(config: AgenticConfig, manager: EnvManagerConfig, tokenizer_path: str) -> EnvWorkerContext:
+def _worker_context(
+    config: AgenticConfig, manager: EnvManagerConfig, tokenizer_path: str, pictures: Pictures | None
+) -> EnvWorkerContext:
     return EnvWorkerContext(
         # Registered names are known in this process only.
         envs={
@@ -112,6 +134,7 @@ def _worker_context(config: AgenticConfig, manager: EnvManagerConfig, tokenizer_
         tools=config.tools and config.tools.placed(),
         token_check=config.tokenization_sanity_check if manager is config.train_env_manager else "disable",
         trust_remote_code=config.trusts("actor_train"),
+        pictures=pictures,
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from roll.configs.pipeline import TINY
+from roll.configs.pipeline import TINIES
 from roll.configs.rewards import RewardFilterConfig
 from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
@@ -230,7 +230,7 @@ class StepRollouts:
     @cached_property
     def _num_ids(self) -> int | None:
         """See ``remarks_on``; ``None`` for the tiny model, whose embedding has no other rows."""
-        return None if self._config.pretrain == TINY else max(self._tokenizer.get_vocab().values()) + 1
+        return None if self._config.pretrain in TINIES else max(self._tokenizer.get_vocab().values()) + 1
 
     def confirm(self, step: int, found: float | None) -> str | None:
         """Why the run is over, where held-out episodes attain the share ``learned_share`` too.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from roll.configs.engines.card import kind_of
-from roll.configs.pipeline import TINY, PipelineConfig
+from roll.configs.pipeline import TINIES, TINY, PipelineConfig
 from roll.distributed.cluster.cluster import Cluster
 from roll.models.loading import load_config
 from roll.models.tokenizer import check_same_ids, check_vocabulary, policy_tokenizer
@@ -42,7 +42,7 @@ class Start:
 
 def start_of(config: PipelineConfig, program: Program) -> Start:
     """The start of a run of this pipeline."""
-    if config.pretrain != TINY:
+    if config.pretrain not in TINIES:
         return Start(config.pretrain)
     return cast("Callable[[PipelineConfig], Start]", import_path(program.tiny))(config)
 
@@ -54,8 +54,8 @@ def check_rows(config: PipelineConfig) -> None:
         ValueError: the embedding of a model would be asked for rows that it does not have.
     """
     roles = [role for role in config.roles if not (kind_of(role) == "teacher" and config.aligns_teacher)]
-    models = {path: role for role in reversed(roles) if (path := config.model_of(role)) != TINY}
-    if config.pretrain == TINY or not models:
+    models = {path: role for role in reversed(roles) if (path := config.model_of(role)) not in TINIES}
+    if config.pretrain in TINIES or not models:
         return
     trusts = config.trusts("actor_train")
     tokenizer = policy_tokenizer(config.pretrain, config.tokenizer_path, trust_remote_code=trusts)

@@ -19,7 +19,7 @@ from roll.configs.dpo import DPOConfig
 from roll.configs.engines import strategy_names
 from roll.configs.engines.card import VERBS, task_of
 from roll.configs.offline import SFTConfig
-from roll.configs.pipeline import TINY, PipelineConfig
+from roll.configs.pipeline import TINIES, PipelineConfig
 from roll.configs.problems import ConfigProblem, Words
 from roll.configs.prompts import DataGeneratorConfig, PromptsConfig
 from roll.configs.reward_training import RewardTrainingConfig
@@ -80,7 +80,7 @@ def _asking_problems(config: AgenticConfig) -> Iterator[ConfigProblem]:
 
 def _tiny_problems(config: AgenticConfig) -> Iterator[ConfigProblem]:
     """Games that the tiny model cannot be shown: its warm start plays them by the names of their actions."""
-    for tag in config.train_env_manager.tags if config.pretrain == TINY else ():
+    for tag in config.train_env_manager.tags if config.pretrain in TINIES else ():
         env = config.custom_envs.get(tag)
         if env is None or envs.check_env_config(env.env_type, env.env_config) or envs.names_actions(env.env_type):
             continue

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from roll.configs.engine_rules import compute_dtype
+from roll.configs.agentic import AgenticConfig
+from roll.configs.engine_rules import compute_dtype, no_pictures
 from roll.configs.engines.card import EngineCard, kind_of, task_of
-from roll.configs.pipeline import SMOLLM2, TINY, PipelineConfig
+from roll.configs.pipeline import SMOLLM2, TINIES, TINY, TINY_VL, PipelineConfig
 from roll.configs.problems import ConfigProblem, show
 from roll.configs.rules import TRAINED, Rule, sections
 from roll.configs.schema import did_you_mean, nearest
@@ -49,7 +50,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def check_models(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Models are ``tiny``, ``smollm2``, a Hugging Face folder, or look like a name on the hub (which is not asked)."""
     for key, model in config.models.items():
-        if model == TINY:
+        if model == TINY_VL and not (key == "pretrain" and isinstance(config, AgenticConfig)):
+            yield ConfigProblem(key, model, "another model: this one is made for the policy of environments")
+        if model in TINIES:
             continue
         if model == SMOLLM2:
             try:
@@ -72,7 +75,9 @@ def check_models(config: PipelineConfig) -> Iterator[ConfigProblem]:
         elif not _HUB_ID.fullmatch(model):
             near = nearest(folder.name, [path.name for path in folder.parent.glob("*")])
             hint = f"did you mean {folder.parent / near}?" if near else "there is nothing at this path"
-            yield ConfigProblem(key, model, "tiny, smollm2, an existing model folder, or an org/name on the hub", hint)
+            yield ConfigProblem(
+                key, model, "tiny, tiny_vl, smollm2, an existing model folder, or an org/name on the hub", hint
+            )
     seen = config.resume_from_checkpoint
     if isinstance(seen, str) and not Path(seen).expanduser().is_dir():
         yield ConfigProblem("resume_from_checkpoint", seen, "true, false or an existing checkpoint folder")
@@ -94,7 +99,7 @@ def check_trust(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Models that come with code of their own, without which they cannot be read, are trusted."""
     for role, worker in sections(config):
         model = config.model_of(role)
-        if worker.model_args.trust_remote_code or model == TINY:
+        if worker.model_args.trust_remote_code or model in TINIES:
             continue
         if role != "actor_train" and model == config.pretrain:
             continue  # a copy of the policy says what actor_train does: a rule
@@ -167,7 +172,7 @@ def _model_types(model: str) -> list[str]:
     """What a folder says its model is, with its text part last; empty for what is not on this machine."""
     file = Path(model).expanduser() / "config.json"
     try:
-        whole = json.loads(file.read_text(encoding="utf-8")) if model != TINY else {}
+        whole = json.loads(file.read_text(encoding="utf-8")) if model not in TINIES else {}
         parts = [whole, whole.get("text_config") or {}]
         return [kind for part in parts if isinstance(kind := part.get("model_type"), str)]
     except (OSError, ValueError, AttributeError):
@@ -177,7 +182,7 @@ def _model_types(model: str) -> list[str]:
 def check_tokenizer(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The policy's tokenizer is one, and the models that read its tokens have a row for each."""
     path, model = config.tokenizer_path, config.pretrain
-    if model == TINY:
+    if model in TINIES:
         if path is not None:
             yield ConfigProblem(
                 "tokenizer_path", path, "null with pretrain tiny, which has its own", involves=("pretrain",)
@@ -211,7 +216,7 @@ def check_tokenizer(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 def check_special_tokens(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The tokens that begin, end and pad sequences have a row in the model's embedding."""
-    sizes = None if config.pretrain == TINY else model_config(config, "actor_train")
+    sizes = None if config.pretrain in TINIES else model_config(config, "actor_train")
     if sizes is None:
         return
     try:
@@ -255,7 +260,7 @@ def check_low_precision(config: PipelineConfig) -> Iterator[ConfigProblem]:
     for role, worker in sections(config):
         card, path = worker.strategy_args.card, config.model_of(role)
         sent = task_of(role) == "generates" and not config.uses_lora
-        if not sent or card is None or card.size_key is None or path == TINY:
+        if not sent or card is None or card.size_key is None or path in TINIES:
             continue
         if (scheme := scheme_in(model_folder(path))) is not None:
             expected = f"a model in bf16 with {card.name}, such as `roll export {path} -o DIR` makes of it"
@@ -272,7 +277,7 @@ def check_formats(config: PipelineConfig, *, needed: bool = False) -> Iterator[C
     """
     for key, model in config.models.items():
         folder = model_folder(model)
-        if model != TINY and _is_here(model) and not _has_weights(model) and (needed or other_weights(folder)):
+        if model not in TINIES and _is_here(model) and not _has_weights(model) and (needed or other_weights(folder)):
             yield ConfigProblem(key, model, "a folder with weights in safetensors files", no_weights(folder))
 
 
@@ -289,13 +294,13 @@ def _outline(config: PipelineConfig, role: str, *, pictures: bool = False) -> An
 
 def _has_weights(model: str) -> bool:
     folder = model_folder(model)
-    return model != TINY and any((folder / name).is_file() for name in (SINGLE, INDEX))
+    return model not in TINIES and any((folder / name).is_file() for name in (SINGLE, INDEX))
 
 
 def describe_adapter(config: PipelineConfig) -> list[str]:
     """A line on what ``lora_target`` leaves as it is though one might expect it in the adapter."""
     args = config.actor_train.model_args
-    sizes = model_config(config, "actor_train") if args.lora_targets and config.pretrain != TINY else None
+    sizes = model_config(config, "actor_train") if args.lora_targets and config.pretrain not in TINIES else None
     if sizes is None or (model := _outline(config, "actor_train")) is None:
         return []
     from roll.models.lora import left_out
@@ -326,7 +331,7 @@ def check_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
             continue
         # The tiny model is made to fit what does not split it; reading its sizes takes seconds of imports.
         whole = card.splits_heads and _devices_per_sequence(worker, card) == 1
-        sizes = None if whole and config.model_of(role) == TINY else model_config(config, role)
+        sizes = None if whole and config.model_of(role) in TINIES else model_config(config, role)
         if sizes is None:
             continue
         found = list(_import(card.fit)(role, worker, sizes, config)) if card.fit else []
@@ -425,7 +430,7 @@ def check_attention(config: PipelineConfig) -> Iterator[ConfigProblem]:
 def check_positions(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The model has positions for the longest sample."""
     most = MAX_POSITIONS
-    if config.pretrain != TINY:
+    if config.pretrain not in TINIES:
         sizes = model_config(config, "actor_train")
         most = getattr(sizes, "max_position_embeddings", None) or config.longest_sequence
     for key in ("sequence_length", "val_sequence_length"):
@@ -440,7 +445,7 @@ def check_trained_format(config: PipelineConfig) -> Iterator[ConfigProblem]:
         worker = getattr(config, role, None)
         if worker is None or compute_dtype(role, worker)[1] is not None:
             continue
-        sizes = None if config.pretrain == TINY else model_config(config, role)
+        sizes = None if config.pretrain in TINIES else model_config(config, role)
         if str(getattr(sizes, "dtype", None)) == "torch.float16":
             expected = "bf16 or fp32: the model is in fp16, and training in that would need loss scaling"
             yield ConfigProblem(f"{role}.model_args.dtype", None, expected, involves=("pretrain",))
@@ -468,7 +473,7 @@ def check_adapted_layers(config: PipelineConfig) -> list[ConfigProblem]:
     args, card = worker.model_args, worker.strategy_args.card
     targets, adapter_fit = args.lora_targets, card.adapter_fit if card else None
     # The tiny model has what all-linear means; to look costs seconds of imports.
-    plain = config.pretrain == TINY and targets == ("all-linear",) and not (adapter_fit or args.lora_excluded)
+    plain = config.pretrain in TINIES and targets == ("all-linear",) and not (adapter_fit or args.lora_excluded)
     sizes = model_config(config, "actor_train") if targets and not plain else None
     if sizes is None or (model := _outline(config, "actor_train")) is None:
         return []
@@ -523,6 +528,27 @@ def check_teacher(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(key, teacher, expected, str(error), involves=("pretrain",))
 
 
+def pictures_refused(config: PipelineConfig) -> str:
+    """Why a run's prompts must have no pictures, in words; empty: they may. Models that are not here are not asked."""
+    if why := no_pictures(config):
+        return why
+    for key, model in config.models.items():
+        path = model_folder(model) / "config.json"
+        if model in (SMOLLM2, *TINIES) or not path.is_file():
+            continue
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        if not entries.get("vision_config"):
+            if key == "pretrain":  # the renderer says so
+                continue
+            return f"{key} is a model without pictures"
+        from roll.models.pictures import FAMILIES  # brings torch
+
+        if entries.get("model_type") not in FAMILIES:
+            families = ", ".join(FAMILIES)
+            return f"{key} is of the family {entries.get('model_type')}, expected one that was compared: {families}"
+    return ""
+
+
 def has_tokenizer(config: PipelineConfig) -> bool:
     """Tells whether the policy's tokenizer is on this machine."""
     own = config.tokenizer_path
@@ -530,7 +556,7 @@ def has_tokenizer(config: PipelineConfig) -> bool:
 
 
 def _is_here(model: str) -> bool:
-    return model == TINY or (model_folder(model) / "config.json").is_file()
+    return model in TINIES or (model_folder(model) / "config.json").is_file()
 
 
 def check_adapter_start(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -565,7 +591,7 @@ def check_adapter_start(config: PipelineConfig) -> Iterator[ConfigProblem]:
 def _adapter_misfit(config: PipelineConfig, folder: Path) -> str:
     """Why the matrices in a folder are not those of the adapter that is trained; empty if they are."""
     args = config.actor_train.model_args
-    sizes = None if config.pretrain == TINY else model_config(config, "actor_train")
+    sizes = None if config.pretrain in TINIES else model_config(config, "actor_train")
     if sizes is None or (model := _outline(config, "actor_train")) is None:
         return ""
     from roll.models.lora import LoraSpec, UnknownLayerError, matrix_shapes
@@ -631,11 +657,13 @@ def whole_config(config: PipelineConfig, role: str) -> Any:
 
 def _read_config(path: str, *tiny_sizes: int, trust_remote_code: bool = False) -> tuple[Any, str]:
     """A model's configuration, and why it cannot be read; neither where there is none on this machine."""
-    if path == TINY:
-        from transformers import Qwen2Config
+    if path in TINIES:
+        from transformers import Qwen2_5_VLConfig, Qwen2Config
 
-        from roll.models.tiny import tiny_config
+        from roll.models.tiny import picture_config, tiny_config
 
+        if path == TINY_VL:
+            return Qwen2_5_VLConfig.from_dict(picture_config(*tiny_sizes)), ""
         return Qwen2Config(**tiny_config(*tiny_sizes)), ""
     file = model_folder(path) / "config.json"
     if not file.is_file():

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from roll.agentic.tools.dialects import DIALECTS, parsers
 from roll.configs.agentic import MANAGERS, AgenticConfig
-from roll.configs.pipeline import TINY, PipelineConfig
+from roll.configs.pipeline import TINIES, PipelineConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.rl import RLConfig
 from roll.configs.tools import AUTO_DIALECT
@@ -57,7 +57,7 @@ def _may_write_date(config: PipelineConfig) -> bool:
     args = config.actor_train.data_args
     texts = [read_template(args.template), *map(read_template, args.tag_templates.values())]
     folder = model_folder(config.tokenizer_path or config.pretrain)
-    if None in texts and config.pretrain != TINY and not folder.is_dir():
+    if None in texts and config.pretrain not in TINIES and not folder.is_dir():
         return True  # it is on the hub
     files = [folder / name for name in ("chat_template.jinja", "tokenizer_config.json")] if None in texts else []
     texts += [path.read_text(encoding="utf-8", errors="replace") for path in files if path.is_file()]

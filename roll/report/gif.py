@@ -79,7 +79,8 @@ def _scenes(trajectory: Trajectory) -> list[_Scene]:
 def _decoded(frame: bytes) -> Image.Image:
     image = Image.open(io.BytesIO(frame)).convert("RGB")
     image.thumbnail((_SCENE, _SCENE))
-    return image
+    times = _SCENE // max(image.size)  # a small picture, such as a policy gets, keeps its pixels
+    return image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
 
 
 def _total_height(scene_height: int) -> int:

@@ -25,6 +25,8 @@ _ENDINGS = {
     EpisodeEnd.TRUNCATED: "out of turns",
     EpisodeEnd.CONTEXT_FULL: "out of context",
 }
+_SMALL = 200
+"""Pixels of a picture's width, below which a page shows each of them as a square."""
 _EPISODES_FILE = "episodes.jsonl"
 _TONES = {"completed": "good", "failed": "bad", "stopped": "bad"}
 _SUCCESS = {"training": "rollout/success", "held-out": "eval/success"}
@@ -117,7 +119,8 @@ def render_episode_html(trajectory: Trajectory) -> str:
 
 def _scene(frame: Frame) -> Mapping[str, str]:
     if isinstance(frame, bytes):
-        return {"png": base64.b64encode(frame).decode("ascii")}
+        width = int.from_bytes(frame[16:20], "big")
+        return {"png": base64.b64encode(frame).decode("ascii"), "kind": "small" if width < _SMALL else ""}
     return {"png": "", "text": shortened(frame)}
 
 

@@ -17,13 +17,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from roll.agentic.env.base import StepResult
+from roll.agentic.env.base import Observation, StepResult
 from roll.configs.env import CustomEnvConfig
-from roll.data.columns import IntArray
-from roll.data.identity import identity
-from roll.data.renderer import ChatRenderer, Message
+from roll.data.columns import IntArray, Item
+from roll.data.identity import identity, items_along
+from roll.data.renderer import ChatRenderer, Message, items_of
 from roll.data.requests import FinishReason, GenerateFn, GenerateRequest, Runs, SamplingParams
 from roll.rollout.errors import EnvError, PromptTooLongError, ReplayError
+from roll.rollout.observations import filled, in_words, items_in, shown, state_of
 from roll.rollout.tokenization_audit import Conversation, TokenizationAudit
 from roll.rollout.types import EpisodeEnd, Frame, Trajectory, Turn
 from roll.utils.foreign import describe_error
@@ -98,7 +99,7 @@ class LengthLimits:
 class AsyncEnv(Protocol):
     """The environment of an episode: an ``EnvRunner``, or a prompt whose response is scored elsewhere."""
 
-    async def reset(self, seed: int) -> tuple[str, dict[str, Any]]: ...
+    async def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]: ...
     async def step(self, text: str) -> StepResult: ...
     async def render(self) -> Frame | None: ...
 
@@ -133,7 +134,7 @@ class EnvManager(ABC):
             Exception: whatever the environment raised.
         """
         observation, info = await env.reset(spec.env_seed)
-        frames = [await env.render()] if spec.record else []
+        frames = [shown(observation) or await env.render()] if spec.record else []
         recorder = Recorder()
         turns = recorder.turns
         conversation = Conversation() if self.watch is not None and self.watch.watches(spec.member) else None
@@ -155,7 +156,7 @@ class EnvManager(ABC):
                 conversation = None
             recorder.add(turn) if self.history else turns.append(turn)
             if frames and frames[-1] is not None:  # where there was no picture, there will be none
-                frames.append(await env.render())
+                frames.append(shown(observation) or await env.render())
             if ended is not None:
                 end = ended
                 break
@@ -167,17 +168,17 @@ class EnvManager(ABC):
             turns=tuple(turns),
             end=end,
             success=bool(info.get("success", False)),
-            final_observation=observation,
+            final_observation=in_words(observation),
             history=self.history,
             info=_scalars(info) | self._compared(spec, conversation, turns),
             frames=_complete(frames),
         )
 
     @abstractmethod
-    def prompt(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
-        """Token ids that the policy sees next."""
+    def prompt(self, observation: Observation, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
+        """Token ids that the policy gets next; those of pictures are below zero (``roll.data.identity``)."""
 
-    def said(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> Sequence[Message] | None:
+    def said(self, observation: Observation, info: Mapping[str, Any], turns: list[Turn]) -> Sequence[Message] | None:
         """Messages since the policy's last turn; ``None`` where prompts are no whole conversation."""
         return None
 
@@ -193,9 +194,9 @@ class EnvManager(ABC):
         spec: EpisodeSpec,
         turns: list[Turn],
         prompt_ids: IntArray,
-        observation: str,
+        observation: Observation,
         info: Mapping[str, Any],
-    ) -> tuple[Turn, str, dict[str, Any], EpisodeEnd | None]:
+    ) -> tuple[Turn, Observation, dict[str, Any], EpisodeEnd | None]:
         room = self.limits.sequence_length - len(prompt_ids)
         params = replace(
             self.params,
@@ -206,7 +207,8 @@ class EnvManager(ABC):
         )
         request_id = f"{spec.tag}-{spec.group_id}-{spec.member}-{len(turns)}"
         recorded = spec.recorded[len(turns)] if len(turns) < len(spec.recorded) else ()
-        completion = await generate(GenerateRequest(request_id, prompt_ids, params, recorded))
+        items = _items(prompt_ids, observation, info, turns)
+        completion = await generate(GenerateRequest(request_id, prompt_ids, params, recorded, items))
         if completion.finish_reason is FinishReason.ABORT:
             raise EpisodeAbortedError(f"request {request_id} was aborted")
         if spec.recorded and completion.runs != recorded:
@@ -221,11 +223,12 @@ class EnvManager(ABC):
             prompt_ids=prompt_ids,
             completion=completion,
             text=text,
-            observation=observation,
+            observation=in_words(observation),
             action=next_info.get("action"),
             task_reward=float(next_info.get("task_reward", float(reward) - penalty)),
             penalty=penalty,
-            state_key=str(info.get("state_key", observation)),
+            state_key=str(info["state_key"]) if "state_key" in info else state_of(observation),
+            items=items,
         )
         ended = EpisodeEnd.TERMINATED if terminated else EpisodeEnd.TRUNCATED if truncated else None
         return turn, next_observation, next_info, ended
@@ -247,7 +250,11 @@ class EnvManager(ABC):
                 f"{self.limits.prompt_length} and sequence_length {self.limits.sequence_length}"
             )
 
-    def _fill(self, template: str, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> str:
+    def _fill(self, template: str, observation: Observation, info: Mapping[str, Any], turns: list[Turn]) -> Observation:
+        """A template with its placeholders replaced; parts where the observation has pictures and is in it."""
+        return filled(template, observation, lambda text: self._fill_text(text, in_words(observation), info, turns))
+
+    def _fill_text(self, template: str, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> str:
         played = len(turns) - info.get(TOOL_TURNS, 0)
         turn, left = str(played + 1), str(self.config.max_steps - played)
         values = {
@@ -271,7 +278,7 @@ class EnvManager(ABC):
         shown = turns[max(0, len(turns) - self.config.history_length) :]
         return "\n".join(f"{turn.observation}\n{turn.text}" for turn in shown)
 
-    def opening(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> list[dict[str, str]]:
+    def opening(self, observation: Observation, info: Mapping[str, Any], turns: list[Turn]) -> list[dict[str, Any]]:
         """The system and the user message that a conversation begins with."""
         system = self._fill(_or(self.config.agent_system_template, "{env_instruction}"), observation, info, turns)
         user = self._fill(_or(self.config.agent_template, "{observation}"), observation, info, turns)
@@ -283,7 +290,7 @@ class StepEnvManager(EnvManager):
 
     history = False
 
-    def prompt(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
+    def prompt(self, observation: Observation, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
         return self.renderer.prompt(self.opening(observation, info, turns))
 
 
@@ -292,14 +299,14 @@ class TrajEnvManager(EnvManager):
 
     history = True
 
-    def prompt(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
+    def prompt(self, observation: Observation, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
         said = self.said(observation, info, turns)
         if turns:
             return self.continued(turns[-1], said, info)
         with _told_refusal():
             return self.renderer.prompt(said, info.get("tools"))
 
-    def said(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> Sequence[Message]:
+    def said(self, observation: Observation, info: Mapping[str, Any], turns: list[Turn]) -> Sequence[Message]:
         if not turns:
             return self.opening(observation, info, turns)
         if "messages" in info:
@@ -317,6 +324,19 @@ def _told_refusal() -> Iterator[None]:
         yield
     except Exception as error:
         raise EnvError(f"the chat template cannot render the conversation: {describe_error(error)}") from error
+
+
+def _items(
+    prompt_ids: IntArray, observation: Observation, info: Mapping[str, Any], turns: Sequence[Turn]
+) -> tuple[Item, ...]:
+    """The pictures of a prompt, each once: of the observation, of messages, or of earlier turns."""
+    if prompt_ids.min(initial=0) >= 0:
+        return ()
+    known = [*items_in(observation), *items_of(info.get("messages", ()))]
+    known += turns[-1].items if turns else ()
+    if "prompt" in info:
+        known += items_of(info["prompt"].messages)
+    return tuple(dict.fromkeys(item for _, item in items_along(prompt_ids, known)))
 
 
 def _scalars(info: Mapping[str, Any]) -> dict[str, Any]:

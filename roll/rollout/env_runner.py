@@ -1,7 +1,7 @@
 """Runs one environment in threads, unless it is instant, and checks that it returns what ``TextEnv`` promises.
 
 A slow or hung environment delays no other. A user's code may return anything; what gets past here are plain values:
-text that every tokenizer and every file takes, finite numbers, truth values.
+text that every tokenizer and every file takes, pixels, finite numbers, truth values.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from roll.agentic.env.base import StepResult, TextEnv
+from roll.agentic.env.base import Observation, Part, StepResult, TextEnv, picture
+from roll.data.columns import UInt8Array
+from roll.data.pictures import Pictures
 from roll.rewards.types import RewardError
 from roll.rollout.call_threads import CallThreads, CallTimeoutError
 from roll.rollout.env_manager import SAID, TOOL_TURNS
 from roll.rollout.errors import EnvCrashError, EnvError, EnvProtocolError, EnvTimeoutError, as_runtime_error
+from roll.rollout.observations import MAX_PICTURE, with_items
 from roll.rollout.reward_worker import Asking
 from roll.rollout.types import Frame
 from roll.utils.foreign import Fault, clean_text, describe_error
@@ -40,8 +43,8 @@ MAX_REWARD = 1e30
 MAX_EXTRA_TEXT = 10_000
 """Characters kept of each text in ``info`` that only people read."""
 
-MAX_PICTURE = 480
-"""Pixels of a picture's longer side."""
+MAX_PIXELS = 2**24
+"""Of a picture in an observation: more than any model takes."""
 
 _MAX_INTEGER = 2**63
 _COLORS = 128
@@ -67,6 +70,40 @@ class _Call:
         if size > MAX_TEXT:
             raise EnvProtocolError(f"{self.name} returned {field} of {size:,} bytes, expected at most {MAX_TEXT:,}")
         return plain
+
+    def observation(self, value: object) -> Observation:
+        """A text, or parts among which is a picture, whose pixels are an array of its own."""
+        if not isinstance(value, list | tuple) or not value:
+            if isinstance(value, str):
+                return self.text("observation", value)
+            raise self.fail("observation", value, "text, or a list of parts")
+        parts = [self.part(f"observation[{index}]", part) for index, part in enumerate(value)]
+        if all(part["type"] == "text" for part in parts):
+            return "".join(part["text"] for part in parts)
+        return parts
+
+    def part(self, field: str, value: object) -> Part:
+        if isinstance(value, Mapping) and value.get("type") == "text":
+            return {"type": "text", "text": self.text(f"{field}['text']", value.get("text"))}
+        if isinstance(value, Mapping) and value.get("type") == "image":
+            return picture(self.pixels(f"{field}['image']", value.get("image")))
+        raise self.fail(field, value, 'a part: {"type": "text", "text": …} or {"type": "image", "image": …}')
+
+    def pixels(self, field: str, value: Any) -> UInt8Array:
+        expected = "a Pillow image or an array of uint8, shape [height, width, 3]"
+        if not isinstance(value, np.ndarray):
+            with Fault() as fault:
+                value = np.asarray(value.convert("RGB"))
+            if fault.error is not None:
+                raise self.fail(field, value, expected) from fault.error
+        shape = "×".join(map(str, value.shape))
+        if value.dtype != np.uint8 or value.ndim != 3 or value.shape[2] != 3 or not value.size:
+            raise EnvProtocolError(f"{self.name} returned {field} of shape {shape}, {value.dtype}, expected {expected}")
+        if value.shape[0] * value.shape[1] > MAX_PIXELS:
+            raise EnvProtocolError(
+                f"{self.name} returned {field} of shape {shape}, expected at most {MAX_PIXELS:,} pixels"
+            )
+        return np.array(value, order="C")  # what an environment draws on next is its own
 
     def optional_text(self, field: str, value: object) -> str | None:
         return None if value is None else self.text(field, value)
@@ -126,7 +163,7 @@ _INFO_FIELDS: Mapping[str, Callable[[_Call, str, Any], Any]] = {
 }
 
 
-def checked_reset(env: TextEnv, seed: int) -> tuple[str, dict[str, Any]]:
+def checked_reset(env: TextEnv, seed: int) -> tuple[Observation, dict[str, Any]]:
     """Resets the environment; info has its ``env_instruction`` too.
 
     Raises:
@@ -134,7 +171,7 @@ def checked_reset(env: TextEnv, seed: int) -> tuple[str, dict[str, Any]]:
     """
     call = _Call(f"{type(env).__name__}.reset")
     observation, info = call.parts(env.reset(seed=seed), "observation", "info")
-    return call.text("observation", observation), call.info(env, info)
+    return call.observation(observation), call.info(env, info)
 
 
 def checked_step(env: TextEnv, text: str) -> StepResult:
@@ -147,7 +184,7 @@ def checked_step(env: TextEnv, text: str) -> StepResult:
     names = ("observation", "reward", "terminated", "truncated", "info")
     observation, reward, terminated, truncated, info = call.parts(env.step(text), *names)
     return (
-        call.text("observation", observation),
+        call.observation(observation),
         call.number("reward", reward),
         call.flag("terminated", terminated),
         call.flag("truncated", truncated),
@@ -242,6 +279,7 @@ class EnvRunner:
         own_thread: every call runs in the same thread (see ``TextEnv.own_thread``).
         threads: those of other environments too; its own if not given.
         asking: becomes ``TextEnv.ask``; what it raises is a failure of the call in which it did.
+        pictures: makes the items of observations; without it, one with a picture is a failure.
     """
 
     def __init__(
@@ -254,21 +292,34 @@ class EnvRunner:
         own_thread: bool = False,
         threads: CallThreads | None = None,
         asking: Asking | None = None,
+        pictures: Pictures | None = None,
     ) -> None:
         self._make = make
+        self._pictures = pictures
         self._asking = asking
         self._timeout = timeout
         self._lock = lock
         self._env: TextEnv | None = None
         self._mailbox = None if instant else (threads or CallThreads()).mailbox(own_thread=own_thread)
 
-    async def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        """Resets the environment, see ``checked_reset``."""
-        return await self.call("reset", lambda env: checked_reset(env, seed))
+    async def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
+        """Resets the environment, see ``checked_reset``; pictures are items."""
+
+        def job(env: TextEnv) -> tuple[Observation, dict[str, Any]]:
+            observation, info = checked_reset(env, seed)
+            return with_items(f"{type(env).__name__}.reset", observation, self._pictures), info
+
+        return await self.call("reset", job)
 
     async def step(self, text: str) -> StepResult:
-        """Steps the environment, see ``checked_step``."""
-        return await self.call("step", lambda env: checked_step(env, text))
+        """Steps the environment, see ``checked_step``; pictures are items."""
+
+        def job(env: TextEnv) -> StepResult:
+            observation, reward, terminated, truncated, info = checked_step(env, text)
+            observation = with_items(f"{type(env).__name__}.step", observation, self._pictures)
+            return observation, reward, terminated, truncated, info
+
+        return await self.call("step", job)
 
     async def render(self) -> Frame | None:
         """Shows the state to a person, see ``checked_frame``."""

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 from roll.agentic.env import asks_judge, is_instant, make, wants_own_thread
 from roll.configs.env import CustomEnvConfig
 from roll.configs.tools import ToolsConfig
+from roll.data.pictures import Pictures
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import GenerateFn, JudgeQuestion, SamplingParams
 from roll.data.templates import ChatTemplate
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_manager import ENV_MANAGERS, EnvManager, EpisodeSpec, LengthLimits
-from roll.rollout.env_runner import EnvRunner, OneAtATime
+from roll.rollout.env_runner import EnvRunner, OneAtATime, checked_reset
 from roll.rollout.errors import EnvError
 from roll.rollout.plans import GroupSpec
 from roll.rollout.reward_worker import Asking, WorkerClient
@@ -49,6 +50,18 @@ class EnvWorkerContext:
     """Mode of comparing trained rows with their conversations."""
     trust_remote_code: bool = False
     """True if Python files that come with the tokenizer may run."""
+    pictures: Pictures | None = None
+    """The policy's picture processor; ``None``: it takes none."""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """An environment that was built and reset before models are loaded."""
+
+    tag: str
+    problem: str | None = None
+    """Why it cannot be, in a line."""
+    shows_pictures: bool = False
 
 
 class EnvironmentWorker(RolloutWorker):
@@ -61,7 +74,8 @@ class EnvironmentWorker(RolloutWorker):
         self.retries = context.retries
         trusts = context.trust_remote_code
         tokenizer = load_tokenizer(context.tokenizer_path, alone=True, trust_remote_code=trusts)
-        renderer = ChatRenderer(tokenizer, context.template)
+        self._pictures = context.pictures and context.pictures.with_tokenizer(tokenizer)
+        renderer = ChatRenderer(tokenizer, context.template, self._pictures)
         self.managers: dict[str, EnvManager] = {
             tag: ENV_MANAGERS.get(config.env_manager_cls)(config, renderer, context.params, context.limits)
             for tag, config in context.envs.items()
@@ -93,16 +107,12 @@ class EnvironmentWorker(RolloutWorker):
     async def _ask(self, question: JudgeQuestion) -> str:
         return await self.judge.send(question)  # the present one: workers are replaced
 
-    async def probe(self, envs: Mapping[str, CustomEnvConfig], retries: int, seed: int) -> list[str]:
-        """Builds and resets one environment of each tag, builds those that ask; returns what went wrong, a line each.
+    async def probe(self, envs: Mapping[str, CustomEnvConfig], retries: int, seed: int) -> list[Probed]:
+        """Builds and resets one environment of each tag, builds those that ask.
 
         It needs no ``setup``: a run asks before it spends time on models.
         """
-        return [
-            problem
-            for problem in await asyncio.gather(*(_probe(tag, envs[tag], retries, seed) for tag in envs))
-            if problem
-        ]
+        return list(await asyncio.gather(*(_probe(tag, envs[tag], retries, seed) for tag in envs)))
 
     async def play(self, spec: GroupSpec, episode: EpisodeSpec, generate: GenerateFn) -> Trajectory:
         """Plays with an environment that is idle, or a new one; one that failed is not used again."""
@@ -144,11 +154,16 @@ class EnvironmentWorker(RolloutWorker):
             return self._idle[tag].pop()
         config = self.context.envs[tag]
         asking = Asking(self._ask) if asks_judge(config.env_type) else None
-        return _runner(config, self._threads, self._locks.get(tag), asking)
+        pictures = None if config.agent is not None else self._pictures  # programs get text
+        return _runner(config, self._threads, self._locks.get(tag), asking, pictures)
 
 
 def _runner(
-    config: CustomEnvConfig, threads: CallThreads, lock: OneAtATime | None = None, asking: Asking | None = None
+    config: CustomEnvConfig,
+    threads: CallThreads,
+    lock: OneAtATime | None = None,
+    asking: Asking | None = None,
+    pictures: Pictures | None = None,
 ) -> EnvRunner:
     return EnvRunner(
         lambda: make(config.env_type, **config.env_config),
@@ -158,21 +173,24 @@ def _runner(
         own_thread=wants_own_thread(config.env_type),
         threads=threads,
         asking=asking,
+        pictures=pictures,
     )
 
 
-async def _probe(tag: str, config: CustomEnvConfig, retries: int, seed: int) -> str | None:
+async def _probe(tag: str, config: CustomEnvConfig, retries: int, seed: int) -> Probed:
     problem = None
     for _ in range(1 + retries):
         runner = _runner(config, CallThreads())
         try:
             if asks_judge(config.env_type):
                 await runner.call("construction", lambda env: None)  # there is no judge yet
-            else:
-                await runner.reset(seed)
-            return None
+                return Probed(tag)
+            observation, _ = await runner.call("reset", lambda env: checked_reset(env, seed))
+            if not isinstance(observation, str) and config.agent is not None:
+                return Probed(tag, f"custom_envs.{tag}: its observations have pictures, but agent programs get text")
+            return Probed(tag, shows_pictures=not isinstance(observation, str))
         except EnvError as error:
             problem = f"custom_envs.{tag}: {error}"
         finally:
             runner.close()
-    return problem
+    return Probed(tag, problem)

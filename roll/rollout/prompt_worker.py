@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from roll.agentic.env.base import StepResult, step_result
+from roll.agentic.env.base import Observation, StepResult, step_result
 from roll.configs.agent import AgentConfig
 from roll.configs.env import CustomEnvConfig
 from roll.configs.rlvr import UserConfig
@@ -134,7 +134,7 @@ class PromptManager(EnvManager):
     def __init__(self, renderer: ChatRenderer, params: SamplingParams, limits: LengthLimits) -> None:
         super().__init__(CustomEnvConfig(env_type="prompt", max_steps=1), renderer, params, limits)
 
-    def prompt(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
+    def prompt(self, observation: Observation, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
         if turns:
             return self.continued(turns[-1], info["messages"], info)
         prompt: Prompt = info["prompt"]
@@ -142,7 +142,7 @@ class PromptManager(EnvManager):
             return self.renderer.prompt(prompt.messages, info.get("tools"))
         return prompt.prompt_ids
 
-    def said(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> Sequence[Message] | None:
+    def said(self, observation: Observation, info: Mapping[str, Any], turns: list[Turn]) -> Sequence[Message] | None:
         if turns:
             messages: Sequence[Message] = info["messages"]
             return messages

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from roll.agentic.env.base import StepResult
+from roll.agentic.env.base import Observation, StepResult
 from roll.agentic.tools.dialects import dialect_for
 from roll.agentic.tools.mcp import McpServer
 from roll.agentic.tools.tool import Tool, ToolError, make_tool, text_of
@@ -280,7 +280,7 @@ class ToolEnv:
 
         return watched
 
-    async def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+    async def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
         observation, self._info = await self._env.reset(seed)
         return observation, self._info | {"tools": self.tools}
 

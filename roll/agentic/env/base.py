@@ -1,4 +1,4 @@
-"""The text environment: a ``gymnasium.Env`` whose observations and actions are strings."""
+"""The text environment: a ``gymnasium.Env`` whose actions are texts, and its observations too, or pictures."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ import gymnasium
 from gymnasium.spaces import Text
 
 from roll.data.requests import JudgeQuestion
+from roll.data.tool_messages import Content
 
-StepResult = tuple[str, float, bool, bool, dict[str, Any]]
+Part: TypeAlias = Mapping[str, Any]
+"""A part of a message (``roll.data.tool_messages.Message``)."""
+Observation: TypeAlias = Content
+"""A text, or texts and pictures in the order in which the policy reads them."""
+StepResult = tuple[Observation, float, bool, bool, dict[str, Any]]
 
 _MAX_TEXT = 4096
 
@@ -20,8 +25,11 @@ PICTURES: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 1}
 """``metadata`` of an environment whose ``render`` returns a picture."""
 
 
-class TextEnv(gymnasium.Env[str, str]):
+class TextEnv(gymnasium.Env[Observation, str]):
     """An environment of text: its manager passes it the response and shows the policy the observation.
+
+    An observation is a text, or a list of parts, ``{"type": "text", "text": …}`` and ``{"type": "image", "image": …}``;
+    an image is an array of red, green and blue, uint8, shape [height, width, 3], or a Pillow image.
 
     A subclass implements two methods of ``gymnasium.Env`` and ends ``step`` with ``step_result``:
 
@@ -36,7 +44,7 @@ class TextEnv(gymnasium.Env[str, str]):
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 (gymnasium's own declaration)
-    observation_space: gymnasium.Space[str] = Text(min_length=0, max_length=_MAX_TEXT, charset=string.printable)
+    observation_space: gymnasium.Space[Any] = Text(min_length=0, max_length=_MAX_TEXT, charset=string.printable)
     action_space: gymnasium.Space[str] = Text(min_length=0, max_length=_MAX_TEXT, charset=string.printable)
 
     env_instruction: str = ""
@@ -68,8 +76,13 @@ class TextEnv(gymnasium.Env[str, str]):
         return None
 
 
+def picture(image: Any) -> Part:
+    """The part of an observation that shows a picture."""
+    return {"type": "image", "image": image}
+
+
 def step_result(
-    observation: str,
+    observation: Observation,
     *,
     task_reward: float,
     penalty: float,
@@ -83,7 +96,7 @@ def step_result(
     """The five-tuple of ``TextEnv.step``.
 
     Args:
-        observation: the text after the step.
+        observation: the state after the step.
         task_reward: what the task pays, penalties not included.
         penalty: zero or negative; the returned reward is ``task_reward + penalty``.
         terminated: the task reached a final state.

@@ -1,4 +1,4 @@
-"""Frozen lake as text: walk to the goal, not into a hole."""
+"""Frozen lake, as text or as a picture: walk to the goal, not into a hole."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gymnasium.spaces import Text
+import numpy as np
+from gymnasium.spaces import Box, Text
 from pydantic import Field
 
-from roll.agentic.env.base import PICTURES, Split, in_split, stable_hash
-from roll.agentic.env.game import ActionEnvConfig, ActionParser, Game, Played
+from roll.agentic.env.base import PICTURES, Observation, Split, in_split, picture, stable_hash
+from roll.agentic.env.game import ActionParser, Game, Played
 from roll.agentic.env.grid import (
+    PEOPLE_SIDE,
     PLAYER,
     UNITS,
     Circle,
+    GridConfig,
     Polygon,
     Rect,
     Shape,
@@ -38,7 +41,7 @@ Cell = tuple[int, int]
 """Row and column, from 0 at the upper left."""
 
 
-class FrozenLakeConfig(ActionEnvConfig):
+class FrozenLakeConfig(GridConfig):
     """Keys of ``env_config`` for ``env_type: frozen_lake``."""
 
     size: int = Field(4, ge=4, le=8, description="Rows and columns of the lake.")
@@ -87,7 +90,7 @@ class FrozenLakeEnv(Game):
         config = self.config
         vocabulary = build_vocabulary(SYMBOLS, config.grid_lookup, config.grid_vocab)
         if config.env_instruction is None:
-            self.env_instruction = _instruction(vocabulary)
+            self.env_instruction = _instruction(None if config.is_drawn else vocabulary)
         self._symbols = dict(zip(SYMBOLS, vocabulary.symbols, strict=True))
         self._parser = ActionParser(ACTIONS, config.action_pattern)
         self._goal = (config.size - 1, config.size - 1)
@@ -95,6 +98,8 @@ class FrozenLakeEnv(Game):
         self._player = (0, 0)
         self._slips = random.Random(0)
         self.observation_space = Text(max_length=4096, charset="".join(vocabulary.symbols) + "\n(,)0123456789PGO")
+        if config.is_drawn:
+            self.observation_space = Box(0, 255, (config.size * config.tile_size,) * 2 + (3,), np.uint8)
 
     def begin(self, seed: int, options: dict[str, Any]) -> None:
         """Starts on the seed's lake."""
@@ -114,8 +119,11 @@ class FrozenLakeEnv(Game):
 
     def render(self) -> UInt8Array:
         """The lake as a picture, shape [height, width, 3]."""
+        return self._drawn()
+
+    def _drawn(self, side: int = PEOPLE_SIDE) -> UInt8Array:
         cells = range(self.config.size)
-        return draw_grid([[self._kind((row, column)) for column in cells] for row in cells], TILES)
+        return draw_grid([[self._kind((row, column)) for column in cells] for row in cells], TILES, side)
 
     def expert_actions(self) -> list[str]:
         """All moves on shortest ways to the goal, as if none slipped; empty on the goal and in a hole."""
@@ -130,7 +138,9 @@ class FrozenLakeEnv(Game):
         last = self.config.size - 1
         self._player = (min(max(row, 0), last), min(max(column, 0), last))
 
-    def observation(self) -> str:
+    def observation(self) -> Observation:
+        if self.config.is_drawn:
+            return [picture(self._drawn(self.config.tile_size))]
         cells = range(self.config.size)
         lines = ["".join(self._symbols[self._kind((row, column))] for column in cells) for row in cells]
         if self.config.show_coordinates:
@@ -183,10 +193,16 @@ def _moved(cell: Cell, name: str) -> Cell:
     return cell[0] + down, cell[1] + right
 
 
-def _instruction(vocabulary: Vocabulary) -> str:
+def _instruction(vocabulary: Vocabulary | None) -> str:
+    """The rules; without a vocabulary the lake is a picture."""
+    lake = (
+        "The picture shows the lake: the holes are dark, the goal is a red flag, and you are in blue."
+        if vocabulary is None
+        else f"The lake's symbols are {vocabulary.legend}."
+    )
     return (
         "You are the player on a frozen lake. Walk one cell at a time to the goal and stay out of the holes. "
-        f"The lake's symbols are {vocabulary.legend}. "
+        f"{lake} "
         f"Answer with one of the moves {', '.join(ACTIONS)}, like this: <answer>Right</answer>"
     )
 

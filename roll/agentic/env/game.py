@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import Field
 
-from roll.agentic.env.base import StepLimit, StepResult, TextEnv, step_result
+from roll.agentic.env.base import Observation, StepLimit, StepResult, TextEnv, step_result
 from roll.configs.base import Config
 from roll.configs.parsing import section_problems
 from roll.configs.problems import ConfigErrors, ConfigProblem, pattern_problems
@@ -165,8 +165,8 @@ class Game(TextEnv):
     def play(self, text: str) -> Played:
         """Does what the text says."""
 
-    def observation(self) -> str:
-        """Text that the policy sees now."""
+    def observation(self) -> Observation:
+        """What the policy gets now."""
         return self._text
 
     def state_key(self) -> str:
@@ -177,7 +177,9 @@ class Game(TextEnv):
         """Further entries of ``info``."""
         return {}
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
         """Starts an episode."""
         super().reset(seed=seed)
         self.begin(int(self.np_random.integers(self.num_seeds)) if seed is None else seed, options or {})

@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
+from pydantic import Field
 
+from roll.agentic.env.game import ActionEnvConfig
 from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.data.columns import UInt8Array
 
 if TYPE_CHECKING:
     from PIL import ImageDraw
 
+PEOPLE_SIDE = 48
+"""Pixels of a cell's side in a picture for people."""
 UNITS = 24
 """Side of a tile in the units of its shapes."""
 
-_SCALE = 3  # tiles are drawn larger and shrunk: smooth edges
+
+class GridConfig(ActionEnvConfig):
+    """Adds the keys of grid worlds that can be shown as pictures."""
+
+    render_mode: Literal["text", "rgb_array"] = Field(
+        "text", description="What the policy gets: the grid as text, or, with rgb_array, as a picture."
+    )
+    tile_size: int = Field(32, ge=8, le=96, description="Pixels of a cell's side in the picture that the policy gets.")
+    show_coordinates: bool = False
+
+    @property
+    def is_drawn(self) -> bool:
+        """The policy gets pictures."""
+        return self.render_mode == "rgb_array"
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        """A line of text where there is none."""
+        yield from super().problems()
+        if self.is_drawn and self.show_coordinates:
+            expected = "false with render_mode rgb_array, of which the policy gets the picture alone"
+            yield self.problem("show_coordinates", expected, "render_mode")
+
+
+_SCALE = 3  # tiles are drawn larger and shrunk, small ones more so: smooth edges
 
 
 @dataclass(frozen=True)
@@ -68,7 +95,9 @@ PLAYER: tuple[Shape, ...] = (
 )
 
 
-def draw_grid(cells: Sequence[Sequence[str]], tiles: Mapping[str, tuple[Shape, ...]], side: int = 48) -> UInt8Array:
+def draw_grid(
+    cells: Sequence[Sequence[str]], tiles: Mapping[str, tuple[Shape, ...]], side: int = PEOPLE_SIDE
+) -> UInt8Array:
     """A picture of a grid world, shape [rows · side, columns · side, 3].
 
     Args:
@@ -83,10 +112,11 @@ def draw_grid(cells: Sequence[Sequence[str]], tiles: Mapping[str, tuple[Shape, .
 def _tile(shapes: tuple[Shape, ...], side: int) -> UInt8Array:
     from PIL import Image, ImageDraw  # which play does not need
 
-    image = Image.new("RGB", (side * _SCALE, side * _SCALE))
+    scale = max(_SCALE, -(-_SCALE * UNITS // side))
+    image = Image.new("RGB", (side * scale, side * scale))
     pen = ImageDraw.Draw(image)
     for shape in shapes:
-        shape.draw(pen, side * _SCALE / UNITS)
+        shape.draw(pen, side * scale / UNITS)
     return np.asarray(image.resize((side, side), Image.Resampling.LANCZOS))
 
 

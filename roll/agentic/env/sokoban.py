@@ -1,4 +1,4 @@
-"""Sokoban as text: push every box on a target."""
+"""Sokoban, as text or as a picture: push every box on a target."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from gymnasium.spaces import Text
+import numpy as np
+from gymnasium.spaces import Box, Text
 from pydantic import Field
 
-from roll.agentic.env.base import PICTURES, Split, stable_hash
-from roll.agentic.env.game import ActionEnvConfig, ActionParser, Game, Played, parse_config
+from roll.agentic.env.base import PICTURES, Observation, Split, picture, stable_hash
+from roll.agentic.env.game import ActionParser, Game, Played, parse_config
 from roll.agentic.env.grid import (
+    PEOPLE_SIDE,
     PLAYER,
     UNITS,
     Circle,
+    GridConfig,
     Polygon,
     Rect,
     Shape,
@@ -35,7 +38,7 @@ _QUICK_MOVES = 40
 Side = Annotated[int, Field(ge=6, le=10)]
 
 
-class SokobanConfig(ActionEnvConfig):
+class SokobanConfig(GridConfig):
     """Keys of ``env_config`` for ``env_type: sokoban``."""
 
     dim_room: tuple[Side, Side] = Field((6, 6), description="Height and width, walls included.")
@@ -121,7 +124,7 @@ class SokobanEnv(Game):
         config = self.config
         vocabulary = build_vocabulary(SYMBOLS, config.grid_lookup, config.grid_vocab)
         if config.env_instruction is None:
-            self.env_instruction = _instruction(vocabulary)
+            self.env_instruction = _instruction(None if config.is_drawn else vocabulary)
         self._symbols = vocabulary.symbols
         self._parser = ActionParser(ACTIONS, config.action_pattern)
         height, width = config.dim_room
@@ -134,6 +137,8 @@ class SokobanEnv(Game):
         self._box_reward = scale * config.box_reward
         self._solved_reward = scale * config.solved_reward
         self.observation_space = Text(max_length=4096, charset="".join(self._symbols) + "\n(,)0123456789PXO")
+        if config.is_drawn:
+            self.observation_space = Box(0, 255, (height * config.tile_size, width * config.tile_size, 3), np.uint8)
         self._board: Board | None = None
         self._search: BackwardSearch | None = None
 
@@ -171,13 +176,19 @@ class SokobanEnv(Game):
             reward += self._solved_reward
         return Played(name, reward, effective, solved, solved)
 
+    def observation(self) -> Observation:
+        return [picture(self._drawn(self.config.tile_size))] if self.config.is_drawn else self._text
+
     def render(self) -> UInt8Array:
         """The position as a picture, shape [height, width, 3]."""
+        return self._drawn()
+
+    def _drawn(self, side: int = PEOPLE_SIDE) -> UInt8Array:
         first, kinds = self._first_board, list(SYMBOLS)
         cells = [cell_kind(n, first.floor, first.targets, self._boxes, self._player) for n in range(len(self._cells))]
         stride = first.stride
         rows = [cells[row * stride : row * stride + first.width] for row in range(first.height)]
-        return draw_grid([[kinds[cell] for cell in row] for row in rows], TILES)
+        return draw_grid([[kinds[cell] for cell in row] for row in rows], TILES, side)
 
     @property
     def board(self) -> Board:
@@ -263,10 +274,17 @@ def _listed(letter: str, cells: int, places: list[str]) -> str:
     return "".join(parts)
 
 
-def _instruction(vocabulary: Vocabulary) -> str:
+def _instruction(vocabulary: Vocabulary | None) -> str:
+    """The rules; without a vocabulary the board is a picture."""
+    board = (
+        "The picture shows the board: walls of grey bricks, targets as red rings, boxes as brown crates, which are "
+        "green on a target, and you in blue."
+        if vocabulary is None
+        else f"The board's symbols are {vocabulary.legend}."
+    )
     return (
         "You are the player in Sokoban. Walk one cell at a time and push every box on a target; a box moves only when "
-        f"the cell behind it is free, and it cannot be pulled. The board's symbols are {vocabulary.legend}. "
+        f"the cell behind it is free, and it cannot be pulled. {board} "
         f"Answer with one of the moves {', '.join(ACTIONS)}, like this: <answer>Up</answer>"
     )
 

@@ -185,7 +185,7 @@ class VllmCard(EngineCard):
             involved = (name, "actor_train.model_args.lora_target")
             yield ConfigProblem(key, adapter.lora_rank, expected, involves=involved)
         heads, units, _ = config.tiny_sizes
-        if config.model_of(role) == "tiny" and units < 32 * heads:
+        if config.model_of(role) in ("tiny", "tiny_vl") and units < 32 * heads:
             expected = "at most tiny_hidden_size / 32 with vllm: its attention kernels take heads of 32 units or more"
             model = "teacher_pretrain" if role == "teacher" else "pretrain"
             yield ConfigProblem("tiny_num_heads", heads, expected, involves=(model, "tiny_hidden_size", name))

@@ -103,7 +103,9 @@ def _facts(trial: Trial) -> Iterator[tuple[str, str]]:
     yield "threads", f"instant {_word(subject.instant)}, own_thread {_word(subject.own_thread)}"
     rewards = [moment.reward for moment in trial.moments]
     yield "rewards", f"{min(rewards):g} to {max(rewards):g} for a step"
-    yield "observations", f"up to {max(map(len, trial.observations)):,} characters"
+    sizes = {item.data.shape[1::-1] for moment in trial.all_moments for item in moment.pictures}
+    drawn = "".join(f", pictures of {width}x{height}" for width, height in sorted(sizes)[:3])
+    yield "observations", f"up to {max(map(len, trial.observations)):,} characters{drawn}"
 
 
 def _word(flag: bool) -> str:

@@ -63,6 +63,10 @@ RULES: dict[str, Rule] = {
     ),
     "observation-size": Rule("warning", "Show less: every character of an observation is in the prompt of a turn."),
     "observation-characters": Rule("warning", "Strip control characters and colour codes from observations."),
+    "picture-size": Rule("warning", "Return pictures of one size: the number of a picture's tokens depends on it."),
+    "picture-state": Rule(
+        "warning", "Draw all of the state that info['state_key'] names, and nothing else, or name it differently."
+    ),
     "slow": Rule("warning", "Make calls faster, or run more environments at once: a slow one keeps its thread."),
     "not-instant": Rule("warning", "Remove instant = True: such calls hold up every other episode."),
     "render-fails": Rule("warning", "Return uint8 [height, width, 3], a Pillow image, a text, or None from render."),

@@ -374,6 +374,26 @@ async def shows(trial: Trial) -> AsyncIterator[Finding]:
             return
 
 
+async def draws(trial: Trial) -> AsyncIterator[Finding]:
+    """Pictures are of one size and follow the state: equal ones for equal states, others for others."""
+    drawn = [moment for moment in trial.all_moments if moment.pictures]
+    sizes = sorted({item.data.shape[1::-1] for moment in drawn for item in moment.pictures})
+    if len(sizes) > 1:
+        yield Finding("picture-size", ", ".join(f"{width}x{height}" for width, height in sizes[:_SHOWN_TRICKS]))
+    keys: dict[tuple[str, ...], str] = {}
+    pictures: dict[str, tuple[str, ...]] = {}
+    for moment in drawn:
+        if (key := moment.info.get("state_key")) is None:
+            return
+        seen = tuple(item.hash for item in moment.pictures)
+        if keys.setdefault(seen, key) != key:
+            yield Finding("picture-state", f"the states {shown(keys[seen])} and {shown(key)} have the same picture")
+            return
+        if pictures.setdefault(key, seen) != seen:
+            yield Finding("picture-state", f"the state {shown(key)} has two pictures")
+            return
+
+
 async def is_quick(trial: Trial) -> AsyncIterator[Finding]:
     """Calls are as quick as the class says."""
     subject = trial.subject
@@ -397,6 +417,7 @@ PROBES: tuple[Probe, ...] = (
     plays,
     pays,
     shows,
+    draws,
     repeats,
     repeats_elsewhere,
     resets,

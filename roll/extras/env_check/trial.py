@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import roll.agentic.env as envs
-from roll.agentic.env.base import TextEnv
+from roll.agentic.env.base import Observation, TextEnv, picture
+from roll.data.columns import Item
 from roll.extras.env_check.findings import Finding
 from roll.rollout.call_threads import CallThreads, Mailbox
 from roll.rollout.env_runner import EnvRunner, checked_reset, checked_step
 from roll.rollout.errors import EnvCrashError, EnvError, EnvTimeoutError
+from roll.rollout.observations import in_words, items_in
 from roll.utils.foreign import Fault, describe_error
 from roll.utils.hashing import derive_seed
 
@@ -107,12 +109,15 @@ class Moment:
     """What an environment returned from one call."""
 
     observation: str
+    """In words, with marks for pictures."""
     reward: float = 0.0
     terminated: bool = False
     truncated: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
     """The keys of ``TOLD`` that it has."""
     other_keys: frozenset[str] = frozenset()
+    pictures: tuple[Item, ...] = ()
+    """Those of the observation, pixels as they are."""
 
     @property
     def ended(self) -> bool:
@@ -187,7 +192,7 @@ class Play:
             started = time.perf_counter()
             observation, info = checked_reset(env, self.seed)
             self._note("reset", started)
-            return Moment(observation, info=_told(info), other_keys=_others(info))
+            return _moment(observation, info)
 
         await self._call("reset", job)
 
@@ -198,7 +203,7 @@ class Play:
             started = time.perf_counter()
             observation, reward, terminated, truncated, info = checked_step(env, text)
             self._note("step", started)
-            return Moment(observation, reward, terminated, truncated, _told(info), _others(info))
+            return _moment(observation, info, reward, terminated, truncated)
 
         self.texts.append(text)
         await self._call("step", job)
@@ -232,12 +237,24 @@ def _finding_of(call: str, error: EnvError) -> str:
     return f"{call}-raises" if isinstance(error, EnvCrashError) else "protocol"
 
 
-def _told(info: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: info[key] for key in TOLD if key in info}
-
-
-def _others(info: Mapping[str, Any]) -> frozenset[str]:
-    return frozenset(info) - frozenset(TOLD)
+def _moment(
+    observation: Observation,
+    info: Mapping[str, Any],
+    reward: float = 0.0,
+    terminated: bool = False,
+    truncated: bool = False,
+) -> Moment:
+    if not isinstance(observation, str):
+        observation = [picture(Item(part["image"])) if part["type"] == "image" else part for part in observation]
+    return Moment(
+        in_words(observation),
+        reward,
+        terminated,
+        truncated,
+        {key: info[key] for key in TOLD if key in info},
+        frozenset(info) - frozenset(TOLD),
+        tuple(items_in(observation)),
+    )
 
 
 async def replay(
@@ -264,6 +281,8 @@ def difference(first: Sequence[Episode], second: Sequence[Episode]) -> str | Non
         for turn, (here, there) in enumerate(zip(one.moments, other.moments, strict=False)):
             where = f"seed {one.seed}, " + (f"step {turn} ({shown(one.texts[turn - 1])})" if turn else "reset")
             for key, left, right in _fields(here, there):
+                if left != right and key == "pictures":
+                    return f"{where}: other pixels in the observation's pictures"
                 if left != right:
                     return f"{where}: {key} was {shown(left)}, then {shown(right)}"
         if len(one.moments) != len(other.moments):
@@ -272,7 +291,7 @@ def difference(first: Sequence[Episode], second: Sequence[Episode]) -> str | Non
 
 
 def _fields(here: Moment, there: Moment) -> Iterable[tuple[str, Any, Any]]:
-    for name in ("observation", "reward", "terminated", "truncated"):
+    for name in ("observation", "pictures", "reward", "terminated", "truncated"):
         yield name, getattr(here, name), getattr(there, name)
     for key in TOLD:
         yield f"info[{key!r}]", here.info.get(key), there.info.get(key)
@@ -373,9 +392,13 @@ class Trial:
         return [moment for episode in (*self.episodes, *self.idle) for moment in episode.moments[1:]]
 
     @property
+    def all_moments(self) -> list[Moment]:
+        """All that the environment returned."""
+        return [*(moment for episode in (*self.episodes, *self.idle) for moment in episode.moments), *self.tricked]
+
+    @property
     def observations(self) -> list[str]:
-        played = [moment for episode in (*self.episodes, *self.idle) for moment in episode.moments]
-        return [moment.observation for moment in (*played, *self.tricked)]
+        return [moment.observation for moment in self.all_moments]
 
     @property
     def is_slow(self) -> bool:

@@ -27,7 +27,7 @@ from roll.extras.importers import SYSTEMS, chatlearn, mindspeed, roll, verl, ver
 from roll.extras.importers.common import drop_nulls, leaves
 from roll.extras.importers.draft import Draft, Kind, Outcome, value_at
 from roll.extras.importers.reading import Given, UnreadableError, read
-from roll.extras.importers.recognise import pictures_in, variant_of
+from roll.extras.importers.recognise import is_translated, pictures_in, variant_of
 from roll.extras.importers.roll_offline import read_students
 
 GROUPS: tuple[tuple[str, ...], ...] = (
@@ -394,15 +394,25 @@ def _settle_unknown(draft: Draft, schema: type[PipelineConfig]) -> None:
             draft.tell(Kind.UNKNOWN, key, value)
 
 
+_WITH_PICTURES = ("roll", "verl", "verl_sft")
+"""Systems whose keys of pictures are translated."""
+_NO_MEDIA = (
+    "there is no video, sound or reward of detections here, and pictures are for models of the families Qwen2.5-VL, "
+    "Qwen3-VL and Qwen3.5, of files of ROLL and verl"
+)
+
+
 def _refuse_pictures(draft: Draft) -> None:
-    """Says of each key that asks for pictures, video or sound that there are none here, in place of all else.
+    """Says of each key that asks for video, sound or pictures that are not there here, in place of all else.
 
     A default that is written out asks for nothing.
     """
     asking = {key: value for key, value in pictures_in(draft.given.values) if not draft.is_usual(key, value)}
+    if draft.system in _WITH_PICTURES:
+        asking = {key: value for key, value in asking.items() if not is_translated(key, value)}
     draft.outcomes = [each for each in draft.outcomes if each.key not in asking or each.ours]
     for key, value in asking.items():
-        draft.tell(Kind.IMPOSSIBLE, key, value, note="pictures, video and sound are not supported here yet")
+        draft.tell(Kind.IMPOSSIBLE, key, value, note=_NO_MEDIA)
 
 
 def _takes_null(schema: type[PipelineConfig], key: str) -> bool:

@@ -93,6 +93,19 @@ _HARMLESS = ("freeze_vision_tower", "freeze_vision_model", "freeze_vision_projec
 """Keys that verl's files have with their defaults, whatever is trained."""
 
 
+_OTHER_MEDIA = re.compile(r"video|audio|omni|detection|custom_data_kwargs")
+_FAMILIES = re.compile(r"qwen-?(?:2[._]5-?vl|3-?vl|3[._]5)")
+"""Models that are trained on pictures here, by name."""
+
+
+def is_translated(key: str, value: Any) -> bool:
+    """Tells whether what a key of ROLL's or verl's asks for (``pictures_in``) is there: pictures, known models."""
+    name = key.rpartition(".")[2].lower()
+    text = f"{name} {value}".lower()
+    names_model = bool(_SIGNS[1][0].search(name) and _SIGNS[1][1].search(str(value).lower()))
+    return not _OTHER_MEDIA.search(text) and (not names_model or bool(_FAMILIES.search(text)))
+
+
 def pictures_in(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Keys of any system that ask for pictures, video or sound, by their names and by the names of models and data."""
     from roll.extras.importers.common import leaves

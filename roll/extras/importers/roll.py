@@ -107,6 +107,9 @@ def set_environments(draft: Draft) -> None:
             draft.drop_ours(base, "no manager uses it")
             continue
         _environment(draft, base)
+        _picture_templates(draft, base)
+        if isinstance(lookup := draft.get(codes := f"{base}.env_config.grid_lookup"), dict):
+            draft.set(codes, {int(code) if str(code).isdigit() else code: each for code, each in lookup.items()})
         _runner(draft, f"{base}.agent_runner_cls")
         if draft.has(f"{base}.tool_wrapper"):
             set_wrapped_tools(draft, tag)
@@ -173,6 +176,19 @@ def _environment(draft: Draft, base: str) -> None:
         note += "".join(f"; {near}" for word, near in _NEAREST.items() if word in str(kind))
         draft.set(key, kind)
         draft.tell(Kind.IMPOSSIBLE, key, kind, key, note=note)
+
+
+def _picture_templates(draft: Draft, base: str) -> None:
+    """What is said before and after the picture of a turn."""
+    keys = [f"{base}.{name}" for name in ("pre_step_template", "next_step_template")]
+    if not any(map(draft.has, keys)):
+        return
+    before, after = (str(draft.theirs(key) or "") for key in keys)
+    note = "the picture stands between the two"
+    if "{observation}" in before:
+        note += "; the observation's words, which theirs has there too, are the environment's instruction"
+        before = before.replace("{observation}", "")
+    draft.derive(keys, f"{base}.agent_template", f"{before}{{observation}}{after}", note)
 
 
 def _runner(draft: Draft, key: str) -> None:

@@ -132,6 +132,7 @@ def _env_manager(value: Any) -> Any:
     name = str(value).rpartition(".")[2]
     known = {
         "TrajEnvManager": "traj",
+        "VLTrajEnvManager": "traj",
         "StepEnvManager": "step",
         "StepConcatEnvManager": "step",
         "AgentNativeStepEnvManager": "step",

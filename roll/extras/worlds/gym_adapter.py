@@ -1,4 +1,4 @@
-"""Runs gymnasium environments as text: any observations; actions that are discrete or text."""
+"""Runs gymnasium environments: observations as text or pictures; actions that are discrete or text."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import gymnasium
+import numpy as np
 from gymnasium.envs.registration import EnvSpec, load_env_creator
-from gymnasium.spaces import Discrete, Space, Text
+from gymnasium.spaces import Box, Discrete, Space, Text
 from pydantic import Field
 
-from roll.agentic.env.base import stable_hash
+from roll.agentic.env.base import Observation, picture, stable_hash
 from roll.agentic.env.game import ActionEnvConfig, ActionParser, Game, Played
 from roll.configs.problems import ConfigProblem
 from roll.extras.worlds.own_random import Renderer, find_renderer
@@ -76,6 +77,10 @@ def find_spec(env_id: str) -> EnvSpec:
     return gymnasium.spec(name)
 
 
+_RENDERED = ("ansi", "rgb_array")
+"""Values of ``renderer`` that are render modes of gymnasium."""
+
+
 class GymnasiumConfig(ActionEnvConfig):
     """Keys of ``env_config`` for ``env_type: gymnasium``."""
 
@@ -86,9 +91,9 @@ class GymnasiumConfig(ActionEnvConfig):
     )
     renderer: str | None = Field(
         None,
-        description="Text of an observation: ansi (the environment's own, colours in brackets), values (its numbers), "
-        "package.module:function or folder/file.py:function. null: ansi if there is one, else text or a number "
-        "unchanged.",
+        description="What the policy gets: ansi (the environment's own text, colours in brackets), rgb_array (its own "
+        "picture), values (the observation's numbers), package.module:function or folder/file.py:function, observation "
+        "to text. null: ansi if there is one, else the observation, if it is text, a number or a picture.",
     )
     success_key: str | None = Field(None, description="Key of the environment's info that is true on success.")
     success_return: float | None = Field(
@@ -105,24 +110,25 @@ class GymnasiumConfig(ActionEnvConfig):
         try:
             self.find_renderer()
         except UnknownNameError as error:
-            expected = "ansi, values, package.module:function or folder/file.py:function"
+            expected = "ansi, rgb_array, values, package.module:function or folder/file.py:function"
             yield self.problem("renderer", expected, hint=str(error))
         if self.success_key is None and self.success_return is None:
             yield self.problem("success_return", "a number, or success_key, to define success", "success_key")
 
     def find_renderer(self) -> Renderer | None:
-        """The function that ``renderer`` names; ``None`` where it names the environment's own text, or nothing."""
-        return None if self.renderer in (None, "ansi") else find_renderer(self.renderer)
+        """The function that ``renderer`` names; ``None`` where it names what the environment renders, or nothing."""
+        return None if self.renderer in (None, *_RENDERED) else find_renderer(self.renderer)
 
 
 class GymnasiumEnv(Game):
     """Translates both ways; the inner environment never gets a text without an action.
 
-    Equal texts count as equal states: ``state_key`` is the hash of the observation.
+    Equal observations count as equal states: ``state_key`` is the hash of the text or of the pixels.
 
     Raises:
-        ValueError: actions are neither discrete nor text, ``action_names`` has the wrong length, there is no ansi text,
-            or observations are neither text nor discrete and ``renderer`` is not given.
+        ValueError: actions are neither discrete nor text, ``action_names`` has the wrong length, the environment does
+            not render what ``renderer`` asks for, or ``renderer`` is not given and observations are neither text nor
+            discrete nor pictures.
     """
 
     config: GymnasiumConfig
@@ -135,7 +141,12 @@ class GymnasiumEnv(Game):
         config = self.config
         self._inner = _make_inner(config)
         self._renderer = config.find_renderer()
-        if self._renderer is None and self._inner.render_mode != "ansi":
+        self._is_rendered = self._renderer is None and (
+            config.renderer is not None or self._inner.render_mode == "ansi"
+        )
+        self._shown: Observation = ""
+        self._shows_pixels = not self._is_rendered and is_picture(self._inner.observation_space)
+        if self._renderer is None and not self._is_rendered and not self._shows_pixels:
             self._renderer = _plain_renderer(config, self._inner.observation_space)
         self._actions = _actions(config, self._inner.action_space)
         self.action_names = tuple(self._actions or ())
@@ -152,20 +163,20 @@ class GymnasiumEnv(Game):
     def begin(self, seed: int, options: dict[str, Any]) -> None:
         """Starts an episode of the inner environment, seeded alike."""
         observation, _ = self._inner.reset(seed=seed, options=options or None)
-        self._text = self._describe(observation)
+        self._show(observation)
         self._return = 0.0
 
     def play(self, text: str) -> Played:
         """Plays the action that the text names; a text without one is not played."""
-        name, before = self._named(text), self._text
+        name, before = self._named(text), self._key
         if name is None:
             return Played(None, 0.0, False, False, False)
         played = name if self._actions is None else self._actions[name]
         observation, reward, terminated, truncated, info = cast(Any, self._inner.step(played))
         self._return += reward
-        self._text = self._describe(observation)
+        self._show(observation)
         success = self._succeeded(terminated, info)
-        effective = terminated or self._text != before
+        effective = terminated or self._key != before
         return Played(name, self.config.reward_scale * reward, effective, terminated, success, truncated)
 
     def render(self) -> Any:
@@ -188,31 +199,45 @@ class GymnasiumEnv(Game):
             return bool(info.get(self.config.success_key, False))
         return terminated and self.config.success_return is not None and self._return >= self.config.success_return
 
-    def _describe(self, observation: Any) -> str:
-        if self._renderer is not None:
-            return self._renderer(observation)
-        return tell_colours(str(self._inner.render())).strip("\n")
+    def observation(self) -> Observation:
+        return self._shown
 
-    def state_key(self) -> str:
-        return stable_hash(self._text.encode())
+    def _show(self, observation: Any) -> None:
+        """Sets what the policy gets, and its hash."""
+        if self._renderer is not None:
+            observation = self._renderer(observation)
+        elif self._is_rendered:
+            observation = cast(Any, self._inner.render())
+            if self._inner.render_mode == "ansi":
+                observation = tell_colours(str(observation)).strip("\n")
+        if isinstance(observation, str):
+            self._shown, self._key = observation, stable_hash(observation.encode())
+        else:
+            self._shown, self._key = [picture(observation)], stable_hash(np.asarray(observation).tobytes())
 
 
 def _make_inner(config: GymnasiumConfig) -> gymnasium.Env[Any, Any]:
     kwargs = dict(config.env_kwargs)
     modes = _render_modes(config.env_id)
-    if config.renderer == "ansi":
-        kwargs["render_mode"] = "ansi"
+    if config.renderer in _RENDERED:
+        kwargs["render_mode"] = config.renderer
     elif config.renderer is None and "ansi" in modes:
         kwargs.setdefault("render_mode", "ansi")
     elif "rgb_array" in modes:
         kwargs.setdefault("render_mode", "rgb_array")
     inner = cast("gymnasium.Env[Any, Any]", gymnasium.make(config.env_id, **kwargs))
     modes = inner.metadata.get("render_modes", [])
-    if config.renderer == "ansi" and "ansi" not in modes:
+    if config.renderer in _RENDERED and config.renderer not in modes:
         raise ValueError(
-            f"renderer: got 'ansi', but {config.env_id} renders only {modes}; expected values or a function"
+            f"renderer: got {config.renderer!r}, but {config.env_id} renders only {modes}; expected values or a "
+            "function"
         )
     return inner
+
+
+def is_picture(space: Space[Any]) -> bool:
+    """Tells whether observations are pictures: red, green and blue of pixels, shape [height, width, 3]."""
+    return isinstance(space, Box) and space.dtype == np.uint8 and len(space.shape) == 3 and space.shape[2] == 3
 
 
 def _plain_renderer(config: GymnasiumConfig, space: Space[Any]) -> Renderer:
@@ -224,8 +249,9 @@ def _plain_renderer(config: GymnasiumConfig, space: Space[Any]) -> Renderer:
     if isinstance(space, Text | Discrete):
         return find_renderer("values")
     raise ValueError(
-        f"renderer: got nothing, but the observations of {config.env_id} are {space}, neither text nor discrete; "
-        "expected values, package.module:function or folder/file.py:function, observation to text"
+        f"renderer: got nothing, but the observations of {config.env_id} are {space}, neither text nor discrete "
+        "nor pictures; expected rgb_array, values, package.module:function or folder/file.py:function, observation to "
+        "text"
     )
 
 

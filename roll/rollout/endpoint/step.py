@@ -13,6 +13,7 @@ from roll.rollout.endpoint.errors import ApiError
 from roll.rollout.endpoint.session import Session
 from roll.rollout.env_manager import AsyncEnv
 from roll.rollout.env_runner import MAX_REWARD
+from roll.rollout.observations import in_words
 from roll.rollout.types import EpisodeEnd
 
 
@@ -77,7 +78,7 @@ class Steps:
         observation, reward, terminated, truncated, info = await self._env.step(action)
         penalty = float(info.get("penalty", 0.0))
         task_reward = float(info.get("task_reward", float(reward) - penalty))
-        self.taken.append(Step(turn, observation, task_reward, penalty, info))
+        self.taken.append(Step(turn, in_words(observation), task_reward, penalty, info))
         truncated = truncated or len(self.taken) >= self._most
         if terminated or truncated:
             self.end = EpisodeEnd.TERMINATED if terminated else EpisodeEnd.TRUNCATED

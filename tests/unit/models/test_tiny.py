@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import roll.agentic.env as envs
+from roll.data.pictures import Pictures
 from roll.data.renderer import ChatRenderer
 from roll.models.tiny import END, PAD, TURN_END, TURN_START, domain_tokens, make_tiny_model, make_tokenizer, tiny_config
 from roll.models.tokenizer import load_tokenizer
@@ -148,3 +150,20 @@ def test_the_model_is_what_transformers_itself_would_make_without_importing_its_
     weights = expected.state_dict()
     assert made.state_dict().keys() == weights.keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in made.state_dict().items())
+
+
+def test_the_model_with_pictures_sees_a_board_as_nine_tokens(tmp_path):
+    """A patch for each cell, four patches for each token, pixels as they were drawn; the seed decides the weights."""
+    for name, seed in (("one", 3), ("same", 3), ("other", 4)):
+        make_tiny_model(tmp_path / name, seed, pictures=True)
+    one, same, other = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "same", "other"))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+    pictures = Pictures.of(tmp_path / "one")
+    ((part,), _info) = envs.make("sokoban", render_mode="rgb_array", tile_size=8).reset(seed=1)
+    item = pictures.item(part["image"])
+    assert (item.data == part["image"]).all() and pictures.inputs([item])["image_grid_thw"].tolist() == [[1, 6, 6]]
+    tokenizer = load_tokenizer(str(tmp_path / "one"))
+    content = [{"type": "image", "image": item}, {"type": "text", "text": "6"}]
+    ids = ChatRenderer(tokenizer, "native", pictures).prompt([{"role": "user", "content": content}])
+    assert (ids < 0).sum() == 9 and tokenizer.decode(ids[ids >= 0]).count("<|vision_start|><|vision_end|>6") == 1

@@ -19,7 +19,7 @@ from roll.pipeline.rollouts import write_trajectories
 from roll.report.render import render_index, save_renders
 from roll.rollout.env_manager import LengthLimits
 from roll.rollout.env_runner import MAX_TEXT, checked_reset, checked_step
-from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext
+from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext, Probed
 from roll.rollout.errors import EnvProtocolError
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.plans import GroupSpec
@@ -279,7 +279,8 @@ def test_a_probe_finds_environments_that_never_start_before_any_setup():
         "Missing": CustomEnvConfig(env_type=f"{__name__}:Maze", env_config={"no_such_key": 1}),
     }
     worker = EnvironmentWorker("envs", 0, 1, {})
-    problems = asyncio.run(worker.probe(mazes, retries=1, seed=3))
+    probed = asyncio.run(worker.probe(mazes, retries=1, seed=3))
+    problems = [each.problem for each in probed if each.problem]
     assert [problem.split(":")[0] for problem in problems] == ["custom_envs.Mute", "custom_envs.Missing"]
     assert "Maze.reset returned observation None" in problems[0] and "no_such_key" in problems[1]
-    assert asyncio.run(worker.probe({"Fine": mazes["Fine"]}, retries=0, seed=3)) == []
+    assert asyncio.run(worker.probe({"Fine": mazes["Fine"]}, retries=0, seed=3)) == [Probed("Fine")]

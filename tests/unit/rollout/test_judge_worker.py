@@ -121,7 +121,7 @@ def test_an_environment_that_asks_is_built_before_the_run_and_never_instant():
     worker = EnvironmentWorker("train_env_manager", 0, 1, {})
     tags = {"Fine": {}, "Wrong": {"padding": 1, "no_such_key": 1}}
     played = {tag: CustomEnvConfig(env_type=PATH, env_config=keys) for tag, keys in tags.items()}
-    (problem,) = asyncio.run(worker.probe(played, 0, 1))
+    (problem,) = filter(None, (each.problem for each in asyncio.run(worker.probe(played, 0, 1))))
     assert problem.startswith("custom_envs.Wrong: environment construction raised") and "no_such_key" in problem
 
 

@@ -506,11 +506,11 @@ def test_text_is_no_picture(values):
 @pytest.mark.parametrize(
     ("system", "word"),
     [
-        ("roll", "pretrain=Qwen/Qwen2.5-VL-7B-Instruct"),
-        ("roll", "+actor_train.data_args.image_max_pixels=1000"),
-        ("verl", "data.image_key=pictures"),
-        ("verl", "data.val_files=/data/geo3k/test.parquet"),
-        ("verl_sft", "model.partial_pretrain=Qwen/Qwen3-VL-8B-Instruct"),
+        ("roll", "pretrain=OpenGVLab/InternVL3-8B"),
+        ("roll", "+actor_train.data_args.audio_folder=/sounds"),
+        ("verl", "+data.video_key=clips"),
+        ("verl", "actor_rollout_ref.model.path=llava-hf/llava-1.5-7b-hf"),
+        ("verl_sft", "model.partial_pretrain=Qwen/Qwen2-VL-2B-Instruct"),
         ("chatlearn", "models.policy.load=/models/Qwen2.5-VL-7B-Instruct"),
         ("mindspeed", "generate_config.limit_mm_image_per_prompt=2"),
     ],
@@ -521,13 +521,37 @@ def test_pictures_are_refused_by_name(system, word):
     assert word.partition("=")[0].lstrip("+") in told and imported.exit_code == 1
 
 
+def test_pictures_become_keys_of_ours():
+    words = ["+actor_train.data_args.image_max_pixels=4096", "+actor_train.data_args.image_folder=/data"]
+    imported = convert("roll", [GIVEN["roll"]], ["pretrain=Qwen/Qwen2.5-VL-7B-Instruct", *words])
+    assert imported.exit_code == 0 and {"image_max_pixels": 4096, "image_folder": "/data"}.items() <= (
+        yaml.safe_load(imported.text)["actor_train"]["data_args"].items()
+    )
+    words = ["data.image_key=shots", "+data.mm_processor_kwargs={max_pixels: 4096}", "data.val_files=geo3k.parquet"]
+    imported = convert("verl", [GIVEN["verl"]], words)
+    assert imported.exit_code == 0 and {"image_max_pixels": 4096, "image": "shots"}.items() <= (
+        yaml.safe_load(imported.text)["actor_train"]["data_args"].items()
+    )
+
+
+def test_an_environment_that_is_seen_has_its_picture_between_the_templates(tmp_path):
+    manager = "roll.pipeline.agentic.env_manager.vl_traj_env_manager.VLTrajEnvManager"
+    tag = {"env_type": "sokoban", "env_manager_cls": manager, "env_config": {"render_mode": "rgb_array"}}
+    tag |= {"pre_step_template": "Turn {turn_idx}:\n", "next_step_template": "{actions_left} left."}
+    file = tmp_path / "seen.yaml"
+    file.write_text(yaml.safe_dump({"custom_envs": {"Seen": tag}, "train_env_manager": {"tags": ["Seen"]}}))
+    made = yaml.safe_load(convert("roll", [file]).text)["custom_envs"]["Seen"]
+    assert made["env_manager_cls"] == "traj" and made["env_config"] == {"render_mode": "rgb_array"}
+    assert made["agent_template"] == "Turn {turn_idx}:\n{observation}{actions_left} left."
+
+
 def test_a_default_that_is_written_out_asks_for_no_pictures():
     words = ["data.image_key=images", "data.return_multi_modal_inputs=true", "+data.video_key=videos"]
     imported = convert("verl", [GIVEN["verl"]], words)
     assert imported.exit_code == 0
     assert {each.key for each in imported.outcomes if each.kind == Kind.DROPPED} >= {"data.image_key", "data.video_key"}
     model = "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct"
-    assert convert("verl", [GIVEN["verl"]], [*words, model]).exit_code == 1
+    assert convert("verl", [GIVEN["verl"]], [*words, model]).exit_code == 0
     assert convert("roll", [GIVEN["roll"]], ["+actor_train.data_args.video_fps=2.0"]).exit_code == 0
     assert convert("roll", [GIVEN["roll"]], ["+actor_train.data_args.video_fps=4.0"]).exit_code == 1
 

@@ -46,7 +46,7 @@ def test_every_environment_is_tried_before_anything_is_set_up():
     mute = roles("custom_envs.Counting.env_type=tests.support.faults:MuteEnv")
     with pytest.raises(RunFailedError) as caught:
         mute.probe()
-    line = "custom_envs.Counting: MuteEnv.reset returned observation None (NoneType), expected text"
+    line = "custom_envs.Counting: MuteEnv.reset returned observation None (NoneType), expected text, or a list of parts"
     assert str(caught.value) == line, "told once, though each worker finds it"
 
 
