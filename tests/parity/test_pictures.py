@@ -61,7 +61,7 @@ BOUNDS = {"logprobs": 1e-4, "loss": 5e-6, "grad_norm": 5e-5, "weights": 5e-5, "s
 """As in ``test_families``; a state gathers the rounding of all tokens."""
 ROWS = [(family, trainer, variant) for family in FAMILIES for trainer in TRAINERS for variant in VARIANTS]
 CHOICE = {("qwen2_5_vl", "deepspeed_train", "cut"), ("qwen3_vl", "fsdp2_train", "shared")}
-CHOICE |= {("qwen3_5", "fsdp2_train", "packed"), ("qwen2_5_vl", "fsdp2_train", "lora")}
+CHOICE |= {("qwen3_5", "fsdp2_train", "packed")}
 
 
 def row(family: str, trainer: str, variant: str, **changed: Any) -> Layout:
