@@ -78,6 +78,8 @@ def _on_nodes(
     processes: Sequence[Whereabouts], job: Callable[[list[int]], list[T]], failed: Callable[[str], T]
 ) -> list[T]:
     """Results of a function of process ids that runs on the node of each process."""
+    if not processes:  # before the first worker is up, there may be no Ray
+        return []
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
