@@ -9,6 +9,7 @@ time, height and width, 4 its place in the sequence before them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from roll.data.batch import Batch
 from roll.data.columns import IntArray, Item
-from roll.data.identity import identity, items_along, vocabulary_ids
+from roll.data.identity import items_along
 from roll.data.packing import ModelInput
 from roll.models.tokenizer import TOKENIZER_FILES, local_folder
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 """Values of ``model_type`` that ``tests/parity/test_pictures.py`` has compared with plain Transformers."""
+_KNOWN_POSITIONS = 1024
+"""Arrangements of words and pictures that a tower remembers the positions of: those of a group's prompts are equal."""
 WHOLE = ("qwen2_5_vl", "qwen3_vl")
 """Those of them that Transformers has no class without a tower for."""
 
@@ -77,6 +80,8 @@ class Tower:
         side = eyes.patch_size * eyes.spatial_merge_size
         self._merged = eyes.spatial_merge_size**2
         self._blank = Item(np.zeros((side, side, 3), dtype=np.uint8))
+        self._token = model.config.image_token_id
+        self._begin = functools.lru_cache(_KNOWN_POSITIONS)(self._own_positions)
         self._cells_RC: Tensor | None = None
         self._own_cells: Any = self._trunk.get_placeholder_mask
         self._trunk.get_placeholder_mask = self._find_cells  # type: ignore[assignment]
@@ -204,24 +209,28 @@ class Tower:
         return {name: torch.from_numpy(values) for name, values in self._pictures.inputs(items).items()}
 
     def _positions(self, rows: Any, found: Any, grid_of: Any) -> Tensor:
-        """int64 [3, T]: by the model's own rule to the end of a sequence's last picture, behind it one after another.
-
-        Sequences that begin alike, as those of a group do, are asked about once.
-        """
-        known: dict[bytes, Tensor] = {}
+        """int64 [3, T]: by the model's own rule to the end of a row's last picture, behind it one after another."""
         parts = []
         for (ids, _), along in zip(rows, found, strict=True):
-            end = int(np.flatnonzero(ids < 0)[-1]) + 1 if along else 0
-            head, key = ids[:end], identity(ids[:end])
-            if key not in known and along:
-                grids = torch.stack([grid_of(item) for _, item in along])
-                kinds = torch.from_numpy((head < 0).astype(np.int64))[None]
-                asked = torch.from_numpy(vocabulary_ids(head))[None]
-                known[key] = self._trunk.get_rope_index(asked, kinds, image_grid_thw=grids)[0][:, 0]
-            head_3L = known[key] if along else torch.zeros(3, 0, dtype=torch.int64)
-            rest = torch.arange(len(ids) - end) + (int(head_3L.max()) + 1 if along else 0)
+            if not along:
+                parts.append(torch.arange(len(ids)).expand(3, -1))
+                continue
+            head = ids[: int(np.flatnonzero(ids < 0)[-1]) + 1] < 0
+            head_3L = self._begin(head.tobytes(), tuple(tuple(grid_of(item).tolist()) for _, item in along))
+            rest = torch.arange(len(ids) - len(head)) + int(head_3L.max()) + 1
             parts += [head_3L, rest.expand(3, -1)]
         return torch.cat(parts, dim=1)
+
+    def _own_positions(self, shown: bytes, grids: tuple[tuple[int, ...], ...]) -> Tensor:
+        """int64 [3, L] of a beginning with pictures.
+
+        Args:
+            shown: a byte for each of its tokens, 1 for those of pictures.
+        """
+        kinds = torch.frombuffer(bytearray(shown), dtype=torch.uint8).long()[None]
+        ids, sizes = kinds * self._token, torch.tensor(grids)
+        positions: Tensor = self._trunk.get_rope_index(ids, kinds, image_grid_thw=sizes)[0][:, 0]
+        return positions
 
     def _find_cells(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """In place of the model's own, which takes each token of a number for a picture's: a policy may sample it."""

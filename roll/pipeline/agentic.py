@@ -10,7 +10,6 @@ from roll.agentic.env import path_of
 from roll.algorithms.losses import policy_needs
 from roll.configs.agentic import JUDGE_CLUSTER, MANAGERS, AgenticConfig
 from roll.configs.batches import describe_batches
-from roll.configs.engine_rules import no_pictures
 from roll.configs.env import EnvManagerConfig
 from roll.configs.pipeline import TINY_VL
 from roll.data.pictures import Pictures
@@ -25,6 +24,7 @@ from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.pipeline.rollouts import keep_episodes, passes_filter, play_held_out
 from roll.pipeline.session import RunFailedError
 from roll.pipeline.start import RunContext
+from roll.preflight.models import pictures_refused
 from roll.report.render import save_renders
 from roll.rollout.env_manager import LengthLimits
 from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext, Probed
@@ -88,7 +88,7 @@ class AgenticRolloutWorkers(RolloutWorkers):
         """Why an environment's pictures would not reach the policy, in a line; empty: they do, or there are none."""
         if not probed.shows_pictures:
             return ""
-        why = no_pictures(self._config)
+        why = pictures_refused(self._config)
         if self._pictures is None:
             why = f"the model {self._config.pretrain} takes none"
         return why and f"custom_envs.{probed.tag}: its observations have pictures, but {why}"

@@ -30,7 +30,7 @@ Settings = Mapping[str, str]
 FLOAT32 = "float32"
 LARGEST = 1e-3
 """Bound for the largest difference in float32 (without experts). All engines are within 1e-4."""
-MEDIANS = {FLOAT32: LARGEST, "float16": 0.05, "bfloat16": 0.4}
+MEDIANS = {FLOAT32: LARGEST, "tf32": 0.05, "float16": 0.05, "bfloat16": 0.4}
 """Bounds for the median difference by the coarser number format. Of a right model in that format, medians of six tokens
 are up to 0.012 and 0.17 (SmolLM2-135M, 48 random prompts)."""
 OF_OTHERS = 1.5
@@ -48,7 +48,7 @@ _NEUTRAL: dict[str, Any] = {
 _HOTTEST = 2.0  # that every engine takes
 _SAME = 1e-5
 """Share of a tensor's size by which sketches of equal tensors may differ."""
-_LAYERS = {FLOAT32: 1e-3, "float16": 0.02, "bfloat16": 0.1}
+_LAYERS = {FLOAT32: 1e-3, "tf32": 0.02, "float16": 0.02, "bfloat16": 0.1}
 """Share of its size by which a layer's output may differ."""
 _SHOWN = 4
 _REPAIRED = (

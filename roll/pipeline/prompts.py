@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from roll.configs.data import DataArguments
-from roll.configs.engine_rules import no_pictures
 from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER, DataGeneratorConfig, PromptsConfig
 from roll.configs.resuming import Rows
 from roll.configs.rlvr import RLVRConfig
@@ -29,6 +28,7 @@ from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.pipeline.session import RunFailedError
 from roll.pipeline.start import RunContext
 from roll.pipeline.teachers import TeacherPrompts
+from roll.preflight.models import pictures_refused
 from roll.rewards.accuracy import Judged, figures_at_k
 from roll.rewards.scoring import References
 from roll.rollout.env_manager import LengthLimits
@@ -276,7 +276,7 @@ def _load(
         tools=tools,
         tag_renderers=tag_renderers(config, renderer),
         check=References(config.rewards, TRIAL_SECONDS, tell, tell),
-        no_pictures=no_pictures(config),
+        no_pictures=pictures_refused(config),
     )
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from roll.configs.data import DataArguments
 from roll.configs.dpo import DPOConfig
-from roll.configs.engine_rules import no_pictures
 from roll.configs.offline import OfflineConfig
 from roll.configs.pipeline import SMOLLM2, TINIES, PipelineConfig
 from roll.configs.problems import ConfigProblem
@@ -20,7 +19,7 @@ from roll.configs.prompts import PromptsConfig
 from roll.configs.reward_training import RewardTrainingConfig
 from roll.configs.rl import RLConfig
 from roll.preflight.choices import check_functions
-from roll.preflight.models import has_tokenizer
+from roll.preflight.models import has_tokenizer, pictures_refused
 from roll.preflight.templates import policy_renderer
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def _check_dataset(key: str, args: DataArguments, config: PromptsConfig) -> Find
     from roll.data.reading import Reading
 
     present = args.model_copy(update={"file_name": [name for name in args.file_names if name not in absent]})
-    reading = Reading(present, config.seed, HEAD, no_pictures=no_pictures(config))
+    reading = Reading(present, config.seed, HEAD, no_pictures=pictures_refused(config))
     try:
         tags, whole = _read_head(reading, config, lines, held_out=key.startswith("validation"))
     except DataError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.configs.agentic import AgenticConfig
-from roll.configs.engine_rules import compute_dtype
+from roll.configs.engine_rules import compute_dtype, no_pictures
 from roll.configs.engines.card import EngineCard, kind_of, task_of
 from roll.configs.pipeline import SMOLLM2, TINIES, TINY, TINY_VL, PipelineConfig
 from roll.configs.problems import ConfigProblem, show
@@ -526,6 +526,27 @@ def check_teacher(config: PipelineConfig) -> Iterator[ConfigProblem]:
         except ValueError as error:
             expected = "a model with the policy's vocabulary, or in an RL run align_tokenizers: text"
             yield ConfigProblem(key, teacher, expected, str(error), involves=("pretrain",))
+
+
+def pictures_refused(config: PipelineConfig) -> str:
+    """Why a run's prompts must have no pictures, in words; empty: they may. Models that are not here are not asked."""
+    if why := no_pictures(config):
+        return why
+    for key, model in config.models.items():
+        path = model_folder(model) / "config.json"
+        if model in (SMOLLM2, *TINIES) or not path.is_file():
+            continue
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        if not entries.get("vision_config"):
+            if key == "pretrain":  # the renderer says so
+                continue
+            return f"{key} is a model without pictures"
+        from roll.models.pictures import FAMILIES  # brings torch
+
+        if entries.get("model_type") not in FAMILIES:
+            families = ", ".join(FAMILIES)
+            return f"{key} is of the family {entries.get('model_type')}, expected one that was compared: {families}"
+    return ""
 
 
 def has_tokenizer(config: PipelineConfig) -> bool:

@@ -27,7 +27,7 @@ _MEASURED = ("time/", "tokens_per_s", "tflops", "mfu", "memory/")
 """Metrics that differ from run to run."""
 _PHASES = (
     ("rollout", ("eval", "rollout/", "kept/")),
-    ("logprobs", ("mismatch/", "async/", "teacher/")),
+    ("logprobs", ("mismatch/", "probe/", "async/", "teacher/")),
     ("advantage", ("reward/", "actor/advantage")),
 )
 """In the order of a step, with the beginnings of their metrics; all others are of the phase train."""

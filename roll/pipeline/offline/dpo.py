@@ -13,7 +13,7 @@ from torch import Tensor
 from roll.algorithms.preferences import build_preference_loss
 from roll.configs.data import DataArguments
 from roll.configs.dpo import DPOConfig
-from roll.configs.engine_rules import compute_dtype, no_pictures
+from roll.configs.engine_rules import compute_dtype
 from roll.data.batch import Batch
 from roll.data.conversations import Conversations, Scoring, encode_talk
 from roll.data.identity import identity
@@ -29,6 +29,7 @@ from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
 from roll.pipeline.offline.training import Prepare
 from roll.pipeline.programs import DPO
 from roll.pipeline.roles import Roles
+from roll.preflight.models import pictures_refused
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +182,7 @@ def _load(
         overflow=config.sample_overflow,
         scoring=scoring,
         seed=config.seed,
-        no_pictures=no_pictures(config),
+        no_pictures=pictures_refused(config),
     )
 
 

@@ -12,7 +12,6 @@ from roll.algorithms.quantities import Quantity, logprobs
 from roll.configs.batches import describe_batches
 from roll.configs.data import DataArguments
 from roll.configs.distill import DistillConfig
-from roll.configs.engine_rules import no_pictures
 from roll.configs.offline import OfflineConfig, SFTConfig
 from roll.data.batch import Batch
 from roll.data.conversations import Conversations, Scoring, load_conversations
@@ -33,6 +32,7 @@ from roll.pipeline.prompts import (
     tell,
 )
 from roll.pipeline.start import RunContext
+from roll.preflight.models import pictures_refused
 from roll.preflight.templates import policy_renderer
 from roll.rewards.scoring import References
 
@@ -151,5 +151,5 @@ def load_sft_data(
         whole=isinstance(config, DistillConfig) and config.distill_on_prompt,
         scoring=scoring,
         seed=config.seed,
-        no_pictures=no_pictures(config),
+        no_pictures=pictures_refused(config),
     )

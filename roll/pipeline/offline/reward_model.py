@@ -8,7 +8,6 @@ import torch
 
 from roll.algorithms.preferences import build_reward_loss, calibration_error, pairs_in_order, row_scores
 from roll.configs.data import DataArguments
-from roll.configs.engine_rules import no_pictures
 from roll.configs.reward_training import RewardTrainingConfig
 from roll.data.batch import Batch
 from roll.data.conversations import Conversations, Scoring
@@ -20,6 +19,7 @@ from roll.distributed.strategy.base import Metrics
 from roll.pipeline.offline.launch import run_offline
 from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
 from roll.pipeline.programs import REWARD_MODEL
+from roll.preflight.models import pictures_refused
 
 
 def run_reward_model(config: RewardTrainingConfig, started: float | None = None) -> int:
@@ -83,7 +83,7 @@ def _load(
             max_tokens=max_tokens,
             overflow=config.sample_overflow,
             seed=config.seed,
-            no_pictures=no_pictures(config),
+            no_pictures=pictures_refused(config),
         )
     assert config.sample_overflow != "truncate", "a rule"
     return load_scored(
@@ -94,7 +94,7 @@ def _load(
         max_tokens=max_tokens,
         overflow=config.sample_overflow,
         seed=config.seed,
-        no_pictures=no_pictures(config),
+        no_pictures=pictures_refused(config),
     )
 
 

@@ -145,6 +145,21 @@ def test_what_is_shown_wrongly_ends_the_run_before_its_first_result(models, monk
     assert trainer.own_forward.compared == {"packed"}
 
 
+@pytest.mark.parametrize(("family", "head"), [("qwen3_vl", "value"), ("qwen3_5", "score")])
+def test_critics_and_reward_models_see(models, monkeypatch, family, head):
+    """Their hidden states are those of the model's own trunk."""
+    options: dict[str, Any] = {"worker": PACKED, "pictures": True, "head": head, "role": "critic"}
+    trainer: Any = Fsdp2Train(make_context(models(family), "fsdp2_train", **options))
+    trainer.setup()
+    batch = make_rows([[3, picture(1, 2, 3), 2, -6], [4, picture(2, 2, 3), 3, -5], [5, -4]], 1)
+    assert trainer.logprobs(batch).values_T is not None and trainer.own_forward.compared == {"packed"}
+    trainer.own_forward.compared.clear()
+    made = Tower.of_batch
+    monkeypatch.setattr(Tower, "of_batch", lambda tower, inputs: swapped(made(tower, inputs)))
+    with pytest.raises(ValueError, match="projected hidden states of the first micro-batch"):
+        trainer.logprobs(batch)
+
+
 def test_one_other_pixel_ends_the_run(models, monkeypatch):
     """However little it changes: pixels are compared with the ids by their hash, and the tower's input with the
     processor's."""

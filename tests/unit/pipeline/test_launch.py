@@ -82,7 +82,7 @@ def test_ray_is_asked_to_end_workers_only_while_its_daemons_are_there(monkeypatc
 def test_a_run_that_a_watch_stops_has_an_exit_code_and_a_status_of_its_own(monkeypatch, tmp_path):
     for name in ("start_of", "describe_template", "relax_gc", "keep_freed_memory", "Roles", "RunContext"):
         monkeypatch.setattr(launch, name, lambda *_: ())
-    for name in ("ray_session", "start_clusters"):
+    for name in ("ray_session", "start_clusters", "StallWatch"):
         monkeypatch.setattr(launch, name, lambda *_, **__: nullcontext({}))
 
     def stopped(*_: object) -> None:

@@ -25,6 +25,7 @@ from roll.preflight import inputs
 from roll.preflight.inputs import HEAD, check_data, check_hub, check_inputs
 from roll.preflight.machine import check_machine
 from roll.preflight.templates import policy_renderer
+from tests.support.picture_models import make_processor
 
 Load = Callable[..., RLVRConfig]
 LOADERS = {"sft_math": load_sft_data, "dpo_math": load_pairs}
@@ -109,6 +110,16 @@ def test_pictures_where_nobody_takes_them_are_problems_of_their_rows(load, tmp_p
     _, (problem,) = check_data(load(override))
     assert f"train.jsonl:2: {reason}" in problem.hint
     assert not check_data(load(override, f"{TRAIN}.image=null"))[1]
+
+
+def test_families_that_were_not_compared_on_pictures_are_refused_by_name(load, tmp_path):
+    write(tmp_path / "train.jsonl", row(prompt="<image>?", images=["a.png"]))
+    Image.new("RGB", (28, 28)).save(tmp_path / "a.png")
+    config = make_processor(tmp_path / "model") / "config.json"
+    assert not check_data(load(f"pretrain={tmp_path}/model"))[1]
+    config.write_text(config.read_text().replace('"qwen3_vl"', '"qwen2_vl"'))
+    _, (problem,) = check_data(load(f"pretrain={tmp_path}/model"))
+    assert "train.jsonl:1: 1 pictures, but pretrain is of the family qwen2_vl" in problem.hint
 
 
 def test_validate_reports_them_with_exit_code_2(load, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """A prompt as an environment of one turn, and the worker that plays a group of them."""
 
 import asyncio
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from roll.data.pictures import PictureError, Pictures, Source
 from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import Prompt
 from roll.data.questions import question_in
@@ -29,6 +32,8 @@ from roll.rollout.prompt_worker import (
 )
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import RolloutGroup, Trajectory
+from roll.rollout.workers import FlatGroups
+from tests.support.picture_models import make_processor
 
 TOKENIZER = make_tokenizer()
 RENDERER = ChatRenderer(TOKENIZER)
@@ -153,12 +158,13 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run_group(
-    tokenizer_path: str, engine: Engine, scorer: Any, group: PromptSpec, held_out: LengthLimits = LIMITS
+    tokenizer_path: str, engine: Engine, scorer: Any, group: PromptSpec, held_out: LengthLimits = LIMITS, **more: Any
 ) -> RolloutGroup:
     worker = PromptWorker("rollout", 0, 1, {})
     params = {"train": PARAMS, "val": replace(PARAMS, temperature=0.3)}
     limits = {"train": LIMITS, "val": held_out}
-    worker.setup(PromptWorkerContext(tokenizer_path, "native", params, limits, {"sums": "maths"}, spread=False))
+    domains = {"sums": "maths"}
+    worker.setup(PromptWorkerContext(tokenizer_path, "native", params, limits, domains, spread=False, **more))
     worker.client = engine  # type: ignore[assignment]
     worker.rewards = {"maths": scorer.score}
     return asyncio.run(worker.run_group(group))
@@ -210,6 +216,30 @@ def test_the_baseline_is_one_more_greedy_answer_without_which_the_group_is_lost(
     assert sorted(request.params.temperature for request in engine.requests) == [0.0, 0.7, 0.7, 0.7]
     lost = run_group(tokenizer_path, Engine(), Choosy(0), spec(baseline=True))  # the baseline starts first
     assert not lost.trajectories and lost.baseline is None and lost.dropped == 3
+
+
+def test_pictures_are_decoded_once_for_a_group_and_travel_once(tmp_path):
+    pictures = Pictures.of(make_processor(tmp_path / "model"))
+    assert pictures is not None
+    pixels, file = np.random.default_rng(0).integers(0, 256, (56, 84, 3), np.uint8), tmp_path / "a.png"
+    Image.fromarray(pixels).save(file)
+    content = [{"type": "image", "image": Source(file, "images[0]")}, {"type": "text", "text": "?"}]
+    prompt = replace(PROMPT, messages=({"role": "user", "content": content},))
+    plan = PromptPlan(PromptSampler([prompt], seed=3), group_size=3, num_slots=8, seed=3, sampling="train")
+    group = plan.spec(0)
+    file.unlink()  # a worker on another machine does not have it
+    engine, scorer = Engine(), Choosy()
+    played = run_group(str(tmp_path / "model"), engine, scorer, group, pictures=pictures)
+    items = [item for request in engine.requests for item in request.items]
+    assert len(items) == 3 and len({*map(id, items)}) == 1 and (items[0].data == pixels).all()
+    assert all((request.prompt_ids < 0).sum() == 6 for request in engine.requests)
+    assert [sample.messages[0]["content"] for sample in scorer.samples] == ["<image>?"] * 3
+    assert len(pickle.dumps(FlatGroups.of([played]))) < 1.5 * pixels.nbytes
+    batch = groups_to_batch([played], ["sums"])
+    assert batch.items_I is not None and [*map(len, batch.items_I)] == [1, 1, 1]
+    broken = replace(prompt, messages=({"role": "user", "content": [{"type": "image", "image": Source(b"x", "a")}]},))
+    with pytest.raises(PictureError, match="prompt p1: a: no picture"):
+        run_group(str(tmp_path / "model"), Engine(), Choosy(), replace(group, prompt=broken), pictures=pictures)
 
 
 def test_a_draw_decides_prompt_and_seed_and_later_epochs_have_other_seeds():

@@ -52,7 +52,10 @@ class ScoringGenerator(Generator[PlanT]):
         lower = [
             str(options[key]) for key in ("quantization", "kv_cache_dtype") if options.get(key) not in (None, "auto")
         ]
-        own = {FORMAT: " ".join([dtype_name(self._outline.dtype), *lower])}
+        plain = dtype_name(self._outline.dtype)
+        if plain == "float32" and torch.cuda.is_available():
+            plain = "tf32"  # attention kernels round to it
+        own = {FORMAT: " ".join([plain, *lower])}
         return super().settings() | config_settings(self._outline.text_config) | own
 
     def logprobs(self, batch: Batch) -> TokenScores:
