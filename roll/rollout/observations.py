@@ -85,11 +85,12 @@ def shown(observation: Observation) -> bytes | None:
 
     Pixel by pixel what the policy got, unless it is larger than ``MAX_PICTURE``.
     """
+    items = items_in(observation)
+    if not items:
+        return None
     from PIL import Image
 
-    images = [Image.fromarray(item.data) for item in items_in(observation)]
-    if not images:
-        return None
+    images = [Image.fromarray(item.data) for item in items]
     width = sum(image.width for image in images) + _GAP * (len(images) - 1)
     whole = Image.new("RGB", (width, max(image.height for image in images)), "white")
     left = 0
