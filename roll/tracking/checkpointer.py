@@ -39,12 +39,15 @@ from roll.tracking.files import (
 )
 from roll.utils.children import ending
 from roll.utils.hashing import WrittenFile
+from roll.utils.progress import advance
 from roll.utils.threads import in_background
 
 logger = logging.getLogger(__name__)
 
 FOLDER_VARIABLE, STEP_VARIABLE = "ROLL_CHECKPOINT", "ROLL_STEP"
 KEY = "checkpoint_config.post_save_hook"
+_LOOK_S = 10.0
+"""Between two looks at whether the command has ended."""
 _TOLD_BYTES = 2000
 
 
@@ -108,7 +111,7 @@ class PostSaveHook:
                 self.exit_code = None
                 return f"could not be started: {error}"
             try:
-                self.exit_code = process.wait(self._timeout)
+                self.exit_code = self._end_of(process)
                 problem = f"ended with {ending(self.exit_code)}"
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -118,6 +121,15 @@ class PostSaveHook:
                 return None
             said.seek(max(0, said.seek(0, os.SEEK_END) - _TOLD_BYTES))
             return f"{problem}: {said.read().decode(errors='replace').strip()}".rstrip(": ")
+
+    def _end_of(self, process: subprocess.Popen[bytes]) -> int:
+        """Its exit code, waited for; until then the run is at work, whatever the command does."""
+        end = time.monotonic() + self._timeout
+        while (left := end - time.monotonic()) > _LOOK_S:
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(_LOOK_S)
+            advance()
+        return process.wait(max(0.0, left))
 
 
 STATE_FILE = "pipeline_state.json"

@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterable
 
 _NAME = "roll-progress"
+_MOVED = 2**24
+"""Bytes that count as one piece of work."""
 _count: memoryview | None = None
 
 
@@ -31,8 +33,12 @@ def _shared_number() -> memoryview:
 
 
 def work_of(pids: Iterable[int], *, with_children: bool = True) -> list[int]:
-    """The number of each process of this node, its descendants' added; 0 of one that is gone or has done nothing."""
-    return [sum(map(_read, [pid, *(descendants(pid) if with_children else ())])) for pid in pids]
+    """The number of each process of this node, its descendants' added; 0 of one that is gone or has done nothing.
+
+    What a process reads and writes counts too, such as a model that it downloads.
+    """
+    each = ([pid, *(descendants(pid) if with_children else ())] for pid in pids)
+    return [sum(_read(one) + _moved(one) for one in processes) for processes in each]
 
 
 def descendants(pid: int) -> list[int]:
@@ -76,4 +82,14 @@ def _read(pid: int) -> int:
         with open(path, "rb") as file:
             return int.from_bytes(file.read(8), "little")
     except OSError:
+        return 0
+
+
+def _moved(pid: int) -> int:
+    """Bytes that a process has read and written, in units that no idle process comes to soon."""
+    try:
+        with open(f"/proc/{pid}/io", encoding="ascii") as file:
+            figures = dict(line.split(": ") for line in file)
+        return sum(int(figures[name]) for name in ("rchar", "wchar", "read_bytes", "write_bytes")) // _MOVED
+    except OSError:  # gone, or somebody else's
         return 0
