@@ -225,7 +225,9 @@ def test_a_signal_to_all_processes_leaves_the_workers_for_saving_and_nothing_aft
     assert_nothing_stays(tmp_path, folder)
 
 
-@pytest.mark.parametrize(("daemon", "words"), [("gcs_server", "head"), ("raylet", "node")])
+@pytest.mark.parametrize(
+    ("daemon", "words"), [pytest.param("gcs_server", "head", marks=pytest.mark.slow), ("raylet", "node")]
+)
 def test_the_death_of_a_daemon_ends_the_block_soon_and_is_named(tmp_path, daemon, words):
     driver, folder = start_driver(tmp_path, "wait")
     victims = [

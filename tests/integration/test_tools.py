@@ -69,6 +69,7 @@ def test_a_tool_is_called_answered_and_learnt_from(launch):
     assert "chat template: append-only, speaks the tool dialect hermes" in " ".join(run.output.split())
 
 
+@pytest.mark.slow  # tests/unit/rollout/test_tool_env.py has each kind
 @pytest.mark.timeout(600)
 def test_tools_of_all_kinds_beside_training_through_epochs_filters_and_evaluations(rlvr, url, tmp_path):
     prepare(tmp_path)

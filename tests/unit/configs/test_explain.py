@@ -37,7 +37,7 @@ def test_a_key_of_another_system_leads_to_ours_or_to_the_reason(capsys):
     out = told(capsys, "data.tokenizer")
     assert out.startswith("tokenizer_path key tokenizer_path") and "vLLM" not in out
     assert "(derived); args.kwargs of the verifier custom with batch" in told(capsys, "reward_model.reward_kwargs.x")
-    assert "(dropped); there are no images" in told(capsys, "data.return_multi_modal_inputs")
+    assert "(dropped); pictures are prepared once" in told(capsys, "data.return_multi_modal_inputs")
     # The same name for something else.
     assert "MindSpeed RL: rl_config.init_kl_coef (derived: kl_loss_coef)" in told(capsys, "init_kl_coef")
     assert "env_groups" in told(capsys, "num_env_groups")

@@ -106,7 +106,7 @@ def test_lists_name_what_a_configuration_may_choose(capsys):
     assert "rlvr_tools_agent " in out and "rlvr_mcp " in out  # whose pipeline is that of the file that they include
     for group in ("env", "envs"):
         assert main([group, "list"]) == 0
-        assert "sokoban      Sokoban as text" in capsys.readouterr().out
+        assert "sokoban      Sokoban, as text or as a picture" in capsys.readouterr().out
     assert main(["verifiers", "list"]) == 0
     assert {"custom", "gsm8k", "math"} <= {line.split()[0] for line in capsys.readouterr().out.splitlines()}
 

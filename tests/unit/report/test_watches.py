@@ -11,6 +11,7 @@ import pytest
 
 from roll.configs.pipeline import WatchesConfig
 from roll.configs.rlvr import RLVRConfig
+from roll.distributed.cluster.cluster import Cluster
 from roll.pipeline.loop import TrainingLoop
 from roll.pipeline.session import StoppedByWatchError
 from roll.report.record import RunRecord
@@ -164,7 +165,10 @@ class Dying(Counting):
             self.unreported = {"rollout/duplicate_prompts": 0.5}
 
 
-def test_a_watch_stops_a_run_which_can_be_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_watch_stops_a_run_which_can_be_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cluster, "current_step", None)  # as it was, when the runs are over
     keys: dict[str, Any] = {"max_steps": 9, "make": Dying, "watches": {"duplicate_prompts": "stop"}}
     for last, more in ((3, {}), (6, {"resume_from_checkpoint": True})):
         with pytest.raises(StoppedByWatchError, match=f"duplicate_prompts stops the run after step {last}: 50%"):

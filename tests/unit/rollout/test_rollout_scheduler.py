@@ -193,7 +193,9 @@ def test_groups_that_lost_their_engine_are_played_again(scheduler, folder):
     assert isinstance(error, EngineUnavailableError)
 
 
-def test_what_cannot_be_recovered_ends_the_rollout_and_a_hung_group_is_named(scheduler, folder):
+def test_what_cannot_be_recovered_ends_the_rollout_and_a_hung_group_is_named(scheduler, folder, monkeypatch):
+    monkeypatch.setattr(Cluster, "current_step", None)  # whatever ran here before
+
     def give_up(error: BaseException) -> None:
         raise error
 
