@@ -1,6 +1,6 @@
 """How much work a process has done: a number that others on its node can read, whatever the process is stuck in.
 
-It means nothing but that it grew: by tokens, micro-batches, steps of environments, tensors that were read.
+Only that it grows has a meaning: by tokens, micro-batches, steps of environments, tensors and bytes that were read.
 """
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ from tests.support.harness import (
     record,
 )
 from tests.support.known_families import KNOWN, LONGROPE, SCORES, Known, make_known
-from tests.support.ranks import unused_port
 
 PACKAGES = packages()
 TRAINERS: dict[str, dict[str, Any]] = {
@@ -100,17 +99,13 @@ CHOICE |= {(family, "fsdp2_train", "scores") for family in ("llama3", "gemma2", 
 """Each family once and each kind of row three times; in Megatron those that it has something of its own for."""
 
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders by name, made as they are needed."""
     return tmp_path_factory.mktemp("families")
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(unused_port()))
-    torch.set_num_threads(1)
 
 
 def packing_refused(layout: Layout, folder: Path) -> str:

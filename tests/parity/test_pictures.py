@@ -37,7 +37,7 @@ from tests.support.harness import (
 )
 from tests.support.picture_models import make_picture_model
 from tests.support.pictured import make_pictured, make_rows, picture, unmodified
-from tests.support.ranks import exported, unused_port
+from tests.support.ranks import exported
 
 FOUR: dict[str, Any] = {"per_device_train_batch_size": 4}
 BY_TOKENS = {
@@ -85,17 +85,13 @@ def make_model(path: Path, family: str) -> Path:
     return path
 
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders by name, made as they are needed."""
     return tmp_path_factory.mktemp("pictures")
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(unused_port()))
-    torch.set_num_threads(1)
 
 
 def check(layout: Layout, figures: Any) -> None:
