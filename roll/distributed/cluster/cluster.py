@@ -340,8 +340,8 @@ class Cluster:
     store once and not once per rank; NumPy arrays arrive there read-only.
 
     Errors of a call: what the worker's own code raised, with its type and a note of role, rank, call, step and the
-    remote traceback; ``WorkerDiedError``; ``RpcTimeoutError``; ``StallError``. The first failure is raised at once, while other ranks
-    may still be at work or stuck in a collective.
+    remote traceback; ``WorkerDiedError``; ``RpcTimeoutError``; ``StallError``. The first failure is raised at once,
+    while other ranks may still be at work or stuck in a collective.
     """
 
     current_step: ClassVar[int | None] = None
