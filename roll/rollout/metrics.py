@@ -10,6 +10,7 @@ import torch
 
 from roll.data.batch import Batch
 from roll.data.columns import IntArray
+from roll.data.kept_sets import kept_metrics
 from roll.data.requests import FinishReason
 from roll.rollout.admission import Admission
 from roll.rollout.tokenization_audit import COMPARED, REASONS, TOKENS, key_of
@@ -78,7 +79,7 @@ def step_metrics(collected: Collected, *, filters: bool) -> dict[str, float]:
         Beside ``rollout_metrics``: ``rollout/tokens``, all sampled ones; ``rollout/filtered``, the groups that were
         turned down; of the groups with more than one episode ``rollout/no_spread``, the share whose episodes all score
         the same, ``rollout/all_right`` and ``rollout/all_wrong``, those of them in which all episodes were a success
-        and none was; ``kept/groups``, ``kept/episodes``, ``kept/success``, ``kept/reward`` and
+        and none was; ``kept_metrics``; ``kept/groups``, ``kept/episodes``, ``kept/success``, ``kept/reward`` and
         ``kept/response_tokens``.
     """
     kept = collected.groups
@@ -86,6 +87,8 @@ def step_metrics(collected: Collected, *, filters: bool) -> dict[str, float]:
     metrics = rollout_metrics(finished, "rollout") | spread_metrics(finished, "rollout")
     metrics["rollout/tokens"] = float(sampled_tokens(finished))
     metrics["rollout/filtered"] = float(len(collected.rejected))
+    turns = [turn for group in finished for trajectory in group.trajectories for turn in trajectory.turns]
+    metrics |= kept_metrics((item for turn in turns for item in turn.completion.kept), "rollout")
     if filters:
         found = rollout_metrics(kept, "kept")
         names = ("episodes", "success", "reward", "response_tokens")

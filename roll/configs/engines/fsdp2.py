@@ -85,6 +85,7 @@ class Fsdp2Card(EngineCard):
     trains_modules = True
     packs_modules = True
     replays_experts = True
+    scores_kept_sets = True
     fit = "roll.distributed.strategy.fsdp2.fit:check_model"
 
     def no_pictures(self, worker: WorkerConfig) -> str:

@@ -32,6 +32,8 @@ class HfInferCard(EngineCard):
     packs_modules = True
     replays = True
     tells_experts = True
+    tells_kept_sets = True
+    scores_kept_sets = True
     fit = "roll.distributed.strategy.hf_infer.model_fit:check_model"
 
     def no_pictures(self, worker: WorkerConfig) -> str:
