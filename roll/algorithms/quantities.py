@@ -196,8 +196,8 @@ class Given:
 class Distribution:
     """The model's distribution over the vocabulary in each of K places, as far as it lies on this rank.
 
-    With kept sets (``keep``) it is that over each token's set. Ids outside of it, and of padding, have probability 0 and
-    a log-probability of about ``MASKED``.
+    With kept sets (``keep``) it is that among each token's set. Ids outside of it, and of padding, have probability 0
+    and a log-probability of about ``MASKED``.
 
     Args:
         all_logprobs_KV: float32 log-probabilities of this rank's ids, at ``temperature``.

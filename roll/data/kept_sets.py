@@ -34,7 +34,8 @@ def kept_item(first: int, sets: Sequence[IntArray]) -> Item:
     """
     sizes = np.array([*map(len, sets)], dtype=np.int64)
     token = np.repeat(np.arange(len(sets)), sizes)
-    ids = np.sort((token << 32) | np.concatenate([*sets, np.zeros(0, np.int64)])) & 0xFFFFFFFF
+    ids = np.concatenate([*sets, []], dtype=np.int64, casting="unsafe")
+    ids = np.sort((token << 32) | ids) & 0xFFFFFFFF
     gaps = np.diff(ids, prepend=0)
     starts = (sizes.cumsum() - sizes)[sizes > 0]
     gaps[starts] = ids[starts]
