@@ -76,7 +76,11 @@ def check_roles(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def check_sampling(path: str, arguments: GeneratingArguments, max_kept: int) -> Iterator[ConfigProblem]:
-    """Training answers are sampled: equal ones have nothing to compare. Kept sets are all that is told of sampling."""
+    """Training answers are sampled: equal ones have nothing to compare.
+
+    Args:
+        max_kept: ``replay_kept_sets``; with it they are sampled from a part of the distribution that a trainer has.
+    """
     if arguments.is_greedy:
         name, expected = ("temperature", "more than 0") if arguments.do_sample else ("do_sample", "true")
         why = "greedy rollouts have nothing to compare"
@@ -87,8 +91,9 @@ def check_sampling(path: str, arguments: GeneratingArguments, max_kept: int) -> 
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "first_token_temperature"):
         got, neutral = getattr(arguments, name), GeneratingArguments.model_fields[name].default
         if got != neutral:
-            expected = f"{'null' if neutral is None else neutral} with {key}: a token's log-prob is that of its set"
-            yield ConfigProblem(f"{path}.{name}", got, expected, "which the trainer takes of its own logits", (key,))
+            expected = f"{'null' if neutral is None else neutral} with {key}"
+            hint = "training takes log-probs of the model's logits at one temperature"
+            yield ConfigProblem(f"{path}.{name}", got, expected, hint, involves=(key,))
     if not arguments.truncates:
         involved = tuple(f"{path}.{name}" for name in ("top_p", "top_k", "min_p"))
         yield ConfigProblem(

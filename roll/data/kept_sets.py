@@ -11,7 +11,7 @@ An empty set stands for the whole vocabulary. Axes: N tokens, V logits on this r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,24 +102,6 @@ class KeptSets:
         mask_NV = (self.sizes_N == 0)[:, None].repeat(1, width)
         mask_NV[rows[here], columns[here]] = True
         return mask_NV
-
-
-def kept_metrics(items: Iterable[Item], prefix: str) -> dict[str, float]:
-    """Figures of completions' sets; none without any.
-
-    Returns:
-        ``prefix/kept_tokens``, mean size of a set that is not the whole vocabulary; ``prefix/kept_overflow``, the share
-        of the tokens whose sets were larger than ``replay_kept_sets`` allows; ``prefix/kept_set_bytes`` for a token.
-    """
-    found = [*items]
-    if not found:
-        return {}
-    sizes = np.concatenate([*map(kept_sizes, found)])
-    return {
-        f"{prefix}/kept_tokens": float(sizes.sum() / max(1, (sizes > 0).sum())),
-        f"{prefix}/kept_overflow": float((sizes == 0).mean()),
-        f"{prefix}/kept_set_bytes": sum(item.data.nbytes for item in found) / len(sizes),
-    }
 
 
 def _in_bytes(numbers: IntArray) -> UInt8Array:

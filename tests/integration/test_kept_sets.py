@@ -1,30 +1,19 @@
-"""Whole runs whose sampling is truncated, and whose kept sets are trained with."""
+"""Whole runs whose sampling is truncated, and that train with the kept sets."""
 
 import pytest
 
-from tests.support.resuming import stop_and_resume
-
 SAMPLING = tuple(f"actor_infer.generating_args.{each}" for each in ("top_p=0.9", "top_k=20", "min_p=0.01"))
-KEPT = (*SAMPLING, "train_infer_correction.replay_kept_sets=512", "enable_old_logprobs_recompute=true")
-ASYNC = ("async_generation_ratio=1", "train_infer_correction.is_weight.enabled=true", "kv_after_update=keep")
+KEPT = (*SAMPLING, "train_infer_correction.replay_kept_sets=512")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["fsdp2_train", "deepspeed_train", "megatron_train"])
 def test_before_its_update_the_policy_is_the_one_that_sampled(rlvr, trainer):
-    run = rlvr(*KEPT, "use_kl_loss=true", "kl_loss_coef=0.01", f"actor_train.strategy_args.strategy_name={trainer}")
+    reference = ("use_kl_loss=true", "kl_loss_coef=0.01", "enable_old_logprobs_recompute=true")
+    run = rlvr(*KEPT, *reference, f"actor_train.strategy_args.strategy_name={trainer}")
     assert run.wait() == 0, run.output
     for step in (1, 2):
         metrics = run.metrics[step]
         assert 1 < metrics["rollout/kept_tokens"] <= 20 and metrics["rollout/kept_overflow"] == 0
         assert metrics["mismatch/logprob_diff_max"] < 1e-5
     assert run.metrics[1]["actor/kl_loss"] < 1e-10, "the reference starts as the policy, over the same sets"
-
-
-@pytest.mark.slow
-def test_a_stopped_run_beside_training_resumes_with_its_kept_sets(rlvr):
-    def start(*overrides: str, **options: object) -> object:
-        return rlvr(*KEPT, *ASYNC, "max_steps=4", *overrides, **options)
-
-    whole, _ = stop_and_resume(start, 4)
-    assert all(metrics["rollout/kept_overflow"] == 0 for step, metrics in whole.metrics.items() if step)
