@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from roll.configs.offline import OfflineConfig
     from roll.data.batch import Batch
-    from roll.pipeline.offline.training import OfflineTraining
+    from roll.pipeline.offline.pipeline import OfflineTraining
 
 STAGES = ("dpo", "rm", "distill")
 TARGET, AGREEMENT = 1.3, 1e-5
@@ -174,7 +174,7 @@ def training_of(stage: str, config: OfflineConfig, pairs: list[Pair]) -> Iterato
     from roll.configs.preference import PreferenceConfig
     from roll.configs.reward_training import RewardLossConfig
     from roll.pipeline.launch import MODEL_WORKERS
-    from roll.pipeline.offline.training import OfflineTraining
+    from roll.pipeline.offline.pipeline import OfflineTraining
     from roll.pipeline.roles import Roles
     from roll.pipeline.teachers import DatasetTeacher
 

@@ -28,7 +28,7 @@ from roll.data.conversations import (
     to_batch,
     try_out,
 )
-from roll.data.files.rows import DataError, Row
+from roll.data.files import DataError, Row
 from roll.data.left_out import LeftOut
 from roll.data.prompt_rows import (
     Message,

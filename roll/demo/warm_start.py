@@ -31,7 +31,7 @@ from roll.data.conversations import load_conversations
 from roll.demo.scripted_play import ScriptedPlay
 from roll.models.tiny import RECIPE_VERSION, make_tiny_model
 from roll.pipeline.agentic import AgenticRolloutWorkers
-from roll.pipeline.offline.training import OfflineTraining
+from roll.pipeline.offline.pipeline import OfflineTraining
 from roll.pipeline.prompts import PromptRolloutWorkers
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_workers import RolloutWorkers

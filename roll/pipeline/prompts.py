@@ -15,8 +15,7 @@ from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER, DataGeneratorC
 from roll.configs.resuming import Rows
 from roll.configs.rlvr import RLVRConfig
 from roll.data.conversations import Conversations
-from roll.data.prompt_sampler import PromptSampler
-from roll.data.prompts import Prompt, PromptDataset, load_prompts
+from roll.data.prompts import Prompt, PromptDataset, PromptSampler, load_prompts
 from roll.data.renderer import ChatRenderer, Tool
 from roll.data.requests import sampling_params
 from roll.data.templates import ChatTemplate

@@ -34,7 +34,7 @@ from roll.pipeline.rollouts import MAX_SHOWN, keep_episodes, passes_filter, play
 from roll.pipeline.start import RunContext
 from roll.pipeline.teachers import PrivilegedTeacher
 from roll.preflight.templates import policy_renderer
-from roll.report.page import save_answers
+from roll.report.render import save_answers
 from roll.rewards.scorer import best_reward
 from roll.rollout.types import OVER_BUDGET, Collected, RolloutGroup
 

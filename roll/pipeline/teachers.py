@@ -22,7 +22,7 @@ from roll.configs.divergence import DivergenceConfig
 from roll.configs.engine_rules import compute_dtype
 from roll.data.batch import Batch
 from roll.data.columns import IntArray
-from roll.data.files.rows import Problems
+from roll.data.files import Problems
 from roll.data.prompt_rows import RowError, lookup
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer

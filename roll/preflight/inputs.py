@@ -76,7 +76,7 @@ def _check_dataset(key: str, args: DataArguments, config: PromptsConfig) -> Find
     lines = [f"data: {name}: not there yet" for name in absent]
     if len(absent) == len(args.file_names):
         return lines, []
-    from roll.data.files.rows import DataError
+    from roll.data.files import DataError
     from roll.data.reading import Reading
 
     present = args.model_copy(update={"file_name": [name for name in args.file_names if name not in absent]})

@@ -24,9 +24,7 @@ from roll.distributed.strategy.base import Metrics
 from roll.models.tokenizer import model_folder
 from roll.pipeline.column_cache import cached_columns, check_writable, digest_of, weight_files
 from roll.pipeline.model_cluster import ModelCluster
-from roll.pipeline.offline.launch import Samples, run_offline
-from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
-from roll.pipeline.offline.training import Prepare
+from roll.pipeline.offline.pipeline import OfflinePipeline, Parts, Prepare, Samples, run_offline
 from roll.pipeline.programs import DPO
 from roll.pipeline.roles import Roles
 from roll.preflight.models import pictures_refused

@@ -16,8 +16,7 @@ from roll.data.preferences import load_preferences
 from roll.data.renderer import ChatRenderer
 from roll.data.scored_answers import encode_whole_talk, load_scored
 from roll.distributed.strategy.base import Metrics
-from roll.pipeline.offline.launch import run_offline
-from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
+from roll.pipeline.offline.pipeline import OfflinePipeline, Parts, run_offline
 from roll.pipeline.programs import REWARD_MODEL
 from roll.preflight.models import pictures_refused
 

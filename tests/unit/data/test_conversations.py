@@ -13,7 +13,7 @@ from roll.configs.data import DataArguments
 from roll.configs.preference import MarginColumns
 from roll.configs.reward_training import RewardColumns
 from roll.data.conversations import Conversations, Scoring, check_conversations, encode_talk, load_conversations
-from roll.data.files.rows import DataError
+from roll.data.files import DataError
 from roll.data.left_out import LeftOut
 from roll.data.preferences import load_preferences
 from roll.data.reading import Reading

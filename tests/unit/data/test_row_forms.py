@@ -14,7 +14,7 @@ from roll.configs.data import DataArguments
 from roll.configs.preference import MarginColumns
 from roll.configs.reward_training import RewardColumns
 from roll.data.conversations import Conversations, encode_talk, load_conversations
-from roll.data.files.rows import DataError
+from roll.data.files import DataError
 from roll.data.preferences import load_preferences
 from roll.data.prompts import load_prompts
 from roll.data.renderer import ChatRenderer

@@ -15,7 +15,7 @@ from roll.data.renderer import ChatRenderer
 from roll.models.heads import load_teacher_layer
 from roll.models.scoring import TokenScorer, score_batch
 from roll.models.tiny import make_tiny_model
-from roll.pipeline.offline.launch import load_sft_data
+from roll.pipeline.offline.pipeline import load_sft_data
 from roll.pipeline.teachers import with_teacher
 from tests.support.imitation import Imitator
 
