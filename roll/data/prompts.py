@@ -22,7 +22,6 @@ from roll.configs.problems import ConfigErrors
 from roll.configs.resuming import Rows
 from roll.data.columns import IntArray
 from roll.data.files import DataError, Problems, Row
-from roll.data.left_out import LeftOut
 from roll.data.pictures import PictureError
 from roll.data.prompt_rows import (
     RowError,
@@ -36,6 +35,7 @@ from roll.data.prompt_rows import (
 )
 from roll.data.reading import Reading
 from roll.data.row_pictures import sources_in, with_items
+from roll.data.template_check import LeftOut
 from roll.data.tool_messages import Message, Tool
 from roll.utils.hashing import derive_seed
 

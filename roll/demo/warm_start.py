@@ -21,8 +21,8 @@ from roll.algorithms.losses import build_sft_loss
 from roll.configs.agentic import AgenticConfig
 from roll.configs.data import DataArguments
 from roll.configs.distill import DistillConfig
-from roll.configs.dpo import DPOConfig
 from roll.configs.pipeline import TINY_VL, PipelineConfig, SupervisedStartConfig
+from roll.configs.preference import DPOConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.tools import ToolConfig, ToolsConfig
 from roll.configs.worker import TrainingArguments

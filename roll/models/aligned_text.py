@@ -16,7 +16,8 @@ from torch import Tensor
 
 from roll.algorithms.distillation import NO_CHUNK, WITHIN, common_chunks
 from roll.data.batch import Batch
-from roll.data.renderer import ControlText, turn_ends
+from roll.data.control_text import ControlText
+from roll.data.renderer import turn_ends
 from roll.data.templates import ChatTemplate
 
 if TYPE_CHECKING:

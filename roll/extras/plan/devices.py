@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from roll.extras.doctor.machine import cores, memory_bytes
+from roll.extras.doctor import cores, memory_bytes
 from roll.utils.gpus import GB, GIB, GPUS, TERA, Device, known_gpu
 
 CPU = "CPU"

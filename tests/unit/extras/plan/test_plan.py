@@ -19,7 +19,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from roll.__main__ import main
-from roll.configs.shipped import SHIPPED
+from roll.configs import SHIPPED
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.data.packing import computed_tokens, worth_sharing

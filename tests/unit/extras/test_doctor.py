@@ -11,8 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from roll.__main__ import main
-from roll.extras.doctor import NodeReport, compare, machine
-from roll.extras.doctor.machine import Finding, as_json, examine, exit_code, judged, page
+from roll.extras import doctor as machine
+from roll.extras.doctor import Finding, NodeReport, as_json, compare, examine, exit_code, judged, page
 from roll.models.tiny import make_tokenizer
 
 GIB = 2**30
