@@ -8,11 +8,6 @@ import secrets
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from roll.data.tool_messages import (
-    Message,
-    Tool,
-)
-
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
@@ -188,9 +183,3 @@ class ControlText:
             copy.encode_special_tokens = True
             self._core = copy
         return self._core
-
-
-__all__ = ["ChatRenderer", "Message", "Tool", "items_of", "turn_ends"]
-
-_SENTINEL = "\u241fassistant-turn\u241f"
-_

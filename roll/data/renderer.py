@@ -34,7 +34,11 @@ from roll.data.tool_messages import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CACHE_SIZE = 20_000
+
+__all__ = ["ChatRenderer", "Message", "Tool", "items_of", "turn_ends"]
+
+_SENTINEL = "\u241fassistant-turn\u241f"
+_CACHE_SIZE = 20_000
 
 _THINK, _THOUGHT = "<think>", "</think>"
 _OPEN_REASONING = re.compile(rf"{_THINK}(\s*)\Z")

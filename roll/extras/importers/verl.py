@@ -1,4 +1,4 @@
-"""verl's configurations: keys that are converted together, on-policy distillation and asynchronous trainers included."""
+"""verl's configurations: keys that are converted together, with on-policy distillation and asynchronous trainers."""
 
 from __future__ import annotations
 
