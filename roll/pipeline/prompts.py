@@ -26,7 +26,7 @@ from roll.pipeline.launch import MODEL_WORKERS
 from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.pipeline.session import RunFailedError
 from roll.pipeline.start import RunContext
-from roll.pipeline.teachers import TeacherPrompts
+from roll.pipeline.teachers import teacher_prompts
 from roll.preflight.models import pictures_refused
 from roll.rewards.accuracy import Judged, figures_at_k
 from roll.rewards.scoring import References
@@ -243,14 +243,6 @@ def load_datasets(config: RLVRConfig, renderer: ChatRenderer) -> Datasets[Prompt
         train_sampler(config, train)  # what is wrong with the shares is told before Ray starts
     val = _load(config, config.validation.data_args, renderer, tools, held_out=True) if config.validation else None
     return Datasets(train, val)
-
-
-def teacher_prompts(config: RLVRConfig, renderer: ChatRenderer) -> TeacherPrompts | None:
-    """Writer of the teacher's own prompts, where it has them."""
-    if config.teacher_prompt is None:
-        return None
-    response, most = config.actor_train.data_args.response, config.teacher_column_length
-    return TeacherPrompts(config.teacher_prompt, renderer, response, most)
 
 
 def tell(line: str) -> None:
