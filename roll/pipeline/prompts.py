@@ -143,7 +143,7 @@ def _retries(rewards: Cluster) -> int:
 def _worker_context(config: PromptsConfig, tokenizer_path: str) -> PromptWorkerContext:
     params = {"val": sampling_params(config.val_sampling)}
     if isinstance(config, RLVRConfig):
-        params["train"] = sampling_params(config.train_sampling)
+        params["train"] = sampling_params(config.train_sampling, config.train_infer_correction.replay_kept_sets)
     return PromptWorkerContext(
         tokenizer_path=tokenizer_path,
         pictures=policy_pictures(config.pretrain, config.actor_train.data_args.picture_bounds),

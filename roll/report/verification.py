@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from roll.algorithms.shaping import Shaping, shape_rewards
 from roll.configs.rl import RLConfig
-from roll.rollout.metrics import overlap_metrics
+from roll.rollout.metrics import kept_metrics, overlap_metrics
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import VALID_UNKNOWN, Collected
 from roll.tracking.files import read_json_lines
@@ -201,6 +201,7 @@ def _of_rollouts(config: RLConfig, collected: Collected, shaping: Shaping | None
     found = {
         "rollout/duplicate_prompts": 1 - len(set(prompts)) / max(1, len(prompts)),
         "rollout/filtered": float(len(collected.rejected)),
+        **kept_metrics(finished),
     }
     if config.overlaps:
         nothing_waits = cast(Any, SimpleNamespace(ready=[], running=[]))
