@@ -490,7 +490,7 @@ def keep_episodes(session: RunSession, step: int, groups: Sequence[RolloutGroup]
 
 def write_rollouts(folder: str, step: int, collected: Collected) -> None:
     """Keeps a step's groups, those that were turned down too: ``episodes.jsonl`` to read, the rest to take again."""
-    path = _of_step(folder, step)
+    path = step_folder(folder, step)
     collected.save(path)
     write_atomic(path / "episodes.jsonl", training_lines(collected.groups, collected.rejected))
 
@@ -587,7 +587,7 @@ def read_rollouts(folder: str, step: int) -> Collected:
     Raises:
         RunFailedError: there is nothing.
     """
-    collected = Collected.load(_of_step(folder, step))
+    collected = Collected.load(step_folder(folder, step))
     if not (collected.groups or collected.rejected):
         raise RunFailedError(
             f"rollout_replay_dir: no rollouts of step {step} in {folder}; write it with rollout_dump_dir"
@@ -595,5 +595,6 @@ def read_rollouts(folder: str, step: int) -> Collected:
     return collected
 
 
-def _of_step(folder: str, step: int) -> Path:
+def step_folder(folder: Path | str, step: int) -> Path:
+    """Where ``write_rollouts`` puts a step."""
     return Path(folder).expanduser() / f"step-{step:05d}"

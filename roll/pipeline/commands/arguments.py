@@ -40,6 +40,7 @@ def add_commands(commands: Any) -> None:
     _add_report(commands)
     _add_compare(commands)
     _add_verify(commands)
+    _add_replay(commands)
     _add_bundle(commands)
 
 
@@ -413,6 +414,23 @@ def _verify(options: argparse.Namespace) -> int:
         return EXIT_USAGE
     sys.stdout.write(text)
     return 1 if wrong else 0
+
+
+def _add_replay(commands: Any) -> None:
+    text = "take a step of a run again from its checkpoint and kept rollouts, also with other settings"
+    parser = add_command(commands, "replay", text, _replay)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="the step")
+    parser.add_argument("--rollouts", type=Path, metavar="DIR", help="its rollout_dump_dir, if that has moved")
+    changes = parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes: what would have been")
+    completion.completed_by(changes, completion.overrides_of_run)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from roll.pipeline.commands.replaying import Job, run
+
+    rollouts = options.rollouts and options.rollouts.expanduser()
+    return run(Job(options.run.expanduser(), options.step, rollouts), options.overrides, options.started)
 
 
 def _add_bundle(commands: Any) -> None:
