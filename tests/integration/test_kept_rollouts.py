@@ -84,7 +84,9 @@ def test_a_run_on_kept_rollouts_is_the_run_that_kept_them(launch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "keys", [(*KEYS[2:], "adv_estimator=gae"), ("async_generation_ratio=1",)], ids=["all", "async"]
+    "keys",
+    [(*KEYS[2:], "adv_estimator=gae"), ("async_generation_ratio=1", "train_infer_correction.is_weight.enabled=true")],
+    ids=["all", "async"],
 )
 def test_a_step_is_replayed_to_the_bit(launch, ray_cluster, tmp_path, keys):
     first = launch(*keys, "max_steps=3", "save_steps=2", f"rollout_dump_dir={tmp_path / 'kept'}")

@@ -37,6 +37,7 @@ def add_commands(commands: Any) -> None:
     _add_export(commands)
     _add_explain(commands)
     _add_diagnose(commands)
+    _add_watch(commands)
     _add_report(commands)
     _add_compare(commands)
     _add_verify(commands)
@@ -352,6 +353,32 @@ def _diagnose(options: argparse.Namespace) -> int:
         return EXIT_USAGE
     sys.stdout.write(to_json(found.plain(), indent=2) + "\n" if options.json else found.text())
     return 0 if found.learns else 1
+
+
+def _add_watch(commands: Any) -> None:
+    text = "watch a run in the terminal, from any machine that sees its folder, until it ends"
+    parser = add_command(commands, "watch", text, _watch)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder; one that has ended is shown once")
+    parser.add_argument("--once", action="store_true", help="show it once")
+    parser.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between two looks (2)")
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from roll.pipeline.cli import EXIT_OK, EXIT_USAGE
+    from roll.report.live import watch
+
+    if not options.every > 0:
+        options.parser.error(f"watch: --every: got {options.every:g}, expected more than 0")
+    try:
+        watch(options.run.expanduser(), Console(highlight=False), options.every, once=options.once)
+    except ValueError as error:
+        sys.stderr.write(f"roll watch: {error}\n")
+        return EXIT_USAGE
+    except KeyboardInterrupt:  # the way to stop watching
+        pass
+    return EXIT_OK
 
 
 def _add_report(commands: Any) -> None:

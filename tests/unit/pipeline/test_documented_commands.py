@@ -23,18 +23,8 @@ DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md
 TOOLS = {".", "eval", "export", "lm_eval", "openssl", "python3", "ray"}
 """Commands of others, which are not checked."""
 BESIDE = (
-    "eval",
-    "generate",
-    "score",
-    "chat",
-    "serve",
-    "diagnose",
-    "report",
-    "compare",
-    "verify",
-    "replay",
-    "bundle",
-    "export",
+    *("eval", "generate", "score", "chat", "serve", "export", "diagnose", "watch", "report", "compare", "verify"),
+    *("replay", "bundle"),
 )
 """Commands on files that a reader has."""
 PLACEHOLDERS = ("NAME", "KEY", "…", "<")
