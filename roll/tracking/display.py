@@ -287,9 +287,7 @@ def closing_line(summary: Mapping[str, Any], run_dir: Path) -> str:
             ``episodes`` and ``prompts``. Whatever is missing is not mentioned. Where answers alone are measured,
             something was learned, or lost, if the difference is beyond its 95% confidence interval.
     """
-    evals = summary.get("eval") or {}
-    first, last = evals.get("before") or {}, evals.get("after") or {}
-    said = _measures_in_words(first, last, summary.get("steps")) or _answers_in_words(first, last, summary.get("steps"))
+    said = what_was_learned(summary)
     status = summary.get("status", "completed")
     lead = "" if status == "completed" else f"{str(status).capitalize()}. "
     if learned := summary.get("learned"):
@@ -300,6 +298,13 @@ def closing_line(summary: Mapping[str, Any], run_dir: Path) -> str:
     watch = run_dir / "renders" / "index.html"
     look = f"watch {watch}" if watch.exists() else f"see {run_dir}"
     return f"{lead}{said}{work}; {look}"
+
+
+def what_was_learned(summary: Mapping[str, Any]) -> str:
+    """What the evaluations before and after training say, in words; see ``closing_line``."""
+    evals = summary.get("eval") or {}
+    first, last, steps = evals.get("before") or {}, evals.get("after") or {}, summary.get("steps")
+    return _measures_in_words(first, last, steps) or _answers_in_words(first, last, steps)
 
 
 def _measures_in_words(first: Mapping[str, Any], last: Mapping[str, Any], steps: int | None) -> str:
