@@ -108,6 +108,7 @@ class RLPipeline(GroupRules, TrainingLoop):
             metrics |= replay_metrics(batch)
         with self.signals.deferred():  # a stop in here waits: half an update cannot be saved
             with phase("advantage"):
+                self.taken.write_scores(step, batch)
                 lag_metrics = {} if overlap is None else overlap.mismatch_metrics(batch)
                 batch, shaping_metrics = self.shaping(batch)
                 if isinstance(self.roles.teacher, TaggedTeachers):

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from roll.configs.pipeline import TINIES
@@ -26,6 +27,7 @@ from roll.models.tokenizer import policy_tokenizer
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.report.diagnosis import diagnose
 from roll.report.record import RunRecord
+from roll.report.verification import SCORES, SCORES_FILE
 from roll.rollout.admission import Admission
 from roll.rollout.metrics import mean, rollout_metrics, sampled_tokens, spread_metrics
 from roll.rollout.scheduler import RolloutScheduler
@@ -207,6 +209,11 @@ class StepRollouts:
         if looks_learned:
             self._seems = f"{rules.attained(finished):.1%} attained in all that step {step} sampled"
         return looks_learned
+
+    def write_scores(self, step: int, batch: Batch) -> None:
+        """Writes what models said of a step's tokens, where its rollouts are kept."""
+        if (folder := self._config.rollout_dump_dir) is not None:
+            self._session.aside(partial(write_scores, folder, step, batch))
 
     def write_tokens(self, step: int, batch: Batch) -> None:
         """Writes some rows of a step's training batch token by token, beside the groups of ``write_samples``."""
@@ -493,6 +500,12 @@ def write_rollouts(folder: str, step: int, collected: Collected) -> None:
     path = step_folder(folder, step)
     collected.save(path)
     write_atomic(path / "episodes.jsonl", training_lines(collected.groups, collected.rejected))
+
+
+def write_scores(folder: str, step: int, batch: Batch) -> None:
+    """Keeps what models said of a step's tokens before the update, beside its groups: for ``roll verify``."""
+    found = {name: each.contiguous() for name in SCORES if (each := getattr(batch, name)) is not None}
+    save_file(found, step_folder(folder, step) / SCORES_FILE)
 
 
 def write_samples(folder: RunFolder, step: int, collected: Collected, num_groups: int) -> None:
