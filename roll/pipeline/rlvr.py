@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from roll.algorithms.losses import policy_needs
-from roll.algorithms.preferences import build_preference_loss
 from roll.algorithms.selection import best_and_worst
 from roll.configs.batches import describe_batches
 from roll.configs.rlvr import RLVRConfig
@@ -132,8 +131,5 @@ def _run(config: RLVRConfig, run: RunContext, *, datasets: Datasets[PromptDatase
         if (writer := teacher_prompts(config, policy_renderer(config))) is not None:
             assert roles.teacher is not None, "a rule"
             roles.teacher = PrivilegedTeacher(roles.teacher, lambda group: writer.ids(prompts.drawn(group)))
-        if config.online_dpo is None:
-            set_losses(roles, config)
-        else:
-            roles.actor.call("set_loss", build_preference_loss, config.online_dpo)
+        set_losses(roles, config)
     RLVRPipeline(config, run, prompts).run()
