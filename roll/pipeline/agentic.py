@@ -82,7 +82,8 @@ class AgenticRolloutWorkers(RolloutWorkers):
         problems = [each.problem or self._unseen(each) for each in probed]
         if found := dict.fromkeys(filter(None, problems)):
             raise RunFailedError("\n".join(found))
-        self._roles.pictures = any(each.shows_pictures for each in probed)
+        sent = any(agent.pictures for agent in self._config.agents.values())
+        self._roles.pictures = sent or any(each.shows_pictures for each in probed)
 
     def _unseen(self, probed: Probed) -> str:
         """Why an environment's pictures would not reach the policy, in a line; empty: they do, or there are none."""

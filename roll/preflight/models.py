@@ -15,6 +15,7 @@ from roll.configs.engine_rules import compute_dtype, no_pictures
 from roll.configs.engines.card import EngineCard, kind_of, task_of
 from roll.configs.pipeline import SMOLLM2, TINIES, TINY, TINY_VL, PipelineConfig
 from roll.configs.problems import ConfigProblem, show
+from roll.configs.rl import RLConfig
 from roll.configs.rules import TRAINED, Rule, sections
 from roll.configs.schema import did_you_mean, nearest
 from roll.configs.worker import WorkerConfig
@@ -549,6 +550,21 @@ def pictures_refused(config: PipelineConfig) -> str:
     return ""
 
 
+def check_agent_pictures(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Programs send pictures to a policy that takes them alone."""
+    for key, agent in config.agents.items() if isinstance(config, RLConfig) else ():
+        if not agent.pictures:
+            continue
+        why = pictures_refused(config)
+        path = model_folder(config.pretrain) / "config.json"
+        is_blind = config.pretrain in (SMOLLM2, TINY)
+        if path.is_file() and not is_blind:
+            is_blind = not json.loads(path.read_text(encoding="utf-8")).get("vision_config")
+        if why or is_blind:
+            expected = f"false: {why or f'the model {config.pretrain} takes no pictures'}"
+            yield ConfigProblem(f"{key}.pictures", True, expected, involves=("pretrain",))
+
+
 def has_tokenizer(config: PipelineConfig) -> bool:
     """Tells whether the policy's tokenizer is on this machine."""
     own = config.tokenizer_path
@@ -632,6 +648,7 @@ MODEL_CHECKS: tuple[Rule, ...] = (
     check_adapted_layers,
     check_adapter_start,
     check_frozen_parts,
+    check_agent_pictures,
     check_teacher,
 )
 
