@@ -82,8 +82,7 @@ class AgenticRolloutWorkers(RolloutWorkers):
         problems = [each.problem or self._unseen(each) for each in probed]
         if found := dict.fromkeys(filter(None, problems)):
             raise RunFailedError("\n".join(found))
-        sent = any(agent.pictures for agent in self._config.agents.values())
-        self._roles.pictures = sent or any(each.shows_pictures for each in probed)
+        self._roles.pictures = bool(self._config.showing) or any(each.shows_pictures for each in probed)
 
     def _unseen(self, probed: Probed) -> str:
         """Why an environment's pictures would not reach the policy, in a line; empty: they do, or there are none."""

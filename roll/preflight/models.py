@@ -550,11 +550,9 @@ def pictures_refused(config: PipelineConfig) -> str:
     return ""
 
 
-def check_agent_pictures(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Programs send pictures to a policy that takes them alone."""
-    for key, agent in config.agents.items() if isinstance(config, RLConfig) else ():
-        if not agent.pictures:
-            continue
+def check_shown_pictures(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Programs and tools show pictures to a policy that takes them alone."""
+    for key in config.showing if isinstance(config, RLConfig) else ():
         why = pictures_refused(config)
         path = model_folder(config.pretrain) / "config.json"
         is_blind = config.pretrain in (SMOLLM2, TINY)
@@ -562,7 +560,7 @@ def check_agent_pictures(config: PipelineConfig) -> Iterator[ConfigProblem]:
             is_blind = not json.loads(path.read_text(encoding="utf-8")).get("vision_config")
         if why or is_blind:
             expected = f"false: {why or f'the model {config.pretrain} takes no pictures'}"
-            yield ConfigProblem(f"{key}.pictures", True, expected, involves=("pretrain",))
+            yield ConfigProblem(key, True, expected, involves=("pretrain",))
 
 
 def has_tokenizer(config: PipelineConfig) -> bool:
@@ -648,7 +646,7 @@ MODEL_CHECKS: tuple[Rule, ...] = (
     check_adapted_layers,
     check_adapter_start,
     check_frozen_parts,
-    check_agent_pictures,
+    check_shown_pictures,
     check_teacher,
 )
 
