@@ -121,18 +121,18 @@ class Conversation:
         self.finish_reason: FinishReason | None = None
         """Reason why the last answer ended."""
 
-    async def answer(self, words: str, shown: Sequence[Item] = ()) -> AsyncGenerator[str]:
+    async def answer(self, words: str, pictures: Sequence[Item] = ()) -> AsyncGenerator[str]:
         """Says something and yields the answer, piece by piece. If the caller stops, what was sampled by then counts.
 
         Args:
-            shown: pictures in front of the words.
+            pictures: in front of the words.
 
         Raises:
             ValueError: the conversation has become longer than the model takes; it is as it was before.
         """
-        content = joined([{"type": "image", "image": item} for item in shown], words)
+        content = joined([{"type": "image", "image": item} for item in pictures], words)
         message: Message = {"role": "user", "content": content}
-        items = tuple(dict.fromkeys([*self._items, *shown]))
+        items = tuple(dict.fromkeys([*self._items, *pictures]))
         if self._ids is None:
             system: list[Message] = [] if self._system is None else [{"role": "system", "content": self._system}]
             prompt_ids = self._renderer.prompt([*system, message])

@@ -2,15 +2,18 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
 from roll.__main__ import main
 from tests.integration.conftest import rows, write
 from tests.integration.test_agents import assert_trained_is_what_was_sampled
-from tests.support.picture_models import make_picture_model
+from tests.support.picture_models import IMAGE, PROCESSOR, make_picture_model, make_tokenizer
 
 
 def pictured(path: Path) -> None:
@@ -65,3 +68,41 @@ def test_what_a_program_shows_is_trained_as_the_engine_saw_it(rlvr, tmp_path):
     assert metrics["rollout/agent/rewritten_pictures"] == 1 and metrics["rollout/agent/refused"] == 0
     assert metrics["mismatch/logprob_diff_max"] < 1e-4
     assert min(min(row["ids"]) for row in run.logged("trained.jsonl")) < 0
+
+
+@pytest.mark.slow
+def test_a_teacher_who_sees_is_imitated(offline, tmp_path):
+    student, teacher = (
+        make_picture_model(tmp_path / name, "qwen3_vl", seed=seed) for seed, name in enumerate(("student", "teacher"))
+    )
+    noise = np.random.default_rng(0).integers(0, 256, (14, 56, 84, 3), np.uint8)
+    for number, pixels in enumerate(noise):
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+
+    def row(number: int) -> str:
+        shown = [{"type": "image", "image": f"{number}.png"}, {"type": "text", "text": f"{number}?"}]
+        talk = [{"role": "user", "content": shown}, {"role": "assistant", "content": "ab"}]
+        return json.dumps({"messages": talk}) + "\n"
+
+    start = offline("distill", row, f"pretrain={student}", f"teacher_pretrain={teacher}")
+    run = start("prompt_length=48", "sequence_length=64", "max_steps=2")
+    assert run.wait() == 0, run.output
+    told, own = (
+        torch.cat([said(loaded, f"{n}?", noise[n]) for n in range(10, 14)]) / 1.25
+        for loaded in (AutoModelForImageTextToText.from_pretrained(path).double() for path in (teacher, student))
+    )
+    expected = (told.softmax(-1) * (told.log_softmax(-1) - own.log_softmax(-1))).sum(-1).mean().item()
+    assert run.metrics[0]["eval/divergence"] == pytest.approx(expected, rel=1e-3)
+    assert run.metrics[2]["eval/divergence"] < 0.99 * expected
+
+
+@torch.no_grad()
+def said(model: Any, words: str, pixels: np.ndarray) -> torch.Tensor:
+    """Logits in front of the three tokens of the answer, by the model's own forward and picture processor."""
+    tokenizer = make_tokenizer()
+    text = f"<|im_start|>user\n<|vision_start|>{IMAGE * 6}<|vision_end|>{words}<|im_end|>\n<|im_start|>assistant\nab"
+    ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
+    seen = Qwen2VLImageProcessorPil(**PROCESSOR)([Image.fromarray(pixels)], do_resize=False, return_tensors="pt")
+    kinds = (ids == tokenizer.convert_tokens_to_ids(IMAGE)).int()
+    seen["pixel_values"] = seen["pixel_values"].double()
+    return model(input_ids=ids, mm_token_type_ids=kinds, **seen).logits[0, -3:]

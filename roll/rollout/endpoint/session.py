@@ -454,8 +454,8 @@ class Session:
             seed = self._seed(asked, wanted, index)
             name = f"{self._episode.tag}-{self._episode.group_id}-{self._episode.member}-{first + index}"
             params = self._sampling(wanted, seed, self.policy.limits.sequence_length - len(prompt_ids))
-            request = GenerateRequest(name, prompt_ids, params, items=items)
-            requests.append(asyncio.ensure_future(self._generate(request)))
+            asking = self._generate(GenerateRequest(name, prompt_ids, params, items=items))
+            requests.append(asyncio.ensure_future(asking))
         self._asked[asked] += 1
         try:
             completions = list(await asyncio.gather(*requests))
