@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from roll.configs.agentic import AgenticConfig
 from roll.configs.engine_rules import compute_dtype, no_pictures
 from roll.configs.engines.card import EngineCard, kind_of, task_of
 from roll.configs.pipeline import SMOLLM2, TINIES, TINY, TINY_VL, PipelineConfig
@@ -51,8 +50,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def check_models(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Models are ``tiny``, ``smollm2``, a Hugging Face folder, or look like a name on the hub (which is not asked)."""
     for key, model in config.models.items():
-        if model == TINY_VL and not (key == "pretrain" and isinstance(config, AgenticConfig)):
-            yield ConfigProblem(key, model, "another model: this one is made for the policy of environments")
+        if model == TINY_VL and not (key == "pretrain" and isinstance(config, RLConfig)):
+            yield ConfigProblem(key, model, "another model: this one is made for the policy of an RL run")
         if model in TINIES:
             continue
         if model == SMOLLM2:

@@ -200,8 +200,11 @@ def _call(tool: Tool, arguments: dict[str, Any], state: dict[str, Any], max_char
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
         content = content_of(result)
-        is_text = isinstance(content, str)
-        written = _shortened(content, max_chars) if is_text else [_written(part, max_chars) for part in content]
+        written: Any
+        if isinstance(content, str):
+            written = _shortened(content, max_chars)
+        else:
+            written = [_written(part, max_chars) for part in content]
         reply: Reply = {"result": written, "state": state}
     except ToolError as error:
         reply = {"refused": str(error), "state": state}

@@ -66,7 +66,16 @@ class Job:
         problems = Problems()
         files = {str(path): checksum_of(path) for path in find_files(self.files, problems)}
         problems.raise_any()
-        names = ("model", "num_answers", "prompt_key", "answer_key", "system", "chats", "sequence_length", "seed")
+        names: tuple[str, ...] = (
+            "model",
+            "num_answers",
+            "prompt_key",
+            "answer_key",
+            "system",
+            "chats",
+            "sequence_length",
+            "seed",
+        )
         names += ("image_folder",) * (self.image_folder is not None)
         parts = {"model_args", "generating_args", "strategy_args", "data_args"}
         section = self.worker.model_dump(mode="json", include=parts, exclude_defaults=True)
