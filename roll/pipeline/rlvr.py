@@ -125,7 +125,7 @@ def run_rlvr(config: RLVRConfig, started: float | None = None) -> int:
 
 def _run(config: RLVRConfig, run: RunContext, *, datasets: Datasets[PromptDataset]) -> None:
     roles, prompts = run.roles, PromptRolloutWorkers(config, run, datasets.train, datasets.val)
-    roles.pictures = datasets.have_pictures
+    roles.pictures = datasets.have_pictures or bool(config.showing)
     prompts.begin_setup()
     with run.set_up(config, prompts):
         if (writer := teacher_prompts(config, policy_renderer(config))) is not None:
