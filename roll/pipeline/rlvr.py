@@ -27,14 +27,13 @@ from roll.pipeline.prompts import (
     make_data,
     prompt_workers,
     reward_metrics,
-    teacher_prompts,
 )
 from roll.pipeline.rl import RLPipeline, set_losses
 from roll.pipeline.rollouts import MAX_SHOWN, keep_episodes, passes_filter, play_held_out
 from roll.pipeline.start import RunContext
-from roll.pipeline.teachers import PrivilegedTeacher
+from roll.pipeline.teachers import PrivilegedTeacher, teacher_prompts
 from roll.preflight.templates import policy_renderer
-from roll.report.page import save_answers
+from roll.report.render import save_answers
 from roll.rewards.scorer import best_reward
 from roll.rollout.types import OVER_BUDGET, Collected, RolloutGroup
 

@@ -18,7 +18,7 @@ from roll.utils.foreign import Fault
 
 if TYPE_CHECKING:
     from roll.distributed.strategy.base import States
-    from roll.rewards.judge_model import HostedJudge, HostedModel
+    from roll.rewards.judge import HostedJudge, HostedModel
 
 
 class Hosted(Protocol):
@@ -108,7 +108,7 @@ class JudgeWorker(HostingWorker):
 
 def _judge(config: AskedModelConfig) -> HostedJudge:
     from roll.distributed.strategy.generation.alone import HostedGenerator  # imports torch
-    from roll.rewards.judge_model import HostedJudge
+    from roll.rewards.judge import HostedJudge
 
     host = partial(HostedGenerator, devices=config.num_gpus_per_worker)
     sampling = SamplingParams(max_new_tokens=config.max_tokens, temperature=config.temperature)

@@ -8,8 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from roll.agentic.tools.tool import Tool, ToolError
-from roll.agentic.tools.types import ToolSchema
+from roll.agentic.tools.tool import Tool, ToolError, ToolSchema
 from roll.configs.tools import McpServerConfig
 
 if TYPE_CHECKING:

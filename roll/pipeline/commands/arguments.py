@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from roll.configs.shipped import SHIPPED
+from roll.configs import SHIPPED
 from roll.pipeline.cli import locate
 from roll.pipeline.commands import completion
 

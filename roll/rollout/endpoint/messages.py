@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, FailFast, Field
 
-from roll.agentic.tools.types import AssistantTurn
+from roll.agentic.tools.tool import AssistantTurn
 from roll.data.renderer import Message, Tool
 from roll.rollout.endpoint.errors import ApiError, unsupported
 
