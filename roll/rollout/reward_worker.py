@@ -7,8 +7,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
-from ray.exceptions import RayActorError
-
 from roll.configs.judge import AskedModelConfig, JudgeEngine
 from roll.configs.rewards import RewardConfig
 from roll.data.requests import JudgeQuestion, SamplingParams
@@ -203,6 +201,8 @@ class WorkerClient(Generic[ItemT, ToldT]):
         finally:
             self._in_flight[worker] -= len(waiting)
         if (error := fault.error) is not None:
+            from ray.exceptions import RayActorError  # half a second, which environments outside a run do without
+
             died = isinstance(error, RayActorError)
             failure = EngineUnavailableError(f"worker {worker} of {self.name} died: {error}") if died else error
             outcomes = [failure] * len(waiting)
