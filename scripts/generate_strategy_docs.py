@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from roll.configs.preference import PreferenceLoss
-from roll.configs.reward_training import RewardLoss
+from roll.configs.preference import PreferenceLoss, RewardLoss
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

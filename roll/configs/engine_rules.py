@@ -109,9 +109,10 @@ def compute_dtype(role: str, worker: WorkerConfig) -> tuple[str, str | None]:
 
 def no_pictures(config: PipelineConfig) -> str:
     """Why a run's prompts must have no pictures, in words; empty: they may."""
-    for key, what in (("agent", "agent programs get text"), ("teacher_prompt", "it is text")):
-        if getattr(config, key, None) is not None:
-            return f"{key} is set, and {what}"
+    if (agent := getattr(config, "agent", None)) is not None and not agent.pictures:
+        return "agent is set without agent.pictures: programs get text"
+    if getattr(config, "teacher_prompt", None) is not None:
+        return "teacher_prompt is set, and it is text"
     for role, worker in config.roles.items():
         card = worker.strategy_args.card
         if card is not None and (why := card.no_pictures(worker)):

@@ -29,8 +29,7 @@ from roll.algorithms.quantities import BASIC, Divergence, Quantity
 from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
 from roll.configs.distill import DistillLossConfig
 from roll.configs.divergence import DivergenceConfig
-from roll.configs.preference import PreferenceConfig
-from roll.configs.reward_training import RewardLossConfig
+from roll.configs.preference import PreferenceConfig, RewardLossConfig
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.data.kept_sets import kept_item

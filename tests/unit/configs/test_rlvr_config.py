@@ -14,11 +14,10 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.batches import describe_batches
 from roll.configs.compose import compose_config
 from roll.configs.distill import DistillConfig
-from roll.configs.dpo import DPOConfig
 from roll.configs.loader import load_composed, load_config, validate
 from roll.configs.pipeline import ProfilerConfig
+from roll.configs.preference import DPOConfig, RewardTrainingConfig
 from roll.configs.problems import ConfigErrors
-from roll.configs.reward_training import RewardTrainingConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.worker import WorkerConfig
 from roll.models.tiny import make_tokenizer

@@ -36,7 +36,7 @@ from roll.configs.divergence import DivergenceConfig
 from roll.data.batch import Batch
 from roll.data.kept_sets import kept_item
 from roll.data.packing import packed_row, rectangle, row_with_shared_prompts, take_micro_batch
-from roll.models.heads import VALUE_HEAD_FILE, ValueHead, load_teacher_layer, load_value_head
+from roll.models.heads import VALUE_HEAD_FILE, ValueHead, load_output_layer, load_value_head
 from roll.models.loading import load_causal_lm, to_hf_weights
 from roll.models.routing import expert_sizes
 from roll.models.scoring import TokenScorer, score_batch, score_input
@@ -579,7 +579,7 @@ def asked(teacher: PreTrainedModel, batch: Batch, top_k: int | None) -> Batch:
 
 
 def beside(student: PreTrainedModel, teacher: Path | None, config: DivergenceConfig, num_ids: int) -> TokenScorer:
-    layer = None if teacher is None else load_teacher_layer(str(teacher), torch.float32).rows(0, 37)
+    layer = None if teacher is None else load_output_layer(str(teacher), torch.float32).rows(0, 37)
     divergence = Divergence(config, 0.8, None if teacher is None else str(teacher), num_ids, layer=layer)
     return TokenScorer(student, temperature=1.3, needs=(*BASIC, divergence))
 

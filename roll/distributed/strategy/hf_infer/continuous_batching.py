@@ -38,12 +38,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from roll.configs.engines.hf_infer import WINDOWED, layer_kinds
 from roll.data.columns import ExpertArray, IntArray, columns_of, unknown
 from roll.data.identity import identity, vocabulary_ids
 from roll.data.kept_sets import kept_item
 from roll.data.requests import Completion, FinishReason, GenerateRequest
 from roll.distributed.strategy.generation.generator import Counters
-from roll.distributed.strategy.hf_infer.model_fit import WINDOWED, layer_kinds
 from roll.distributed.strategy.hf_infer.slot_cache import SlotCache
 from roll.models.pictures import Tower
 from roll.models.routing import ExpertRouting
