@@ -224,6 +224,12 @@ class RLConfig(OverlapConfig, AdditionalPromptsConfig, AlgorithmConfig, OnPolicy
         return {}
 
     @property
+    def showing(self) -> list[str]:
+        """Keys by which agent programs and tools may show pictures to the policy."""
+        keys = [f"{key}.pictures" for key, agent in self.agents.items() if agent.pictures]
+        return [*keys, *["tools.pictures"] * (self.tools is not None and self.tools.pictures)]
+
+    @property
     def functions(self) -> dict[str, str]:
         """Functions of the user's in the training step, ``package.module:function``, by key."""
         named = {"adv_estimator": self.adv_estimator, "pg_variant": self.pg_variant}

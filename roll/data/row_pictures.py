@@ -1,13 +1,21 @@
-"""The pictures of a dataset's row: those of a column, in the places of their marks, and those that are parts."""
+"""The pictures of a dataset's rows: those of a column, in the places of their marks, and those that are parts.
+
+``ItemSpool`` keeps them on disk.
+"""
 
 from __future__ import annotations
 
 import json
+import mmap
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import numpy as np
+
+from roll.data.columns import Item
 from roll.data.pictures import PictureError, Pictures, Source, located
 from roll.data.tool_messages import PICTURE, Content, Message, joined, text_of
 
@@ -21,11 +29,11 @@ REFUSED = {
 """Types of other parts, and what is said of them."""
 _FORMS = ("image", "image_url", "url", "path", "base64", "bytes")
 """Keys of a part under which a picture is looked for."""
-_ASKING = ("user", "tool")
-"""Roles in whose messages marks stand for pictures."""
+SHOWING = ("user", "tool")
+"""Roles that show pictures; in words of theirs, marks stand for them."""
 
 
-def picture_part(part: Mapping[str, Any], place: str, folder: Path) -> Mapping[str, Any]:
+def picture_part(part: Mapping[str, Any], place: str, folder: Path | None) -> Mapping[str, Any]:
     """A part of a message that is a picture; without one of its own it waits for one of the column's.
 
     Raises:
@@ -42,8 +50,11 @@ def picture_part(part: Mapping[str, Any], place: str, folder: Path) -> Mapping[s
     return {"type": "image", "image": source_of(given, f"{place}.{forms[0]}", folder)}
 
 
-def source_of(value: Any, place: str, folder: Path) -> Source:
+def source_of(value: Any, place: str, folder: Path | None) -> Source:
     """A picture's source.
+
+    Args:
+        folder: of its path; ``None``: it may have none.
 
     Raises:
         PictureError: there is no such file, or what was given is no picture.
@@ -95,7 +106,7 @@ def with_column(messages: Sequence[Message], sources: Sequence[Source], column: 
 
 
 def _count(message: Message) -> int:
-    if message["role"] not in _ASKING:
+    if message["role"] not in SHOWING:
         return 0
     return _waiting(message) + sum(text_of([part]).count(PICTURE) for part in _parts(message) if part["type"] == "text")
 
@@ -142,8 +153,7 @@ def with_items(messages: Sequence[Message], pictures: Pictures | None, *, blank:
     if pictures is None:
         unread = "data_args.image: null: the column is not read"
         raise PictureError(f"{len(sources)} pictures, but the model has no processor for them ({unread})")
-    make = pictures.blank if blank else pictures.item
-    return tuple(_replaced(message, make) for message in messages)
+    return replaced(messages, pictures.blank if blank else pictures.item)
 
 
 def read_sources(messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -152,11 +162,58 @@ def read_sources(messages: Sequence[Message]) -> tuple[Message, ...]:
     Raises:
         PictureError: a file cannot be read.
     """
-    return tuple(_replaced(message, Source.read) for message in messages)
+    return replaced(messages, Source.read)
 
 
-def _replaced(message: Message, make: Any) -> Message:
-    if isinstance(message["content"], str):
-        return message
-    shown = [{**part, "image": make(part["image"])} if part["type"] == "image" else part for part in _parts(message)]
-    return {**message, "content": shown}
+def replaced(messages: Sequence[Message], make: Callable[[Source], Any]) -> tuple[Message, ...]:
+    """The messages of a row with what ``make`` gives in place of the sources."""
+    return tuple(
+        message
+        if isinstance(message["content"], str)
+        else {**message, "content": [_part(part, make) for part in _parts(message)]}
+        for message in messages
+    )
+
+
+def _part(part: Mapping[str, Any], make: Callable[[Source], Any]) -> Mapping[str, Any]:
+    return {**part, "image": make(part["image"])} if part["type"] == "image" else part
+
+
+_FILE = 1 << 30
+"""Bytes of a file, unless one item has more."""
+
+
+class ItemSpool:
+    """Keeps each different item once, in ``TMPDIR``."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Item] = {}
+        self._file: IO[bytes] | None = None
+        self._map: mmap.mmap | None = None
+        self._end = 0
+
+    def keep(self, item: Item) -> Item:
+        """An equal item that takes no memory.
+
+        Raises:
+            OSError: no space is left.
+        """
+        if (known := self._known.get(item.hash)) is None:
+            known = self._known[item.hash] = self._written(item)
+        return known
+
+    def _written(self, item: Item) -> Item:
+        size = item.data.nbytes
+        if self._map is None or self._end + size > len(self._map):
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115 (it ends with the last item in it)
+            self._file.truncate(max(_FILE, size))
+            self._map, self._end = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ), 0
+        assert self._file is not None
+        self._file.seek(self._end)
+        self._file.write(item.data.tobytes())
+        self._file.flush()
+        data = np.frombuffer(self._map, np.uint8, size, self._end).reshape(item.data.shape)
+        self._end += size
+        kept = Item(data)
+        vars(kept)["hash"] = item.hash  # it need not be read for that
+        return kept

@@ -21,8 +21,8 @@ from roll.algorithms.losses import build_sft_loss
 from roll.configs.agentic import AgenticConfig
 from roll.configs.data import DataArguments
 from roll.configs.distill import DistillConfig
-from roll.configs.dpo import DPOConfig
 from roll.configs.pipeline import TINY_VL, PipelineConfig, SupervisedStartConfig
+from roll.configs.preference import DPOConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.tools import ToolConfig, ToolsConfig
 from roll.configs.worker import TrainingArguments
@@ -31,7 +31,7 @@ from roll.data.conversations import load_conversations
 from roll.demo.scripted_play import ScriptedPlay
 from roll.models.tiny import RECIPE_VERSION, make_tiny_model
 from roll.pipeline.agentic import AgenticRolloutWorkers
-from roll.pipeline.offline.training import OfflineTraining
+from roll.pipeline.offline.pipeline import OfflineTraining
 from roll.pipeline.prompts import PromptRolloutWorkers
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_workers import RolloutWorkers

@@ -26,14 +26,13 @@ from roll.pipeline.prompts import (
     make_data,
     prompt_workers,
     reward_metrics,
-    teacher_prompts,
 )
 from roll.pipeline.rl import RLPipeline, set_losses
 from roll.pipeline.rollouts import MAX_SHOWN, keep_episodes, passes_filter, play_held_out
 from roll.pipeline.start import RunContext
-from roll.pipeline.teachers import PrivilegedTeacher
+from roll.pipeline.teachers import PrivilegedTeacher, teacher_prompts
 from roll.preflight.templates import policy_renderer
-from roll.report.page import save_answers
+from roll.report.render import save_answers
 from roll.rewards.scorer import best_reward
 from roll.rollout.types import OVER_BUDGET, Collected, RolloutGroup
 
@@ -126,7 +125,7 @@ def run_rlvr(config: RLVRConfig, started: float | None = None) -> int:
 
 def _run(config: RLVRConfig, run: RunContext, *, datasets: Datasets[PromptDataset]) -> None:
     roles, prompts = run.roles, PromptRolloutWorkers(config, run, datasets.train, datasets.val)
-    roles.pictures = datasets.have_pictures
+    roles.pictures = datasets.have_pictures or bool(config.showing)
     prompts.begin_setup()
     with run.set_up(config, prompts):
         if (writer := teacher_prompts(config, policy_renderer(config))) is not None:

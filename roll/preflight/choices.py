@@ -15,14 +15,13 @@ from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.arguments import argument_problems
 from roll.configs.data import ATTRIBUTE_PATH
 from roll.configs.distill import DistillConfig
-from roll.configs.dpo import DPOConfig
 from roll.configs.engines import strategy_names
 from roll.configs.engines.card import VERBS, task_of
 from roll.configs.offline import SFTConfig
 from roll.configs.pipeline import TINIES, PipelineConfig
+from roll.configs.preference import DPOConfig, RewardTrainingConfig
 from roll.configs.problems import ConfigProblem, Words
 from roll.configs.prompts import DataGeneratorConfig, PromptsConfig
-from roll.configs.reward_training import RewardTrainingConfig
 from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import Rule, sections
@@ -33,7 +32,7 @@ from roll.distributed.cluster.errors import PlacementError
 from roll.distributed.cluster.resources import RoleRequest, plan_placement, pretend_nodes
 from roll.distributed.strategy import STRATEGIES
 from roll.preflight.models import MODEL_CHECKS
-from roll.preflight.templates import check_dialect
+from roll.preflight.templates import check_dialect, check_results
 from roll.rollout.schedule import Schedule
 from roll.tracking.trackers import TRACKERS, tracker_options
 from roll.utils.foreign import Fault, describe_error
@@ -343,7 +342,7 @@ _CHECKS: tuple[Rule, ...] = (
     check_replay,
 )
 CHECKS: dict[type[PipelineConfig], tuple[Rule, ...]] = {
-    AgenticConfig: (check_envs, check_tools, check_dialect, check_agents, *_CHECKS),
+    AgenticConfig: (check_envs, check_tools, check_dialect, check_results, check_agents, *_CHECKS),
     RLVRConfig: (
         check_verifiers,
         check_reward_parts,
@@ -352,6 +351,7 @@ CHECKS: dict[type[PipelineConfig], tuple[Rule, ...]] = {
         check_tools,
         check_told_tools,
         check_dialect,
+        check_results,
         check_agents,
         *_CHECKS,
     ),

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from roll.configs.agentic import AgenticConfig
 from roll.configs.engine_rules import compute_dtype, no_pictures
 from roll.configs.engines.card import EngineCard, kind_of, task_of
 from roll.configs.pipeline import SMOLLM2, TINIES, TINY, TINY_VL, PipelineConfig
 from roll.configs.problems import ConfigProblem, show
+from roll.configs.rl import RLConfig
 from roll.configs.rules import TRAINED, Rule, sections
 from roll.configs.schema import did_you_mean, nearest
 from roll.configs.worker import WorkerConfig
@@ -39,8 +39,8 @@ from roll.models.tokenizer import (
     special_ids_beyond,
 )
 from roll.models.weight_files import INDEX, SINGLE, no_weights, other_weights, shown
+from roll.tracking.checkpointer import find_saved
 from roll.tracking.files import CheckpointError
-from roll.tracking.saved import find_saved
 from roll.utils.registry import extra, import_path
 
 GENERATION_FILE = "generation_config.json"
@@ -50,8 +50,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def check_models(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Models are ``tiny``, ``smollm2``, a Hugging Face folder, or look like a name on the hub (which is not asked)."""
     for key, model in config.models.items():
-        if model == TINY_VL and not (key == "pretrain" and isinstance(config, AgenticConfig)):
-            yield ConfigProblem(key, model, "another model: this one is made for the policy of environments")
+        if model == TINY_VL and not (key == "pretrain" and isinstance(config, RLConfig)):
+            yield ConfigProblem(key, model, "another model: this one is made for the policy of an RL run")
         if model in TINIES:
             continue
         if model == SMOLLM2:
@@ -521,7 +521,7 @@ def check_teacher(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if kind_of(role) != "teacher" or not _is_here(teacher):
             continue
         try:
-            trust = {"trust_policy": config.trusts("actor_train"), "trust_teacher": config.trusts(role)}
+            trust = {"trust_policy": config.trusts("actor_train"), "trust_other": config.trusts(role)}
             check_same_ids(config.pretrain, teacher, config.tokenizer_path, **trust)
         except ValueError as error:
             expected = "a model with the policy's vocabulary, or in an RL run align_tokenizers: text"
@@ -547,6 +547,19 @@ def pictures_refused(config: PipelineConfig) -> str:
             families = ", ".join(FAMILIES)
             return f"{key} is of the family {entries.get('model_type')}, expected one that was compared: {families}"
     return ""
+
+
+def check_shown_pictures(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Programs and tools show pictures to a policy that takes them alone."""
+    for key in config.showing if isinstance(config, RLConfig) else ():
+        why = pictures_refused(config)
+        path = model_folder(config.pretrain) / "config.json"
+        is_blind = config.pretrain in (SMOLLM2, TINY)
+        if path.is_file() and not is_blind:
+            is_blind = not json.loads(path.read_text(encoding="utf-8")).get("vision_config")
+        if why or is_blind:
+            expected = f"false: {why or f'the model {config.pretrain} takes no pictures'}"
+            yield ConfigProblem(key, True, expected, involves=("pretrain",))
 
 
 def has_tokenizer(config: PipelineConfig) -> bool:
@@ -632,6 +645,7 @@ MODEL_CHECKS: tuple[Rule, ...] = (
     check_adapted_layers,
     check_adapter_start,
     check_frozen_parts,
+    check_shown_pictures,
     check_teacher,
 )
 

@@ -25,7 +25,7 @@ from roll.algorithms.shaping import Shaping, shape_rewards, with_old_policy
 from roll.algorithms.types import LossContext, TokenScores
 from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
-from roll.rollout.metrics import overlap_metrics
+from roll.rollout.metrics import kept_metrics, overlap_metrics
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import VALID_UNKNOWN, Collected
 from roll.tracking.files import read_json_lines
@@ -244,6 +244,7 @@ def _of_rollouts(
     found = {
         "rollout/duplicate_prompts": 1 - len(set(prompts)) / max(1, len(prompts)),
         "rollout/filtered": float(len(collected.rejected)),
+        **kept_metrics(finished),
     }
     if config.overlaps:
         nothing_waits = cast(Any, SimpleNamespace(ready=[], running=[]))

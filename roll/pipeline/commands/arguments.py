@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from roll.configs.shipped import SHIPPED
+from roll.configs import SHIPPED
 from roll.pipeline.cli import locate
 from roll.pipeline.commands import completion
 
@@ -76,6 +76,9 @@ def _add_generate(commands: Any) -> None:
         "--prompt-key", metavar="COLUMN", help="column with texts or lists of messages (messages, else prompt)"
     )
     parser.add_argument("--answer-key", metavar="COLUMN", default="answers", help="column for the responses (answers)")
+    parser.add_argument(
+        "--image-folder", metavar="DIR", help="folder of the pictures that rows name (that of the file of prompts)"
+    )
     parser.add_argument("--chat", action="store_true", help="send texts as messages, through the chat template")
     parser.add_argument("-n", type=int, default=1, metavar="N", help="responses per prompt (1)")
     parser.add_argument("--concurrency", type=int, default=128, metavar="N", help="requests at the same time (128)")
@@ -104,6 +107,7 @@ def _generate(options: argparse.Namespace) -> int:
         num_answers=options.n,
         prompt_key=options.prompt_key,
         answer_key=options.answer_key,
+        image_folder=options.image_folder,
         system=options.system,
         chats=options.chat,
         sequence_length=options.max_length,

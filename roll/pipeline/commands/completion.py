@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.shipped import SHIPPED, config_groups
+from roll.configs import SHIPPED, config_groups
 from roll.pipeline.cli import locate
 from roll.pipeline.programs import PROGRAMS, configurations, key_names
 from roll.utils.registry import import_path

@@ -12,9 +12,8 @@ from typing import Any
 import yaml
 
 from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
-from roll.tracking.checkpointer import Checkpointer
+from roll.tracking.checkpointer import CONFIG_FILE, POLICY, Checkpointer, Saved, find_saved
 from roll.tracking.files import CheckpointError, find_damage
-from roll.tracking.saved import CONFIG_FILE, POLICY, Saved, find_saved
 
 _CARD = "README.md"
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]i?)?B?", re.IGNORECASE)
