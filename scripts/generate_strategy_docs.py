@@ -88,6 +88,8 @@ def options(row: Mapping[str, Any]) -> str:
     given = flat(row["strategy_config"]) | row["model_args"] | row["worker"]
     if row["task"].startswith("routed"):
         given["router_replay.mode"] = "R2"
+    elif row["task"] == "kept":
+        given["replay_kept_sets"] = 12
     elif row["task"] not in ("policy", "grouped"):
         keys = {"preference_loss": get_args(PreferenceLoss), "reward_loss": get_args(RewardLoss)}
         key = next((key for key, names in keys.items() if row["task"] in names), "kd_objective")

@@ -107,6 +107,11 @@ class AgentConfig(Config):
         "the reward to the file ROLL_REWARD (reward verify).",
     )
     verify_timeout: float = Field(default=60.0, gt=0, description="Seconds for `verify`.")
+    pictures: bool = Field(
+        default=False,
+        description="Requests may have pictures, and the program gets those of its prompt or environment, as data "
+        "URIs. Needs a policy that takes pictures.",
+    )
     port: int = Field(
         default=0,
         ge=0,

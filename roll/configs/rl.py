@@ -159,7 +159,8 @@ class RLConfig(OverlapConfig, AdditionalPromptsConfig, AlgorithmConfig, OnPolicy
         default=None,
         min_length=1,
         description="Folder for every step's training rollouts: step-<n>/episodes.jsonl to read, and all of their "
-        "tokens, for rollout_replay_dir. null: they are not saved.",
+        "tokens with the log-probs before the update, for rollout_replay_dir, roll replay and roll verify. "
+        "null: they are not saved.",
     )
     rollout_replay_dir: str | None = Field(
         default=None,
@@ -221,6 +222,12 @@ class RLConfig(OverlapConfig, AdditionalPromptsConfig, AlgorithmConfig, OnPolicy
     def agents(self) -> dict[str, AgentConfig]:
         """The agent programs by the key of their section."""
         return {}
+
+    @property
+    def showing(self) -> list[str]:
+        """Keys by which agent programs and tools may show pictures to the policy."""
+        keys = [f"{key}.pictures" for key, agent in self.agents.items() if agent.pictures]
+        return [*keys, *["tools.pictures"] * (self.tools is not None and self.tools.pictures)]
 
     @property
     def functions(self) -> dict[str, str]:

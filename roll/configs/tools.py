@@ -118,6 +118,11 @@ class ToolsConfig(Config):
     tool_response_truncate_side: Literal["left", "middle", "right"] = Field(
         default="middle", description="Where a result that is too long is cut."
     )
+    pictures: bool = Field(
+        default=False,
+        description="Results may have pictures. Needs a policy that takes them and a chat template that writes them in "
+        "results. false: an error for a tool, [image] in the text of a server.",
+    )
     malformed_call_penalty: float = Field(
         default=0.0, le=0, description="Added to the reward of a turn for each call that cannot be parsed."
     )

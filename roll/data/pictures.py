@@ -395,13 +395,14 @@ def located(source: Any, folder: Path | None) -> Any:
         return source
     if not isinstance(source, str) or not source.strip():
         got = "null" if source is None else "an empty text" if isinstance(source, str) else type(source).__name__
-        raise PictureError(f"{got}, expected a picture: bytes, base64, a data URI or a path")
+        raise PictureError(f"{got}, expected a picture: bytes, base64, a data URI{' or a path' * (folder is not None)}")
     if data := _DATA.match(source):
         if not (data["kind"] or "image/").startswith("image/") or ";base64" not in data["more"]:
             raise PictureError(f"a data URI of {source[:40]!r}, expected data:image/png;base64,… or another picture's")
         return _decoded(source[data.end() :])
     if _URL.match(source) and not source.startswith("file://"):
-        raise PictureError(f"{source[:80]!r}: pictures are not fetched from addresses, expected a path or the bytes")
+        expected = "base64 or a data URI" if folder is None else "a path or the bytes"
+        raise PictureError(f"{source[:80]!r}: pictures are not fetched from addresses, expected {expected}")
     if _BASE64.fullmatch(source) and (found := _decoded(source)).startswith(_MAGIC):
         return found
     if folder is None:

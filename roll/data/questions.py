@@ -13,7 +13,8 @@ from roll.configs.data import DataArguments
 from roll.data.files import Problems, Row, read_rows
 from roll.data.identity import conversation_digest
 from roll.data.prompt_rows import Message, RowError, check_encodable, finite, lookup, row_messages, row_tools
-from roll.data.tool_messages import Tool, text_of
+from roll.data.row_pictures import PARTS, sources_in
+from roll.data.tool_messages import PICTURE, Tool, text_of
 
 PROMPTS = ("messages", "prompt")
 """Columns that a question is looked for in."""
@@ -29,7 +30,7 @@ class Question:
     """A question."""
 
     messages: tuple[Message, ...]
-    """The conversation to go on with; the last is the user's."""
+    """The conversation to go on with; the last is the user's. Its pictures are ``Source``s."""
     tools: tuple[Tool, ...] | None
     """Functions that the row tells of."""
     is_text: bool
@@ -40,9 +41,20 @@ class Question:
         """The last message."""
         return text_of(self.messages[-1]["content"])
 
+    @property
+    def has_pictures(self) -> bool:
+        """Tells whether there are pictures in the messages."""
+        return bool(sources_in(self.messages))
+
 
 def read_questions(
-    files: Sequence[str], column: str | None, problems: Problems, *, system: str | None = None, without: str = ANSWERS
+    files: Sequence[str],
+    column: str | None,
+    problems: Problems,
+    *,
+    system: str | None = None,
+    without: str = ANSWERS,
+    image_folder: str | None = None,
 ) -> Iterator[tuple[Row, Question]]:
     """The questions of files, in order; what is wrong goes to ``problems``.
 
@@ -51,20 +63,25 @@ def read_questions(
         column: of the question, a text or a list of messages; ``None``: the first of ``PROMPTS`` that there is.
         system: message of the system, for the rows that have none.
         without: a column that the rows must not have, as it will be written.
+        image_folder: as ``DataArguments.image_folder``; the column of pictures is ``images``.
     """
     for row in read_rows(files, problems):
         try:
             if without in row.values:
                 raise RowError(f"column {without!r} exists already; expected an unused name: --answer-key NAME")
-            if row.values.get(_PICTURES):
-                raise RowError(f"column {_PICTURES!r}: questions with pictures are not asked here, expected none")
-            yield row, question_of(row.values, column, system)
+            folder = Path(row.file).parent if image_folder is None else Path(image_folder).expanduser()
+            yield row, question_of(row.values, column, system, folder)
         except RowError as error:
             problems.add(row.place, str(error))
 
 
-def question_of(values: Mapping[str, Any], column: str | None, system: str | None = None) -> Question:
+def question_of(
+    values: Mapping[str, Any], column: str | None, system: str | None = None, folder: Path | None = None
+) -> Question:
     """The question of a row.
+
+    Args:
+        folder: of its pictures; ``None``: none are read.
 
     Raises:
         RowError: there is none, or it is no text and no list of messages that ends with the user's.
@@ -76,7 +93,7 @@ def question_of(values: Mapping[str, Any], column: str | None, system: str | Non
             raise RowError(f"no column {' or '.join(map(repr, PROMPTS))}, the row has {names}; name it: --prompt-key")
     talks = column == PROMPTS[0] or isinstance(lookup(values, column), list)
     args = _columns(column, talks, system)
-    return Question(row_messages(values, args), row_tools(values, args), is_text=not talks)
+    return Question(row_messages(values, args, folder), row_tools(values, args), is_text=not talks)
 
 
 def question_in(info: Mapping[str, Any], observation: str) -> list[Message]:
@@ -96,11 +113,30 @@ def question_in(info: Mapping[str, Any], observation: str) -> list[Message]:
 
 @functools.cache
 def _columns(column: str, talks: bool, system: str | None) -> DataArguments:
-    keys: dict[str, Any] = {"messages" if talks else "prompt": column, "image": None}
+    keys: dict[str, Any] = {"messages" if talks else "prompt": column}
     return DataArguments(**keys, system_prompt=system)
 
 
 _PICTURES = DataArguments.model_fields["image"].default
+
+
+def _in_words(values: Mapping[str, Any], column: str) -> Mapping[str, Any]:
+    """A row with ``<image>`` for its pictures, which are not looked at: they may lie elsewhere."""
+    said = values.get(column)
+    if isinstance(said, list):
+        return {**values, column: [_message_in_words(message) for message in said]}
+    shown = values.get(_PICTURES) or ()
+    marks = PICTURE * (len(shown) if isinstance(shown, list) else 1)
+    return {**values, column: f"{marks}{said}"} if shown and isinstance(said, str) and PICTURE not in said else values
+
+
+def _message_in_words(message: Any) -> Any:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, list):
+        return message
+    mark = {"type": "text", "text": PICTURE}
+    parts = [mark if isinstance(part, Mapping) and part.get("type") in PARTS else part for part in content]
+    return {**message, "content": parts}
 
 
 TURNS = "turns"
@@ -175,11 +211,11 @@ def _answered(row: Row, columns: AnswerColumns) -> ResponseRow:
         said = lookup(values, column)
     except RowError as error:
         raise RowError(f"{error}; name the answers' column: --answer-key") from error
-    question = None
-    if columns.prompt is not None or any(name in values for name in PROMPTS):
-        question = question_of(values, columns.prompt)
+    question, asked = None, columns.prompt or next((name for name in PROMPTS if name in values), None)
+    if asked is not None:
+        question = question_of(_in_words(values, asked), asked)
     messages = () if question is None else question.messages
-    used = {column, columns.truth, columns.tag, columns.prompt, *PROMPTS}
+    used = {column, columns.truth, columns.tag, columns.prompt, _PICTURES, *PROMPTS}
     return ResponseRow(
         row,
         prompt="" if question is None else question.text,
@@ -188,8 +224,15 @@ def _answered(row: Row, columns: AnswerColumns) -> ResponseRow:
         truth=_truth(values, columns.truth),
         tag=_tag(values.get(columns.tag)),
         extra={name: value for name, value in values.items() if name not in used},
-        group=str(values["id"]) if "id" in values else conversation_digest(messages) if messages else row.name,
+        group=str(values["id"]) if "id" in values else _group(values, asked, messages) or row.name,
     )
+
+
+def _group(values: Mapping[str, Any], asked: str | None, messages: Sequence[Message]) -> str:
+    """Equal for equal questions, with equal pictures where they have some."""
+    shows = any(PICTURE in text_of(message["content"]) for message in messages)
+    shown = [{"role": "", "content": repr((values.get(_PICTURES), values.get(asked or "")))}] * shows
+    return conversation_digest([*messages, *shown]) if messages else ""
 
 
 def _answers(said: Any, column: str) -> tuple[Answer | None, ...]:

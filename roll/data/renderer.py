@@ -565,6 +565,20 @@ class ChatRenderer:
         return any(_PROBE in (self._try(_probe_call(text)) or "") for text in (False, True))
 
     @cached_property
+    def shows_results(self) -> bool:
+        """Tells whether a picture in a tool's result is shown."""
+        from jinja2 import TemplateError
+
+        if self.pictures is None:
+            return False
+        *before, result = _probe_call(False)
+        shown = {**result, "content": [{"type": "image", "image": None}]}
+        try:
+            return self.pictures.mark in self.text([*before, shown], [_PROBE_TOOL], open_assistant=True)
+        except (TemplateError, TypeError):
+            return False
+
+    @cached_property
     def _joins_arguments(self) -> bool:
         """Tells whether the template takes the arguments of calls as JSON texts alone."""
         return self._try(_probe_call(False)) is None and self._try(_probe_call(True)) is not None

@@ -9,7 +9,7 @@ import json
 import mmap
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,11 +29,11 @@ REFUSED = {
 """Types of other parts, and what is said of them."""
 _FORMS = ("image", "image_url", "url", "path", "base64", "bytes")
 """Keys of a part under which a picture is looked for."""
-_ASKING = ("user", "tool")
-"""Roles in whose messages marks stand for pictures."""
+SHOWING = ("user", "tool")
+"""Roles that show pictures; in words of theirs, marks stand for them."""
 
 
-def picture_part(part: Mapping[str, Any], place: str, folder: Path) -> Mapping[str, Any]:
+def picture_part(part: Mapping[str, Any], place: str, folder: Path | None) -> Mapping[str, Any]:
     """A part of a message that is a picture; without one of its own it waits for one of the column's.
 
     Raises:
@@ -50,8 +50,11 @@ def picture_part(part: Mapping[str, Any], place: str, folder: Path) -> Mapping[s
     return {"type": "image", "image": source_of(given, f"{place}.{forms[0]}", folder)}
 
 
-def source_of(value: Any, place: str, folder: Path) -> Source:
+def source_of(value: Any, place: str, folder: Path | None) -> Source:
     """A picture's source.
+
+    Args:
+        folder: of its path; ``None``: it may have none.
 
     Raises:
         PictureError: there is no such file, or what was given is no picture.
@@ -103,7 +106,7 @@ def with_column(messages: Sequence[Message], sources: Sequence[Source], column: 
 
 
 def _count(message: Message) -> int:
-    if message["role"] not in _ASKING:
+    if message["role"] not in SHOWING:
         return 0
     return _waiting(message) + sum(text_of([part]).count(PICTURE) for part in _parts(message) if part["type"] == "text")
 
@@ -150,8 +153,7 @@ def with_items(messages: Sequence[Message], pictures: Pictures | None, *, blank:
     if pictures is None:
         unread = "data_args.image: null: the column is not read"
         raise PictureError(f"{len(sources)} pictures, but the model has no processor for them ({unread})")
-    make = pictures.blank if blank else pictures.item
-    return tuple(_replaced(message, make) for message in messages)
+    return replaced(messages, pictures.blank if blank else pictures.item)
 
 
 def read_sources(messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -160,14 +162,21 @@ def read_sources(messages: Sequence[Message]) -> tuple[Message, ...]:
     Raises:
         PictureError: a file cannot be read.
     """
-    return tuple(_replaced(message, Source.read) for message in messages)
+    return replaced(messages, Source.read)
 
 
-def _replaced(message: Message, make: Any) -> Message:
-    if isinstance(message["content"], str):
-        return message
-    shown = [{**part, "image": make(part["image"])} if part["type"] == "image" else part for part in _parts(message)]
-    return {**message, "content": shown}
+def replaced(messages: Sequence[Message], make: Callable[[Source], Any]) -> tuple[Message, ...]:
+    """The messages of a row with what ``make`` gives in place of the sources."""
+    return tuple(
+        message
+        if isinstance(message["content"], str)
+        else {**message, "content": [_part(part, make) for part in _parts(message)]}
+        for message in messages
+    )
+
+
+def _part(part: Mapping[str, Any], make: Callable[[Source], Any]) -> Mapping[str, Any]:
+    return {**part, "image": make(part["image"])} if part["type"] == "image" else part
 
 
 _FILE = 1 << 30

@@ -299,3 +299,63 @@ def training_factor(adapter: bool) -> int:
     if adapter:  # no gradients of the frozen matrices
         times -= FORWARD
     return times // FORWARD
+
+
+@dataclass(frozen=True)
+class TowerShape:
+    """The vision tower of Qwen's models, projector included."""
+
+    parameters: int
+    embedding: int
+    """Parameters that see a patch as it comes."""
+    block: int
+    """Parameters of one of ``depth`` layers."""
+    projectors: int
+    """Parameters that see the patches of a token together."""
+    hidden: int
+    depth: int
+    patch: int
+    """Pixels of a patch's side."""
+    merged: int
+    """Patches of a token's side."""
+    times: int
+    """Copies of a picture that a patch is made of."""
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> TowerShape | None:
+        """That in a ``config.json``; ``None``: there is none of the three families that are known."""
+        kind, eyes = config.get("model_type"), config.get("vision_config") or {}
+        if kind not in ("qwen2_5_vl", "qwen3_vl", "qwen3_5"):
+            return None
+        h, inner, depth, out = (eyes[key] for key in ("hidden_size", "intermediate_size", "depth", "out_hidden_size"))
+        patch, merged, times = (eyes[key] for key in ("patch_size", "spatial_merge_size", "temporal_patch_size"))
+        seen, wide = 3 * times * patch**2 * h, h * merged**2
+        attention, projector = 4 * h * h + 4 * h, wide * wide + wide + wide * out + out
+        if kind == "qwen2_5_vl":
+            embedding, more, block, projectors = (
+                seen,
+                0,
+                attention + 3 * h * inner + 2 * inner + h + 2 * h,
+                projector + h,
+            )
+        else:
+            embedding, more = seen + h, eyes["num_position_embeddings"] * h
+            block = attention + 2 * h * inner + inner + h + 4 * h
+            deep = len(eyes.get("deepstack_visual_indexes") or ()) if kind == "qwen3_vl" else 0
+            projectors = projector + 2 * h + deep * (projector + 2 * wide)
+        total = embedding + more + depth * block + projectors
+        return TowerShape(total, embedding, block, projectors, h, depth, patch, merged, times)
+
+    def tokens(self, pixels: int) -> int:
+        """Tokens of a picture."""
+        return pixels // (self.patch * self.merged) ** 2
+
+    def input_bytes(self, pixels: int) -> int:
+        """Of what the tower is given, in float32."""
+        return 4 * 3 * self.times * pixels
+
+    def operations(self, pixels: int) -> int:
+        """Of a forward pass in which every patch attends to every other; windows take fewer."""
+        patches = pixels // self.patch**2
+        passed = patches * (self.embedding + self.depth * self.block) + self.tokens(pixels) * self.projectors
+        return FORWARD * (passed + 2 * self.depth * patches**2 * self.hidden)

@@ -8,9 +8,12 @@ patches as a token: a 6×6 board with a patch for each cell is nine tokens.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
 import json
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,6 +177,18 @@ def make_tiny_model(
     building.rename(path)
 
 
+@functools.cache
+def processor_folder() -> Path:
+    """A folder of the model with pictures without weights, which lasts as long as this process."""
+    folder = tempfile.TemporaryDirectory(prefix="roll-tiny-vl-")
+    atexit.register(folder.cleanup)
+    path = Path(folder.name)
+    make_tokenizer(pictures=True).save_pretrained(path)
+    (path / "config.json").write_text(json.dumps(picture_config(), indent=2) + "\n")
+    _write_processor(path)
+    return path
+
+
 def _write_with_pictures(config: Mapping[str, Any], seed: int, folder: Path) -> None:
     """Writes the weights that Transformers draws, and the files of the picture processor."""
     import torch
@@ -184,6 +199,10 @@ def _write_with_pictures(config: Mapping[str, Any], seed: int, folder: Path) -> 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig.from_dict(dict(config))).save_pretrained(folder)
+    _write_processor(folder)
+
+
+def _write_processor(folder: Path) -> None:
     side = PATCH * MERGED
     entries: dict[str, Any] = {"patch_size": PATCH, "merge_size": MERGED, "temporal_patch_size": 2}
     entries |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}

@@ -112,6 +112,10 @@ def policy_pictures(
     """
     if pretrain in (TINY, SMOLLM2):
         return None
+    if pretrain == TINY_VL:
+        from roll.models.tiny import processor_folder
+
+        return Pictures(processor_folder(), **bounds, tokenizer=tokenizer)
     return Pictures.of(local_folder(pretrain, "*.json"), **bounds, tokenizer=tokenizer)
 
 

@@ -43,6 +43,7 @@ class AgenticRolloutWorkers(RolloutWorkers):
         self._managers = {name: getattr(config, name) for name in MANAGERS}
         model = run.start.model_path if config.pretrain == TINY_VL else config.pretrain
         self._pictures = policy_pictures(model, config.actor_train.data_args.picture_bounds)
+        self._shown = bool(config.showing)
         contexts: dict[str, tuple[Any, ...]] = {
             name: (_worker_context(config, manager, tokenizer_path, self._pictures),)
             for name, manager in self._managers.items()
@@ -82,7 +83,7 @@ class AgenticRolloutWorkers(RolloutWorkers):
         problems = [each.problem or self._unseen(each) for each in probed]
         if found := dict.fromkeys(filter(None, problems)):
             raise RunFailedError("\n".join(found))
-        self._roles.pictures = any(each.shows_pictures for each in probed)
+        self._roles.pictures = self._shown or any(each.shows_pictures for each in probed)
 
     def _unseen(self, probed: Probed) -> str:
         """Why an environment's pictures would not reach the policy, in a line; empty: they do, or there are none."""
@@ -120,6 +121,7 @@ class AgenticRolloutWorkers(RolloutWorkers):
 def _worker_context(
     config: AgenticConfig, manager: EnvManagerConfig, tokenizer_path: str, pictures: Pictures | None
 ) -> EnvWorkerContext:
+    trains = manager is config.train_env_manager
     return EnvWorkerContext(
         # Registered names are known in this process only.
         envs={
@@ -128,11 +130,13 @@ def _worker_context(
         },
         tokenizer_path=tokenizer_path,
         template=ChatTemplate.of(config.actor_train.data_args),
-        params=sampling_params(config.sampling(manager)),
-        limits=LengthLimits(*config.lengths(held_out=manager is not config.train_env_manager)),
+        params=sampling_params(
+            config.sampling(manager), config.train_infer_correction.replay_kept_sets if trains else 0
+        ),
+        limits=LengthLimits(*config.lengths(held_out=not trains)),
         retries=manager.env_retries,
         tools=config.tools and config.tools.placed(),
-        token_check=config.tokenization_sanity_check if manager is config.train_env_manager else "disable",
+        token_check=config.tokenization_sanity_check if trains else "disable",
         trust_remote_code=config.trusts("actor_train"),
         pictures=pictures,
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from roll.configs.data import DataArguments
+from roll.configs.pipeline import TINY_VL
 from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER, DataGeneratorConfig, PromptsConfig
 from roll.configs.resuming import Rows
 from roll.configs.rlvr import RLVRConfig
@@ -51,9 +52,8 @@ class PromptRolloutWorkers(RolloutWorkers):
     def __init__(
         self, config: PromptsConfig, run: RunContext, train: Sequence[Prompt] | None, val: Sequence[Prompt] | None
     ) -> None:
-        tokenizer_path = config.tokenizer_path or run.start.model_path
         self._rewards = {name: run.clusters[f"{REWARD_CLUSTER}{name}"] for name in config.rewards}
-        contexts: dict[str, tuple[Any, ...]] = {ROLLOUT_CLUSTER: (_worker_context(config, tokenizer_path),)}
+        contexts: dict[str, tuple[Any, ...]] = {ROLLOUT_CLUSTER: (_worker_context(config, run.start.model_path),)}
         contexts |= {f"{REWARD_CLUSTER}{name}": (name, reward) for name, reward in config.rewards.items()}
         super().__init__(config, run, contexts)
         self.tags = list(config.domains)
@@ -140,13 +140,15 @@ def _retries(rewards: Cluster) -> int:
         return 0
 
 
-def _worker_context(config: PromptsConfig, tokenizer_path: str) -> PromptWorkerContext:
+def _worker_context(config: PromptsConfig, model_path: str) -> PromptWorkerContext:
+    tokenizer_path = config.tokenizer_path or model_path
+    model = model_path if config.pretrain == TINY_VL else config.pretrain
     params = {"val": sampling_params(config.val_sampling)}
     if isinstance(config, RLVRConfig):
-        params["train"] = sampling_params(config.train_sampling)
+        params["train"] = sampling_params(config.train_sampling, config.train_infer_correction.replay_kept_sets)
     return PromptWorkerContext(
         tokenizer_path=tokenizer_path,
-        pictures=policy_pictures(config.pretrain, config.actor_train.data_args.picture_bounds),
+        pictures=policy_pictures(model, config.actor_train.data_args.picture_bounds),
         template=ChatTemplate.of(config.actor_train.data_args),
         params=params,
         limits={use: LengthLimits(*config.lengths(held_out=use == "val")) for use in params},

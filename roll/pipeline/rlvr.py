@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from roll.algorithms.losses import policy_needs
-from roll.algorithms.preferences import build_preference_loss
 from roll.algorithms.selection import best_and_worst
 from roll.configs.batches import describe_batches
 from roll.configs.rlvr import RLVRConfig
@@ -126,14 +125,11 @@ def run_rlvr(config: RLVRConfig, started: float | None = None) -> int:
 
 def _run(config: RLVRConfig, run: RunContext, *, datasets: Datasets[PromptDataset]) -> None:
     roles, prompts = run.roles, PromptRolloutWorkers(config, run, datasets.train, datasets.val)
-    roles.pictures = datasets.have_pictures
+    roles.pictures = datasets.have_pictures or bool(config.showing)
     prompts.begin_setup()
     with run.set_up(config, prompts):
         if (writer := teacher_prompts(config, policy_renderer(config))) is not None:
             assert roles.teacher is not None, "a rule"
             roles.teacher = PrivilegedTeacher(roles.teacher, lambda group: writer.ids(prompts.drawn(group)))
-        if config.online_dpo is None:
-            set_losses(roles, config)
-        else:
-            roles.actor.call("set_loss", build_preference_loss, config.online_dpo)
+        set_losses(roles, config)
     RLVRPipeline(config, run, prompts).run()

@@ -32,7 +32,7 @@ from roll.distributed.cluster.errors import PlacementError
 from roll.distributed.cluster.resources import RoleRequest, plan_placement, pretend_nodes
 from roll.distributed.strategy import STRATEGIES
 from roll.preflight.models import MODEL_CHECKS
-from roll.preflight.templates import check_dialect
+from roll.preflight.templates import check_dialect, check_results
 from roll.rollout.schedule import Schedule
 from roll.tracking.trackers import TRACKERS, tracker_options
 from roll.utils.foreign import Fault, describe_error
@@ -342,7 +342,7 @@ _CHECKS: tuple[Rule, ...] = (
     check_replay,
 )
 CHECKS: dict[type[PipelineConfig], tuple[Rule, ...]] = {
-    AgenticConfig: (check_envs, check_tools, check_dialect, check_agents, *_CHECKS),
+    AgenticConfig: (check_envs, check_tools, check_dialect, check_results, check_agents, *_CHECKS),
     RLVRConfig: (
         check_verifiers,
         check_reward_parts,
@@ -351,6 +351,7 @@ CHECKS: dict[type[PipelineConfig], tuple[Rule, ...]] = {
         check_tools,
         check_told_tools,
         check_dialect,
+        check_results,
         check_agents,
         *_CHECKS,
     ),

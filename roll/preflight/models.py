@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from roll.configs.agentic import AgenticConfig
 from roll.configs.engine_rules import compute_dtype, no_pictures
 from roll.configs.engines.card import EngineCard, kind_of, task_of
 from roll.configs.pipeline import SMOLLM2, TINIES, TINY, TINY_VL, PipelineConfig
 from roll.configs.problems import ConfigProblem, show
+from roll.configs.rl import RLConfig
 from roll.configs.rules import TRAINED, Rule, sections
 from roll.configs.schema import did_you_mean, nearest
 from roll.configs.worker import WorkerConfig
@@ -50,8 +50,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def check_models(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Models are ``tiny``, ``smollm2``, a Hugging Face folder, or look like a name on the hub (which is not asked)."""
     for key, model in config.models.items():
-        if model == TINY_VL and not (key == "pretrain" and isinstance(config, AgenticConfig)):
-            yield ConfigProblem(key, model, "another model: this one is made for the policy of environments")
+        if model == TINY_VL and not (key == "pretrain" and isinstance(config, RLConfig)):
+            yield ConfigProblem(key, model, "another model: this one is made for the policy of an RL run")
         if model in TINIES:
             continue
         if model == SMOLLM2:
@@ -549,6 +549,19 @@ def pictures_refused(config: PipelineConfig) -> str:
     return ""
 
 
+def check_shown_pictures(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Programs and tools show pictures to a policy that takes them alone."""
+    for key in config.showing if isinstance(config, RLConfig) else ():
+        why = pictures_refused(config)
+        path = model_folder(config.pretrain) / "config.json"
+        is_blind = config.pretrain in (SMOLLM2, TINY)
+        if path.is_file() and not is_blind:
+            is_blind = not json.loads(path.read_text(encoding="utf-8")).get("vision_config")
+        if why or is_blind:
+            expected = f"false: {why or f'the model {config.pretrain} takes no pictures'}"
+            yield ConfigProblem(key, True, expected, involves=("pretrain",))
+
+
 def has_tokenizer(config: PipelineConfig) -> bool:
     """Tells whether the policy's tokenizer is on this machine."""
     own = config.tokenizer_path
@@ -632,6 +645,7 @@ MODEL_CHECKS: tuple[Rule, ...] = (
     check_adapted_layers,
     check_adapter_start,
     check_frozen_parts,
+    check_shown_pictures,
     check_teacher,
 )
 

@@ -32,6 +32,20 @@ def check_dialect(config: RLConfig) -> list[ConfigProblem]:
     return [ConfigProblem("tools.dialect", AUTO_DIALECT, expected, report.why_no_dialect, involves=involved)]
 
 
+def check_results(config: RLConfig) -> list[ConfigProblem]:
+    """The chat template shows the pictures that tools may return, where the tokenizer is on this machine."""
+    if config.tools is None or not config.tools.pictures or not has_tokenizer(config):
+        return []
+    try:
+        renderer = policy_renderer(config)
+    except ValueError:  # no tokenizer or template, which others tell of
+        return []
+    if renderer.pictures is None or renderer.shows_results:
+        return []
+    expected = "a chat template that writes a picture in the result of a tool"
+    return [ConfigProblem("tools.pictures", True, expected, involves=("pretrain", "actor_train.data_args.template"))]
+
+
 def describe_template(config: PipelineConfig) -> list[str]:
     """Notes on the template that are worth knowing, a line each, warnings so marked; most for conversations that grow.
 

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from jinja2 import TemplateError
 
-from roll.data.columns import IntArray
+from roll.data.columns import IntArray, Item
+from roll.data.pictures import PictureError
 from roll.data.questions import Question
-from roll.data.renderer import ChatRenderer, Message
+from roll.data.renderer import ChatRenderer, Message, items_of
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
+from roll.data.row_pictures import with_items
+from roll.data.tool_messages import joined
 from roll.utils.hashing import derive_seed
 
 if TYPE_CHECKING:
@@ -42,14 +45,15 @@ class Answerer:
             The completions; or, for each, why there is none: the prompt is too long, or the template refuses it.
         """
         try:
-            prompt_ids = self.prompt_ids(question)
+            prompt_ids, items = self.prompt(question)
+        except PictureError as error:
+            return [error] * self.num_answers
         except (TemplateError, ValueError) as error:
             return [ValueError(f"the chat template cannot render the messages: {error}")] * self.num_answers
+        seeds = [derive_seed(self.seed, index, number) for number in range(self.num_answers)]
         requests = (
-            GenerateRequest(
-                f"{index}/{number}", prompt_ids, replace(self.params, seed=derive_seed(self.seed, index, number))
-            )
-            for number in range(self.num_answers)
+            GenerateRequest(f"{index}/{number}", prompt_ids, replace(self.params, seed=seed), items=items)
+            for number, seed in enumerate(seeds)
         )
         return await asyncio.gather(*map(self._sample, requests))
 
@@ -59,16 +63,18 @@ class Answerer:
         except ValueError as error:  # of this request alone
             return ValueError(str(error).partition(": ")[2] or str(error))
 
-    def prompt_ids(self, question: Question) -> IntArray:
-        """Token ids: of the text as it is, or of the messages by the chat template.
+    def prompt(self, question: Question) -> tuple[IntArray, tuple[Item, ...]]:
+        """Token ids, of the text as it is or of the messages by the chat template, and the pictures in them.
 
         Raises:
-            ValueError: messages, and no template; or it refuses them.
+            PictureError: one cannot be used.
+            ValueError: the template refuses the messages.
         """
         if question.is_text and not self.chats:
-            return np.asarray(self.tokenizer(question.text)["input_ids"], dtype=np.int64)
+            return np.asarray(self.tokenizer(question.text)["input_ids"], dtype=np.int64), ()
         assert self.renderer is not None, "checked before"
-        return self.renderer.prompt(question.messages, question.tools)
+        messages = with_items(question.messages, self.renderer.pictures)
+        return self.renderer.prompt(messages, question.tools), items_of(messages)
 
     def text(self, completion: Completion) -> str:
         """Words of an answer, special tokens removed."""
@@ -110,17 +116,23 @@ class Conversation:
     def reset(self) -> None:
         """Forgets all that was said, but for the system's message."""
         self._ids: IntArray | None = None
+        self._items: tuple[Item, ...] = ()
         self._said = np.zeros(0, dtype=np.int64)
         self.finish_reason: FinishReason | None = None
         """Reason why the last answer ended."""
 
-    async def answer(self, words: str) -> AsyncGenerator[str]:
+    async def answer(self, words: str, pictures: Sequence[Item] = ()) -> AsyncGenerator[str]:
         """Says something and yields the answer, piece by piece. If the caller stops, what was sampled by then counts.
+
+        Args:
+            pictures: in front of the words.
 
         Raises:
             ValueError: the conversation has become longer than the model takes; it is as it was before.
         """
-        message: Message = {"role": "user", "content": words}
+        content = joined([{"type": "image", "image": item} for item in pictures], words)
+        message: Message = {"role": "user", "content": content}
+        items = tuple(dict.fromkeys([*self._items, *pictures]))
         if self._ids is None:
             system: list[Message] = [] if self._system is None else [{"role": "system", "content": self._system}]
             prompt_ids = self._renderer.prompt([*system, message])
@@ -128,7 +140,7 @@ class Conversation:
             prompt_ids = np.concatenate([self._ids, self._renderer.continuation([message], self._said)])
         self._turns += 1
         params = replace(self._params, seed=derive_seed(self._seed, self._turns))
-        request = GenerateRequest(f"turn-{self._turns}", prompt_ids, params)
+        request = GenerateRequest(f"turn-{self._turns}", prompt_ids, params, items=items)
         task = asyncio.create_task(self._engine.generate(request))
         tokens: list[int] = []
         shown = ""
@@ -149,7 +161,7 @@ class Conversation:
             await asyncio.gather(task, return_exceptions=True)
             if tokens:
                 self._said = np.asarray(tokens, dtype=np.int64)
-                self._ids = np.concatenate([prompt_ids, self._said])
+                self._ids, self._items = np.concatenate([prompt_ids, self._said]), items
 
     def _decode(self, tokens: list[int]) -> str:
         return self._renderer.decode(np.asarray(tokens, dtype=np.int64))

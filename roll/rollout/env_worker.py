@@ -154,7 +154,7 @@ class EnvironmentWorker(RolloutWorker):
             return self._idle[tag].pop()
         config = self.context.envs[tag]
         asking = Asking(self._ask) if asks_judge(config.env_type) else None
-        pictures = None if config.agent is not None else self._pictures  # programs get text
+        pictures = self._pictures if config.agent is None or config.agent.pictures else None
         return _runner(config, self._threads, self._locks.get(tag), asking, pictures)
 
 
@@ -186,8 +186,13 @@ async def _probe(tag: str, config: CustomEnvConfig, retries: int, seed: int) -> 
                 await runner.call("construction", lambda env: None)  # there is no judge yet
                 return Probed(tag)
             observation, _ = await runner.call("reset", lambda env: checked_reset(env, seed))
-            if not isinstance(observation, str) and config.agent is not None:
-                return Probed(tag, f"custom_envs.{tag}: its observations have pictures, but agent programs get text")
+            sees = config.agent is None or config.agent.pictures
+            if not isinstance(observation, str) and not sees:
+                return Probed(
+                    tag,
+                    f"custom_envs.{tag}: its observations have pictures, but its agent program gets text "
+                    "(agent.pictures: false)",
+                )
             return Probed(tag, shows_pictures=not isinstance(observation, str))
         except EnvError as error:
             problem = f"custom_envs.{tag}: {error}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import functools
 import io
 import re
 from collections.abc import Callable
@@ -36,7 +38,7 @@ def with_items(call: str, observation: Observation, pictures: Pictures | None) -
     if pictures is None:
         raise EnvProtocolError(
             f"{call} returned a picture, expected text: the policy's model has no processor for pictures, or an agent "
-            "program acts in this environment"
+            "program without agent.pictures acts in this environment"
         )
     try:
         return [
@@ -101,6 +103,26 @@ def shown(observation: Observation) -> bytes | None:
     buffer = io.BytesIO()
     whole.save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def for_programs(observation: Observation) -> Observation:
+    """An observation in the form of OpenAI's API: its pictures are data URIs, pixel by pixel what the policy gets."""
+    if isinstance(observation, str):
+        return observation
+    return [
+        part if part["type"] == "text" else {"type": "image_url", "image_url": {"url": _data_uri(part["image"])}}
+        for part in observation
+    ]
+
+
+@functools.lru_cache(maxsize=64)
+def _data_uri(item: Item) -> str:
+    """The members of a group get equal ones."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(item.data).save(buffer, "PNG", compress_level=1)
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _mark(pixels: np.ndarray) -> str:

@@ -17,11 +17,13 @@ from typing import Any, TypeAlias
 from roll.agentic.env.base import Observation, StepResult
 from roll.agentic.tools.dialects import dialect_for
 from roll.agentic.tools.mcp import McpServer
-from roll.agentic.tools.tool import AssistantTurn, Tool, ToolCall, ToolError, ToolSchema, make_tool, text_of
+from roll.agentic.tools.tool import AssistantTurn, Tool, ToolCall, ToolError, ToolSchema, content_of, make_tool, text_of
 from roll.configs.schema import nearest
 from roll.configs.tools import McpServerConfig, ToolConfig, ToolsConfig
+from roll.data.pictures import PictureError
 from roll.data.renderer import CHARS_PER_TOKEN, ChatRenderer, Message
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest
+from roll.data.tool_messages import Content, joined
 from roll.rollout.call_threads import CallThreads, CallTimeoutError
 from roll.rollout.env_manager import SAID, TOOL_TURNS, AsyncEnv
 from roll.rollout.errors import EnvError, contained
@@ -56,6 +58,8 @@ class ToolBox:
         self.config = config
         self.dialect = dialect_for(config.dialect, renderer)
         self._renderer = renderer
+        if config.pictures and not renderer.shows_results:
+            raise ValueError("tools.pictures: got true, but the policy or its chat template shows none in results")
         self._threads = threads
         self._tools: dict[str, _Entry] | None = None
         self._opened = contextlib.AsyncExitStack()
@@ -108,12 +112,12 @@ class ToolBox:
         limit = self.config.max_parallel_calls
         counts = Counter(tool_calls=len(turn.calls), malformed_calls=len(turn.errors))
         tasks = [self._answer(call, names, states, counts) for call in turn.calls[:limit]]
-        texts = list(await asyncio.gather(*tasks))
-        texts += [f"error: not run, a turn may have at most {limit} calls"] * (len(turn.calls) - len(texts))
+        results = list(await asyncio.gather(*tasks))
+        results += [f"error: not run, a turn may have at most {limit} calls"] * (len(turn.calls) - len(results))
         counts["failed_calls"] += max(0, len(turn.calls) - limit)
         messages = [
-            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": self.cut(text)}
-            for call, text in zip(turn.calls, texts, strict=True)
+            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": self._cut(content)}
+            for call, content in zip(turn.calls, results, strict=True)
         ]
         errors = [self.dialect.error_text(error) for error in turn.errors[:limit]]
         if (left := len(turn.errors) - limit) > 0:
@@ -123,7 +127,7 @@ class ToolBox:
 
     async def _answer(
         self, call: ToolCall, names: Sequence[str], states: dict[str, dict[str, Any]], counts: Counter[str]
-    ) -> str:
+    ) -> Content:
         if call.name not in names:
             counts["failed_calls"] += 1
             near = nearest(call.name, names)
@@ -134,7 +138,8 @@ class ToolBox:
         state = states.setdefault(call.name, {})
         for attempt in range(1 + entry.retries):
             with Fault() as fault:
-                return text_of(await self._run(tool, entry, dict(call.arguments), state))
+                content = content_of(await self._run(tool, entry, dict(call.arguments), state))
+                return content if isinstance(content, str) else await self._shown(content, entry)
             error = fault.error
             assert error is not None, "else it has returned"
             if isinstance(error, ToolError):
@@ -145,12 +150,30 @@ class ToolBox:
                 counts["call_timeouts"] += 1
                 logger.warning("tool %s took longer than %g s", call.name, entry.timeout)
                 return f"error: {call.name} took longer than {entry.timeout:g} s"
-            words = text_of(str(error)) if isinstance(error, ToolProcessError) else describe_error(error)
+            own = isinstance(error, ToolProcessError | PictureError)
+            words = text_of(str(error)) if own else describe_error(error)
             logger.warning("tool %s raised %s", call.name, words)
             if attempt == entry.retries:
                 counts["failed_calls"] += 1
                 return f"error: {words}"
         raise AssertionError("unreachable")
+
+    async def _shown(self, content: Content, entry: ToolConfig | McpServerConfig) -> Content:
+        """A result with its pictures as the policy gets them.
+
+        Raises:
+            PictureError: one cannot be used, or the policy gets none.
+        """
+        assert not isinstance(content, str)
+        if not self.config.pictures and isinstance(entry, McpServerConfig):
+            return "".join(part.get("text", "[image]") for part in content)
+        pictures = self._renderer.pictures
+        if not self.config.pictures or pictures is None:
+            raise PictureError("it returned a picture, which the policy cannot see (tools.pictures: false)")
+        make = pictures.item
+        return await asyncio.to_thread(
+            lambda: [{**part, "image": make(part["image"])} if part["type"] == "image" else part for part in content]
+        )
 
     async def _run(
         self, tool: Tool, entry: ToolConfig | McpServerConfig, arguments: dict[str, Any], state: dict[str, Any]
@@ -179,6 +202,12 @@ class ToolBox:
                     raise CallTimeoutError from error
                 raise  # the tool's own
         return result
+
+    def _cut(self, content: Content) -> Content:
+        """A result whose texts are cut."""
+        if isinstance(content, str):
+            return self.cut(content)
+        return [{**part, "text": self.cut(part["text"])} if part["type"] == "text" else part for part in content]
 
     def cut(self, text: str) -> str:
         """The text in at most ``max_tool_response_tokens``, with a note where more was left out."""
@@ -230,7 +259,8 @@ async def make_tools(config: ToolsConfig, opened: contextlib.AsyncExitStack) -> 
         except Exception as error:  # a user's class may raise anything
             raise ValueError(f"tools.use.{name}: {describe_error(error)}") from error
         if entry.isolation == "process":
-            tool = ProcessTool(name, entry, tool, 2 * CHARS_PER_TOKEN * config.max_tool_response_tokens)
+            most = 2 * CHARS_PER_TOKEN * config.max_tool_response_tokens
+            tool = ProcessTool(name, entry, tool, most, pictures=config.pictures)
             opened.push_async_callback(tool.close)
         made[name] = tool, entry
     for name, settings in config.servers.items():
@@ -316,7 +346,8 @@ class ToolEnv:
             "penalty": penalty,
             "success": False,
         }
-        return "\n".join(message["content"] for message in answers.messages), penalty, False, False, info
+        said = [part for message in answers.messages for part in ("\n", message["content"])]
+        return joined(*said[1:]), penalty, False, False, info
 
     def _counts_so_far(self) -> dict[str, int]:
         return {name: self._counts[name] for name in COUNTS} | {TOOL_TURNS: self._turns}

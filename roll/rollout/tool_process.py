@@ -7,9 +7,11 @@ killed at its end or its timeout, and so is all that comes from it. ``python -m 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import ctypes
 import inspect
+import io
 import json
 import os
 import resource
@@ -23,7 +25,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any, NoReturn
 
-from roll.agentic.tools.tool import Tool, ToolError, make_tool, text_of
+from roll.agentic.tools.tool import Tool, ToolError, content_of, make_tool
 from roll.configs.tools import ToolConfig
 from roll.utils.children import (
     MAX_REPLY_BYTES,
@@ -41,6 +43,8 @@ _GRACE_S = 30.0
 """Seconds that a child gets beyond the call's time to end it; only one that hangs itself takes them."""
 _LOOK_S = 0.05
 _BYTES_PER_CHAR = 12
+_PICTURE_BYTES = 32 << 20
+"""Of a result's pictures, as base64."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -55,11 +59,12 @@ class ProcessTool(Tool):
         entry: what it is, its time, its memory, and how many calls run at once.
         inner: the same tool in this process, of which nothing but the schema is used.
         max_chars: of a longer result the beginning and the end come back, together one more than these.
+        pictures: results may have some.
     """
 
     times_itself = True
 
-    def __init__(self, name: str, entry: ToolConfig, inner: Tool, max_chars: int) -> None:
+    def __init__(self, name: str, entry: ToolConfig, inner: Tool, max_chars: int, *, pictures: bool = False) -> None:
         self.schema = inner.schema
         self._timeout = entry.timeout
         setup = {
@@ -69,12 +74,12 @@ class ProcessTool(Tool):
             "memory_mb": entry.memory_mb,
             "max_chars": max_chars,
         }
-        longest = MAX_REPLY_BYTES + _BYTES_PER_CHAR * (max_chars + 2)
+        longest = MAX_REPLY_BYTES + _BYTES_PER_CHAR * (max_chars + 2) + _PICTURE_BYTES * pictures
         self._pool = ChildPool(
             "roll.rollout.tool_process", setup, entry.processes, what="tool", max_reply_bytes=longest
         )
 
-    async def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> str:
+    async def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> Any:
         """See ``Tool``; ``state`` is JSON.
 
         Raises:
@@ -97,7 +102,12 @@ class ProcessTool(Tool):
         state.update(reply["state"])
         if "refused" in reply:
             raise ToolError(reply["refused"])
-        return str(reply["text"])
+        if isinstance(reply["result"], str):
+            return reply["result"]
+        return [
+            {**part, "image": base64.b64decode(part["image"])} if part["type"] == "image" else part
+            for part in reply["result"]
+        ]
 
     async def close(self) -> None:
         """Kills the processes."""
@@ -189,10 +199,13 @@ def _call(tool: Tool, arguments: dict[str, Any], state: dict[str, Any], max_char
         result = tool.call(arguments, state)
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
-        text = text_of(result)
-        if len(text) > max_chars:
-            text = text[: max_chars // 2 + 1] + text[-(max_chars // 2 + 1) :]
-        reply: Reply = {"text": text, "state": state}
+        content = content_of(result)
+        written: Any
+        if isinstance(content, str):
+            written = _shortened(content, max_chars)
+        else:
+            written = [_written(part, max_chars) for part in content]
+        reply: Reply = {"result": written, "state": state}
     except ToolError as error:
         reply = {"refused": str(error), "state": state}
     except (Exception, SystemExit) as error:  # a user's tool may raise anything
@@ -202,6 +215,24 @@ def _call(tool: Tool, arguments: dict[str, Any], state: dict[str, Any], max_char
     except (TypeError, ValueError) as error:
         return {"error": f"its state is not JSON, which isolation: process needs: {error}"}
     return reply
+
+
+def _shortened(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else text[: max_chars // 2 + 1] + text[-(max_chars // 2 + 1) :]
+
+
+def _written(part: Mapping[str, Any], max_chars: int) -> dict[str, Any]:
+    """A part as JSON: bytes of a picture's file are base64, pixels those of a PNG."""
+    if part["type"] == "text":
+        return {"type": "text", "text": _shortened(part["text"], max_chars)}
+    data = part["image"]
+    if not isinstance(data, bytes):
+        from PIL import Image
+
+        image, buffer = data if hasattr(data, "save") else Image.fromarray(data), io.BytesIO()
+        image.save(buffer, "PNG", compress_level=1)
+        data = buffer.getvalue()
+    return {"type": "image", "image": base64.b64encode(data).decode()}
 
 
 async def _awaited(result: Any) -> Any:

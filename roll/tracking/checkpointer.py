@@ -262,6 +262,12 @@ class Checkpointer:
             logger.warning("ignoring checkpoint %s: %s", path, problem)
         return None
 
+    def before(self, step: int) -> Path | None:
+        """The whole checkpoint with the most finished steps, but fewer than ``step``."""
+        earlier = {path: saved["step"] for path, saved in self._saved().items() if saved["step"] < step}
+        candidates = sorted(earlier, key=earlier.__getitem__, reverse=True)
+        return next((path for path in candidates if find_damage(path) is None), None)
+
     def resolve(self, resume_from_checkpoint: bool | str) -> Path | None:
         """The checkpoint that the ``resume_from_checkpoint`` key means, or None to start afresh.
 

@@ -1,27 +1,108 @@
-"""A whole RLVR run over prompts with pictures and without."""
+"""Whole runs over prompts with pictures and without."""
+
+import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
+from roll.__main__ import main
 from tests.integration.conftest import rows, write
-from tests.support.picture_models import make_picture_model
+from tests.integration.test_agents import assert_trained_is_what_was_sampled
+from tests.support.picture_models import IMAGE, PROCESSOR, make_picture_model, make_tokenizer
+
+
+def pictured(path: Path) -> None:
+    """Rows with one or two pictures, and one without."""
+    noise = np.random.default_rng(0).integers(0, 256, (4, 56, 84, 3), np.uint8)
+    for number, pixels in enumerate(noise):
+        Image.fromarray(pixels).save(path / f"{number}.png")
+    one, two, both, none = rows("t", [""] * 4)
+    shown = [one | {"images": ["0.png"]}, two | {"images": ["1.png"]}, both | {"images": ["2.png", "3.png"]}, none]
+    write(path / "train.jsonl", [line | {"prompt": f"{'<image>' * len(line.get('images', 'x'))}?"} for line in shown])
+    write(path / "val.jsonl", [one | {"prompt": "which <image>?", "images": ["0.png"]}])
+
+
+LENGTHS = ("prompt_length=64", "sequence_length=70", "val_batch_size=1", "max_steps=1")
 
 
 @pytest.mark.slow
 def test_generator_and_trainer_agree_on_prompts_with_pictures(rlvr, tmp_path):
     model = make_picture_model(tmp_path / "model", "qwen3_vl")
-    noise = np.random.default_rng(0).integers(0, 256, (4, 56, 84, 3), np.uint8)
-    for number, pixels in enumerate(noise):
-        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
-    one, two, both, none = rows("t", [""] * 4)
-    shown = [one | {"images": ["0.png"]}, two | {"images": ["1.png"]}, both | {"images": ["2.png", "3.png"]}, none]
-    write(
-        tmp_path / "train.jsonl", [line | {"prompt": f"{'<image>' * len(line.get('images', 'x'))}?"} for line in shown]
-    )
-    write(tmp_path / "val.jsonl", [one | {"prompt": "which <image>?", "images": ["0.png"]}])
-    lengths = ("prompt_length=64", "sequence_length=70", "val_batch_size=1", "max_steps=1")
-    run = rlvr(f"pretrain={model}", *lengths)
+    pictured(tmp_path)
+    run = rlvr(f"pretrain={model}", *LENGTHS)
     assert run.wait() == 0, run.output
     assert run.metrics[1]["mismatch/logprob_diff_max"] < 1e-4
     assert (run.checkpoint(1) / "actor_train" / "preprocessor_config.json").is_file()
+    figures = {name: value for name, value in run.metrics[1].items() if name.startswith("eval/mean")}
+    assert main(["eval", str(run.path)]) == 0 and figures
+    again = json.loads((run.path.with_name("run_eval_1") / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {name: again[name] for name in figures} == figures
+
+
+@pytest.mark.slow
+def test_what_a_program_shows_is_trained_as_the_engine_saw_it(rlvr, tmp_path):
+    model = make_picture_model(tmp_path / "model", "qwen3_vl")
+    pictured(tmp_path)
+    write(
+        tmp_path / "train.jsonl", [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().split("\n")[:3]]
+    )
+    run = rlvr(
+        f"pretrain={model}",
+        *LENGTHS[:1],
+        "sequence_length=200",
+        "max_steps=1",
+        "validation=null",
+        "agent={type: python, path: 'tests.support.agents:looking', pictures: true}",
+        "actor_infer.worker_cls=tests.support.agents:LoggedInferWorker",
+        "actor_train.worker_cls=tests.support.agents:LoggedTrainWorker",
+    )
+    assert run.wait() == 0, run.output
+    answers = assert_trained_is_what_was_sampled(run)
+    assert sorted(set(answers.values())) == [1, 2], "the grey picture is a row of its own"
+    metrics = run.metrics[1]
+    assert metrics["rollout/agent/rewritten_pictures"] == 1 and metrics["rollout/agent/refused"] == 0
+    assert metrics["mismatch/logprob_diff_max"] < 1e-4
+    assert min(min(row["ids"]) for row in run.logged("trained.jsonl")) < 0
+
+
+@pytest.mark.slow
+def test_a_teacher_who_sees_is_imitated(offline, tmp_path):
+    student, teacher = (
+        make_picture_model(tmp_path / name, "qwen3_vl", seed=seed) for seed, name in enumerate(("student", "teacher"))
+    )
+    noise = np.random.default_rng(0).integers(0, 256, (14, 56, 84, 3), np.uint8)
+    for number, pixels in enumerate(noise):
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+
+    def row(number: int) -> str:
+        shown = [{"type": "image", "image": f"{number}.png"}, {"type": "text", "text": f"{number}?"}]
+        talk = [{"role": "user", "content": shown}, {"role": "assistant", "content": "ab"}]
+        return json.dumps({"messages": talk}) + "\n"
+
+    start = offline("distill", row, f"pretrain={student}", f"teacher_pretrain={teacher}")
+    run = start("prompt_length=48", "sequence_length=64", "max_steps=2")
+    assert run.wait() == 0, run.output
+    told, own = (
+        torch.cat([said(loaded, f"{n}?", noise[n]) for n in range(10, 14)]) / 1.25
+        for loaded in (AutoModelForImageTextToText.from_pretrained(path).double() for path in (teacher, student))
+    )
+    expected = (told.softmax(-1) * (told.log_softmax(-1) - own.log_softmax(-1))).sum(-1).mean().item()
+    assert run.metrics[0]["eval/divergence"] == pytest.approx(expected, rel=1e-3)
+    assert run.metrics[2]["eval/divergence"] < 0.99 * expected
+
+
+@torch.no_grad()
+def said(model: Any, words: str, pixels: np.ndarray) -> torch.Tensor:
+    """Logits in front of the three tokens of the answer, by the model's own forward and picture processor."""
+    tokenizer = make_tokenizer()
+    text = f"<|im_start|>user\n<|vision_start|>{IMAGE * 6}<|vision_end|>{words}<|im_end|>\n<|im_start|>assistant\nab"
+    ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
+    seen = Qwen2VLImageProcessorPil(**PROCESSOR)([Image.fromarray(pixels)], do_resize=False, return_tensors="pt")
+    kinds = (ids == tokenizer.convert_tokens_to_ids(IMAGE)).int()
+    seen["pixel_values"] = seen["pixel_values"].double()
+    return model(input_ids=ids, mm_token_type_ids=kinds, **seen).logits[0, -3:]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import openai
+from PIL import Image
 
 from roll.pipeline.workers import InferWorker, TrainWorker
 from roll.rollout.agents.task import AgentTask
@@ -72,6 +75,23 @@ async def two_turns(task: AgentTask) -> str:
         )
         last = await ask([*messages, first, {"role": "user", "content": "more"}])
         return last.content or first.content or ""
+
+
+async def looking(task: AgentTask) -> str:
+    """Asks about the pictures of the task, shows them again, and then one of them with other pixels."""
+    messages: list[Any] = list(task.messages)
+    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as policy:
+        for shown in (messages[-1]["content"], "more"):
+            answer = await policy.chat.completions.create(model="any", messages=messages, max_tokens=3)
+            messages += [answer.choices[0].message, {"role": "user", "content": shown}]
+        data = base64.b64decode(messages[0]["content"][0]["image_url"]["url"].partition(",")[2])
+        buffer = io.BytesIO()
+        Image.open(io.BytesIO(data)).convert("L").save(buffer, "PNG")
+        grey = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        changed = [{"type": "image_url", "image_url": {"url": grey}}, *messages[0]["content"][1:]]
+        messages[0] = {"role": "user", "content": changed}
+        last = await policy.chat.completions.create(model="any", messages=messages, max_tokens=3)
+    return last.choices[0].message.content or ""
 
 
 async def counting(task: AgentTask) -> None:

@@ -73,6 +73,7 @@ LAYOUTS = [
     layout("shard2-routed-packed", 2, worker=PACKED, **ROUTED),
     layout("tp2-routed", 2, TP, worker=BY_TOKENS, **ROUTED),
     layout("ulysses2-routed", 2, {"fsdp_size": 1}, **ROUTED | ULYSSES),
+    layout("ulysses2-kept", 2, task="kept", **ULYSSES),
     layout("tp2", 2, TP),
     layout("tp2-packed", 2, TP, model="qwen3", worker=PACKED),
     layout("tp2-moe", 2, TP, model="qwen3_moe"),

@@ -1,9 +1,14 @@
 """A server of tools, as a user has one: ``python tests/support/mcp_server.py [port]``."""
 
+import base64
+import io
 import os
 import sys
+from typing import Any
 
 from mcp.server.mcpserver import MCPServer
+from mcp_types import ImageContent, TextContent
+from PIL import Image
 
 server = MCPServer("sums")
 
@@ -24,6 +29,15 @@ def multiply(a: int, b: int) -> int:
 def fail(why: str) -> str:
     """Fails."""
     raise ValueError(why)
+
+
+@server.tool(structured_output=False)
+def draw(grey: int) -> list[Any]:
+    """A grey picture of 16 by 16 pixels, with words."""
+    buffer = io.BytesIO()
+    Image.new("L", (16, 16), grey).save(buffer, "PNG")
+    data = base64.b64encode(buffer.getvalue()).decode()
+    return [TextContent(type="text", text="drawn"), ImageContent(type="image", data=data, mime_type="image/png")]
 
 
 @server.tool()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import logging
 import os
 import sys
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.agentic.tools.tool import Tool, ToolError, ToolSchema
 from roll.configs.tools import McpServerConfig
+from roll.data.tool_messages import Content, joined, text_of
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -48,8 +51,8 @@ class McpServer:
         wanted = there if self._config.only is None else {name: there[name] for name in self._config.only}
         return {name: McpTool(self, schema) for name, schema in wanted.items()}
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Calls a tool; the answer is all of its text.
+    async def call(self, name: str, arguments: dict[str, Any]) -> Content:
+        """Calls a tool; the answer is all of its text and pictures.
 
         Raises:
             ToolError: the tool says that it failed, or the server that the arguments are wrong.
@@ -69,10 +72,10 @@ class McpServer:
             if isinstance(error, ExceptionGroup):
                 raise ConnectionError(_first(error)) from error
             raise
-        text = "\n".join(block.text if block.type == "text" else f"[{block.type}]" for block in result.content)
+        content = joined(*[part for block in result.content for part in ("\n", _content(block))][1:])
         if result.is_error:
-            raise ToolError(text)
-        return text
+            raise ToolError(text_of(content))
+        return content
 
     async def close(self) -> None:
         """Gives up the connection, also one that is still being made, and the program with it."""
@@ -155,7 +158,7 @@ class McpTool(Tool):
         self._server = server
         self._name = schema.name
 
-    async def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> str:
+    async def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> Content:
         return await self._server.call(self._name, arguments)
 
 
@@ -168,6 +171,16 @@ async def _list(client: Client) -> list[Any]:
         tools += page.tools
         if (cursor := page.next_cursor) is None:
             return tools
+
+
+def _content(block: Any) -> Content:
+    """A block of a result; what is neither text nor a picture is named."""
+    if block.type != "image":
+        return str(block.text) if block.type == "text" else f"[{block.type}]"
+    try:
+        return [{"type": "image", "image": base64.b64decode(block.data, validate=True)}]
+    except binascii.Error as error:
+        raise ValueError(f"a picture whose data are no base64 ({error})") from error
 
 
 def _is_lost(error: Exception) -> bool:

@@ -23,6 +23,7 @@ from pydantic_core import ArgsKwargs
 
 from roll.configs.arguments import argument_problems
 from roll.configs.problems import NOTHING, ConfigProblem
+from roll.data.tool_messages import Content, joined
 from roll.utils.registry import Registry, UnknownNameError
 
 
@@ -141,7 +142,8 @@ class Tool(ABC):
             state: of this tool in this episode: empty at its start, for whatever the tool keeps between calls.
 
         Returns:
-            Text, or anything else that is written as JSON.
+            Text; or a list of parts among which are pictures, as of observations (``roll.agentic.env.TextEnv``), whose
+            pixels may also be the bytes of a file; or anything else, which is written as JSON.
 
         Raises:
             ToolError: the policy shall read why not.
@@ -244,6 +246,23 @@ def check_tool(target: str, args: Mapping[str, Any]) -> list[ConfigProblem]:
             return [ConfigProblem("args", dict(args) or NOTHING, f"what {target} takes", reason)]
         return [ConfigProblem("tool", target, "a tool", str(error))]
     return []
+
+
+def content_of(result: Any) -> Content:
+    """Returns a result as the policy gets it: parts, pictures as they came, or ``text_of``."""
+    if not isinstance(result, list) or not any(map(_is_picture, result)):
+        return text_of(result)
+    return joined(*([part] if _is_picture(part) else _words_of(part) for part in result))
+
+
+def _is_picture(part: Any) -> bool:
+    """Tells whether something is a part with pixels; one with a name of a picture is JSON."""
+    shown = part.get("image") if isinstance(part, Mapping) and part.get("type") == "image" else None
+    return shown is not None and not isinstance(shown, str | list | Mapping)
+
+
+def _words_of(part: Any) -> str:
+    return text_of(part["text"] if isinstance(part, Mapping) and part.get("type") == "text" else part)
 
 
 def text_of(result: Any) -> str:

@@ -89,6 +89,7 @@ class Fsdp2Card(EngineCard):
     trains_modules = True
     packs_modules = True
     replays_experts = True
+    scores_kept_sets = True
     fit = "roll.configs.engines.fsdp2:check_model"
 
     def no_pictures(self, worker: WorkerConfig) -> str:

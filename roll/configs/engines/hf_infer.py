@@ -36,6 +36,8 @@ class HfInferCard(EngineCard):
     packs_modules = True
     replays = True
     tells_experts = True
+    tells_kept_sets = True
+    scores_kept_sets = True
     fit = "roll.configs.engines.hf_infer:check_model"
 
     def no_pictures(self, worker: WorkerConfig) -> str:

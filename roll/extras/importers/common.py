@@ -54,6 +54,14 @@ DOMAINS: dict[str, tuple[str, tuple[str, ...]]] = {
     "code": ("code", ("codecontests", "apps", "codeforces", "taco")),
 }
 """The data sources that verl scores by itself: our verifier, and their names in the data."""
+_GEO3K: dict[str, Any] = {
+    "tag_included": ["hiyouga/geometry3k"],
+    "verifiers": [
+        {"name": "math", "weight": 0.9},
+        {"name": "format", "weight": 0.1, "args": {"pattern": r"<think>.*</think>.*\\boxed\{.*\}.*"}},
+    ],
+}
+"""Geometry with pictures."""
 
 
 def drop_unread(draft: Draft) -> None:
@@ -268,6 +276,9 @@ def public_domains(draft: Draft, key: str) -> None:
     """Reward domains of the public data sources: those that the names of the files speak of, else all."""
     files = [draft.get(f"{section}.data_args.file_name") for section in ("actor_train", "validation")]
     names = str(files).lower()
+    if "geo3k" in names or "geometry3k" in names:
+        draft.derive(key, "rewards.geo3k", _GEO3K, "the data sources that it scores by itself")
+        return
     for domain in [name for name in DOMAINS if name in names] or DOMAINS:
         verifier, tags = DOMAINS[domain]
         value = {"tag_included": list(tags), "verifiers": [{"name": verifier}]}

@@ -397,8 +397,8 @@ def _settle_unknown(draft: Draft, schema: type[PipelineConfig]) -> None:
 _WITH_PICTURES = ("roll", "verl", "verl_sft")
 """Systems whose keys of pictures are translated."""
 _NO_MEDIA = (
-    "there is no video, sound or reward of detections here, and pictures are for models of the families Qwen2.5-VL, "
-    "Qwen3-VL and Qwen3.5, of files of ROLL and verl"
+    "there is no video or sound here, and pictures are for models of the families Qwen2.5-VL, Qwen3-VL and Qwen3.5, of "
+    "files of ROLL and verl"
 )
 
 

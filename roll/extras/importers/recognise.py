@@ -93,7 +93,7 @@ _HARMLESS = ("freeze_vision_tower", "freeze_vision_model", "freeze_vision_projec
 """Keys that verl's files have with their defaults, whatever is trained."""
 
 
-_OTHER_MEDIA = re.compile(r"video|audio|omni|detection|custom_data_kwargs")
+_OTHER_MEDIA = re.compile(r"video|audio|omni|custom_data_kwargs")
 _FAMILIES = re.compile(r"qwen-?(?:2[._]5-?vl|3-?vl|3[._]5)")
 """Models that are trained on pictures here, by name."""
 

@@ -439,6 +439,7 @@ _VERIFIERS: dict[str, str] = {
     "GeneralRuleRewardWorker": "instruction",
     "CrossThinkQARuleRewardWorker": "multiple_choice",
     "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice",
+    "DetectionRewardWorker": "boxes",
     "LLMJudgeRewardWorker": "judge",
 }
 """Verifiers by the name of the worker class whose place they take."""

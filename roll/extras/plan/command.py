@@ -6,6 +6,7 @@ import functools
 import json as jsonlib
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from roll.configs.pipeline import PipelineConfig
     from roll.configs.problems import ConfigProblem
     from roll.extras.plan.plan import Plan
-    from roll.models.shapes import ModelShape
+    from roll.models.shapes import ModelShape, TowerShape
 
 
 def plan(
@@ -54,7 +55,8 @@ def plan(
 
     def replan(more: Sequence[str]) -> Plan:
         config, _ = read_config(config_name, folder, [*overrides, *more])
-        return make_plan(config, device, model_shapes(config))
+        tower, pixels = tower_shape(config)
+        return replace(make_plan(config, device, model_shapes(config)), tower=tower, max_pixels=pixels)
 
     try:
         found = replan(())
@@ -116,6 +118,24 @@ def model_shapes(config: PipelineConfig) -> dict[str, ModelShape]:
     if problems:
         raise ConfigErrors(list(problems.values()))
     return shapes
+
+
+def tower_shape(config: PipelineConfig) -> tuple[TowerShape | None, int | None]:
+    """The vision tower of the policy's model, and the most pixels of a picture, as far as they are known here."""
+    from roll.configs.pipeline import TINY_VL
+    from roll.models.shapes import TowerShape
+    from roll.models.tiny import processor_folder
+    from roll.models.tokenizer import model_folder
+
+    folder = processor_folder() if config.pretrain == TINY_VL else model_folder(config.pretrain)
+    entries, prepared = _entries(folder / "config.json"), _entries(folder / "preprocessor_config.json")
+    size = prepared.get("size") or {}
+    own = size.get("longest_edge") or prepared.get("max_pixels")
+    return TowerShape.of(entries), config.actor_train.data_args.image_max_pixels or own
+
+
+def _entries(file: Path) -> dict[str, Any]:
+    return jsonlib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def _sizes(model: str, kwargs: Mapping[str, Any], trusts: bool) -> Any:

@@ -241,6 +241,7 @@ def page(plan: Plan, advice: Sequence[Advice], quicker: Faster | None, name: str
         [f"{name}: on {_devices(plan)}", *describe_batches(plan.config)],
         plan.placement.describe(),
         [f"memory of one worker, {_unit(plan)[0]}", *_table(list(_memory_rows(plan)))],
+        *[list(_picture_lines(plan))] * (plan.tower is not None),
         ["room", *_table(list(_room_rows(plan)))],
         ["time of a step whose samples have the maximum length", *_table(list(_time_rows(plan)))],
         list(_verdict(plan, advice, quicker)),
@@ -264,6 +265,7 @@ def values(plan: Plan, advice: Sequence[Advice], quicker: Faster | None, name: s
             {"name": place.name, "capacity": place.capacity, "needed": place.needed, "phase": place.phase}
             for place in plan.places
         ],
+        "pictures": _picture_values(plan),
         "seconds": {phase: duration.seconds for phase, duration in plan.times.items()},
         "step_seconds": plan.step_seconds,
         "beside_seconds": {name: duration.seconds for name, duration in plan.beside.items()},
@@ -272,6 +274,39 @@ def values(plan: Plan, advice: Sequence[Advice], quicker: Faster | None, name: s
         "advice": [{"overrides": list(each.overrides), "needed": each.needed, "fits": each.fits} for each in advice],
         "faster": None if quicker is None else {"overrides": list(quicker[0]), "step_seconds": quicker[1]},
     }
+
+
+def _picture_values(plan: Plan) -> dict[str, Any] | None:
+    """What the tower and a picture of the largest size take; ``None``: the policy's model has no known tower."""
+    if (tower := plan.tower) is None:
+        return None
+    found: dict[str, Any] = {"tower_parameters": tower.parameters, "max_pixels": plan.max_pixels}
+    if (pixels := plan.max_pixels) is not None:
+        work = tower.operations(pixels)
+        found |= {"tokens": tower.tokens(pixels), "input_bytes": tower.input_bytes(pixels), "operations": work}
+        found |= {"forward_seconds": work / plan.device.flops, "stored_bytes": 3 * pixels}
+    return found
+
+
+def _picture_lines(plan: Plan) -> Iterator[str]:
+    tower, pixels = plan.tower, plan.max_pixels
+    assert tower is not None
+    yield "pictures, where rows have them (in none of the other figures)"
+    unit, size = _unit(plan)
+    weights, trained = (each * tower.parameters / size for each in (4, 16))
+    yield (
+        f"  the vision tower: {tower.parameters:,} parameters, {weights:,.1f} {unit} of float32 in each model, "
+        f"{trained:,.1f} {unit} with gradients and Adam's moments where it is trained, before it is dealt out"
+    )
+    if pixels is None:
+        yield "  the size of a picture is not known here: data_args.image_max_pixels"
+        return
+    work = tower.operations(pixels)
+    yield (
+        f"  a picture of {pixels:,} pixels, the most there may be: {tower.tokens(pixels):,} tokens of its row, "
+        f"{3 * pixels / 1e6:,.1f} MB stored, {tower.input_bytes(pixels) / 1e6:,.1f} MB for the tower, "
+        f"{work / 1e12:,.3f} TFLOP forward ({_duration(work / plan.device.flops)}), three times as many in training"
+    )
 
 
 def _devices(plan: Plan) -> str:

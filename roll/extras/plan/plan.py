@@ -48,7 +48,7 @@ from roll.extras.plan.times import (
     training_time,
 )
 from roll.extras.plan.work import Lengths, Role
-from roll.models.shapes import ModelShape
+from roll.models.shapes import ModelShape, TowerShape
 from roll.preflight.choices import role_requests
 from roll.rewards.classifiers import Adapter, RewardModelConfig
 from roll.rewards.judge import JudgeConfig
@@ -203,6 +203,10 @@ class Plan:
     times: Mapping[str, Duration]
     beside: Mapping[str, Duration]
     """Of the whole run, beside its steps: the start, evaluations, checkpoints."""
+    tower: TowerShape | None = None
+    """Of the policy's model, for the rows that have pictures."""
+    max_pixels: int | None = None
+    """Of a picture once it is resized; ``None``: that is not known here."""
 
     @property
     def phases(self) -> list[str]:

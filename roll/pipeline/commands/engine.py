@@ -10,7 +10,7 @@ from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.compose import apply_override
-from roll.configs.data import DataArguments
+from roll.configs.data import PICTURE_BOUNDS, DataArguments
 from roll.configs.engines import strategy_names
 from roll.configs.overrides import parse_overrides
 from roll.configs.parsing import section_problems
@@ -30,6 +30,9 @@ class GeneratorSection(Config):
     strategy_args: StrategyArguments = Field(default_factory=StrategyArguments, description="The engine.")
     template: str = Field(default="native", min_length=1, description="Chat template, as data_args.template.")
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Variables that it reads.")
+    image_min_pixels: int | None = Field(default=None, ge=1, description="As data_args.image_min_pixels.")
+    image_max_pixels: int | None = Field(default=None, ge=1, description="As data_args.image_max_pixels.")
+    image_decode_limit: int = Field(default=2**26, ge=1, description="As data_args.image_decode_limit.")
 
     def problems(self) -> Iterator[ConfigProblem]:
         if self.generating_args.num_return_sequences > 1:
@@ -70,9 +73,10 @@ def generator_section(engine: str | None, sampling: Mapping[str, Any], words: Se
     if problems:
         raise ConfigErrors(problems)
     section = GeneratorSection.model_validate(values)
+    bounds = {key: getattr(section, key) for key in PICTURE_BOUNDS}
     return WorkerConfig(
         model_args=section.model_args,
         generating_args=section.generating_args,
         strategy_args=section.strategy_args,
-        data_args=DataArguments(template=section.template, chat_template_kwargs=section.chat_template_kwargs),
+        data_args=DataArguments(template=section.template, chat_template_kwargs=section.chat_template_kwargs, **bounds),
     )

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.configs.worker import WorkerConfig
-from roll.data.files import DataError, Problems, Row, find_files
+from roll.data.files import DataError, Problems, Row, Unreadable, find_files
 from roll.data.questions import Question, read_questions
 from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from roll.pipeline.commands.progress import progress
@@ -24,6 +25,8 @@ from roll.utils.hashing import checksum_of
 from roll.utils.threads import in_order
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from roll.data.requests import Completion
     from roll.rollout.answering import Answerer
 
@@ -43,6 +46,7 @@ class Job:
     num_answers: int = 1
     prompt_key: str | None = None
     answer_key: str = "answers"
+    image_folder: str | None = None
     system: str | None = None
     chats: bool = False
     """Texts are asked as messages."""
@@ -61,7 +65,17 @@ class Job:
         problems = Problems()
         files = {str(path): checksum_of(path) for path in find_files(self.files, problems)}
         problems.raise_any()
-        names = ("model", "num_answers", "prompt_key", "answer_key", "system", "chats", "sequence_length", "seed")
+        names: tuple[str, ...] = (
+            "model",
+            "num_answers",
+            "prompt_key",
+            "answer_key",
+            "system",
+            "chats",
+            "sequence_length",
+            "seed",
+        )
+        names += ("image_folder",) * (self.image_folder is not None)
         parts = {"model_args", "generating_args", "strategy_args", "data_args"}
         section = self.worker.model_dump(mode="json", include=parts, exclude_defaults=True)
         return {"files": files, **{name: getattr(self, name) for name in names}, "generator": section}
@@ -125,21 +139,56 @@ def _check(job: Job) -> int:
         DataError: everything that is wrong in them.
         ValueError: the answers would take the place of a file of prompts.
     """
-    problems, total = Problems(), 0
+    problems, total, pictured = Problems(), 0, False
     if job.output.resolve() in [path.resolve() for path in find_files(job.files, Problems())]:
         raise ValueError(f"--output: got {job.output}, a file of prompts, expected another")
     for row, question in _rows(job, problems):
         total += 1
         if question.is_text and job.system is not None and not job.chats:
             problems.add(row.place, "a text, which has no system message; --chat sends it as a message")
+        if question.is_text and question.has_pictures and not job.chats:
+            problems.add(row.place, "pictures with a text that is continued; --chat sends them as a message")
+        pictured |= question.has_pictures
     problems.raise_any()
+    if pictured:
+        _check_pictures(job)
     if not total:
         raise DataError([f"{', '.join(job.files)}: no rows"])
     return total
 
 
+def _check_pictures(job: Job) -> None:
+    """Decodes every picture once.
+
+    Raises:
+        DataError: those that cannot be used.
+        ValueError: the model or the engine takes none.
+    """
+    from roll.data.row_pictures import with_items
+    from roll.distributed.strategy.generation.alone import local_pictures
+
+    pictures, why = local_pictures(job.model, job.worker, _tokenizer(job))
+    if pictures is None:
+        raise ValueError(f"{', '.join(job.files)}: there are pictures, but {why}")
+    problems = Problems()
+    for row, question in _rows(job, Problems()):
+        try:
+            with_items(question.messages, pictures, blank=True)
+        except ValueError as error:  # a PictureError
+            problems.add(row.place, str(error))
+    problems.raise_any()
+
+
+def _tokenizer(job: Job) -> PreTrainedTokenizerBase:
+    from roll.distributed.strategy.generation.alone import base_of
+    from roll.models.tokenizer import load_tokenizer
+
+    return load_tokenizer(base_of(job.model)[0], trust_remote_code=job.worker.model_args.trust_remote_code)
+
+
 def _rows(job: Job, problems: Problems) -> Iterator[tuple[Row, Question]]:
-    return read_questions(job.files, job.prompt_key, problems, system=job.system, without=job.answer_key)
+    keys: dict[str, Any] = {"system": job.system, "without": job.answer_key, "image_folder": job.image_folder}
+    return read_questions(job.files, job.prompt_key, problems, **keys)
 
 
 def _continue(job: Job, totals: Totals) -> int:
@@ -181,14 +230,15 @@ def _generate(job: Job, total: int, done: int, totals: Totals) -> None:
     from roll.data.renderer import ChatRenderer
     from roll.data.requests import sampling_params
     from roll.data.templates import ChatTemplate
-    from roll.distributed.strategy.generation.alone import base_of, local_generator
-    from roll.models.tokenizer import load_tokenizer
+    from roll.distributed.strategy.generation.alone import local_generator, local_pictures
     from roll.rollout.answering import Answerer
 
-    worker = job.worker
-    tokenizer = load_tokenizer(base_of(job.model)[0], trust_remote_code=worker.model_args.trust_remote_code)
+    worker, tokenizer = job.worker, _tokenizer(job)
+    pictures = None
+    if any(question.has_pictures for _, question in _rows(job, Problems())):
+        pictures, _ = local_pictures(job.model, worker, tokenizer)
     try:
-        renderer = ChatRenderer(tokenizer, ChatTemplate.of(worker.data_args))
+        renderer = ChatRenderer(tokenizer, ChatTemplate.of(worker.data_args), pictures)
     except ValueError as error:
         if job.chats or any(not question.is_text for _, question in _rows(job, Problems())):
             raise ValueError(f"{error}; there are messages to render") from error
@@ -206,6 +256,7 @@ def _generate(job: Job, total: int, done: int, totals: Totals) -> None:
         sequence_length=job.sequence_length,
         max_running_requests=job.max_running_requests,
         seed=job.seed,
+        pictures=pictures is not None,
     )
     with engine as generator:
         params = sampling_params(worker.generating_args)
@@ -229,7 +280,7 @@ async def _write(job: Job, answerer: Answerer, total: int, done: int, totals: To
         async with contextlib.aclosing(in_order(rows, work, window)) as results:
             async for (_, (row, _)), completions in results:
                 said = [_record(answerer, completion) for completion in completions]
-                file.write(to_json({**row.values, job.answer_key: said}) + "\n")
+                file.write(to_json({**_saved(row.values), job.answer_key: said}) + "\n")
                 file.flush()
                 totals.rows += 1
                 totals.seconds = time.monotonic() - started
@@ -237,6 +288,19 @@ async def _write(job: Job, answerer: Answerer, total: int, done: int, totals: To
                 totals.failed += sum("error" in answer for answer in said)
                 failed = f", {totals.failed:,} failed" if totals.failed else ""
                 advance(f"{totals.tokens / totals.seconds:,.0f} tokens/s{failed}")
+
+
+def _saved(value: Any) -> Any:
+    """A row's value in JSON: bytes of pictures are base64."""
+    if isinstance(value, Unreadable):
+        return _saved(value.value)
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, Mapping):
+        return {str(key): _saved(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_saved(entry) for entry in value]
+    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def _record(answerer: Answerer, completion: Completion | ValueError) -> dict[str, Any]:

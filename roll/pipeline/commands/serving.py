@@ -46,7 +46,7 @@ def run(job: Job) -> int:
     from roll.agentic.tools.dialects import dialect_for
     from roll.data.renderer import ChatRenderer
     from roll.data.templates import ChatTemplate
-    from roll.distributed.strategy.generation.alone import base_of, local_generator
+    from roll.distributed.strategy.generation.alone import base_of, local_generator, local_pictures
     from roll.models.tokenizer import load_tokenizer
     from roll.rollout.endpoint.errors import PortTakenError
     from roll.rollout.endpoint.session import Policy
@@ -56,7 +56,8 @@ def run(job: Job) -> int:
     try:
         model = find_saved(job.model).model
         tokenizer = load_tokenizer(base_of(model)[0], trust_remote_code=worker.model_args.trust_remote_code)
-        renderer = ChatRenderer(tokenizer, ChatTemplate.of(worker.data_args))
+        pictures, why = local_pictures(model, worker, tokenizer)
+        renderer = ChatRenderer(tokenizer, ChatTemplate.of(worker.data_args), pictures)
         dialect = dialect_for(job.dialect, renderer, default="hermes")
         engine = local_generator(
             model,
@@ -64,11 +65,12 @@ def run(job: Job) -> int:
             sequence_length=job.sequence_length,
             max_running_requests=job.max_running_requests,
             seed=job.seed,
+            pictures=pictures is not None,
         )
         with engine as generator:
             length = generator.context.sequence_length
             policy = Policy(renderer, dialect, LengthLimits(length, length))
-            return asyncio.run(_serve(job, policy, generator.generate))
+            return asyncio.run(_serve(job, policy, generator.generate, why))
     except PortTakenError:
         sys.stderr.write(f"roll serve: --port: got {job.port}, expected a free port of 127.0.0.1, or 0 for any\n")
         return EXIT_USAGE
@@ -77,8 +79,12 @@ def run(job: Job) -> int:
         return EXIT_USAGE
 
 
-async def _serve(job: Job, policy: Policy, generate: GenerateFn) -> int:
-    """Answers until a signal comes, or the engine fails."""
+async def _serve(job: Job, policy: Policy, generate: GenerateFn, no_pictures: str) -> int:
+    """Answers until a signal comes, or the engine fails.
+
+    Args:
+        no_pictures: why requests may have none; empty: they may.
+    """
     from roll.data.requests import sampling_params
     from roll.rollout.endpoint.server import Endpoint
     from roll.rollout.endpoint.session import Session, Wanted
@@ -129,8 +135,8 @@ async def _serve(job: Job, policy: Policy, generate: GenerateFn) -> int:
             asyncio.get_running_loop().add_signal_handler(number, end)
     await endpoint.start()
     sys.stderr.write(
-        f"{job.model} answers at {endpoint.url}, {policy.limits.sequence_length} tokens of prompt and answer at most; "
-        "Ctrl-C ends it\n"
+        f"{job.model} answers at {endpoint.url}, {policy.limits.sequence_length} tokens of prompt and answer at most, "
+        f"{f'no pictures ({no_pictures})' if no_pictures else 'pictures too'}; Ctrl-C ends it\n"
     )
     error = await ended
     await endpoint.stop()

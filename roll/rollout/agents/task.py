@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from roll.data.prompts import Prompt
+from roll.data.tool_messages import PICTURE
 from roll.rollout.errors import EnvError
+from roll.rollout.observations import for_programs
 
 
 class AgentError(EnvError):
@@ -26,8 +28,8 @@ class AgentTask:
     id: str
     """Of the prompt."""
     tag: str
-    messages: tuple[Mapping[str, str], ...]
-    """The dataset's, ``{"role": …, "content": …}``; the last is the user's."""
+    messages: tuple[Mapping[str, Any], ...]
+    """The dataset's, ``{"role": …, "content": …}``; the last is the user's. Pictures are OpenAI's parts, data URIs."""
     extra_info: Mapping[str, Any]
     """The row's other columns."""
     base_url: str
@@ -38,11 +40,13 @@ class AgentTask:
     @property
     def prompt(self) -> str:
         """Text of the last message."""
-        return self.messages[-1]["content"]
+        content = self.messages[-1]["content"]
+        return content if isinstance(content, str) else "".join(part.get("text", PICTURE) for part in content)
 
     @classmethod
     def of(cls, prompt: Prompt, base_url: str, api_key: str) -> AgentTask:
-        return cls(prompt.id, prompt.tag, prompt.messages, prompt.extra_info, base_url, api_key)
+        messages = tuple({**message, "content": for_programs(message["content"])} for message in prompt.messages)
+        return cls(prompt.id, prompt.tag, messages, prompt.extra_info, base_url, api_key)
 
     def public(self) -> dict[str, Any]:
         """The task as JSON, without the key."""

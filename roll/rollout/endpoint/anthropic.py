@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, Field
 
 from roll.data.renderer import ChatRenderer, Message, Tool
+from roll.data.tool_messages import Content, joined
 from roll.rollout.endpoint.errors import ApiError, as_anthropic, unsupported
-from roll.rollout.endpoint.messages import Part, Several, join_text
+from roll.rollout.endpoint.messages import Part, Several, read_content, read_part
 from roll.rollout.endpoint.sampling import MAX_STOPS, ApiRequest, event
 from roll.rollout.endpoint.session import Answer, Session, Wanted
 
@@ -19,9 +20,7 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_
 _THOUGHTS = ("thinking", "redacted_thinking")
 
 
-class Block(BaseModel):
-    type: str
-    text: str | None = None
+class Block(Part):
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
@@ -59,7 +58,7 @@ class MessageRequest(ApiRequest):
             raise unsupported("tool_choice.type", choice, "auto or none: the policy is not forced to call")
         if "" in self.stop_sequences:
             raise unsupported("stop_sequences", self.stop_sequences, "texts that are not empty")
-        system = join_text(self.system, "system")
+        system = read_content(self.system, "system", "system")
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
         for index, message in enumerate(self.messages):
             messages += _plain(message, f"messages.{index}.content")
@@ -99,22 +98,23 @@ def _plain(message: AnthropicMessage, where: str) -> list[Message]:
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     plain: list[Message] = []
-    texts: list[str] = []
+    said: list[Content] = []
     calls: list[dict[str, Any]] = []
     for index, block in enumerate(message.content):
-        if block.type == "text" and block.text is not None:
-            texts.append(block.text)
+        place = f"{where}.{index}"
+        if (block.type == "text" and block.text is not None) or (block.type == "image" and message.role == "user"):
+            said.append(read_part(block, place, message.role))
         elif block.type == "tool_result" and message.role == "user":
-            content = join_text(block.content, f"{where}.{index}.content")
+            content = read_content(block.content, f"{place}.content", "tool")
             plain.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
         elif block.type == "tool_use" and message.role == "assistant" and block.name:
             function = {"name": block.name, "arguments": block.input or {}}
             calls.append({"id": block.id, "type": "function", "function": function})
         elif not (block.type in _THOUGHTS and message.role == "assistant"):
-            raise unsupported(f"{where}.{index}.type", block.type, f"what the policy can read of the {message.role}")
-    if texts or calls or not plain:
-        said: dict[str, Any] = {"role": message.role, "content": "".join(texts)}
-        plain.append(said | {"tool_calls": calls} if calls else said)
+            raise unsupported(f"{place}.type", block.type, f"what the policy can read of the {message.role}")
+    if said or calls or not plain:
+        spoken: dict[str, Any] = {"role": message.role, "content": joined(*said)}
+        plain.append(spoken | {"tool_calls": calls} if calls else spoken)
     return plain
 
 

@@ -9,7 +9,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, FailFast, Field
 
 from roll.agentic.tools.tool import AssistantTurn
+from roll.data.pictures import PictureError
 from roll.data.renderer import Message, Tool
+from roll.data.row_pictures import PARTS, REFUSED, SHOWING, picture_part
+from roll.data.tool_messages import Content, joined
 from roll.rollout.endpoint.errors import ApiError, unsupported
 
 
@@ -29,6 +32,10 @@ class Part(BaseModel):
 
     type: str
     text: str | None = None
+    image_url: str | dict[str, Any] | None = None
+    """A picture in OpenAI's APIs."""
+    source: dict[str, Any] | None = None
+    """A picture in Anthropic's."""
 
 
 class CalledFunction(BaseModel):
@@ -62,10 +69,10 @@ class ToolParam(BaseModel):
 
 
 def plain_messages(messages: Sequence[ChatMessage]) -> list[Message]:
-    """The conversation for a chat template.
+    """The conversation for a chat template; its pictures are ``Source``s.
 
     Raises:
-        ApiError: a message has something else than text.
+        ApiError: a message has something else than text and pictures.
     """
     return [_plain(message, f"messages.{index}") for index, message in enumerate(messages)]
 
@@ -73,7 +80,7 @@ def plain_messages(messages: Sequence[ChatMessage]) -> list[Message]:
 def _plain(message: ChatMessage, where: str) -> Message:
     plain: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": join_text(message.content, f"{where}.content"),
+        "content": read_content(message.content, f"{where}.content", message.role),
     }
     if message.reasoning_content and message.role == "assistant":
         plain["reasoning_content"] = message.reasoning_content
@@ -102,18 +109,48 @@ def named_results(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def join_text(content: str | Sequence[Part] | None, where: str) -> str:
-    """The text of a content.
+def read_content(content: str | Sequence[Part] | None, where: str, role: str) -> Content:
+    """A content as messages have it: a text, or parts where there is a picture in it.
+
+    Args:
+        role: of users and tools there may be pictures.
 
     Raises:
         ApiError: there is something else in it.
     """
     if content is None or isinstance(content, str):
         return content or ""
-    for index, part in enumerate(content):
-        if part.text is None:
-            raise unsupported(f"{where}.{index}.type", part.type, "text: the policy reads nothing else")
-    return "".join(part.text or "" for part in content)
+    return joined(*(read_part(part, f"{where}.{index}", role) for index, part in enumerate(content)))
+
+
+def read_part(part: Part, where: str, role: str) -> Content:
+    """A part as messages have it.
+
+    Raises:
+        ApiError: it is neither text nor a picture that this role may show.
+    """
+    if part.text is not None and part.type not in PARTS:
+        return part.text
+    if part.type not in PARTS or role not in SHOWING:
+        expected = "text, or pictures of users and tools" if part.type in PARTS else "text or a picture"
+        raise unsupported(f"{where}.type", part.type, f"{expected}{_why(part.type)}")
+    try:
+        shown = picture_part(part.model_dump(exclude_none=True), where, None)
+    except PictureError as error:
+        raise picture_refused(error) from error
+    if shown["image"] is None:
+        message = f"{where}: got no picture, expected a data URI in image_url, or base64 in source"
+        raise ApiError(400, message, code="invalid_value", param=where)
+    return [shown]
+
+
+def _why(kind: str) -> str:
+    return f": {REFUSED[kind]}" if kind in REFUSED else ""
+
+
+def picture_refused(error: PictureError) -> ApiError:
+    """Of a picture that cannot be used; the reason begins with its place."""
+    return ApiError(400, str(error), code="invalid_image", param=str(error).partition(": ")[0])
 
 
 def plain_tools(tools: Sequence[ToolParam] | None) -> list[Tool]:

@@ -23,10 +23,10 @@ from roll.rollout.endpoint.messages import (
     Part,
     Several,
     ToolParam,
-    join_text,
     openai_message,
     plain_messages,
     plain_tools,
+    read_content,
 )
 from roll.rollout.endpoint.sampling import DONE, ApiRequest, SamplingRequest, bytes_of, event, head, texts_of, usage
 from roll.rollout.endpoint.session import Answer, Session, Wanted
@@ -284,7 +284,7 @@ def _plain_input(items: str | Sequence[Item]) -> list[Message]:
         if item.type == "reasoning":
             continue
         if item.type == "function_call_output":
-            output = join_text(item.output, f"{where}.output")
+            output = read_content(item.output, f"{where}.output", "tool")
             plain.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
         elif item.type == "function_call" and item.name:
             if not (plain and plain[-1]["role"] == "assistant"):
@@ -294,7 +294,7 @@ def _plain_input(items: str | Sequence[Item]) -> list[Message]:
             plain[-1].setdefault("tool_calls", []).append(call)
         elif item.type == "message" and item.role:
             role = "system" if item.role == "developer" else item.role
-            plain.append({"role": role, "content": join_text(item.content, f"{where}.content")})
+            plain.append({"role": role, "content": read_content(item.content, f"{where}.content", role)})
         else:
             raise unsupported(f"{where}.type", item.type, "message, function_call, function_call_output or reasoning")
     return list(plain)

@@ -60,9 +60,9 @@ class Bounds:
     objects: int
 
     @classmethod
-    def of(cls, sequence_length: int) -> Bounds:
-        """Room for a conversation that fills the context, and for its tools."""
-        most = min(MAX_BODY, _ROOM + CHARS_PER_TOKEN * sequence_length)
+    def of(cls, sequence_length: int, *, pictures: bool = False) -> Bounds:
+        """Room for a conversation that fills the context, and for its tools; with pictures, as much as there may be."""
+        most = MAX_BODY if pictures else min(MAX_BODY, _ROOM + CHARS_PER_TOKEN * sequence_length)
         return cls(most, 20_000 + sequence_length, 5_000 + sequence_length // 32)
 
 
@@ -118,7 +118,8 @@ async def read_body(request: Request, session: Session) -> bytes:
     Raises:
         ApiError: it is, or takes too long to arrive.
     """
-    bounds = Bounds.of(session.policy.limits.sequence_length)
+    policy = session.policy
+    bounds = Bounds.of(policy.limits.sequence_length, pictures=policy.renderer.pictures is not None)
     body, shape = bytearray(), Shape(bounds)
     try:
         async with asyncio.timeout(BODY_SECONDS):

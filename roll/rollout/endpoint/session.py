@@ -25,13 +25,17 @@ from roll.agentic.tools.dialects import BaseDialect
 from roll.agentic.tools.dialects.base import split_reasoning
 from roll.agentic.tools.tool import AssistantTurn, ToolCall, ToolSchema, call_id
 from roll.configs.agent import AgentConfig
-from roll.data.columns import IntArray
+from roll.data.columns import IntArray, Item
 from roll.data.identity import digest, identity
-from roll.data.renderer import CHARS_PER_TOKEN, ChatRenderer, Message, Tool, TooManyTokensError
+from roll.data.pictures import PictureError
+from roll.data.renderer import CHARS_PER_TOKEN, ChatRenderer, Message, Tool, TooManyTokensError, items_of
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
-from roll.rollout.endpoint.errors import ApiError, too_long
-from roll.rollout.endpoint.messages import named_results
+from roll.data.row_pictures import replaced, sources_in
+from roll.data.tool_messages import in_words
+from roll.rollout.endpoint.errors import ApiError, too_long, unsupported
+from roll.rollout.endpoint.messages import named_results, picture_refused
 from roll.rollout.env_manager import EpisodeAbortedError, EpisodeSpec, LengthLimits, Recorder
+from roll.rollout.observations import in_words as shown_in_words
 from roll.rollout.tokenization_audit import Conversation
 from roll.rollout.types import EpisodeEnd, Turn
 from roll.utils.foreign import describe_error
@@ -58,10 +62,12 @@ class Past:
     said: Said | None
     """That answer."""
     rewritten: str | None
-    """Part that the program has changed: ``answer``, ``tools``, or the ``history`` before an answer."""
+    """Part that the program has changed: ``answer``, ``tools``, ``pictures``, or the ``history`` before an answer."""
     key: bytes
     bare_key: bytes
     """Without tools."""
+    word_key: bytes
+    """With a mark for each picture."""
 
 
 class History:
@@ -72,6 +78,8 @@ class History:
         """By the conversation that an answer ends, tools included."""
         self._seen: set[bytes] = set()
         """Those conversations without their tools, the answers alone, and the conversations that were answered."""
+        self._told: set[bytes] = set()
+        """Those of ``_said`` with a mark for each picture."""
         self._texts: dict[str, Said] = {}
         """By prompt and answer of plain completions."""
 
@@ -80,12 +88,15 @@ class History:
         keys = _chain(messages, tools)
         known = next((end for end in range(len(messages), 0, -1) if keys[end] in self._said), 0)
         bare = _chain(messages, ())[-1] if tools else keys[-1]
-        return Past(known, self._said.get(keys[known]), self._rewritten(messages, keys, known), keys[-1], bare)
+        words = _chain(in_words(messages), tools)
+        rewritten = self._rewritten(messages, keys, words, known)
+        return Past(known, self._said.get(keys[known]), rewritten, keys[-1], bare, words[-1])
 
     def keep(self, past: Past, answer: Message, said: Said) -> None:
         """Remembers an answer of a conversation."""
         meaning = _meaning(answer)
         self._said[_next(past.key, meaning)] = said
+        self._told.add(_next(past.word_key, meaning))
         self._seen |= {past.key, _next(past.bare_key, meaning), meaning}
 
     def recall_text(self, text: str) -> tuple[Said | None, str]:
@@ -97,7 +108,9 @@ class History:
         """Remembers a prompt and its answer, both in the text."""
         self._texts[text] = said
 
-    def _rewritten(self, messages: Sequence[Message], keys: Sequence[bytes], known: int) -> str | None:
+    def _rewritten(
+        self, messages: Sequence[Message], keys: Sequence[bytes], words: Sequence[bytes], known: int
+    ) -> str | None:
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers or known == answers[-1] + 1:
             return None
@@ -105,6 +118,8 @@ class History:
             return "answer"
         if _chain(messages[: answers[-1] + 1], ())[-1] in self._seen:
             return "tools"
+        if words[answers[-1] + 1] in self._told:
+            return "pictures"
         ours = any(_meaning(messages[index]) in self._seen for index in answers[known:]) or known > 0
         return "history" if ours else None  # else they are examples of the program's own
 
@@ -122,13 +137,18 @@ def _next(key: bytes, meaning: bytes) -> bytes:
 
 
 def _meaning(message: Message) -> bytes:
-    """Meaning of a message, without ids, reasoning, and white space around the assistant's words."""
+    """Meaning of a message, without ids, reasoning, and white space around the assistant's words.
+
+    That of a picture are its pixels as the policy gets them.
+    """
     role, content = message["role"], message.get("content") or ""
+    if not isinstance(content, str):
+        content = [part["text"] if part["type"] == "text" else ["picture", part["image"].hash] for part in content]
     calls = [
         [call["function"]["name"], _arguments(call["function"]["arguments"])]
         for call in message.get("tool_calls") or ()
     ]
-    return _json([role, content.strip() if role == "assistant" else content, calls])
+    return _json([role, content.strip() if role == "assistant" and isinstance(content, str) else content, calls])
 
 
 _MAX_PARSED = 100_000
@@ -162,6 +182,7 @@ COUNTS = (
     "rewritten_answer",
     "rewritten_history",
     "rewritten_tools",
+    "rewritten_pictures",
     "tool_calls",
     "malformed_calls",
     "refused",
@@ -255,6 +276,8 @@ class Session:
         self._ended = False
         self._asked: Counter[bytes] = Counter()
         self._call_ids: set[str] = set()
+        self._items: dict[bytes, Item] = {}
+        """The pictures of its requests by the digest of their bytes."""
         self._rows: dict[int, Conversation] = {}
         """Of each row that is a chat, as it was at its last answer."""
         self.conversations: dict[str, tuple[Message, ...]] = {}
@@ -305,12 +328,13 @@ class Session:
         """
         self._admit(wanted.n)
         self._check_text(len(messages))
-        messages = named_results(messages)
+        messages = await self._shown(named_results(messages))
         length = len(_written(messages, tools))
         past = await self._beside(length, partial(self._history.recall, messages, tools))
         prompt_ids = await self._prompt(messages, tools, past)
         schemas = [_schema(tool) for tool in tools]
-        completions = await self._sample(prompt_ids, wanted)
+        items = items_of(messages)
+        completions = await self._sample(prompt_ids, wanted, items)
         if past.rewritten is not None:
             self._counts.update(["rewritten", f"rewritten_{past.rewritten}"])
         answers = []
@@ -318,7 +342,7 @@ class Session:
             turn, stop = self._read(completion, schemas, wanted.stop)
             said = Said(np.concatenate([prompt_ids, completion.token_ids]), completion.token_ids)
             self._history.keep(past, turn.as_openai(), said)
-            row = self._record(prompt_ids, completion, str(messages[-1].get("content") or ""), turn)
+            row = self._record(prompt_ids, completion, shown_in_words(messages[-1].get("content") or ""), turn, items)
             self._rows[row] = Conversation([*messages, turn.as_openai()], tools or None)
             answers.append(Answer(turn, completion, len(prompt_ids), stop))
         return answers
@@ -355,6 +379,26 @@ class Session:
             self._rows.pop(self._record(prompt_ids, completion, prompt if isinstance(prompt, str) else "", turn), None)
             answers.append(Answer(turn, completion, len(prompt_ids), stop))
         return answers
+
+    async def _shown(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages with items in place of sources; what an earlier request has shown is not decoded again.
+
+        Raises:
+            ApiError: the policy's model takes no pictures, or one cannot be used.
+        """
+        if not (sources := sources_in(messages)):
+            return messages
+        if (pictures := self.policy.renderer.pictures) is None:
+            raise unsupported(sources[0].place, "a picture", "text: the policy takes no pictures")
+        keys = [digest(source.found) for source in sources]
+        for key, source in zip(keys, sources, strict=True):
+            if key not in self._items:
+                try:
+                    self._items[key] = await self._beside(len(source.found), partial(pictures.item, source))
+                except PictureError as error:
+                    raise picture_refused(error) from error
+        found = iter(keys)
+        return replaced(messages, lambda _: self._items[next(found)])
 
     async def _prompt(self, messages: Sequence[Message], tools: Sequence[Tool], past: Past) -> IntArray:
         """The conversation's ids: of what was sampled before, as they were sampled."""
@@ -396,7 +440,7 @@ class Session:
             raise self._too_long(f"more than {error.count}") from error
         return added if said is None else np.concatenate([said.ids, added])
 
-    async def _sample(self, prompt_ids: IntArray, wanted: Wanted) -> list[Completion]:
+    async def _sample(self, prompt_ids: IntArray, wanted: Wanted, items: tuple[Item, ...] = ()) -> list[Completion]:
         self._check_room(len(prompt_ids))
         asked = digest(identity(prompt_ids))
         task = asyncio.current_task()
@@ -410,7 +454,8 @@ class Session:
             seed = self._seed(asked, wanted, index)
             name = f"{self._episode.tag}-{self._episode.group_id}-{self._episode.member}-{first + index}"
             params = self._sampling(wanted, seed, self.policy.limits.sequence_length - len(prompt_ids))
-            requests.append(asyncio.ensure_future(self._generate(GenerateRequest(name, prompt_ids, params))))
+            asking = self._generate(GenerateRequest(name, prompt_ids, params, items=items))
+            requests.append(asyncio.ensure_future(asking))
         self._asked[asked] += 1
         try:
             completions = list(await asyncio.gather(*requests))
@@ -515,7 +560,14 @@ class Session:
         self._call_ids.add(identity)
         return replace(call, id=identity)
 
-    def _record(self, prompt_ids: IntArray, completion: Completion, observation: str, turn: AssistantTurn) -> int:
+    def _record(
+        self,
+        prompt_ids: IntArray,
+        completion: Completion,
+        observation: str,
+        turn: AssistantTurn,
+        items: tuple[Item, ...] = (),
+    ) -> int:
         """Adds an answer to the record; returns its row."""
         recorded = self._recorder.add(
             Turn(
@@ -527,6 +579,7 @@ class Session:
                 task_reward=0.0,
                 penalty=0.0,
                 state_key=digest(identity(prompt_ids), size=8).hex(),
+                items=items,
             )
         )
         return recorded.row
@@ -540,7 +593,7 @@ def _cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 
 def _written(messages: Sequence[Message], tools: Sequence[Tool]) -> str:
     """Messages and tools as far as a prompt tells them; templates may leave out the reasoning of earlier turns."""
-    told = [{key: value for key, value in message.items() if key != "reasoning_content"} for message in messages]
+    told = [{key: x for key, x in message.items() if key != "reasoning_content"} for message in in_words(messages)]
     return json.dumps([told, tools], ensure_ascii=False)
 
 

@@ -13,7 +13,7 @@ from roll.rollout.endpoint.errors import ApiError
 from roll.rollout.endpoint.session import Session
 from roll.rollout.env_manager import AsyncEnv
 from roll.rollout.env_runner import MAX_REWARD
-from roll.rollout.observations import in_words
+from roll.rollout.observations import for_programs, in_words
 from roll.rollout.types import EpisodeEnd
 
 
@@ -103,7 +103,8 @@ class StepRequest(BaseModel):
         except Exception as error:  # a user's environment may raise anything
             session.fail(error)
             raise ApiError(500, "the environment failed; the episode is over", code="environment_failed") from error
-        return {"observation": observation, "reward": reward, "terminated": terminated, "truncated": truncated}
+        seen = for_programs(observation)
+        return {"observation": seen, "reward": reward, "terminated": terminated, "truncated": truncated}
 
 
 class RewardRequest(BaseModel):

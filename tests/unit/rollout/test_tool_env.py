@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import time
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 from roll.agentic.tools.tool import Tool, ToolError, ToolSchema
 from roll.configs.env import CustomEnvConfig
 from roll.configs.tools import ToolsConfig
+from roll.data.columns import Item
+from roll.data.pictures import Pictures
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
-from roll.models.tiny import make_tokenizer
+from roll.models.tiny import make_tiny_model, make_tokenizer
 from roll.rewards.types import RewardResult, Sample
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_manager import AsyncEnv, EnvManager, EpisodeSpec, LengthLimits, TrajEnvManager
@@ -24,6 +27,7 @@ from roll.rollout.prompt_worker import PromptEnv, PromptManager
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.tool_box import ToolBox, told_tools
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
+from tests.support.mcp_http import SCRIPT
 
 TOKENIZER = make_tokenizer()
 RENDERER = ChatRenderer(TOKENIZER)
@@ -120,10 +124,16 @@ async def judge(sample: Sample) -> RewardResult:
     return RewardResult(float(good), good, sample.response)
 
 
-def play(engine: Engine, manager: EnvManager | None = None, env: AsyncEnv | None = None, **keys: Any) -> Trajectory:
+def play(
+    engine: Engine,
+    manager: EnvManager | None = None,
+    env: AsyncEnv | None = None,
+    renderer: ChatRenderer = RENDERER,
+    **keys: Any,
+) -> Trajectory:
     config = ToolsConfig(**{"use": TOOLS, **keys})
-    manager = manager or PromptManager(RENDERER, SamplingParams(max_new_tokens=400), LIMITS)
-    box = ToolBox(config, RENDERER, CallThreads())
+    manager = manager or PromptManager(renderer, SamplingParams(max_new_tokens=400), LIMITS)
+    box = ToolBox(config, renderer, CallThreads())
     generate = engine.generate
     if env is None:
         env = PromptEnv(PROMPT, judge)
@@ -131,7 +141,10 @@ def play(engine: Engine, manager: EnvManager | None = None, env: AsyncEnv | None
 
     async def episode() -> Trajectory:
         partner, watched = await box.equip(env, "sums", generate)
-        return await manager.run_episode(partner, watched, EPISODE)
+        try:
+            return await manager.run_episode(partner, watched, EPISODE)
+        finally:
+            await box.close()
 
     return asyncio.run(episode())
 
@@ -277,3 +290,50 @@ def test_a_tool_that_cannot_be_made_is_named():
     config = ToolsConfig(use={"find": {"tool": "search", "args": {"corpus": "/no/such/file"}}})
     with pytest.raises(ValueError, match=r"tools.use.find: ValueError: corpus /no/such/file"):
         told_tools(config, ["sums"])
+
+
+def draw(grey: int) -> Any:
+    """A grey picture with words."""
+    image = np.full((16, 16, 3), grey, np.uint8)
+    return [{"type": "text", "text": "drawn\n"}, {"type": "image", "image": image}]
+
+
+PROCESS = {"use": {"draw": {"tool": f"{HERE}:draw", "isolation": "process", "timeout": 60}}}
+FUNCTION = {"use": {"draw": {"tool": f"{HERE}:draw"}}}
+SERVER = {"use": {}, "servers": {"sums": {"command": [sys.executable, str(SCRIPT)], "timeout": 60}}}
+
+
+@pytest.fixture(scope="module")
+def sees(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
+    path, tokenizer = tmp_path_factory.mktemp("tiny") / "vl", make_tokenizer(pictures=True)
+    make_tiny_model(path, 0, pictures=True)
+    return ChatRenderer(tokenizer, pictures=Pictures(path, tokenizer=tokenizer))
+
+
+@pytest.mark.parametrize("keys", [FUNCTION, PROCESS, SERVER], ids=["function", "process", "server"])
+def test_pictures_that_tools_return_are_shown_to_a_policy_that_sees(keys, sees):
+    if keys is SERVER:
+        pytest.importorskip("mcp", reason="mcp is not installed")
+    engine = Engine(call("draw", grey=7), call("draw", grey="x"), "<answer>51</answer>")
+    manager = PromptManager(sees, SamplingParams(max_new_tokens=400), LIMITS)
+    trajectory = play(engine, manager, renderer=sees, pictures=True, **keys)
+    item = Item(np.full((16, 16, 3), 7, np.uint8))
+    assert trajectory.success and [turn.items for turn in trajectory.turns] == [(), (item,), (item,)]
+    shown, failed = results(trajectory)
+    assert shown == "drawn\n[picture 16x16]" and "rror" in failed
+    first, second = trajectory.turns[0], trajectory.turns[1]
+    content = [{"type": "text", "text": "drawn\n"}, {"type": "image", "image": item}]
+    result = {"role": "tool", "name": "draw", "content": content}
+    added = sees.continuation([result], first.completion.token_ids, [ToolSchema("draw").as_openai()])
+    assert second.prompt_ids.tolist() == [*first.prompt_ids, *first.completion.token_ids, *added]
+    batch = groups_to_batch([RolloutGroup(5, "sums", (trajectory,))], ["sums"])
+    assert batch.items_I == ((item,),)
+
+
+def test_a_policy_without_pictures_is_told_what_it_misses(sees):
+    (told,) = results(play(Engine(call("draw", grey=7), "<answer>51</answer>"), **FUNCTION))
+    assert told == "error: it returned a picture, which the policy cannot see (tools.pictures: false)"
+    with pytest.raises(ValueError, match=r"tools\.pictures: got true"):
+        play(Engine("never"), pictures=True, **FUNCTION)
+    silent = ChatRenderer(sees.tokenizer, "{% for m in messages %}{{ m['role'] }}{% endfor %}", sees.pictures)
+    assert sees.shows_results and not silent.shows_results

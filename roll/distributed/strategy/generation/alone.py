@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from roll.configs.judge import JudgeEngine
 from roll.configs.worker import WorkerConfig
+from roll.data.pictures import Pictures
 from roll.data.requests import Completion, GenerateRequest
 from roll.data.templates import ChatTemplate
 from roll.distributed.strategy import make_strategy
@@ -31,12 +33,16 @@ from roll.models.adapter_files import (
 )
 from roll.models.loading import load_config
 from roll.models.lora import LoraSpec, adapted_names
+from roll.models.pictures import pictures_problem
+from roll.models.tokenizer import TOKENIZER_FILES, local_folder
 
 logger = logging.getLogger(__name__)
 
 MOST_POSITIONS = 8192
 """Longest sample where nobody says, of a model that has more."""
 _BUCKET_BYTES = 256 << 20
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Where a folder says how pictures are prepared."""
 
 
 def base_of(model: str) -> tuple[str, LoraSpec | None]:
@@ -59,15 +65,45 @@ def base_of(model: str) -> tuple[str, LoraSpec | None]:
     return base, LoraSpec(config["r"], config["lora_alpha"], tuple(sorted(targets)))
 
 
+def local_pictures(model: str, worker: WorkerConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Pictures | None, str]:
+    """The picture processor of a model for ``local_generator``; without one, why it gets no pictures.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    path, _ = base_of(model)
+    args, strategy = worker.model_args, worker.strategy_args
+    config = load_config(path, args.model_config_kwargs, trust_remote_code=args.trust_remote_code)
+    folder = local_folder(path, "*.json", *TOKENIZER_FILES)
+    if getattr(config, "vision_config", None) is None:
+        return None, "the model takes no pictures"
+    if not any((folder / name).is_file() for name in PROCESSOR_FILES):
+        return None, f"the model's folder has no picture processor ({' or '.join(PROCESSOR_FILES)})"
+    card = strategy.card
+    why = "says nothing of pictures" if card is None else card.no_pictures(worker)
+    if why:
+        return None, f"{strategy.strategy_name} {why}"
+    if problem := pictures_problem(config):
+        return None, f"a model of the family {config.model_type} {problem}"
+    return Pictures(folder, **worker.data_args.picture_bounds, tokenizer=tokenizer), ""
+
+
 @contextmanager
 def local_generator(
-    model: str, worker: WorkerConfig, *, sequence_length: int | None, max_running_requests: int, seed: int
+    model: str,
+    worker: WorkerConfig,
+    *,
+    sequence_length: int | None,
+    max_running_requests: int,
+    seed: int,
+    pictures: bool = False,
 ) -> Iterator[Generator[Any]]:
     """Starts a generator, and stops it when the block is left.
 
     Args:
         model: a folder in Hugging Face format, that of a LoRA adapter, or a name on the hub.
         sequence_length: longest prompt plus completion; ``None``: as many as the model has, to ``MOST_POSITIONS``.
+        pictures: prompts may have some (``local_pictures``).
 
     Raises:
         ValueError: the model cannot be loaded, or an option does not fit it.
@@ -90,6 +126,7 @@ def local_generator(
         sequence_length=sequence_length,
         max_running_requests=max_running_requests,
         template=ChatTemplate.of(worker.data_args),
+        pictures=pictures,
     )
     engine: Generator[Any] = make_strategy(context)
     try:

@@ -527,8 +527,13 @@ def test_pictures_become_keys_of_ours():
     assert imported.exit_code == 0 and {"image_max_pixels": 4096, "image_folder": "/data"}.items() <= (
         yaml.safe_load(imported.text)["actor_train"]["data_args"].items()
     )
+    worker = "roll.pipeline.rlvr.rewards.detection_reward_worker.DetectionRewardWorker"
+    imported = convert("roll", [GIVEN["roll"]], [f"rewards.cv.worker_cls={worker}"])
+    assert yaml.safe_load(imported.text)["rewards"]["cv"]["verifiers"] == [{"name": "boxes"}]
     words = ["data.image_key=shots", "+data.mm_processor_kwargs={max_pixels: 4096}", "data.val_files=geo3k.parquet"]
     imported = convert("verl", [GIVEN["verl"]], words)
+    weights = [each["weight"] for each in yaml.safe_load(imported.text)["rewards"]["geo3k"]["verifiers"]]
+    assert weights == [0.9, 0.1]
     assert imported.exit_code == 0 and {"image_max_pixels": 4096, "image": "shots"}.items() <= (
         yaml.safe_load(imported.text)["actor_train"]["data_args"].items()
     )

@@ -13,16 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from roll.__main__ import main
 from roll.configs import SHIPPED
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
+from roll.data.columns import Item
 from roll.data.packing import computed_tokens, worth_sharing
+from roll.data.pictures import Pictures
 from roll.distributed.strategy.hf_infer.slot_cache import SlotCache
 from roll.extras.plan import command as planning
 from roll.extras.plan import devices
@@ -41,11 +45,12 @@ from roll.models import scoring
 from roll.models.freezing import freeze
 from roll.models.lora import LoraSpec, inject_adapter
 from roll.models.planned_attention import find_state_layers
-from roll.models.shapes import KNOWN, ModelShape
+from roll.models.shapes import KNOWN, ModelShape, TowerShape
 from roll.models.tiny import make_tokenizer
 from roll.utils.gpus import GPUS
 from tests.support.families import tiny_config, tiny_model
 from tests.support.known_families import KNOWN as KNOWN_FAMILIES
+from tests.support.picture_models import FAMILIES, make_processor
 from tests.support.sizes import sizes
 
 SIZES: dict[str, Any] = sizes(96, 32, 48, 2, 4, 2)
@@ -615,3 +620,32 @@ def test_a_manifest_follows_the_schema(nodes, tmp_path):
     manifest["spec"]["entryPoint"] = "x"
     with pytest.raises(jsonschema.ValidationError, match="entryPoint"):
         jsonschema.Draft202012Validator(schema).validate(manifest)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_vision_tower_is_counted_as_pytorch_counts_it(family, tmp_path):
+    folder = make_processor(tmp_path, family)
+    config, pictures = AutoConfig.from_pretrained(folder), Pictures(folder)
+    shape = TowerShape.of(config.to_dict())
+    tower = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").base_model.visual
+    assert shape is not None and shape.parameters == sum(parameter.numel() for parameter in tower.parameters())
+    item = Item(np.zeros((112, 168, 3), np.uint8))
+    inputs, pixels = pictures.inputs([item]), 112 * 168
+    assert shape.input_bytes(pixels) == inputs["pixel_values"].nbytes and shape.tokens(pixels) == len(
+        pictures.ids(item)
+    )
+    values, grid = (torch.from_numpy(inputs[name]) for name in ("pixel_values", "image_grid_thw"))
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        tower(values, grid_thw=grid)
+    least = 0.6 if family == "qwen2_5_vl" else 0.9  # most of its layers look at windows
+    assert least * shape.operations(pixels) < counter.get_total_flops() < 1.1 * shape.operations(pixels)
+
+
+def test_a_plan_says_what_pictures_take(capsys):
+    assert main(["plan", "rlvr_shapes", "--json"]) in (0, 1)
+    found = json.loads(capsys.readouterr().out)["pictures"]
+    assert (found["max_pixels"], found["tokens"], found["input_bytes"]) == (65536, 256, 65536 * 24)
+    assert main(["plan", "rlvr_shapes"]) in (0, 1)
+    assert f"the vision tower: {found['tower_parameters']:,} parameters" in capsys.readouterr().out
+    assert main(["plan", "rlvr_math", "--json"]) in (0, 1)
+    assert json.loads(capsys.readouterr().out)["pictures"] is None

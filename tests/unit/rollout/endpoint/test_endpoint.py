@@ -195,6 +195,7 @@ def test_what_a_program_changes_is_a_row_of_its_own_and_is_counted():
         "rewritten_answer": 1,
         "rewritten_history": 1,
         "rewritten_tools": 1,
+        "rewritten_pictures": 0,
         "tool_calls": 0,
         "malformed_calls": 0,
         "refused": 0,
@@ -805,7 +806,7 @@ def test_both_refuse_in_their_own_words():
                 await claude.messages.create(model="m", max_tokens=9, messages=long)
             assert full.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
             image: Any = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
-            with pytest.raises(anthropic.BadRequestError, match=r"messages.0.content.0.type: got 'image'"):
+            with pytest.raises(anthropic.BadRequestError, match=r"messages.0.content.0.source: null"):
                 await claude.messages.create(model="m", max_tokens=9, messages=image)
             with pytest.raises(anthropic.NotFoundError) as unknown:
                 await claude.messages.count_tokens(model="m", messages=image)

@@ -1,0 +1,134 @@
+"""The commands with pictures, beside ``generate`` of Transformers with the model's own picture processor."""
+
+import base64
+import io
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pyarrow
+import pytest
+import torch
+from PIL import Image
+from pyarrow import parquet
+from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
+
+from roll.__main__ import main
+from tests.support.picture_models import IMAGE, PROCESSOR, make_picture_model, make_tokenizer
+from tests.unit.pipeline.commands.conftest import read
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+GREEDY = ("--temperature", "0", "--max-tokens", "6", "--max-length", "128")
+PIXELS = np.random.default_rng(0).integers(0, 256, (2, 56, 84, 3), np.uint8)
+TOKENS = 6
+"""Of each of them."""
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_picture_model(tmp_path_factory.mktemp("seeing") / "qwen3_vl", "qwen3_vl", seed=1))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    for number, pixels in enumerate(PIXELS):
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+    return [str(tmp_path / f"{number}.png") for number in range(2)]
+
+
+def oracle(model: str, words: str, *pictures: int) -> str:
+    tokenizer, loaded = make_tokenizer(), AutoModelForImageTextToText.from_pretrained(model)
+    shown = f"<|vision_start|>{IMAGE * TOKENS}<|vision_end|>" * len(pictures)
+    text = f"<|im_start|>user\n{shown}{words}<|im_end|>\n<|im_start|>assistant\n"
+    ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
+    kinds = (ids == tokenizer.convert_tokens_to_ids(IMAGE)).int()
+    processor = Qwen2VLImageProcessorPil(**PROCESSOR, size={"shortest_edge": 784, "longest_edge": 784 * 64})
+    seen = processor([Image.fromarray(PIXELS[number]) for number in pictures], return_tensors="pt")
+    whole = loaded.generate(input_ids=ids, mm_token_type_ids=kinds, do_sample=False, max_new_tokens=6, **seen)
+    return str(tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def test_generate_answers_rows_with_pictures_and_score_reads_them(seeing, files, rows, tmp_path, capsys):
+    part = {"type": "image", "image": "1.png"}
+    talk = rows("talk.jsonl", [{"messages": [{"role": "user", "content": [part, {"type": "text", "text": "so?"}]}]}])
+    texts = rows("texts.jsonl", [{"prompt": "<image><image>which?", "images": ["0.png", "1.png"], "solution": "0"}])
+    data = [{"bytes": Path(files[0]).read_bytes(), "path": None}]
+    parquet.write_table(pyarrow.table({"prompt": ["what?"], "images": [data]}), tmp_path / "bytes.parquet")
+    out = tmp_path / "out" / "said.jsonl"
+    asked = ["generate", seeing, talk, texts, str(tmp_path / "bytes.parquet"), "-o", str(out), *GREEDY, "--chat"]
+    assert main(asked) == 0
+    expected = [oracle(seeing, "so?", 1), oracle(seeing, "which?", 0, 1), oracle(seeing, "what?", 0)]
+    lines = read(out)
+    assert [line["answers"][0]["text"] for line in lines] == expected and len(set(expected)) == 3
+    assert base64.b64decode(lines[2]["images"][0]["bytes"]) == data[0]["bytes"]
+    scored = tmp_path / "scored.jsonl"
+    lines[0]["solution"] = lines[2]["solution"] = expected[0]
+    answered = rows("answered.jsonl", lines)  # whose pictures lie elsewhere
+    assert main(["score", answered, "--verifier", "math", "-o", str(scored)]) == 0, capsys.readouterr().err
+    assert [len(line["scores"]) for line in read(scored)] == [1, 1, 1]
+
+
+def test_pictures_that_cannot_be_asked_are_told_before_a_model_loads(seeing, model, files, rows, tmp_path, capsys):
+    line = {"prompt": "?", "images": ["0.png"]}
+    out = ["-o", str(tmp_path / "out.jsonl"), *GREEDY]
+    assert main(["generate", seeing, rows("a.jsonl", [line]), *out]) == 2
+    assert "--chat sends them" in capsys.readouterr().err
+    (tmp_path / "2.png").write_bytes(Path(files[0]).read_bytes()[:900])
+    wrong = rows("b.jsonl", [line | {"images": ["2.png"]}, line | {"images": ["../0.png"]}])
+    assert main(["generate", seeing, wrong, *out, "--chat"]) == 2
+    assert "outside of" in capsys.readouterr().err
+    assert main(["generate", seeing, rows("c.jsonl", [line | {"images": ["2.png"]}]), *out, "--chat"]) == 2
+    assert "c.jsonl:1: images[0]: unreadable" in capsys.readouterr().err
+    assert main(["generate", model, rows("d.jsonl", [line]), *out, "--chat"]) == 2
+    assert "there are pictures, but the model takes no pictures" in capsys.readouterr().err
+
+
+def test_chat_puts_a_picture_into_the_next_message(seeing, model, files, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"/image {files[1]}\nso?\n/reset\n/image none.png\n/image\n/quit\n"))
+    assert main(["chat", seeing, *GREEDY]) == 0
+    out, err = capsys.readouterr()
+    assert out == oracle(seeing, "so?", 1) + "\n"
+    assert "84 x 56 pixels, 6 tokens" in err and "no such file" in err and "/image: no file" in err
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"/image {files[1]}\n"))
+    assert main(["chat", model, *GREEDY]) == 0
+    assert "/image: no pictures, the model takes no pictures" in capsys.readouterr().err
+
+
+def test_serve_answers_requests_with_pictures(seeing, files, capfd):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    said: list[Any] = []
+
+    def ask() -> None:
+        policy = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=60)
+        policy.models.list()  # tried until there is a server
+        uri = f"data:image/png;base64,{base64.b64encode(Path(files[1]).read_bytes()).decode()}"
+        content: Any = [{"type": "image_url", "image_url": {"url": uri}}, {"type": "text", "text": "so?"}]
+        try:
+            messages: Any = [{"role": "user", "content": content}]
+            answer = policy.chat.completions.create(model="m", messages=messages, max_tokens=6, temperature=0)
+            said.append((answer.choices[0].message.content, answer.usage))
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    client = threading.Thread(target=ask)
+    client.start()
+    assert main(["serve", seeing, "--port", str(port), "--max-length", "128"]) == 0
+    client.join()
+    ((text, usage),) = said
+    assert text == oracle(seeing, "so?", 1) and usage.prompt_tokens > TOKENS
+    assert "pictures too; Ctrl-C" in capfd.readouterr().err
+
+
+def test_an_exported_model_sees_as_before(seeing, tmp_path):
+    out = tmp_path / "out"
+    assert main(["export", seeing, "-o", str(out), "--max-shard-size", "200KB"]) == 0
+    assert oracle(str(out), "so?", 1) == oracle(seeing, "so?", 1)
+    name = "preprocessor_config.json"
+    assert (out / name).read_bytes() == (Path(seeing) / name).read_bytes()
