@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from roll.configs.offline import OfflineConfig
     from roll.data.batch import Batch
-    from roll.pipeline.offline.training import OfflineTraining
+    from roll.pipeline.offline.pipeline import OfflineTraining
 
 STAGES = ("dpo", "rm", "distill")
 TARGET, AGREEMENT = 1.3, 1e-5
@@ -114,9 +114,8 @@ def as_batch(pairs: list[Pair], stage: str) -> Batch:
 def config_of(stage: str, model: Path, folder: Path, args: argparse.Namespace) -> OfflineConfig:
     """The run's configuration, checked as the command line checks one."""
     from roll.configs.distill import DistillConfig
-    from roll.configs.dpo import DPOConfig
     from roll.configs.loader import validate
-    from roll.configs.reward_training import RewardTrainingConfig
+    from roll.configs.preference import DPOConfig, RewardTrainingConfig
 
     workers, threads = map(int, args.layout.split("x"))
     micro_batch = args.pairs // workers
@@ -171,10 +170,9 @@ def training_of(stage: str, config: OfflineConfig, pairs: list[Pair]) -> Iterato
     from roll.algorithms.distillation import build_distill_loss
     from roll.algorithms.preferences import build_preference_loss, build_reward_loss
     from roll.configs.distill import DistillConfig, DistillLossConfig
-    from roll.configs.preference import PreferenceConfig
-    from roll.configs.reward_training import RewardLossConfig
+    from roll.configs.preference import PreferenceConfig, RewardLossConfig
     from roll.pipeline.launch import MODEL_WORKERS
-    from roll.pipeline.offline.training import OfflineTraining
+    from roll.pipeline.offline.pipeline import OfflineTraining
     from roll.pipeline.roles import Roles
     from roll.pipeline.teachers import DatasetTeacher
 

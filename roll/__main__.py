@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from roll import __version__
-from roll.configs.shipped import SHIPPED, config_groups
+from roll.configs import SHIPPED, config_groups
 from roll.extras.importers import SYSTEMS
 from roll.pipeline.cli import EXIT_USAGE, finished, locate, perform, refuse
 from roll.pipeline.commands import completion

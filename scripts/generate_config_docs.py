@@ -23,7 +23,6 @@ from roll.configs.base import Config
 from roll.configs.data import DataArguments, DatasetFilterConfig
 from roll.configs.distill import DistillConfig, DistillLossConfig
 from roll.configs.divergence import DivergenceConfig
-from roll.configs.dpo import DPOConfig
 from roll.configs.engines import cards
 from roll.configs.env import ALIASES, CustomEnvConfig, EnvManagerConfig
 from roll.configs.judge import AskedModelConfig, JudgeEngine
@@ -38,9 +37,16 @@ from roll.configs.pipeline import (
     WarmStartConfig,
     WatchesConfig,
 )
-from roll.configs.preference import AnswerColumns, PairColumns, PreferenceConfig
+from roll.configs.preference import (
+    AnswerColumns,
+    DPOConfig,
+    PairColumns,
+    PreferenceConfig,
+    RewardColumns,
+    RewardLossConfig,
+    RewardTrainingConfig,
+)
 from roll.configs.prompts import DataGeneratorConfig, PromptsConfig, RolloutWorkersConfig, ValidationConfig
-from roll.configs.reward_training import RewardColumns, RewardLossConfig, RewardTrainingConfig
 from roll.configs.rewards import RewardConfig, RewardFilterConfig, VerifierConfig
 from roll.configs.rl import RLConfig, ValInferConfig
 from roll.configs.rlvr import RLVRConfig, UserConfig

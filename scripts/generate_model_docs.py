@@ -84,8 +84,11 @@ with nor trained, and saved as it was: Qwen3.5 is then loaded as the language mo
   on one row at a time. Pixels that are not those which the row's ids were made of, pictures in each other's place,
   another grid and shifted positions end the run before its first result.
 - A token that stands for pictures in the vocabulary, but was sampled by the policy, is a word like any other.
-- `megatron_train`, `vllm` and `sglang` refuse pictures. vLLM's towers need torchvision, which has no build beside the
-  CPU build of PyTorch that this project is tested with.
+- **`vllm`**, generating and as a reference: it gets the same numbers as a trainer's tower, and not the picture, so that
+  its own resizing is passed by. Features of pictures, like keys and values, are never used after an update. It needs
+  torchvision, of which there is no build beside the CPU build of PyTorch that this project is tested with: the
+  comparison runs with its Python part alone (`tests/support/torchvision_alone`).
+- `megatron_train` and `sglang` refuse pictures.
 
 ## What a model may demand
 

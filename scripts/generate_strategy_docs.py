@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from roll.configs.preference import PreferenceLoss
-from roll.configs.reward_training import RewardLoss
+from roll.configs.preference import PreferenceLoss, RewardLoss
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -89,6 +88,8 @@ def options(row: Mapping[str, Any]) -> str:
     given = flat(row["strategy_config"]) | row["model_args"] | row["worker"]
     if row["task"].startswith("routed"):
         given["router_replay.mode"] = "R2"
+    elif row["task"] == "kept":
+        given["replay_kept_sets"] = 12
     elif row["task"] not in ("policy", "grouped"):
         keys = {"preference_loss": get_args(PreferenceLoss), "reward_loss": get_args(RewardLoss)}
         key = next((key for key, names in keys.items() if row["task"] in names), "kd_objective")

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Iterator
 
@@ -12,6 +13,10 @@ from hypothesis import HealthCheck, settings
 from roll.utils.start import quick_start
 
 quick_start()
+
+# Runs start hundreds of processes; where bytecode is not kept, each compiles what it imports of roll, half a second.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A machine with other work draws and runs examples slowly, which says nothing of the code.
 settings.register_profile("roll", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -23,8 +23,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 from roll.algorithms.kl import k3
 from roll.algorithms.reductions import sums
 from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores, require_columns, require_scores
-from roll.configs.preference import PreferenceConfig
-from roll.configs.reward_training import RewardLossConfig
+from roll.configs.preference import PreferenceConfig, RewardLossConfig
 from roll.data.batch import Batch
 from roll.utils.registry import Registry
 

@@ -13,13 +13,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from roll.configs.divergence import DivergenceConfig
 from roll.data.batch import Batch
+from roll.data.kept_sets import KeptSets
 
 
 def divergence_addends(teacher: Tensor, student: Tensor, config: DivergenceConfig) -> Tensor:
@@ -164,19 +165,20 @@ class OutputLayers:
 
 
 class Given:
-    """Columns of a batch that ``Comparison.reads`` names, at some tokens.
+    """Columns of a batch that ``Comparison.reads`` names, and the kept sets, at some tokens.
 
     Not a dataclass or another container that an engine would look into: FSDP2 and DeepSpeed round floating-point
     arguments of a model to the format that it computes in.
     """
 
-    def __init__(self, columns: Mapping[str, Tensor] | None = None) -> None:
-        self.columns = columns or {}
+    def __init__(self, columns: Mapping[str, Tensor] | None = None, kept: KeptSets | None = None) -> None:
+        self.columns, self.kept = columns or {}, kept
 
     @classmethod
     def of(cls, batch: Batch, needs: Iterable[Quantity]) -> Given:
-        """The columns that the batch has of those that the quantities read."""
-        return cls({name: column for name in columns_read(needs) if (column := getattr(batch, name)) is not None})
+        """The columns that the batch has of those that the quantities read, and its kept sets."""
+        columns = {name: column for name in columns_read(needs) if (column := getattr(batch, name)) is not None}
+        return cls(columns, KeptSets.of(batch))
 
     def take(self, index: Tensor, device: torch.device) -> Given:
         """The entries of some tokens, on ``device``."""
@@ -186,14 +188,16 @@ class Given:
         """``number`` parts of ``size`` tokens each, the last of what is left."""
         return [self._map(lambda c, at=at * size: c[at : at + size]) for at in range(number)]  # type: ignore[misc]
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Given:
-        return Given({name: change(column) for name, column in self.columns.items()})
+    def _map(self, change: Callable[[Any], Any]) -> Given:
+        columns = {name: change(column) for name, column in self.columns.items()}
+        return Given(columns, None if self.kept is None else change(self.kept))
 
 
 class Distribution:
     """The model's distribution over the vocabulary in each of K places, as far as it lies on this rank.
 
-    Ids of padding have probability 0 and a log-probability of about ``MASKED``.
+    With kept sets (``keep``) it is that among each token's set. Ids outside of it, and of padding, have probability 0
+    and a log-probability of about ``MASKED``.
 
     Args:
         all_logprobs_KV: float32 log-probabilities of this rank's ids, at ``temperature``.
@@ -427,6 +431,13 @@ def restrict(logits_KV: Tensor, num_ids: int | None, vocabulary: Vocabulary) -> 
     if held >= logits_KV.shape[1]:
         return logits_KV
     return logits_KV.masked_fill(torch.arange(logits_KV.shape[1], device=logits_KV.device) >= held, MASKED)
+
+
+def keep(logits_KV: Tensor, kept: KeptSets | None, start: int) -> Tensor:
+    """The logits with those outside of each token's kept set masked; ``start``: id of the first."""
+    if kept is None:
+        return logits_KV
+    return logits_KV.masked_fill(~kept.to(logits_KV.device).mask(start, logits_KV.shape[1]), MASKED)
 
 
 def _of_ids(logprobs_KV: Tensor, num_ids: int | None, vocabulary: Vocabulary) -> Tensor:

@@ -103,8 +103,9 @@ class LossContext:
     @classmethod
     def of(cls, batch: Batch) -> LossContext:
         """The counts of a batch that is a whole optimizer step, or that is measured as one."""
-        tokens_B = batch.loss_tokens_B
-        return cls(float(tokens_B.sum()), float((tokens_B > 0).sum()), float(tokens_B.max()))
+        tokens_B = batch.loss_tokens_B.double()
+        weight_B = torch.ones_like(tokens_B) if batch.sample_weight_B is None else batch.sample_weight_B
+        return cls(float(tokens_B.sum()), float(weight_B[tokens_B > 0].sum()), float((tokens_B / weight_B).max()))
 
 
 @dataclass(frozen=True)

@@ -242,7 +242,7 @@ def check_temperature(config: AgenticConfig) -> Iterator[ConfigProblem]:
         involved = ("actor_infer.generating_args.temperature",)
         yield ConfigProblem(path, arguments.temperature, expected, involves=involved)
     path = f"{'train_env_manager' if arguments else 'actor_infer'}.generating_args"
-    yield from check_sampling(path, arguments or general)
+    yield from check_sampling(path, arguments or general, config.train_infer_correction.replay_kept_sets)
 
 
 def check_teacher(config: AgenticConfig) -> Iterator[ConfigProblem]:

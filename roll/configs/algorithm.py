@@ -84,6 +84,14 @@ class TrainInferCorrectionConfig(Config):
         description="The old policy of the loss is the one that sampled, by the generating engine's log-probs: the "
         "trainer computes none before it trains on rollouts, and the loss's own clip also limits the mismatch.",
     )
+    replay_kept_sets: int = Field(
+        default=0,
+        ge=0,
+        description="With truncated sampling (top_p, top_k, min_p) each token travels with the set of tokens that were "
+        "left to choose from, if these are at most so many; its log-probs, in the generator, the policy and the "
+        "reference, are those among this set. Larger sets count as the whole vocabulary (rollout/kept_overflow). 0 is "
+        "off: log-probs are of the whole vocabulary, and not those of the distribution that was sampled from.",
+    )
     is_weight: IsWeightConfig = Field(default_factory=IsWeightConfig, description="Importance weights.")
     filters: list[TrainInferFilterConfig] = Field(
         default_factory=list, description="Rejections; a token must pass all enabled ones."

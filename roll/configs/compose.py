@@ -17,10 +17,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from roll.configs import SHIPPED, config_groups, config_names
 from roll.configs.overrides import Override, check_expansion, parse_overrides
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.schema import did_you_mean
-from roll.configs.shipped import SHIPPED, config_groups, config_names
 
 REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*)")
 _OPTIONAL_ROLES = ("critic", "reference")

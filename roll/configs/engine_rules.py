@@ -179,6 +179,25 @@ def check_router_replay(config: PipelineConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(key, mode, expected, involves=("actor_infer.strategy_args.strategy_name",))
 
 
+def check_kept_sets(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Kept sets are told by the generator, and all log-probs that are compared are among them."""
+    if not isinstance(config, RLConfig) or not (most := config.train_infer_correction.replay_kept_sets):
+        return
+    key = "train_infer_correction.replay_kept_sets"
+    for role, worker in sections(config):
+        name, card = worker.strategy_args.strategy_name, worker.strategy_args.card
+        involved = (f"{role}.strategy_args.strategy_name",)
+        if role == "actor_infer" and (card is None or not card.tells_kept_sets):
+            expected = f"0 with {name}, which does not tell the sets that it samples from; hf_infer does"
+            yield ConfigProblem(key, most, expected, involves=involved)
+        if role in ("actor_train", "reference") and (card is None or not card.scores_kept_sets):
+            expected = f"0 with {role}'s {name}, which computes log-probs over the whole vocabulary"
+            yield ConfigProblem(key, most, expected, involves=involved)
+    whole = {"a teacher": bool(config.teacher_roles), "online_dpo": getattr(config, "online_dpo", None) is not None}
+    for what in (name for name, is_on in whole.items() if is_on):
+        yield ConfigProblem(key, most, f"0 with {what}, which compares whole distributions")
+
+
 ENGINE_RULES: tuple[Rule, ...] = (
     check_unread,
     check_rounding,
@@ -187,4 +206,5 @@ ENGINE_RULES: tuple[Rule, ...] = (
     check_attention,
     check_hidden_states,
     check_router_replay,
+    check_kept_sets,
 )

@@ -11,15 +11,14 @@ from roll.configs.agentic import AGENTIC_RULES, AgenticConfig
 from roll.configs.base import Config
 from roll.configs.compose import Composed, compose_config
 from roll.configs.distill import DISTILL_RULES, DistillConfig
-from roll.configs.dpo import DPO_RULES, DPOConfig
 from roll.configs.engine_rules import ENGINE_RULES
 from roll.configs.engines import card_of, cards
 from roll.configs.env import ALIASES, CustomEnvConfig
 from roll.configs.offline import SFT_RULES, SFTConfig
 from roll.configs.parsing import Advise, nearest_key, overlap, parse, rules_broken, section_problems
 from roll.configs.pipeline import PipelineConfig
+from roll.configs.preference import DPO_RULES, REWARD_TRAINING_RULES, DPOConfig, RewardTrainingConfig
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
-from roll.configs.reward_training import REWARD_TRAINING_RULES, RewardTrainingConfig
 from roll.configs.rl import RL_RULES
 from roll.configs.rlvr import RLVR_RULES, RLVRConfig
 from roll.configs.rules import RULES, TRAINED, Rule, sections

@@ -159,7 +159,8 @@ class RLConfig(OverlapConfig, AdditionalPromptsConfig, AlgorithmConfig, OnPolicy
         default=None,
         min_length=1,
         description="Folder for every step's training rollouts: step-<n>/episodes.jsonl to read, and all of their "
-        "tokens, for rollout_replay_dir. null: they are not saved.",
+        "tokens with the log-probs before the update, for rollout_replay_dir, roll replay and roll verify. "
+        "null: they are not saved.",
     )
     rollout_replay_dir: str | None = Field(
         default=None,

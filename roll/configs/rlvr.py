@@ -262,7 +262,9 @@ def check_answers(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """Rules on the number of answers, their length, and their sampling."""
     path = "actor_infer.generating_args"
     count, size = config.actor_infer.generating_args.num_return_sequences, config.num_return_sequences_in_group
-    yield from [] if config.eval_only else check_sampling(path, config.actor_infer.generating_args)
+    if not config.eval_only:
+        most = config.train_infer_correction.replay_kept_sets
+        yield from check_sampling(path, config.actor_infer.generating_args, most)
     if count not in (1, size):
         expected = f"1 or num_return_sequences_in_group = {size}"
         involved = ("num_return_sequences_in_group",)

@@ -75,12 +75,30 @@ def check_roles(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"{role}.data_args", "a section", expected, involves=("actor_train.data_args",))
 
 
-def check_sampling(path: str, arguments: GeneratingArguments) -> Iterator[ConfigProblem]:
-    """Training answers are sampled: equal ones have nothing to compare."""
+def check_sampling(path: str, arguments: GeneratingArguments, max_kept: int) -> Iterator[ConfigProblem]:
+    """Training answers are sampled: equal ones have nothing to compare.
+
+    Args:
+        max_kept: ``replay_kept_sets``; with it they are sampled from a part of the distribution that a trainer has.
+    """
     if arguments.is_greedy:
         name, expected = ("temperature", "more than 0") if arguments.do_sample else ("do_sample", "true")
         why = "greedy rollouts have nothing to compare"
         yield ConfigProblem(f"{path}.{name}", getattr(arguments, name), f"{expected}: {why}")
+    if not max_kept:
+        return
+    key = "train_infer_correction.replay_kept_sets"
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "first_token_temperature"):
+        got, neutral = getattr(arguments, name), GeneratingArguments.model_fields[name].default
+        if got != neutral:
+            expected = f"{'null' if neutral is None else neutral} with {key}"
+            hint = "training takes log-probs of the model's logits at one temperature"
+            yield ConfigProblem(f"{path}.{name}", got, expected, hint, involves=(key,))
+    if not arguments.truncates:
+        involved = tuple(f"{path}.{name}" for name in ("top_p", "top_k", "min_p"))
+        yield ConfigProblem(
+            key, max_kept, "0 without top_p, top_k and min_p: every token can be sampled", involves=involved
+        )
 
 
 def check_frozen(config: PipelineConfig) -> Iterator[ConfigProblem]:

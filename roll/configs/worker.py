@@ -172,6 +172,11 @@ class GeneratingArguments(Config):
         """The most likely token is taken: equal prompts get equal answers."""
         return not self.do_sample or self.temperature == 0
 
+    @property
+    def truncates(self) -> bool:
+        """Some tokens cannot be sampled."""
+        return self.top_p < 1 or max(self.top_k, self.first_token_top_k or 0) > 0 or self.min_p > 0
+
     def problems(self) -> Iterator[ConfigProblem]:
         key = "temperature" if self.do_sample else "do_sample"
         for index, text in enumerate(self.stop_strings):

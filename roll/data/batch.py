@@ -119,6 +119,9 @@ class Batch:
     """float32: the point that a row's reward is compared with (``preference_loss: kto``)."""
     items_I: tuple[tuple[Item, ...], ...] | None = None
     """The pictures of each row, each once; ``None``: no row has one. Where they are, ``items_along`` finds."""
+    kept_I: tuple[tuple[Item, ...], ...] | None = None
+    """The kept sets of each row's sampled tokens, an item for each turn, which says where (``roll.data.kept_sets``):
+    the log-probs of these tokens are those among their sets. ``None``: all are of the whole vocabulary."""
 
     def __post_init__(self) -> None:
         num_tokens = int(self.lengths_B.sum())

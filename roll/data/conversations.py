@@ -19,10 +19,8 @@ from roll.configs.data import DataArguments
 from roll.configs.resuming import Rows
 from roll.data.batch import Batch
 from roll.data.columns import BoolArray, IntArray, Item
-from roll.data.files.rows import DataError, Row
+from roll.data.files import DataError, Row
 from roll.data.identity import items_along
-from roll.data.item_spool import ItemSpool
-from roll.data.left_out import LeftOut
 from roll.data.prompt_rows import (
     Message,
     Talk,
@@ -36,7 +34,8 @@ from roll.data.prompt_rows import (
 from roll.data.prompts import Prompt, RowCheck
 from roll.data.reading import Reading
 from roll.data.renderer import items_of
-from roll.data.row_pictures import with_items
+from roll.data.row_pictures import ItemSpool, with_items
+from roll.data.template_check import LeftOut
 
 if TYPE_CHECKING:
     from roll.data.renderer import ChatRenderer, Tool

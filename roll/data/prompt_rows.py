@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from roll.configs.data import DataArguments, DatasetFilterConfig
-from roll.data.files.rows import Unreadable
+from roll.data.files import Unreadable
 from roll.data.pictures import PictureError
 from roll.data.row_pictures import PARTS, REFUSED, column_sources, picture_part, with_column
 from roll.data.tool_messages import (

@@ -1,4 +1,7 @@
-"""Datasets of prompts: files to ``Prompt``s. ``roll.data.prompt_sampler`` orders them."""
+"""Datasets of prompts: files to ``Prompt``s, and the order in which a run draws them.
+
+The order is a pure function of the seed, so that a position in it is one integer.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from roll.configs.data import DataArguments
+from roll.configs.data import DataArguments, probability_problems
 from roll.configs.problems import ConfigErrors
 from roll.configs.resuming import Rows
 from roll.data.columns import IntArray
-from roll.data.files.rows import DataError, Problems, Row
-from roll.data.left_out import LeftOut
+from roll.data.files import DataError, Problems, Row
 from roll.data.pictures import PictureError
 from roll.data.prompt_rows import (
     RowError,
@@ -32,10 +35,15 @@ from roll.data.prompt_rows import (
 )
 from roll.data.reading import Reading
 from roll.data.row_pictures import sources_in, with_items
+from roll.data.template_check import LeftOut
 from roll.data.tool_messages import Message, Tool
+from roll.utils.hashing import derive_seed
 
 if TYPE_CHECKING:
     from roll.data.renderer import ChatRenderer
+
+logger = logging.getLogger(__name__)
+
 
 __all__ = ["DataError", "LoadReport", "Prompt", "PromptDataset", "check_prompts", "load_prompts"]
 
@@ -45,7 +53,6 @@ _Asked: TypeAlias = tuple[Sequence[Message], Sequence[Tool] | None]
 RowCheck: TypeAlias = Callable[[Iterable[tuple[str, "Prompt"]]], Iterable[tuple[str, str]]]
 """Prompts with their places to the places of those that are wrong, with the reason."""
 
-logger = logging.getLogger(__name__)
 
 _CHUNK = 1000
 """Prompts that are tokenised together."""
@@ -405,3 +412,126 @@ def _render(renderer: ChatRenderer, asked: Sequence[_Asked]) -> list[IntArray | 
         if len(asked) == 1:
             return [str(error)]
         return [rendered for one in asked for rendered in _render(renderer, [one])]
+
+
+_BLOCK = 1024
+"""Draws whose domains are chosen together. Part of the order: another number, another order."""
+
+_CACHED = 16
+
+
+class PromptSampler:
+    """``sampler[n]`` is the prompt of the n-th draw of a run, n = 0, 1, 2 …, in any order of access.
+
+    Each domain is met in epochs: every prompt of it once, then every prompt again in a new order. Without
+    ``interleave_probs`` the whole dataset is one domain. With them each draw's domain is random by its share, and
+    small domains repeat sooner than large ones.
+
+    Args:
+        shuffle: a new order in every epoch; otherwise that of the dataset.
+        interleave_probs: share of each domain, all positive, sum 1; every prompt belongs to one of them.
+        domain_of_tag: the domains of the tags, where domains are not the tags themselves.
+
+    Raises:
+        ValueError: no prompts, shares that are no distribution, a domain without prompts, or a tag without a share.
+    """
+
+    def __init__(
+        self,
+        dataset: Sequence[Prompt],
+        seed: int,
+        shuffle: bool = True,
+        interleave_probs: Mapping[str, float] | None = None,
+        domain_of_tag: Mapping[str, str] | None = None,
+    ) -> None:
+        if not dataset:
+            raise ValueError("the dataset has no prompts, expected at least one")
+        self._dataset = dataset
+        self._shuffle = shuffle
+        self._seed = seed
+        if interleave_probs is None:
+            self._names = [""]
+            self._members = [np.arange(len(dataset), dtype=np.int64)]
+            self._mixer = None
+        else:
+            if wrong := list(probability_problems(dict(interleave_probs))):
+                raise ConfigErrors(wrong)
+            # Sorted, so that the order of the keys in a file does not matter.
+            self._names = sorted(interleave_probs)
+            self._members = _members(dataset, self._names, domain_of_tag or {})
+            self._mixer = _Mixer([interleave_probs[name] for name in self._names], seed)
+        self._order = lru_cache(maxsize=_CACHED * len(self._names))(self._make_order)
+
+    def __getitem__(self, n: int) -> Prompt:
+        domain, turn = self._locate(n)
+        members = self._members[domain]
+        epoch, position = divmod(turn, len(members))
+        return self._dataset[int(members[self._order(domain, epoch)[position]])]
+
+    def epoch_of(self, n: int) -> int:
+        """Number of times that the prompt of the n-th draw was drawn before."""
+        domain, turn = self._locate(n)
+        return turn // len(self._members[domain])
+
+    def _locate(self, n: int) -> tuple[int, int]:
+        """The domain of draw ``n``, and how many earlier draws were of that domain."""
+        if n < 0:
+            raise IndexError(f"draw {n}, expected at least 0")
+        return (0, n) if self._mixer is None else self._mixer.locate(n)
+
+    def _make_order(self, domain: int, epoch: int) -> IntArray:
+        size = len(self._members[domain])
+        if not self._shuffle:
+            return np.arange(size, dtype=np.int64)
+        seed = derive_seed(self._seed, "prompts", "order", self._names[domain], epoch)
+        return np.random.Generator(np.random.PCG64(seed)).permutation(size)
+
+
+class _Mixer:
+    """Domain of each draw. Blocks of draws are seeded by their number; their counts are summed as needed."""
+
+    def __init__(self, probs: Sequence[float], seed: int) -> None:
+        # The last bound is left out: whatever rounding leaves above the others is the last domain's.
+        self._bounds = np.cumsum(probs)[:-1]
+        self._num_domains = len(probs)
+        self._seed = seed
+        self._before = [np.zeros(self._num_domains, dtype=np.int64)]  # draws of each domain before each block
+        self._domains = lru_cache(maxsize=_CACHED)(self._make_domains)
+
+    def locate(self, n: int) -> tuple[int, int]:
+        block, position = divmod(n, _BLOCK)
+        while len(self._before) <= block:
+            counts = np.bincount(self._domains(len(self._before) - 1), minlength=self._num_domains)
+            self._before.append(self._before[-1] + counts)
+        domains = self._domains(block)
+        domain = int(domains[position])
+        return domain, int(self._before[block][domain] + np.count_nonzero(domains[:position] == domain))
+
+    def _make_domains(self, block: int) -> IntArray:
+        generator = np.random.Generator(np.random.PCG64(derive_seed(self._seed, "prompts", "domains", block)))
+        return np.searchsorted(self._bounds, generator.random(_BLOCK), side="right").astype(np.int64)
+
+
+def _members(dataset: Sequence[Prompt], domains: Sequence[str], domain_of_tag: Mapping[str, str]) -> list[IntArray]:
+    """Indices of each domain's prompts, in the order of the dataset."""
+    members: dict[str, list[int]] = {domain: [] for domain in domains}
+    unknown: dict[str, int] = {}
+    for index, prompt in enumerate(dataset):
+        domain = domain_of_tag.get(prompt.tag, prompt.tag)
+        if domain in members:
+            members[domain].append(index)
+        else:
+            unknown[domain] = unknown.get(domain, 0) + 1
+    if unknown:
+        seen = ", ".join(f"{domain!r} ({count:,} prompts)" for domain, count in sorted(unknown.items()))
+        raise ValueError(
+            f"domain_interleave_probs: got no share for {seen}, expected one for every domain of the dataset; "
+            f"it names {', '.join(domains) or 'none'}"
+        )
+    empty = [domain for domain in domains if not members[domain]]
+    if empty:
+        raise ValueError(
+            f"domain_interleave_probs: got {', '.join(empty)}, for which the dataset has no prompts; expected domains "
+            "of the dataset"
+        )
+    return [np.array(members[domain], dtype=np.int64) for domain in domains]

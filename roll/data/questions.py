@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.configs.data import DataArguments
-from roll.data.files.read import read_rows
-from roll.data.files.rows import Problems, Row
+from roll.data.files import Problems, Row, read_rows
 from roll.data.identity import conversation_digest
 from roll.data.prompt_rows import Message, RowError, check_encodable, finite, lookup, row_messages, row_tools
 from roll.data.row_pictures import PARTS, sources_in

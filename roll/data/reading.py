@@ -13,8 +13,7 @@ import numpy as np
 
 from roll.configs.data import DataArguments
 from roll.configs.resuming import Rows
-from roll.data.files.read import read_rows
-from roll.data.files.rows import DataError, Problems, Row, Unreadable, plain_row
+from roll.data.files import DataError, Problems, Row, Unreadable, plain_row, read_rows
 from roll.data.prompt_rows import RowError, passes, picture_folder, unread_columns
 from roll.data.row_pictures import sources_in
 from roll.data.tool_messages import Message

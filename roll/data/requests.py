@@ -54,10 +54,23 @@ class SamplingParams:
     """Taken off the logit of a token that was sampled; 0 is off."""
     frequency_penalty: float = 0.0
     """Taken off the logit of a token for each time it was sampled; 0 is off."""
+    max_kept: int = 0
+    """With each token comes the set of tokens that top-k, top-p and min-p have left for it, up to so many, and its
+    log-prob is that among them (``roll.data.kept_sets``); 0: neither."""
     stop: tuple[str, ...] = ()
     """Generation ends once the decoded text contains one of these; the tokens that completed it are kept."""
     seed: Annotated[int | None, Column()] = None
     """Same seed, prompt and weights give the same tokens, whatever else is in the batch."""
+
+    @property
+    def tells_kept(self) -> bool:
+        """Tokens come with kept sets."""
+        return self.max_kept > 0 and self.temperature > 0 and self.truncates
+
+    @property
+    def truncates(self) -> bool:
+        """Some tokens of the vocabulary cannot be sampled."""
+        return self.top_p < 1 or max(self.top_k, self.first_token_top_k or 0) > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True)
@@ -84,8 +97,8 @@ class Completion:
     token_ids: Annotated[IntArray, Column(Axis.SAMPLED, np.int64)]
     """Sampled ids, shape [n], the end-of-sequence token included."""
     logprobs: Annotated[FloatArray, Column(Axis.SAMPLED, np.float32, batch="rollout_logprobs_T")]
-    """log p of each sampled id, shape [n], under the temperature-scaled full distribution (before top-p and top-k);
-    under temperature 0, that of temperature 1."""
+    """log p of each sampled id, shape [n], under the temperature-scaled full distribution (before top-p and top-k), or
+    that of its kept set if it has one; under temperature 0, that of temperature 1."""
     finish_reason: FinishReason
     versions: Annotated[IntArray, Column(Axis.SAMPLED, np.int64, batch="rollout_versions_T")]
     """The weight version that sampled each id, shape [n], ascending: an update may come in the middle."""
@@ -93,6 +106,8 @@ class Completion:
     """The experts that the prompt's and the sampled tokens went through, shape [prompt_len + n, E], layer by layer; -1
     where that is not known, as of the last token, which nothing was predicted from. ``None`` unless they are asked for
     (``router_replay: R3``)."""
+    kept: Annotated[tuple[Item, ...], Column(Axis.ITEM, batch="kept_I")] = ()
+    """The kept sets of the sampled tokens, one item (``roll.data.kept_sets``), if the request ``tells_kept``."""
 
     @property
     def runs(self) -> Runs:
@@ -110,7 +125,7 @@ class Completion:
 GenerateFn = Callable[[GenerateRequest], Awaitable[Completion]]
 
 
-def sampling_params(arguments: GeneratingArguments) -> SamplingParams:
+def sampling_params(arguments: GeneratingArguments, max_kept: int = 0) -> SamplingParams:
     """``generating_args`` in the words of the engines."""
     assert arguments.max_new_tokens is not None, "the configuration fills it in"
     return SamplingParams(
@@ -125,5 +140,6 @@ def sampling_params(arguments: GeneratingArguments) -> SamplingParams:
         repetition_penalty=arguments.repetition_penalty,
         presence_penalty=arguments.presence_penalty,
         frequency_penalty=arguments.frequency_penalty,
+        max_kept=max_kept,
         stop=tuple(arguments.stop_strings or ()),
     )

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from roll.configs.data import DataArguments
-from roll.data.files.read import read_rows
-from roll.data.files.rows import DataError, Problems, Row
+from roll.data.files import DataError, Problems, Row, read_rows
 from roll.data.prompt_rows import RowError, finite
 from roll.data.questions import question_in
 

@@ -21,8 +21,8 @@ from roll.algorithms.losses import build_sft_loss
 from roll.configs.agentic import AgenticConfig
 from roll.configs.data import DataArguments
 from roll.configs.distill import DistillConfig
-from roll.configs.dpo import DPOConfig
 from roll.configs.pipeline import TINY_VL, PipelineConfig, SupervisedStartConfig
+from roll.configs.preference import DPOConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.tools import ToolConfig, ToolsConfig
 from roll.configs.worker import TrainingArguments
@@ -31,7 +31,7 @@ from roll.data.conversations import load_conversations
 from roll.demo.scripted_play import ScriptedPlay
 from roll.models.tiny import RECIPE_VERSION, make_tiny_model
 from roll.pipeline.agentic import AgenticRolloutWorkers
-from roll.pipeline.offline.training import OfflineTraining
+from roll.pipeline.offline.pipeline import OfflineTraining
 from roll.pipeline.prompts import PromptRolloutWorkers
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_workers import RolloutWorkers
@@ -97,16 +97,19 @@ class WarmStart(Untaught, Generic[RolesT]):
     def measurement(self, rollouts: RolesT) -> RolloutScheduler:
         """Plays the episodes that tell the current policy's success."""
 
-    def weights(self, session: RunSession, roles: Roles, rollouts: RolesT) -> str:
+    def weights(self, session: RunSession, roles: Roles, rollouts: RolesT | None) -> str:
         """The warm-started model, trained if it is not there.
 
         Raises:
             WarmStartError: success or format ended outside the window.
+            RunFailedError: it is not there, and no rollout workers are.
         """
         warm = self.folder / "warm"
         if (warm / REPORT).exists():
             logger.info("warm start: using %s", warm)
             return str(warm)
+        if rollouts is None:
+            raise RunFailedError(f"{warm}: the model that the run started from is gone, and nothing is played here")
         with session.phase("warm start"):
             roles.begin_policy(self.model_path, self.settings.max_steps, self._training_args())
             rollouts.wait_ready()
@@ -276,7 +279,7 @@ class TaughtStart(AnswersStart):
     def recipe(self) -> Mapping[str, Any]:
         return super().recipe() if self._taught else {}
 
-    def weights(self, session: RunSession, roles: Roles, rollouts: PromptRolloutWorkers) -> str:
+    def weights(self, session: RunSession, roles: Roles, rollouts: PromptRolloutWorkers | None) -> str:
         return super().weights(session, roles, rollouts) if self._taught else self.model_path
 
 

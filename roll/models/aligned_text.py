@@ -1,8 +1,8 @@
-"""A policy's rows in the tokens of a teacher with another tokenizer, and which tokens cover the same text.
+"""A policy's rows in the tokens of another tokenizer, and which tokens cover the same text.
 
-A row is cut where the policy begins and ends to sample, and at control tokens. Those become the teacher's own where it
+A row is cut where the policy begins and ends to sample, and at control tokens. Those become the other's own where it
 has one of the same text or for the same end (the beginning of a text, the end of a turn); others it reads as letters.
-What is between them is text, which the teacher's tokenizer cuts as it would anywhere.
+What is between them is text, which the other tokenizer cuts as it would anywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from roll.algorithms.distillation import NO_CHUNK, WITHIN, common_chunks
 from roll.data.batch import Batch
-from roll.data.renderer import ControlText, turn_ends
+from roll.data.control_text import ControlText
+from roll.data.renderer import turn_ends
 from roll.data.templates import ChatTemplate
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _BROKEN = "\ufffd"
 
 @dataclass
 class _Row:
-    """A row under way: the teacher's tokens and their chunks, and the chunks of the policy's."""
+    """A row under way: the other tokenizer's tokens and their chunks, and the chunks of the policy's."""
 
     ids: list[int] = field(default_factory=list)
     chunks: list[int] = field(default_factory=list)
@@ -53,11 +54,11 @@ class _Row:
 
 
 class Retokenizer:
-    """Writes rows of a policy in a teacher's tokens.
+    """Writes rows of a policy in the tokens of another model, their reader.
 
     Args:
         template: the policy's chat template, as ``ChatRenderer`` takes it.
-        max_length: tokens of a row that the teacher takes.
+        max_length: tokens of a row that the reader takes.
 
     Raises:
         ValueError: one of them is not a fast tokenizer, which alone tells where its tokens stand.
@@ -66,27 +67,27 @@ class Retokenizer:
     def __init__(
         self,
         policy: PreTrainedTokenizerBase,
-        teacher: PreTrainedTokenizerBase,
+        reader: PreTrainedTokenizerBase,
         template: str | ChatTemplate = "native",
         max_length: int = 2**31,
     ) -> None:
-        for name, tokenizer in (("policy", policy), ("teacher", teacher)):
+        for name, tokenizer in (("policy", policy), ("teacher", reader)):
             if not getattr(tokenizer, "is_fast", False):
                 kind = type(tokenizer).__name__
                 raise ValueError(f"align_tokenizers: the {name}'s tokenizer is a {kind}, expected a fast one")
         self._policy = policy
-        self._control, self._teacher = ControlText(policy), ControlText(teacher)
+        self._control, self._reader = ControlText(policy), ControlText(reader)
         self._max_length = max_length
-        self._same = _same_meaning(policy, teacher, template)
-        (self._start,) = teacher("")["input_ids"][:1] or [None]
-        if self._start != teacher.bos_token_id:
+        self._same = _same_meaning(policy, reader, template)
+        (self._start,) = reader("")["input_ids"][:1] or [None]
+        if self._start != reader.bos_token_id:
             self._start = None
 
     def batch(self, batch: Batch) -> tuple[Batch, Tensor, Tensor]:
-        """The rows as the teacher reads them, its tokens of chunks marked as loss tokens.
+        """The rows as the reader takes them, its tokens of chunks marked as loss tokens.
 
         Returns:
-            The teacher's batch; the chunks of its tokens; those of the policy's, all int64 with ``NO_CHUNK``.
+            The reader's batch; the chunks of its tokens; those of the policy's, all int64 with ``NO_CHUNK``.
         """
         ids_rows = batch.tokens_T.split(batch.lengths_B.tolist())
         mask_rows = batch.loss_mask_T.split(batch.lengths_B.tolist())
@@ -105,7 +106,7 @@ class Retokenizer:
             if ends is None and stretch[0] in self._same:
                 written, places = [self._same[stretch[0]]], [len(text)]
             else:
-                written, spans = self._teacher.spans(text)
+                written, spans = self._reader.spans(text)
                 places = _ends(spans)
             own, theirs = common_chunks([len(text)] if ends is None else ends, places)
             if not sampled:
@@ -159,16 +160,16 @@ def _ends(spans: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _same_meaning(
-    policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, template: str | ChatTemplate
+    policy: PreTrainedTokenizerBase, reader: PreTrainedTokenizerBase, template: str | ChatTemplate
 ) -> dict[int, int]:
-    """The teacher's control token in place of each of the policy's, where it has one."""
-    own, theirs = ControlText(policy), ControlText(teacher)
+    """The reader's control token in place of each of the policy's, where it has one."""
+    own, theirs = ControlText(policy), ControlText(reader)
     vocabulary = {index: token for token, index in policy.get_vocab().items()}
-    known = {token: index for token, index in teacher.get_vocab().items() if index in theirs.ids}
-    ends = sorted(_turn_ends(teacher, "native"), key=lambda index: index != teacher.eos_token_id)
+    known = {token: index for token, index in reader.get_vocab().items() if index in theirs.ids}
+    ends = sorted(_turn_ends(reader, "native"), key=lambda index: index != reader.eos_token_id)
     same = dict.fromkeys(_turn_ends(policy, template), ends[0]) if ends else {}
-    if policy.bos_token_id is not None and teacher.bos_token_id is not None:
-        same[policy.bos_token_id] = teacher.bos_token_id
+    if policy.bos_token_id is not None and reader.bos_token_id is not None:
+        same[policy.bos_token_id] = reader.bos_token_id
     return same | {index: known[vocabulary[index]] for index in own.ids if vocabulary.get(index) in known}
 
 

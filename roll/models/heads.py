@@ -1,4 +1,4 @@
-"""Heads on a language model's trunk: its output layer, a scalar head, a teacher's output layer."""
+"""Heads on a language model's trunk: its output layer, a scalar head, another model's output layer."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def _replaced(places: list[tuple[nn.Module, str]], by: _StandIn) -> Iterator[Non
             owner._modules[name] = part
 
 
-def load_teacher_layer(
+def load_output_layer(
     path: str, dtype: torch.dtype, *, trust_remote_code: bool = False, pictures: bool = False
 ) -> OutputLayer:
     """The output layer of a model (a folder in Hugging Face format, or a hub name) in host memory.

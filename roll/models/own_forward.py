@@ -89,6 +89,8 @@ class OwnForward:
             if {plain, shared} <= done:
                 continue
             micro_batch = batch.select(group)
+            if batch.kept_I is not None:  # the model's own forward pass knows no kept sets
+                micro_batch = micro_batch.replace(kept_I=None, rollout_logprobs_T=None)
             layout = shared if sharing and worth_sharing(micro_batch) else plain
             if layout not in done and bool(micro_batch.loss_mask_T.any()):
                 found[layout] = micro_batch

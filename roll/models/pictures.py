@@ -242,16 +242,25 @@ class Tower:
 
 
 def tower_of(model: PreTrainedModel, path: str, *, apart: bool = False) -> Tower:
-    """That of a model, with the picture processor of its folder, or of its name on the hub.
+    """That of a model, with its picture processor.
 
     Raises:
         ValueError: no test has compared such a model, or the processor cannot be used.
     """
+    return Tower(model, pictures_of(path), apart=apart)
+
+
+def pictures_of(path: str) -> Pictures:
+    """The picture processor of a model's folder, or of its name on the hub.
+
+    Raises:
+        ValueError: it cannot be used.
+    """
     from roll.data.pictures import Pictures
 
     pictures = Pictures(local_folder(path, "*.json", *TOKENIZER_FILES))
-    assert pictures.token == model.config.image_token_id, "loaded here, since it may be unusable"
-    return Tower(model, pictures, apart=apart)
+    assert pictures.token >= 0, "loaded here, since it may be unusable"
+    return pictures
 
 
 def _in_places(features: Sequence[Tensor], pictures: PictureInput) -> list[Tensor]:

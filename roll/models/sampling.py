@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from roll.data.columns import IntArray
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ALL = 1 << 40  # more tokens than any vocabulary has
 _WIDEST = 512
@@ -58,6 +60,8 @@ class SamplerRows:
     """``None``: all 0."""
     most: int
     """No truncated row keeps more tokens."""
+    max_kept_R: Tensor | None
+    """int64: the kept sets of a row are told up to so many tokens. ``None``: of no row."""
     penalty_B: Tensor | None
     """float32: repetition penalty."""
     presence_B: Tensor | None
@@ -82,6 +86,7 @@ class SamplerRows:
             first_top_k=column("first_token_top_k"),
             presence=column("presence_penalty"),
             frequency=column("frequency_penalty"),
+            max_kept=[each.get("max_kept", 0) for each in params],
         )
 
     @staticmethod
@@ -97,6 +102,7 @@ class SamplerRows:
         first_top_k: Sequence[int | None] | None = None,
         presence: Sequence[float] = (),
         frequency: Sequence[float] = (),
+        max_kept: Sequence[int] = (),
     ) -> SamplerRows:
         """From one value per row; temperature 0 is greedy in any case; top_k <= 0, top_p >= 1, min_p 0 keep everything.
 
@@ -130,6 +136,7 @@ class SamplerRows:
             top_p_R=tensor([top_p[i] for i in rows]) if rows else None,
             min_p_R=tensor([least[i] for i in rows]) if any(least[i] > 0 for i in rows) else None,
             most=max([*bounds(top_k), *bounds(first_k)], default=_ALL),
+            max_kept_R=tensor([max_kept[i] for i in rows], torch.int64) if rows and any(max_kept) else None,
             penalty_B=tensor(penalty) if any(p != 1 for p in penalty) else None,
             presence_B=tensor(presence) if any(presence) or any(frequency) else None,
             frequency_B=tensor(frequency) if any(presence) or any(frequency) else None,
@@ -156,6 +163,7 @@ def sample(
     seen_BV: Tensor | None = None,
     index_B: Tensor | None = None,
     count_BV: Tensor | None = None,
+    kept: dict[int, IntArray] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draws one token per row.
 
@@ -165,10 +173,11 @@ def sample(
         seen_BV: bool, tokens of the prompt and the completion so far; needed when ``rows.penalty_B`` is set.
         index_B: how many tokens of the completion each row has; needed when ``rows.counts_tokens``.
         count_BV: int32, how often the completion so far has each token; needed when ``rows.presence_B`` is set.
+        kept: gets, by row, the tokens that truncation has left, of rows with ``max_kept`` that have no more of them.
 
     Returns:
         tokens_B (int64) and logprobs_B (float32): log-softmax of logits / temperature at the token, before penalties,
-        top-k, top-p and min-p, which is what a trainer computes again.
+        top-k, top-p and min-p, which is what a trainer computes again; of a row in ``kept``, that among its kept set.
     """
     logits_BV, temperature_B = logits_BV.float(), rows.temperature(index_B)
     logprobs_BV = _log_softmax(logits_BV, temperature_B)
@@ -181,11 +190,18 @@ def sample(
     )
     if rows.truncated_R is not None:
         index_R = None if index_B is None else index_B[rows.truncated_R]
-        drawn_R = _draw_truncated(choice_BV[rows.truncated_R], rows, uniform_B[rows.truncated_R], index_R)
-        tokens_B = tokens_B.index_copy(0, rows.truncated_R, drawn_R)
+        left = _Left.of(choice_BV[rows.truncated_R], rows, index_R)
+        tokens_B = tokens_B.index_copy(0, rows.truncated_R, left.draw(uniform_B[rows.truncated_R]))
     if rows.greedy_B is not None:
         tokens_B = torch.where(rows.greedy_B, choice_BV.argmax(-1), tokens_B)
-    return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+    drawn_B = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+    if rows.max_kept_R is not None and kept is not None:
+        assert rows.truncated_R is not None
+        mass_R, own = left.tell(rows.max_kept_R)
+        drawn_B = drawn_B.index_add(0, rows.truncated_R, -mass_R)
+        places = rows.truncated_R.tolist()
+        kept |= {places[row]: ids for row, ids in own.items()}
+    return tokens_B, drawn_B
 
 
 def _penalised(logits_BV: Tensor, rows: SamplerRows, seen_BV: Tensor | None, count_BV: Tensor | None) -> Tensor:
@@ -213,23 +229,49 @@ def _invert_cdf(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
     return torch.searchsorted(cdf_BV, threshold_B1, right=True)[:, 0].clamp(max=weights_BV.shape[1] - 1)
 
 
-def _draw_truncated(logprobs_RV: Tensor, rows: SamplerRows, uniform_R: Tensor, index_R: Tensor | None) -> Tensor:
-    """Min-p and top-k first, then top-p of what is left (the order of vLLM)."""
-    assert rows.top_k_R is not None and rows.top_p_R is not None
-    top_k_R = rows.top_k_R
-    if rows.first_top_k_R is not None:
-        assert index_R is not None
-        top_k_R = torch.where(index_R == 0, rows.first_top_k_R, top_k_R)
-    sorted_RV, token_RV = _likeliest(logprobs_RV, rows.most)
-    rank_V = torch.arange(sorted_RV.shape[1], device=sorted_RV.device)
-    probs_RV = sorted_RV.exp() * (rank_V < top_k_R[:, None])
-    if rows.min_p_R is not None:
-        probs_RV = probs_RV * (probs_RV >= rows.min_p_R[:, None] * probs_RV[:, :1])
-    probs_RV = probs_RV / probs_RV.sum(-1, keepdim=True)
-    more_likely_RV = probs_RV.cumsum(-1) - probs_RV
-    keep_RV = (more_likely_RV < rows.top_p_R[:, None]) | (rank_V == 0)
-    picked_R = _invert_cdf(probs_RV * keep_RV, uniform_R)
-    return token_RV.gather(1, picked_R[:, None])[:, 0]
+@dataclass(frozen=True)
+class _Left:
+    """What truncation leaves of R rows."""
+
+    probs_RV: Tensor
+    """By descending probability, which sum to 1 before top-p; 0: not left."""
+    logprobs_RV: Tensor
+    token_RV: Tensor
+
+    @classmethod
+    def of(cls, logprobs_RV: Tensor, rows: SamplerRows, index_R: Tensor | None) -> _Left:
+        """Min-p and top-k first, then top-p of what is left (the order of vLLM)."""
+        assert rows.top_k_R is not None and rows.top_p_R is not None
+        top_k_R = rows.top_k_R
+        if rows.first_top_k_R is not None:
+            assert index_R is not None
+            top_k_R = torch.where(index_R == 0, rows.first_top_k_R, top_k_R)
+        sorted_RV, token_RV = _likeliest(logprobs_RV, rows.most)
+        rank_V = torch.arange(sorted_RV.shape[1], device=sorted_RV.device)
+        probs_RV = sorted_RV.exp() * (rank_V < top_k_R[:, None])
+        if rows.min_p_R is not None:
+            probs_RV = probs_RV * (probs_RV >= rows.min_p_R[:, None] * probs_RV[:, :1])
+        probs_RV = probs_RV / probs_RV.sum(-1, keepdim=True)
+        more_likely_RV = probs_RV.cumsum(-1) - probs_RV
+        keep_RV = (more_likely_RV < rows.top_p_R[:, None]) | (rank_V == 0)
+        return cls(probs_RV * keep_RV, sorted_RV, token_RV)
+
+    def draw(self, uniform_R: Tensor) -> Tensor:
+        """One token per row."""
+        picked_R = _invert_cdf(self.probs_RV, uniform_R)
+        return self.token_RV.gather(1, picked_R[:, None])[:, 0]
+
+    def tell(self, most_R: Tensor) -> tuple[Tensor, dict[int, IntArray]]:
+        """The log of what each row's set has of the probability, and the set; 0 and none of a set of more tokens."""
+        left_RV = self.probs_RV > 0
+        size_R = left_RV.sum(-1)
+        told_R = size_R <= most_R
+        mass_R = self.logprobs_RV.masked_fill(~left_RV, -torch.inf).logsumexp(-1)
+        ids = self.token_RV[left_RV & told_R[:, None]].cpu().numpy()
+        rows, sizes = told_R.nonzero()[:, 0].tolist(), size_R[told_R].tolist()
+        return torch.where(told_R, mass_R, 0.0), dict(
+            zip(rows, np.split(ids, np.cumsum(sizes, dtype=np.int64)), strict=False)
+        )
 
 
 def _likeliest(logprobs_RV: Tensor, most: int) -> tuple[Tensor, Tensor]:

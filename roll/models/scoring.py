@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from roll.algorithms.quantities import BASIC, Comparison, Distribution, Given, Quantity, WholeVocabulary
+from roll.algorithms.quantities import BASIC, Comparison, Distribution, Given, Quantity, WholeVocabulary, keep
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
+from roll.data.kept_sets import KeptSets
 from roll.data.packing import (
     AttentionPlan,
     ModelInput,
@@ -164,19 +165,22 @@ class TokenScorer(nn.Module):
         if weight_VH is not None:
             bias = self.model.get_output_embeddings().bias
             layer = partial(nn.functional.linear, weight=weight_VH, bias=bias)
+        read = partial(self._read, kept=given.kept)
         return Distribution(
-            self._read(hidden_KH, layer),
+            read(hidden_KH, layer),
             target_K,
             hidden_KH,
             WholeVocabulary(),
             temperature=self.temperature,
-            read=self._read,
+            read=read,
             given=given,
         )
 
-    def _read(self, hidden_KH: Tensor, layer: Callable[[Tensor], Tensor] | None) -> Tensor:
+    def _read(
+        self, hidden_KH: Tensor, layer: Callable[[Tensor], Tensor] | None, kept: KeptSets | None = None
+    ) -> Tensor:
         assert self.head is not None
-        return self._all_logprobs(self.head(hidden_KH, layer))
+        return self._all_logprobs(keep(self.head(hidden_KH, layer), kept, 0))
 
     def _all_logprobs(self, logits_KV: Tensor) -> Tensor:
         """Log-probabilities of all tokens, float32, from logits."""

@@ -149,32 +149,32 @@ def special_ids_beyond(entries: Mapping[str, Any], vocab_size: int) -> list[str]
 
 def check_same_ids(
     pretrain: str,
-    teacher: str,
+    other: str,
     tokenizer_path: str | None = None,
     *,
     trust_policy: bool = False,
-    trust_teacher: bool = False,
+    trust_other: bool = False,
 ) -> None:
-    """Compares the vocabularies of a policy and its teacher: an id that both have stands for the same token.
+    """Compares the vocabularies of a policy and another model: an id that both have stands for the same token.
 
     Args:
         pretrain: the policy, which may be ``tiny``.
-        teacher: the teacher, likewise.
+        other: the other model, likewise.
         tokenizer_path: where the policy's tokenizer is, if it is not the model's.
 
     Raises:
         ValueError: they differ, or a tokenizer cannot be read.
     """
     tokens = policy_tokenizer(pretrain, tokenizer_path, trust_remote_code=trust_policy).get_vocab()
-    others = policy_tokenizer(teacher, trust_remote_code=trust_teacher).get_vocab()
+    others = policy_tokenizer(other, trust_remote_code=trust_other).get_vocab()
     names = {index: token for token, index in others.items()}
     shared = [(index, token) for token, index in tokens.items() if index in names]
     wrong = sorted((index, token, names[index]) for index, token in shared if names[index] != token)
     if wrong or not shared:
-        index, token, other = wrong[0] if wrong else (0, None, None)
+        index, token, theirs = wrong[0] if wrong else (0, None, None)
         raise ValueError(
-            f"{teacher!r} has another tokenizer than {pretrain!r}: {len(wrong)} of {len(shared)} ids differ, the first "
-            f"is {index}: {other!r} in place of {token!r}; a teacher must have the policy's vocabulary, or "
+            f"{other!r} has another tokenizer than {pretrain!r}: {len(wrong)} of {len(shared)} ids differ, the first "
+            f"is {index}: {theirs!r} in place of {token!r}; a teacher must have the policy's vocabulary, or "
             "in an RL run align_tokenizers: text"
         )
 

@@ -121,6 +121,7 @@ class AgenticRolloutWorkers(RolloutWorkers):
 def _worker_context(
     config: AgenticConfig, manager: EnvManagerConfig, tokenizer_path: str, pictures: Pictures | None
 ) -> EnvWorkerContext:
+    trains = manager is config.train_env_manager
     return EnvWorkerContext(
         # Registered names are known in this process only.
         envs={
@@ -129,11 +130,13 @@ def _worker_context(
         },
         tokenizer_path=tokenizer_path,
         template=ChatTemplate.of(config.actor_train.data_args),
-        params=sampling_params(config.sampling(manager)),
-        limits=LengthLimits(*config.lengths(held_out=manager is not config.train_env_manager)),
+        params=sampling_params(
+            config.sampling(manager), config.train_infer_correction.replay_kept_sets if trains else 0
+        ),
+        limits=LengthLimits(*config.lengths(held_out=not trains)),
         retries=manager.env_retries,
         tools=config.tools and config.tools.placed(),
-        token_check=config.tokenization_sanity_check if manager is config.train_env_manager else "disable",
+        token_check=config.tokenization_sanity_check if trains else "disable",
         trust_remote_code=config.trusts("actor_train"),
         pictures=pictures,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from roll import __version__
-from roll.configs.shipped import SHIPPED
+from roll.configs import SHIPPED
 from roll.pipeline.programs import (
     AGENTIC,
     DISTILL,

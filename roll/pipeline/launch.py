@@ -94,6 +94,7 @@ def launch(
 
     Args:
         body: the pipeline's own part; what the run starts from is found or made while the clusters come up.
+        workers: classes by kind of cluster; clusters without one have their place but are not started.
         needs: what the losses take from the trained model's distributions.
         notes: lines to show first, such as the batch arithmetic in words.
         data: the datasets that were read, by the section that names them.
@@ -183,6 +184,8 @@ def start_clusters(
         with explained(clusters, session.folder.logs / STACKS):
             with session.phase("start workers"):
                 for name in config.clusters:
+                    if kind_of(name) not in workers:
+                        continue
                     clusters[name] = _cluster(config, name, placement, workers, session.folder.profile)
                     clusters[name].launch()
                 for cluster in clusters.values():

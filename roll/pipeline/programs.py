@@ -60,7 +60,7 @@ SFT = Program(
     ("train_on", "sample_overflow", "num_train_epochs"),
 )
 DPO = Program(
-    "roll.configs.dpo:DPOConfig",
+    "roll.configs.preference:DPOConfig",
     "roll.pipeline.offline.dpo:run_dpo",
     "Trains a language model on preferences: answers that are better or worse.",
     "dpo_math",
@@ -78,7 +78,7 @@ DISTILL = Program(
     ("distill_loss_weight", "distill_on_prompt", "teacher_logprobs", "precompute_only"),
 )
 REWARD_MODEL = Program(
-    "roll.configs.reward_training:RewardTrainingConfig",
+    "roll.configs.preference:RewardTrainingConfig",
     "roll.pipeline.offline.reward_model:run_reward_model",
     "Trains a reward model on answers that were compared or scored.",
     "rm_math",

@@ -16,8 +16,7 @@ from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER, DataGeneratorC
 from roll.configs.resuming import Rows
 from roll.configs.rlvr import RLVRConfig
 from roll.data.conversations import Conversations
-from roll.data.prompt_sampler import PromptSampler
-from roll.data.prompts import Prompt, PromptDataset, load_prompts
+from roll.data.prompts import Prompt, PromptDataset, PromptSampler, load_prompts
 from roll.data.renderer import ChatRenderer, Tool
 from roll.data.requests import sampling_params
 from roll.data.templates import ChatTemplate
@@ -28,7 +27,7 @@ from roll.pipeline.launch import MODEL_WORKERS
 from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.pipeline.session import RunFailedError
 from roll.pipeline.start import RunContext
-from roll.pipeline.teachers import TeacherPrompts
+from roll.pipeline.teachers import teacher_prompts
 from roll.preflight.models import pictures_refused
 from roll.rewards.accuracy import Judged, figures_at_k
 from roll.rewards.scoring import References
@@ -146,7 +145,7 @@ def _worker_context(config: PromptsConfig, model_path: str) -> PromptWorkerConte
     model = model_path if config.pretrain == TINY_VL else config.pretrain
     params = {"val": sampling_params(config.val_sampling)}
     if isinstance(config, RLVRConfig):
-        params["train"] = sampling_params(config.train_sampling)
+        params["train"] = sampling_params(config.train_sampling, config.train_infer_correction.replay_kept_sets)
     return PromptWorkerContext(
         tokenizer_path=tokenizer_path,
         pictures=policy_pictures(model, config.actor_train.data_args.picture_bounds),
@@ -246,14 +245,6 @@ def load_datasets(config: RLVRConfig, renderer: ChatRenderer) -> Datasets[Prompt
         train_sampler(config, train)  # what is wrong with the shares is told before Ray starts
     val = _load(config, config.validation.data_args, renderer, tools, held_out=True) if config.validation else None
     return Datasets(train, val)
-
-
-def teacher_prompts(config: RLVRConfig, renderer: ChatRenderer) -> TeacherPrompts | None:
-    """Writer of the teacher's own prompts, where it has them."""
-    if config.teacher_prompt is None:
-        return None
-    response, most = config.actor_train.data_args.response, config.teacher_column_length
-    return TeacherPrompts(config.teacher_prompt, renderer, response, most)
 
 
 def tell(line: str) -> None:

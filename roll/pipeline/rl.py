@@ -18,6 +18,7 @@ from torch import Tensor
 from roll.algorithms.advantages import value_mask
 from roll.algorithms.correction import MISMATCH, replay_metrics
 from roll.algorithms.losses import VALUE_READS, build_policy_loss, build_value_loss, policy_reads
+from roll.algorithms.preferences import build_preference_loss
 from roll.algorithms.selection import informative_pairs, select_for_policy
 from roll.algorithms.shaping import Shaping
 from roll.configs.rl import RLConfig
@@ -41,24 +42,29 @@ from roll.utils.hashing import WrittenFile, derive_seed
 
 
 class RLPipeline(GroupRules, TrainingLoop):
-    """Trains a policy. Subclasses provide the rollouts, which ``rollout_workers`` run, and their rules."""
+    """Trains a policy. Subclasses provide the rollouts and their rules.
+
+    Args:
+        rollout_workers: run the rollouts; ``None``: a subclass has them from elsewhere.
+    """
 
     config: RLConfig
 
-    def __init__(self, config: RLConfig, run: RunContext, rollout_workers: RolloutWorkers) -> None:
+    def __init__(self, config: RLConfig, run: RunContext, rollout_workers: RolloutWorkers | None) -> None:
         super().__init__(config, run.session, run.roles, run.signals)
         self.rollout_workers = rollout_workers
         self.parts = config.parts
         self.shaping = Shaping(self.parts)
         self.taken = StepRollouts(config, run.session, self)
         self.overlap: Overlap | None = None
-        if config.overlaps and not config.eval_only:
+        if rollout_workers is not None and config.overlaps and not config.eval_only:
             self.overlap = Overlap(config, run.roles, rollout_workers.train, self.taken.admission, run.session.folder)
         self.probe = None if config.probe == "off" else Probe(config, run.roles, run.start.model_path)
 
     @property
     def rollouts(self) -> RolloutScheduler:
         """Plays the training groups."""
+        assert self.rollout_workers is not None, "nothing is played"
         return self.rollout_workers.train
 
     def run(self) -> None:
@@ -81,13 +87,12 @@ class RLPipeline(GroupRules, TrainingLoop):
             if (step - 1) % self.config.actor_train.model_update_frequency == 0:
                 self.publish(step - 1)
         with phase("rollout") as span:
-            self.roles.rollout_replicas.prepare()
             batch, metrics = self.rollout(step)
             self.utilisation.generated(span, self.taken.sampled_tokens, beside=overlap is not None)
         metrics |= self.roles.offload_manager.memory("rollout")
         if batch is None:
             with self.signals.deferred(), self.update(step):
-                self.session.summary["draws"] = self.rollouts.commit(self.taken.admission)
+                self.commit()
             self.unreported = metrics
             return
         batch, choice_metrics = self.choose(batch)
@@ -103,6 +108,7 @@ class RLPipeline(GroupRules, TrainingLoop):
             metrics |= replay_metrics(batch)
         with self.signals.deferred():  # a stop in here waits: half an update cannot be saved
             with phase("advantage"):
+                self.taken.write_scores(step, batch)
                 lag_metrics = {} if overlap is None else overlap.mismatch_metrics(batch)
                 batch, shaping_metrics = self.shaping(batch)
                 if isinstance(self.roles.teacher, TaggedTeachers):
@@ -111,7 +117,7 @@ class RLPipeline(GroupRules, TrainingLoop):
                     self.taken.write_tokens(step, batch)
             with self.update(step), phase("train") as span:
                 train_metrics = self.train(batch, steps, step) | self.roles.offload_manager.memory("train")
-                self.session.summary["draws"] = self.rollouts.commit(self.taken.admission)
+                self.commit()
                 learnt = step > self.config.critic_warmup
                 self.utilisation.trained(span, batch, self.config.ppo_epochs, counts=learnt, metrics=train_metrics)
             if overlap is not None:
@@ -145,6 +151,7 @@ class RLPipeline(GroupRules, TrainingLoop):
         Returns:
             ``None`` in place of the batch where dynamic sampling has found no group to train on; and metrics.
         """
+        self.roles.rollout_replicas.prepare()
         config, collected = self.config, self.taken.take(step, self.rollouts)
         if self.overlap is not None:
             self.overlap.record(collected)
@@ -155,6 +162,10 @@ class RLPipeline(GroupRules, TrainingLoop):
             return None, metrics
         batch = groups_to_batch(collected.groups, config.tags, config.gdpo_reward_keys)
         return batch, metrics if self.overlap is None else metrics | self.overlap.lag_metrics(batch, step - 1)
+
+    def commit(self) -> None:
+        """The groups of the step's rollout have been used."""
+        self.session.summary["draws"] = self.rollouts.commit(self.taken.admission)
 
     def confirm(self, metrics: Metrics) -> str | None:
         """See ``TrainingLoop``: held-out episodes attain the share ``learned_share`` too."""
@@ -246,6 +257,9 @@ def set_policy_loss(roles: Roles, config: RLConfig) -> None:
 
 def set_losses(roles: Roles, config: RLConfig) -> None:
     """Gives the trained roles their losses."""
+    if (pairs := getattr(config, "online_dpo", None)) is not None:
+        roles.actor.call("set_loss", build_preference_loss, pairs)
+        return
     set_policy_loss(roles, config)
     if roles.critic is not None:
         roles.critic.call("set_loss", build_value_loss, config)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from roll.algorithms.losses import policy_needs
-from roll.algorithms.preferences import build_preference_loss
 from roll.algorithms.selection import best_and_worst
 from roll.configs.batches import describe_batches
 from roll.configs.rlvr import RLVRConfig
@@ -27,14 +26,13 @@ from roll.pipeline.prompts import (
     make_data,
     prompt_workers,
     reward_metrics,
-    teacher_prompts,
 )
 from roll.pipeline.rl import RLPipeline, set_losses
 from roll.pipeline.rollouts import MAX_SHOWN, keep_episodes, passes_filter, play_held_out
 from roll.pipeline.start import RunContext
-from roll.pipeline.teachers import PrivilegedTeacher
+from roll.pipeline.teachers import PrivilegedTeacher, teacher_prompts
 from roll.preflight.templates import policy_renderer
-from roll.report.page import save_answers
+from roll.report.render import save_answers
 from roll.rewards.scorer import best_reward
 from roll.rollout.types import OVER_BUDGET, Collected, RolloutGroup
 
@@ -133,8 +131,5 @@ def _run(config: RLVRConfig, run: RunContext, *, datasets: Datasets[PromptDatase
         if (writer := teacher_prompts(config, policy_renderer(config))) is not None:
             assert roles.teacher is not None, "a rule"
             roles.teacher = PrivilegedTeacher(roles.teacher, lambda group: writer.ids(prompts.drawn(group)))
-        if config.online_dpo is None:
-            set_losses(roles, config)
-        else:
-            roles.actor.call("set_loss", build_preference_loss, config.online_dpo)
+        set_losses(roles, config)
     RLVRPipeline(config, run, prompts).run()

@@ -365,6 +365,10 @@ class Roles:
             raise ValueError(
                 "actor_train.router_replay.mode: R3, but the rollouts contain no experts; expected disable or R2"
             )
+        if (most := config.train_infer_correction.replay_kept_sets) and batch.kept_I is None:
+            raise ValueError(
+                f"train_infer_correction.replay_kept_sets: {most}, but the rollouts contain no kept sets; expected 0"
+            )
         if config.bypasses_old_logprobs:
             batch = batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
         actor = {"old_logprobs_T": self.actor if len(old_rows) else None}

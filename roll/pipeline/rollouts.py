@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from roll.configs.pipeline import TINIES
@@ -26,6 +27,7 @@ from roll.models.tokenizer import policy_tokenizer
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.report.diagnosis import diagnose
 from roll.report.record import RunRecord
+from roll.report.verification import SCORES, SCORES_FILE
 from roll.rollout.admission import Admission
 from roll.rollout.metrics import mean, rollout_metrics, sampled_tokens, spread_metrics
 from roll.rollout.scheduler import RolloutScheduler
@@ -207,6 +209,11 @@ class StepRollouts:
         if looks_learned:
             self._seems = f"{rules.attained(finished):.1%} attained in all that step {step} sampled"
         return looks_learned
+
+    def write_scores(self, step: int, batch: Batch) -> None:
+        """Writes what models said of a step's tokens, where its rollouts are kept."""
+        if (folder := self._config.rollout_dump_dir) is not None:
+            self._session.aside(partial(write_scores, folder, step, batch))
 
     def write_tokens(self, step: int, batch: Batch) -> None:
         """Writes some rows of a step's training batch token by token, beside the groups of ``write_samples``."""
@@ -490,9 +497,15 @@ def keep_episodes(session: RunSession, step: int, groups: Sequence[RolloutGroup]
 
 def write_rollouts(folder: str, step: int, collected: Collected) -> None:
     """Keeps a step's groups, those that were turned down too: ``episodes.jsonl`` to read, the rest to take again."""
-    path = _of_step(folder, step)
+    path = step_folder(folder, step)
     collected.save(path)
     write_atomic(path / "episodes.jsonl", training_lines(collected.groups, collected.rejected))
+
+
+def write_scores(folder: str, step: int, batch: Batch) -> None:
+    """Keeps what models said of a step's tokens before the update, beside its groups: for ``roll verify``."""
+    found = {name: each.contiguous() for name in SCORES if (each := getattr(batch, name)) is not None}
+    save_file(found, step_folder(folder, step) / SCORES_FILE)
 
 
 def write_samples(folder: RunFolder, step: int, collected: Collected, num_groups: int) -> None:
@@ -587,7 +600,7 @@ def read_rollouts(folder: str, step: int) -> Collected:
     Raises:
         RunFailedError: there is nothing.
     """
-    collected = Collected.load(_of_step(folder, step))
+    collected = Collected.load(step_folder(folder, step))
     if not (collected.groups or collected.rejected):
         raise RunFailedError(
             f"rollout_replay_dir: no rollouts of step {step} in {folder}; write it with rollout_dump_dir"
@@ -595,5 +608,6 @@ def read_rollouts(folder: str, step: int) -> Collected:
     return collected
 
 
-def _of_step(folder: str, step: int) -> Path:
+def step_folder(folder: Path | str, step: int) -> Path:
+    """Where ``write_rollouts`` puts a step."""
     return Path(folder).expanduser() / f"step-{step:05d}"

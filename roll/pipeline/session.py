@@ -197,6 +197,7 @@ class RunSession:
         """Shows and times one phase of a step; the caller may set the span's tokens."""
         advance()
         self.display.phase(name)
+        self.folder.write_phase(name)
         with self.timer.phase(name) as span:
             yield span
 

@@ -105,7 +105,7 @@ class RunContext:
         """
         taught = [role for role in config.roles if kind_of(role) == "teacher"]
         for role in taught if not config.aligns_teacher else ():
-            trusts = {"trust_policy": config.trusts("actor_train"), "trust_teacher": config.trusts(role)}
+            trusts = {"trust_policy": config.trusts("actor_train"), "trust_other": config.trusts(role)}
             check_same_ids(config.pretrain, config.model_of(role), config.tokenizer_path, **trusts)
         if "teacher" not in taught:
             return None

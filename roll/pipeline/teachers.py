@@ -20,9 +20,10 @@ from roll.algorithms.types import TokenScores
 from roll.configs.distill import DistillConfig
 from roll.configs.divergence import DivergenceConfig
 from roll.configs.engine_rules import compute_dtype
+from roll.configs.rlvr import RLVRConfig
 from roll.data.batch import Batch
 from roll.data.columns import IntArray
-from roll.data.files.rows import Problems
+from roll.data.files import Problems
 from roll.data.prompt_rows import RowError, lookup
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
@@ -391,3 +392,11 @@ class TeacherPrompts:
                     expected = f"expected at most {most:,}: sequence_length minus the longest response"
                     problems.add(name, f"teacher_prompt: {len(ids):,} tokens, {expected}")
         problems.raise_any()
+
+
+def teacher_prompts(config: RLVRConfig, renderer: ChatRenderer) -> TeacherPrompts | None:
+    """Writer of the teacher's own prompts, where it has them."""
+    if config.teacher_prompt is None:
+        return None
+    response, most = config.actor_train.data_args.response, config.teacher_column_length
+    return TeacherPrompts(config.teacher_prompt, renderer, response, most)

@@ -15,14 +15,13 @@ from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.arguments import argument_problems
 from roll.configs.data import ATTRIBUTE_PATH
 from roll.configs.distill import DistillConfig
-from roll.configs.dpo import DPOConfig
 from roll.configs.engines import strategy_names
 from roll.configs.engines.card import VERBS, task_of
 from roll.configs.offline import SFTConfig
 from roll.configs.pipeline import TINIES, PipelineConfig
+from roll.configs.preference import DPOConfig, RewardTrainingConfig
 from roll.configs.problems import ConfigProblem, Words
 from roll.configs.prompts import DataGeneratorConfig, PromptsConfig
-from roll.configs.reward_training import RewardTrainingConfig
 from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import Rule, sections

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll.configs.data import DataArguments
-from roll.configs.dpo import DPOConfig
 from roll.configs.offline import OfflineConfig
 from roll.configs.pipeline import SMOLLM2, TINIES, PipelineConfig
+from roll.configs.preference import DPOConfig, RewardTrainingConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.prompts import PromptsConfig
-from roll.configs.reward_training import RewardTrainingConfig
 from roll.configs.rl import RLConfig
 from roll.preflight.choices import check_functions
 from roll.preflight.models import has_tokenizer, pictures_refused
@@ -76,7 +75,7 @@ def _check_dataset(key: str, args: DataArguments, config: PromptsConfig) -> Find
     lines = [f"data: {name}: not there yet" for name in absent]
     if len(absent) == len(args.file_names):
         return lines, []
-    from roll.data.files.rows import DataError
+    from roll.data.files import DataError
     from roll.data.reading import Reading
 
     present = args.model_copy(update={"file_name": [name for name in args.file_names if name not in absent]})
@@ -106,10 +105,9 @@ def _read_head(
         DataError: everything that is wrong with the rows.
     """
     from roll.data.conversations import Scoring, check_conversations, encode_talk
-    from roll.data.left_out import LeftOut
-    from roll.data.preferences import check_preferences
+    from roll.data.preferences import check_preferences, check_scored, encode_whole_talk
     from roll.data.prompts import check_prompts
-    from roll.data.scored_answers import check_scored, encode_whole_talk
+    from roll.data.template_check import LeftOut
     from roll.rewards.scoring import References
 
     renderer = None

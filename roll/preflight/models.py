@@ -39,8 +39,8 @@ from roll.models.tokenizer import (
     special_ids_beyond,
 )
 from roll.models.weight_files import INDEX, SINGLE, no_weights, other_weights, shown
+from roll.tracking.checkpointer import find_saved
 from roll.tracking.files import CheckpointError
-from roll.tracking.saved import find_saved
 from roll.utils.registry import extra, import_path
 
 GENERATION_FILE = "generation_config.json"
@@ -521,7 +521,7 @@ def check_teacher(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if kind_of(role) != "teacher" or not _is_here(teacher):
             continue
         try:
-            trust = {"trust_policy": config.trusts("actor_train"), "trust_teacher": config.trusts(role)}
+            trust = {"trust_policy": config.trusts("actor_train"), "trust_other": config.trusts(role)}
             check_same_ids(config.pretrain, teacher, config.tokenizer_path, **trust)
         except ValueError as error:
             expected = "a model with the policy's vocabulary, or in an RL run align_tokenizers: text"

@@ -23,7 +23,7 @@ from roll.tracking.display import difference_interval, share_interval
 from roll.tracking.files import read_json_lines
 from roll.tracking.run import TRAINED
 
-_MEASURED = ("time/", "tokens_per_s", "tflops", "mfu", "memory/")
+MEASURED = ("time/", "tokens_per_s", "tflops", "mfu", "memory/")
 """Metrics that differ from run to run."""
 _PHASES = (
     ("rollout", ("eval", "rollout/", "kept/")),
@@ -305,7 +305,7 @@ def _parting(one: Run, other: Run) -> str:
         step = mine["step"]
         if step not in theirs:
             return f"the metrics are the same up to step {step - 1}, after which one has no more"
-        names = [name for name in mine if name != "step" and not name.startswith(_MEASURED)]
+        names = [name for name in mine if name != "step" and not name.startswith(MEASURED)]
         differ = [name for name in names if mine[name] != theirs[step].get(name)]
         if differ:
             phases = [phase for phase, _ in _PHASES] + ["train"]

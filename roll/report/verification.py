@@ -1,7 +1,8 @@
 """Metrics that a run printed, counted again from the rows that it wrote.
 
 Means over episodes and turns are counted from the episodes' JSON lines, without the code that printed them. Rewards and
-advantages after shaping are computed from the saved rollouts, by the algorithm itself.
+advantages after shaping, and losses, are computed from the saved rollouts and what models said of their tokens, by the
+algorithm itself.
 """
 
 from __future__ import annotations
@@ -14,22 +15,40 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from roll.algorithms.shaping import Shaping, shape_rewards
+import torch
+
+from roll.algorithms.advantages import value_mask
+from roll.algorithms.correction import mismatch_by_lag
+from roll.algorithms.losses import build_policy_loss, build_value_loss
+from roll.algorithms.selection import select_for_policy
+from roll.algorithms.shaping import Shaping, shape_rewards, with_old_policy
+from roll.algorithms.types import LossContext, TokenScores
 from roll.configs.rl import RLConfig
-from roll.rollout.metrics import overlap_metrics
+from roll.data.batch import Batch
+from roll.rollout.metrics import kept_metrics, overlap_metrics
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import VALID_UNKNOWN, Collected
 from roll.tracking.files import read_json_lines
 from roll.tracking.run import TRAINED
+from roll.utils.hashing import derive_seed
 
 Records = Sequence[Mapping[str, Any]]
 
 _CLOSE = 1e-6
 """Relative error that sums in another order may have."""
+_TRAINED = {"fp32": 1e-3}
+"""The same of losses, of which the training pass computes the log-probs anew, by number format."""
+_ROUNDED = 0.05
+"""In other number formats."""
+SCORES = ("old_logprobs_T", "on_policy_B", "ref_logprobs_T", "teacher_logprobs_T", "teacher_chunk_T", "kl_T")
+SCORES += ("prob_square_sum_T", "values_T")
+"""Columns that models compute of a step's tokens before the update."""
+SCORES_FILE = "scores.safetensors"
+"""File of those, beside the groups of a step."""
 _WHY = {
     "rollout_dump_dir": "need every step's rollouts: set rollout_dump_dir",
     "num_written_episodes": "need all episodes of an evaluation: set num_written_episodes: null",
-    "trainer": "follow from the trainer's log-probs, values and masks of single tokens, which runs do not record",
+    "trainer": "follow from what a model computes while it trains: entropies, gradients, later optimizer steps",
     "measured": "are measured: time, memory, and attempts that failed and left no rows",
     "other": "are not counted again",
 }
@@ -65,12 +84,15 @@ class Verification:
     wrong: list[Wrong] = field(default_factory=list)
     unchecked: dict[str, list[str]] = field(default_factory=dict)
 
-    def compare(self, step: int, printed: Mapping[str, Any], counted: Mapping[str, float]) -> None:
-        """Compares the figures of a step that it has printed."""
+    def compare(
+        self, step: int, printed: Mapping[str, Any], counted: Mapping[str, float], close: float | None = None
+    ) -> None:
+        """Compares the figures of a step that it has printed; ``close``: error that they may have."""
+        relative, absolute = (_CLOSE, _CLOSE * 1e-2) if close is None else (close, close / 10)
         for name in counted.keys() & printed.keys():
             self.checked[name] = self.checked.get(name, 0) + 1
             value = printed[name]
-            if value is None or not math.isclose(value, counted[name], rel_tol=_CLOSE, abs_tol=_CLOSE * 1e-2):
+            if value is None or not math.isclose(value, counted[name], rel_tol=relative, abs_tol=absolute):
                 self.wrong.append(Wrong(step, name, value, counted[name]))
 
     def text(self) -> str:
@@ -100,7 +122,11 @@ def verify(run_dir: Path, config: RLConfig, rollouts: Path | None = None) -> Ver
         if folder is not None and (folder / "episodes.jsonl").is_file():
             rows: Records = read_json_lines(folder / "episodes.jsonl")
             collected = Collected.load(folder)
-            found.compare(step, printed, _of_rollouts(config, collected, shaping, step))
+            if collected.groups:
+                exact, trained = _of_rollouts(config, _Kept(folder, collected), shaping, step)
+                found.compare(step, printed, exact)
+                dtype = config.actor_train.model_args.dtype
+                found.compare(step, printed, trained, _TRAINED.get(dtype, _ROUNDED))
         else:
             rows = _rows(run_dir, f"{TRAINED}{step:05d}")
             if len(_grouped(rows)) >= config.num_written_groups and len(rows) != printed.get("rollout/episodes"):
@@ -191,24 +217,90 @@ def _of_domains(rows: Records, config: RLConfig) -> dict[str, float]:
     return {name: statistics.fmean(values) for name, values in found.items()}
 
 
-def _of_rollouts(config: RLConfig, collected: Collected, shaping: Shaping | None, step: int) -> dict[str, float]:
-    """Ages of the tokens, shaped rewards and, where they need no trained model, advantages."""
-    if not collected.groups:
-        return {}
-    batch = groups_to_batch(collected.groups, config.tags, config.gdpo_reward_keys)
+@dataclass(frozen=True)
+class _Kept:
+    """What a step has kept."""
+
+    folder: Path
+    groups: Collected
+
+    def batch(self, config: RLConfig) -> Batch:
+        """The step's batch, with the columns that models have computed."""
+        from safetensors.torch import load_file
+
+        batch = groups_to_batch(self.groups.groups, config.tags, config.gdpo_reward_keys)
+        if (path := self.folder / SCORES_FILE).is_file():
+            batch = batch.replace(**{name: column for name, column in load_file(path).items() if name in SCORES})
+        return batch
+
+
+def _of_rollouts(
+    config: RLConfig, kept: _Kept, shaping: Shaping | None, step: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Ages of the tokens, shaped rewards and advantages; and what follows of the losses."""
+    collected, batch = kept.groups, kept.batch(config)
     finished = [*collected.groups, *collected.rejected]
     prompts = [tuple(group.trajectories[0].turns[0].prompt_ids) for group in finished if group.trajectories]
     found = {
         "rollout/duplicate_prompts": 1 - len(set(prompts)) / max(1, len(prompts)),
         "rollout/filtered": float(len(collected.rejected)),
+        **kept_metrics(finished),
     }
     if config.overlaps:
         nothing_waits = cast(Any, SimpleNamespace(ready=[], running=[]))
         ages = overlap_metrics(batch, nothing_waits, step - 1)
         found |= {name: value for name, value in ages.items() if not name.startswith(_MEASURED)}
+        correction = config.train_infer_correction
+        if batch.old_logprobs_T is not None and not correction.bypass:
+            found |= mismatch_by_lag(with_old_policy(batch), step - 1, correction)
     if shaping is None or getattr(config, "online_dpo", None) is not None:
-        return found
+        return found, {}
     try:
-        return found | shaping(batch)[1]
-    except ValueError:  # it needs columns of a model: a KL, values, a teacher's terms
-        return found | shape_rewards(batch, config.reward, shaping.score_stats)[1]
+        shaped, metrics = shaping(batch)
+    except ValueError:  # it needs columns of a model that were not kept
+        return found | shape_rewards(batch, config.reward, shaping.score_stats)[1], {}
+    found |= metrics
+    if config.kl_loss_target is not None:
+        coef, metrics = shaping.steer_kl_loss(shaped)
+        config, found = config.model_copy(update={"kl_loss_coef": coef}), found | metrics
+    return found, _of_losses(config, shaped, len(collected.groups), step)
+
+
+def _of_losses(config: RLConfig, batch: Batch, num_groups: int, step: int) -> dict[str, float]:
+    """The losses of a step that takes one optimizer step, whose models are then those that scored the batch.
+
+    What nobody computed before the update, such as entropies, is put in by two guesses: a figure that is the same with
+    both does not depend on it.
+    """
+    per_epoch = max(1, config.optimizer_steps_per_epoch * num_groups // config.groups_per_step)
+    if per_epoch * config.ppo_epochs != 1:
+        return {}
+    found = _of_policy(config, batch, step) if step > config.critic_warmup else {}
+    if batch.values_T is not None and batch.returns_T is not None:
+        learnt = batch.with_loss_mask(value_mask(batch, config.parts.advantage))
+        output = build_value_loss(config)(TokenScores(values_T=batch.values_T), learnt, LossContext.of(learnt))
+        found |= {name: float(value) for name, value in output.metrics.items()} | {"critic/loss": float(output.loss)}
+    return found
+
+
+def _of_policy(config: RLConfig, batch: Batch, step: int) -> dict[str, float]:
+    batch, found = select_for_policy(batch, config.parts, derive_seed(config.seed, "selection", step))
+    dropout = config.actor_train.model_args.lora_dropout
+    if not bool(batch.loss_mask_T.any()) or config.bypasses_old_logprobs or dropout:
+        return found
+    known_T = torch.zeros_like(batch.loss_mask_T)
+    if batch.old_logprobs_T is not None:
+        known_T = ~known_T if batch.on_policy_B is None else ~batch.on_policy_B[batch.rows_T]
+    outcomes = []
+    for guess in (0.4, 0.9):
+        guess_T = torch.full((batch.num_tokens,), guess)
+        logprobs_T = -guess_T if batch.old_logprobs_T is None else torch.where(known_T, batch.old_logprobs_T, -guess_T)
+        kl_T = guess_T if batch.kl_T is None else torch.where(known_T, batch.kl_T, guess_T)
+        scores = TokenScores(logprobs_T, guess_T, kl_T=kl_T, divergence_T=guess_T)
+        output = build_policy_loss(config, config.total_optimizer_steps)(scores, batch, LossContext.of(batch))
+        outcomes.append({name: float(value) for name, value in output.metrics.items()})
+    first, second = outcomes
+    sure = {name: value for name, value in first.items() if math.isclose(value, second[name], abs_tol=_CLOSE)}
+    if config.l2:
+        sure.pop("actor/loss", None)
+    return found | sure

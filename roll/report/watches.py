@@ -12,8 +12,16 @@ from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
 
-from roll.report.causes import COLLAPSED, CUT_ADVICE, ENTROPY_ADVICE, SPREAD_ADVICE, entropy_collapsed
-from roll.report.diagnosis import MANY_SIGMA, SOLVED, slope_in_sigma
+from roll.report.diagnosis import (
+    COLLAPSED,
+    CUT_ADVICE,
+    ENTROPY_ADVICE,
+    MANY_SIGMA,
+    SOLVED,
+    SPREAD_ADVICE,
+    entropy_collapsed,
+    slope_in_sigma,
+)
 from roll.report.record import RunRecord, held_out
 from roll.tracking.display import difference_interval
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigErrors
-from roll.data.renderer import ControlText
+from roll.data.control_text import ControlText
 from roll.data.templates import read_template
 from roll.rewards.batching import MicroBatcher
 from roll.rewards.classifiers import (

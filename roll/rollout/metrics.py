@@ -10,6 +10,7 @@ import torch
 
 from roll.data.batch import Batch
 from roll.data.columns import IntArray
+from roll.data.kept_sets import kept_sizes
 from roll.data.requests import FinishReason
 from roll.rollout.admission import Admission
 from roll.rollout.tokenization_audit import COMPARED, REASONS, TOKENS, key_of
@@ -78,7 +79,7 @@ def step_metrics(collected: Collected, *, filters: bool) -> dict[str, float]:
         Beside ``rollout_metrics``: ``rollout/tokens``, all sampled ones; ``rollout/filtered``, the groups that were
         turned down; of the groups with more than one episode ``rollout/no_spread``, the share whose episodes all score
         the same, ``rollout/all_right`` and ``rollout/all_wrong``, those of them in which all episodes were a success
-        and none was; ``kept/groups``, ``kept/episodes``, ``kept/success``, ``kept/reward`` and
+        and none was; ``kept_metrics``; ``kept/groups``, ``kept/episodes``, ``kept/success``, ``kept/reward`` and
         ``kept/response_tokens``.
     """
     kept = collected.groups
@@ -86,6 +87,7 @@ def step_metrics(collected: Collected, *, filters: bool) -> dict[str, float]:
     metrics = rollout_metrics(finished, "rollout") | spread_metrics(finished, "rollout")
     metrics["rollout/tokens"] = float(sampled_tokens(finished))
     metrics["rollout/filtered"] = float(len(collected.rejected))
+    metrics |= kept_metrics(finished)
     if filters:
         found = rollout_metrics(kept, "kept")
         names = ("episodes", "success", "reward", "response_tokens")
@@ -104,6 +106,25 @@ def spread_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, flo
         f"{prefix}/no_spread": len(equal) / len(several),
         f"{prefix}/all_right": sum(all(each.success for each in episodes) for episodes in equal) / len(several),
         f"{prefix}/all_wrong": sum(not any(each.success for each in episodes) for episodes in equal) / len(several),
+    }
+
+
+def kept_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Figures of the kept sets; none without any.
+
+    Returns:
+        ``rollout/kept_tokens``, mean size of the sets; ``rollout/kept_overflow``, the share of the tokens whose sets
+        were larger than ``replay_kept_sets`` allows; ``rollout/kept_set_bytes`` for a token.
+    """
+    turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
+    items = [item for turn in turns for item in turn.completion.kept]
+    if not items:
+        return {}
+    sizes = np.concatenate([*map(kept_sizes, items)])
+    return {
+        "rollout/kept_tokens": float(sizes.sum() / max(1, (sizes > 0).sum())),
+        "rollout/kept_overflow": float((sizes == 0).mean()),
+        "rollout/kept_set_bytes": sum(item.data.nbytes for item in items) / len(sizes),
     }
 
 

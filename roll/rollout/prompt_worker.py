@@ -20,8 +20,7 @@ from roll.configs.rlvr import UserConfig
 from roll.configs.tools import ToolsConfig
 from roll.data.columns import IntArray
 from roll.data.pictures import PictureError, Pictures
-from roll.data.prompt_sampler import PromptSampler
-from roll.data.prompts import Prompt
+from roll.data.prompts import Prompt, PromptSampler
 from roll.data.questions import CONVERSATION
 from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams

@@ -7,8 +7,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
-from ray.exceptions import RayActorError
-
 from roll.configs.judge import AskedModelConfig, JudgeEngine
 from roll.configs.rewards import RewardConfig
 from roll.data.requests import JudgeQuestion, SamplingParams
@@ -20,7 +18,7 @@ from roll.utils.foreign import Fault
 
 if TYPE_CHECKING:
     from roll.distributed.strategy.base import States
-    from roll.rewards.judge_model import HostedJudge, HostedModel
+    from roll.rewards.judge import HostedJudge, HostedModel
 
 
 class Hosted(Protocol):
@@ -110,7 +108,7 @@ class JudgeWorker(HostingWorker):
 
 def _judge(config: AskedModelConfig) -> HostedJudge:
     from roll.distributed.strategy.generation.alone import HostedGenerator  # imports torch
-    from roll.rewards.judge_model import HostedJudge
+    from roll.rewards.judge import HostedJudge
 
     host = partial(HostedGenerator, devices=config.num_gpus_per_worker)
     sampling = SamplingParams(max_new_tokens=config.max_tokens, temperature=config.temperature)
@@ -203,6 +201,8 @@ class WorkerClient(Generic[ItemT, ToldT]):
         finally:
             self._in_flight[worker] -= len(waiting)
         if (error := fault.error) is not None:
+            from ray.exceptions import RayActorError  # half a second, which environments outside a run do without
+
             died = isinstance(error, RayActorError)
             failure = EngineUnavailableError(f"worker {worker} of {self.name} died: {error}") if died else error
             outcomes = [failure] * len(waiting)

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError
-
 from roll.data.columns import Records
 from roll.data.requests import Completion, GenerateFn, GenerateRequest
 
@@ -125,6 +123,8 @@ class GenerationClient:
 
     async def _poll(self, engine: int) -> None:
         """Fetches results until nothing is pending at this worker."""
+        from ray.exceptions import RayActorError, RayError  # half a second, which `roll env check` does without
+
         pending = self._pending[engine]
         while pending:
             try:

@@ -17,8 +17,7 @@ from typing import Any, TypeAlias
 from roll.agentic.env.base import Observation, StepResult
 from roll.agentic.tools.dialects import dialect_for
 from roll.agentic.tools.mcp import McpServer
-from roll.agentic.tools.tool import Tool, ToolError, content_of, make_tool, text_of
-from roll.agentic.tools.types import AssistantTurn, ToolCall, ToolSchema
+from roll.agentic.tools.tool import AssistantTurn, Tool, ToolCall, ToolError, ToolSchema, content_of, make_tool, text_of
 from roll.configs.schema import nearest
 from roll.configs.tools import McpServerConfig, ToolConfig, ToolsConfig
 from roll.data.pictures import PictureError

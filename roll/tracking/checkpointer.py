@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or absent.
+"""Checkpoints that are complete or absent, and the saved model that a path means.
 
 A checkpoint is written into a hidden folder, forced to disk, listed in a manifest with the sizes and checksums of what
 was written, and only then renamed to ``checkpoint-N``. A kill at any moment leaves the earlier checkpoints as they
@@ -23,11 +23,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from roll.configs.pipeline import SMOLLM2
+from roll.models.tokenizer import locate_model
 from roll.tracking.files import (
     MANIFEST_FILE,
     CheckpointError,
@@ -43,6 +46,7 @@ from roll.utils.progress import advance
 from roll.utils.threads import in_background
 
 logger = logging.getLogger(__name__)
+
 
 FOLDER_VARIABLE, STEP_VARIABLE = "ROLL_CHECKPOINT", "ROLL_STEP"
 KEY = "checkpoint_config.post_save_hook"
@@ -258,6 +262,12 @@ class Checkpointer:
             logger.warning("ignoring checkpoint %s: %s", path, problem)
         return None
 
+    def before(self, step: int) -> Path | None:
+        """The whole checkpoint with the most finished steps, but fewer than ``step``."""
+        earlier = {path: saved["step"] for path, saved in self._saved().items() if saved["step"] < step}
+        candidates = sorted(earlier, key=earlier.__getitem__, reverse=True)
+        return next((path for path in candidates if find_damage(path) is None), None)
+
     def resolve(self, resume_from_checkpoint: bool | str) -> Path | None:
         """The checkpoint that the ``resume_from_checkpoint`` key means, or None to start afresh.
 
@@ -422,3 +432,62 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
 
         saved = np.frombuffer(base64.b64decode(state["torch"]), dtype=np.uint8).copy()
         torch.set_rng_state(torch.from_numpy(saved))
+
+
+CONFIG_FILE = "config.yaml"
+POLICY = "actor_train"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The model that a user's path means."""
+
+    model: str
+    """Folder in Hugging Face format, or a name on the hub."""
+    checkpoint: Path | None = None
+    """The checkpoint that the model is in."""
+    run: Path | None = None
+    """The folder of the run that saved it, where its configuration is."""
+
+
+def find_saved(path: str, role: str = POLICY) -> Saved:
+    """The model that is meant by a path.
+
+    Args:
+        path: a run's folder (its newest whole checkpoint), a checkpoint, a model's folder, a name on the hub, or
+            ``smollm2``.
+
+    Raises:
+        CheckpointError: the folder of a run without a whole checkpoint, or a model that cannot be made.
+    """
+    if path == SMOLLM2:
+        try:
+            return Saved(locate_model(path)[0])
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return Saved(path)
+    if (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file():
+        checkpoint = _newest(folder)
+        return Saved(str(checkpoint / role), checkpoint, folder.resolve())
+    if (folder / MANIFEST_FILE).is_file():
+        return Saved(str(folder / role), folder.resolve(), _run_of(folder))
+    if (folder.parent / MANIFEST_FILE).is_file():
+        return Saved(str(folder), folder.parent.resolve(), _run_of(folder.parent))
+    return Saved(str(folder))
+
+
+def _newest(run: Path) -> Path:
+    if (found := Checkpointer(run / "checkpoints").latest()) is not None:
+        return found
+    summary = run / "summary.json"  # they may be kept elsewhere
+    named = json.loads(summary.read_text(encoding="utf-8")).get("checkpoint") if summary.is_file() else None
+    if named is not None and (Path(named) / MANIFEST_FILE).is_file():
+        return Path(named)
+    raise CheckpointError(f"{run}: no complete checkpoint in it; expected one in {run / 'checkpoints'}")
+
+
+def _run_of(checkpoint: Path) -> Path | None:
+    run = checkpoint.resolve().parent.parent
+    return run if (run / CONFIG_FILE).is_file() else None

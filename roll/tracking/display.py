@@ -133,11 +133,11 @@ class Display:
     def phase(self, name: str) -> None:
         """Activity of the moment: ``warm start``, ``rollout``, ``train``, ``eval`` …"""
         self._leave_phase()
-        self._phase, self._progress, self._in_phase = _clean(name), "", 0.0
+        self._phase, self._progress, self._in_phase = plain_text(name), "", 0.0
         self._unsaved = self._unsaved and name != "checkpoint"
         quiet = time.monotonic() - self._last_line > _QUIET_SECONDS
         if not self.live and (quiet or name not in self._announced):
-            self._line(f"[{_duration(time.monotonic() - self._started)}] {self._phase} …")
+            self._line(f"[{duration(time.monotonic() - self._started)}] {self._phase} …")
         self._announced.add(name)
 
     def doing(self) -> str:
@@ -148,7 +148,7 @@ class Display:
         """Progress of the present phase; off a terminal it is said only after a long silence."""
         self._progress = f"{done}/{total} {unit}"
         if not self.live and time.monotonic() - self._last_line > _QUIET_SECONDS:
-            self._line(f"[{_duration(time.monotonic() - self._started)}] {self._phase}: {self._progress}")
+            self._line(f"[{duration(time.monotonic() - self._started)}] {self._phase}: {self._progress}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step number ``step`` (counted from 1) is finished."""
@@ -169,14 +169,14 @@ class Display:
     def note(self, text: str) -> None:
         """A line that stays: above the live panel, or among the plain lines."""
         if self.live:
-            self.console.print(Text(_clean(text)))
+            self.console.print(Text(plain_text(text)))
         else:
-            self._line(_clean(text))
+            self._line(plain_text(text))
 
     def finish(self, text: str) -> None:
         """Takes the panel down and leaves ``text`` as the last line."""
         self._stop()
-        self.console.print(Text(_clean(text), style="bold" if self.live else ""), soft_wrap=True)
+        self.console.print(Text(plain_text(text), style="bold" if self.live else ""), soft_wrap=True)
 
     def log_handler(self) -> logging.Handler:
         """Writes log records above the live panel (or as plain lines on stderr) and remembers the warnings."""
@@ -196,7 +196,7 @@ class Display:
         if fault.error is not None:  # arguments that do not fit the text
             record.msg, record.args = text, None
         if record.levelno >= logging.WARNING:
-            self.warnings.append(_clean(text).partition("\n")[0][:160])
+            self.warnings.append(plain_text(text).partition("\n")[0][:160])
         return not getattr(record, "noted", False)
 
     def _stop(self) -> None:
@@ -218,7 +218,7 @@ class Display:
             self._step < self._total_steps and self._evaluates_last
         )  # before and after the run only
         ahead += self._took("checkpoint") * (self._times(self._step, self._save_steps) + self._unsaved)
-        return _duration(max(0.0, ahead - (time.monotonic() - self._last_step)))
+        return duration(max(0.0, ahead - (time.monotonic() - self._last_step)))
 
     def _took(self, phase: str) -> float:
         return self._phase_seconds.get(phase, 0.0)
@@ -248,7 +248,7 @@ class Display:
         head.add_column(justify="right")
         head.add_row(
             Text.assemble(("● ", "green"), (self._phase, "bold"), (f"  {self._progress}", "dim")),
-            Text(f"{_duration(time.monotonic() - self._started)} gone · ETA {self._eta()}", style="dim"),
+            Text(f"{duration(time.monotonic() - self._started)} gone · ETA {self._eta()}", style="dim"),
         )
         steps = Table.grid(expand=True, padding=(0, 1))
         steps.add_column(no_wrap=True)
@@ -287,19 +287,24 @@ def closing_line(summary: Mapping[str, Any], run_dir: Path) -> str:
             ``episodes`` and ``prompts``. Whatever is missing is not mentioned. Where answers alone are measured,
             something was learned, or lost, if the difference is beyond its 95% confidence interval.
     """
-    evals = summary.get("eval") or {}
-    first, last = evals.get("before") or {}, evals.get("after") or {}
-    said = _measures_in_words(first, last, summary.get("steps")) or _answers_in_words(first, last, summary.get("steps"))
+    said = what_was_learned(summary)
     status = summary.get("status", "completed")
     lead = "" if status == "completed" else f"{str(status).capitalize()}. "
     if learned := summary.get("learned"):
         lead += f"Ended as {learned}. "
     steps, wall = summary.get("steps"), summary.get("wall_s")
     work = f" in {steps} steps" if steps is not None else ""
-    work += f", {_duration(wall)}" if wall is not None else ""
+    work += f", {duration(wall)}" if wall is not None else ""
     watch = run_dir / "renders" / "index.html"
     look = f"watch {watch}" if watch.exists() else f"see {run_dir}"
     return f"{lead}{said}{work}; {look}"
+
+
+def what_was_learned(summary: Mapping[str, Any]) -> str:
+    """What the evaluations before and after training say, in words; see ``closing_line``."""
+    evals = summary.get("eval") or {}
+    first, last, steps = evals.get("before") or {}, evals.get("after") or {}, summary.get("steps")
+    return _measures_in_words(first, last, steps) or _answers_in_words(first, last, steps)
 
 
 def _measures_in_words(first: Mapping[str, Any], last: Mapping[str, Any], steps: int | None) -> str:
@@ -411,7 +416,7 @@ class _PlainFormatter(logging.Formatter):
         return _CONTROL.sub("", super().format(record))
 
 
-def _clean(text: str) -> str:
+def plain_text(text: str) -> str:
     """Without escape sequences and control characters: text may come from a model or another machine."""
     return _CONTROL.sub("", text)
 
@@ -424,7 +429,7 @@ def _value(label: str, value: float) -> str:
     return f"{value:,.0f}" if label == "tokens/s" else f"{value:.3f}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

@@ -19,17 +19,21 @@ from roll.utils.hashing import WrittenFile, checksum_of
 logger = logging.getLogger(__name__)
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str, *, synced: bool = True) -> None:
     """Replaces ``path`` with ``text`` in one step: at any moment there is the old file or the new one.
 
     A lone surrogate is written as ``\\udc80``, which a JSON reader turns back into it.
+
+    Args:
+        synced: it is on disk when this returns, also if the machine then fails.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            if synced:
+                os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -11,6 +11,7 @@
     renders/               episodes to watch, index.html
     profile/               recordings of single steps (profiler)
     summary.json           how the run went
+    phase.json             what it does at the moment
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import itertools
 import logging
 import os
 import platform
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib import metadata
@@ -37,6 +39,8 @@ TRAINED = "train-"
 """Start of the names of the files of training groups in ``trajectories/``, before the step."""
 TOKENS = "tokens-"
 """The same for files of single tokens."""
+PHASE = "phase.json"
+"""File of what a run does at the moment: ``phase``, ``since`` (seconds of the epoch), ``host``."""
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
@@ -112,6 +116,12 @@ class RunFolder:
         self._lock.close()
         self._lock = _locked(self.path)
         return aside
+
+    def write_phase(self, phase: str) -> None:
+        """Replaces ``phase.json``, for who looks on; a disk that is full or slow to sync is no reason to stop."""
+        record = {"phase": phase, "since": time.time(), "host": platform.node()}
+        with suppress(OSError):
+            write_atomic(self.path / PHASE, to_json(record) + "\n", synced=False)
 
     def _make_folders(self) -> None:
         for folder in (self.logs, self.checkpoints, self.trajectories, self.renders):
@@ -191,6 +201,18 @@ def _truncate(path: Path, step: int) -> None:
 
 def _write(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     write_atomic(path, "".join(to_json(record) + "\n" for record in records))
+
+
+def is_claimed(folder: Path, host: str | None) -> bool | None:
+    """Tells whether a process of ``host`` has the folder of a run; ``None``: that is another machine, or not known."""
+    if host != platform.node():
+        return None
+    try:
+        with (folder / ".lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+    return False
 
 
 def _locked(folder: Path) -> IO[bytes]:

@@ -174,8 +174,8 @@ class Extra:
 
 
 EXTRAS = {
-    "doctor": Extra("roll.extras.doctor.command", "planning.md"),
-    "env_check": Extra("roll.extras.env_check.command", "environments.md"),
+    "doctor": Extra("roll.extras.doctor", "planning.md"),
+    "env_check": Extra("roll.extras.env_check", "environments.md"),
     "importers": Extra("roll.extras.importers.command", "migrating.md"),
     "maths": Extra("roll.extras.maths.verifier", "rewards.md"),
     "plan": Extra("roll.extras.plan.command", "planning.md"),

@@ -4,6 +4,7 @@ Runs join one Ray cluster that lives as long as the tests, which saves its start
 end its own. Every process of a run carries its ``ROLL_FAULTS`` variable, so one that stays behind is found.
 """
 
+import io
 import json
 import os
 import re
@@ -17,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from torch import Tensor
+
+from roll.report.live import watch
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "examples" / "start_agentic_pipeline.py"
@@ -256,6 +260,8 @@ def assert_as_expected(
 ) -> None:
     """The run has ended well, and its held-out figures are those that ``tests/support/imitation.py`` has learnt."""
     assert run.wait() == 0, run.output
+    watch(run.path, Console(file=(terminal := io.StringIO()), width=120), 1.0)
+    assert "held-out loss" in terminal.getvalue(), "what roll watch shows"
     for step in steps:
         for name, value in expected[step].items():
             assert run.metrics[step][f"eval/{name}"] == pytest.approx(value, rel=rel, abs=slack), (step, name)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Rlvr, Run, assert_same_tensors, position, rows, write
+from tests.integration.test_kept_sets import KEPT
 
 FILTER = "rewards.letters.query_filter_config={type: std_filter}"
 BATCH = 4
@@ -192,12 +193,12 @@ def repeatable(run: Run) -> dict[int, dict[str, float]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kv", ["recompute", "keep"])
-def test_a_run_through_a_kill_and_a_resume_is_repeated_bit_for_bit(rlvr, tmp_path, kv):
+@pytest.mark.parametrize(("kv", "sampling"), [("recompute", ()), ("keep", KEPT)])
+def test_a_run_through_a_kill_and_a_resume_is_repeated_bit_for_bit(rlvr, tmp_path, kv, sampling):
     write(tmp_path / "train.jsonl", rows("t", ORDERS))
     # Answers so long, and so few at a time, that weights come in the middle of them.
     longer = ("response_length=200", "sequence_length=240", "max_steps=5", "eval_steps=2", "max_running_groups=2")
-    longer = (*longer, f"kv_after_update={kv}")
+    longer = (*longer, f"kv_after_update={kv}", *sampling)
     first = rlvr(*OVERLAP, *longer, orders=("hold-actor_train-0-train-4",))
     first.pid_at("actor_train-0-train-4")
     first.process.kill()
@@ -207,6 +208,7 @@ def test_a_run_through_a_kill_and_a_resume_is_repeated_bit_for_bit(rlvr, tmp_pat
     assert recorded.wait() == 0, recorded.output
     assert_finished(recorded, 5)
     assert any(recorded.metrics[step]["async/mixed"] > 0 for step in range(1, 6)), "no weights came in between"
+    assert not sampling or all(1 < recorded.metrics[step]["rollout/kept_tokens"] <= 20 for step in range(1, 6))
 
     path = recorded.path / "schedule.jsonl"
     again = rlvr(*OVERLAP, *longer, f"replay_schedule={path}", output="again")

@@ -200,14 +200,8 @@ def test_a_local_cluster_listens_on_loopback_only_and_follows_a_killed_driver(tm
     assert_nothing_stays(tmp_path, folder)
 
 
-SIGNALS = [
-    (signal.SIGINT, 130),
-    pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
-    pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("number", "exit_code"), SIGNALS)
+@pytest.mark.slow  # test_pipeline_resume.py has Ctrl-C to all processes of a run on a cluster of its own
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_to_all_processes_leaves_the_workers_for_saving_and_nothing_afterwards(tmp_path, number, exit_code):
     driver, folder = start_driver(tmp_path, "wait")
     time.sleep(0.3)

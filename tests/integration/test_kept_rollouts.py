@@ -1,12 +1,16 @@
-"""An agentic run that filters and keeps its rollouts, and one that trains on them again without playing."""
+"""An agentic run that filters and keeps its rollouts, and those that train on them again without playing."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
-from tests.integration.conftest import assert_same_tensors
+from tests.integration.conftest import AUTHENTICATED, ROOT, Run, assert_same_tensors
 
 KEYS = (
     "max_steps=2",
@@ -76,3 +80,35 @@ def test_a_run_on_kept_rollouts_is_the_run_that_kept_them(launch, tmp_path):
     assert (first.faults / "turns.jsonl").exists() and not (second.faults / "turns.jsonl").exists(), "nobody played"
     assert second.repeatable_metrics() == first.repeatable_metrics()
     assert_same_tensors(second.tensors(2), first.tensors(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "keys",
+    [(*KEYS[2:], "adv_estimator=gae"), ("async_generation_ratio=1", "train_infer_correction.is_weight.enabled=true")],
+    ids=["all", "async"],
+)
+def test_a_step_is_replayed_to_the_bit(launch, ray_cluster, tmp_path, keys):
+    first = launch(*keys, "max_steps=3", "save_steps=2", f"rollout_dump_dir={tmp_path / 'kept'}")
+    assert first.wait() == 0, first.output
+
+    def replay(*words: str) -> tuple[str, dict[str, float]]:
+        environment = {**os.environ, **AUTHENTICATED, "RAY_ADDRESS": ray_cluster.address, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "roll", "replay", str(first.path), "--step", "3", *words]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, Run(first.path.with_name("run_replay_3"), first.faults, first.process).metrics[3]
+
+    said, again = replay()
+    recorded = first.metrics[3]
+    names = [name for name in again if not name.startswith(("time/", "tokens_per_s", "tflops", "memory/"))]
+    assert {name: again[name] for name in names} == {name: recorded[name] for name in names}
+    assert {"actor/loss", "actor/grad_norm", "reward/shaped_mean"} <= set(names)
+    assert {name for name in recorded if name.startswith(("actor/", "critic/"))} <= set(names)
+    assert f"all {len(names)} are equal to the bit" in said and "checkpoint-2" in said
+
+    said, other = replay("actor_train.training_args.learning_rate=0.5", "entropy_loss_coef=0.1")
+    assert other["actor/lr"] != recorded["actor/lr"] and other["actor/grad_norm"] != recorded["actor/grad_norm"]
+    assert other["reward/shaped_mean"] == recorded["reward/shaped_mean"]
+    assert "changed: entropy_loss_coef: was 0.0, is 0.1" in said
+    assert re.search(r"actor/grad_norm +\S+ +\S+  differs", said)

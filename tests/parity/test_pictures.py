@@ -3,8 +3,10 @@
 CI runs a row of each family and each kind; ``-m "slow or not slow"`` runs all.
 """
 
+import asyncio
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ from roll.configs.pipeline import PipelineConfig
 from roll.data.batch import Batch
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
+from roll.distributed.strategy.generation.generator import EngineStoppedError
 from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence
 from roll.distributed.weights.buckets import WeightUpdate
 from roll.models.loading import load_causal_lm
 from roll.models.pictures import FAMILIES, tower_of
+from tests.support.contract import buckets_of, burst, context_of, weights_of
 from tests.support.harness import (
     ALL_ADAPTED,
     MEASURES,
@@ -154,16 +158,22 @@ def test_what_is_trained_is_sent_saved_and_read_again(models, tmp_path, family):
     WeightUpdate(receiver, sent).apply(sent)
     said_T = trainer.logprobs(batch).logprobs_T
     for model in (receiver, AutoModelForImageTextToText.from_pretrained(tmp_path / "saved").eval()):
-        for number in range(batch.num_sequences):
-            one, at = batch.select([number]), batch.token_index([number])
-            with torch.no_grad():
-                logits = model(**unmodified(one), use_cache=False).logits[0, :-1]
-            found = (logits / TEMPERATURE).log_softmax(-1).gather(1, one.tokens_T[1:, None].clamp(min=0))[:, 0]
-            loss_K = one.loss_mask_T[1:]
-            assert float((found - said_T[at][1:])[loss_K].abs().max()) < 1e-4
+        assert float((plain_logprobs(model, batch, TEMPERATURE) - said_T).abs().max()) < 1e-4
 
 
-@pytest.mark.parametrize(("role", "engine"), [("train", "megatron_train"), ("infer", "vllm"), ("infer", "sglang")])
+def plain_logprobs(model: Any, batch: Batch, temperature: float) -> torch.Tensor:
+    """float32 [T]: of the loss tokens, each row alone."""
+    found_T = torch.zeros(batch.num_tokens)
+    for number in range(batch.num_sequences):
+        one, at = batch.select([number]), batch.token_index([number])
+        with torch.no_grad():
+            logits = model(**unmodified(one), use_cache=False).logits[0, :-1]
+        said = (logits / temperature).log_softmax(-1).gather(1, one.tokens_T[1:, None].clamp(min=0))[:, 0]
+        found_T[at[1:]] = said * one.loss_mask_T[1:]
+    return found_T
+
+
+@pytest.mark.parametrize(("role", "engine"), [("train", "megatron_train"), ("infer", "sglang")])
 def test_other_engines_are_refused_by_name(role, engine):
     worker = {"strategy_args": {"strategy_name": engine}}
     config = PipelineConfig.model_validate({"actor_infer": {"world_size": 1}, f"actor_{role}": worker})
@@ -184,8 +194,8 @@ PROMPTS: list[list[Any]] = [
 """The third differs from the first in a picture alone, the fourth in nothing."""
 
 
-def batching_of(folder: Path) -> ContinuousBatching:
-    model = load_causal_lm(str(folder), pictures=True)
+def batching_of(folder: Path, model: Any = None) -> ContinuousBatching:
+    model = model or load_causal_lm(str(folder), pictures=True)
     tower = tower_of(model, str(folder), apart=True)
     return ContinuousBatching(model, stop_ids=(), stop_strings=None, max_running=8, max_prefill_tokens=100, tower=tower)
 
@@ -252,3 +262,48 @@ def test_sequences_with_pictures_are_the_same_alone_and_after_they_are_computed_
     batching.preempt()
     finish(batching, [])
     assert [s.tokens for s in again] == [s.tokens for s in together]
+
+
+VLLM_REFUSES = {"qwen3_5": "CPU GDN attention requires BF16"}
+"""On a CPU, in float32."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's towers need it: tests/support/torchvision_alone")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vllm_generates_and_scores_as_hf_infer(models, family):
+    """Before and after an update that changes the tower alone: neither features nor keys of the old one are found."""
+    folder = models / family if (models / family).exists() else make_model(models / family, family)
+    engine: Any = STRATEGIES.get("vllm")(context_of("vllm", str(folder), pictures=True, sequence_length=512))
+    engine.setup()
+    worst, batch, row_of = (
+        0.0,
+        make_pictured(0),
+        {"family": f"{family} pictures", "engine": "vllm", "variant": "greedy"},
+    )
+    try:
+        model = load_causal_lm(str(folder), pictures=True)
+        for version in range(2):
+            expected = sequences_of(12)
+            finish(batching_of(folder, model), expected)
+            requests = [replace(s.request, params=replace(s.request.params, ignore_eos=True)) for s in expected]
+            if reason := VLLM_REFUSES.get(family):
+                with pytest.raises(EngineStoppedError, match=reason):
+                    asyncio.run(burst(engine, requests))
+                return record("family", row_of | {"refused": f"on a CPU, in float32: {reason}"})
+            completions = asyncio.run(burst(engine, requests))
+            assert [c.token_ids.tolist() for c in completions] == [s.tokens for s in expected]
+            said, wanted = (np.concatenate([each.logprobs for each in rows]) for rows in (completions, expected))
+            scored_T = engine.logprobs(batch).logprobs_T
+            unlike = float((plain_logprobs(model, batch, 1.0) - scored_T).abs().max())
+            worst = max(worst, float(np.abs(said - wanted).max()), unlike)
+            for name, parameter in model.named_parameters():
+                if "visual" in name:
+                    parameter.data += 0.05 * torch.randn_like(parameter)
+            asyncio.run(engine.update_weights(buckets_of(weights_of(model)), version + 1))
+        with pytest.raises(ValueError, match="content of none of the row's 0 items"):
+            asyncio.run(engine.generate(replace(requests[0], request_id="blind", items=())))
+    finally:
+        engine.shutdown()
+    record("family", row_of | {"logprobs": worst})
+    assert worst <= row(family, "fsdp2_train", "whole").bound("logprobs")

@@ -6,8 +6,7 @@ import sys
 import time
 from typing import Any
 
-from roll.agentic.tools.tool import Tool, ToolError
-from roll.agentic.tools.types import ToolSchema
+from roll.agentic.tools.tool import Tool, ToolError, ToolSchema
 
 CALLS: list[str] = []
 

@@ -1,7 +1,7 @@
 """A tool dialect that an untrained model speaks: what it says decides by its letters whether and what it calls."""
 
 from roll.agentic.tools.dialects.base import BaseDialect, Call, ReadTurn, Schemas
-from roll.agentic.tools.types import AssistantTurn, CallError
+from roll.agentic.tools.tool import AssistantTurn, CallError
 
 
 class Letters(BaseDialect):

@@ -8,6 +8,7 @@ from the model's own logits, writes the loss out, and lets ``torch.optim.AdamW``
 import json
 import math
 import os
+import random
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -27,10 +29,10 @@ from roll.algorithms.quantities import BASIC, Divergence, Quantity
 from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
 from roll.configs.distill import DistillLossConfig
 from roll.configs.divergence import DivergenceConfig
-from roll.configs.preference import PreferenceConfig
-from roll.configs.reward_training import RewardLossConfig
+from roll.configs.preference import PreferenceConfig, RewardLossConfig
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
+from roll.data.kept_sets import kept_item
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import RankInfo, StrategyContext
 from roll.distributed.strategy.training.checkpoint import MODEL
@@ -349,7 +351,7 @@ def _oracle_rows(model: Any, batch: Batch) -> Iterator[tuple[int, Batch, Tensor]
         with given_experts(model, one), _Exact():
             arguments = {"input_ids": one.tokens_T[None]} if one.items_I is None else unmodified(one)
             logits = model(**arguments, use_cache=False).logits[0]
-        yield row, one, (logits / TEMPERATURE).log_softmax(-1)
+        yield row, one, _among_kept(logits / TEMPERATURE, one).log_softmax(-1)
 
 
 def _oracle_loss(model: Any, batch: Batch) -> tuple[Tensor, float]:
@@ -362,6 +364,31 @@ def _oracle_loss(model: Any, batch: Batch) -> tuple[Tensor, float]:
             entropies += entropy.item()
     count = batch.loss_mask_T.sum()
     return -gain / count, entropies / float(count)
+
+
+KEPT: dict[str, list[list[int]]] = {}
+"""By an item of kept sets, what it says of the tokens from a sequence's second one on."""
+
+
+def make_kept(step: int) -> Batch:
+    """``make_batch`` with kept sets of up to twelve ids, and some tokens without one."""
+    batch, rng, items = make_batch(step), random.Random(step), []
+    for row in batch.tokens_T.split(batch.lengths_B.tolist()):
+        sets = [
+            list({token, *rng.choices(range(VOCABULARY), k=11)}) * (rng.random() < 0.8) for token in row[1:].tolist()
+        ]
+        items.append(kept_item(1, [*map(np.array, sets)]))
+        KEPT[items[-1].hash] = sets
+    return batch.replace(kept_I=tuple((item,) for item in items))
+
+
+def _among_kept(logits: Tensor, one: Batch) -> Tensor:
+    """A sequence's logits without those of the tokens that were not left."""
+    gone = torch.zeros(logits.shape, dtype=torch.bool)
+    for position, ids in enumerate(KEPT[one.kept_I[0][0].hash] if one.kept_I else []):
+        gone[position] = bool(ids)
+        gone[position, ids] = False
+    return logits.masked_fill(gone, -1e30)
 
 
 def make_routed(step: int) -> Batch:
@@ -593,6 +620,7 @@ TASKS = {
     for name, batch in (
         ("policy", make_batch),
         ("grouped", make_groups),
+        ("kept", make_kept),
         ("routed", make_routed),
         ("routed-groups", make_routed_groups),
         ("pictured", make_pictured),
@@ -797,7 +825,8 @@ def _influence(strategy: Any, info: RankInfo, batch: Batch, before_T: Tensor) ->
     others_T = (share.rows_T > 0) & share.loss_mask_T
     words_T = (share.rows_T == 0) & (share.tokens_T >= 0)
     tokens_T = torch.where(words_T, (share.tokens_T + 7) % VOCABULARY, share.tokens_T)
-    after_T = _scored(strategy, share.replace(tokens_T=tokens_T))
+    kept_I = share.kept_I and ((), *share.kept_I[1:])  # which other tokens are not in
+    after_T = _scored(strategy, share.replace(tokens_T=tokens_T, kept_I=kept_I))
     return float((after_T - before_T)[others_T].abs().max()) if others_T.any() else 0.0
 
 

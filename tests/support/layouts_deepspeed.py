@@ -27,7 +27,8 @@ RECOMPUTED = {"disable_gradient_checkpointing": False}
 SLOW = """
     zero0 zero2 zero1-offload zero2-offload zero3-recomputed zero3-persistent-packed zero3-ulysses2 zero1-bf16
     zero2-bf16 zero1-offload-bf16 zero3-offload-bf16 zero0-lora zero2-packed-orpo zero2-ulysses2-ipo
-    zero2-lora-top_forward_kl zero3-bradley_terry zero3-lora-bradley_terry zero3-lora-recomputed
+    zero2-kept-packed zero2-lora-top_forward_kl zero3-bradley_terry zero3-lora-bradley_terry zero3-lora-recomputed
+    zero1 zero3
 """
 """Names of the layouts that CI leaves out."""
 
@@ -54,6 +55,7 @@ LAYOUTS = [
     layout("zero3-moe", zero(3), model="qwen3_moe"),
     layout("zero3-routed", zero(3), model_args=RECOMPUTED, **ROUTED),
     layout("zero2-routed-packed", zero(2), worker=PACKED, **ROUTED),
+    layout("zero2-kept-packed", zero(2), task="kept", worker=PACKED),
     layout("zero2-ulysses2", zero(2), model_args={"ulysses_size": 2}, worker=PACKED),
     layout("zero3-ulysses2", zero(3), model_args={"ulysses_size": 2} | RECOMPUTED),
     layout("zero1-sigmoid", zero(1), task="sigmoid"),

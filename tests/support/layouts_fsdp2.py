@@ -22,8 +22,8 @@ TP = {"tensor_parallel_size": 2}
 
 SLOW = """
     replica2 alone-bf16 replica2-tokens shard2-recomputed replica2-lora shard2-lora-bf16 replica2-tokens-kto
-    shard2-lora-simpo tp2-reverse_kl shard2-lora-js_divergence ulysses2-regression tp2-recomputed
-    ulysses2-tokens replica2-tp2 ulysses4 ulysses2-tp2
+    shard2-lora-simpo tp2-reverse_kl shard2-lora-js_divergence ulysses2-regression tp2-recomputed ulysses2-tokens
+    replica2-tp2 ulysses4 ulysses2-tp2 tp2 tp2-moe ulysses2-packed shard2-packed-bradley_terry
 """
 """Names of the layouts that CI leaves out."""
 
@@ -73,6 +73,7 @@ LAYOUTS = [
     layout("shard2-routed-packed", 2, worker=PACKED, **ROUTED),
     layout("tp2-routed", 2, TP, worker=BY_TOKENS, **ROUTED),
     layout("ulysses2-routed", 2, {"fsdp_size": 1}, **ROUTED | ULYSSES),
+    layout("ulysses2-kept", 2, task="kept", **ULYSSES),
     layout("tp2", 2, TP),
     layout("tp2-packed", 2, TP, model="qwen3", worker=PACKED),
     layout("tp2-moe", 2, TP, model="qwen3_moe"),

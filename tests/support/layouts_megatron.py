@@ -32,7 +32,8 @@ SLOW = """
     pp2-by-tokens pp2-vpp2 cp2 ep2-whole-optimizer pp2-ipo pp2-vpp2-kto tp2-sp-packed-js_divergence pp2-reverse_kl
     cp2-packed-js_divergence pp2-vpp2-process cp2-packed-regression dp2-lora-regression dp2-lora
     dp2-lora-bf16-whole-optimizer tp2-lora tp2-sp-moe-lora pp2-lora pp2-vpp2-lora tp2-sp-routed pp2-ep2-routed
-    tp2-pp2 dp2-pp2 tp4 tp2-lora-grouped ep2-allgather-grouped tp2-sp-pp2-vpp2-grouped
+    tp2-kept-packed tp2-pp2 dp2-pp2 tp4 tp2-lora-grouped ep2-allgather-grouped tp2-sp-pp2-vpp2-grouped moe
+    recompute-full dp2 pp2 ep2 tp2-sp tp2-sp-packed-bradley_terry dp2-tp2-sp
 """
 """Names of the layouts that CI leaves out."""
 
@@ -77,6 +78,7 @@ LAYOUTS = [
     layout("ep2-allgather", 2, {EP: 2, "moe_token_dispatcher_type": "allgather"}, **MOE),
     layout("routed-groups", 1, **ROUTED_GROUPS),
     layout("lora-routed-groups", 1, lora=ATTENTION_ADAPTED, **ROUTED_GROUPS),
+    layout("tp2-kept-packed", 2, {TP: 2}, task="kept", **PACKED),
     layout("tp2-sp-routed", 2, {TP: 2, **SP}, **ROUTED),
     layout("pp2-vpp2-routed-recomputed", 2, {PP: 2, VPP: 2, **FULL}, **ROUTED),
     layout("cp2-routed-packed", 2, {CP: 2}, **ROUTED, **PACKED),

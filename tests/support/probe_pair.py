@@ -15,8 +15,7 @@ from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.evidence import probe_prompt, rows_of
 from roll.models.lora import LoraSpec
 from roll.models.tiny import make_tokenizer
-from roll.pipeline.probe import PROMPTED, SAMPLED
-from roll.pipeline.probe_causes import Bound, find_causes
+from roll.pipeline.probe import PROMPTED, SAMPLED, Bound, find_causes
 from tests.support.trainers import make_context
 
 

@@ -28,6 +28,7 @@ IMPORTED = [
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
     "tests.support.megatron_preload",
+    "tests.support.harness",
     __name__,
 ]
 """What every rank needs: imported once, in a process of which ranks are forked."""

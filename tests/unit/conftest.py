@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig
 
-from roll.configs import compose
-from roll.configs.shipped import SHIPPED
+from roll.configs import SHIPPED, compose
 
 _compose = compose._compose
 _composed: dict[tuple[str, str], DictConfig] = {}

@@ -10,8 +10,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from roll.agentic.tools.tool import Tool, ToolError
-from roll.agentic.tools.types import ToolSchema
+from roll.agentic.tools.tool import Tool, ToolError, ToolSchema
 from roll.configs.tools import McpServerConfig
 from roll.data.tool_messages import Content, joined, text_of
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from roll.agentic.tools.tool import Tool, ToolError
-from roll.agentic.tools.types import ToolSchema
+from roll.agentic.tools.tool import Tool, ToolError, ToolSchema
 from roll.utils.addresses import is_loopback
 
 _MAX_RESULTS = 20

@@ -141,6 +141,10 @@ class EngineCard:
     """Trains with experts that were chosen before (``router_replay``)."""
     tells_experts: ClassVar[bool] = False
     """Tells the experts that sampled and read tokens went through."""
+    tells_kept_sets: ClassVar[bool] = False
+    """Tells what truncated sampling has left for each sampled token (``replay_kept_sets``)."""
+    scores_kept_sets: ClassVar[bool] = False
+    """Computes log-probs among kept sets."""
     keeps_kv: ClassVar[bool] = True
     """Can go on with the keys and values of requests in flight when weights come."""
     splits_heads: ClassVar[bool] = True

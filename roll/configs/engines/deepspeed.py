@@ -243,6 +243,7 @@ class DeepSpeedCard(EngineCard):
     trains_modules = True
     packs_modules = True
     replays_experts = True
+    scores_kept_sets = True
 
     def no_pictures(self, worker: WorkerConfig) -> str:
         size = worker.model_args.ulysses_size

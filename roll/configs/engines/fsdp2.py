@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -11,7 +12,10 @@ from roll.configs.engines.card import Dtype, EngineCard, EngineOptions, Strategy
 from roll.configs.problems import ConfigProblem
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from roll.configs.pipeline import PipelineConfig
+    from roll.configs.rl import RLConfig
     from roll.configs.worker import WorkerConfig
 
 
@@ -85,7 +89,8 @@ class Fsdp2Card(EngineCard):
     trains_modules = True
     packs_modules = True
     replays_experts = True
-    fit = "roll.distributed.strategy.fsdp2.fit:check_model"
+    scores_kept_sets = True
+    fit = "roll.configs.engines.fsdp2:check_model"
 
     def no_pictures(self, worker: WorkerConfig) -> str:
         options = worker.strategy_args.typed()
@@ -114,3 +119,23 @@ class Fsdp2Card(EngineCard):
 
 
 CARD = Fsdp2Card()
+
+
+SPLIT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
+"""Sizes of a model that its tensor-parallel size must divide."""
+
+
+def check_model(role: str, worker: WorkerConfig, sizes: PreTrainedConfig, config: RLConfig) -> Iterator[ConfigProblem]:
+    """A tensor-parallel size that does not divide the model, keys relative to the role."""
+    options = worker.strategy_args.typed()
+    assert isinstance(options, Fsdp2Config)
+    tensor, key = options.tensor_parallel_size, "strategy_args.strategy_config.tensor_parallel_size"
+    common = math.gcd(*(size for name in SPLIT if isinstance(size := getattr(sizes, name, None), int)))
+    if tensor == 1:
+        return
+    if not getattr(sizes, "base_model_tp_plan", None):
+        yield ConfigProblem(key, tensor, f"1: {type(sizes).__name__} has no tensor-parallel plan")
+    elif common % tensor and sizes.num_attention_heads % worker.devices_per_copy == 0:
+        near = min((n for n in range(1, common + 1) if common % n == 0), key=lambda n: abs(n - tensor))
+        expected = f"a divisor of {common}: of the attention and key-value heads and the units of an MLP"
+        yield ConfigProblem(key, tensor, expected, f"the nearest is {near}")

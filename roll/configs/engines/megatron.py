@@ -268,6 +268,7 @@ class MegatronCard(EngineCard):
     )
     ulysses_instead = "context_parallel_size shares sequences"
     replays_experts = True
+    scores_kept_sets = True
     splits_heads = False  # among other layouts: its own fit knows
     fit = "roll.distributed.strategy.megatron.fit:check_model"
     frozen_fit = "roll.distributed.strategy.megatron.fit:check_frozen"

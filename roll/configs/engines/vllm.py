@@ -103,6 +103,9 @@ OWNED_OPTIONS = {
     "generation_config": "generating_args",
     "enable_return_routed_experts": "no such key, since the runner that reports experts returns other log-probs",
     "worker_extension_cls": "no such key, since weights arrive through it",
+    "limit_mm_per_prompt": "no such key, since a prompt may have any number of pictures",
+    "mm_processor_cache_gb": "no such key, since pictures reach the engine prepared",
+    "mm_processor_kwargs": "image_min_pixels and image_max_pixels in actor_train.data_args",
     **dict.fromkeys(DATA_PARALLEL, "more workers in device_mapping (for experts: enable_expert_parallel)"),
     **dict.fromkeys(NODES, "workers that fit into one machine"),
     "pipeline_parallel_size": "tensor_parallel_size",
@@ -141,6 +144,9 @@ class VllmCard(EngineCard):
     own_attention = True
     scores_prompts = True
     size_key = "tensor_parallel_size"
+
+    def no_pictures(self, worker: WorkerConfig) -> str:
+        return ""
 
     def gpu_only(self, worker: WorkerConfig) -> Iterator[ConfigProblem]:
         options, base = worker.strategy_args.typed(), "strategy_args.strategy_config"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll.configs.dpo import DPOConfig
 from roll.configs.offline import OfflineConfig, SFTConfig
 from roll.configs.pipeline import PARTS, PipelineConfig
-from roll.configs.reward_training import RewardTrainingConfig
+from roll.configs.preference import DPOConfig, RewardTrainingConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.extras.importers.common import (
     ENGINE_OF_A_NODE,

@@ -17,10 +17,10 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from roll.configs import SHIPPED
 from roll.configs.compose import apply_override
 from roll.configs.overrides import MAX_VALUES, Override, no_override, parse_overrides, values_of
 from roll.configs.problems import ConfigProblem
-from roll.configs.shipped import SHIPPED
 from roll.extras.importers.bash import Bash, Word
 
 ENTRIES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from roll.configs import SHIPPED
 from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.distill import DistillConfig
 from roll.configs.pipeline import PipelineConfig
@@ -12,7 +13,6 @@ from roll.configs.problems import NOTHING
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import TRAINED
 from roll.configs.schema import ROLES
-from roll.configs.shipped import SHIPPED
 from roll.configs.worker import parse_device_mapping
 from roll.extras.importers.common import (
     devices_of,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from roll.configs.distill import DistillConfig
-from roll.configs.dpo import DPOConfig
 from roll.configs.offline import OfflineConfig, SFTConfig
+from roll.configs.preference import DPOConfig
 from roll.configs.worker import WorkerConfig
 from roll.extras.importers.common import drop_unread, drop_unread_of_roles, tidy_engines, to_do
 from roll.extras.importers.draft import Draft, Kind

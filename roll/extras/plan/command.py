@@ -163,7 +163,7 @@ def _unreadable(key: str, model: str, error: Exception) -> ConfigProblem:
 
 def _command(config_name: str, folder: Path, overrides: Sequence[str]) -> list[str]:
     """The command line of the run."""
-    from roll.configs.shipped import SHIPPED
+    from roll.configs import SHIPPED
 
     shipped = folder.resolve() == Path(SHIPPED).resolve()
     name = config_name if shipped else str(folder.resolve() / f"{config_name.removesuffix('.yaml')}.yaml")

@@ -6,12 +6,12 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from roll.extras.doctor.machine import cores, memory_bytes
-from roll.extras.plan import probe
+from roll.extras.doctor import cores, memory_bytes
 from roll.utils.gpus import GB, GIB, GPUS, TERA, Device, known_gpu
 
 CPU = "CPU"
@@ -65,7 +65,10 @@ def this_device() -> Device:
 def this_cpu() -> Device:
     """The machine that this process is on; its rates are tried out, which takes half a second of a processor."""
     load = os.getloadavg()[0]  # before this adds to it
-    told = subprocess.run([sys.executable, probe.__file__], capture_output=True, text=True, check=True).stdout
+    # In a process of its own: the number of threads that NumPy works with is settled when it is imported.
+    command = [sys.executable, "-c", f"from {__name__} import print_rates; print_rates()"]
+    environment = os.environ | dict.fromkeys(THREADS, "1")
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     return cpu_of([tuple(map(float, line.split())) for line in told.splitlines()], load, cores())
 
 
@@ -83,3 +86,40 @@ def cpu_of(tries: Sequence[Sequence[float]], load: float, count: int) -> Device:
         words += f"; load {load:.1f} on {count} cores: the machine is busy, and a run is slower than planned"
     rates = (flops, flops, bandwidth, bandwidth / 2, bandwidth / 2)
     return Device(CPU, "cpu", memory_bytes(), *rates, efficiency=0.5, cores=count, tried=words)
+
+
+TRIES, SECONDS = 5, 0.08
+"""Seconds of the processor that a try takes."""
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def rates() -> list[tuple[float, float]]:
+    """What one core did in each try: operations per second of float32 products, and bytes per second of a copy.
+
+    Time is that of the processor, which other programs on a busy machine do not add to.
+    """
+    import numpy as np
+
+    size = 512
+    matrix = np.ones((size, size), dtype=np.float32)
+    block = np.ones(2**23, dtype=np.float32)
+    target = np.ones_like(block)
+    found = []
+    for _ in range(TRIES):
+        best_product = best_copy = float("inf")
+        end = time.thread_time() + SECONDS
+        while time.thread_time() < end:
+            start = time.thread_time()
+            matrix @ matrix
+            middle = time.thread_time()
+            target[:] = block
+            best_product = min(best_product, middle - start)
+            best_copy = min(best_copy, time.thread_time() - middle)
+        found.append((2 * size**3 / best_product, 2 * block.nbytes / best_copy))
+    return found
+
+
+def print_rates() -> None:
+    """A line for each of ``rates``."""
+    for flops, bandwidth in rates():
+        sys.stdout.write(f"{flops} {bandwidth}\n")

@@ -12,13 +12,13 @@ from pydantic import ValidationError
 
 from roll.configs.agentic import JUDGE_CLUSTER, AgenticConfig
 from roll.configs.distill import DistillConfig
-from roll.configs.dpo import DPOConfig
 from roll.configs.engines.card import kind_of, task_of
 from roll.configs.engines.sglang import SglangConfig
 from roll.configs.engines.vllm import VllmConfig
 from roll.configs.judge import AskedModelConfig
 from roll.configs.offline import OfflineConfig
 from roll.configs.pipeline import PipelineConfig
+from roll.configs.preference import DPOConfig
 from roll.configs.prompts import REWARD_CLUSTER, PromptsConfig
 from roll.configs.rl import VAL_INFER, RLConfig
 from roll.configs.rlvr import RLVRConfig

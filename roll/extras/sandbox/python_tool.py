@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from roll.agentic.tools.tool import Tool, ToolError
-from roll.agentic.tools.types import ToolSchema
+from roll.agentic.tools.tool import Tool, ToolError, ToolSchema
 from roll.extras.sandbox.pool import Sandbox
 from roll.extras.sandbox.run import SandboxLimits
 

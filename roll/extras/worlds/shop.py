@@ -18,7 +18,7 @@ from pydantic import Field
 from roll.agentic.env.base import Split, in_split, stable_hash
 from roll.agentic.env.game import ActionEnvConfig, ActionParser, Game, Played
 from roll.agentic.tools.dialects import BaseDialect, dialect
-from roll.agentic.tools.types import AssistantTurn, ToolSchema
+from roll.agentic.tools.tool import AssistantTurn, ToolSchema
 from roll.configs.problems import ConfigProblem
 from roll.utils.registry import UnknownNameError
 

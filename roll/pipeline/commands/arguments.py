@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from roll.configs.shipped import SHIPPED
+from roll.configs import SHIPPED
 from roll.pipeline.cli import locate
 from roll.pipeline.commands import completion
 
@@ -37,9 +37,11 @@ def add_commands(commands: Any) -> None:
     _add_export(commands)
     _add_explain(commands)
     _add_diagnose(commands)
+    _add_watch(commands)
     _add_report(commands)
     _add_compare(commands)
     _add_verify(commands)
+    _add_replay(commands)
     _add_bundle(commands)
 
 
@@ -357,6 +359,32 @@ def _diagnose(options: argparse.Namespace) -> int:
     return 0 if found.learns else 1
 
 
+def _add_watch(commands: Any) -> None:
+    text = "watch a run in the terminal, from any machine that sees its folder, until it ends"
+    parser = add_command(commands, "watch", text, _watch)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder; one that has ended is shown once")
+    parser.add_argument("--once", action="store_true", help="show it once")
+    parser.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between two looks (2)")
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from roll.pipeline.cli import EXIT_OK, EXIT_USAGE
+    from roll.report.live import watch
+
+    if not options.every > 0:
+        options.parser.error(f"watch: --every: got {options.every:g}, expected more than 0")
+    try:
+        watch(options.run.expanduser(), Console(highlight=False), options.every, once=options.once)
+    except ValueError as error:
+        sys.stderr.write(f"roll watch: {error}\n")
+        return EXIT_USAGE
+    except KeyboardInterrupt:  # the way to stop watching
+        pass
+    return EXIT_OK
+
+
 def _add_report(commands: Any) -> None:
     text = "write the page of a run anew: metrics, times, diagnosis, settings, episodes; also of one that is going on"
     parser = add_command(commands, "report", text, _report)
@@ -417,6 +445,23 @@ def _verify(options: argparse.Namespace) -> int:
         return EXIT_USAGE
     sys.stdout.write(text)
     return 1 if wrong else 0
+
+
+def _add_replay(commands: Any) -> None:
+    text = "take a step of a run again from its checkpoint and kept rollouts, also with other settings"
+    parser = add_command(commands, "replay", text, _replay)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="the step")
+    parser.add_argument("--rollouts", type=Path, metavar="DIR", help="its rollout_dump_dir, if that has moved")
+    changes = parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes: what would have been")
+    completion.completed_by(changes, completion.overrides_of_run)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from roll.pipeline.commands.replaying import Job, run
+
+    rollouts = options.rollouts and options.rollouts.expanduser()
+    return run(Job(options.run.expanduser(), options.step, rollouts), options.overrides, options.started)
 
 
 def _add_bundle(commands: Any) -> None:

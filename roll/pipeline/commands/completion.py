@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.shipped import SHIPPED, config_groups
+from roll.configs import SHIPPED, config_groups
 from roll.pipeline.cli import locate
 from roll.pipeline.programs import PROGRAMS, configurations, key_names
 from roll.utils.registry import import_path
@@ -36,10 +36,10 @@ def overrides(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> Iterato
 
 def overrides_of_run(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> Iterator[str]:
     """The same for the configuration of ``--config``, or of the run in the folder that is named."""
-    run = Path(parsed_args.model).expanduser()
+    run = Path(getattr(parsed_args, "run", None) or parsed_args.model).expanduser()
     folders = [folder for folder in (run, *run.parents) if (folder / "config.yaml").is_file()]
-    if parsed_args.config is not None:
-        yield from _of_configuration(prefix, *locate(parsed_args.config, str(SHIPPED)), parsed_args.overrides)
+    if (config := getattr(parsed_args, "config", None)) is not None:
+        yield from _of_configuration(prefix, *locate(config, str(SHIPPED)), parsed_args.overrides)
     elif folders:
         yield from _of_configuration(prefix, "config", folders[0], parsed_args.overrides)
 

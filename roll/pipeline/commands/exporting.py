@@ -12,9 +12,10 @@ from typing import Any
 import yaml
 
 from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from roll.tracking.checkpointer import CONFIG_FILE, POLICY, Checkpointer, Saved, find_saved
 from roll.tracking.files import CheckpointError, find_damage
-from roll.tracking.saved import CONFIG_FILE, POLICY, Saved, find_saved
 
+_CARD = "README.md"
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]i?)?B?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
@@ -50,6 +51,7 @@ def run(job: Job) -> int:
         _check(job, saved)
         shutil.rmtree(unfinished, ignore_errors=True)
         exported = export_folder(_export(job, saved), unfinished)
+        _write_card(saved, unfinished)
         if job.output.exists():
             shutil.rmtree(job.output)
         unfinished.replace(job.output)
@@ -100,6 +102,32 @@ def _export(job: Job, saved: Saved) -> Any:
         max_file_bytes=num_bytes(job.max_shard_size),
         trust_remote_code=job.trust_remote_code,
     )
+
+
+def _write_card(saved: Saved, folder: Path) -> None:
+    """Writes README.md: of a run's model its card, beside that of the model that the run started from; else its own."""
+    from roll.pipeline.programs import program_of, schemas
+    from roll.report.card import BASE_CARD, model_card
+
+    own = Path(saved.model) / _CARD
+    if saved.run is None or saved.checkpoint is None:
+        if own.is_file():
+            shutil.copy2(own, folder / _CARD)
+        return
+    values = yaml.safe_load((saved.run / CONFIG_FILE).read_text(encoding="utf-8"))
+    role, pipeline = Path(saved.model).name, program_of(values)
+    if pipeline is None:  # the configuration of another version
+        return
+    base = str((values.get("reward_pretrain") if role == "critic" else None) or values.get("pretrain") or "?")
+    card = Path(base).expanduser() / _CARD
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else None
+    if text is not None:
+        shutil.copy2(card, folder / BASE_CARD)
+    adapter = (folder / "adapter_config.json").is_file()
+    kind = "critic" if role == "critic" else "adapter" if adapter else "scores" if "reward_loss" in values else "policy"
+    step = Checkpointer.step_of(saved.checkpoint)
+    written = model_card(saved.run, pipeline, schemas()[pipeline], step, kind, base, text)
+    (folder / _CARD).write_text(written, encoding="utf-8")
 
 
 def _config_kwargs(saved: Saved, role: str) -> dict[str, Any]:

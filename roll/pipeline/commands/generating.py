@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.configs.worker import WorkerConfig
-from roll.data.files.read import find_files
-from roll.data.files.rows import DataError, Problems, Row, Unreadable
+from roll.data.files import DataError, Problems, Row, Unreadable, find_files
 from roll.data.questions import Question, read_questions
 from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from roll.pipeline.commands.progress import progress
+from roll.tracking.checkpointer import find_saved
 from roll.tracking.files import CheckpointError, to_json, write_atomic
-from roll.tracking.saved import find_saved
 from roll.utils.hashing import checksum_of
 from roll.utils.threads import in_order
 

@@ -13,8 +13,7 @@ from roll.configs.rl import RLConfig
 from roll.pipeline.programs import program_of, schemas
 from roll.report.bundle import write_bundle
 from roll.report.comparison import Comparison, Run
-from roll.report.page import render_page
-from roll.report.render import render_index
+from roll.report.render import render_index, render_page
 from roll.tracking.files import write_atomic
 
 

@@ -15,8 +15,7 @@ from roll.configs.compose import compose_config, mapping_of
 from roll.configs.loader import plugin_problems
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig
-from roll.data.files.read import find_files
-from roll.data.files.rows import DataError, Problems
+from roll.data.files import DataError, Problems, find_files
 from roll.data.prompts import Prompt
 from roll.data.questions import AnswerColumns, read_responses
 from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, report
@@ -30,7 +29,7 @@ from roll.utils.threads import in_order
 
 if TYPE_CHECKING:
     from roll.configs.judge import JudgeEngine
-    from roll.rewards.judge_model import HostedModel
+    from roll.rewards.judge import HostedModel
 
 SHOWN_ERRORS = 3
 _TRIAL_SECONDS = 10.0

@@ -9,8 +9,7 @@ from roll.algorithms.distillation import build_distill_loss
 from roll.configs.distill import DistillConfig
 from roll.models.loading import load_config
 from roll.pipeline.column_cache import check_writable
-from roll.pipeline.offline.launch import Samples, load_sft_data, run_offline
-from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
+from roll.pipeline.offline.pipeline import OfflinePipeline, Parts, Samples, load_sft_data, run_offline
 from roll.pipeline.programs import DISTILL
 from roll.pipeline.teachers import DatasetTeacher, require_cached
 

@@ -12,21 +12,19 @@ from torch import Tensor
 
 from roll.algorithms.preferences import build_preference_loss
 from roll.configs.data import DataArguments
-from roll.configs.dpo import DPOConfig
 from roll.configs.engine_rules import compute_dtype
+from roll.configs.preference import DPOConfig
 from roll.data.batch import Batch
 from roll.data.conversations import Conversations, Scoring, encode_talk
 from roll.data.identity import identity
-from roll.data.left_out import LeftOut
 from roll.data.preferences import load_preferences
 from roll.data.renderer import ChatRenderer
+from roll.data.template_check import LeftOut
 from roll.distributed.strategy.base import Metrics
 from roll.models.tokenizer import model_folder
 from roll.pipeline.column_cache import cached_columns, check_writable, digest_of, weight_files
 from roll.pipeline.model_cluster import ModelCluster
-from roll.pipeline.offline.launch import Samples, run_offline
-from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
-from roll.pipeline.offline.training import Prepare
+from roll.pipeline.offline.pipeline import OfflinePipeline, Parts, Prepare, Samples, run_offline
 from roll.pipeline.programs import DPO
 from roll.pipeline.roles import Roles
 from roll.preflight.models import pictures_refused

@@ -8,16 +8,14 @@ import torch
 
 from roll.algorithms.preferences import build_reward_loss, calibration_error, pairs_in_order, row_scores
 from roll.configs.data import DataArguments
-from roll.configs.reward_training import RewardTrainingConfig
+from roll.configs.preference import RewardTrainingConfig
 from roll.data.batch import Batch
 from roll.data.conversations import Conversations, Scoring
-from roll.data.left_out import LeftOut
-from roll.data.preferences import load_preferences
+from roll.data.preferences import encode_whole_talk, load_preferences, load_scored
 from roll.data.renderer import ChatRenderer
-from roll.data.scored_answers import encode_whole_talk, load_scored
+from roll.data.template_check import LeftOut
 from roll.distributed.strategy.base import Metrics
-from roll.pipeline.offline.launch import run_offline
-from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
+from roll.pipeline.offline.pipeline import OfflinePipeline, Parts, run_offline
 from roll.pipeline.programs import REWARD_MODEL
 from roll.preflight.models import pictures_refused
 

@@ -9,8 +9,7 @@ from roll.algorithms.losses import SFT_NEEDS, build_sft_loss
 from roll.configs.offline import SFTConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
-from roll.pipeline.offline.launch import load_sft_data, run_offline
-from roll.pipeline.offline.pipeline import OfflinePipeline, Parts
+from roll.pipeline.offline.pipeline import OfflinePipeline, Parts, load_sft_data, run_offline
 from roll.pipeline.programs import SFT
 
 

@@ -77,7 +77,7 @@ def tasks(args: DataArguments, seed: int) -> Iterator[dict[str, Any]]:
     Raises:
         DataError: every task that cannot be played, with all reasons.
     """
-    from roll.data.files.rows import DataError
+    from roll.data.files import DataError
 
     problems = []
     for name in args.file_names or [""]:

@@ -45,7 +45,7 @@ def tasks(args: DataArguments, seed: int) -> Iterator[dict[str, Any]]:
     Raises:
         DataError: the package or the file is missing, or one of them cannot make tasks of it.
     """
-    from roll.data.files.rows import DataError
+    from roll.data.files import DataError
 
     for name in args.file_names or [""]:
         try:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, FailFast, Field
 
-from roll.agentic.tools.types import AssistantTurn
+from roll.agentic.tools.tool import AssistantTurn
 from roll.data.pictures import PictureError
 from roll.data.renderer import Message, Tool
 from roll.data.row_pictures import PARTS, REFUSED, SHOWING, picture_part

@@ -23,7 +23,7 @@ import numpy as np
 from roll.agentic.env.base import StepResult
 from roll.agentic.tools.dialects import BaseDialect
 from roll.agentic.tools.dialects.base import split_reasoning
-from roll.agentic.tools.types import AssistantTurn, ToolCall, ToolSchema, call_id
+from roll.agentic.tools.tool import AssistantTurn, ToolCall, ToolSchema, call_id
 from roll.configs.agent import AgentConfig
 from roll.data.columns import IntArray, Item
 from roll.data.identity import digest, identity

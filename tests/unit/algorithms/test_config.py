@@ -27,8 +27,7 @@ from roll.configs.distill import DistillLossConfig
 from roll.configs.divergence import DivergenceConfig, KdObjective
 from roll.configs.parsing import rules_broken
 from roll.configs.policy_loss import PG_VARIANTS, LossAggMode
-from roll.configs.preference import PreferenceConfig, PreferenceLoss
-from roll.configs.reward_training import RewardLossConfig
+from roll.configs.preference import PreferenceConfig, PreferenceLoss, RewardLossConfig
 from roll.configs.rl import RLConfig
 from roll.configs.teacher import OnPolicyDistillationConfig, OpdForm
 

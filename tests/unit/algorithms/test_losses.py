@@ -29,7 +29,7 @@ from roll.algorithms.preferences import build_reward_loss, calibration_error
 from roll.algorithms.types import LossContext, LossFn, TokenScores, add_metrics
 from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.policy_loss import PG_VARIANTS, LossAggMode
-from roll.configs.reward_training import RewardLossConfig
+from roll.configs.preference import RewardLossConfig
 from roll.data.batch import Batch
 from roll.data.columns import is_per_token
 from roll.data.packing import take_micro_batch

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roll.configs import SHIPPED
 from roll.configs.agentic import AgenticConfig
 from roll.configs.batches import describe_batches
-from roll.configs.dpo import DPOConfig
 from roll.configs.engines import cards
 from roll.configs.engines.megatron import MegatronConfig
 from roll.configs.env import EnvManagerConfig
 from roll.configs.loader import load_config
 from roll.configs.offline import SFTConfig
+from roll.configs.preference import DPOConfig
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import leaf_paths
-from roll.configs.shipped import SHIPPED
 from roll.configs.worker import GeneratingArguments, StrategyArguments, WorkerConfig, parse_device_mapping
 from roll.pipeline.cli import report
 from roll.preflight.choices import CHECKS, describe_placement

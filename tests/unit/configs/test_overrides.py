@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from roll.configs import SHIPPED, config_groups
 from roll.configs.arguments import argument_problems, plain_problems, takes
 from roll.configs.batches import describe_batches
 from roll.configs.compose import compose_config
@@ -17,7 +18,6 @@ from roll.configs.loader import load_composed, load_config
 from roll.configs.overrides import parse_overrides
 from roll.configs.problems import ConfigErrors
 from roll.configs.rlvr import RLVRConfig
-from roll.configs.shipped import SHIPPED, config_groups
 from roll.pipeline.programs import PROGRAMS, configurations
 from roll.preflight.choices import CHECKS
 from roll.utils.registry import extra, import_path

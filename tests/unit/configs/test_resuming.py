@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from roll.configs import SHIPPED
 from roll.configs.data import DataArguments, DatasetFilterConfig
 from roll.configs.explain import all_keys, engine_options
 from roll.configs.loader import PIPELINE_RULES, load_config
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.resuming import Effect, Record, Rows, compare, effect_of, patterns
 from roll.configs.rlvr import RLVRConfig
-from roll.configs.shipped import SHIPPED
 from roll.data.prompts import load_prompts
 from roll.pipeline.programs import PROGRAMS
 from roll.utils.registry import import_path

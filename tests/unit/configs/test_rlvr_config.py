@@ -14,11 +14,10 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.batches import describe_batches
 from roll.configs.compose import compose_config
 from roll.configs.distill import DistillConfig
-from roll.configs.dpo import DPOConfig
 from roll.configs.loader import load_composed, load_config, validate
 from roll.configs.pipeline import ProfilerConfig
+from roll.configs.preference import DPOConfig, RewardTrainingConfig
 from roll.configs.problems import ConfigErrors
-from roll.configs.reward_training import RewardTrainingConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.worker import WorkerConfig
 from roll.models.tiny import make_tokenizer
@@ -326,6 +325,23 @@ def test_what_pairs_cannot_do_is_told_at_once(problems):
     assert "rollout_batch_size = 16 pairs" in str(uneven)
     replayed = problems(*ONLINE, "actor_train.router_replay.mode=R2")
     assert "R3 or disable if the trainer computes no log-probs" in replayed["actor_train.router_replay.mode"]
+
+
+def test_kept_sets_are_for_those_who_tell_and_take_them(load, problems):
+    key, sampling = "train_infer_correction.replay_kept_sets", "actor_infer.generating_args"
+    kept, truncated = f"{key}=64", f"{sampling}.top_p=0.9"
+    load(kept, truncated)
+    assert "0 without top_p, top_k and min_p" in problems(kept)[key]
+    changed = ("repetition_penalty=1.1", "presence_penalty=1", "frequency_penalty=1", "first_token_temperature=9")
+    found = problems(kept, truncated, *(f"{sampling}.{each}" for each in changed))
+    assert found.keys() == {f"{sampling}.{each.partition('=')[0]}" for each in changed}
+    assert f"null with {key}" in found[f"{sampling}.first_token_temperature"]
+    for generator in ("vllm", "sglang"):
+        told = problems(kept, truncated, f"actor_infer.strategy_args.strategy_name={generator}")
+        assert f"0 with {generator}, which does not tell the sets" in told[key]
+    scored = "reference={strategy_args: {strategy_name: vllm}, device_mapping: [0]}"
+    assert "0 with reference's vllm" in problems(kept, truncated, "use_kl_loss=true", "kl_loss_coef=0.1", scored)[key]
+    assert "0 with online_dpo" in problems(kept, truncated, *ONLINE)[key]
 
 
 SHIPPED = Path(__file__).parents[3] / "examples" / "config"

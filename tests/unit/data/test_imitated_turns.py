@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jinja2 import TemplateError
 
-from roll.data.left_out import LeftOut
 from roll.data.prompt_rows import read_messages
 from roll.data.renderer import ChatRenderer, Message
+from roll.data.template_check import LeftOut
 from roll.data.templates import ChatTemplate
 from tests.support.chat_families import FAMILIES, MARKS, family_tokenizer
 

@@ -14,7 +14,7 @@ from roll.configs.data import DataArguments
 from roll.configs.preference import MarginColumns
 from roll.data.columns import Item
 from roll.data.conversations import encode_talk, load_conversations
-from roll.data.files.rows import DataError
+from roll.data.files import DataError
 from roll.data.identity import items_along
 from roll.data.pictures import Pictures
 from roll.data.preferences import load_preferences

@@ -20,10 +20,9 @@ from roll.configs.data import DataArguments
 from roll.configs.prompts import DataGeneratorConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.data import prompts as prompts_module
-from roll.data.files.rows import Problems
+from roll.data.files import Problems
 from roll.data.prompt_rows import RowError
-from roll.data.prompt_sampler import PromptSampler
-from roll.data.prompts import DataError, Prompt, PromptDataset, load_prompts
+from roll.data.prompts import DataError, Prompt, PromptDataset, PromptSampler, load_prompts
 from roll.data.questions import Answer, AnswerColumns, read_responses
 from roll.data.renderer import ChatRenderer
 from roll.distributed.cluster.errors import WorkerDiedError

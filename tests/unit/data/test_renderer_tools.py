@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from roll.agentic.tools.dialects import dialect
-from roll.agentic.tools.types import AssistantTurn, ToolCall, ToolSchema
+from roll.agentic.tools.tool import AssistantTurn, ToolCall, ToolSchema
 from roll.data.columns import IntArray
 from roll.data.renderer import ChatRenderer, Message, Tool
 from roll.models.tiny import make_tokenizer

@@ -11,14 +11,12 @@ import pytest
 from pyarrow import parquet
 
 from roll.configs.data import DataArguments
-from roll.configs.preference import MarginColumns
-from roll.configs.reward_training import RewardColumns
+from roll.configs.preference import MarginColumns, RewardColumns
 from roll.data.conversations import Conversations, encode_talk, load_conversations
-from roll.data.files.rows import DataError
-from roll.data.preferences import load_preferences
+from roll.data.files import DataError
+from roll.data.preferences import load_preferences, load_scored
 from roll.data.prompts import load_prompts
 from roll.data.renderer import ChatRenderer
-from roll.data.scored_answers import load_scored
 from tests.support.chat_families import family_tokenizer
 
 RENDERER = ChatRenderer(family_tokenizer("qwen3"))

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import processors
 
 from roll.agentic.tools.dialects import dialect, parsers
-from roll.agentic.tools.types import AssistantTurn, ToolSchema, call_id
+from roll.agentic.tools.tool import AssistantTurn, ToolSchema, call_id
 from roll.configs.data import DataArguments
 from roll.configs.loader import load_config
 from roll.configs.problems import ConfigErrors

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roll.configs import SHIPPED
 from roll.configs.compose import compose_config
 from roll.configs.loader import load_composed
 from roll.configs.rlvr import RLVRConfig
-from roll.configs.shipped import SHIPPED
 from roll.demo.arithmetic import Problem, is_held_out, worked_solution, write_dataset
 from roll.demo.preferences import write_pairs
 from roll.demo.warm_start import AnswersStart

@@ -21,7 +21,7 @@ from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.distributed.strategy.generation.alone import local_generator
 from roll.distributed.strategy.generation.model_outline import ModelOutline
 from roll.distributed.strategy.vllm.arguments import engine_arguments
-from roll.models.heads import load_teacher_layer
+from roll.models.heads import load_output_layer
 from roll.models.loading import load_causal_lm, load_config
 from roll.models.tokenizer import check_same_ids, load_tokenizer
 from roll.preflight.choices import CHECKS
@@ -59,7 +59,7 @@ def test_nothing_runs_unless_asked(own):
         with pytest.raises(ValueError, match=KEY):
             load(own)
     with pytest.raises(ValueError, match=KEY):
-        load_teacher_layer(own, torch.float32)
+        load_output_layer(own, torch.float32)
     assert not own_modules()
 
 
@@ -68,8 +68,8 @@ def test_asked_it_is_the_models_own_code_that_runs(own):
     assert type(model).__name__ == "OwnForCausalLM" and type(model.config).__name__ == "OwnConfig"
     tokenizer = load_tokenizer(own, trust_remote_code=True)
     assert type(tokenizer).__name__ == "OwnTokenizer" and tokenizer.decode(tokenizer.encode("12+3")) == "12+3"
-    check_same_ids("tiny", own, trust_teacher=True)
-    layer = load_teacher_layer(own, torch.float32, trust_remote_code=True)
+    check_same_ids("tiny", own, trust_other=True)
+    layer = load_output_layer(own, torch.float32, trust_remote_code=True)
     assert layer.weight_VH.equal(model.get_output_embeddings().weight)
 
 

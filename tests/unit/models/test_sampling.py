@@ -85,6 +85,14 @@ def test_tokens_follow_the_distribution_of_transformers_warpers(temperature, top
     assert statistic < bound
     full = torch.log_softmax(logits.double() / temperature, -1)  # before penalty, top-k and top-p
     torch.testing.assert_close(logprobs_B.double(), full[tokens_B], atol=1e-6, rtol=0)
+    if rows.top_k_R is not None and penalty == 1:
+        kept, rows = {}, replace(rows, max_kept_R=torch.full_like(rows.top_k_R, 5))
+        again_B, among_B = sample(logits.expand(NUM_DRAWS, -1), rows, draws_uniform(NUM_DRAWS), None, None, None, kept)
+        left = warped[0].isfinite().nonzero()[:, 0].tolist()
+        expected = warped.log_softmax(-1)[0] if len(left) <= 5 else full
+        assert torch.equal(again_B, tokens_B)
+        assert [sorted(ids) for ids in kept.values()] == ([left] * NUM_DRAWS if len(left) <= 5 else [])
+        torch.testing.assert_close(among_B.double(), expected[tokens_B], atol=1e-6, rtol=0)
 
 
 def test_presence_and_frequency_come_off_the_logits_of_what_was_sampled():

@@ -3,10 +3,12 @@
 import copy
 import math
 import pickle
+import random
 import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -32,8 +34,9 @@ from roll.algorithms.quantities import (
 from roll.algorithms.types import TokenScores
 from roll.configs.divergence import DivergenceConfig
 from roll.data.batch import Batch
+from roll.data.kept_sets import kept_item
 from roll.data.packing import packed_row, rectangle, row_with_shared_prompts, take_micro_batch
-from roll.models.heads import VALUE_HEAD_FILE, ValueHead, load_teacher_layer, load_value_head
+from roll.models.heads import VALUE_HEAD_FILE, ValueHead, load_output_layer, load_value_head
 from roll.models.loading import load_causal_lm, to_hf_weights
 from roll.models.routing import expert_sizes
 from roll.models.scoring import TokenScorer, score_batch, score_input
@@ -103,6 +106,32 @@ def test_squares_are_those_of_the_full_logits():
     found = scores.prob_square_sum_T[batch.token_index([2])].double()
     torch.testing.assert_close(found[1:][sampled[1:]], squares[:-1][sampled[1:]], rtol=0, atol=5e-6)
     assert not found[~sampled].any() and score_batch(TokenScorer(model), batch).prob_square_sum_T is None
+
+
+@pytest.mark.parametrize("budget", [2**25, 37 * 4])
+def test_with_kept_sets_all_quantities_are_among_them(budget, monkeypatch):
+    """Oracle: the model's logits in float64, cut to each token's set."""
+    monkeypatch.setattr(scoring, "MAX_CHUNK_LOGITS", budget)
+    model, batch, rng = make_model(), make_batch(), random.Random(0)
+    sets = [sorted({token, *rng.choices(range(37), k=6)}) for token in batch.tokens_T.tolist()]
+    rows = [batch.token_index([row])[1:].tolist() for row in range(batch.num_sequences)]
+    batch = batch.replace(kept_I=tuple((kept_item(1, [np.array(sets[at]) for at in row]),) for row in rows))
+    layer, states_TH = OutputLayer(torch.randn(37, 16)), torch.randn(batch.num_tokens, 16)
+    needs = (*BASIC, KlToReference(layer=layer))
+    batch = batch.replace(ref_hidden_TH=states_TH)
+    scores = score_input(
+        TokenScorer(model, temperature=0.7, needs=needs), rectangle(batch), batch.num_tokens, Given.of(batch, needs)
+    )
+    for row in rows:
+        logits = model(batch.tokens_T[[row[0] - 1, *row]][None], use_cache=False).logits[0].double() / 0.7
+        for before, at in zip(logits, row, strict=False):
+            if batch.loss_mask_T[at]:
+                own = before[sets[at]].log_softmax(-1)
+                theirs = (layer.weight_VH[sets[at]].double() @ states_TH[at].double() / 0.7).log_softmax(-1)
+                found = [scores.logprobs_T[at], scores.entropy_T[at], scores.kl_T[at]]
+                expected = [own[sets[at].index(int(batch.tokens_T[at]))], -(own.exp() * own).sum()]
+                expected.append((own.exp() * (own - theirs)).sum())
+                torch.testing.assert_close(torch.stack(found).double(), torch.stack(expected), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("cutting", CUTTINGS)
@@ -550,7 +579,7 @@ def asked(teacher: PreTrainedModel, batch: Batch, top_k: int | None) -> Batch:
 
 
 def beside(student: PreTrainedModel, teacher: Path | None, config: DivergenceConfig, num_ids: int) -> TokenScorer:
-    layer = None if teacher is None else load_teacher_layer(str(teacher), torch.float32).rows(0, 37)
+    layer = None if teacher is None else load_output_layer(str(teacher), torch.float32).rows(0, 37)
     divergence = Divergence(config, 0.8, None if teacher is None else str(teacher), num_ids, layer=layer)
     return TokenScorer(student, temperature=1.3, needs=(*BASIC, divergence))
 

@@ -10,7 +10,7 @@ import yaml
 
 from roll import __version__
 from roll.__main__ import command_line, main
-from roll.configs.shipped import SHIPPED
+from roll.configs import SHIPPED
 from roll.models.tiny import make_tokenizer
 from roll.pipeline import cli
 from roll.pipeline.programs import PROGRAMS, configurations

@@ -22,7 +22,10 @@ ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TOOLS = {".", "eval", "export", "lm_eval", "openssl", "python3", "ray"}
 """Commands of others, which are not checked."""
-BESIDE = ("eval", "generate", "score", "chat", "serve", "diagnose", "report", "compare", "verify", "bundle", "export")
+BESIDE = (
+    *("eval", "generate", "score", "chat", "serve", "export", "diagnose", "watch", "report", "compare", "verify"),
+    *("replay", "bundle"),
+)
 """Commands on files that a reader has."""
 PLACEHOLDERS = ("NAME", "KEY", "…", "<")
 

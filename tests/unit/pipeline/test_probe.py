@@ -19,8 +19,7 @@ from roll.distributed.strategy.hf_infer import continuous_batching
 from roll.models import sampling
 from roll.models.lora import LoraSpec
 from roll.models.tiny import make_tokenizer
-from roll.pipeline.probe import Probe
-from roll.pipeline.probe_causes import Bound, other_prompt
+from roll.pipeline.probe import Bound, Probe, other_prompt
 from tests.support.contract import context_of
 from tests.support.known_families import make_known
 from tests.support.probe_pair import Pair

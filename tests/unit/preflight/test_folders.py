@@ -11,14 +11,14 @@ import pytest
 import transformers
 from safetensors.torch import load_file, save_file
 
+from roll.configs import SHIPPED
 from roll.configs.compose import compose_config
 from roll.configs.distill import DistillConfig
 from roll.configs.loader import load_composed, validate
 from roll.configs.offline import SFTConfig
+from roll.configs.preference import RewardTrainingConfig
 from roll.configs.problems import ConfigErrors
-from roll.configs.reward_training import RewardTrainingConfig
 from roll.configs.rlvr import RLVRConfig
-from roll.configs.shipped import SHIPPED
 from roll.models.adapter_files import ADAPTER_FILE
 from roll.models.lora import LoraSpec, write_adapter_config
 from roll.models.tiny import make_tokenizer

@@ -12,15 +12,15 @@ import pytest
 from PIL import Image
 
 from roll.__main__ import main
+from roll.configs import SHIPPED
 from roll.configs.compose import compose_config
-from roll.configs.dpo import DPOConfig
 from roll.configs.loader import load_composed
 from roll.configs.offline import SFTConfig
+from roll.configs.preference import DPOConfig
 from roll.configs.rlvr import RLVRConfig
-from roll.configs.shipped import SHIPPED
-from roll.data.files.rows import DataError
+from roll.data.files import DataError
 from roll.pipeline.offline.dpo import _load as load_pairs
-from roll.pipeline.offline.launch import load_datasets, load_sft_data
+from roll.pipeline.offline.pipeline import load_datasets, load_sft_data
 from roll.preflight import inputs
 from roll.preflight.inputs import HEAD, check_data, check_hub, check_inputs
 from roll.preflight.machine import check_machine

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from roll.__main__ import main
-from roll.report.causes import CAUSES
-from roll.report.diagnosis import diagnose, slope_in_sigma
+from roll.report.diagnosis import CAUSES, diagnose, slope_in_sigma
 from roll.report.record import RunRecord
 
 SOUND = "sound"

@@ -22,8 +22,15 @@ from roll.data.requests import Completion, FinishReason
 from roll.pipeline.rollouts import trajectory_record
 from roll.report.curve import learning_curve_svg
 from roll.report.gif import MAX_PICTURES, _scenes, render_episode_gif
-from roll.report.page import MAX_SHOWN, listed_answers, save_answers
-from roll.report.render import choose_episodes, render_episode_html, render_index, save_renders
+from roll.report.render import (
+    MAX_SHOWN,
+    choose_episodes,
+    listed_answers,
+    render_episode_html,
+    render_index,
+    save_answers,
+    save_renders,
+)
 from roll.rollout.types import VALID_UNKNOWN, EpisodeEnd, Trajectory, Turn
 from roll.tracking.files import to_json
 

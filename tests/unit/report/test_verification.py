@@ -13,9 +13,10 @@ import torch
 from roll.__main__ import main
 from roll.algorithms.shaping import Shaping
 from roll.configs.rlvr import RLVRConfig
+from roll.configs.worker import WorkerConfig
 from roll.data.requests import Completion, FinishReason
 from roll.pipeline.prompts import reward_metrics
-from roll.pipeline.rollouts import token_rows, training_lines, write_rollouts
+from roll.pipeline.rollouts import token_rows, training_lines, write_rollouts, write_scores
 from roll.report.verification import verify
 from roll.rollout.metrics import rollout_metrics, step_metrics
 from roll.rollout.rows import groups_to_batch
@@ -90,6 +91,47 @@ def test_all_figures_follow_from_the_rows_and_each_that_is_perturbed_is_found(tm
         assert (wrong.step, wrong.metric, wrong.counted) == (at, name, pytest.approx(lines[at][name]))
 
 
+@pytest.mark.parametrize("scored", ["all", "none"])
+def test_losses_follow_from_the_log_probs_before_the_update(tmp_path: Path, scored: str) -> None:
+    """One optimizer step: the policy's figures by their formulas in float64, and each that is perturbed is found."""
+    rng = np.random.default_rng(2)
+    config = CONFIG.model_copy(
+        update={
+            "rollout_batch_size": 3,
+            "loss_agg_mode": "token-mean",
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.1,
+            "kl_loss_penalty": "k3",
+            "rollout_dump_dir": str(tmp_path),
+            "actor_train": WorkerConfig(
+                model_args={"dtype": "fp32"}, training_args={"per_device_train_batch_size": 12}, device_mapping=[0]
+            ),
+        }
+    )
+    collected = Collected([group(number, rng) for number in range(1, 4)], [])
+    write_rollouts(str(tmp_path), 1, collected)
+    batch = groups_to_batch(collected.groups, ["a"])
+    mask_T = batch.loss_mask_T
+    given_T = torch.from_numpy(rng.normal(-1.0, 0.3, (2, batch.num_tokens))).float() * mask_T
+    batch = batch.replace(ref_logprobs_T=given_T[1], **({"old_logprobs_T": given_T[0]} if scored == "all" else {}))
+    write_scores(str(tmp_path), 1, batch)
+    advantages_T = Shaping(config.parts)(batch)[0].advantages_T
+    assert advantages_T is not None
+    pg = -float(advantages_T[mask_T].double().mean())
+    gap_M = (given_T[1] - given_T[0])[mask_T].double()
+    kl = float((gap_M.exp() - 1 - gap_M).mean())
+    printed = {"actor/pg_loss": pg, "actor/ratio_mean": 1.0, "actor/clip_frac": 0.0, "actor/approx_kl": 0.0}
+    printed |= {"actor/kl_loss": kl, "actor/loss": pg + 0.1 * kl, "actor/entropy": 2.0}
+    write(tmp_path, [{"step": 1, **printed}])
+    found = verify(tmp_path, config)
+    assert not found.wrong
+    unknown = {"actor/entropy"} | ({"actor/kl_loss", "actor/loss"} if scored == "none" else set())
+    assert set(found.checked) == printed.keys() - unknown
+    for name in found.checked:
+        write(tmp_path, [{"step": 1, **printed, name: printed[name] + 0.01}])
+        assert [each.metric for each in verify(tmp_path, config).wrong] == [name]
+
+
 def test_a_changed_row_is_found_and_an_incomplete_evaluation_is_not_counted(tmp_path: Path) -> None:
     folder, _ = a_run(tmp_path, steps=1)
     rows = (folder / "trajectories" / "eval-00000.jsonl").read_text().splitlines()
@@ -109,7 +151,7 @@ def test_the_command_tells_what_differs_and_what_would_have_to_be_recorded(
     assert main(["verify", str(folder)]) == 0
     out = capsys.readouterr().out
     assert "metrics were counted again: all follow from the rows on disk" in out
-    assert "1 metrics follow from the trainer's log-probs" in out and "  actor/loss\n" in out
+    assert "1 metrics follow from what a model computes while it trains" in out and "  actor/loss\n" in out
     lines[1]["rollout/reward"] += 0.125
     write(folder, lines)
     assert main(["verify", str(folder)]) == 1

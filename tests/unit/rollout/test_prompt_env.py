@@ -12,8 +12,7 @@ import pytest
 from PIL import Image
 
 from roll.data.pictures import PictureError, Pictures, Source
-from roll.data.prompt_sampler import PromptSampler
-from roll.data.prompts import Prompt
+from roll.data.prompts import Prompt, PromptSampler
 from roll.data.questions import question_in
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll.agentic.tools.tool import Tool, ToolError
-from roll.agentic.tools.types import ToolSchema
+from roll.agentic.tools.tool import Tool, ToolError, ToolSchema
 from roll.configs.env import CustomEnvConfig
 from roll.configs.tools import ToolsConfig
 from roll.data.columns import Item

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from roll.agentic.tools.types import AssistantTurn, ToolCall
+from roll.agentic.tools.tool import AssistantTurn, ToolCall
 from roll.configs.tools import ToolsConfig
 from roll.data.renderer import ChatRenderer
 from roll.models.tiny import make_tokenizer

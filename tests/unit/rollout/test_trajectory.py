@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from roll.data.batch import Batch
 from roll.data.columns import ExpertArray, Records
+from roll.data.kept_sets import KeptSets, kept_item
 from roll.data.requests import Completion, FinishReason
 from roll.rollout.admission import Admission
-from roll.rollout.metrics import overlap_metrics, rollout_metrics
+from roll.rollout.metrics import kept_metrics, overlap_metrics, rollout_metrics
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import Collected, EpisodeEnd, RolloutGroup, Trajectory, Turn
 from roll.rollout.workers import FlatGroups
@@ -319,6 +320,25 @@ def test_groups_arrive_with_the_experts_of_their_rows_each_token_once(tmp_path):
             assert other.trajectories[0].turns[1].completion.experts.shape == (7, 2)
         assert found[0].trajectories[1].turns[0].completion.experts is None
         assert found[0].baseline.turns[0].completion.experts[:3].tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def kept(turn: Turn, *sets: list[int]) -> Turn:
+    item = kept_item(len(turn.prompt_ids), [*map(np.array, sets)])
+    return replace(turn, completion=replace(turn.completion, kept=(item,)))
+
+
+@pytest.mark.parametrize("history", [True, False])
+def test_kept_sets_stay_with_their_tokens(history, tmp_path):
+    turns = [kept(make_turn([1, 2], [3, 4]), [9, 3], []), kept(make_turn([1, 2, 3, 4, 5], [6, 7]), [6], [7, 0])]
+    groups = [RolloutGroup(0, "A", (make_trajectory(turns, history=history),))]
+    Collected(list(pickle.loads(pickle.dumps(FlatGroups.of(groups)))), []).save(tmp_path)
+    groups = Collected.load(tmp_path).groups
+    figures = {"rollout/kept_tokens": 5 / 3, "rollout/kept_overflow": 1 / 4, "rollout/kept_set_bytes": (6 + 7) / 4}
+    assert kept_metrics(groups) == figures
+    found = KeptSets.of(groups_to_batch(groups, ["A"]))
+    told = [ids.tolist() for ids in found.ids.split(found.sizes_N.tolist())]
+    first, second = [[], [], [3, 9], []], [[6], [0, 7]]
+    assert told == [*first, [], *second] if history else told == [*first, *[[]] * 5, *second]
 
 
 def test_completions_arrive_with_theirs():

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from roll.agentic.tools.types import AssistantTurn, CallError, ToolCall, ToolSchema, call_id
+from roll.agentic.tools.tool import AssistantTurn, CallError, ToolCall, ToolSchema, call_id
 
 THOUGHT, THOUGHT_END = "<think>", "</think>"
 _SHOWN = 200

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from roll.agentic.tools.dialects.base import BaseDialect, Call, Found, ReadTurn, Schemas, read_json, to_json
-from roll.agentic.tools.types import AssistantTurn, CallError
+from roll.agentic.tools.tool import AssistantTurn, CallError
 
 _START, _ROLE, _CHANNEL, _CONSTRAIN, _SAID = "<|start|>", "assistant", "<|channel|>", "<|constrain|>", "<|message|>"
 _STOP = re.compile(r"<\|(?:end|call|return)\|>")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from roll.agentic.tools.dialects.base import Call, Found, Schemas, ThinkingDialect, call_of, read_json, to_json
-from roll.agentic.tools.types import CallError, ToolCall
+from roll.agentic.tools.tool import CallError, ToolCall
 from roll.data.tool_messages import CALL_END as _END
 from roll.data.tool_messages import CALL_START as _START
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from roll.agentic.tools.dialects.base import THOUGHT_END, Call, Found, Schemas, ThinkingDialect
-from roll.agentic.tools.types import CallError, ToolCall
+from roll.agentic.tools.tool import CallError, ToolCall
 
 _START, _END = "<|python_start|>", "<|python_end|>"
 _TAG = "<|python_tag|>"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from roll.agentic.tools.dialects.base import Call, Found, Schemas, ThinkingDialect, read_json, to_json
-from roll.agentic.tools.types import CallError, ToolCall
+from roll.agentic.tools.tool import CallError, ToolCall
 from roll.data.tool_messages import CALL_END as _END
 from roll.data.tool_messages import CALL_START as _START
 

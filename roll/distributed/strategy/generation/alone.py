@@ -139,7 +139,7 @@ def local_generator(
 
 
 class HostedGenerator:
-    """``roll.rewards.judge_model.HostedModel`` on one of the run's engines.
+    """``roll.rewards.judge.HostedModel`` on one of the run's engines.
 
     Args:
         model: a folder in Hugging Face format, or a name on the hub.

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from roll.data.batch import Batch
 from roll.data.identity import items_along, vocabulary_ids
-from roll.data.requests import Completion, FinishReason, GenerateRequest
+from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.evidence import PROMPT, TEMPERATURE, Sketch, probe_prompt
 from roll.distributed.weights.contents import WeightBucket
@@ -134,11 +134,23 @@ def check_request(request: GenerateRequest, *, vocab_size: int, sequence_length:
         ("repetition_penalty", params.repetition_penalty, params.repetition_penalty > 0, "above 0"),
         ("presence_penalty", params.presence_penalty, -2 <= params.presence_penalty <= 2, "-2 to 2"),
         ("frequency_penalty", params.frequency_penalty, -2 <= params.frequency_penalty <= 2, "-2 to 2"),
+        (
+            "max_kept",
+            params.max_kept,
+            not params.max_kept or _is_plain(params),
+            "0 with penalties, or a first temperature",
+        ),
         ("stop", params.stop, all(params.stop), "strings that are not empty"),
     ):
         if not holds:
             raise ValueError(f"{where}: params.{name} is {value!r}, expected {expected}")
     return min(params.max_new_tokens, sequence_length - len(prompt))
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    """Tokens are drawn from the softmax of the logits at the temperature, or a part of it: a trainer has the same."""
+    penalties = params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty
+    return not any(penalties) and params.first_token_temperature is None
 
 
 def _is_warm(temperature: float) -> bool:

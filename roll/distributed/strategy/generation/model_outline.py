@@ -44,10 +44,11 @@ class ModelOutline:
                 dtype=self.dtype,
                 config_kwargs=args.model_config_kwargs,
                 trust_remote_code=trusts,
+                pictures=context.pictures,
             )
         text = self._model.config.get_text_config()
-        self.is_language_model = config.get_text_config() is config
-        """An update sends all of it: there is no tower beside it, which stays as the engine has loaded it."""
+        self.is_whole = context.pictures or config.get_text_config() is config
+        """An update sends all of it: there is no tower beside it that stays as the engine has loaded it."""
         self.text_config = text
         """The language model's part of the configuration."""
         self.vocab_size: int = text.vocab_size

@@ -16,6 +16,7 @@ from torch import Tensor
 from roll.algorithms.types import TokenScores
 from roll.configs.engines.card import task_of
 from roll.data.batch import Batch
+from roll.data.columns import IntArray, Item
 from roll.distributed.strategy.base import States
 from roll.distributed.strategy.evidence import FORMAT, config_settings
 from roll.distributed.strategy.generation.generator import Generator, PlanT
@@ -44,8 +45,8 @@ class ScoringGenerator(Generator[PlanT]):
         return PromptScoring.of(self.context, self.vocab_size)
 
     @abstractmethod
-    def score(self, name: str, token_ids: list[int]) -> Future[PromptScores]:
-        """Scores a prompt as ``scoring`` says, at any time; ``name`` is no other request's."""
+    def score(self, name: str, token_ids: IntArray, items: Sequence[Item]) -> Future[PromptScores]:
+        """Scores a prompt with its pictures as ``scoring`` says, at any time; ``name`` is no other request's."""
 
     def settings(self) -> dict[str, str]:
         options = self.context.worker.strategy_args.strategy_config
@@ -67,10 +68,11 @@ class ScoringGenerator(Generator[PlanT]):
         """
         self._check_alive()
         self._check_rows(batch)
+        ids_T, items_B = batch.tokens_T.numpy(), batch.items_I or [()] * batch.num_sequences
         wanted = torch.zeros(batch.num_sequences, dtype=torch.bool)
         wanted[batch.rows_T[batch.loss_mask_T]] = True
         pending = {
-            row: self.score(f"score-{row}", batch.tokens_T[first : first + length].tolist())
+            row: self.score(f"score-{row}", ids_T[first : first + length], items_B[row])
             for row, (first, length) in enumerate(zip(batch.offsets_B.tolist(), batch.lengths_B.tolist(), strict=True))
             if wanted[row]
         }

@@ -38,11 +38,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from roll.configs.engines.hf_infer import WINDOWED, layer_kinds
 from roll.data.columns import ExpertArray, IntArray, columns_of, unknown
 from roll.data.identity import identity, vocabulary_ids
+from roll.data.kept_sets import kept_item
 from roll.data.requests import Completion, FinishReason, GenerateRequest
 from roll.distributed.strategy.generation.generator import Counters
-from roll.distributed.strategy.hf_infer.model_fit import WINDOWED, layer_kinds
 from roll.distributed.strategy.hf_infer.slot_cache import SlotCache
 from roll.models.pictures import Tower
 from roll.models.routing import ExpertRouting
@@ -107,6 +108,8 @@ class RunningSequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     """The weights that sampled each token."""
+    kept: list[IntArray] = field(default_factory=list)
+    """The kept set of each token, empty where it is the whole vocabulary, if the request ``tells_kept``."""
     experts: list[ExpertArray] = field(default_factory=list)
     """Those of each token that the model has seen, where they are asked for."""
     num_routed: int = 0
@@ -146,6 +149,7 @@ class RunningSequence:
             finish_reason=reason,
             versions=np.array(self.versions, dtype=np.int64),
             experts=self._all_experts(),
+            kept=(kept_item(len(self.request.prompt_ids), self.kept),) if self.kept else (),
         )
 
     def add_experts(self, experts: ExpertArray) -> None:
@@ -173,6 +177,7 @@ WIDTH_BLOCK = 16
 PREFILL_BLOCK = 32  # a forward of its own costs a tiny model more than some tokens of padding per prompt
 
 
+_EVERYTHING: IntArray = np.zeros(0, dtype=np.int64)
 Finished = tuple[RunningSequence, FinishReason]
 
 
@@ -245,7 +250,8 @@ class ContinuousBatching:
         self._admit()
         if self._rows is None:
             self._rows = _RunningRows(self.running, self._model.device)
-        tokens, logprobs = self._rows.draw(self._decode(self._rows))
+        kept: dict[int, IntArray] = {}
+        tokens, logprobs = self._rows.draw(self._decode(self._rows), kept)
         self.counters.steps += 1
         advance()
         finished, num_sampled = {}, 0
@@ -259,6 +265,8 @@ class ContinuousBatching:
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             sequence.versions.append(self.weight_version)
+            if sequence.request.params.tells_kept:
+                sequence.kept.append(kept.get(row, _EVERYTHING))
             reason = self._end(sequence, token)
             if reason is not None:
                 finished[row] = (sequence, reason)
@@ -454,8 +462,11 @@ class _RunningRows:
         self._seen_BV: Tensor | None = None
         self._count_BV: Tensor | None = None
 
-    def draw(self, logits_BV: Tensor) -> tuple[list[int], list[float]]:
+    def draw(self, logits_BV: Tensor, kept: dict[int, IntArray]) -> tuple[list[int], list[float]]:
         """One more token and its log-probability per row.
+
+        Args:
+            kept: as ``sample`` takes it.
 
         Raises:
             FloatingPointError: the model's logits are not finite.
@@ -468,7 +479,7 @@ class _RunningRows:
         index_B = None
         if self._sampler.counts_tokens:
             index_B = torch.from_numpy(self._num_sampled_B.astype(np.int64)).to(self._device)
-        tokens_B, logprobs_B = sample(logits_BV, self._sampler, uniform_B, self._seen_BV, index_B, self._count_BV)
+        tokens_B, logprobs_B = sample(logits_BV, self._sampler, uniform_B, self._seen_BV, index_B, self._count_BV, kept)
         if self._seen_BV is not None:
             self._seen_BV[torch.arange(len(tokens_B), device=self._device), tokens_B] = True
         if self._count_BV is not None:

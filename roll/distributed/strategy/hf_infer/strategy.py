@@ -20,7 +20,7 @@ from torch import Tensor
 
 from roll.algorithms.types import TokenScores
 from roll.configs.engines.card import task_of
-from roll.configs.engines.hf_infer import HfInferConfig
+from roll.configs.engines.hf_infer import STATES, TAKEN, HfInferConfig, foreign_layers, layer_kinds
 from roll.data.batch import Batch
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import States, StrategyContext
@@ -33,7 +33,6 @@ from roll.distributed.strategy.hf_infer.continuous_batching import (
     StepCounters,
     StopStrings,
 )
-from roll.distributed.strategy.hf_infer.model_fit import STATES, TAKEN, foreign_layers, layer_kinds
 from roll.distributed.weights.adapters import MergedAdapter, check_adapter
 from roll.distributed.weights.buckets import WeightUpdate
 from roll.distributed.weights.contents import WeightBucket, dtype_name

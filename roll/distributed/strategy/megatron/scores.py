@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll.algorithms.quantities import MASKED, Distribution, Given, OutputLayer, Quantity
+from roll.algorithms.quantities import MASKED, Distribution, Given, OutputLayer, Quantity, keep
+from roll.data.kept_sets import KeptSets
 from roll.models.scoring import score_hidden
 
 
@@ -88,23 +90,24 @@ class VocabularyScorer:
         self, hidden_KH: Tensor, target_K: Tensor, given: Given, weight_VH: Tensor | None
     ) -> Distribution:
         assert weight_VH is not None
+        read = partial(self._read, kept=given.kept)
         return Distribution(
-            self._read(_SameOnAll.apply(hidden_KH, self.share.group), OutputLayer(weight_VH)),
+            read(_SameOnAll.apply(hidden_KH, self.share.group), OutputLayer(weight_VH)),
             target_K,
             hidden_KH,
             self.share,
             temperature=self._temperature,
-            read=self._read,
+            read=read,
             given=given,
         )
 
-    def _read(self, hidden_KH: Tensor, layer: OutputLayer) -> Tensor:
+    def _read(self, hidden_KH: Tensor, layer: OutputLayer, kept: KeptSets | None = None) -> Tensor:
         """Log-probabilities of this rank's tokens, float32; those of padding are about ``MASKED``."""
         logits_KV = layer(hidden_KH) * (1.0 / self._temperature)
         width, held = logits_KV.shape[1], self.share.vocab_size - self.share.start
         if held < width:
             logits_KV = logits_KV.masked_fill(torch.arange(width, device=logits_KV.device) >= held, MASKED)
-        return self.share.log_softmax(logits_KV)
+        return self.share.log_softmax(keep(logits_KV, kept, self.share.start))
 
 
 def sum_over(values: Tensor, group: Any) -> Tensor:

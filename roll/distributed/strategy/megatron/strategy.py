@@ -62,7 +62,7 @@ from roll.distributed.strategy.training.checkpoint import (
 )
 from roll.distributed.strategy.training.exchange import WeightShard, raise_on_all_ranks
 from roll.distributed.strategy.training.trainer import MicroBatchLimits, Scorer, Trainer, join_group
-from roll.models.heads import load_teacher_layer
+from roll.models.heads import load_output_layer
 from roll.models.loading import check_rope, load_config, make_skeleton, resolve_dtype, save_config
 from roll.models.own_forward import OwnForward
 from roll.models.scoring import BOUNDS
@@ -110,7 +110,7 @@ class MegatronInfer(Scorer):
             layers = OutputLayers(
                 own=lambda: OutputLayer(weight_VH.detach().clone()),
                 of=lambda path, trusts: (
-                    load_teacher_layer(path, self._model_dtype, trust_remote_code=trusts)
+                    load_output_layer(path, self._model_dtype, trust_remote_code=trusts)
                     .rows(share.start, len(weight_VH))
                     .to(self.device)
                 ),

@@ -18,7 +18,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from roll.configs.engines.sglang import CARD, SglangConfig, interpreter_problem
 from roll.configs.problems import ConfigErrors
+from roll.data.columns import IntArray, Item
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.strategy import MissingEngineError, require_engine
 from roll.distributed.strategy.base import States, StrategyContext
@@ -144,8 +145,8 @@ class SglangStrategy(ScoringGenerator[dict[str, str]]):
             spans=result["spans"],
         )
 
-    def score(self, name: str, token_ids: list[int]) -> Future[PromptScores]:
-        return self._engine.submit("score", f"{next(self._numbers):016x}", token_ids, self.scoring.width)
+    def score(self, name: str, token_ids: IntArray, items: Sequence[Item]) -> Future[PromptScores]:
+        return self._engine.submit("score", f"{next(self._numbers):016x}", token_ids.tolist(), self.scoring.width)
 
     def end(self, request_id: str) -> Future[None]:
         rid = self._ids.get(request_id)
@@ -300,7 +301,7 @@ def engine_arguments(
 
 def keeps_weights(context: StrategyContext, outline: ModelOutline) -> bool:
     """Tells whether weights that leave the device wait in host memory, as no update may follow, or not of all."""
-    return not (context.updated_after_offload and outline.is_language_model)
+    return not (context.updated_after_offload and outline.is_whole)
 
 
 def _cpu_cache_tokens(context: StrategyContext, outline: ModelOutline) -> int:

@@ -37,7 +37,7 @@ from roll.distributed.strategy.training.module_weights import (
 from roll.distributed.strategy.training.trainer import MicroBatchLimits, Scorer, Trainer, join_group
 from roll.models import planned_attention, ulysses
 from roll.models.freezing import freeze, freeze_towers
-from roll.models.heads import ValueHead, decoder_layers, load_teacher_layer
+from roll.models.heads import ValueHead, decoder_layers, load_output_layer
 from roll.models.loading import check_rope, classifier_entries, load_config, make_skeleton, resolve_dtype, save_config
 from roll.models.lora import adapter_dropout, adapter_off, inject_adapter, left_out
 from roll.models.measured import check_packing, has_own_code, packing_problem
@@ -286,7 +286,7 @@ class ModuleScorer(Scorer, Generic[W]):
 
         def layer_of(path: str, trusts: bool) -> OutputLayer:
             with raise_on_all_ranks():
-                layer = load_teacher_layer(path, compute, trust_remote_code=trusts, pictures=context.pictures)
+                layer = load_output_layer(path, compute, trust_remote_code=trusts, pictures=context.pictures)
             return layer.rows(0, scorer.model.config.get_text_config().vocab_size).to(weights.device)
 
         if scorer.head is not None:

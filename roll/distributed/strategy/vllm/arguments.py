@@ -74,6 +74,9 @@ def engine_arguments(
     if task_of(context.role) == "scores":
         arguments["max_model_len"] += 1  # for the token that vLLM always samples; nobody reads it
         arguments["max_logprobs"] = PromptScoring.of(context, outline.vocab_size).width
+    if context.pictures:
+        # Its own cache would answer for pictures that it has processed; these come from elsewhere.
+        arguments |= {"limit_mm_per_prompt": {"video": 0}, "mm_processor_cache_gb": 0}
     if context.lora is not None:
         room = next((size for size in LORA_RANKS if size >= context.lora.rank), None)
         if room is None:

@@ -25,12 +25,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from roll.configs.engines.card import EnginePackage
 from roll.configs.engines.vllm import CARD, VllmConfig
 from roll.configs.problems import ConfigErrors
 from roll.data.batch import Batch
+from roll.data.columns import IntArray, Item
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.replaced import environment
-from roll.distributed.strategy import require_engine
+from roll.distributed.strategy import MissingEngineError, require_engine
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.evidence import Sketch
 from roll.distributed.strategy.generation.generator import EngineStoppedError, scratch_folder
@@ -42,6 +44,7 @@ from roll.distributed.strategy.vllm.arguments import (
     engine_arguments,
     engine_environment,
 )
+from roll.distributed.strategy.vllm.prompts import Prompts
 from roll.distributed.strategy.vllm.worker import FIRST_TEMPERATURE, FIRST_TOP_K
 from roll.distributed.weights.adapters import peft_config
 from roll.distributed.weights.buckets import as_tensor
@@ -49,6 +52,7 @@ from roll.distributed.weights.contents import Lender, WeightBucket, renamed
 from roll.distributed.weights.receiver import on_device
 from roll.distributed.weights.segments import collect_on_gpu, own_copy, share_on_gpu
 from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
+from roll.models.pictures import pictures_of
 from roll.utils.progress import advance
 
 if TYPE_CHECKING:
@@ -56,6 +60,8 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams as VllmSamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from roll.data.pictures import Pictures
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +116,14 @@ async def _cancel_others() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _pictures(context: StrategyContext) -> Pictures | None:
+    if context.pictures and not EnginePackage("torchvision", "").installed:
+        raise MissingEngineError(
+            f"{context.role}: vllm needs torchvision for models that take pictures", name="torchvision"
+        )
+    return pictures_of(context.model_path) if context.pictures else None
+
+
 STAGED_BUCKETS = 2  # copies kept from one update to the next; fresh memory costs more than the copy into it
 SHUTDOWN_S = 2.0  # the engine's own clean-up takes less; then its process is killed, which it survives for seconds more
 MEMORY = {States.WEIGHTS: "weights", States.CACHE: "kv_cache"}  # vLLM's names
@@ -151,7 +165,8 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
             wanted = f"at least sequence_length ({context.sequence_length})"
             raise ValueError(f"strategy_config.max_model_len: {longest}, expected {wanted}")
         self._outline.check_role(context)
-        plain = self._outline.is_language_model and self._config.quantization is None
+        self._prompts = Prompts(_pictures(context), self._outline.dtype)
+        plain = self._outline.is_whole and self._config.quantization is None
         self.drops_weights = context.updated_after_offload and self.can_offload and plain
         self._loop = EngineLoop(f"vllm-{context.role}-{context.rank}")
         try:
@@ -170,8 +185,8 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
     async def sample(self, request: GenerateRequest, limit: int) -> Completion:
         return await asyncio.wrap_future(self._loop.submit(self._sample(request, self._sampling(request, limit))))
 
-    def score(self, name: str, token_ids: list[int]) -> Future[PromptScores]:
-        return self._loop.submit(self._score(name, token_ids))
+    def score(self, name: str, token_ids: IntArray, items: Sequence[Item] = ()) -> Future[PromptScores]:
+        return self._loop.submit(self._score(name, token_ids, items))
 
     def end(self, request_id: str) -> Future[None]:
         return self._loop.submit(self._abort(request_id))
@@ -200,7 +215,7 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
         return {name: Sketch(tuple(shape), norm, {"": np.array(own)}) for name, (shape, norm, own) in told.items()}
 
     def layer_outputs(self, row: Batch) -> dict[str, Tensor]:
-        return self._loop.submit(self._layer_outputs(row.tokens_T.tolist())).result()
+        return self._loop.submit(self._layer_outputs(row.tokens_T.numpy())).result()
 
     def use_version(self, version: int, recompute_kv: bool) -> Future[None]:
         return self._loop.submit(self._now_at(version, recompute_kv))
@@ -274,7 +289,7 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
         logger.info("%s: vllm started in %.1f s", context.role, time.monotonic() - started)
 
     async def _sample(self, request: GenerateRequest, sampling: VllmSamplingParams) -> Completion:
-        last = await self._last_output(request.request_id, request.prompt_ids.tolist(), sampling)
+        last = await self._last_output(request.request_id, request.prompt_ids, request.items, sampling)
         (sample,) = last.outputs
         logprobs: list[float] = sample.logprobs.logprobs if sample.token_ids else []  # type: ignore[union-attr]
         # With logprobs=0 there is one entry per token.
@@ -288,7 +303,7 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
             spans=spans,
         )
 
-    async def _score(self, name: str, token_ids: list[int]) -> PromptScores:
+    async def _score(self, name: str, token_ids: IntArray, items: Sequence[Item]) -> PromptScores:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         if len(token_ids) == 1:
@@ -302,31 +317,31 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        said: Any = (await self._last_output(name, token_ids, sampling)).prompt_logprobs
+        said: Any = (await self._last_output(name, token_ids, items, sampling)).prompt_logprobs
         # Nothing is said of the first token; of each other its own number comes first.
         values, ids = (np.asarray(flat).reshape(-1, 1 + width) for flat in (said.logprobs, said.token_ids))
         return values[:, 0], ids[:, 1:].ravel(), values[:, 1:].ravel()  # type: ignore[return-value]
 
-    async def _layer_outputs(self, token_ids: list[int]) -> dict[str, Tensor]:
+    async def _layer_outputs(self, token_ids: IntArray) -> dict[str, Tensor]:
         await self._rpc("roll_watch_layers")
         try:
-            await self._score("the layers of a probe", token_ids)
+            await self._score("the layers of a probe", token_ids, ())
         finally:
             (told, *_) = await self._rpc("roll_layers", len(token_ids))
         found = {name: np.frombuffer(values, dtype=np.float32).reshape(shape) for name, (shape, values) in told.items()}
         return {name: torch.from_numpy(output.copy()) for name, output in found.items()}
 
-    async def _last_output(self, name: str, token_ids: list[int], sampling: VllmSamplingParams) -> RequestOutput:
+    async def _last_output(
+        self, name: str, token_ids: IntArray, items: Sequence[Item], sampling: VllmSamplingParams
+    ) -> RequestOutput:
         """Everything that the engine says of a request."""
-        from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
         last: RequestOutput | None = None
         try:
             while last is None or (name in self._begins_anew and last.outputs[0].finish_reason == "abort"):
                 self._begins_anew.discard(name)
-                # The salt is part of the prefix cache's keys: nothing computed with other weights is ever found.
-                prompt = tokens_input(token_ids, cache_salt=f"weights-{self._cache_epoch}")
+                prompt = self._prompts.of(token_ids, items, f"weights-{self._cache_epoch}")
                 async for output in self._engine.generate(prompt, sampling, name, lora_request=self._adapter):
                     last = output
                     advance()

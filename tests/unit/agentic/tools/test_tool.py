@@ -19,8 +19,7 @@ from pydantic import Field
 
 from roll.agentic.tools.calculator import calculator
 from roll.agentic.tools.search import RetrievalTool, SearchTool
-from roll.agentic.tools.tool import TOOLS, FunctionTool, Tool, ToolError, check_tool, make_tool, text_of
-from roll.agentic.tools.types import ToolSchema
+from roll.agentic.tools.tool import TOOLS, FunctionTool, Tool, ToolError, ToolSchema, check_tool, make_tool, text_of
 
 
 def convert(

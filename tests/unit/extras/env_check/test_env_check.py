@@ -1,8 +1,13 @@
 """The check of environments: a zoo of broken ones is caught, the built-in ones pass."""
 
+import os
 import re
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +16,7 @@ from gymnasium.utils.env_checker import check_env as gymnasium_check
 import roll.agentic.env as envs
 from roll.__main__ import main
 from roll.configs.problems import ConfigErrors
-from roll.extras.env_check import RULES, assert_env_ok, check_env
+from roll.extras.env_check import RULES, assert_env_ok, check_env, probes
 from tests.support import broken_envs as zoo
 
 QUICK: dict[str, Any] = {"episodes": 3, "timeout": 2.0}
@@ -61,6 +66,47 @@ class Guess(zoo.Safe):
 
     def expert_actions(self) -> list[str]:
         raise NotImplementedError("nobody knows")
+
+
+FORKING = """
+import os, sys, traceback
+from pathlib import Path
+from roll.extras.env_check import probes
+from tests.support import broken_envs
+for line in sys.stdin:
+    if (child := os.fork()) == 0:
+        try:
+            probes._main(Path(line.strip()))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def other_processes_are_forked() -> Iterator[None]:
+    """Forks each check's other process of one that has imported all; those of the command start as a user's do."""
+    path = os.pathsep.join(each or os.getcwd() for each in sys.path)
+    other_hash = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", FORKING],
+        env={**os.environ, "PYTHONHASHSEED": other_hash, "PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def run(command: list[str], **_: Any) -> Any:
+        assert parent.stdin and parent.stdout
+        parent.stdin.write(f"{command[-1]}\n")
+        parent.stdin.flush()
+        return SimpleNamespace(returncode=int(parent.stdout.readline()), stderr=b"")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probes, "subprocess", SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired))
+        yield
+    parent.communicate(timeout=60)
 
 
 def names(report: Any) -> set[str]:

@@ -10,10 +10,10 @@ from roll.__main__ import main
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compose import compose_config
 from roll.configs.distill import DistillConfig
-from roll.configs.dpo import DPOConfig
 from roll.configs.loader import load_composed
 from roll.configs.offline import SFTConfig
 from roll.configs.pipeline import PipelineConfig
+from roll.configs.preference import DPOConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import ROLES
 from roll.extras.importers.convert import Imported, convert, report

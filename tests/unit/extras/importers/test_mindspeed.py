@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from roll.configs.compose import compose_config
-from roll.configs.dpo import DPOConfig
 from roll.configs.loader import load_composed
 from roll.configs.offline import SFTConfig
-from roll.configs.reward_training import RewardTrainingConfig
+from roll.configs.preference import DPOConfig, RewardTrainingConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.extras.importers.convert import Imported, convert, report
 from roll.extras.importers.draft import Kind

@@ -15,9 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.distill import DistillConfig
-from roll.configs.dpo import DPOConfig
 from roll.configs.engines import cards
 from roll.configs.offline import SFTConfig
+from roll.configs.preference import DPOConfig
 from roll.configs.problems import NOTHING
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import ROLES, locate

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from roll.__main__ import main
-from roll.configs.shipped import SHIPPED
+from roll.configs import SHIPPED
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.data.columns import Item
@@ -29,7 +29,7 @@ from roll.data.packing import computed_tokens, worth_sharing
 from roll.data.pictures import Pictures
 from roll.distributed.strategy.hf_infer.slot_cache import SlotCache
 from roll.extras.plan import command as planning
-from roll.extras.plan import probe
+from roll.extras.plan import devices
 from roll.extras.plan.devices import cpu_of, parse_devices
 from roll.extras.plan.memory import (
     BYTES_PER_CHUNK_LOGIT,
@@ -496,10 +496,10 @@ def test_the_rates_of_a_busy_machine_are_the_best_of_several_tries_and_it_is_sai
 
 
 def test_tries_are_timed_by_the_processor_and_not_by_the_clock(monkeypatch):
-    monkeypatch.setattr(probe, "SECONDS", 0.01)
-    tries = probe.rates()
-    monkeypatch.setattr(probe.time, "perf_counter", lambda: pytest.fail("the clock"))
-    assert len(tries) == len(probe.rates()) == probe.TRIES
+    monkeypatch.setattr(devices, "SECONDS", 0.01)
+    tries = devices.rates()
+    monkeypatch.setattr(devices.time, "perf_counter", lambda: pytest.fail("the clock"))
+    assert len(tries) == len(devices.rates()) == devices.TRIES
     assert all(flops > 1e8 and bandwidth > 1e7 for flops, bandwidth in tries)
 
 

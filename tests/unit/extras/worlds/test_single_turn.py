@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from roll.configs.problems import ConfigErrors
-from roll.data.files.rows import DataError
+from roll.data.files import DataError
 from roll.extras.worlds.single_turn import QuestionsConfig, SingleTurnEnv, read_questions
 
 ITEMS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+3=", "answer": "5"}, {"prompt": "4+4=", "answer": 8}]

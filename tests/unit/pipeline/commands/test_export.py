@@ -73,6 +73,52 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert not [name for name, tensor in expected.items() if not found[name].equal(tensor)]
 
 
+def test_the_card_says_what_was_trained_and_keeps_that_of_the_base(runs, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "planted-in-the-environment")
+    base, run = tmp_path / "base", tmp_path / "maths"
+    shutil.copytree(model, base)
+    (base / "README.md").write_text("---\nlicense: apache-2.0\ntags: [x]\n---\n# Base\n")
+    shutil.copytree(runs["adapter"][0], run)
+    config = {
+        "pretrain": str(base),
+        "max_steps": 9,
+        "adv_estimator": "grpo",
+        "rewards": {"maths": {"verifiers": [{"name": "math"}], "api_key": "planted-in-a-key"}},
+        "actor_train": {"data_args": {"file_name": ["sums.jsonl"]}, "model_args": {"lora_target": "q_proj"}},
+        "tracker_kwargs": {"note": "planted-in-the-environment"},
+    }
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    rows = {"rows": 1200, "samples": 1200, "digest": "0123456789abcdef"}
+    ends = {
+        "before": {"accuracy": 0.1, "prompts": 200, "episodes": 200},
+        "after": {"accuracy": 0.6, "prompts": 200, "episodes": 200},
+    }
+    summary = {"steps": 7, "eval": ends, "data": {"actor_train.data_args": rows}, "versions": {"roll": "0.1.0"}}
+    (run / "summary.json").write_text(json.dumps(summary))
+    steps = [
+        {"step": step, "eval/success": share, "eval/prompts": 200} for step, share in ((0, 0.1), (7, 0.6), (8, 0.9))
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in steps))
+    assert export(run, "-o", tmp_path / "out") == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    head = yaml.safe_load(card.split("---\n")[1])
+    assert head == {
+        "base_model": str(base),
+        "library_name": "peft",
+        "tags": ["roll", "rlvr", "grpo"],
+        "license": "apache-2.0",
+    }
+    assert "# maths, step 7" in card and "for 7 of 9 steps" in card and "AutoPeftModelForCausalLM" in card
+    assert "Learned: accuracy 10.0% → 60.0% (+50.0 points, 95% interval" in card
+    assert "| 7 | 60.0% | 53.1% to 66.5% (200) |" in card and "90.0%" not in card, "step 8 is later"
+    assert "| actor_train.data_args | sums.jsonl: 1,200 rows, 1,200 samples, content 01234567 |" in card
+    assert "| reward maths | math |" in card and '| `actor_train.model_args.lora_target` | `"q_proj"` |' in card
+    assert "planted" not in card
+    assert (tmp_path / "out" / "BASE_README.md").read_text() == (base / "README.md").read_text()
+    assert export(base, "-o", tmp_path / "plain") == 0
+    assert (tmp_path / "plain" / "README.md").read_text() == (base / "README.md").read_text()
+
+
 def test_a_merged_adapter_is_a_whole_model(runs, model, tmp_path, capsys):
     run, trained = runs["adapter"]
     assert export(run, "-o", tmp_path / "out", "--merge-adapter", "--max-shard-size", "60KB") == 0

@@ -12,10 +12,10 @@ from roll.algorithms.quantities import Divergence, hidden_states, logprobs
 from roll.algorithms.types import LossContext
 from roll.configs.distill import DistillConfig
 from roll.data.renderer import ChatRenderer
-from roll.models.heads import load_teacher_layer
+from roll.models.heads import load_output_layer
 from roll.models.scoring import TokenScorer, score_batch
 from roll.models.tiny import make_tiny_model
-from roll.pipeline.offline.launch import load_sft_data
+from roll.pipeline.offline.pipeline import load_sft_data
 from roll.pipeline.teachers import with_teacher
 from tests.support.imitation import Imitator
 
@@ -67,7 +67,7 @@ def test_the_loss_is_taken_on_answers_or_on_all(models, tmp_path, on_prompt):
     batch = load_sft_data(config, config.actor_train.data_args, ChatRenderer(student.tokenizer)).batch
     said = score_batch(TokenScorer(teacher.model.float(), needs=(logprobs, hidden_states)), batch)
     width = len(student.model.get_output_embeddings().weight)
-    layer = load_teacher_layer(str(models[1]), torch.float32).rows(0, width)
+    layer = load_output_layer(str(models[1]), torch.float32).rows(0, width)
     divergence = Divergence(config.divergence, 1.0, str(models[1]), layer=layer)
     scorer = TokenScorer(student.model.float(), needs=(logprobs, divergence))
     batch = with_teacher(batch, said, config.divergence)

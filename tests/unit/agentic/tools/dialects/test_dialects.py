@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from roll.agentic.tools.dialects import DIALECTS, dialect
 from roll.agentic.tools.dialects.base import check_json
 from roll.agentic.tools.dialects.tagged import read_bare
-from roll.agentic.tools.types import AssistantTurn, CallError, ToolCall, ToolSchema, call_id
+from roll.agentic.tools.tool import AssistantTurn, CallError, ToolCall, ToolSchema, call_id
 from roll.utils.registry import UnknownNameError
 from tests.support.examples import examples
 

@@ -25,6 +25,7 @@ from transformers import (
 
 from roll.configs.worker import ModelArguments, StrategyArguments, WorkerConfig
 from roll.data.batch import Batch
+from roll.data.kept_sets import kept_sizes
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.generation.generator import EngineStoppedError
@@ -266,8 +267,9 @@ def test_sampled_logprobs_are_those_of_the_full_tempered_distribution(attention,
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
 
 
-def test_scores_of_a_batch_agree_with_the_sampled_logprobs(model_path):
-    requests = requests_of(prompts(10), max_new_tokens=8, temperature=0.8, seed=5)
+@pytest.mark.parametrize("kept", [{}, {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "max_kept": 16}])
+def test_scores_of_a_batch_agree_with_the_sampled_logprobs(kept, model_path):
+    requests = requests_of(prompts(10), max_new_tokens=8, temperature=0.8, seed=5, **kept)
     with engine_of(model_path(), temperature=0.8) as engine:
         completions = asyncio.run(burst(engine, requests))
         lengths = [len(r.prompt_ids) + len(c.token_ids) for r, c in zip(requests, completions, strict=True)]
@@ -277,8 +279,12 @@ def test_scores_of_a_batch_agree_with_the_sampled_logprobs(model_path):
             lengths_B=torch.tensor(lengths),
             tokens_T=torch.from_numpy(np.concatenate(flat)),
             loss_mask_T=torch.from_numpy(np.concatenate(mask)),
+            kept_I=tuple(c.kept for c in completions) if kept else None,
         )
         scores = engine.logprobs(batch)
+    if kept:
+        sizes = np.concatenate([kept_sizes(c.kept[0]) for c in completions])
+        assert len(sizes) == int(batch.loss_mask_T.sum()) and {0, 16} < {*sizes} <= {*range(17)}
     assert scores.logprobs_T is not None
     sampled = np.concatenate([c.logprobs for c in completions])
     np.testing.assert_allclose(scores.logprobs_T[batch.loss_mask_T].numpy(), sampled, atol=1e-5)

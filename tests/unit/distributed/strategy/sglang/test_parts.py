@@ -208,8 +208,8 @@ def test_the_engines_processes_have_no_setting_that_its_memory_saver_refuses(mon
 def test_weights_are_copied_to_host_memory_only_where_no_update_may_follow_and_tokens_come_in_parts(tmp_path):
     (tmp_path / "config.json").write_text("{}")
 
-    def arguments(is_language_model: bool = True, **options: Any) -> dict[str, Any]:
-        outline: Any = SimpleNamespace(dtype=torch.bfloat16, is_language_model=is_language_model)
+    def arguments(is_whole: bool = True, **options: Any) -> dict[str, Any]:
+        outline: Any = SimpleNamespace(dtype=torch.bfloat16, is_whole=is_whole)
         context = StrategyContext(WorkerConfig(), "actor_infer", str(tmp_path), **options)
         return engine_arguments(context, SglangConfig(stream_interval=4) if options else SglangConfig(), outline, False)
 

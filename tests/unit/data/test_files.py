@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
-from roll.data.files.read import read_rows
-from roll.data.files.rows import SHOWN_PROBLEMS, DataError, Problems, Unreadable, plain_row
+from roll.data.files import SHOWN_PROBLEMS, DataError, Problems, Unreadable, plain_row, read_rows
 from roll.data.prompt_rows import RowError, lookup
 
 ROWS = [

@@ -11,9 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from roll.__main__ import main
-from roll.extras.doctor import machine
-from roll.extras.doctor.command import NodeReport, compare
-from roll.extras.doctor.machine import Finding, as_json, examine, exit_code, judged, page
+from roll.extras import doctor as machine
+from roll.extras.doctor import Finding, NodeReport, as_json, compare, examine, exit_code, judged, page
 from roll.models.tiny import make_tokenizer
 
 GIB = 2**30
@@ -171,7 +170,7 @@ def test_a_model_without_a_tokenizer_is_an_error(tmp_path):
 @pytest.mark.slow
 def test_every_machine_of_a_cluster_is_examined(tmp_path):
     from roll.distributed.cluster.ray_session import ray_session
-    from roll.extras.doctor.command import check_cluster
+    from roll.extras.doctor import check_cluster
 
     with ray_session({"num_cpus": 2}) as session:
         found = list(check_cluster(session.address, tmp_path))

@@ -1,0 +1,95 @@
+"""``roll replay`` before anything starts: what it needs of a run's folder, and the changes that it cannot follow."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from roll.__main__ import main
+from roll.pipeline.cli import read_config
+from roll.pipeline.commands import replaying
+from roll.rollout.types import Collected
+from roll.tracking.checkpointer import Checkpointer
+
+CONFIGS = Path(__file__).resolve().parents[3] / "integration" / "config"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of four steps with checkpoints after 1 and 3 and kept rollouts of 2 and 4; nothing is launched."""
+    folder = tmp_path / "run"
+    config, _ = read_config(
+        "small", CONFIGS, ["max_steps=4", "pretrain=some/model", f"rollout_dump_dir={tmp_path / 'kept'}"]
+    )
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "actor/loss": 1.5}}\n' for step in range(5)))
+    saver = Checkpointer(folder / "checkpoints")
+    for step in (3, 1):  # as a run that was resumed earlier leaves them
+        saver.save(step, lambda path: None, {"step": step})
+    for step in (2, 4):
+        Collected([], []).save(tmp_path / "kept" / f"step-{step:05d}")
+    return folder
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, loss: float) -> SimpleNamespace:
+    """Stands in for a launch: notes the configuration and writes the metrics of the last step."""
+    seen = SimpleNamespace()
+
+    def launch(config: Any, program: Any, body: Any, workers: Any, **_: Any) -> int:
+        seen.config, seen.workers = config, workers
+        folder = Path(config.output_dir) / config.exp_name
+        folder.mkdir(exist_ok=True)
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "actor/loss": loss, "time/step": 2.0}) + "\n")
+        return 0
+
+    monkeypatch.setattr(replaying, "launch", launch)
+    return seen
+
+
+def test_a_replay_starts_from_the_nearest_checkpoint_without_players(run, monkeypatch, capsys):
+    seen = launched(monkeypatch, 1.5)
+    assert main(["replay", str(run), "--step", "4"]) == 0
+    assert seen.config.resume_from_checkpoint == str(run / "checkpoints" / "checkpoint-3")
+    assert (seen.config.exp_name, seen.config.max_steps, seen.config.save_steps) == ("run_replay_4", 4, None)
+    assert "actor_infer" not in seen.workers and "train_env_manager" not in seen.workers
+    assert "all 1 are equal to the bit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "code"), [([], 1), (["pg_clip=0.01"], 0)])
+def test_figures_that_differ_are_told(run, monkeypatch, capsys, words, code):
+    launched(monkeypatch, 1.5000001)
+    assert main(["replay", str(run), "--step", "4", *words]) == code
+    said = capsys.readouterr().out
+    assert ("changed: pg_clip: was 0.2, is 0.01" in said) == bool(words)
+    assert "actor/loss       1.5  1.5000001  differs" in said and "1 of 1 differ" in said
+
+
+@pytest.mark.parametrize(
+    ("step", "words", "expected"),
+    [
+        ("3", (), "from checkpoint-1, the nearest before it, with the rollouts of each step from 2 on; those of 3"),
+        ("1", (), "from the first step with the rollouts of each step from 1 on; those of 1 are not in"),
+        ("9", (), "--step 9: {run} has recorded the steps 1 to 4"),
+        ("4", ("save_steps=1",), "save_steps: a replay sets this itself"),
+        ("4", ("rollout_batch_size=16",), "a replay takes the episodes of the run"),
+        ("4", ("custom_envs.Counting.max_steps=2",), "custom_envs.Counting.max_steps"),
+        ("4", ("pg_clip=-1",), "pg_clip"),
+    ],
+)
+def test_what_a_replay_lacks_or_cannot_follow_is_said(run, capsys, step, words, expected):
+    assert main(["replay", str(run), "--step", step, *words]) == 2
+    assert expected.format(run=run) in capsys.readouterr().err
+
+
+def test_a_run_without_kept_rollouts_or_without_any_is_refused(run, tmp_path, capsys):
+    values = yaml.safe_load((run / "config.yaml").read_text()) | {"rollout_dump_dir": None}
+    (run / "config.yaml").write_text(yaml.safe_dump(values))
+    assert main(["replay", str(run), "--step", "4"]) == 2
+    assert "a run with rollout_dump_dir can be replayed" in capsys.readouterr().err
+    (run / "config.yaml").write_text("train_on: last\n")
+    assert main(["replay", str(run), "--step", "4"]) == 2
+    assert "a run that samples nothing" in capsys.readouterr().err
