@@ -115,8 +115,8 @@ def _results(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], s
         return
     first, last = measured[0], measured[-1]
     names = [name for name in last if name.startswith("eval/") and isinstance(last[name], int | float)]
-    cells = [(name.removeprefix("eval/"), _figure(first.get(name)), _figure(last[name])) for name in names]
-    yield _table(("Held-out", f"Step {first['step']}", f"Step {last['step']}"), cells)
+    ends = [(name.removeprefix("eval/"), _figure(first.get(name)), _figure(last[name])) for name in names]
+    yield _table(("Held-out", f"Step {first['step']}", f"Step {last['step']}"), ends)
 
 
 def _figure(value: Any) -> str:

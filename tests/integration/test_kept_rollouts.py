@@ -10,6 +10,7 @@ from statistics import fmean
 
 import pytest
 
+from roll.__main__ import main
 from tests.integration.conftest import AUTHENTICATED, ROOT, Run, assert_same_tensors
 
 KEYS = (
@@ -25,6 +26,9 @@ KEYS = (
     "train_infer_correction.bypass=true",
     "ppo_epochs=2",
 )
+
+
+ONE_STEP = tuple(f"{role}.training_args.per_device_train_batch_size=8" for role in ("actor_train", "critic"))
 
 
 def recounted(folder: Path) -> dict[str, float]:
@@ -85,12 +89,20 @@ def test_a_run_on_kept_rollouts_is_the_run_that_kept_them(launch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
-    [(*KEYS[2:], "adv_estimator=gae"), ("async_generation_ratio=1", "train_infer_correction.is_weight.enabled=true")],
-    ids=["all", "async"],
+    [
+        ("adv_estimator=gae", "add_token_level_kl=true", "target_kl=0.001", "reward_norm=running", *ONE_STEP),
+        ("async_generation_ratio=1", "train_infer_correction.is_weight.enabled=true"),
+    ],
+    ids=["gae", "async"],
 )
-def test_a_step_is_replayed_to_the_bit(launch, ray_cluster, tmp_path, keys):
+def test_a_step_is_replayed_to_the_bit_and_its_figures_follow_from_what_was_kept(
+    launch, ray_cluster, tmp_path, keys, capsys
+):
     first = launch(*keys, "max_steps=3", "save_steps=2", f"rollout_dump_dir={tmp_path / 'kept'}")
     assert first.wait() == 0, first.output
+    assert main(["verify", str(first.path)]) == 0
+    unchecked = capsys.readouterr().out
+    assert "reward/shaped_mean" not in unchecked and ("actor/pg_loss" in unchecked) == (ONE_STEP[0] not in keys)
 
     def replay(*words: str) -> tuple[str, dict[str, float]]:
         environment = {**os.environ, **AUTHENTICATED, "RAY_ADDRESS": ray_cluster.address, "PYTHONPATH": str(ROOT)}
