@@ -31,7 +31,7 @@ LENGTHS = ("prompt_length=64", "sequence_length=70", "val_batch_size=1", "max_st
 
 
 @pytest.mark.slow
-def test_generator_and_trainer_agree_on_prompts_with_pictures(rlvr, tmp_path):
+def test_generator_and_trainer_agree_on_prompts_with_pictures(rlvr, tmp_path, monkeypatch):
     model = make_picture_model(tmp_path / "model", "qwen3_vl")
     pictured(tmp_path)
     run = rlvr(f"pretrain={model}", *LENGTHS)
@@ -39,6 +39,7 @@ def test_generator_and_trainer_agree_on_prompts_with_pictures(rlvr, tmp_path):
     assert run.metrics[1]["mismatch/logprob_diff_max"] < 1e-4
     assert (run.checkpoint(1) / "actor_train" / "preprocessor_config.json").is_file()
     figures = {name: value for name, value in run.metrics[1].items() if name.startswith("eval/mean")}
+    monkeypatch.chdir(tmp_path)
     assert main(["eval", str(run.path)]) == 0 and figures
     again = json.loads((run.path.with_name("run_eval_1") / "metrics.jsonl").read_text().splitlines()[-1])
     assert {name: again[name] for name in figures} == figures

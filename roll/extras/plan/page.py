@@ -18,6 +18,7 @@ from roll.configs.rl import RLConfig
 from roll.extras.plan.memory import GIB, MIB, PARTS
 from roll.extras.plan.plan import ACTIVE, Place, Plan
 from roll.extras.plan.work import Role
+from roll.models.shapes import TowerShape
 
 MOST_CHANGES = 6
 """In a row, of the last advice."""
@@ -241,7 +242,7 @@ def page(plan: Plan, advice: Sequence[Advice], quicker: Faster | None, name: str
         [f"{name}: on {_devices(plan)}", *describe_batches(plan.config)],
         plan.placement.describe(),
         [f"memory of one worker, {_unit(plan)[0]}", *_table(list(_memory_rows(plan)))],
-        *[list(_picture_lines(plan))] * (plan.tower is not None),
+        *([list(_picture_lines(plan, plan.tower))] if plan.tower is not None else []),
         ["room", *_table(list(_room_rows(plan)))],
         ["time of a step whose samples have the maximum length", *_table(list(_time_rows(plan)))],
         list(_verdict(plan, advice, quicker)),
@@ -288,9 +289,8 @@ def _picture_values(plan: Plan) -> dict[str, Any] | None:
     return found
 
 
-def _picture_lines(plan: Plan) -> Iterator[str]:
-    tower, pixels = plan.tower, plan.max_pixels
-    assert tower is not None
+def _picture_lines(plan: Plan, tower: TowerShape) -> Iterator[str]:
+    pixels = plan.max_pixels
     yield "pictures, where rows have them (in none of the other figures)"
     unit, size = _unit(plan)
     weights, trained = (each * tower.parameters / size for each in (4, 16))

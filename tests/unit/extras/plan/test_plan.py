@@ -649,3 +649,5 @@ def test_a_plan_says_what_pictures_take(capsys):
     assert f"the vision tower: {found['tower_parameters']:,} parameters" in capsys.readouterr().out
     assert main(["plan", "rlvr_math", "--json"]) in (0, 1)
     assert json.loads(capsys.readouterr().out)["pictures"] is None
+    assert main(["plan", "rlvr_math"]) in (0, 1)
+    assert "vision tower" not in capsys.readouterr().out
