@@ -106,7 +106,9 @@ class KeptSets:
 
 def _in_bytes(numbers: IntArray) -> UInt8Array:
     """Seven bits in a byte, the lowest first; the highest bit of a byte says that more follow."""
-    lengths = 1 + sum((numbers >= 1 << (7 * count)).astype(np.int64) for count in range(1, _LONGEST))
+    lengths = np.ones(len(numbers), dtype=np.int64)
+    for count in range(1, _LONGEST):
+        lengths += numbers >= 1 << (7 * count)
     starts = lengths.cumsum() - lengths
     data = np.zeros(int(lengths.sum()), dtype=np.uint8)
     for at in range(_LONGEST):

@@ -230,8 +230,8 @@ def _answered(row: Row, columns: AnswerColumns) -> ResponseRow:
 
 def _group(values: Mapping[str, Any], asked: str | None, messages: Sequence[Message]) -> str:
     """Equal for equal questions, with equal pictures where they have some."""
-    shows = any(PICTURE in text_of(message["content"]) for message in messages)
-    shown = [{"role": "", "content": repr((values.get(_PICTURES), values.get(asked or "")))}] * shows
+    shows = values.get(_PICTURES) or any(PICTURE in text_of(message["content"]) for message in messages)
+    shown = [{"role": "", "content": repr((values.get(_PICTURES), values.get(asked or "")))}] * bool(shows)
     return conversation_digest([*messages, *shown]) if messages else ""
 
 

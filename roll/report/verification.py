@@ -40,8 +40,8 @@ _TRAINED = {"fp32": 1e-3}
 """The same of losses, of which the training pass computes the log-probs anew, by number format."""
 _ROUNDED = 0.05
 """In other number formats."""
-SCORES = ("old_logprobs_T", "on_policy_B", "ref_logprobs_T", "teacher_logprobs_T", "teacher_chunk_T", "kl_T")
-SCORES += ("prob_square_sum_T", "values_T")
+SCORES: tuple[str, ...] = ("old_logprobs_T", "on_policy_B", "ref_logprobs_T", "teacher_logprobs_T", "teacher_chunk_T")
+SCORES += ("kl_T", "prob_square_sum_T", "values_T")
 """Columns that models compute of a step's tokens before the update."""
 SCORES_FILE = "scores.safetensors"
 """File of those, beside the groups of a step."""
@@ -125,7 +125,7 @@ def verify(run_dir: Path, config: RLConfig, rollouts: Path | None = None) -> Ver
             if collected.groups:
                 exact, trained = _of_rollouts(config, _Kept(folder, collected), shaping, step)
                 found.compare(step, printed, exact)
-                dtype = config.actor_train.model_args.dtype
+                dtype = config.actor_train.model_args.dtype or ""
                 found.compare(step, printed, trained, _TRAINED.get(dtype, _ROUNDED))
         else:
             rows = _rows(run_dir, f"{TRAINED}{step:05d}")

@@ -36,7 +36,7 @@ OTHER_PLACES = ["# place: the generator", "# place: the loss"]
 
 def test_three_columns_take_six_places(tmp_path):
     root = Path(roll.__file__).parents[1]
-    shutil.copytree(root / "roll", tmp_path / "roll", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(root / "roll", tmp_path / "roll", symlinks=True)  # with its bytecode
     for name, before, added in PLACES:
         file = tmp_path / name
         text = file.read_text(encoding="utf-8")

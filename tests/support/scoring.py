@@ -42,3 +42,18 @@ class Unbuildable(RuleVerifier):
 
     def check(self, sample: Sample) -> RewardResult:
         raise NotImplementedError
+
+
+def slow_score(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(extra_info.get("seconds", 0))
+    return {"score": float(len(solution_str)), "answer": solution_str[:5]}
+
+
+def score_and_say_why(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 0.5, "length": len(solution_str), "why": "too short"}
+
+
+def judge_lists(data_sources, solution_strs, ground_truths, extra_infos):
+    if "poison" in solution_strs:
+        raise ValueError("unreadable")
+    return [{"score": float(len(text)), "together": len(solution_strs)} for text in solution_strs]

@@ -34,7 +34,8 @@ from roll.tracking.checkpointer import Checkpointer
 from roll.tracking.files import read_json_lines
 
 _WORKERS = {name: MODEL_WORKERS[name] for name in ("actor_train", "critic", "reference", "teacher")}
-_PLAYED = ("custom_envs", "train_env_manager", "val_", "rewards", "validation", "rollout_workers", "tools", "agent")
+_PLAYED: tuple[str, ...] = ("custom_envs", "train_env_manager", "val_", "rewards", "validation", "rollout_workers")
+_PLAYED += ("tools", "agent")
 _PLAYED += ("user", "judge", "async_", "rollout_window", "partial_rollout", "max_filtered_batches", "replay_schedule")
 """Beginnings of keys that decide what is played and how it is judged."""
 

@@ -394,7 +394,8 @@ class Session:
         for key, source in zip(keys, sources, strict=True):
             if key not in self._items:
                 try:
-                    self._items[key] = await self._beside(len(source.found), partial(pictures.item, source))
+                    # In a thread whatever its size: a small file may hold many pixels.
+                    self._items[key] = await self._beside(_LONG_TEXT, partial(pictures.item, source))
                 except PictureError as error:
                     raise picture_refused(error) from error
         found = iter(keys)

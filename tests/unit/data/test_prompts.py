@@ -776,3 +776,17 @@ def test_a_reward_worker_that_died_after_its_last_answer_does_not_end_the_step()
     roles = PromptRolloutWorkers.__new__(PromptRolloutWorkers)
     roles._rewards = {"alive": Rewards([2, 3]), "dead": Rewards(None)}  # type: ignore[dict-item]
     assert roles.take_retries() == {"reward/alive/retries": 5, "reward/dead/retries": 0}
+
+
+def test_answers_are_grouped_by_the_pictures_of_their_question(tmp_path):
+    file = tmp_path / "said.jsonl"
+    part = {"type": "image_url", "image_url": {"url": "data:,"}}
+    talk = [{"role": "user", "content": [part, {"type": "text", "text": "?"}]}]
+    lines: list[dict[str, Any]] = [{"prompt": "?", "images": [name]} for name in ("a.png", "a.png", "b.png")]
+    lines += [{"messages": talk}, {"messages": [{"role": "user", "content": "?"}], "images": "a.png"}]
+    file.write_text("".join(json.dumps(line | {"answers": "4", "solution": "4"}) + "\n" for line in lines))
+    found = list(read_responses([str(file)], AnswerColumns(), problems := Problems(), without="scores"))
+    problems.raise_any()
+    assert [row.prompt for row in found] == ["<image>?"] * 4 + ["?"]
+    assert found[0].group == found[1].group and len({row.group for row in found}) == 4
+    assert all("images" not in row.extra for row in found)

@@ -58,15 +58,6 @@ class Fake(Verifier):
         self.closed = True
 
 
-def slow_score(data_source, solution_str, ground_truth, extra_info):
-    time.sleep(extra_info.get("seconds", 0))
-    return {"score": float(len(solution_str)), "answer": solution_str[:5]}
-
-
-def score_and_say_why(data_source, solution_str, ground_truth, extra_info):
-    return {"score": 0.5, "length": len(solution_str), "why": "too short"}
-
-
 FAKE = f"{__name__}:Fake"
 
 
@@ -123,7 +114,7 @@ def test_texts_are_kept_and_a_score_alone_says_nothing_about_the_answer():
 
         return asyncio.run(run())
 
-    custom = {"name": "custom", "args": {"path": f"{__name__}:score_and_say_why"}}
+    custom = {"name": "custom", "args": {"path": "tests.support.scoring:score_and_say_why"}}
     verdict = verdict_of(custom)
     assert verdict.parts == {"custom/score": 0.5, "custom/length": 9.0} and verdict.valid is None
     assert verdict.notes == {"custom/why": "too short"}
@@ -193,7 +184,7 @@ def test_a_failed_attempt_is_repeated_and_counted():
 
 
 def test_one_slow_sample_fails_alone():
-    custom = {"name": "custom", "args": {"path": f"{__name__}:slow_score"}}
+    custom = {"name": "custom", "args": {"path": "tests.support.scoring:slow_score"}}
 
     async def run():
         async with scorer_of(custom, num_processes=2, timeout=0.5, retries=1) as scorer:
@@ -210,14 +201,8 @@ def test_one_slow_sample_fails_alone():
     assert retries == 1
 
 
-def judge_lists(data_sources, solution_strs, ground_truths, extra_infos):
-    if "poison" in solution_strs:
-        raise ValueError("unreadable")
-    return [{"score": float(len(text)), "together": len(solution_strs)} for text in solution_strs]
-
-
 def test_a_function_of_lists_gets_those_that_wait_together_and_a_bad_one_fails_alone():
-    custom = {"name": "custom", "args": {"path": f"{__name__}:judge_lists", "batch": True, "batch_size": 8}}
+    custom = {"name": "custom", "args": {"path": "tests.support.scoring:judge_lists", "batch": True, "batch_size": 8}}
 
     async def run(*texts):
         async with scorer_of(custom, timeout=5, retries=1) as scorer:
@@ -264,7 +249,7 @@ def test_a_verifier_may_be_a_class_in_a_file(tmp_path):
 
 
 async def test_what_took_too_long_may_have_a_score_that_is_counted():
-    custom = {"name": "custom", "args": {"path": f"{__name__}:slow_score"}, "weight": 2.0}
+    custom = {"name": "custom", "args": {"path": "tests.support.scoring:slow_score"}, "weight": 2.0}
 
     async with scorer_of(custom, fake(seconds=5), timeout=0.3, retries=0, timeout_score=-1.0) as scorer:
         quick, slow = await asyncio.gather(scorer.score(sample("abc")), scorer.score(sample("slow", seconds=60)))

@@ -246,7 +246,11 @@ def test_wrong_requests_are_answered_as_the_api_does():
             "invalid_value",
             "messages.0.role",
         )
-        assert await refusal(policy, messages=[USER, image]) == (400, "unsupported_value", "messages.1.content.0.type")
+        assert await refusal(policy, messages=[USER, image]) == (
+            400,
+            "invalid_image",
+            "messages.1.content.0.image_url",
+        )
         assert await refusal(policy, tool_choice="required") == (400, "unsupported_value", "tool_choice")
         assert await refusal(policy, response_format={"type": "json_object"}) == (
             400,
