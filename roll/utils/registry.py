@@ -174,6 +174,7 @@ class Extra:
 
 
 EXTRAS = {
+    "boxes": Extra("roll.extras.boxes", "rewards.md"),
     "doctor": Extra("roll.extras.doctor", "planning.md"),
     "env_check": Extra("roll.extras.env_check", "environments.md"),
     "importers": Extra("roll.extras.importers.command", "migrating.md"),

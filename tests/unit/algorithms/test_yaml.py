@@ -37,6 +37,7 @@ from roll.configs.base import Config
 from roll.configs.loader import load_config
 from roll.configs.policy_loss import PG_VARIANTS, LossAggMode
 from roll.data.batch import Batch
+from roll.data.requests import sampling_params
 from roll.pipeline.rl import RLPipeline
 from roll.pipeline.roles import Roles
 from tests.support.algorithms_batches import columns_of, gradient, make_batch
@@ -68,6 +69,7 @@ COV = "pg_variant=clip_cov clip_cov_ratio=0.5 clip_cov_lb=0.1 clip_cov_ub=1.5"
 WEIGHT = "train_infer_correction.is_weight.enabled=true"
 LIVE = f"{WEIGHT} train_infer_correction.is_weight.detach=false"
 RANGE = "use_pg_clip_range=true"
+TRUNCATED = "actor_infer.generating_args.top_k=5 actor_infer.strategy_args.strategy_name=hf_infer"
 FILTERS = "train_infer_correction.filters"
 GDPO = "adv_estimator=gdpo gdpo_reward_keys=[a,b]"
 TOKEN_BASELINES = [name for name, each in ADV_ESTIMATORS.items() if each.sums_squares]
@@ -164,6 +166,7 @@ CASES: list[tuple[str, str, str]] = [
     ),
     ("selection", "use_pf_ppo=true pf_ppo.reweight_method=max_min", "pf_ppo.reweight_method=pow"),
     ("selection", "use_pf_ppo=true", "pf_ppo.weight_pow=0.5"),
+    ("run", TRUNCATED, "train_infer_correction.replay_kept_sets=64"),
     ("run", "", WEIGHT),
     *(
         ("selection", WEIGHT, f"train_infer_correction.is_weight.weight_type={x}")
@@ -316,6 +319,9 @@ def run_properties(config: AgenticConfig, batch: Batch) -> list[float]:
         pipeline.shaping.kl_loss.coef != config.kl_loss_coef,
         config.estimator.greedy_baseline,
         recorders.actor.trained,
+        sampling_params(
+            config.sampling(config.train_env_manager), config.train_infer_correction.replay_kept_sets
+        ).max_kept,
         *(x for c in contexts for x in (c.max_grad_norm, c.l2)),
         *(quantity in c.needs for c in contexts for quantity in (hidden_states, KlToReference(), prob_square_sum)),
     ]

@@ -12,7 +12,9 @@ import pytest
 from rich.console import Console
 
 from roll.configs.agentic import AgenticConfig
+from roll.configs.engines.card import kind_of
 from roll.configs.loader import load_config
+from roll.distributed.cluster.cluster import Worker
 from roll.distributed.cluster.resources import plan_placement, pretend_nodes
 from roll.pipeline import launch
 from roll.pipeline.cli import EXIT_STOPPED
@@ -74,7 +76,8 @@ def test_ray_is_asked_to_end_workers_only_while_its_daemons_are_there(monkeypatc
     session: Any = SimpleNamespace(
         display=Display(stream=io.StringIO()), folder=folder, phase=lambda name: nullcontext()
     )
-    with pytest.raises(Stop), launch.start_clusters(config, session, {}):
+    workers = dict.fromkeys(map(kind_of, config.clusters), Worker)
+    with pytest.raises(Stop), launch.start_clusters(config, session, workers):
         raise Stop
     assert calls == ([] if dead else [*config.clusters, "placement"])
 

@@ -246,6 +246,8 @@ async def test_a_sample_that_is_no_json_is_an_error_of_the_caller():
 
 CPU_SECONDS = 0.9
 """Below ``ANSWER_CPU_S``: the bounds on size end each of these."""
+LINEAR_SECONDS = 4.0
+"""Several times what a slow machine needs for a long answer; what is quadratic takes minutes."""
 
 
 def rows(size: int, entry: str) -> str:
@@ -354,7 +356,7 @@ def test_long_answers_are_read_in_linear_time(name):
     slow = {}
     for response in LONG:
         _, seconds = check(name, response, truth, args)
-        if seconds > CPU_SECONDS:
+        if seconds > LINEAR_SECONDS:
             slow[response[:30]] = seconds
     assert not slow
 

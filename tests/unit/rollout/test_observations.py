@@ -290,7 +290,7 @@ def test_a_program_that_acts_gets_no_pictures(picture_folder):
     worker = EnvironmentWorker("envs", 0, 1, {})
     worker.context = EnvWorkerContext({"Board": config}, "", "native", SamplingParams(), LengthLimits(9, 9), 0)
     worker._idle, worker._threads, worker._locks, worker._pictures = defaultdict(list), CallThreads(), {}, AsTheyAre()
-    with pytest.raises(EnvProtocolError, match="an agent program acts in this environment"):
+    with pytest.raises(EnvProtocolError, match="an agent program without"):
         asyncio.run(worker._take_runner("Board").reset(1))
 
 
