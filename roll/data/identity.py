@@ -77,6 +77,13 @@ def items_along(ids: Sequence[int] | IntArray | torch.Tensor, items: Iterable[It
     return found
 
 
+def spans_along(ids: IntArray, items: Iterable[Item]) -> list[tuple[int, int, Item]]:
+    """The first place and the number of ids of each item in a row, and the item; errors as ``items_along``."""
+    along = items_along(ids, items)
+    ends = [*(place for place, _ in along[1:]), len(ids)]
+    return [(place, int((ids[place:end] < 0).sum()), item) for (place, item), end in zip(along, ends, strict=False)]
+
+
 def vocabulary_ids(ids: Ids) -> Ids:
     """Ids with the vocabulary's own tokens for those below zero."""
     if isinstance(ids, np.ndarray):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from roll.data.batch import Batch
 from roll.data.columns import IntArray, Item
-from roll.data.identity import items_along
+from roll.data.identity import items_along, spans_along
 from roll.data.packing import ModelInput
 from roll.models.tokenizer import TOKENIZER_FILES, local_folder
 
@@ -114,13 +114,12 @@ class Tower:
         Raises:
             ValueError: a sequence has content of none of its pictures, or a picture more or fewer tokens than features.
         """
-        found = [items_along(ids, items) for ids, items in rows]
+        found = [spans_along(ids, items) for ids, items in rows]
         places: dict[int, tuple[Item, int]] = {}
         start, cells = 0, cell_T.tolist()
         for (ids, _), along in zip(rows, found, strict=True):
-            ends = [*(place for place, _ in along[1:]), len(ids)]
-            for (place, item), end in zip(along, ends, strict=False):
-                places[cells[start + place]] = item, int((ids[place:end] < 0).sum())
+            for place, size, item in along:
+                places[cells[start + place]] = item, size
             start += len(ids)
         shown = [places[cell] for cell in sorted(places)]
         numbers = {item: number for number, item in enumerate(dict.fromkeys(item for item, _ in shown))}
@@ -216,7 +215,7 @@ class Tower:
                 parts.append(torch.arange(len(ids)).expand(3, -1))
                 continue
             head = ids[: int(np.flatnonzero(ids < 0)[-1]) + 1] < 0
-            head_3L = self._begin(head.tobytes(), tuple(tuple(grid_of(item).tolist()) for _, item in along))
+            head_3L = self._begin(head.tobytes(), tuple(tuple(grid_of(item).tolist()) for *_, item in along))
             rest = torch.arange(len(ids) - len(head)) + int(head_3L.max()) + 1
             parts += [head_3L, rest.expand(3, -1)]
         return torch.cat(parts, dim=1)

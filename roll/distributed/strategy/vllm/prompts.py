@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roll.data.columns import IntArray, Item
-from roll.data.identity import items_along, vocabulary_ids
+from roll.data.identity import spans_along, vocabulary_ids
 
 if TYPE_CHECKING:
     from vllm.inputs.engine import EngineInput
@@ -50,16 +50,12 @@ class Prompts:
         from vllm.inputs.engine import mm_input, tokens_input
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
-        along = items_along(ids, items) if len(items) else []
+        along = spans_along(ids, items) if len(items) else []
         words = vocabulary_ids(ids).tolist()
         if not along:
             return tokens_input(words, cache_salt=weights)
-        ends = [*(place for place, _ in along[1:]), len(ids)]
-        places = [
-            PlaceholderRange(offset=place, length=int((ids[place:end] < 0).sum()))
-            for (place, _), end in zip(along, ends, strict=True)
-        ]
-        shown = [item for _, item in along]
+        places = [PlaceholderRange(offset=place, length=size) for place, size, _ in along]
+        shown = [item for *_, item in along]
         arguments = MultiModalKwargsItems({"image": [self._of_item(item) for item in shown]})
         hashes = {"image": [f"{weights} {item.hash}" for item in shown]}
         return mm_input(words, arguments, hashes, {"image": places}, cache_salt=weights)

@@ -185,7 +185,7 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
     async def sample(self, request: GenerateRequest, limit: int) -> Completion:
         return await asyncio.wrap_future(self._loop.submit(self._sample(request, self._sampling(request, limit))))
 
-    def score(self, name: str, token_ids: IntArray, items: Sequence[Item] = ()) -> Future[PromptScores]:
+    def score(self, name: str, token_ids: IntArray, items: Sequence[Item]) -> Future[PromptScores]:
         return self._loop.submit(self._score(name, token_ids, items))
 
     def end(self, request_id: str) -> Future[None]:
