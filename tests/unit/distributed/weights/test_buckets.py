@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -231,9 +230,3 @@ def test_all_that_does_not_match_is_listed_at_once():
     with pytest.raises(WeightMismatchError, match=r"and [0-9]+ more"):
         WeightUpdate(receiver, {})
     assert all(torch.equal(value, before[name]) for name, value in receiver.state_dict().items())
-
-
-def test_bucket_data_is_plain_bytes():
-    (bucket,) = pack_buckets([("w", torch.arange(4, dtype=torch.bfloat16))], 1 << 10)
-    assert bucket.data.dtype == np.uint8
-    assert bucket.outline.dtypes == ("bfloat16",)
