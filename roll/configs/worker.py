@@ -18,6 +18,8 @@ from roll.configs.schema import Described
 
 MAX_EXPRESSION_CHARACTERS = 1000
 MAX_DEVICES = 1_000_000
+DEFAULT_GENERATOR = "hf_infer"
+"""The engine that answers, where nobody names one."""
 SYNTAX = "a list of device ids, or an expression such as list(range(0,8)) + [12, 13]"
 
 

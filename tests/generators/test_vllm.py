@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import save_file
 
 from roll.configs.engines.vllm import CARD, VllmConfig
-from roll.distributed.replaced import environment
 from roll.distributed.strategy import STRATEGIES, MissingEngineError, require_engine
 from roll.distributed.strategy.generation.prompt_scoring import PromptScoring
 from roll.distributed.strategy.vllm import worker
 from roll.distributed.strategy.vllm.arguments import engine_arguments, engine_environment
+from roll.utils.foreign import environment
 from tests.support.contract import (
     BUCKET_BYTES,
     LORA,
