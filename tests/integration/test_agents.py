@@ -41,6 +41,7 @@ def assert_trained_is_what_was_sampled(run: Run) -> Counter[int]:
     return answers
 
 
+@pytest.mark.slow  # unit/rollout/agents/test_programs.py has its rows, test_rlvr_pipeline.py the pipeline
 @pytest.mark.timeout(600)
 def test_an_unmodified_client_script_is_trained_on_exactly_what_the_engine_saw(rlvr, tmp_path):
     write(tmp_path / "train.jsonl", rows("t", [""] * 4))

@@ -123,6 +123,7 @@ def test_the_architecture_names_code_that_exists():
     assert not wrong
 
 
+@pytest.mark.slow  # tests/unit has each adapter, test_pipeline_resume.py the pipeline
 def test_environments_by_path_by_registered_name_of_gymnasium_and_of_textarena_run_in_the_pipeline(tmp_path):
     model, configs = tmp_path / "model", tmp_path / "config"
     make_tiny_model(model, seed=0)

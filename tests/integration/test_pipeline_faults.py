@@ -48,6 +48,7 @@ def test_a_wrong_configuration_is_told_at_once_and_whole_before_ray_starts(launc
     assert not run.path.exists(), "nothing was started"
 
 
+@pytest.mark.slow
 def test_a_signal_while_ray_starts_leaves_nothing_behind(launch):
     run = launch(local=True)
     assert run.process.stdout
@@ -80,6 +81,7 @@ def test_the_death_of_a_daemon_of_a_runs_own_cluster_ends_it_soon_with_the_reaso
     run.assert_nothing_left()
 
 
+@pytest.mark.slow  # test_cluster.py has the death of a worker, test_rollout.py several of a kind
 def test_two_workers_of_each_kind_and_the_death_of_a_trainer(launch, ray_cluster):
     run = launch(
         "max_steps=4",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from roll.agentic.tools.calculator import calculator
+from roll.agentic.tools.builtin import calculator
 from roll.agentic.tools.dialects import dialect
 from roll.demo.products import write_dataset
 from roll.extras.sandbox.python_tool import PythonTool

@@ -8,7 +8,7 @@ import pytest
 
 import roll.agentic.env as envs
 from roll.configs.env import CustomEnvConfig
-from roll.configs.judge import AskedModelConfig
+from roll.configs.rewards import AskedModelConfig
 from roll.data.requests import JudgeQuestion
 from roll.distributed.strategy.base import States
 from roll.extras.env_check import check_env

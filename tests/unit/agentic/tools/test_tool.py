@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from roll.agentic.tools.calculator import calculator
-from roll.agentic.tools.search import RetrievalTool, SearchTool
+from roll.agentic.tools.builtin import RetrievalTool, SearchTool, calculator
 from roll.agentic.tools.tool import TOOLS, FunctionTool, Tool, ToolError, ToolSchema, check_tool, make_tool, text_of
 
 
