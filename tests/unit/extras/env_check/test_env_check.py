@@ -126,63 +126,29 @@ def test_what_they_all_would_be_passes():
     assert len(report.tried) == 17 and dict(report.facts)["rewards"] == "-0.1 to 1 for a step"
 
 
+SLIPPERY = {"is_slippery": True, "size": 6, "max_steps": 30, "hole_reward": -1.0, "split": "eval"}
+TAXI = {"env_id": "Taxi-v4", "env_kwargs": {"render_mode": None}, "renderer": "values", "success_return": 0.0}
+LAKE = {"env_id": "FrozenLake-v1", "success_return": 1, "action_names": ["Left", "Down", "Right", "Up"]}
+DIGITS = {"answers": list("0123456789")}
+GUESSES = {"answers": [f"[{number}]" for number in range(1, 21)], "allow": ["seeds-alike"], "episodes": 2}
+BOXED = {"answers": [f"\\boxed{{{number}}}" for number in range(1, 11)], "episodes": 2}
+BOXED |= {"allow": ["seeds-alike", "reward-tampered"]}  # it takes a number out of whatever stands around it
 BUILT_IN: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("sokoban", {}, {}),
     ("sokoban", {"dim_room": [8, 8], "num_boxes": 2, "max_steps": 20, "show_coordinates": True}, {}),
     ("frozen_lake", {}, {}),
-    (
-        "frozen_lake",
-        {
-            "is_slippery": True,
-            "size": 6,
-            "max_steps": 30,
-            "hole_reward": -1.0,
-            "split": "eval",
-            "show_coordinates": True,
-        },
-        {},
-    ),
+    ("frozen_lake", {**SLIPPERY, "show_coordinates": True}, {}),
     ("hidden_word", {}, {}),
     ("hidden_word", {"words": ["one", "two", "six"], "show_history": False, "letter_reward": 0.1}, {}),
     ("adventure", {}, {}),
     ("adventure", {"num_rooms": 9, "num_doors": 3, "max_steps": 30, "door_reward": 0.1}, {}),
     ("shop", {}, {}),
     ("shop", {"dialect": "hermes", "num_products": 200, "num_shown": 3, "step_penalty": -0.01}, {}),
-    (
-        "single_turn",
-        {"generator": "tests.unit.extras.env_check.test_env_check:sum_of_two"},
-        {"answers": list("0123456789")},
-    ),
-    (
-        "gymnasium",
-        {
-            "env_id": "Taxi-v4",
-            "env_kwargs": {"render_mode": None},
-            "renderer": "values",
-            "success_return": 0.0,
-            "max_steps": 50,
-        },
-        {},
-    ),
-    (
-        "gymnasium",
-        {"env_id": "FrozenLake-v1", "success_return": 1, "action_names": ["Left", "Down", "Right", "Up"]},
-        {},
-    ),
-    (
-        "textarena",
-        {"env_id": "GuessTheNumber-v0", "max_steps": 12},
-        {"answers": [f"[{number}]" for number in range(1, 21)], "allow": ["seeds-alike"], "episodes": 2},
-    ),
-    (
-        "gem",
-        {"env_id": "game:GuessTheNumber-v0-easy", "max_steps": 12},
-        {
-            "answers": [f"\\boxed{{{number}}}" for number in range(1, 11)],
-            "allow": ["seeds-alike", "reward-tampered"],  # it takes a number out of whatever stands around it
-            "episodes": 2,
-        },
-    ),
+    ("single_turn", {"generator": "tests.unit.extras.env_check.test_env_check:sum_of_two"}, DIGITS),
+    ("gymnasium", {**TAXI, "max_steps": 50}, {}),
+    ("gymnasium", LAKE, {}),
+    ("textarena", {"env_id": "GuessTheNumber-v0", "max_steps": 12}, GUESSES),
+    ("gem", {"env_id": "game:GuessTheNumber-v0-easy", "max_steps": 12}, BOXED),
 ]
 
 
