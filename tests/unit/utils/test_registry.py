@@ -21,9 +21,7 @@ def counters() -> Registry[type]:
 def test_objects_and_paths_give_the_same(counters):
     assert counters.get("plain") is counters.get("by_path") is counters.get("collections:Counter") is Counter
     assert counters.get("collections.Counter") is Counter
-    assert counters.names() == ["by_path", "plain"]
-    assert "plain" in counters
-    assert "collections:Counter" not in counters
+    assert counters.names() == ["by_path", "plain"] and "plain" in counters and "collections:Counter" not in counters
 
 
 def test_a_path_is_imported_at_first_use_only(tmp_path, monkeypatch):
@@ -60,9 +58,8 @@ def test_what_is_no_path_is_never_imported(counters, name):
 def test_a_path_that_leads_nowhere_says_how_far_it_led():
     with pytest.raises(UnknownNameError, match="cannot import module 'no_such_module'"):
         import_path("no_such_module:thing", "reward")
-    with pytest.raises(
-        UnknownNameError, match=r"reward 'collections:Countr': module 'collections' has no 'Countr'; did you mean"
-    ):
+    told = r"reward 'collections:Countr': module 'collections' has no 'Countr'; did you mean"
+    with pytest.raises(UnknownNameError, match=told):
         import_path("collections:Countr", "reward")
 
 
@@ -79,14 +76,10 @@ def test_seeds_depend_on_every_part_and_on_nothing_else():
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert derive_seed("a", "bc") != derive_seed("ab", "c")
-    code = "from roll.utils.hashing import derive_seed; print(derive_seed(0, 'train', 1))"
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONHASHSEED": hash_seed}, capture_output=True, text=True, check=True
-        ).stdout
-        for hash_seed in ("1", "2")
-    }
-    assert outputs == {f"{seeds[3]}\n"}
+    command = [sys.executable, "-c", "from roll.utils.hashing import derive_seed; print(derive_seed(0, 'train', 1))"]
+    for seed in ("1", "2"):
+        said = subprocess.run(command, env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
+        assert said == f"{seeds[3]}\n"
 
 
 LIGHT = """

@@ -12,20 +12,12 @@ from roll.extras.worlds.gym_adapter import GymnasiumEnv, tell_colours
 TAXI = max((name for name in gymnasium.registry if name.startswith("Taxi-v")), key=lambda name: int(name[6:]))
 """The newest: gymnasium refuses older versions."""
 
-CLIFF = {
-    "env_id": "CliffWalking-v1",
-    "action_names": ["Up", "Right", "Down", "Left"],
-    "success_return": -13,
-    "max_steps": 30,
-}
+CLIFF = {"env_id": "CliffWalking-v1", "action_names": ["Up", "Right", "Down", "Left"], "success_return": -13}
+CLIFF |= {"max_steps": 30}
 
 
 def answer(name: str) -> str:
     return f"<answer>{name}</answer>"
-
-
-def shout(observation: object) -> str:
-    return f"STATE {observation}!"
 
 
 def test_cliff_walking_is_won_by_walking_along_the_cliff():
@@ -39,13 +31,10 @@ def test_cliff_walking_is_won_by_walking_along_the_cliff():
         total += reward
     assert terminated and not truncated and info["success"] and total == -13
     env.close()
-
-
-def test_falling_off_the_cliff_costs_and_is_no_success():
     env = GymnasiumEnv(**CLIFF, reward_scale=0.01)
     env.reset(seed=0)
     _, reward, _, _, info = env.step(answer("Right"))
-    assert reward == -1.0 and not info["success"]
+    assert reward == -1.0 and not info["success"], "it has fallen"
 
 
 def test_an_invalid_action_is_not_played():
@@ -141,9 +130,6 @@ def test_observations_of_any_kind_are_told_by_a_renderer(tmp_path):
     text, _ = env.reset(seed=0)
     assert text == "cart at 0.01, speed -0.0"
     assert env.step(answer("1"))[0] != text
-    assert (
-        GymnasiumEnv(env_id=TAXI, renderer=f"{__name__}:shout", success_return=0).reset(seed=0)[0].startswith("STATE ")
-    )
 
 
 def measures(observation):
@@ -192,16 +178,15 @@ def test_an_environment_of_another_package_is_registered_by_importing_its_module
 
 @pytest.mark.filterwarnings("ignore:.*render_mode")
 def test_an_unsupported_environment_is_named():
-    with pytest.raises(ValueError, match=r"Pendulum-v1 has the action space Box.*expected Discrete or Text"):
-        GymnasiumEnv(env_id="Pendulum-v1", renderer="values", success_return=0)
-    with pytest.raises(ValueError, match="renderer: got 'ansi', but CartPole-v1 renders only"):
-        GymnasiumEnv(env_id="CartPole-v1", renderer="ansi", success_return=0)
-    with pytest.raises(
-        ValueError, match=r"renderer: got nothing, but the observations of CartPole-v1 are Box.*expected"
-    ):
-        GymnasiumEnv(env_id="CartPole-v1", success_return=0)
-    with pytest.raises(ValueError, match="action_names: got 1 names, expected 6"):
-        GymnasiumEnv(env_id=TAXI, action_names=["Go"], success_return=0)
+    wrong = [
+        ("Pendulum-v1", {"renderer": "values"}, "Pendulum-v1 has the action space Box.*expected Discrete or Text"),
+        ("CartPole-v1", {"renderer": "ansi"}, "renderer: got 'ansi', but CartPole-v1 renders only"),
+        ("CartPole-v1", {}, "renderer: got nothing, but the observations of CartPole-v1 are Box.*expected"),
+        (TAXI, {"action_names": ["Go"]}, "action_names: got 1 names, expected 6"),
+    ]
+    for name, config, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            GymnasiumEnv(env_id=name, success_return=0, **config)
 
 
 @pytest.mark.parametrize(

@@ -139,10 +139,7 @@ def data(**keys: Any) -> str:
         (data(observation=None), "observation\n.*valid dictionary"),
         (data(reward="1.0"), "reward"),
         (data(done="yes"), "done\n.*valid boolean"),
-        (
-            json.dumps({"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "full"}}),
-            "CAPACITY_REACHED: full",
-        ),
+        ('{"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "full"}}', "CAPACITY_REACHED: full"),
     ],
 )
 def test_answers_of_another_kind_are_failures(answer, told):

@@ -46,10 +46,7 @@ def test_the_answer_is_cut_out_by_the_pattern_and_its_absence_costs_the_penalty(
     assert terminated and info["action"] is None and not info["action_is_valid"]
 
 
-def test_scorers_look_anywhere_or_are_found_by_path_like_generators():
-    env = SingleTurnEnv(items=ITEMS[1:2], scorer="contains")
-    env.reset(seed=0)
-    assert env.step("It must be 5!")[4]["success"]
+def test_scorers_are_found_by_path_like_generators():
     env = SingleTurnEnv(generator=f"{__name__}:addition", scorer=f"{__name__}:closeness", success_score=0.5)
     assert env.reset(seed=41)[0] == "41+1="
     _, reward, _, _, info = env.step("43")
@@ -82,14 +79,6 @@ def test_the_seed_picks_the_item_with_a_key_of_its_own_and_options_override_it()
 def test_wrong_configurations_are_named(config, message):
     with pytest.raises(ValueError, match=message):
         SingleTurnEnv(**config)
-
-
-@pytest.mark.parametrize("scorer", ["exact", "contains", "words", "math"])
-def test_nothing_is_right_where_the_answer_is_blank(scorer):
-    env = SingleTurnEnv(items=[{"prompt": "x", "answer": " "}], scorer=scorer)
-    env.reset(seed=0)
-    with pytest.raises(ValueError, match="got ' ', expected"):
-        env.step("")
 
 
 ROWS = [{"meta": {"question": "1/2 + 1/4?"}, "answer": "3/4"}, {"meta": {"question": "2 + 3?"}, "answer": 5}]
@@ -134,6 +123,10 @@ def test_scorers(file, scorer, said, score):
     game = env(file, scorer=scorer)
     game.reset(seed=0, options={"prompt": "1/2 + 1/4?", "answer": "3/4"})
     assert game.step(said)[4]["task_reward"] == score
+    blank = SingleTurnEnv(items=[{"prompt": "x", "answer": " "}], scorer=scorer)
+    blank.reset(seed=0)
+    with pytest.raises(ValueError, match="got ' ', expected"):  # then nothing would be right
+        blank.step("")
 
 
 def test_all_rows_that_hold_no_question_are_told_and_there_is_one_source(tmp_path, file):
