@@ -72,20 +72,11 @@ def test_a_value_that_yaml_would_read_otherwise_or_not_at_all_is_refused_with_a_
 @pytest.mark.parametrize(
     ("word", "hint"),
     [
-        ("a@b=1", "a.b=1"),
-        ("a.b[0]=1", "a.b=[…]"),
-        ("~a=1", "takes no value"),
-        ("a..b=1", "is not a key"),
-        (".a=1", "is not a key"),
-        ("=1", "is not a key"),
-        ("a b=1", "is not a key"),
-        ('a."x.y"=1', "the mapping"),
-        ("a", "key=value"),
-        ("a/b=1", "is not a key"),
-        ("@a=1", "is not a key"),
-        ("a:b=1", "is not a key"),
+        ("a@b=1", "a.b=1"), ("a.b[0]=1", "a.b=[…]"), ("~a=1", "takes no value"), ("a..b=1", "is not a key"),
+        (".a=1", "is not a key"), ("=1", "is not a key"), ("a b=1", "is not a key"), ('a."x.y"=1', "the mapping"),
+        ("a", "key=value"), ("a/b=1", "is not a key"), ("@a=1", "is not a key"), ("a:b=1", "is not a key"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_key_is_refused(word, hint):
     overrides, (problem,) = parse_overrides([word])
     assert not overrides and problem.path == word and hint in problem.hint

@@ -145,22 +145,21 @@ WRONG = [
      "at most response_length = 50"),
     (["validation.generating_args.max_new_tokens=51"], "validation.generating_args.max_new_tokens",
      "at most response_length = 50"),
-    (
-        ["actor_train.training_args.per_device_train_batch_size=5"],
-        "actor_train.training_args.gradient_accumulation_steps",
-        "the global batch (5 per device × 4 accumulated × 2 data-parallel = 40) to divide rollout_batch_size = 16 × "
-        "num_return_sequences_in_group = 4 = 64 samples",
-    ),
+    (["actor_train.training_args.per_device_train_batch_size=5"],
+     "actor_train.training_args.gradient_accumulation_steps",
+     "the global batch (5 per device × 4 accumulated × 2 data-parallel = 40) to divide rollout_batch_size = 16 × "
+     "num_return_sequences_in_group = 4 = 64 samples"),
     (["num_return_sequences_in_groups=2"], "num_return_sequences_in_groups", "num_return_sequences_in_group"),
     (["sequence_length=149"], "sequence_length", "expected at least 150"),
+    (["warm_start.tools=[calculatr]"], "warm_start.tools.0", "calculator"),
+    (["agent={command: [echo]}", "tools={use: {calculator: {tool: calculator}}}"], "tools", "null with agent"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("overrides", "key", "message"), WRONG, ids=[" ".join(entry[0])[:60] for entry in WRONG])
 def test_what_is_wrong_is_told_with_its_key(problems, overrides, key, message):
     found = problems(*overrides)
-    assert list(found) == [key]
-    assert message in found[key]
+    assert list(found) == [key] and message in found[key]
 
 
 def test_all_mistakes_are_told_at_once_and_none_hides_another(problems):
@@ -220,37 +219,32 @@ def test_the_arithmetic_is_told_in_words_also_of_an_evaluation_alone(load):
     ]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key", "told"),
-    [
-        (["agent={}"], "agent.command", "a value, since type is process"),
-        (["agent={command: [echo], url: 'http://x'}"], "agent.url", "no such key with type process"),
-        (["agent={type: url, url: 'localhost:1'}"], "agent.url", "begins with http:// or https://"),
-        (["agent={type: python, path: 'json:loads', cwd: /tmp}"], "agent.cwd", "which starts no command"),
-        (["agent={type: python, path: 'nowhere.at_all:f'}"], "agent.path", "there is no nowhere.at_all"),
-        (["agent={type: python, path: 'no/such.py:f'}"], "agent.path", "there is no no/such.py"),
-        (["agent={type: python, path: 'no path'}"], "agent.path", "package.module:attribute"),
-        (["agent={command: [echo], dialect: hermez}"], "agent.dialect", "a tool dialect"),
-        (["agent={type: url, url: 'http://x', sandbox: {}}"], "agent.sandbox", "which starts no command"),
-        (["agent={command: [echo], reward: verify}"], "agent.verify", "a command that writes the reward"),
-        (["agent={command: [echo], verify: [judge]}"], "agent.verify", "no such key with reward task"),
-        (["agent={type: url, url: 'http://x', reward: verify}"], "agent.reward", "verify judges the folder"),
-        (["agent={command: [echo], cwd: /tmp, sandbox: {}}"], "agent.cwd", "null with sandbox"),
-        (["agent={command: [echo], cwd: /no/where}"], "agent.cwd", "an existing folder"),
-        (["agent={command: [echo], template: /no/where}"], "agent.template", "an existing folder"),
-        (
-            ["agent={command: [echo], sandbox: {readable: [/no/where]}}"],
-            "agent.sandbox.readable.0",
-            "an existing file or",
-        ),
-        (["agent={command: [echo], sandbox: {memory_mb: 1}}"], "agent.sandbox.memory_mb", "64"),
-        (["warm_start.tools=[calculatr]"], "warm_start.tools.0", "calculator"),
-        (["agent={command: [echo]}", "tools={use: {calculator: {tool: calculator}}}"], "tools", "null with agent"),
-    ],
-)
-def test_agent_programs_that_cannot_be_run_are_refused(problems, overrides, key, told):
-    found = problems(*overrides)
-    assert found.keys() == {key} and told in found[key]
+AGENTS = [
+    # the section; the key that is told of; words of the message
+    ("{}", "command", "a value, since type is process"),
+    ("{command: [echo], url: 'http://x'}", "url", "no such key with type process"),
+    ("{type: url, url: 'localhost:1'}", "url", "begins with http:// or https://"),
+    ("{type: python, path: 'json:loads', cwd: /tmp}", "cwd", "which starts no command"),
+    ("{type: python, path: 'nowhere.at_all:f'}", "path", "there is no nowhere.at_all"),
+    ("{type: python, path: 'no/such.py:f'}", "path", "there is no no/such.py"),
+    ("{type: python, path: 'no path'}", "path", "package.module:attribute"),
+    ("{command: [echo], dialect: hermez}", "dialect", "a tool dialect"),
+    ("{type: url, url: 'http://x', sandbox: {}}", "sandbox", "which starts no command"),
+    ("{command: [echo], reward: verify}", "verify", "a command that writes the reward"),
+    ("{command: [echo], verify: [judge]}", "verify", "no such key with reward task"),
+    ("{type: url, url: 'http://x', reward: verify}", "reward", "verify judges the folder"),
+    ("{command: [echo], cwd: /tmp, sandbox: {}}", "cwd", "null with sandbox"),
+    ("{command: [echo], cwd: /no/where}", "cwd", "an existing folder"),
+    ("{command: [echo], template: /no/where}", "template", "an existing folder"),
+    ("{command: [echo], sandbox: {readable: [/no/where]}}", "sandbox.readable.0", "an existing file or folder"),
+    ("{command: [echo], sandbox: {memory_mb: 1}}", "sandbox.memory_mb", "64"),
+]
+
+
+@pytest.mark.parametrize(("section", "key", "told"), AGENTS)
+def test_agent_programs_that_cannot_be_run_are_refused(problems, section, key, told):
+    found = problems(f"agent={section}")
+    assert found.keys() == {f"agent.{key}"} and told in found[f"agent.{key}"]
 
 
 def test_an_agent_program_is_accepted_and_what_is_wrong_with_one_is_told_at_once(load, problems):

@@ -68,16 +68,12 @@ def test_without_limits_the_machine_is_what_there_is(tmp_path):
     ("found", "level"),
     [
         (machine.judge_shm(64 * 2**20, 64 * 2**20, 64 * GIB), "error"),
-        (machine.judge_shm(GIB, GIB, 64 * GIB), "warning"),
-        (machine.judge_shm(GIB, GIB, 4 * GIB), "ok"),
-        (machine.judge_files(256), "error"),
-        (machine.judge_files(4096), "warning"),
-        (machine.judge_files(resource.RLIM_INFINITY), "ok"),
-        (machine.judge_processes(2048), "warning"),
-        (machine.judge_locked(65536, rdma=True), "warning"),
-        (machine.judge_locked(65536, rdma=False), "ok"),
+        (machine.judge_shm(GIB, GIB, 64 * GIB), "warning"), (machine.judge_shm(GIB, GIB, 4 * GIB), "ok"),
+        (machine.judge_files(256), "error"), (machine.judge_files(4096), "warning"),
+        (machine.judge_files(resource.RLIM_INFINITY), "ok"), (machine.judge_processes(2048), "warning"),
+        (machine.judge_locked(65536, rdma=True), "warning"), (machine.judge_locked(65536, rdma=False), "ok"),
     ],
-)
+)  # fmt: skip
 def test_bounds(found, level):
     assert found.level == level and bool(found.fix) == (level != "ok")
 

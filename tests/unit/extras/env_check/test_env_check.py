@@ -22,37 +22,17 @@ from tests.support import broken_envs as zoo
 QUICK: dict[str, Any] = {"episodes": 3, "timeout": 2.0}
 
 ZOO: dict[type[envs.TextEnv], str] = {
-    zoo.NeedsKey: "cannot-be-made",
-    zoo.FaultyReset: "reset-raises",
-    zoo.HangingReset: "reset-timeout",
-    zoo.HangingStep: "step-timeout",
-    zoo.FragileStep: "step-raises",
-    zoo.TextReward: "protocol",
-    zoo.Unseeded: "not-deterministic",
-    zoo.HashSeeded: "differs-between-processes",
-    zoo.Leaky: "state-leaks",
-    zoo.GlobalRandom: "instances-interfere",
-    zoo.Scratch: "not-thread-safe",
-    zoo.Database: "thread-bound",
-    zoo.PaidFailure: "failure-paid",
-    zoo.Generous: "reward-constant",
-    zoo.Rich: "reward-range",
-    zoo.WrongSum: "reward-parts",
-    zoo.Reward4Format: "penalty-positive",
-    zoo.Gullible: "reward-tampered",
-    zoo.Applauding: "success-for-nothing",
-    zoo.Unending: "paid-after-end",
-    zoo.Misspelt: "success-undefined",
-    zoo.SeedBlind: "seeds-alike",
-    zoo.Deaf: "actions-not-understood",
-    zoo.WrongExpert: "expert-wrong",
-    zoo.Talkative: "observation-size",
-    zoo.Colourful: "observation-characters",
-    zoo.Sleepy: "not-instant",
-    zoo.Sluggish: "slow",
-    zoo.BadPicture: "render-fails",
-    zoo.CuriousPicture: "render-changes-state",
-}
+    zoo.NeedsKey: "cannot-be-made", zoo.FaultyReset: "reset-raises", zoo.HangingReset: "reset-timeout",
+    zoo.HangingStep: "step-timeout", zoo.FragileStep: "step-raises", zoo.TextReward: "protocol",
+    zoo.Unseeded: "not-deterministic", zoo.HashSeeded: "differs-between-processes", zoo.Leaky: "state-leaks",
+    zoo.GlobalRandom: "instances-interfere", zoo.Scratch: "not-thread-safe", zoo.Database: "thread-bound",
+    zoo.PaidFailure: "failure-paid", zoo.Generous: "reward-constant", zoo.Rich: "reward-range",
+    zoo.WrongSum: "reward-parts", zoo.Reward4Format: "penalty-positive", zoo.Gullible: "reward-tampered",
+    zoo.Applauding: "success-for-nothing", zoo.Unending: "paid-after-end", zoo.Misspelt: "success-undefined",
+    zoo.SeedBlind: "seeds-alike", zoo.Deaf: "actions-not-understood", zoo.WrongExpert: "expert-wrong",
+    zoo.Talkative: "observation-size", zoo.Colourful: "observation-characters", zoo.Sleepy: "not-instant",
+    zoo.Sluggish: "slow", zoo.BadPicture: "render-fails", zoo.CuriousPicture: "render-changes-state",
+}  # fmt: skip
 
 
 class Guess(zoo.Safe):
@@ -237,15 +217,14 @@ def test_an_environment_that_ends_its_process_gets_its_page(capsys, fault):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["frozenlake"], "Did you mean 'frozen_lake'"),
-        (["frozen_lake", "siz=5"], "did you mean size"),
+        (["frozenlake"], "Did you mean 'frozen_lake'"), (["frozen_lake", "siz=5"], "did you mean size"),
         (["frozen_lake", "size"], "got size, expected key=value"),
         (["frozen_lake", "size=[5"], 'env_config.size: got "[5", expected valid YAML'),
         (["frozen_lake", "--episodes", "1"], "episodes: got 1, expected at least 2"),
         (["frozen_lake", "--allow", "sloww"], "did you mean slow"),
         (["tests.support.broken_envs:Saef"], "did you mean 'Safe'"),
     ],
-)
+)  # fmt: skip
 def test_wrong_usage_is_told_with_the_nearest_name(capsys, words, said):
     assert main(["env", "check", *words]) == 2
     assert said in capsys.readouterr().err

@@ -98,16 +98,12 @@ def test_several_letters_and_doubts_are_no_choice(verifier, response):
 @pytest.mark.parametrize(
     ("response", "letter"),
     [
-        ("The answer is A) Not London.", "A"),
-        ("Answer: C. It is not possible to say, or none of A and B", "C"),
-        ("<answer>C) It is not possible to say</answer>", "C"),
-        ("Answer: E. 5 cm", "E"),
-        ("The answer is A because it is.", "A"),
-        ("Answer: A. No.\nAnswer: C", "C"),
-        ("The answer is: option D", "D"),
+        ("The answer is A) Not London.", "A"), ("Answer: C. It is not possible to say, or none of A and B", "C"),
+        ("<answer>C) It is not possible to say</answer>", "C"), ("Answer: E. 5 cm", "E"),
+        ("The answer is A because it is.", "A"), ("Answer: A. No.\nAnswer: C", "C"), ("The answer is: option D", "D"),
         ("<think>Answer: A</think><answer>(J)</answer>", "J"),
     ],
-)
+)  # fmt: skip
 def test_the_words_of_an_option_may_say_anything(verifier, response, letter):
     assert verifier.check(Sample(QUESTION, response, letter, "tag")).correct
 
@@ -232,19 +228,11 @@ def test_a_number_that_is_taken_back_is_no_answer(number_verifier):
 @pytest.mark.parametrize(
     ("response", "truth"),
     [
-        ("#### -18", "-18"),
-        ("#### −18", -18),
-        ("#### - $18", "-18"),
-        ("#### $1,234.50", "1234.5"),
-        ("#### 1,000,000", 10**6),
-        (r"#### 10\,000", "10,000"),
-        ("#### 3/4", "0.75"),
-        ("#### .5", "0.5"),
-        ("#### 0.50", 0.5),
-        ("#### 5 miles per hour", "5 miles per hour"),
-        ("#### 5", "$5"),
+        ("#### -18", "-18"), ("#### −18", -18), ("#### - $18", "-18"), ("#### $1,234.50", "1234.5"),
+        ("#### 1,000,000", 10**6), (r"#### 10\,000", "10,000"), ("#### 3/4", "0.75"), ("#### .5", "0.5"),
+        ("#### 0.50", 0.5), ("#### 5 miles per hour", "5 miles per hour"), ("#### 5", "$5"),
     ],
-)
+)  # fmt: skip
 def test_numbers_are_read_whole_and_exactly(number_verifier, response, truth):
     assert scored(number_verifier, response, truth)
 
@@ -252,22 +240,12 @@ def test_numbers_are_read_whole_and_exactly(number_verifier, response, truth):
 @pytest.mark.parametrize(
     ("response", "number"),
     [
-        ("She sells 18 clips.", "18"),
-        ("It is $18.", "18"),
-        ("The answer is 18 or 19", None),
-        ("She sells at least 18 clips.", None),
-        ("That makes 18 million", None),
-        ("The answer is not 18.", None),
-        ("It is < 18", None),
-        ("It takes 17-18 days", None),
-        ("It is 1e18", None),
-        ("version 1.1.18", None),
-        ("9 + 9 = 18", "18"),
-        ("the answer is -18", "-18"),
-        ("5 - 3 = 2, so 18", "18"),
-        ("at 6:18", None),
+        ("She sells 18 clips.", "18"), ("It is $18.", "18"), ("The answer is 18 or 19", None),
+        ("She sells at least 18 clips.", None), ("That makes 18 million", None), ("The answer is not 18.", None),
+        ("It is < 18", None), ("It takes 17-18 days", None), ("It is 1e18", None), ("version 1.1.18", None),
+        ("9 + 9 = 18", "18"), ("the answer is -18", "-18"), ("5 - 3 = 2, so 18", "18"), ("at 6:18", None),
     ],
-)
+)  # fmt: skip
 def test_the_last_number_of_prose_counts_where_nothing_hedges_it(response, number):
     flexible = FinalAnswerVerifier(FinalAnswerConfig(method="flexible"))
     assert flexible.check(Sample(SUM_QUESTION, response, 18, "tag")).answer == number
@@ -276,22 +254,13 @@ def test_the_last_number_of_prose_counts_where_nothing_hedges_it(response, numbe
 @pytest.mark.parametrize(
     ("text", "is_18"),
     [
-        (r"$9 \times 2 = 18$", True),
-        ("9 x 2 = 18", True),
-        ("$18/hour", True),
-        ("The answer is $18 a day.", True),
-        ("It takes 18 minutes.", True),
-        ("Therefore, she needs 18 more stamps.", True),
-        ("18 people attended the party.", True),
-        ("18 miles per gallon", True),
-        ("18 half-dozens", False),
-        ("18 in base 8", False),
-        ("2x = 18", False),
-        ("Tom has 18 marbles more than Ann", False),
-        ("18 marbles, but he lost one", False),
-        ("if she sold all, 18", False),
+        (r"$9 \times 2 = 18$", True), ("9 x 2 = 18", True), ("$18/hour", True), ("The answer is $18 a day.", True),
+        ("It takes 18 minutes.", True), ("Therefore, she needs 18 more stamps.", True),
+        ("18 people attended the party.", True), ("18 miles per gallon", True), ("18 half-dozens", False),
+        ("18 in base 8", False), ("2x = 18", False), ("Tom has 18 marbles more than Ann", False),
+        ("18 marbles, but he lost one", False), ("if she sold all, 18", False),
     ],
-)
+)  # fmt: skip
 def test_units_and_sentences_around_a_final_number(number_verifier, text, is_18):
     sample = Sample("", f"<answer>{text}</answer>", "18", "tag")
     assert number_verifier.check(sample).correct is is_18

@@ -34,16 +34,13 @@ def test_wrong_answers_are_refused_and_right_ones_accepted_but_for_the_hard_ones
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        (r"0.\overline{36}", sympy.Rational(4, 11)),
-        (r"10\,000", sympy.Integer(10000)),
+        (r"0.\overline{36}", sympy.Rational(4, 11)), (r"10\,000", sympy.Integer(10000)),
         (r"-2\frac{1}{3}", sympy.Rational(-7, 3)),
         (r"\frac{n^2}{2} - 3n", sympy.Symbol("n") ** 2 / 2 - 3 * sympy.Symbol("n")),
-        (r"\sqrt[3]{-8} + |{-3}|", sympy.Integer(1)),
-        (r"\sin^2 30^\circ", sympy.Rational(1, 4)),
-        (r"3!\binom{4}{2}", sympy.Integer(36)),
-        (r"2 \text{ million}", sympy.Integer(2000000)),
+        (r"\sqrt[3]{-8} + |{-3}|", sympy.Integer(1)), (r"\sin^2 30^\circ", sympy.Rational(1, 4)),
+        (r"3!\binom{4}{2}", sympy.Integer(36)), (r"2 \text{ million}", sympy.Integer(2000000)),
     ],
-)
+)  # fmt: skip
 def test_terms_have_the_value_that_sympy_gives(text, value):
     term = read(text)
     assert isinstance(term, Term) and term.expr == value

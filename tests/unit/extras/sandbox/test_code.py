@@ -388,17 +388,12 @@ def test_parsed_tests():
     [
         ("```python\na\n```\nthen\n```py\nb\n```", "fence", "b\n"),
         ("```python\na\n```\n```bash\nls\n```", "fence", "a\n"),
-        ("```python\na\n```\n```python\nunfinished", "fence", "a\n"),
-        ("```python\nunfinished", "fence", None),
-        ("a", "fence", None),
-        ("<answer>a</answer>", "answer", "a"),
+        ("```python\na\n```\n```python\nunfinished", "fence", "a\n"), ("```python\nunfinished", "fence", None),
+        ("a", "fence", None), ("<answer>a</answer>", "answer", "a"),
         ("<answer>a</answer> or <answer>\n```python\nb\n```\n</answer>", "answer", "b\n"),
-        ("<answer>a", "answer", None),
-        ("a", "answer", None),
-        (" a ", "whole", "a"),
-        ("", "whole", None),
+        ("<answer>a", "answer", None), ("a", "answer", None), (" a ", "whole", "a"), ("", "whole", None),
     ],
-)
+)  # fmt: skip
 def test_where_the_program_is(response, where, code):
     assert extract_code(response, where) == code
 

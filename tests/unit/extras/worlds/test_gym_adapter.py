@@ -92,16 +92,13 @@ def test_taxi_tells_taxi_passenger_and_destination_apart():
 @pytest.mark.parametrize(
     ("seen", "told"),
     [
-        ("plain", "plain"),
-        ("\x1b[31mA\x1b[0mB", "[red:A]B"),
-        ("\x1b[1;4mA\x1b[m", "A"),
+        ("plain", "plain"), ("\x1b[31mA\x1b[0mB", "[red:A]B"), ("\x1b[1;4mA\x1b[m", "A"),
         ("\x1b[97;44mA\x1b[49mB\x1b[39mC", "[bright white on blue:A][bright white:B]C"),
-        ("\x1b[34m \x1b[0m\x1b[43m \x1b[0m", " [yellow: ]"),
-        ("\x1b[42mA\nB\n\x1b[0m", "[green:A]\n[green:B]\n"),
+        ("\x1b[34m \x1b[0m\x1b[43m \x1b[0m", " [yellow: ]"), ("\x1b[42mA\nB\n\x1b[0m", "[green:A]\n[green:B]\n"),
         ("\x1b[38;5;208mA\x1b[48;2;1;2;3mB\x1b[0m", "[colour 208:A][colour 208 on colour 1 2 3:B]"),
         ("\x1b[2J\x1b[1;1HA\x1b[K", "A"),
     ],
-)
+)  # fmt: skip
 def test_colours_are_told(seen, told):
     assert tell_colours(seen) == told
 
