@@ -184,20 +184,3 @@ def test_an_unsupported_environment_is_named():
     for name, config, message in wrong:
         with pytest.raises(ValueError, match=message):
             GymnasiumEnv(env_id=name, success_return=0, **config)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"env_id": "Taxy-v4", "success_return": 0}, "env_id: .*Taxi"),
-        ({"env_id": "no_such_module:Env-v0", "success_return": 0}, "env_id: .*no_such_module"),
-        ({"env_id": TAXI, "success_return": 0, "renderer": "value"}, "renderer: .*Did you mean 'values'"),
-        ({"env_id": TAXI, "success_return": 0, "renderer": "no.py:tell"}, "renderer: .*no.py"),
-        ({"env_id": TAXI}, "success_return: got null, expected a number, or success_key"),
-        ({"success_return": 0}, "env_id: got nothing"),
-    ],
-)
-def test_wrong_configurations_are_problems(config, message):
-    with pytest.raises(ValueError, match=message):
-        GymnasiumEnv(**config)
-    assert len(envs.check_env_config("gymnasium", config)) == 1

@@ -99,18 +99,3 @@ def test_the_expert_names_what_fits_and_wins_nearly_always():
         wins += solved
         assert not solved or env.expert_actions() == []
     assert wins > 170
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["crane", "cran"], "words of 4 and 5 letters"),
-        (["Crane", "creek"], 'got "Crane", expected words of one length, letters a to z'),
-        (["crane", "crane"], "expected every word once"),
-        (["crane"], "words: got"),
-        (["crane", "creek"], r"holdout_fraction: got 0\.01, expected at least one of 2 words"),
-    ],
-)
-def test_words_that_cannot_be_played_are_refused(words, said):
-    with pytest.raises(ValueError, match=said):
-        HiddenWordEnv(words=words, split="eval", holdout_fraction=0.01)

@@ -167,17 +167,3 @@ def test_a_conversation_with_tools_is_played_by_the_manager():
     assert "<tool_response>\nWanted: " in shown[1], "the answer of the first call"
     assert shown[2].startswith(shown[1]) and "<tool_response>" not in shown[2].removeprefix(shown[1])
     assert [turn.action for turn in played.turns] == ["search red mug", None, "buy 2"]
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"kinds": ["mug", "Hat"]}, "words of at least two letters a to z"),
-        ({"kinds": ["mug", "red"]}, "every word once, in kinds and attributes"),
-        ({"num_shown": 4}, "num_shown: got 4, expected at most 3, the attributes"),
-        ({"dialect": "hermas"}, "hermes"),
-    ],
-)
-def test_what_cannot_be_sold_is_refused(config, said):
-    with pytest.raises(ValueError, match=said):
-        ShopEnv(**config)

@@ -65,22 +65,6 @@ def test_the_seed_picks_the_item_with_a_key_of_its_own_and_options_override_it()
     assert env.step("?")[4]["state_key"] not in keys
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({}, r"items: got \[\], expected at least one, or a generator"),
-        ({"scorer": "exakt"}, "scorer: .*unknown scorer 'exakt'. Did you mean 'exact'"),
-        ({"generator": "no_such_module:f"}, "generator: .*no_such_module"),
-        ({"items": ITEMS, "generator": f"{__name__}:addition"}, "generator: got .* with items"),
-        ({"answer_pattern": "("}, "answer_pattern: got"),
-        ({"items": [{"prompt": "x"}]}, "items.0.answer: got nothing"),
-    ],
-)
-def test_wrong_configurations_are_named(config, message):
-    with pytest.raises(ValueError, match=message):
-        SingleTurnEnv(**config)
-
-
 ROWS = [{"meta": {"question": "1/2 + 1/4?"}, "answer": "3/4"}, {"meta": {"question": "2 + 3?"}, "answer": 5}]
 
 

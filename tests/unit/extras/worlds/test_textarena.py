@@ -11,7 +11,6 @@ import pytest
 import roll.agentic.env as envs
 from roll.agentic.env.base import TextEnv
 from roll.extras.worlds import own_random
-from tests.support.absence import hide
 
 HERE = "tests.unit.extras.worlds.test_textarena"
 textarena = pytest.importorskip("textarena", reason="pip install 'roll-rl[textarena]'")
@@ -162,28 +161,3 @@ def test_a_game_that_hangs_does_not_hold_up_the_others(monkeypatch):
     finally:
         Stuck.come_back.set()
         thread.join()
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"env_id": "GuesTheNumber-v0"}, r"env_id: .*did you mean GuessTheNumber-v0"),
-        ({"env_id": "TicTacToe-v0", "num_players": 2}, "opponent: got null, expected the other players"),
-        (
-            {"env_id": "GuessTheNumber-v0", "opponent": "random"},
-            'opponent: got "random", expected null with one player',
-        ),
-        ({"env_id": "TicTacToe-v0", "num_players": 2, "opponent": "radom"}, "Did you mean 'random'"),
-        ({"env_id": "GuessTheNumber-v0", "player": 1}, "player: got 1, expected a number below num_players = 1"),
-        ({"env_id": "GuessTheNumber-v0", "action_pattern": "x"}, "action_pattern: .*a group around the answer"),
-    ],
-)
-def test_wrong_configurations_are_problems(config, message):
-    (problem,) = envs.check_env_config("textarena", config)
-    assert re.search(message, str(problem)), problem
-
-
-def test_the_package_that_is_missing_is_named(monkeypatch):
-    hide(monkeypatch, ["textarena"])
-    (problem,) = envs.check_env_config("textarena", {"env_id": "GuessTheNumber-v0"})
-    assert "expected the package textarena to be installed (pip install 'roll-rl[textarena]')" in str(problem)
