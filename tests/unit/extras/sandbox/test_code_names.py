@@ -70,8 +70,9 @@ HONEST = {
     "imported in one test": (["from collections import Counter\nassert Counter(add('a', 'b')) == Counter('ab')",
         "assert Counter(add('', ''))=={}"], ADD),
     "defined in the tests": (["def same(a, b):\n    return a == b\nassert same(add(1, 2), 3)"], ADD),
-    "a class": (["s = Stack()\ns.append(1)\nassert s.pop() == 1", "assert Stack().empty()"],
-        "class Stack(list):\n    def empty(self):\n        return not self\n"),
+    "a class": (["s = Stack()\ns.push(1)\nassert s.pop() == 1", "assert Stack().empty()"],
+        "class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)\n"
+        "    def pop(self): return self.items.pop()\n    def empty(self): return not self.items\n"),
     "a tree of its nodes": (
         {"test_list": ["assert total(root) == 6"],
          "setup": "root = Node(1)\nroot.left = Node(2)\nroot.right = Node(3)"},
