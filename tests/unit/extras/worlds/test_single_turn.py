@@ -79,17 +79,14 @@ def env(file: str, **keys: Any) -> SingleTurnEnv:
     return SingleTurnEnv(dataset={"file_name": file, "prompt": "meta.question"}, **keys)
 
 
-def test_the_seed_picks_a_question_the_same_in_every_environment(file):
-    asked = {seed: env(file).reset(seed=seed)[0] for seed in range(20)}
-    assert set(asked.values()) == {"1/2 + 1/4?", "2 + 3?"}
-    assert asked == {seed: env(file).reset(seed=seed)[0] for seed in range(20)}
-
-
 def test_a_process_reads_the_files_once(file):
     config = QuestionsConfig(file_name=file, prompt="meta.question")
+    asked = {seed: env(file).reset(seed=seed)[0] for seed in range(20)}
     first = read_questions(config)
     Path(file).unlink()
     assert read_questions(config.model_copy()) is first
+    assert asked == {seed: env(file).reset(seed=seed)[0] for seed in range(20)}, "the same in every environment"
+    assert set(asked.values()) == {"1/2 + 1/4?", "2 + 3?"}
     assert "/" in first.charset
 
 
