@@ -12,7 +12,7 @@ from pydantic import Field
 from roll.configs.agent import AgentConfig
 from roll.configs.algorithm import AlgorithmConfig, AlgorithmParts
 from roll.configs.base import Config
-from roll.configs.pipeline import TINY, PipelineConfig
+from roll.configs.pipeline import TINY, PipelineConfig, WatchAction
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompts import REWARD_CLUSTER
 from roll.configs.rewards import RewardFilterConfig
@@ -158,6 +158,12 @@ class RLConfig(OverlapConfig, AdditionalPromptsConfig, AlgorithmConfig, OnPolicy
         "tokens with the log-probs before the update, for rollout_replay_dir, roll replay and roll verify. "
         "null: they are not saved.",
     )
+    rollout_dump_gb: float = Field(
+        default=50.0,
+        gt=0,
+        description="Most 10^9 bytes that rollout_dump_dir keeps: beyond that the oldest steps are deleted, which is "
+        "logged when it begins. The two newest always stay.",
+    )
     rollout_replay_dir: str | None = Field(
         default=None,
         min_length=1,
@@ -188,7 +194,7 @@ class RLConfig(OverlapConfig, AdditionalPromptsConfig, AlgorithmConfig, OnPolicy
         default=None, ge=1, description="Most training groups that run at once. null: no further limit."
     )
 
-    probe: Literal["stop", "warn", "off"] = Field(
+    probe: WatchAction = Field(
         default="stop",
         description="What follows if a generating worker, asked a fixed question after it was loaded or got new "
         "weights, reports log-probs that are not the trainer's: the run stops with the cause, or warns and continues. "

@@ -78,7 +78,7 @@ def run(
     values = {"max_steps": 5, "eval_steps": 2, "save_steps": 3, "track_with": [], **keys}
     config = kind(output_dir=str(folder), exp_name="loop", **values)
     actor = SimpleNamespace(cluster=None)
-    roles: Any = SimpleNamespace(clusters={}, actor=actor, generator=None, evaluator=None, save=write)
+    roles: Any = SimpleNamespace(clusters={}, workers={}, actor=actor, generator=None, evaluator=None, save=write)
     roles.sync_weights = roles.load = lambda _: None
     with SignalGuard() as signals, RunSession(config, time.time()) as session:
         loop = make(config, session, roles, signals)

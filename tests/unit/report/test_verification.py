@@ -16,7 +16,7 @@ from roll.configs.rlvr import RLVRConfig
 from roll.configs.worker import WorkerConfig
 from roll.data.requests import Completion, FinishReason
 from roll.pipeline.prompts import reward_metrics
-from roll.pipeline.rollouts import token_rows, training_lines, write_rollouts, write_scores
+from roll.pipeline.rollouts import drop_oldest, token_rows, training_lines, write_rollouts, write_scores
 from roll.report.verification import verify
 from roll.rollout.metrics import rollout_metrics, step_metrics
 from roll.rollout.rows import groups_to_batch
@@ -83,10 +83,7 @@ def test_all_figures_follow_from_the_rows_and_each_that_is_perturbed_is_found(tm
     assert found.unchecked["trainer"] == ["actor/loss"] and "time/eval" in found.unchecked["measured"]
     for name in found.checked:
         at = 0 if name.startswith("eval/") else 2
-        write(
-            folder,
-            [line | ({name: line[name] + 1e-3} if step == at else {}) for step, line in enumerate(lines)],
-        )
+        write(folder, [line | ({name: line[name] + 1e-3} if step == at else {}) for step, line in enumerate(lines)])
         (wrong,) = verify(folder, config).wrong
         assert (wrong.step, wrong.metric, wrong.counted) == (at, name, pytest.approx(lines[at][name]))
 
@@ -95,19 +92,11 @@ def test_all_figures_follow_from_the_rows_and_each_that_is_perturbed_is_found(tm
 def test_losses_follow_from_the_log_probs_before_the_update(tmp_path: Path, scored: str) -> None:
     """One optimizer step: the policy's figures by their formulas in float64, and each that is perturbed is found."""
     rng = np.random.default_rng(2)
-    config = CONFIG.model_copy(
-        update={
-            "rollout_batch_size": 3,
-            "loss_agg_mode": "token-mean",
-            "use_kl_loss": True,
-            "kl_loss_coef": 0.1,
-            "kl_loss_penalty": "k3",
-            "rollout_dump_dir": str(tmp_path),
-            "actor_train": WorkerConfig(
-                model_args={"dtype": "fp32"}, training_args={"per_device_train_batch_size": 12}, device_mapping=[0]
-            ),
-        }
-    )
+    batch_of_12 = {"training_args": {"per_device_train_batch_size": 12}, "device_mapping": [0]}
+    changes = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_penalty": "k3", "loss_agg_mode": "token-mean"}
+    changes |= {"rollout_batch_size": 3, "rollout_dump_dir": str(tmp_path)}
+    worker = WorkerConfig(model_args={"dtype": "fp32"}, **batch_of_12)
+    config = CONFIG.model_copy(update={**changes, "actor_train": worker})
     collected = Collected([group(number, rng) for number in range(1, 4)], [])
     write_rollouts(str(tmp_path), 1, collected)
     batch = groups_to_batch(collected.groups, ["a"])
@@ -130,6 +119,16 @@ def test_losses_follow_from_the_log_probs_before_the_update(tmp_path: Path, scor
     for name in found.checked:
         write(tmp_path, [{"step": 1, **printed, name: printed[name] + 0.01}])
         assert [each.metric for each in verify(tmp_path, config).wrong] == [name]
+
+
+def test_steps_that_the_bound_has_deleted_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = a_run(tmp_path, steps=4)
+    kept = tmp_path / "kept"
+    size = sum(file.stat().st_size for file in kept.glob("step-*/*"))
+    assert drop_oldest(kept, 4, size) == [] and drop_oldest(kept, 4, size - 1) == [1]
+    assert drop_oldest(kept, 4, 1) == [2], "the two newest stay"
+    assert main(["verify", str(folder)]) == 0
+    assert "the rollouts of step 1 to 2 are not kept: rollout_dump_gb" in capsys.readouterr().out
 
 
 def test_a_changed_row_is_found_and_an_incomplete_evaluation_is_not_counted(tmp_path: Path) -> None:
