@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from roll.agentic.env import make
-from roll.agentic.env.base import StepResult, TextEnv, step_result
+from roll.agentic.env.base import StepResult, TextEnv
 from roll.configs.env import CustomEnvConfig
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
@@ -30,6 +30,7 @@ from roll.rollout.errors import EnvCrashError, EnvError, PromptTooLongError
 from roll.rollout.plans import GroupPlan
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
+from tests.support.steps import usual_step
 
 TOKENIZER = make_tokenizer()
 RENDERER = ChatRenderer(TOKENIZER)
@@ -53,17 +54,10 @@ class EchoEnv(TextEnv):
         if action == "crash":
             raise ZeroDivisionError
         valid = action != "bad"
-        return step_result(
-            f"{action} {self.num_steps}",
-            task_reward=float(self.num_steps),
-            penalty=0.0 if valid else -0.5,
-            terminated=action == "win",
-            truncated=action == "late",
-            action=action if valid else None,
-            action_is_effective=valid,
-            success=action == "win",
-            state_key=f"after {self.num_steps}",
-        )
+        pays = {"task_reward": float(self.num_steps), "penalty": 0.0 if valid else -0.5, "action_is_effective": valid}
+        ends = {"terminated": action == "win", "success": action == "win", "truncated": action == "late"}
+        said, key = f"{action} {self.num_steps}", f"after {self.num_steps}"
+        return usual_step(said, action if valid else None, key, **pays, **ends)
 
 
 class BareEnv(TextEnv):

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 import roll.agentic.env as envs
-from roll.agentic.env.base import StepResult, TextEnv, step_result
+from roll.agentic.env.base import StepResult, TextEnv
 from roll.agentic.env.sokoban import SokobanEnv
 from roll.extras.worlds.gym_adapter import GymnasiumEnv
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_runner import EnvRunner, OneAtATime
 from roll.rollout.errors import EnvCrashError, EnvProtocolError, EnvTimeoutError
+from tests.support.steps import usual_step
 from tests.unit.rollout.conftest import wait_until
 
 
@@ -39,17 +40,7 @@ class OddEnv(TextEnv):
             return "one", 0.0  # type: ignore[return-value]
         if action in ERRORS:
             raise ERRORS[action]
-        return step_result(
-            action,
-            task_reward=1.0,
-            penalty=-0.25,
-            terminated=False,
-            truncated=True,
-            action=action,
-            action_is_effective=True,
-            success=True,
-            state_key=action,
-        )
+        return usual_step(action, action, action, task_reward=1.0, penalty=-0.25, truncated=True)
 
     def close(self) -> None:
         self.closed = True

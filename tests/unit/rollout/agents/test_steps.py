@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from roll.agentic.env.base import StepResult, TextEnv, step_result
+from roll.agentic.env.base import StepResult, TextEnv
 from roll.configs.agent import AgentConfig
 from roll.data.prompts import Prompt
 from roll.rollout.agents.episode import AgentPlayer
@@ -19,6 +19,7 @@ from roll.rollout.errors import EnvCrashError
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
 from tests.support.said_engine import EPISODE, LIMITS, PARAMS, RENDERER, Engine
+from tests.support.steps import usual_step
 
 HERE = "tests.unit.rollout.agents.test_steps"
 
@@ -42,17 +43,10 @@ class Stairs(TextEnv):
             raise ValueError("the stairs broke later")
         up = action == "up"
         self.height += up
-        return step_result(
-            f"You stand on step {self.height}.",
-            task_reward=0.5 * up,
-            penalty=0.0 if up else -0.1,
-            terminated=self.height == 2,
-            truncated=False,
-            action=action if up else None,
-            action_is_effective=up,
-            success=self.height == 2,
-            state_key=str(self.height),
-        )
+        pays = {"task_reward": 0.5 * up, "penalty": 0.0 if up else -0.1, "action_is_effective": up}
+        ends = {"terminated": self.height == 2, "success": self.height == 2}
+        said = f"You stand on step {self.height}."
+        return usual_step(said, action if up else None, self.height, **pays, **ends)
 
 
 Program = Callable[[AgentTask, httpx.AsyncClient], Awaitable[str | None]]
