@@ -95,7 +95,7 @@ class RayInitConfig(Config):
 WatchAction = Annotated[
     Literal["off", "warn", "stop"], BeforeValidator(lambda value: "off" if value is False else value)
 ]
-"""What a watch does; YAML reads a plain ``off`` as false."""
+"""What a watch or the probe does; YAML reads a plain ``off`` as false."""
 
 
 class WatchesConfig(Config):

@@ -12,14 +12,14 @@ from pydantic import Field
 from roll.configs.agent import AgentConfig
 from roll.configs.algorithm import AlgorithmConfig, AlgorithmParts
 from roll.configs.base import Config
-from roll.configs.pipeline import TINY, PipelineConfig
+from roll.configs.pipeline import TINY, PipelineConfig, WatchAction
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompts import REWARD_CLUSTER
 from roll.configs.rewards import RewardFilterConfig
 from roll.configs.rules import TRAINED, Rule
 from roll.configs.teacher import OnPolicyDistillationConfig, TeacherTerm
 from roll.configs.tools import ToolsConfig
-from roll.configs.worker import DeviceMapping, EnvironmentVariables, StrategyArguments, WorkerConfig
+from roll.configs.worker import DEFAULT_GENERATOR, DeviceMapping, EnvironmentVariables, StrategyArguments, WorkerConfig
 
 VAL_INFER = "val_infer"
 """Name of their section and their cluster."""
@@ -50,10 +50,6 @@ class ValInferConfig(Config):
                 "system_envs": {**actor_infer.system_envs, **self.system_envs},
             }
         )
-
-
-DEFAULT_GENERATOR = "hf_infer"
-"""The engine that answers, where nobody names one."""
 
 
 class AdditionalPromptsConfig(Config):
@@ -162,6 +158,12 @@ class RLConfig(OverlapConfig, AdditionalPromptsConfig, AlgorithmConfig, OnPolicy
         "tokens with the log-probs before the update, for rollout_replay_dir, roll replay and roll verify. "
         "null: they are not saved.",
     )
+    rollout_dump_gb: float = Field(
+        default=50.0,
+        gt=0,
+        description="Most 10^9 bytes that rollout_dump_dir keeps: beyond that the oldest steps are deleted, which is "
+        "logged when it begins. The two newest always stay.",
+    )
     rollout_replay_dir: str | None = Field(
         default=None,
         min_length=1,
@@ -192,7 +194,7 @@ class RLConfig(OverlapConfig, AdditionalPromptsConfig, AlgorithmConfig, OnPolicy
         default=None, ge=1, description="Most training groups that run at once. null: no further limit."
     )
 
-    probe: Literal["stop", "warn", "off"] = Field(
+    probe: WatchAction = Field(
         default="stop",
         description="What follows if a generating worker, asked a fixed question after it was loaded or got new "
         "weights, reports log-probs that are not the trainer's: the run stops with the cause, or warns and continues. "

@@ -18,7 +18,7 @@ from roll.configs.pipeline import PipelineConfig
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import ClusterError, RpcTimeoutError, WorkerDiedError
 from roll.distributed.strategy.base import Metrics
-from roll.pipeline.profiling import StepProfiler, Utilisation
+from roll.pipeline.profiling import StepProfiler, Utilisation, record_timeline
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollouts import Remarks
 from roll.pipeline.session import RunFailedError, RunSession, StoppedByWatchError
@@ -96,6 +96,7 @@ class TrainingLoop(ABC):
                 self.roles.sync_weights(0)
                 metrics = self.measure("before", 0) if self.config.val_before_train or self.config.eval_only else {}
                 self.watching.look(0, self.session.log_step(0, metrics | self.session.timer.step_metrics()))
+                self._record_timeline(0)
             if self.config.eval_only:
                 return
             config = self.config
@@ -163,6 +164,7 @@ class TrainingLoop(ABC):
         with self.signals.deferred():  # each step is reported once, also by a run that is stopped here and resumed
             metrics = self.session.log_step(step, self.unreported | self.session.timer.step_metrics())
             self.unreported = {}
+            self._record_timeline(step)
         self._check_divergence()
         self._watch(step, metrics, last=last or self.learned is not None)
         if last or self.learned is not None or (config.save_steps and step % config.save_steps == 0):
@@ -255,6 +257,9 @@ class TrainingLoop(ABC):
             logger.warning(
                 "the loss or its gradient was not finite: %d optimizer steps in a row skipped", self.bad_steps
             )
+
+    def _record_timeline(self, step: int) -> None:
+        record_timeline(self.session.timer, self.session.folder, self.roles.workers, step)
 
     def _watch(self, step: int, metrics: Mapping[str, float], *, last: bool) -> None:
         """Tells of what goes wrong, and ends the run if that was asked for; one that is over is only told of."""

@@ -23,9 +23,11 @@ from roll.configs.pipeline import PipelineConfig, ProfilerConfig
 from roll.data.batch import Batch
 from roll.data.packing import SharedPrompts
 from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.errors import ClusterError
 from roll.distributed.cluster.recording import RecordingOptions
 from roll.models.shapes import ModelShape, compute_bytes, samples_flops, training_factor
 from roll.preflight.models import model_config
+from roll.tracking.run import RunFolder
 from roll.utils.gpus import known_gpu
 from roll.utils.memory import free_bytes
 
@@ -61,16 +63,18 @@ class PhaseTimer:
     def __init__(self) -> None:
         self._step: dict[str, Span] = {}
         self._total: dict[str, Span] = {}
+        self._spans: list[tuple[str, float, float]] = []
 
     @contextmanager
     def phase(self, name: str, tokens: int = 0) -> Iterator[Span]:
         """Times the block, whether it ends well or by an exception."""
         span = Span(tokens=tokens)
-        started = time.perf_counter()
+        begin, started = time.time(), time.perf_counter()
         try:
             yield span
         finally:
             ended = time.perf_counter()
+            self._spans.append((name, begin, begin + ended - started))
             span.seconds = ended - started
             span.worked = ended - (started if span.since is None else span.since)
             for spans in (self._step, self._total):
@@ -98,6 +102,11 @@ class PhaseTimer:
                     metrics |= {f"mfu/{name}": span.flops / each / span.peak} if span.peak else {}
         self._step = {}
         return metrics
+
+    def take_spans(self) -> list[tuple[str, float, float]]:
+        """Phases since the last call, with their begin and end in seconds of the epoch."""
+        spans, self._spans = self._spans, []
+        return spans
 
     def seconds_by_phase(self) -> dict[str, float]:
         """Seconds of the whole run."""
@@ -137,6 +146,29 @@ def host_memory() -> tuple[float, dict[str, float]]:
         family.extend(children.get(pid, []))
     peak, own = (sum(sizes_kib.get(pid, (0, 0))[which] for pid in family) * 1024 for which in (0, 1))
     return peak / 1e6, {"memory/host_gb": own / 1e9, "memory/host_free_gb": free_bytes() / 1e9}
+
+
+_MOST_RANKS = 16
+"""Workers of a role whose work is written."""
+
+
+def record_timeline(timer: PhaseTimer, folder: RunFolder, clusters: Mapping[str, Cluster], step: int) -> None:
+    """Writes a line of ``timeline.jsonl``: the phases since the last one, and when each worker worked meanwhile."""
+    phases = timer.take_spans()
+    pending = {name: cluster.submit("take_spans") for name, cluster in clusters.items()}
+    workers: dict[str, list[tuple[float, float]]] = {}
+    start = min((begin for _, begin, _ in phases), default=time.time())
+    for name, refs in pending.items():
+        try:
+            spans = clusters[name].gather(refs, call="take_spans")
+        except ClusterError as error:  # a worker that died; who needs it says so
+            logger.debug("no timeline of %s: %s", name, error)
+            continue
+        for rank in range(0, len(spans), -(-len(spans) // _MOST_RANKS)):
+            places = [(round(begin - start, 3), round(end - start, 3)) for begin, end in spans[rank]]
+            workers[f"{name}[{rank}]"] = [place for place in places if place[1] > 0]
+    told = [(name, round(begin - start, 3), round(end - start, 3)) for name, begin, end in phases]
+    folder.log_timeline({"step": step, "start": round(start, 3), "phases": told, "workers": workers})
 
 
 def _rate(span: Span) -> float:

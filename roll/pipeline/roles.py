@@ -196,6 +196,8 @@ class Roles:
         """What losses take from the trained model, but for the comparison with a teacher."""
         self.clusters = {name: clusters[name] for name in (*config.roles, VAL_INFER) if name in clusters}
         """Of the roles that have a model."""
+        self.workers = clusters
+        """Of all that the run has, those without a model too."""
         self.scorers = [
             name
             for name, worker in config.clusters.items()

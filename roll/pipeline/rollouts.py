@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import shutil
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -159,6 +160,7 @@ class StepRollouts:
         self.sampled_tokens = 0
         """Those of the step's rollouts."""
         self._doubted = 0
+        self._drops = False
         """The last step whose evaluation did not agree that all is learned."""
         self._seems = ""
         """Words of why the last step looked as if all was learned."""
@@ -214,6 +216,17 @@ class StepRollouts:
         """Writes what models said of a step's tokens, where its rollouts are kept."""
         if (folder := self._config.rollout_dump_dir) is not None:
             self._session.aside(partial(write_scores, folder, step, batch))
+            self._session.aside(partial(self._bound_rollouts, Path(folder).expanduser(), step))
+
+    def _bound_rollouts(self, folder: Path, step: int) -> None:
+        gone = drop_oldest(folder, step, int(self._config.rollout_dump_gb * 1e9))
+        if gone and not self._drops:
+            self._drops = True
+            logger.warning(
+                "rollout_dump_dir: %s has reached rollout_dump_gb=%g, so from step %d on the oldest steps are deleted "
+                "(now up to step %d): roll verify and roll replay cannot count or take those again",
+                *(folder, self._config.rollout_dump_gb, step, gone[-1]),
+            )
 
     def write_tokens(self, step: int, batch: Batch) -> None:
         """Writes some rows of a step's training batch token by token, beside the groups of ``write_samples``."""
@@ -506,6 +519,27 @@ def write_scores(folder: str, step: int, batch: Batch) -> None:
     """Keeps what models said of a step's tokens before the update, beside its groups: for ``roll verify``."""
     found = {name: each.contiguous() for name in SCORES if (each := getattr(batch, name)) is not None}
     save_file(found, step_folder(folder, step) / SCORES_FILE)
+
+
+def drop_oldest(folder: Path, step: int, max_bytes: int) -> list[int]:
+    """Deletes the oldest kept steps up to ``step`` while all of them are too large, but not the two newest.
+
+    Returns:
+        The steps that are gone.
+    """
+    sizes = {
+        number: sum(file.stat().st_size for file in path.iterdir())
+        for path in folder.glob("step-*")
+        if path.name[5:].isdigit() and (number := int(path.name[5:])) <= step
+    }
+    total, gone = sum(sizes.values()), []
+    for number in sorted(sizes)[:-2]:
+        if total <= max_bytes:
+            break
+        shutil.rmtree(step_folder(folder, number))
+        total -= sizes[number]
+        gone.append(number)
+    return gone
 
 
 def write_samples(folder: RunFolder, step: int, collected: Collected, num_groups: int) -> None:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import time
 import traceback
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -41,41 +39,6 @@ if TYPE_CHECKING:
     from roll.utils.hashing import WrittenFile
 
 
-class IdleClock:
-    """Sums up the seconds without work; pieces of work may overlap. For one thread or event loop.
-
-    Args:
-        now: seconds of a clock that never goes back.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._under_way = 0
-        self._idle_s = 0.0
-        """Up to ``_idle_since``."""
-        self._idle_since = now()
-
-    @contextmanager
-    def work(self) -> Iterator[None]:
-        """Something is under way for as long as the block takes."""
-        if not self._under_way:
-            self._idle_s += self._now() - self._idle_since
-        self._under_way += 1
-        try:
-            yield
-        finally:
-            self._under_way -= 1
-            if not self._under_way:
-                self._idle_since = self._now()
-
-    def take(self) -> float:
-        """Idle seconds since the last call, or since the start."""
-        now = self._now()
-        idle_s = self._idle_s + (0.0 if self._under_way else now - self._idle_since)
-        self._idle_s, self._idle_since = 0.0, now
-        return idle_s
-
-
 _POLL_S = 1.0
 
 
@@ -94,7 +57,6 @@ class ScoreWorker(Worker):
         """Builds the strategy and loads its model. Called again, it starts over from ``context``."""
         if hasattr(self, "strategy"):
             self.strategy.shutdown()
-        self.idle = IdleClock()
         self.strategy = make_strategy(context)
         self.context = context
         info = self.strategy.setup()
@@ -119,17 +81,17 @@ class ScoreWorker(Worker):
 
     def logprobs(self, batch: Batch, adapter: bool = True) -> TokenScores:
         """Scores a share; ``adapter`` False leaves out the actor's LoRA adapter."""
-        with self.idle.work():
+        with self.clock.work():
             if adapter:
                 return self.strategy.logprobs(batch)
             return cast("TrainStrategy", self.strategy).logprobs(batch, adapter=False)
 
     def probe_logprobs(self, batch: Batch) -> TokenScores:
         """As ``logprobs``, but these micro-batches are not those that are compared with the model's own forward."""
-        from roll.distributed.replaced import replaced
+        from roll.utils.foreign import replaced
 
         compares = hasattr(self.strategy, "own_forward")
-        with self.idle.work(), replaced(self.strategy, own_forward=None) if compares else contextlib.nullcontext():
+        with self.clock.work(), replaced(self.strategy, own_forward=None) if compares else contextlib.nullcontext():
             return self.strategy.logprobs(batch)
 
     def shows(self, what: str, *args: Any) -> Any:
@@ -142,7 +104,7 @@ class ScoreWorker(Worker):
 
     def take_idle_s(self) -> float:
         """Seconds since the last call in which it neither scored, trained nor sent weights."""
-        return self.idle.take()
+        return self.clock.take_idle_s()
 
 
 class TrainWorker(ScoreWorker):
@@ -168,7 +130,7 @@ class TrainWorker(ScoreWorker):
         Returns:
             The metrics of every optimizer step.
         """
-        with self.idle.work():
+        with self.clock.work():
             return [self.strategy.train_step(batch.select(rows), self.loss_fn) for rows in optimizer_steps]
 
     def send_weights(self, order: TransferRequest) -> TransferResult | None:
@@ -182,7 +144,7 @@ class TrainWorker(ScoreWorker):
             self._sender.forget(order)
         export = getattr(self.strategy, "export_adapter" if order.payload == "adapter" else "export_weights")
         buckets: Iterator[WeightBucket] = export(order.bucket_bytes, tuple(order.receivers), check=order.check)
-        with self.idle.work():
+        with self.clock.work():
             try:
                 if self.context.rank in order.receivers:
                     return self._send(order, buckets)
@@ -208,11 +170,13 @@ class TrainWorker(ScoreWorker):
 
     def save(self, path: Path) -> list[WrittenFile]:
         """Writes the role's part of a checkpoint; returns what this rank wrote, but for small files."""
-        return self.strategy.save(path)
+        with self.clock.work():
+            return self.strategy.save(path)
 
     def start_save(self, path: Path) -> None:
         """Copies this rank's share of a checkpoint to host memory; ``written`` tells how its writing ended."""
-        self._saving = self.strategy.start_save(path)
+        with self.clock.work():
+            self._saving = self.strategy.start_save(path)
 
     def written(self) -> list[WrittenFile] | OSError | None:
         """Files that this rank wrote since ``start_save``, or why it could not; ``None`` while it is at it."""
@@ -247,7 +211,6 @@ class InferWorker(Worker):
             self.strategy.shutdown()
         self.strategy = make_strategy(context)
         self.strategy.setup()
-        self.idle = IdleClock()
         self._receiver = WeightReceiver(self._load_weights, self.node_ip())
         self._continuous = continuous
         self._waiting: list[tuple[str, GenerateRequest]] = []
@@ -296,8 +259,8 @@ class InferWorker(Worker):
         await self.strategy.drain()
 
     async def take_idle_s(self) -> float:
-        """Seconds since the last call in which no request was in flight."""
-        return self.idle.take()
+        """Seconds since the last call in which no request was in flight, and no weights came."""
+        return self.clock.take_idle_s()
 
     async def num_recorded(self, version: int) -> int:
         """Tokens that a version has sampled so far of requests with ``recorded`` versions."""
@@ -319,7 +282,8 @@ class InferWorker(Worker):
 
     async def _load_weights(self, payload: Payload, buckets: AsyncIterator[WeightBucket], version: int) -> None:
         update = self.strategy.update_adapter if payload == "adapter" else self.strategy.update_weights
-        await update(buckets, version)
+        with self.clock.work():
+            await update(buckets, version)
 
     def _admit(self) -> None:
         if not self._continuous and self._running:
@@ -331,7 +295,7 @@ class InferWorker(Worker):
             task.add_done_callback(self._finished)
 
     async def _run(self, client_id: str, request: GenerateRequest) -> None:
-        with self.idle.work():
+        with self.clock.work():
             try:
                 completion = await self.strategy.generate(request)
                 self._completions[client_id].append(completion)  # not before: a poll may have taken the list

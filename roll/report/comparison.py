@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,20 +18,16 @@ from roll.configs.problems import NOTHING, show
 from roll.configs.resuming import Effect, effect_of
 from roll.configs.schema import settings_of
 from roll.report.curve import learning_curve_svg, round_above
+from roll.report.parting import partings
 from roll.report.record import held_out
 from roll.report.sections import numbers
 from roll.tracking.display import difference_interval, share_interval
 from roll.tracking.files import read_json_lines
-from roll.tracking.run import TRAINED
 
-MEASURED = ("time/", "tokens_per_s", "tflops", "mfu", "memory/")
-"""Metrics that differ from run to run."""
-_PHASES = (
-    ("rollout", ("eval", "rollout/", "kept/")),
-    ("logprobs", ("mismatch/", "probe/", "async/", "teacher/")),
-    ("advantage", ("reward/", "actor/advantage")),
-)
-"""In the order of a step, with the beginnings of their metrics; all others are of the phase train."""
+_KERNELS = re.compile(r"(^|\.)system_envs\.(ATEN_CPU_CAPABILITY|MKL_\w+|OMP_NUM_THREADS)$")
+"""Keys that choose among kernels, which compute the same."""
+_LAYOUT = re.compile("actor_|critic|reference|teacher|val_infer|balance_ranks_by|max_running_")
+"""Of keys without an effect on results, the beginnings of those on which the order of sums may depend."""
 FIGURES = {
     "held-out success": "eval/success",
     "held-out loss": "eval/loss",
@@ -147,7 +144,7 @@ class Comparison:
 
     def nothing(self, title: str) -> str:
         """Why there is no row under a title: earlier versions recorded neither software nor data."""
-        section = {"Software that differs": "versions", "Data that differ": "data"}.get(title)
+        section = {"Software and machines that differ": "versions", "Data that differ": "data"}.get(title)
         without = [run.name for run in self.runs if section is not None and section not in run.summary]
         return f"unknown, as {', '.join(without)} did not record them" if without else "none"
 
@@ -159,7 +156,9 @@ class Comparison:
             data = run.summary.get("data")
             without = (Effect.FREE, Effect.ROWS) if data else (Effect.FREE,)  # data are compared by their content
             decides = {
-                key: value for key, value in run.settings.items() if key != "seed" and effect_of(key) not in without
+                key: value
+                for key, value in run.settings.items()
+                if key != "seed" and effect_of(key) not in without and not _KERNELS.search(key)
             }
             found.setdefault(_text([decides, data]), []).append(run)
         return list(found.values())
@@ -191,7 +190,12 @@ class Comparison:
         for group in self.groups:
             for run in group[1:]:
                 if run.seed == group[0].seed:
-                    yield f"{run.name} and {group[0].name} should agree: {_parting(group[0], run)}"
+                    pair = Comparison([group[0], run])
+                    kernels = [each for each in pair.settings if _KERNELS.search(each.what)]
+                    differ = [
+                        f"{each.what} ({' | '.join(each.values)})" for each in [*pair.recorded("versions"), *kernels]
+                    ]
+                    yield from partings(group[0], run, differ, [key for key in pair.free if _LAYOUT.match(key)])
 
     def curves(self) -> Iterator[str]:
         """A drawing for each metric, with a line for each run."""
@@ -208,7 +212,10 @@ class Comparison:
     def text(self) -> str:
         """For the terminal."""
         parts = [("Settings that differ", self.settings)]
-        parts += [("Software that differs", self.recorded("versions")), ("Data that differ", self.recorded("data"))]
+        parts += [
+            ("Software and machines that differ", self.recorded("versions")),
+            ("Data that differ", self.recorded("data")),
+        ]
         lines = ["runs: " + ", ".join(run.name for run in self.runs)]
         for title, rows in parts:
             lines += ["", f"{title}:" if rows else f"{title}: {self.nothing(title)}"]
@@ -296,51 +303,3 @@ def t_quantile(degrees: int) -> float:
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
     return sum(term / degrees**power for power, term in enumerate(terms))
-
-
-def _parting(one: Run, other: Run) -> str:
-    """The first step, phase, metric and response that differ."""
-    theirs = {each["step"]: each for each in other.metrics}
-    for mine in one.metrics:
-        step = mine["step"]
-        if step not in theirs:
-            return f"the metrics are the same up to step {step - 1}, after which one has no more"
-        names = [name for name in mine if name != "step" and not name.startswith(MEASURED)]
-        differ = [name for name in names if mine[name] != theirs[step].get(name)]
-        if differ:
-            phases = [phase for phase, _ in _PHASES] + ["train"]
-            first = min(differ, key=lambda name: phases.index(_phase(name)))
-            values = f"{mine[first]!r} and {theirs[step].get(first)!r}"
-            words = (
-                f"they part in step {step}, phase {_phase(first)}: {first} is {values} ({len(differ)} metrics differ)"
-            )
-            return words + _response_parting(one, other, step)
-    return "all metrics are the same but those of time and memory"
-
-
-def _phase(name: str) -> str:
-    return next((phase for phase, starts in _PHASES if name.startswith(starts)), "train")
-
-
-def _response_parting(one: Run, other: Run, step: int) -> str:
-    """The first sampled response that differs, of those that were written up to ``step``."""
-    for path in sorted((one.folder / "trajectories").glob(f"{TRAINED}*.jsonl")):
-        number = int(path.stem.removeprefix(TRAINED))
-        if number > step:
-            break
-        pairs = zip(read_json_lines(path), read_json_lines(other.folder / "trajectories" / path.name), strict=False)
-        for mine, theirs in pairs:
-            for turn, (left, right) in enumerate(zip(mine["turns"], theirs["turns"], strict=False)):
-                if left["text"] != right["text"]:
-                    return (
-                        f"; {_text_parting(left['text'], right['text'])} (step {number}, group {mine['group_id']}, "
-                        + (f"member {mine['member']}, turn {turn + 1})")
-                    )
-    return "; the responses that were written up to then are the same"
-
-
-def _text_parting(left: str, right: str) -> str:
-    pairs = zip(left, right, strict=False)
-    at = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
-    begin = max(0, at - 20)
-    return f"at letter {at + 1} one says {left[begin : at + 20]!r}, the other {right[begin : at + 20]!r}"

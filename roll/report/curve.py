@@ -114,6 +114,44 @@ def stacked_svg(bars: Mapping[str, Sequence[float]], labels: Sequence[int], widt
     return "".join(out) + "</svg>"
 
 
+def timeline_svg(
+    phases: Sequence[tuple[str, float, float]],
+    rows: Mapping[str, Sequence[tuple[float, float]]],
+    width: int = 960,
+    left: int = 150,
+) -> str:
+    """When each row was at work, below the phases of the step, in seconds from its start."""
+    start, end = min(begin for _, begin, _ in phases), max(end for _, _, end in phases)
+    scale = (width - left - 8) / max(end - start, 1e-9)
+    height, high = 46 + 20 * len(rows), 16
+    out = [f'<svg viewBox="0 0 {width} {height}" role="img" font-size="12">']
+    names = list(dict.fromkeys(name for name, _, _ in phases))
+    for name, begin, until in phases:
+        color, x, wide = (
+            _COLORS[names.index(name) % len(_COLORS)],
+            left + (begin - start) * scale,
+            (until - begin) * scale,
+        )
+        out.append(
+            f'<g><title>{escape(name)}: {until - begin:.3g} s</title><rect x="{x:.1f}" y="4" '
+            f'width="{max(1.0, wide):.1f}" height="{height - 26}" fill="{color}" fill-opacity="0.14"/></g>'
+        )
+        if wide > _LETTER * len(name):
+            out.append(f'<text x="{x + 2:.1f}" y="16">{escape(name)}</text>')
+    for number, (name, spans) in enumerate(rows.items()):
+        y = 24 + 20 * number
+        out.append(f'<text x="{left - 6}" y="{y + 12}" text-anchor="end">{escape(name)}</text>')
+        for begin, until in spans:
+            x = left + (max(begin, start) - start) * scale
+            wide = max(0.7, (min(until, end) - max(begin, start)) * scale)
+            out.append(f'<rect class="busy" x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{high}"/>')
+    for part in range(5):
+        x, seconds = left + part * (width - left - 8) / 4, part * (end - start) / 4
+        anchor = "end" if part == 4 else "middle"
+        out.append(f'<text x="{x:.1f}" y="{height - 4}" text-anchor="{anchor}">{seconds:.3g} s</text>')
+    return "".join(out) + "</svg>"
+
+
 class _Frame:
     """Maps data to pixels."""
 

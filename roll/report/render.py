@@ -202,6 +202,7 @@ def render_index(
     logs: Path | None = None,
     schema: type[Config] | None = None,
     output: Path | None = None,
+    forecast: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes the page of a run, ``index.html`` beside the renders: how it went, its metrics, settings and episodes.
 
@@ -213,6 +214,7 @@ def render_index(
         logs: folder of the log files, where they are not in the run's.
         schema: class of its configuration.
         output: another file for the page.
+        forecast: of ``roll plan``: see ``sections.forecast``.
     """
     folder = folder or (run_dir / "renders" if (run_dir / "renders").is_dir() else run_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -234,6 +236,9 @@ def render_index(
         tokens=sections.tokens(run_dir),
         areas=sections.areas(metrics),
         times=sections.times(metrics, phases),
+        timeline=sections.timeline(run_dir),
+        forecast=sections.forecast(metrics, forecast),
+        position=sections.data_position(metrics, summary),
         settings=sections.settings(run_dir, schema),
         versions=summary.get("versions", {}),
         curves=_curves(metrics, folder),

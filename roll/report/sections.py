@@ -13,12 +13,12 @@ import yaml
 
 from roll.configs.base import Config
 from roll.configs.schema import settings_of
-from roll.report.curve import chart_svg, stacked_svg
+from roll.report.curve import chart_svg, stacked_svg, timeline_svg
 from roll.report.diagnosis import diagnose
 from roll.report.record import RunRecord, held_out
 from roll.tracking.display import share_interval
 from roll.tracking.files import read_json_lines
-from roll.tracking.run import TOKENS, TRAINED
+from roll.tracking.run import TIMELINE, TOKENS, TRAINED
 
 Metrics = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
@@ -102,6 +102,96 @@ def times(metrics: Metrics, phases: Iterable[str]) -> dict[str, Any] | None:
     ranked = sorted(totals, key=lambda phase: -totals[phase])
     rows = [(phase, f"{totals[phase]:.1f} s", f"{totals[phase] / whole:.0%}") for phase in ranked]
     return {"svg": stacked_svg({phase: bars[phase] for phase in ranked}, labels), "rows": rows}
+
+
+def timeline(run_dir: Path) -> dict[str, Any] | None:
+    """Who worked in each phase: the newest step drawn by worker, and shares of the phases' time over all steps.
+
+    The share of a role is the mean of its workers; where they differ, that of the one which worked least is told too.
+    """
+    records = [record for record in read_json_lines(run_dir / TIMELINE) if record["step"] and record["phases"]]
+    if not records:
+        return None
+    newest = records[-1]
+    svg = timeline_svg(newest["phases"], newest["workers"])
+    seconds: dict[str, float] = {}
+    busy: dict[str, dict[str, float]] = {}
+    for record in records:
+        for phase, begin, end in record["phases"]:
+            seconds[phase] = seconds.get(phase, 0.0) + end - begin
+            for worker, spans in record["workers"].items():
+                of_worker = busy.setdefault(worker, {})
+                inside = sum(max(0.0, min(until, end) - max(since, begin)) for since, until in spans)
+                of_worker[phase] = of_worker.get(phase, 0.0) + inside
+    phases = sorted((phase for phase in seconds if seconds[phase] > 0), key=lambda phase: -seconds[phase])
+    by_role: dict[str, list[dict[str, float]]] = {}
+    for worker, found in busy.items():
+        by_role.setdefault(worker.partition("[")[0], []).append(found)
+    table = [("", *phases)]
+    for role, workers in by_role.items():
+        shares = [[found.get(phase, 0.0) / seconds[phase] for found in workers] for phase in phases]
+        table.append((role, *(_share(each) for each in shares)))
+    return {"step": newest["step"], "svg": svg, "rows": table}
+
+
+def _share(shares: Sequence[float]) -> str:
+    least = f" ({min(shares):.0%})" if max(shares) - min(shares) > 0.05 else ""
+    return f"{statistics.fmean(shares):.0%}{least}"
+
+
+def forecast(metrics: Metrics, planned: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What ``roll plan`` expects beside what was measured: medians of all steps but the first, which warms up.
+
+    Args:
+        planned: ``device`` (its name) and ``seconds`` by phase; or ``problem``, why there is no plan.
+    """
+    if planned is None:
+        return None
+    if "problem" in planned:
+        return {"rows": [], "words": planned["problem"]}
+    steps = [record for record in metrics if record["step"]]
+    steps = steps[1:] or steps
+    rows = [("", "planned", "measured", "measured / planned", "planned tokens/s", "measured tokens/s")]
+    for phase, seconds in planned["seconds"].items():
+        found = [value for _, value in numbers(steps, f"time/{phase}")]
+        rates = [value for _, value in numbers(steps, f"tokens_per_s/{phase}")]
+        if not found or not seconds:
+            continue
+        took, rate = statistics.median(found), statistics.median(rates) if rates else None
+        told = ("", "") if rate is None else (f"{rate * took / seconds:,.0f}", f"{rate:,.0f}")
+        rows.append((phase, f"{seconds:.3g} s", f"{took:.3g} s", f"{took / seconds:.2g}", *told))
+    words = f"The plan is for {planned['device']}; measured are medians over the steps after the first."
+    return {"rows": rows, "words": words}
+
+
+def data_position(metrics: Metrics, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """How far the run is in its data: datasets, passes, what was drawn and what became of it, and what was repeated."""
+    steps = [record for record in metrics if record["step"]]
+    rows = [
+        (f"{name} data", f"{each['rows']:,} rows, {each['samples']:,} of them used")
+        for name, each in (summary.get("data") or {}).items()
+        if "rows" in each
+    ]
+    if not steps:
+        return rows
+    last = steps[-1]
+    rows += [("passes over the data", f"{last[name]:.3g}") for name in last if name.endswith("/epoch")]
+    if repeated := [value for _, value in numbers(steps, "rollout/duplicate_prompts")]:
+        rows.append(("prompts repeated within a step", f"{statistics.fmean(repeated):.1%} on average"))
+    if episodes := [value for _, value in numbers(steps, "rollout/episodes")]:
+        rows.append(("responses or episodes sampled", f"{sum(episodes):,.0f} in {len(episodes)} steps"))
+    if dropped := sum(value for _, value in numbers(steps, "rollout/dropped")):
+        rows.append(("lost to errors", f"{dropped:,.0f}"))
+    if filtered := sum(value for _, value in numbers(steps, "rollout/filtered")):
+        rows.append(("groups turned down by the filter", f"{filtered:,.0f}"))
+    if draws := summary.get("draws"):
+        told = {"trained": "trained on", "settled": "settled without training", "waiting": "waiting"}
+        of = (summary.get("data") or {}).get("actor_train.data_args", {}).get("samples")
+        rows.append(("prompts or starts drawn", f"{sum(draws.values()):,}{f', of {of:,} in the data' if of else ''}"))
+        rows += [(f"of these {words}", f"{draws[name]:,}") for name, words in told.items() if name in draws]
+    if (waiting := last.get("async/buffer_groups")) is not None:
+        rows.append(("groups finished ahead of the last step", f"{waiting:g}"))
+    return rows
 
 
 def evaluations(metrics: Metrics) -> list[dict[str, Any]]:

@@ -78,11 +78,13 @@ class Verification:
         checked: figures by metric.
         wrong: those that differ.
         unchecked: metrics by why they could not be counted, see ``_WHY``.
+        gone: steps whose rollouts are no longer kept.
     """
 
     checked: dict[str, int] = field(default_factory=dict)
     wrong: list[Wrong] = field(default_factory=list)
     unchecked: dict[str, list[str]] = field(default_factory=dict)
+    gone: list[int] = field(default_factory=list)
 
     def compare(
         self, step: int, printed: Mapping[str, Any], counted: Mapping[str, float], close: float | None = None
@@ -99,6 +101,11 @@ class Verification:
         """For the terminal."""
         lines = [f"{sum(self.checked.values()):,} figures of {len(self.checked)} metrics were counted again"]
         lines[0] += f"; {len(self.wrong)} differ:" if self.wrong else ": all follow from the rows on disk"
+        if self.gone:
+            lines.append(
+                f"the rollouts of step {self.gone[0]} to {self.gone[-1]} are not kept: rollout_dump_gb bounds "
+                "rollout_dump_dir, and the oldest are deleted first"
+            )
         lines += [f"  {each}" for each in sorted(self.wrong, key=lambda each: (each.step, each.metric))]
         for why, names in self.unchecked.items():
             lines += ["", f"{len(names)} metrics {_WHY[why]}:", f"  {', '.join(names)}"]
@@ -114,6 +121,7 @@ def verify(run_dir: Path, config: RLConfig, rollouts: Path | None = None) -> Ver
     """
     found = Verification()
     dumped = rollouts or (Path(config.rollout_dump_dir).expanduser() if config.rollout_dump_dir else None)
+    first = min((int(path.name[5:]) for path in dumped.glob("step-*")), default=0) if dumped is not None else 0
     shaping: Shaping | None = Shaping(config.parts)
     metrics = read_json_lines(run_dir / "metrics.jsonl")
     for printed in metrics:
@@ -128,6 +136,8 @@ def verify(run_dir: Path, config: RLConfig, rollouts: Path | None = None) -> Ver
                 dtype = config.actor_train.model_args.dtype or ""
                 found.compare(step, printed, trained, _TRAINED.get(dtype, _ROUNDED))
         else:
+            if 0 < step < first:
+                found.gone.append(step)
             rows = _rows(run_dir, f"{TRAINED}{step:05d}")
             if len(_grouped(rows)) >= config.num_written_groups and len(rows) != printed.get("rollout/episodes"):
                 rows = []  # some of them

@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
-from roll.configs.judge import AskedModelConfig, JudgeEngine
-from roll.configs.rewards import RewardConfig
+from roll.configs.rewards import AskedModelConfig, JudgeEngine, RewardConfig
 from roll.data.requests import JudgeQuestion, SamplingParams
 from roll.distributed.cluster.cluster import Worker
 from roll.rewards.scorer import DomainScorer
@@ -72,7 +71,8 @@ class RewardWorker(HostingWorker):
 
     async def _score(self, sample: Sample) -> RewardResult | RewardError:
         try:
-            return await self.hosted.score(sample)
+            with self.clock.work():
+                return await self.hosted.score(sample)
         except RewardError as error:
             return RewardError(str(error))  # without its causes, which may not survive the way between processes
 
@@ -100,7 +100,8 @@ class JudgeWorker(HostingWorker):
 
     async def _ask(self, question: JudgeQuestion) -> str | RewardError:
         try:
-            words, _ = await self._judge.ask(question)
+            with self.clock.work():
+                words, _ = await self._judge.ask(question)
         except RewardError as error:
             return RewardError(str(error))  # without its causes, which may not survive the way between processes
         return words

@@ -260,7 +260,11 @@ class GroupWorker(Worker, ABC):
         """Begins to play groups; ``finished_groups`` brings them."""
         if (playing := self._of(series)) is not None:
             for spec in specs:
-                playing.start(spec.group_id, asyncio.create_task(self.run_group(spec), name=f"group {spec.group_id}"))
+                playing.start(spec.group_id, asyncio.create_task(self._play(spec), name=f"group {spec.group_id}"))
+
+    async def _play(self, spec: GroupSpec) -> RolloutGroup:
+        with self.clock.work():
+            return await self.run_group(spec)
 
     async def finished_groups(self, series: Series) -> Finished:
         """The groups that have finished since the last call; waits up to a second for the first."""

@@ -5,6 +5,7 @@
     config.yaml            resolved configuration, secrets removed
     logs/roll.log          every log record of the driver
     metrics.jsonl          one line of JSON per step
+    timeline.jsonl         of each step, when its phases and its workers' work began and ended
     schedule.jsonl         which rollouts each step took, and their weights (async_generation_ratio)
     checkpoints/           checkpoint-N/ (see checkpointer.py)
     trajectories/          chosen episodes in full, JSON lines: eval-<step>, train-<step>, tokens-<step>
@@ -39,6 +40,7 @@ TRAINED = "train-"
 """Start of the names of the files of training groups in ``trajectories/``, before the step."""
 TOKENS = "tokens-"
 """The same for files of single tokens."""
+TIMELINE = "timeline.jsonl"
 PHASE = "phase.json"
 """File of what a run does at the moment: ``phase``, ``since`` (seconds of the epoch), ``host``."""
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
@@ -63,12 +65,32 @@ _PACKAGES = (
 
 
 def software_versions() -> dict[str, str]:
-    """Versions of the system, Python, this library and the installed ones that results depend on."""
+    """Versions of the system, Python, this library and the installed ones that results depend on, and the machine's.
+
+    ``kernels`` are the instructions that PyTorch's own use on a CPU, with the choice that MKL was told.
+    """
     found = {"platform": platform.platform(), "python": platform.python_version(), "roll": __version__}
+    found |= _machine()
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
+
+
+def _machine() -> dict[str, str]:
+    """Of the driver's node: its processor and GPUs by name, and the kernels that they run."""
+    from torch.backends.cpu import get_cpu_capability
+
+    told = [f"MKL_CBWR={value}" for value in [os.environ.get("MKL_CBWR")] if value]
+    found = {"kernels": ", ".join([get_cpu_capability(), *told])}
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        found["cpu"] = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
+    models = [path.read_text(encoding="utf-8") for path in Path("/proc/driver/nvidia/gpus").glob("*/information")]
+    names = {
+        line.partition(":")[2].strip() for text in models for line in text.splitlines() if line.startswith("Model:")
+    }
+    return found | ({"gpu": ", ".join(sorted(names))} if names else {})
 
 
 class RunFolder:
@@ -82,6 +104,7 @@ class RunFolder:
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
         self.schedule_path = self.path / "schedule.jsonl"
+        self.timeline_path = self.path / TIMELINE
         self.summary_path = self.path / "summary.json"
         self.logs = self.path / "logs" if logs is None else Path(logs).expanduser().resolve()
         self.checkpoints = self.path / "checkpoints"
@@ -174,9 +197,16 @@ class RunFolder:
         with self.schedule_path.open("a", encoding="utf-8") as file:
             file.write(to_json(record) + "\n")
 
+    def log_timeline(self, record: Mapping[str, Any]) -> None:
+        """Appends one line to ``timeline.jsonl``."""
+        with self.timeline_path.open("a", encoding="utf-8") as file:
+            file.write(to_json(record) + "\n")
+
     def truncate_metrics(self, step: int) -> None:
-        """Drops the lines after ``step``: those of the steps that a resumed run takes again."""
+        """Drops the lines after ``step``, also of the timeline: those of the steps that a resumed run takes again."""
         _truncate(self.metrics_path, step)
+        if self.timeline_path.exists():
+            _truncate(self.timeline_path, step)
 
     def truncate_samples(self, step: int) -> None:
         """Deletes the training groups, and tokens, of the steps after ``step``."""

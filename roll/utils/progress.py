@@ -1,13 +1,16 @@
 """How much work a process has done: a number that others on its node can read, whatever the process is stuck in.
 
 Only that it grows has a meaning: by tokens, micro-batches, steps of environments, tensors and bytes that were read.
+Its clock tells when it worked and when it waited.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 _NAME = "roll-progress"
 _MOVED = 2**24
@@ -93,3 +96,78 @@ def _moved(pid: int) -> int:
         return sum(int(figures[name]) for name in ("rchar", "wchar", "read_bytes", "write_bytes")) // _MOVED
     except OSError:  # gone, or somebody else's
         return 0
+
+
+_GAP_S, _MOST_SPANS = 0.005, 200
+"""Pauses below this are no pauses; with more spans, twice as long ones are none either."""
+
+
+class WorkClock:
+    """Sums up the seconds without work, and keeps from when to when there was some; pieces of work may overlap.
+
+    For one thread or event loop.
+
+    Args:
+        now: seconds of a clock that never goes back.
+        wall: seconds of the epoch, which clocks of other machines share.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
+        self._now, self._wall = now, wall
+        self._under_way = 0
+        self._idle_s = 0.0
+        """Up to ``_idle_since``."""
+        self._idle_since = now()
+        self._begun = 0.0
+        self._spans: list[tuple[float, float]] = []
+        self._gap_s = _GAP_S
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Something is under way for as long as the block takes."""
+        if not self._under_way:
+            self._idle_s += self._now() - self._idle_since
+            self._begun = self._wall()
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle_since = self._now()
+                self._note(self._begun, self._wall())
+
+    def take_idle_s(self) -> float:
+        """Idle seconds since the last call, or since the start."""
+        now = self._now()
+        idle_s = self._idle_s + (0.0 if self._under_way else now - self._idle_since)
+        self._idle_s, self._idle_since = 0.0, now
+        return idle_s
+
+    def take_spans(self) -> list[tuple[float, float]]:
+        """Begin and end of the work since the last call, that under way included."""
+        if self._under_way:
+            now = self._wall()
+            self._note(self._begun, now)
+            self._begun = now
+        spans, self._spans, self._gap_s = self._spans, [], _GAP_S
+        return spans
+
+    def _note(self, begin: float, end: float) -> None:
+        self._spans.append((begin, end))
+        if len(self._spans) > 1 and begin - self._spans[-2][1] < self._gap_s:
+            self._spans[-2:] = _joined(self._spans[-2:], self._gap_s)
+        while len(self._spans) > _MOST_SPANS:
+            self._gap_s *= 2
+            self._spans = _joined(self._spans, self._gap_s)
+
+
+def _joined(spans: Iterable[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
+    """Spans in order, without pauses shorter than ``gap`` between them."""
+    found: list[tuple[float, float]] = []
+    for begin, end in spans:
+        if found and begin - found[-1][1] < gap:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found

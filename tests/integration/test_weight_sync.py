@@ -253,6 +253,7 @@ def test_a_generator_that_dies_in_an_update_is_named_and_replaced(clusters, mode
     assert_serves(generator, model, weights, 17)
 
 
+@pytest.mark.slow
 def test_a_generator_that_hangs_is_named(clusters, model):
     trainer, generator = clusters
     updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, check=True)

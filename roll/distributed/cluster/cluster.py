@@ -24,7 +24,7 @@ from roll.distributed.cluster.reaper import MARK
 from roll.distributed.cluster.recording import Recording, RecordingOptions
 from roll.distributed.cluster.resources import NodeInfo, PlacementPlan, WorkerSlot, nodes_from_resources
 from roll.utils.memory import keep_freed_memory, resident_bytes
-from roll.utils.progress import advance
+from roll.utils.progress import WorkClock, advance
 from roll.utils.registry import load_inherited_plugins
 from roll.utils.signals import outlive
 
@@ -51,6 +51,7 @@ class Worker:
         self.rank = rank
         self.world_size = world_size
         self._recording: Recording | None = None
+        self.clock = WorkClock()
         write_stacks_on_signal()
         os.environ.update(env)
         load_inherited_plugins()
@@ -73,6 +74,10 @@ class Worker:
     def waiting_tasks(self) -> list[str]:
         """What the tasks of this worker's event loop wait for; nothing without one."""
         return waiting_tasks()
+
+    def take_spans(self) -> list[tuple[float, float]]:
+        """From when to when it has worked since the last call, in seconds of the epoch."""
+        return self.clock.take_spans()
 
     def start_recording(self, options: RecordingOptions) -> None:
         """Records what PyTorch does from now on; what was under way is given up."""

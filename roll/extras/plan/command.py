@@ -168,3 +168,22 @@ def _command(config_name: str, folder: Path, overrides: Sequence[str]) -> list[s
     shipped = folder.resolve() == Path(SHIPPED).resolve()
     name = config_name if shipped else str(folder.resolve() / f"{config_name.removesuffix('.yaml')}.yaml")
     return ["roll", "train", name, *overrides]
+
+
+def forecast(folder: Path) -> dict[str, Any]:
+    """What is planned for a run's own configuration on this machine: ``device``, and ``seconds`` by phase of a step.
+
+    Raises:
+        ConfigErrors: it is not valid here, or a model's sizes are not known here.
+    """
+    from roll.extras.plan.devices import this_device
+    from roll.extras.plan.plan import make_plan
+
+    config, _ = read_config("config", folder, [])
+    device = this_device()
+    seconds: dict[str, float] = {}
+    for name, duration in make_plan(config, device, model_shapes(config)).times.items():
+        phase = name.partition(" ")[0]
+        seconds[phase] = seconds.get(phase, 0.0) + duration.seconds
+    tried = f" ({device.tried})" if device.tried else ""
+    return {"device": f"{device.name}{tried}", "seconds": seconds}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import yaml
 
 from roll.configs.base import Config
+from roll.configs.problems import ConfigErrors
 from roll.configs.rl import RLConfig
 from roll.pipeline.programs import program_of, schemas
 from roll.report.bundle import write_bundle
 from roll.report.comparison import Comparison, Run
 from roll.report.render import render_index, render_page
 from roll.tracking.files import write_atomic
+from roll.tracking.run import software_versions
+from roll.utils.registry import extra
 
 
 def report(run: Path, output: Path | None = None) -> Path:
@@ -28,8 +32,28 @@ def report(run: Path, output: Path | None = None) -> Path:
     folder = Path(renders).expanduser() if renders else run / "renders"
     target = None if output is None else output.expanduser().resolve()
     return render_index(
-        run.resolve(), folder.resolve(), Path(logs).expanduser() if logs else None, schema_of(values), target
+        run.resolve(),
+        folder.resolve(),
+        Path(logs).expanduser() if logs else None,
+        schema_of(values),
+        target,
+        _forecast(run),
     )
+
+
+def _forecast(run: Path) -> dict[str, Any]:
+    """What ``roll plan`` says of the run on its machine, or why it does not."""
+    summary = run / "summary.json"
+    ran = json.loads(summary.read_text(encoding="utf-8")).get("versions", {}) if summary.is_file() else {}
+    here = software_versions()
+    if any(ran.get(part) != here.get(part) for part in ("cpu", "gpu")):
+        there = ran.get("gpu") or ran.get("cpu") or "a machine that it did not record"
+        return {"problem": f"The run was on {there}; roll report says what was planned when it is called there."}
+    try:
+        found: dict[str, Any] = extra("plan").forecast(run)
+    except ConfigErrors as errors:
+        return {"problem": f"There is no plan: {'; '.join(each.key for each in errors.problems)} cannot be read here."}
+    return found
 
 
 def configuration(run: Path) -> dict[str, Any]:
@@ -69,7 +93,7 @@ def _comparison_page(found: Comparison) -> str:
     head = ("", *(run.name for run in found.runs))
     parts = {
         "Settings that differ": found.settings,
-        "Software that differs": found.recorded("versions"),
+        "Software and machines that differ": found.recorded("versions"),
         "Data that differ": found.recorded("data"),
     }
     tables = {name: [head, *((row.what, *row.values) for row in rows)] for name, rows in parts.items()}

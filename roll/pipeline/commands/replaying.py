@@ -28,7 +28,7 @@ from roll.pipeline.programs import Program
 from roll.pipeline.rl import RLPipeline, set_losses
 from roll.pipeline.rollouts import read_rollouts, step_folder
 from roll.pipeline.start import RunContext
-from roll.report.comparison import MEASURED
+from roll.report.parting import MEASURED
 from roll.rollout.rows import groups_to_batch
 from roll.tracking.checkpointer import Checkpointer
 from roll.tracking.files import read_json_lines
@@ -121,10 +121,14 @@ def _plan(job: Job, words: Sequence[str]) -> _Plan:
     rollouts = Path(dumped).expanduser()
     needed = range(first, job.step + 1)
     if lack := [step for step in needed if not (step_folder(rollouts, step) / "rollouts.json").is_file()]:
+        kept = sorted(rollouts.glob("step-*"))
+        why = ""
+        if kept and step_folder(rollouts, max(lack)) < kept[0]:
+            why = f"; it begins with {kept[0].name}, as rollout_dump_gb bounds it: the oldest steps are deleted first"
         start = "the first step" if checkpoint is None else f"{checkpoint.name}, the nearest before it,"
         raise ValueError(
             f"step {job.step} is replayed from {start} with the rollouts of each step from {first} on; those of "
-            f"{', '.join(map(str, lack))} are not in {rollouts} (rollout_dump_dir; --rollouts DIR if it has moved)"
+            f"{', '.join(map(str, lack))} are not in {rollouts} (rollout_dump_dir; --rollouts DIR if it has moved){why}"
         )
     return _Plan(config, program, rollouts, checkpoint, changes)
 

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from roll.agentic.tools.calculator import calculator
+from roll.agentic.tools.builtin import calculator
 from roll.agentic.tools.dialects import dialect
 from roll.demo.products import write_dataset
 from roll.extras.sandbox.python_tool import PythonTool

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from roll.distributed.replaced import replaced
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.evidence import probe_prompt
 from roll.distributed.strategy.hf_infer import continuous_batching
@@ -20,6 +19,7 @@ from roll.models import sampling
 from roll.models.lora import LoraSpec
 from roll.models.tiny import make_tokenizer
 from roll.pipeline.probe import Bound, Probe, other_prompt
+from roll.utils.foreign import replaced
 from tests.support.contract import context_of
 from tests.support.known_families import make_known
 from tests.support.probe_pair import Pair

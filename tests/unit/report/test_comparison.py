@@ -10,10 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from roll.__main__ import main
 from roll.configs.rlvr import RLVRConfig
+from roll.data.requests import Completion, FinishReason
 from roll.report.comparison import Comparison, Run, t_quantile
+from roll.rollout.types import Collected, EpisodeEnd, RolloutGroup, Trajectory, Turn
 
 STEPS = 9
 
@@ -80,10 +84,69 @@ def test_equal_runs_that_part_are_told_with_step_phase_metric_and_response(tmp_p
     write(tmp_path / "b", lines)
     record = {"group_id": 5, "member": 0, "turns": [{"text": "a"}, {"text": "the answer as 5"}]}
     (tmp_path / "b" / "trajectories" / "train-00005.jsonl").write_text(json.dumps(record) + "\n")
-    parted, same = Comparison([Run.read(tmp_path / name, name) for name in ("a", "b", "c")]).partings()
+    parted, response, weights, cause, same = Comparison(
+        [Run.read(tmp_path / name, name) for name in ("a", "b", "c")]
+    ).partings()
     assert "they part in step 5, phase train: actor/entropy is 1.0 and 1.5 (1 metrics differ)" in parted
-    assert "at letter 12 one says 'the answer is 5', the other 'the answer as 5' (step 5, group 5" in parted
+    assert (
+        "in step 5, group 5, member 0, turn 2: at letter 12 one says 'the answer is 5', the other 'the answer as 5'"
+        in (response)
+    )
+    assert "no checkpoint" in weights and "nothing but python (" in cause and "does not explain it" in cause
     assert same.endswith("all metrics are the same but those of time and memory")
+
+
+def kept(folder: Path, step: int, size: float, flip: bool) -> None:
+    """Rollouts of a step; ``size``: how far log-probs are away; ``flip``: one response has another third token."""
+    groups = []
+    for number in (1, 2):
+        turns = []
+        for member in range(2):
+            other = flip and (number, member) == (2, 1)
+            ids, logprobs = np.array([5, 6, 8 if other else 7]), np.full(3, -1 - size * member, np.float32)
+            done = Completion("r", ids, logprobs, FinishReason.STOP, np.zeros(3, np.int64))
+            turns.append(Turn(np.arange(4), done, "five" if other else "four", "?", None, 1.0, 0.0, ""))
+        episodes = [
+            Trajectory("maths", number, member, 1, (turn,), EpisodeEnd.TERMINATED, True, "", False)
+            for member, turn in enumerate(turns)
+        ]
+        groups.append(RolloutGroup(number, "maths", episodes))
+    Collected(groups, []).save(folder / f"step-{step:05d}")
+
+
+@pytest.mark.parametrize(("size", "words"), [(2e-7, "That explains it"), (0.01, "does not explain it")])
+def test_runs_with_other_kernels_part_at_a_token_and_in_tensors_and_the_kernels_are_judged(
+    tmp_path: Path, size: float, words: str
+) -> None:
+    for number, name in enumerate(("a", "c")):
+        dump = tmp_path / f"kept_{name}"
+        run = made(tmp_path, name, rollout_dump_dir=str(dump))
+        for step in (1, 2, 3):
+            kept(dump, step, size * number if step > 1 else 0.0, flip=bool(number) and step == 3)
+        lines = [dict(each) for each in run.metrics]
+        lines[2]["rollout/reward"] += number
+        write(run.folder, lines)
+        summary = json.loads((run.folder / "summary.json").read_text())
+        summary["versions"]["kernels"] = ("AVX2", "DEFAULT")[number]
+        (run.folder / "summary.json").write_text(json.dumps(summary))
+        for step in (1, 2):
+            model = run.folder / "checkpoints" / f"checkpoint-{step}" / "actor_train"
+            model.mkdir(parents=True)
+            tensors = {each: torch.linspace(-2, 3, 8) for each in ("near", "far", "same")}
+            if number and step == 2:
+                tensors["near"][0] = torch.nextafter(tensors["near"][0], torch.tensor(9.0))
+                tensors["far"][:4] += 0.5
+            save_file(tensors, model / "model.safetensors")
+    told = "\n".join(Comparison([Run.read(tmp_path / name, name) for name in ("a", "c")]).partings())
+    assert f"differ from step 2 on, there by up to {np.float32(1 + size) - 1:.2g}" in told
+    assert "in step 3, group 2, member 1, turn 1, token 3: id 7 and 8; at letter 2 one says 'four'" in told
+    assert "equal in checkpoint-1, in checkpoint-2 2 of 3 tensors differ" in told
+    far, near = (
+        told.index("actor_train far: 50.0% of the values, by up to 0.5 (0.17 of"),
+        told.index("actor_train near"),
+    )
+    assert far < near and "in the last 1 bits" in told[near:]
+    assert f'differ in nothing but kernels ("AVX2" | "DEFAULT"){". " if size < 1e-3 else ", which "}{words}' in told
 
 
 def test_the_command_writes_text_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

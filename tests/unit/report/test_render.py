@@ -360,6 +360,13 @@ def a_run(folder: pathlib.Path, steps: int = 30, words: str = "four") -> pathlib
     alarm = {"watch": "dead_groups", "action": "warn", "text": f"{words} groups", "first": 3, "last": 9, "count": 2}
     summary = {"status": "completed", "steps": steps, "seconds": {"start": 9.0, "rollout": 45.0, "train": 15.0}}
     summary |= {"watches": {"dead_groups": alarm}, "versions": {"torch": "2.9.0"}}
+    summary |= {"draws": {"trained": 60, "settled": 3}, "data": {"actor_train.data_args": {"rows": 90, "samples": 84}}}
+    workers = {"actor_train[0]": [[3.0, 4.0]], "actor_infer[0]": [[1.0, 2.5]]}
+    workers |= {"actor_infer[1]": [[0.5, 2.0], [2.0, 3.0]]}
+    phases = [["rollout", 1.0, 3.0], ["train", 3.0, 4.0]]
+    for step in (1, 2):
+        with (folder / "timeline.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "start": 0.0, "phases": phases, "workers": workers}) + "\n")
     (folder / "summary.json").write_text(json.dumps(summary))
     for step in (0, steps):
         texts = (words, f"{words} at {step}", "seven", "eight")
@@ -375,7 +382,9 @@ def a_run(folder: pathlib.Path, steps: int = 30, words: str = "four") -> pathlib
 
 
 def test_the_page_of_a_run_shows_metrics_times_diagnosis_watches_settings_versions_and_episodes(tmp_path):
-    page = render_index(a_run(tmp_path / "run", steps=31), schema=RLVRConfig).read_text(encoding="utf-8")
+    planned = {"device": "H100", "seconds": {"rollout": 0.5, "train": 1.0, "sync": 2.0}}
+    index = render_index(a_run(tmp_path / "run", steps=31), schema=RLVRConfig, forecast=planned)
+    page = index.read_text(encoding="utf-8")
     text = re.sub(r"(<[^>]+>|\s)+", " ", page.partition("</style>")[2])
     for words in (
         "The run learns: held-out success 25.0% → 75.0%",
@@ -383,6 +392,10 @@ def test_the_page_of_a_run_shows_metrics_times_diagnosis_watches_settings_versio
         "75.0% 30.1% to 95.4% (4)",
         "rollout 46.5 s 75%",
         "train 15.5 s 25%",
+        "rollout train actor_train 0% 100% actor_infer 88% (75%) 0%",
+        "rollout 0.5 s 1.5 s 3 train 1 s 0.5 s 0.5 Position",
+        "prompts or starts drawn 63, of 84 in the data",
+        "settled without training 3",
         "rollout/success 1 ",
         "constant: rollout/episodes 4",
         "differ from their defaults (2) seed 7 actor_infer.infer_batch_size 1 have their defaults (1)",

@@ -16,7 +16,7 @@ from roll.configs.rlvr import RLVRConfig
 from roll.configs.worker import WorkerConfig
 from roll.data.requests import Completion, FinishReason
 from roll.pipeline.prompts import reward_metrics
-from roll.pipeline.rollouts import token_rows, training_lines, write_rollouts, write_scores
+from roll.pipeline.rollouts import drop_oldest, token_rows, training_lines, write_rollouts, write_scores
 from roll.report.verification import verify
 from roll.rollout.metrics import rollout_metrics, step_metrics
 from roll.rollout.rows import groups_to_batch
@@ -119,6 +119,16 @@ def test_losses_follow_from_the_log_probs_before_the_update(tmp_path: Path, scor
     for name in found.checked:
         write(tmp_path, [{"step": 1, **printed, name: printed[name] + 0.01}])
         assert [each.metric for each in verify(tmp_path, config).wrong] == [name]
+
+
+def test_steps_that_the_bound_has_deleted_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = a_run(tmp_path, steps=4)
+    kept = tmp_path / "kept"
+    size = sum(file.stat().st_size for file in kept.glob("step-*/*"))
+    assert drop_oldest(kept, 4, size) == [] and drop_oldest(kept, 4, size - 1) == [1]
+    assert drop_oldest(kept, 4, 1) == [2], "the two newest stay"
+    assert main(["verify", str(folder)]) == 0
+    assert "the rollouts of step 1 to 2 are not kept: rollout_dump_gb" in capsys.readouterr().out
 
 
 def test_a_changed_row_is_found_and_an_incomplete_evaluation_is_not_counted(tmp_path: Path) -> None:

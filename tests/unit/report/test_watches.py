@@ -123,7 +123,9 @@ def test_repetition_is_the_share_of_repeated_runs_of_tokens() -> None:
 
 def test_every_watch_has_a_key_and_a_key_of_its_own_overrides_the_default() -> None:
     assert set(WatchesConfig.model_fields) - {"default"} == set(WATCHES)
-    config = RLVRConfig(watches={"default": False, "dead_groups": "stop"}).watches  # a plain off is YAML's false
+    values = RLVRConfig(watches={"default": False, "dead_groups": "stop"}, probe=False)  # a plain off is YAML's false
+    config, probe = values.watches, values.probe
+    assert probe == "off"
     assert (config.action("repetition"), config.action("dead_groups")) == ("off", "stop")
 
 

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.pipeline.workers import IdleClock
+from roll.utils.progress import WorkClock
 
 EVENTS = st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["begin", "end", "take"])), max_size=40)
 
@@ -15,7 +15,7 @@ EVENTS = st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["begin", "end", 
 def test_idle_is_what_no_piece_of_work_covers(events):
     """Each event comes so many seconds after the one before; a second is idle if no work was open in it."""
     now, idle, told = 0, 0, 0.0
-    clock = IdleClock(lambda: float(now))
+    clock = WorkClock(lambda: float(now), lambda: float(now))
     open_work: list[ExitStack] = []
     for seconds, event in [*events, (1, "take")]:
         idle += 0 if open_work else seconds
@@ -27,17 +27,17 @@ def test_idle_is_what_no_piece_of_work_covers(events):
         elif event == "end" and open_work:
             open_work.pop(0).close()
         elif event == "take":
-            told += clock.take()
+            told += clock.take_idle_s()
             assert told == idle
 
 
 def test_work_that_fails_is_over():
     now = 0.0
-    clock = IdleClock(lambda: now)
+    clock = WorkClock(lambda: now)
     try:
         with clock.work():
             now = 2.0
             raise ValueError
     except ValueError:
         now = 5.0
-    assert clock.take() == 3.0
+    assert clock.take_idle_s() == 3.0

@@ -31,7 +31,6 @@ from roll.configs.problems import ConfigErrors
 from roll.data.batch import Batch
 from roll.data.columns import IntArray, Item
 from roll.data.requests import Completion, GenerateRequest
-from roll.distributed.replaced import environment
 from roll.distributed.strategy import MissingEngineError, require_engine
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.evidence import Sketch
@@ -53,6 +52,7 @@ from roll.distributed.weights.receiver import on_device
 from roll.distributed.weights.segments import collect_on_gpu, own_copy, share_on_gpu
 from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
 from roll.models.pictures import pictures_of
+from roll.utils.foreign import environment
 from roll.utils.progress import advance
 
 if TYPE_CHECKING:

@@ -60,10 +60,6 @@ class NotAnEnv:
     pass
 
 
-def test_built_in_names_are_registered():
-    assert {"sokoban", "frozen_lake", "single_turn", "gymnasium"} <= set(envs.registered())
-
-
 def test_a_registered_environment_is_made_by_name_and_by_path():
     path = f"{__name__}:GuessEnv"
     envs.register("guess-a-word", path)

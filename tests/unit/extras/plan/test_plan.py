@@ -39,8 +39,17 @@ from roll.extras.plan.memory import (
     kept_per_token,
     trainer_memory,
 )
-from roll.extras.plan.times import Samples, matrix_share, rollout_time, shared_share, sync_time, training_time
-from roll.extras.plan.work import Layout, Lengths, Role
+from roll.extras.plan.work import (
+    Layout,
+    Lengths,
+    Role,
+    Samples,
+    matrix_share,
+    rollout_time,
+    shared_share,
+    sync_time,
+    training_time,
+)
 from roll.models import scoring
 from roll.models.freezing import freeze
 from roll.models.lora import LoraSpec, inject_adapter

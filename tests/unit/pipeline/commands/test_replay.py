@@ -73,6 +73,7 @@ def test_figures_that_differ_are_told(run, monkeypatch, capsys, words, code):
     [
         ("3", (), "from checkpoint-1, the nearest before it, with the rollouts of each step from 2 on; those of 3"),
         ("1", (), "from the first step with the rollouts of each step from 1 on; those of 1 are not in"),
+        ("1", (), "it begins with step-00002, as rollout_dump_gb bounds it"),
         ("9", (), "--step 9: {run} has recorded the steps 1 to 4"),
         ("4", ("save_steps=1",), "save_steps: a replay sets this itself"),
         ("4", ("rollout_batch_size=16",), "a replay takes the episodes of the run"),
