@@ -397,7 +397,11 @@ def a_run(folder: pathlib.Path, steps: int = 30, words: str = "four") -> pathlib
     summary = {"status": "completed", "steps": steps, "seconds": {"start": 9.0, "rollout": 45.0, "train": 15.0}}
     summary |= {"watches": {"dead_groups": alarm}, "versions": {"torch": "2.9.0"}}
     summary |= {"draws": {"trained": 60, "settled": 3}, "data": {"actor_train.data_args": {"rows": 90, "samples": 84}}}
-    workers = {"actor_train[0]": [[3.0, 4.0]], "actor_infer[0]": [[1.0, 2.5]], "actor_infer[1]": [[0.5, 2.0], [2.0, 3.0]]}
+    workers = {
+        "actor_train[0]": [[3.0, 4.0]],
+        "actor_infer[0]": [[1.0, 2.5]],
+        "actor_infer[1]": [[0.5, 2.0], [2.0, 3.0]],
+    }
     phases = [["rollout", 1.0, 3.0], ["train", 3.0, 4.0]]
     for step in (1, 2):
         with (folder / "timeline.jsonl").open("a") as file:
