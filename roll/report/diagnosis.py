@@ -160,7 +160,7 @@ class Finding:
     advice: str
 
 
-_OF_TAGS = ("responses-are-cut", "nothing-to-judge", "responses-are-all-alike", "tasks-are-too-hard")
+_OF_TAGS: tuple[str, ...] = ("responses-are-cut", "nothing-to-judge", "responses-are-all-alike", "tasks-are-too-hard")
 _OF_TAGS += ("tasks-are-too-easy", "groups-have-no-spread")
 """Causes that are looked for in each tag, too."""
 

@@ -342,7 +342,8 @@ def store_state() -> str:
 
     with suppress(Exception):  # words for an error, which must not become another one
         sizes = [node["Resources"].get("object_store_memory", 0.0) / 2**20 for node in ray.nodes() if node["Alive"]]
-        folder = ray._private.worker._global_node.get_session_dir_path()
+        node: Any = ray._private.worker._global_node
+        folder = node.get_session_dir_path()
         disk = shutil.disk_usage(folder)
         return (
             f"It holds at most {min(sizes):,.0f} MiB on a node; what is beyond goes to {folder}, where "
